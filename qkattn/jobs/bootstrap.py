@@ -18,8 +18,6 @@ from qkattn.jobs.detection import Job, connect_seconds, detect
 from qkattn.jobs.peers import EXIT_CRASH, JobPeers
 
 HEARTBEAT = 30  # seconds without a sign of life after which jax ends the others of a job
-_ECHO = 5
-_HELLO = 5.0  # seconds that a process may take to say who it is, once connected
 _AGAIN = 0.2  # seconds between two attempts
 
 
@@ -75,7 +73,7 @@ def in_job(main: Callable[[], None]) -> Callable[[], None]:
                 traceback.print_exc()
             if _from_jax(error):
                 # Mostly the echo of another process that died, whose rank jax's heartbeats tell.
-                time.sleep(HEARTBEAT + _ECHO)
+                time.sleep(HEARTBEAT + 5)
             signals.end(code, sentence)
 
     return joined
@@ -112,7 +110,7 @@ def meet(job: Job, seconds: float) -> None:
                     f'{agreement.named(missing)} of {total} did not reach the '
                     f'coordinator {job.coordinator} within {seconds:g} s'
                 ) from None
-            connection.settimeout(_HELLO)
+            connection.settimeout(5.0)  # to say who it is
             try:
                 rank, count = map(int, connection.recv(64).split())
             except (OSError, ValueError):  # not one of ours
@@ -134,10 +132,8 @@ def _is_open(connection: socket.socket) -> bool:
     """Whether the other side, which sends nothing more, has not closed it."""
     try:
         return bool(connection.recv(1))
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
 
 
 def _listen(port: int, deadline: float) -> socket.socket:

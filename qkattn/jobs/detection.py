@@ -15,9 +15,6 @@ PORT = 'JAX_COORDINATOR_PORT'
 
 # The variable for the seconds within which all processes of a job must have started.
 CONNECT = 'QKATTN_CONNECT_SECONDS'
-# The ports from which a job takes one by its number, as jax does.
-_PORTS, _FIRST_PORT = 2**12, 2**16 - 2**12
-_TPU_PORT = 8482
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +97,7 @@ def _slurm() -> Job | None:
     if not 0 <= node < len(tasks):
         raise ConfigError(f'SLURM_NODEID={node} has no entry in SLURM_STEP_TASKS_PER_NODE={text!r}')
     devices = _block(_integer('SLURM_LOCALID'), tasks[node], os.environ.get('SLURM_GPUS_ON_NODE'))
-    port = str(_FIRST_PORT + number % _PORTS)
+    port = str(2**16 - 2**12 + number % 2**12)  # a high one by the job's number, as in jax
     return _launched('slurm', SlurmCluster, _integer('SLURM_STEP_NUM_TASKS'), port, devices)
 
 
@@ -159,7 +156,7 @@ def _gke() -> Job | None:
         raise ConfigError(f'TPU_WORKER_ID={in_slice} is not one of the {len(hosts)} hosts {text}')
     number = _integer('MEGASCALE_SLICE_ID') if slices > 1 else 0
     first = os.environ.get('MEGASCALE_COORDINATOR_ADDRESS') or hosts[0]
-    port = _integer(PORT) if PORT in os.environ else _TPU_PORT
+    port = _integer(PORT) if PORT in os.environ else 8482
     address = os.environ.get(TRIPLE[0], f'{first.split(":")[0]}:{port}')
     return Job(len(hosts) * slices, in_slice + number * len(hosts), 'gke', address)
 

@@ -239,11 +239,9 @@ class Progress(contextlib.AbstractContextManager['Progress']):
         self.close()
 
     def _run(self) -> None:
-        while not self._closed.wait(_TICK):
-            try:
+        with contextlib.suppress(ValueError):  # the stream is closed
+            while not self._closed.wait(_TICK):
                 self.tick()
-            except ValueError:  # the stream is closed
-                return
 
     def _wait(self, now: float) -> None:
         gap = 0.0 if self._screen.terminal else _PLAIN_FRACTION * (now - self._opened)

@@ -9,6 +9,7 @@ import importlib.util
 import math
 import os
 import platform
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -52,9 +53,8 @@ def free_memory(
 ) -> float:
     """Bytes that processes may still take; infinity where that is unknown."""
     free = [math.inf]
-    for line in _text(memory).splitlines():
-        if line.startswith('MemAvailable:'):
-            free.append(1024 * int(line.split()[1]))
+    if available := re.search(r'^MemAvailable:\s*(\d+)', _text(memory), re.MULTILINE):
+        free.append(1024 * int(available[1]))
     names = ('memory.max', 'memory.current')
     for limit, used in zip(*(_settings(n, groups, membership) for n in names), strict=False):
         if limit != 'max':
@@ -64,9 +64,8 @@ def free_memory(
 
 def cpu() -> str:
     """The model of the processor."""
-    for line in _text(Path('/proc/cpuinfo')).splitlines():
-        if line.startswith('model name'):
-            return line.partition(':')[2].strip()
+    if name := re.search(r'^model name\s*:(.*)', _text(Path('/proc/cpuinfo')), re.MULTILINE):
+        return name[1].strip()
     return platform.processor() or platform.machine()
 
 
@@ -79,9 +78,8 @@ def accelerators(platforms: str | None, root: Path = Path('/')) -> list[str] | N
         return []
     gpus = list(root.glob('dev/nvidia[0-9]*'))
     if gpus and importlib.util.find_spec('jax_plugins'):
-        visible = os.environ.get('CUDA_VISIBLE_DEVICES')
-        every = [str(i) for i in range(len(gpus))]
-        return every if visible is None else [name for name in visible.split(',') if name]
+        every = ','.join(map(str, range(len(gpus))))
+        return [gpu for gpu in os.environ.get('CUDA_VISIBLE_DEVICES', every).split(',') if gpu]
     return None if any(list(root.glob(pattern)) for pattern in _ACCELERATORS) else []
 
 

@@ -28,10 +28,7 @@ _ROOT, _BEATS = 'qkattn/job/', 'qkattn/beats/'
 
 
 class JobPeers:
-    """Watches the others of a job; `StopRequest.peers` of each of its processes.
-
-    After `heartbeat` seconds of silence jax takes a process for dead.
-    """
+    """Watches the others of a job, whom jax takes for dead after `heartbeat` silent seconds."""
 
     def __init__(self, job: Job, heartbeat: int):
         self._job = job

@@ -22,7 +22,6 @@ exit_hooks: list[Callable[[], None]] = []
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SAVED = 'stopped after the last step, state saved'
 _NOTHING = 'stopped with nothing to save; the same command resumes'
-_PATIENCE = 10.0  # seconds that `end` waits for `no_interrupt`
 
 
 class StopRequest:
@@ -149,7 +148,7 @@ def started() -> None:
 def end(code: int, sentence: str) -> NoReturn:
     """Ends the process from any thread, after a write in progress; leases are released."""
     # A write that hangs, with its file system, must not keep the process.
-    no_interrupt.acquire(timeout=_PATIENCE)
+    no_interrupt.acquire(timeout=10.0)
     try:
         # On a terminal the cursor may stand behind the progress line.
         _say('\n' * os.isatty(2) + f'{sentence}\n')
