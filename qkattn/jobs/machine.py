@@ -16,9 +16,8 @@ from pathlib import Path
 GROUPS, MEMBERSHIP = Path('/sys/fs/cgroup'), Path('/proc/self/cgroup')
 _ACCELERATORS = ('dev/accel[0-9]*', 'dev/vfio/[0-9]*', 'dev/kfd')  # TPUs, and GPUs of AMD
 # Parameters of mallopt (glibc's malloc.h), and their values: one arena for all threads, which keeps
-# freed memory and takes large blocks too. The last is refused where it is above glibc's limit.
+# freed memory and takes large blocks too. glibc refuses a last one that is above its limit.
 _M_ARENA_MAX, _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -8, -1, -3
-_MMAP_THRESHOLDS = (2**30, 2**25)
 
 
 def usable_cores() -> list[int]:
@@ -96,7 +95,7 @@ def keep_freed_memory() -> None:
     if mallopt is not None and not set_by_user:
         mallopt(_M_ARENA_MAX, 1)
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-        any(mallopt(_M_MMAP_THRESHOLD, value) for value in _MMAP_THRESHOLDS)
+        any(mallopt(_M_MMAP_THRESHOLD, value) for value in (2**30, 2**25))
 
 
 def _settings(name: str, groups: Path, membership: Path) -> Iterator[str]:

@@ -83,9 +83,7 @@ class StopRequest:
 
     def should_stop(self, step: int, also: bool = False) -> bool:
         """Whether to stop after `step` steps, as all do; `also`: this one has another reason to."""
-        if self.peers is None:
-            return self.requested or also
-        return self.peers.should_stop(step, also)
+        return self.peers.should_stop(step, also) if self.peers else self.requested or also
 
     @classmethod
     def pending(cls) -> bool:
