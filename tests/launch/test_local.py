@@ -127,6 +127,6 @@ def test_all_may_save_and_who_does_not_end_in_time_is_killed(plan, number, code,
     time.sleep(0.3)  # they install their handlers
     if number is not None:
         job.send_signal(number)
-    out, errors = job.communicate(timeout=60)
+    out, errors = job.communicate(timeout=30)
     assert (job.returncode, out.count('saved')) == (code, saved), errors
     until(lambda: not any(map(alive, pids(tmp_path))))
