@@ -7,12 +7,15 @@ qkattn ablate --config=quickstart --workdir=runs/quickstart   # = python -m expe
 import ast
 import runpy
 import sys
+import textwrap
 from pathlib import Path
 
 from qkattn.jobs import signals
 
 if __name__ == '__main__' or Path(sys.argv[0]).name == 'qkattn':  # before imports that take seconds
     signals.exit_while_starting(''.join(sys.argv[1:2]))
+
+from absl import flags
 
 from qkattn import __version__
 from qkattn.jobs import cli
@@ -42,11 +45,17 @@ def _help(scripts: dict[str, Path]) -> str:
     """The commands and configs, each with the first line of its docstring; none is run."""
     lines = ['usage: qkattn COMMAND [--FLAG=VALUE ...]; qkattn COMMAND --help lists the flags']
     configs = 'configs, as --config=NAME; --config=FILE.py is one of your own'
-    for title, files in (('commands', scripts), (configs, cli.shipped('configs'))):
+    for title, files in (('commands', scripts), (configs, cli.shipped_configs())):
         lines.append(f'\n{title}')
         for name, path in files.items():
             text = ast.get_docstring(ast.parse(path.read_text('utf-8'))) or ''
-            lines.append(f'  {name:<18} ' + text.partition('\n')[0])
+            about = f'  {name:<26} ' + text.partition('\n')[0]
+            lines += textwrap.wrap(
+                about,
+                flags.get_help_width(),
+                subsequent_indent=' ' * 29,
+                break_on_hyphens=False,
+            )
     return '\n'.join(lines)
 
 

@@ -29,13 +29,16 @@ def command(tmp_path, monkeypatch, capsys):
     return run
 
 
-def test_help_has_a_line_for_every_script_and_every_config(command):
+def test_help_names_every_script_and_every_config(command):
     code, text = command('--help')
     assert code == 0 and command() == (code, text)
-    for folder in ('experiments', 'configs'):
+    assert all(len(line) <= 80 for line in text.splitlines())
+    listed = ' '.join(text.split())
+    for folder in ('experiments', 'configs', 'configs/claims'):
         for path in ROOT.glob(f'{folder}/*.py'):
+            name = f'claims/{path.stem}' if folder == 'configs/claims' else path.stem
             first = path.read_text().splitlines()[0].removeprefix('"""').removesuffix('"""')
-            assert path.stem == '__init__' or f'  {path.stem:<18} {first}\n' in text + '\n'
+            assert path.stem == '__init__' or f' {name} {first}' in listed
 
 
 def test_a_version_and_an_unknown_command(command):

@@ -81,6 +81,12 @@ def shipped(folder: str) -> dict[str, Path]:
     return dict(sorted((files | packages).items()))
 
 
+def shipped_configs() -> dict[str, Path]:
+    """The configs that come with qkattn, those of claims as claims/NAME."""
+    claims = {f'claims/{name}': path for name, path in shipped('configs/claims').items()}
+    return shipped('configs') | claims
+
+
 class _ConfigParser(ConfigFileFlagParser):
     """Loads a file, or the config of that name that comes with the package, of a kind."""
 
@@ -90,9 +96,7 @@ class _ConfigParser(ConfigFileFlagParser):
 
     def parse(self, path: str) -> Any:
         name, colon, argument = path.partition(':')
-        folder, _, stem = name.rpartition('/')
-        file = shipped(f'configs/{folder}').get(stem, name)
-        return super().parse(f'{file}{colon}{argument}')
+        return super().parse(f'{shipped_configs().get(name, name)}{colon}{argument}')
 
 
 def define_config(kind: Kind) -> flags.FlagHolder:
@@ -101,7 +105,7 @@ def define_config(kind: Kind) -> flags.FlagHolder:
         'config',
         None,
         'Python file whose get_config() returns the settings, or the name of a config that '
-        f'comes with qkattn: {", ".join(shipped("configs"))}. The fields below override its '
+        f'comes with qkattn: {", ".join(shipped_configs())}. The fields below override its '
         'settings; the defaults are those of a config that does not set them.',
         lock_config=True,
     )
@@ -122,7 +126,7 @@ def read_config(flag: flags.FlagHolder) -> Any:
     except OSError as error:  # config_flags loads the file on first access
         path = config_flags.get_config_filename(flags.FLAGS['config'])
         reason = str(error).strip().splitlines()[-1].strip()
-        known = [*shipped('configs'), *(f'claims/{name}' for name in shipped('configs/claims'))]
+        known = shipped_configs()
         near = difflib.get_close_matches(path.partition(':')[0], known, n=1)
         meant = f'; did you mean --config={near[0]}?' if near else ''
         raise ConfigError(

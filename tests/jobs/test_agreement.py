@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from qkattn.errors import InUseError
+from qkattn.errors import ConfigError, InUseError
 from qkattn.jobs import agreement
 from qkattn.jobs.agreement import owned, owner_first
 from tests.jobs.jobs import ended, start_job
@@ -83,6 +83,7 @@ def test_a_single_process_agrees_with_itself():
     assert (agreement.any_process(True), agreement.any_process(False)) == (True, False)
     agreement.require_same('hash', 'a')
     agreement.barrier('here')
+    assert issubclass(InUseError, ConfigError)  # ends with 2
     with pytest.raises(InUseError, match='held'):
         owned(refuse)
     assert owner_first(lambda: 7) == 7
