@@ -39,16 +39,10 @@ def data_root(data_dir: str | os.PathLike[str] | None = None) -> Path:
 def prepared_once(lock: Path, opened: Callable[[], T], prepare: Callable[[], object]) -> T:
     """Returns `opened()`; where there is nothing to open yet, one process prepares it first.
 
-    Any number of processes may call this at the same time.
-
-    Args:
-      lock: a file that the preparing process holds; the others wait for it.
-      opened: raises FileNotFoundError where nothing is there, and DamagedData, which is logged as
-        a warning, where something is that has to be prepared again.
-      prepare: makes what `opened` opens.
-
-    Raises:
-      ConfigError: if something has to be prepared and the directory of `lock` cannot be written.
+    Any number of processes may call this at the same time; they wait for the one that holds the
+    file `lock`. `opened` raises FileNotFoundError where nothing is there, and DamagedData, which is
+    logged as a warning, where something has to be prepared again. ConfigError if anything has to be
+    prepared and the directory of `lock` cannot be written.
     """
     try:
         # Without the lock first, so that a finished cache may be on a read-only disk.

@@ -1,7 +1,6 @@
 """From settings to token datasets: the corpus, its tokenizer, and the shards of its tokens.
 
-The cache holds a corpus in the format of `qkattn prepare_data`, a shard per split, in the directory
-`<data_dir>/tokens/<name>/<version>/<tokenizer>`.
+Cached, one shard per split, in `<data_dir>/tokens/<name>/<version>/<tokenizer>`.
 """
 
 import dataclasses
@@ -37,11 +36,7 @@ log = logging.getLogger(__name__)
 
 
 def load(config: DataConfig) -> TokenDataset | PairDataset:
-    """Opens the dataset, preparing it under its data directory the first time.
-
-    Raises:
-      ConfigError: a dataset that is unknown, cannot be fetched, or cannot be tokenized as set.
-    """
+    """The dataset, prepared the first time; ConfigError if it is unknown or cannot be prepared."""
     return load_pairs(config) if config.languages else load_text(config)
 
 
@@ -123,12 +118,9 @@ def _cached(config: DataConfig, corpus: Corpus, tokenizer: Tokenizer) -> TokenDa
 def prepare(config: DataConfig, out: str, *, shard_tokens: int) -> Index:
     """Tokenizes all splits of a dataset into shards in the directory `out`, or goes on with that.
 
-    Args:
-      shard_tokens: a shard is closed behind the document that reaches so many.
-
-    Raises:
-      ConfigError: a dataset that cannot be read, is a translation set, or lacks text; a directory
-        that cannot be written, holds other shards, or is being prepared by another process.
+    A shard is closed behind the document that reaches `shard_tokens`. ConfigError if the dataset
+    cannot be read, is a translation set, or lacks text; if the directory cannot be written, holds
+    other shards, or is being prepared by another process.
     """
     directory = local_directory(out, '--out')
     if config.languages:
@@ -159,11 +151,7 @@ def prepare(config: DataConfig, out: str, *, shard_tokens: int) -> Index:
 
 
 def verify(out: str | Path) -> list[str]:
-    """Compares all shards with their sha256; a sentence for each that is missing or damaged.
-
-    Raises:
-      ConfigError: the index cannot be read.
-    """
+    """The problems of shards, compared by sha256; ConfigError if the index cannot be read."""
     directory = local_directory(out, '--out')
     index, problems = read_index(directory), []
     for info in index.splits.values():

@@ -14,20 +14,16 @@ from qkattn.data.tasks.task_registry import rows_of
 from qkattn.errors import ConfigError
 from qkattn.stats.inference import MIN_DOCUMENTS
 
-# Of the rows of a global batch, those that this host reads; None is all.
-Part = slice | np.ndarray | None
-# Rows of tasks without documents are independent; more clusters would say little more.
-MAX_CLUSTERS = 128
+Part = slice | np.ndarray | None  # the rows of a global batch that this host reads; None is all
+MAX_CLUSTERS = 128  # of rows without documents, which are independent: more would say little more
 
 
 def batches(config: Config, split: str = 'train', *, seed: int = 0) -> Iterator[Batch]:
     """The batches that a run with this configuration reads, arrays [train.batch_size, length].
 
     'train' has no end and is the data of the trial with this seed; 'validation' and 'test' are the
-    data.eval_sequences rows of an evaluation, once.
-
-    Raises:
-      ConfigError: as `rows_of`, `train_batch` and `eval_batches`.
+    data.eval_sequences rows of an evaluation, once. ConfigError as `rows_of`, `train_batch` and
+    `eval_batches`.
     """
     rows, size = rows_of(config), config.train.batch_size
     if split == 'train':
@@ -37,18 +33,11 @@ def batches(config: Config, split: str = 'train', *, seed: int = 0) -> Iterator[
 
 
 def train_batch(rows: Rows, *, seed: int, step: int, batch_size: int, part: Part = None) -> Batch:
-    """The training batch of a step, arrays [rows, ...].
+    """The training batch of a step, arrays [rows, ...]; `batch_size` is that of the global batch.
 
     Row r of step k is element k * batch_size + r of an endless sequence that visits every row of
-    the train split once per epoch, in an order drawn from (seed, epoch).
-
-    Args:
-      seed: in [0, 2**32).
-      batch_size: rows of the global batch.
-      part: the rows of the global batch that this host reads; None is all.
-
-    Raises:
-      ConfigError: a seed out of range, a part without rows, a train split without rows.
+    the train split once per epoch, in an order drawn from (seed, epoch). ConfigError if the seed is
+    not in [0, 2**32), or the part or the train split has no rows.
     """
     if not 0 <= seed < 2**32:
         raise ConfigError(f'seed={seed!r} is out of range; it must be in [0, 2**32).')
@@ -81,9 +70,7 @@ def train_batches(
     Yields arrays [steps_per_read, trials, rows, ...] for the `num_steps` steps from `start_step`
     on; [c, x] is `train_batch` of seeds[x], read once for trials of one seed. The last read is
     shorter where `steps_per_read` does not divide `num_steps`. There is no state but the step.
-
-    Raises:
-      ConfigError: at the call, as `train_batch`.
+    ConfigError at the call, as `train_batch`.
     """
     unique_seeds, seed_of_trial = np.unique(np.asarray(seeds), return_inverse=True)
     steps = range(start_step, start_step + num_steps)
@@ -123,16 +110,10 @@ def eval_batches(
     max_rows: int | None = None,
     part: Part = None,
 ) -> Iterator[Batch]:
-    """Batches over a split in a fixed order; every row once.
+    """Batches over a split in a fixed order; every row once, or `max_rows` evenly spaced ones.
 
-    Rows that pad the last batch to `batch_size` hold zeros, loss weights included.
-
-    Args:
-      max_rows: reads that many rows, evenly spaced over the split; None is all.
-      part: the rows of each global batch that this host reads; None is all.
-
-    Raises:
-      ConfigError: at the call, for an unknown split and one without rows.
+    Rows that pad the last batch to `batch_size` hold zeros, loss weights included. ConfigError at
+    the call, for an unknown split and one without rows.
     """
     numbers_B = chosen(batch_size, part)
     evaluated_R = eval_rows(rows, split, max_rows)
@@ -183,12 +164,7 @@ def clusters(rows: Rows, split: str, max_rows: int | None = None) -> tuple[list[
 
 
 def check_documents(rows: Rows, data: DataConfig, minimum: int = MIN_DOCUMENTS) -> None:
-    """Refuses a corpus that gives no verdict: too few documents for a standard error, or no test.
-
-    Raises:
-      ConfigError: an evaluation split of which fewer than `minimum` documents are evaluated; no
-        test split.
-    """
+    """Raises ConfigError without a test split, or if an evaluation reads too few documents."""
     name = f'data.name={data.name!r}{"" if data.path is None else f", data.path={data.path!r}"}'
     for split in rows.splits[1:]:
         documents = rows.documents(split)

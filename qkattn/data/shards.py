@@ -1,8 +1,8 @@
 """Token shards: a directory of `SPLIT_NUMBER.bin`, `index.json` and, maybe, `tokenizer.json`.
 
 A shard holds whole documents in the layout of llm.c: 256 int32 of header, which begin with a magic
-number, a version and the number of tokens; then the ids. The index states what was tokenized how,
-and the shards of each split. A vocabulary that is learned or read from a file lies beside it.
+number, a version and the number of tokens; then the ids. `tokenizer.json` is a vocabulary that is
+learned or read from a file.
 """
 
 import dataclasses
@@ -31,29 +31,20 @@ HEADER_BYTES = 1024
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Index:
-    """What `index.json` holds: corpus, tokenizer, layout, and the shards that are written.
+    """What `index.json` holds: corpus, tokenizer, layout, and the shards that are written."""
 
-    Attributes:
-      schema: changes whenever an index that is stored would be read differently.
-      tokenizer: as in data.tokenizer; of a file without its directory.
-      model_sha256: of `tokenizer.json`; None where there is none.
-      dtype: of an id.
-      shard_tokens: tokens at which a shard is closed, behind the document that reaches them.
-      complete: whether all shards of all splits are written.
-    """
-
-    schema: Literal[1] = 1
+    schema: Literal[1] = 1  # changes whenever a stored index would be read differently
     name: str
     version: str
     carved: Mapping[str, float]
-    tokenizer: str
+    tokenizer: str  # as in data.tokenizer; of a file without its directory
     tokenizer_name: str
     vocab_size: int
     separator: int
-    model_sha256: str | None
-    dtype: Literal['uint8', 'uint16', 'uint32']
-    shard_tokens: int
-    complete: bool = False
+    model_sha256: str | None  # of `tokenizer.json`, where there is one
+    dtype: Literal['uint8', 'uint16', 'uint32']  # of an id
+    shard_tokens: int  # at which a shard is closed, behind the document that reaches them
+    complete: bool = False  # whether all shards of all splits are written
     splits: Mapping[str, SplitInfo] = dataclasses.field(default_factory=dict)
 
     def text(self) -> str:
@@ -70,12 +61,7 @@ class Index:
 
 
 def planned(kind: str, corpus: Corpus, tokenizer: Tokenizer, **layout: Any) -> Index:
-    """The index, without splits, of text that is to be written.
-
-    Args:
-      kind: data.tokenizer.
-      layout: dtype and shard_tokens.
-    """
+    """The index of text to write, without splits; `layout` is its dtype and shard_tokens."""
     model = model_of(tokenizer)
     return Index(
         name=corpus.name,
@@ -114,13 +100,9 @@ def read_index(directory: Path) -> Index:
 
 
 def map_shard(directory: Path, index: Index, shard: Shard, *, compare: bool) -> np.ndarray:
-    """The ids of a shard, memory-mapped.
+    """The ids of a shard, memory-mapped; `compare` reads all of them for their sha256.
 
-    Args:
-      compare: reads all of them, and compares their sha256.
-
-    Raises:
-      DamagedData: it is missing or too short, or its sha256 is another one.
+    DamagedData if the shard is missing or too short, or its sha256 is another one.
     """
     path = directory / shard.file
     try:
@@ -145,11 +127,7 @@ def open_index(
 
 
 def open_shards(config: DataConfig) -> TokenDataset:
-    """Opens the shards in the directory `config.path`, whose tokens are read when rows are.
-
-    Raises:
-      ConfigError: files that are missing or damaged; settings that do not fit the shards.
-    """
+    """The dataset in `config.path`; ConfigError if it is damaged, or settings do not fit it."""
     directory = local_directory(config.path, 'data.path')
     try:
         index = read_index(directory)

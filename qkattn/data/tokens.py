@@ -12,52 +12,35 @@ import numpy as np
 from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.errors import ConfigError
 
-# Ids that are read at a time where a split is read through.
-BLOCK = 1 << 22
+BLOCK = 1 << 22  # ids that are read at a time where a split is read through
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shard:
-    """A file of whole documents.
-
-    Attributes:
-      num_bytes: of text, one per separator.
-      sha256: of the tokens, without the header.
-    """
+    """A file of whole documents."""
 
     num_tokens: int
     num_documents: int
-    num_bytes: int
-    sha256: str
+    num_bytes: int  # of text, one per separator
+    sha256: str  # of the tokens, without the header
     file: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SplitInfo:
-    """The shards of a split, and its counts.
-
-    Attributes:
-      num_documents: documents, each followed by a separator.
-      document_names: of the documents of an evaluation split, where the corpus has names.
-      num_tokens: token ids, separators included.
-      num_bytes: bytes of text that the tokens stand for, one per separator.
-      unigram_nats_per_token: entropy of the token frequencies.
-      fingerprint: sha256 of all tokens, however they are cut into shards.
-    """
+    """The shards of a split, and its counts."""
 
     num_documents: int
-    document_names: tuple[str, ...] | None = None
-    num_tokens: int
-    num_bytes: int
-    unigram_nats_per_token: float
-    fingerprint: str
+    document_names: tuple[str, ...] | None = None  # if the corpus has names; not of 'train'
+    num_tokens: int  # with the separator that follows each document
+    num_bytes: int  # of text that the tokens stand for, one per separator
+    unigram_nats_per_token: float  # entropy of the token frequencies
+    fingerprint: str  # sha256 of all tokens, however they are cut into shards
     shards: tuple[Shard, ...]
 
 
 class ShardTokens:
-    """The ids of a split, in arrays one after another; of memory maps only those asked for are
-    read.
-    """
+    """The ids of a split, in consecutive arrays; of memory maps only those asked for are read."""
 
     def __init__(self, arrays: Sequence[np.ndarray]):
         self._arrays = arrays
@@ -93,15 +76,10 @@ class ShardTokens:
 
 
 class TokenDataset:
-    """Token ids of the splits of one corpus.
+    """Token ids of the splits of one corpus; ids are in [0, vocab_size).
 
-    Attributes:
-      name: e.g. 'stdlib'.
-      version: of the text, e.g. 'py3.11.7-1.0.0'.
-      tokenizer: turns ids back into text.
-      vocab_size: ids are in [0, vocab_size).
-      splits: their names, 'train' first.
-      carved: the splits that were carved from train, and which part of it each is.
+    `version` is that of the text, e.g. 'py3.11.7-1.0.0'; `splits` are names, 'train' first;
+    `carved` maps the splits that were carved from train to the fraction of it that each is.
     """
 
     def __init__(
@@ -172,12 +150,7 @@ class TokenDataset:
 class PairDataset:
     """Tokenized parallel text: sentence i of a split is document i on both sides.
 
-    Attributes:
-      source, target: the two sides, tokenized alike.
-      splits: those that both sides have.
-
-    Raises:
-      ConfigError: sides with unequally many sentences.
+    `splits` are those that both sides have. ConfigError if one has unequally many sentences.
     """
 
     def __init__(self, source: TokenDataset, target: TokenDataset):

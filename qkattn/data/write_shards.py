@@ -31,8 +31,7 @@ from qkattn.errors import ConfigError
 from qkattn.storage.files import replacing, write_atomic
 
 RESTORE, ERRORS = 'restore the source', (RuntimeError, UnicodeError)
-# Ids of a document with its separator, and the bytes of its text.
-Document = tuple[np.ndarray, int]
+Document = tuple[np.ndarray, int]  # ids with the separator, and the bytes of the text
 
 log = logging.getLogger(__name__)
 
@@ -40,13 +39,9 @@ log = logging.getLogger(__name__)
 def write_shards(directory: Path, plan: Index, corpus: Corpus, tokenizer: Tokenizer) -> Index:
     """Tokenizes all splits of a corpus; the caller holds a lock on the directory.
 
-    Shards of an index that agrees with the plan are kept, up to the first that is damaged.
-
-    Args:
-      plan: an index without splits.
-
-    Raises:
-      ConfigError: text that cannot be read or encoded, a split without a document.
+    Shards of an index that agrees with the plan (which has no splits) are kept, up to the first
+    that is damaged. ConfigError for text that cannot be read or encoded, or a split without a
+    document.
     """
     try:
         before = read_index(directory)

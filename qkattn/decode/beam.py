@@ -8,22 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 
 Cache = Any  # a pytree whose shapes and dtypes stay the same from step to step
+# (tokens_M, rows_M, cache) to the next logits and cache; token m continues row rows_M[m], or m.
 Step = Callable[[jax.Array, jax.Array | None, Cache], tuple[jax.Array, Cache]]
-"""(tokens_M, rows_M, cache) to the next logits and cache; token m continues row rows_M[m], or m."""
 
 
 class Hypotheses(NamedTuple):
-    """The K best hypotheses of each row, best first.
+    """The K best hypotheses of each row, best first."""
 
-    Attributes:
-      tokens_BKT: token ids, int32; the separator from the end of a hypothesis on.
-      lengths_BK: tokens, including the separator; T where a hypothesis is unfinished.
-      scores_BK: log-probability in nats, divided by length ** length_penalty. Where fewer than K
-        hypotheses have a probability above zero, the others have score -inf and length 0.
-    """
-
-    tokens_BKT: jax.Array
-    lengths_BK: jax.Array
+    tokens_BKT: jax.Array  # int32; the separator from the end of a hypothesis on
+    lengths_BK: jax.Array  # including the separator; T where a hypothesis is unfinished
+    # Log-probabilities in nats, divided by length ** length_penalty. Where fewer than K hypotheses
+    # have a probability above zero, the others have score -inf and length 0.
     scores_BK: jax.Array
 
 
@@ -44,11 +39,9 @@ def decode(
     num_tokens: int,
     not_done: Callable[[Any], jax.Array | bool] = lambda state: True,
 ) -> Any:
-    """Chooses up to `num_tokens` tokens, one after another, and returns the last state.
+    """Chooses up to `num_tokens` tokens while the state is `not_done`, and returns the last state.
 
-    Args:
-      choose: (t, logits_MV, state) to the state, the tokens at t and the rows that they continue.
-      not_done: whether a state needs another token.
+    `choose(t, logits_MV, state)` is the state, the tokens at t and the rows that they continue.
     """
 
     def more(carry: Any) -> jax.Array:
@@ -76,24 +69,21 @@ def beam_search(
 ) -> Hypotheses:
     """Searches for the best continuations of each row; traceable by jit.
 
-    The score of a finished hypothesis is its log-probability, including the separator's, divided
-    by length ** length_penalty, as fairseq's lenpen (Ott et al. 2019); 0 ranks by probability.
+    `logits_MV` are those of the first token, for `beam` copies of each row, one after another;
+    `cache` is the state of the copies before it. A hypothesis has at most `num_tokens` tokens,
+    including the separator. The score of a finished one is its log-probability, including the
+    separator's, divided by length ** length_penalty, as fairseq's lenpen (Ott et al. 2019); 0 ranks
+    by probability.
 
     Each step extends the `beam` most probable unfinished hypotheses. An extension by the separator
     finishes a hypothesis if it is among the `beam` most probable extensions, so `beam` = 1 is
     greedy decoding. A row is done once `beam` of its hypotheses are finished, even if an unfinished
-    one could score higher, as in fairseq and with `early_stopping=True` in transformers; the search
-    stops when all rows are done. Where fewer are finished after `num_tokens`, the unfinished ones
-    are ranked among them by the same score, as in transformers; fairseq ends them with a separator.
+    one could score higher, as in fairseq and with `early_stopping=True` in transformers. Where
+    fewer are finished after `num_tokens`, the unfinished ones are ranked among them by the same
+    score, as in transformers; fairseq ends them with a separator.
 
     Ties go to the lower beam, then to the lower id, and to the hypothesis that finished first.
     Logits of -inf are never chosen; NaN and inf give NaN scores.
-
-    Args:
-      logits_MV: of the first token, for `beam` copies of each row, one after another.
-      cache: the state of the copies after all tokens before the first one.
-      num_tokens: maximum number of tokens of a hypothesis, including the separator.
-      separator: the id that ends a hypothesis.
     """
     K, T, V = beam, num_tokens, logits_MV.shape[1]
     B = len(logits_MV) // K
@@ -137,8 +127,7 @@ def _extensions(
     There are 2 K, if the vocabulary allows, since up to K of them may be by the separator.
     """
     B, K, V = logits_BKV.shape
-    # Ranked by logits within a hypothesis, as in greedy decoding: small differences of logits can
-    # be lost in log-probabilities.
+    # Ranked by logits, as in greedy decoding: log-probabilities can lose their small differences.
     logits_BKC, tokens_BKC = jax.lax.top_k(logits_BKV, min(2 * K, V))
     total_BK1 = jax.nn.logsumexp(logits_BKV, axis=-1, keepdims=True)
     # If all logits are -inf, so is the total, and the difference would be NaN.

@@ -23,11 +23,9 @@ def choose(
 ) -> jax.Array:
     """The next token of each row; ties go to the lower id.
 
-    Args:
-      temperature: divides the logits; 0 takes the argmax.
-      top_k: samples from the k most probable tokens only (Fan et al. 2018).
-      top_p: samples, after top_k, from the smallest set of tokens whose renormalized probabilities
-        sum to at least p (nucleus sampling, Holtzman et al. 2020).
+    `temperature` divides the logits; 0 takes the argmax. Samples are from the `top_k` most probable
+    tokens (Fan et al. 2018), and of those from the smallest set whose renormalized probabilities
+    sum to at least `top_p` (nucleus sampling, Holtzman et al. 2020).
     """
     if temperature == 0:
         return jnp.argmax(logits_BV, -1)
@@ -62,16 +60,9 @@ def generate(
     """Continues each prompt by `num_tokens` tokens; int32 tokens_BT without the prompts.
 
     Compiles one program per shape and set of options. A row depends on its own prompt, its index
-    and the key only, not on the rest of the batch.
-
-    Args:
-      key: required unless the temperature is 0.
-      temperature, top_k, top_p: see `choose`; temperature 0 is greedy decoding.
-      vocab_size: ids from here on are never generated; None allows all ids of the model.
-
-    Raises:
-      ConfigError: an option out of range, or more tokens than model.context. The last generated
-        token needs no position, since it is not fed back.
+    and the key only. Options are as in `choose`; temperature 0 is greedy decoding and needs no key.
+    Ids from `vocab_size` on are never generated. ConfigError for an option out of range, or more
+    tokens than model.context; the last one needs no position, since it is not fed back.
     """
     finite = 0 <= temperature < math.inf
     require(finite, f'{temperature=} must be 0 (greedy) or above, and finite')
@@ -108,12 +99,9 @@ def search(
 ) -> Hypotheses:
     """The best continuations of each prompt, up to `num_tokens` tokens: see `beam_search`.
 
-    Args:
-      source: source_BS and valid_BS of an encoder-decoder; see `encode_source`.
-      vocab_size: ids from here on are never chosen and have no share of the probability.
-
-    Raises:
-      ConfigError: as `generate`.
+    `source` is source_BS and valid_BS of `encode_source`, for an encoder-decoder. Ids from
+    `vocab_size` on are never chosen and have no share of the probability. ConfigError as
+    `generate`.
     """
     logits_BV, cache, step = _started(model, prompts_BT, num_tokens, vocab_size, source)
     V = logits_BV.shape[1]

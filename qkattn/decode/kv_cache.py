@@ -12,21 +12,12 @@ from qkattn.model.stack import layer_of, scan_layers, stacks_of
 
 
 class KVCache(NamedTuple):
-    """The cached keys and values of all layers.
+    """Keys and values of all layers, arrays [L, B, S, ...] by name; unfilled slots are zero."""
 
-    Attributes:
-      layers: arrays [L, B, S, ...] by name, with S slots for tokens; unfilled slots are zero. One
-        for each variant of a pattern, of the layers that have it.
-      length: number of filled slots.
-      source: cached keys and values of the encoder's output for cross-attention, arrays
-        [L, B, S, ...] by name; None without an encoder.
-      source_valid_BS: False on the padding of the source; None without an encoder.
-    """
-
-    layers: tuple[Cache, ...]
-    length: jax.Array
-    source: Cache | None = None
-    source_valid_BS: jax.Array | None = None
+    layers: tuple[Cache, ...]  # one for each variant of a pattern, of the layers that have it
+    length: jax.Array  # number of filled slots
+    source: Cache | None = None  # of the encoder's output, for cross-attention; None without one
+    source_valid_BS: jax.Array | None = None  # False on the padding of the source
 
 
 def init_cache(model: Decoder | EncoderDecoder, batch: int, length: int) -> KVCache:
@@ -66,11 +57,9 @@ def encode_source(
 def prefill(
     model: Decoder | EncoderDecoder, tokens_BT: jax.Array, cache: KVCache
 ) -> tuple[jax.Array, KVCache]:
-    """Appends T tokens to the cache in one pass.
+    """Appends T tokens in one pass; returns the next token's logits_BV and the longer cache.
 
-    Returns:
-      logits_BV of the token after the last one, in float32 or wider, and the longer cache. The
-      cache needs T free slots: inside jit an overflow is not detected.
+    Logits are float32 or wider. The cache needs T free slots: jit does not detect an overflow.
     """
     T = tokens_BT.shape[1]
     # Under x64 a literal would be an int64, and the indices of a slice are of one type.
@@ -120,8 +109,7 @@ def prefill(
 def take_rows(cache: KVCache, rows_M: jax.Array) -> KVCache:
     """The cache whose row m is row rows_M[m].
 
-    Where the number of rows stays the same, the sources stay in place, so a row may only come from
-    a row with the same source.
+    Sources of equally many rows stay in place: a row may only come from one with the same source.
     """
 
     def take(arrays: Any) -> Any:

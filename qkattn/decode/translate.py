@@ -19,8 +19,7 @@ from qkattn.jobs import agreement
 from qkattn.metrics import PREFIXES
 from qkattn.model import EncoderDecoder, with_params
 
-# Sources of similar length share a batch, padded to a multiple of so many tokens: few shapes.
-WIDTH_STEP = 16
+WIDTH_STEP = 16  # batches of sources of similar length are padded to multiples of it: few shapes
 BATCH_SIZE = 64
 
 log = logging.getLogger(__name__)
@@ -31,8 +30,7 @@ def translate(
 ) -> list[str]:
     """The best hypothesis for each source, in the order of `sources`.
 
-    Raises:
-      ConfigError: a source that cannot be encoded or is longer than model.source_context.
+    ConfigError for a source that cannot be encoded or is longer than model.source_context.
     """
     encoded = []
     for i, source in enumerate(sources):
@@ -93,8 +91,8 @@ def score_split(
 ) -> dict[str, Any]:
     """Translates the first `config.max_sources` sentences of a split: see `translation_scores`.
 
-    A source that is longer than model.source_context is truncated, so that the scores are still
-    those of the whole split; the log says how many are.
+    Sources longer than model.source_context are truncated, and the log says how many: the scores
+    are still those of the whole split.
     """
     tokenizer, most = pairs.source.tokenizer, model.config.encoder.context - 1
     sources, targets = (side[: config.max_sources] for side in pairs.sentences(split))
@@ -111,15 +109,9 @@ def translation_scores(
 ) -> dict[str, float | int | str]:
     """Scores of a whole test set of detokenized text, with one reference per sentence.
 
-    Args:
-      lowercase: whether all scores ignore case.
-
-    Returns:
-      bleu, chrf: corpus BLEU (Papineni et al. 2002) and chrF2 (Popović 2015) in percent, as
-        computed by sacrebleu (Post 2018).
-      bleu_signature, chrf_signature: sacrebleu's settings; scores are comparable where they agree.
-      exact_match: fraction of the hypotheses that equal their reference.
-      num_sentences: number of sentences.
+    `bleu` and `chrf` are corpus BLEU (Papineni et al. 2002) and chrF2 (Popović 2015) in percent, as
+    computed by sacrebleu (Post 2018), comparable where their signatures agree; `exact_match` is the
+    fraction of the hypotheses that equal their reference. With `lowercase` all scores ignore case.
     """
     metrics = importlib.import_module('sacrebleu.metrics')  # slow, and seldom needed
     bleu, chrf = metrics.BLEU(lowercase=lowercase), metrics.CHRF(lowercase=lowercase)
