@@ -1,7 +1,6 @@
 """qkattn: controlled ablations of attention's weight matrices at equal parameter count.
 
-The names below are what a notebook needs; docs/notebook.ipynb shows them. Everything else is
-imported from its package, as in `from qkattn.train.loop import train`.
+The names below are those of docs/notebook.ipynb; all others are imported from their packages.
 """
 
 import importlib

@@ -1,7 +1,4 @@
-"""The errors that qkattn raises on purpose.
-
-Each message is one sentence: the field, the value, what would be valid.
-"""
+"""The errors that qkattn raises on purpose; a message is the field, the value, what is valid."""
 
 
 class ConfigError(ValueError):

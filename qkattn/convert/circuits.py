@@ -1,14 +1,13 @@
 """Conversions of one circuit: W_Q and W_K, or W_V and W_O, merged, factored anew, gauge-fixed.
 
-Those of the QK circuit rewrite A[n] in s = scale x A[n] y^T and keep the Value; all of them require
-what `qk_factors` does. Nothing acts between W_V and W_O, so those of the OV circuit, which keep the
-Score, allow any positions, QK-norm and mask.
+Those of the QK circuit rewrite A[n] in s = scale x A[n] y^T, keep the Value, and require what
+`qk_factors` does; those of the OV circuit keep the Score, with any positions, QK-norm and mask.
 
-Gauge fixing removes the H^2 redundant parameters of each head. W_Q M^T and W_K M^-1 have the same
-product for every invertible M, and so have W_V M and M^-1 W_O. M is a block of H rows of W_K, or of
-H columns of W_O, which becomes the identity and is not stored. With W_K = Q R and orthonormal Q,
-W_K M^-1 = Q Q_block^-1. Rounding both factors by eps changes A[n] by at most about eps |W_K M^-1|
-of its norm, and |W_K M^-1| = 1 / (smallest singular value of Q_block).
+Gauge fixing removes the H^2 redundant parameters of each head: W_Q M^T and W_K M^-1 have the same
+product for every invertible M, as do W_V M and M^-1 W_O. M is a block of H rows of W_K, or of H
+columns of W_O, which becomes the identity and is not stored. With W_K = Q R, W_K M^-1 is
+Q Q_block^-1; rounding both factors by eps changes A[n] by at most about eps |W_K M^-1| of its norm,
+and |W_K M^-1| = 1 / (smallest singular value of Q_block).
 """
 
 from collections.abc import Callable, Sequence
@@ -65,12 +64,9 @@ def truncate(layer: Attention, *, rank: int) -> tuple[Attention, float]:
 def gauge_fix_qk(layers: Sequence[Attention]) -> list[Attention]:
     """`qk` -> `gauge_fixed`: W_Q M^T and W_K M^-1, which holds an identity block. Exact.
 
-    The rows of the block keep W_K M^-1 small in all layers of a model, which become one variant;
-    they are an option of it. b_K, which softmax ignores, becomes 0.
-
-    Raises:
-      ConversionError: as `qk_factors`; a Score other than qk; or a block so close to singular that
-        half of the digits of the parameters' dtype would be lost.
+    The rows of the block, an option of the variant, keep W_K M^-1 small in all layers of a model.
+    b_K, which softmax ignores, becomes 0. ConversionError as `qk_factors`, for another Score, or if
+    the block is so close to singular that half of the digits of the dtype would be lost.
     """
     factors, score = [qk_factors(layer) for layer in layers], layers[0].spec.score
     require(score == 'qk', f'it starts from the score qk, not {score}')

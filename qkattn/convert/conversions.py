@@ -1,8 +1,7 @@
 """The registry of conversions between attention variants, and their use on whole models.
 
-To add one, write a function `(layer, *, options) -> layer` that raises `ConversionError` where a
-precondition does not hold, and add it to `CONVERSIONS`. `experiments.convert --apply=NAME` and
-`experiments.variants --conversions` read this table.
+To add one, add to `CONVERSIONS` a function `(layer, *, options) -> layer` that raises
+`ConversionError` where a precondition does not hold.
 """
 
 import dataclasses
@@ -28,24 +27,15 @@ from qkattn.model.transformer import Transformer
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """One conversion of a layer.
+    """A conversion of a layer, which computes the same function in the same dtype unless lossy."""
 
-    Attributes:
-      function: (layer, **options) -> the converted layer, which computes the same function in the
-        same dtype. Options are its keyword-only parameters.
-      circuit: the circuit that it rewrites.
-      lossy: `function` changes what the layer computes and returns (layer, error), the share of
-        the norm of A[n] (with its scale) or B[n] that is lost.
-      takes_norm: `function` also takes the gain and bias of the norm before attention.
-      of_stack: `function` takes and returns all layers of a model.
-      example: options with which the catalogue measures a conversion that requires some.
-    """
-
-    function: Callable[..., Any]
+    function: Callable[..., Any]  # (layer, **options) -> layer; options are keyword-only
     circuit: Literal['QK', 'OV', 'both']
+    # `function` returns (layer, error), the lost share of the norm of A[n] (scaled) or B[n].
     lossy: bool = False
-    takes_norm: bool = False
-    of_stack: bool = False
+    takes_norm: bool = False  # `function` also takes the gain and bias of the norm before attention
+    of_stack: bool = False  # `function` takes and returns all layers of a model
+    # Options with which the catalogue measures a conversion that requires some.
     example: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __call__(self, layer: Attention, *norm: Any, **options: Any) -> tuple[Attention, float]:
@@ -83,8 +73,7 @@ CONVERSIONS: dict[str, Conversion] = {
 def parse_conversion(text: str) -> tuple[Conversion, dict[str, Any]]:
     """The conversion, by name or import path, and options of e.g. 'truncate(rank=8)'.
 
-    Raises:
-      ConfigError: an unknown conversion or option, or a missing option.
+    ConfigError if the conversion or an option is unknown, or an option is missing.
     """
     conversion, options = resolve(
         text,
@@ -105,9 +94,8 @@ def convert_model(
 ) -> tuple[ModelConfig, dict[str, Any], list[float]]:
     """The model with every layer converted as `text` says, and the errors of a lossy conversion.
 
-    Raises:
-      ConfigError: as `parse_conversion`, or a model that is no stack of one variant.
-      ConversionError: a precondition does not hold.
+    ConfigError as `parse_conversion`, or if the model is no stack of one variant; ConversionError
+    if a precondition does not hold.
     """
     conversion, options = parse_conversion(text)
     if config.kind == 'encoder_decoder' or config.pattern is not None:

@@ -87,8 +87,7 @@ def require(condition: bool, reason: str) -> None:
 def extract_factors(layer: Attention) -> Factors:
     """The factors of a layer, measured by applying its projections to a basis of the stream.
 
-    Raises:
-      ConversionError: a map is not linear, or biases under probabilities that do not sum to 1.
+    ConversionError if a map is not linear, or for biases under probabilities that do not sum to 1.
     """
     spec, D, N = layer.spec, layer.spec.d_model, layer.spec.num_heads
     require(layer.value.linear, f'{spec.value} is not linear in the values: it has no matrix B[n]')
@@ -127,10 +126,8 @@ def extract_factors(layer: Attention) -> Factors:
 def qk_factors(layer: Attention) -> Factors:
     """The factors of a layer whose logits are scale x A[n] y^T, so that A[n] may be rewritten.
 
-    Raises:
-      ConversionError: RoPE, QK-norm, a Score that is not bilinear, masks the diagonal or adds to
-        the logits, a Value that shares a matrix of the Score, or a logit cap together with a bias
-        of the keys.
+    ConversionError for RoPE, QK-norm, a Score that is not bilinear, masks the diagonal or adds to
+    the logits, a Value that shares a matrix of the Score, or a logit cap with a bias of the keys.
     """
     spec = layer.spec
     require(
@@ -176,10 +173,8 @@ def logit_scale(layer: Attention) -> float:
 def empty_layer(source: Attention, **changes: Any) -> Attention:
     """A layer without values, of the spec of `source` with changes; it has its QK-norm gains.
 
-    num_kv_heads becomes num_heads where no circuit shares heads.
-
-    Raises:
-      ConversionError: queries get another size than the QK-norm gains have.
+    num_kv_heads becomes num_heads where no circuit shares heads. ConversionError if queries get
+    another size than the QK-norm gains have.
     """
     spec = dataclasses.replace(source.spec, **changes)
     score, value = registry.find_score(spec.score)[0], registry.find_value(spec.value)[0]
@@ -201,13 +196,8 @@ def fill(
 ) -> Attention:
     """Sets every parameter of an empty layer, in the dtype of `source`, and returns the layer.
 
-    Args:
-      score: parameters of the Score by name; biases may be given where the Score has none, if
-        they are zero. None copies the Score of `source`.
-      value: the same for the Value.
-
-    Raises:
-      ConversionError: a non-zero bias where the circuit has no parameter for it.
+    `score` and `value` are parameters by name; None copies those of `source`. ConversionError for a
+    non-zero bias where the circuit has no parameter for it.
     """
     for part, arrays in (('score', score), ('value', value)):
         circuit = getattr(layer, part)
@@ -228,9 +218,8 @@ def fill(
 def balanced_factors(A_NED: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray, float]:
     """left_ENR = U S^1/2 and right_DNR = V S^1/2 of A[n] = U S V^T, and what cutting it loses.
 
-    Of all factorizations, the balanced one has the smallest sum of squares. The error, relative to
-    the norm of A over all heads, is the least of any matrix of this rank (Eckart & Young 1936).
-    Where `rank` exceeds the size of A[n], zeros fill the last columns.
+    Balanced factors have the least sum of squares. The error, relative to the norm of A over all
+    heads, is the least at this rank (Eckart & Young 1936). Zeros fill columns beyond the size of A.
     """
     left_NER, s_NR, right_NRD = np.linalg.svd(A_NED, full_matrices=False)
     lost = np.linalg.norm(s_NR[:, rank:]) / np.linalg.norm(A_NED)

@@ -25,21 +25,14 @@ from qkattn.train.checkpoint import Checkpoints
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Loaded:
-    """A run as its newest checkpoint has it, or a model without a run.
-
-    Attributes:
-      params: the parameters of each trial, float32.
-      trials: seed, learning rate and weight decay of each trial; {} without a run.
-      alive: False for trials that diverged, which have their last finite parameters.
-      config, step: settings and optimizer steps of the run; None without one.
-    """
+    """A run as its newest checkpoint has it, or a model without a run."""
 
     path: Path
     model_config: ModelConfig
-    params: list[dict]
-    trials: list[dict[str, Any]]
-    alive: list[bool]
-    config: Config | None = None
+    params: list[dict]  # of each trial, float32
+    trials: list[dict[str, Any]]  # seed, learning rate and weight decay of each; {} without a run
+    alive: list[bool]  # False for trials that diverged, which have their last finite parameters
+    config: Config | None = None  # None without a run, as is `step`, its optimizer steps
     step: int | None = None
 
     @functools.cached_property
@@ -76,14 +69,10 @@ class Loaded:
 def load(source: str | os.PathLike[str], *, num_heads: int | None = None) -> Loaded:
     """The run or the one model at `source`, whose kind follows from its files.
 
-    Args:
-      source: a run directory or a directory of exported parameters; a directory or .safetensors
-        file of a GPT-2 in the Hugging Face layout; a nanoGPT .pt checkpoint.
-      num_heads: of published files without a config.
-
-    Raises:
-      ConfigError: `source` is none of these, or it is damaged or of another layout.
-      CheckpointError: every checkpoint of the run is damaged.
+    A run directory or a directory of exported parameters; a directory or .safetensors file of a
+    GPT-2 in the Hugging Face layout; a nanoGPT .pt checkpoint. `num_heads` is for published files
+    without a config. ConfigError if `source` is none of these, damaged or of another layout;
+    CheckpointError if every checkpoint of the run is damaged.
     """
     path = as_path(source)
     if not path.exists():
@@ -107,11 +96,8 @@ def load(source: str | os.PathLike[str], *, num_heads: int | None = None) -> Loa
 def tokenizer_for(source: Loaded, dataset: str, otherwise: str) -> Tokenizer:
     """The tokenizer of a run, or that of the named dataset for a model without a run.
 
-    Args:
-      otherwise: the flag that takes token ids in the place of text.
-
-    Raises:
-      ConfigError: it has more tokens than the model, or the data has changed since the run.
+    ConfigError if it has more tokens than the model, where the flag `otherwise` takes token ids in
+    the place of text, or if the data has changed since the run.
     """
     if source.config is None:
         tokenizer = tokenizer_of(DataConfig(name=dataset))

@@ -80,15 +80,11 @@ MASKS = re.compile(r'h\.\d+\.attn\.(bias|masked_bias)')
 def load_gpt2(source: Source, *, num_heads: int | None = None) -> tuple[ModelConfig, dict]:
     """Reads a GPT-2 in the Hugging Face layout; the parameters are float32, and dropout is 0.
 
-    Args:
-      source: a directory with model.safetensors (or its index) and config.json, a .safetensors
-        file, beside which config.json is read where there is one, or a dictionary of numpy, jax
-        or torch arrays by name, in 16 or 32 bits.
-      num_heads: N, required without a config.json, since the shapes do not determine it.
-
-    Raises:
-      ConfigError: the tensors or the config.json are not those of a GPT-2.
-      SpecError: its heads do not divide its width.
+    `source` is a directory with model.safetensors (or its index) and config.json, a .safetensors
+    file, beside which config.json is read where there is one, or a dictionary of numpy, jax or
+    torch arrays by name, in 16 or 32 bits. Without a config.json, `num_heads` is required.
+    ConfigError if the tensors or the config.json are not those of a GPT-2, SpecError if its heads
+    do not divide its width.
     """
     named: Any = source
     described: dict[str, Any] = {}
@@ -110,16 +106,10 @@ def load_nanogpt(source: Source, *, num_heads: int | None = None) -> tuple[Model
     """Reads a model saved by nanoGPT or a descendant; the parameters are float32.
 
     Models may have biases or none, a padded vocabulary, a tied or an untied output matrix. The
-    config has the exact GELU of nanoGPT's MLP (`nn.GELU()`).
-
-    Args:
-      source: a checkpoint .pt (requires torch, and loads tensors and plain values only), a
-        .safetensors file, or a dictionary of arrays, alone or as 'model' beside 'model_args'.
-      num_heads: N, required without 'model_args', since the shapes do not determine it.
-
-    Raises:
-      ConfigError: the tensors are not of this layout, or torch is required and missing.
-      SpecError: its heads do not divide its width.
+    config has the exact GELU of nanoGPT's MLP (`nn.GELU()`). `source` is a checkpoint .pt (requires
+    torch, and loads tensors and plain values only), a .safetensors file, or a dictionary of arrays,
+    alone or as 'model' beside 'model_args', without which `num_heads` is required. ConfigError if
+    the tensors are not of this layout or torch is missing; SpecError as `load_gpt2`.
     """
     named: Any = source
     described: dict[str, Any] = {}
@@ -165,10 +155,7 @@ def _decoder(
     where: str,
     num_heads: int | None,
 ) -> tuple[ModelConfig, dict]:
-    """The config and parameters of the tensors, which have to agree with what describes them.
-
-    All sizes but the number of heads follow from the shapes.
-    """
+    """The config and parameters; shapes give all sizes but num_heads, `described` has to agree."""
     if num_heads is None and 'n_head' not in described:
         raise ConfigError(
             f'--num_heads=N (num_heads= in Python) is required where no {where} gives n_head'

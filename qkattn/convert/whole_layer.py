@@ -21,11 +21,9 @@ def to_standard(layer: Attention) -> Attention:
 
     Tied matrices are copied, fixed ones written out, factors multiplied. The head size is that of
     the wider circuit, and the other one is padded with zeros: `merged` gets heads of size D, which
-    `unmerge` makes smaller where the rank allows.
-
-    Raises:
-      ConversionError: a Score that is not linear or masks the diagonal; under RoPE or QK-norm, also
-        query heads that would have to be widened or that are rotated in part.
+    `unmerge` makes smaller where the rank allows. ConversionError for a Score that is not linear or
+    masks the diagonal; under RoPE or QK-norm, also if query heads would be widened or are rotated
+    in part.
     """
     spec, score = layer.spec, layer.score
     require_bilinear(layer)
@@ -110,10 +108,7 @@ def gqa_to_latent(layer: Attention) -> Attention:
 
     The latent has R = 2 K H channels, so the key/value cache keeps its size. Keys keep their
     parameters, so QK-norm and caps may stay. Meng et al. 2025, arXiv 2502.07864, section 3.
-
-    Raises:
-      ConversionError: another variant; RoPE, which would have to act between W_D and W_K; or
-        2 K H > d_model, a latent wider than the stream.
+    ConversionError for another variant, RoPE, or 2 K H > d_model, a latent wider than the stream.
     """
     spec, factors = layer.spec, _factors_of_standard(layer)
     D, N, K, H = spec.d_model, spec.num_heads, spec.num_kv_heads, spec.head_size

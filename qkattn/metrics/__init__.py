@@ -19,16 +19,12 @@ PREFIXES = {'validation': 'val', 'test': 'test'}
 
 @dataclasses.dataclass(frozen=True)
 class Predictions:
-    """What a model predicts for one batch; numpy or jax arrays.
-
-    `loss_weights_BT` is 0 where a position has no target, `nats_BT` the cross-entropy of a target,
-    `correct_BT` whether it is the argmax prediction.
-    """
+    """What a model predicts for one batch; numpy or jax arrays."""
 
     targets_BT: Any
-    loss_weights_BT: Any
-    nats_BT: Any
-    correct_BT: Any
+    loss_weights_BT: Any  # 0 where a position has no target
+    nats_BT: Any  # cross-entropy of the target
+    correct_BT: Any  # whether the target is the argmax prediction
 
 
 # `row_sums` of R rows and X trials, each [R, X] in float64.
@@ -37,32 +33,25 @@ Sums = Mapping[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """A number that is measured for every trial of a run, and how it is printed.
+    """A number that is measured for every trial of a run, and how it is printed."""
 
-    Attributes:
-      name: in result files, after the prefix of a split: 'loss' is val_loss and test_loss.
-      role: 'score' is a result that is no loss, 'probe' a property of the trained model, 'error'
-        the uncertainty of another metric.
-      label: in tables and figures; the name by default.
-      logged: whether an evaluation during training writes it to metrics.jsonl (val_ only).
-      for_text: whether reports show it for text, for which there are bits per byte.
-      details: further fields of the same measurement and their types.
-      value: (sums, bytes per target, if targets are text) -> value of every trial [X], or None
-        where it is not defined; None for a metric that `train.results` measures.
-    """
-
-    name: str
+    name: str  # in result files, after the prefix of a split: 'loss' is val_loss and test_loss
+    # A 'score' is a result that is no loss, a 'probe' a property of the trained model, an 'error'
+    # the uncertainty of another metric.
     role: Literal['loss', 'score', 'probe', 'error']
     description: str
     _: dataclasses.KW_ONLY
-    label: str = ''
+    label: str = ''  # in tables and figures; the name by default
     unit: str | None = None
     scale: float = 1.0
     decimals: int = 4
     prefixes: tuple[str, ...] = ('val', 'test')
-    logged: bool = False
-    for_text: bool = True
+    logged: bool = False  # an evaluation during training writes it to metrics.jsonl (val_ only)
+    for_text: bool = True  # reports show it for text, for which there are bits per byte
+    # Further fields of the same measurement and their types.
     details: Mapping[str, type] = dataclasses.field(default_factory=dict)
+    # (sums, bytes per target, if targets are text) -> value of every trial [X], or None where it is
+    # not defined; None for a metric that `train.results` measures.
     value: Callable[[Sums, float | None], np.ndarray | None] | None = None
 
     def __post_init__(self) -> None:
@@ -74,11 +63,7 @@ class Metric:
         return 'lower' if self.role in ('loss', 'error') else 'higher'
 
     def field(self, prefix: str) -> str:
-        """The metric's field in a result: field('val') is 'val_loss'.
-
-        Raises:
-          ValueError: the metric is not measured on this split.
-        """
+        """Its field in a result, 'val_loss' for 'val'; ValueError if not measured on this split."""
         if prefix not in self.prefixes:
             raise ValueError(f'{self.name} has no prefix {prefix!r}, only {self.prefixes}')
         return f'{prefix}_{self.name}'
@@ -129,11 +114,7 @@ def perplexity(nats_per_token: float) -> float:
 
 
 def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
-    """nats_per_token / (ln 2 * bytes_per_token), which unlike nats does not depend on tokens.
-
-    Raises:
-      ConfigError: bytes_per_token is not above 0.
-    """
+    """nats_per_token / (ln 2 * bytes_per_token); ConfigError unless bytes_per_token is above 0."""
     if not bytes_per_token > 0:
         raise ConfigError(f'bytes_per_token={bytes_per_token} must be above 0')
     return float(nats_per_token) / (math.log(2) * bytes_per_token)
@@ -161,7 +142,6 @@ ATTENTION = {
     'attention_previous_token_mass': 'probability of the token before',
 }
 
-
 # Each is of the whole run, all its trials together.
 TIMES = {
     'train_seconds': 'training steps, over all starts',
@@ -171,7 +151,6 @@ TIMES = {
     'compile_seconds': 'compilation of the training program, in the last start',
     'tokens_per_second': 'training tokens per second of the last start',
 }
-
 
 NATS: dict[str, Any] = {'unit': 'nats/token'}
 PERCENT: dict[str, Any] = {'unit': '%', 'scale': 100.0, 'decimals': 2}
