@@ -19,8 +19,7 @@ from qkattn.data.corpora.corpus import Corpus, parse_languages, readable
 from qkattn.errors import ConfigError
 from qkattn.storage.files import expanded
 
-# Examples that are read at a time: one by one takes four times as long, but one may be a book.
-READ_TOGETHER = 128
+READ_TOGETHER = 128  # one by one takes four times as long, but an example may be a book
 # Names under which sets have the splits of a corpus.
 SPLIT_NAMES = {'train': ['train'], 'validation': ['validation', 'dev', 'valid'], 'test': ['test']}
 
@@ -115,11 +114,9 @@ def _corpus(
 ) -> Corpus:
     """The corpus of the one text, or the one translation, that the settings name.
 
-    Args:
-      available: the splits of the set.
-      texts: its features that are text.
-      translations: the languages of each of its features that holds sentences by language.
-      examples: the examples of a split, with these features at least.
+    `available` are the splits of the set, `texts` its features that are text, `translations` the
+    languages of each feature that holds sentences by language. `examples` are those of a split,
+    with these features at least.
     """
     splits = {
         split: name

@@ -1,7 +1,7 @@
 """Translation pairs from Unicode's locale data (CLDR): no download, in any two of its languages.
 
-Babel formats the same date, interval, delay, amount, measure, name or list in both languages. It is
-a test bed, not a benchmark of machine translation: each source has one correct translation. Texts
+Babel formats the same date, interval, delay, amount, measure, name or list in both languages, so
+each source has one correct translation: a test bed, not a benchmark of machine translation. Texts
 depend on Babel's version, which is therefore part of the corpus version.
 """
 
@@ -20,11 +20,9 @@ from qkattn.config import DataConfig
 from qkattn.data.corpora.corpus import SPLITS, Corpus, hash64, parse_languages, readable, split_of
 
 VERSION = f'babel{babel.__version__}-1.0.0'
-# Longer texts, fewer than 1 %, are left out.
-MAX_BYTES = 120
+MAX_BYTES = 120  # longer texts, fewer than 1 %, are left out
 
-# Formats one value in the language of a locale: phrase(locale=...).
-Phrase = Callable[..., str]
+Phrase = Callable[..., str]  # phrase(locale=...) formats one value in its language
 Pair = tuple[Locale, Locale]
 
 # Without weeks of the year, which start on different days, and time zones.

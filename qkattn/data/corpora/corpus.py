@@ -17,32 +17,23 @@ from qkattn.errors import ConfigError
 SPLITS = ('train', 'validation', 'test')
 # Fraction of the documents of train that a carved split takes, or of the bytes of each if few.
 SHARE = 0.1
-# No document is more than a twentieth of the bytes of an evaluation split.
-SHARES = 20
+SHARES = 20  # no document is more than a twentieth of the bytes of an evaluation split
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Texts of a dataset, not tokenized.
+    """Texts of a dataset, not tokenized."""
 
-    Attributes:
-      name: part of cache paths and of every result, e.g. 'multi30k-en-de'.
-      version: changes whenever the text can.
-      languages: () for text; source and target for parallel text.
-      splits: 'train', and 'validation' and 'test' where there are any.
-      documents: `documents(language)` maps each split to its UTF-8 texts in a fixed order; language
-        is None for text. Document i of the one language translates document i of the other.
-        Prepares the dataset where that has not been done.
-      names: `names(split)` names the split's documents, in their order; None where they have none.
-      carved: the splits that were carved from train, and which fraction of it each is.
-    """
-
-    name: str
-    version: str
-    languages: tuple[str, ...] = ()
-    splits: tuple[str, ...]
+    name: str  # part of cache paths and of every result, e.g. 'multi30k-en-de'
+    version: str  # changes whenever the text can
+    languages: tuple[str, ...] = ()  # () for text; source and target for parallel text
+    splits: tuple[str, ...]  # 'train', and 'validation' and 'test' where there are any
+    # `documents(language)` maps each split to its UTF-8 texts in a fixed order, document i of one
+    # language translating document i of the other; None for text. Prepares the dataset if need be.
     documents: Callable[[str | None], Mapping[str, Iterable[bytes]]]
+    # `names(split)` names the split's documents, in their order; None where they have none.
     names: Callable[[str], list[str]] | None = None
+    # The splits that were carved from train, and which fraction of it each is.
     carved: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
@@ -77,9 +68,7 @@ def carved(corpus: Corpus, test: bool) -> Corpus:
     validation split. The hash is of a document's name, else of its text, for parallel text of the
     language that comes first in the alphabet; the order of the documents does not matter. Of fewer
     than 20 documents each is cut at the ends of the lines that reach 80 % and 90 % of its bytes.
-
-    Raises:
-      ConfigError: no train split; while documents are read, as `cut_at_lines`.
+    ConfigError without a train split and, while documents are read, as `cut_at_lines`.
     """
     missing = tuple(split for split in SPLITS[1:] if split not in corpus.splits)
     if 'train' not in corpus.splits:

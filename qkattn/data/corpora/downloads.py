@@ -12,8 +12,7 @@ from qkattn.data.corpora.corpus import Corpus, parse_languages, readable
 from qkattn.errors import ConfigError
 from qkattn.storage.files import expanded, write_atomic
 
-# Seconds to connect, and of silence while reading, after which a download counts as failed.
-TIMEOUT = (10, 60)
+TIMEOUT = (10, 60)  # seconds to connect, and of silence, after which a download has failed
 PLAYS = 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt'
 CAPTIONS = 'https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/raw'
 CAPTION_PARTS = {'train': 'train', 'validation': 'val', 'test': 'test_2016_flickr'}
@@ -75,7 +74,7 @@ def fetched(dataset: str, url: str, config: DataConfig) -> bytes:
     """The content of a file, which is kept under the data directory once it is there.
 
     It is read from `config.manual_dir` if given, else downloaded; ConfigError if that fails or the
-    sha256 is another one.
+    sha256 differs.
     """
     directory, name = data_root(config.data_dir) / 'downloads' / dataset, url.rpartition('/')[2]
     path = directory / name

@@ -34,8 +34,7 @@ DISTRIBUTIONS = (
     *('tokenizers', 'babel', 'requests', 'sacrebleu', 'absl-py', 'ml_collections', 'matplotlib'),
     *('jinja2', 'markupsafe', 'pandas', 'tqdm'),
 )
-# Text files (.txt) of these distributions are lists of labels and checksums.
-SUFFIXES = {'.py', '.md', '.rst'}
+SUFFIXES = {'.py', '.md', '.rst'}  # .txt files here are lists of labels and checksums
 # Scripts; tests and their data; copies of other packages.
 LEFT_OUT = {
     *('..', '_testing', '_vendor', 'benchmarks', 'internal_test_util', 'test', 'testing', 'tests'),
@@ -46,8 +45,7 @@ FILES_LEFT_OUT = (
     *('test_*', '*_test.py', '*_tests.py', 'conftest.py', 'LICENSE*', '*_gen.py', '*_pb2*.py'),
     *('__config__.py', '_distributor_init*.py', '*version*.py'),
 )
-# Shorter files are hardly more than a licence.
-MIN_BYTES = 500
+MIN_BYTES = 500  # shorter files are hardly more than a licence
 
 
 def stdlib(config: DataConfig) -> Corpus:
@@ -71,7 +69,6 @@ def packages(config: DataConfig) -> Corpus:
 def _corpus(
     name: str, version: str, files: Callable[[], dict[str, Path]], split: Callable[[str], str]
 ) -> Corpus:
-    """The corpus of files by name, in their order."""
 
     def names(wanted: str) -> list[str]:
         return [name for name in files() if split(name) == wanted]

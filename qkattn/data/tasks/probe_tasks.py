@@ -19,19 +19,18 @@ from qkattn.data.corpora.corpus_registry import SETTINGS, in_catalogue, refuse_u
 from qkattn.data.tasks.rows import Batch, DataForm, Rows, token_batch, uniform
 from qkattn.errors import ConfigError
 
-# Changes whenever the same draws would make other rows.
-VERSION = 1
+VERSION = 1  # changes whenever the same draws would make other rows
 TRAIN_ROWS, EVAL_ROWS = 2**24, 1024
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 class Sizes(NamedTuple):
-    """Ids in all, ids that an answer may have, and uniform numbers that a row is made of."""
+    """Sizes of a probe's rows."""
 
-    vocabulary: int
-    answers: int
-    draws: int
+    vocabulary: int  # ids in all
+    answers: int  # ids that an answer may have
+    draws: int  # uniform numbers that a row is made of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

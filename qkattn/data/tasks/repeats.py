@@ -8,10 +8,8 @@ import numpy as np
 from qkattn.data.pipeline import Part, chosen, eval_batches, eval_rows
 from qkattn.data.tasks.rows import Batch, Rows, token_batch
 
-# Sequences, and validation rows that their tokens come from, at most.
-NUM_ROWS = 64
-# Copies in shorter rows have too few tokens to be recognized.
-MIN_LENGTH = 8
+NUM_ROWS = 64  # sequences, and validation rows that their tokens come from, at most
+MIN_LENGTH = 8  # copies in shorter rows have too few tokens to be recognized
 SEED = 0
 
 Copy = Literal['first', 'second']
@@ -21,11 +19,9 @@ def sequences(rows: Rows) -> np.ndarray | None:
     """r_BH, H = (T + 1) // 2: validation tokens in a random order, int32.
 
     The tokens of up to NUM_ROWS rows, evenly spaced over the split, are shuffled across all of
-    them, which keeps the corpus's token frequencies but neither its order nor its topics.
-
-    Returns:
-      None where T < MIN_LENGTH, and where the rows are not plain next-token prediction: inputs
-      besides the tokens, targets that do not follow, or targets with loss weight 0 (as in probes).
+    them, which keeps the corpus's token frequencies but neither its order nor its topics. None
+    where T < MIN_LENGTH, and where the rows are not plain next-token prediction: inputs besides the
+    tokens, targets that do not follow, or targets with loss weight 0 (as in probes).
     """
     count = len(eval_rows(rows, 'validation', NUM_ROWS))
     batch = next(eval_batches(rows, 'validation', batch_size=count, max_rows=NUM_ROWS))

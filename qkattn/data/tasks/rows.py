@@ -7,8 +7,7 @@ import numpy as np
 from qkattn.config import Config, ModelConfig
 
 Batch = dict[str, np.ndarray]
-# Length and dtype of each array of a row.
-ArrayShapes = dict[str, tuple[int, np.dtype]]
+ArrayShapes = dict[str, tuple[int, np.dtype]]  # length and dtype of each array of a row
 DataForm = Literal[
     'text in one language', 'a translation set', 'a causal probe', 'a labelling probe'
 ]
@@ -40,13 +39,10 @@ class Rows(Protocol):
     def read(self, split: str, rows_B: np.ndarray, draws_B2: np.ndarray) -> Batch:
         """Reads rows by number, as arrays [B, length] of `array_shapes`.
 
-        Args:
-          draws_B2: uint64; all randomness of a row comes from its pair of numbers: the seed, and
-            the position in the endless training sequence (in an evaluation, 0 and the row).
-
-        Returns:
-          tokens_BT and targets_BT; loss_weights_BT, 0 where nothing is predicted; and the model's
-          other inputs by the names of its arguments.
+        These are tokens_BT and targets_BT; loss_weights_BT, 0 where nothing is predicted; and the
+        model's other inputs by the names of its arguments. All randomness of a row comes from its
+        pair of uint64 `draws_B2`: the seed, and the position in the endless training sequence (in
+        an evaluation, 0 and the row).
         """
 
     def documents(self, split: str) -> tuple[list[str], np.ndarray] | None:

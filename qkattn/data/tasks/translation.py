@@ -11,10 +11,8 @@ from qkattn.data.tasks.rows import INT, ArrayShapes, Batch, DataForm, Rows, toke
 from qkattn.data.tokens import PairDataset
 from qkattn.errors import ConfigError
 
-# Changes whenever the same pairs would be packed differently.
-PACKING = 1
-# Rows that are being filled at a time; more pack a little tighter, and each pair looks at them all.
-OPEN_ROWS = 64
+PACKING = 1  # changes whenever the same pairs would be packed differently
+OPEN_ROWS = 64  # filled at a time; more pack a little tighter, but each pair looks at them all
 
 
 class TranslationRows(Rows):
@@ -23,12 +21,9 @@ class TranslationRows(Rows):
     A source x_1 .. x_m enters as itself and the separator, m + 1 tokens; a target y_1 .. y_n enters
     as the separator and itself and is predicted as itself and the separator, n + 1 tokens. Rows
     hold whole pairs, numbered from 1 in `source_segments_BS` and `segments_BT`, where 0 is padding
-    (token 0, loss weight 0). Which pairs share a row depends on the data and the two lengths only;
-    every pair is in exactly one row.
-
-    Args:
-      source_length, length: S and T, tokens of a row of sources and of targets.
-      drop_long: leaves out, of every split, the pairs longer than a row; else a ConfigError.
+    (token 0, loss weight 0). Which pairs share a row depends on the data and the two lengths, S and
+    T, only; every pair is in exactly one row. Pairs longer than a row are a ConfigError;
+    `drop_long` leaves them out, of every split.
     """
 
     kind: ClassVar[str] = 'encoder_decoder'

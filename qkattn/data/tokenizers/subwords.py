@@ -13,19 +13,16 @@ from qkattn.data.tokenizers.tokenizer import Ids, Tokenizer, text_of
 from qkattn.errors import ConfigError
 from qkattn.storage.files import expanded
 
-# In text, U+0000 is encoded as the byte 0.
-SEPARATOR = '\0'
+SEPARATOR = '\0'  # in text, U+0000 is encoded as the byte 0
 # The library allocates memory for the requested size before it reads any text.
 MIN_SIZE, MAX_SIZE = 257, 2**20
-# Lines that are encoded at a time; an encoded line takes about 100 times its bytes.
-LINES = 10_000
+LINES = 10_000  # encoded at a time; an encoded line takes about 100 times its bytes
 
 
 class Subwords(Tokenizer):
     """A vocabulary of the library; special tokens are neither added to a text nor read from it."""
 
     def __init__(self, model: bytes):
-        """Args: model: a tokenizer.json."""
         self._model = model
         self._tokenizer = tokenizers.Tokenizer.from_buffer(model)
         self._tokenizer.encode_special_tokens = True  # as the text that they are
@@ -46,9 +43,8 @@ class Subwords(Tokenizer):
 class BPETokenizer(Subwords):
     """Byte-level byte-pair encoding (Sennrich et al. 2016; Radford et al. 2019), lossless.
 
-    Ids: 0 is the separator, 1 to 256 are the bytes, then the learned sub-words in the order of
-    their merges. No sub-word spans two lines or two words. Every text comes back byte for byte.
-    A separator decodes to U+0000.
+    Ids: 0 is the separator, which decodes to U+0000, 1 to 256 are the bytes, then the learned
+    sub-words in the order of their merges. No sub-word spans two lines or two words.
     """
 
     def __init__(self, model: bytes):
@@ -98,9 +94,9 @@ class BPETokenizer(Subwords):
 
 
 def _lines(text: str) -> list[str]:
-    """The lines with their ends; several times faster to encode than the whole text.
+    """The lines with their ends, which encode to the ids of the whole text several times faster.
 
-    The ids are the same, because learning from lines merges nothing with a newline before it.
+    The ids are equal because learning from lines merges nothing with a newline before it.
     """
     *lines, last = text.split('\n')
     return [line + '\n' for line in lines] + ([last] if last else [])

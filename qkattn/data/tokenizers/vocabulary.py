@@ -49,9 +49,7 @@ def open_tokenizer(
 ) -> Tokenizer:
     """The tokenizer of a kind; trained below `directory`, that of the corpus, the first time.
 
-    Args:
-      size: ids, of 'bpe' only.
-      texts: the training texts, always the same; called only to train.
+    Only 'bpe' has a `size`, in ids. `texts`, always the same, is called only to train.
     """
     cls, options = check(kind)
     if not hasattr(cls, 'train'):
