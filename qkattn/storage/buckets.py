@@ -1,9 +1,7 @@
-"""Paths in Cloud Storage, and writes of objects that succeed for one process only.
+"""Objects in Cloud Storage, written by the generation (version number) that they replace.
 
-A path is an `etils.epath.Path`, which has the methods of pathlib.Path but no `open('a')`. Objects
-whose owner matters are written here, by the generation (version number) that they replace.
-
-STORAGE_EMULATOR_HOST=http://127.0.0.1:PORT names an emulator, which is used without credentials.
+Paths are `etils.epath.Path`, which is pathlib.Path without `open('a')`. An emulator is named by
+STORAGE_EMULATOR_HOST=http://127.0.0.1:PORT and used without credentials.
 """
 
 import contextlib
@@ -23,8 +21,7 @@ from qkattn.errors import RunDirectoryError
 EXTRA = 'gcs'
 SCHEME = 'gs://'
 PATIENCE = 20.0  # seconds for which a request is repeated
-# CLOCK_BOOTTIME, where there is one, also counts the time for which a machine is suspended.
-_CLOCK = getattr(time, 'CLOCK_BOOTTIME', time.CLOCK_MONOTONIC)
+_CLOCK = getattr(time, 'CLOCK_BOOTTIME', time.CLOCK_MONOTONIC)  # the former also counts suspension
 _CLOCKS: dict[str, float] = {}  # by bucket, what its clock is ahead of `seconds`
 ROLES = 'roles/storage.objectUser and roles/storage.legacyBucketReader'
 
@@ -47,7 +44,7 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 
 def to_path(url: str | os.PathLike[str]) -> Path:
-    """The path that `url` names; RunDirectoryError unless its bucket can be listed."""
+    """The path of a gs:// URL; RunDirectoryError for others, or if its bucket cannot be listed."""
     text = os.fspath(url)
     bucket, _ = _split(text)
     if not text.startswith(SCHEME) or not bucket:
@@ -88,10 +85,7 @@ def read(path: str | os.PathLike[str]) -> Object:
 
 
 def write(path: str | os.PathLike[str], content: bytes, generation: int | None = None) -> Object:
-    """Writes an object whole, in place of `generation`, 0 for none; None: whatever is there.
-
-    Raises FileExistsError if another process has written the object in between.
-    """
+    """Replaces `generation` (0: none, None: any) by `content`; FileExistsError if it is another."""
     options = {'if_generation_match': generation, **_patience()}
     with _request(path, 'write') as blob:
         try:
@@ -134,12 +128,10 @@ def _split(path: str | os.PathLike[str]) -> tuple[str, str]:
 
 
 def _api(name: str) -> Any:
-    """An exception of the client library."""
     return getattr(load_extra('google.api_core.exceptions', EXTRA), name)
 
 
 def _patience() -> dict[str, Any]:
-    """How long a request may take, and for how long it is repeated."""
     retry = load_extra('google.cloud.storage.retry', EXTRA).DEFAULT_RETRY
     return {'timeout': PATIENCE, 'retry': retry.with_timeout(PATIENCE)}
 
@@ -164,11 +156,7 @@ def _prepare() -> None:
 
 @contextlib.contextmanager
 def _request(path: str | os.PathLike[str], task: str, opening: bool = False) -> Iterator[Any]:
-    """A block that uses an object, which it yields.
-
-    Raises FileNotFoundError where it reads none, RunDirectoryError for a bucket that cannot be used
-    and ConnectionError for one that cannot be reached any more.
-    """
+    """Yields an object; RunDirectoryError for a bad bucket, ConnectionError for a lost one."""
     bucket, name = _split(path)
     _prepare()
     credentials = load_extra('google.auth.exceptions', EXTRA).GoogleAuthError

@@ -31,10 +31,7 @@ _RESUME = 'and run the same command again, which goes on from what is saved'
 
 
 def as_path(path: str | os.PathLike[str]) -> Path:
-    """The path that text names: in a bucket where it is a gs:// URL, else on a file system.
-
-    Raises RunDirectoryError for a URL of another kind, or a bucket that is out of reach.
-    """
+    """A path on a file system, or in a bucket for a URL; raises as `buckets.to_path`."""
     return buckets.to_path(path) if buckets.is_url(path) else Path(path)
 
 
@@ -56,10 +53,7 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 
 
 def check_directory(path: str | os.PathLike[str], *, create: bool = False) -> Path:
-    """Returns `path` made absolute, and creates it if asked to.
-
-    Raises RunDirectoryError if neither it nor its nearest existing parent takes files.
-    """
+    """`path`, absolute; RunDirectoryError unless it or its nearest parent takes files."""
     if buckets.is_url(path):
         directory = as_path(path)
         buckets.check_writable(directory)
@@ -118,8 +112,7 @@ def version_of(path: Path) -> tuple[int, int]:
 def write_atomic(path: str | os.PathLike[str], content: str | bytes) -> Path:
     """Writes `content` (text as UTF-8) to `path`, whose directory is created, and returns `path`.
 
-    A reader, or a crash, sees the old file or the whole of this one, which is on the disk when the
-    call returns. Several processes may write the same path.
+    A reader or crash sees the old file or the whole new one, synced on return; writers may compete.
     """
     data = content.encode() if isinstance(content, str) else content
     path = as_path(path)
@@ -137,10 +130,9 @@ def write_atomic(path: str | os.PathLike[str], content: str | bytes) -> Path:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a temporary path beside `path` that replaces it atomically when the block succeeds.
+    """Yields a temporary path, local for a bucket, that replaces `path` when the block succeeds.
 
-    For files that a library writes. The temporary name is fixed, so that the next writer overwrites
-    what a killed one left; two writers need a lock. For a path in a bucket it is a local file.
+    Its name is fixed, so that what a killed writer left is overwritten; two writers need a lock.
     """
     if buckets.is_url(path):
         with tempfile.TemporaryDirectory() as directory:

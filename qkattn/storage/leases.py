@@ -1,19 +1,15 @@
 """Leases and locks: which process works on what, of many processes and hosts on shared storage.
 
-A lease is the right to train a run: JSON {host, process, pid, started, expiry}, renewed at regular
-intervals. One that was not renewed for `expiry` seconds is free, and at once one whose holder was a
-process of this machine that is gone.
+A lease is the right to train a run: JSON {host, process, pid, started, expiry}. It is free when it
+was not renewed for `expiry` seconds, or when its holder, a process of this machine, is gone.
 
-    leases/RUN.N   on a file system: lease number N = 0, 1, ... of a run, renewed by touching it
-    leases/RUN     in a bucket: one object, renewed by writing it again
+    leases/RUN.N   on a file system, renewed by touching it: the highest N = 0, 1, ... is in force,
+                   and whoever creates the next one, exclusively, holds the run
+    leases/RUN     in a bucket: created, renewed and taken over by the generation that it replaces
 
-On a file system the highest number is in force, and whoever creates the next one holds the run:
-exclusive creation succeeds in one process. In a bucket an object is created, renewed and taken over
-by the generation that it replaces.
-
-Ages are on the clock of the file system or bucket. The holder gives up, by a monotonic clock,
-before anybody else may take over, so at most one process at a time sees its lease as not lost,
-unless the clock of a file system jumps by more than expiry / 8.
+Ages are on the clock of the storage. The holder gives up, by a monotonic clock, before others may
+take over: at most one process sees its lease as not lost, unless the clock of a file system jumps
+by more than expiry / 8.
 """
 
 import contextlib
@@ -45,9 +41,8 @@ log = logging.getLogger(__name__)
 class Lease:
     """The right to train a run, once `acquire` returned it; a context manager that frees it.
 
-    A daemon thread renews it until `release`. A subclass says where it is kept: `read` gives its
-    content, the time of its last heartbeat, and the time now; `take` replaces what was read, with
-    FileExistsError if another process was faster; `renew` returns whether it is still this one.
+    A thread renews it until `release`. Subclasses have `read` (content, time of the last heartbeat,
+    time now), `take` (FileExistsError if another was faster) and `renew` (whether it is the same).
     """
 
     read: Callable[[], tuple[bytes, float, float] | None]
@@ -184,10 +179,6 @@ def acquire(directory: Path, run: str, *, expiry: float = EXPIRY) -> Lease | Non
     """The lease of a run; None if another process holds it. DiskError where it cannot be written.
 
     Check afterwards whether the run is finished: its last holder may just have finished it.
-
-    Args:
-      directory: shared by all workers; created if missing.
-      expiry: seconds without a heartbeat after which others may take the run over.
     """
     with disk_errors(directory):
         lease = _lease(directory, run)
@@ -200,10 +191,7 @@ def acquire(directory: Path, run: str, *, expiry: float = EXPIRY) -> Lease | Non
 
 
 def holders(directory: Path, *, expiry: float = EXPIRY) -> dict[str, str]:
-    """The holder of each run that is held, as 'process 12 on host', where `directory` exists.
-
-    `expiry` is for leases whose holder died before it wrote its own.
-    """
+    """The holder of each held run, as 'process 12 on host'; `expiry` is for leases without one."""
     paths = directory.iterdir() if directory.exists() else ()
     runs = sorted({path.name if buckets.is_url(path) else path.stem for path in paths})
     held = {run: _holder(_lease(directory, run), expiry) for run in runs}
@@ -227,10 +215,7 @@ def _holder(lease: Lease, expiry: float) -> tuple[str, bool | None] | None:
 
 
 def _process(pid: object) -> str | None:
-    """A name of a live process of this machine that no other one has or gets; None without /proc.
-
-    It is made of the boot, the process namespace, the number, and when the process began.
-    """
+    """Boot, namespace, number and start of a live process: unique; None without /proc."""
     try:
         boot = Path('/proc/sys/kernel/random/boot_id').read_text().strip()
         space = os.stat('/proc/self/ns/pid').st_ino
@@ -244,13 +229,10 @@ def _process(pid: object) -> str | None:
 def locked(path: Path, *, wait: bool = True) -> Iterator[Callable[[], bool]]:
     """Holds an exclusive lock on the file `path`; yields a function: whether the lock is lost.
 
-    On a file system the kernel releases the lock when the holder dies, and it is never lost. In a
-    bucket it is a lease, for whose expiry a caller that does not `wait` waits, too, until the
-    holder shows a heartbeat.
-
-    Raises:
-      BlockingIOError: without `wait`, if another process, which it names, holds the lock.
-      ConfigError: the directory of `path` cannot be written, or its file system has no locks.
+    On a file system it is never lost, and the kernel frees it when the holder dies. In a bucket it
+    is a lease: without `wait`, too, a caller waits for its expiry, until the holder shows a
+    heartbeat. BlockingIOError names a holder that is not waited for; ConfigError where the
+    directory cannot be written, or its file system has no locks.
     """
     if buckets.is_url(path):
         with _leased(path, wait) as lease:

@@ -1,10 +1,8 @@
 """The ledger of a study: what was declared, added, looked at and accepted, and when.
 
-    ledger.jsonl   a line per event: {event, time, ..., previous, hash}
-
-`hash` is the SHA-256 of the line's other fields, `previous` the hash of the line before it, so a
-line that is edited, moved or left out breaks the chain. A missing last line shows in the files that
-it describes. The ledger protects from mistakes, not from fraud.
+ledger.jsonl has a line {event, time, ..., previous, hash} per event. `hash` is the SHA-256 of its
+other fields, `previous` the hash of the line before: an edited, moved or missing line breaks the
+chain, a missing last one shows in the files it describes. It protects from mistakes, not fraud.
 
     declared     declaration (SHA-256 of study.json without its command), family, arms, seeds,
                  looks, margin; again where a field that may change, such as the question, does
@@ -37,13 +35,10 @@ NAME = 'ledger.jsonl'
 ADVICE = 'restore it from a copy, or run the study in a new directory'
 DECLARED, ARMS_ADDED, CHANGED = 'declared', 'arms_added', 'changed'
 LOOKED, ACCEPTED = 'looked', 'accepted'
-# What may be accepted: runs of a checkout with uncommitted changes, runs of different commits.
-ACCEPTABLE = ('uncommitted', 'commits')
+ACCEPTABLE = ('uncommitted', 'commits')  # runs with uncommitted changes, or of different commits
 YARDSTICKS = 'yardsticks.json'
-# In place of documents.json where a stored study leaves that out: its SHA-256.
-DOCUMENTS_SHA256 = 'documents.sha256'
-# The fields of a result that were seen; times may be measured again.
-_SEEN = ('trial', 'status', 'diverged_at', 'num_steps', *result_fields())
+DOCUMENTS_SHA256 = 'documents.sha256'  # of a documents.json that a stored study leaves out
+_SEEN = ('trial', 'status', 'diverged_at', 'num_steps', *result_fields())  # no times
 
 Entry = Mapping[str, Any]
 ArmKeys = frozenset[tuple[str | None, ...]]
@@ -87,15 +82,12 @@ class Ledger:
         return next((e['files'] for e in reversed(self.entries) if e['event'] == LOOKED), {})
 
     def altered(self, runs: Mapping[str, str]) -> dict[str, int]:
-        """The first look at each run that it has seen otherwise than `runs`, which are as `seen`.
-
-        A run may be gone only where the settings of the study have changed.
-        """
+        """The first look at each run that it saw otherwise than `runs`, which are as `seen`."""
         looks: dict[str, tuple[str, int]] = {}
         for entry in reversed(self.entries):
             if entry['event'] == LOOKED and 'runs' in entry:
                 looks |= {run: (seen, entry['look']) for run, seen in entry['runs'].items()}
-        may_go = any(entry['event'] == CHANGED for entry in self.entries)
+        may_go = any(entry['event'] == CHANGED for entry in self.entries)  # a run may be gone
         return {
             run: look
             for run, (seen, look) in looks.items()
@@ -142,10 +134,7 @@ def append(path: Path, event: str, **data: Any) -> None:
 
 
 def declare(directory: Path, declared: Mapping[str, Any], changes: Sequence[str] = ()) -> None:
-    """Enters a study (the content of study.json), or how it has changed, under its lock.
-
-    `changes` are of settings, as 'name: old -> new'.
-    """
+    """Enters a study (as in study.json) or its `changes` ('name: old -> new'), under its lock."""
     path = directory / NAME
     before = read(path) if path.exists() else None
     if before is not None and before.declaration == digest(declared) and not changes:
@@ -168,10 +157,7 @@ def declare(directory: Path, declared: Mapping[str, Any], changes: Sequence[str]
 
 
 def look(directory: Path, logs: Path | None = None) -> bool:
-    """Enters a look at the study's results, whose files are in `logs`, and returns True.
-
-    None is entered if the files are those of the last one, or not what a look saw of a run.
-    """
+    """Enters a look at the files in `logs`; False if unchanged, or if runs were altered."""
     path = directory / NAME
     logs = directory if logs is None else logs
     files, runs = digests(logs), seen(logs)
@@ -187,11 +173,7 @@ def look(directory: Path, logs: Path | None = None) -> bool:
 
 
 def accept(directory: Path, code: str, why: str) -> None:
-    """Enters that verdicts are given although `code` holds of the results, unless it is entered.
-
-    Raises:
-      ReportError: a code that is not in ACCEPTABLE, or no reason; as `read`.
-    """
+    """Enters why `code` withholds no verdict; ReportError if not ACCEPTABLE, or without why."""
     if code not in ACCEPTABLE or not why.strip():
         raise ReportError(
             f'accept={code!r} with the reason {why!r}: it takes {" or ".join(ACCEPTABLE)}, and a '
@@ -220,10 +202,7 @@ def digest_of_entry(entry: Entry) -> str:
 
 
 def digests(directory: Path) -> dict[str, str | None]:
-    """SHA-256 of the files of a study that a look sees, and one of the logs of all planned runs.
-
-    Of metrics.jsonl all lines count but those of training, which copies of a study leave out.
-    """
+    """SHA-256 of the files that a look sees, and of all planned runs' logs without training."""
     names = ('study.json', 'plan.jsonl', 'results.jsonl', YARDSTICKS)
     files = {name: _file_sha256(directory / name) for name in names}
     if files[YARDSTICKS] is None:  # not every study has them

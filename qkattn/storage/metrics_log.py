@@ -32,10 +32,7 @@ Lines = list[tuple[dict[str, Any], bytes]]  # of a log: (record, line with its n
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """Reads a metrics file, also one that is being written: an unfinished last line is left out.
-
-    Raises RunDirectoryError where another line is damaged, or goes back in steps.
-    """
+    """The records of a log, but for an unfinished last line; RunDirectoryError if damaged."""
     return [record for record, _ in _parse(as_path(path))]
 
 
@@ -106,12 +103,8 @@ class _Object(io.BytesIO):
 class MetricsFile:
     """Appends records to a metrics log; in a bucket, lines are kept in memory until `flush`.
 
-    What follows the last complete line, as a crash or a full disk leaves it, is overwritten by the
-    next record, and not before: a file that turns out to be damaged stays as it is. Each record has
-    a field `crc32`, which `read_metrics` checks and leaves out.
-
-    Attributes:
-      last_step: steps done at the last record; None without records.
+    Only the next record overwrites what a crash left after the last complete line: a damaged file
+    stays as it is. Each record has a `crc32`, which `read_metrics` checks and leaves out.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -126,9 +119,7 @@ class MetricsFile:
     def append(self, record: Mapping[str, Any]) -> None:
         """Writes one line, which survives the death of this process, in a bucket after `flush`.
 
-        Raises:
-          ValueError: `step` (steps done) is missing, or smaller than in the line before.
-          DiskError: the line could not be written, and the file holds nothing of it.
+        ValueError where `step` is missing or goes back; DiskError, with nothing of it written.
         """
         line = to_jsonable(record)
         check(line, {'step': int})
@@ -145,8 +136,7 @@ class MetricsFile:
     def flush(self) -> dict[str, int]:
         """Syncs all lines to disk or bucket; call it before a checkpoint is committed.
 
-        Returns their number and crc32, which the checkpoint keeps for `rewind`; raises DiskError as
-        `append`, and where the file was removed, replaced or moved.
+        Returns what that keeps for `rewind`. DiskError as `append`, or if the file was moved.
         """
         with disk_errors(self.path):
             self._file.sync()
@@ -159,12 +149,9 @@ class MetricsFile:
     def rewind(
         self, step: int, *, evaluated: bool = True, written: Mapping[str, int] | None = None
     ) -> None:
-        """Drops records after `step` and a final one, so that a run resumed there repeats none.
+        """Drops records after `step`, and a final one, so that a run resumed there repeats none.
 
-        Args:
-          step: steps done in the checkpoint being resumed; 0 when starting over.
-          evaluated: whether the evaluation at `step` stays, if there is one.
-          written: what `flush` returned before the checkpoint, with which the file must begin.
+        `evaluated`: the evaluation at `step` stays; `written`: of `flush`, how the file must begin.
         """
         self.flush()
         dropped = ('final',) if evaluated else ('final', 'eval')

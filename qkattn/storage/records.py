@@ -1,8 +1,7 @@
 """JSON files of runs and studies: written whole, with checksums, and checked when they are read.
 
-Everything written here is strict JSON (no NaN, no Infinity). A schema says what a file must hold:
-it is a type, a union of types, `tuple[T, ...]` for a list; a mapping of field to schema for an
-object; or a list of one schema for a list of such values that is not empty.
+JSON is strict (no NaN, no Infinity). A schema is a type, a union, or `tuple[T, ...]` for a list; a
+mapping of field to schema for an object; or a list of one schema for a list that is not empty.
 """
 
 import dataclasses
@@ -25,17 +24,14 @@ from qkattn.metrics import METRICS, TIMES, result_fields
 from qkattn.storage.files import as_path, write_atomic
 
 T = TypeVar('T')
-# How a trial ended: `status` of each entry of result.json.
-FINISHED, DIVERGED = 'finished', 'diverged'
+FINISHED, DIVERGED = 'finished', 'diverged'  # `status` of each entry of result.json
 CHECKSUM = 'crc32'
 ADVICE = 'restore it from a copy or use another run directory'
 _RESULT_ADVICE = 'restore it from a copy, or remove it: the same command then makes it again'
-# What JSON has for a type; other types stand for themselves.
-_TYPES: dict[Any, tuple[type, ...]] = {float: (int, float), Mapping: (dict,)}
+_TYPES: dict[Any, tuple[type, ...]] = {float: (int, float), Mapping: (dict,)}  # in JSON
 
 CONFIG = {'hash': str, 'config': dict}
-# A start in provenance.json, and the file.
-START = {'git': dict, 'python': str, 'versions': dict, 'devices': dict}
+START = {'git': dict, 'python': str, 'versions': dict, 'devices': dict}  # in provenance.json
 PROVENANCE = {'starts': [START]}
 # An entry of result.json; `check_result` adds the metrics.
 RESULT = {
@@ -74,11 +70,7 @@ _LOSSES = {
 
 
 def to_jsonable(value: Any) -> Any:
-    """Returns `value` in JSON's own types; numbers that are not finite become None.
-
-    Takes numbers, strings, None, mappings, sequences, paths, dataclasses, numpy and jax scalars and
-    arrays (any shape, as nested lists); TypeError for others, e.g. a function or a complex number.
-    """
+    """`value` (or path, dataclass, array) in JSON's types, None for NaN; TypeError for others."""
     if hasattr(value, '__array__'):
         value = np.asarray(value).tolist()
     if value is None or isinstance(value, bool | int | str):
@@ -116,10 +108,7 @@ def remove_checksum(record: dict[str, Any]) -> None:
 
 
 def read_json(path: str | os.PathLike, schema: Any, advice: str = ADVICE) -> Any:
-    """Reads a file written by `write_json`, or one without checksums, and checks its schema.
-
-    Raises RunDirectoryError where it is damaged, with the `advice`.
-    """
+    """Reads a file of `write_json`, with or without checksums; RunDirectoryError if damaged."""
     try:
         return parse_file(path, schema)
     except ValueError as error:
@@ -230,10 +219,7 @@ def check(value: Any, schema: Any) -> None:
 
 
 def read(cls: type[T], record: Any, **given: Any) -> T:
-    """A dataclass from an object, whose annotations are the schema; `given` is not read.
-
-    Fields with a default may be absent; lists become tuples. Raises ValueError as `check`.
-    """
+    """A dataclass of `given` and an object's fields, lists as tuples; ValueError as `check`."""
     check(record, {})
     hints = typing.get_type_hints(cls)
     fields: tuple[dataclasses.Field, ...] = dataclasses.fields(cls)  # type: ignore[arg-type]

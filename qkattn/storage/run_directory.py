@@ -1,7 +1,6 @@
 """The run directory (its files: docs/resume.md): one owner, one configuration, metrics, provenance.
 
-Readers need no lock: they always see whole files, except for the last line of metrics.jsonl, which
-`read_metrics` leaves out while it is being written.
+Readers need no lock: they see whole files, but for an unfinished last line of metrics.jsonl.
 """
 
 import contextlib
@@ -41,19 +40,12 @@ RECORDED_VERSIONS = (
 
 
 class RunDirectory(contextlib.ExitStack):
-    """A run directory that this process, in a job process 0, holds until `close`.
-
-    Attributes:
-      resumed: whether the directory already held a run of this configuration.
-      metrics: of metrics.jsonl; `rewind` to the restored checkpoint before appending.
-      lost: whether another process may hold the directory, which happens in a bucket alone.
-    """
+    """A run directory that this process, in a job process 0, holds until `close`."""
 
     def __init__(self, path: str | os.PathLike, config: Config):
         """Creates or resumes a run directory; records jax's devices, which it opens.
 
-        Raises InUseError if a live process holds it, RunDirectoryError where it is damaged, and
-        ConfigError where it holds a study, or a run of another configuration.
+        InUseError if it is held, RunDirectoryError if damaged, ConfigError of a study or other run.
         """
         super().__init__()
         directory = make_directory(path)
@@ -64,7 +56,7 @@ class RunDirectory(contextlib.ExitStack):
             starts = read_json(provenance, PROVENANCE)['starts'] if provenance.exists() else []
             start = {**describe_start(), 'imported': imported(to_json(config))}
             write_json(provenance, {'starts': [*starts, start]})
-            self.metrics = MetricsFile(directory / 'metrics.jsonl')
+            self.metrics = MetricsFile(directory / 'metrics.jsonl')  # `rewind` before appending
             self.callback(self.metrics.close)
         except BlockingIOError as error:
             raise InUseError(
@@ -139,11 +131,7 @@ def describe_start() -> dict[str, Any]:
 
 
 def git_state(directory: Path) -> dict[str, Any]:
-    """The checkout that the package in `directory` belongs to.
-
-    {'commit': full hash, 'dirty': whether files differ from it or are untracked}, or both None and
-    'reason'. A package in an environment inside another repository does not belong to that.
-    """
+    """{'commit', 'dirty'} of the checkout of a package; both None, and 'reason', without one."""
     environment = {**os.environ, 'GIT_OPTIONAL_LOCKS': '0'}
 
     def git(*arguments: str) -> str:
@@ -154,7 +142,7 @@ def git_state(directory: Path) -> dict[str, Any]:
         return made.stdout.strip()
 
     try:
-        git('ls-files', '--error-unmatch', '__init__.py')
+        git('ls-files', '--error-unmatch', '__init__.py')  # fails for an installed copy
         return {'commit': git('rev-parse', 'HEAD'), 'dirty': bool(git('status', '--porcelain'))}
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, 'stderr', None) or str(error)

@@ -47,8 +47,7 @@ class TensorBoard:
             path.mkdir(parents=True, exist_ok=True)
             # Two starts may fall into the same second, of which the file is named.
             self._writers.append(writer := events.EventsWriter(str(path / 'events'), f'.{step}'))
-            # As purge_step of a SummaryWriter, whose queue a kill would lose: readers drop what
-            # earlier files hold from this step on.
+            # For readers earlier files end here; a SummaryWriter would lose its queue by a kill.
             writer.write_event(self._event(step=step + 1, session_log={'status': 1}))
 
     def write(self, step: int, values: Mapping[str, np.ndarray]) -> None:
@@ -107,11 +106,7 @@ def check_sinks(names: Sequence[str]) -> None:
 
 
 class Sinks:
-    """The open sinks of a run, none before `open`; one that fails is dropped with a warning.
-
-    Raises:
-      ConfigError: the directory is in a bucket, where TensorBoard and W&B write nothing.
-    """
+    """The open sinks of a run; one that fails is dropped. ConfigError for SINKS in a bucket."""
 
     def __init__(self, config: Config, directory: Path):
         if buckets.is_url(directory) and (local := sorted(SINKS.keys() & set(config.train.sinks))):
