@@ -23,8 +23,7 @@ from qkattn.model import Encoder, EncoderDecoder
 from qkattn.model.stack import layer_of
 from qkattn.model.transformer import Transformer, inputs_of, loss
 
-# Site, layer, and 'A' or 'B'.
-Circuit = tuple[str, int, str]
+Circuit = tuple[str, int, str]  # site, layer, and 'A' or 'B'
 # What one program computes; the last one needs eigenvalues, see `matrices`.
 PROGRAMS: tuple[tuple[Callable, ...], ...] = (
     (*(q for q in MATRIX_QUANTITIES.values() if q is not definiteness), singular_values),
@@ -37,43 +36,30 @@ MEAN_OF_PATTERNS = ('entropy', 'logit_deviation', 'diagonal_mass', 'previous_tok
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One number.
+    """One number, of a quantity in docs/analysis.md."""
 
-    Attributes:
-      site: 'attention', 'cross_attention', 'encoder/attention'; of parameters also 'mlp', 'model'
-        (outside the blocks) and the like.
-      layer, head: from 0; None of what has none.
-      of: 'A' or 'B', the matrices of a head; its 'pattern'; or the name of a parameter.
-      quantity: what is measured, as in docs/analysis.md.
-      value: NaN where it is not defined, as the effective rank of a zero matrix.
-    """
-
+    # 'attention', 'cross_attention', 'encoder/attention'; of parameters also 'mlp', 'model'
+    # (outside the blocks) and the like.
     site: str
-    layer: int | None
+    layer: int | None  # from 0, as `head`; None of what has none
     head: int | None
-    of: str
+    of: str  # 'A' or 'B', the matrices of a head; its 'pattern'; or the name of a parameter
     quantity: str
-    value: float
+    value: float  # NaN where it is not defined, as the effective rank of a zero matrix
 
 
 @dataclasses.dataclass(frozen=True)
 class Analysis:
-    """What was measured.
-
-    Attributes:
-      spectra: singular values [N, D] of every circuit that is one matrix a head.
-      missing: the others: scores that are not bilinear, values that are not linear.
-    """
+    """What was measured."""
 
     rows: list[Row]
-    spectra: dict[Circuit, np.ndarray]
-    missing: list[Circuit]
+    spectra: dict[Circuit, np.ndarray]  # singular values [N, D] where there is one matrix a head
+    missing: list[Circuit]  # the others: scores that are not bilinear, values that are not linear
 
     def values(self, quantity: str, of: str | None = None, site: str = 'attention') -> np.ndarray:
         """[L, N] of a quantity, or [L, 1] of one that has no heads; NaN in layers without it.
 
-        Raises:
-          KeyError: the quantity was not measured there.
+        KeyError if the quantity was not measured there.
         """
         at_site = [row for row in self.rows if row.site == site]
         chosen = [row for row in at_site if row.quantity == quantity and of in (None, row.of)]
@@ -98,16 +84,10 @@ def analyze(
     """Measures a model, all layers and heads.
 
     A and B are in stream coordinates, A with the scale on the logits; what acts between the
-    projections (QK-norm, RoPE) is left out of A, as are biases of both.
-
-    Args:
-      batch: inputs of the model (tokens_BT; source_BS, segments, ...), of which patterns are taken;
-        with targets_BT and loss_weights_BT also gradients. None measures matrices and parameters.
-      reference: model from which the drift of A and B is measured.
-      induction: whether random tokens are shown twice to a decoder or encoder.
-
-    Raises:
-      ConfigError: as `drifts`.
+    projections (QK-norm, RoPE) is left out of A, as are biases of both. `batch`, inputs of the
+    model (tokens_BT; source_BS, segments, ...), adds patterns, and with targets_BT and
+    loss_weights_BT gradients; `reference`, a model, adds the drift of A and B from it (ConfigError
+    as `drifts`); `induction` shows random tokens twice to a decoder or encoder.
     """
     rows: list[Row] = []
     if reference is not None:
@@ -195,8 +175,7 @@ def circuit_matrices(model: Transformer) -> dict[Circuit, jax.Array | None]:
 def drifts(reference: Transformer, other: Transformer) -> dict[Circuit, jax.Array]:
     """`drift` [N] from the reference's A[n] and B[n] to the other's, of circuits that have both.
 
-    Raises:
-      ConfigError: the models differ in layers, heads or d_model.
+    ConfigError if the models differ in layers, heads or d_model.
     """
     theirs, ours = circuit_matrices(reference), circuit_matrices(other)
     needs = 'drift is between models of the same layers, heads and d_model'

@@ -26,17 +26,11 @@ Visit = Callable[[str, int, Attention, jax.Array, Mask, jax.Array | None], None]
 
 
 class Pattern(NamedTuple):
-    """What an attention layer computes for one batch.
+    """What an attention layer computes for one batch."""
 
-    Attributes:
-      logits_BNTS: after scale, cap and position biases; 0 at masked keys.
-      probabilities_BNTS: of the normalizer, before a Value mixes heads; 0 at masked keys.
-      mask_BTS: True where a query may attend to a key; B may be 1.
-    """
-
-    logits_BNTS: jax.Array
-    probabilities_BNTS: jax.Array
-    mask_BTS: jax.Array
+    logits_BNTS: jax.Array  # after scale, cap and position biases; 0 at masked keys
+    probabilities_BNTS: jax.Array  # of the normalizer, before a Value mixes heads; 0 at masked keys
+    mask_BTS: jax.Array  # True where a query may attend to a key; B may be 1
 
 
 def entropy(pattern: Pattern) -> jax.Array:

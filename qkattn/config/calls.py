@@ -31,15 +31,11 @@ def resolve(
 ) -> tuple[Any, dict[str, Any]]:
     """The object that `text` names, a key of `known` or an import path, and the options behind it.
 
-    Args:
-      text: 'name', 'package.module:name', or either with options, as in 'low_rank(rank=8)'.
-      field: the setting that holds `text`.
-      needs, fits: what an imported object has to be, in words and as a check.
-      call: gives the callable that takes the options, its keyword-only parameters.
-
-    Raises:
-      ConfigError, or `error`: a malformed or unknown name, a module that cannot be imported, an
-        object of another kind, an option that it does not take.
+    `text` is 'name', 'package.module:name', or either with options, as in 'low_rank(rank=8)', and
+    `field` the setting that holds it. An imported object has to be what `needs` says and `fits`
+    checks; `call` gives the callable whose keyword-only parameters are the options. Raises `error`
+    for a malformed or unknown name, a module that cannot be imported, an object of another kind, or
+    an option that it does not take.
     """
     name, options = parse_call(text, field, error)
     if ':' in name:

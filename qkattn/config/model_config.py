@@ -116,7 +116,6 @@ class ModelConfig:
 
     @property
     def has_gate(self) -> bool:
-        """Whether the MLP is gated."""
         return self.activation.endswith('glu')
 
     @property
@@ -139,11 +138,7 @@ class ModelConfig:
 
     @property
     def cycle(self) -> tuple['ModelConfig', ...]:
-        """The settings of the layers with each variant of `pattern`, in the order of their turns.
-
-        Raises:
-          SpecError: a pattern that does not fit to the other settings.
-        """
+        """Settings with each variant of `pattern` in turn; SpecError if it does not fit."""
         if self.pattern is None:
             return (self,)
         variants, where = split_pattern(self.pattern), f'pattern={self.pattern!r}'

@@ -49,8 +49,7 @@ class DataConfig:
     )
 
 
-# Widest heads of one layer together, N H.
-MAX_HEADS_WIDTH = 2**24
+MAX_HEADS_WIDTH = 2**24  # N H, all heads of one layer together
 # Schedules that decay to final_fraction, and the fraction at which a run counts as annealed.
 DECAYS, ANNEALED = ('linear', 'cosine'), 0.1
 
@@ -59,8 +58,7 @@ DECAYS, ANNEALED = ('linear', 'cosine'), 0.1
 class OptimizerConfig:
     """The optimizer, and its learning rate over the steps: linear warm-up, then a schedule.
 
-    The peak learning rate and the weight decay are those of a trial: trials.learning_rates and
-    trials.weight_decays.
+    Its peak and the weight decay are those of a trial: trials.learning_rates, trials.weight_decays.
     """
 
     name: str = setting(

@@ -1,10 +1,9 @@
 """Configs as JSON, as hashes, and as the ConfigDict that the command line overrides.
 
-schema.json numbers the fields of stored configs: {number: {class: {field: default}}}, with the
-defaults that fields had when they were introduced. The fields of schema 1 are stored and hashed
-always; those of a later number only where they differ from their default there. So a field that is
-added changes no hash, and a stored config without it keeps its meaning when the default of the
-dataclass changes. A number is never edited: a field is added under the newest one, or the next.
+schema.json is {number: {class: {field: default when introduced}}}. Fields of schema 1 are stored
+and hashed always, later ones only where they differ from that default: a new field changes no hash,
+and a stored config without it keeps its meaning when the default of the dataclass changes. A number
+is never edited: a field is added under the newest one, or the next.
 """
 
 import dataclasses
@@ -65,9 +64,7 @@ def to_json(config: Any) -> dict[str, Any]:
 def from_json(cls: Any, values: Mapping[str, Any], where: str = '') -> Any:
     """Builds `cls` from nested values; fields that they lack have the default of their schema.
 
-    Raises:
-      UnknownFieldError: an unknown field.
-      ConfigError: a section that is not an object.
+    UnknownFieldError for an unknown field, ConfigError for a section that is not an object.
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f'{where.rstrip(".") or "config"}={values!r} must be an object of fields')

@@ -103,11 +103,7 @@ def concrete_types(annotation: Any) -> list[type]:
 
 
 def check_section(where: str, section: Any) -> None:
-    """Raises ConfigError where a field, or one of a nested section, is not what it declares.
-
-    Args:
-      where: the prefix of the fields' names in messages, as in 'model.'.
-    """
+    """Raises ConfigError if a field, nested or not, is invalid; `where` ('model.') prefixes it."""
     kinds = typing.get_type_hints(type(section))
     for field in dataclasses.fields(section):
         name, value, kind = f'{where}{field.name}', getattr(section, field.name), kinds[field.name]

@@ -6,20 +6,17 @@ from typing import Literal
 from qkattn.config.run_config import Config
 from qkattn.config.setting import setting
 
-# What is chosen of a sweep.
-Choice = Literal['vertex', 'minimax']
-# Where the parameters go that a variant saves.
-Destination = Literal['d_model', 'd_ff', 'num_heads', 'num_layers']
+Choice = Literal['vertex', 'minimax']  # what is chosen of a sweep
+Destination = Literal['d_model', 'd_ff', 'num_heads', 'num_layers']  # where saved parameters go
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TuningConfig:
     """Coordinate-wise tuning of each arm before its verdict.
 
-    The grids are trials.learning_rates, trials.weight_decays and those below. Those with several
-    values are tuned one at a time, with the grids still to be tuned at their middle values: grids
-    must ascend by one factor (2 is usual) and are extended by it until the best value is bracketed
-    by a worse one on both sides.
+    Grids of several values (trials.learning_rates, trials.weight_decays and those below) are tuned
+    one at a time, those still to be tuned at their middle values. They must ascend by one factor (2
+    is usual) and are extended by it until worse values on both sides bracket the best.
     """
 
     seeds: tuple[int, ...] = setting(

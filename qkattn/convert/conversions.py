@@ -27,7 +27,7 @@ from qkattn.model.transformer import Transformer
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """A conversion of a layer, which computes the same function in the same dtype unless lossy."""
+    """A conversion of a layer; unless lossy, the result computes the same in the same dtype."""
 
     function: Callable[..., Any]  # (layer, **options) -> layer; options are keyword-only
     circuit: Literal['QK', 'OV', 'both']

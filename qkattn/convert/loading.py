@@ -69,10 +69,10 @@ class Loaded:
 def load(source: str | os.PathLike[str], *, num_heads: int | None = None) -> Loaded:
     """The run or the one model at `source`, whose kind follows from its files.
 
-    A run directory or a directory of exported parameters; a directory or .safetensors file of a
-    GPT-2 in the Hugging Face layout; a nanoGPT .pt checkpoint. `num_heads` is for published files
-    without a config. ConfigError if `source` is none of these, damaged or of another layout;
-    CheckpointError if every checkpoint of the run is damaged.
+    `source` is a run directory or a directory of exported parameters; a directory or .safetensors
+    file of a GPT-2 in the Hugging Face layout; or a nanoGPT .pt checkpoint. `num_heads` is for
+    published files without a config. ConfigError if it is none of these, damaged or of another
+    layout; CheckpointError if every checkpoint of the run is damaged.
     """
     path = as_path(source)
     if not path.exists():
@@ -96,8 +96,8 @@ def load(source: str | os.PathLike[str], *, num_heads: int | None = None) -> Loa
 def tokenizer_for(source: Loaded, dataset: str, otherwise: str) -> Tokenizer:
     """The tokenizer of a run, or that of the named dataset for a model without a run.
 
-    ConfigError if it has more tokens than the model, where the flag `otherwise` takes token ids in
-    the place of text, or if the data has changed since the run.
+    ConfigError if it has more tokens than the model (naming the flag `otherwise`, which takes token
+    ids in the place of text), or if the data has changed since the run.
     """
     if source.config is None:
         tokenizer = tokenizer_of(DataConfig(name=dataset))
