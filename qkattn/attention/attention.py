@@ -23,10 +23,7 @@ class Attention(nnx.Module):
 
     Between the projections and softmax, or `spec.normalizer`, act in this order: QK-norm, rotary
     positions, the scale, the logit cap, position biases, the mask. The parameters are drawn with a
-    `key`, or with the stream 'params' of `rngs`.
-
-    Raises:
-      SpecError: an unknown name, or a variant that cannot be built with these sizes and options.
+    `key`, or with the stream 'params' of `rngs`; SpecError where `spec` cannot be built.
     """
 
     def __init__(
@@ -42,11 +39,7 @@ class Attention(nnx.Module):
         self.g_k_H = nnx.Param(jnp.ones((size,), jnp.float32)) if spec.qk_norm else None
 
     def matrix(self) -> tuple[jax.Array, jax.Array]:
-        """A_NDE and B_NDE of the equation above; see Score.matrix and Value.matrix.
-
-        Raises:
-          NotImplementedError: the Score is not bilinear, or the Value is not linear.
-        """
+        """A_NDE and B_NDE; NotImplementedError without a bilinear Score and a linear Value."""
         return self.score.matrix(), self.value.matrix(self.score)
 
     def at(self, layer: int | jax.Array) -> 'Attention':
@@ -60,10 +53,7 @@ class Attention(nnx.Module):
     def cached(self, y_BSD: jax.Array, first: int | jax.Array = 0) -> Cache:
         """The arrays [B, S, ...] from which keys and values are computed, for a decoding cache.
 
-        Keys that serve as nothing else are cached with their norm and rotation.
-
-        Args:
-          first: position of the first y.
+        Keys that serve as nothing else have their norm and rotation. y begins at position `first`.
         """
         cache = {**self.score.cached(y_BSD), **self.value.cached(y_BSD, self.score)}
         finished = {name: self._finish_keys(cache[name], first) for name in self._finished(cache)}
@@ -94,12 +84,10 @@ class Attention(nnx.Module):
         dropout: float = 0.0,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        """Attends from x to cached keys and values; returns out_BTD.
+        """out_BTD of queries from x and cached keys and values; a mask_BTS is True at visible keys.
 
-        Args:
-          mask: a Mask, or a mask_BTS, True where a query may attend to a key.
-          cross: whether the cache is of another stream, so that no position is the query's own.
-          dropout: rate at which attention probabilities are dropped; off without a key.
+        With `cross`, the cache is of another stream: no position in it is the query's own.
+        `dropout` is the rate at which attention probabilities are dropped; off without a key.
         """
         spec, mask = self.spec, Mask.of(mask)
         q_BTNH, k_BSKH = self.score.queries_and_keys(x_BTD, cache)

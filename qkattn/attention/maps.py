@@ -1,7 +1,4 @@
-"""Linear maps from the stream to heads, of which most Scores and Values consist.
-
-Their methods take the Score or Value that owns the parameters.
-"""
+"""Linear maps from the stream to heads; methods take the parameters' owner, a Score or Value."""
 
 import dataclasses
 from typing import Any

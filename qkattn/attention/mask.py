@@ -15,28 +15,18 @@ import jax.numpy as jnp
 )
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Mask:
-    """A query may attend to a key that every field allows; Mask() allows all of them.
+    """A query may attend to a key that every field allows; Mask() allows all of them."""
 
-    Attributes:
-      causal: whether query position t attends to key positions s <= t only.
-      window: a query attends to positions at distance |t - s| < window; None is all.
-      first_query: position of the first query, the number of cached tokens in decoding; None is 0.
-        Keys are at positions 0 to S - 1.
-      valid_BS: False on padding, which is masked for every query.
-      segments_BT, segments_BS: numbers from 1 of the sequences in a row, for queries and keys; a
-        query attends to its own sequence only, and 0 is padding.
-      mask_BTS: any other mask, True where a query may attend to a key; B may be 1.
-      hides_self: whether a query attends to its own position only where it may to no other.
-    """
-
-    causal: bool = False
-    window: int | None = None
+    causal: bool = False  # query position t attends to key positions s <= t only
+    window: int | None = None  # only to distances |t - s| < window
+    # Position of the first query, in decoding the number of cached tokens; keys are at 0 to S - 1.
     first_query: jax.Array | int | None = None
-    valid_BS: jax.Array | None = None
+    valid_BS: jax.Array | None = None  # False on padding
+    # Numbers, from 1, of the sequences in a row: a query attends to its own only; 0 is padding.
     segments_BT: jax.Array | None = None
     segments_BS: jax.Array | None = None
-    mask_BTS: jax.Array | None = None
-    hides_self: bool = False
+    mask_BTS: jax.Array | None = None  # any other, True where a query may attend; B may be 1
+    hides_self: bool = False  # a query attends to its own position only where it may to no other
 
     @classmethod
     def of(cls, mask: 'Mask | jax.Array') -> 'Mask':

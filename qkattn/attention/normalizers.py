@@ -13,25 +13,17 @@ from qkattn.errors import SpecError
 
 
 class Normalizer:
-    """p[s] from the logits s of one query.
+    """p[s] from the logits s of one query; options are keyword-only arguments of `__init__`."""
 
-    A subclass takes its options as keyword-only arguments of `__init__`.
-
-    Attributes:
-      source: where the form comes from.
-      simplex: whether the probabilities of a query sum to 1 and stay the same when a constant is
-        added to all of its logits. Conversions that move biases through attention rely on both.
-    """
-
-    source: ClassVar[str]
+    source: ClassVar[str]  # where the form comes from
+    # Whether the probabilities of a query sum to 1 and ignore a constant on all of its logits:
+    # conversions that move biases through attention rely on both.
     simplex: ClassVar[bool] = True
 
     def __call__(self, s_BNTS: jax.Array, mask_B1TS: jax.Array) -> jax.Array:
         """p_BNTS, 0 at masked keys of a query that has visible ones.
 
-        Args:
-          s_BNTS: logits in float32 or wider, -1e38 or lower at masked keys.
-          mask_B1TS: True at visible keys; B may be 1.
+        Logits are in float32 or wider, -1e38 or lower where the mask is False; its B may be 1.
         """
         raise NotImplementedError
 
@@ -71,9 +63,7 @@ class SoftmaxOffByOne(Normalizer):
 class Sigmoid(Normalizer):
     """sigmoid(s + b), each key by itself; b = -log S makes the sum about 1 at initialization.
 
-    Args:
-      bias: b; None is -log of the number of keys that the query sees, so that it depends on
-        neither padding nor the slots of a decoding cache.
+    bias=None counts in S the keys that a query sees, not padding or free slots of a cache.
     """
 
     source = 'Ramapuram et al. 2024, arXiv 2409.04431'

@@ -1,7 +1,6 @@
 """The slow reference in float64 numpy: attention from its two equations, head by head.
 
-It shares no code with the fast path and reads only A[n], B[n], the scale and the slow form of the
-normalizer.
+It shares no code with the fast path: it reads A[n], B[n], the scale and slow normalizers only.
 """
 
 import numpy as np
@@ -36,11 +35,7 @@ def probabilities(
 def mix(
     p_BNTS: np.ndarray, B_NDE: np.ndarray, y_BSD: np.ndarray, b_o_D: np.ndarray | None = None
 ) -> np.ndarray:
-    """out_BTD = sum_n sum_s p[n, t, s] y_s B[n].
-
-    Args:
-      b_o_D: the output bias, where B[0] contains one. It counts once whatever p sums to.
-    """
+    """out_BTD = sum_n sum_s p[n, t, s] y_s B[n]; b_o_D, part of B[0], counts once for any p."""
     p_BNTS, B_NDE = np.asarray(p_BNTS, np.float64), np.asarray(B_NDE, np.float64)
     y_BSE = with_ones(y_BSD, B_NDE.shape[1])
     B, N, T, _ = p_BNTS.shape

@@ -20,10 +20,7 @@ from qkattn.errors import SpecError
 
 # The initialization in force, and its factor for the group of parameters that is built.
 _initialization = contextvars.ContextVar('initialization', default=('fan_in', 1.0))
-
-# Whether only the shapes of matrices matter.
 _shapes_only = contextvars.ContextVar('shapes_only', default=False)
-
 # (stream, matrix, bias), trace and output of every `project` inside `products_once`.
 _products: contextvars.ContextVar[list | None] = contextvars.ContextVar('products', default=None)
 
@@ -40,11 +37,9 @@ def _inside(variable: contextvars.ContextVar, value: Any) -> Iterator[None]:
 
 
 def initialization(init: str, factor: float) -> AbstractContextManager[None]:
-    """The initialization of the matrices that `weight` draws inside the context.
+    """Inside, `weight` draws with this initialization and with `factor` times its std.
 
-    Args:
-      init: 'fan_in', or 'nanogpt': std 0.02 whatever a matrix asks for (Radford et al. 2019).
-      factor: on the standard deviation.
+    'fan_in' is the std that a matrix asks for, 'nanogpt' 0.02 (Radford et al. 2019).
     """
     return _inside(_initialization, (init, factor))
 
@@ -57,8 +52,7 @@ def shapes_only() -> AbstractContextManager[None]:
 def products_once() -> AbstractContextManager[None]:
     """Inside, `project` computes the product of one stream and one parameter once.
 
-    The compiler merges equal products. It cannot merge what their gradients cost, two products
-    more for each: there the sum over the uses comes first.
+    The compiler merges equal products, but not the two further products of each one's gradients.
     """
     return _inside(_products, [])
 
@@ -113,9 +107,7 @@ def affine(
 ) -> tuple[nnx.Param, nnx.Param | None]:
     """W and b of x W + b, in the shapes that the axes in the name of W say: see `weight`, `bias`.
 
-    Args:
-      std: None is D^-1/2, where D is the first axis.
-      sizes: of the axes that are not those of the spec.
+    `std` None is D^-1/2, where D is the first axis; `sizes` are those that the spec lacks.
     """
     letters = spec.letters | sizes
     shape = tuple(letters[axis] for axis in name.rpartition('_')[2])
@@ -170,10 +162,7 @@ def product(
 
 
 def rms_norm(x_BTD: jax.Array, *, epsilon: float) -> jax.Array:
-    """x / sqrt(mean(x^2) + epsilon) over the last axis, without a gain.
-
-    Computed in float32 or wider and returned in the dtype of x. Zhang & Sennrich 2019.
-    """
+    """x / sqrt(mean(x^2) + epsilon) over the last axis, float32 or wider. Zhang & Sennrich 2019."""
     wide_BTD = x_BTD.astype(jnp.promote_types(x_BTD.dtype, jnp.float32))
     scale_BT1 = jax.lax.rsqrt(jnp.square(wide_BTD).mean(-1, keepdims=True) + epsilon)
     return (wide_BTD * scale_BT1).astype(x_BTD.dtype)

@@ -11,32 +11,23 @@ from qkattn.errors import SpecError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """Sizes and options of one attention layer.
-
-    The fields are described in `ModelConfig`, except these.
-
-    Attributes:
-      num_kv_heads: K, key and value heads of the circuits that have them; divides N; None is N.
-      head_size: H; None is D / N.
-      residual_gain: factor on the initial standard deviation of the last matrix of the OV circuit,
-        1/sqrt(2 L) in a network of L layers (Radford et al. 2019, section 2.3).
-      init: 'fan_in', the standard deviations that Scores and Values document, or 'nanogpt': 0.02
-        for every matrix, times residual_gain for the last one of the OV circuit.
-      positions: encoding inside the layer; encodings added to the stream belong to the model.
-    """
+    """Sizes and options of one attention layer; see `ModelConfig` for fields without comment."""
 
     score: str = 'qk'
     value: str = 'vo'
     d_model: int
     num_heads: int
-    num_kv_heads: int = None  # an int in every spec: None is replaced when it is built
-    head_size: int = None
+    num_kv_heads: int = None  # K, divides N; None is replaced by N when the spec is built
+    head_size: int = None  # H; None is replaced by D / N
     biases: bool = False
+    # Factor on the initial std of the last matrix of the OV circuit: 1/sqrt(2 L) in a network of L
+    # layers (Radford et al. 2019, section 2.3).
     residual_gain: float = 1.0
+    # 'fan_in' is the std that Scores and Values document, 'nanogpt' 0.02 for every matrix.
     init: Literal['fan_in', 'nanogpt'] = 'fan_in'
     init_qk: float = 1.0
     init_vo: float = 1.0
-    positions: Literal['none', 'rope', 'alibi'] = 'none'
+    positions: Literal['none', 'rope', 'alibi'] = 'none'  # others are added to the stream
     qk_norm: bool = False
     score_scale: float = 1.0
     logit_cap: float | None = None

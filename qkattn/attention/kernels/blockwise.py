@@ -22,8 +22,7 @@ from qkattn.attention.normalizers import SoftmaxOffByOne
 BLOCK = {'cpu': 128}
 BLOCK_ELSEWHERE = 512
 
-# Subtracted from a query's logit with itself where it hides itself: far below all logits, and far
-# above those of masked keys.
+# Subtracted where a query hides itself: far below all logits, far above those of masked keys.
 HIDDEN = 1e30
 
 
@@ -40,10 +39,7 @@ class _Options(NamedTuple):
 def blockwise(call: Call, target: Target, block: int | None = None) -> jax.Array:
     """o_BTNH as in `attend`, of softmax or softmax_off_by_one; 0 without visible keys.
 
-    Dropout draws other random numbers than `einsum` does.
-
-    Args:
-      block: queries, and keys, of a block at most; None is that of the platform.
+    Dropout draws other numbers than in `einsum`. `block` is the most queries, and keys, per block.
     """
     B, T, N, H = call.q_BTNH.shape
     S, mask, (q_BTNH, scale) = call.k_BSKH.shape[1], call.mask, call.with_static_scale()

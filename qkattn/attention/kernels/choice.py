@@ -1,8 +1,7 @@
 """Attention probabilities and the mix of values, and which kernel computes them.
 
-model.kernel='auto' takes the first kernel of the platform's libraries that serves the attention.
-Else it is `blockwise` from a context on, below which `einsum` is as fast.
-Attention to cached keys in decoding is never a library's.
+model.kernel='auto' takes the first kernel of the platform's libraries that serves the attention,
+never for cached keys in decoding. Else it is `blockwise` from a context on, `einsum` below it.
 """
 
 import contextlib
@@ -60,20 +59,13 @@ def attend(
 
     Keys and values may have fewer heads than queries, each a number that divides N, and values may
     have another head size. A shared head is not copied to the N query heads. What a query without
-    visible keys returns is finite, but without meaning.
+    visible keys returns is finite, but without meaning. SpecError where the kernel cannot do it.
 
     Args:
       mask: a Mask, or a mask_BTS, True where a query may attend to a key; B may be 1.
       bias: of the distances t - s, added to the scaled (and capped) logits.
       logit_cap: c in c tanh(logit / c); None is off.
-      normalizer: what stands in place of softmax.
       dropout: rate at which attention probabilities are dropped; off without a key.
-
-    Returns:
-      o_BTNH with the head size and dtype of v.
-
-    Raises:
-      SpecError: the kernel cannot serve this attention.
     """
     call = Call(
         q_BTNH=q_BTNH,
@@ -107,8 +99,7 @@ def attend(
 def on(mesh: Mesh | AbstractMesh | None) -> Iterator[None]:
     """Attention traced in the block is for the devices of a mesh; the choice is logged once.
 
-    With None it is only checked, for devices that are not known yet: a named kernel that serves it
-    on no platform is refused, and no device is asked for.
+    None is for devices not known yet: only a named kernel that serves on no platform is refused.
     """
     token = _target.set(Target(None) if mesh is None else Target.of(mesh))
     try:

@@ -43,17 +43,11 @@ class Call:
 
 
 class Target(NamedTuple):
-    """Where a call is computed.
+    """Where a call is computed."""
 
-    Attributes:
-      platform: as JAX names it; None where it is not known yet, and nothing is computed.
-      mesh: of the devices that share it; None is one device.
-      capability: compute capability of CUDA devices; 0 of other GPUs.
-    """
-
-    platform: str | None
-    mesh: Mesh | AbstractMesh | None = None
-    capability: float = 8.0
+    platform: str | None  # as JAX names it; None is not known yet, and nothing is computed
+    mesh: Mesh | AbstractMesh | None = None  # of the devices that share it; None is one device
+    capability: float = 8.0  # compute capability of CUDA devices; 0 of other GPUs
 
     @classmethod
     def of(cls, mesh: Mesh | AbstractMesh | None) -> 'Target':
@@ -65,10 +59,7 @@ class Target(NamedTuple):
 
 
 def einsum(call: Call) -> jax.Array:
-    """o_BTNH as in `attend`, for every variant and option.
-
-    A query whose keys are all masked returns the mean of the values (softmax, entmax) or 0.
-    """
+    """o_BTNH as in `attend`; without visible keys the mean of v (softmax, entmax) or 0."""
     q_BTNH, k_BSKH, v_BSKH = call.q_BTNH, call.k_BSKH, call.v_BSKH
     B, T, N, H = q_BTNH.shape
     S, K = k_BSKH.shape[1:3]

@@ -1,7 +1,4 @@
-"""Kernels from libraries, and what each cannot serve.
-
-An obstacle is the end of the sentence 'kernel=NAME ...'; None means that the kernel serves a call.
-"""
+"""Kernels from libraries, and obstacles: ends of the sentence 'kernel=NAME ...', or None."""
 
 from typing import Any
 
@@ -14,9 +11,7 @@ from qkattn.attention.normalizers import Softmax
 from qkattn.config.calls import load_extra
 
 SPLASH = 'jax.experimental.pallas.ops.tpu.splash_attention'
-
-# What splash attention cuts queries and keys into, the largest that divides both.
-SPLASH_BLOCKS = (512, 256, 128)
+SPLASH_BLOCKS = (512, 256, 128)  # of queries and keys, the largest that divides both
 
 
 def _common_obstacle(call: Call) -> str | None:
@@ -89,10 +84,7 @@ def splash_obstacle(call: Call, target: Target) -> str | None:
 
 
 def splash(call: Call, target: Target) -> jax.Array:
-    """JAX's splash attention, a Pallas kernel; interpreted where there is no TPU.
-
-    XLA does not partition a Pallas kernel, so each device computes the rows and heads that it has.
-    """
+    """JAX's splash attention, a Pallas kernel (XLA does not partition it), interpreted off TPUs."""
     splash_attention = load_extra(SPLASH, 'tpu')
     mask, mesh, (T, S) = call.mask, target.mesh, call.lengths
     if mask.window is None:

@@ -19,10 +19,8 @@ class QueryFree(TwoMaps):
     """A[n] = P[n] W_K[n]^T: no W_Q; the query of head n is the n-th slice of the stream, x P[n].
 
     The gain of the norm before attention acts as a free diagonal W_Q: W_K and W_V can absorb it,
-    P[n] cannot, and gains have no weight decay.
-
-    The scale of the source, 1/(2 sqrt(H)), is `query_free/vo?score_scale=0.5`, and its weight decay
-    2^-5; configs/query_free_recipe.py compares both.
+    P[n] cannot, and gains have no weight decay. configs/query_free_recipe.py compares the source's
+    scale 1/(2 sqrt(H)), which is `query_free/vo?score_scale=0.5`, and its weight decay 2^-5.
     """
 
     equation = 'P[n] W_K[n]^T'
@@ -39,10 +37,7 @@ class QueryFree(TwoMaps):
 
 
 class KeyFree(TwoMaps):
-    """A[n] = W_Q[n] P[n]^T: no W_K; the key of head n is the n-th slice of the stream, y P[n].
-
-    The cache holds the stream, which it shares with a Value that caches the stream too.
-    """
+    """A[n] = W_Q[n] P[n]^T: no W_K; head n's key is the slice y P[n]. The cache is the stream."""
 
     equation = 'W_Q[n] P[n]^T'
     parameter_count = 'D*N*H'
@@ -77,8 +72,7 @@ class Neither(TwoMaps):
 class QueryFreeFull(TwoMaps):
     """A[n] = W_K[n]^T with W_K[n] D x D: the query of every head is the whole stream.
 
-    The same functions as `merged`, with the matrix on the side of the keys: each head caches a key
-    of its own, where `merged` caches the stream once.
+    The functions of `merged`, but each head caches a key of its own, not the stream once for all.
     """
 
     equation = 'W_K[n]^T, D x D'
@@ -136,11 +130,8 @@ class NonlinearQuery(TwoMaps):
 
     f(x) = LayerNorm(gelu(RMSNorm(x) W_1) W_2), both norms with a gain. At R = D / 2 and K = N it
     has the parameters of `qk` and 2 D gains. With form='residual', queries have variance 1/2 at
-    initialization, so the scale is sqrt(2 / H).
-
-    Args:
-      form: 'residual', as above, or 'bottleneck', Q(x) = f(x).
-      rank: R, the width of f, at least 1; None is D // 2.
+    initialization, so the scale is sqrt(2 / H). form='bottleneck' is Q(x) = f(x); `rank` is R, the
+    width of f, by default D // 2.
     """
 
     equation = '(I + f)/2 P[n] W_K[n]^T'

@@ -19,23 +19,18 @@ _QUERY_LATENT = Projection('w_q_down_DC', 'b_q_down_C')
 class Latent(Score):
     """A[n] = W_Q[n] W_K[n]^T W_D^T: the keys of all heads are computed from one latent c = y W_D.
 
-    A query latent of size C is optional. With rope_size G every head has G more channels, which
-    alone are rotated: one key for all heads, and queries of each. Matrices that act on a latent
-    have std R^-1/2 or C^-1/2, its size in place of D.
+    The size of c is R, 1 to D, by default D // 2; a query latent of query_size C is optional. With
+    rope_size G every head has G more channels, which alone are rotated: one key for all heads, and
+    queries of each. positions='rope' requires it, since a rotation between W_Q and W_K would have
+    to act on the latent. Matrices that act on a latent have std R^-1/2 or C^-1/2.
 
     The cache holds c, R floats per token ('latent_BSR'), and the shared rotary key before rotation,
     G floats ('rope_BSG'). A layer takes the form with fewer multiplications: the keys of all heads,
-    or the absorbed form, with the cache as its only key head and q W_K[n]^T as queries.
+    or the absorbed form, with the cache as its only key head and q W_K[n]^T as queries. QK-norm has
+    no absorbed form: it divides content and rotary channels by one root mean square.
 
-    QK-norm divides a head's content and rotary channels by one root mean square, so that it has no
-    absorbed form. With selectors for W_K and R = K H this is grouped `qk`. The norms on the latents
-    of the source are left out, so that the form stays bilinear.
-
-    Args:
-      size: R, 1 to D; None is D // 2.
-      query_size: C, 1 to D; None is no query latent.
-      rope_size: G, even; required with positions='rope' and invalid otherwise, since a rotation
-        between W_Q and W_K would have to act on the latent.
+    With selectors for W_K and R = K H this is grouped `qk`. The norms on the latents of the source
+    are left out, so that the form stays bilinear.
     """
 
     equation = 'W_Q[n] W_K[n]^T W_D^T'

@@ -14,8 +14,7 @@ from qkattn.attention.scores.score import Score, TwoMaps
 from qkattn.attention.spec import AttentionSpec, fixed_channels, one_of, whole
 from qkattn.errors import SpecError
 
-# The fixed channels of each head.
-Channels = tuple[tuple[int, ...], ...]
+Channels = tuple[tuple[int, ...], ...]  # the fixed ones of each head
 
 
 class QK(TwoMaps):
@@ -41,10 +40,7 @@ class QK(TwoMaps):
 class LowRank(TwoMaps):
     """A[n] = W_Q[n] W_K[n]^T of rank <= R, where R is independent of the head size of the values.
 
-    R = H is `qk`. Rotary positions need an even R.
-
-    Args:
-      rank: R, 1 to D; None is H // 2, but at least 1.
+    R = H is `qk`. Rotary positions need an even R. `rank` is 1 to D; None is max(1, H // 2).
     """
 
     equation = 'W_Q[n] W_K[n]^T, rank R'
@@ -73,10 +69,7 @@ class LowRank(TwoMaps):
 
 
 class FullSize(LowRank):
-    """A[n] = W_Q[n] W_K[n]^T with query and key heads as wide as the stream: low_rank(rank=D).
-
-    The functions of `merged` at twice its parameters (K = N).
-    """
+    """A[n] = W_Q[n] W_K[n]^T of rank D: the functions of `merged`, twice its parameters (K = N)."""
 
     equation = 'W_Q[n] W_K[n]^T, rank D'
     parameter_count = 'D*N*D + D*K*D'
@@ -93,10 +86,7 @@ class FullSize(LowRank):
 
 
 class Frozen(TwoMaps):
-    """A[n] = W_Q[n] W_K[n]^T with both matrices fixed at their initial values.
-
-    The initial values are those of `qk` under the same seed. Biases do train.
-    """
+    """A[n] = W_Q[n] W_K[n]^T, fixed at the initial values of `qk` (same seed); biases do train."""
 
     equation = 'W_Q[n] W_K[n]^T, fixed'
     parameter_count = 'D*N*H + D*K*H'
@@ -118,11 +108,8 @@ class GaugeFixed(TwoMaps):
 
     For any invertible M, W_Q M^T and W_K M^-1 have the same product, so H^2 parameters of each key
     head of `qk` are redundant (but with rotary positions, which do not commute with M). Keys have
-    variance 2 - H / D at initialization, so W_Q has std D^-1/2 (2 - H / D)^-1/2.
-
-    Args:
-      rows: the H fixed rows of each key head; None is, for head n, the H that start at n H, modulo
-        D, so that heads copy different coordinates.
+    variance 2 - H / D at initialization, so W_Q has std D^-1/2 (2 - H / D)^-1/2. `rows` are the H
+    fixed rows of each key head; None is `fixed_slices`, so that heads copy different coordinates.
     """
 
     equation = 'W_Q[n] [I; F[n]]^T'
@@ -181,11 +168,8 @@ class Double(TwoMaps):
     """A[n] = (O_Q W_Q[n]) (O_K W_K[n])^T: a matrix shared by all heads, then one per head.
 
     Each side folds into one matrix, O W[n], so that with R >= D the functions are those of `qk` and
-    only training differs. W has std R^-1/2.
-
-    Args:
-      size: R; None is D.
-      which: 'q', 'k' or 'both', the sides that have a shared matrix; the other is that of `qk`.
+    only training differs. W has std R^-1/2. `size` is R, by default D; `which` is 'q',
+    'k' or 'both', the sides that have a shared matrix; the other is that of `qk`.
     """
 
     equation = 'O_Q W_Q[n] (O_K W_K[n])^T'
@@ -225,9 +209,8 @@ class Double(TwoMaps):
 class Merged(TwoMaps):
     """A[n] = W_QK[n], one D x D matrix of full rank per head; the keys are the stream itself.
 
-    Args:
-      init: 'dense' draws every entry independently; 'product' starts from W_Q[n] W_K[n]^T of rank
-        H, the initial logits of `qk` under the same seed, and lets the rank grow in training.
+    init='dense' draws every entry independently; 'product' starts from W_Q[n] W_K[n]^T of rank H,
+    the initial logits of `qk` under the same seed, and lets the rank grow in training.
     """
 
     equation = 'W_QK[n]'
@@ -258,13 +241,10 @@ class Merged(TwoMaps):
 class Collaborative(Score):
     """A[n] = W_Q diag(m[n]) W_K^T: all heads share W_Q and W_K, and each has its own mixing m[n].
 
-    The cache holds one key of width R for all heads; the mixing acts on the queries. With R = N H
-    and m[n] the indicator of the n-th block of H columns this is `qk`, with the scale (R / N)^-1/2.
-    m starts as random signs times N^-1/2, of which a head has the sum of squares of an indicator;
-    the authors' library draws normal(0, 0.2^2).
-
-    Args:
-      size: R; None is N H.
+    The cache holds one key of width R for all heads (`size`, by default N H); the mixing acts on
+    the queries. With R = N H and m[n] the indicator of the n-th block of H columns this is `qk`,
+    with the scale (R / N)^-1/2. m starts as random signs times N^-1/2, of which a head has the sum
+    of squares of an indicator; the authors' library draws normal(0, 0.2^2).
     """
 
     equation = 'W_Q diag(m[n]) W_K^T'

@@ -3,9 +3,8 @@
 x is the normed stream of the queries, y that of the keys (y = x in self-attention). With biases, x
 and y stand for (x, 1) and (y, 1), and A[n] has one more row and column.
 
-Every Score initializes its parameters so that the logits of independent x and y of unit variance
-have standard deviation 1. Differences in training then come from the form of A[n], not from the
-size of the first logits.
+Every Score starts with logits of standard deviation 1 for independent x and y of unit variance, so
+that differences in training come from the form of A[n], not from the size of the first logits.
 """
 
 from collections.abc import Mapping
@@ -27,34 +26,22 @@ class Circuit(nnx.Module):
     A subclass builds its parameters in `__init__`, with the key and its options as keyword-only
     arguments, and overrides what differs from the defaults below. Parameters are named by role and
     axes: matrices `w_q_DNH`, biases `b_q_NH`, gains `g_q_H`; the axes decide how they are sharded.
-    Where options do not change a property, a subclass may override it with a class attribute:
+    A property that no option changes may be overridden with a class attribute:
     `parameter_count = 'D*N*H'`.
-
-    Attributes:
-      equation: A[n] or B[n] as text.
-      source: where the form comes from.
-      uses_kv_heads: whether num_kv_heads changes this circuit.
-      uses_slices: whether heads are slices of the stream, which needs N H = D.
-      options: what the value of an option has to be; `check` is for the rest.
-      uses_layer: whether this circuit reads `layer`.
-      layer: index of the layer in its stack, from 0; an array in a stack that is scanned. It is
-        known in every method but `__init__`, with `uses_layer`.
     """
 
-    equation: ClassVar[str]
-    source: ClassVar[str]
-    uses_kv_heads: ClassVar[bool] = False
-    uses_slices: ClassVar[bool] = False
-    options: ClassVar[Mapping[str, Check]] = {}
-    uses_layer: ClassVar[bool] = False
+    equation: ClassVar[str]  # A[n] or B[n] as text
+    source: ClassVar[str]  # where the form comes from
+    uses_kv_heads: ClassVar[bool] = False  # whether num_kv_heads changes this circuit
+    uses_slices: ClassVar[bool] = False  # whether heads are slices of the stream, where N H = D
+    options: ClassVar[Mapping[str, Check]] = {}  # what a value has to be; `check` is for the rest
+    uses_layer: ClassVar[bool] = False  # whether this circuit reads `layer`
+    # Index in the stack, from 0; an array in a stack that is scanned. `__init__` does not know it.
     layer: int | jax.Array
 
     @property
     def parameter_count(self) -> str:
-        """The number of parameters without biases, in the letters of their axes: 'D*N*H'.
-
-        What a Value shares with its Score counts in the Score.
-        """
+        """Parameters without biases, as 'D*N*H'; what a Value shares counts in the Score."""
         raise NotImplementedError
 
     @classmethod
@@ -63,19 +50,14 @@ class Circuit(nnx.Module):
 
 
 class Score(Circuit):
-    """A factorization of A[n], built by `__init__(spec, *, key, **options)`.
+    """A factorization of A[n], built by `__init__(spec, *, key, **options)`."""
 
-    Attributes:
-      scale: factor on q k^T, which `__init__` sets.
-      supports_rope: whether queries and keys may be rotated by position; full-width merged and
-        identity maps have no canonical rotary form.
-      shareable: the projections that a Value may use, as the attribute names of matrix and bias:
-        'query' and 'key' for x W + b = queries(x) and y W + b = keys(cached(y)), 'latent' for a
-        latent y W + b that is cached as 'latent_BSR'.
-    """
-
-    scale: float
+    scale: float  # factor on q k^T, which `__init__` sets
+    # Whether both may be rotated; merged and identity maps of full width have no rotary form.
     supports_rope: ClassVar[bool] = True
+    # The projections that a Value may use, as the attribute names of matrix and bias: 'query' and
+    # 'key' for x W + b = queries(x) and y W + b = keys(cached(y)), 'latent' for a latent y W + b
+    # that is cached as 'latent_BSR'.
     shareable: ClassVar[Mapping[str, tuple[str, str]]] = {}
 
     @property
@@ -100,8 +82,7 @@ class Score(Circuit):
     def cached(self, y_BSD: jax.Array) -> Cache:
         """The arrays [B, S, ...] from which `keys` are computed: what a decoding cache holds.
 
-        A name ends in the axes of its array, as in 'k_BSKH'. A Score and a Value that cache an
-        array under the same name share it, so equal names must mean equal arrays.
+        Names end in axes, as 'k_BSKH'. A Score and a Value share what they cache under one name.
         """
         raise NotImplementedError
 
@@ -117,10 +98,7 @@ class Score(Circuit):
         return self.queries(x_BTD), self.keys(cache)
 
     def relative_bias(self, distance_TS: jax.Array) -> jax.Array | None:
-        """b_NTS of the distances t - s, added to the scaled and capped logits; None is without.
-
-        It is left out in cross-attention, whose two streams have no common positions.
-        """
+        """b_NTS of t - s, added to the capped logits, but not in cross-attention; or None."""
         return None
 
     def matrix(self) -> jax.Array:
@@ -138,10 +116,7 @@ class Score(Circuit):
 
 
 class TwoMaps(Score):
-    """A Score of the form A[n] = Q[n] K[n]^T: the queries x Q[n] and the keys y K[n] are maps.
-
-    A subclass declares the maps, and overrides what it adds to them.
-    """
+    """A[n] = Q[n] K[n]^T, where a subclass declares the maps to queries x Q[n] and keys y K[n]."""
 
     query_map: Map
     key_map: Map

@@ -32,10 +32,7 @@ class NoV(Factored):
 
 
 class NoO(Factored):
-    """B[n] = W_V[n] P[n]^T: no W_O; head n writes to the n-th slice of the stream.
-
-    W_V has std residual_gain D^-1/2, as the last matrix of the OV circuit.
-    """
+    """B[n] = W_V[n] P[n]^T: no W_O; head n writes to slice n. W_V has std residual_gain D^-1/2."""
 
     equation = 'W_V[n] P[n]^T'
     parameter_count = 'D*K*H'

@@ -27,8 +27,7 @@ def _outward(w_DKH: jax.Array, num_heads: int) -> jax.Array:
 class KIsV(Factored):
     """B[n] = W_K[n] W_O[n]: the values are the cached keys (K = V).
 
-    Keys are cached before they are rotated or normalized, so the values are neither. With the score
-    `shared_qk` this is Q = K = V.
+    Cached keys are neither rotated nor normalized. With the score `shared_qk` this is Q = K = V.
     """
 
     equation = 'W_K[n] W_O[n]'
@@ -102,8 +101,7 @@ class VIsKTransposed(QIsV):
 class OIsV(Factored):
     """B[n] = W_V[n] W_V[n]^T, symmetric and positive semi-definite: a head writes where it reads.
 
-    y W W^T has variance H (D + H) std^4, summed over N heads, hence
-    std = (residual_gain^2 / (N H (D + H)))^1/4.
+    The sum over heads has variance N H (D + H) std^4 = residual_gain^2, which gives the std.
     """
 
     equation = 'W_V[n] W_V[n]^T'
@@ -159,8 +157,7 @@ class OIsQ(OIsK):
 class Subspace(KIsV):
     """B[n] = c W_K[n] W_K[n]^T: keys, values and output are one matrix, owned by the Score.
 
-    With the score `shared_qk` all four matrices are one: the multi-head subspace self-attention of
-    CRATE. c is the constant `residual_gain`, there the step size.
+    With `shared_qk` all four matrices are one, as in CRATE. c = residual_gain is the step size.
     """
 
     equation = 'c W_K[n] W_K[n]^T'

@@ -1,10 +1,9 @@
 """The interface of a Value, one way to write B[n] in out_t = sum_n sum_s p[n, t, s] y_s B[n].
 
 Every method receives the Score of the layer, so that a Value can use a projection that the Score
-owns (K = V and the like): it is stored, counted and trained once.
-
-Every Value initializes its parameters so that heads which each attend to one y of unit variance
-have outputs whose sum has standard deviation `spec.residual_gain`, except where it says otherwise.
+owns (K = V and the like): it is stored, counted and trained once. Every Value is initialized so
+that heads which each attend to one y of unit variance have outputs whose sum has standard deviation
+`spec.residual_gain`, except where it says otherwise.
 """
 
 from collections.abc import Callable
@@ -24,17 +23,11 @@ Output = Callable[[jax.Array, Score, jax.Array], jax.Array]
 
 
 class Value(Circuit):
-    """A factorization of B[n], built by `__init__(spec, score, *, key, **options)`.
+    """A factorization of B[n], built by `__init__(spec, score, *, key, **options)`."""
 
-    Attributes:
-      shares: the projections of the Score that this Value uses, as named in `Score.shareable`.
-      partner: the registered Score with which the Value is documented.
-      linear: whether the output is sum_n sum_s p[n, t, s] y_s B[n]; else `reference_output`
-        replaces `matrix`.
-    """
-
-    shares: ClassVar[tuple[str, ...]] = ()
-    partner: ClassVar[str] = 'qk'
+    shares: ClassVar[tuple[str, ...]] = ()  # the projections that it uses, of `Score.shareable`
+    partner: ClassVar[str] = 'qk'  # the registered Score with which the Value is documented
+    # Whether the output is sum_n sum_s p[n, t, s] y_s B[n]; else reference_output replaces matrix.
     linear: ClassVar[bool] = True
 
     def cached(self, y_BSD: jax.Array, score: Score) -> Cache:
@@ -58,8 +51,7 @@ class Value(Circuit):
     def matrix(self, score: Score) -> jax.Array:
         """B_NDD; (D+1) x D with biases, the last row acting on the constant 1.
 
-        An output bias `b_o_D` is in the last row of B[0]: with softmax, a head's probabilities sum
-        to 1.
+        An output bias `b_o_D` is in the last row of B[0], as softmax probabilities sum to 1.
         """
         raise NotImplementedError
 

@@ -33,10 +33,7 @@ class VO(Factored):
 class LowRank(Factored):
     """B[n] = W_V[n] W_O[n] of rank <= R, where R is independent of the head size of the Score.
 
-    R = H is `vo`. In the source, queries and keys have that size as well.
-
-    Args:
-      rank: R, 1 to D; None is H // 2, but at least 1.
+    R = H is `vo`; in the source, queries and keys have rank R too. `rank` None is max(1, H // 2).
     """
 
     equation = 'W_V[n] W_O[n], rank R'
@@ -62,14 +59,11 @@ class GaugeFixed(Factored):
 
     W_V[n] M and M^-1 W_O[n] have the same product for every invertible M, so H^2 parameters of each
     head of `vo` are redundant, with any positions. M is free per head only where the head has its
-    own W_V, so there are always N value heads.
+    own W_V, so there are always N value heads. `columns` are fixed, by default `fixed_slices`.
 
-    Args:
-      init: 'dense' draws the free columns with std H^-1/2, which gives them the norm of the fixed
-        ones, 1, and W_V with std residual_gain (D N)^-1/2; 'product' starts from the parameters of
-        `vo` under the same seed (the same function; the inverse of a random block can be large).
-      columns: the H fixed columns of each head; None is, for head n, the H that start at n H,
-        modulo D.
+    init='dense' draws the free columns with std H^-1/2, which gives them the norm of the fixed
+    ones, 1, and W_V with std residual_gain (D N)^-1/2; 'product' starts from the parameters of
+    `vo` under the same seed (the same function; the inverse of a random block can be large).
     """
 
     equation = 'W_V[n] [I, W_O[n]]'
@@ -130,10 +124,7 @@ class Double(Factored):
     """B[n] = O_V W_V[n] W_O[n]: all heads read one shared projection, then their own.
 
     O_V and W_V[n] fold into one matrix, so that with R >= D the functions are those of `vo` and
-    only training differs. W_V has std R^-1/2.
-
-    Args:
-      size: R; None is D.
+    only training differs. W_V has std R^-1/2. `size` is R, by default D.
     """
 
     equation = 'O_V W_V[n] W_O[n]'
@@ -157,12 +148,9 @@ class Double(Factored):
 class MergedVO(Factored):
     """B[n] = W_OV[n], one D x D matrix of full rank per head; the values are the stream itself.
 
-    The cache holds the stream, shared with a Score that caches it too. W_OV has std
-    residual_gain (D N)^-1/2, since N heads of D channels add up.
-
-    Args:
-      init: 'dense' draws every entry independently; 'product' starts from W_V[n] W_O[n] of rank H,
-        the initial map of `vo` under the same seed, and lets the rank grow in training.
+    The cache holds the stream, shared with a Score that caches it too. init='dense' draws W_OV with
+    std residual_gain (D N)^-1/2, since N heads of D channels add up; 'product' starts from
+    W_V[n] W_O[n] of `vo` under the same seed, of rank H, and lets the rank grow in training.
     """
 
     equation = 'W_OV[n]'
