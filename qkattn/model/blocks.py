@@ -138,11 +138,9 @@ class Block(nnx.Module):
         x_BTD: jax.Array,
         keys: Sequence[jax.Array | None] | None = None,
     ) -> jax.Array:
-        """The block with other functions as its attentions.
+        """The block with other functions of a branch's input as its attentions.
 
-        Args:
-          attends: from the input of each attention's branch to its output.
-          keys: of the dropout on each branch, the MLP's last; None is no dropout.
+        `keys` are of the dropout on each branch, the MLP's last; None is no dropout.
         """
         *attention_keys, mlp_key = keys or split_key(None, len(attends) + 1)
         norms = self.attention_norms()
@@ -194,10 +192,7 @@ class CrossBlock(Block):
 
 
 def module_key(key: jax.Array, name: str) -> jax.Array:
-    """A key for a module whose parameters have the same names as another module's.
-
-    Folded with the module's name, not with a small number: fold_in(key, 1) is a layer's key.
-    """
+    """A key of a module whose parameters have another's names; fold_in(key, 1) is a layer's key."""
     return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 

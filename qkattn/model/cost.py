@@ -1,7 +1,6 @@
 """The cost of a model: parameters, FLOPs per token, cache floats per token.
 
-No formulas: parameters are counted on the parameter tree, FLOPs on the traced program, the cache on
-the arrays that a layer keeps, all by abstract evaluation.
+By abstract evaluation, not formulas, of the parameter tree, the program, and what layers cache.
 """
 
 import dataclasses
@@ -61,8 +60,7 @@ def flops_per_token(config: ModelConfig) -> float:
 def training_flops_per_token(config: ModelConfig) -> float:
     """As `flops_per_token`, of one forward and backward pass.
 
-    Three times as much, less the gradients of what is not trained, plus what model.remat computes
-    again.
+    Three times as much, less gradients of what is not trained, plus what model.remat repeats.
     """
     loss = jax.value_and_grad(lambda model, inputs: jnp.square(model(**inputs)).sum())
     return _flops_per_token(config, loss)

@@ -53,10 +53,9 @@ def validate(config: Config) -> None:
 
 
 def check_kernel(model: ModelConfig, mesh: Mesh | AbstractMesh | None) -> None:
-    """Raises ConfigError where model.kernel cannot serve a layer at the lengths of training.
+    """ConfigError where model.kernel cannot serve a layer at the lengths of training.
 
-    Args:
-      mesh: of the devices; None where they are not known yet.
+    `mesh` is of the devices; None where they are not known yet.
     """
     if model.kernel == 'auto':
         return

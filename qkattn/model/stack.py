@@ -90,12 +90,8 @@ def scan_layers(
     """The carry after `carry = step(carry, block, index, row)` for every layer in turn.
 
     One scan: a layer, or with a pattern one layer of each variant, is an iteration. Layers beyond
-    the last whole iteration follow the scan.
-
-    Args:
-      step: `index` is the number of the block's stack and the block's index in it; `row` is that
-        of the layer in `rows`.
-      rows: arrays [L, ...] in any tree.
+    the last whole iteration follow the scan. `index` is the number of the block's stack and the
+    block's index in it; `row` is that of the layer in `rows`, arrays [L, ...] in any tree.
     """
     stacks, L = stacks_of(blocks), config.num_layers
     P, inputs = len(stacks), []

@@ -47,9 +47,7 @@ class Stream(nnx.Module):
     ) -> jax.Array:
         """Token embeddings plus learned or sinusoidal position embeddings.
 
-        Args:
-          positions_BT: position of each token; None counts from 0 in every row.
-          w_embedding_VD: the embedding, where it is shared with another Stream.
+        positions_BT=None counts from 0 in every row; w_embedding_VD is that of another Stream.
         """
         table_VD = self.w_embedding_VD[...] if w_embedding_VD is None else w_embedding_VD
         x_BTD = placed(table_VD, 'VD')[tokens_BT]
@@ -87,11 +85,8 @@ class Stream(nnx.Module):
     def layers(self, site: str = 'attention') -> list[Attention]:
         """The attention layers of all blocks, first to last; changes to them stay out of the model.
 
-        With pre-norm, x and y of a layer are the normed stream.
-
-        Args:
-          site: 'attention', or 'cross_attention' in the decoder of an encoder-decoder, whose
-            `encoder` has layers of its own.
+        With pre-norm, x and y of a layer are the normed stream. An encoder-decoder also has the
+        site 'cross_attention', and its `encoder` has layers of its own.
         """
         blocks = [layer_of(self.blocks, index) for index in range(self.config.num_layers)]
         sites = [name for name, part in vars(blocks[0]).items() if isinstance(part, Attention)]
@@ -155,12 +150,8 @@ class Decoder(Transformer):
     ) -> jax.Array:
         """The normed stream x_BTD after the last block, of which `logits` are taken.
 
-        Args:
-          valid_BT: False on padding, to which no position attends.
-          dropout_key: without it dropout is off.
-
-        Raises:
-          ValueError: more tokens than config.context.
+        No position attends to padding, where valid_BT is False. Without a key dropout is off.
+        ValueError for more tokens than config.context.
         """
         self.check_length(tokens_BT)
         mask = Mask(causal=self.causal, valid_BS=valid_BT, window=self.config.window)
@@ -179,9 +170,8 @@ class Encoder(Decoder):
 class EncoderDecoder(Transformer):
     """Encodes a source, then predicts each target token from the source and the tokens before it.
 
-    Vaswani et al. 2017. Source and target rows may hold several sentence pairs, numbered by
-    segments; a token attends to its own pair only, and its position is counted from the beginning
-    of the pair.
+    Vaswani et al. 2017. Rows may hold several sentence pairs, numbered by segments; a token attends
+    to its own pair only, and its position is counted from the beginning of the pair.
     """
 
     def __init__(
@@ -208,16 +198,11 @@ class EncoderDecoder(Transformer):
         segments_BT: jax.Array | None = None,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        """The normed stream x_BTD of the targets after the last block; its logits are those of the
-        next target token.
+        """The normed stream x_BTD of the targets, whose logits are of the next target token.
 
-        Args:
-          source_segments_BS, segments_BT: the pair that a token belongs to, from 1; 0 is padding.
-            The pairs of a row follow one another without gaps. None is one pair a row.
-          dropout_key: without it dropout is off.
-
-        Raises:
-          ValueError: more tokens than config.context or config.encoder.context.
+        Segments number the pair of a token, from 1; 0 is padding. The pairs of a row follow one
+        another without gaps; None is one pair a row. Without a key dropout is off. ValueError for
+        more tokens than config.context or config.encoder.context.
         """
         self.check_length(tokens_BT)
         encoder_key, decoder_key = split_key(dropout_key, 2)
