@@ -4,11 +4,9 @@ checkpoints/N/state/   orbax: the arrays, and their `checksums`
 checkpoints/N/record/  JSON: step, time and data of the run; format, version and crc32
 
 The checksum of an array with the bit patterns b_0 ... b_(M-1), in row-major order, is
-
-    sum_i h(b_i xor h(i))  mod 2^32,     h: the finalizer of MurmurHash3, a permutation
-
-A change of one element always changes it, any other is missed with probability 2^-32. Integers add
-up exactly in any order: sums, computed on the devices, do not depend on mesh or processes.
+sum_i h(b_i xor h(i)) mod 2^32, h the finalizer of MurmurHash3, a permutation. It misses no change
+of one element, and others with probability 2^-32. Integers add up exactly in any order: it does not
+depend on mesh or processes.
 """
 
 import contextlib
@@ -52,8 +50,8 @@ logging.getLogger('absl').addFilter(lambda record: 'directory is read only' not 
 class Checkpoints:
     """The checkpoints of a run: the newest two and the one with the best validation loss.
 
-    Saving is asynchronous: `save` returns when the state is copied, and a step exists once it is
-    complete on disk. `stall_seconds` is the time that training has waited, over all starts.
+    `save` returns when the state is copied; a step exists once it is complete on disk. Training has
+    waited for `stall_seconds`, over all starts.
     """
 
     def __init__(self, directory: Path, *, read_only: bool = False):
@@ -75,22 +73,16 @@ class Checkpoints:
         with disk_errors(directory):
             self._manager = ocp.CheckpointManager(directory, options=options)
             watched = agreement.owner() and not read_only and not buckets.is_url(directory)
-            # Of a directory on a disk that this process writes.
-            self._status = directory.stat() if watched else None
+            self._status = directory.stat() if watched else None  # on a disk, of its writer
 
     def save(self, step: int, state: dict, record: dict[str, Any], val_loss: float | None) -> None:
-        """Saves `state` and the JSON `record` under `step`, unless that step is there already.
-
-        Raises:
-          DiskError: this save or the one before could not be written.
-        """
+        """Saves under `step`, unless that is there; DiskError if this or the last save failed."""
         if step in self._manager.all_steps():
             return
         about = {'checkpoint_seconds': self.stall_seconds, 'format': FORMAT, 'version': __version__}
         metrics = {'val_loss': val_loss if _rank({'val_loss': val_loss}) < math.inf else None}
         self.wait()
-        # Checked before: orbax logs a traceback for every leaf that it cannot write, and does not
-        # end soon where it cannot make a directory.
+        # Checked before: orbax logs a traceback per leaf, and is slow to fail without a directory.
         size = 2**20 + sum(leaf.nbytes for leaf in jax.tree.leaves(state))  # and a MiB for the rest
         self._on_owner(lambda: require_room(self.directory, size))
         with self._waiting():
@@ -109,7 +101,6 @@ class Checkpoints:
                 self._remove(f'{TRASH}/*')
 
     def _remove(self, *patterns: str) -> None:
-        """Deletes what matches below the directory."""
         for path in (path for pattern in patterns for path in self.directory.glob(pattern)):
             remove_tree(path)
 

@@ -1,8 +1,7 @@
 """What a run takes on a pod, from a compilation ahead of time on any machine.
 
-A TPU slice is compiled by XLA's TPU compiler where libtpu is installed. Other pods, and TPU slices
-without it, are partitioned over as many fake CPU devices: parameters, optimizer state and batch are
-exact, temporaries are those of the CPU compiler.
+TPU slices are compiled by XLA for TPU where libtpu is installed. All else is partitioned over fake
+CPU devices: parameters, optimizer state and batch are exact, temporaries the CPU compiler's.
 """
 
 import contextlib
@@ -52,8 +51,7 @@ class Chip:
     devices: int = 1  # of JAX per chip
 
 
-# The chips by the first part of a pod's name; figures from docs.cloud.google.com/tpu/docs/NAME and
-# nvidia.com/en-us/data-center/NAME.
+# By pod; figures from docs.cloud.google.com/tpu/docs/NAME, nvidia.com/en-us/data-center/NAME.
 CHIPS = {
     'v4': Chip('v4', 32 * GIB, 275e12, sides=3),
     'v5e': Chip('v5e', 16 * GIB, 197e12, sides=2, most=256),

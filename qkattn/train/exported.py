@@ -1,10 +1,8 @@
-"""Exported parameters: a model by itself, without optimizer state or data.
+"""Exported parameters: a model by itself, which conversions write and `train.init_from` reads.
 
-    directory/model.safetensors   parameters by path, e.g. blocks.attention.score.w_q_DNH
-    directory/qkattn.json         {"model": fields of ModelConfig, "origin": where it came from,
-                                   "parameters_crc32": checksum of each parameter's bytes}
-
-Conversions and imports write such directories; `train.init_from` starts a run from one.
+directory/model.safetensors   parameters by path, e.g. blocks.attention.score.w_q_DNH
+directory/qkattn.json         {"model": fields of ModelConfig, "origin": where it came from,
+                               "parameters_crc32": checksum of each parameter's bytes}
 """
 
 import contextlib

@@ -56,18 +56,13 @@ def train(
     """Trains the stack of trials to its end and returns one result per trial, in trial order.
 
     A finished run returns its results at once; an unfinished one resumes at its newest sound
-    checkpoint, bitwise as if it had never stopped (same devices, same versions).
+    checkpoint, bitwise as if it had never stopped (same devices, same versions). The progress
+    display shows `label` and `study`. `lost`, called after every dispatch in process 0 of a job,
+    says whether another process has taken over the run.
 
-    Args:
-      label, study: what the progress display calls the run, and what follows it.
-      lost: whether another process has taken over the run; called after every dispatch, in
-        process 0 of a job.
-
-    Raises:
-      ConfigError: an invalid setting, or a workdir that is in use or of another configuration.
-      CheckpointError: the checkpoints are damaged, or belong to other data.
-      Stopped: on SIGTERM or Ctrl-C; the state is saved once a step was trained.
-      Lost: another process has taken over the run.
+    ConfigError: an invalid setting, or a workdir in use or of another configuration.
+    CheckpointError: checkpoints are damaged, or of other data. Stopped: SIGTERM or Ctrl-C; the
+    state is saved once a step was trained. Lost: the run was taken over.
     """
     validate(config)
     require_same_settings(config)
@@ -126,9 +121,6 @@ def train(
             return trial_results
 
         return agreement.on_owner(write)
-
-
-# A start: settings and files that all processes share, the program, the state
 
 
 def require_same_settings(settings: Config | Study) -> None:

@@ -1,7 +1,6 @@
 """Optimizers and schedules by name, with learning rate and weight decay as arrays.
 
-An optimizer is one function and one line in OPTIMIZERS, a schedule one entry of SCHEDULES, or
-either a function named by import path; options in the name are its keyword-only arguments.
+Either is a function in OPTIMIZERS or SCHEDULES, or by import path; options are keyword arguments.
 """
 
 import functools
@@ -28,10 +27,8 @@ def optimizer(
     """Clips by global norm, then takes a step along u, which config.name determines.
 
     p <- p - fraction (learning_rate u + weight_decay p) with config.decay = 'independent',
-    p <- p - fraction learning_rate (u + weight_decay p) with 'coupled'.
-
-    The state depends on none of the numbers, and all may be traced: built anew in each step, one
-    compiled program serves all trials and all fractions of the peak learning rate.
+    p <- p - fraction learning_rate (u + weight_decay p) with 'coupled'. All numbers may be traced
+    and the state depends on none: one compiled program serves all trials and steps.
     """
     clip = optax.identity()
     if config.clip_norm is not None:
@@ -94,8 +91,7 @@ def muon(config: OptimizerConfig, rate: jax.Array, weight_decay: jax.Array) -> T
 def matrix_axes(params: dict) -> dict:
     """The two matrix axes of every matrix of the blocks, which Muon trains, None for the others.
 
-    Axes of layers (L) and heads (N, K), with at least two letters besides, are batches of matrices:
-    w_q_DNH is one [D, H] matrix a layer and head.
+    Layers L and heads N, K, with two letters besides, are batches: w_q_DNH is [D, H] for each.
     """
 
     def axes(path: tuple, leaf: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:

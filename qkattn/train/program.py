@@ -47,8 +47,7 @@ class Program:
 def lift(one: Callable, lifting: str, mesh: Mesh) -> Callable:
     """`one` over the leading axis X of all its arguments; no trial reads another.
 
-    'vmap' computes the trials side by side, 'map' one after another on each slice of the mesh's
-    trial axis. A single trial is computed without either.
+    'vmap': side by side. 'map': in turn on each slice of the mesh's trial axis. One trial: neither.
     """
     slices = mesh.shape['trial']
     side_by_side = jax.vmap(one, spmd_axis_name='trial')
@@ -137,9 +136,8 @@ def lower(
 def build(config: Config, lifting: str | None = None, params: dict | None = None) -> Program:
     """Compiles the run's train program.
 
-    Args:
-      lifting: what an earlier start of the run has chosen; None follows config.train.lifting.
-      params: initial parameters of all trials; None draws them from the seeds.
+    `lifting` is what an earlier start has chosen, None follows config.train.lifting; `params` are
+    the initial ones of all trials, None draws them from the seeds.
     """
     keep_freed_memory()
     mesh = sharding.make_mesh(config.mesh)

@@ -1,8 +1,7 @@
 """Compiled programs that are kept on disk, so that a later process loads them.
 
-JAX keys them by program, options, versions and the features of the CPU. XLA also splits loops by
-the number of cores, which the key lacks: each number has a directory of its own, so that a program
-is that of the process that runs it, to the last bit.
+JAX keys them by program, options, versions and CPU. XLA also splits loops by the number of cores:
+each number has a directory, so that a loaded program is that of this process to the last bit.
 """
 
 import contextlib
@@ -40,10 +39,7 @@ def directory() -> Path:
 
 
 def keep_programs() -> None:
-    """Keeps what this process compiles from now on, and loads what another one has kept.
-
-    A directory that cannot be written, or into which others may write, is a warning.
-    """
+    """Keeps and loads programs from now on; warns if the directory is not this user's alone."""
     for name, value in _SETTINGS.items():
         if name.upper() not in os.environ:
             jax.config.update(name, value)

@@ -26,10 +26,8 @@ def trial_results(
 ) -> list[dict[str, Any]]:
     """The results of a finished run, in trial order; JSON.
 
-    Args:
-      evaluations: the last one of each split but 'train'.
-      costs, about: what else all results hold: time, lifting; provenance.
-      diverged_at: the step at which a trial diverged, by its number.
+    `evaluations` are the last of each split but 'train', `diverged_at` the steps by trial number;
+    `costs` and `about` are what all results hold.
     """
     num_steps = stack.step
     common = {**_common(stack, evaluations, costs), **about}
@@ -58,7 +56,6 @@ def trial_results(
 def _common(
     stack: Stack, evaluations: Mapping[str, Evaluation], costs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What the results of all trials of a run share."""
     config, rows, num_steps = stack.config, stack.rows, stack.step
     model, spec = config.model, attention_spec(config.model)
     unigram, size = rows.unigram_nats('validation'), rows.bytes_per_token('validation')

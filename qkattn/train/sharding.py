@@ -1,7 +1,6 @@
 """Where arrays live: the mesh, parameters by the letters in their names, batches by their rows.
 
-A process reads the rows of its own devices; `place_batch` and `place_rows` make global arrays of
-them.
+A process reads the rows of its own devices; `place_batch` and `place_rows` make them global.
 """
 
 import dataclasses
@@ -23,10 +22,9 @@ from qkattn.data.tasks.task_registry import task_of
 from qkattn.errors import ConfigError
 from qkattn.model import cost
 
-# Candidates in order: the first letter of the name that divides is split over the mesh axis. V, and
-# with it the logits, is split over fsdp and tensor together.
-# D is never split over tensor: with the embedding split V over fsdp and D over tensor, jaxlib
-# 0.10.2 and 0.12.0 return wrong sums from a scan over microbatches on a mesh of all three axes.
+# The first letter that divides is split over the mesh axis; V, and the logits, over both together.
+# Never D over tensor: with the embedding's V over fsdp, jaxlib 0.10.2 and 0.12.0 return wrong sums
+# from a scan over microbatches on a mesh of all three axes.
 CANDIDATES = {'fsdp': 'VDERC', 'tensor': 'NKFHV'}
 JOINT = 'V'
 BATCH_AXES = ('data', 'fsdp')
@@ -156,10 +154,7 @@ def leading_shape(config: Config) -> tuple[int, int, int, int]:
 
 
 def local_share(config: Config, mesh: Mesh) -> tuple[np.ndarray, np.ndarray]:
-    """The trials and rows of the global batch that this process's devices hold, ascending.
-
-    Row r of a batch is row r // A of microbatch r % A.
-    """
+    """Trials and rows (r // A of microbatch r % A) of a batch that this process holds, sorted."""
     _, _, A, _ = shape = leading_shape(config)
     trials, rows_B = (_held(batch_sharding(mesh), shape, axis) for axis in (1, 3))
     return trials, (rows_B[:, None] * A + np.arange(A)).ravel()

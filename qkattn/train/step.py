@@ -60,8 +60,7 @@ def on_targets(
 def loss_sum(config: Config, params: dict, batch: dict, key: jax.Array | None = None) -> jax.Array:
     """Sum over the batch of loss weight times loss, in nats.
 
-    With train.label_smoothing = epsilon the loss of a target is (1 - epsilon) times its
-    cross-entropy plus epsilon times the mean cross-entropy over all V tokens.
+    With train.label_smoothing = e: (1 - e) cross-entropy + e times its mean over all V tokens.
     """
     epsilon = config.train.label_smoothing
 
@@ -79,10 +78,7 @@ def loss_sum(config: Config, params: dict, batch: dict, key: jax.Array | None = 
 def gradients(
     config: Config, params: dict, batch: dict, key: jax.Array | None = None
 ) -> tuple[jax.Array, dict]:
-    """Mean loss per token and its gradient over a batch whose leading axis is microbatches.
-
-    Their sums are divided once by all tokens: a microbatch counts in proportion to its own.
-    """
+    """Mean loss per token and its gradient; microbatches (leading axis) count by tokens."""
     count = batch['loss_weights_BT'].shape[0]
     grad = jax.value_and_grad(functools.partial(loss_sum, config))
     if count == 1:
@@ -105,12 +101,8 @@ def train_trial(
 ) -> tuple[dict, dict]:
     """One step of one trial, after `step` steps: its next state, and metrics.
 
-    The state is the old one with alive=False where the loss (nats per token, with label smoothing)
-    or the gradient is not finite.
-
-    Args:
-      hyper: 'seed', 'learning_rate' (peak), 'weight_decay', scalars.
-      batch: the model's inputs, targets_BT and loss_weights_BT, each [microbatches, ...].
+    `hyper`: scalars seed, learning_rate (peak), weight_decay; `batch`: [microbatches, ...]. Where
+    the loss (nats per token, smoothed) or gradient is not finite, only `alive` changes, to False.
     """
     key = None
     if config.model.drops:

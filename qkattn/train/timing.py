@@ -23,10 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Clock:
-    """Seconds of training steps and their PARTS, over all starts of a run.
-
-    It continues from the seconds in a checkpoint's record; tokens per second are of this start.
-    """
+    """Seconds of steps and their PARTS, over all starts; tokens per second are of this one."""
 
     def __init__(self, record: Mapping[str, Any]):
         self.seconds = {name: record[name] for name in ('train_seconds', *PARTS)}
