@@ -19,7 +19,8 @@ class Mask:
 
     causal: bool = False  # query position t attends to key positions s <= t only
     window: int | None = None  # only to distances |t - s| < window
-    # Position of the first query, in decoding the number of cached tokens; keys are at 0 to S - 1.
+    # Position of the first query, in decoding the number of cached tokens; None is 0. Keys are at
+    # positions 0 to S - 1.
     first_query: jax.Array | int | None = None
     valid_BS: jax.Array | None = None  # False on padding
     # Numbers, from 1, of the sequences in a row: a query attends to its own only; 0 is padding.

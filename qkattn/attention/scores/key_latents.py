@@ -19,10 +19,11 @@ _QUERY_LATENT = Projection('w_q_down_DC', 'b_q_down_C')
 class Latent(Score):
     """A[n] = W_Q[n] W_K[n]^T W_D^T: the keys of all heads are computed from one latent c = y W_D.
 
-    The size of c is R, 1 to D, by default D // 2; a query latent of query_size C is optional. With
-    rope_size G every head has G more channels, which alone are rotated: one key for all heads, and
-    queries of each. positions='rope' requires it, since a rotation between W_Q and W_K would have
-    to act on the latent. Matrices that act on a latent have std R^-1/2 or C^-1/2.
+    `size` is R, 1 to D, by default D // 2; a query latent of query_size C, 1 to D, is optional.
+    With rope_size G, even, every head has G more channels, which alone are rotated: one key for all
+    heads, and queries of each. positions='rope' requires it and no other takes it: a rotation
+    between W_Q and W_K would have to act on the latent. Matrices that act on a latent have std
+    R^-1/2 or C^-1/2, its size in place of D.
 
     The cache holds c, R floats per token ('latent_BSR'), and the shared rotary key before rotation,
     G floats ('rope_BSG'). A layer takes the form with fewer multiplications: the keys of all heads,
