@@ -49,7 +49,7 @@ def page(sizes: Iterable[tuple[int, int]] = SIZES) -> str:
 def table(sizes: Iterable[tuple[int, int]] = SIZES) -> dict[str, Any]:
     """All variants at all sizes, as JSON; 'without' names those that have no polynomials at any."""
     by_size = {f'{dims},{heads}': _of_size(dims, heads) for dims, heads in sizes}
-    shown = {kind: {name for of in by_size.values() for name in of[kind]} for kind in KINDS}
+    shown = {kind: {name for kinds in by_size.values() for name in kinds[kind]} for kind in KINDS}
     return {
         'equations': {
             kind: {name: cls.equation for name, cls in known.items()}

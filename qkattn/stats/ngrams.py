@@ -61,7 +61,7 @@ def losses(
             types_M, lower_M = types_C[place_M], probabilities[number]
             probabilities[number] = (count_M + types_M * lower_M) / (totals_C[place_M] + types_M)
             nats[number].append(-np.log(probabilities[number]))
-    return [np.stack(of) for of in nats]
+    return [np.stack(rows) for rows in nats]
 
 
 def _find(ascending: np.ndarray, wanted_M: np.ndarray) -> np.ndarray:

@@ -157,7 +157,7 @@ class Sweep:
         ends = [(x_V[0], x_V[-1]), (-SKEW, SKEW)]
         for _ in range(ZOOMS):
             axes = [np.linspace(*end, POINTS) for end in ends]
-            optimum_C, skew_C = (of.ravel() for of in np.meshgrid(*axes))
+            optimum_C, skew_C = (axis.ravel() for axis in np.meshgrid(*axes))
             curve_CV = _curve(x_V - optimum_C[:, None], skew_C[:, None])
             curve_CV -= curve_CV.mean(axis=1, keepdims=True)
             squares_C = np.sum(curve_CV**2, axis=1)
