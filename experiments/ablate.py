@@ -13,7 +13,7 @@ from typing import Any
 from absl import flags
 
 from qkattn.config import Study
-from qkattn.errors import ConfigError
+from qkattn.errors import ConfigError, MatchError
 from qkattn.jobs import agreement, bootstrap, cli, signals
 from qkattn.jobs.display import waiting
 from qkattn.storage import leases
@@ -84,9 +84,13 @@ def main() -> None:
 
 
 def _matched(config: Study) -> list[MatchedArm]:
-    """The arms, which are printed."""
-    with waiting(config.name, 'matching parameters'):
-        arms = build_arms(config)
+    """The arms, which are printed, also beside some that no model matches."""
+    try:
+        with waiting(config.name, 'matching parameters'):
+            arms = build_arms(config)
+    except MatchError as error:
+        print(table(list(error.matched), config.match), flush=True)
+        raise
     print(f'{config.name}: {len(arms)} arms\n{table(arms, config.match)}', flush=True)
     return arms
 

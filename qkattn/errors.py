@@ -1,5 +1,7 @@
 """The errors that qkattn raises on purpose; a message is the field, the value, what is valid."""
 
+from typing import Any
+
 
 class ConfigError(ValueError):
     """A setting that cannot work."""
@@ -18,7 +20,9 @@ class ConversionError(ValueError):
 
 
 class MatchError(ConfigError):
-    """No model of a variant costs what the baseline does."""
+    """No model of a variant costs what the baseline does; `matched` are the arms that have one."""
+
+    matched: tuple[Any, ...] = ()
 
 
 class RunDirectoryError(ConfigError):

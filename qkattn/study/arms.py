@@ -9,7 +9,7 @@ from qkattn.attention import registry
 from qkattn.config import Config, ControlsConfig, ModelConfig, Study
 from qkattn.config.setting import check_section
 from qkattn.data.tasks.task_registry import task_of
-from qkattn.errors import ConfigError, SpecError
+from qkattn.errors import ConfigError, MatchError, SpecError
 from qkattn.model import cost, sites
 from qkattn.storage.sinks import check_sinks
 from qkattn.study import matching, rules
@@ -87,7 +87,8 @@ def build_arms(study: Study) -> list[MatchedArm]:
     """Every arm, corpora outermost, then sizes, validated and matched; nothing compiles.
 
     Raises:
-      ConfigError: an impossible variant, size or setting; a MatchError where no model matches.
+      ConfigError: an impossible variant, size or setting; a MatchError, with a line for each
+        variant that no model matches and with the other arms.
     """
     rules.validate(study)
     check_optimizer(study.base.optimizer, study.base.train.num_steps)
@@ -99,7 +100,12 @@ def build_arms(study: Study) -> list[MatchedArm]:
         except ConfigError as error:
             raise ConfigError(f'corpora={study.corpora}: {error}') from error
     first, *others = corpora_of(study)
-    arms = [arm for size in study.sizes for arm in _at_size(study, size, first)]
+    refused: list[MatchError] = []
+    arms = [arm for size in study.sizes for arm in _at_size(study, size, first, refused)]
+    if refused:
+        refusal = MatchError('\n'.join(map(str, refused)))
+        refusal.matched = tuple(arms)
+        raise refusal
     seen: dict[ModelConfig, MatchedArm] = {}
     for arm in arms:
         explicit = dataclasses.replace(arm.model, d_ff=arm.model.mlp_width)
@@ -115,7 +121,7 @@ def build_arms(study: Study) -> list[MatchedArm]:
     ]
 
 
-def _at_size(study: Study, size: str, corpus: str) -> list[MatchedArm]:
+def _at_size(study: Study, size: str, corpus: str, refused: list[MatchError]) -> list[MatchedArm]:
     at_size = parse_fields(size, f'size {size!r}')
 
     def model(variant: str) -> ModelConfig:
@@ -147,15 +153,19 @@ def _at_size(study: Study, size: str, corpus: str) -> list[MatchedArm]:
         config = model(variant)
         check_section(f'variant {variant!r}: model.', config)
         for destination in study.destinations:
-            matched = unsolved(config) if study.match is None else None
-            matched = matched or matching.match(
-                config,
-                target,
-                which=study.match or 'total',
-                fill=study.fill,
-                tolerance=study.tolerance,
-                destination=destination,
-            )
+            try:
+                matched = unsolved(config) if study.match is None else None
+                matched = matched or matching.match(
+                    config,
+                    target,
+                    which=study.match or 'total',
+                    fill=study.fill,
+                    tolerance=study.tolerance,
+                    destination=destination,
+                )
+            except MatchError as error:
+                refused.append(MatchError(f'variant {variant!r}: {error}'))
+                continue
             sites.validate(dataclasses.replace(study.base, model=matched.config))
             label = variant if len(study.destinations) == 1 else f'{variant} [{destination}]'
             arms.append(MatchedArm(variant, destination, Place(label, size, corpus), matched))

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from qkattn.config import Config, ControlsConfig, ModelConfig, Study, TuningConfig
-from qkattn.errors import ConfigError
+from qkattn.errors import ConfigError, MatchError
 from qkattn.model import build
 from qkattn.study.arms import build_arms
 from tests.study.test_rules import TUNED
@@ -61,7 +61,6 @@ SCALED['tuning'] = TuningConfig(seeds=(10, 11), score_scales=(0.5, 1.0))
         (STUDY, {'variants': ('qk/vo', 'qk/vo?num_heads=4')}, 'are the same model'),
         (STUDY, {'variants': ('qk/vo', 'qk/vo?d_model=8')}, 'and sizes both set d_model'),
         (STUDY, {'variants': ('qk/vo', 'qk/vo?num_heads=[4]')}, r'num_heads=\[4\] must be of type'),
-        (STUDY, {'variants': ('shared_qk/vo',), 'fill': None}, 'd_model alone is too coarse'),
         (STUDY, {'sizes': ('d_model=66',)}, 'd_model=66 must be a multiple of num_heads=4'),
         (STUDY, {'sizes': ('d_model=wide',)}, "model.d_model='wide' must be of type int"),
         (TUNED, {'expected': ('shared_qk/vo is bad',)}, 'must be a variant and a decision'),
@@ -73,6 +72,18 @@ def test_a_wrong_study_is_one_sentence(study, fields, message):
     with pytest.raises(ConfigError, match=message) as caught:
         build_arms(dataclasses.replace(study, **fields))
     assert '\n' not in str(caught.value)
+
+
+def test_variants_that_no_model_matches_are_named_beside_the_other_arms():
+    variants = ('qk/vo', 'shared_qk/vo', 'qk/no_v')
+    study = dataclasses.replace(STUDY, variants=variants, sizes=STUDY.sizes[:1], fill=None)
+    with pytest.raises(MatchError) as caught:
+        build_arms(study)
+    lines = str(caught.value).splitlines()
+    for line, variant in zip(lines, variants[1:], strict=True):
+        assert line.startswith(f'variant {variant!r}: {variant} reaches ')
+        assert line.endswith('d_model alone is too coarse, and d_ff is fixed')
+    assert [arm.label for arm in caught.value.matched if not arm.place.control] == ['qk/vo']
 
 
 def test_a_variant_that_saves_parameters_is_also_an_arm_at_the_baselines_shape():
