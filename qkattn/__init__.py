@@ -1,6 +1,7 @@
 """qkattn: controlled ablations of attention's weight matrices at equal parameter count.
 
-The names below are those of docs/notebook.ipynb; all others are imported from their packages.
+The names below are those of docs/notebook.ipynb; all others are imported from their packages,
+as in `from qkattn.train.loop import train`.
 """
 
 import importlib

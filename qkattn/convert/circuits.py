@@ -1,7 +1,8 @@
 """Conversions of one circuit: W_Q and W_K, or W_V and W_O, merged, factored anew, gauge-fixed.
 
 Those of the QK circuit rewrite A[n] in s = scale x A[n] y^T, keep the Value, and require what
-`qk_factors` does; those of the OV circuit keep the Score, with any positions, QK-norm and mask.
+`qk_factors` does; those of the OV circuit keep the Score, with any positions,
+QK-norm and mask, because nothing acts between W_V and W_O.
 
 Gauge fixing removes the H^2 redundant parameters of each head: W_Q M^T and W_K M^-1 have the same
 product for every invertible M, as do W_V M and M^-1 W_O. M is a block of H rows of W_K, or of H

@@ -45,7 +45,8 @@ class RunDirectory(contextlib.ExitStack):
     def __init__(self, path: str | os.PathLike, config: Config):
         """Creates or resumes a run directory; records jax's devices, which it opens.
 
-        InUseError if it is held, RunDirectoryError if damaged, ConfigError of a study or other run.
+        InUseError if a live process holds it, RunDirectoryError if it is damaged, ConfigError if it
+        holds a study or a run of another configuration.
         """
         super().__init__()
         directory = make_directory(path)
@@ -131,7 +132,7 @@ def describe_start() -> dict[str, Any]:
 
 
 def git_state(directory: Path) -> dict[str, Any]:
-    """{'commit', 'dirty'} of the checkout of a package; both None, and 'reason', without one."""
+    """'commit' and 'dirty' (or untracked) of a package's checkout, or None and 'reason'."""
     environment = {**os.environ, 'GIT_OPTIONAL_LOCKS': '0'}
 
     def git(*arguments: str) -> str:
