@@ -51,9 +51,8 @@ def spending(looks: Sequence[int], level: float = LEVEL) -> tuple[float, ...]:
     DeMets (1983) of the type of O'Brien and Fleming, f(t) = 2 - 2 Phi(z / sqrt(t)) with z the two-
     sided normal quantile of 1 - level, so f(1) = 1 - level. Look k is tested at the increment
     f(t_k) - f(t_{k-1}); as these add up to 1 - level, so do at most the false words of all looks
-    together, however the looks depend on each other. No looks are one look, at the end.
-
-    Raises ValueError if `looks` do not ascend from at least 1.
+    together, however the looks depend on each other. No looks are one look, at the end; ValueError
+    if they do not ascend from at least 1.
     """
     if any(b <= a for a, b in itertools.pairwise((0, *looks))):
         raise ValueError(f'looks are {tuple(looks)}; numbers of seeds, they must ascend from 1.')
@@ -66,21 +65,16 @@ def spending(looks: Sequence[int], level: float = LEVEL) -> tuple[float, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Judgement:
-    """The decision on one arm, with the p values behind it.
+    """The decision on an arm, and the numbers behind it, which are None if it was not tested."""
 
-    Attributes:
-      decision: from the tests alone; UNDECIDED with fewer than 3 pairs.
-      p_holm, p_margin_holm, p_equivalence_holm: p values after the correction of `judge`, of a
-        difference, of one larger than the margin, and of equivalence; None if the arm was not
-        tested.
-      detectable: |difference| (nats per token) found with probability 0.8 or more at the strictest
-        level of the method, alpha / number of arms; None if the arm was not tested.
-    """
-
-    decision: Decision
+    decision: Decision  # from the tests alone; UNDECIDED with fewer than 3 pairs
+    # P values after the correction of `judge`: of a difference, of one larger than the margin, and
+    # of equivalence.
     p_holm: float | None = None
     p_margin_holm: float | None = None
     p_equivalence_holm: float | None = None
+    # |difference| (nats per token) found with probability 0.8 or more at the strictest level of the
+    # method, alpha / number of arms.
     detectable: float | None = None
 
 
@@ -112,21 +106,14 @@ def judge(
     | better, worse (below margin) | differs from zero, neither of the above |
 
     Each test has to hold with and without the seeds that lie apart (`inference.Difference`), which
-    can only withhold a word.
+    can only withhold a word. Divergence never helps: an arm with diverged trials is worse or
+    undecided; if trials of its baseline diverged, it is better or undecided.
 
-    Divergence never helps: an arm with diverged trials is worse or undecided; if trials of its
-    baseline diverged, it is better or undecided.
-
-    Args:
-      differences: by arm; None if no seed finished in both.
-      diverged: by arm, numbers of diverged verdict trials (the arm's, the baseline's); others had
-        none.
-      planned: comparisons of the finished study. Missing ones are corrected for as p = 1, so that
-        no decision is lost when further arms finish.
-      alpha_of_look: the error rate of this look, of `spending`.
-
-    Raises:
-      ValueError: `diverged` names an arm that `differences` lacks.
+    An arm's difference is None if no seed finished in both. `diverged` holds the numbers of
+    diverged verdict trials (the arm's, the baseline's) of the arms that had any; ValueError if it
+    names an arm that `differences` lacks. `planned` is the number of comparisons of the finished
+    study: missing ones are corrected for as p = 1, so that no decision is lost when further arms
+    finish. `alpha_of_look` is the error rate of this look, of `spending`.
     """
     diverged = diverged or {}
     if unknown := [arm for arm in diverged if arm not in differences]:

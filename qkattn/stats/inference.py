@@ -130,17 +130,11 @@ def paired(
 ) -> Difference:
     """The mean of `differences`, arm minus baseline of the same seed (nats per token).
 
-    Args:
-      differences: by seed.
-      margin: nats per token.
-      evaluation_error, evaluation_df: of `evaluation_error`; no df means that it is known exactly,
-        None that the error is not known.
-      tuning: largest losses (nats per token) by which arm and baseline may miss their optimum.
-      resamples: the bootstrap's; None means no bootstrap.
-
-    Raises:
-      ValueError: no differences, one that is not finite, a margin that is not positive, or a
-        negative error.
+    `margin` and `tuning`, the largest losses by which arm and baseline may miss their optimum, are
+    in nats per token. `evaluation_error` and `evaluation_df` are what the function
+    `evaluation_error` gives; a df of None means that the error is known exactly, an error of None
+    that it is not known. With `resamples=None` there is no bootstrap. Raises ValueError for no
+    differences, one that is not finite, a margin that is not positive, or a negative error.
     """
     groups = _checked(margin, evaluation_error, tuning, differences=differences)
 
@@ -190,18 +184,14 @@ def welch(
 def evaluation_error(nats_SC: np.ndarray, tokens_C: np.ndarray) -> tuple[float, float]:
     """Standard error of a difference due to the choice of documents, and its degrees of freedom.
 
+    `nats_SC` is arm minus baseline by seed and document (cluster), nats summed over its tokens.
     The difference is D = sum_C d_C / sum_C tokens_C with d_C the mean over seeds. With the share
     w_C = tokens_C / sum(tokens) of document C and its own difference D_C = d_C / tokens_C, the
     cluster-robust variance is sum_C w_C^2 (D_C - D)^2 / (1 - w_C) (Bell and McCaffrey 2002). Its
     degrees of freedom are those of documents that vary equally: (sum w^2)^2 / sum w^4 - 1.
 
-    Args:
-      nats_SC: arm minus baseline by seed and document (cluster), nats summed over its tokens.
-      tokens_C: by document.
-
-    Raises:
-      ValueError: fewer than two documents, shapes that differ, a document without tokens or a
-        difference that is not finite.
+    Raises ValueError for fewer than two documents, shapes that differ, a document without tokens or
+    a difference that is not finite.
     """
     nats_SC, tokens_C = np.asarray(nats_SC, float), np.asarray(tokens_C, float)
     if nats_SC.ndim != 2 or tokens_C.shape != nats_SC.shape[1:] or len(tokens_C) < 2:
@@ -241,7 +231,6 @@ def bootstrap(*groups: Sequence[float], resamples: int = RESAMPLES) -> tuple[flo
     Bias-corrected and accelerated (BCa, Efron 1987), with the same random draws at every call;
     the percentile interval where BCa is undefined (all values equal). Groups are resampled apart.
     """
-
     arrays = [np.asarray(group, float) for group in groups]
     centres = [float(np.mean(values)) for values in arrays]
     centre = centres[0] - sum(centres[1:])
@@ -391,17 +380,11 @@ def to_find(
 ) -> tuple[int, float] | None:
     """Pairs, and times as many documents, at which `detectable_difference` is at most `size`.
 
+    `difference` is of the pairs there are, `size` in nats per token, `alpha` the level of the test.
     n pairs have error_seeds = sd / sqrt(n), k times as many documents error_evaluation / sqrt(k);
     the errors of tuning stay. k is 1 where pairs suffice; otherwise each error gets half of the
     variance. The pairs that do not lie apart (`Difference.typical`) vary less, so they suffice too.
-
-    Args:
-      difference: of the pairs there are.
-      size: nats per token.
-      alpha: the level of the test.
-
-    Returns:
-      None without a spread to plan with (one pair), and if tuning alone may hide `size`.
+    None without a spread to plan with (one pair), and if tuning alone may hide `size`.
     """
     sd, evaluation = difference.sd, difference.error_evaluation
     rest = size - difference.tuning_low - difference.tuning_high

@@ -26,12 +26,8 @@ def losses(
 ) -> list[np.ndarray]:
     """Nats of every target by the n-grams of the orders 1 to K + 1.
 
-    Args:
-      contexts_KN, targets_N: what is counted; ids in [0, vocab_size), contexts also MISSING.
-      evaluated: contexts_KM and targets_M of each set to evaluate.
-
-    Returns:
-      For each set nats_OM, O = K + 1.
+    Counts contexts_KN and targets_N: ids in [0, vocab_size), contexts also MISSING. Returns
+    nats_OM, O = K + 1, for the contexts_KM and targets_M of each set in `evaluated`.
     """
     at_N = np.zeros(len(targets_N), np.int64)
     counted = np.arange(len(targets_N))
@@ -74,8 +70,8 @@ def _find(ascending: np.ndarray, wanted_M: np.ndarray) -> np.ndarray:
 def preceding(rows_RL: np.ndarray, number: int) -> tuple[np.ndarray, np.ndarray]:
     """Contexts and targets of every token of a row but the first.
 
-    Returns:
-      contexts_KN, the `number` tokens before a target, the nearest first; targets_N, row by row.
+    Returns contexts_KN, the `number` tokens before a target, the nearest first, and targets_N, row
+    by row.
     """
     padded_RL = np.pad(rows_RL, ((0, 0), (number, 0)), constant_values=MISSING)
     length = rows_RL.shape[1]

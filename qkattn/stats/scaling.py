@@ -31,7 +31,6 @@ MIN_R_SQUARED = 0.95
 MIN_EXPONENT = 0.02
 REACH = 2.0  # how far beyond the baseline's sizes its law is used, as a factor of parameters
 REPLICATES = 2000
-
 MAX_EXPONENT = 4.0
 
 _LOG_EXPONENTS = np.log(np.geomspace(1e-3, MAX_EXPONENT, 48))
@@ -132,9 +131,7 @@ def fit(
     those not refused is lower: down to 85 % where a third or more are refused.
 
     A diverged seed has no loss: leave out its size, since the mean of the others is biased low.
-
-    Raises:
-      ValueError: parameters or losses that are not a table of positive and finite numbers.
+    Raises ValueError for parameters or losses that are not a table of positive and finite numbers.
     """
     return _fit(_table('fit', parameters, losses), replicates)[0]
 
@@ -157,10 +154,8 @@ def multiplier(
 
     Refused with a `problem`: a baseline without a law; an arm with a single loss; an equivalent
     size, at any of the arm's sizes or at an end of the interval, that is not between half the
-    smallest and twice the largest size of the baseline, where the law would be extrapolated.
-
-    Raises:
-      ValueError: as `fit`.
+    smallest and twice the largest size of the baseline, where the law would be extrapolated. Raises
+    ValueError as `fit`.
     """
     own, other = _table('arm', *arm), _table('baseline', *baseline)
     curve, replica = _fit(other, replicates)

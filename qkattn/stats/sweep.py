@@ -14,10 +14,8 @@ So how far the loss lies above the optimum is bounded over all curves of a famil
     L_s(v) = a_s + C g_k(x - x0),   g_k(u) = u^2 / 2 (1 + k u),   |k| <= SKEW,
 
 that the data do not contradict, where g_k goes on along its tangent beyond its inflection, so that
-it is convex. See `Sweep.excess`.
-
-A value is worse than the best if their difference cannot be the luck of the seeds. The grid grows,
-and further seeds are drawn, until there is one on both sides: see `Sweep.bracketed`.
+it is convex: see `Sweep.excess`. The grid grows, and further seeds are drawn, until on either side
+a value is worse than the best by more than the luck of the seeds: see `Sweep.bracketed`.
 """
 
 import dataclasses
@@ -58,10 +56,8 @@ class Sweep:
 
     `needs_seeds`: further seeds may help, because the values do not bracket the optimum or leave it
     without an interval. They do not help if all values diverged, or if the best one is at an end of
-    the grid and its neighbour worse.
-
-    `fitted` are the values of the parabola: within two grid steps of the best, and further, up to
-    the nearest worse value, where the noise hides the rise.
+    the grid and its neighbour worse. `fitted` are the values of the parabola: within two grid steps
+    of the best, and further, up to the nearest worse value, where the noise hides the rise.
 
     `curvature` is 2c, the second derivative of the loss by ln(value); None with fewer than three
     values to fit. `optimum` and the fitted loss there, `loss`, are also None if the parabola is not
@@ -127,9 +123,8 @@ class Sweep:
         residual sum of squares exceeds the least of any of them by t^2 times the variance at most.
         For parabolas alone these are the optima of Fieller's interval. The variance is that of the
         residuals, or that between the slopes of the seeds if it is larger: where the optima of
-        seeds differ, the losses of a seed err together.
-
-        Raises ValueError if the data do not bound the optimum (`at_worst` is None).
+        seeds differ, the losses of a seed err together. ValueError if the data do not bound the
+        optimum (`at_worst` is None).
         """
         if self._curves is None:
             raise ValueError('the sweep does not bound its optimum')
@@ -189,9 +184,8 @@ def fit(losses: Mapping[float, Mapping[int, float | None]], choice: str = 'verte
     The parabola is fitted to `Sweep.fitted` by least squares. The optimum's interval is Fieller's
     (1954): all x at which the slope b + 2 c x does not differ from zero by a t test with the
     residual degrees of freedom. It ends at the nearest worse values at the latest, which bracket
-    the optimum too.
-
-    Raises ValueError for no values, a value that is not positive, or values with different seeds.
+    the optimum too. Raises ValueError for no values, a value that is not positive, or values with
+    different seeds.
     """
     values = tuple(sorted(losses))
     if not values:

@@ -20,21 +20,13 @@ from qkattn.train.optimizer import check_optimizer
 
 @dataclasses.dataclass(frozen=True)
 class MatchedArm:
-    """A variant at one size, one corpus and one destination of the parameters it saves.
+    """A variant at one size, one corpus and one destination of the parameters it saves."""
 
-    Attributes:
-      variant: as written in the study.
-      destination: the dimension that receives the saved parameters; None for the baseline and for
-        controls of equal shape.
-      place: its label (the variant, with its destination if the study has several), size, corpus
-        and control.
-      match: the model, solved to cost what the baseline does, and the residual, which is whatever
-        it is for controls of equal shape.
-    """
-
-    variant: str
+    variant: str  # as written in the study
+    # What receives the saved parameters; None for the baseline and for controls of equal shape.
     destination: str | None
     place: Place
+    # Solved to cost what the baseline does; for controls of equal shape the residual is what it is.
     match: matching.Match
 
     @property
@@ -86,9 +78,8 @@ def parse_variant(text: str) -> dict[str, Any]:
 def build_arms(study: Study) -> list[MatchedArm]:
     """Every arm, corpora outermost, then sizes, validated and matched; nothing compiles.
 
-    Raises:
-      ConfigError: an impossible variant, size or setting; a MatchError, with a line for each
-        variant that no model matches and with the other arms.
+    Raises ConfigError for an impossible variant, size or setting; it is a MatchError, with a line
+    for each variant that no model matches and with the other arms, where models cannot be matched.
     """
     rules.validate(study)
     check_optimizer(study.base.optimizer, study.base.train.num_steps)

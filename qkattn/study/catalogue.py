@@ -92,9 +92,8 @@ def conversion_table() -> str:
 def conversions(score: str, value: str) -> dict[str, float | str]:
     """The effect of each conversion on a layer of this variant with random parameters.
 
-    Returns:
-      By name of the conversion: the largest relative change of the layer's output, in float64, or
-      the message with which the conversion is refused.
+    By name of the conversion: the largest relative change of the layer's output, in float64, or the
+    message with which the conversion is refused.
     """
     with jax.enable_x64(True):
         spec = reference_spec(score, value)
@@ -130,8 +129,7 @@ def exact(errors: dict[str, float | str]) -> list[str]:
 def letters(circuit: nnx.Module, spec: AttentionSpec) -> dict[str, int]:
     """The sizes of the letters in `parameter_count`, from the spec and the parameters' axes.
 
-    Raises:
-      ValueError: a parameter's name gives a letter another size than the spec or another parameter.
+    ValueError if a parameter's name gives a letter another size than the spec or another parameter.
     """
     sizes = spec.letters
     for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(nnx.state(circuit))):

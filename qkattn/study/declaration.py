@@ -55,13 +55,9 @@ def declare(
 ) -> None:
     """Writes study.json and the ledger where they are not those of this study yet.
 
-    Args:
-      declared: the content of study.json.
-      replaced: `replaced` of the runs that are left.
-      accept_changes: whether settings may change; the ledger keeps each change.
-
-    Raises:
-      ConfigError: the directory holds another study, or a part of one.
+    `declared` is the content of study.json, `replaced` what the function of this name gives for the
+    runs that are left. With `accept_changes` settings may change; the ledger keeps each change.
+    Raises ConfigError if the directory holds another study, or a part of one.
     """
     with locked(path / 'lock'):
         stored.unpack_in_place(path)
@@ -112,8 +108,7 @@ def _extended(
 ) -> tuple[dict[str, Any], list[str], list[str]]:
     """What is declared, with the machine's settings of before; what differs; what is left out.
 
-    Raises:
-      ConfigError: what was declared before is not known here.
+    Raises ConfigError if what was declared before is not known here.
     """
     kind: Any = type(study)
     defaults, always = serialize.defaults(kind), serialize.introduced('1', kind)
@@ -151,9 +146,8 @@ def _extended(
 def planned(path: Path) -> dict[str, dict[str, Any]]:
     """The lines of plan.jsonl by the fingerprint of their config.
 
-    Raises:
-      RunDirectoryError: a line is damaged, so that a run may be missed that has a result.
-      ConfigError: a config has a field that this version does not know.
+    Raises RunDirectoryError for a damaged line, as a run may be missed that has a result, and
+    ConfigError for a config with a field that this version does not know.
     """
     file = path / 'plan.jsonl'
     try:
@@ -181,8 +175,7 @@ def _parsed(line: bytes) -> tuple[str, dict[str, Any]]:
 def replaced(path: Path, runs: Sequence[PlannedRun], left: Sequence[PlannedRun]) -> list[str]:
     """How settings differ where a run is to be trained in place of a finished one of plan.jsonl.
 
-    Args:
-      runs: the whole plan; those in `left` have no result.
+    `runs` is the whole plan; those in `left` have no result.
     """
     ids = {run.id for run in runs}
     again = {(*run.arm.place, run.stage, run.knob): run for run in reversed(left)}

@@ -33,16 +33,11 @@ from qkattn.train.sharding import least_memory
 
 AUTO = 'auto'
 COMMAND = [sys.executable, '-m', 'qkattn.study.local_workers']
-RETRIES = 3
-"""How often each worker that crashed is started again."""
-GRACE = 300.0
-"""Seconds from a stop request to a kill."""
+RETRIES = 3  # how often each worker that crashed is started again
+GRACE = 300.0  # seconds from a stop request to a kill
 _TICK = 0.2
 # Memory of a worker: bytes of a process, and of training as a multiple of its least.
 _PROCESS, _TRAINING = 2**30, 4
-
-
-# How many
 
 
 def parse(text: str) -> int | None:
@@ -109,9 +104,6 @@ def _gpus() -> list[str] | None:
     return machine.accelerators(jax.config.jax_platforms)  # type: ignore[attr-defined]
 
 
-# The parent
-
-
 def run(
     study: Study,
     match: Callable[[], list[MatchedArm]],
@@ -122,15 +114,10 @@ def run(
 ) -> Path:
     """Trains until every run of the study has its result, and returns the study's directory.
 
-    Args:
-      match: makes the arms; called while the workers start.
-      wanted: workers; None for as many as there is room for.
-      meanwhile: called in a thread once a worker finds nothing more to do, and its cores are free.
-      options: of `worker.run`.
-
-    Raises:
-      ConfigError, Stopped: as `worker.run`.
-      ProcessError: runs are left, because workers crashed.
+    Starts `wanted` workers; None for as many as there is room for. `match` makes the arms, and is
+    called while they start. `meanwhile` is called in a thread once a worker finds nothing more to
+    do, and its cores are free. `options` are those of `worker.run`. Raises ConfigError and Stopped
+    as `worker.run`, and ProcessError if runs are left because workers crashed.
     """
     path, (largest, _) = check_directory(workdir), capacity(study)
     declaration.require_no_run(path)

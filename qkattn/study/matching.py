@@ -26,17 +26,12 @@ UNITS = {
 
 @dataclasses.dataclass(frozen=True)
 class Dimension:
-    """An integer of the model's shape that is solved for.
+    """An integer of the model's shape that is solved for."""
 
-    Attributes:
-      name: the field of ModelConfig.
-      step: its values are multiples of this.
-      at: the config at a value; the other dimensions stay, but d_ff scales with d_model, and so
-        does the head size unless it is set.
-    """
-
-    name: str
-    step: int
+    name: str  # the field of ModelConfig
+    step: int  # its values are multiples of this
+    # The config at a value; the other dimensions stay, but d_ff scales with d_model, and so does
+    # the head size unless it is set.
     at: Callable[[int], ModelConfig]
 
     def usable(self, multiple: int) -> bool:
@@ -110,21 +105,13 @@ def variant_of(config: ModelConfig) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """A config whose cost equals a target.
+    """A config whose cost equals a target."""
 
-    Attributes:
-      config: with the destination and d_ff solved for.
-      parameters: counts by group.
-      target: in the unit of the cost that is made equal.
-      residual: (cost - target) / target.
-      given: the config at the baseline's shape.
-    """
-
-    config: ModelConfig
-    parameters: dict[str, int]
-    target: float | int
-    residual: float
-    given: ModelConfig
+    config: ModelConfig  # with the destination and d_ff solved for
+    parameters: dict[str, int]  # counts by group
+    target: float | int  # in the unit of the cost that is made equal
+    residual: float  # (cost - target) / target
+    given: ModelConfig  # at the baseline's shape
 
     @property
     def widened(self) -> int:
@@ -166,16 +153,11 @@ def match(
     destination would stay and d_ff would absorb everything, which is another destination, so it is
     refused.
 
-    Args:
-      config: the variant at the baseline's shape.
-      target: in parameters, FLOP per token or cached numbers per token.
-      which: 'total' or 'non_embedding' parameters, 'flops' or 'cache', see `cost.measured`.
-      fill: 'd_ff', or None to accept the residual of the destination.
-      tolerance: largest |residual| accepted.
-      destination: the dimension that receives what the variant saves, or gives what it costs.
-
-    Raises:
-      MatchError: no such model; names the constraint.
+    `config` is the variant at the baseline's shape. `target` is in parameters for `which` 'total'
+    or 'non_embedding', FLOP per token for 'flops', cached numbers per token for 'cache'; see
+    `cost.measured`. `fill` is 'd_ff', or None to accept the residual of the destination;
+    `tolerance` is the largest |residual| accepted. MatchError if there is no such model, with the
+    constraint.
     """
     if which == 'cache' and (config.kind == 'encoder' or destination == 'd_ff'):
         raise MatchError(f'no cache depends on {destination} of a model of kind={config.kind!r}')

@@ -13,20 +13,14 @@ EXPECTED = ('better', 'worse', 'not better', 'not worse')
 
 
 class Place(NamedTuple):
-    """Identifies an arm within its study.
+    """Identifies an arm within its study."""
 
-    Attributes:
-      variant: its label, with ' [destination]' if the study has several; an equal-shape control has
-        no destination, so its label is the variant alone.
-      size: as written in the study.
-      corpus: data.name.
-      control: None for a primary arm, or one of CONTROLS.
-    """
-
+    # Its label, with ' [destination]' if the study has several; an equal-shape control has no
+    # destination, so its label is the variant alone.
     variant: str
-    size: str
-    corpus: str
-    control: str | None = None
+    size: str  # as written in the study
+    corpus: str  # data.name
+    control: str | None = None  # None for a primary arm, or one of CONTROLS
 
     @property
     def declared(self) -> 'Place':
@@ -35,17 +29,11 @@ class Place(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """A positive control: what is decided on a variant if the study finds a known effect.
+    """A positive control: what is decided on a variant if the study finds a known effect."""
 
-    Attributes:
-      variant: its label.
-      decision: one of EXPECTED.
-      equal_shape: whether the variant at the baseline's shape is meant, not the matched one.
-    """
-
-    variant: str
-    decision: str
-    equal_shape: bool
+    variant: str  # its label
+    decision: str  # one of EXPECTED
+    equal_shape: bool  # whether the variant at the baseline's shape is meant, not the matched one
 
 
 def parse_expected(text: str) -> Expected:

@@ -52,20 +52,13 @@ Losses = Mapping[int, float | None]
 
 @dataclasses.dataclass(frozen=True)
 class PlannedRun:
-    """A run: an arm at one stage, trained as one stack of trials.
-
-    Attributes:
-      stage: 'screening', 'verdict' at the tuned settings, or 'single' in a study without tuning.
-      knob: the setting that is screened.
-      config: resolved.
-      kept: the directory, where an earlier plan named it otherwise.
-    """
+    """A run: an arm at one stage, trained as one stack of trials."""
 
     arm: MatchedArm
-    stage: str
-    knob: str | None
-    config: Config
-    kept: str | None = None
+    stage: str  # 'screening', 'verdict' at the tuned settings, or 'single' in an untuned study
+    knob: str | None  # the setting that is screened
+    config: Config  # resolved
+    kept: str | None = None  # the directory, where an earlier plan named it otherwise
 
     @property
     def id(self) -> str:

@@ -42,8 +42,7 @@ Record = dict[str, Any]
 def opened(directory: str | Path) -> Path:
     """The directory of a study as training leaves it: of a stored one, a temporary copy.
 
-    Raises:
-      ReportError: a stored study that is damaged.
+    Raises ReportError if the stored study is damaged.
     """
     path = as_path(directory)
     if not (path / RUNS).is_file():
@@ -68,10 +67,7 @@ def pack(study: Path, destination: Path) -> None:
     """Writes the stored form of the directory of a study.
 
     Left out are checkpoints, training records of finished runs, and provenance.json, which names
-    machines and users.
-
-    Raises:
-      ReportError: a file that would not be the same when it is unpacked.
+    machines and users. ReportError for a file that would not be the same when it is unpacked.
     """
     files: dict[str, bytes] = {}
 
@@ -164,10 +160,7 @@ def unpack_in_place(directory: Path) -> None:
     """Turns a stored study, where there is one, into a directory in which the study can go on.
 
     Runs get the result.json that workers read; those without results begin anew, as nothing but
-    their logs is stored.
-
-    Raises:
-      ReportError: the stored study is damaged.
+    their logs is stored. Raises ReportError if the stored study is damaged.
     """
     if (directory / RUNS).is_file():
         unpack(directory, directory)

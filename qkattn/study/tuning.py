@@ -30,17 +30,11 @@ Measured = Mapping[Settings, Mapping[int, float | None]]
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """The state of an arm's tuning.
+    """The state of an arm's tuning."""
 
-    Attributes:
-      sweeps: of the knobs screened so far; the last one may be unfinished.
-      settings: the chosen values, and the middle of the grid for the knobs still to be tuned.
-      knob, values, seeds: what to screen next, at `settings` otherwise; None and () if nothing is
-        left.
-    """
-
-    sweeps: dict[str, Sweep]
-    settings: Settings
+    sweeps: dict[str, Sweep]  # of the knobs screened so far; the last one may be unfinished
+    settings: Settings  # chosen, and the middle of the grid for the knobs still to be tuned
+    # What to screen next, at `settings` otherwise; None and () if nothing is left.
     knob: str | None
     values: tuple[float, ...]
     seeds: tuple[int, ...]
@@ -57,12 +51,8 @@ def tune(
 
     A grid is extended first; then, while its best value is not significantly better than both
     sides, as many further seeds as at first are drawn for all its values. A value at which a seed
-    diverged is worse than any other, so it gets no further seeds.
-
-    Args:
-      grids: ascending values of each knob; a knob with a single value is not tuned.
-      limits: first seeds, most values of a knob, most seeds, and what is chosen.
-      measured: may hold more settings and seeds than needed.
+    diverged is worse than any other, so it gets no further seeds. A knob with a single value
+    is not tuned; other grids ascend. `measured` may hold more settings and seeds than needed.
     """
     settings = tuple(grids[knob][len(grids[knob]) // 2] for knob in KNOBS)
     sweeps: dict[str, Sweep] = {}

@@ -64,17 +64,13 @@ def run(
     The same call resumes, and may run beside other workers; while they hold all runs that are left,
     it waits. A run that cannot be trained does not stop the others.
 
-    Args:
-      expiry: seconds without a heartbeat after which a worker counts as dead.
-      accept_changes: whether the study of the directory may have had other settings; the ledger
-        lists them.
-      arms: of the study, where they are known.
-      tell: of a parent that shows what is left of the study: called as tell('lease', run, number of
-        runs, work of each run that is left).
+    A worker counts as dead after `expiry` seconds without a heartbeat. With `accept_changes` the
+    study of the directory may have had other settings; the ledger lists them. `arms` are those of
+    the study, where they are known. `tell` is of a parent that shows what is left of the study,
+    and is called as tell('lease', run, number of runs, work of each run that is left).
 
-    Raises:
-      ConfigError: an impossible setting or directory; at the end, if runs could not be trained.
-      Stopped: on SIGTERM or Ctrl-C, with the state saved.
+    Raises ConfigError for an impossible setting or directory, and at the end if runs could not be
+    trained; Stopped on SIGTERM or Ctrl-C, with the state saved.
     """
     validate(study)
     require_same_settings(study)
@@ -98,10 +94,7 @@ def run(
 
 @dataclasses.dataclass
 class _Worker:
-    """What decides which run is trained next; in a job of several processes, process 0.
-
-    `lease` is that of the run that `lease_next` has returned.
-    """
+    """What decides which run is trained next; in a job of several processes, process 0."""
 
     study: Study
     path: Path
@@ -110,7 +103,7 @@ class _Worker:
     arms: list[MatchedArm] | None
     stop: StopRequest
     tell: Callable[..., None] | None
-    lease: leases.Lease | None = None
+    lease: leases.Lease | None = None  # of the run that `lease_next` has returned
     _refused: set[str] = dataclasses.field(default_factory=set)
     _held: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -135,13 +128,9 @@ class _Worker:
         declaration.declare(path, study, self._declared, changes, self.accept_changes)
 
     def lease_next(self, failed: Collection[str]) -> dict[str, Any] | None:
-        """The next run, whose lease this process then holds; JSON.
+        """The next run that is not in `failed`, whose lease this process then holds; JSON.
 
-        Args:
-          failed: runs that cannot be trained.
-
-        Returns:
-          {} after a while of waiting if others hold all runs that are left; None if none is left.
+        {} after a while of waiting if others hold all runs that are left; None if none is left.
         """
         runs, left = _write_plan(self.study, self._arms, self.path, self._declared)
         left = longest_first([run for run in left if run.id not in failed])

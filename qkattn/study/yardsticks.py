@@ -66,11 +66,8 @@ _Record = dict[str, Any]
 def record(directory: str | Path) -> list[str]:
     """Writes yardsticks.json into a study's directory; what it holds already is kept.
 
-    Returns:
-      Why yardsticks of a size and corpus could not be computed, a sentence each.
-
-    Raises:
-      ConfigError: a directory without the files of a study.
+    Returns why yardsticks of a size and corpus could not be computed, a sentence each. Raises
+    ConfigError for a directory without the files of a study.
     """
     path, started = absolute(directory), time.perf_counter()
     declared = read_json(path / 'study.json', {'baseline': str | None})
@@ -280,10 +277,9 @@ def buckets(length: int) -> dict[str, slice]:
 
 
 def _by_position(config: Config, rows: Rows, params: dict) -> tuple[np.ndarray, np.ndarray]:
-    """Sums over the last split, by the position of a target in its sentence or row.
+    """Sums over the last split by the position of a target in its sentence or row.
 
-    Returns:
-      nats_XT, and the weight of targets at each position, weight_T; float64.
+    nats_XT and the weight of targets at each position, weight_T; float64.
     """
     mesh = make_mesh(MeshConfig(), jax.local_devices()[:1])
     measure = stack_program(config, 'map', mesh, _weighted_nats)
