@@ -29,17 +29,11 @@ def sympy() -> ModuleType:
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """A weight matrix or gain of a circuit.
+    """A weight matrix or gain of a circuit."""
 
-    Attributes:
-      attribute: its name in the class, e.g. 'w_q_DNH'.
-      circuit: 'score' or 'value', which owns it.
-      initial: an array of its shape, with the initial values of gains and zeros for matrices.
-    """
-
-    attribute: str
-    circuit: str
-    initial: np.ndarray
+    attribute: str  # its name in the class, e.g. 'w_q_DNH'
+    circuit: str  # 'score' or 'value', which owns it
+    initial: np.ndarray  # of its shape: initial values of gains, zeros for matrices
 
     @property
     def axes(self) -> str:
@@ -89,20 +83,14 @@ class Parameter:
 class Bench:
     """A variant at sizes at which its equations can be read.
 
-    Attributes:
-      variant: 'score/value', with options.
-      tokens, dims: T and d_model, 2 to 4.
-      heads: 1 to `dims`.
-
-    Raises:
-      ConfigError: a size out of range, a variant that is unknown or cannot be built at these sizes,
-        or one that is not bilinear.
+    ConfigError if a size is out of range, or the variant is unknown, cannot be built at these sizes
+    or is not bilinear.
     """
 
-    variant: str
-    tokens: int = 2
-    dims: int = 2
-    heads: int = 1
+    variant: str  # 'score/value', with options
+    tokens: int = 2  # T, 2 to 4
+    dims: int = 2  # d_model, 2 to 4
+    heads: int = 1  # 1 to `dims`
 
     def __post_init__(self) -> None:
         for field, valid in (
@@ -148,8 +136,7 @@ class Bench:
     ) -> tuple[np.ndarray, np.ndarray]:
         """A_NDE and B_NDE of the layer's own `matrix` on arrays of symbols, one per parameter.
 
-        Raises:
-          ConfigError: `matrix` has an operation that is unknown for symbols.
+        ConfigError if `matrix` has an operation that is unknown for symbols.
         """
         tree = jax.tree.structure(self.layer)
         try:

@@ -49,11 +49,8 @@ def evaluate(
 ) -> list[np.ndarray]:
     """The outputs of function(*arrays) as arrays of objects; arrays of symbols have dtype object.
 
-    Args:
-      number: turns a constant of the function into what is added to symbols and multiplied.
-
-    Raises:
-      SpecError: the function uses an operation that is unknown here.
+    `number` turns a constant of the function into what is added to symbols and multiplied.
+    SpecError if the function uses an operation that is unknown here.
     """
     with jax.enable_x64(True):
         traced = jax.make_jaxpr(function)(

@@ -24,11 +24,7 @@ SIZES = ((2, 1), (2, 2), (3, 1), (4, 1), (4, 2))
 
 
 def page(sizes: Iterable[tuple[int, int]] = SIZES) -> str:
-    """The page as an HTML document.
-
-    Args:
-      sizes: the pairs of d_model and number of heads that it offers.
-    """
+    """The page as an HTML document that offers these pairs of d_model and number of heads."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader('qkattn.explore'),
         autoescape=jinja2.select_autoescape(),

@@ -60,10 +60,8 @@ def show_report(study_dir: str | Path) -> str:
     """Writes the report of a study; returns what a terminal shows of it.
 
     Writes report.html, table.txt, .md, .csv and .tex, trials.csv and plots/ into the directory. A
-    report on more than screening is a look, which the study's ledger keeps.
-
-    Raises:
-      ReportError: the directory is not a study or holds no result, or its ledger is damaged.
+    report on more than screening is a look, which the study's ledger keeps. ReportError if the
+    directory is not a study or holds no result, or if its ledger is damaged.
     """
     return terminal_text(*_write(study_dir), width_of_terminal())
 
@@ -71,8 +69,7 @@ def show_report(study_dir: str | Path) -> str:
 def show_run_report(run_dir: str | Path) -> str:
     """Writes report.html into a run directory; returns what a terminal shows of it.
 
-    Raises:
-      ReportError: the directory is not a run, or nothing was logged yet.
+    ReportError if the directory is not a run, or nothing was logged yet.
     """
     page, titles, rows = write_run_report(run_dir)
     return (
@@ -97,10 +94,8 @@ def export(study_dir: str | Path, destination: str | Path) -> Path:
     """Writes a study's stored form (see `qkattn.study.stored`), table.md and table.csv.
 
     `experiments.report --study` makes the rest of a report from it. A copy of an export is a
-    working directory, in which the study goes on with the runs that have no result.
-
-    Raises:
-      ReportError: no study, or `destination` holds something else.
+    working directory, in which the study goes on with the runs that have no result. ReportError if
+    there is no study, or `destination` holds something else.
     """
     (study, found), destination = load_findings(study_dir), Path(destination)
     _check_destination(study, destination)

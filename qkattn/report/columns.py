@@ -33,32 +33,24 @@ _SWEEP = ('optimum', 'optimum_low', 'optimum_high', 'sensitivity', 'at_worst', '
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """One column.
+    """One column."""
 
-    Attributes:
-      key: its name in the data frame; empty where it is only printed.
-      value: path of attributes of an Arm, 'verdict.p_holm' (None on the way gives None), or a
-        function of one.
-      heading: with the unit; '|' breaks it into two lines, the second set lighter.
-      text: format of a value that is not None, or a function that prints it.
-      parts: attributes of the value that the data frame has as key_part; () for the value itself.
-      has: whether this study has the column.
-      full, brief, headline, control: the tables that print it, of those above.
-      description: a note under the table.
-    """
-
-    key: str
+    key: str  # its name in the data frame; empty where it is only printed
+    # A path of attributes of an Arm, 'verdict.p_holm' (None on the way gives None), or a function.
     value: str | Callable[[Arm], Any]
-    heading: str = ''
+    heading: str = ''  # with the unit; '|' breaks it into two lines, the second set lighter
+    # Format of a value that is not None, or a function that prints it.
     text: str | Callable[[Any], str] = ''
+    # Attributes of the value that the data frame has as key_part; () for the value itself.
     parts: Sequence[str] = ()
-    has: bool = True
+    has: bool = True  # whether this study has the column
+    # These four are the tables that print it, of those at the top of this module.
     full: bool = True
     brief: bool = False
     headline: bool = False
     control: bool = False
     left: bool = False
-    description: str = ''
+    description: str = ''  # a note under the table
 
     def of(self, arm: Arm) -> Any:
         return self.value(arm) if callable(self.value) else follow(arm, self.value)

@@ -1,7 +1,4 @@
-"""The two matrices of an attention variant, by the names of its Score and its Value.
-
-Both are read from the stored catalogue of variants.
-"""
+"""The two matrices of an attention variant, by its name, from the stored catalogue of variants."""
 
 import functools
 import re
@@ -13,18 +10,12 @@ from qkattn.study import variant_tables
 
 
 class Form(NamedTuple):
-    """How a variant writes A[n] and B[n].
+    """How a variant writes A[n] and B[n]."""
 
-    Attributes:
-      name: score/value, each with all of its options, those at their defaults included.
-      score, value: equations of A[n] and of B[n]; None for a class outside the package.
-      abridged: whether an option is left at its default.
-    """
-
-    name: str
-    score: str | None
-    value: str | None
-    abridged: bool
+    name: str  # score/value, each with all of its options, those at their defaults included
+    score: str | None  # equation of A[n]; None for a class outside the package
+    value: str | None  # as `score`, of B[n]
+    abridged: bool  # whether an option is left at its default
 
 
 def form(config: Mapping[str, Any]) -> Form:

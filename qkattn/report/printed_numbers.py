@@ -45,8 +45,7 @@ FIELDS = {'logged': {'page', 'log', 'text'}, 'external': {'page', 'text', 'sourc
 def check_numbers(path: str | Path) -> dict[str, int]:
     """Checks the entries of a numbers.toml; returns how many there are of each kind.
 
-    Raises:
-      ReportError: an entry that is malformed, or that its page does not contain.
+    ReportError if an entry is malformed, or its page does not contain it.
     """
     path = Path(path)
     entries = _entries(path)

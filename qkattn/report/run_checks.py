@@ -20,11 +20,7 @@ from qkattn.verdict.runs import COUNTS, Run
 
 
 def problems(study: Study, run: Run, records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """What is wrong with a run, in sentences.
-
-    Args:
-      records: the lines of results.jsonl that are the run's.
-    """
+    """What is wrong with a run, in sentences; `records` are its lines of results.jsonl."""
     if fingerprint_of(run.config) != run.name:
         yield f'run {run.name} of plan.jsonl is not the hash of its config'
     if not run.trials:

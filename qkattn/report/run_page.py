@@ -32,19 +32,13 @@ from qkattn.storage.records import CONFIG, PROVENANCE, flat, read_json, read_res
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The files of a run directory.
-
-    Attributes:
-      results: of the trials; empty while the run is not finished.
-      records: of metrics.jsonl.
-      starts: of provenance.json.
-    """
+    """The files of a run directory."""
 
     directory: Path
     config: Config
-    results: list[dict[str, Any]]
-    records: list[dict[str, Any]]
-    starts: list[dict[str, Any]]
+    results: list[dict[str, Any]]  # of the trials; empty while the run is not finished
+    records: list[dict[str, Any]]  # of metrics.jsonl
+    starts: list[dict[str, Any]]  # of provenance.json
 
     @property
     def steps(self) -> int:
@@ -63,9 +57,7 @@ class Run:
 def load_run(directory: str | Path) -> Run:
     """Reads a run directory, finished or not.
 
-    Raises:
-      ReportError: it is none, or nothing was logged yet.
-      RunDirectoryError: a file is damaged.
+    ReportError if it is none or nothing was logged yet, RunDirectoryError if a file is damaged.
     """
     path = as_path(directory)
     if not (path / 'config.json').exists():

@@ -239,10 +239,7 @@ def terminal_text(study: Study, found: Findings, page: Path, width: int) -> str:
 
 
 def fitted(titles: Sequence[Heading], rows: Sequence[Sequence[str]], width: int) -> str:
-    """A table of the columns that fit, in their order.
-
-    The first column, a name, loses its middle where it takes more than a quarter of the width.
-    """
+    """The columns that fit, in order; the first loses its middle beyond a quarter of the width."""
     kept = [0]
     rows = [[short(visible(row[0]), width // 4), *row[1:]] for row in rows]
 
@@ -264,9 +261,8 @@ def wrapped(text: str, width: int) -> str:
 def trials_csv(study: Study, found: Findings) -> str:
     """CSV with one row per trial, in the order of the plan: arm, settings, end, metrics, run.
 
-    Numbers are unrounded, in the unit of the result files; an empty field where there is no such
-    number. What no trial has is left out. `chosen` is 1 for the trials that the results of
-    an arm are the mean of.
+    Numbers are unrounded, in the unit of the result files, empty where there is none; what no trial
+    has is left out. `chosen` is 1 for the trials that the results of an arm are the mean of.
     """
     chosen = {id(trial) for arm in (*found.arms, *found.controls) for trial in arm.chosen}
     rows = [

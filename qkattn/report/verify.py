@@ -68,8 +68,7 @@ PLAIN = {'&lt;': '<', r'\textless{}': '<', r'\ensuremath{-}': '-'}  # signs of H
 def check_study(directory: str | Path) -> int:
     """Checks the report of a study against its logs and returns how many numbers it prints.
 
-    Raises:
-      ReportError: the first difference, and where it is.
+    ReportError names the first difference, and where it is.
     """
     study, found = load_findings(directory)
     for problem in itertools.chain(study.problems, _of_runs(study), _unlike_its_ledger(study)):
@@ -94,15 +93,10 @@ def check_study(directory: str | Path) -> int:
 
 
 class Block(NamedTuple):
-    """What stands between `<!-- NAME: DIRECTORY -->` and `<!-- end -->` in a Markdown page.
+    """What stands between `<!-- NAME: DIRECTORY -->` and `<!-- end -->` in a Markdown page."""
 
-    Attributes:
-      text: of the directory, whose path as the page has it is the second argument.
-      study: where, below that directory, the study lies whose derived numbers are printed.
-    """
-
-    text: Callable[[Path, str], str]
-    study: str = '.'
+    text: Callable[[Path, str], str]  # of the directory and its path as the page has it
+    study: str = '.'  # where, below the directory, the study lies whose derived numbers are printed
 
 
 HEADLINE = {'headline': Block(lambda directory, _: tables.headline(*load_findings(directory)))}
@@ -113,12 +107,8 @@ def check_page(
 ) -> int:
     """Checks the blocks of results in a Markdown page and returns how many there are.
 
-    Args:
-      more: blocks by name, beside `headline`, that of a study.
-      write: replaces the blocks by what the directories give.
-
-    Raises:
-      ReportError: a block that its directory does not give.
+    `more` are blocks by name, beside `headline`, that of a study. `write` replaces blocks by what
+    their directories give; else ReportError names one that its directory does not give.
     """
     path = Path(path)
     try:
@@ -191,8 +181,7 @@ def near(stored: float, number: float) -> bool:
 def same_print(one: str, other: str, at_boundary: Callable[[float], bool]) -> bool:
     """Whether two prints of a derived number differ as those of two machines may.
 
-    Args:
-      at_boundary: whether the number lies where rounding goes from one print to the other.
+    `at_boundary` says whether a number lies where rounding goes from one print to the other.
     """
     texts = [text.removeprefix('< ') for text in (one, other)]
     a, b = map(float, texts)
@@ -264,8 +253,7 @@ def difference(
 ) -> str | None:
     """'line 3: 'a', expected 'b'', or None where both are the same.
 
-    Args:
-      at_boundary: of `same_print`, for texts of derived numbers; without it all are exact.
+    `at_boundary`, of `same_print`, is for texts of derived numbers; without it all are exact.
     """
     lines, others = actual.splitlines(), expected.splitlines()
     for number, (line, other) in enumerate(zip(lines, others, strict=False), start=1):

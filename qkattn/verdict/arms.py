@@ -28,29 +28,21 @@ class Group(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """One variant at one size on one corpus, at its tuned settings; or a control of it.
-
-    Attributes:
-      is_baseline: of its size and corpus, at its length of training.
-      verdict_trials: those of the verdict run; in a study without tuning, all.
-      chosen: the finished ones of verdict_trials, without tuning only those at the best setting.
-      val_loss, test_loss: mean over `chosen`, nats/token; None if there is none.
-      comparison: with the baseline; None for the baseline and if either arm has no finished trial.
-      verdict: None for the baseline, for controls and in a study without tuning.
-      remarks: hygiene findings about this arm alone.
-    """
+    """One variant at one size on one corpus, at its tuned settings; or a control of it."""
 
     place: Place
-    is_baseline: bool
+    is_baseline: bool  # of its size and corpus, at its length of training
     trials: tuple[Trial, ...]
-    verdict_trials: tuple[Trial, ...]
-    chosen: tuple[Trial, ...]
+    verdict_trials: tuple[Trial, ...]  # those of the verdict run; without tuning, all
+    chosen: tuple[Trial, ...]  # finished verdict_trials, without tuning only at the best setting
+    # Means over `chosen`, nats/token; None if there is none.
     val_loss: Estimate | None
     test_loss: Estimate | None
     tuning: Tuning | None = None
+    # With the baseline; None for the baseline and if either arm has no finished trial.
     comparison: Comparison | None = None
-    verdict: Verdict | None = None
-    remarks: tuple[Remark, ...] = ()
+    verdict: Verdict | None = None  # None for the baseline, controls and without tuning
+    remarks: tuple[Remark, ...] = ()  # hygiene findings about this arm alone
 
     @property
     def variant(self) -> str:

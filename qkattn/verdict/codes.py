@@ -53,17 +53,13 @@ class NotScaled(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Remark:
-    """A hygiene finding about an arm, or about the study where `arm` is None.
-
-    A remark that `blocks` withholds the verdict of the arm, or of every arm where `arm` is None.
-    With `every_arm` the finding holds for each arm by itself.
-    """
+    """A hygiene finding about an arm, or about the study where `arm` is None."""
 
     code: RemarkCode
     data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    blocks: bool = False
+    blocks: bool = False  # withholds the verdict of the arm, or of every arm where `arm` is None
     arm: Place | None = None
-    every_arm: bool = False
+    every_arm: bool = False  # whether it holds for each arm by itself
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,44 +75,30 @@ class Comparison:
     """Losses of an arm minus those of another, nats/token; below zero is better.
 
     Of several pairs, one a corpus, the mean over the pairs, seed by seed.
-
-    Attributes:
-      split: of the differences that decide: TEST, or VALIDATION where a trial has no test loss.
-      differences: on this split by seed, ascending; empty if no seed finished in all arms.
-      difference: their mean with its tests; of independent samples if no seed is shared.
-      validation: the mean difference on the validation split.
-      correlation: Pearson's, over seeds, between the losses of both; None without spread.
-      num_documents: behind the evaluation error in `difference`; None without losses by document.
     """
 
-    split: str
-    differences: Mapping[int, float]
-    difference: Difference
-    validation: float
-    correlation: float | None
-    num_documents: int | None
+    split: str  # of `differences`: TEST, or VALIDATION where a trial has no test loss
+    differences: Mapping[int, float]  # by seed, ascending; empty if no seed finished in all arms
+    difference: Difference  # their mean, tested; of independent samples if no seed is shared
+    validation: float  # the mean difference on the validation split
+    correlation: float | None  # Pearson's, over seeds, of the losses of both; None without spread
+    num_documents: int | None  # behind the evaluation error; None without losses by document
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """A decision about an arm against its baseline: the same size, corpus and length of training.
+    """A decision on an arm against its baseline: the same size, corpus and length of training."""
 
-    Attributes:
-      decision: from the first look that decides, else from the last one that was taken.
-      reasons: the outcome of the tests, or what is missing and the remarks that block it.
-      p_holm, p_margin_holm, p_equivalence_holm: after Holm's correction, of no difference, of one
-        of at most the margin and of one of at least the margin; None where nothing was tested.
-      detectable: |difference| (nats/token) found with probability 0.8 after that correction.
-      num_comparisons: the size of the family that Holm's correction is for.
-      alpha, num_seeds: the level of that look, and the declared seeds at it.
-    """
-
-    decision: Decision
+    decision: Decision  # from the first look that decides, else from the last one that was taken
+    # The outcome of the tests, or what is missing and the remarks that block it.
     reasons: tuple[Reason | Remark, ...] = ()
+    # After Holm's correction, of no difference, of one of at most the margin and of one of at least
+    # the margin; None where nothing was tested.
     p_holm: float | None = None
     p_margin_holm: float | None = None
     p_equivalence_holm: float | None = None
+    # |Difference| (nats/token) found with probability 0.8 after that correction.
     detectable: float | None = None
-    num_comparisons: int = 0
-    alpha: float | None = None
-    num_seeds: int | None = None
+    num_comparisons: int = 0  # the size of the family that Holm's correction is for
+    alpha: float | None = None  # the level of that look
+    num_seeds: int | None = None  # the declared seeds at that look

@@ -47,43 +47,32 @@ class Decomposition:
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """Loss against parameters over the sizes of one variant on one corpus.
-
-    `multiplier` is how many parameters of the baseline one of the variant is worth; None for the
-    baseline and if the baseline has no results. If `fit` or `multiplier` has a `problem`, its
-    numbers are None.
-    """
+    """Loss against parameters over the sizes of one variant on one corpus."""
 
     variant: str
     corpus: str
+    # If this or `multiplier` has a `problem`, its numbers are None.
     fit: scaling.Fit
+    # How many parameters of the baseline one of the variant is worth; None for the baseline and if
+    # the baseline has no results.
     multiplier: scaling.Multiplier | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
-    """The findings of a study.
+    """The findings of a study."""
 
-    Attributes:
-      arms: the primary ones: size by size, corpus by corpus, the baseline first.
-      controls: the others, in the same order, without a verdict.
-      remarks: all hygiene findings, the blocking ones first.
-      scaling: one fit per variant and corpus over the arms whose `not_scaled` is None; empty for
-        fewer than two sizes and if a remark blocks every arm.
-      num_comparisons: the family of Holm's correction; 0 in a study without tuning.
-      decomposition: of the arms that have a control with results.
-      overall: one for each variant but the baseline and size, if there are several corpora.
-      positive: the positive controls, decided as a family of their own.
-    """
-
-    arms: tuple[Arm, ...]
-    controls: tuple[Arm, ...]
-    remarks: tuple[Remark, ...]
+    arms: tuple[Arm, ...]  # the primary ones: size by size, corpus by corpus, the baseline first
+    controls: tuple[Arm, ...]  # the others, in the same order, without a verdict
+    remarks: tuple[Remark, ...]  # all hygiene findings, the blocking ones first
+    # One fit per variant and corpus over the arms whose `not_scaled` is None; empty for fewer than
+    # two sizes and if a remark blocks every arm.
     scaling: tuple[Scaling, ...] = ()
-    num_comparisons: int = 0
-    decomposition: tuple[Decomposition, ...] = ()
+    num_comparisons: int = 0  # the family of Holm's correction; 0 in a study without tuning
+    decomposition: tuple[Decomposition, ...] = ()  # of the arms that have a control with results
+    # One for each variant but the baseline and size, if there are several corpora.
     overall: tuple[Overall, ...] = ()
-    positive: tuple[PositiveControl, ...] = ()
+    positive: tuple[PositiveControl, ...] = ()  # decided as a family of their own
 
     @property
     def blocks(self) -> tuple[Remark, ...]:
@@ -103,10 +92,7 @@ class Findings:
 
 
 def load_findings(directory: str | Path) -> tuple[Study, Findings]:
-    """A study with its findings, read again only if its files have changed.
-
-    Raises ReportError as `load_study`.
-    """
+    """A study with its findings, read again only if its files changed; raises as `load_study`."""
     path = as_path(directory)
     if (copy := stored.opened(path)) != path:
         return _load(path, ((str(copy), b''),))

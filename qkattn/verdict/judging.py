@@ -35,17 +35,13 @@ _PASSES = {
 
 @dataclasses.dataclass(frozen=True)
 class Overall:
-    """A variant at one size over all corpora of the study.
-
-    Attributes:
-      arms: one a corpus, in the order of the study.
-      comparison: the mean over corpora of the differences, seed by seed, whose error over documents
-        is that of the documents of all corpora; None if an arm or its baseline has no result.
-    """
+    """A variant at one size over all corpora of the study."""
 
     variant: str
     size: str
-    arms: tuple[Arm, ...]
+    arms: tuple[Arm, ...]  # one a corpus, in the order of the study
+    # The mean over corpora of the differences, seed by seed, whose error over documents is that of
+    # the documents of all corpora; None if an arm or its baseline has no result.
     comparison: Comparison | None
     verdict: Verdict
 

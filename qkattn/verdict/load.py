@@ -36,34 +36,26 @@ from qkattn.verdict.runs import (
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A trial of a verdict run, measured from its checkpoint; nats/token on the last split.
-
-    By position ('1', ..., '5-8', ...), at position 4 (`early`), over the last half of the context
-    (`late`), and with the sources of other pairs; None where there is no such target.
-    """
+    """A trial of a verdict run, measured from its checkpoint; nats/token on the last split."""
 
     seed: int
     loss: float
+    # By position: '1', ..., '5-8', ...; None, as the next three, where there is no such target.
     positions: Mapping[str, float | None]
-    early: float | None
-    late: float | None
-    shuffled: float | None
+    early: float | None  # at position 4
+    late: float | None  # over the last half of the context
+    shuffled: float | None  # with the sources of other pairs
 
 
 @dataclasses.dataclass(frozen=True)
 class Yardstick:
-    """What the models of one size, corpus and length of training have to beat.
+    """What the models of one size, corpus and length of training have to beat."""
 
-    Attributes:
-      run: the baseline's run whose data it was counted on.
-      seen, tokens: those that the models of the group are trained on, and those counted, if any.
-      losses: nats/token by split ('val', 'test') and name; empty for a translation.
-    """
-
-    run: str
+    run: str  # the baseline's run whose data it was counted on
     task: str
-    seen: int
-    tokens: int | None
+    seen: int  # tokens that the models of the group are trained on
+    tokens: int | None  # those that were counted, if any
+    # Nats/token by split ('val', 'test') and name; empty for a translation.
     losses: Mapping[str, Mapping[str, float]]
 
     def best(self, split: str) -> tuple[str, float] | None:
@@ -91,64 +83,49 @@ class Yardsticks:
 
 @dataclasses.dataclass(frozen=True)
 class Missing:
-    """An arm or a planned run without results.
+    """An arm or a planned run without results."""
 
-    Attributes:
-      name, stage, knob: of the run; None if none is planned yet.
-      step: the last logged step, of `num_steps`; None if the run has not started.
-    """
-
-    name: str | None
+    name: str | None  # of the run, as `stage` and `knob`; None if none is planned yet
     place: Place
     stage: str | None
     knob: str | None = None
-    step: int | None = None
+    step: int | None = None  # the last logged one, of `num_steps`; None if the run has not started
     num_steps: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """A study as its files describe it.
-
-    Attributes:
-      variants: their names include the destination of saved parameters if there are several.
-      tuning, grids: None and empty if nothing is tuned; the initial grid of each knob.
-      looks: numbers of verdict seeds at which arms are judged, ascending; all seeds are the last.
-      arms: the declared ones, controls included but those that are trained longer.
-      base, base_hash: the settings that all arms share, as JSON, and their fingerprint.
-      directory, files: where reports go, and where logs are; two for a stored study.
-      altered: the runs that are not what an earlier look saw, with the number of that look.
-      orphans: directories of runs that are no part of the plan.
-      problems: sentences about what could not be read.
-    """
+    """A study as its files describe it."""
 
     name: str
     question: str | None
     baseline: str | None
-    variants: tuple[str, ...]
+    variants: tuple[str, ...]  # named with the destination of saved parameters, if several
     sizes: tuple[str, ...]
     matched: str | None
     tolerance: float
     margin: float
     destinations: tuple[str, ...]
     seeds: tuple[int, ...]
-    tuning: TuningConfig | None
-    grids: Mapping[str, tuple[float, ...]]
+    tuning: TuningConfig | None  # None if nothing is tuned
+    grids: Mapping[str, tuple[float, ...]]  # the initial grid of each knob; empty without tuning
     corpora: tuple[str, ...]
+    # Numbers of verdict seeds at which arms are judged, ascending; all seeds are the last.
     looks: tuple[int, ...]
     controls: Mapping[str, Any]
-    arms: tuple[Place, ...]
-    base: Mapping[str, Any]
-    base_hash: str
+    arms: tuple[Place, ...]  # the declared ones, controls included but those trained longer
+    base: Mapping[str, Any]  # the settings that all arms share, as JSON
+    base_hash: str  # their fingerprint
     command: str | None
-    directory: Path
-    files: Path
+    directory: Path  # where reports go
+    files: Path  # where logs are; another than `directory` for a stored study
     declaration: str
     ledger: Ledger | None = None
+    # Runs that are not what an earlier look saw, with the number of that look.
     altered: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    orphans: tuple[str, ...] = ()
+    orphans: tuple[str, ...] = ()  # directories of runs that are no part of the plan
     runs: tuple[Run, ...] = ()
-    problems: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()  # sentences about what could not be read
     yardsticks: Yardsticks | None = None
     expected: tuple[str, ...] = ()
 
@@ -379,8 +356,7 @@ def _read_yardsticks(path: Path, problems: list[str]) -> Yardsticks | None:
 def _unlike(trials: Iterable[Trial]) -> Iterator[str]:
     """Trials that do not belong together, or whose numbers do not compare.
 
-    Raises:
-      ReportError: two runs hold one seed of an arm with the same settings.
+    ReportError if two runs hold one seed of an arm with the same settings.
     """
     firsts: dict[Hashable, tuple[Trial, Any]] = {}
     differ: set[Hashable] = set()

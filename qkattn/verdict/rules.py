@@ -184,20 +184,15 @@ def _splits(study: Study, arm: Arm) -> Iterator[Remark]:
 
 @dataclasses.dataclass(frozen=True)
 class Standing:
-    """A baseline beside its yardstick; a number is None where it is not defined or not recorded.
-
-    `best` is the lowest loss of counts on the baseline's split with its name, `gain` how much the
-    loss falls from position 4 to the last half of the context, `sources` how much it rises with the
-    sources of other pairs, and `remarks` what the baseline lacks.
-    """
+    """A baseline beside its yardstick; a number is None where it is not defined or not recorded."""
 
     arm: Arm
     yardstick: Yardstick | None
-    best: tuple[str, float] | None
-    gain: float | None
+    best: tuple[str, float] | None  # lowest loss of counts on the baseline's split, with its name
+    gain: float | None  # fall of the loss from position 4 to the last half of the context
     bleu: float | None
-    sources: float | None
-    remarks: tuple[Remark, ...] = ()
+    sources: float | None  # rise of the loss with the sources of other pairs
+    remarks: tuple[Remark, ...] = ()  # what the baseline lacks
 
 
 def standings(study: Study, arms: Sequence[Arm]) -> list[Standing]:

@@ -56,13 +56,7 @@ class Documents:
 class Trial:
     """One trained model: a line of results.jsonl.
 
-    Attributes:
-      run, place, stage, knob, target_parameters, residual, model_knobs, planned_steps: of its run.
-      settings: all trial settings but the seed, sorted by name.
-      diverged_at: its first step without a finite loss and gradient; None if that is not known.
-      metrics: all fields of `qkattn.metrics.result_fields()`; None if not measured or diverged.
-      train_seconds, compile_seconds, tokens_per_second: of the run, all trials together.
-      documents: losses by document on each split that has them, by the prefix of its metrics.
+    Of its run: run, place, stage, knob, target_parameters, residual, model_knobs, planned_steps.
     """
 
     run: str
@@ -73,7 +67,7 @@ class Trial:
     residual: float | None
     seed: int
     learning_rate: float
-    settings: tuple[tuple[str, Any], ...]
+    settings: tuple[tuple[str, Any], ...]  # all trial settings but the seed, sorted by name
     model_knobs: tuple[float, ...]
     planned_steps: int
     status: str
@@ -83,7 +77,9 @@ class Trial:
     config: Mapping[str, Any]
     flops_per_token: float
     cache_floats_per_token: float | None
+    # All fields of `qkattn.metrics.result_fields()`; None if not measured or diverged.
     metrics: Mapping[str, Any]
+    # These three are of the run, all trials together.
     train_seconds: float | None
     compile_seconds: float | None
     tokens_per_second: float | None
@@ -93,7 +89,8 @@ class Trial:
     provenance: Mapping[str, Any]
     eval_rows: int | None = None
     test_tokens: int | None = None
-    diverged_at: int | None = None
+    diverged_at: int | None = None  # first step without a finite loss and gradient; None if unknown
+    # Losses by document on each split that has them, by the prefix of its metrics.
     documents: Mapping[str, Documents] = dataclasses.field(default_factory=dict)
 
     @property
@@ -128,24 +125,20 @@ class Curve:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A planned run and its results.
-
-    `directory` is relative to the study; `target` and `residual` are None if nothing is matched;
-    `config` is the resolved config as JSON; `step` is the last logged step, if any.
-    """
+    """A planned run and its results."""
 
     name: str
     place: Place
     stage: Literal['screening', 'verdict', 'single']
     knob: str | None
-    directory: str
+    directory: str  # relative to the study
     num_trials: int
-    target: float | None
+    target: float | None  # None if nothing is matched, as `residual`
     residual: float | None
-    config: Mapping[str, Any]
+    config: Mapping[str, Any]  # the resolved config as JSON
     trials: tuple[Trial, ...] = ()
     curve: Curve | None = None
-    step: int | None = None
+    step: int | None = None  # the last logged one, if any
 
     @property
     def num_steps(self) -> int:

@@ -40,23 +40,18 @@ _NAME, _TEXT, _LINE = -0.53, -0.29, 0.66
 
 
 class Line(NamedTuple):
-    """One arm in one panel.
+    """One arm in one panel."""
 
-    `arm` is the variant, which chooses the style, `name` what stands on the axis if that differs;
-    `absent` says why where there is no mean, `right` stands beside it, `reported` are the ends of
-    what others report.
-    """
-
-    arm: str
+    arm: str  # the variant, which chooses the style
     mean: float | None = None
     low: float | None = None
     high: float | None = None
     seeds: Sequence[float] = ()
-    absent: str = ''
-    right: str = ''
+    absent: str = ''  # why there is no mean
+    right: str = ''  # the text below the name
     is_decided: bool = False
-    name: str = ''
-    reported: tuple[float, float] | None = None
+    name: str = ''  # what stands on the axis, if that is not `arm`
+    reported: tuple[float, float] | None = None  # the ends of what others report
 
 
 class Panel(NamedTuple):
@@ -219,10 +214,7 @@ def levels(study: Study, found: Findings, look: Styles, measure: Measure) -> Fig
 
 
 def differences(study: Study, found: Findings, look: Styles) -> Figure | None:
-    """Differences from the baseline, with verdicts and margin where the study is tuned.
-
-    None where there is nothing to compare.
-    """
+    """Differences from the baseline, with verdicts and margin if tuned; None without any."""
     tuned = study.tuning is not None
     absent = 'the baseline has not finished' if tuned else 'no seed in common with the baseline'
     single = len(study.sizes) * len(study.corpora) == 1

@@ -65,15 +65,12 @@ class Drawing:
 
 @dataclasses.dataclass(frozen=True)
 class Rendered:
-    """A figure as PNG, PDF and an SVG document on white, and as `svg`, an element of the page.
-
-    The colours of `svg` are CSS variables, so that one figure reads on light and on dark.
-    """
+    """A figure as PNG, PDF and an SVG document on white, and as an element of the page."""
 
     png: bytes
     pdf: bytes
     paper_svg: str
-    svg: str
+    svg: str  # the element; its colours are CSS variables, so that it reads on light and on dark
 
 
 def style_sheet() -> AbstractContextManager[None]:
@@ -226,11 +223,7 @@ def write_plots(
     drawn: Sequence[Drawing],
     kinds: Sequence[str] = ('png', 'pdf', 'svg'),
 ) -> dict[str, str]:
-    """Writes figures into a directory, and removes those of before that are not drawn any more.
-
-    Returns:
-      The SVG of each figure for a page, by its stem.
-    """
+    """Writes figures into a directory, removes earlier ones not drawn now; returns SVG by stem."""
     for file in plots.glob('*.*'):
         if file.stem not in {drawing.stem for drawing in drawn}:
             file.unlink()
