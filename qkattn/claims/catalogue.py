@@ -14,11 +14,7 @@ from qkattn.errors import ConfigError
 
 @functools.cache
 def declared() -> dict[str, Claim]:
-    """The claims by name, in the order of their names.
-
-    Raises:
-      ConfigError: a name is declared twice.
-    """
+    """The claims by name, in the order of their names; ConfigError if one is declared twice."""
     claims: dict[str, Claim] = {}
     for module in pkgutil.iter_modules(directory.__path__, f'{directory.__name__}.'):
         for claim in vars(importlib.import_module(module.name)).values():
@@ -30,8 +26,7 @@ def declared() -> dict[str, Claim]:
 def chosen(names: Iterable[str]) -> list[Claim]:
     """The claims of these names or import paths, in their order; all of them for no names.
 
-    Raises:
-      ConfigError: an unknown name, with the one most like it, or an import path of something else.
+    ConfigError for an unknown name, with the one most like it, or an import path of something else.
     """
     known = declared()
     return [_find(name, known) for name in dict.fromkeys(names)] or list(known.values())

@@ -6,86 +6,56 @@ from pathlib import Path
 
 from qkattn.claims.decided import Kind, Row, Speaks
 
-Check = Callable[[], list[Row]]
-"""An exact check, decided in seconds; verification runs it again."""
-
-Recorder = Callable[[Path, str], None]
-"""Writes the files of a measure, given the directory of its study and the scale."""
+Check = Callable[[], list[Row]]  # exact, decided in seconds; verification runs it again
+Recorder = Callable[[Path, str], None]  # writes a measure's files: (directory of its study, scale)
 
 
 @dataclasses.dataclass(frozen=True)
 class Expectation:
-    """What a claim expects of an arm of a study, at each size, corpus and length of training.
+    """What a claim expects of an arm of a study, at each size, corpus and length of training."""
 
-    Attributes:
-      study: the name of a file in configs/claims.
-      variant: as written in the study; where the study has several destinations, the arms of all.
-      relation: of the arm to the baseline, one of `qkattn.claims.rules.RELATIONS`.
-      at: 'matched' for the arm at the baseline's parameter count; 'removed' for its control at the
-        baseline's shape, which has fewer parameters.
-      versus: another variant that takes the place of the baseline.
-      context: what tells this expectation apart from others of the claim, factor by factor.
-      reported: the lowest and the highest difference that was reported, nats/token.
-      x, x_label: the place on a curve, whose points are the expectations of the same `curve`; also
-        a factor of the context.
-      curve: what is compared, in place of the variant.
-      scales: at which the study has this variant; all if empty.
-    """
-
-    study: str
-    variant: str
-    relation: str
+    study: str  # the name of a file in configs/claims
+    variant: str  # as written in the study; with several destinations, the arms of all
+    relation: str  # to the baseline: of `qkattn.claims.rules.RELATIONS`, or 'as_reported'
+    # 'matched': at the baseline's parameter count; 'removed': at its shape, which has fewer.
     at: str = 'matched'
-    versus: str | None = None
+    versus: str | None = None  # another variant, in place of the baseline
+    # What tells it apart from other expectations of the claim, factor by factor.
     context: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    reported: tuple[float, float] | None = None
-    x: float | None = None
+    reported: tuple[float, float] | None = None  # lowest and highest difference, nats/token
+    x: float | None = None  # the place on `curve`, a factor of the context
     x_label: str | None = None
-    curve: str | None = None
-    scales: tuple[str, ...] = ()
+    curve: str | None = None  # what is compared, in place of the variant; points share it
+    scales: tuple[str, ...] = ()  # at which the study has this variant; all if empty
 
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
     """Rows that are no differences between arms: curves, sweeps, drift, times.
 
-    Attributes:
-      study: a study of configs/claims; a name without such a config is a directory of the measure's
-        own.
-      read: the rows of an exported directory; does not train.
-      record: called once with (directory, scale) after the study is trained, while its checkpoints
-        are there; writes files into directory/'measures', which are exported. Its module names it:
-        one a module.
+    `record` is called once, after training, while the study's checkpoints are there; it writes into
+    directory/'measures', which is exported. Its module names it: one a module.
     """
 
-    study: str
-    read: Callable[[Path], list[Row]]
+    study: str  # of configs/claims; without a config there, a directory of the measure's own
+    read: Callable[[Path], list[Row]]  # the rows of an exported directory; does not train
     record: Recorder | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """A claim and what decides it: exact checks, expectations of arms, measures.
+    """A claim and what decides it: exact checks, expectations of arms, measures."""
 
-    Attributes:
-      name: 'B2'.
-      title: the statement in a few words, for tables of all claims.
-      statement, rule: a sentence each; the rule says in which case the claim holds.
-      source: who says so.
-      reported: the number that was reported, in words.
-      premises: checks of what its studies presume; they can speak against it only.
-    """
-
-    name: str
-    title: str
-    statement: str
-    source: str
-    rule: str
-    reported: str | None = None
+    name: str  # 'B2'
+    title: str  # the statement in a few words, for tables of all claims
+    statement: str  # a sentence
+    source: str  # who says so
+    rule: str  # a sentence: in which case the claim holds
+    reported: str | None = None  # the number that was reported, in words
     checks: tuple[Check, ...] = ()
     expectations: tuple[Expectation, ...] = ()
     measures: tuple[Measure, ...] = ()
-    premises: tuple[Check, ...] = ()
+    premises: tuple[Check, ...] = ()  # what its studies presume: can speak against it only
 
     @property
     def studies(self) -> tuple[str, ...]:

@@ -26,18 +26,13 @@ class ClaimVerdict(enum.StrEnum):
 
 
 class Kind(enum.StrEnum):
-    """What the value of a row is.
+    """What the value of a row is."""
 
-    EXACT is an algebraic check; REMOVED an arm at the baseline's shape minus the baseline,
-    REINVESTED the matched arm minus that, MATCHED the matched arm minus the baseline, which is the
-    sum of both; MEASURED anything else, as a point of a curve.
-    """
-
-    EXACT = 'exact'
-    REMOVED = 'removed'
-    REINVESTED = 'reinvested'
-    MATCHED = 'matched'
-    MEASURED = 'measured'
+    EXACT = 'exact'  # an algebraic check
+    REMOVED = 'removed'  # an arm at the baseline's shape minus the baseline
+    REINVESTED = 'reinvested'  # the matched arm minus that
+    MATCHED = 'matched'  # the matched arm minus the baseline: the sum of both
+    MEASURED = 'measured'  # anything else, as a point of a curve
 
 
 class Speaks(enum.StrEnum):
@@ -51,39 +46,24 @@ class Speaks(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One comparison or measurement.
+    """One comparison or measurement."""
 
-    Attributes:
-      what: what was compared, in a few words.
-      kind: of `Kind`.
-      context: where it was measured, name by name: model, size, corpus, steps, destination.
-      value: in `unit`, which is '' for a pure number.
-      speaks: of `Speaks`.
-      low, high: the 95 % interval.
-      expected, tolerance: of an exact check, which asks for |value - expected| <= tolerance.
-      arm: the variant, which chooses colour and marker.
-      relation: what the claim expects of the arm, 'not_better'.
-      word: the arm's verdict in its study.
-      x, x_label: the place on a curve: rows of one claim that have it are points of lines.
-      study: the study that it comes from, a directory beside claims.json.
-    """
-
-    what: str
-    kind: str
-    context: Mapping[str, str]
+    what: str  # what was compared, in a few words
+    kind: str  # of `Kind`
+    context: Mapping[str, str]  # by name: model, size, corpus, steps, destination
     value: float
-    speaks: str
-    unit: str = ''
-    low: float | None = None
+    speaks: str  # of `Speaks`
+    unit: str = ''  # '' for a pure number
+    low: float | None = None  # with `high`, the 95 % interval
     high: float | None = None
-    expected: float | None = None
+    expected: float | None = None  # an exact check asks for |value - expected| <= tolerance
     tolerance: float | None = None
-    arm: str | None = None
-    relation: str | None = None
-    word: str | None = None
-    x: float | None = None
+    arm: str | None = None  # the variant, which chooses colour and marker
+    relation: str | None = None  # what the claim expects of the arm, 'not_better'
+    word: str | None = None  # the arm's verdict in its study
+    x: float | None = None  # the place on a curve: rows of one claim with it are points of lines
     x_label: str | None = None
-    study: str | None = None
+    study: str | None = None  # the one it comes from, a directory beside claims.json
 
     def __post_init__(self) -> None:
         Kind(self.kind), Speaks(self.speaks)
@@ -91,43 +71,28 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class ClaimResult:
-    """A claim as decided at one scale.
+    """A claim as decided at one scale; `name` to `rule` are those of the `Claim`."""
 
-    Attributes:
-      name: 'B2'; its letter is the group.
-      title: the statement in a few words.
-      source, reported: who says so, and the number reported there.
-      rule: how it is decided, in a sentence.
-      verdict: of `ClaimVerdict`.
-      condition: the contexts in which a claim holds that holds only there.
-      refuted: the contexts in which an undecided claim is false.
-      needed: the seeds, tokens and parameters that would decide an undecided claim.
-      decisive: the place in `rows` of the row whose number stands for the claim.
-      missing: what is missing and how to get it, sentence by sentence.
-      models: size, training and loss of the baselines beside their yardsticks, one by one.
-      seconds: of training and checks together.
-    """
-
-    name: str
+    name: str  # its letter is the group
     title: str
     statement: str
     source: str
     reported: str | None
     rule: str
     scale: str
-    verdict: str
+    verdict: str  # of `ClaimVerdict`
     rows: tuple[Row, ...] = ()
-    condition: str | None = None
-    refuted: str | None = None
-    needed: str | None = None
-    decisive: int | None = None
-    missing: tuple[str, ...] = ()
+    condition: str | None = None  # the contexts in which a claim holds that holds only there
+    refuted: str | None = None  # the contexts in which an undecided claim is false
+    needed: str | None = None  # seeds, tokens and parameters that would decide an undecided claim
+    decisive: int | None = None  # the place in `rows` of the row whose number stands for the claim
+    missing: tuple[str, ...] = ()  # what is missing and how to get it, sentence by sentence
     studies: tuple[str, ...] = ()
     command: str | None = None
     commit: str | None = None
     hardware: str | None = None
-    seconds: float | None = None
-    models: tuple[str, ...] = ()
+    seconds: float | None = None  # of training and checks together
+    models: tuple[str, ...] = ()  # size, training and loss of baselines beside their yardsticks
 
     def __post_init__(self) -> None:
         ClaimVerdict(self.verdict)
@@ -151,10 +116,7 @@ def is_theorem(rows: Iterable[Row]) -> bool:
 
 
 def write_claims(directory: str | Path, claims: Iterable[ClaimResult]) -> Path:
-    """Writes claims.json into a directory, each claim with a checksum; returns its path.
-
-    Numbers of rows have the digits of `rounded`.
-    """
+    """Writes claims.json, each claim with a checksum, digits as `rounded`; returns its path."""
     path = Path(directory) / NAME
     write_json(path, [replace(claim, rows=tuple(map(stored, claim.rows))) for claim in claims])
     return path
@@ -168,12 +130,8 @@ def stored(row: Row) -> Row:
 def read_claims(directory: str | Path, advice: str | None = None) -> tuple[ClaimResult, ...]:
     """The claims of a directory.
 
-    Args:
-      advice: what to do without the file or with a damaged one; by default, to export it again.
-
-    Raises:
-      ReportError: there is no claims.json.
-      RunDirectoryError: it was edited, or is not what `write_claims` writes.
+    ReportError if there is no claims.json, RunDirectoryError if it was edited or is not what
+    `write_claims` writes; both give the `advice`, by default to export it again.
     """
     path = Path(directory) / NAME
     advice = advice or _ADVICE.format(directory)

@@ -26,8 +26,7 @@ _BELOW_MARGIN = (Decision.BETTER_BELOW_MARGIN, Decision.WORSE_BELOW_MARGIN)
 def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
     """The verdict of a claim on what a directory has; what is missing is named.
 
-    Raises:
-      ConfigError: the claim expects an arm that its study does not declare.
+    ConfigError if the claim expects an arm that its study does not declare.
     """
     started = time.perf_counter()
     exact = [row for check in claim.checks for row in check()]

@@ -28,20 +28,12 @@ class Evidence(NamedTuple):
 def evidence(
     expected: Expectation, loaded: Loaded, family: int = 1
 ) -> tuple[list[Evidence], list[Row], list[Place]]:
-    """What decides an expectation, what stands beside it, and the arms without results.
+    """What decides an expectation, the rows beside it, and declared arms without a difference yet.
 
     An arm has a row at its own length of training and, matched, at a longer one. The rows beside it
     are the other parts of the difference: removed, reinvested, matched; beside a pair of variants,
-    those of each against the baseline.
-
-    Args:
-      family: by how many comparisons the error rate of each row is divided.
-
-    Returns:
-      Evidence, the rows beside it, and the declared arms that have no difference yet.
-
-    Raises:
-      ConfigError: the study declares no such arm.
+    those of each against the baseline. The error rate of each row is divided by `family`.
+    ConfigError if the study declares no such arm.
     """
     decided: list[Evidence] = []
     beside: list[Row] = []

@@ -22,10 +22,8 @@ _OF_MACHINE = ('command', 'commit', 'hardware', 'seconds', 'rows')
 def export(decided: Iterable[ClaimResult], results: Results, destination: str | Path) -> Path:
     """Writes claims.json, claims.md and the studies behind them; returns the path of the page.
 
-    The scaling study, which belongs to no claim, is kept where the directory has it.
-
-    Raises:
-      ReportError: the destination holds something else.
+    The scaling study, of no claim, is kept where the directory has it. ReportError if the
+    destination holds something else.
     """
     decided, destination = list(decided), Path(destination)
     names = [name for claim in decided for name in claim.studies]
@@ -42,8 +40,7 @@ def export(decided: Iterable[ClaimResult], results: Results, destination: str | 
 def check(directory: str | Path) -> int:
     """Decides the claims of an exported directory again; returns how many rows agree.
 
-    Raises:
-      ReportError: claims.json holds other claims than are declared, or another result.
+    ReportError if claims.json holds other claims than are declared, or another result.
     """
     path, declared = Path(directory) / NAME, catalogue.declared()
     stored, results = read_claims(directory), Results(directory)

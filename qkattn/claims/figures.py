@@ -39,13 +39,10 @@ from qkattn.report.figures.style import (
 from qkattn.report.prose import listed, si
 
 OVERVIEW = 'verdicts'
-# An axis whose positive values span more than this is logarithmic.
-_X_SPAN, _Y_SPAN = 10.0, 100.0
-# Characters of a name, and of what is compared in it, which leave room for the context; of a line
-# in a legend.
+_X_SPAN, _Y_SPAN = 10.0, 100.0  # an axis whose positive values span more is logarithmic
+# Characters: of a name, of what is compared in it (leaves room for the context), of a legend line.
 _LONGEST, _WHAT, _LEGEND = 52, 22, 34
-# An axis has a tick at each of so many places.
-_TICKS = 8
+_TICKS = 8  # at most, on an axis with ticks at its points
 
 
 def claim_figures(claim: ClaimResult) -> tuple[Drawing, ...]:
@@ -164,10 +161,7 @@ def _line(row: Row, name: str) -> Line:
 
 
 def _levels(rows: Sequence[Row], arm_styles: Styles) -> Figure | None:
-    """Measured values that are no points of a curve, a panel for each unit or bare quantity.
-
-    A single value without an interval is read in the table.
-    """
+    """Measured values off curves, a panel for each unit or bare quantity."""
     rows = [row for row in rows if row.x is None]
     several = has_several_arms(rows)
     by_unit: dict[tuple[str, str], list[Row]] = {}
@@ -177,7 +171,7 @@ def _levels(rows: Sequence[Row], arm_styles: Styles) -> Figure | None:
     for (unit, _), members in by_unit.items():
         lines = []
         if len(members) == 1 and members[0].low is None:
-            continue
+            continue  # read in the table
         names, arms = varying(members), has_several_arms(members)
         whats = len({row.what for row in members}) > 1 or not arms
         for row in members:
@@ -190,10 +184,7 @@ def _levels(rows: Sequence[Row], arm_styles: Styles) -> Figure | None:
 
 
 def _curves(rows: Sequence[Row], arm_styles: Styles) -> Figure | None:
-    """Values against x, by `curves`; panels of one axis have one scale.
-
-    What they share has its name at the axis, several lines have a legend.
-    """
+    """Values against x, by `curves`; panels of one axis have one scale, several lines a legend."""
     by_axis = curves(rows)
     if not by_axis:
         return None

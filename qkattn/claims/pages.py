@@ -29,9 +29,8 @@ _LAWS = ('loss_parameters', 'multipliers')
 def write_page(directory: str | Path) -> Path:
     """Writes plots/ and claims.md beside a claims.json; returns the path of the page.
 
-    Raises:
-      ReportError: claims.json or the scaling study cannot be read.
-      RunDirectoryError: claims.json was edited.
+    ReportError if claims.json or the scaling study cannot be read; RunDirectoryError if claims.json
+    was edited.
     """
     directory = Path(directory)
     drawn = drawings(read_claims(directory), _scaling(directory))
@@ -131,11 +130,10 @@ def _block(made: Callable[[Path, str], str]) -> Block:
     return Block(text, SCALING)
 
 
-BLOCKS: Mapping[str, Block] = {
+BLOCKS: Mapping[str, Block] = {  # blocks of `report.verify.check_page`
     'claims': _block(claims_markdown),
     'verdicts': _block(verdicts_markdown),
 }
-"""The blocks of `report.verify.check_page` that print claims, or a table of their verdicts."""
 
 
 def _scaling(directory: Path) -> tuple[Study, Findings] | None:

@@ -1,7 +1,9 @@
 """The protocol of the claims' studies at each scale: model sizes, data, steps, seeds, tuning.
 
 'smoke' trains every arm for seconds, which shows that it runs and decides nothing; 'cpu' is the
-fair protocol at the size of two CPU cores; 'gpu' is the same protocol at published sizes.
+fair protocol at the size of two CPU cores; 'gpu' is the same protocol at published sizes. Of each
+config, `seeds` counts those of the verdict and `steps` those of training, both at scale cpu; a run
+is evaluated `evaluations` times, evenly spaced; `fields` replace those of the scale's model.
 """
 
 import dataclasses
@@ -25,18 +27,12 @@ Scale = Literal['smoke', 'cpu', 'gpu']
 SCALES: tuple[Scale, ...] = get_args(Scale)
 T = TypeVar('T')
 
-# Learning rates of the screening, at scale cpu.
-RATES = (4e-3, 8e-3, 1.6e-2, 3.2e-2)
-# Seeds of the screening, apart from those of the verdicts, which count from 0.
-SCREENING = (100, 101)
+RATES = (4e-3, 8e-3, 1.6e-2, 3.2e-2)  # learning rates of the screening, at scale cpu
+SCREENING = (100, 101)  # seeds of the screening; those of the verdicts count from 0
 
 
 def pick(scale: str, *, smoke: T, cpu: T, gpu: T) -> T:
-    """The value at a scale.
-
-    Raises:
-      ConfigError: an unknown scale.
-    """
+    """The value at a scale; ConfigError if it is unknown."""
     values = {'smoke': smoke, 'cpu': cpu, 'gpu': gpu}
     if scale not in values:
         raise ConfigError(f'scale={scale!r} must be one of {", ".join(SCALES)}')
@@ -54,12 +50,7 @@ def language_model(
 ) -> Config:
     """A byte-level language model of two layers; at scale gpu, twelve layers and BPE pieces.
 
-    Args:
-      steps: of training, at scale cpu.
-      evaluations: times that a run is evaluated, evenly spaced.
-      learning_rates: of the screening, at scale cpu; at scale gpu a sixteenth of them.
-      seeds: of the verdict, at scale cpu.
-      **fields: of the model, in place of those of the scale.
+    `learning_rates` are those of the screening at scale cpu; at scale gpu, a sixteenth of them.
     """
     model = pick(
         scale,
@@ -101,13 +92,8 @@ def trained_language_model(
 ) -> Config:
     """A byte-level language model that gets beyond n-grams: 4.1 MB of text at scale cpu.
 
-    Args:
-      steps: of training, at scale cpu.
-      evaluations: times that a run is evaluated, evenly spaced.
-      seeds: of the verdict, at scale cpu.
-      data: the corpus below scale gpu, stdlib by default.
-      **fields: of the model, in place of those of the scale; `kind='encoder'` restores masked
-        tokens.
+    `data` is the corpus below scale gpu, stdlib by default. With `kind='encoder'` it restores
+    masked tokens.
     """
     if fields.get('kind') == 'encoder':
         fields['vocab_size'] = pick(scale, smoke=257, cpu=257, gpu=16385)
@@ -148,13 +134,7 @@ def masked_language_model(scale: str, **fields: Any) -> Config:
 
 
 def translator(scale: str, *, seeds: int = 8, **fields: Any) -> Config:
-    """An encoder-decoder, English to German.
-
-    Args:
-      scale: 'smoke', 'cpu' or 'gpu'; the first two share one shape.
-      seeds: of the verdict, at scale cpu.
-      **fields: of the model, in place of those of the scale.
-    """
+    """An encoder-decoder, English to German; scales smoke and cpu share one shape."""
     small = ModelConfig(
         kind='encoder_decoder', num_layers=1, num_encoder_layers=4, num_heads=2, context=64
     )
@@ -193,12 +173,7 @@ def translator(scale: str, *, seeds: int = 8, **fields: Any) -> Config:
 
 
 def trained_translator(scale: str, *, seeds: int = 6, **fields: Any) -> Config:
-    """A translator that uses its sources: 2,200 steps of 32 sentences at scale cpu.
-
-    Args:
-      seeds: of the verdict, at scale cpu.
-      **fields: of the model, in place of those of the scale.
-    """
+    """A translator that uses its sources: 2,200 steps of 32 sentences at scale cpu."""
     config = translator(scale, seeds=seeds, **fields)
     train = _train(scale, (20, 2200, 6000), (8, 32, 64))
     name = pick(scale, smoke='cldr', cpu='multi30k', gpu='multi30k')
@@ -219,11 +194,8 @@ def protocol(
 ) -> dict[str, Any]:
     """The fields `tuning`, `tolerance` and `controls` of a study.
 
-    Args:
-      longer: whether arms with a word, and the baseline, are trained again with four times as many
-        tokens.
-      equal_shape: whether each arm is trained at the baseline's shape, too.
-      choice: of a swept setting.
+    `longer` trains arms with a word, and the baseline, again on four times the tokens;
+    `equal_shape` trains each arm at the baseline's shape, too; `choice` is of a swept setting.
     """
     return {
         'tuning': pick(

@@ -15,8 +15,7 @@ from qkattn.verdict import Findings, Study, load_findings
 from qkattn.verdict.arms import Arm
 
 UNIT = 'nats/token'
-MEASURES = 'measures'
-"""The directory, inside that of a study, of the files that measures record."""
+MEASURES = 'measures'  # the directory, inside that of a study, of the files that measures record
 
 
 class Loaded(NamedTuple):

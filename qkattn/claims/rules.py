@@ -1,21 +1,9 @@
 """From the words of arms to the truth of a claim, and from its truth in contexts to its verdict.
 
-| relation | true | false |
-|---|---|---|
-| better | better | equivalent, worse, worse (below margin); not better by the margin |
-| worse | worse | equivalent, better, better (below margin); not worse by the margin |
-| different | better, worse | equivalent |
-| equivalent | equivalent | better, worse |
-| not_better | equivalent, worse, worse (below margin); not better by the margin | better |
-| not_worse | equivalent, better, better (below margin); not worse by the margin | worse |
-| as_reported | the interval lies within what was reported | it lies outside |
-
-The words of arms are those of `qkattn.stats.decision`: better and worse are so by the margin or
-more. Below the margin the side of zero is known, but not that of the margin: with more seeds such
-an arm may turn out either better or equivalent. An undecided arm may still be shown to be not
-better, or not worse, by the margin: one side of the equivalence test alone. Anything else leaves
-the relation open. `as_reported` asks for a word only in that one must not be withheld. Rows of one
-context count together.
+RELATIONS and ONE_SIDED hold the table of docs/claims.md: the words (of `qkattn.stats.decision`) and
+the one-sided findings that make a relation true or false; anything else leaves it open. Better and
+worse are so by the margin or more. Below the margin the side of zero is known, but not that of the
+margin: with more seeds such an arm may turn out either better or equivalent.
 
 A claim is one family. "True in every context" and "false in every context" are found if every row
 rejects at the error rate, without correction: the null hypothesis is a union, that of some context,
@@ -31,11 +19,9 @@ from qkattn.verdict import Decision
 from qkattn.verdict.codes import Comparison, ReasonCode, Verdict
 from qkattn.verdict.judging import ABOVE_ZERO, BELOW_ZERO
 
+# Factors with their values, in the order of a row; its place on a curve is one of them.
 Context = tuple[tuple[str, str], ...]
-"""Factors with their values, in the order of a row; its place on a curve is one of them."""
-
-# The names in a context whose values make another setting.
-SETTING = ('size', 'corpus', 'steps')
+SETTING = ('size', 'corpus', 'steps')  # the factors whose values make another setting
 
 _SAME = (Decision.EQUIVALENT,)
 # By relation, the words for it and those against it.
@@ -117,10 +103,7 @@ def as_reported(row: Row, verdict: Verdict, comparison: Comparison) -> Speaks:
 
 
 def truths(rows: Iterable[Row]) -> dict[Context, Speaks]:
-    """The truth of a claim in each context: one row against it makes it false, else open is open.
-
-    Rows that stand beside others decide nothing.
-    """
+    """The truth of a claim by context: false by one row against it, else open by an open one."""
     spoken: dict[Context, set[str]] = {}
     for row in rows:
         if row.speaks != Speaks.BESIDE:
@@ -133,10 +116,8 @@ def truths(rows: Iterable[Row]) -> dict[Context, Speaks]:
 def verdict(rows: Iterable[Row], complete: bool = True) -> ClaimVerdict:
     """Holds if true in all contexts, fails if false in all; holds only if, if both occur.
 
-    What training decides holds or fails in two settings at least, else in this setting.
-
-    Args:
-      complete: whether all contexts have results; otherwise a claim neither holds nor fails.
+    What training decides holds or fails in two settings at least, else in this setting. Unless all
+    contexts have results (`complete`), a claim neither holds nor fails.
     """
     rows = list(rows)
     spoken = set(truths(rows).values())
@@ -160,10 +141,7 @@ def settings(rows: Iterable[Row]) -> set[Context]:
 
 
 def condition(rows: Iterable[Row], truth: Speaks = Speaks.FOR) -> str:
-    """The contexts in which a claim has a truth: by one factor if that suffices, else by several.
-
-    A factor suffices if the claim has this truth wherever the factor has one of some values.
-    """
+    """The contexts of a truth: by one factor whose values no other context has, else by several."""
     by_context = truths(rows)
     true = [dict(context) for context, speaks in by_context.items() if speaks == truth]
     other = [dict(context) for context, speaks in by_context.items() if speaks != truth]

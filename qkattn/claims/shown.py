@@ -18,11 +18,9 @@ PARTS: dict[str, str] = {
 # What a row says about its claim, in a table.
 SPOKEN: dict[str, str] = {speaks: NONE if speaks is Speaks.BESIDE else speaks for speaks in Speaks}
 
-Table = tuple[list[Heading], list[list[str]]]
-"""Headings and rows."""
+Table = tuple[list[Heading], list[list[str]]]  # headings and rows
 
-# A table has columns for at most so many names of contexts.
-_MAX_NAMES = 3
+_MAX_NAMES = 3  # of contexts: with more, a table has one column for all
 
 
 def macros() -> Any:
@@ -108,10 +106,7 @@ class Axis(NamedTuple):
 
 
 def curves(rows: Iterable[Row]) -> dict[Axis, dict[str, list[Row]]]:
-    """Points by panel and by the name of their line, by ascending x.
-
-    Many lines have a panel for each value of one name in their contexts.
-    """
+    """Points by panel and name of their line, by ascending x; many lines are split by `_apart`."""
     rows = sorted((row for row in rows if row.x is not None), key=lambda row: row.x)
     names, whats, arms = varying(rows), {row.what for row in rows}, {row.arm for row in rows}
     by_axis: dict[Axis, list[Row]] = {}

@@ -76,18 +76,10 @@ def train(
 ) -> dict[str, Exception]:
     """Trains each study of the claims once, then records measures; the same call resumes.
 
-    A study that cannot be trained, or whose workers give up, does not stop the others.
-
-    Args:
-      workers: as in `local_workers.run`; 1 is this process.
-
-    Returns:
-      Why studies could not be trained, by name.
-
-    Raises:
-      ConfigError: the directory is that of one study, or holds studies of another scale.
-      DiskError: nothing can be written.
-      Stopped: on SIGTERM or Ctrl-C, with the state saved.
+    A study that cannot be trained, or whose workers give up, does not stop the others: returns the
+    reasons by name. `workers` as in `local_workers.run`; 1 is this process. ConfigError if the
+    directory is that of one study, or holds studies of another scale; DiskError if nothing can be
+    written; Stopped on SIGTERM or Ctrl-C, with the state saved.
     """
     claims, path = list(claims), check_directory(directory)
     failed: dict[str, Exception] = {}
@@ -152,13 +144,9 @@ def cost_lines(
 ) -> Iterator[str]:
     """The plan of the studies of claims, a line each and one of their sum, as it is made.
 
-    Time is that of this machine's device, or of one GPU: FLOPs over the speed of a warm-up at the
-    smallest size of each study, and the compilation of each run. Arms that are trained longer are
-    counted as if all were.
-
-    Args:
-      flops_per_second: instead of a warm-up. At scale gpu, a CPU cannot warm up for a GPU: without
-        this number there is no time.
+    Time is that of this machine's device: FLOPs over the speed of a warm-up at the smallest size of
+    each study, or over `flops_per_second`, and the compilation of each run. At scale gpu, a CPU has
+    no time without that number. Arms that are trained longer are counted as if all were.
     """
     claims = list(claims)
     yield _HEAD

@@ -15,8 +15,7 @@ from qkattn.claims.decided import Row
 from qkattn.config.calls import Variant
 from qkattn.convert.factors import relative_error
 
-# Decorates a check: what it computes is in float64.
-float64 = jax.enable_x64(True)
+float64 = jax.enable_x64(True)  # decorates a check, which then computes in float64
 
 D, N, H, T = 32, 4, 8, 12
 

@@ -77,9 +77,8 @@ def shrunk_spectra() -> list[Row]:
 def fitted(strength: float, *, factored: bool, adam: bool) -> jax.Array:
     """A after 5,000 steps of descent on |A - target|^2 / 2 with decay of that strength.
 
-    Args:
-      factored: whether A = W_Q W_K^T with both decayed, or one matrix.
-      adam: whether AdamW decays beside the gradient; else the penalty is part of the loss of SGD.
+    `factored`: A = W_Q W_K^T with both decayed, else one matrix. `adam`: AdamW decays beside the
+    gradient, else the penalty is part of the loss of SGD.
     """
     rng = np.random.default_rng(0)
     left_DD, right_DD = np.linalg.qr(rng.normal(size=(2, 5, 5)))[0]

@@ -61,8 +61,7 @@ def seconds(run: Any, repeats: int) -> float:
 def read(directory: Path) -> list[Row]:
     """The ratio at each T with its counted one, and how often their order differs; none decides.
 
-    Raises:
-      RunDirectoryError: the file is damaged.
+    RunDirectoryError if the file is damaged.
     """
     path = directory / FILE
     if not path.exists():

@@ -13,8 +13,7 @@ from qkattn.study.place import EQUAL_SHAPE, Place
 from qkattn.verdict.arms import Arm, Group
 from qkattn.verdict.judging import ABOVE_ZERO, BELOW_ZERO
 
-# Losses of a seed, or their differences, by the fraction of training at which they are read.
-Losses = Mapping[float, float]
+Losses = Mapping[float, float]  # of a seed, or differences, by the fraction of training
 SIDES = {**dict.fromkeys(BELOW_ZERO, -1), Decision.EQUIVALENT: 0, **dict.fromkeys(ABOVE_ZERO, 1)}
 
 

@@ -43,8 +43,7 @@ CURVES = {
     'rounding': 'rounding, trained',
     'apart': 'trained apart',
 }
-# How many times as large as rounding a difference is that rounding does not explain.
-BEYOND = 3.0
+BEYOND = 3.0  # times rounding: a larger difference is not explained by it
 _BY_STEP = Mapping[str, tuple[float, ...]]
 _SCHEMA = {'steps': tuple[int, ...], 'dtypes': Mapping[str, _BY_STEP]}
 
@@ -72,11 +71,8 @@ def record(directory: Path, scale: str) -> None:
 def read(directory: Path) -> list[Row]:
     """Points of the three curves in each precision; the last ones decide.
 
-    The claim is that the difference is numerical. Where the models have trained apart by more than
-    BEYOND times what rounding explains, it is not.
-
-    Raises:
-      RunDirectoryError: the file is damaged.
+    The claim is that the difference is numerical; it is not where models trained apart by more than
+    BEYOND times what rounding explains. RunDirectoryError if the file is damaged.
     """
     path = directory / FILE
     if not path.exists():

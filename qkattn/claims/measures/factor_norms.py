@@ -47,8 +47,7 @@ def record(directory: Path, scale: str) -> None:
 def read(directory: Path) -> list[Row]:
     """A row for each arm and quantity: the mean over seeds with its interval; decides nothing.
 
-    Raises:
-      RunDirectoryError: the file is damaged.
+    RunDirectoryError if the file is damaged.
     """
     path = directory / FILE
     if not path.exists():
@@ -77,9 +76,6 @@ def read(directory: Path) -> list[Row]:
 
 
 def measured(model: Transformer) -> dict[str, float]:
-    """QUANTITIES of one model, mean over layers and heads.
-
-    NaN for circuits that are not one matrix a head.
-    """
+    """QUANTITIES of one model, mean over layers and heads; NaN without one matrix a head."""
     found = jax.jit(means)(model)
     return {name: float(found[name]) for name in QUANTITIES}
