@@ -2,8 +2,8 @@
 
 RELATIONS and ONE_SIDED hold the table of docs/claims.md: the words (of `qkattn.stats.decision`) and
 the one-sided findings that make a relation true or false; anything else leaves it open. Better and
-worse are so by the margin or more. Below the margin the side of zero is known, but not that of the
-margin: with more seeds such an arm may turn out either better or equivalent.
+worse are so by more than the margin. Below the margin the side of zero is known, but not that of
+the margin: with more seeds such an arm may turn out either better or equivalent.
 
 A claim is one family. "True in every context" and "false in every context" are found if every row
 rejects at the error rate, without correction: the null hypothesis is a union, that of some context,
