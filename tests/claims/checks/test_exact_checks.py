@@ -147,8 +147,9 @@ def swapped(layer) -> Factors:
 
 def exchanged(factors) -> np.ndarray:
     """W_K W_Q^T in the place of W_Q W_K^T."""
-    A_NED = logit_matrices(factors)
-    return np.concatenate([A_NED[:, :-1].swapaxes(1, 2), A_NED[:, -1:]], axis=1)
+    A_NEF = logit_matrices(factors)
+    A_NEF[:, :-1, :-1] = A_NEF[:, :-1, :-1].swapaxes(1, 2)
+    return A_NEF
 
 
 def reordered(layer) -> Factors:
@@ -162,8 +163,8 @@ def smallest_first(A_NED, rank):
     left_NER, s_NR, right_NRD = (z[..., ::-1] for z in np.linalg.svd(A_NED, full_matrices=False))
     right_NRD = right_NRD[:, ::-1, ::-1]
     left_ENR = np.moveaxis(left_NER[..., :rank] * s_NR[:, None, :rank], 0, 1)
-    rest_N = np.linalg.norm(s_NR[:, rank:], axis=-1)
-    return left_ENR, np.moveaxis(right_NRD[:, :rank], -1, 0), rest_N
+    rest = float(np.linalg.norm(s_NR[:, rank:]) / np.linalg.norm(A_NED))
+    return left_ENR, np.moveaxis(right_NRD[:, :rank], -1, 0), rest
 
 
 def interleaved(x_TD, square, num_heads):
