@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import logging
 import operator
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -148,7 +149,11 @@ def build(config: Config, lifting: str | None = None, params: dict | None = None
         for name, wanted in abstract_hyper.items()
     }
     shardings = jax.tree.map(lambda a: a.sharding, abstract)
-    initial = jax.jit(functools.partial(init_stack, config), out_shardings=shardings)
+    initial = jax.jit(
+        functools.partial(init_stack, config),
+        out_shardings=shardings,
+        compiler_options=_quick_to_compile(mesh),
+    )
 
     def init() -> dict:
         state = initial(hyper['seed'])
@@ -220,3 +225,12 @@ def warm_up(config: Config) -> tuple[float, float]:
         seconds = seconds_per_dispatch(program.train, lambda: (program.init(), batch))
         per_step = seconds / config.train.steps_per_dispatch
     return agreement.on_owner(lambda: (per_step, program.compile_seconds))
+
+
+def _quick_to_compile(mesh: Mesh) -> dict[str, int] | None:
+    """Options of a program that runs once: on a CPU it costs its compilation. Bits are the same."""
+    options = {'xla_backend_optimization_level': 1, 'xla_cpu_parallel_codegen_split_count': 1}
+    if mesh.devices.flat[0].platform != 'cpu':
+        return None
+    chosen = os.environ.get('XLA_FLAGS', '')
+    return {name: value for name, value in options.items() if name not in chosen}
