@@ -1,7 +1,8 @@
-"""Real processes for the tests that kill and signal them; umasks and the modes they give."""
+"""Real processes for the tests that kill and signal them; umasks, modes and limits of files."""
 
 import contextlib
 import os
+import resource
 import subprocess
 import sys
 import textwrap
@@ -11,14 +12,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def start_python(source: str, *arguments: object) -> subprocess.Popen:
+def start_python(source: str, *arguments: object, **variables: str) -> subprocess.Popen:
     """Starts a process that runs `source`; it says when it is ready by printing a line."""
     return subprocess.Popen(
         [sys.executable, '-c', textwrap.dedent(source), *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'},
+        env={**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu', **variables},
     )
 
 
@@ -30,6 +31,17 @@ def umask(mask: int) -> Iterator[None]:
         yield
     finally:
         os.umask(before)
+
+
+@contextlib.contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    """A block in which this process can write no larger files."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def other_modes(directory: Path, mask: int) -> dict[str, str]:

@@ -58,6 +58,7 @@ def test_values_are_ratios_of_sums_over_all_batches():
     }
     assert {name: value.item() for name, value in got.items()} == pytest.approx(want)
     assert metrics.values(sums, None)['bits_per_byte'] is None
+    assert np.isnan(metrics.standard_error({name: rows[:1] for name, rows in sums.items()}))
 
 
 def test_perplexity_and_bits_per_byte_of_a_uniform_guess(recwarn):

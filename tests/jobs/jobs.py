@@ -1,12 +1,8 @@
 """Real jobs of several processes on this machine, for the tests of what they agree on."""
 
-import os
 import socket
-import subprocess
-import sys
-import textwrap
 
-from tests.processes import ROOT
+from tests.processes import start_python
 
 
 def free_port() -> int:
@@ -15,23 +11,17 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+def environments(count: int) -> list[dict[str, str]]:
+    """The explicit triple of each process of a job."""
+    job = {'JAX_COORDINATOR_ADDRESS': f'127.0.0.1:{free_port()}', 'JAX_NUM_PROCESSES': str(count)}
+    return [job | {'JAX_PROCESS_ID': str(rank)} for rank in range(count)]
+
+
 def start_job(source: str, count: int, *arguments: object, **variables: str) -> list:
-    """Starts `count` processes of a job that run `source`, as a job of the explicit triple."""
-    job = {
-        'PYTHONPATH': str(ROOT),
-        'JAX_PLATFORMS': 'cpu',
-        'JAX_COORDINATOR_ADDRESS': f'127.0.0.1:{free_port()}',
-        'JAX_NUM_PROCESSES': str(count),
-    }
+    """Starts `count` processes of a job that run `source`."""
     return [
-        subprocess.Popen(
-            [sys.executable, '-c', textwrap.dedent(source), *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **job, 'JAX_PROCESS_ID': str(rank), **variables},
-        )
-        for rank in range(count)
+        start_python(source, *arguments, **environment, **variables)
+        for environment in environments(count)
     ]
 
 

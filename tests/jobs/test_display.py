@@ -4,13 +4,14 @@ import io
 import logging
 import re
 import types
+from collections import defaultdict
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from qkattn.jobs import display
-from qkattn.jobs.display import LogHandler, Progress, Row, Screen, StudyLeft, interval
+from qkattn.jobs.display import LogHandler, Progress, Row, Screen, StudyLeft, interval, loss_text
 
 LABEL = 'shared_qk(key_norm=True,self_mask=True)/vo d_model=128 equal_shape learning_rate'
 
@@ -21,23 +22,18 @@ class Terminal(io.StringIO):
 
     def lines(self) -> list[str]:
         """What stands on it."""
-        rows, row, column = [''], 0, 0
+        rows, row, column = defaultdict(str), 0, 0
         for part in re.findall(r'\x1b\[[\d;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+', self.getvalue()):
-            if part == '\r':
-                column = 0
-            elif part == '\n':
-                row, column = row + 1, 0
-                rows += [''] * (row + 1 - len(rows))
+            if part in '\r\n':
+                row, column = row + (part == '\n'), 0
             elif part[0] != '\x1b':
-                rows[row] = (
-                    rows[row][:column].ljust(column) + part + rows[row][column + len(part) :]
-                )
+                rows[row] = rows[row][:column] + part
                 column += len(part)
             elif part[-1] == 'A':
                 row -= int(part[2:-1])
             elif part == '\x1b[2K':
                 rows[row] = ''
-        return [line.rstrip() for line in rows]
+        return [rows[n].rstrip() for n in range(max(row, *rows) + 1)]
 
 
 @pytest.fixture
@@ -119,22 +115,14 @@ def test_the_time_left_counts_evaluations_and_the_runs_to_come(show, clock, monk
 @pytest.mark.parametrize(
     ('loss', 'text'),
     [
-        (2.0, 'loss 2.0000 nats/token'),
-        (np.array([2.5, 2.0]), 'loss 2.0000 to 2.5000 nats/token'),
-        (
-            np.array([2.5, np.nan, 2.0]),
-            'loss 2.0000 to 2.5000 nats/token (1 of 3 trials not finite)',
-        ),
-        (np.array([np.nan, np.inf]), 'training loss not finite'),
-        (None, 'step 1/2, '),
+        (2.0, '2.0000'),
+        ([2.5, 2.0], '2.0000 to 2.5000'),
+        ([2.5, np.nan, 2.0], '2.0000 to 2.5000 (1 of 3 trials not finite)'),
+        ([np.nan, np.inf], 'not finite'),
     ],
 )
-def test_the_range_over_trials(loss, text, show):
-    with show(stream := io.StringIO(), 'x', 2) as progress:
-        progress.update(1, loss)
-        progress.evaluated(1, loss=2.5)  # a run by itself prints every evaluation
-    shown, evaluated = stream.getvalue().splitlines()
-    assert shown.endswith(text) and evaluated == 'step 1/2: validation loss 2.5000 nats/token'
+def test_the_loss_of_several_trials_is_their_range(loss, text):
+    assert loss_text(np.array(loss)) == text
 
 
 @pytest.mark.parametrize('columns', [60, 80, 140, 200])
@@ -217,15 +205,18 @@ def test_no_plain_stretch_is_silent_for_more_than_five_seconds(show, clock):
                 wait(3)
         progress.begin(0)
         wait(12)
-        for step in (1, 2):
-            progress.update(step, 1.5)
+        for step, loss in ((1, 1.5), (2, None)):
+            progress.update(step, loss)
             wait(17)
         with progress.phase('evaluating'):
             wait(9)
+        progress.evaluated(2, 2.5)  # of a run by itself
     times.append(clock.seconds)
     assert max(np.diff(times)) <= 5
-    lines = stream.getvalue().splitlines()
-    assert lines[0] == 'x: compiling ... 1 s' and lines.count(lines[-1]) == 1
+    first, *_, last = stream.getvalue().splitlines()
+    assert first == 'x: compiling ... 1 s'
+    assert re.search(r'^x: step 2/10, [\d:]+ left$', stream.getvalue(), re.M)  # without a loss
+    assert last == 'step 2/10: validation loss 2.5000 nats/token'
 
 
 def test_rows_of_several_processes_stand_below_whole_lines():

@@ -1,8 +1,8 @@
 """The launchers, stand-ins for the programs that they start, and hosts on this machine."""
 
+import contextlib
 import json
 import os
-import shlex
 import subprocess
 import sys
 import time
@@ -25,21 +25,34 @@ AWKWARD = (
     '--z=$(NAME) $$ é;&|',
 )
 
-# Stands for `.venv/bin/python -m qkattn`: writes its arguments, then ends with the next code of a
-# file; 'wait' ends with 75 on SIGTERM.
-PROGRAM = f"""#!{sys.executable}
-import json, os, signal, sys, time
-state = os.environ['HOME']
-with open(state + '/arguments', 'a') as file:
-    file.write(json.dumps([os.environ.get('TOKEN'), sys.argv[1:]]) + '\\n')
-codes = open(state + '/codes').read().split() if os.path.exists(state + '/codes') else ['0']
-open(state + '/codes', 'w').write(' '.join(codes[1:] or ['0']))
-if codes[0] == 'wait':
-    signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), sys.exit(75)))
-    open(state + '/waiting', 'w').close()
-    while True:
-        time.sleep(0.05)
-sys.exit(int(codes[0]))
+# Stands for `.venv/bin/python -m qkattn`. What its n-th start does is the n-th line of ~/plan, with
+# a word for each process of a job: ends with a code, also after the others (2-late) or with a child
+# left behind; on SIGTERM saves, for which it ends with 75, ignores it, or dies. By default it ends
+# with 0. It notes its starts in ~/starts once it is ready for signals.
+PROGRAM = f"""#!{sys.executable} -S
+import json, os, signal, subprocess, sys, time
+
+def save(*_):
+    time.sleep(0.3)
+    print('saved', flush=True)
+    os._exit(75)
+
+home, rank = os.environ['HOME'], int(os.environ.get('JAX_PROCESS_ID') or 0)
+plan = open(home + '/plan').read().splitlines() if os.path.exists(home + '/plan') else []
+with open(home + '/starts', 'a+') as file:
+    file.seek(0)
+    number = sum(json.loads(line)['rank'] == rank for line in file)
+    does = plan[number].split()[rank] if number < len(plan) else '0'
+    if does in ('saves', 'ignores'):
+        signal.signal(signal.SIGTERM, save if does == 'saves' else signal.SIG_IGN)
+    pids = [os.getpid(), *([subprocess.Popen(['sleep', '60']).pid] if does == 'leaves' else [])]
+    start = {{'rank': rank, 'pids': pids, 'env': {{**os.environ}}, 'arguments': sys.argv[1:]}}
+    print(json.dumps(start), file=file)
+print('arguments', *sys.argv[2:], flush=True)
+print('error', file=sys.stderr, flush=True)
+code, _, late = does.partition('-')
+time.sleep(0.5 if late else 60 if code in ('saves', 'ignores', 'dies') else 0)
+os._exit(0 if code == 'leaves' else int(code))
 """
 
 
@@ -70,19 +83,6 @@ def before_path(folder: Path) -> dict[str, str]:
     return {**os.environ, 'PATH': f'{folder}:{os.environ["PATH"]}'}
 
 
-def gcloud_commands(*flags: str, command: tuple[str, ...] = ()) -> list[list[str]]:
-    """The gcloud commands of a dry run of launch/tpu.py."""
-    words = shlex.split(dry_run('tpu', *flags, command=command))
-    starts = [k for k, word in enumerate(words) if word == 'gcloud'] + [len(words)]
-    return [words[a:b] for a, b in zip(starts, starts[1:], strict=False)]
-
-
-def remote(command: list[str]) -> str:
-    """What a gcloud command runs on hosts."""
-    (text,) = [word for word in command if word.startswith('--command=')]
-    return text.removeprefix('--command=')
-
-
 def until(holds, seconds: float = 30, why=lambda: 'it did not happen') -> None:
     end = time.monotonic() + seconds
     while not holds():
@@ -90,18 +90,8 @@ def until(holds, seconds: float = 30, why=lambda: 'it did not happen') -> None:
         time.sleep(0.05)
 
 
-def on_host(host: Path, command: str) -> subprocess.CompletedProcess:
-    """What sshd does with a command."""
-    environment = {**os.environ, 'HOME': str(host)}
-    line = ['bash', '-c', command]
-    return subprocess.run(line, cwd=host, env=environment, capture_output=True, text=True)
-
-
-def started(home: Path) -> list:
-    """(TOKEN, arguments) of every start of the stand-in."""
-    path = home / 'arguments'
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def state_of(host: Path) -> str:
-    return on_host(host, 'qkattn/launch/host.sh status').stdout.split(maxsplit=2)[2].strip()
+def starts(home: Path) -> list[dict]:
+    """The starts of PROGRAM: rank, process ids, variables and arguments."""
+    with contextlib.suppress(FileNotFoundError):
+        return [json.loads(line) for line in (home / 'starts').read_text().splitlines()]
+    return []

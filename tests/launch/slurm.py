@@ -18,6 +18,7 @@ from tests.jobs.jobs import free_port
 from tests.launch.launchers import LAUNCH, until
 
 PROGRAMS = ('slurmctld', 'slurmd', 'slurmstepd', 'sbatch', 'srun', 'scontrol', 'squeue', 'scancel')
+NODES = 2
 SEARCHED = os.pathsep.join([os.environ.get('PATH', ''), '/usr/sbin', '/sbin'])
 
 CONF = """\
@@ -61,8 +62,8 @@ def missing() -> list[str]:
 class Cluster:
     """A started cluster of nodes with 2 CPUs; a context that stops it with all that runs on it."""
 
-    def __init__(self, root: Path, nodes: int = 2):
-        self.root, self.nodes = root, nodes
+    def __init__(self, root: Path):
+        self.root = root
         self.environment = {
             **{n: v for n, v in os.environ.items() if not n.startswith(('SLURM', 'SBATCH'))},
             'PATH': SEARCHED,
@@ -74,7 +75,7 @@ class Cluster:
     def __enter__(self) -> 'Cluster':
         root, host = self.root, socket.gethostname().partition('.')[0]
         (root / 'state').mkdir(parents=True)
-        port, *ports = (free_port() for _ in range(1 + self.nodes))
+        port, *ports = (free_port() for _ in range(1 + NODES))
         text = CONF.format(root=root, host=host, port=port, user=getuser())
         controller = Path(str(shutil.which('slurmctld', path=SEARCHED)))
         # Packages that were unpacked and not installed have their plugins beside their programs.
@@ -85,12 +86,12 @@ class Cluster:
         (root / 'slurm.conf').write_text(text)
         self._start('slurmctld', '-D', '-i')
         stepd = str(shutil.which('slurmstepd', path=SEARCHED))
-        for n in range(1, 1 + self.nodes):
+        for n in range(1, 1 + NODES):
             (root / f'spool-127.0.0.{n}').mkdir()
             self._start('slurmd', '-D', '-d', stepd, '-N', f'127.0.0.{n}')
         idle = ['sinfo', '-h', '-p', 'low', '-t', 'idle', '-o', '%D']
         try:
-            until(lambda: self.call(*idle, check=False).strip() == str(self.nodes), 60, self.logs)
+            until(lambda: self.call(*idle, check=False).strip() == str(NODES), 60, self.logs)
         except BaseException:
             self.__exit__()
             raise

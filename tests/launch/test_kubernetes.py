@@ -38,6 +38,8 @@ CASES = {
     'study': ('--accelerator=v6e-8', '--workers=5', '--spot'),
     'gpu study': ('--accelerator=gpu-1x2', '--workers=2', '--volume=claim'),
 }
+# Pods, and chips of each.
+SIZES = dict(zip(CASES, [(4, 4), (1, 8), (8, 4), (2, 8), (3, 4), (5, 8), (2, 2)], strict=True))
 
 
 def rendered(*flags: str, arguments=AWKWARD) -> str:
@@ -87,7 +89,6 @@ def outcome(manifest: dict, code: int, disrupted: bool = False) -> str:
 
 def expanded(text: str, env: dict[str, str]) -> str:
     """An argument as the kubelet passes it on: $(NAME) replaced, $$ a dollar sign."""
-
     pattern = r'\$\$|\$\(([^)]*)\)'
     return re.sub(pattern, lambda m: '$' if m[1] is None else env.get(m[1], m[0]), text)
 
@@ -110,14 +111,17 @@ def test_every_field_is_known_and_has_its_type():
 
 
 @pytest.mark.parametrize('case', CASES)
-def test_arguments_arrive_unchanged_and_pods_have_time_to_save(case):
-    pod = pod_of(content(case))
+def test_pods_get_chips_unchanged_arguments_and_time_to_save(case):
+    job, pod = job_of(content(case)), pod_of(content(case))
     (container,) = pod['containers']
+    ((chip, count),) = container['resources']['limits'].items()
+    assert (job['parallelism'], job['completions'], count) == (SIZES[case][0], *SIZES[case])
+    gpus = 'gpu' in case
+    assert chip == ('nvidia.com/gpu' if gpus else 'google.com/tpu')
     env = {'HOME': '/root', 'NAME': 'replaced', 'id': 'replaced'}
     assert [expanded(one, env) for one in container['args']][1:] == list(AWKWARD)
     assert container['command'] == ['python', '-m', 'qkattn']
     assert pod['restartPolicy'] == 'Never'
-    gpus = 'nvidia.com/gpu' in container['resources']['limits']
     programs = {one['name']: one.get('value') for one in container['env']}
     assert programs['JAX_COMPILATION_CACHE_DIR'] == f'/runs/.jax-cache-{"gpu" if gpus else "tpu"}'
     text = json.dumps(pod)
@@ -127,30 +131,18 @@ def test_arguments_arrive_unchanged_and_pods_have_time_to_save(case):
     assert pod['terminationGracePeriodSeconds'] == (40 if case == 'any gpu' else 300)
 
 
-def test_hosts_and_accelerators():
-    sizes, nodes = {}, {}
-    for case in CASES:
-        job, pod = job_of(content(case)), pod_of(content(case))
-        ((chip, count),) = pod['containers'][0]['resources']['limits'].items()
-        sizes[case] = job['parallelism'], job['completions'], chip, count
-        nodes[case] = pod['nodeSelector']
-    assert sizes == {
-        'tpu': (4, 4, 'google.com/tpu', 4),
-        'tpu host': (1, 1, 'google.com/tpu', 8),
-        'v5p': (8, 8, 'google.com/tpu', 4),
-        'gpu': (2, 2, 'nvidia.com/gpu', 8),
-        'any gpu': (3, 3, 'nvidia.com/gpu', 4),
-        'study': (5, 5, 'google.com/tpu', 8),
-        'gpu study': (2, 2, 'nvidia.com/gpu', 2),
-    }
-    gke = 'cloud.google.com/gke-'
-    assert nodes['tpu'] == {
-        f'{gke}tpu-accelerator': 'tpu-v6e-slice',
-        f'{gke}tpu-topology': '4x4',
-        f'{gke}spot': 'true',
-    }
-    assert nodes['v5p'][f'{gke}tpu-topology'] == '2x4x4'
-    assert nodes['gpu'] == {f'{gke}accelerator': 'nvidia-h100-80gb'} and not nodes['any gpu']
+@pytest.mark.parametrize(
+    ('case', 'selected'),
+    [
+        ('tpu', {'tpu-accelerator': 'tpu-v6e-slice', 'tpu-topology': '4x4', 'spot': 'true'}),
+        ('v5p', {'tpu-accelerator': 'tpu-v5p-slice', 'tpu-topology': '2x4x4'}),
+        ('gpu', {'accelerator': 'nvidia-h100-80gb'}),
+        ('any gpu', {}),
+    ],
+)
+def test_nodes_are_selected_by_accelerator_and_topology(case, selected):
+    expected = {f'cloud.google.com/gke-{name}': value for name, value in selected.items()}
+    assert pod_of(content(case))['nodeSelector'] == expected
 
 
 def test_processes_find_each_other():
@@ -190,15 +182,14 @@ def test_exit_codes_decide_what_restarts(case):
 def test_sizes_of_slices_are_those_of_the_dry_run(monkeypatch):
     monkeypatch.syspath_prepend(str(LAUNCH))
     namespace = runpy.run_path(str(LAUNCH / 'kubernetes.py'))
-    seen = 0
+    names = []
     for kind, (_, cores, topologies, _) in namespace['TPUS'].items():
         for chips, topology in topologies.items():
-            name = f'{kind}-{cores * chips}'
+            names.append(name := f'{kind}-{cores * chips}')
             machine, pod = namespace['hardware'](name), pods.pod_of(name)
             assert tuple(map(int, topology.split('x'))) == pod.shape, name
             assert (machine.hosts, machine.chips) == (pod.hosts, pod.chips // pod.hosts), name
-            seen += 1
-    assert seen == 36
+    assert len(names) == 36
     for kind in set(namespace['GPUS']) & set(pods.CHIPS):
         assert namespace['hardware'](f'{kind}-16x8').hosts == pods.pod_of(f'{kind}-16x8').hosts
 

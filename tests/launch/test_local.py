@@ -1,65 +1,32 @@
 """launch/local.py: command lines; and jobs of small stand-ins for qkattn's processes."""
 
 import contextlib
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.launch.launchers import LAUNCH, dry_run, stand_in, until
+from tests.launch.launchers import LAUNCH, PROGRAM, dry_run, stand_in, starts, until
 
-LAUNCHER = LAUNCH / 'local.py'
 TRAIN = ('train', '--config=small', '--workdir=runs/small')
 
-# A process that reads what to do in its n-th start from plan.json: [[rank 0, rank 1], ...].
-PROCESS = """#!{python} -S
-import json, os, signal, sys, time
-rank = int(os.environ.get('JAX_PROCESS_ID', '0'))
-try:
-    start = len(open(f'starts.{{rank}}').readlines())
-except FileNotFoundError:
-    start = 0
-with open(f'starts.{{rank}}', 'a') as file:
-    print(os.getpid(), file=file)
-does = json.load(open('plan.json'))[start][rank]
-if 'saves' in does:
-    def save(number, frame):
-        time.sleep(0.3)
-        print('saved', flush=True)
-        os._exit(does['saves'])
-    signal.signal(signal.SIGTERM, save)
-elif 'ignores' in does:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-print('arguments', *sys.argv[2:], flush=True)
-print('error', file=sys.stderr, flush=True)
-if 'exit' in does:
-    time.sleep(does.get('after', 0))
-    os._exit(does['exit'])
-time.sleep(60)
-"""
 
-
-def start(directory: Path, plan: list, *flags: str) -> subprocess.Popen:
-    (directory / 'plan.json').write_text(json.dumps(plan))
-    stand_in(directory / 'venv/bin/python', PROCESS.format(python=sys.executable))
+def start(directory: Path, plan: str, *flags: str) -> subprocess.Popen:
+    """Starts a job of two processes, whose starts do what the lines of the plan say."""
+    (directory / 'plan').write_text(plan)
+    stand_in(directory / 'venv/bin/python', PROGRAM)
     return subprocess.Popen(
-        [sys.executable, LAUNCHER, *flags, '--', *TRAIN],
+        [sys.executable, LAUNCH / 'local.py', '--processes=2', *flags, '--', *TRAIN],
         cwd=directory,
-        env={**os.environ, 'QKATTN_VENV': str(directory / 'venv')},
+        env={**os.environ, 'QKATTN_VENV': str(directory / 'venv'), 'HOME': str(directory)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def pids(directory: Path) -> list[int]:
-    return [int(line) for path in directory.glob('starts.*') for line in path.read_text().split()]
 
 
 def alive(pid: int) -> bool:
@@ -86,47 +53,43 @@ def test_a_dry_run_prints_what_would_be_started():
 
 
 @pytest.mark.parametrize(
-    ('plan', 'code', 'starts', 'words'),
+    ('plan', 'code', 'number', 'words'),
     [
-        ([[{'exit': 0}, {'exit': 0}]], 0, 1, ''),
-        ([[{'exit': 75}, {'exit': 75}], [{'exit': 0}, {'exit': 0}]], 0, 2, 'starting again'),
-        ([[{'exit': 2, 'after': 0.5}, {'exit': 2}]], 2, 1, ''),
+        ('0 0', 0, 1, ''),
+        ('75 75\n0 0', 0, 2, 'starting again'),
+        ('2-late 2', 2, 1, ''),
         # The others save and end with 75, or kill themselves: the first failure counts.
-        ([[{'exit': 75, 'after': 0.5}, {'exit': 2}]], 2, 1, ''),
-        ([[{'exit': 7}, {'exit': 75, 'after': 0.5}]] * 2, 7, 2, 'no retry is left of 1'),
-        ([[{'exit': 1}, {'exit': 0}], [{'exit': 75}, {'exit': 75}], [{'exit': 0}] * 2], 0, 3, ''),
+        ('75-late 2', 2, 1, ''),
+        ('7 75-late\n7 75-late', 7, 2, 'no retry is left of 1'),
+        ('1 0\n75 75\n0 0', 0, 3, ''),
     ],
-    ids=['done', '75', '2', '2 first', 'crashes', 'crash and 75'],
 )
-def test_a_job_is_started_again_by_its_exit_code(plan, code, starts, words, tmp_path):
-    job = start(tmp_path, plan, '--processes=2', '--retries=1')
+def test_a_job_is_started_again_by_its_exit_code(plan, code, number, words, tmp_path):
+    job = start(tmp_path, plan, '--retries=1')
     out, errors = job.communicate(timeout=60)
     assert (job.returncode, words in errors) == (code, True), errors
-    assert len(pids(tmp_path)) == 2 * starts
     arguments = 'arguments qkattn train --config=small --workdir=runs/small'
-    assert sorted(out.splitlines()) == sorted([f'[{r}] {arguments}' for r in (0, 1)] * starts)
+    assert sorted(out.splitlines()) == sorted([f'[{r}] {arguments}' for r in (0, 1)] * number)
     assert {'[0] error', '[1] error'} <= set(errors.splitlines())
-
-
-SAVES = {'saves': 75}
 
 
 @pytest.mark.parametrize(
     ('plan', 'number', 'code', 'saved'),
     [
-        ([SAVES, SAVES], signal.SIGTERM, 75, 2),
-        ([SAVES, SAVES], signal.SIGINT, 75, 2),
-        ([SAVES, {'ignores': True}], signal.SIGTERM, 128 + signal.SIGKILL, 1),
-        ([{}, {'exit': 1}], None, 1, 0),  # the first waits for a process that has ended
-        ([SAVES, SAVES], signal.SIGKILL, -signal.SIGKILL, 0),
+        ('saves saves', signal.SIGTERM, 75, 2),
+        ('saves saves', signal.SIGINT, 75, 2),
+        ('saves ignores', signal.SIGTERM, 128 + signal.SIGKILL, 1),
+        ('dies 1', None, 1, 0),  # the first waits for a process that has ended
+        ('leaves leaves', None, 0, 0),
+        ('saves saves', signal.SIGKILL, -signal.SIGKILL, 0),
     ],
 )
 def test_all_may_save_and_who_does_not_end_in_time_is_killed(plan, number, code, saved, tmp_path):
-    job = start(tmp_path, [plan], '--processes=2', '--grace=2', '--retries=0')
-    until(lambda: len(pids(tmp_path)) == 2)
-    time.sleep(0.3)  # they install their handlers
+    """Also what a process has started and left behind, which holds its standard output."""
+    job = start(tmp_path, plan, '--grace=2', '--retries=0')
+    until(lambda: len(starts(tmp_path)) == 2)
     if number is not None:
         job.send_signal(number)
     out, errors = job.communicate(timeout=30)
     assert (job.returncode, out.count('saved')) == (code, saved), errors
-    until(lambda: not any(map(alive, pids(tmp_path))))
+    until(lambda: not any(alive(pid) for start in starts(tmp_path) for pid in start['pids']))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from qkattn.jobs.detection import TRIPLE
 from tests.launch.launchers import (
     AWKWARD,
     LAUNCH,
@@ -20,7 +21,7 @@ from tests.launch.launchers import (
     dry_run,
     launch,
     stand_in,
-    started,
+    starts,
 )
 
 PYTHON = os.environ.get('QKATTN_TEST_SKY_PYTHON')
@@ -76,15 +77,13 @@ def test_skypilot_reads_the_tasks_as_they_are_and_as_they_are_filled_in(tmp_path
 def on_node(folder: Path, text: str, **variables: str) -> dict[str, str | None]:
     """Executes `run` as a node does; returns the triple that the program got."""
     stand_in(folder / 'launch/supervise.sh', (LAUNCH / 'supervise.sh').read_text())
-    names = ['JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID']
-    dump = f"json.dump({{n: os.environ.get(n) for n in {names}}}, open(state + '/triple', 'w'))\n"
-    stand_in(folder / '.venv/bin/python', PROGRAM.replace('codes =', dump + 'codes =', 1))
+    stand_in(folder / '.venv/bin/python', PROGRAM)
     stand_in(folder / 'gpus/nvidia-smi', '#!/bin/sh\n')
     environment = {'PATH': os.environ['PATH'], 'HOME': str(folder), 'RETRIES': '3', **variables}
     script = yaml.safe_load(text)['run']
     done = subprocess.run(['bash', '-c', script], cwd=folder, env=environment)
     assert done.returncode == 0
-    return json.loads((folder / 'triple').read_text())
+    return {name: starts(folder)[-1]['env'].get(name) for name in TRIPLE}
 
 
 def test_arguments_arrive_unchanged_and_processes_find_each_other(tmp_path):
@@ -94,18 +93,15 @@ def test_arguments_arrive_unchanged_and_processes_find_each_other(tmp_path):
         'SKYPILOT_NODE_IPS': '10.0.0.7\n10.0.0.8',
         'SKYPILOT_NODE_RANK': '1',
     }
-    assert on_node(tmp_path, text, SKYPILOT_NUM_NODES='2', **node) == {
-        'JAX_COORDINATOR_ADDRESS': '10.0.0.7:8476',
-        'JAX_NUM_PROCESSES': '2',
-        'JAX_PROCESS_ID': '1',
-    }
+    triple = dict(zip(TRIPLE, ('10.0.0.7:8476', '2', '1'), strict=True))
+    assert on_node(tmp_path, text, SKYPILOT_NUM_NODES='2', **node) == triple
     # One node, or the hosts of a TPU slice, which know each other.
     assert not any(on_node(tmp_path, text, SKYPILOT_NUM_NODES='1', **node).values())
     node['PATH'] = os.environ['PATH']
     assert not any(on_node(tmp_path, text, SKYPILOT_NUM_NODES='2', **node).values())
     study, _ = rendered(GPUS, '--workers=1', command=('ablate', *AWKWARD))
     assert not any(on_node(tmp_path, study).values())
-    arguments = [words[2:] for _, words in started(tmp_path)]
+    arguments = [start['arguments'][2:] for start in starts(tmp_path)]
     assert arguments == [['train', *AWKWARD, 'a\r\x07\tb']] * 3 + [['ablate', *AWKWARD]]
 
 

@@ -1,6 +1,14 @@
-"""launch/slurm.py and launch/slurm.sbatch: command lines, and jobs of a real Slurm on loopback."""
+"""launch/slurm.py and launch/slurm.sbatch: command lines, and jobs of a real Slurm on loopback.
 
+Its jobs run stand-ins for qkattn; a slow one trains.
+"""
+
+import contextlib
+import os
+import re
+import signal
 import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -8,7 +16,8 @@ import pytest
 
 from tests.launch import launchers
 from tests.launch.launchers import AWKWARD, ROOT, dry_run
-from tests.launch.slurm import Jobs
+from tests.launch.slurm import Cluster, Jobs, missing
+from tests.train.conftest import assert_same_run
 
 TRAIN = ('--', 'train', '--config=small', '--workdir=runs/small')
 
@@ -44,6 +53,17 @@ def test_a_dry_run_prints_the_script_and_a_command_that_a_shell_can_run(tmp_path
     assert arguments[4:] == list(study[1:])
 
 
+@pytest.fixture(scope='module')
+def cluster(tmp_path_factory):
+    """A private Slurm of two nodes."""
+    if missing():
+        pytest.skip(
+            f'a private Slurm needs {", ".join(missing())} (Debian: slurmctld slurmd slurm-client)'
+        )
+    with Cluster(tmp_path_factory.mktemp('slurm') / 'cluster') as started:
+        yield started
+
+
 @pytest.fixture
 def stand_in(cluster, tmp_path):
     """Jobs whose processes run the shell script stand_in.sh of the directory as qkattn."""
@@ -52,9 +72,10 @@ def stand_in(cluster, tmp_path):
     return Jobs(cluster, tmp_path, tmp_path / 'venv')
 
 
-def behave(jobs: Jobs, script: str) -> None:
-    """What the processes of a job do: $1 is the command, SLURM_PROCID the rank."""
+def submit(jobs: Jobs, script: str, *arguments: object) -> str:
+    """A job whose processes run a script: $1 is the command, SLURM_PROCID the rank."""
     (jobs.directory / 'stand_in.sh').write_text(script)
+    return jobs.submit(*arguments)
 
 
 # A process that saves when it is asked to, as training does.
@@ -65,16 +86,6 @@ for _ in {1..600}; do sleep .1; done
 """
 
 
-def fails(rank: int, code: int) -> str:
-    """A script whose process `rank` fails once the other has begun, which saves and ends.
-
-    A process that has not begun dies of the SIGTERM of srun, which counts as a crash.
-    """
-    begun = f'started-{1 - rank}-${{SLURM_RESTART_COUNT:-0}}'
-    failure = f'until [[ -e {begun} ]]; do sleep .1; done; exit {code}'
-    return f'if [[ $SLURM_PROCID = {rank} ]]; then {failure}; fi\n{SAVES}'
-
-
 def started(jobs: Jobs, job: str, restart: int = 0, processes: int = 2) -> None:
     """Waits until all processes of a start have begun."""
     files = [jobs.directory / f'started-{rank}-{restart}' for rank in range(processes)]
@@ -82,8 +93,8 @@ def started(jobs: Jobs, job: str, restart: int = 0, processes: int = 2) -> None:
 
 
 def test_every_process_gets_the_arguments_unchanged(stand_in):
-    behave(stand_in, 'printf "%s\\0" "$@" $JAX_COORDINATOR_PORT >$SLURM_JOB_ID-$SLURM_PROCID')
-    jobs = [stand_in.submit('--nodes=2', *TRAIN, *AWKWARD) for _ in range(2)]
+    script = 'printf "%s\\0" "$@" $JAX_COORDINATOR_PORT >$SLURM_JOB_ID-$SLURM_PROCID'
+    jobs = [submit(stand_in, script, '--nodes=2', *TRAIN, *AWKWARD) for _ in range(2)]
     ports = Counter()
     for job in jobs:
         assert stand_in.cluster.end(job) == ('COMPLETED', '0:0', 0), stand_in.log(job)
@@ -103,8 +114,11 @@ def test_every_process_gets_the_arguments_unchanged(stand_in):
 def test_a_crash_of_one_process_is_retried_and_a_wrong_setting_is_not(
     rank, code, restarts, words, stand_in
 ):
-    behave(stand_in, fails(rank, code))
-    job = stand_in.submit('--nodes=2', '--retries=1', *TRAIN)
+    # One that has not begun when the other fails dies of srun's SIGTERM, which counts as a crash.
+    begun = f'started-{1 - rank}-${{SLURM_RESTART_COUNT:-0}}'
+    failure = f'until [[ -e {begun} ]]; do sleep .1; done; exit {code}'
+    script = f'if [[ $SLURM_PROCID = {rank} ]]; then {failure}; fi\n{SAVES}'
+    job = submit(stand_in, script, '--nodes=2', '--retries=1', *TRAIN)
     assert stand_in.cluster.end(job) == ('FAILED', f'{code}:0', restarts), stand_in.log(job)
     log = stand_in.log(job)
     assert log.count('process 1 on 127.0.0.2 ended with exit code 1\n') == 2 * restarts
@@ -114,17 +128,13 @@ def test_a_crash_of_one_process_is_retried_and_a_wrong_setting_is_not(
 
 def test_a_job_that_is_asked_to_stop_or_preempted_goes_on_and_may_still_crash(stand_in):
     """Slurm sends SIGTERM to the processes before the time limit, as scancel --signal does."""
-    behave(
-        stand_in,
-        f"""case $SLURM_RESTART_COUNT in
-        '' | 1)
-            {SAVES}
-            ;;
+    script = f"""
+    case $SLURM_RESTART_COUNT in
+        '' | 1) {SAVES} ;;
         2) exit 3 ;;
         *) echo finished ;;
-        esac""",
-    )
-    job = stand_in.submit('--nodes=2', '--retries=1', *TRAIN)
+    esac"""
+    job = submit(stand_in, script, '--nodes=2', '--retries=1', *TRAIN)
     started(stand_in, job)
     stand_in.cluster.call('scancel', '--signal=TERM', job)
     started(stand_in, job, restart=1)
@@ -139,15 +149,14 @@ def test_a_job_that_is_asked_to_stop_or_preempted_goes_on_and_may_still_crash(st
 @pytest.mark.slow
 def test_a_job_is_requeued_three_minutes_before_its_time_limit(stand_in):
     """Limits are whole minutes, and Slurm looks at them about once a minute."""
-    behave(stand_in, f'[[ -z $SLURM_RESTART_COUNT ]] || exit 0; {SAVES.replace("600", "2400")}')
-    job = stand_in.submit('--nodes=2', '--time=4', *TRAIN)
+    script = f'[[ -z $SLURM_RESTART_COUNT ]] || exit 0; {SAVES.replace("600", "2400")}'
+    job = submit(stand_in, script, '--nodes=2', '--time=4', *TRAIN)
     assert stand_in.cluster.end(job) == ('COMPLETED', '0:0', 1), stand_in.log(job)
     assert f'job {job} stopped with a checkpoint and is requeued' in stand_in.log(job)
 
 
 def test_a_cancelled_job_stays_cancelled(stand_in):
-    behave(stand_in, SAVES)
-    job = stand_in.submit(*TRAIN)
+    job = submit(stand_in, SAVES, *TRAIN)
     started(stand_in, job, processes=1)
     stand_in.cluster.call('scancel', job)
     assert stand_in.cluster.end(job)[::2] == ('CANCELLED', 0), stand_in.log(job)
@@ -156,7 +165,83 @@ def test_a_cancelled_job_stays_cancelled(stand_in):
 
 def test_a_worker_that_crashes_requeues_itself_alone(stand_in):
     """The last task of an array has the array's own number."""
-    behave(stand_in, '[[ $SLURM_ARRAY_TASK_ID$SLURM_RESTART_COUNT != 2 ]]')
-    array = stand_in.submit('--workers=2', '--', 'ablate', '--workdir=x')
+    script = '[[ $SLURM_ARRAY_TASK_ID$SLURM_RESTART_COUNT != 2 ]]'
+    array = submit(stand_in, script, '--workers=2', '--', 'ablate', '--workdir=x')
     ends = [stand_in.cluster.end(f'{array}_{worker}') for worker in (1, 2)]
     assert ends == [('COMPLETED', '0:0', 0), ('COMPLETED', '0:0', 1)]
+
+
+# Training: preempted, killed, requeued, finished
+
+RUN = """
+from qkattn.config import *
+
+def get_config():
+    return to_config_dict(Config(
+        model=ModelConfig(d_model=16, num_layers=1, num_heads=2, context=16),
+        data=DataConfig(eval_sequences=8),
+        optimizer=OptimizerConfig(warmup_steps=2),
+        train=TrainConfig(num_steps=2000, batch_size=4, steps_per_dispatch=1, log_every=10,
+                          eval_every=500, checkpoint_every=500, lifting='map'),
+        mesh=MeshConfig(data=2),
+    ))
+"""
+
+
+@pytest.fixture
+def training(cluster, tmp_path, data_dir):
+    """Jobs that train for real, on one CPU device per process."""
+    jobs = Jobs(cluster, tmp_path, Path(sys.prefix))
+    jobs.environment |= {
+        'PYTHONPATH': str(ROOT),
+        'QKATTN_DATA': data_dir,
+        'JAX_PLATFORMS': 'cpu',
+        'XLA_FLAGS': '--xla_backend_optimization_level=0',
+    }
+    return jobs
+
+
+def kill(job: str, rank: int) -> None:
+    """Kills the process that trains as a rank of a job."""
+    wanted = {f'SLURM_JOB_ID={job}'.encode(), f'SLURM_PROCID={rank}'.encode()}
+    for path in Path('/proc').glob('[0-9]*'):
+        with contextlib.suppress(OSError):
+            variables = (path / 'environ').read_bytes().split(b'\0')
+            program, *_ = (path / 'cmdline').read_bytes().split(b'\0')
+            if wanted <= set(variables) and program.endswith(b'/python'):
+                return os.kill(int(path.name), signal.SIGKILL)
+    raise AssertionError(f'job {job} has no process {rank}')
+
+
+@pytest.mark.slow
+def test_a_run_of_two_nodes_that_is_preempted_and_crashes_ends_bitwise_equal(training):
+    (training.directory / 'run.py').write_text(RUN)
+    run = ('--nodes=2', '--', 'train', '--config=run.py')
+    job = training.submit(*run, '--workdir=undisturbed')
+    assert training.cluster.end(job) == ('COMPLETED', '0:0', 0), training.log(job)
+    job = training.submit(*run, '--workdir=disturbed')
+    metrics = training.directory / 'disturbed/metrics.jsonl'
+
+    def lines() -> int:
+        return metrics.read_bytes().count(b'\n') if metrics.exists() else 0
+
+    def steps_on() -> None:
+        before = lines()
+        training.cluster.wait(job, lambda _: lines() > before + 5)
+
+    steps_on()
+    training.preempt(job)
+    steps_on()
+    kill(job, 1)
+    steps_on()
+    state, code, restarts = training.cluster.end(job)
+    log = training.log(job)
+    print(log)
+    # At least: srun's delayed signals to the killed step can reach the next one, of the same name,
+    # because the test shortens the two minutes in between.
+    assert (state, code) == ('COMPLETED', '0:0') and restarts >= 2, log
+    assert 'DUE TO PREEMPTION' in log and len(re.findall(r'^0: resuming at step ', log, re.M)) >= 2
+    assert 'process 1 on 127.0.0.2 ended with exit code 137' in log
+    assert f'job {job} crashed (1 of at most 4 times) and is requeued' in log
+    assert f'job {job} is done' in log
+    assert_same_run(training.directory / 'disturbed', training.directory / 'undisturbed')

@@ -1,13 +1,42 @@
-"""TPU VMs: command lines, and what `watch` does with the states of a slice."""
+"""TPU VMs: command lines, what `watch` does with the states of a slice, and what runs on a host."""
 
 import importlib
+import os
+import shlex
+import shutil
+import signal
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from tests.launch.launchers import LAUNCH, TRAIN, WHERE, gcloud_commands, remote
+from tests.launch.launchers import (
+    AWKWARD,
+    LAUNCH,
+    PROGRAM,
+    TRAIN,
+    WHERE,
+    dry_run,
+    stand_in,
+    starts,
+    until,
+)
 
 KIND = '--accelerator=v6e-16'
+
+
+def gcloud_commands(*flags: str, command: tuple[str, ...] = ()) -> list[list[str]]:
+    """The gcloud commands of a dry run."""
+    head, *texts = dry_run('tpu', *flags, command=command).split('gcloud ')
+    assert not head
+    return [['gcloud', *shlex.split(text)] for text in texts]
+
+
+def remote(command: list[str]) -> str:
+    """What a gcloud command runs on hosts."""
+    (text,) = [word for word in command if word.startswith('--command=')]
+    return text.removeprefix('--command=')
 
 
 def test_a_dry_run_prints_each_command():
@@ -102,3 +131,97 @@ def test_watch_gives_up_on_a_verb_that_keeps_failing(module, monkeypatch, capsys
         module.watch(options)
     assert ended.value.code == 1
     assert capsys.readouterr().err == 'setup failed 2 times; the reason is above\n'
+
+
+# On a host: arguments, restarts, stops
+
+
+def on_host(host: Path, command: str) -> subprocess.CompletedProcess:
+    """What sshd does with a command."""
+    environment = {**os.environ, 'HOME': str(host)}
+    line = ['bash', '-c', command]
+    return subprocess.run(line, cwd=host, env=environment, capture_output=True, text=True)
+
+
+def state_of(host: Path) -> str:
+    return on_host(host, 'qkattn/launch/host.sh status').stdout.split(maxsplit=2)[2].strip()
+
+
+@pytest.fixture
+def host(tmp_path):
+    """A home directory like that of a host: the launchers' copy, and a stand-in for qkattn."""
+    if not shutil.which('flock') or not shutil.which('setsid'):
+        pytest.skip('flock and setsid of Linux are not installed')
+    launch = tmp_path / 'qkattn' / 'launch'
+    launch.mkdir(parents=True)
+    for name in ('host.sh', 'supervise.sh'):
+        shutil.copy(LAUNCH / name, launch)
+    stand_in(tmp_path / 'qkattn/.venv/bin/python', PROGRAM)
+    yield tmp_path
+    if state_of(tmp_path) == 'running':  # left by a test that failed
+        os.killpg(int((tmp_path / 'qkattn-run' / 'pid').read_text()), signal.SIGKILL)
+
+
+def test_arguments_arrive_unchanged(host):
+    (command,) = gcloud_commands('run', *WHERE, "--env=TOKEN=a 'b' $c", command=('train', *AWKWARD))
+    assert '--worker=all' in command
+    done = on_host(host, remote(command))
+    assert done.returncode == 0, done.stderr
+    until(lambda: state_of(host) == 'exit 0')
+    (start,) = starts(host)
+    assert start['env']['TOKEN'] == "a 'b' $c"
+    assert start['arguments'] == ['-m', 'qkattn', 'train', *AWKWARD]
+
+
+@pytest.mark.parametrize(
+    'codes, retries, number, ended',
+    [
+        ('0', 3, 1, 0),
+        ('2', 3, 1, 2),
+        ('75 75 75 75 75 0', 1, 6, 0),
+        ('1 75 1 0', 2, 4, 0),
+        ('1 1 1 1', 2, 3, 1),
+        ('1 2', 2, 2, 2),
+        ('139', 0, 1, 139),
+    ],
+)
+def test_what_is_started_again(host, codes, retries, number, ended):
+    (host / 'plan').write_text(codes.replace(' ', '\n'))
+    launch, program = host / 'qkattn' / 'launch', host / 'qkattn' / '.venv' / 'bin' / 'python'
+    flags = [f'--retries={retries}', '--delay=0', '--', str(program), *AWKWARD]
+    done = on_host(host, shlex.join([str(launch / 'supervise.sh'), *flags]))
+    assert (done.returncode, len(starts(host))) == (ended, number), done.stderr
+    assert {tuple(start['arguments']) for start in starts(host)} == {AWKWARD}
+
+
+def test_a_host_is_stopped_with_its_checkpoint_and_started_once(host):
+    assert state_of(host) == 'new'
+    (host / 'plan').write_text('saves\nsaves')
+    (run,) = gcloud_commands('run', *WHERE, command=TRAIN)
+    on_host(host, remote(run))
+    assert state_of(host) == 'running'
+    until(lambda: starts(host))
+    assert on_host(host, remote(run)).stdout == 'running already\n'
+    (stop,) = gcloud_commands('stop', *WHERE, '--grace=30')
+    assert on_host(host, remote(stop)).stdout == 'ended with exit code 75\n'
+    assert state_of(host) == 'exit 75' and len(starts(host)) == 1
+    assert on_host(host, remote(stop)).stdout == 'not running\n'
+    # A host that went down has a process id of before, and nobody holds its lock.
+    (host / 'qkattn-run' / 'exit').unlink()
+    assert state_of(host) == 'lost'
+
+
+def test_setup_updates_no_packages_of_a_job_and_a_stop_that_is_too_slow_is_reported(host):
+    (host / 'plan').write_text('0\n0\nsaves')
+    stand_in(host / 'qkattn/launch/venv.sh', '#!/bin/sh\n')
+    (host / 'qkattn' / '.venv' / 'qkattn-stamp').touch()
+    assert on_host(host, 'qkattn/launch/host.sh setup').returncode == 0
+    update = ['-m', 'pip', 'install', '--quiet', '-r', 'requirements.txt']
+    assert starts(host)[0]['arguments'] == update and len(starts(host)) == 2
+    on_host(host, remote(gcloud_commands('run', *WHERE, command=TRAIN)[0]))
+    until(lambda: len(starts(host)) == 3)
+    assert on_host(host, 'qkattn/launch/host.sh setup').returncode == 0
+    assert len(starts(host)) == 4 and starts(host)[3]['arguments'] != update
+    done = on_host(host, 'qkattn/launch/host.sh stop 0.05')
+    assert (done.returncode, done.stderr) == (1, 'still saving after 0.05 s\n')
+    until(lambda: state_of(host) == 'exit 75')

@@ -45,7 +45,6 @@ def test_an_object_is_replaced_only_in_the_generation_that_was_read(bucket):
     second = buckets.write(path, b'yours', first).generation
     buckets.delete(path, first)
     assert buckets.read(path)[:2] == (b'yours', second)
-
     buckets.delete(path)
     with pytest.raises(FileNotFoundError):
         buckets.read(path)

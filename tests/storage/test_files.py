@@ -7,13 +7,7 @@ import pwd
 import pytest
 
 from qkattn.errors import ConfigError, DiskError, RunDirectoryError
-from qkattn.storage.files import (
-    check_directory,
-    expanded,
-    make_directory,
-    replacing,
-    write_atomic,
-)
+from qkattn.storage.files import check_directory, expanded, make_directory, replacing, write_atomic
 from tests.processes import umask
 
 

@@ -10,8 +10,8 @@ import datetime
 import errno
 import json
 import os
-import resource
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from qkattn.errors import DiskError
 from qkattn.storage import leases
 from qkattn.storage.files import make_directory, write_atomic
 from qkattn.storage.leases import locked
-from tests.processes import start_python
+from tests.processes import file_size_limit, start_python
 
 HOUR = 3600.0
 EXPIRY = 60.0
@@ -30,12 +30,9 @@ EXPIRY = 60.0
 HOLD = """
     import sys, time
     from qkattn.storage import files, leases
-    leases._BEATS = 1200
-    with leases.acquire(files.as_path(sys.argv[1]), 'run', expiry=60.0) as lease:
-        print('holding', flush=True)
-        while not lease.lost:
-            time.sleep(0.01)
-    print('left', flush=True)
+    leases.acquire(files.as_path(sys.argv[1]), 'run')
+    print('holding', flush=True)
+    time.sleep(60)
 """
 
 
@@ -96,18 +93,6 @@ def clock(monkeypatch):
     return skipped
 
 
-@contextlib.contextmanager
-def started(source: str, directory: Path):
-    """A process that has printed its first line, 'holding'."""
-    process = start_python(source, directory)
-    try:
-        assert process.stdout.readline() == 'holding\n', process.stderr.read()
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
 def wait_until(condition) -> None:
     end = time.monotonic() + 120
     while not condition():
@@ -150,32 +135,23 @@ def test_a_holder_gives_up_before_its_lease_expires(disk, clock):
 def test_a_heartbeat_is_retried_and_one_that_is_late_does_not_count(
     disk, monkeypatch, clock, frequent
 ):
-    renew, calls, failing, late = leases._File.renew, {True: 0, False: 0}, [True], [0.0]
+    renew, calls, does = leases._File.renew, Counter(), 'work'
 
     def renewal(lease):
-        clock[0] += late[0]
-        calls[failing[0]] += 1
-        if failing[0]:
+        calls[does] += 1
+        if does == 'fail':
             raise OSError(errno.EIO, 'Input/output error')
+        clock[0] += 0.2 * EXPIRY * (does == 'come late')
         return renew(lease)
-
-    def wait_for(fails):
-        failing[0], end = fails, calls[fails] + 3
-        wait_until(lambda: calls[fails] >= end)
 
     monkeypatch.setattr(leases._File, 'renew', renewal)
     with disk.acquire(expiry=EXPIRY) as held:
-        wait_for(True)
-        clock[0] += 0.5 * EXPIRY
-        assert not held.lost
-        wait_for(False)
-        clock[0] += 0.9 * EXPIRY  # more than the expiry since the last heartbeat that failed
-        assert not held.lost
-        wait_for(False)
-        wait_for(True)
-        clock[0] += 0.9 * EXPIRY
-        assert not held.lost
-        late[0], failing[0] = 0.2 * EXPIRY, False
+        # Every 0.9 is counted from the last heartbeat that worked, none from one that failed.
+        for does, later in (('fail', 0.5), ('work', 0.9), ('work', 0.0), ('fail', 0.9)):
+            wait_until(lambda does=does, end=calls[does] + 3: calls[does] >= end)
+            clock[0] += later * EXPIRY
+            assert not held.lost
+        does = 'come late'
         wait_until(lambda: held.lost)
     assert not held._thread.is_alive() and disk.holders() == {}
 
@@ -213,11 +189,12 @@ def test_leaving_frees_the_run_at_once_and_stops_the_heartbeat(storage, error):
 
 
 def test_the_lease_of_a_killed_process_is_free_at_once(storage):
-    with started(HOLD, storage.directory) as process:
-        assert storage.holders()['run'].startswith(f'process {process.pid} on ')
-        process.kill()
-        process.wait()
-        assert storage.holders() == {}
+    process = start_python(HOLD, storage.directory)
+    assert process.stdout.readline() == 'holding\n', process.stderr.read()
+    assert storage.holders()['run'].startswith(f'process {process.pid} on ')
+    process.kill()
+    process.wait()
+    assert storage.holders() == {}
 
 
 @pytest.mark.parametrize(
@@ -245,13 +222,8 @@ def test_a_lease_holds_a_run_until_it_expires(storage, monkeypatch, age, expiry,
 
 
 def test_a_lease_that_a_full_disk_cuts_holds_nothing(disk):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-    try:
-        with pytest.raises(DiskError, match='a file is larger than this process may write'):
-            disk.acquire()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with file_size_limit(0), pytest.raises(DiskError, match='larger than this process may write'):
+        disk.acquire()
     assert disk.holders() == {}
 
 

@@ -11,13 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from qkattn.config import (
-    Config,
-    OptimizerConfig,
-    TrialsConfig,
-    fingerprint,
-    to_json,
-)
+from qkattn.config import Config, OptimizerConfig, TrialsConfig, fingerprint, to_json
 from qkattn.errors import ConfigError, InUseError
 from qkattn.storage import run_directory
 from qkattn.storage.records import read_json

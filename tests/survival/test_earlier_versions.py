@@ -5,6 +5,7 @@ step 4; expected.json holds the losses of the same version undisturbed. The arch
 processor, so the steps after the checkpoint agree to rounding and no better.
 """
 
+import dataclasses
 import json
 import tarfile
 from pathlib import Path
@@ -12,11 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qkattn.config import Config, ControlsConfig, Study, from_json
+from qkattn.config import Config, TuningConfig, from_json
 from qkattn.storage.metrics_log import read_metrics
 from qkattn.storage.records import read_json
 from qkattn.study import worker
 from qkattn.train.loop import train
+from tests.study.test_plan import STUDY
 
 FIXTURES = Path(__file__).with_name('fixtures')
 EXPECTED = json.loads((FIXTURES / 'expected.json').read_text())
@@ -58,15 +60,9 @@ def test_a_study_of_an_earlier_version_goes_on_where_it_was_killed(tmp_path):
     killed = next(p.parent for p in path.glob('runs/*/lifting.json') if p.parent != finished.parent)
     before = (killed / 'metrics.jsonl').read_bytes().splitlines()
     ledger = (path / 'ledger.jsonl').read_bytes()
-    study = Study(
-        name='started earlier',
-        base=from_json(Config, read_json(path / 'study.json', {})['base']),
-        variants=('qk/vo', 'shared_qk/vo'),
-        sizes=('d_model=16',),
-        tolerance=0.1,
-        controls=ControlsConfig(equal_shape=False, longer=None),
-    )
-    worker.run(study, path)
+    base = from_json(Config, read_json(path / 'study.json', {})['base'])
+    fields = {'name': 'started earlier', 'sizes': ('d_model=16',), 'tolerance': 0.1}
+    worker.run(dataclasses.replace(STUDY, base=base, tuning=TuningConfig(), **fields), path)
     assert finished.stat().st_mtime_ns == written and not (finished.parent / 'checkpoints').exists()
     assert_kept(killed, before)
     lines = (path / 'results.jsonl').read_bytes()

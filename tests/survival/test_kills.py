@@ -6,6 +6,7 @@ trains, and the slow ones KILLS times, in any phase.
 
 import contextlib
 import dataclasses
+import functools
 import json
 import multiprocessing
 import os
@@ -14,29 +15,26 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
-import jax
-import numpy as np
 import pytest
 
-from qkattn.config import Config, ControlsConfig, Study
+from qkattn.config import Config, TuningConfig
 from qkattn.errors import Stopped
 from qkattn.jobs import bootstrap, signals
 from qkattn.jobs.display import Progress
 from qkattn.jobs.signals import EXIT_REQUEUE
-from qkattn.metrics import TIMES
 from qkattn.storage.buckets import is_url
 from qkattn.storage.files import as_path
 from qkattn.storage.metrics_log import read_metrics
-from qkattn.storage.records import read_json
 from qkattn.study import worker
 from qkattn.train.checkpoint import UNFINISHED
-from qkattn.train.exported import load_stack
 from qkattn.train.loop import train
 from tests.compiled_programs import FLAGS
-from tests.jobs.jobs import free_port
+from tests.jobs.jobs import environments
+from tests.study.test_plan import STUDY
+from tests.train.conftest import assert_same_run, without_times
 
 # Processes are forked from one that imported all, but for buckets: threads of TensorStore, which
 # writes to them, are not made for forks.
@@ -54,53 +52,12 @@ LINGER = {'training': 0.3, 'saving': 0.05, 'anywhere': 8.0}
 LIMIT = 600.0
 
 
-@dataclasses.dataclass
-class Kind:
-    """What is disturbed: a run or a study, by `count` processes, below a directory or a bucket."""
-
-    settings: Config | Study
-    root: str
-    count: int = 1
-    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-
-@pytest.fixture
-def kind(tiny, tmp_path, request, name, often):
-    """A run of two trials with dropout, of one layer, or a study of two of them."""
-    config = tiny(
-        model={'dropout': 0.1, 'num_layers': 1, 'd_model': 16},
-        optimizer={'name': 'muon'},
-        train={'num_steps': 60 if often else 24, 'eval_every': 6, 'checkpoint_every': 4},
-    )
-    if name == 'two processes':
-        mesh = dataclasses.replace(config.mesh, data=2)
-        return Kind(dataclasses.replace(config, mesh=mesh), str(tmp_path), 2)
-    if name == 'bucket':
-        server = request.getfixturevalue('bucket')
-        return Kind(config, 'gs://runs', environment=server.environment())
-    if name == 'study':
-        study = Study(
-            name='small',
-            base=config,
-            variants=('qk/vo', 'shared_qk/vo'),
-            sizes=('d_model=16',),
-            tolerance=0.1,
-            controls=ControlsConfig(equal_shape=False, longer=None),
-        )
-        return Kind(study, str(tmp_path))
-    return Kind(config, str(tmp_path))
-
-
-def to_end(kind: Kind, workdir: str, log: str, phase, rank: int, address: str) -> None:
+def to_end(settings, workdir: str, log: str, phase, environment: dict[str, str]) -> None:
     """What one process of a job runs, with the exit codes of the command."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)
-    os.environ['XLA_FLAGS'] = FLAGS.replace('device_count=8', 'device_count=1')
-    os.environ |= kind.environment
-    if kind.count > 1:
-        os.environ['JAX_COORDINATOR_ADDRESS'] = address
-        os.environ['JAX_NUM_PROCESSES'], os.environ['JAX_PROCESS_ID'] = str(kind.count), str(rank)
+    os.environ |= {'XLA_FLAGS': FLAGS.replace('device_count=8', 'device_count=1'), **environment}
     real_phase, real_begin = Progress.phase, Progress.begin
 
     @contextlib.contextmanager
@@ -121,7 +78,7 @@ def to_end(kind: Kind, workdir: str, log: str, phase, rank: int, address: str) -
     @signals.exit_on_signal()
     def main() -> None:
         bootstrap.start()
-        (train if isinstance(kind.settings, Config) else worker.run)(kind.settings, workdir)
+        (train if isinstance(settings, Config) else worker.run)(settings, workdir)
 
     code = 0
     try:
@@ -135,18 +92,21 @@ def to_end(kind: Kind, workdir: str, log: str, phase, rank: int, address: str) -
 
 
 class Job:
-    """A start of a run or a study, by one or several processes."""
+    """A start of a run or a study, by as many processes as its mesh has rows for."""
 
-    def __init__(self, kind: Kind, name: str, logs: Path):
-        workdir = f'{kind.root}/{name}'
+    def __init__(self, settings, workdir: str, logs: Path):
         self.workdir, self.logs = as_path(workdir), logs
         context = SPAWNS if is_url(workdir) else FORKS
-        self._phase, address = context.Value('i', 0), f'127.0.0.1:{free_port()}'
-        arguments = [
-            (kind, workdir, f'{logs}/{rank}.log', self._phase, rank, address)
-            for rank in range(kind.count)
+        self._phase = context.Value('i', 0)
+        count = getattr(settings, 'base', settings).mesh.data
+        logs.mkdir(exist_ok=True)
+        self.processes = [
+            context.Process(
+                target=to_end,
+                args=(settings, workdir, f'{logs}/{rank}.log', self._phase, environment),
+            )
+            for rank, environment in enumerate(environments(count) if count > 1 else [{}])
         ]
-        self.processes = [context.Process(target=to_end, args=args) for args in arguments]
         for process in self.processes:
             process.start()
 
@@ -199,31 +159,29 @@ class Job:
         return self.workdir
 
 
-def require_equal(one: Path, other: Path) -> None:
-    """Two finished runs, or studies, are one: parameters, optimizer state, metrics, results."""
-    if (one / 'study.json').exists():
-        plan, same = ((path / 'plan.jsonl').read_bytes() for path in (one, other))
-        assert plan == same
-        lines = [(path / 'results.jsonl').read_text().splitlines() for path in (one, other)]
-        require_same_results(*(map(json.loads, results) for results in lines))
-        for run in map(json.loads, plan.splitlines()):
-            require_equal(one / run['directory'], other / run['directory'])
-        return
-    for name in ('metrics.jsonl', 'documents.json'):
-        assert (one / name).read_bytes() == (other / name).read_bytes(), name
-    require_same_results(*(read_json(path / 'result.json', [{}]) for path in (one, other)))
-    (config, step, state), (_, other_step, other_state) = map(load_stack, (one, other))
-    assert step == other_step == config.train.num_steps
-    jax.tree.map(np.testing.assert_array_equal, state, other_state)
-    steps = [r['step'] for r in read_metrics(one / 'metrics.jsonl') if r['kind'] == 'train']
-    assert steps == list(range(1, step + 1))
-    left = [path.name for folder in (one, one / 'checkpoints') for path in folder.iterdir()]
-    assert not [name for name in left if name.endswith(('tmp', '.damaged', 'trash'))]
+def assert_same(one: Path, other: Path) -> None:
+    """Two finished runs, or studies, are one."""
+    if not (one / 'study.json').exists():
+        return assert_same_run(one, other)
+    plan, results = (
+        [list(map(json.loads, (path / name).read_text().splitlines())) for path in (one, other)]
+        for name in ('plan.jsonl', 'results.jsonl')
+    )
+    assert plan[0] == plan[1] and without_times(results[0]) == without_times(results[1])
+    for run in plan[0]:
+        assert_same_run(one / run['directory'], other / run['directory'])
 
 
-def require_same_results(*results) -> None:
-    one, other = ([{k: v for k, v in r.items() if k not in TIMES} for r in rs] for rs in results)
-    assert one == other
+@pytest.fixture(scope='module')
+def undisturbed(tmp_path_factory):
+    """The directory of a run or study that came to its end at once, by its settings."""
+
+    @functools.cache
+    def straight(settings) -> Path:
+        path = tmp_path_factory.mktemp('undisturbed')
+        return Job(settings, f'{path}/straight', path / 'logs').end()
+
+    return straight
 
 
 @pytest.mark.parametrize('name', ['run', 'two processes', 'study', 'bucket'])
@@ -235,8 +193,22 @@ def require_same_results(*results) -> None:
         (False, signal.SIGKILL),
     ],
 )
-def test_what_is_disturbed_ends_as_if_undisturbed(kind, name, often, number, tmp_path):
+def test_what_is_disturbed_ends_as_if_undisturbed(
+    tiny, undisturbed, request, tmp_path, name, often, number
+):
     """Started again and again, disturbed once each; when it is finished, another one is begun."""
+    settings = tiny(
+        model={'dropout': 0.1, 'num_layers': 1, 'd_model': 16},
+        optimizer={'name': 'muon'},
+        train={'num_steps': 60 if often else 12, 'eval_every': 6, 'checkpoint_every': 4},
+        mesh={'data': 2 if name == 'two processes' else 1},
+    )
+    root = tmp_path
+    if name == 'study':
+        settings = dataclasses.replace(STUDY, base=settings, tolerance=0.1, tuning=TuningConfig())
+    elif name == 'bucket':
+        request.getfixturevalue('bucket')  # which processes find through their environment
+        root = 'gs://runs'
     rng = random.Random(seed := os.environ.get('SEED') or str(time.time_ns()))
     print(f'SEED={seed}')
     moments = ['training']
@@ -246,17 +218,15 @@ def test_what_is_disturbed_ends_as_if_undisturbed(kind, name, often, number, tmp
         weights = {phase: weight for phase, weight in PHASES.items() if phase != left_out}
         kills = int(os.environ.get('KILLS', 20))
         moments = rng.choices([*weights], [*weights.values()], k=kills)
-    logs, seen, finished = tmp_path / 'logs', Counter(), 0
-    logs.mkdir()
-    straight = Job(dataclasses.replace(kind, root=str(tmp_path)), 'straight', logs).end()
+    straight, seen, finished = undisturbed(settings), Counter(), 0
     while moments:
-        job = Job(kind, f'run-{finished}', logs)
+        job = Job(settings, f'{root}/run-{finished}', tmp_path / 'logs')
         if job.linger(moments[0], rng):
             seen[job.phase()] += 1
             job.disturb(number, rng)
             moments.pop(0)
         else:
-            require_equal(job.end(), straight)
+            assert_same(job.end(), straight)
             finished += 1
-    require_equal(Job(kind, f'run-{finished}', logs).end(), straight)
+    assert_same(Job(settings, f'{root}/run-{finished}', tmp_path / 'logs').end(), straight)
     print(dict(seen), 'runs:', finished + 1)

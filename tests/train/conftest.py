@@ -1,18 +1,46 @@
-import functools
+"""Small runs; and what it means that two finished runs are one."""
 
+import functools
+from pathlib import Path
+
+import jax
+import numpy as np
 import pytest
 
 from qkattn.config import Config
+from qkattn.metrics import TIMES
+from qkattn.storage.metrics_log import read_metrics
+from qkattn.storage.records import read_json
 from qkattn.train import program
+from qkattn.train.exported import load_stack
 from qkattn.train.loop import train
 
 BUILD = program.build  # before any test replaces it
-
+SMALL = {'num_layers': 1, 'd_model': 16}
 PAIRS = [
     (f'{a} {b}', f'{b} und {a}')
     for a in ('one', 'two', 'three', 'four', 'five', 'six')
     for b in ('ox', 'cat', 'hen', 'dog', 'rat')
 ]
+
+
+def without_times(results: list[dict]) -> list[dict]:
+    return [{k: v for k, v in result.items() if k not in TIMES} for result in results]
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Two finished runs are one to the last bit, and the first left nothing else behind."""
+    for name in ('metrics.jsonl', 'documents.json'):
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+    results = [without_times(read_json(path / 'result.json', [{}])) for path in (one, other)]
+    assert results[0] == results[1]
+    (config, step, state), (_, other_step, other_state) = map(load_stack, (one, other))
+    assert step == other_step == config.train.num_steps
+    jax.tree.map(np.testing.assert_array_equal, state, other_state)
+    steps = [r['step'] for r in read_metrics(one / 'metrics.jsonl') if r['kind'] == 'train']
+    assert steps == list(range(config.train.log_every, step + 1, config.train.log_every))
+    left = [path.name for folder in (one, one / 'checkpoints') for path in folder.iterdir()]
+    assert not [name for name in left if name.endswith(('tmp', '.damaged', 'trash'))]
 
 
 @pytest.fixture
@@ -42,14 +70,13 @@ def programs_kept(built_once, monkeypatch):
 @pytest.fixture
 def small(tiny):
     """A run of two trials, quick to compile."""
-    return functools.partial(tiny, model={'num_layers': 1, 'd_model': 16})
+    return functools.partial(tiny, model=SMALL)
 
 
 @pytest.fixture(scope='session')
 def small_run(tiny, built_once, tmp_path_factory):
-    """The config of a finished run, quick to compile, and its directory, which tests only read."""
-    config = tiny(model={'num_layers': 1, 'd_model': 16})
-    path = tmp_path_factory.mktemp('small') / 'run'
+    """The config of a finished small run, and its directory, which tests only read."""
+    config, path = tiny(model=SMALL), tmp_path_factory.mktemp('small') / 'run'
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program, 'build', built_once)
         train(config, path)
@@ -72,10 +99,9 @@ def task(tiny, pairs_files, tmp_path_factory):
     """task('masked', model={...}): a tiny run of two trials."""
     cache = str(tmp_path_factory.getbasetemp() / 'task-data')
     pairs = {'name': 'parallel', 'path': str(pairs_files), 'languages': 'en-de', 'data_dir': cache}
-    encoder = {'kind': 'encoder', 'vocab_size': 257}
     settings = {
         'language': ({}, {}),
-        'masked': (encoder, {}),
+        'masked': ({'kind': 'encoder', 'vocab_size': 257}, {}),
         'translation': ({'kind': 'encoder_decoder', 'context': 32, 'source_context': 24}, pairs),
         'causal probe': ({'context': 7}, {'name': 'recall(pairs=2, keys=4, values=4)'}),
         'labelling probe': (
@@ -86,7 +112,7 @@ def task(tiny, pairs_files, tmp_path_factory):
 
     def make(name: str, **sections) -> Config:
         model, data = settings[name]
-        model = {'num_layers': 1, 'd_model': 16, 'scan_unroll': 1} | model
+        model = SMALL | {'scan_unroll': 1} | model
         given = {'model': model, 'data': data, 'train': {'num_steps': 8}, 'decode': {'beam': 2}}
         merged = {key: fields | sections.pop(key, {}) for key, fields in given.items()}
         return tiny(**merged, **sections)

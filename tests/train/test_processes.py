@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
+import re
 import shutil
 
 import jax
 import numpy as np
 import pytest
 
-from qkattn.config import ControlsConfig, MeshConfig, Study, to_json
+from qkattn.config import MeshConfig, TuningConfig, to_json
 from qkattn.storage import leases
 from qkattn.storage.metrics_log import read_metrics
 from qkattn.storage.records import read_json
@@ -17,6 +18,8 @@ from qkattn.train.exported import load_stack
 from qkattn.train.loop import train
 from tests.compiled_programs import FLAGS
 from tests.jobs.jobs import ended, start_job
+from tests.study.test_plan import STUDY
+from tests.train.conftest import SMALL
 
 # Trains a run, or works on a study, per line of a file; a rank with lines of its own takes them.
 # The results go to a file, since Gloo prints. Process 0 loses a run after LOST_AFTER dispatches.
@@ -77,13 +80,9 @@ def got(directory, job):
 def small(tiny):
     """A run of two trials on a mesh, quick to compile."""
 
-    def make(mesh=(), train=(), model=(), **sections):
-        config = tiny(
-            model={'num_layers': 1, 'd_model': 16, **dict(model)},
-            train={'num_steps': 8, 'batch_size': 16, **dict(train)},
-            **sections,
-        )
-        return dataclasses.replace(config, mesh=MeshConfig(**dict(mesh)))
+    def make(mesh={}, train={}, model={}, **sections):  # noqa: B006 (never changed)
+        train = {'num_steps': 8, 'batch_size': 16} | train
+        return tiny(model=SMALL | model, train=train, mesh=mesh, **sections)
 
     return make
 
@@ -92,19 +91,15 @@ def results_of(path):
     return read_json(path / 'result.json', [{}])
 
 
-def assert_same_run(one, other, tolerance=1e-5):
-    """Both have the same records, whose numbers agree to rounding."""
-    for a, b in zip(results_of(one), results_of(other), strict=True):
-        for name in ('val_loss', 'test_loss', 'val_induction_gain'):
-            assert a.get(name) == pytest.approx(b.get(name), abs=tolerance), name
-        for name in ('eval_tokens', 'eval_rows', 'status', 'diverged_at', 'val_bleu', 'val_chrf'):
-            assert a.get(name) == b.get(name)
-    for a, b in zip(*(read_metrics(path / 'metrics.jsonl') for path in (one, other)), strict=True):
-        assert (a['kind'], a['step']) == (b['kind'], b['step'])
-        assert a.get('loss') == pytest.approx(b.get('loss'), abs=tolerance)
-    a, b = (
-        json.loads((path / 'documents.json').read_text())['validation'] for path in (one, other)
-    )
+def assert_close(one, other):
+    """Two runs have the same records, whose numbers agree to rounding."""
+    equal = ('kind', 'step', 'eval_tokens', 'eval_rows', 'status', 'diverged_at', 'val_bleu')
+    records = ([*results_of(run), *read_metrics(run / 'metrics.jsonl')] for run in (one, other))
+    for a, b in zip(*records, strict=True):
+        assert [a.get(name) for name in equal] == [b.get(name) for name in equal]
+        for name in ('loss', 'val_loss', 'test_loss', 'val_induction_gain'):
+            assert a.get(name) == pytest.approx(b.get(name), abs=1e-5), name
+    a, b = (read_json(run / 'documents.json', {})['validation'] for run in (one, other))
     assert a['tokens'] == b['tokens']
     for a_C, b_C in zip(a['nats'], b['nats'], strict=True):
         assert a_C == pytest.approx(b_C, abs=1e-3)
@@ -119,7 +114,7 @@ def test_two_processes_are_one_with_all_their_devices(small, tmp_path):
     job = start(tmp_path / 'job', [*runs, too_small], devices=2, runs1=[*other, too_small])
     train(config, tmp_path / 'one')
     first, again, differs, apart, refused = got(tmp_path / 'job', job)
-    assert_same_run(tmp_path / 'two', tmp_path / 'one')
+    assert_close(tmp_path / 'two', tmp_path / 'one')
     assert first == again == results_of(tmp_path / 'two')
     assert 'uses 2 of the 4 devices of 2 processes; it must use all of them' in refused
     assert 'process 1 has other settings than process 0 (' in differs
@@ -154,7 +149,7 @@ def test_on_any_mesh_two_processes_are_one(small, pairs_files, tmp_path):
         train(config, tmp_path / 'one' / name)
     *_, of_measured = got(tmp_path / 'job', job)
     for name in configs:
-        assert_same_run(tmp_path / 'two' / name, tmp_path / 'one' / name)
+        assert_close(tmp_path / 'two' / name, tmp_path / 'one' / name)
     assert [r['status'] for r in results_of(tmp_path / 'two/diverges')].count('diverged') == 2
     # The lifting that process 0 has measured as the faster.
     lifting, seconds = read_json(tmp_path / 'measured/lifting.json', {}).values()
@@ -175,46 +170,43 @@ def rewound(path, to):
 def test_checkpoints_are_restored_by_other_numbers_of_processes_and_meshes(small, tmp_path):
     mesh = {'data': 2, 'fsdp': 2, 'tensor': 2}
     runs = [(small(mesh), tmp_path / name) for name in ('two', 'lost')]
-    job = start(tmp_path / 'job', runs, lost_after=15)  # process 0 of the second, in its step 5
+    job = start(tmp_path / 'job', runs, lost_after=15)  # process 0 of the second, in its step 7
     train(small(mesh), tmp_path / 'one')
-    assert got(tmp_path / 'job', job)[1] == f'{tmp_path / "lost"} was taken over at step 8'
+    # As soon as both know it.
+    assert re.fullmatch(
+        f'{tmp_path}/lost was taken over at step [78]', got(tmp_path / 'job', job)[1]
+    )
     assert sorted(p.name for p in (tmp_path / 'lost/checkpoints').iterdir()) == ['4']
     states = [load_stack(tmp_path / name)[2] for name in ('two', 'one')]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), *states)
     for i, other in enumerate([{'trial': 2, 'fsdp': 4}, {'data': 4}, {}]):
         path = rewound(tmp_path / 'two', tmp_path / f'two-{i}')
         train(small(other), path)
-        assert_same_run(path, tmp_path / 'two')
+        assert_close(path, tmp_path / 'two')
     # A file of the newest checkpoint that process 1 has written, and process 0 does not read.
     damaged = shutil.copytree(tmp_path / 'two', tmp_path / 'damaged')
     (damaged / 'result.json').unlink()
     for file in (damaged / 'checkpoints/8/state/ocdbt.process_1/d').iterdir():
         file.unlink()
     got(tmp_path / 'job', start(tmp_path / 'job', [(small(mesh), damaged)]))
-    assert_same_run(damaged, tmp_path / 'two')
+    assert_close(damaged, tmp_path / 'two')
     # Back, and to more processes: of one to two and of two to four; and as initial parameters.
     back = rewound(tmp_path / 'one', tmp_path / 'back')
     begun = small(mesh, {'init_from': str(tmp_path / 'one'), 'num_steps': 4})
     got(tmp_path / 'job', start(tmp_path / 'job', [(small(mesh), back), (begun, tmp_path / 'b2')]))
-    assert_same_run(back, tmp_path / 'one')
+    assert_close(back, tmp_path / 'one')
     train(begun, tmp_path / 'b1')
-    assert_same_run(tmp_path / 'b2', tmp_path / 'b1')
+    assert_close(tmp_path / 'b2', tmp_path / 'b1')
     four = rewound(tmp_path / 'two', tmp_path / 'four')
     job = start(tmp_path / 'job', [(small({'trial': 2, 'tensor': 2, 'data': 2}), four)], 4, 2)
     got(tmp_path / 'job', job)
-    assert_same_run(four, tmp_path / 'two')
+    assert_close(four, tmp_path / 'two')
 
 
 @pytest.mark.slow
 def test_a_worker_of_two_processes_ends_a_study_as_one_process_does(small, tmp_path):
-    study = Study(
-        name='small',
-        base=small({'data': 2, 'fsdp': 2, 'tensor': 2}),
-        variants=('qk/vo', 'shared_qk/vo'),
-        sizes=('d_model=16',),
-        tolerance=0.1,
-        controls=ControlsConfig(equal_shape=False, longer=None),
-    )
+    base = small({'data': 2, 'fsdp': 2, 'tensor': 2})
+    study = dataclasses.replace(STUDY, base=base, tolerance=0.1, tuning=TuningConfig())
     two, one = tmp_path / 'two', tmp_path / 'one'
     job = start(tmp_path / 'job', [(study, two), (study, two)])
     worker.run(study, one)
@@ -222,6 +214,6 @@ def test_a_worker_of_two_processes_ends_a_study_as_one_process_does(small, tmp_p
     plans = [(path / 'plan.jsonl').read_text() for path in (two, one)]
     assert plans[0] == plans[1] and len(plans[0].splitlines()) == 2
     for line in map(json.loads, plans[0].splitlines()):
-        assert_same_run(two / line['directory'], one / line['directory'])
+        assert_close(two / line['directory'], one / line['directory'])
     assert len((two / 'results.jsonl').read_text().splitlines()) == 4
     assert not leases.holders(two / 'leases') and len(list((two / 'leases').iterdir())) == 2

@@ -26,33 +26,6 @@ from qkattn.train.trials import Stack
 from tests.lanes import only
 
 
-def standard_error(nats_R, weights_R) -> float:
-    """Of a ratio of sums over rows, in float64; rows without targets do not count."""
-    nats_R, weights_R = np.asarray(nats_R, np.float64), np.asarray(weights_R, np.float64)
-    used = weights_R > 0
-    R, loss = used.sum(), nats_R.sum() / weights_R.sum()
-    squares = (nats_R - loss * weights_R)[used] ** 2
-    return math.sqrt(R / (R - 1) * squares.sum()) / weights_R.sum()
-
-
-@pytest.mark.parametrize('spread', [1.0, 0.003])
-def test_the_standard_error_is_that_of_a_ratio_over_rows(spread):
-    """Rows of up to 256 targets at 3 nats, which differ much or hardly at all, in float32."""
-    rng = np.random.default_rng(0)
-    nats_RT = np.float32(3 + spread * (rng.normal(size=(80, 1)) + rng.normal(size=(80, 256))))
-    weights_RT = np.float32(np.arange(256) < rng.integers(1, 257, (80, 1)))
-    weights_RT[71:] = 0  # rows of padding
-
-    def error(nats_RT, weights_RT):
-        arrays = weights_RT, nats_RT, np.zeros(nats_RT.shape, bool)
-        sums = jax.jit(lambda *a: metrics.row_sums(metrics.Predictions(None, *a)))(*arrays)
-        return metrics.standard_error({n: np.float64(a)[:, None] for n, a in sums.items()})
-
-    want = standard_error((nats_RT.astype(np.float64) * weights_RT).sum(-1), weights_RT.sum(-1))
-    np.testing.assert_allclose(error(nats_RT, weights_RT), [want], rtol=1e-4)
-    assert np.isnan(error(nats_RT[:1], weights_RT[:1])).all()
-
-
 @pytest.mark.parametrize(
     'name', only(['masked', 'labelling probe'], ['translation', 'masked', 'labelling probe'])
 )
@@ -81,22 +54,20 @@ def test_an_evaluation_is_a_mean_over_targets(task, name, monkeypatch, evaluatio
         logs_BTV = logits_BTV - np.log(np.exp(logits_BTV).sum(-1, keepdims=True))
         nats_BT = -np.take_along_axis(logs_BTV, batch['targets_BT'][..., None], -1)[..., 0] * used
         right_BT = logs_BTV.argmax(-1) == batch['targets_BT']
+        excess_B = nats_BT.sum(-1) - nats_BT[used].mean() * used.sum(-1)
         want = {
             'loss': (nats_BT[used].mean(), 1e-5),
             'accuracy': (right_BT[used].mean(), 1e-6),
             'solved': (np.mean([right_BT[b, used[b]].all() for b in range(len(used))]), 1e-6),
-            'loss_se': (standard_error(nats_BT.sum(-1), used.sum(-1)), 1e-4),
+            'loss_se': (np.std(excess_B, ddof=1) * len(used) ** 0.5 / used.sum(), 1e-4),
         }
         for metric, (value, rtol) in want.items():
             np.testing.assert_allclose(got.values[metric][x], value, rtol=rtol, err_msg=metric)
         nats_R = got.nats_RX[: len(used), x]
         np.testing.assert_allclose(nats_R, nats_BT.sum(-1), rtol=1e-5, atol=1e-5)
     assert got.num_targets == got.targets_R.sum() == batch['loss_weights_BT'].sum()
-    if 'probe' in name:
-        assert got.values['bits_per_byte'] is None
-    else:
-        bits_X = got.values['loss'] / math.log(2) / 2
-        np.testing.assert_allclose(got.values['bits_per_byte'], bits_X, rtol=1e-12)
+    bits = None if 'probe' in name else pytest.approx(got.values['loss'] / math.log(2) / 2)
+    assert got.values['bits_per_byte'] == bits
     stack.state['trials']['alive'] = jnp.array([True, False])
     loss_X = stack.evaluate('validation').values['loss']
     assert loss_X[0] == got.values['loss'][0] and np.isnan(loss_X[1])
@@ -108,27 +79,22 @@ def test_an_evaluation_is_a_mean_over_targets(task, name, monkeypatch, evaluatio
 
 @pytest.fixture
 def induction_of(monkeypatch):
-    """induction_of(config, answer): of models that predict `answer(tokens_BT)`, logits_BTV."""
+    """induction_of(config, answer): of two models that predict `answer(tokens_BT)`, logits_BTV."""
+
+    def on_targets(config, logits_BTV, batch, measure):
+        return measure(logits_BTV, batch['targets_BT'])
 
     def call(config, answer, alive=(True, True)):
-        def program_of(config, lifting, mesh, measure):
-            of_logits = jax.jit(lambda batch, logits_BTV: measure(config, logits_BTV, batch))
+        def measured(stack, measure, batch):
+            sums = measure(config, answer(batch['tokens_BT']), batch)
+            return {name: np.stack([rows_B, rows_B]) for name, rows_B in sums.items()}
 
-            def run(params, batch):
-                sums = of_logits(batch, answer(np.asarray(batch['tokens_BT'])))
-                return {n: np.repeat(np.asarray(a)[None], 2, axis=0) for n, a in sums.items()}
-
-            return run
-
-        def on_targets(config, logits_BTV, batch, measure):
-            return measure(logits_BTV, batch['targets_BT'])
-
-        monkeypatch.setattr(trials, 'stack_program', program_of)
         monkeypatch.setattr(trials, 'on_targets', on_targets)
+        monkeypatch.setattr(Stack, '_measure', measured)
         state = {'step': np.int32(7), 'trials': {'alive': np.array(alive), 'params': {}}}
         built = SimpleNamespace(mesh=make_mesh(MeshConfig()), lifting='map')
-        measured = Stack(config, built, rows_of(config), state).induction()
-        return measured and tuple(measured.values())
+        induction = Stack(config, built, rows_of(config), state).induction()
+        return induction and tuple(induction.values())
 
     return call
 
@@ -174,13 +140,13 @@ def test_attention_metrics_are_those_of_an_analysis_without_rows_that_pad():
     run = program.stack_program(config, 'map', make_mesh(config.mesh), trials.attention_means)
     heads = analyze(model, {'tokens_BT': tokens_BT}, induction=False)
 
-    def norm_of(*factors):
-        """Mean over layers of the norm of some factors together."""
-        return np.sqrt(sum(heads.values('parameter_norm', f) ** 2 for f in factors)).mean()
-
-    want = {
-        'qk_factor_norm': norm_of('score/w_q_DNH', 'score/w_k_DKH'),
-        'ov_factor_norm': norm_of('value/w_v_DKH', 'value/w_o_NHD'),
+    factors = {
+        'qk_factor_norm': ('score/w_q_DNH', 'score/w_k_DKH'),
+        'ov_factor_norm': ('value/w_v_DKH', 'value/w_o_NHD'),
+    }
+    want = {  # means over layers of the norm of both factors together
+        name: np.hypot(*(heads.values('parameter_norm', factor) for factor in both)).mean()
+        for name, both in factors.items()
     }
     for name in metrics.ATTENTION.keys() - want.keys():
         circuit, _, quantity = name.partition('_')
