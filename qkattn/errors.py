@@ -25,6 +25,10 @@ class MatchError(ConfigError):
     matched: tuple[Any, ...] = ()
 
 
+class CoarseError(MatchError):
+    """The models nearest in cost miss it by a part of a step; at other sizes they may not."""
+
+
 class RunDirectoryError(ConfigError):
     """A run directory cannot be used: it is in use, out of reach, or damaged."""
 

@@ -3,19 +3,24 @@
 import ast
 import dataclasses
 import typing
+from collections.abc import Sequence
 from typing import Any
 
 from qkattn.attention import registry
 from qkattn.config import Config, ControlsConfig, ModelConfig, Study
 from qkattn.config.setting import check_section
 from qkattn.data.tasks.task_registry import task_of
-from qkattn.errors import ConfigError, MatchError, SpecError
+from qkattn.errors import CoarseError, ConfigError, MatchError, SpecError
 from qkattn.model import cost, sites
 from qkattn.storage.sinks import check_sinks
 from qkattn.study import matching, rules
 from qkattn.study.place import EQUAL_SHAPE, LONGER, Place
 from qkattn.study.tuning import MODEL_KNOBS
 from qkattn.train.optimizer import check_optimizer
+
+# Widths on either side of a size that are tried where a variant has no model of equal cost there.
+REACH = 16
+Refused = list[tuple[str, MatchError]]  # variants, and why no model matches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +84,8 @@ def build_arms(study: Study) -> list[MatchedArm]:
     """Every arm, corpora outermost, then sizes, validated and matched; nothing compiles.
 
     Raises ConfigError for an impossible variant, size or setting; it is a MatchError, with a line
-    for each variant that no model matches and with the other arms, where models cannot be matched.
+    for each variant that no model matches, one for the nearest sizes that match all arms, and the
+    other arms, where models cannot be matched.
     """
     rules.validate(study)
     check_optimizer(study.base.optimizer, study.base.train.num_steps)
@@ -91,10 +97,12 @@ def build_arms(study: Study) -> list[MatchedArm]:
         except ConfigError as error:
             raise ConfigError(f'corpora={study.corpora}: {error}') from error
     first, *others = corpora_of(study)
-    refused: list[MatchError] = []
-    arms = [arm for size in study.sizes for arm in _at_size(study, size, first, refused)]
-    if refused:
-        refusal = MatchError('\n'.join(map(str, refused)))
+    refused: dict[str, Refused] = {size: [] for size in study.sizes}
+    arms = [arm for size in study.sizes for arm in _at_size(study, size, first, refused[size])]
+    if errors := [error for of_size in refused.values() for _, error in of_size]:
+        coarse = all(isinstance(error, CoarseError) for error in errors)
+        remedy = [_remedy(study, refused)] if coarse else []
+        refusal = MatchError('\n'.join([*map(str, errors), *remedy]))
         refusal.matched = tuple(arms)
         raise refusal
     seen: dict[ModelConfig, MatchedArm] = {}
@@ -112,7 +120,41 @@ def build_arms(study: Study) -> list[MatchedArm]:
     ]
 
 
-def _at_size(study: Study, size: str, corpus: str, refused: list[MatchError]) -> list[MatchedArm]:
+def _remedy(study: Study, refused: dict[str, Refused]) -> str:
+    """The flag of a study whose arms all have models of equal cost, if there is one nearby."""
+    sizes = []
+    for size, of_size in refused.items():
+        nearest = _nearest(study, size, [variant for variant, _ in of_size]) if of_size else size
+        if nearest is None:
+            return f'none of the next {REACH} widths below and above {size!r} matches all arms'
+        sizes.append(f'"{nearest}",')
+    return f"all arms match at the nearest widths: --config.sizes='({' '.join(sizes)})'"
+
+
+def _nearest(study: Study, size: str, refused: Sequence[str]) -> str | None:
+    """The size with the nearest d_model that matches all arms; those that were refused go first."""
+
+    def matches(near: str, variant: str) -> bool:
+        errors: Refused = []
+        pair = dataclasses.replace(study, variants=(study.baseline, variant))
+        try:
+            _at_size(pair, near, corpora_of(study)[0], errors)
+        except (ConfigError, SpecError):
+            return False
+        return not errors
+
+    fields = parse_fields(size, f'size {size!r}')
+    model = dataclasses.replace(study.base.model, **fields)
+    step = model.num_heads * (2 if model.positions == 'rope' else 1)
+    for width in (model.d_model + n * step for n in sorted(range(-REACH, REACH + 1), key=abs)):
+        near = '&'.join(f'{n}={v}' for n, v in (fields | {'d_model': width}).items())
+        if width > 0 and all(matches(near, v) for v in (*refused, *study.variants)):
+            return near
+    return None
+
+
+def _at_size(study: Study, size: str, corpus: str, refused: Refused) -> list[MatchedArm]:
+    """The arms at a size; adds to `refused` the variants that have no model of equal cost."""
     at_size = parse_fields(size, f'size {size!r}')
 
     def model(variant: str) -> ModelConfig:
@@ -155,7 +197,7 @@ def _at_size(study: Study, size: str, corpus: str, refused: list[MatchError]) ->
                     destination=destination,
                 )
             except MatchError as error:
-                refused.append(MatchError(f'variant {variant!r}: {error}'))
+                refused.append((variant, type(error)(f'variant {variant!r}: {error}')))
                 continue
             sites.validate(dataclasses.replace(study.base, model=matched.config))
             label = variant if len(study.destinations) == 1 else f'{variant} [{destination}]'

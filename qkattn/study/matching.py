@@ -8,7 +8,7 @@ from typing import Any
 
 from qkattn.attention import registry
 from qkattn.config import ModelConfig
-from qkattn.errors import MatchError, SpecError
+from qkattn.errors import CoarseError, MatchError, SpecError
 from qkattn.model import cost
 from qkattn.model.sites import attention_spec, sites
 
@@ -157,7 +157,7 @@ def match(
     or 'non_embedding', FLOP per token for 'flops', cached numbers per token for 'cache'; see
     `cost.measured`. `fill` is 'd_ff', or None to accept the residual of the destination;
     `tolerance` is the largest |residual| accepted. MatchError if there is no such model, with the
-    constraint.
+    constraint; CoarseError if that is the size of a step.
     """
     if which == 'cache' and (config.kind == 'encoder' or destination == 'd_ff'):
         raise MatchError(f'no cache depends on {destination} of a model of kind={config.kind!r}')
@@ -192,7 +192,7 @@ def match(
         coarse = f'one step of d_ff, at d_ff={best.config.mlp_width}, is {step:.0f}'
     else:
         coarse = f'{destination} alone is too coarse, and d_ff is fixed'
-    raise MatchError(
+    raise CoarseError(
         f'{variant} reaches {target:.0f} {unit} only to {best.residual:+.3%} at {at}, above the '
         f'tolerance of {tolerance:.3%}: {coarse}'
     )
@@ -267,7 +267,7 @@ def _check_moved(match: Match, dimension: Dimension, which: str, tolerance: floa
             f'{"above" if gap < 0 else "below"} {given}: use {_BY_D_FF}'
         )
     step = abs(cost.measured(dimension.at(other), which) / match.target - 1 - gap)
-    raise MatchError(
+    raise CoarseError(
         f'{variant} is {gap:+.2%} from the target and one step of {name}, to {other}, {step:.2%}, '
         f'so {name} would {"stay at" if value == given else "become"} {value} and d_ff absorb it '
         f'all: use {_BY_D_FF}, or a baseline of another size'

@@ -4,7 +4,7 @@ Layers run operation by operation: their operations recur, a program of a whole 
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,35 +48,6 @@ def causal(length: int = T) -> jax.Array:
     return visible(length, length, causal=True)
 
 
-class Computed(NamedTuple):
-    """Outputs of self-attention and of cross-attention to `other(x)`, and what they consist of."""
-
-    out_BTD: jax.Array
-    across_BTD: jax.Array
-    q_BTNH: jax.Array
-    k_BSKH: jax.Array
-    A_NDE: jax.Array | None  # None where the logits are not bilinear
-    B_NDE: jax.Array | None  # None where the output is not linear in the values
-
-
-def other(x_BTD: jax.Array) -> jax.Array:
-    """y_BSD with S = 5, in the width and dtype of x."""
-    return jnp.asarray(stream(5, seed=6, d_model=x_BTD.shape[-1]), x_BTD.dtype)
-
-
-def compute(layer: Attention, x_BTD: jax.Array, mask_BTS: jax.Array) -> Computed:
-    score, y_BSD = layer.score, other(x_BTD)
-    everything_BTS = visible(x_BTD.shape[1], y_BSD.shape[1], causal=False)
-    return Computed(
-        layer(x_BTD, mask_BTS),
-        layer(x_BTD, everything_BTS, y_BSD=y_BSD),
-        score.queries(x_BTD),
-        score.keys(score.cached(x_BTD)),
-        score.matrix() if score.bilinear else None,
-        layer.value.matrix(score) if layer.value.linear else None,
-    )
-
-
 def hide_self(score: Any, mask_BTS: Any) -> np.ndarray:
     """The mask with the diagonal hidden where the Score hides it and others are visible."""
     mask_BTS = np.asarray(mask_BTS)
@@ -97,33 +68,33 @@ def relative_bias(score: Any, T: int, S: int) -> np.ndarray | float:
     return b_NTS
 
 
-def mixed(
-    layer: Attention, B_NDE: Any, s_BNTS: np.ndarray, x_BTD: Any, y_BSD: Any, mask_BTS: Any
-) -> np.ndarray:
+def mixed(layer: Attention, s_BNTS: np.ndarray, x_BTD: Any, y_BSD: Any, mask: Any) -> np.ndarray:
     """out_BTD from logits: the oracle's, or the Value's own slow reference."""
     value, normalizer = layer.value, registry.find_normalizer(layer.spec.normalizer)
-    p_BNTS = oracle.probabilities(s_BNTS, mask_BTS, normalizer)
-    if B_NDE is None:
+    p_BNTS = oracle.probabilities(s_BNTS, mask, normalizer)
+    if not value.linear:
         x_BTD, y_BSD = (np.asarray(z, np.float64) for z in (x_BTD, y_BSD))
         return value.reference_output(p_BNTS, x_BTD, y_BSD, layer.score)
     b_o_D = getattr(value, 'b_o_D', None)
-    return oracle.mix(p_BNTS, B_NDE, y_BSD, None if b_o_D is None else np.asarray(b_o_D[...]))
+    b_o_D = None if b_o_D is None else np.asarray(b_o_D[...])
+    return oracle.mix(p_BNTS, value.matrix(layer.score), y_BSD, b_o_D)
 
 
-def expected(layer: Attention, computed: Computed, x_BTD: Any, mask_BTS: Any) -> list[np.ndarray]:
-    """out_BTD and across_BTD from A[n] and B[n]."""
-    score, x_BTD, y_BSD = layer.score, np.asarray(x_BTD), np.asarray(other(x_BTD))
-    everything_BTS = np.ones((1, x_BTD.shape[1], y_BSD.shape[1]), bool)
-    outputs = []
-    for y, mask in ((x_BTD, hide_self(score, mask_BTS)), (y_BSD, everything_BTS)):
-        if score.bilinear:
-            s_BNTS = oracle.logits(computed.A_NDE, x_BTD, y, scale=score.scale)
-        else:
-            s_BNTS = score.scale * score.reference_logits(x_BTD, y)
-        if y is x_BTD:
-            s_BNTS = s_BNTS + relative_bias(score, *s_BNTS.shape[2:])
-        outputs.append(mixed(layer, computed.B_NDE, s_BNTS, x_BTD, y, mask))
-    return outputs
+def expected_logits(score: Any, x_BTD: Any, y_BSD: Any) -> np.ndarray:
+    """s_BNTS from A[n], or from the Score's own slow reference."""
+    if score.bilinear:
+        return oracle.logits(score.matrix(), x_BTD, y_BSD, scale=score.scale)
+    return score.scale * score.reference_logits(np.asarray(x_BTD), np.asarray(y_BSD))
+
+
+def expected(layer: Attention, x_BTD: Any, mask: Any, y_BSD: Any = None) -> np.ndarray:
+    """out_BTD from A[n] and B[n], in cross-attention to y where it is given."""
+    score, cross = layer.score, y_BSD is not None
+    y_BSD = y_BSD if cross else x_BTD
+    s_BNTS = layer.spec.score_scale * expected_logits(score, x_BTD, y_BSD)
+    if not cross:
+        mask, s_BNTS = hide_self(score, mask), s_BNTS + relative_bias(score, *s_BNTS.shape[2:])
+    return mixed(layer, s_BNTS, x_BTD, y_BSD, mask)
 
 
 def error(got: Any, want: Any) -> float:
@@ -157,19 +128,29 @@ def described(spec: AttentionSpec) -> str:
 
 def assert_equals_oracle(layer: Attention, x_BTD: jax.Array, mask_BTS: jax.Array) -> None:
     """Self-attention and cross-attention, to 1e-5 in float32 and to 1e-12 in float64."""
-    computed = compute(layer, x_BTD, mask_BTS)
-    assert computed.out_BTD.dtype == computed.across_BTD.dtype == x_BTD.dtype
     tolerance = {'float32': 1e-5, 'float64': 1e-12}[x_BTD.dtype.name]
-    want_BTD, across_BTD = expected(layer, computed, x_BTD, mask_BTS)
-    about = described(layer.spec)
-    assert_close(computed.out_BTD, want_BTD, tolerance, f'self-attention of {about}')
-    assert_close(computed.across_BTD, across_BTD, tolerance, f'cross-attention of {about}')
+    y_BSD = jnp.asarray(stream(5, seed=6, d_model=x_BTD.shape[-1]), x_BTD.dtype)
+    all_BTS = visible(x_BTD.shape[1], 5, causal=False)
+    for kind, mask, y in (('self', mask_BTS, None), ('cross', all_BTS, y_BSD)):
+        out_BTD = layer(x_BTD, mask, y_BSD=y)
+        assert out_BTD.dtype == x_BTD.dtype
+        about = f'{kind}-attention of {described(layer.spec)}'
+        assert_close(out_BTD, expected(layer, x_BTD, mask, y), tolerance, about)
 
 
 def assert_equals_oracle_in_float64(layer: Attention) -> None:
     with jax.enable_x64(True):
         layer, x_BTD = wide((layer, stream(d_model=layer.spec.d_model)))
         assert_equals_oracle(layer, x_BTD, causal())
+
+
+def by_path(tree: Any) -> dict[str, np.ndarray]:
+    """The parameters of a layer or a model by path, 'score.w_q_DNH'."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {
+        jax.tree_util.keystr(path[:-1], simple=True, separator='.'): np.asarray(leaf)
+        for path, leaf in leaves
+    }
 
 
 def initial_logit_std(score: str, value: str = 'no_v', *, num_seeds: int, **sizes: Any) -> float:

@@ -1,11 +1,9 @@
 """The contract that every variant keeps, registered or named by import path.
 
 Tests with the fixture `score` hold for the Score alone and run beside the Value `vo`; those with
-`documented`, `shown` or `some` depend on how the parameters of a Score or Value are named and
-shaped.
+`shown` or `some` depend on how the parameters of a Score or Value are named and shaped.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -20,24 +18,8 @@ from qkattn.errors import SpecError
 from qkattn.study import catalogue
 from qkattn.train import program, sharding
 from qkattn.train.program import train_steps
-from tests.attention.layers import (
-    Computed,
-    N,
-    T,
-    assert_close,
-    assert_equals_oracle,
-    causal,
-    compute,
-    described,
-    error,
-    hide_self,
-    initial_logit_std,
-    make,
-    mixed,
-    relative_bias,
-    stream,
-    wide,
-)
+from tests.attention import layers
+from tests.attention.layers import N, T, assert_close, causal, described, error, make, stream, wide
 from tests.lanes import only
 
 
@@ -47,8 +29,8 @@ def mask_of(lengths: tuple[int, int], **options) -> jax.Array:
     return visible(T, T, valid_BS=valid_BS, **options)
 
 
-def test_it_equals_the_oracle(documented):
-    assert_equals_oracle(make(documented), stream(), mask_of((T, T - 2), causal=True))
+def test_it_equals_the_oracle(shown):
+    layers.assert_equals_oracle(make(shown), stream(), mask_of((T, T - 2), causal=True))
 
 
 @functools.cache
@@ -68,7 +50,7 @@ def in_float64(variant: tuple[str, str]) -> tuple[Attention, jax.Array, dict]:
 def test_it_equals_the_oracle_in_float64(variant):
     layer, x_BTD, _ = in_float64(variant)
     with jax.enable_x64(True):
-        assert_equals_oracle(layer, x_BTD, causal())
+        layers.assert_equals_oracle(layer, x_BTD, causal())
 
 
 def test_logits_are_those_of_the_matrix(score):
@@ -78,10 +60,7 @@ def test_logits_are_those_of_the_matrix(score):
         q_BTNH, k_BSKH = circuit.queries(x_BTD), circuit.keys(circuit.cached(y_BSD))
         k_BSNH = jnp.repeat(k_BSKH, N // k_BSKH.shape[2], axis=2)
         got = circuit.scale * jnp.einsum('BTNH,BSNH->BNTS', q_BTNH, k_BSNH)
-        if circuit.bilinear:
-            want = oracle.logits(circuit.matrix(), x_BTD, y_BSD, scale=circuit.scale)
-        else:
-            want = circuit.scale * circuit.reference_logits(x_BTD, y_BSD)
+        want = layers.expected_logits(circuit, x_BTD, y_BSD)
         assert_close(got, want, 1e-12, f'logits of {score}, from keys that are cached')
 
 
@@ -94,10 +73,7 @@ def test_no_position_depends_on_a_later_one(variant):
 
 
 def initial(variant: tuple[str, str], **options) -> dict[str, np.ndarray]:
-    """The initial parameters by path, 'score.w_q_DNH'."""
-    layer = make(variant, moved=False, **options)
-    leaves = jax.tree_util.tree_leaves_with_path(layer)
-    return {'.'.join(entry.name for entry in path[:-1]): np.asarray(leaf) for path, leaf in leaves}
+    return layers.by_path(make(variant, moved=False, **options))
 
 
 def is_random(parameter: np.ndarray) -> bool:
@@ -105,17 +81,17 @@ def is_random(parameter: np.ndarray) -> bool:
     return np.ptp(np.abs(parameter)) > 0
 
 
-def test_a_factor_scales_the_random_matrices_of_its_group_and_nothing_else(documented):
-    before = initial(documented)
+def test_a_factor_scales_the_random_matrices_of_its_group_and_nothing_else(shown):
+    before = initial(shown)
     for factor, group in (('init_qk', 'score.'), ('init_vo', 'value.')):
-        for path, after in initial(documented, **{factor: 2.0}).items():
+        for path, after in initial(shown, **{factor: 2.0}).items():
             scaled = path.startswith(group) and is_random(before[path])
             np.testing.assert_array_equal(after, (2 if scaled else 1) * before[path], err_msg=path)
 
 
-def test_initialization_as_in_nanogpt_has_one_std_and_a_gain_on_the_output(documented):
-    fan_in = initial(documented)
-    one, quarter = (initial(documented, init='nanogpt', residual_gain=g) for g in (1.0, 0.25))
+def test_initialization_as_in_nanogpt_has_one_std_and_a_gain_on_the_output(shown):
+    fan_in = initial(shown)
+    one, quarter = (initial(shown, init='nanogpt', residual_gain=g) for g in (1.0, 0.25))
     gains = {}
     for path, w in one.items():
         if is_random(w):
@@ -144,18 +120,18 @@ def test_every_parameter_has_a_finite_gradient(variant):
 
 
 @pytest.mark.parametrize('num_kv_heads', only([2], [2, 1]), ids=['two', 'one'])
-def test_grouped_heads_equal_the_oracle(documented, num_kv_heads):
-    score, value = registry.find_score(documented[0])[0], registry.find_value(documented[1])[0]
+def test_grouped_heads_equal_the_oracle(shown, num_kv_heads):
+    score, value = registry.find_score(shown[0])[0], registry.find_value(shown[1])[0]
     if not (score.uses_kv_heads or value.uses_kv_heads):
         with pytest.raises(SpecError, match='changes nothing|num_kv_heads must be'):
-            make(documented, num_kv_heads=num_kv_heads)
+            make(shown, num_kv_heads=num_kv_heads)
         return
     try:
-        layer = make(documented, num_kv_heads=num_kv_heads, biases=True)
+        layer = make(shown, num_kv_heads=num_kv_heads, biases=True)
     except SpecError as refusal:  # a pair that needs as many key heads as query heads
         assert 'num_kv_heads' in str(refusal) and '\n' not in str(refusal)
         return
-    assert_equals_oracle(layer, stream(), causal())
+    layers.assert_equals_oracle(layer, stream(), causal())
 
 
 def test_padding_is_never_read(shown):
@@ -206,22 +182,28 @@ def test_stacked_and_sharded_trials_equal_single_ones(some):
         assert_close(got_BTD, want_BTD, 1e-5, f'stacked and sharded, {described(layer.spec)}')
 
 
-def may_refuse_rope(score: str) -> bool:
-    """Scores without a rotary form; `latent`, which is told its size; those from outside."""
-    return score == 'latent' or ':' in score or not registry.find_score(score)[0].supports_rope
+def make_rotary(variant: tuple[str, str], **options) -> Attention | None:
+    """A layer with rotary positions; None where the variant may refuse them, and does.
 
-
-def test_cached_decoding_equals_the_whole(variant, positions):
+    That is a Score without a rotary form, `latent` without a size, or a class from outside.
+    """
+    supported = registry.find_score(variant[0])[0].supports_rope
     try:
-        layer = make(variant, positions=positions, biases=True)
+        layer = make(variant, positions='rope', **options)
     except SpecError as refusal:
-        assert positions == 'rope' and '\n' not in str(refusal)
-        assert may_refuse_rope(variant[0]) or ':' in variant[1]
-        return
-    assert_cached_decoding_equals_the_whole(layer)
+        assert variant[0] == 'latent' or ':' in '/'.join(variant) or not supported
+        assert '\n' not in str(refusal)
+        return None
+    assert supported
+    return layer
 
 
-def assert_cached_decoding_equals_the_whole(layer: Attention) -> None:
+def test_cached_decoding_equals_the_whole(variant):
+    rotary = make_rotary(variant, biases=True)
+    assert_cached_decoding_is_exact(rotary or make(variant, positions='alibi', biases=True))
+
+
+def assert_cached_decoding_is_exact(layer: Attention) -> None:
     x_BTD = stream()
     want = np.asarray(layer(x_BTD, causal()))
     tokens = jax.vmap(layer.cached, (1, 0), 1)(x_BTD[:, :, None], jnp.arange(T))
@@ -242,10 +224,11 @@ def assert_cached_decoding_equals_the_whole(layer: Attention) -> None:
     assert np.abs(np.moveaxis(got_TBD, 0, 1) - want).max() < 1e-5 * np.abs(want).max()
 
 
-def logits_with_options(layer: Attention, computed: Computed) -> np.ndarray:
+def logits_with_options(layer: Attention, x_BTD: jax.Array) -> np.ndarray:
     """s_BNTS in plain numpy from queries and keys: QK-norm, scales, cap, linear biases."""
     score, spec = layer.score, layer.spec
-    q_BTNH, k_BSKH = (np.asarray(z, np.float64) for z in (computed.q_BTNH, computed.k_BSKH))
+    q_BTNH, k_BSKH = score.queries(x_BTD), score.keys(score.cached(x_BTD))
+    q_BTNH, k_BSKH = np.asarray(q_BTNH, np.float64), np.asarray(k_BSKH, np.float64)
     if spec.qk_norm:
         q_BTNH, k_BSKH = (
             z / np.sqrt((z**2).mean(-1, keepdims=True)) * np.asarray(gain[...])
@@ -258,7 +241,7 @@ def logits_with_options(layer: Attention, computed: Computed) -> np.ndarray:
     if spec.positions == 'alibi':
         for n, t, s in np.ndindex(*s_BNTS.shape[1:]):
             s_BNTS[:, n, t, s] -= 2 ** (-8 * (n + 1) / N) * abs(t - s)
-    return s_BNTS + relative_bias(score, *s_BNTS.shape[2:])
+    return s_BNTS + layers.relative_bias(score, *s_BNTS.shape[2:])
 
 
 def assert_options_are_honoured(variant: tuple[str, str], options: dict) -> None:
@@ -268,12 +251,10 @@ def assert_options_are_honoured(variant: tuple[str, str], options: dict) -> None
     if layer.spec.window is not None:
         t, s = np.nonzero(np.asarray(mask_BTS[0]))
         assert (t - s).max() == layer.spec.window - 1
-    computed = compute(layer, x_BTD, mask_BTS)
-    s_BNTS = logits_with_options(layer, computed)
-    mask_BTS = hide_self(layer.score, mask_BTS)
-    want = mixed(layer, computed.B_NDE, s_BNTS, x_BTD, x_BTD, mask_BTS)
+    hidden_BTS = layers.hide_self(layer.score, mask_BTS)
+    want = layers.mixed(layer, logits_with_options(layer, x_BTD), x_BTD, x_BTD, hidden_BTS)
     about = ', '.join(f'{name}={value}' for name, value in options.items())
-    assert_close(computed.out_BTD, want, 1e-5, f'{"/".join(variant)} with {about}')
+    assert_close(layer(x_BTD, mask_BTS), want, 1e-5, f'{"/".join(variant)} with {about}')
 
 
 OPTIONS = {'qk_norm': True, 'score_scale': 2.0, 'logit_cap': 3.0, 'window': 3, 'positions': 'alibi'}
@@ -292,56 +273,45 @@ def test_an_option_alone_is_honoured(option):
     assert_options_are_honoured(('qk', 'vo'), {option: OPTIONS[option]})
 
 
-def assert_rotation_is_the_complex_form(variant: tuple[str, str]) -> None:
-    layer, x_BTD = make(variant, positions='rope'), stream()
-    score, computed = layer.score, compute(layer, x_BTD, causal())
-    s_BNTS = oracle.rotary_logits(
-        computed.q_BTNH, computed.k_BSKH, scale=score.scale, rope_size=score.rope_size
-    )
-    s_BNTS = s_BNTS + relative_bias(score, T, T)
-    mask_BTS = hide_self(score, causal())
-    want = mixed(layer, computed.B_NDE, s_BNTS, x_BTD, x_BTD, mask_BTS)
-    assert_close(computed.out_BTD, want, 1e-5, f'{"/".join(variant)} with RoPE')
-
-
 def test_rotary_positions_equal_the_complex_form(score):
-    try:
-        assert_rotation_is_the_complex_form((score, 'vo'))
-    except SpecError as refusal:
-        assert may_refuse_rope(score) and '\n' not in str(refusal)
-    else:
-        assert registry.find_score(score)[0].supports_rope
+    if layer := make_rotary((score, 'vo')):
+        assert_rotation_is_the_complex_form(layer)
 
 
-SLOW = [(64, 1), (64, 4), (256, 1), (256, 4), (256, 8), (512, 1), (512, 4), (512, 8)]
+def assert_rotation_is_the_complex_form(layer: Attention) -> None:
+    score, x_BTD = layer.score, stream()
+    q_BTNH, k_BSKH = score.queries(x_BTD), score.keys(score.cached(x_BTD))
+    s_BNTS = oracle.rotary_logits(q_BTNH, k_BSKH, scale=score.scale, rope_size=score.rope_size)
+    s_BNTS = s_BNTS + layers.relative_bias(score, T, T)
+    want = layers.mixed(layer, s_BNTS, x_BTD, x_BTD, layers.hide_self(score, causal()))
+    assert_close(layer(x_BTD, causal()), want, 1e-5, described(layer.spec))
 
 
-@pytest.mark.parametrize(
-    ('d_model', 'num_heads'),
-    [(64, 8), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in SLOW)],
-)
+SIZES = [(64, 8), (64, 1), (64, 4), *((256, n) for n in (1, 4, 8)), *((512, n) for n in (1, 4, 8))]
+
+
+@pytest.mark.parametrize(('d_model', 'num_heads'), only([(64, 8)], SIZES))
 def test_initial_logits_have_unit_standard_deviation(score, d_model, num_heads):
     """For independent unit-normal x and y."""
     sizes = {'num_heads': num_heads, 'num_kv_heads': num_heads, 'head_size': d_model // num_heads}
     num_seeds = 6 if d_model == 64 else 2
-    std = initial_logit_std(score, d_model=d_model, num_seeds=num_seeds, **sizes)
+    std = layers.initial_logit_std(score, d_model=d_model, num_seeds=num_seeds, **sizes)
     assert 0.9 < std < 1.1
 
 
 def test_a_train_step_lowers_for_a_pod_without_devices(some):
+    sizes = {'d_model': 64, 'num_layers': 1, 'num_heads': 4, 'context': 16}
     config = Config(
-        model=ModelConfig(
-            score=some[0], value=some[1], d_model=64, num_layers=1, num_heads=4, context=16
-        ),
+        model=ModelConfig(score=some[0], value=some[1], **sizes),
         train=TrainConfig(batch_size=64, steps_per_dispatch=1),
         trials=TrialsConfig(seeds=(0, 1)),
+        mesh=MeshConfig(trial=2, data=4, fsdp=4, tensor=4),
     )
-    config = dataclasses.replace(config, mesh=MeshConfig(trial=2, data=4, fsdp=4, tensor=4))
     names = ('trial', 'data', 'fsdp', 'tensor')
     mesh = AbstractMesh((2, 4, 4, 4), names, axis_types=(AxisType.Auto,) * 4)
-    state, hyper, tokens = program.abstract_inputs(config, mesh)
+    state, *inputs = program.abstract_inputs(config, mesh)
     step = jax.jit(train_steps(config, 'vmap', mesh))
-    lowered = step.trace(state, hyper, tokens).lower(lowering_platforms=('tpu',))
+    lowered = step.trace(state, *inputs).lower(lowering_platforms=('tpu',))
     assert 'dot_general' in lowered.as_text()
     after, metrics = lowered.out_info
     assert jax.tree.map(lambda a: a.shape, after) == jax.tree.map(lambda a: a.shape, state)

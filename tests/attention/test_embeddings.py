@@ -38,18 +38,16 @@ def product(w_DR, w_RNH):
 def gauge_fixed(free_CKH):
     """Head k has its identity in rows k H to (k + 1) H, and its free rows from there on."""
     heads = [
-        jnp.roll(jnp.concatenate([jnp.eye(H), free_CKH[:, k]]), k * H, axis=0)
-        for k in range(free_CKH.shape[1])
+        jnp.roll(jnp.concatenate([jnp.eye(H), free_CH]), k * H, axis=0)
+        for k, free_CH in enumerate(jnp.moveaxis(free_CKH, 1, 0))
     ]
     return jnp.stack(heads, axis=1)
 
 
 def gauge_fixed_rows(free_NHC):
-    heads = [
-        jnp.concatenate([free[:, : n * H], jnp.eye(H), free[:, n * H :]], axis=1)
-        for n, free in enumerate(free_NHC)
-    ]
-    return jnp.stack(heads)
+    """Head n has its identity in columns n H to (n + 1) H, among its free columns."""
+    free = [jnp.split(free_HC, [n * H], axis=1) for n, free_HC in enumerate(free_NHC)]
+    return jnp.stack([jnp.concatenate([a, jnp.eye(H), b], axis=1) for a, b in free])
 
 
 def qk(s):

@@ -1,4 +1,7 @@
-"""Every kernel equals the einsums, forward and backward, over the options of attention."""
+"""Every kernel equals the einsums, forward and backward, over the options of attention.
+
+Pallas kernels for TPUs are interpreted, and lowered.
+"""
 
 import functools
 from typing import Any
@@ -11,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from qkattn.attention import Mask
+from qkattn.attention.kernels import library
 from qkattn.attention.kernels.blockwise import blockwise
 from qkattn.attention.kernels.einsum import Call, Target, einsum
 from qkattn.attention.normalizers import Softmax, SoftmaxOffByOne
@@ -18,12 +22,22 @@ from qkattn.attention.rope import linear_bias
 from qkattn.config import MeshConfig
 from qkattn.train import sharding
 from tests.attention.layers import error
+from tests.lanes import only
 
 CPU = Target('cpu')
-T, N = 20, 4
-VALID = jnp.arange(T) < jnp.array([[17], [9]])
-SEGMENTS = jnp.array([[1] * 5 + [2] * 12 + [0] * 3, [1] * 11 + [2] * 9])
-PACKED = {'segments_BT': SEGMENTS, 'segments_BS': SEGMENTS}
+T, N, LONG = 20, 4, 128
+
+
+def padded(length: int, lengths: list[int], **fields: Any) -> Mask:
+    return Mask(valid_BS=jnp.arange(length) < jnp.array(lengths)[:, None], **fields)
+
+
+def packed(segments_BT: list[list[int]], repeats: int = 1) -> Mask:
+    segments_BT = jnp.repeat(jnp.array(segments_BT), repeats, axis=1)
+    return Mask(causal=True, segments_BT=segments_BT, segments_BS=segments_BT)
+
+
+PACKED = packed([[1] * 5 + [2] * 12 + [0] * 3, [1] * 11 + [2] * 9])
 ALIBI = functools.partial(linear_bias, N)
 
 # Options of the call, and sizes: key heads, value heads, their sizes, keys.
@@ -33,8 +47,8 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     'merged': ({'mask': Mask(causal=True), 'bias': ALIBI}, (1, 4, 16, 4, T)),
     'learned': ({'mask': Mask(window=9), 'bias': 'learned', 'logit_cap': 2.0}, (4, 2, 4, 4, T)),
     'cross': ({'mask': Mask(), 'bias': 'learned'}, (4, 4, 8, 8, 13)),
-    'padded': ({'mask': Mask(causal=True, valid_BS=VALID)}, (4, 4, 8, 8, T)),
-    'packed': ({'mask': Mask(causal=True, **PACKED)}, (4, 4, 8, 8, T)),
+    'padded': ({'mask': padded(T, [17, 9], causal=True)}, (4, 4, 8, 8, T)),
+    'packed': ({'mask': PACKED}, (4, 4, 8, 8, T)),
     'off_by_one': ({'mask': Mask(causal=True), 'normalizer': SoftmaxOffByOne()}, (2, 2, 8, 8, T)),
     'hides_self': ({'mask': Mask(causal=True, hides_self=True)}, (4, 4, 8, 8, T)),
     'cached': ({'mask': Mask(causal=True, first_query=jnp.int32(7))}, (1, 1, 8, 8, 31)),
@@ -186,10 +200,8 @@ def test_blocks_beyond_the_mask_are_not_computed():
 @pytest.mark.parametrize('K', [N, 1])
 def test_blocks_of_sharded_rows_and_heads_are_computed_where_they_lie(K):
     mesh = sharding.make_mesh(MeshConfig(data=4, tensor=2))
-    specs = [
-        P(('data', 'fsdp'), None, heads) for heads in ('tensor', *['tensor' if K > 1 else None] * 2)
-    ]
-    placements = [NamedSharding(mesh, spec) for spec in specs]
+    heads = 'tensor', *['tensor' if K > 1 else None] * 2
+    placements = [NamedSharding(mesh, P(('data', 'fsdp'), None, h)) for h in heads]
     arrays = [
         jax.random.normal(jax.random.key(i), (4, T, heads, 8)) for i, heads in enumerate((N, K, K))
     ]
@@ -199,3 +211,81 @@ def test_blocks_of_sharded_rows_and_heads_are_computed_where_they_lie(K):
     assert not any(name in text for name in ('all-gather', 'all-to-all', 'collective-permute'))
     want = gradient_program(einsum, Mask(causal=True))(*arrays)
     assert_equal([*program(*placed)[1]], [*want[1]], 1e-5)
+
+
+PLAIN = [(Mask(), 4), (Mask(causal=True), 2), (Mask(causal=True, window=9), 1)]
+
+
+@pytest.mark.parametrize(('mask', 'K'), PLAIN)
+def test_dot_product_equals_the_einsums(mask, K):
+    arrays, w_BTNH = inputs((K, K, 8, 8, 20))
+    got = with_gradients(lambda c: library.dot_product(c, CPU), arrays, w_BTNH, mask=mask)
+    assert_equal(got, with_gradients(einsum, arrays, w_BTNH, mask=mask), 1e-5)
+
+
+@pytest.mark.parametrize(('mask', 'K'), PLAIN)
+def test_cudnn_is_one_call_for_all_trials_forward_and_one_backward(cudnn, mask, K):
+    """The gradients of two trials, lowered for a GPU that is not there."""
+    arrays, _ = inputs((K, K, 64, 64, LONG), jnp.bfloat16, LONG)
+
+    def weighted(*arrays: jax.Array) -> jax.Array:
+        attention = call([*arrays, None], mask=mask)
+        return (library.dot_product(attention, Target('gpu', None, 9.0)) ** 2).sum()
+
+    gradients = jax.jit(jax.vmap(jax.grad(weighted, (0, 1, 2))))
+    stacked = [jnp.stack([array, array]) for array in arrays[:3]]
+    text = gradients.trace(*stacked).lower(lowering_platforms=('cuda',)).as_text()
+    assert [text.count(f'@__cudnn$fmhaSoftmax{suffix}(') for suffix in ('', 'Backward')] == [1, 1]
+    assert 'dot_general' not in text and 'stablehlo.while' not in text
+
+
+SPLASH = {
+    'causal': ({'mask': Mask(causal=True)}, (4, 4, 64, 64, LONG)),
+    'merged': ({'mask': Mask(causal=True, window=50), 'logit_cap': 2.0}, (1, 1, 192, 64, LONG)),
+    'padded': ({'mask': padded(LONG, [LONG - 5, 40])}, (2, 2, 32, 32, LONG)),
+    'packed': ({'mask': packed([[1, 2, 3, 0], [1, 1, 2, 2]], 32)}, (4, 4, 32, 32, LONG)),
+}
+
+
+@pytest.mark.parametrize('case', only(['merged'], SPLASH))
+def test_splash_attention_equals_the_einsums_and_lowers_for_a_tpu(case):
+    options, sizes = SPLASH[case]
+    arrays, w_BTNH = inputs(sizes, length=LONG)
+    got = with_gradients(lambda c: library.splash(c, CPU), arrays, w_BTNH, **options)
+    assert_equal(got, with_gradients(einsum, arrays, w_BTNH, **options), 1e-5)
+
+    def weighted(*arrays: jax.Array) -> jax.Array:
+        return (library.splash(call(list(arrays), **options), Target('tpu')) * w_BTNH).sum()
+
+    program = jax.jit(jax.grad(weighted, (0, 1, 2)))
+    exported = jax.export.export(program, platforms=['tpu'])(*arrays)
+    assert exported.mlir_module().count('tpu_custom_call') >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('case', ['merged', 'packed'])
+def test_splash_attention_of_a_stack_is_computed_where_rows_and_heads_lie(case):
+    options, sizes = SPLASH[case]
+    arrays, w_BTNH = inputs(sizes, length=LONG)
+    w_BTNH = w_BTNH * options['mask'].dense(LONG, LONG).any(-1)[..., None, None]
+    stacked = [jnp.stack([array, array[::-1]]) for array in arrays[:3]]
+    mesh = sharding.make_mesh(MeshConfig(trial=2, data=2, tensor=2))
+
+    def gradients(kernel, *arrays):
+        def weighted(*arrays):
+            return (kernel(call([*arrays, None], **options)) * w_BTNH).sum()
+
+        return jax.grad(weighted, (0, 1, 2))(*arrays)
+
+    def stack(kernel):
+        run = functools.partial(gradients, kernel)
+        return jax.jit(jax.vmap(run, spmd_axis_name='trial'))
+
+    k_heads = None if sizes[0] == 1 else 'tensor'
+    placed = [
+        jax.device_put(array, NamedSharding(mesh, P('trial', 'data', None, heads)))
+        for array, heads in zip(stacked, ('tensor', k_heads, k_heads), strict=True)
+    ]
+    program = stack(lambda c: library.splash(c, Target('cpu', mesh))).lower(*placed).compile()
+    assert 'all-gather' not in program.as_text()
+    assert_equal([*program(*placed)], [*stack(einsum)(*stacked)], 1e-5)

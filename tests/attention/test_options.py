@@ -5,22 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qkattn.attention import Mask
+from qkattn.attention import VALUES, Mask
 from qkattn.attention.scores import key_latents
 from qkattn.attention.values import value_latents
+from tests.attention import layers
 from tests.attention import test_contract as contract
-from tests.attention.layers import (
-    D,
-    H,
-    T,
-    assert_equals_oracle_in_float64,
-    causal,
-    error,
-    initial_logit_std,
-    make,
-    stream,
-    wide,
-)
+from tests.attention.layers import D, H, T, causal, error, make, stream, wide
 from tests.lanes import only, thinned
 
 ROWS = ((5, 0, 31, 7, 9, 30, 2, 3), *(tuple(range(8)),) * 3)
@@ -58,41 +48,33 @@ ROTARY = ['latent(rope_size=4)', 'latent(rope_size=6, query_size=10, size=5)', '
 
 @pytest.mark.parametrize('variant', thinned([(pair,) for pair in VARIANTS], every=2))
 def test_an_option_keeps_the_contract(variant):
-    assert_equals_oracle_in_float64(make(variant, biases=True))
+    layers.assert_equals_oracle_in_float64(make(variant, biases=True))
     contract.test_it_equals_the_oracle(variant)
     contract.test_the_parameter_count_is_as_declared(variant)
 
 
-@pytest.mark.parametrize('score', ROTARY)
-def test_an_option_keeps_its_meaning_under_rotation(score):
-    contract.test_rotary_positions_equal_the_complex_form(score)
-    layer = make((score, 'vo'), positions='rope')
+@pytest.mark.parametrize('variant', [*((score, 'vo') for score in ROTARY), ('qk', 'k_is_v')])
+def test_keys_alone_are_rotated_and_can_be_cached(variant):
+    layer = make(variant, positions='rope', biases=True)
+    contract.assert_rotation_is_the_complex_form(layer)
+    contract.assert_cached_decoding_is_exact(layer)
     near, far = (layer(stream(), causal()), layer(stream()[:, ::-1], causal()))
     assert error(near[:, -1], np.asarray(far[:, -1])) > 1e-3  # positions are told apart
 
 
-@pytest.mark.parametrize(
-    ('d_model', 'num_heads'), [(64, 8), pytest.param(512, 1, marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize(
-    'score',
-    thinned([s for s in SCORE_OPTIONS if 'temperature=0.5' not in s and 'rows' not in s], 2),
-)
+UNIT_LOGITS = [s for s in SCORE_OPTIONS if 'temperature=0.5' not in s and 'rows' not in s]
+
+
+@pytest.mark.parametrize(('d_model', 'num_heads'), only([(64, 8)], [(64, 8), (512, 1)]))
+@pytest.mark.parametrize('score', thinned(UNIT_LOGITS, every=2))
 def test_initial_logits_have_unit_standard_deviation(score, d_model, num_heads):
     contract.test_initial_logits_have_unit_standard_deviation(score, d_model, num_heads)
 
 
 def test_rotary_channels_are_part_of_the_scale():
     sizes = {'d_model': 256, 'num_heads': 4, 'head_size': 32, 'positions': 'rope'}
-    assert 0.9 < initial_logit_std('latent(rope_size=64)', 'vo', num_seeds=1, **sizes) < 1.1
-
-
-def test_rotary_latents_can_be_cached():
-    contract.test_cached_decoding_equals_the_whole(('latent(rope_size=4)', 'vo'), 'rope')
-
-
-def test_values_are_not_rotated_with_the_keys():
-    contract.assert_rotation_is_the_complex_form(('qk', 'k_is_v'))
+    std = layers.initial_logit_std('latent(rope_size=64)', 'vo', num_seeds=1, **sizes)
+    assert 0.9 < std < 1.1
 
 
 @pytest.mark.parametrize(
@@ -162,15 +144,17 @@ def test_fixed_rows_and_columns_are_the_identity():
     np.testing.assert_array_equal(whole.cached(stream())['k_BSKH'][:, :, 0], stream())
 
 
-PLACED = [('latent(size=24, query_size=10)', 'rope'), ('latent(size=6)', 'none')]
-FORMS = [*PLACED, ('latent(size=24)', 'none'), ('latent(size=6)', 'rope')]
+FORMS = [
+    ('latent(size=24, query_size=10, rope_size=4)', 'rope', (4, 4)),
+    ('latent(size=6)', 'none', (1, 1)),
+    ('latent(size=24)', 'none', (4, 4)),
+    ('latent(size=6, rope_size=4)', 'rope', (1, 1)),
+]
 
 
-@pytest.mark.parametrize(('score', 'positions'), only(PLACED, FORMS))
-def test_the_form_with_fewer_products_is_the_same_attention(score, positions, monkeypatch):
+@pytest.mark.parametrize(('score', 'positions', 'heads'), only(FORMS[:2], FORMS))
+def test_the_form_with_fewer_products_is_the_same_attention(score, positions, heads, monkeypatch):
     """R = 24 > H: absorbed for one query of seven keys; R = 6 < H: for all queries."""
-    if positions == 'rope':
-        score = score.replace(')', ', rope_size=4)')
     with jax.enable_x64(True):
         layer, x_BTD = wide((make((score, 'latent'), positions=positions), stream()))
         cache = layer.cached(x_BTD)
@@ -179,44 +163,37 @@ def test_the_form_with_fewer_products_is_the_same_attention(score, positions, mo
                 patch.setattr(module, 'absorbing_is_cheaper', lambda *_: False)
             full_BTD = layer(x_BTD)
         last = Mask(causal=True, first_query=jnp.int32(T - 1))
-        heads = []
-        for z_BTD, mask in ((x_BTD, Mask(causal=True)), (x_BTD[:, -1:], last)):
+        forms = (x_BTD, Mask(causal=True), heads), (x_BTD[:, -1:], last, (1, 1))
+        for z_BTD, mask, num_heads in forms:
             _, k_BSKH = layer.score.queries_and_keys(z_BTD, cache)
             v_BSKH, _ = layer.value.values_and_output(cache, layer.score, z_BTD.shape[1])
-            heads.append((k_BSKH.shape[2], v_BSKH.shape[2]))
+            assert (k_BSKH.shape[2], v_BSKH.shape[2]) == num_heads
             got_BTD = layer.attend_to(z_BTD, cache, mask)
             assert error(got_BTD, full_BTD[:, -z_BTD.shape[1] :]) < 1e-12
-        written_out = make((score, 'latent'), positions=positions, biases=True)
         floats = sum(a.shape[-1] for a in cache.values())
         assert floats == layer.score.w_down_DR.shape[1] + (layer.score.rope_size or 0)
-    assert heads == [(1, 1) if '6' in score else (4, 4), (1, 1)]
-    with_biases = written_out.score.queries_and_keys(stream()[:, -1:], written_out.cached(stream()))
-    assert with_biases[1].shape[2] == 4
+    # With biases, keys are written out.
+    biased = make((score, 'latent'), positions=positions, biases=True)
+    _, k_BSKH = biased.score.queries_and_keys(stream()[:, -1:], biased.cached(stream()))
+    assert k_BSKH.shape[2] == 4
+
+
+OUTPUTS = [('latent' if name == 'latent' else 'qk', name) for name in VALUES if name != 'no_vo']
+OUTPUTS += [('qk', 'low_rank(rank=3)'), ('qk', 'merged_vo(init="product")')]
 
 
 @pytest.mark.parametrize(
-    ('d_model', 'num_heads', 'gain'),
-    [(64, 4, 0.25), pytest.param(256, 1, 1.0, marks=pytest.mark.slow)],
+    ('d_model', 'num_heads', 'gain'), only([(64, 4, 0.25)], [(64, 4, 0.25), (256, 1, 1.0)])
 )
-@pytest.mark.parametrize(
-    'variant',
-    [
-        *(f'qk/{value}' for value in ('vo', 'no_v', 'no_o', 'merged_vo', 'gauge_fixed', 'double')),
-        *(f'qk/low_rank(rank={rank})' for rank in (3, 20)),
-        *(f'qk/{value}' for value in ('hadamard', 'o_is_v', 'k_is_v', 'q_is_v', 'o_is_k')),
-        *('qk/merged_vo(init="product")', 'qk/o_is_q', 'qk/v_is_k_transposed'),
-        *('latent/latent', 'qk/subspace'),
-    ],
-)
+@pytest.mark.parametrize('variant', OUTPUTS, ids='/'.join)
 def test_initial_outputs_have_the_residual_gain_as_standard_deviation(
     variant, d_model, num_heads, gain
 ):
     """For heads that each attend to a unit-normal y of their own."""
     sizes = {'d_model': d_model, 'num_heads': num_heads, 'num_kv_heads': num_heads}
-    head_size = d_model // 4 if variant == 'qk/gauge_fixed' else d_model // num_heads
-    score, value = variant.split('/')
-    layer = make((score, value), moved=False, head_size=head_size, residual_gain=gain, **sizes)
+    head_size = d_model // 4 if 'gauge_fixed' in variant else d_model // num_heads
+    layer = make(variant, moved=False, head_size=head_size, residual_gain=gain, **sizes)
     std = float(jnp.sqrt(jnp.square(layer.value.matrix(layer.score)).sum() / d_model))
     # subspace has no matrix of its own: the size of its output is what W_K gives.
-    expected = gain * (1 + head_size / d_model) ** 0.5 if value == 'subspace' else gain
+    expected = gain * (1 + head_size / d_model) ** 0.5 if 'subspace' in variant else gain
     assert std == pytest.approx(expected, rel=0.1)

@@ -3,11 +3,11 @@
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 from qkattn.attention.parameters import weight
 from qkattn.config import ModelConfig
 from qkattn.model import build
+from tests.attention.layers import by_path
 
 KEY = jax.random.key(0)
 
@@ -39,50 +39,43 @@ GROUPS = {
     'init_mlp': {'w_in_DF', 'w_out_FD'},
 }
 SIZES = {'d_model': 8, 'num_layers': 2, 'num_heads': 2, 'context': 4, 'vocab_size': 16}
+SIZES |= {'tied_embeddings': False, 'biases': True}
 
 
 def initial(**settings):
     """Initial parameters by path."""
-    model = build(ModelConfig(**SIZES, tied_embeddings=False, biases=True, **settings), key=KEY)
-    leaves = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(nnx.state(model)))
-    return {tuple(entry.key for entry in path): np.asarray(leaf) for path, leaf in leaves}
+    return by_path(build(ModelConfig(**SIZES | settings), key=KEY))
+
+
+def role(path):
+    return path.rpartition('.')[2]
 
 
 @pytest.mark.parametrize('kind', ['decoder', 'encoder_decoder'])
 def test_a_factor_scales_the_matrices_of_its_group(kind):
     before = initial(kind=kind)
-    matrices = {path[-1] for path in before if path[-1].startswith('w_')}
+    matrices = {role(path) for path in before if role(path).startswith('w_')}
     assert matrices == set.union(*GROUPS.values())
     for factor, names in GROUPS.items():
         for path, after in initial(kind=kind, **{factor: 2.0}).items():
-            want = (2 if path[-1] in names else 1) * before[path]
-            np.testing.assert_array_equal(after, want, err_msg=str(path))
+            want = (2 if role(path) in names else 1) * before[path]
+            np.testing.assert_array_equal(after, want, err_msg=path)
 
 
 def test_the_initialization_of_nanogpt_is_normal_with_its_standard_deviations():
     for path, w in initial(init='nanogpt').items():
-        std = 0.02 / (2 * 2) ** 0.5 if path[-1] in ('w_o_NHD', 'w_out_FD') else 0.02
-        if path[-1].startswith('w_'):
+        std = 0.02 / (2 * 2) ** 0.5 if role(path) in ('w_o_NHD', 'w_out_FD') else 0.02
+        if role(path).startswith('w_'):
             draws = w / std
             assert abs((draws**2).mean() - 1) < 5 * (2 / w.size) ** 0.5, path
         else:
-            assert set(w.flat) == {1.0 if path[-1].startswith('g_') else 0.0}, path
+            assert set(w.flat) == {1.0 if role(path).startswith('g_') else 0.0}, path
 
 
 def test_models_of_other_sizes_share_their_common_blocks():
-    def params(**sizes):
-        config = ModelConfig(vocab_size=32, context=8, num_heads=2, biases=True, **sizes)
-        return nnx.to_pure_dict(nnx.state(build(config, key=KEY)))
-
-    small = params(d_model=8, num_layers=2)
-    large = params(d_model=12, num_layers=3)  # head_size 6 in place of 4, d_ff 48 in place of 32
-    for path, leaf in jax.tree_util.tree_leaves_with_path(small):
-        other = large
-        for entry in path:
-            other = other[entry.key]
-        if not path[-1].key.startswith('w_'):
-            continue
-        common = np.asarray(other)[tuple(slice(length) for length in leaf.shape)]
-        ratio = np.asarray(leaf) / common
-        # Only the standard deviation differs.
-        np.testing.assert_allclose(ratio, ratio.flat[0], rtol=1e-6, err_msg=str(path))
+    large = initial(d_model=12, num_layers=3)  # head_size 6 in place of 4, d_ff 48 in place of 32
+    for path, w in initial().items():
+        if role(path).startswith('w_'):
+            ratio = w / large[path][tuple(slice(length) for length in w.shape)]
+            # Only the standard deviation differs.
+            np.testing.assert_allclose(ratio, ratio.flat[0], rtol=1e-6, err_msg=path)

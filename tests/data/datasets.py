@@ -12,8 +12,6 @@ from qkattn.data.tasks.rows import Batch, Rows
 from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.data.tokens import ShardTokens, SplitInfo, TokenDataset
 
-SHARD_TOKENS = 2000
-
 
 def token_dataset(
     name: str, tokenizer: Tokenizer, splits: dict[str, np.ndarray], bytes_per_token: int = 2
@@ -32,6 +30,20 @@ def token_dataset(
     }
     arrays = {split: ShardTokens([tokens]) for split, tokens in splits.items()}
     return TokenDataset(name, '1', tokenizer, infos, arrays)
+
+
+class Numbers:
+    name, vocab_size, separator = 'numbers', 65536, 0
+
+
+def numbers(**sizes: int) -> TokenDataset:
+    """A dataset in which a token tells its position: numbers(train=100, validation=20)."""
+    splits = {split: np.arange(size, dtype=np.uint16) for split, size in sizes.items()}
+    return token_dataset('numbers', Numbers(), splits)
+
+
+def documents(corpus: Corpus, language: str | None = None) -> dict[str, list[bytes]]:
+    return {split: list(texts) for split, texts in corpus.documents(language).items()}
 
 
 def register(monkeypatch: pytest.MonkeyPatch, name: str, texts: dict[str, Iterable[bytes]]):
@@ -58,11 +70,9 @@ def read_rows(
 
 def check_shapes(batch: Batch, num_rows: int, length: int) -> None:
     """Checks names, shapes and types of a batch in which tokens are predicted from tokens."""
-    assert {name: (array.shape, array.dtype.name) for name, array in batch.items()} == {
-        'tokens_BT': ((num_rows, length), 'int32'),
-        'targets_BT': ((num_rows, length), 'int32'),
-        'loss_weights_BT': ((num_rows, length), 'float32'),
-    }
+    kinds = {'tokens_BT': 'int32', 'targets_BT': 'int32', 'loss_weights_BT': 'float32'}
+    assert {name: array.dtype.name for name, array in batch.items()} == kinds
+    assert {array.shape for array in batch.values()} == {(num_rows, length)}
 
 
 def write_texts(directory: Path, count: int = 60) -> Path:

@@ -2,7 +2,7 @@ import concurrent.futures
 import time
 
 from qkattn.data.cache import data_root, prepared_once
-from tests.data.refusals import refused
+from tests.refusals import refused
 
 
 def test_data_root_prefers_the_argument_then_the_environment(monkeypatch, tmp_path):

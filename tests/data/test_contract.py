@@ -18,8 +18,8 @@ from qkattn.data.tasks.task_registry import rows_of
 from qkattn.data.tokenizers.vocabulary import KINDS
 from qkattn.errors import ConfigError
 from tests.data.datasets import read_rows
-from tests.data.refusals import refused
 from tests.outside import chosen
+from tests.refusals import refused
 
 pytestmark = pytest.mark.usefixtures('outside')
 

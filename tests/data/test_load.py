@@ -15,7 +15,7 @@ from qkattn.data.tasks.probe_tasks import CausalProbeRows, LabellingProbeRows
 from qkattn.data.tasks.task_registry import rows_of, task_of
 from qkattn.data.tasks.translation import TranslationRows
 from tests.data.datasets import read_rows, register
-from tests.data.refusals import refused
+from tests.refusals import refused
 
 
 @pytest.fixture

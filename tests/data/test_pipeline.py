@@ -11,8 +11,8 @@ from qkattn.data.tasks.language import LanguageRows
 from qkattn.data.tasks.probe_tasks import CausalProbeRows, find
 from qkattn.data.tasks.task_registry import rows_of
 from qkattn.data.tokenizers.tokenizer import ByteTokenizer
-from tests.data.datasets import check_shapes, token_dataset
-from tests.data.refusals import refused
+from tests.data.datasets import check_shapes, numbers, token_dataset
+from tests.refusals import refused
 
 
 def windows(dataset):
@@ -26,7 +26,7 @@ def first_tokens(dataset, seed, num_steps):
     return np.concatenate([batch['tokens_BT'][0, 0, :, 0] for batch in batches])
 
 
-def test_epochs_visit_every_window_once_each_in_an_order_of_its_own(numbers):
+def test_epochs_visit_every_window_once_each_in_an_order_of_its_own():
     # 59 windows: batches of 6 straddle the epochs.
     order = [first_tokens(numbers(train=414), seed, 59).reshape(6, 59) for seed in range(4)]
     epochs = np.concatenate(order)
@@ -37,7 +37,7 @@ def test_epochs_visit_every_window_once_each_in_an_order_of_its_own(numbers):
     assert first_tokens(numbers(train=421), 5, 2).tolist() == order
 
 
-def test_hosts_together_read_the_global_batches(numbers):
+def test_hosts_together_read_the_global_batches():
     rows = windows(numbers(train=500, validation=74))
 
     def batches(part):
@@ -51,7 +51,7 @@ def test_hosts_together_read_the_global_batches(numbers):
             assert np.array_equal(np.concatenate([part[name] for part in shares]), array)
 
 
-def test_draws_are_the_seed_and_the_position_in_the_endless_sequence(numbers):
+def test_draws_are_the_seed_and_the_position_in_the_endless_sequence():
     rows = windows(numbers(train=500, validation=74))
     rows.read = lambda split, rows_B, draws_B2: {'draws': draws_B2}
     batch = pipeline.train_batch(rows, part=slice(1, 4), seed=7, step=2, batch_size=4)
@@ -60,7 +60,7 @@ def test_draws_are_the_seed_and_the_position_in_the_endless_sequence(numbers):
     assert batch['draws'].tolist() == [[0, 0], [0, 3], [0, 6]] and batch['draws'].dtype == np.uint64
 
 
-def test_train_batches_are_train_batch_of_seed_and_step(numbers):
+def test_train_batches_are_train_batch_of_seed_and_step():
     rows = windows(numbers(train=500))
     settings = {'batch_size': 6, 'part': slice(2, 5)}
     steps = {'start_step': 11, 'num_steps': 8, 'steps_per_read': 3}
@@ -74,7 +74,7 @@ def test_train_batches_are_train_batch_of_seed_and_step(numbers):
     assert list(pipeline.train_batches(rows, seeds=(0,), num_steps=0, batch_size=1)) == []
 
 
-def test_one_thread_reads_ahead_shares_seeds_and_ends_when_closed(numbers):
+def test_one_thread_reads_ahead_shares_seeds_and_ends_when_closed():
     rows, threads = windows(numbers(train=500)), []
     read = rows.read
     rows.read = lambda *args: threads.append(threading.current_thread()) or read(*args)
@@ -92,7 +92,7 @@ def test_one_thread_reads_ahead_shares_seeds_and_ends_when_closed(numbers):
     assert not threads[0].is_alive() and list(batches) == []
 
 
-def test_an_evaluation_predicts_every_token_once_and_pads_the_last_batch(numbers):
+def test_an_evaluation_predicts_every_token_once_and_pads_the_last_batch():
     # 10 windows of 7, 3 tokens over.
     rows = windows(numbers(validation=74))
     batches = list(pipeline.eval_batches(rows, 'validation', batch_size=4))
@@ -112,7 +112,7 @@ def test_an_evaluation_predicts_every_token_once_and_pads_the_last_batch(numbers
     assert len(pipeline.eval_rows(rows, 'validation', 999)) == 10
 
 
-def test_bad_settings_are_one_sentence_at_the_call(numbers):
+def test_bad_settings_are_one_sentence_at_the_call():
     rows = windows(numbers(train=30, validation=74, test=7))
     for fields, message in (
         ({'part': slice(6, 9)}, r'part=.*6, 9.* no row of a batch of 6'),

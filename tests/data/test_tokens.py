@@ -4,7 +4,7 @@ from qkattn.data import tokens
 from qkattn.data.tokenizers.tokenizer import ByteTokenizer
 from qkattn.data.tokens import PairDataset, ShardTokens, TokenDataset
 from tests.data.datasets import token_dataset
-from tests.data.refusals import refused
+from tests.refusals import refused
 
 TEXT = np.frombuffer(b'aab\0c\0', np.uint8)
 

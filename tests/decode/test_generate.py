@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from qkattn.decode.generate import choose, generate, search
-from tests.data.refusals import refused
+from tests.refusals import refused
 from tests.decode.test_kv_cache import TOKENS, make, uncached
 
 PROMPTS = TOKENS[:, :4]

@@ -17,7 +17,7 @@ from qkattn.decode.translate import translation_scores
 from qkattn.jobs import agreement
 from qkattn.model import EncoderDecoder, build
 from tests.data.datasets import token_dataset
-from tests.data.refusals import refused
+from tests.refusals import refused
 
 CONFIG = ModelConfig(
     kind='encoder_decoder',

@@ -7,9 +7,8 @@ import jax
 import numpy as np
 from scipy.special import erf
 
-from qkattn.attention import oracle
 from qkattn.model.stack import layer_of
-from tests.attention.layers import mixed, relative_bias
+from tests.attention.layers import expected
 
 ACTIVATIONS = {
     'relu': lambda x: np.maximum(x, 0),
@@ -23,7 +22,7 @@ GATES = {
 }
 
 
-def shaken(model, size: float = 0.3):
+def shaken(model, size: float = 0.2):
     """The model with every parameter off its initial value, gains and biases too."""
     rng = np.random.default_rng(0)
     return jax.tree.map(
@@ -31,17 +30,43 @@ def shaken(model, size: float = 0.3):
     )
 
 
-def run(stream, x_BTD, mask_BTS, y_BSD=None, cross_mask_BTS=None) -> np.ndarray:
+def forward(model, tokens_BT, segments_BT=None, source_BS=None, source_segments_BS=None):
+    """Logits_BTV of tokens whose segments number the sequences of a row; 0 is padding."""
+    segments_BT = np.ones_like(tokens_BT) if segments_BT is None else segments_BT
+    y_BSD = cross_mask_BTS = None
+    if source_BS is not None:
+        table_VD = model.w_embedding_VD if model.config.shared_embeddings else None
+        x_BSD = _embed(model.encoder, source_BS, source_segments_BS, table_VD)
+        y_BSD = _run(model.encoder, x_BSD, _same(source_segments_BS, source_segments_BS))
+        cross_mask_BTS = _same(segments_BT, source_segments_BS)
+    mask_BTS = _same(segments_BT, segments_BT)
+    if model.config.kind != 'encoder':
+        mask_BTS &= np.tri(tokens_BT.shape[1], dtype=bool)
+    x_BTD = _run(model, _embed(model, tokens_BT, segments_BT), mask_BTS, y_BSD, cross_mask_BTS)
+    if model.config.tied_embeddings:
+        return x_BTD @ _array(model.w_embedding_VD).T
+    return x_BTD @ _array(model.w_output_DV)
+
+
+def _same(segments_BT, segments_BS) -> np.ndarray:
+    """mask_BTS, pair by pair. Padding reads something, for a softmax; nobody reads padding."""
+    mask_BTS = np.zeros((*segments_BT.shape, segments_BS.shape[1]), bool)
+    for b, t, s in np.ndindex(*mask_BTS.shape):
+        mask_BTS[b, t, s] = segments_BT[b, t] in (segments_BS[b, s], 0)
+    return mask_BTS
+
+
+def _run(stream, x_BTD, mask_BTS, y_BSD=None, cross_mask_BTS=None) -> np.ndarray:
     """From embedded tokens to what the norm behind the last block leaves."""
     config = stream.config
     for index in range(config.num_layers):
         block = layer_of(stream.blocks, index)
 
-        def attend(z_BTD, block=block):
-            return _attention(block.attention, z_BTD, z_BTD, mask_BTS)
+        def attend(z_BTD, layer=block.attention):
+            return expected(layer, z_BTD, mask_BTS)
 
-        def ask(z_BTD, block=block):
-            return _attention(block.cross_attention, z_BTD, y_BSD, cross_mask_BTS)
+        def cross_attend(z_BTD, block=block):
+            return expected(block.cross_attention, z_BTD, cross_mask_BTS, y_BSD)
 
         def mlp(z_BTD, block=block):
             hidden_BTF = z_BTD @ _array(block.mlp.w_in_DF) + _bias(block.mlp.b_in_F)
@@ -54,7 +79,7 @@ def run(stream, x_BTD, mask_BTS, y_BSD=None, cross_mask_BTS=None) -> np.ndarray:
 
         branches = [(attend, block.attention_norm), (mlp, block.mlp_norm)]
         if y_BSD is not None:
-            branches.insert(1, (ask, block.cross_norm))
+            branches.insert(1, (cross_attend, block.cross_norm))
         for branch, norm in branches:
             if config.norm_position == 'pre':
                 x_BTD = x_BTD + branch(_norm(config, norm, x_BTD))
@@ -63,15 +88,15 @@ def run(stream, x_BTD, mask_BTS, y_BSD=None, cross_mask_BTS=None) -> np.ndarray:
     return _norm(config, stream.final_norm, x_BTD) if config.norm_position == 'pre' else x_BTD
 
 
-def embed(stream, tokens_BT, positions_BT, table_VD=None) -> np.ndarray:
-    """Tokens and positions, looked up one by one."""
+def _embed(stream, tokens_BT, segments_BT, table_VD=None) -> np.ndarray:
+    """Tokens and their positions in their segments, looked up one by one."""
     config = stream.config
     D = config.d_model
     table_VD = _array(stream.w_embedding_VD if table_VD is None else table_VD)
     x_BTD = np.zeros((*tokens_BT.shape, D))
     for b, t in np.ndindex(*tokens_BT.shape):
         x_BTD[b, t] = table_VD[tokens_BT[b, t]]
-        position = positions_BT[b, t]
+        position = (segments_BT[b, :t] == segments_BT[b, t]).sum()
         if config.positions == 'learned':
             x_BTD[b, t] += _array(stream.w_position_TD)[position]
         elif config.positions == 'sinusoidal':
@@ -80,21 +105,6 @@ def embed(stream, tokens_BT, positions_BT, table_VD=None) -> np.ndarray:
                 x_BTD[b, t, i] += np.sin(angle) * (2 / D) ** 0.5
                 x_BTD[b, t, D // 2 + i] += np.cos(angle) * (2 / D) ** 0.5
     return x_BTD * D**0.5 if config.scale_embeddings else x_BTD
-
-
-def logits(model, x_BTD) -> np.ndarray:
-    if model.config.tied_embeddings:
-        return x_BTD @ _array(model.w_embedding_VD).T
-    return x_BTD @ _array(model.w_output_DV)
-
-
-def _attention(layer, x_BTD, y_BSD, mask_BTS):
-    score, value = layer.score, layer.value
-    s_BNTS = oracle.logits(score.matrix(), x_BTD, y_BSD, scale=score.scale * layer.spec.score_scale)
-    if y_BSD is x_BTD:
-        s_BNTS = s_BNTS + relative_bias(score, *s_BNTS.shape[2:])
-    B_NDE = value.matrix(score) if value.linear else None
-    return mixed(layer, B_NDE, s_BNTS, x_BTD, y_BSD, mask_BTS)
 
 
 def _norm(config, norm, x_BTD):

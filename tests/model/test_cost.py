@@ -9,18 +9,29 @@ from qkattn.model import cost
 from qkattn.study import catalogue
 from tests.lanes import thinned
 
-BASE = ModelConfig(d_model=64, num_layers=3, num_heads=4, context=32, vocab_size=100)
+D, L, V, T, F, S = 64, 3, 100, 32, 256, 48
+BASE = ModelConfig(d_model=D, num_layers=L, num_heads=4, context=T, vocab_size=V)
+BOTH = {'kind': 'encoder_decoder', 'num_encoder_layers': 1, 'source_context': S}
+VARIANTS = {'encoder_variant': 'merged/no_vo', 'cross_variant': 'key_free/no_v'}
+UNSHARED = {'shared_embeddings': False, 'positions': 'rope', 'norm_position': 'post'}
+UNTIED = {'tied_embeddings': False, 'positions': 'none', 'biases': True}
 
 
-def test_parameters_of_the_standard_model():
-    D, L, V, T, F = 64, 3, 100, 32, 256
-    assert cost.count(BASE) == {
-        'embedding': V * D + T * D,
-        'attention': L * 4 * D * D,
-        'mlp': L * 2 * D * F,
-        'norm': L * 2 * D + D,
-        'total': V * D + T * D + L * (4 * D * D + 2 * D * F + 2 * D) + D,
-    }
+@pytest.mark.parametrize(
+    ('fields', 'attention', 'mlp', 'embedding', 'norm'),
+    [
+        ({}, 3 * 4 * D * D, 3 * 2 * D * F, V * D + T * D, 7 * D),
+        (BOTH | VARIANTS, (3 * 4 + 4 + 3 * 2) * D * D, 4 * 2 * D * F, (V + T + S) * D, 13 * D),
+        (BOTH | UNSHARED, 7 * 4 * D * D, 4 * 2 * D * F, 2 * V * D, 11 * D),
+        # q, k, v and o add a vector each; both directions of the MLP as well.
+        (BOTH | UNTIED, 7 * 4 * (D * D + D), 4 * (2 * D * F + F + D), 2 * V * D, 26 * D),
+    ],
+    ids=['decoder', 'three variants', 'unshared', 'untied'],
+)
+def test_parameters_by_hand(fields, attention, mlp, embedding, norm):
+    parts = {'attention': attention, 'mlp': mlp, 'embedding': embedding, 'norm': norm}
+    counts = cost.count(dataclasses.replace(BASE, **fields))
+    assert counts == parts | {'total': sum(parts.values())}
 
 
 def test_options_add_what_they_should():
@@ -39,8 +50,7 @@ def test_options_add_what_they_should():
     assert extra(activation='swiglu', d_ff=256, biases=True) == extra(biases=True) + 3 * 65 * 256
     assert extra(activation='geglu') == 3 * 64 * (3 * 171 - 2 * 256)
     # one in a layer of the encoder, two in one of the decoder
-    both = {'kind': 'encoder_decoder'}
-    assert extra(**both, attention_gain=False) - extra(**both) == -9 * 64
+    assert extra(**BOTH, attention_gain=False) - extra(**BOTH) == -7 * 64
 
 
 def test_a_parameter_of_no_group_is_refused():
@@ -48,26 +58,28 @@ def test_a_parameter_of_no_group_is_refused():
         cost.group_of('w_extra_D')
 
 
-PROJECTION, MLP, READ, UNEMBED = 2 * 64 * 64, 4 * 64 * 256, 2 * 32 * 64, 2 * 64 * 100
+PROJECTION, MLP, READ, UNEMBED = 2 * D * D, 4 * D * F, 2 * T * D, 2 * D * V
+LAYER = 4 * PROJECTION + MLP + 2 * READ
+ENCODER = S * (4 * PROJECTION + MLP + 4 * S * D)
+# Queries and output of the cross-attention are per target token, keys and values per source token.
+DECODER = T * (LAYER + 2 * PROJECTION + 4 * S * D) + S * 2 * PROJECTION
 
 
 @pytest.mark.parametrize(
     ('fields', 'flops'),
     [
-        ({}, 3 * (4 * PROJECTION + MLP + 2 * READ) + UNEMBED),
+        ({}, 3 * LAYER + UNEMBED),
         # one matrix less, though queries and keys come from the same product
-        ({'score': 'shared_qk'}, 3 * (3 * PROJECTION + MLP + 2 * READ) + UNEMBED),
+        ({'score': 'shared_qk'}, 3 * (LAYER - PROJECTION) + UNEMBED),
         # four heads of D x D, each of which scores whole vectors
-        ({'score': 'merged'}, 3 * (6 * PROJECTION + MLP + 5 * READ) + UNEMBED),
+        ({'score': 'merged'}, 3 * (LAYER + 2 * PROJECTION + 3 * READ) + UNEMBED),
         # one pattern of attention for all heads
-        ({'score': 'neither_full'}, 3 * (2 * PROJECTION + MLP + 2 * READ) + UNEMBED),
-        (
-            {'activation': 'swiglu', 'd_ff': 256},
-            3 * (4 * PROJECTION + 3 * MLP // 2 + 2 * READ) + UNEMBED,
-        ),
-        ({'scan_unroll': 1}, 3 * (4 * PROJECTION + MLP + 2 * READ) + UNEMBED),
+        ({'score': 'neither_full'}, 3 * (LAYER - 2 * PROJECTION) + UNEMBED),
+        ({'activation': 'swiglu', 'd_ff': F}, 3 * (LAYER + MLP // 2) + UNEMBED),
+        ({'scan_unroll': 1}, 3 * LAYER + UNEMBED),
+        (BOTH, (ENCODER + 3 * DECODER) / T + UNEMBED),
     ],
-    ids=['qk', 'shared_qk', 'merged', 'neither_full', 'swiglu', 'rolled'],
+    ids=['qk', 'shared_qk', 'merged', 'neither_full', 'swiglu', 'rolled', 'encoder_decoder'],
 )
 def test_flops(fields, flops):
     assert cost.flops_per_token(dataclasses.replace(BASE, **fields)) == flops
@@ -97,11 +109,15 @@ def test_rematerialization_costs_another_forward_pass():
 @pytest.mark.parametrize(
     ('fields', 'floats'),
     [
-        ({}, 3 * 2 * 64),
+        ({}, 3 * 2 * D),
         ({'num_kv_heads': 1}, 3 * 2 * 16),
-        ({'score': 'key_free'}, 3 * 2 * 64),
-        ({'score': 'key_free', 'value': 'no_v'}, 3 * 64),
-        ({'score': 'merged', 'value': 'no_vo'}, 3 * 64),
+        ({'score': 'key_free'}, 3 * 2 * D),
+        ({'score': 'key_free', 'value': 'no_v'}, 3 * D),
+        ({'score': 'merged', 'value': 'no_vo'}, 3 * D),
+        (BOTH, 3 * 4 * D),
+        (BOTH | {'num_kv_heads': 1}, 3 * 4 * 16),
+        (BOTH | {'cross_variant': 'merged/no_v'}, 3 * 3 * D),
+        (BOTH | {'encoder_variant': 'merged/no_v'}, 3 * 4 * D),
     ],
 )
 def test_cache(fields, floats):

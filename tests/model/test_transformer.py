@@ -1,7 +1,4 @@
-"""Parts of models: GELU, logits, single layers of a stack, keys and rngs, kernels."""
-
-import dataclasses
-import functools
+"""Models of every kind: the numbers of a slow reference, padding, packed rows, layers, kernels."""
 
 import jax
 import jax.numpy as jnp
@@ -12,33 +9,193 @@ from flax import nnx
 from qkattn.attention import visible
 from qkattn.attention.kernels import blockwise
 from qkattn.config import ModelConfig
-from qkattn.model import EncoderDecoder, abstract_model, build
-from qkattn.model.blocks import gelu
+from qkattn.model import Decoder, Encoder, EncoderDecoder, abstract_model, build
+from tests.attention import examples  # noqa: F401, classes that the settings name
+from tests.lanes import only
+from tests.model import slow_transformer as slow
 
-CONFIG = ModelConfig(d_model=16, num_layers=3, num_heads=2, context=7, vocab_size=11)
-TOKENS = np.random.default_rng(0).integers(0, 11, (2, 7))
+SIZES = {'d_model': 16, 'num_layers': 2, 'num_heads': 2, 'd_ff': 24, 'vocab_size': 13}
+BOTH = {'kind': 'encoder_decoder', 'num_encoder_layers': 1, 'context': 10, 'source_context': 12}
+TOKENS = np.random.default_rng(0).integers(0, 13, (2, 7))
 
-exact = functools.partial(jax.nn.gelu, approximate=False)
+
+def config_of(**fields) -> ModelConfig:
+    return ModelConfig(**SIZES | {'context': 7, 'scan_unroll': 1} | fields)
 
 
-@pytest.mark.parametrize('order', [lambda f: f, jax.grad], ids=['forward', 'backward'])
-def test_gelu_is_exact_and_rounded_once_in_bfloat16(order):
-    with jax.enable_x64(True):
-        x_F = jnp.linspace(-9, 9, 2001)
-        expected_F = jax.vmap(order(exact))(x_F)
-        np.testing.assert_allclose(jax.vmap(order(gelu))(x_F), expected_F, rtol=0, atol=1e-14)
-        narrow_F = jax.vmap(order(gelu))(x_F.astype(jnp.float32))
-        np.testing.assert_allclose(narrow_F, expected_F, rtol=0, atol=2e-6)
-    x_F = jnp.linspace(-4, 4, 257).astype(jnp.bfloat16)
-    half_F = jax.vmap(order(gelu))(x_F)
-    assert half_F.dtype == jnp.bfloat16
-    expected_F = jax.vmap(order(exact))(x_F.astype(jnp.float32))
-    np.testing.assert_allclose(half_F.astype(jnp.float32), expected_F, rtol=2**-8, atol=1e-6)
+def make(**fields) -> Decoder | Encoder | EncoderDecoder:
+    """A model whose embeddings are large enough that every token matters."""
+    model = build(config_of(**fields), key=jax.random.key(0))
+    model.w_embedding_VD[...] *= 4
+    return model
+
+
+run = jax.jit(lambda model, *args, **options: model(*args, **options))
+
+
+def logits_of(model, *args, **options):
+    return np.asarray(run(model, *args, **options))
+
+
+# Three pairs in a row: tokens, their segments, the tokens of each pair, the length of the row.
+SIDES = [
+    ('source_BS', 'source_segments_BS', (4, 1, 5), 12),
+    ('tokens_BT', 'segments_BT', (5, 1, 3), 10),
+]
+
+
+def packed() -> dict[str, np.ndarray]:
+    """All pairs in one row, and padding behind them."""
+    rng, batch = np.random.default_rng(0), {}
+    for tokens, segments, sizes, length in SIDES:
+        numbers = np.repeat([1, 2, 3], sizes)
+        batch[segments] = np.pad(numbers, (0, length - len(numbers)))[None]
+        batch[tokens] = rng.integers(0, 13, (1, length))
+    return batch
+
+
+def unpacked(batch) -> dict[str, np.ndarray]:
+    """Pair i in row i, alone and from the beginning."""
+    out = {name: np.zeros((3, array.shape[1]), int) for name, array in batch.items()}
+    for tokens, segments, *_ in SIDES:
+        for i in range(3):
+            pair = batch[tokens][batch[segments] == i + 1]
+            out[tokens][i, : len(pair)] = pair
+            out[segments][i, : len(pair)] = 1
+    return out
+
+
+SCALED = {'norm_position': 'post', 'scale_embeddings': True}
+FIELDS = [
+    {'norm_position': 'pre', 'activation': 'gelu', 'positions': 'learned'},
+    SCALED | {'activation': 'relu', 'positions': 'sinusoidal', 'biases': True},
+    SCALED | {'norm': 'rmsnorm', 'tied_embeddings': False},
+    {'norm_position': 'pre', 'activation': 'swiglu', 'positions': 'sinusoidal', 'biases': True},
+    {'score': 'merged', 'value': 'no_v', 'biases': True, 'positions': 'none'},
+    {'score': 'query_free', 'attention_gain': False},
+    {'score': 't5_bias:T5Bias', 'value': 'differential:Differential', 'normalizer': 'sigmoid'},
+    {'value': 'gated:Gated', 'normalizer': 'entmax15', 'biases': True, 'activation': 'geglu'},
+]
+UNSHARED = {'shared_embeddings': False, 'tied_embeddings': False, 'norm_position': 'post'}
+OF_BOTH = [
+    *FIELDS[:2],
+    UNSHARED | {'encoder_variant': 'merged/no_vo', 'cross_variant': 'key_free/no_v'},
+    {'norm': 'rmsnorm', 'biases': True, 'shared_embeddings': False, 'positions': 'none'},
+    {'score': 'shared_qk', 'attention_gain': False},
+]
+CASES = [(k, f) for i, f in enumerate(FIELDS) for k in ('encoder', 'decoder')[:: (-1) ** i]]
+CASES += [('encoder_decoder', fields) for fields in OF_BOTH]
+
+
+@pytest.mark.parametrize(('kind', 'fields'), only(CASES[:16:3] + CASES[16:], CASES), ids=str)
+def test_the_numbers_are_those_of_the_slow_reference(kind, fields):
+    if kind == 'encoder_decoder':
+        fields, inputs, batch = BOTH | fields, packed(), packed()
+    else:
+        valid_BT = np.arange(7) < np.array([[7], [4]])
+        inputs = {'tokens_BT': TOKENS, 'valid_BT': valid_BT}
+        batch = {'tokens_BT': TOKENS, 'segments_BT': valid_BT.astype(int)}
+    model = slow.shaken(make(**{'kind': kind} | fields))
+    used_BT, want = batch['segments_BT'] > 0, slow.forward(model, **batch)
+    got = logits_of(model, **inputs)
+    np.testing.assert_allclose(got[used_BT], want[used_BT], atol=2e-5 * np.abs(want).max())
+    assert np.std(want[used_BT]) > 0.1
+    assert model.final_norm is None or model.config.norm_position == 'pre'
+
+
+@pytest.mark.parametrize('kind', ['encoder', 'decoder'])
+def test_padding_is_never_read_wherever_it_stands(kind):
+    model = make(kind=kind)
+    valid_BT = np.ones((2, 7), bool)
+    valid_BT[0, 5:] = valid_BT[1, :2] = False
+    want = logits_of(model, TOKENS, valid_BT=valid_BT)
+    got = logits_of(model, np.where(valid_BT, TOKENS, 3), valid_BT=valid_BT)
+    np.testing.assert_array_equal(got[valid_BT], want[valid_BT])
+    assert np.isfinite(got).all()
+    shorter = logits_of(model, TOKENS[:1, :5])
+    np.testing.assert_allclose(want[:1, :5], shorter, atol=1e-5)
+    assert np.abs(logits_of(model, TOKENS) - want)[valid_BT].max() > 1e-3
+
+
+SELF = 'shared_qk(self_mask=True)'
+PACKED = [
+    {'positions': 'rope', 'window': 2},
+    {'positions': 'alibi', 'score': SELF, 'value': 'k_is_v', 'norm_position': 'post'},
+    {'positions': 'learned', 'cross_variant': f'{SELF}/vo', 'encoder_variant': 'latent/latent'},
+    {'positions': 'rope'},
+    {'positions': 'alibi'},
+]
+
+
+@pytest.mark.parametrize('fields', only(PACKED[:3], PACKED), ids=str)
+def test_packed_pairs_are_to_the_model_what_they_are_alone(fields):
+    model, batch = make(**BOTH | fields), packed()
+    alone = unpacked(batch)
+    together = logits_of(model, **batch)[0]
+    apart = logits_of(model, **alone)
+    assert np.isfinite(together).all() and np.isfinite(apart).all()
+    for i in range(3):
+        want = apart[i, alone['segments_BT'][i] > 0]
+        got = together[batch['segments_BT'][0] == i + 1]
+        np.testing.assert_allclose(got, want, atol=2e-5 * np.abs(want).max())
+    # And a pair is what it is without any segments, in a row of its own length.
+    tokens_BT, source_BS = batch['tokens_BT'][:, :5], batch['source_BS'][:, :4]
+    (want,) = logits_of(model, tokens_BT, source_BS=source_BS)
+    np.testing.assert_allclose(together[:5], want, atol=2e-5 * np.abs(want).max())
+
+
+def test_a_window_reaches_both_ways():
+    model = make(kind='encoder', window=2, num_layers=1)
+    other = TOKENS.copy()
+    other[:, 3] = (other[:, 3] + 1) % 11
+    moved_BT = np.abs(logits_of(model, other) - logits_of(model, TOKENS)).max(-1) > 1e-6
+    assert moved_BT.tolist() == [[False, False, True, True, True, False, False]] * 2
+
+
+@pytest.mark.parametrize(
+    ('kind', 'tokens', 'source', 'field'),
+    [('decoder', 8, 0, ''), ('encoder', 8, 0, ''), ('encoder_decoder', 8, 7, '')]
+    + [('encoder_decoder', 7, 8, 'source_')],
+)
+def test_more_tokens_than_there_is_room_for_are_refused(kind, tokens, source, field):
+    inputs = {'source_BS': jnp.zeros((1, source), int)} if source else {}
+    model = make(kind=kind, **{'source_context': 7} if source else {})
+    with pytest.raises(ValueError, match=f'8 tokens do not fit into model.{field}context=7'):
+        model(jnp.zeros((1, tokens), int), **inputs)
+
+
+def test_dropout_acts_on_embeddings_and_on_both_sides_and_only_with_a_key():
+    keys = [None, *jax.random.split(jax.random.key(0))]
+    model = make(dropout=0.5)
+    np.testing.assert_array_equal(logits_of(model, TOKENS), logits_of(make(), TOKENS))
+    model.blocks.attention.value.w_o_NHD[...] *= 0
+    model.blocks.mlp.w_out_FD[...] *= 0
+    first, second = (logits_of(model, TOKENS, dropout_key=key) for key in keys[1:])
+    assert np.abs(first - second).max() > 1e-2
+    model, batch = make(**BOTH, dropout=0.5, num_layers=1), packed()
+    plain, first, second = (logits_of(model, **batch, dropout_key=key) for key in keys)
+    assert np.abs(first - plain).max() > 0.1 and np.abs(first - second).max() > 0.1
+    y_BSD = [model.encode(batch['source_BS'], dropout_key=key) for key in keys[:2]]
+    assert np.abs(y_BSD[0] - y_BSD[1]).max() > 0.1
+
+
+def test_no_two_parts_start_from_the_same_numbers():
+    model = make(**BOTH | {'shared_embeddings': False, 'num_encoder_layers': 2, 'context': 12})
+    stacks = model.blocks, model.encoder.blocks
+    attentions = [model.blocks.cross_attention, *(stack.attention for stack in stacks)]
+    families = [
+        [w[i] for a in attentions for w in (a.score.w_q_DNH, a.score.w_k_DKH) for i in range(2)],
+        [stack.mlp.w_in_DF[i] for stack in stacks for i in range(2)],
+        [model.w_embedding_VD[...], model.encoder.w_embedding_VD[...]],
+        [model.w_position_TD[...], model.encoder.w_position_TD[...]],
+    ]
+    for family in families:
+        correlations = np.corrcoef([np.ravel(a) for a in family])
+        assert np.abs(np.triu(correlations, 1)).max() < 0.5
 
 
 def test_logits_in_bfloat16_are_summed_in_float32():
-    model = build(dataclasses.replace(CONFIG, num_layers=1), key=jax.random.key(0))
-    model = jax.tree.map(lambda p: p.astype(jnp.bfloat16), model)
+    model = jax.tree.map(lambda p: p.astype(jnp.bfloat16), make(num_layers=1))
     x_BTD = jax.random.normal(jax.random.key(1), (2, 4, 16)).astype(jnp.bfloat16)
     w_VD = model.w_embedding_VD[...].astype(jnp.float32)
     assert model.logits(x_BTD).dtype == jnp.float32
@@ -47,7 +204,7 @@ def test_logits_in_bfloat16_are_summed_in_float32():
 
 
 def test_the_layers_of_a_model_compute_what_its_blocks_compute():
-    model = build(CONFIG, rngs=nnx.Rngs(0))
+    model = build(config_of(num_layers=3), rngs=nnx.Rngs(0))
     x_BTD, layers = model.embed(TOKENS), model.layers()
     assert len(layers) == 3
     for index, layer in enumerate(layers):
@@ -58,33 +215,25 @@ def test_the_layers_of_a_model_compute_what_its_blocks_compute():
     np.testing.assert_allclose(model.logits(model.normed(x_BTD)), model(TOKENS), atol=1e-5)
 
 
+def test_an_encoder_decoder_has_layers_at_three_sites():
+    model = make(**BOTH | {'num_layers': 1, 'num_encoder_layers': 2, 'cross_variant': 'merged/vo'})
+    assert len(model.layers()) == 1 and len(model.encoder.layers()) == 2
+    (cross,) = model.layers('cross_attention')
+    assert cross.spec.score == 'merged'
+    y_BSD, mask_BTS = model.encode(TOKENS), visible(7, 7, causal=False)
+    np.testing.assert_array_equal(cross(y_BSD, y_BSD=y_BSD), cross(y_BSD, mask_BTS, y_BSD=y_BSD))
+    with pytest.raises(ValueError, match='known are attention, cross_attention'):
+        model.layers('attend')
+
+
 @pytest.mark.parametrize('variant', [('qk', 'vo'), ('merged(init="product")', 'low_rank')], ids=str)
 def test_an_abstract_model_has_the_shapes_of_a_model_and_a_model_is_drawn_after_it(variant):
-    config = dataclasses.replace(CONFIG, score=variant[0], value=variant[1])
+    config = config_of(score=variant[0], value=variant[1])
     abstract, model = abstract_model(config), build(config, key=jax.random.key(0))
     shapes, arrays = jax.tree.leaves(abstract), jax.tree.leaves(model)
     assert jax.tree.structure(abstract) == jax.tree.structure(model)
     assert [(s.shape, s.dtype) for s in shapes] == [(a.shape, a.dtype) for a in arrays]
     assert model.w_embedding_VD[...].std() > 0
-
-
-def test_an_encoder_decoder_has_layers_at_three_sites():
-    config = dataclasses.replace(
-        CONFIG,
-        kind='encoder_decoder',
-        num_layers=1,
-        num_encoder_layers=2,
-        cross_variant='merged/vo',
-    )
-    model = EncoderDecoder(config, rngs=nnx.Rngs(0))
-    assert len(model.layers()) == 1 and len(model.encoder.layers()) == 2
-    (cross,) = model.layers('cross_attention')
-    assert cross.spec.score == 'merged'
-    y_BSD = model.encode(TOKENS)
-    mask_BTS = visible(7, 7, causal=False)
-    np.testing.assert_array_equal(cross(y_BSD, y_BSD=y_BSD), cross(y_BSD, mask_BTS, y_BSD=y_BSD))
-    with pytest.raises(ValueError, match='known are attention, cross_attention'):
-        model.layers('attend')
 
 
 SEGMENTS = jnp.array([[1] * 8 + [2] * 12, [1] * 13 + [2] * 4 + [0] * 3])
@@ -93,15 +242,13 @@ KINDS = {
     'decoder': ({'score': 'merged', 'positions': 'alibi', 'remat': 'full', 'window': 9}, {}),
     'encoder': ({'value': 'no_v'}, {'valid_BT': jnp.arange(20) < jnp.array([[17], [17]])}),
     'encoder_decoder': (
-        {'score': 'shared_qk(self_mask=True)'},
+        {'score': SELF},
         {'source_BS': LONG[:, ::-1], 'source_segments_BS': SEGMENTS, 'segments_BT': SEGMENTS},
     ),
 }
 
 
-@pytest.mark.parametrize(
-    'kind', ['decoder', *(pytest.param(k, marks=pytest.mark.slow) for k in list(KINDS)[1:])]
-)
+@pytest.mark.parametrize('kind', only(['decoder'], KINDS))
 def test_a_stack_of_models_equals_that_of_einsums(kind, monkeypatch):
     """Losses and gradients of two trials."""
     monkeypatch.setitem(blockwise.BLOCK, 'cpu', 8)
@@ -113,8 +260,8 @@ def test_a_stack_of_models_equals_that_of_einsums(kind, monkeypatch):
 
     results = []
     for kernel in ('blockwise', 'einsum'):
-        sizes = {'num_layers': 2, 'num_heads': 4, 'context': 20, 'kernel': kernel}
-        config = dataclasses.replace(CONFIG, kind=kind, **sizes, **fields)
+        sizes = {'num_heads': 4, 'context': 20, 'scan_unroll': None, 'd_ff': None}
+        config = config_of(kind=kind, kernel=kernel, **sizes, **fields)
         keys = jax.random.split(jax.random.key(1))
         models = jax.vmap(lambda key, config=config: build(config, key=key))(keys)
         results.append(jax.tree.leaves(jax.jit(jax.vmap(jax.value_and_grad(loss)))(models)))

@@ -1,5 +1,6 @@
 """Variants x destinations x sizes become arms of equal cost."""
 
+import ast
 import dataclasses
 
 import jax
@@ -79,11 +80,38 @@ def test_variants_that_no_model_matches_are_named_beside_the_other_arms():
     study = dataclasses.replace(STUDY, variants=variants, sizes=STUDY.sizes[:1], fill=None)
     with pytest.raises(MatchError) as caught:
         build_arms(study)
-    lines = str(caught.value).splitlines()
+    *lines, _ = str(caught.value).splitlines()
     for line, variant in zip(lines, variants[1:], strict=True):
         assert line.startswith(f'variant {variant!r}: {variant} reaches ')
         assert line.endswith('d_model alone is too coarse, and d_ff is fixed')
     assert [arm.label for arm in caught.value.matched if not arm.place.control] == ['qk/vo']
+
+
+@pytest.mark.parametrize(
+    ('variants', 'sizes', 'remedy'),
+    [
+        # Between 96 and 128, the power of two that it needs is above what its savings reach.
+        (('qk/hadamard', 'qk/no_v'), ('d_model=96',), '("d_model=100",)'),
+        (
+            ('qk/hadamard',),
+            ('d_model=64&num_layers=3', 'd_model=112'),
+            '("d_model=60&num_layers=3", "d_model=112",)',
+        ),
+        # Where the first matches, the second, which matches here, does not.
+        (('nonlinear_query/vo', 'qk/hadamard'), ('d_model=112',), None),
+        (('qk/hadamard', 'query_free/low_rank(rank=0)'), ('d_model=96',), ''),
+    ],
+    ids=['one', 'two sizes', 'none near', 'not to be built'],
+)
+def test_the_nearest_widths_that_match_all_arms_are_named(variants, sizes, remedy):
+    study = dataclasses.replace(STUDY, variants=('qk/vo', *variants), sizes=sizes)
+    with pytest.raises(MatchError) as caught:
+        build_arms(study)
+    flag = f"all arms match at the nearest widths: --config.sizes='{remedy}'"
+    none = f'none of the next 16 widths below and above {sizes[0]!r} matches all arms'
+    assert (str(caught.value).splitlines()[-1] == (flag if remedy else none)) == (remedy != '')
+    if remedy:
+        build_arms(dataclasses.replace(study, sizes=ast.literal_eval(remedy)))
 
 
 def test_a_variant_that_saves_parameters_is_also_an_arm_at_the_baselines_shape():

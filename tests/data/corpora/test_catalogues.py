@@ -9,7 +9,8 @@ import tensorflow_datasets as tfds
 
 from qkattn.config import DataConfig
 from qkattn.data.corpora.corpus_registry import find
-from tests.data.refusals import refused
+from tests.data.datasets import documents
+from tests.refusals import refused
 
 SENTENCES = [{'en': f'number {i}', 'de': f'Nummer {i}', 'fr': f'le {i}'} for i in range(40)]
 VALUES = {language: [sentence[language] for sentence in SENTENCES] for language in SENTENCES[0]}
@@ -71,8 +72,8 @@ def config(request, tmp_path_factory):
 
 
 def read(corpus, language=None):
-    documents = corpus.documents(language)
-    return {split: [text.decode() for text in texts] for split, texts in documents.items()}
+    sides = documents(corpus, language)
+    return {split: [text.decode() for text in texts] for split, texts in sides.items()}
 
 
 def test_text_and_translations_are_those_that_the_settings_name(config):

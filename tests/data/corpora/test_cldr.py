@@ -10,7 +10,7 @@ from qkattn.config import DataConfig
 from qkattn.data.corpora import cldr
 from qkattn.data.corpora.corpus import split_of
 from qkattn.data.corpora.corpus_registry import find
-from tests.data.refusals import refused
+from tests.refusals import refused
 
 
 @pytest.fixture(scope='module')

@@ -9,7 +9,8 @@ import requests
 from qkattn.config import DataConfig
 from qkattn.data.corpora import downloads
 from qkattn.data.corpora.corpus_registry import find
-from tests.data.refusals import refused
+from tests.data.datasets import documents
+from tests.refusals import refused
 
 TEXT = b'one\ntwo\n'
 URL = 'https://files.example.org/lines.txt'
@@ -78,11 +79,11 @@ def test_documents_of_multi30k_are_lines_and_the_play_is_cut_by_characters(tmp_p
     corpus = opened('multi30k', languages='fr-de')
     assert corpus.name == 'multi30k-fr-de' and not (tmp_path / 'data').exists()
     for language in corpus.languages:
-        assert {split: list(texts) for split, texts in corpus.documents(language).items()} == {
+        assert documents(corpus, language) == {
             split: [f'{part}.{language}\u2028{i}'.encode() for i in range(3)]
             for split, part in downloads.CAPTION_PARTS.items()
         }
     parts = {'train': [('ä' * 90).encode()], 'validation': [('ö' * 11).encode()]}
-    assert opened('tiny_shakespeare').documents(None) == parts
+    assert documents(opened('tiny_shakespeare')) == parts
     with refused("'en-es' must be two of de, en and fr"):
         opened('multi30k', languages='en-es')

@@ -2,7 +2,8 @@ import pytest
 
 from qkattn.config import DataConfig
 from qkattn.data.corpora.corpus_registry import find
-from tests.data.refusals import refused
+from tests.data.datasets import documents
+from tests.refusals import refused
 
 PAIRS = {'train.en': 'one\ntwo\n', 'train.de': 'eins\nzwei\n'}
 PAIRS |= {'validation.en': 'three\n', 'validation.de': 'drei\n'}
@@ -17,22 +18,18 @@ def opened(directory, files, name='text', **settings):
     return find(DataConfig(name=name, **{'path': str(directory)} | settings))
 
 
-def read(corpus, language=None):
-    return {split: list(texts) for split, texts in corpus.documents(language).items()}
-
-
 def test_file_is_cut_at_line_ends_90_5_5(tmp_path):
     lines = [f'line {i:03d}\n'.encode() for i in range(200)]
     corpus = opened(tmp_path, {'a.txt': b''.join(lines)[:-1]}, path=str(tmp_path / 'a.txt'))
     parts = [b''.join(lines[:180]), b''.join(lines[180:190]), b''.join(lines[190:])[:-1]]
-    assert list(read(corpus).values()) == [[part] for part in parts]
+    assert list(documents(corpus).values()) == [[part] for part in parts]
 
 
 def test_a_split_is_a_file_or_a_folder_and_the_version_is_that_of_the_text(tmp_path, bucket):
     # A byte order mark is no text.
     files = {'train.txt': '\ufeffa\n', 'validation/b.txt': 'b\n', 'validation/a.txt': b'a\n'}
     corpus = opened(tmp_path, files | {'validation/c.md': 'c', 'validation/sub/d.txt': 'd\n'})
-    assert read(corpus) == {'train': [b'a\n'], 'validation': [b'a\n', b'b\n', b'd\n']}
+    assert documents(corpus) == {'train': [b'a\n'], 'validation': [b'a\n', b'b\n', b'd\n']}
     names = ['validation/a.txt', 'validation/b.txt', 'validation/sub/d.txt']
     assert (corpus.names('train'), corpus.names('validation')) == (['train'], names)
     versions = [corpus.version]
@@ -51,16 +48,16 @@ def test_a_split_is_a_file_or_a_folder_and_the_version_is_that_of_the_text(tmp_p
 
 def test_lines_of_parallel_files_are_documents(tmp_path):
     corpus = opened(tmp_path, PAIRS, 'parallel', languages='en-de')
-    assert read(corpus, 'en') == {'train': [b'one', b'two'], 'validation': [b'three']}
-    assert read(corpus, 'de') == {'train': [b'eins', b'zwei'], 'validation': [b'drei']}
+    assert documents(corpus, 'en') == {'train': [b'one', b'two'], 'validation': [b'three']}
+    assert documents(corpus, 'de') == {'train': [b'eins', b'zwei'], 'validation': [b'drei']}
     assert corpus.name == 'parallel-en-de'
     # Only line feeds end lines; pairs with a blank side are left out.
     source = '\ufeffa\u2028b\x85\x0cc\rd\r\n\ntwo\n \nblank\n'
     target = '\ufeffeins\n\r\nzwei\n\u3000\n\u3000'
     files = {'train.en': source, 'train.de': target}
     corpus = opened(tmp_path, files, 'parallel', languages='de-en')
-    assert read(corpus, 'en')['train'] == ['a\u2028b\x85\x0cc\rd'.encode(), b'two']
-    assert read(corpus, 'de')['train'] == [b'eins', b'zwei']
+    assert documents(corpus, 'en')['train'] == ['a\u2028b\x85\x0cc\rd'.encode(), b'two']
+    assert documents(corpus, 'de')['train'] == [b'eins', b'zwei']
 
 
 @pytest.mark.parametrize(
@@ -78,6 +75,6 @@ def test_files_that_do_not_fit_are_named(tmp_path, path, files, says):
     """Of text, and where there is no path, of parallel text."""
     with refused(says):
         if path is None:
-            read(opened(tmp_path, PAIRS | files, 'parallel', languages='en-de'), 'en')
+            documents(opened(tmp_path, PAIRS | files, 'parallel', languages='en-de'), 'en')
         else:
-            read(opened(tmp_path, files, path=str(tmp_path / path)))
+            documents(opened(tmp_path, files, path=str(tmp_path / path)))

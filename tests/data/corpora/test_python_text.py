@@ -11,7 +11,7 @@ from qkattn.config import DataConfig
 from qkattn.data.corpora import python_text
 from qkattn.data.corpora.corpus import largest_size, split_of
 from qkattn.data.corpora.corpus_registry import find
-from tests.data.refusals import refused
+from tests.refusals import refused
 
 ROOT = Path(sysconfig.get_path('stdlib'))
 REQUIREMENTS = Path(__file__).parents[3] / 'requirements.txt'

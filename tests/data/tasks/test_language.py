@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 from qkattn.data.tasks.language import LanguageRows, MaskedRows
-from tests.data.datasets import read_rows, token_dataset
-from tests.data.refusals import refused
+from tests.data.datasets import numbers, read_rows, token_dataset
+from tests.refusals import refused
 
 
 # Of 70 tokens 69 are targets: the last starts no window.
 @pytest.mark.parametrize(('tokens', 'length', 'count'), [(71, 7, 10), (70, 7, 9), (30, 29, 1)])
-def test_every_token_but_the_first_is_a_target_once(numbers, tokens, length, count):
+def test_every_token_but_the_first_is_a_target_once(tokens, length, count):
     rows = LanguageRows(numbers(train=tokens), length)
     assert rows.count('train') == count
     batch = read_rows(rows, 'train', range(count))
@@ -19,7 +19,7 @@ def test_every_token_but_the_first_is_a_target_once(numbers, tokens, length, cou
     assert (batch['loss_weights_BT'] == 1).all()
 
 
-def test_shifted_windows_move_together_and_anew_in_every_epoch(numbers):
+def test_shifted_windows_move_together_and_anew_in_every_epoch():
     rows = LanguageRows(numbers(train=105, validation=106), 7, shift=True)
     assert rows.count('train') == 14
     offsets = []
@@ -36,7 +36,7 @@ def test_shifted_windows_move_together_and_anew_in_every_epoch(numbers):
     assert read_rows(rows, 'validation', [0])['tokens_BT'][0, 0] == 0
 
 
-def test_eighty_ten_ten_of_as_many_positions_in_every_row_all_equally_often(numbers):
+def test_eighty_ten_ten_of_as_many_positions_in_every_row_all_equally_often():
     """Every row of 60,000 tokens, masked once; a token that is its position is its original."""
     rows = MaskedRows(numbers(train=60_010), 20, 0.2)
     batch = read_rows(rows, 'train', range(rows.count('train')))
@@ -62,7 +62,7 @@ def test_eighty_ten_ten_of_as_many_positions_in_every_row_all_equally_often(numb
     assert set(tokens_BT[tokens_BT != 2]) == {0, 1, 3, 4}
 
 
-def test_a_mask_is_a_function_of_the_draws_alone(numbers):
+def test_a_mask_is_a_function_of_the_draws_alone():
     rows = MaskedRows(numbers(train=2000, validation=2000), 20, 0.3)
     draws_B2 = np.array([[7, 1], [7, 2], [7, 3], [1, 7]], np.uint64)
     batch = rows.read('train', np.array([5, 0, 5, 5]), draws_B2)
@@ -78,7 +78,7 @@ def test_a_mask_is_a_function_of_the_draws_alone(numbers):
     assert MaskedRows(numbers(train=100), 10, 0.01).num_masked == 1
 
 
-def test_windows_that_do_not_fit_are_one_sentence(numbers):
+def test_windows_that_do_not_fit_are_one_sentence():
     for rows, says in (
         (LanguageRows(numbers(train=30), 30), "=30 is too long for split 'train' .* at most 29"),
         (LanguageRows(numbers(train=30), 16, shift=True), 'context=16 is .* at most 15'),

@@ -7,7 +7,7 @@ import pytest
 from qkattn.data.tasks import probe_tasks
 from qkattn.data.tasks.probe_tasks import PROBES
 from tests.data.datasets import check_shapes, read_rows
-from tests.data.refusals import refused
+from tests.refusals import refused
 
 SMALL = [
     *('copy(length=5, symbols=7)', 'reversal(length=5, symbols=7)'),

@@ -5,10 +5,10 @@ import pytest
 
 from qkattn.data.tasks import probe_tasks, repeats
 from qkattn.data.tasks.language import LanguageRows
-from tests.data.datasets import check_shapes, read_rows
+from tests.data.datasets import check_shapes, numbers, read_rows
 
 
-def test_sequences_are_tokens_of_rows_all_over_the_split_in_random_order(numbers):
+def test_sequences_are_tokens_of_rows_all_over_the_split_in_random_order():
     def text(length, tokens=3000):
         return LanguageRows(numbers(train=100, validation=tokens), length)
 

@@ -4,7 +4,7 @@ import pytest
 from qkattn.data.tasks.translation import TranslationRows
 from qkattn.data.tokens import PairDataset, TokenDataset
 from tests.data.datasets import read_rows, token_dataset
-from tests.data.refusals import refused
+from tests.refusals import refused
 
 SEPARATOR, SOURCE_LENGTH, LENGTH = 3, 24, 20
 

@@ -11,7 +11,7 @@ from tokenizers import models, pre_tokenizers, processors
 from qkattn.data.corpora.python_text import modules
 from qkattn.data.tokenizers import subwords
 from qkattn.data.tokenizers.subwords import BPETokenizer, FileTokenizer
-from tests.data.refusals import refused
+from tests.refusals import refused
 
 CODE = [path.read_bytes() for path in list(modules().values())[:25]]
 ODD = [

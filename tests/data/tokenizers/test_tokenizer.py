@@ -1,7 +1,7 @@
 import numpy as np
 
 from qkattn.data.tokenizers.tokenizer import ByteTokenizer, CharacterTokenizer
-from tests.data.refusals import refused
+from tests.refusals import refused
 
 TEXTS = [b'banana\n', 'Äpfel 😀'.encode()]
 

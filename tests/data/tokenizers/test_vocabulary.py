@@ -3,7 +3,7 @@ import pytest
 from qkattn.data.tokenizers.subwords import BPETokenizer
 from qkattn.data.tokenizers.tokenizer import CharacterTokenizer
 from qkattn.data.tokenizers.vocabulary import open_tokenizer
-from tests.data.refusals import refused
+from tests.refusals import refused
 
 TEXTS = [b'peter piper picked a peck\n' * 3, b'of pickled peppers']
 FOLDERS = 'characters', 'byte-bpe-270'
