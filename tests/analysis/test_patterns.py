@@ -7,7 +7,7 @@ import pytest
 
 from qkattn.analysis import patterns
 from qkattn.analysis.patterns import Pattern, pattern_of, walk
-from qkattn.attention import Mask, oracle
+from qkattn.attention import Mask
 from qkattn.config import ModelConfig
 from qkattn.model import build
 from tests.attention import layers
@@ -74,26 +74,21 @@ def test_the_size_of_logits_ignores_what_softmax_ignores():
         ('qk', {'positions': 'rope', 'qk_norm': True}),
     ],
 )
-def test_the_mix_of_values_by_the_pattern_is_what_the_layer_returns(score, options):
-    layer = layers.make((score, 'vo'), **options)
-    spec, value, x_BTD = layer.spec, layer.value, layers.stream()
-    cross = () if options or layer.score.hides_self else (layers.stream(length=5, seed=6),)
-    for y_BSD in (None, *cross):
-        mask = Mask(causal=y_BSD is None, window=spec.window)
+def test_the_pattern_is_that_of_the_slow_reference(score, options):
+    layer, x_BTD = layers.make((score, 'vo'), **options), layers.stream()
+    spec, value = layer.spec, layer.value
+    for y_BSD in (None, layers.stream(length=5, seed=6)):
+        cross, read_BSD = y_BSD is not None, x_BTD if y_BSD is None else y_BSD
+        mask = Mask(causal=not cross, window=spec.window)
         measured = pattern_of(layer, x_BTD, mask, y_BSD)
         assert layer.spec is spec and layer.value is value
-        read_BSD = x_BTD if y_BSD is None else y_BSD
-        B_NDE = np.asarray(value.matrix(layer.score))
-        expected = oracle.mix(np.asarray(measured.probabilities_BNTS), B_NDE, read_BSD)
-        np.testing.assert_allclose(layer(x_BTD, mask, y_BSD=y_BSD), expected, atol=1e-4)
-        assert not (measured.probabilities_BNTS * ~measured.mask_BTS[:, None]).any()
-        if layer.score.bilinear and not options:
-            A_NDE, scale = np.asarray(layer.score.matrix()), layer.score.scale
-            s_BNTS = oracle.logits(A_NDE, x_BTD, read_BSD, scale=scale) * measured.mask_BTS[:, None]
-            np.testing.assert_allclose(measured.logits_BNTS, s_BNTS, atol=1e-4)
-        if layer.score.hides_self:  # but from the first token, which attends to nothing else
-            diagonal = patterns.diagonal_mass(measured)
-            np.testing.assert_allclose(diagonal, 1 / layers.T, rtol=1e-6)
+        mask_BTS = np.asarray(mask.dense(*measured.logits_BNTS.shape[2:]))
+        p_BNTS = layers.expected_probabilities(layer, x_BTD, read_BSD, mask_BTS, cross=cross)
+        np.testing.assert_allclose(measured.probabilities_BNTS, p_BNTS, atol=1e-5)
+        mask_BTS = mask_BTS if cross else layers.hide_self(layer.score, mask_BTS)
+        np.testing.assert_array_equal(measured.mask_BTS, mask_BTS)
+        s_BNTS = layers.expected_logits(layer, x_BTD, read_BSD, cross=cross) * mask_BTS[:, None]
+        np.testing.assert_allclose(measured.logits_BNTS, s_BNTS, atol=1e-4)
 
 
 def test_a_walk_layer_by_layer_gives_what_the_model_computes():

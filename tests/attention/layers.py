@@ -68,33 +68,55 @@ def relative_bias(score: Any, T: int, S: int) -> np.ndarray | float:
     return b_NTS
 
 
-def mixed(layer: Attention, s_BNTS: np.ndarray, x_BTD: Any, y_BSD: Any, mask: Any) -> np.ndarray:
-    """out_BTD from logits: the oracle's, or the Value's own slow reference."""
-    value, normalizer = layer.value, registry.find_normalizer(layer.spec.normalizer)
-    p_BNTS = oracle.probabilities(s_BNTS, mask, normalizer)
+def normed(z_BTNH: Any, gain_H: Any) -> np.ndarray:
+    z_BTNH = np.asarray(z_BTNH, np.float64)
+    return z_BTNH / np.sqrt((z_BTNH**2).mean(-1, keepdims=True)) * np.asarray(gain_H[...])
+
+
+def expected_logits(layer: Attention, x_BTD: Any, y_BSD: Any, *, cross: bool) -> np.ndarray:
+    """s_BNTS from A[n], or from queries and keys where a norm or a rotation is between them.
+
+    Then the scale, the cap, ALiBi and, in self-attention, the Score's own biases.
+    """
+    score, spec = layer.score, layer.spec
+    if spec.qk_norm or spec.positions == 'rope':
+        q_BTNH, k_BSKH = score.queries(x_BTD), score.keys(score.cached(y_BSD))
+        if spec.qk_norm:
+            q_BTNH, k_BSKH = normed(q_BTNH, layer.g_q_H), normed(k_BSKH, layer.g_k_H)
+        size = score.rope_size if spec.positions == 'rope' else 0
+        s_BNTS = oracle.rotary_logits(q_BTNH, k_BSKH, scale=score.scale, rope_size=size)
+    elif score.bilinear:
+        s_BNTS = oracle.logits(score.matrix(), x_BTD, y_BSD, scale=score.scale)
+    else:
+        s_BNTS = score.scale * score.reference_logits(np.asarray(x_BTD), np.asarray(y_BSD))
+    s_BNTS = spec.score_scale * s_BNTS
+    if spec.logit_cap is not None:
+        s_BNTS = spec.logit_cap * np.tanh(s_BNTS / spec.logit_cap)
+    if spec.positions == 'alibi':
+        for n, t, s in np.ndindex(*s_BNTS.shape[1:]):
+            s_BNTS[:, n, t, s] -= 2 ** (-8 * (n + 1) / spec.num_heads) * abs(t - s)
+    return s_BNTS + (0 if cross else relative_bias(score, *s_BNTS.shape[2:]))
+
+
+def expected_probabilities(
+    layer: Attention, x_BTD: Any, y_BSD: Any, mask_BTS: Any, *, cross: bool
+) -> np.ndarray:
+    s_BNTS = expected_logits(layer, x_BTD, y_BSD, cross=cross)
+    mask_BTS = mask_BTS if cross else hide_self(layer.score, mask_BTS)
+    return oracle.probabilities(s_BNTS, mask_BTS, registry.find_normalizer(layer.spec.normalizer))
+
+
+def expected(layer: Attention, x_BTD: Any, mask_BTS: Any, y_BSD: Any = None) -> np.ndarray:
+    """out_BTD from A[n] and B[n], in cross-attention to y where it is given."""
+    value, cross = layer.value, y_BSD is not None
+    y_BSD = y_BSD if cross else x_BTD
+    p_BNTS = expected_probabilities(layer, x_BTD, y_BSD, mask_BTS, cross=cross)
     if not value.linear:
         x_BTD, y_BSD = (np.asarray(z, np.float64) for z in (x_BTD, y_BSD))
         return value.reference_output(p_BNTS, x_BTD, y_BSD, layer.score)
     b_o_D = getattr(value, 'b_o_D', None)
     b_o_D = None if b_o_D is None else np.asarray(b_o_D[...])
     return oracle.mix(p_BNTS, value.matrix(layer.score), y_BSD, b_o_D)
-
-
-def expected_logits(score: Any, x_BTD: Any, y_BSD: Any) -> np.ndarray:
-    """s_BNTS from A[n], or from the Score's own slow reference."""
-    if score.bilinear:
-        return oracle.logits(score.matrix(), x_BTD, y_BSD, scale=score.scale)
-    return score.scale * score.reference_logits(np.asarray(x_BTD), np.asarray(y_BSD))
-
-
-def expected(layer: Attention, x_BTD: Any, mask: Any, y_BSD: Any = None) -> np.ndarray:
-    """out_BTD from A[n] and B[n], in cross-attention to y where it is given."""
-    score, cross = layer.score, y_BSD is not None
-    y_BSD = y_BSD if cross else x_BTD
-    s_BNTS = layer.spec.score_scale * expected_logits(score, x_BTD, y_BSD)
-    if not cross:
-        mask, s_BNTS = hide_self(score, mask), s_BNTS + relative_bias(score, *s_BNTS.shape[2:])
-    return mixed(layer, s_BNTS, x_BTD, y_BSD, mask)
 
 
 def error(got: Any, want: Any) -> float:
@@ -118,10 +140,10 @@ def assert_close(got: Any, want: Any, tolerance: float, about: str) -> None:
 
 def described(spec: AttentionSpec) -> str:
     """The variant with the options that a comparison is made under."""
-    shown = {'biases': spec.biases, 'positions': spec.positions, 'qk_norm': spec.qk_norm}
-    options = ', '.join(
-        f'{name}={value}' for name, value in shown.items() if value not in (False, 'none')
-    )
+    names = ('biases', 'positions', 'qk_norm', 'score_scale', 'logit_cap', 'window', 'normalizer')
+    defaults = AttentionSpec(d_model=1, num_heads=1)
+    changed = [name for name in names if getattr(spec, name) != getattr(defaults, name)]
+    options = ', '.join(f'{name}={getattr(spec, name)}' for name in changed)
     heads = f'{spec.num_heads} heads, {spec.num_kv_heads} key/value heads'
     return f'{spec.variant} ({", ".join(filter(None, [heads, options]))})'
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
-from qkattn.attention import Attention, Mask, oracle, registry, visible
+from qkattn.attention import Attention, Mask, registry, visible
 from qkattn.config import Config, MeshConfig, ModelConfig, TrainConfig, TrialsConfig
 from qkattn.errors import SpecError
 from qkattn.study import catalogue
@@ -56,11 +56,13 @@ def test_it_equals_the_oracle_in_float64(variant):
 def test_logits_are_those_of_the_matrix(score):
     """Before the softmax, which hides what is added to all keys alike."""
     with jax.enable_x64(True):
-        circuit, x_BTD, y_BSD = wide((make((score, 'vo'), biases=True).score, stream(), stream(5)))
+        layer = make((score, 'vo'), biases=True)
+        layer, x_BTD, y_BSD = wide((layer, stream(), stream(5)))
+        circuit = layer.score
         q_BTNH, k_BSKH = circuit.queries(x_BTD), circuit.keys(circuit.cached(y_BSD))
         k_BSNH = jnp.repeat(k_BSKH, N // k_BSKH.shape[2], axis=2)
         got = circuit.scale * jnp.einsum('BTNH,BSNH->BNTS', q_BTNH, k_BSNH)
-        want = layers.expected_logits(circuit, x_BTD, y_BSD)
+        want = layers.expected_logits(layer, x_BTD, y_BSD, cross=True)
         assert_close(got, want, 1e-12, f'logits of {score}, from keys that are cached')
 
 
@@ -224,67 +226,28 @@ def assert_cached_decoding_is_exact(layer: Attention) -> None:
     assert np.abs(np.moveaxis(got_TBD, 0, 1) - want).max() < 1e-5 * np.abs(want).max()
 
 
-def logits_with_options(layer: Attention, x_BTD: jax.Array) -> np.ndarray:
-    """s_BNTS in plain numpy from queries and keys: QK-norm, scales, cap, linear biases."""
-    score, spec = layer.score, layer.spec
-    q_BTNH, k_BSKH = score.queries(x_BTD), score.keys(score.cached(x_BTD))
-    q_BTNH, k_BSKH = np.asarray(q_BTNH, np.float64), np.asarray(k_BSKH, np.float64)
-    if spec.qk_norm:
-        q_BTNH, k_BSKH = (
-            z / np.sqrt((z**2).mean(-1, keepdims=True)) * np.asarray(gain[...])
-            for z, gain in ((q_BTNH, layer.g_q_H), (k_BSKH, layer.g_k_H))
-        )
-    k_BSNH = np.repeat(k_BSKH, N // k_BSKH.shape[2], axis=2)
-    s_BNTS = spec.score_scale * score.scale * np.einsum('BTNH,BSNH->BNTS', q_BTNH, k_BSNH)
-    if spec.logit_cap is not None:
-        s_BNTS = spec.logit_cap * np.tanh(s_BNTS / spec.logit_cap)
-    if spec.positions == 'alibi':
-        for n, t, s in np.ndindex(*s_BNTS.shape[1:]):
-            s_BNTS[:, n, t, s] -= 2 ** (-8 * (n + 1) / N) * abs(t - s)
-    return s_BNTS + layers.relative_bias(score, *s_BNTS.shape[2:])
-
-
-def assert_options_are_honoured(variant: tuple[str, str], options: dict) -> None:
-    """SpecError where the variant refuses one of the options."""
-    layer, x_BTD = make(variant, **options), stream()
-    mask_BTS = visible(T, T, causal=True, window=layer.spec.window)
-    if layer.spec.window is not None:
-        t, s = np.nonzero(np.asarray(mask_BTS[0]))
-        assert (t - s).max() == layer.spec.window - 1
-    hidden_BTS = layers.hide_self(layer.score, mask_BTS)
-    want = layers.mixed(layer, logits_with_options(layer, x_BTD), x_BTD, x_BTD, hidden_BTS)
-    about = ', '.join(f'{name}={value}' for name, value in options.items())
-    assert_close(layer(x_BTD, mask_BTS), want, 1e-5, f'{"/".join(variant)} with {about}')
-
-
 OPTIONS = {'qk_norm': True, 'score_scale': 2.0, 'logit_cap': 3.0, 'window': 3, 'positions': 'alibi'}
 
 
 def test_options_together_are_honoured_or_refused(shown):
     try:
-        assert_options_are_honoured(shown, OPTIONS)
+        layer = make(shown, **OPTIONS)
     except SpecError as refusal:  # of a class from outside: the registered ones have all options
         assert ':' in '/'.join(shown) and '\n' not in str(refusal)
+    else:
+        layers.assert_equals_oracle(layer, stream(), visible(T, T, causal=True, window=3))
 
 
 @pytest.mark.parametrize('option', OPTIONS)
 def test_an_option_alone_is_honoured(option):
     """The layer applies the options, the same way for every Score and Value."""
-    assert_options_are_honoured(('qk', 'vo'), {option: OPTIONS[option]})
+    layer = make(('qk', 'vo'), **{option: OPTIONS[option]})
+    layers.assert_equals_oracle(layer, stream(), visible(T, T, causal=True, window=3))
 
 
 def test_rotary_positions_equal_the_complex_form(score):
     if layer := make_rotary((score, 'vo')):
-        assert_rotation_is_the_complex_form(layer)
-
-
-def assert_rotation_is_the_complex_form(layer: Attention) -> None:
-    score, x_BTD = layer.score, stream()
-    q_BTNH, k_BSKH = score.queries(x_BTD), score.keys(score.cached(x_BTD))
-    s_BNTS = oracle.rotary_logits(q_BTNH, k_BSKH, scale=score.scale, rope_size=score.rope_size)
-    s_BNTS = s_BNTS + layers.relative_bias(score, T, T)
-    want = layers.mixed(layer, s_BNTS, x_BTD, x_BTD, layers.hide_self(score, causal()))
-    assert_close(layer(x_BTD, causal()), want, 1e-5, described(layer.spec))
+        layers.assert_equals_oracle(layer, stream(), causal())
 
 
 SIZES = [(64, 8), (64, 1), (64, 4), *((256, n) for n in (1, 4, 8)), *((512, n) for n in (1, 4, 8))]

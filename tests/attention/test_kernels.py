@@ -4,6 +4,7 @@ Pallas kernels for TPUs are interpreted, and lowered.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -56,33 +57,30 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 }
 
 
-def inputs(
-    sizes: tuple[int, ...], dtype: Any = jnp.float32, length: int = T
-) -> tuple[list[jax.Array], jax.Array]:
+def inputs(sizes: tuple[int, ...], dtype: Any = jnp.float32, length: int = T) -> tuple[list, Any]:
     """q, k, v and a table of biases, and weights of the output."""
     K, V, H, G, S = sizes
     shapes = [(2, length, N, H), (2, S, K, H), (2, S, V, G), (N, 2 * T), (2, length, N, G)]
     keys = jax.random.split(jax.random.key(0), len(shapes))
-    *arrays, w_BTNH = (
-        jax.random.normal(k, shape, dtype) for k, shape in zip(keys, shapes, strict=True)
-    )
+    *arrays, w_BTNH = (jax.random.normal(*pair, dtype) for pair in zip(keys, shapes, strict=True))
     return arrays, w_BTNH
 
 
-def call(arrays: list[jax.Array], **options: Any) -> Call:
-    q_BTNH, k_BSKH, v_BSKH, b_NR = arrays
-    options = {
-        'scale': q_BTNH.shape[-1] ** -0.5,
-        'bias': None,
-        'logit_cap': None,
-        'normalizer': Softmax(),
-        'dropout': 0.0,
-        'dropout_key': None,
-        **options,
-    }
+DEFAULTS = {'bias': None, 'logit_cap': None, 'normalizer': Softmax(), 'dropout': 0.0}
+
+
+def call(arrays: Sequence[Any], **options: Any) -> Call:
+    q_BTNH, k_BSKH, v_BSKH, *tables = arrays
+    scale = q_BTNH.shape[-1] ** -0.5
+    options = DEFAULTS | {'dropout_key': None, 'scale': scale} | options
     if options['bias'] == 'learned':
-        options['bias'] = lambda distance_TS: b_NR[:, jnp.clip(distance_TS + T, 0, 2 * T - 1)]
+        options['bias'] = lambda distance_TS: tables[0][:, jnp.clip(distance_TS + T, 0, 2 * T - 1)]
     return Call(q_BTNH=q_BTNH, k_BSKH=k_BSKH, v_BSKH=v_BSKH, **options)
+
+
+def gradients(kernel: Any, weights: Any = 1.0, **options: Any) -> Any:
+    """The function from q, k and v to the gradients of the weighted output."""
+    return jax.grad(lambda *qkv: (kernel(call(qkv, **options)) * weights).sum(), (0, 1, 2))
 
 
 def with_gradients(kernel: Any, arrays: list, w_BTNH: jax.Array, **options: Any) -> list:
@@ -93,15 +91,19 @@ def with_gradients(kernel: Any, arrays: list, w_BTNH: jax.Array, **options: Any)
     seen_BT = options['mask'].dense(arrays[0].shape[1], arrays[1].shape[1]).any(-1)
     w_BTNH = w_BTNH * seen_BT[..., None, None]
 
-    def run(*arrays: jax.Array) -> jax.Array:
-        return kernel(call(list(arrays), **options))
-
     @jax.jit
     def both(*arrays: jax.Array) -> list:
-        o_BTNH, pull_back = jax.vjp(run, *arrays)
+        o_BTNH, pull_back = jax.vjp(lambda *arrays: kernel(call(arrays, **options)), *arrays)
         return [o_BTNH * seen_BT[..., None, None], *pull_back(w_BTNH)]
 
     return both(*arrays)
+
+
+def placed(arrays: list, mesh: jax.sharding.Mesh, *rows: Any) -> list:
+    """Arrays with these axes of rows, whose heads are split where there is more than one."""
+    specs = [P(*rows, None, 'tensor' if array.shape[-2] > 1 else None) for array in arrays]
+    places = [NamedSharding(mesh, spec) for spec in specs]
+    return list(map(jax.device_put, arrays, places))
 
 
 in_blocks = functools.partial(blockwise, target=CPU, block=8)
@@ -138,13 +140,11 @@ def test_a_query_without_visible_keys_returns_0():
 def test_a_traced_scale_has_a_gradient():
     arrays, w_BTNH = inputs(CASES['causal'][1])
 
-    def weighted(kernel: Any, scale: jax.Array) -> jax.Array:
-        return (kernel(call(arrays, mask=Mask(causal=True), scale=scale)) * w_BTNH).sum()
+    def gradient(kernel):
+        calls = functools.partial(call, arrays, mask=Mask(causal=True))
+        return jax.grad(lambda scale: (kernel(calls(scale=scale)) * w_BTNH).sum())(jnp.float32(0.3))
 
-    got, want = (
-        jax.grad(functools.partial(weighted, k))(jnp.float32(0.3)) for k in (in_blocks, einsum)
-    )
-    np.testing.assert_allclose(got, want, rtol=1e-5)
+    np.testing.assert_allclose(gradient(in_blocks), gradient(einsum), rtol=1e-5)
 
 
 def test_dropped_probabilities_are_as_many_and_the_same_in_the_backward_pass():
@@ -152,8 +152,8 @@ def test_dropped_probabilities_are_as_many_and_the_same_in_the_backward_pass():
     arrays, w_BTNH = inputs(CASES['causal'][1])
     options = {'mask': Mask(), 'dropout': 0.4, 'dropout_key': jax.random.key(3)}
 
-    def run(v_BSKH: jax.Array) -> jax.Array:
-        return in_blocks(call([*arrays[:2], v_BSKH, arrays[3]], **options))
+    def run(v_BSKH):
+        return in_blocks(call([*arrays[:2], v_BSKH], **options))
 
     whole_BTNH, pull_back = jax.vjp(run, jnp.ones_like(arrays[2]))
     # Each query keeps 0.6 of T probabilities, divided by 0.6.
@@ -169,28 +169,20 @@ def test_dropped_probabilities_are_as_many_and_the_same_in_the_backward_pass():
     np.testing.assert_allclose((moved[0] - moved[1]) / 2, (dq_BTNH * step).sum(), rtol=2e-2)
 
 
-def gradient_program(kernel: Any, mask: Mask) -> Any:
-    def weighted(*arrays: jax.Array) -> jax.Array:
-        q_BTNH, k_BSKH, v_BSKH = arrays
-        return kernel(call([q_BTNH, k_BSKH, v_BSKH, None], mask=mask, bias=ALIBI)).sum()
-
-    return jax.jit(jax.value_and_grad(weighted, (0, 1, 2)))
-
-
 def test_memory_of_blocks_is_linear_in_the_context():
-    def temporaries(kernel: Any, length: int) -> int:
+    def temporaries(kernel, length):
         array = jax.ShapeDtypeStruct((1, length, N, 8), jnp.float32)
-        lowered = gradient_program(kernel, Mask(causal=True)).lower(array, array, array)
-        return lowered.compile().memory_analysis().temp_size_in_bytes
+        program = jax.jit(gradients(kernel, mask=Mask(causal=True), bias=ALIBI))
+        return program.lower(*[array] * 3).compile().memory_analysis().temp_size_in_bytes
 
     for kernel, low, high in ((in_blocks, 1.5, 2.2), (einsum, 3.5, 4.2)):
         assert low < temporaries(kernel, 512) / temporaries(kernel, 256) < high
 
 
 def test_blocks_beyond_the_mask_are_not_computed():
-    def blocks(mask: Mask) -> int:
+    def blocks(mask):
         array = jnp.zeros((1, 64, N, 8))
-        jaxpr = jax.make_jaxpr(lambda x: in_blocks(call([x, x, x, None], mask=mask)))(array)
+        jaxpr = jax.make_jaxpr(lambda x: in_blocks(call([x, x, x], mask=mask)))(array)
         return int(str(jaxpr).split('length=')[1].split()[0])
 
     counts = [blocks(Mask(causal=c, window=w)) for c, w in ((0, None), (1, None), (1, 9), (0, 9))]
@@ -199,18 +191,14 @@ def test_blocks_beyond_the_mask_are_not_computed():
 
 @pytest.mark.parametrize('K', [N, 1])
 def test_blocks_of_sharded_rows_and_heads_are_computed_where_they_lie(K):
-    mesh = sharding.make_mesh(MeshConfig(data=4, tensor=2))
-    heads = 'tensor', *['tensor' if K > 1 else None] * 2
-    placements = [NamedSharding(mesh, P(('data', 'fsdp'), None, h)) for h in heads]
-    arrays = [
-        jax.random.normal(jax.random.key(i), (4, T, heads, 8)) for i, heads in enumerate((N, K, K))
-    ]
-    placed = [jax.device_put(a, where) for a, where in zip(arrays, placements, strict=True)]
-    program = gradient_program(in_blocks, Mask(causal=True)).lower(*placed).compile()
+    mesh = sharding.make_mesh(MeshConfig(data=2, tensor=2))
+    (q_BTNH, k_BSKH, v_BSKH, _), _ = inputs((K, K, 8, 8, T))
+    arrays, options = [q_BTNH, k_BSKH, v_BSKH], {'mask': Mask(causal=True), 'bias': ALIBI}
+    lying = placed(arrays, mesh, ('data', 'fsdp'))
+    program = jax.jit(gradients(in_blocks, **options)).lower(*lying).compile()
     text = program.as_text()
     assert not any(name in text for name in ('all-gather', 'all-to-all', 'collective-permute'))
-    want = gradient_program(einsum, Mask(causal=True))(*arrays)
-    assert_equal([*program(*placed)[1]], [*want[1]], 1e-5)
+    assert_equal([*program(*lying)], [*gradients(einsum, **options)(*arrays)], 1e-5)
 
 
 PLAIN = [(Mask(), 4), (Mask(causal=True), 2), (Mask(causal=True, window=9), 1)]
@@ -228,13 +216,12 @@ def test_cudnn_is_one_call_for_all_trials_forward_and_one_backward(cudnn, mask, 
     """The gradients of two trials, lowered for a GPU that is not there."""
     arrays, _ = inputs((K, K, 64, 64, LONG), jnp.bfloat16, LONG)
 
-    def weighted(*arrays: jax.Array) -> jax.Array:
-        attention = call([*arrays, None], mask=mask)
-        return (library.dot_product(attention, Target('gpu', None, 9.0)) ** 2).sum()
+    def squares(attention):  # whose gradients differ between trials
+        return library.dot_product(attention, Target('gpu', None, 9.0)) ** 2
 
-    gradients = jax.jit(jax.vmap(jax.grad(weighted, (0, 1, 2))))
+    program = jax.jit(jax.vmap(gradients(squares, mask=mask)))
     stacked = [jnp.stack([array, array]) for array in arrays[:3]]
-    text = gradients.trace(*stacked).lower(lowering_platforms=('cuda',)).as_text()
+    text = program.trace(*stacked).lower(lowering_platforms=('cuda',)).as_text()
     assert [text.count(f'@__cudnn$fmhaSoftmax{suffix}(') for suffix in ('', 'Backward')] == [1, 1]
     assert 'dot_general' not in text and 'stablehlo.while' not in text
 
@@ -254,11 +241,8 @@ def test_splash_attention_equals_the_einsums_and_lowers_for_a_tpu(case):
     got = with_gradients(lambda c: library.splash(c, CPU), arrays, w_BTNH, **options)
     assert_equal(got, with_gradients(einsum, arrays, w_BTNH, **options), 1e-5)
 
-    def weighted(*arrays: jax.Array) -> jax.Array:
-        return (library.splash(call(list(arrays), **options), Target('tpu')) * w_BTNH).sum()
-
-    program = jax.jit(jax.grad(weighted, (0, 1, 2)))
-    exported = jax.export.export(program, platforms=['tpu'])(*arrays)
+    program = jax.jit(gradients(lambda c: library.splash(c, Target('tpu')), w_BTNH, **options))
+    exported = jax.export.export(program, platforms=['tpu'])(*arrays[:3])
     assert exported.mlir_module().count('tpu_custom_call') >= 2
 
 
@@ -271,21 +255,10 @@ def test_splash_attention_of_a_stack_is_computed_where_rows_and_heads_lie(case):
     stacked = [jnp.stack([array, array[::-1]]) for array in arrays[:3]]
     mesh = sharding.make_mesh(MeshConfig(trial=2, data=2, tensor=2))
 
-    def gradients(kernel, *arrays):
-        def weighted(*arrays):
-            return (kernel(call([*arrays, None], **options)) * w_BTNH).sum()
-
-        return jax.grad(weighted, (0, 1, 2))(*arrays)
-
     def stack(kernel):
-        run = functools.partial(gradients, kernel)
-        return jax.jit(jax.vmap(run, spmd_axis_name='trial'))
+        return jax.jit(jax.vmap(gradients(kernel, w_BTNH, **options), spmd_axis_name='trial'))
 
-    k_heads = None if sizes[0] == 1 else 'tensor'
-    placed = [
-        jax.device_put(array, NamedSharding(mesh, P('trial', 'data', None, heads)))
-        for array, heads in zip(stacked, ('tensor', k_heads, k_heads), strict=True)
-    ]
-    program = stack(lambda c: library.splash(c, Target('cpu', mesh))).lower(*placed).compile()
+    lying = placed(stacked, mesh, 'trial', 'data')
+    program = stack(lambda c: library.splash(c, Target('cpu', mesh))).lower(*lying).compile()
     assert 'all-gather' not in program.as_text()
-    assert_equal([*program(*placed)], [*stack(einsum)(*stacked)], 1e-5)
+    assert_equal([*program(*lying)], [*stack(einsum)(*stacked)], 1e-5)

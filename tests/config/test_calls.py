@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from qkattn.config.calls import resolve, takes
-from qkattn.errors import ConfigError
+from qkattn.config.calls import resolve, split_pattern, takes
+from tests.refusals import refused
 
 MODULE = """
 class Linear:
@@ -62,6 +62,11 @@ def test_a_name_or_an_import_path_with_options():
     ],
 )
 def test_what_cannot_be_resolved_is_one_sentence(text, message):
-    with pytest.raises(ConfigError, match=message) as caught:
+    with refused(message):
         named(text, needs='a function of two', fits=takes('config', 'steps'))
-    assert '\n' not in str(caught.value)
+
+
+def test_variants_are_separated_by_the_commas_outside_of_parentheses():
+    text = 'shared_qk(key_norm=True,self_mask=True)/vo, qk/low_rank(rank=(2)),a.b:C/no_v'
+    variants = ['shared_qk(key_norm=True,self_mask=True)/vo', 'qk/low_rank(rank=(2))', 'a.b:C/no_v']
+    assert split_pattern(text) == variants

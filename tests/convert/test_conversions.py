@@ -7,18 +7,14 @@ import numpy as np
 import pytest
 
 from qkattn.config import ModelConfig
+from qkattn.convert import conversions
 from qkattn.convert.circuits import merge_vo
-from qkattn.convert.conversions import (
-    CONVERSIONS,
-    Conversion,
-    convert_model,
-    converted,
-    logit_error,
-)
+from qkattn.convert.conversions import CONVERSIONS, convert_model, logit_error
 from qkattn.errors import ConfigError, ConversionError
 from qkattn.model import with_params
 from qkattn.model.cost import abstract_params
 from tests.lanes import thinned
+from tests.refusals import refused
 
 CONFIG = ModelConfig(
     d_model=32, num_layers=3, num_heads=4, context=24, vocab_size=50, biases=True, scan_unroll=1
@@ -75,7 +71,7 @@ def test_logits_are_kept(changes, steps, variant):
     if 'fold_gains' in steps:
         assert (params['blocks']['attention_norm'].get('g_D', np.ones(1)) == 1).all()
         assert (params['blocks']['attention_norm']['b_D'] == 0).all()
-    again = converted(with_params(*before), *steps)
+    again = conversions.converted(with_params(*before), *steps)
     assert again.config == config
     np.testing.assert_array_equal(again(TOKENS), with_params(config, params)(TOKENS))
 
@@ -108,7 +104,7 @@ def test_layers_share_a_block_that_suits_all_of_them(circuit):
 )
 def test_a_refusal_names_the_reason(text, changes, error, message):
     config = dataclasses.replace(CONFIG, **changes)
-    with pytest.raises(error, match=message):
+    with refused(message, error):
         convert_model(text, config, params_of(config))
 
 
@@ -118,6 +114,6 @@ def test_layers_that_would_become_different_variants_are_refused(monkeypatch):
         return merge_vo(layer) if len(layers) > 1 else layer
 
     layers = []
-    monkeypatch.setitem(CONVERSIONS, 'merge_vo', Conversion(one_merged, 'OV'))
-    with pytest.raises(ConversionError, match='layer 1 would become qk/merged_vo .* one variant'):
+    monkeypatch.setitem(CONVERSIONS, 'merge_vo', conversions.Conversion(one_merged, 'OV'))
+    with refused('layer 1 would become qk/merged_vo .* one variant', ConversionError):
         convert_model('merge_vo', CONFIG, params_of(CONFIG))

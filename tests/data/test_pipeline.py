@@ -15,36 +15,34 @@ from tests.data.datasets import check_shapes, numbers, token_dataset
 from tests.refusals import refused
 
 
-def windows(dataset):
-    return LanguageRows(dataset, 7)
-
-
-def first_tokens(dataset, seed, num_steps):
-    """First token of every row of consecutive steps, one after another."""
-    settings = {'seeds': (seed,), 'num_steps': num_steps, 'batch_size': 6}
-    batches = pipeline.train_batches(windows(dataset), **settings)
-    return np.concatenate([batch['tokens_BT'][0, 0, :, 0] for batch in batches])
+def windows(**sizes):
+    return LanguageRows(numbers(**sizes), 7)
 
 
 def test_epochs_visit_every_window_once_each_in_an_order_of_its_own():
+    def order(rows, seed, num_steps):
+        """The first tokens of all rows."""
+        batches = pipeline.train_batches(rows, seeds=(seed,), num_steps=num_steps, batch_size=6)
+        return np.concatenate([batch['tokens_BT'][0, 0, :, 0] for batch in batches])
+
     # 59 windows: batches of 6 straddle the epochs.
-    order = [first_tokens(numbers(train=414), seed, 59).reshape(6, 59) for seed in range(4)]
-    epochs = np.concatenate(order)
+    rows = windows(train=414)
+    epochs = np.concatenate([order(rows, seed, 59).reshape(6, 59) for seed in range(4)])
     assert (np.sort(epochs, axis=1) == np.arange(0, 413, 7)).all()
     assert len(np.unique(epochs, axis=0)) == len(epochs) == 24
     # Written down, so that a library that shuffles differently does not go unnoticed.
-    order = [84, 364, 175, 357, 413, 399, 189, 147, 336, 154, 231, 210]
-    assert first_tokens(numbers(train=421), 5, 2).tolist() == order
+    known = [84, 364, 175, 357, 413, 399, 189, 147, 336, 154, 231, 210]
+    assert order(windows(train=421), 5, 2).tolist() == known
 
 
 def test_hosts_together_read_the_global_batches():
-    rows = windows(numbers(train=500, validation=74))
+    rows = windows(train=500, validation=74)
 
     def batches(part):
         yield pipeline.train_batch(rows, seed=2, step=9, batch_size=6, part=part)
         yield from pipeline.eval_batches(rows, 'validation', batch_size=6, part=part)
 
-    parts = [batches(slice(2 * host, 2 * host + 2)) for host in range(3)]
+    parts = [batches(slice(first, first + 2)) for first in (0, 2, 4)]
     for batch, *shares in zip(batches(None), *parts, strict=True):
         for name, array in batch.items():
             assert {part[name].shape for part in shares} == {(2, 7)}
@@ -52,7 +50,7 @@ def test_hosts_together_read_the_global_batches():
 
 
 def test_draws_are_the_seed_and_the_position_in_the_endless_sequence():
-    rows = windows(numbers(train=500, validation=74))
+    rows = windows(train=500, validation=74)
     rows.read = lambda split, rows_B, draws_B2: {'draws': draws_B2}
     batch = pipeline.train_batch(rows, part=slice(1, 4), seed=7, step=2, batch_size=4)
     assert batch['draws'].tolist() == [[7, 9], [7, 10], [7, 11]]
@@ -61,7 +59,7 @@ def test_draws_are_the_seed_and_the_position_in_the_endless_sequence():
 
 
 def test_train_batches_are_train_batch_of_seed_and_step():
-    rows = windows(numbers(train=500))
+    rows = windows(train=500)
     settings = {'batch_size': 6, 'part': slice(2, 5)}
     steps = {'start_step': 11, 'num_steps': 8, 'steps_per_read': 3}
     batches = pipeline.train_batches(rows, seeds=(4, 0, 4), **steps, **settings)
@@ -75,12 +73,11 @@ def test_train_batches_are_train_batch_of_seed_and_step():
 
 
 def test_one_thread_reads_ahead_shares_seeds_and_ends_when_closed():
-    rows, threads = windows(numbers(train=500)), []
+    rows, threads = windows(train=500), []
     read = rows.read
     rows.read = lambda *args: threads.append(threading.current_thread()) or read(*args)
-    with contextlib.closing(
-        pipeline.train_batches(rows, seeds=(3, 1, 3), num_steps=2, batch_size=2)
-    ) as batches:
+    batches = pipeline.train_batches(rows, seeds=(3, 1, 3), num_steps=2, batch_size=2)
+    with contextlib.closing(batches):
         del threads[:]  # of the reads that check the settings
         next(batches)
         deadline = time.monotonic() + 10
@@ -94,17 +91,15 @@ def test_one_thread_reads_ahead_shares_seeds_and_ends_when_closed():
 
 def test_an_evaluation_predicts_every_token_once_and_pads_the_last_batch():
     # 10 windows of 7, 3 tokens over.
-    rows = windows(numbers(validation=74))
+    rows = windows(validation=74)
     batches = list(pipeline.eval_batches(rows, 'validation', batch_size=4))
-    assert len(batches) == 3
-    targets = []
     for batch in batches:
         check_shapes(batch, 4, 7)
-        real = batch['loss_weights_BT'] == 1
-        assert (real | (batch['loss_weights_BT'] == 0)).all()
-        assert (batch['targets_BT'] - batch['tokens_BT'] == real).all()
-        targets += batch['targets_BT'][real].tolist()
-    assert targets == list(range(1, 71)) and real.sum() == 2 * 7
+    whole = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
+    real = whole['loss_weights_BT'] == 1
+    assert real.sum(1).tolist() == [7] * 10 + [0] * 2 and not whole['loss_weights_BT'][~real].any()
+    assert (whole['targets_BT'] - whole['tokens_BT'] == real).all()
+    assert whole['targets_BT'][real].tolist() == list(range(1, 71))
     # A subset is evenly spaced.
     assert pipeline.eval_rows(rows, 'validation', 4).tolist() == [0, 2, 5, 7]
     (batch,) = pipeline.eval_batches(rows, 'validation', batch_size=4, max_rows=4)
@@ -113,7 +108,7 @@ def test_an_evaluation_predicts_every_token_once_and_pads_the_last_batch():
 
 
 def test_bad_settings_are_one_sentence_at_the_call():
-    rows = windows(numbers(train=30, validation=74, test=7))
+    rows = windows(train=30, validation=74, test=7)
     for fields, message in (
         ({'part': slice(6, 9)}, r'part=.*6, 9.* no row of a batch of 6'),
         ({'seed': 2**32}, 'seed=4294967296 is out of range'),

@@ -31,14 +31,10 @@ def test_identity_and_documents_of_datasets_and_pairs(monkeypatch):
         source.split('val')
     infos = {'train': source.info('train'), 'test': target.info('train')}
     carved = TokenDataset('a', '1', ByteTokenizer(), infos, {}, {'test': 0.1}).identity()
-    assert carved == {
-        'name': 'a',
-        'version': '1',
-        'tokenizer': 'bytes',
-        'fingerprints': {'test': 'btrain', 'train': 'atrain'},
-        'carved': {'test': 0.1},
-    }
-    assert list(carved['fingerprints']) == ['test', 'train'] and 'carved' not in source.identity()
+    fingerprints = carved.pop('fingerprints')
+    assert list(fingerprints.items()) == [('test', 'btrain'), ('train', 'atrain')]
+    assert carved == {'name': 'a', 'version': '1', 'tokenizer': 'bytes', 'carved': {'test': 0.1}}
+    assert 'carved' not in source.identity()
     pairs = PairDataset(source, target)
     assert pairs.identity() == {'source': source.identity(), 'target': target.identity()}
     assert [ids.tobytes() for ids in pairs.sentences('train')[0]] == [b'aab', b'c']

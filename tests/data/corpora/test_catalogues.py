@@ -25,32 +25,27 @@ SETS = {
 }
 
 
-class Local(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-    """A set of SETS, which a subclass names."""
-
-    VERSION = tfds.core.Version('2.1.0')
-
-    def _info(self):
-        pairs = tfds.features.Translation(languages=['de', 'en', 'fr'])
-        kinds = {'n': tfds.features.Scalar(np.int64), 'sentences': pairs}
-        features = {name: kinds.get(name, tfds.features.Text()) for name in SETS[self.name][0]}
-        features = pairs if len(features) == 3 else tfds.features.FeaturesDict(features)
-        return tfds.core.DatasetInfo(builder=self, features=features, disable_shuffling=True)
-
-    def _split_generators(self, dl_manager):
-        names = SETS[self.name][0]
-        examples = [{name: VALUES[name][number] for name in names} for number in range(40)]
-        return {split: enumerate(examples) for split in SETS[self.name][1]}
-
-    def _generate_examples(self):
-        raise NotImplementedError
+class Local(tfds.dataset_builders.AdhocBuilder, skip_registration=True):
+    def _split_generators(self, dl_manager):  # without TensorFlow
+        return {split: enumerate(examples) for split, examples in self._split_datasets.items()}
 
 
-def tfds_set(directory, name, **values):
+def tfds_set(directory, name, version='2.1.0', config=None):
     """As `tfds build` does, but for what needs TensorFlow."""
-    values |= {'__module__': __name__, 'name': name}
-    cls = type(Local)(name, (Local,), values, skip_registration=True)
-    cls(data_dir=directory).download_and_prepare(file_format='array_record')
+    names, splits = SETS[name]
+    pairs = tfds.features.Translation(languages=['de', 'en', 'fr'])
+    kinds = {'n': tfds.features.Scalar(np.int64), 'sentences': pairs}
+    features = {feature: kinds.get(feature, tfds.features.Text()) for feature in names}
+    examples = [{feature: VALUES[feature][number] for feature in names} for number in range(40)]
+    Local(
+        name=name,
+        version=version,
+        config=config,
+        features=pairs if name == 'sides' else tfds.features.FeaturesDict(features),
+        split_datasets=dict.fromkeys(splits, examples),
+        data_dir=directory,
+        disable_shuffling=True,
+    ).download_and_prepare(file_format='array_record')
     return DataConfig(name=f'tfds:{name}', data_dir=str(directory))
 
 
@@ -103,8 +98,7 @@ def test_the_newest_whole_version_of_a_prepared_set_is_read(tmp_path):
             find(DataConfig(name=name, data_dir=str(tmp_path)))
     directory = tmp_path / 'own' / 'small.1'
     for version in ('11.0.0', '10.0.0', '9.0.0'):
-        values = {'BUILDER_CONFIGS': [tfds.core.BuilderConfig(name='small.1')]}
-        tfds_set(tmp_path, 'own', VERSION=tfds.core.Version(version), **values)
+        tfds_set(tmp_path, 'own', version, config='small.1')
     (directory / '11.0.0').rename(directory / 'incomplete.A_11.0.0')
     config = DataConfig(name='tfds:own/small.1', data_dir=str(tmp_path))
     assert (find(config).name, find(config).version) == ('tfds-own-small.1-en', '10.0.0')

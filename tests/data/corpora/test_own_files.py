@@ -5,8 +5,10 @@ from qkattn.data.corpora.corpus_registry import find
 from tests.data.datasets import documents
 from tests.refusals import refused
 
-PAIRS = {'train.en': 'one\ntwo\n', 'train.de': 'eins\nzwei\n'}
-PAIRS |= {'validation.en': 'three\n', 'validation.de': 'drei\n'}
+PAIRS = {
+    **{'train.en': 'one\ntwo\n', 'train.de': 'eins\nzwei\n'},
+    **{'validation.en': 'three\n', 'validation.de': 'drei\n'},
+}
 
 
 def opened(directory, files, name='text', **settings):
@@ -47,17 +49,14 @@ def test_a_split_is_a_file_or_a_folder_and_the_version_is_that_of_the_text(tmp_p
 
 
 def test_lines_of_parallel_files_are_documents(tmp_path):
-    corpus = opened(tmp_path, PAIRS, 'parallel', languages='en-de')
-    assert documents(corpus, 'en') == {'train': [b'one', b'two'], 'validation': [b'three']}
-    assert documents(corpus, 'de') == {'train': [b'eins', b'zwei'], 'validation': [b'drei']}
-    assert corpus.name == 'parallel-en-de'
     # Only line feeds end lines; pairs with a blank side are left out.
     source = '\ufeffa\u2028b\x85\x0cc\rd\r\n\ntwo\n \nblank\n'
     target = '\ufeffeins\n\r\nzwei\n\u3000\n\u3000'
-    files = {'train.en': source, 'train.de': target}
+    files = PAIRS | {'train.en': source, 'train.de': target}
     corpus = opened(tmp_path, files, 'parallel', languages='de-en')
-    assert documents(corpus, 'en')['train'] == ['a\u2028b\x85\x0cc\rd'.encode(), b'two']
-    assert documents(corpus, 'de')['train'] == [b'eins', b'zwei']
+    english = {'train': ['a\u2028b\x85\x0cc\rd'.encode(), b'two'], 'validation': [b'three']}
+    assert documents(corpus, 'en') == english and corpus.name == 'parallel-de-en'
+    assert documents(corpus, 'de') == {'train': [b'eins', b'zwei'], 'validation': [b'drei']}
 
 
 @pytest.mark.parametrize(
@@ -73,8 +72,7 @@ def test_lines_of_parallel_files_are_documents(tmp_path):
 )
 def test_files_that_do_not_fit_are_named(tmp_path, path, files, says):
     """Of text, and where there is no path, of parallel text."""
+    languages = {'name': 'parallel', 'languages': 'en-de'}
+    settings = languages if path is None else {'path': str(tmp_path / path)}
     with refused(says):
-        if path is None:
-            documents(opened(tmp_path, PAIRS | files, 'parallel', languages='en-de'), 'en')
-        else:
-            documents(opened(tmp_path, files, path=str(tmp_path / path)))
+        documents(opened(tmp_path, (PAIRS if path is None else {}) | files, **settings), 'en')
