@@ -52,10 +52,7 @@ def between(text: str, begin: str, end: str) -> str:
 def test_the_tables_are_generated():
     made = variant_tables.markdown(variant_tables.stored()).strip()
     assert between(VARIANTS, variant_tables.BEGIN, variant_tables.END) == made
-    excerpt = [x for x in between(README, '## Variants', '## ').splitlines() if x[:3] == '| `']
-    rows = VARIANTS.splitlines()
-    assert len(excerpt) == 6 and all(line in rows for line in excerpt)
-    counted = re.search(r'Six of (\d+) scores and values', README)
+    counted = re.search(r'There are (\d+) scores and values', README)
     assert int(counted[1]) == len(SCORES) + len(VALUES)
 
 

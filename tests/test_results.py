@@ -92,8 +92,8 @@ def test_claims_and_pages_agree_where_the_last_bits_differ():
     compared = [of for of in stored if not (declared[of.name].checks or declared[of.name].premises)]
     assert len(compared) > 10
     with disturbed():
-        for page in ('README.md', 'docs/claims.md', 'docs/protocol.md'):
-            assert verify.check_page(ROOT / page, BLOCKS) == 1
+        for page in ('README.md', *(f'docs/{p}.md' for p in ('claims', 'claims_b', 'protocol'))):
+            assert verify.check_page(ROOT / page, BLOCKS) > 0
         results = Results(CLAIMS)
         for claim in compared:
             again = decide(declared[claim.name], claim.scale, results)

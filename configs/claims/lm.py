@@ -17,7 +17,7 @@ def get_config(scale='cpu'):
         Study(
             name='lm',
             question='What is each weight matrix of attention worth to a language model?',
-            base=trained_language_model(scale, evaluations=4, data='packages'),
+            base=trained_language_model(scale, evaluations=4),
             variants=(
                 'qk/vo',
                 'query_free/vo',

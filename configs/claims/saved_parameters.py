@@ -15,9 +15,7 @@ def get_config(scale='cpu'):
         Study(
             name='saved_parameters',
             question='Does it matter where the saved parameters go?',
-            base=trained_language_model(
-                scale, num_layers=pick(scale, smoke=8, cpu=8, gpu=12), data='packages'
-            ),
+            base=trained_language_model(scale, num_layers=pick(scale, smoke=8, cpu=8, gpu=12)),
             variants=(
                 'qk/vo',
                 'qk/k_is_v',

@@ -55,6 +55,8 @@ class Claim:
     checks: tuple[Check, ...] = ()
     expectations: tuple[Expectation, ...] = ()
     measures: tuple[Measure, ...] = ()
+    # Clauses after 'holds only if', in place of the contexts that `rules.condition` names.
+    conditions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     premises: tuple[Check, ...] = ()  # what its studies presume: can speak against it only
 
     @property

@@ -5,12 +5,14 @@ import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 from qkattn.errors import ReportError
 from qkattn.report.prose import rounded
 from qkattn.storage.records import damaged, parse_file, read, write_json
 
 NAME = 'claims.json'
+T = TypeVar('T')
 _ADVICE = 'make it again with python -m experiments.claims --workdir=DIR --export={}'
 
 
@@ -82,8 +84,9 @@ class ClaimResult:
     scale: str
     verdict: str  # of `ClaimVerdict`
     rows: tuple[Row, ...] = ()
-    condition: str | None = None  # the contexts in which a claim holds that holds only there
+    condition: str | None = None  # of a claim that holds only if it is met, a clause
     refuted: str | None = None  # the contexts in which an undecided claim is false
+    lacking: str | None = None  # what an undecided claim lacks, in a few words
     needed: str | None = None  # seeds, tokens and parameters that would decide an undecided claim
     decisive: int | None = None  # the place in `rows` of the row whose number stands for the claim
     missing: tuple[str, ...] = ()  # what is missing and how to get it, sentence by sentence
@@ -137,20 +140,24 @@ def read_claims(directory: str | Path, advice: str | None = None) -> tuple[Claim
     advice = advice or _ADVICE.format(directory)
     if not path.is_file():
         raise ReportError(f'{path} does not exist; {advice}.')
-    try:
-        return tuple(map(_claim, parse_file(path, [{'name': str, 'rows': list}])))
-    except ValueError as error:
-        raise damaged(path, error, advice) from error
+    return read_records(path, ClaimResult, 'name', advice)
 
 
-def _claim(record: dict) -> ClaimResult:
+def read_records(path: Path, cls: type[T], key: str, advice: str | None = None) -> tuple[T, ...]:
+    """The records of a file, each a `cls` with rows that `key` names; RunDirectoryError if bad."""
     try:
-        rows = []
-        for place, row in enumerate(record['rows']):
-            try:
-                rows.append(read(Row, row))
-            except ValueError as error:
-                raise ValueError(f'row {place}: {error}') from error
-        return read(ClaimResult, record, rows=tuple(rows))
+        made = []
+        for record in parse_file(path, [{key: str, 'rows': list}]):
+            name = f'{cls.__name__.removesuffix("Result").lower()} {record[key]}'
+            rows = [_read(Row, row, f'{name}: row {i}') for i, row in enumerate(record['rows'])]
+            made.append(_read(cls, record, name, rows=tuple(rows)))
     except ValueError as error:
-        raise ValueError(f'claim {record["name"]}: {error}') from error
+        raise damaged(path, error, advice or _ADVICE.format(path.parent)) from error
+    return tuple(made)
+
+
+def _read(cls: type[T], record: dict, name: str, **given: Any) -> T:
+    try:
+        return read(cls, record, **given)
+    except ValueError as error:
+        raise ValueError(f'{name}: {error}') from error

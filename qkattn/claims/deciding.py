@@ -31,8 +31,8 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
     started = time.perf_counter()
     exact = [row for check in claim.checks for row in check()]
     exact += [_premise(row) for check in claim.premises for row in check()]
-    measured, lacking = _measured(claim, results)
-    missing = [*results.missing(claim, scale), *lacking]
+    measured, unread = _measured(claim, results)
+    missing = [*results.missing(claim, scale), *unread]
 
     def rows_of(family: int) -> tuple[list[Row], list[Evidence], list[str]]:
         decided, beside, unfinished = _expected(claim, scale, results, family)
@@ -49,6 +49,8 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
         verdict = rules.verdict(rows, complete=not missing + unfinished)
     missing += unfinished
     undecided = verdict == ClaimVerdict.UNDECIDED
+    condition = rules.condition(rows) if verdict == ClaimVerdict.HOLDS_ONLY_IF else None
+    lacking, wanted = _needed(claim, scale, results, decided) if undecided else (None, None)
     return ClaimResult(
         name=claim.name,
         title=claim.title,
@@ -59,9 +61,10 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
         scale=scale,
         verdict=verdict,
         rows=tuple(rows),
-        condition=rules.condition(rows) if verdict == ClaimVerdict.HOLDS_ONLY_IF else None,
+        condition=claim.conditions.get(condition, condition) if condition else None,
         refuted=rules.condition(rows, Speaks.AGAINST) or None if undecided else None,
-        needed=_needed(claim, scale, results, decided) if undecided else None,
+        lacking=lacking,
+        needed=wanted,
         decisive=rules.decisive(rows, verdict),
         missing=tuple(dict.fromkeys(missing)),
         studies=tuple(name for name in claim.studies if results.has(name)),
@@ -135,19 +138,22 @@ def _undecided(row: Row) -> Row:
     return replace(row, speaks=Speaks.OPEN)
 
 
-def _needed(claim: Claim, scale: str, results: Results, decided: list[Evidence]) -> str | None:
-    """What decides a claim: studies without results, or more of those with open arms."""
+def _needed(
+    claim: Claim, scale: str, results: Results, decided: list[Evidence]
+) -> tuple[str | None, str | None]:
+    """What a claim lacks, in short, and what decides it: studies, or more of those it has."""
+    short: str | None = 'results are missing'
     lacking = [name for name in claim.studies if results.unfinished(name)]
     if scale == 'smoke':
         wanted = 'cpu'
     elif lacking:
         wanted = scale
-    elif text := needed(decided):
-        return text
+    elif found := needed(decided):
+        return found
     else:
-        wanted = 'gpu'
+        wanted, short = 'gpu', None
     studies = {name: study_of(name, wanted) for name in lacking or claim.studies}
-    return _planned({name: study for name, study in studies.items() if study}, wanted)
+    return short, _planned({name: study for name, study in studies.items() if study}, wanted)
 
 
 def _planned(studies: Mapping[str, Study], scale: str) -> str | None:
@@ -163,18 +169,18 @@ def _planned(studies: Mapping[str, Study], scale: str) -> str | None:
     return f'--scale={scale}: {"; ".join(parts)}' if parts else None
 
 
-def needed(items: Iterable[Evidence]) -> str | None:
-    """What would decide the open arms, by the one that takes most; None without an open arm.
+def needed(items: Iterable[Evidence]) -> tuple[str, str] | None:
+    """What open arms lack, in short and whole, of the one that takes most; None without any.
 
     The seeds find a difference of the measured size, at least of the margin, with probability 0.8
     at the errors measured; of an arm below the margin, the distance from the margin.
     """
     needs = [_needed_by(item) for item in items if item.row.speaks == Speaks.OPEN]
-    return max(needs)[1] if needs else None
+    return max(needs)[1:] if needs else None
 
 
-def _needed_by(item: Evidence) -> tuple[float, str]:
-    """What would decide an arm, behind a number that grows with it."""
+def _needed_by(item: Evidence) -> tuple[float, str, str]:
+    """What would decide an arm, in short and whole, behind a number that grows with it."""
     row, arm, verdict, difference = item
     trial = arm.example
     point = f' at {row.x_label} {row.x:g}' if row.x is not None else ''
@@ -183,7 +189,8 @@ def _needed_by(item: Evidence) -> tuple[float, str]:
         f'parameters and {trial.num_tokens:,} tokens a run'
     )
     if verdict.decision is Decision.NO_VERDICT:
-        return math.inf, f'a verdict of {where}, withheld: {reasons(item) or "not tuned"}'
+        whole = f'a verdict of {where}, withheld: {reasons(item) or "not tuned"}'
+        return math.inf, 'a verdict is withheld', whole
     if verdict.decision in _BELOW_MARGIN:
         size = abs(abs(difference.mean) - difference.margin)
         what = f'{difference.mean:+.2g} from the margin of {difference.margin:g} nats/token'
@@ -194,10 +201,12 @@ def _needed_by(item: Evidence) -> tuple[float, str]:
     alpha = (verdict.alpha or 1 - LEVEL) / max(1, verdict.num_comparisons)
     if (scale := to_find(difference, size, alpha)) is None:
         hidden = difference.tuning_low + difference.tuning_high
-        return 1e9, f'a finer sweep, as this one leaves {hidden:.2g} nats/token open, {about}'
+        whole = f'a finer sweep, as this one leaves {hidden:.2g} nats/token open, {about}'
+        return 1e9, 'the sweep is too coarse', whole
     seeds, documents = scale
     more = f' and {documents:.2g} times as many held-out documents' if documents > 1 else ''
-    return seeds, f'{seeds:,} seeds in place of {difference.n}{more}, {about}'
+    whole = f'{seeds:,} seeds in place of {difference.n}{more}, {about}'
+    return seeds, f'needs {seeds:,} seeds', whole
 
 
 def _about(claim: Claim, results: Results, seconds: float) -> dict[str, Any]:

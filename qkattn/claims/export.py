@@ -2,11 +2,13 @@
 
 import dataclasses
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from qkattn.claims import catalogue
+from qkattn.claims.answers import NAME as ANSWERS
+from qkattn.claims.answers import Answer, answers, read_answers, write_answers
 from qkattn.claims.decided import NAME, ClaimResult, Kind, Row, read_claims, write_claims
 from qkattn.claims.deciding import decide
 from qkattn.claims.pages import SCALING, write_page
@@ -20,7 +22,7 @@ _OF_MACHINE = ('command', 'commit', 'hardware', 'seconds', 'rows')
 
 
 def export(decided: Iterable[ClaimResult], results: Results, destination: str | Path) -> Path:
-    """Writes claims.json, claims.md and the studies behind them; returns the path of the page.
+    """Writes claims.json, answers.json, claims.md and their studies; returns the path of the page.
 
     The scaling study, of no claim, is kept where the directory has it. ReportError if the
     destination holds something else.
@@ -34,13 +36,15 @@ def export(decided: Iterable[ClaimResult], results: Results, destination: str | 
         if (source / MEASURES).is_dir():
             shutil.copytree(source / MEASURES, destination / name / MEASURES, dirs_exist_ok=True)
     write_claims(destination, decided)
+    if made := answers(results):
+        write_answers(destination, made)
     return write_page(destination)
 
 
 def check(directory: str | Path) -> int:
-    """Decides the claims of an exported directory again; returns how many rows agree.
+    """Makes the claims and answers of an exported directory again; returns how many rows agree.
 
-    ReportError if claims.json holds other claims than are declared, or another result.
+    ReportError if claims.json or answers.json hold others than are declared, or another result.
     """
     path, declared = Path(directory) / NAME, catalogue.declared()
     stored, results = read_claims(directory), Results(directory)
@@ -53,7 +57,13 @@ def check(directory: str | Path) -> int:
     for old in stored:
         if difference := mismatch(old, decide(declared[old.name], old.scale, results)):
             raise ReportError(f'{path}: {difference}')
-    return sum(len(claim.rows) for claim in stored)
+    kept, again = read_answers(directory), answers(results)
+    unequal = None if len(kept) == len(again) else f'{len(kept)} answers, not {len(again)}'
+    for one, other in zip(kept, again, strict=False):
+        unequal = unequal or _unlike_answer(one, other)
+    if unequal:
+        raise ReportError(f'{path.parent / ANSWERS}: {unequal}')
+    return sum(len(record.rows) for record in stored) + sum(len(record.rows) for record in kept)
 
 
 def mismatch(old: ClaimResult, new: ClaimResult) -> str | None:
@@ -65,23 +75,35 @@ def mismatch(old: ClaimResult, new: ClaimResult) -> str | None:
             return (
                 f'{field} of claim {old.name} is {one!r}, but its checks and studies give {other!r}'
             )
-    if len(old.rows) != len(new.rows):
-        return (
-            f'claim {old.name} has {len(old.rows)} rows, but its checks and studies give '
-            f'{len(new.rows)}'
-        )
-    for place, (row, again) in enumerate(zip(old.rows, new.rows, strict=True)):
+    return _unlike_rows(f'claim {old.name}', old.rows, new.rows)
+
+
+def _unlike_answer(old: Answer, new: Answer) -> str | None:
+    """The first difference between a stored answer and the same one made again."""
+    for field in ('what', 'variant', 'attention'):
+        if getattr(old, field) != getattr(new, field):
+            return (
+                f'{field} of {old.what!r} is {getattr(old, field)!r}, not {getattr(new, field)!r}'
+            )
+    return _unlike_rows(f'answer {old.what!r}', old.rows, new.rows)
+
+
+def _unlike_rows(name: str, old: Sequence[Row], new: Sequence[Row]) -> str | None:
+    """The first difference between stored rows and those of the checks and studies."""
+    if len(old) != len(new):
+        return f'{name} has {len(old)} rows, but its checks and studies give {len(new)}'
+    for place, (row, again) in enumerate(zip(old, new, strict=True)):
         if field := _unlike(row, again):
             return (
-                f'{field} of row {place} of claim {old.name} is {getattr(row, field)!r}, but its '
-                f'checks and studies give {getattr(again, field)!r}'
+                f'{field} of row {place} of {name} is {getattr(row, field)!r}, but its checks and '
+                f'studies give {getattr(again, field)!r}'
             )
     return None
 
 
 def _agree(field: str, old: Any, new: Any) -> bool:
     """Whether fields are equal; counts of what a claim needs may be one apart."""
-    if field != 'needed' or None in (old, new):
+    if field not in ('lacking', 'needed') or None in (old, new):
         return old == new
     return difference(old, new, at_boundary=lambda _: True) is None
 

@@ -10,7 +10,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from qkattn.claims.answers import Answer
 from qkattn.claims.decided import ClaimResult, ClaimVerdict, Kind, Row, Speaks
+from qkattn.claims.results import UNIT
 from qkattn.claims.shown import (
     PARTS,
     Compared,
@@ -37,8 +39,10 @@ from qkattn.report.figures.style import (
     styles,
 )
 from qkattn.report.prose import listed, si
+from qkattn.stats.decision import Decision
+from qkattn.verdict.judging import DECIDED
 
-OVERVIEW = 'verdicts'
+OVERVIEW, ANSWERS = 'verdicts', 'answers'
 _X_SPAN, _Y_SPAN = 10.0, 100.0  # an axis whose positive values span more is logarithmic
 # Characters: of a name, of what is compared in it (leaves room for the context), of a legend line.
 _LONGEST, _WHAT, _LEGEND = 52, 22, 34
@@ -95,6 +99,26 @@ def overview(claims: Sequence[ClaimResult]) -> Drawing | None:
         rows = [row for claim in claims for row in claim.rows]
         figure = _differences(named, _arm_styles(rows), far=math.inf)
     return figure and Drawing(figure, OVERVIEW, {'kind': OVERVIEW})
+
+
+def answers_figure(answers: Sequence[Answer]) -> Drawing | None:
+    """The difference of each change in a decoder at equal parameter count; None without any."""
+    rows = {answer.what: row for answer in answers if (row := answer.row('decoder', Kind.MATCHED))}
+    if not rows:
+        return None
+    decided = [word.value for word in DECIDED]
+    lines = [
+        _line(row, f'{what}: {row.word}')._replace(
+            arm=row.word or '', is_decided=row.word in decided
+        )
+        for what, row in rows.items()
+    ]
+    panel = Panel(lines, f'difference ({UNIT})', PARTS[Kind.MATCHED], 0.0)
+    with style_sheet():
+        reach = limits_of(lines, 0.0)
+        look = styles(sorted({line.arm for line in lines}), Decision.NO_VERDICT.value)
+        figure = forest([panel], look, 'no difference', None, reach, longest=_LONGEST)
+    return Drawing(figure, ANSWERS, {'kind': ANSWERS})
 
 
 def _arm_styles(rows: Iterable[Row]) -> Styles:

@@ -8,8 +8,11 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from qkattn.claims.decided import NAME, ClaimResult, ClaimVerdict, read_claims
-from qkattn.claims.figures import claim_figures, overview
+from qkattn.claims.answers import MODELS, Answer, read_answers
+from qkattn.claims.answers import NAME as ANSWERS
+from qkattn.claims.decided import NAME as CLAIMS
+from qkattn.claims.decided import ClaimResult, ClaimVerdict, Kind, Row, read_claims
+from qkattn.claims.figures import answers_figure, claim_figures, overview
 from qkattn.claims.shown import amount, claim_sheets, described_row, macros
 from qkattn.report.figures import figures
 from qkattn.report.figures.style import Drawing, write_plots
@@ -18,12 +21,16 @@ from qkattn.report.prose import END, NONE, environment, tidy
 from qkattn.report.sheets import Heading, sheets
 from qkattn.report.tables import markdown_table
 from qkattn.report.verify import Block
+from qkattn.stats.decision import Decision
 from qkattn.storage.files import write_atomic
 from qkattn.verdict import Findings, Study, load_findings
 
 PAGE = 'claims.md'
 SCALING = 'scaling'
 _LAWS = ('loss_parameters', 'multipliers')
+PARTS = ('verdicts', 'a', 'b', 'c', 'd', 'e', 'laws')  # of the page, each a block of its own
+_PAGE = 'claims_{}.md'  # of a group, beside the page of all
+_SHAPES = {Kind.REMOVED: 'same shape', Kind.MATCHED: 'equal parameters'}
 
 
 def write_page(directory: str | Path) -> Path:
@@ -33,17 +40,18 @@ def write_page(directory: str | Path) -> Path:
     was edited.
     """
     directory = Path(directory)
-    drawn = drawings(read_claims(directory), _scaling(directory))
+    drawn = drawings(read_claims(directory), _scaling(directory), read_answers(directory))
     write_plots(directory / 'plots', drawn, kinds=('png',))
     return write_atomic(directory / PAGE, f'# Claims\n\n{claims_markdown(directory, ".")}')
 
 
 def drawings(
-    claims: Sequence[ClaimResult], scaling: tuple[Study, Findings] | None = None
+    claims: Sequence[ClaimResult],
+    scaling: tuple[Study, Findings] | None = None,
+    answers: Sequence[Answer] = (),
 ) -> list[Drawing]:
-    """The figure of all claims, those of each, and those of the scaling laws."""
-    first = overview(claims)
-    drawn = [first] if first else []
+    """The figures of the answers and of all claims, those of each, and of the scaling laws."""
+    drawn = [figure for figure in (answers_figure(answers), overview(claims)) if figure]
     drawn += [drawing for claim in claims for drawing in claim_figures(claim)]
     if scaling is None:
         return drawn
@@ -55,40 +63,34 @@ def drawings(
     ]
 
 
-def claims_markdown(directory: str | Path, base: str) -> str:
-    """The claims of a directory; links to its files begin with `base`. Raises as `write_page`."""
+def claims_markdown(directory: str | Path, base: str, parts: str | None = None) -> str:
+    """The claims of a directory; links to its files begin with `base`. Raises as `write_page`.
+
+    `parts` is one of PARTS, which is then a page of its own beside those of the others; None is all
+    on one page.
+    """
     claims, scaling = read_claims(directory), _scaling(Path(directory))
-    about, decisive = macros(), {claim.name: _decisive(claim) for claim in claims}
-    titles = ('claim', 'statement', 'verdict', 'decisive number [95 % interval]', 'scale')
-    rows: dict[bool, list[list[str]]] = {True: [], False: []}
-    for claim in claims:
-        verdict = ClaimVerdict(claim.verdict)
-        name = Markup(f'[{claim.name}](#{claim.name.lower()})')
-        cells = [claim.statement, f'{about.marks[verdict]} {verdict}']
-        cells += [decisive[claim.name]['number'], claim.scale]
-        rows[claim.is_theorem].append([name, *cells])
+    about = macros()
+    page = '' if parts is None else _PAGE
     missing = [sentence for claim in claims for sentence in claim.missing]
     templates = environment(html=False).overlay(loader=jinja2.PackageLoader('qkattn.claims'))
     scales = list(dict.fromkeys(claim.scale for claim in claims))
     return templates.get_template('claims.md.j2').render(
         base=base,
+        parts=PARTS if parts is None else (parts,),
+        heading='##' if parts is None or parts == 'laws' else '#',
         table=markdown_table,
         md=_md,
         claims=claims,
         grouped=_grouped(claims),
         groups=about.groups,
         marks=about.marks,
-        kinds=about.kinds,
         summary=tidy(about.summary(claims, scales)),
         legend=tidy(about.legend()),
         missing=list(dict.fromkeys(missing)),
-        verdicts={
-            theorems: _md(markdown_table([(title, True) for title in titles], cells))
-            for theorems, cells in rows.items()
-            if cells
-        },
+        verdicts=_md(_verdicts(claims, about, page)),
         figures=list(map(_described, drawings(claims, scaling))),
-        decisive=decisive,
+        decisive={claim.name: _decisive(claim) for claim in claims},
         more={claim.name: tidy(about.more(claim)) for claim in claims},
         facts={claim.name: _facts(claim) for claim in claims},
         sheets={claim.name: claim_sheets(claim) for claim in claims},
@@ -96,43 +98,74 @@ def claims_markdown(directory: str | Path, base: str) -> str:
     )
 
 
-def verdicts_markdown(directory: str | Path, base: str) -> str:
-    """A row for each group of claims, theorems first, the marks of verdicts, and their figure."""
-    claims, about = read_claims(directory), macros()
-    undecided = ClaimVerdict.UNDECIDED
-    kinds: dict[str, Callable[[ClaimResult], bool]] = {
-        'theorems': lambda claim: claim.is_theorem,
-        'experiments, decided': lambda claim: not claim.is_theorem and claim.verdict != undecided,
-        'experiments, undecided': lambda c: not c.is_theorem and c.verdict == undecided,
-    }
-    titles: list[Heading] = [('question', True), *((kind, True) for kind in kinds)]
+def _verdicts(claims: Sequence[ClaimResult], about: Any, page: str) -> str:
+    """A row for each claim: what it says in short, the verdict, its number; links to `page`."""
+    titles: list[Heading] = [('', True), ('claim', True), ('verdict', True)]
+    titles.append(('number [95 % interval]', True))
     rows = []
-    for letter, group in _grouped(claims).items():
-        by_kind = [
-            [_entry(claim, about.marks) for claim in group if belongs(claim)]
-            for belongs in kinds.values()
-        ]
-        cells = [Markup('<br>').join(entries) or NONE for entries in by_kind]
-        rows.append([f'{letter}. {about.groups[letter]}', *cells])
-    used = [word for word in ClaimVerdict if any(claim.verdict == word for claim in claims)]
-    legend = ', '.join(f'{about.marks[word]} {word}' for word in used)
-    figure = f'\n![Decisive differences of the claims]({base}/plots/verdicts.png)\n'
-    has_figure = overview(claims) is not None
-    return f'{markdown_table(titles, rows)}\n\n{legend}\n{figure * has_figure}'
+    for claim in claims:
+        link = f'{page.format(claim.name[0].lower())}#{claim.name.lower()}'
+        number, what = _decisive(claim).values()
+        verdict = f'{about.marks[ClaimVerdict(claim.verdict)]} {tidy(about.in_short(claim))}'
+        row = claim.decisive_row
+        cells = [claim.title, verdict, f'{number}, {row.what}' if row else number]
+        rows.append([Markup(f'[{claim.name}]({link})'), *cells])
+    return markdown_table(titles, rows)
 
 
-def _block(made: Callable[[Path, str], str]) -> Block:
-    """A block of results, which is empty where the directory has no claims.json."""
+def answers_markdown(directory: str | Path, base: str) -> str:
+    """The table of what each matrix is worth, what it is from, and its figure."""
+    made, about = read_answers(directory), macros()
+    columns = [(model, kind) for model in MODELS for kind in (Kind.REMOVED, Kind.MATCHED)]
+    titles: list[Heading] = [('', True), ('parameters of attention', False)]
+    for model, kind in columns:
+        titles.append((f'{model}, {_SHAPES[kind]}', False))
+        titles += [('verdict', True)] * ((model, kind) == ('decoder', Kind.MATCHED))
+    rows: list[list[str]] = []
+    sources: dict[str, dict[tuple, Mapping[str, str]]] = {}
+    others: list[str | None] = []
+    for answer in made:
+        share = NONE if answer.attention is None else f'{answer.attention:+.0%}'
+        cells = [answer.what, share.replace('%', ' %')]
+        for model, kind in columns:
+            row = answer.row(model, kind)
+            cells.append(_cell(row))
+            if (model, kind) == ('decoder', Kind.MATCHED):
+                cells.append(row.word or NONE if row else NONE)
+            if row and row.word == Decision.NO_VERDICT.value:
+                others.append(row.study)
+            elif row:
+                where = row.study, row.context['size'], row.context['corpus']
+                sources.setdefault(model, {})[where] = row.context
+        rows.append(cells)
+    legend = tidy(about.answers_legend(sources, dict.fromkeys(others)))
+    has_figure = answers_figure(made) is not None
+    figure = f'\n![Differences at equal parameter count]({base}/plots/answers.png)\n'
+    return f'{markdown_table(titles, rows)}\n\n{legend}\n{figure * has_figure}' if made else ''
+
+
+def _cell(row: Row | None) -> str | Markup:
+    """Difference and interval, below each other; a dagger where there is no verdict."""
+    if row is None:
+        return NONE
+    dagger = '†' * (row.word == Decision.NO_VERDICT.value)
+    interval = '' if row.low is None else f'<br>[{row.low:+.3f}, {row.high:+.3f}]'
+    return Markup(f'{row.value:+.3f}{dagger}{interval}')
+
+
+def _block(made: Callable[..., str], file: str, *arguments: str) -> Block:
+    """A block of results, which is empty where the directory lacks the file."""
 
     def text(directory: Path, base: str) -> str:
-        return made(directory, base) if (directory / NAME).is_file() else ''
+        return made(directory, base, *arguments) if (directory / file).is_file() else ''
 
     return Block(text, SCALING)
 
 
 BLOCKS: Mapping[str, Block] = {  # blocks of `report.verify.check_page`
-    'claims': _block(claims_markdown),
-    'verdicts': _block(verdicts_markdown),
+    'answers': _block(answers_markdown, ANSWERS),
+    'claims': _block(claims_markdown, CLAIMS),
+    **{f'claims_{part}': _block(claims_markdown, CLAIMS, part) for part in PARTS},
 }
 
 
@@ -146,13 +179,8 @@ def _md(text: str) -> str:
     return text.replace('<', '&lt;').replace('*', r'\*')
 
 
-def _entry(claim: ClaimResult, marks: Mapping[str, str]) -> Markup:
-    mark = marks[ClaimVerdict(claim.verdict)]
-    return Markup(f'{mark} [{claim.name}](docs/claims.md#{claim.name.lower()}) {_md(claim.title)}')
-
-
 def _grouped(claims: Sequence[ClaimResult]) -> dict[str, list[ClaimResult]]:
-    groups = itertools.groupby(claims, key=lambda claim: claim.name[0])
+    groups = itertools.groupby(claims, key=lambda claim: claim.name[0].lower())
     return {letter: list(group) for letter, group in groups}
 
 

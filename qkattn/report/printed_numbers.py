@@ -36,7 +36,7 @@ MEASURED = re.compile(r'(?<![\w.,/^-])[-+]?\d[\d,]*(?:\.\d+(?:e[-+]?\d+)?(?!\w|\
 ELSEWHERE = re.compile(
     r'```.*?```|`[^`]*`|\]\([^)]*\)|https?://\S+|arXiv[: ]\S+|\b\d{4}\.\d{5}\b'
     r'|(?:>=|Python|jax) [\d.]+'
-    r'|<!-- (?:headline|benchmark|claims|verdicts).*?<!-- end -->|<!--.*?-->',
+    r'|<!-- (?:headline|benchmark|claims|answers).*?<!-- end -->|<!--.*?-->',
     re.DOTALL,
 )
 FIELDS = {'logged': {'page', 'log', 'text'}, 'external': {'page', 'text', 'source'}}

@@ -145,6 +145,7 @@ def claims():
             source='a forum thread with an experiment, https://example.org/thread',
             reported='training loss differs by 0.01',
             rule='The arm at equal parameter count is equivalent to the baseline in every context.',
+            lacking='needs 48 seeds',
             needed='48 seeds in place of 12, to find 0.005 nats/token at d_model=64',
             decisive=2,
             studies=('single_head',),

@@ -230,10 +230,12 @@ def test_below_the_margin_the_distance_from_it_is_what_is_needed(results):
     known = dataclasses.replace(of.difference, tuning_low=0.0, tuning_high=0.0)
     of = of._replace(difference=known)  # seeds alone do not make up for a coarse sweep
     text = 'a difference of -0.011 from the margin of 0.005 nats/token in qk/no_o'
-    assert text not in needed([of])
+    _, whole = needed([of])
+    assert text not in whole
     verdict = dataclasses.replace(of.verdict, decision=Decision.BETTER_BELOW_MARGIN)
-    below = needed([of._replace(verdict=verdict)])
-    assert text in below and int(below.split()[0]) > 2 * int(needed([of]).split()[0])
+    short, below = needed([of._replace(verdict=verdict)])
+    number = int(below.split()[0])
+    assert text in below and short == f'needs {number} seeds' and number > 2 * int(whole.split()[0])
 
 
 def test_a_measure_that_its_logs_do_not_allow_is_missing(results):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from qkattn.claims import export
+from qkattn.claims.answers import Answer, write_answers
 from qkattn.claims.claim import Claim, Expectation, exact
 from qkattn.claims.decided import ClaimVerdict, read_claims, write_claims
 from qkattn.claims.studies import study_of
@@ -116,6 +117,10 @@ def test_an_export_is_decided_again_and_a_changed_verdict_is_found(
     rows = (dataclasses.replace(stored[1].rows[0], value=0.0), *stored[1].rows[1:])
     write_claims(kept, [stored[0], dataclasses.replace(stored[1], rows=rows), stored[2]])
     with pytest.raises(ReportError, match='value of row 0 of claim E8 is 0.0'):
+        export.check(kept)
+    write_claims(kept, stored)
+    write_answers(kept, [Answer('drop W_Q', 'query_free/vo', -0.25)])
+    with pytest.raises(ReportError, match='1 answers, not 0'):
         export.check(kept)
     write_claims(kept, stored[:2])
     with pytest.raises(ReportError, match='E9 differ'):

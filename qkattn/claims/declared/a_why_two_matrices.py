@@ -17,6 +17,11 @@ A1 = Claim(
         one_matrix.ranks,
         one_matrix.what_stands_between,
     ),
+    conditions={
+        'between W_Q and W_K: nothing': (
+            'nothing stands between W_Q and W_K, as RoPE and QK-norm do'
+        ),
+    },
 )
 
 A2 = Claim(

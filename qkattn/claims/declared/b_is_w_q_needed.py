@@ -25,6 +25,9 @@ B1 = Claim(
         identity_queries.single_head_with_more,
         identity_queries.many_heads,
     ),
+    conditions={
+        'layer: single head': 'the head has neither biases nor RoPE, and is the only one',
+    },
 )
 
 B2 = Claim(

@@ -20,6 +20,14 @@ C1 = Claim(
         tied_scores.half_the_pattern,
         tied_scores.dominant_diagonal,
     ),
+    conditions={
+        'part: symmetry; half of A; half of the pattern, T > D; half of the pattern, T > D, '
+        'causal mask; diagonal the largest of its row, H > 2 ln T; diagonal has the largest score '
+        'of all': (
+            'T > D, for the pattern, and H > 2 ln T, for a diagonal that is the largest of its '
+            'row, not above its sum'
+        ),
+    },
 )
 
 C2 = Claim(

@@ -18,6 +18,11 @@ D1 = Claim(
         double_projection.unfolded,
         double_projection.reach,
     ),
+    conditions={
+        'width of the shared projection: R >= D': (
+            'the shared projection is at least as wide as the model'
+        ),
+    },
 )
 
 D2 = Claim(
@@ -46,4 +51,9 @@ D3 = Claim(
         published_layouts.one_matrix_per_head,
         published_layouts.steps_of_training,
     ),
+    conditions={
+        'optimizer: Adam, entry by entry': (
+            'the optimizer acts entry by entry, as Adam does and Muon does not'
+        ),
+    },
 )

@@ -111,6 +111,9 @@ E5 = Claim(
         weight_decay.least_penalty,
         weight_decay.shrunk_spectra,
     ),
+    conditions={
+        'decay: in the loss': 'the decay is part of the loss; that of AdamW is not',
+    },
 )
 
 E6 = Claim(
