@@ -12,8 +12,9 @@ from absl import flags
 from qkattn.config import Config
 from qkattn.errors import ConfigError
 from qkattn.jobs import agreement, bootstrap, cli, signals
-from qkattn.metrics import METRICS, PREFIXES
+from qkattn.metrics import PREFIXES, shown
 from qkattn.storage.files import as_path
+from qkattn.storage.records import metrics_of
 from qkattn.train import dry_run
 from qkattn.train.loop import train
 from qkattn.train.program_cache import keep_programs
@@ -81,11 +82,8 @@ def places(workdir: str) -> dict[str, str]:
 def summary(result: dict[str, Any]) -> dict[str, list[str]]:
     """The printed metrics of a finished trial by split, as in reports: of text, bits per byte."""
     texts: dict[str, list[str]] = {split: [] for split in PREFIXES}
-    is_text = result.get('val_bits_per_byte') is not None
-    for metric in METRICS.values():
-        if metric.role == 'error' or (is_text and not metric.for_text):
-            continue
-        for split, prefix in PREFIXES.items():
+    for metric in shown(metrics_of(result), [result]):
+        for split, prefix in PREFIXES.items() if metric.role != 'error' else ():
             field = f'{prefix}_{metric.name}'
             if result.get(field) is not None:
                 texts[split].append(metric.text(result[field]))

@@ -58,7 +58,7 @@ run_directory.git_state = lambda directory: (
 )
 
 # Parts of a run that may come from outside the package and have contract tests.
-CONTRACTS = ('dataset', 'tokenizer', 'task', 'optimizer', 'schedule')
+CONTRACTS = ('dataset', 'tokenizer', 'task', 'optimizer', 'schedule', 'metric')
 
 
 def pytest_addoption(parser):

@@ -16,8 +16,9 @@ from qkattn.config import (
     fingerprint,
     to_json,
 )
-from qkattn.metrics import result_fields
+from qkattn.metrics import Metric, logged_fields, result_fields
 from qkattn.storage import ledger
+from qkattn.storage.records import described, metrics_of
 from qkattn.study import stored
 from qkattn.study.tuning import MODEL_KNOBS
 
@@ -123,6 +124,15 @@ def translation_record(variant: str, bleu: float | None = 30.0, **changes: objec
             f'{split}_chrf_signature': 'nrefs:1|case:lc|nc:6|version:2.5.1',
         }
     return record | {name: value for name, value in changes.items() if name in record}
+
+
+def outside_record(variant: str, top: float | None = 0.75, **changes: object) -> dict:
+    """A trial with a metric from outside the package, as it is described in results."""
+    record = trial_record(variant, **changes)
+    metric = Metric('top_3', 'score', 'Share of the first three.', unit='%', scale=100, logged=True)
+    top = None if record['val_loss'] is None else top
+    record |= described({'top_3': metric}) | {'val_top_3': top, 'test_top_3': top}
+    return record
 
 
 def probe_record(variant: str, accuracy: float | None = 0.5, **changes: object) -> dict:
@@ -390,7 +400,8 @@ def edit_plan(directory: Path, run: str, **changes: object) -> None:
 def final_record(records: Sequence[Mapping]) -> dict:
     """The last record of a log: all metrics of the trials."""
     first = records[0]
-    names = [n for n in result_fields() if any(n in record for record in records)]
+    names = result_fields(metrics_of(first))
+    names = [n for n in names if any(n in record for record in records)]
     counts = ('eval_tokens', 'test_tokens')
     return {
         'kind': 'final',
@@ -408,9 +419,8 @@ def write_metrics(directory: Path, records: list[dict], num_evals: int) -> None:
     """
     lines = []
     num_steps = records[0]['num_steps']
-    scores = {
-        name: [record.get(name) for record in records] for name in ('val_accuracy', 'val_solved')
-    }
+    names = logged_fields(metrics_of(records[0]))
+    scores = {name: [record.get(name) for record in records] for name in names}
     in_bytes = any(record['val_bits_per_byte'] is not None for record in records)
     for index in range(1, num_evals + 1):
         step = num_steps * index // num_evals
@@ -419,7 +429,7 @@ def write_metrics(directory: Path, records: list[dict], num_evals: int) -> None:
         loss = [(3.5 if index < 3 else None) if f is None else f + fall for f in finals]
         bits = [None if nats is None else nats / NATS_PER_BIT for nats in loss]
         lines.append({'kind': 'train', 'step': step, 'loss': loss, 'grad_norm': loss})
-        evaluation = {'val_loss': loss, 'val_bits_per_byte': bits if in_bytes else None, **scores}
+        evaluation = scores | {'val_loss': loss, 'val_bits_per_byte': bits if in_bytes else None}
         lines.append({'kind': 'eval', 'step': step, **evaluation})
     lines.append(final_record(records))
     text = ''.join(json.dumps(line) + '\n' for line in lines)

@@ -1,20 +1,31 @@
 """The table of metrics, and metrics against arithmetic by hand."""
 
+import functools
 import math
 
+import jax
 import numpy as np
 import pytest
+import scipy
 
 from qkattn import metrics
+from qkattn.config import Config, ModelConfig, Study, TrainConfig
 from qkattn.errors import ConfigError
+from qkattn.storage.records import described, metrics_of
+from qkattn.study.arms import build_arms
+from qkattn.train import dry_run
+from qkattn.train.loop import train
+from qkattn.train.trials import check_metrics, per_target
+from tests.outside import chosen
 
 
 def test_the_table_is_complete():
     for name, metric in metrics.METRICS.items():
         assert metric.name == name and metric.label and metric.description.endswith('.')
         assert metric.value is not None or not metric.logged
+        assert (metric.direction == 'lower') == (metric.role in ('loss', 'error'))
     fields = ('val_loss', 'val_bits_per_byte', 'val_accuracy', 'val_solved')
-    assert fields == metrics.LOGGED
+    assert fields == metrics.logged_fields()
     kinds = metrics.result_fields()
     assert (kinds['test_loss_se'], kinds['val_num_sentences']) == (float, int)
     assert kinds['val_induction_gain'] is float and 'test_induction_gain' not in kinds
@@ -38,7 +49,9 @@ def test_values_are_ratios_of_sums_over_all_batches():
     correct_PBT = np.array([[[1, 0], [1, 0]], [[1, 0], [1, 1]]], bool)
     weights_PBT = np.array([[[1.0, 1.0], [1.0, 0.0]], [[1.0, 0.0], [0.0, 0.0]]])
     batches = [
-        metrics.row_sums(metrics.Predictions(None, weights_BT, nats_BT, correct_BT))
+        metrics.row_sums(
+            {'loss': nats_BT, 'accuracy': correct_BT, 'solved': ~correct_BT}, weights_BT
+        )
         for nats_BT, correct_BT, weights_BT in zip(nats_PBT, correct_PBT, weights_PBT, strict=True)
     ]
     sums = {
@@ -70,3 +83,144 @@ def test_perplexity_and_bits_per_byte_of_a_uniform_guess(recwarn):
     for wrong in (0.0, -1.0, math.nan):
         with pytest.raises(ConfigError, match=f'bytes_per_token={wrong} must be above 0'):
             metrics.bits_per_byte(1.0, wrong)
+
+
+# Metrics from outside the package
+
+R, T, V, X = 6, 20, 13, 2
+EXAMPLES = ['confidence:top(k=3)', 'confidence:ENTROPY', 'confidence:CALIBRATION']
+
+
+def pytest_generate_tests(metafunc):
+    chosen(metafunc, 'metric', EXAMPLES)
+
+
+def config_of(*names):
+    return Config(model=ModelConfig(vocab_size=V), train=TrainConfig(metrics=names))
+
+
+def predictions():
+    """Logits of X trials, targets, and loss weights, of which the last row has none."""
+    rng = np.random.default_rng(0)
+    logits_XRTV = 3 * rng.standard_normal((X, R, T, V)).astype(np.float32)
+    weights_RT = (rng.random((R, T)) < 0.7).astype(np.float32)
+    weights_RT[-1] = 0
+    return logits_XRTV, rng.integers(0, V, (R, T)), weights_RT
+
+
+def values_of(known, logits_XRTV, targets_RT, weights_RT):
+    """Metrics [X] of predictions, by name, computed as an evaluation does."""
+    measure = jax.jit(functools.partial(per_target, known))
+    of_trials = [
+        metrics.row_sums(measure(logits_RTV, targets_RT), jax.numpy.asarray(weights_RT))
+        for logits_RTV in logits_XRTV
+    ]
+    sums = {n: np.stack([np.float64(of[n]) for of in of_trials], axis=1) for n in of_trials[0]}
+    return metrics.values(sums, 1.0, known)
+
+
+def test_a_metric_is_of_targets_alone_and_described_with_its_results(outside, metric):
+    check_metrics(config_of(metric))
+    known = metrics.named([metric])
+    (name,) = known.keys() - metrics.METRICS.keys()
+    logits_XRTV, targets_RT, weights_RT = predictions()
+    got_X = values_of(known, logits_XRTV, targets_RT, weights_RT)[name]
+    assert np.shape(got_X) == (X,) and np.isfinite(got_X).all() and got_X[0] != got_X[1]
+    # Neither the length of a row nor what stands where there is no target changes a mean.
+    logits_XRTV[:, weights_RT == 0] = np.nan
+    halves = [
+        a.reshape(*a.shape[:axis], 2 * R, T // 2, *a.shape[axis + 2 :])
+        for a, axis in ((logits_XRTV, 1), (targets_RT, 0), (weights_RT, 0))
+    ]
+    for arrays in ((logits_XRTV, targets_RT, weights_RT), halves):
+        np.testing.assert_allclose(values_of(known, *arrays)[name], got_X, rtol=1e-5)
+    recorded = metrics_of(described(known))[name]
+    printed = ('name', 'label', 'unit', 'scale', 'decimals', 'direction', 'prefixes', 'for_text')
+    assert [getattr(recorded, n) for n in printed] == [getattr(known[name], n) for n in printed]
+    assert recorded.text(0.5) == known[name].text(0.5)
+
+
+def test_the_examples_against_arithmetic_in_float64(outside):
+    known = metrics.named(EXAMPLES)
+    logits_XRTV, targets_RT, weights_RT = predictions()
+    got = values_of(known, logits_XRTV, targets_RT, weights_RT)
+    used = weights_RT > 0
+    for x, logits_RTV in enumerate(logits_XRTV):
+        p_CV, targets_C = scipy.special.softmax(np.float64(logits_RTV[used]), -1), targets_RT[used]
+        top_C3 = np.argsort(p_CV)[:, -3:]
+        confidence_C, right_C = p_CV.max(-1), p_CV.argmax(-1) == targets_C
+        bins_C = np.floor(10 * confidence_C)
+        gaps = [(confidence_C - right_C)[bins_C == k].sum() for k in range(10)]
+        want = {
+            'top_3': np.mean((top_C3 == targets_C[:, None]).any(-1)),
+            'entropy': scipy.stats.entropy(p_CV, axis=-1).mean(),
+            'calibration_error': np.abs(gaps).sum() / len(p_CV),
+        }
+        assert {name: got[name][x] for name in want} == pytest.approx(want, rel=1e-5)
+    assert [known[n].direction for n in want] == ['higher', 'higher', 'lower']
+
+
+@pytest.mark.parametrize(
+    'start',
+    [
+        train,
+        lambda config, _: build_arms(Study(base=config)),
+        lambda config, _: dry_run.describe(config),
+    ],
+)
+def test_runs_studies_and_dry_runs_check_metrics_before_they_begin(start, tmp_path):
+    with pytest.raises(ConfigError, match="train.metrics='top_5' must be an import path"):
+        start(config_of('top_5'), tmp_path / 'out')
+    assert not (tmp_path / 'out').exists()
+
+
+BAD = """
+import jax.numpy as jnp
+from qkattn.metrics import Metric
+def score(name='mine', role='score', per_target=lambda p: p.nats_BT, **fields):
+    return Metric(name, role, 'Some.', per_target=per_target, **fields)
+BUILT_IN, FIELD, UPPER = score('accuracy'), score('tokens'), score('Top')
+LOSS, DOWN, PRECISE = score(role='loss'), score(direction='down'), score(decimals='4')
+ONE, OTHER = score(), score()
+MEAN = score(per_target=lambda p: p.nats_BT.mean(-1))
+DICTIONARY = score(per_target=lambda p: {'nats': p.nats_BT})
+TOP_99 = score(per_target=lambda p: jnp.eye(9)[p.targets_BT] @ p.logits_BTV[0])
+SCALAR = score(value=lambda sums, _: sums['mine'].sum())
+MISSING = score(value=lambda sums, _: sums['yours'])
+NOTHING = Metric('mine', 'score', 'Some.')
+def none(): pass
+def fails(*, k=1): return 1 / 0
+def needs(model): return score()
+"""
+
+
+@pytest.mark.parametrize(
+    ('names', 'says'),
+    [
+        ('no_such_module:TOP', "train.metrics='no_such_module:TOP': no module named"),
+        ('bad_metrics:jnp', "train.metrics='bad_metrics:jnp' is not a Metric, or a function"),
+        ('bad_metrics:needs', "train.metrics='bad_metrics:needs' is not a Metric, or a function"),
+        ('bad_metrics:none', "train.metrics='bad_metrics:none' must return a Metric, not None"),
+        ('bad_metrics:fails', 'fails, ZeroDivisionError in .*bad_metrics.py, line 16: '),
+        ('bad_metrics:fails(n=1)', "bad_metrics:fails has no option 'n'; it takes k"),
+        ('bad_metrics:ONE(k=1)', "bad_metrics:ONE has no option 'k'; it takes none"),
+        ('bad_metrics:BUILT_IN', "metric 'accuracy' has the name of another"),
+        ('bad_metrics:FIELD', "metric 'tokens' has the name of another"),
+        ('bad_metrics:ONE bad_metrics:OTHER', "metric 'mine' has the name of another"),
+        ('bad_metrics:UPPER', "metric 'Top' of role 'score' must have a name of lower-case"),
+        ('bad_metrics:LOSS', "metric 'mine' of role 'loss' must have .* the role 'score'"),
+        ('bad_metrics:DOWN', "metric 'mine': field 'direction' is 'down', expected"),
+        ('bad_metrics:PRECISE', "metric 'mine': field 'decimals' is '4', expected int"),
+        ('bad_metrics:MEAN', r"per_target of metric 'mine' gives \(2,\) for targets .* \(2, 3\)"),
+        ('bad_metrics:DICTIONARY', r"per_target of metric 'mine' gives \(\) for targets"),
+        ('bad_metrics:TOP_99', "metrics='bad_metrics:TOP_99' fails, TypeError in"),
+        ('bad_metrics:SCALAR', r"value of metric 'mine' gives \(\) for sums of shape \(5, 7\)"),
+        ('bad_metrics:MISSING', "metrics='bad_metrics:MISSING' fails, KeyError in .* line 13"),
+        ('bad_metrics:NOTHING', "metric 'mine' must have per_target, value or both"),
+    ],
+)
+def test_what_is_no_metric_is_refused_in_one_sentence(outside, names, says):
+    (outside / 'bad_metrics.py').write_text(BAD)
+    with pytest.raises(ConfigError, match=says) as caught:
+        check_metrics(config_of(*names.split()))
+    assert '\n' not in str(caught.value)

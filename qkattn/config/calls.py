@@ -44,6 +44,8 @@ def resolve(
             raise error(f'{field}={name!r} is not {needs}')
     elif name in known:
         target = known[name]
+    elif not known:
+        raise error(f'{field}={name!r} must be an import path, as in package.module:name')
     else:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f', did you mean {near[0]!r}?' if near else ';'

@@ -118,6 +118,9 @@ class TrainConfig:
     attention_metrics: bool = setting(
         False, 'An evaluation also measures matrices and patterns of attention (docs/analysis.md).'
     )
+    metrics: tuple[str, ...] = setting(
+        (), 'Further metrics of an evaluation, by import path (docs/outside.md#a-metric).'
+    )
     logits_chunk: int | None = setting(
         None, 'Positions whose logits are held at a time; None is all, B T V floats.', least=1
     )

@@ -1,16 +1,20 @@
-"""Every metric of a trial, declared once: result files, tables and figures follow from METRICS.
+"""Every metric of a trial, declared once: result files, tables and figures follow from `Metric`.
 
-An evaluated metric is one `Metric` with its value, from the sums of `row_sums`. One that is
-measured when a run ends is declared without a value, and computed by `train.results`.
+METRICS are those of every run; `train.metrics` names further ones, from outside the package. An
+evaluated metric has a number for each target, and a value from the sums of such numbers over rows.
+One that is measured when a run ends has neither, and is computed by `train.results`.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
+from qkattn.config.calls import called, resolve, takes
 from qkattn.errors import ConfigError
 
 # The prefix of a split's fields in result files.
@@ -19,15 +23,15 @@ PREFIXES = {'validation': 'val', 'test': 'test'}
 
 @dataclasses.dataclass(frozen=True)
 class Predictions:
-    """What a model predicts for one batch; numpy or jax arrays."""
+    """What a model predicts for one batch, or for a part of each row; numpy or jax arrays."""
 
+    logits_BTV: Any  # float32
     targets_BT: Any
-    loss_weights_BT: Any  # 0 where a position has no target
     nats_BT: Any  # cross-entropy of the target
     correct_BT: Any  # whether the target is the argmax prediction
 
 
-# `row_sums` of R rows and X trials, each [R, X] in float64.
+# `row_sums` of R rows and X trials, each [R, X, ...] in float64.
 Sums = Mapping[str, np.ndarray]
 
 
@@ -45,22 +49,29 @@ class Metric:
     unit: str | None = None
     scale: float = 1.0
     decimals: int = 4
-    prefixes: tuple[str, ...] = ('val', 'test')
-    logged: bool = False  # an evaluation during training writes it to metrics.jsonl (val_ only)
+    # Which value is better; by default a higher one, of a loss or an error a lower one.
+    direction: Literal['lower', 'higher'] | None = None
+    prefixes: tuple[Literal['val', 'test'], ...] = ('val', 'test')
+    # Whether an evaluation during training writes it to metrics.jsonl (val_ only); by default if it
+    # has `per_target`.
+    logged: bool | None = None
     for_text: bool = True  # reports show it for text, for which there are bits per byte
     # Further fields of the same measurement and their types.
     details: Mapping[str, type] = dataclasses.field(default_factory=dict)
+    # A number, or several, of each target [B, T, ...], whatever the other targets are; jittable.
+    # `row_sums` of them are the `Sums` of this name.
+    per_target: Callable[[Predictions], Any] | None = None
     # (sums, bytes per target, if targets are text) -> value of every trial [X], or None where it is
-    # not defined; None for a metric that `train.results` measures.
-    value: Callable[[Sums, float | None], np.ndarray | None] | None = None
+    # not defined. By default the mean over targets; None for a metric without `per_target`.
+    value: Callable[[Sums, float | None], Any] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, 'label', self.label or self.name.replace('_', ' '))
-
-    @property
-    def direction(self) -> Literal['lower', 'higher']:
-        """Whether a lower or a higher value is better."""
-        return 'lower' if self.role in ('loss', 'error') else 'higher'
+        better = 'lower' if self.role in ('loss', 'error') else 'higher'
+        mean = None if self.per_target is None else functools.partial(_mean, self.name)
+        defaults = {'direction': better, 'logged': mean is not None, 'value': mean}
+        for name, default in (defaults | {'label': self.name.replace('_', ' ')}).items():
+            if getattr(self, name) in (None, ''):
+                object.__setattr__(self, name, default)
 
     def field(self, prefix: str) -> str:
         """Its field in a result, 'val_loss' for 'val'; ValueError if not measured on this split."""
@@ -74,24 +85,28 @@ class Metric:
         return f'{self.label} {self.scale * value:.{self.decimals}f}{unit}'
 
 
-def row_sums(p: Predictions) -> dict[str, Any]:
-    """Sums over each row of a batch, [B], by name; for numpy and inside jax.jit.
+def row_sums(per_target: Mapping[str, Any], loss_weights_BT: Any) -> dict[str, Any]:
+    """Sums over each row of a batch, [B, ...], of `per_target` times the weights, by metric.
 
-    'rows' is True for a row with at least one target, 'solved' where all of them are right.
+    'weight' is the sum of the weights, 'rows' True for a row with at least one target. What stands
+    where a position has no target, of weight 0, does not count. For numpy and inside jax.jit.
     """
-    weights_BT, rows_B = p.loss_weights_BT, p.loss_weights_BT.any(-1)
-    return {
-        'nats': (p.nats_BT * weights_BT).sum(-1),
-        'weight': weights_BT.sum(-1),
-        'rows': rows_B,
-        'correct': (p.correct_BT * weights_BT).sum(-1),
-        'solved': rows_B & (p.correct_BT | (weights_BT == 0)).all(-1),
-    }
+    arrays = loss_weights_BT.__array_namespace__()
+
+    def total(values: Any) -> Any:
+        weights = loss_weights_BT.reshape(loss_weights_BT.shape + (1,) * (values.ndim - 2))
+        return arrays.where(weights > 0, values * weights, 0).sum(1)
+
+    sums = {name: total(values) for name, values in per_target.items()}
+    return sums | {'weight': loss_weights_BT.sum(-1), 'rows': loss_weights_BT.any(-1)}
 
 
-def mean_loss(sums: Sums, bytes_per_target: float | None = None) -> np.ndarray:
-    """Cross-entropy per target [X]."""
-    return sums['nats'].sum(0) / sums['weight'].sum(0)
+def _mean(name: str, sums: Sums, bytes_per_target: float | None = None) -> np.ndarray:
+    """Mean over targets [X]."""
+    return sums[name].sum(0) / sums['weight'].sum(0)
+
+
+mean_loss = functools.partial(_mean, 'loss')  # cross-entropy per target [X]
 
 
 def standard_error(sums: Sums, bytes_per_target: float | None = None) -> np.ndarray:
@@ -101,7 +116,7 @@ def standard_error(sums: Sums, bytes_per_target: float | None = None) -> np.ndar
     R / (R - 1) * sum (n - loss * w)^2 / (sum w)^2 (Cochran 1977, 'Sampling techniques', ch. 6),
     without the correction for a finite population: a split stands for all text of its kind.
     """
-    excess_RX = sums['nats'] - mean_loss(sums) * sums['weight']
+    excess_RX = sums['loss'] - mean_loss(sums) * sums['weight']
     rows_X = sums['rows'].sum(0)
     rows_X = np.where(rows_X > 1, rows_X, np.nan)
     return np.sqrt(rows_X / (rows_X - 1) * (excess_RX**2).sum(0)) / sums['weight'].sum(0)
@@ -154,13 +169,17 @@ TIMES = {
 
 NATS: dict[str, Any] = {'unit': 'nats/token'}
 PERCENT: dict[str, Any] = {'unit': '%', 'scale': 100.0, 'decimals': 2}
-OF_TARGETS: dict[str, Any] = {**PERCENT, 'logged': True, 'for_text': False}
+OF_TARGETS: dict[str, Any] = {**PERCENT, 'for_text': False}
 BLEU: dict[str, Any] = {'label': 'BLEU', 'details': {'num_sentences': int, 'bleu_signature': str}}
 CHRF: dict[str, Any] = {'label': 'chrF', 'details': {'chrf_signature': str}}
 # In the order in which they are printed: the main score first.
 _METRICS = (
     Metric(
-        'loss', 'loss', 'Mean cross-entropy of the targets.', **NATS, logged=True, value=mean_loss
+        'loss',
+        'loss',
+        'Mean cross-entropy of the targets.',
+        **NATS,
+        per_target=lambda p: p.nats_BT,
     ),
     Metric(
         'bits_per_byte',
@@ -211,14 +230,15 @@ _METRICS = (
         'score',
         'Fraction of the targets that are the argmax prediction.',
         **OF_TARGETS,
-        value=lambda sums, _: sums['correct'].sum(0) / sums['weight'].sum(0),
+        per_target=lambda p: p.correct_BT,
     ),
     Metric(
         'solved',
         'score',
         'Fraction of the rows whose targets are all the argmax prediction.',
         **OF_TARGETS,
-        value=lambda sums, _: sums['solved'].sum(0) / sums['rows'].sum(0),
+        per_target=lambda p: ~p.correct_BT,
+        value=lambda sums, _: (sums['rows'] * (sums['solved'] == 0)).sum(0) / sums['rows'].sum(0),
     ),
     Metric(
         'induction_gain',
@@ -238,22 +258,77 @@ _METRICS = (
         prefixes=('val',),
     ),
 )
-METRICS: dict[str, Metric] = {metric.name: metric for metric in _METRICS}
-EVALUATED = {name: metric for name, metric in METRICS.items() if metric.value is not None}
-# The fields of an evaluation in metrics.jsonl, one value a trial.
-LOGGED = tuple(metric.field('val') for metric in METRICS.values() if metric.logged)
+METRICS: Mapping[str, Metric] = {metric.name: metric for metric in _METRICS}
+# Names that metrics from outside cannot have: those of other fields and of sums.
+_TAKEN = {*METRICS, *(n for m in _METRICS for n in m.details), 'tokens', 'weight', 'rows'}
 
 
-def values(sums: Sums, bytes_per_target: float | None) -> dict[str, np.ndarray | None]:
-    """Every evaluated metric for X trials, from the sums of R rows, each [R, X]."""
-    return {n: m.value(sums, bytes_per_target) for n, m in METRICS.items() if m.value is not None}
+def with_outside(outside: Iterable[Metric]) -> Mapping[str, Metric]:
+    """METRICS and metrics from outside by name; ConfigError for one that cannot be among them."""
+    metrics = dict(METRICS)
+    for metric in outside:
+        if not re.fullmatch('[a-z][a-z0-9_]*', metric.name) or metric.role != 'score':
+            raise ConfigError(
+                f'metric {metric.name!r} of role {metric.role!r} must have a name of lower-case '
+                "letters, digits and underscores, and the role 'score'"
+            )
+        if metric.name in _TAKEN | metrics.keys():
+            raise ConfigError(f'metric {metric.name!r} has the name of another; give it its own')
+        metrics[metric.name] = metric
+    return metrics
 
 
-def result_fields() -> dict[str, type]:
+def named(texts: Sequence[str]) -> Mapping[str, Metric]:
+    """METRICS and those that `train.metrics` names; ConfigError where a text names none."""
+
+    def metric(text: str) -> Metric:
+        target, options = resolve(
+            text,
+            {},
+            'train.metrics',
+            needs='a Metric, or a function (*, options) that returns one',
+            fits=lambda target: isinstance(target, Metric) or takes()(target),
+            call=lambda target: target if callable(target) else lambda: target,
+        )
+        if isinstance(target, Metric):
+            return target
+        made = called('train.metrics', text, lambda: target(**options))
+        if not isinstance(made, Metric):
+            raise ConfigError(f'train.metrics={text!r} must return a Metric, not {made!r:.80}')
+        return made
+
+    return with_outside(map(metric, texts))
+
+
+def outside(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Those that are not in METRICS."""
+    return {name: metric for name, metric in metrics.items() if name not in METRICS}
+
+
+def values(
+    sums: Sums, bytes_per_target: float | None, metrics: Mapping[str, Metric] = METRICS
+) -> dict[str, np.ndarray | None]:
+    """Every evaluated metric for X trials, from the sums of R rows, each [R, X, ...]."""
+    evaluated = {name: metric.value for name, metric in metrics.items() if metric.value is not None}
+    return {name: value(sums, bytes_per_target) for name, value in evaluated.items()}
+
+
+def result_fields(metrics: Mapping[str, Metric] = METRICS) -> dict[str, type]:
     """The fields that metrics may have in a result, and their types (null where not measured)."""
     return {
         f'{prefix}_{name}': kind
-        for metric in METRICS.values()
+        for metric in metrics.values()
         for prefix in metric.prefixes
         for name, kind in {metric.name: float, **metric.details}.items()
     }
+
+
+def logged_fields(metrics: Mapping[str, Metric] = METRICS) -> tuple[str, ...]:
+    """The fields of an evaluation in metrics.jsonl, one value a trial."""
+    return tuple(m.field('val') for m in metrics.values() if m.logged and 'val' in m.prefixes)
+
+
+def shown(metrics: Mapping[str, Metric], results: Iterable[Mapping[str, Any]]) -> list[Metric]:
+    """The metrics that reports show of results, by field: of text, those that are for text."""
+    is_text = any(result.get('val_bits_per_byte') is not None for result in results)
+    return [metric for metric in metrics.values() if metric.for_text or not is_text]

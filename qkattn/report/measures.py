@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
-from qkattn.metrics import METRICS, Metric
+from qkattn.metrics import METRICS, Metric, shown
 from qkattn.stats.inference import Estimate
 from qkattn.verdict.arms import Arm
 
@@ -49,7 +49,7 @@ class Measure:
 
     def of_seeds(self, arm: Arm) -> list[float]:
         """The values of all chosen trials that have it."""
-        values = [trial.metrics[self.field] for trial in arm.chosen]
+        values = [trial.metrics.get(self.field) for trial in arm.chosen]
         return [self.metric.scale * value for value in values if value is not None]
 
 
@@ -64,21 +64,19 @@ def losses(arms: Sequence[Arm]) -> tuple[Measure, ...]:
 
 def _shown(arms: Sequence[Arm], role: str) -> tuple[Measure, ...]:
     """The metrics of a role, of the test split if there is one; the main one first."""
-    shown: list[Measure] = []
-    for metric in METRICS.values():
-        if metric.role == role and (metric.for_text or not _is_text(arms)):
+    trials = [trial for arm in arms for trial in arm.chosen]
+    declared = {name: m for trial in trials for name, m in trial.declared_metrics.items()}
+    measures: list[Measure] = []
+    for metric in shown(declared, [trial.metrics for trial in trials]):
+        if metric.role == role:
             on_splits = [Measure(metric, split) for split in reversed(metric.prefixes)]
-            shown += [one for one in on_splits if _has(arms, one)][:1]
-    return tuple(shown)
+            measures += [one for one in on_splits if _has(arms, one)][:1]
+    return tuple(measures)
 
 
 scores = functools.partial(_shown, role='score')
 probes = functools.partial(_shown, role='probe')
 
 
-def _has(arms: Sequence[Arm], shown: Measure) -> bool:
-    return any(shown.of_seeds(arm) for arm in arms)
-
-
-def _is_text(arms: Sequence[Arm]) -> bool:
-    return _has(arms, Measure(METRICS['bits_per_byte'], 'val'))
+def _has(arms: Sequence[Arm], measure: Measure) -> bool:
+    return any(measure.of_seeds(arm) for arm in arms)

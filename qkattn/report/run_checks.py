@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from qkattn.config import TrialsConfig, fingerprint_of, from_json
-from qkattn.metrics import LOGGED, PREFIXES, bits_per_byte, perplexity, result_fields
+from qkattn.metrics import PREFIXES, bits_per_byte, logged_fields, perplexity, result_fields
 from qkattn.storage.ledger import left_out_documents
 from qkattn.storage.records import FINISHED, for_each_line
 from qkattn.verdict import Study
@@ -100,8 +100,9 @@ def _unlike_log(path: Path, run: Run, records: Sequence[Mapping[str, Any]]) -> I
         for record in records:
             if (count := record.get(name)) != (logged := final.get(name)):
                 yield f'run {run.name} has {name} {count}, but {logged} in its log'
-    for source, fields in ((evaluations[-1], LOGGED), (final, tuple(result_fields()))):
-        yield from _unlike_line(source, fields, run, records)
+    metrics = run.trials[0].declared_metrics
+    yield from _unlike_line(evaluations[-1], logged_fields(metrics), run, records)
+    yield from _unlike_line(final, tuple(result_fields(metrics)), run, records)
 
 
 def _unlike_line(

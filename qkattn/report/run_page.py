@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from qkattn.config import Config, from_json
 from qkattn.errors import ReportError
-from qkattn.metrics import METRICS, PREFIXES
+from qkattn.metrics import PREFIXES, shown
 from qkattn.report.figures.curve_figure import evaluation_ticks
 from qkattn.report.figures.style import (
     HUES,
@@ -27,7 +27,14 @@ from qkattn.report.prose import NONE, counted, data_name, environment, plain, si
 from qkattn.report.sheets import Heading
 from qkattn.storage.files import as_path, write_atomic
 from qkattn.storage.metrics_log import read_metrics
-from qkattn.storage.records import CONFIG, PROVENANCE, flat, read_json, read_results
+from qkattn.storage.records import (
+    CONFIG,
+    PROVENANCE,
+    flat,
+    metrics_of,
+    read_json,
+    read_results,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,12 +138,10 @@ def trial_table(run: Run) -> tuple[list[Heading], list[list[str]]]:
         ]
         return titles, rows
     rows = [[name, _end(result)] for name, result in zip(run.trials, run.results, strict=True)]
-    is_text = any(result.get('val_bits_per_byte') is not None for result in run.results)
-    for metric in METRICS.values():
+    for metric in shown(metrics_of(run.results[0]), run.results):
         for split, prefix in PREFIXES.items():
             values = [result.get(f'{prefix}_{metric.name}') for result in run.results]
-            shown = metric.for_text or not is_text
-            if shown and any(value is not None for value in values):
+            if any(value is not None for value in values):
                 unit = metric.unit if metric.unit and metric.unit != metric.label else ''
                 titles.append((f'{split} {metric.label},|{unit}'.rstrip(',|'), False))
                 for row, value in zip(rows, values, strict=True):

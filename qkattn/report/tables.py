@@ -12,7 +12,6 @@ import pandas as pd
 from markupsafe import Markup
 
 from qkattn.jobs.output import visible
-from qkattn.metrics import result_fields
 from qkattn.report import prose
 from qkattn.report.columns import Column, columns, measured
 from qkattn.report.figures.style import short
@@ -271,7 +270,7 @@ def trials_csv(study: Study, found: Findings) -> str:
         for trial in run.trials
     ]
     table = pd.DataFrame(rows, dtype=object)
-    optional = ('diverged_at', *result_fields())
+    optional = {'diverged_at', *(name for trial in study.trials for name in trial.metrics)}
     unmeasured = [name for name in optional if table[name].isna().all()]
     return table.drop(columns=unmeasured).to_csv(index=False, lineterminator='\n')
 

@@ -29,7 +29,7 @@ from qkattn.errors import ReportError
 from qkattn.metrics import result_fields
 from qkattn.storage.files import write_atomic
 from qkattn.storage.leases import locked
-from qkattn.storage.records import ARM_KEY, check, parse_json, to_jsonable
+from qkattn.storage.records import ARM_KEY, OUTSIDE, check, metrics_of, parse_json, to_jsonable
 
 NAME = 'ledger.jsonl'
 ADVICE = 'restore it from a copy, or run the study in a new directory'
@@ -38,7 +38,7 @@ LOOKED, ACCEPTED = 'looked', 'accepted'
 ACCEPTABLE = ('uncommitted', 'commits')  # runs with uncommitted changes, or of different commits
 YARDSTICKS = 'yardsticks.json'
 DOCUMENTS_SHA256 = 'documents.sha256'  # of a documents.json that a stored study leaves out
-_SEEN = ('trial', 'status', 'diverged_at', 'num_steps', *result_fields())  # no times
+_SEEN = ('trial', 'status', 'diverged_at', 'num_steps', OUTSIDE)  # and metrics, but no times
 
 Entry = Mapping[str, Any]
 ArmKeys = frozenset[tuple[str | None, ...]]
@@ -217,7 +217,8 @@ def seen(directory: Path) -> dict[str, str]:
     for line in _lines(directory / 'results.jsonl'):
         with contextlib.suppress(ValueError, TypeError, KeyError):  # a report names the line
             result = parse_json(line)
-            fields = {name: result[name] for name in _SEEN if name in result}
+            names = (*_SEEN, *result_fields(metrics_of(result)))
+            fields = {name: result[name] for name in names if name in result}
             if fields not in (trials := results.setdefault(result['run'], [])):
                 trials.append(fields)
     logs = {planned.get('run'): hashes for planned, hashes in _logs(directory)}

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from qkattn.errors import RunDirectoryError
-from qkattn.metrics import METRICS, TIMES, result_fields
+from qkattn.errors import ConfigError, RunDirectoryError
+from qkattn.metrics import METRICS, TIMES, Metric, result_fields, with_outside
 from qkattn.storage.files import as_path, write_atomic
 
 T = TypeVar('T')
@@ -62,8 +62,15 @@ RUN_FILES = {'config.json': CONFIG, 'provenance.json': PROVENANCE, 'result.json'
 STUDY = {'base': dict, **dict.fromkeys(('variants', 'sizes', 'corpora', 'arms'), list)}
 ORPHAN = {'directory': str, 'run': str | None, 'config': dict | None, 'results': list | None}
 ARM_KEY = {'variant': str, 'size': str, 'corpus': str, 'control': str | None}
+# The field of a result that describes its metrics from outside, which it has only with such, and
+# what that records of each, so that they are read without their modules.
+OUTSIDE = 'outside_metrics'
+_DESCRIBED = (
+    *('role', 'description', 'label', 'unit', 'scale', 'decimals', 'direction', 'prefixes'),
+    *('logged', 'for_text'),
+)
 # Fields of results that may be null; losses are in every result, others came later or are times.
-_OPTIONAL = {**result_fields(), **dict.fromkeys(TIMES, float), 'diverged_at': int}
+_OPTIONAL: dict[str, type] = {**dict.fromkeys(TIMES, float), 'diverged_at': int}
 _LOSSES = {
     f for m in METRICS.values() if m.role == 'loss' and m.logged for f in map(m.field, m.prefixes)
 }
@@ -186,10 +193,43 @@ def read_results(path: Path, trials: Sequence[Mapping[str, Any]]) -> list[dict[s
 def check_result(record: Any) -> None:
     """Raises ValueError that names the field unless `record` is a result, or has more fields."""
     check(record, RESULT)
-    names = [name for name in _OPTIONAL if name in record or name in _LOSSES]
-    check(record, {name: _OPTIONAL[name] | None for name in names})
+    optional = result_fields(metrics_of(record)) | _OPTIONAL
+    names = [name for name in optional if name in record or name in _LOSSES]
+    check(record, {name: optional[name] | None for name in names})
     if record['status'] == FINISHED and record['val_loss'] is None:
         raise ValueError("field 'val_loss' of a finished trial is None")
+
+
+def metrics_of(result: Mapping[str, Any]) -> Mapping[str, Metric]:
+    """METRICS, and those from outside that a result describes; ValueError for a bad description."""
+    if OUTSIDE not in result:
+        return METRICS
+    check(result, {OUTSIDE: dict})
+    outside = []
+    for name, record in result[OUTSIDE].items():
+        try:
+            outside.append(read(Metric, record, name=name, details={}))
+        except ValueError as error:
+            raise ValueError(f'metric {name!r}: {error}') from error
+    return with_outside(outside)
+
+
+def described(metrics: Mapping[str, Metric]) -> dict[str, dict[str, Any]]:
+    """What a result has of its metrics from outside: {OUTSIDE: descriptions}, {} without such.
+
+    ConfigError for a metric that `metrics_of` would not read again.
+    """
+    descriptions = {
+        name: {field: getattr(metric, field) for field in _DESCRIBED}
+        for name, metric in metrics.items()
+        if name not in METRICS
+    }
+    recorded = to_jsonable({OUTSIDE: descriptions} if descriptions else {})
+    try:
+        metrics_of(recorded)
+    except ValueError as error:
+        raise ConfigError(f'train.metrics: {error}') from error
+    return recorded
 
 
 def check(value: Any, schema: Any) -> None:
@@ -246,7 +286,7 @@ def _frozen(value: Any) -> Any:
 def _fits(hint: Any) -> Callable[[Any], bool]:
     """Whether values fit a hint, which is looked into once: files hold millions of values."""
     kind, parts = typing.get_origin(hint) or hint, typing.get_args(hint)
-    if kind is types.UnionType:
+    if kind in (types.UnionType, typing.Union):
         options = [_fits(option) for option in parts]
         return lambda value: any(fits(value) for fits in options)
     if kind is typing.Literal:

@@ -17,6 +17,7 @@ from qkattn.study import matching, rules
 from qkattn.study.place import EQUAL_SHAPE, LONGER, Place
 from qkattn.study.tuning import MODEL_KNOBS
 from qkattn.train.optimizer import check_optimizer
+from qkattn.train.trials import check_metrics
 
 # Widths on either side of a size that are tried where a variant has no model of equal cost there.
 REACH = 16
@@ -90,6 +91,7 @@ def build_arms(study: Study) -> list[MatchedArm]:
     rules.validate(study)
     check_optimizer(study.base.optimizer, study.base.train.num_steps)
     check_sinks(study.base.train.sinks)
+    check_metrics(study.base)
     for name in study.corpora:
         data = dataclasses.replace(study.base.data, name=name)
         try:

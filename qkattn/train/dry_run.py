@@ -29,6 +29,7 @@ from qkattn.model.sites import validate
 from qkattn.train import program, sharding
 from qkattn.train.optimizer import check_optimizer
 from qkattn.train.program_cache import without_cache
+from qkattn.train.trials import check_metrics
 
 MOST_FAKE_DEVICES = 2048  # that the CPU client of one process allows
 # LLVM's optimizations take half the time and change nothing that is described.
@@ -154,6 +155,7 @@ def describe(config: Config, topology: str | None = None) -> Description:
         _require_fit(config, pod)
     validate(config)
     check_optimizer(config.optimizer, config.train.num_steps)
+    check_metrics(config)
     model, train, trials = config.model, config.train, len(config.trials.trials())
     if pod is None:
         devices, chip = jax.devices(), None

@@ -33,7 +33,7 @@ from qkattn.train.checkpoint import Checkpoints
 from qkattn.train.optimizer import check_optimizer
 from qkattn.train.program import Program
 from qkattn.train.timing import PARTS, Clock, Trace
-from qkattn.train.trials import Evaluation, Stack
+from qkattn.train.trials import Evaluation, Stack, check_metrics
 
 SEEN_WITHIN = 60.0  # seconds, for others to see a file that process 0 has written
 
@@ -69,6 +69,7 @@ def train(
     num_steps = config.train.num_steps
     check_optimizer(config.optimizer, num_steps)
     check_sinks(config.train.sinks)
+    check_metrics(config)
     path, trials = check_directory(workdir), config.trials.trials()
     sharding.require_devices(config.mesh)
     agreement.on_owner(lambda: sharding.require_memory(config))

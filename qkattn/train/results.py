@@ -10,10 +10,19 @@ import numpy as np
 from qkattn.config import fingerprint
 from qkattn.data import pipeline
 from qkattn.decode.translate import score_trial
-from qkattn.metrics import EVALUATED, METRICS, PREFIXES, bits_per_byte, result_fields
+from qkattn.metrics import PREFIXES, bits_per_byte, logged_fields, result_fields
 from qkattn.model import cost
 from qkattn.model.sites import attention_spec
-from qkattn.storage.records import DIVERGED, FINISHED, PROVENANCE, START, read_json, to_jsonable
+from qkattn.storage.records import (
+    DIVERGED,
+    FINISHED,
+    PROVENANCE,
+    START,
+    described,
+    metrics_of,
+    read_json,
+    to_jsonable,
+)
 from qkattn.train.trials import Evaluation, Stack
 
 
@@ -30,7 +39,8 @@ def trial_results(
     `costs` and `about` are what all results hold.
     """
     num_steps = stack.step
-    common = {**_common(stack, evaluations, costs), **about}
+    evaluated = {n: m for n, m in evaluations['validation'].metrics.items() if m.value is not None}
+    common = {**_common(stack, evaluations, costs), **about, **described(evaluated)}
     measured = stack.induction() or {}
     loss_X, alive_X = evaluations['validation'].values['loss'], stack.alive_X
     results = []
@@ -42,9 +52,10 @@ def trial_results(
         result = {'trial': trial, **status, **common}
         for split, prefix in PREFIXES.items():
             values = evaluations[split].values if finite and split in evaluations else {}
-            for name, metric in EVALUATED.items():
-                value_X = values.get(name)
-                result[metric.field(prefix)] = None if value_X is None else float(value_X[x])
+            for name, metric in evaluated.items():
+                if prefix in metric.prefixes:
+                    value_X = values.get(name)
+                    result[metric.field(prefix)] = None if value_X is None else float(value_X[x])
         result |= {name: float(v_X[x]) if finite else None for name, v_X in measured.items()}
         if finite:
             params = functools.partial(stack.params, x)
@@ -118,14 +129,16 @@ def document_results(
 
 def eval_record(step: int, evaluation: Evaluation) -> dict[str, Any]:
     """The record of an evaluation on the validation split, for all trials."""
-    logged = {m.field('val'): evaluation.values[m.name] for m in METRICS.values() if m.logged}
+    names = {field: field.removeprefix('val_') for field in logged_fields(evaluation.metrics)}
+    logged = {field: evaluation.values[name] for field, name in names.items()}
     return {'kind': 'eval', 'step': step, **logged, **evaluation.attention}
 
 
 def final_record(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The last record of metrics.jsonl: the results' metrics, one value per trial."""
     first = results[0]
-    present = [name for name in result_fields() if any(name in result for result in results)]
+    fields = result_fields(metrics_of(first))
+    present = [name for name in fields if any(name in result for result in results)]
     return {
         'kind': 'final',
         'step': first['num_steps'],

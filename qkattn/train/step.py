@@ -34,7 +34,7 @@ def init_stack(config: Config, seeds: jax.Array) -> dict:
 def on_targets(
     config: Config, params: dict, batch: dict, measure: Callable, key: jax.Array | None = None
 ) -> dict[str, jax.Array]:
-    """`measure`(logits_BTV, targets_BT) of a batch: [B, T] by name.
+    """`measure`(logits_BTV, targets_BT) of a batch: [B, T, ...] by name.
 
     With train.logits_chunk = C, B C V logits are held instead of B T V, and computed twice.
     """
@@ -54,7 +54,11 @@ def on_targets(
 
     one = jax.checkpoint(lambda xt: measure(model.logits(xt[0]), xt[1]), prevent_cse=False)
     values = jax.lax.map(one, (cut(x_BTD), cut(targets_BT)))
-    return jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1).reshape(B, -1)[:, :T], values)
+
+    def joined(a: jax.Array) -> jax.Array:
+        return jnp.moveaxis(a, 0, 1).reshape(B, chunks * C, *a.shape[3:])[:, :T]
+
+    return jax.tree.map(joined, values)
 
 
 def loss_sum(config: Config, params: dict, batch: dict, key: jax.Array | None = None) -> jax.Array:

@@ -1,6 +1,7 @@
 """The trials of a run as one stack: what trains and evaluates them."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 
 import jax
@@ -10,11 +11,14 @@ import numpy as np
 from qkattn import metrics
 from qkattn.analysis import means
 from qkattn.config import Config
+from qkattn.config.calls import called
 from qkattn.data import pipeline
 from qkattn.data.tasks import repeats
 from qkattn.data.tasks.rows import Batch, Rows
+from qkattn.errors import ConfigError
 from qkattn.model import with_params
 from qkattn.model.transformer import cross_entropy, inputs_of
+from qkattn.storage.records import described
 from qkattn.train.program import Program, stack_program
 from qkattn.train.sharding import fetch, local_rows, local_share, place_batch, place_rows
 from qkattn.train.step import on_targets
@@ -25,6 +29,7 @@ class Evaluation:
     """X trials on one split; NaN for trials that diverged."""
 
     values: Mapping[str, np.ndarray | None]  # [X] by metric; None where it is not defined
+    metrics: Mapping[str, metrics.Metric]  # those measured
     num_targets: int
     num_rows: int
     nats_RX: np.ndarray  # the loss summed over each evaluated row
@@ -83,13 +88,15 @@ class Stack:
         batches = self._eval_batches(split, self.config.data.eval_sequences)
         if (sums := self._sums(batches, should_stop)) is None:
             return None
-        values = metrics.values(sums, self.rows.bytes_per_token(split))
+        measured = metrics.named(self.config.train.metrics)
+        values = metrics.values(sums, self.rows.bytes_per_token(split), measured)
         number_X = self._number_X()
         return Evaluation(
             values={name: None if v_X is None else number_X * v_X for name, v_X in values.items()},
+            metrics=measured,
             num_targets=int(sums['weight'].sum(0)[0]),
             num_rows=int(sums['rows'].sum(0)[0]),
-            nats_RX=number_X * sums['nats'],
+            nats_RX=number_X * sums['loss'],
             targets_R=sums['weight'][:, 0],
             attention=self._attention() if split == 'validation' else {},
         )
@@ -111,10 +118,10 @@ class Stack:
             return {name: sums_RX.sum(0) for name, sums_RX in self._sums(batches).items()}
 
         first, second, number_X = total('first'), total('second'), self._number_X()
-        gain_X = first['nats'] / first['weight'] - second['nats'] / second['weight']
+        gain_X = first['loss'] / first['weight'] - second['loss'] / second['weight']
         return {
             'val_induction_gain': number_X * gain_X,
-            'val_induction_accuracy': number_X * second['correct'] / second['weight'],
+            'val_induction_accuracy': number_X * second['accuracy'] / second['weight'],
         }
 
     def _attention(self) -> dict[str, np.ndarray]:
@@ -138,7 +145,7 @@ class Stack:
     def _sums(
         self, batches: Iterable[Batch], should_stop: Callable[[], bool] = lambda: False
     ) -> metrics.Sums | None:
-        """`row_sums` of the R rows of all batches, each [R, X] in float64; None if stopped."""
+        """`row_sums` of the R rows of all batches, [R, X, ...] in float64; None if stopped."""
         parts: list[dict] = []
         for batch in batches:
             if should_stop():
@@ -146,23 +153,60 @@ class Stack:
             parts.append(self._measure(row_sums, batch))
             # At most two batches ahead of the devices, so that a stop request is seen early.
             jax.block_until_ready(parts[-2:][0])
-        names = parts[0]
-        return {n: np.concatenate([p[n] for p in parts], 1).astype(np.float64).T for n in names}
+        whole = {name: np.concatenate([part[name] for part in parts], 1) for name in parts[0]}
+        return {name: np.swapaxes(sums.astype(np.float64), 0, 1) for name, sums in whole.items()}
 
     def _number_X(self) -> np.ndarray:
         return np.where(self.alive_X, 1.0, np.nan)
 
 
 def row_sums(config: Config, params: dict, batch: dict) -> dict[str, jax.Array]:
-    """`metrics.row_sums` of one trial [B], without dropout or label smoothing."""
+    """`metrics.row_sums` of one trial [B, ...], without dropout or label smoothing."""
+    measured = metrics.named(config.train.metrics)
+    of_targets = on_targets(config, params, batch, functools.partial(per_target, measured))
+    return metrics.row_sums(of_targets, batch['loss_weights_BT'])
 
-    def predicted(logits_BTV: jax.Array, targets_BT: jax.Array) -> dict[str, jax.Array]:
-        correct_BT = jnp.argmax(logits_BTV, -1) == targets_BT
-        return {'nats_BT': cross_entropy(logits_BTV, targets_BT), 'correct_BT': correct_BT}
 
-    targets = {name: batch[name] for name in ('targets_BT', 'loss_weights_BT')}
-    predictions = on_targets(config, params, batch, predicted)
-    return metrics.row_sums(metrics.Predictions(**targets, **predictions))
+def per_target(
+    measured: Mapping[str, metrics.Metric], logits_BTV: jax.Array, targets_BT: jax.Array
+) -> dict[str, jax.Array]:
+    """What metrics give of each target [B, T, ...], by name."""
+    nats_BT = cross_entropy(logits_BTV, targets_BT)
+    correct_BT = jnp.argmax(logits_BTV, -1) == targets_BT
+    predictions = metrics.Predictions(logits_BTV, targets_BT, nats_BT, correct_BT)
+    given = {name: metric.per_target for name, metric in measured.items() if metric.per_target}
+    return {name: function(predictions) for name, function in given.items()}
+
+
+def check_metrics(config: Config) -> None:
+    """Raises ConfigError where `train.metrics` names what is no metric; nothing compiles."""
+    if not config.train.metrics:
+        return
+    texts, (B, T, R, X) = ', '.join(config.train.metrics), (2, 3, 5, 7)
+    measured = metrics.named(config.train.metrics)
+    logits_BTV = jax.ShapeDtypeStruct((B, T, config.model.vocab_size), jnp.float32)
+    targets_BT = jax.ShapeDtypeStruct((B, T), jnp.int32)
+    measure = functools.partial(per_target, measured)
+    given = called('train.metrics', texts, lambda: jax.eval_shape(measure, logits_BTV, targets_BT))
+    sums = {name: np.ones((R, X)) for name in ('weight', 'rows')}
+    for name, values in given.items():
+        if (shape := getattr(values, 'shape', ()))[:2] != (B, T):
+            raise ConfigError(
+                f'per_target of metric {name!r} gives {shape} for targets of shape {(B, T)}; it '
+                'must give an array [B, T] or [B, T, ...]'
+            )
+        sums[name] = np.ones((R, X, *shape[2:]))
+    described(measured)
+    for name, metric in metrics.outside(measured).items():
+        if metric.value is None:
+            raise ConfigError(f'metric {name!r} must have per_target, value or both')
+        with np.errstate(all='ignore'):
+            value_X = called('train.metrics', texts, functools.partial(metric.value, sums, 1.0))
+        if value_X is not None and np.shape(value_X) != (X,):
+            raise ConfigError(
+                f'value of metric {name!r} gives {np.shape(value_X)} for sums of shape '
+                f'{(R, X)}; it must give [X], a number for each trial, or None'
+            )
 
 
 def attention_means(config: Config, params: dict, batch: dict) -> dict[str, jax.Array]:

@@ -180,7 +180,7 @@ class Arm:
 
     def over_seeds(self, field: str, scale: float = 1.0) -> Estimate | None:
         """Mean of `scale` times a metric over the chosen trials; None unless all have it."""
-        values = [trial.metrics[field] for trial in self.chosen]
+        values = [trial.metrics.get(field) for trial in self.chosen]
         return estimate([scale * v for v in values]) if values and None not in values else None
 
     def of_runs(self, field: str) -> list[float]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from qkattn.config import TuningConfig
 from qkattn.errors import ReportError
-from qkattn.metrics import METRICS
+from qkattn.metrics import outside
 from qkattn.storage import ledger
 from qkattn.storage.files import as_path
 from qkattn.storage.ledger import Ledger
@@ -384,7 +384,9 @@ def _comparable(trial: Trial) -> Iterator[tuple[tuple, Any]]:
     for split, documents in trial.documents.items() if trial.stage != SCREENING else ():
         group = trial.place.size, trial.place.corpus
         yield (f'documents of {split}', *group), (documents.names, documents.tokens_C.tobytes())
-    for metric in METRICS.values():
+    for name, metric in outside(trial.declared_metrics).items():
+        yield (f'descriptions of metric {name!r}',), metric
+    for metric in trial.declared_metrics.values():
         for name, kind in metric.details.items():
             for prefix in metric.prefixes:
                 if (value := trial.metrics[field := f'{prefix}_{name}']) is not None:

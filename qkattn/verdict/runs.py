@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from qkattn.metrics import LOGGED, PREFIXES, result_fields
+from qkattn.metrics import METRICS, PREFIXES, Metric, logged_fields, result_fields
 from qkattn.storage.ledger import left_out_documents
 from qkattn.storage.records import (
     ARM_KEY,
@@ -19,6 +19,7 @@ from qkattn.storage.records import (
     check,
     check_result,
     for_each_line,
+    metrics_of,
     parse_file,
     read,
 )
@@ -77,8 +78,8 @@ class Trial:
     config: Mapping[str, Any]
     flops_per_token: float
     cache_floats_per_token: float | None
-    # All fields of `qkattn.metrics.result_fields()`; None if not measured or diverged.
-    metrics: Mapping[str, Any]
+    declared_metrics: Mapping[str, Metric]  # METRICS, and those from outside of its run
+    metrics: Mapping[str, Any]  # by their `result_fields`; None if not measured or diverged
     # These three are of the run, all trials together.
     train_seconds: float | None
     compile_seconds: float | None
@@ -114,7 +115,7 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """Evaluations of one run: steps [E], and by field of `qkattn.metrics.LOGGED` values [E, X].
+    """Evaluations of one run: steps [E], and values [E, X] by the `logged_fields` of its metrics.
 
     NaN where a trial has diverged or has no such metric, as bits/byte where there are no bytes.
     """
@@ -155,9 +156,7 @@ _CONFIG = {
     'train': {'num_steps': int},
     'trials': {'seeds': tuple[int, ...]},
 }
-_METRIC_FIELDS = result_fields()
 _ROW = tuple[float | None, ...]
-_COLUMNS = {n: GenericAlias(tuple, (h | None, ...)) | None for n, h in _METRIC_FIELDS.items()}
 
 
 def parse_place(record: Any) -> Place:
@@ -193,6 +192,7 @@ def parse_trial(record: Any, run: Run) -> Trial:
     seed = record['trial']['seed']
     if seed not in run.seeds:
         raise ValueError(f'seed {seed} is not one of run {run.name!r}, which has {run.seeds}')
+    declared = metrics_of(record)
     return read(
         Trial,
         record,
@@ -204,7 +204,8 @@ def parse_trial(record: Any, run: Run) -> Trial:
         settings=tuple(sorted((k, v) for k, v in record['trial'].items() if k != 'seed')),
         model_knobs=tuple(run.config['model'][knob] for knob in MODEL_KNOBS),
         planned_steps=run.num_steps,
-        metrics={name: record.get(name) for name in _METRIC_FIELDS},
+        declared_metrics=declared,
+        metrics={name: record.get(name) for name in result_fields(declared)},
     )
 
 
@@ -284,18 +285,21 @@ def with_log(run: Run, directory: Path, problems: list[str]) -> Run:
     label, steps, last_kind = f'{run.directory}/{path.name}', [0], ''
     rows: dict[int, dict[str, list]] = {}
     bad: list[str] = []
+    metrics = run.trials[0].declared_metrics if run.trials else METRICS
+    logged, fields = logged_fields(metrics), result_fields(metrics).items()
+    columns = {name: GenericAlias(tuple, (hint | None, ...)) | None for name, hint in fields}
 
     def add(record: Any) -> None:
         nonlocal last_kind
         check(record, {'kind': str, 'step': int})
         steps.append(record['step'])
         if record['kind'] == 'final':
-            check(record, FINAL | {n: hint for n, hint in _COLUMNS.items() if n in record})
+            check(record, FINAL | {n: hint for n, hint in columns.items() if n in record})
         if record['kind'] == 'eval':
-            hints = {name: _ROW | None for name in LOGGED if name in record}
+            hints = {name: _ROW | None for name in logged if name in record}
             check(record, hints | {'val_loss': _ROW})
             number = run.num_trials if run.trials else len(record['val_loss'])
-            row = {name: record.get(name) or [None] * number for name in LOGGED}
+            row = {name: record.get(name) or [None] * number for name in logged}
             for name, values in row.items():
                 if len(values) != number:
                     raise ValueError(f'field {name!r} has {len(values)} values for {number} trials')
@@ -316,6 +320,6 @@ def with_log(run: Run, directory: Path, problems: list[str]) -> Run:
         problems.append(f'results.jsonl lacks the results of {run.directory}, which has ended.')
     curve = None
     if rows and len(run.trials) == run.num_trials:
-        values_EX = {n: np.array([row[n] for row in rows.values()], float) for n in LOGGED}
+        values_EX = {n: np.array([row[n] for row in rows.values()], float) for n in logged}
         curve = Curve(np.array(list(rows)), values_EX)
     return dataclasses.replace(run, curve=curve, step=max(steps))

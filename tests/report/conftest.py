@@ -14,7 +14,7 @@ from qkattn.report.figures import style
 from qkattn.report.figures.style import Rendered
 from qkattn.storage import ledger
 from qkattn.study import stored
-from tests.studies import tuned_arm, write_lines, write_tuned
+from tests.studies import outside_record, tuned_arm, write_lines, write_tuned
 
 BASE = tuple(2 + 0.01 * math.sin(seed) for seed in range(8))
 SIZES = {f'd_model={d}': d for d in (32, 64, 96, 128)}
@@ -167,6 +167,9 @@ def written(tmp_path_factory):
             variant, losses=[loss + 0.001 * seed + 0.003 * place * (seed % 3) for seed in range(8)]
         )
     ]
+    for record in records:
+        own = outside_record('qk/vo', 1 / record['val_loss'])
+        record |= {name: own[name] for name in own if name not in record}
     directory = renamed(write_tuned(tmp_path_factory.mktemp('verify') / 'study', records))
     with unrendered():
         report.write_report(directory)

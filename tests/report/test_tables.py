@@ -36,6 +36,7 @@ from tests.report.conftest import HOSTILE, controlled
 from tests.studies import (
     RATES,
     edit_plan,
+    outside_record,
     probe_record,
     run_name,
     translation_record,
@@ -177,6 +178,35 @@ def test_metrics_of_other_tasks(study_dir, of, scores, printed):
         assert not any(key.startswith(('val_bleu', 'test_accuracy')) for key in record)
     else:
         assert record['test_accuracy_mean'] == '0.5' and 'val_bits_per_byte_mean' not in record
+
+
+def test_a_metric_from_outside_is_a_column_without_its_module(study_dir, tmp_path, monkeypatch):
+    (tmp_path / 'evil.py').write_text('raise AssertionError("imported")')
+    monkeypatch.syspath_prepend(tmp_path)
+    values = {'qk/vo': (0.5, 0.75), 'b/vo': (0.25, None)}
+    records = [
+        outside_record(variant, value, seed=seed)
+        for variant, of_seeds in values.items()
+        for seed, value in enumerate(of_seeds)
+    ]
+    write_study(study_dir, records)
+    for run in {record['run'] for record in records}:
+        edit_plan(study_dir, run, train__metrics=['evil:TOP_3'])
+    study, found = read(study_dir)
+    assert not study.problems
+    title = 'test top 3, % mean ± sd'
+    assert [row(study, found, number)[title] for number in (0, 1)] == ['62.5000 ± 17.6777', '-']
+    assert 'Test top 3: Share of the first three.' in notes(study, found)
+    assert records_of(study, found)[0]['test_top_3_mean'] == '0.625'
+    trials = list(csv.DictReader(io.StringIO(trials_csv(study, found))))
+    assert [trial['val_top_3'] for trial in trials] == ['0.5', '0.75', '0.25', '']
+    # Another description, and results of an earlier part of the study that lack the metric.
+    described = records[0]['outside_metrics']['top_3'] | {'decimals': 2}
+    records[0]['outside_metrics'] = {'top_3': described}
+    write_study(study_dir, [*records, trial_record('c/vo')])
+    (problem,) = load_study(study_dir).problems
+    assert "descriptions of metric 'top_3' differ" in problem
+    assert row(*read(study_dir), 2)[title] == '-'
 
 
 def test_csv_holds_numbers_in_the_unit_of_results_to_six_digits(single):

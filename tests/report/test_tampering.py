@@ -204,6 +204,21 @@ def swap_the_results_of_two_arms_with_their_documents(study):
     other.write_text(content)
 
 
+def edit_a_metric_from_outside(study):
+    def change(of):
+        of['qk/no_o'][0]['test_top_3'] += 0.01
+
+    edit_results(study, change)
+
+
+def describe_a_metric_otherwise(study):
+    def change(of):
+        for result in of['qk/no_o']:
+            result['outside_metrics']['top_3']['direction'] = 'lower'
+
+    edit_results(study, change)
+
+
 def edit_the_final_record(study):
     def change(log):
         log[-1]['test_loss'][0] += 1e-6
@@ -384,6 +399,8 @@ CHANGES = {
     shift_an_arm_and_look_again: r'last look in ledger\.jsonl; run \w+ is not what look 1 saw;',
     move_nats_between_documents: 'logs changed since the last look',
     change_tokens_of_documents: '131072 tokens of split .validation., but its results 65536',
+    edit_a_metric_from_outside: 'has test_top_3 .* in its log',
+    describe_a_metric_otherwise: "descriptions of metric 'top_3' differ",
     edit_the_final_record: 'has test_loss .* in its log',
     edit_the_last_bit_of_the_final_record: 'has test_loss .* in its log',
     drop_the_final_record: 'no final record at the end of its log',

@@ -26,6 +26,8 @@ def append(path, line):
 def run_of(directory, name, loss=2.0):
     """Writes a planned run with a result and logs."""
     result = {'run': name, 'status': 'finished', 'val_loss': loss, 'seconds': 1.0}
+    metric = {'role': 'score', 'description': 'From outside.'}
+    result |= {'outside_metrics': {'top_3': metric}, 'val_top_3': 0.25}
     append(directory / 'plan.jsonl', {'run': name, 'directory': f'runs/{name}'})
     append(directory / 'results.jsonl', result)
     write_atomic(directory / f'runs/{name}/documents.json', '{}')
@@ -150,6 +152,8 @@ def replace(directory, file, old, new):
     'change',
     [
         lambda d: replace(d, 'results.jsonl', '2.0', '1.9'),
+        lambda d: replace(d, 'results.jsonl', '0.25', '0.75'),
+        lambda d: replace(d, 'results.jsonl', 'From outside.', 'Of another.'),
         lambda d: replace(d, 'runs/a/metrics.jsonl', '2.0', '1.9'),
         lambda d: (d / 'runs/a/documents.json').unlink(),
         lambda d: replace(d, 'plan.jsonl', 'runs/a', 'runs/b'),

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from qkattn.errors import RunDirectoryError
-from qkattn.storage.records import read_json, to_jsonable, write_json
+from qkattn.storage.records import check_result, metrics_of, read_json, to_jsonable, write_json
+from tests.studies import outside_record
 
 
 @dataclasses.dataclass
@@ -55,6 +56,30 @@ def test_what_was_changed_by_hand_has_another_checksum(tmp_path, value):
         read_json(path, schema)
     path.write_text(json.dumps(value))  # a file without checksums
     assert read_json(path, schema) == value
+
+
+@pytest.mark.parametrize(
+    ('name', 'change', 'message'),
+    [
+        ('top_3', {}, None),
+        ('top_3', {'unit': 3}, "metric 'top_3': field 'unit' is 3, expected str"),
+        ('top_3', {'decimals': None}, "metric 'top_3': field 'decimals' is None, expected int"),
+        ('top_3', {'value': 'os:system'}, "metric 'top_3': field 'value' is 'os:system', expected"),
+        ('top_3', {'prefixes': ['train']}, "metric 'top_3': field 'prefixes' is"),
+        ('val_loss', {'role': 'loss'}, "metric 'val_loss' of role 'loss' must have"),
+        ('accuracy', {}, "metric 'accuracy' has the name of another"),
+    ],
+)
+def test_a_description_of_a_metric_is_data_of_the_right_kind(name, change, message):
+    record = outside_record('qk/vo')
+    record['outside_metrics'] = {name: record['outside_metrics']['top_3'] | change}
+    if message is None:
+        check_result(record)
+        assert metrics_of(record)['top_3'].text(0.5) == 'top 3 50.0000 %'
+        return
+    with pytest.raises(ValueError, match=message) as refusal:
+        check_result(record)
+    assert '\n' not in str(refusal.value)
 
 
 SCHEMA = {'name': str, 'rate': float, 'inner': {'count': int, 'kinds': tuple[str, ...] | None}}

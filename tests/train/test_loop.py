@@ -19,7 +19,7 @@ from qkattn.errors import CheckpointError, ConfigError, Lost, Stopped
 from qkattn.jobs.display import Progress
 from qkattn.metrics import TIMES
 from qkattn.storage.metrics_log import read_metrics
-from qkattn.storage.records import read_json
+from qkattn.storage.records import metrics_of, read_json
 from qkattn.train import exported, loop, results, timing
 from qkattn.train.loop import train
 from qkattn.train.timing import PARTS
@@ -98,17 +98,24 @@ def test_the_display_and_evaluations_follow_the_plan_and_a_finished_run_is_not_t
         train(small(train={'num_steps': 16}), tmp_path)
 
 
-def test_attention_metrics_are_logged_and_nothing_else_changes(small, tmp_path):
+def test_further_metrics_are_logged_and_nothing_else_changes(small, tmp_path, outside):
     sizes = {'num_layers': 1, 'd_model': 16, 'score': 'nonlinear_query', 'context': 8}
     short = {'num_steps': 3, 'eval_every': 3, 'checkpoint_every': 3}
-    for name in ('off', 'on'):
-        fields = short | {'attention_metrics': name == 'on'}
-        train(small(model=sizes, train=fields), tmp_path / name)
+    further = {'attention_metrics': True, 'metrics': ('confidence:top(k=50)',)}
+    for name, fields in (('off', {}), ('on', further)):
+        results = train(small(model=sizes, train=short | fields), tmp_path / name)
     off, on = (read_metrics(tmp_path / name / 'metrics.jsonl') for name in ('off', 'on'))
-    extra = on[-2].keys() - off[-2].keys()
+    extra = (on[-2].keys() | on[-1].keys()) - off[-2].keys() - off[-1].keys()
     assert [{n: v for n, v in r.items() if n not in extra} for r in on] == off
     # What a score does not have is null.
     assert on[-2]['qk_effective_rank'] == [None, None] and None not in on[-2]['ov_effective_rank']
+    # Results describe a metric from outside, for those who read them without its module.
+    stored = read_json(tmp_path / 'on' / 'result.json', [{}])
+    assert stored == results and 0 < results[0]['val_accuracy'] < results[0]['val_top_50'] < 1
+    assert metrics_of(stored[0])['top_50'].text(0.5) == 'top 50 50.00 %'
+    for name in ('val_top_50', 'test_top_50'):
+        assert on[-1][name] == [result[name] for result in results]
+    assert on[-2]['val_top_50'] == on[-1]['val_top_50']
 
 
 # A run that is stopped or lost

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from qkattn import metrics
 from qkattn.data.tasks.task_registry import rows_of
+from qkattn.metrics import METRICS
 from qkattn.model import cost
 from qkattn.train import results
 from qkattn.train.trials import Evaluation
@@ -14,7 +14,8 @@ from qkattn.train.trials import Evaluation
 def evaluation(nats_RX=None, targets_R=None, **metrics_X):
     """An evaluation with these metrics; the others are not defined."""
     return Evaluation(
-        values={name: None for name in metrics.EVALUATED} | metrics_X,
+        values={name: None for name in METRICS} | metrics_X,
+        metrics=METRICS,
         num_targets=16,
         num_rows=1,
         nats_RX=16 * metrics_X['loss'][None] if nats_RX is None else nats_RX,

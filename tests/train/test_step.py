@@ -201,7 +201,7 @@ def test_the_loss_is_a_mean_by_weight_smoothed_with_the_uniform_distribution(tin
         sums.append(((mixture_BTV * nats_BTV).sum(-1) * weights_BT).sum())
         smooth = tiny(model={'num_layers': 1}, train={'label_smoothing': epsilon})
         np.testing.assert_allclose(step.loss_sum(smooth, params, batch), sums[-1], rtol=1e-5)
-        nats_B = trials.row_sums(smooth, params, batch)['nats']  # which are never smoothed
+        nats_B = trials.row_sums(smooth, params, batch)['loss']  # which are never smoothed
         np.testing.assert_allclose(nats_B.sum(), sums[0], rtol=1e-5)
     assert abs(sums[0] - sums[1]) > 1e-2
     np.testing.assert_allclose(qkattn.loss(model, batch), sums[0] / weights_BT.sum(), rtol=1e-5)

@@ -29,12 +29,13 @@ from tests.lanes import only
 @pytest.mark.parametrize(
     'name', only(['masked', 'labelling probe'], ['translation', 'masked', 'labelling probe'])
 )
-def test_an_evaluation_is_a_mean_over_targets(task, name, monkeypatch, evaluation_only):
-    # 5 rows at a time do not divide the rows that there are.
+def test_an_evaluation_is_a_mean_over_targets(task, name, monkeypatch, evaluation_only, outside):
+    # 5 rows at a time do not divide the rows that there are, nor 5 positions a row.
+    own = {'metrics': ('confidence:top(k=3)', 'confidence:CALIBRATION'), 'logits_chunk': 5}
     config = task(
         name,
         model={'dropout': 0.5},
-        train={'batch_size': 5, 'accumulation': 1, 'label_smoothing': 0.2},
+        train={'batch_size': 5, 'accumulation': 1, 'label_smoothing': 0.2} | own,
         trials={'seeds': (0, 7)},
         data={'eval_sequences': None if name == 'translation' else 12},
     )
@@ -55,7 +56,13 @@ def test_an_evaluation_is_a_mean_over_targets(task, name, monkeypatch, evaluatio
         nats_BT = -np.take_along_axis(logs_BTV, batch['targets_BT'][..., None], -1)[..., 0] * used
         right_BT = logs_BTV.argmax(-1) == batch['targets_BT']
         excess_B = nats_BT.sum(-1) - nats_BT[used].mean() * used.sum(-1)
+        in_top_BT = (np.argsort(logs_BTV)[..., -3:] == batch['targets_BT'][..., None]).any(-1)
+        confidence_C = np.exp(logs_BTV.max(-1))[used]
+        gaps_C, bins_C = confidence_C - right_BT[used], np.floor(10 * confidence_C)
+        gaps = [gaps_C[bins_C == number].sum() for number in range(10)]
         want = {
+            'top_3': (in_top_BT[used].mean(), 1e-6),
+            'calibration_error': (np.abs(gaps).sum() / used.sum(), 1e-4),
             'loss': (nats_BT[used].mean(), 1e-5),
             'accuracy': (right_BT[used].mean(), 1e-6),
             'solved': (np.mean([right_BT[b, used[b]].all() for b in range(len(used))]), 1e-6),
