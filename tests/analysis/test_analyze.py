@@ -10,17 +10,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from qkattn.analysis.analyze import (
-    PROGRAMS,
-    Analysis,
-    Row,
-    analyze,
-    circuit_matrices,
-    means,
-    next_token_batch,
-    of_matrices,
-)
-from qkattn.analysis.patterns import attention_patterns
+from qkattn.analysis import Analysis, analyze, attention_patterns, circuit_matrices, means
+from qkattn.analysis.analyze import PROGRAMS, Row, next_token_batch, of_matrices
 from qkattn.attention import registry
 from qkattn.config import ModelConfig
 from qkattn.convert.conversions import converted

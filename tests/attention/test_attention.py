@@ -15,6 +15,7 @@ from qkattn.attention.parameters import products_once, project
 from qkattn.attention.scores.identity import NeitherFull
 from qkattn.attention.scores.score import Score
 from tests.attention.layers import T, causal, make, stream, wide
+from tests.lanes import only
 
 SPEC = AttentionSpec(d_model=32, num_heads=4)
 
@@ -53,17 +54,13 @@ def test_rngs_are_drawn_from_as_in_nnx(layer):
             Attention(SPEC, **given)
 
 
-def normals(*shapes):
-    keys = jax.random.split(jax.random.key(0), len(shapes))
-    return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
-
-
 @pytest.mark.parametrize('axes', [1, 2])
 @pytest.mark.parametrize('outer', [(7,), (4, 2)])
 def test_products_equal_the_contraction_forward_and_backward(axes, outer):
     with jax.enable_x64(True):
         inner = (6, 3)[-axes:]
-        x, w, b, g = normals((2, 5, *inner), (*inner, *outer), outer, (2, 5, *outer))
+        shapes = (2, 5, *inner), (*inner, *outer), outer, (2, 5, *outer)
+        x, w, b, g = (jax.random.normal(jax.random.key(n), s) for n, s in enumerate(shapes))
         results = []
         for product in (project, lambda x, w, b, axes: jnp.tensordot(x, w, axes) + b):
             out, backward = jax.vjp(functools.partial(product, axes=axes), x, w, b)
@@ -74,23 +71,15 @@ def test_products_equal_the_contraction_forward_and_backward(axes, outer):
         np.testing.assert_allclose(project(one_row, w, axes=axes), jnp.tensordot(one_row, w, axes))
 
 
-DROPOUT = {'dropout': 0.5, 'dropout_key': jax.random.key(1)}
+COMMON = [('vo', 2, 0.0), ('vo', 2, 0.5), ('vo', 4, 0.0), ('merged_vo', 4, 0.0)]
 
 
-@pytest.mark.parametrize(
-    ('value', 'num_kv_heads', 'options'),
-    [
-        ('vo', 2, {}),
-        ('vo', 2, DROPOUT),
-        pytest.param('vo', 4, {}, marks=pytest.mark.slow),
-        pytest.param('merged_vo', 4, {}, marks=pytest.mark.slow),
-    ],
-    ids=['grouped', 'dropout', 'heads', 'stream'],
-)
+@pytest.mark.parametrize(('value', 'num_kv_heads', 'dropout'), only(COMMON[:2], COMMON))
 def test_logits_that_all_heads_have_in_common_are_computed_once(
-    value, num_kv_heads, options, monkeypatch
+    value, num_kv_heads, dropout, monkeypatch
 ):
-    """As with a query for each head, forward and backward."""
+    """As with a query for each head, forward and backward; with dropout, by head."""
+    options = {'dropout': dropout, 'dropout_key': jax.random.key(1)}
 
     def run(layer, x_BTD):
         return jnp.square(layer(x_BTD, causal(), **options)).sum()
@@ -98,7 +87,7 @@ def test_logits_that_all_heads_have_in_common_are_computed_once(
     layer = make(('neither_full', value), num_kv_heads=num_kv_heads)
     jaxpr = jax.make_jaxpr(run)(layer, stream()).jaxpr
     heads = {v.aval.shape[1] for e in jaxpr.eqns for v in e.outvars if v.aval.shape[-2:] == (T, T)}
-    assert (4 in heads) == bool(options)
+    assert (4 in heads) == bool(dropout)
     with jax.enable_x64(True):
         inputs = wide((layer, stream()))
         got = jax.grad(run, (0, 1))(*inputs)

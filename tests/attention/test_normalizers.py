@@ -10,16 +10,12 @@ from qkattn.attention import NORMALIZERS, attend, registry
 from qkattn.convert.circuits import merge
 from qkattn.convert.whole_layer import to_standard
 from qkattn.errors import ConversionError
-from tests.attention import examples  # noqa: F401, the normalizer `rectified`
-from tests.attention import test_contract as contract
-from tests.attention.layers import (
-    assert_equals_oracle,
-    assert_equals_oracle_in_float64,
-    causal,
-    error,
-    make,
-    stream,
+from tests.attention import (
+    examples,  # noqa: F401, the normalizer `rectified`
+    layers,
 )
+from tests.attention import test_contract as contract
+from tests.attention.layers import causal, error, make, stream
 
 NAMES = [*NORMALIZERS, 'sigmoid(bias=-1.5)', 'rectified:Rectified']
 SIMPLEX = ('softmax', 'entmax15', 'sparsemax')
@@ -29,8 +25,8 @@ QKVO = ('qk', 'vo')
 @pytest.mark.parametrize('name', NAMES)
 def test_it_equals_the_oracle(name):
     layer = make(QKVO, normalizer=name, biases=True, num_kv_heads=2)
-    assert_equals_oracle(layer, stream(), contract.mask_of((7, 5), causal=True))
-    assert_equals_oracle_in_float64(layer)
+    layers.assert_equals_oracle(layer, stream(), contract.mask_of((7, 5), causal=True))
+    layers.assert_equals_oracle_in_float64(layer)
 
 
 @pytest.mark.parametrize('name', NAMES)

@@ -98,21 +98,10 @@ def test_the_diagonal_is_as_documented(score, mean, std):
     assert abs(logits.mean() - mean) < 0.2 and abs(logits.std() - std) < 0.2, (logits.mean(),)
 
 
-def test_key_norm_makes_keys_of_length_one():
-    score = make(('shared_qk(key_norm=True)', 'vo'), biases=True).score
-    k_BSNH = score.keys(score.cached(stream()))
-    np.testing.assert_allclose(jnp.linalg.norm(k_BSNH, axis=-1), 1.0, rtol=1e-5)
+def test_keys_of_length_one_have_a_gradient_at_zero():
     score = make(('shared_qk(key_norm=True)', 'vo')).score
     gradient = jax.grad(lambda y: score.keys(score.cached(y)).sum())(jnp.zeros((1, 1, D)))
     assert np.isfinite(gradient).all()
-
-
-def test_a_token_hides_from_itself_only_beside_others():
-    layer, x_BTD = make(('shared_qk(self_mask=True)', 'no_vo')), stream()
-    out_BTD = layer(x_BTD, causal())
-    # no_vo copies the stream: the first token can read nobody else, the second only the first.
-    np.testing.assert_allclose(out_BTD[:, 0], x_BTD[:, 0], rtol=1e-5)
-    np.testing.assert_allclose(out_BTD[:, 1], x_BTD[:, 0], rtol=1e-5)
 
 
 def test_a_temperature_divides_the_logits():

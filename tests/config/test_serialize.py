@@ -7,23 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from qkattn.config import (
-    Config,
-    DataConfig,
-    MeshConfig,
-    ModelConfig,
-    Study,
-    TrainConfig,
-    TrialsConfig,
-    fingerprint,
-    fingerprint_of,
-    from_config_dict,
-    from_json,
-    serialize,
-    to_config_dict,
-    to_json,
-    with_machine_of,
-)
+from qkattn.config import ModelConfig, Study, serialize
+from qkattn.config.run_config import Config, DataConfig, MeshConfig, TrainConfig, TrialsConfig
+from qkattn.config.serialize import fingerprint, fingerprint_of, from_json, to_json
 from qkattn.errors import ConfigError
 
 
@@ -51,11 +37,11 @@ def wider(**model):
 def test_configs_make_round_trips_and_take_overrides_of_their_type():
     for config in (Config(), Study()):
         assert from_json(type(config), to_json(config)) == config
-        assert from_config_dict(to_config_dict(config)) == config
-    values = to_config_dict(Config())
+        assert serialize.from_config_dict(serialize.to_config_dict(config)) == config
+    values = serialize.to_config_dict(Config())
     values.model.d_ff = 300
     values.model.scan_unroll = None
-    assert from_config_dict(values).model.d_ff == 300
+    assert serialize.from_config_dict(values).model.d_ff == 300
     with pytest.raises(TypeError):
         values.model.d_ff = 'wide'
     with pytest.raises(AttributeError):
@@ -71,7 +57,7 @@ def test_the_fingerprint_is_of_what_is_computed_not_of_where():
         model=ModelConfig(kernel='einsum'),
     )
     assert fingerprint(elsewhere) == fingerprint(Config())
-    assert with_machine_of(Config(), elsewhere) == elsewhere
+    assert serialize.with_machine_of(Config(), elsewhere) == elsewhere
     others = Config(trials=TrialsConfig(seeds=(1,))), Config(model=ModelConfig(value='no_v'))
     assert len({*map(fingerprint, (Config(), *others))}) == 3
 

@@ -15,6 +15,7 @@ from qkattn.storage.records import write_json
 from qkattn.train import exported
 from qkattn.train.checkpoint import Checkpoints
 from qkattn.train.step import init_stack
+from tests.refusals import refused
 
 
 @pytest.fixture(scope='module')
@@ -37,7 +38,7 @@ def test_a_run_loads_with_a_model_per_trial(trained, caplog):
     assert (run.path, run.config, run.step) == (directory, config, 4)
     assert run.trials == config.trials.trials() and len(run.models) == 2
     assert run.alive == [False, True] and run.trial == 1 and run.model is run.models[1]
-    with pytest.raises(ConfigError, match=r'trial=2 must be in \[0, 2\)'):
+    with refused(r'trial=2 must be in \[0, 2\)'):
         run.check_trial(2)
     assert run.model(np.zeros((1, 5), np.int32)).shape == (1, 5, 256)
     about = f'decoder qk/vo, d_model=32, num_layers=1, step 4 of {config.train.num_steps}, trials: '
@@ -73,8 +74,8 @@ def test_what_is_no_sound_run_is_named_in_one_sentence(trained, tmp_path, remove
 
 def test_a_study_is_not_a_run(trained, tmp_path):
     (tmp_path / 'study.json').write_text('{}')
-    with pytest.raises(ConfigError, match='is a study without runs yet'):
+    with refused('is a study without runs yet'):
         load(tmp_path)
     shutil.copytree(trained[0], tmp_path / 'runs/qk-vo')
-    with pytest.raises(ConfigError, match=f'give one of its runs, e.g. {tmp_path}/runs/qk'):
+    with refused(f'give one of its runs, e.g. {tmp_path}/runs/qk'):
         load(tmp_path)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from qkattn.decode.generate import choose, generate, search
-from tests.refusals import refused
 from tests.decode.test_kv_cache import TOKENS, make, uncached
+from tests.refusals import refused
 
 PROMPTS = TOKENS[:, :4]
 
@@ -17,7 +17,7 @@ def model():
     return make()
 
 
-def test_greedy_tokens_are_those_without_a_cache_and_of_a_beam_of_one(model):
+def test_greedy_tokens_are_those_without_a_cache(model):
     prompts_BT = np.random.default_rng(1).integers(0, 50, (40, 4))
     tokens_BT = np.pad(prompts_BT, ((0, 0), (0, 9)))
     for t in range(4, 13):
@@ -26,13 +26,6 @@ def test_greedy_tokens_are_those_without_a_cache_and_of_a_beam_of_one(model):
     greedy_BT = np.asarray(generate(model, prompts_BT, 9))
     np.testing.assert_array_equal(greedy_BT, tokens_BT[:, 4:])
     assert len(np.unique(greedy_BT)) > 3
-    # A separator that greedy decoding reaches early in some rows, late in others, never in most.
-    separator = int(np.bincount(greedy_BT[:, 1:].ravel(), minlength=50).argmax())
-    best = search(model, prompts_BT, 9, separator=separator, beam=1)
-    ended_BT = np.cumsum(greedy_BT == separator, axis=1) > 0
-    assert 0 < ended_BT.any(axis=1).sum() < 40
-    np.testing.assert_array_equal(best.tokens_BKT[:, 0], np.where(ended_BT, separator, greedy_BT))
-    np.testing.assert_array_equal(best.lengths_BK[:, 0], np.minimum((~ended_BT).sum(axis=1) + 1, 9))
 
 
 def test_continuations_are_the_same_where_64_bit_types_are_allowed(model):
@@ -54,7 +47,7 @@ def test_sampling_depends_on_the_key_and_on_nothing_else(model):
     np.testing.assert_array_equal(first, generate(model, PROMPTS, 6, **draws))
     np.testing.assert_array_equal(first[:1], generate(model, PROMPTS[:1], 6, **draws))
     assert np.any(first != generate(model, PROMPTS, 6, **draws | {'key': jax.random.key(4)}))
-    same = generate(model, np.stack([PROMPTS[0]] * 2), 6, **draws)
+    same = generate(model, PROMPTS[[0, 0]], 6, **draws)
     assert np.any(same[0] != same[1])
     flat = make()
     flat.w_output_DV[...] *= 0
@@ -106,7 +99,6 @@ def test_scores_of_a_beam_are_those_of_the_uncached_model(model):
     assert (np.diff(best.scores_BK, axis=1) <= 0).all()
 
 
-SAMPLE = {'temperature': 1.0, 'key': jax.random.key(0)}
 BEAM = {'separator': 0, 'beam': 2}
 
 
@@ -118,8 +110,8 @@ BEAM = {'separator': 0, 'beam': 2}
         (generate, {'vocab_size': 51}, 'vocab_size=51 must be from 1 to model.vocab_size=50'),
         (generate, {'temperature': float('nan')}, 'temperature=nan'),
         (generate, {'temperature': 1.0}, 'key is required'),
-        (generate, {**SAMPLE, 'top_k': 0}, 'top_k=0'),
-        (generate, {**SAMPLE, 'top_p': 1.5}, 'top_p=1.5'),
+        (generate, {'temperature': 1.0, 'key': jax.random.key(0), 'top_k': 0}, 'top_k=0'),
+        (generate, {'temperature': 1.0, 'key': jax.random.key(0), 'top_p': 1.5}, 'top_p=1.5'),
         (search, BEAM | {'beam': 0}, 'beam=0 must be at least 1'),
         (search, BEAM | {'separator': 9, 'vocab_size': 9}, 'separator=9 must be .* 0 to 8'),
     ],

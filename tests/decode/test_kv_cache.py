@@ -35,6 +35,7 @@ OPTIONS = [
     {'positions': 'learned'},
     {'positions': 'alibi', 'window': 3, 'qk_norm': True, 'logit_cap': 5.0},
     {'biases': True, 'num_kv_heads': 2, 'tied_embeddings': True, 'scan_unroll': 2},
+    {'pattern': 'qk/vo,low_rank(rank=3)/no_v,merged/differential:Differential', 'num_layers': 5},
     EXTENDED,
 ]
 
@@ -70,7 +71,7 @@ def test_a_model_decodes_from_a_cache_of_the_documented_size(fields):
     model = make(**fields)
     cache = kv_cache.init_cache(model, *TOKENS.shape)
     assert_close(last_logits(model, TOKENS, cache, chunk=1), np.asarray(uncached(model, TOKENS)))
-    assert all(array.shape[:3] == (2, *TOKENS.shape) for array in jax.tree.leaves(cache.layers))
+    assert all(array.shape[1:3] == TOKENS.shape for array in jax.tree.leaves(cache.layers))
     cached_bytes = sum(array.nbytes for array in jax.tree.leaves(cache.layers))
     assert cached_bytes == cost.cache_floats_per_token(model.config) * 4 * TOKENS.size
 
@@ -118,5 +119,8 @@ def test_an_encoder_decoder_decodes_from_its_cache(fields):
     model = make(**PAIRS | fields)
     sources = {'source_BS': SOURCES, 'source_segments_BS': VALID.astype(np.int32)}
     expected = np.asarray(uncached(model, TOKENS, **sources))
-    actual = last_logits(model, TOKENS, encode(model, SOURCES, VALID, TOKENS.shape[1]))
-    assert_close(actual, expected[:, CHUNK - 1 :: CHUNK])
+    cache = encode(model, SOURCES, VALID, TOKENS.shape[1])
+    assert_close(last_logits(model, TOKENS, cache), expected[:, CHUNK - 1 :: CHUNK])
+    held = sum(a.size // TOKENS.size for a in jax.tree.leaves(cache.layers))
+    held += sum(a.size // SOURCES.size for a in jax.tree.leaves(cache.source))
+    assert held == cost.cache_floats_per_token(model.config)

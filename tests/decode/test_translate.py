@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import socket
+import types
 
 import jax
 import numpy as np
@@ -28,13 +29,10 @@ SEPARATOR = 3
 GREEDY = DecodeConfig(beam=1)
 
 
-class Words:
-    """A tokenizer of words that are numbers."""
-
-    vocab_size, separator = 45, SEPARATOR
-
-    def decode(self, ids):
-        return ' '.join(map(str, ids))
+# Words are numbers.
+WORDS = types.SimpleNamespace(
+    vocab_size=45, separator=SEPARATOR, decode=lambda ids: ' '.join(map(str, ids))
+)
 
 
 @functools.cache
@@ -54,23 +52,22 @@ def sources_of(count: int) -> list[np.ndarray]:
 
 
 def translated(sources, model=None, **options) -> list[list[int]]:
-    texts = translate.translate_ids(model or make(), Words(), sources, DecodeConfig(**options))
+    texts = translate.translate_ids(model or make(), WORDS, sources, DecodeConfig(**options))
     return [[*map(int, text.split())] for text in texts]
 
 
-@jax.jit
-def _uncached(model, tokens_BT, source_BS):
-    segments_BS = (source_BS >= 0).astype(int)
-    return model(tokens_BT, source_BS=abs(source_BS), source_segments_BS=segments_BS)
-
-
 def test_greedy_translations_are_those_without_a_cache():
+    @jax.jit
+    def uncached(model, tokens_BT, source_BS):
+        segments_BS = (source_BS >= 0).astype(int)
+        return model(tokens_BT, source_BS=abs(source_BS), source_segments_BS=segments_BS)
+
     sources = sources_of(150)  # two full batches and a part of one
     source_BS, tokens_BT = np.full((150, 20), -1), np.full((150, 10), SEPARATOR)
     for row, source in enumerate(sources):
         source_BS[row, : len(source) + 1] = np.append(source, SEPARATOR)
     for t in range(9):
-        logits_BV = _uncached(make(), tokens_BT[:, :9], source_BS)[:, t, :45]
+        logits_BV = uncached(make(), tokens_BT[:, :9], source_BS)[:, t, :45]
         tokens_BT[:, t + 1] = np.asarray(logits_BV).argmax(-1)
     expected = [ids[: [*ids, SEPARATOR].index(SEPARATOR)] for ids in tokens_BT[:, 1:].tolist()]
     assert translated(sources, beam=1) == expected
@@ -105,10 +102,8 @@ def test_a_split_is_scored_as_its_translations_are(caplog):
         sides.append(token_dataset('side', tokenizer, {'validation': tokens}))
     truncated = "1 of 4 sources of split 'validation' truncated to 19 tokens"
     for number, lowercase in ((4, False), (4, True), (1, False)):
-        config = dataclasses.replace(GREEDY, max_sources=number)
-        got = translate.score_split(
-            model, PairDataset(*sides), 'validation', config, lowercase=lowercase
-        )
+        config, pairs = dataclasses.replace(GREEDY, max_sources=number), PairDataset(*sides)
+        got = translate.score_split(model, pairs, 'validation', config, lowercase=lowercase)
         assert got == translation_scores(texts[:number], targets[:number], lowercase=lowercase)
     assert got['num_sentences'] == 1 and caplog.messages == [truncated] * 2
 

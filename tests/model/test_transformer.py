@@ -83,8 +83,13 @@ OF_BOTH = [
     {'norm': 'rmsnorm', 'biases': True, 'shared_embeddings': False, 'positions': 'none'},
     {'score': 'shared_qk', 'attention_gain': False},
 ]
+# Of five layers, two are left after the only whole iteration.
+VARIANTS = 'qk/vo', 'low_rank(rank=3)/no_v', 'merged/differential:Differential'
+PATTERN = {'pattern': ','.join(VARIANTS), 'num_layers': 5}
+SCANS = [{}, {'scan_unroll': None}, {'scan_unroll': 3, 'remat': 'dots'}]
 CASES = [(k, f) for i, f in enumerate(FIELDS) for k in ('encoder', 'decoder')[:: (-1) ** i]]
 CASES += [('encoder_decoder', fields) for fields in OF_BOTH]
+CASES += [('decoder', PATTERN | scan) for scan in SCANS]
 
 
 @pytest.mark.parametrize(('kind', 'fields'), only(CASES[:16:3] + CASES[16:], CASES), ids=str)

@@ -10,6 +10,7 @@ from qkattn.config import DataConfig
 from qkattn.data.corpora import cldr
 from qkattn.data.corpora.corpus import split_of
 from qkattn.data.corpora.corpus_registry import find
+from tests.data.datasets import documents
 from tests.refusals import refused
 
 
@@ -48,7 +49,7 @@ def test_corpus_is_the_pairs_by_split_in_an_order_that_mixes_them(pairs, monkeyp
     cldr._ordered.cache_clear()
     corpus = find(DataConfig(name='cldr', languages='en-de'))
     assert (corpus.name, corpus.version) == ('cldr-en-de', f'babel{babel.__version__}-1.0.0')
-    sides = [corpus.documents(language) for language in corpus.languages]
+    sides = [documents(corpus, language) for language in corpus.languages]
     categories = {source: category for category, source, _ in pairs}
     for split, share in (('train', 0.9), ('validation', 0.05), ('test', 0.05)):
         texts = [[text.decode() for text in side[split]] for side in sides]

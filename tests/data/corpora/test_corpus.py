@@ -79,17 +79,17 @@ def test_few_documents_are_cut_at_line_ends():
 def test_no_evaluation_document_is_more_than_5_percent_of_its_split():
     rng = np.random.default_rng(0)
     for number in (20, 50):
-        sizes = (10 ** rng.uniform(1, 6, number)).astype(int).tolist()
-        limit = largest_size(sizes)
-        cut = [min(size, limit) for size in sizes]
-        assert max(cut) <= 0.05 * sum(cut)
-        more = [min(size, limit + 2) for size in sizes]
-        assert max(more) > 0.05 * sum(more)  # as little as possible is cut
+        sizes = (10 ** rng.uniform(1, 6, number)).astype(int)
+        limit = largest_size(sizes.tolist())
+        cut, more = np.minimum(sizes, limit), np.minimum(sizes, limit + 2)
+        # As little as possible is cut.
+        assert cut.max() <= 0.05 * cut.sum() and more.max() > 0.05 * more.sum()
     assert largest_size([7] * 20) is largest_size([9] * 19) is None
     # Only evaluation splits, here to 180 / 19 = 9.47 bytes, and no character is cut in two.
     long, texts = 'ä'.encode() * 100, [b'b' * 9] * 20
     result = capped(made([long, *texts], validation=[long, *texts]))
-    assert documents(result) == {'train': [long, *texts], 'validation': ['ä'.encode() * 4, *texts]}
+    expected = {'train': [long, *texts], 'validation': ['ä'.encode() * 4, *texts]}
+    assert documents(result) == expected
 
 
 def test_lower_case_shows_in_the_version(monkeypatch):

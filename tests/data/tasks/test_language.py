@@ -51,8 +51,8 @@ def test_eighty_ten_ten_of_as_many_positions_in_every_row_all_equally_often():
     # 12,000 choices: standard deviations 0.0037 and 0.0027.
     assert masked.mean() == pytest.approx(0.8, abs=0.015)
     assert kept.mean() == pytest.approx(0.1, abs=0.012)
-    drawn = tokens[~masked & ~kept]
     # Uniform over the 65,535 ids that are neither the separator nor the mask.
+    drawn = tokens[~masked & ~kept]
     assert 1 <= drawn.min() and drawn.max() <= 65_535
     assert np.histogram(drawn, 4, (0, 65_536))[0] / len(drawn) == pytest.approx(0.25, abs=0.06)
     # A separator is chosen, too, but never drawn.
@@ -68,8 +68,7 @@ def test_a_mask_is_a_function_of_the_draws_alone():
     batch = rows.read('train', np.array([5, 0, 5, 5]), draws_B2)
     assert len(np.unique(batch['loss_weights_BT'], axis=0)) == 4
     one = rows.read('validation', np.array([0]), draws_B2[1:2])
-    for name in batch:
-        assert np.array_equal(one[name][0], batch[name][1])
+    assert all(np.array_equal(one[name][0], batch[name][1]) for name in batch)
     # Written down, so that a library that draws differently does not go unnoticed.
     assert np.flatnonzero(one['loss_weights_BT'][0]).tolist() == [6, 7, 8, 12, 14, 19]
     assert rows.identity()['masking'] == {'version': 1, 'rate': 0.3}

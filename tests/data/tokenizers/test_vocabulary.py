@@ -6,8 +6,6 @@ from qkattn.data.tokenizers.vocabulary import open_tokenizer
 from tests.refusals import refused
 
 TEXTS = [b'peter piper picked a peck\n' * 3, b'of pickled peppers']
-FOLDERS = 'characters', 'byte-bpe-270'
-NAMES = CharacterTokenizer.train(TEXTS).name, BPETokenizer.train(TEXTS, 270).name
 
 
 def test_a_tokenizer_is_trained_once_and_again_if_it_is_damaged(tmp_path, warnings):
@@ -15,7 +13,11 @@ def test_a_tokenizer_is_trained_once_and_again_if_it_is_damaged(tmp_path, warnin
         return open_tokenizer(tmp_path, kind, size, lambda: texts or pytest.fail('texts are read'))
 
     assert opened('bytes', None).name == 'bytes' and not list(tmp_path.iterdir())
-    for kind, folder, name in zip(('characters', 'bpe'), FOLDERS, NAMES, strict=True):
+    characters, bpe = CharacterTokenizer.train(TEXTS), BPETokenizer.train(TEXTS, 270)
+    for kind, folder, name in (
+        ('characters', 'characters', characters.name),
+        ('bpe', 'byte-bpe-270', bpe.name),
+    ):
         assert opened(kind).name == opened(kind, None).name == name and not warnings
         path = tmp_path / folder / 'tokenizer.json'
         model = path.read_bytes()
