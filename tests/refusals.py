@@ -9,7 +9,7 @@ from qkattn.errors import ConfigError
 
 
 @contextlib.contextmanager
-def refused(says: str, error: type[Exception] = ConfigError) -> Iterator[None]:
+def refused(says: str, error: type | tuple = ConfigError) -> Iterator[None]:
     """Expects an error of one line that matches the regular expression."""
     with pytest.raises(error, match=says) as caught:
         yield

@@ -21,14 +21,12 @@ from tests.attention import examples  # noqa: F401, the class Differential
 
 TOKENS = np.random.default_rng(0).integers(0, 30, (2, 8))
 SIZES = {'d_model': 16, 'num_heads': 2, 'num_layers': 2, 'context': 8, 'vocab_size': 30}
+BOTH = {'kind': 'encoder_decoder', 'cross_variant': 'merged/vo', 'num_encoder_layers': 1}
+PATTERN = {'pattern': 'qk/vo,key_free/no_v', 'num_layers': 3, 'positions': 'rope'}
 
 
 def make(**fields):
     return build(ModelConfig(**{**SIZES, **fields}), key=jax.random.key(0))
-
-
-BOTH = {'kind': 'encoder_decoder', 'cross_variant': 'merged/vo', 'num_encoder_layers': 1}
-PATTERN = {'pattern': 'qk/vo,key_free/no_v', 'num_layers': 3, 'positions': 'rope'}
 
 
 @pytest.mark.parametrize(
@@ -45,8 +43,8 @@ def test_every_site_layer_and_head_is_measured(fields, depths):
     batch = next_token_batch(model, TOKENS)
     analysis = analyze(model, batch | ({'source_BS': TOKENS[:, :6]} if fields is BOTH else {}))
     for site, depth in depths.items():
-        for of, quantity in (('A', 'effective_rank'), ('B', 'norm'), ('pattern', 'entropy')):
-            assert analysis.values(quantity, of, site).shape == (depth, 2)
+        for part, quantity in (('A', 'effective_rank'), ('B', 'norm'), ('pattern', 'entropy')):
+            assert analysis.values(quantity, part, site).shape == (depth, 2)
     assert analysis.missing == [] and len(analysis.spectra) == 2 * sum(depths.values())
     kinds = {(row.site, row.quantity) for row in analysis.rows}
     assert ('cross_attention', 'diagonal_mass') not in kinds

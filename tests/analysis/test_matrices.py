@@ -11,9 +11,8 @@ SPLIT = np.array([[1.0, 3.0], [1.0, -2.0]])
 DIAGONAL = np.diag([3.0, 1.0, 0.0, 0.0])
 
 
-@pytest.mark.parametrize(
-    ('quantity', 'matrix', 'expected'),
-    [
+def test_a_quantity_has_the_value_worked_out_by_hand():
+    for quantity, matrix, expected in (
         ('norm', SPLIT, 15**0.5),
         ('symmetric_share', SPLIT, 13 / 15),
         ('symmetric_share', SPLIT - SPLIT.T, 0),
@@ -24,11 +23,9 @@ DIAGONAL = np.diag([3.0, 1.0, 0.0, 0.0])
         ('definiteness', SPLIT, 2 / 5),
         ('definiteness', -np.eye(3), 0),
         ('singular_values', np.diag([1.0, -4, 2]), [4, 2, 1]),
-    ],
-)
-def test_a_quantity_has_the_value_worked_out_by_hand(quantity, matrix, expected):
-    actual = getattr(matrices, quantity)(jnp.asarray(matrix, jnp.float32)[None])
-    np.testing.assert_allclose(actual, [expected], atol=1e-6)
+    ):
+        actual = getattr(matrices, quantity)(jnp.asarray(matrix, jnp.float32)[None])
+        np.testing.assert_allclose(actual, [expected], atol=1e-6, err_msg=quantity)
 
 
 def test_directionality_counts_what_exceeds_two_deviations():

@@ -30,9 +30,8 @@ PADDED = CAUSAL & [True, True, True, False] & np.array([[True], [True], [True], 
 REPEATS = np.array([[1, 0, 0, 0], [0, 1, 0, 0], [0, 0.75, 0.25, 0], [0, 0, 0.5, 0]])
 
 
-@pytest.mark.parametrize(
-    ('quantity', 'measured', 'expected'),
-    [
+def test_a_quantity_has_the_value_worked_out_by_hand():
+    for quantity, measured, expected in (
         ('entropy', BOTH, [np.log([1, 2, 3, 4]).mean(), 0]),
         # Probabilities that do not sum to 1, as of sigmoid attention, are divided by their sum.
         ('entropy', pattern(0.5 * EQUAL), [np.log([1, 2, 3, 4]).mean()]),
@@ -43,10 +42,9 @@ REPEATS = np.array([[1, 0, 0, 0], [0, 1, 0, 0], [0, 0.75, 0.25, 0], [0, 0, 0.5, 
         ('previous_token_mass', BOTH, [(1 / 2 + 1 / 3 + 1 / 4) / 3, 1]),
         ('previous_token_mass', pattern(EQUAL * PADDED[0], mask=PADDED), [(1 / 2 + 1 / 3) / 2]),
         ('previous_token_mass', pattern(np.eye(4), mask=np.eye(4, dtype=bool)[None]), [np.nan]),
-    ],
-)
-def test_a_quantity_has_the_value_worked_out_by_hand(quantity, measured, expected):
-    np.testing.assert_allclose(getattr(patterns, quantity)(measured), expected, atol=1e-6)
+    ):
+        actual = getattr(patterns, quantity)(measured)
+        np.testing.assert_allclose(actual, expected, atol=1e-6, err_msg=quantity)
 
 
 def test_the_induction_score_is_the_mass_after_the_previous_occurrence():

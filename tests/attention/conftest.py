@@ -1,12 +1,11 @@
-"""Which variants the contract suite runs on.
+"""Which variants the contract suite runs on: all, or those that `--variant=score/value` names.
 
-All of them, or those that `--variant=score/value` names, each of which may be an import path. A
-check of the Score alone asks for the fixture `score` and runs once per Score. Of others, most
-variants carry the mark `slow`. One that depends on both circuits asks for `variant`: quick is every
-Score with `vo`, `qk` with every Value, every pair that shares a projection and a seeded sample of
-the rest. One that depends on each circuit by itself asks for `shown`: quick are the variants of the
-documentation, each Score and each Value once, and the examples of docs/extend.md. One that compiles
-or lowers a program asks for `some`: quick is every ninth variant of the documentation.
+A check of the Score alone asks for the fixture `score`. In others most variants are slow; quick are
+
+shown    what depends on each circuit by itself: each Score and Value once, and docs/extend.md
+variant  what depends on both: also `vo` with every Score, `qk` with every Value, every pair that
+         shares a projection and a seeded sample of the rest
+some     what compiles or lowers a program: every ninth variant of the documentation
 """
 
 import functools
@@ -21,8 +20,6 @@ from qkattn.study import catalogue
 from tests.attention import examples
 from tests.lanes import only
 
-SAMPLE = 6
-
 buildable_variants = functools.cache(catalogue.buildable_variants)
 
 
@@ -34,7 +31,7 @@ def quick_variants(fixture: str) -> set[tuple[str, str]]:
     if fixture == 'variant':
         quick.update((s, v) for s, v in known if v == 'vo' or VALUES[v].shares)
         rest = sorted({*known} - quick)
-        quick.update(random.Random(0).sample(rest, min(SAMPLE, len(rest))))
+        quick.update(random.Random(0).sample(rest, min(6, len(rest))))
     return quick
 
 

@@ -21,17 +21,13 @@ def _initialized(spec: AttentionSpec, seed: int, x64: bool) -> tuple[list[jax.Ar
     return jax.tree.flatten(Attention(spec, key=jax.random.key(seed)))
 
 
-def make(
-    variant: tuple[str, str], *, seed: int = 0, moved: bool = True, **options: Any
-) -> Attention:
+def make(variant: Any, *, seed: int = 0, moved: bool = True, **options: Any) -> Attention:
     """A layer; where `moved`, every parameter is off its initial value so that biases count."""
     spec = AttentionSpec(score=variant[0], value=variant[1], **{**SIZES, **options})
     leaves, tree = _initialized(spec, seed, jax.config.jax_enable_x64)
     if moved and leaves:
         rng = np.random.default_rng(seed + 1)
-        leaves = [
-            jnp.asarray(a + 0.1 * rng.standard_normal(a.shape)) for a in map(np.asarray, leaves)
-        ]
+        leaves = [jnp.asarray(np.asarray(a) + 0.1 * rng.standard_normal(a.shape)) for a in leaves]
     return jax.tree.unflatten(tree, leaves)
 
 
@@ -130,8 +126,7 @@ def assert_close(got: Any, want: Any, tolerance: float, about: str) -> None:
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert got.shape == want.shape, f'{about}: shape {got.shape}, expected {want.shape}'
     worst = np.unravel_index(np.nanargmax(np.abs(got - want)), want.shape)
-    where = tuple(map(int, worst))
-    found = error(got, want)
+    where, found = tuple(map(int, worst)), error(got, want)
     assert found < tolerance, (
         f'{about}: error {found:.2e}, tolerance {tolerance:g}; worst at {where}: '
         f'{got[worst]:.8g}, expected {want[worst]:.8g}'
@@ -168,11 +163,9 @@ def assert_equals_oracle_in_float64(layer: Attention) -> None:
 
 def by_path(tree: Any) -> dict[str, np.ndarray]:
     """The parameters of a layer or a model by path, 'score.w_q_DNH'."""
+    name = functools.partial(jax.tree_util.keystr, simple=True, separator='.')
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {
-        jax.tree_util.keystr(path[:-1], simple=True, separator='.'): np.asarray(leaf)
-        for path, leaf in leaves
-    }
+    return {name(path[:-1]): np.asarray(leaf) for path, leaf in leaves}
 
 
 def initial_logit_std(score: str, value: str = 'no_v', *, num_seeds: int, **sizes: Any) -> float:
@@ -181,8 +174,8 @@ def initial_logit_std(score: str, value: str = 'no_v', *, num_seeds: int, **size
     for seed in range(num_seeds):
         circuit = make((score, value), seed=seed, moved=False, **sizes).score
         x_BTD, y_BSD = (stream(64, seed=seed + s, d_model=sizes['d_model']) for s in (50, 90))
-        q_BTNH, k_BSKH = circuit.queries(x_BTD), circuit.keys(circuit.cached(y_BSD))
-        q_BTNH, k_BSKH = np.asarray(q_BTNH, np.float64), np.asarray(k_BSKH, np.float64)
+        heads = circuit.queries(x_BTD), circuit.keys(circuit.cached(y_BSD))
+        q_BTNH, k_BSKH = (np.asarray(z, np.float64) for z in heads)
         k_BSNH = np.repeat(k_BSKH, q_BTNH.shape[2] // k_BSKH.shape[2], axis=2)
         stds.append(circuit.scale * (q_BTNH.swapaxes(1, 2) @ k_BSNH.transpose(0, 2, 3, 1)).std())
     return float(np.mean(stds))

@@ -18,6 +18,7 @@ from tests.attention.layers import T, causal, make, stream, wide
 from tests.lanes import only
 
 SPEC = AttentionSpec(d_model=32, num_heads=4)
+COMMON = [('vo', 2, 0.0), ('vo', 2, 0.5), ('vo', 4, 0.0), ('merged_vo', 4, 0.0)]
 
 
 @pytest.fixture(scope='module')
@@ -71,9 +72,6 @@ def test_products_equal_the_contraction_forward_and_backward(axes, outer):
         np.testing.assert_allclose(project(one_row, w, axes=axes), jnp.tensordot(one_row, w, axes))
 
 
-COMMON = [('vo', 2, 0.0), ('vo', 2, 0.5), ('vo', 4, 0.0), ('merged_vo', 4, 0.0)]
-
-
 @pytest.mark.parametrize(('value', 'num_kv_heads', 'dropout'), only(COMMON[:2], COMMON))
 def test_logits_that_all_heads_have_in_common_are_computed_once(
     value, num_kv_heads, dropout, monkeypatch
@@ -96,18 +94,15 @@ def test_logits_that_all_heads_have_in_common_are_computed_once(
             np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    ('variant', 'finished'),
-    [(('qk', 'vo'), {'k_BSKH'}), (('qk', 'k_is_v'), set()), (('neither', 'no_v'), set())],
-    ids=str,
-)
-def test_keys_that_are_nothing_else_are_cached_rotated(variant, finished):
-    layer, plain = (make(variant, positions=p) for p in ('rope', 'none'))
+def test_keys_that_are_nothing_else_are_cached_rotated():
     x_BTD = stream()
-    cache, ahead, bare = layer.cached(x_BTD), layer.cached(x_BTD[:, 3:], 3), plain.cached(x_BTD)
-    assert {name for name in bare if not np.array_equal(cache[name], bare[name])} == finished
-    for name, array in cache.items():
-        np.testing.assert_allclose(ahead[name], array[:, 3:], rtol=1e-6, atol=1e-6)
+    for variant, finished in ('qk/vo', {'k_BSKH'}), ('qk/k_is_v', set()), ('neither/no_v', set()):
+        layer, plain = (make(variant.split('/'), positions=p) for p in ('rope', 'none'))
+        cache, ahead, bare = layer.cached(x_BTD), layer.cached(x_BTD[:, 3:], 3), plain.cached(x_BTD)
+        changed = {name for name in bare if not np.array_equal(cache[name], bare[name])}
+        assert changed == finished, variant
+        for name, array in cache.items():
+            np.testing.assert_allclose(ahead[name], array[:, 3:], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,9 @@ from tests.attention import layers
 from tests.attention.layers import N, T, assert_close, causal, described, error, make, stream, wide
 from tests.lanes import only
 
+OPTIONS = {'qk_norm': True, 'score_scale': 2.0, 'logit_cap': 3.0, 'window': 3, 'positions': 'alibi'}
+SIZES = [(64, 8), (64, 1), (64, 4), *((256, n) for n in (1, 4, 8)), *((512, n) for n in (1, 4, 8))]
+
 
 def mask_of(lengths: tuple[int, int], **options) -> jax.Array:
     """mask_BTS of two sequences of these lengths."""
@@ -226,9 +229,6 @@ def assert_cached_decoding_is_exact(layer: Attention) -> None:
     assert np.abs(np.moveaxis(got_TBD, 0, 1) - want).max() < 1e-5 * np.abs(want).max()
 
 
-OPTIONS = {'qk_norm': True, 'score_scale': 2.0, 'logit_cap': 3.0, 'window': 3, 'positions': 'alibi'}
-
-
 def test_options_together_are_honoured_or_refused(shown):
     try:
         layer = make(shown, **OPTIONS)
@@ -248,9 +248,6 @@ def test_an_option_alone_is_honoured(option):
 def test_rotary_positions_equal_the_complex_form(score):
     if layer := make_rotary((score, 'vo')):
         layers.assert_equals_oracle(layer, stream(), causal())
-
-
-SIZES = [(64, 8), (64, 1), (64, 4), *((256, n) for n in (1, 4, 8)), *((512, n) for n in (1, 4, 8))]
 
 
 @pytest.mark.parametrize(('d_model', 'num_heads'), only([(64, 8)], SIZES))

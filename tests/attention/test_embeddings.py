@@ -113,6 +113,8 @@ VALUES = {
     'shared_qk/subspace': lambda s, v: (s['w_q'], GAIN * outward(s['w_q'])),
     'latent(size=6)/latent': lambda s, v: (product(s['w_down'], v['w_up_v']), v['w_o']),
 }
+VARIANTS = [(text, N) for text in (*(f'{score}/vo' for score in SCORES), *VALUES)]
+VARIANTS += [('qk/k_is_v', 2), ('gauge_fixed/vo', 2), ('qk/double(size=5)', 2)]
 
 
 def standard(w_q_DNH, w_k_DKH, w_v_DKH, w_o_NHD, *, x_BTD, scale):
@@ -121,11 +123,7 @@ def standard(w_q_DNH, w_k_DKH, w_v_DKH, w_o_NHD, *, x_BTD, scale):
     return jnp.einsum('BTNH,NHD->BTD', o_BTNH, w_o_NHD)
 
 
-VARIANTS = [(text, N) for text in (*(f'{score}/vo' for score in SCORES), *VALUES)]
-GROUPED = [('qk/k_is_v', 2), ('gauge_fixed/vo', 2), ('qk/double(size=5)', 2)]
-
-
-@pytest.mark.parametrize(('text', 'num_kv_heads'), [*VARIANTS, *GROUPED])
+@pytest.mark.parametrize(('text', 'num_kv_heads'), VARIANTS)
 def test_it_is_standard_attention_with_these_matrices(text, num_kv_heads):
     """The gradient of a matrix with several uses is the sum over all of them."""
     score, value = text.split('/')

@@ -8,7 +8,6 @@ import sys
 
 import jax
 import jax.numpy as jnp
-import pytest
 from jax.sharding import AxisType
 
 from qkattn.attention import Mask, SpecError, attend, registry
@@ -33,56 +32,46 @@ def call(T=256, *, H=64, G=None, N=4, K=4, V=None, dtype=BF16, **options):
     return test_kernels.call(arrays, **options)
 
 
-AUTO = [
-    (CPU, {}, 'blockwise', 'contexts are not below 256'),
-    (CPU, {'T': 255}, 'einsum', 'contexts are below 256'),
-    (CPU, {'normalizer': 'entmax15'}, 'einsum', 'blockwise computes softmax'),
-    (GPU, {}, 'dot_product', 'the kernel of gpu'),
-    (HOPPER, {'H': 256}, 'dot_product', 'the kernel of gpu'),
-    (TURING, {}, 'einsum', 'contexts are below 2048'),
-    (GPU, {'dtype': F32}, 'einsum', 'contexts are below 2048'),
-    (GPU, {'G': 32, 'T': 4096}, 'blockwise', 'contexts are not below 2048'),
-    (GPU, {'mask': Mask(causal=True, first_query=jnp.int32(3))}, 'einsum', 'below 2048'),
-    (TPU, {'G': 128, 'dtype': F32}, 'splash', 'the kernel of tpu'),
-    (TPU, {'T': 200}, 'einsum', 'contexts are below 2048'),
-    (TPU, {'K': 1, 'V': 4, 'T': 4096}, 'blockwise', 'contexts are not below 2048'),
-]
+def test_auto_takes_the_kernel_of_the_platform_that_serves_the_attention():
+    for target, options, name, reason in (
+        (CPU, {}, 'blockwise', 'contexts are not below 256'),
+        (CPU, {'T': 255}, 'einsum', 'contexts are below 256'),
+        (CPU, {'normalizer': 'entmax15'}, 'einsum', 'blockwise computes softmax'),
+        (GPU, {}, 'dot_product', 'the kernel of gpu'),
+        (HOPPER, {'H': 256}, 'dot_product', 'the kernel of gpu'),
+        (TURING, {}, 'einsum', 'contexts are below 2048'),
+        (GPU, {'dtype': F32}, 'einsum', 'contexts are below 2048'),
+        (GPU, {'G': 32, 'T': 4096}, 'blockwise', 'contexts are not below 2048'),
+        (GPU, {'mask': Mask(causal=True, first_query=jnp.int32(3))}, 'einsum', 'below 2048'),
+        (TPU, {'G': 128, 'dtype': F32}, 'splash', 'the kernel of tpu'),
+        (TPU, {'T': 200}, 'einsum', 'contexts are below 2048'),
+        (TPU, {'K': 1, 'V': 4, 'T': 4096}, 'blockwise', 'contexts are not below 2048'),
+    ):
+        chosen, why = choice.choose('auto', call(**options), target)
+        assert chosen == name and reason in why, (target, options)
 
 
-@pytest.mark.parametrize(('target', 'options', 'name', 'reason'), AUTO)
-def test_auto_takes_the_kernel_of_the_platform_that_serves_the_attention(
-    target, options, name, reason
-):
-    chosen, why = choice.choose('auto', call(**options), target)
-    assert chosen == name and reason in why
-
-
-PADDED = Mask(valid_BS=jnp.ones((1, 256), bool))
-REFUSED = [
-    ('blockwise', CPU, {'normalizer': 'sigmoid'}, 'not normalizer=Sigmoid; valid are auto, einsum'),
-    ('dot_product', CPU, {'G': 32}, 'needs keys and values of one size, not 64 and 32'),
-    ('dot_product', CPU, {'K': 1, 'V': 4}, 'as many key as value heads, not 1 and 4'),
-    ('dot_product', CPU, {'logit_cap': 3.0}, 'has no logit_cap, which is 3.0'),
-    ('dot_product', CPU, {'mask': PADDED}, 'takes no padding'),
-    ('dot_product', GPU, {'dtype': F32}, 'needs bfloat16 on a GPU, not float32'),
-    ('dot_product', GPU, {'H': 256}, 'needs heads of 8, 16, ... 128, not 256'),
-    ('dot_product', HOPPER, {'H': 264}, 'needs heads of 8, 16, ... 256, not 264'),
-    ('dot_product', TURING, {}, 'needs a CUDA device of compute capability 8.0, not 7.5'),
-    ('splash', CPU, {}, 'runs on a TPU, not on cpu; valid are auto, einsum, blockwise, dot_prod'),
-    ('splash', TPU, {'T': 100}, 'needs contexts that are multiples of 128, not 100 and 100'),
-    ('splash', TPU, {'mask': Mask(hides_self=True)}, 'cannot hide a token from itself'),
-    ('splash', TPU, {'bias': abs}, 'has no biases of positions'),
-    ('splash', TPU, {'dropout': 0.1}, 'has no dropout of attention probabilities, which is 0.1'),
-]
-
-
-@pytest.mark.parametrize(('kernel', 'target', 'options', 'words'), REFUSED)
-def test_a_named_kernel_refuses_what_it_cannot_serve(kernel, target, options, words):
-    with refused(f'^kernel={kernel!r} .*{re.escape(words)}', SpecError):
-        choice.choose(kernel, call(**options), target)
-
-
-def test_attention_to_cached_keys_is_never_of_a_library():
+def test_a_named_kernel_refuses_what_it_cannot_serve():
+    padded = Mask(valid_BS=jnp.ones((1, 256), bool))
+    for kernel, target, options, words in (
+        ('blockwise', CPU, {'normalizer': 'sigmoid'}, 'not normalizer=Sigmoid; valid are auto, '),
+        ('dot_product', CPU, {'G': 32}, 'needs keys and values of one size, not 64 and 32'),
+        ('dot_product', CPU, {'K': 1, 'V': 4}, 'as many key as value heads, not 1 and 4'),
+        ('dot_product', CPU, {'logit_cap': 3.0}, 'has no logit_cap, which is 3.0'),
+        ('dot_product', CPU, {'mask': padded}, 'takes no padding'),
+        ('dot_product', GPU, {'dtype': F32}, 'needs bfloat16 on a GPU, not float32'),
+        ('dot_product', GPU, {'H': 256}, 'needs heads of 8, 16, ... 128, not 256'),
+        ('dot_product', HOPPER, {'H': 264}, 'needs heads of 8, 16, ... 256, not 264'),
+        ('dot_product', TURING, {}, 'needs a CUDA device of compute capability 8.0, not 7.5'),
+        ('splash', CPU, {}, 'runs on a TPU, not on cpu; valid are auto, einsum, blockwise, dot'),
+        ('splash', TPU, {'T': 100}, 'needs contexts that are multiples of 128, not 100 and 100'),
+        ('splash', TPU, {'mask': Mask(hides_self=True)}, 'cannot hide a token from itself'),
+        ('splash', TPU, {'bias': abs}, 'has no biases of positions'),
+        ('splash', TPU, {'dropout': 0.1}, 'dropout of attention probabilities, which is 0.1'),
+    ):
+        with refused(f'^kernel={kernel!r} .*{re.escape(words)}', SpecError):
+            choice.choose(kernel, call(**options), target)
+    # Attention to cached keys is never of a library.
     cached = call(dtype=F32, mask=Mask(causal=True, first_query=jnp.int32(3)))
     assert choice.choose('dot_product', cached, CPU)[0] == 'blockwise'
 

@@ -27,6 +27,9 @@ from tests.lanes import only
 
 CPU = Target('cpu')
 T, N, LONG = 20, 4, 128
+DEFAULTS = {'bias': None, 'logit_cap': None, 'normalizer': Softmax(), 'dropout': 0.0}
+PLAIN = [(Mask(), 4), (Mask(causal=True), 2), (Mask(causal=True, window=9), 1)]
+in_blocks = functools.partial(blockwise, target=CPU, block=8)
 
 
 def padded(length: int, lengths: list[int], **fields: Any) -> Mask:
@@ -66,9 +69,6 @@ def inputs(sizes: tuple[int, ...], dtype: Any = jnp.float32, length: int = T) ->
     return arrays, w_BTNH
 
 
-DEFAULTS = {'bias': None, 'logit_cap': None, 'normalizer': Softmax(), 'dropout': 0.0}
-
-
 def call(arrays: Sequence[Any], **options: Any) -> Call:
     q_BTNH, k_BSKH, v_BSKH, *tables = arrays
     scale = q_BTNH.shape[-1] ** -0.5
@@ -104,9 +104,6 @@ def placed(arrays: list, mesh: jax.sharding.Mesh, *rows: Any) -> list:
     specs = [P(*rows, None, 'tensor' if array.shape[-2] > 1 else None) for array in arrays]
     places = [NamedSharding(mesh, spec) for spec in specs]
     return list(map(jax.device_put, arrays, places))
-
-
-in_blocks = functools.partial(blockwise, target=CPU, block=8)
 
 
 def assert_equal(got: list, want: list, tolerance: float) -> None:
@@ -199,9 +196,6 @@ def test_blocks_of_sharded_rows_and_heads_are_computed_where_they_lie(K):
     text = program.as_text()
     assert not any(name in text for name in ('all-gather', 'all-to-all', 'collective-permute'))
     assert_equal([*program(*lying)], [*gradients(einsum, **options)(*arrays)], 1e-5)
-
-
-PLAIN = [(Mask(), 4), (Mask(causal=True), 2), (Mask(causal=True, window=9), 1)]
 
 
 @pytest.mark.parametrize(('mask', 'K'), PLAIN)

@@ -15,13 +15,12 @@ SEGMENTS = {
     'segments_BS': jnp.array([[1, 2, 2, 2, 2, 0, 0], [1, 1, 2, 3, 3, 3, 0]]),
 }
 VALID = jnp.arange(S) < jnp.array([[6], [4]])
-DENSE = jax.random.bernoulli(jax.random.key(0), 0.6, (2, T, S))
 MASKS = {
     'everything': Mask(),
     'causal': Mask(causal=True, window=3),
     'decoding': Mask(causal=True, first_query=jnp.int32(2), valid_BS=VALID, window=4),
     'packed': Mask(causal=True, **SEGMENTS),
-    'dense': Mask(mask_BTS=DENSE, valid_BS=VALID),
+    'dense': Mask(mask_BTS=jax.random.bernoulli(jax.random.key(0), 0.6, (2, T, S)), valid_BS=VALID),
 }
 
 

@@ -23,10 +23,11 @@ QKVO = ('qk', 'vo')
 
 
 @pytest.mark.parametrize('name', NAMES)
-def test_it_equals_the_oracle(name):
+def test_it_equals_the_oracle_and_cached_decoding_the_whole(name):
     layer = make(QKVO, normalizer=name, biases=True, num_kv_heads=2)
     layers.assert_equals_oracle(layer, stream(), contract.mask_of((7, 5), causal=True))
     layers.assert_equals_oracle_in_float64(layer)
+    contract.assert_cached_decoding_is_exact(layer)
 
 
 @pytest.mark.parametrize('name', NAMES)
@@ -78,11 +79,6 @@ def test_a_query_without_visible_keys_has_finite_output_and_gradients(name):
     assert all(np.isfinite(g).all() for g in gradients)
     mean_BNH = v_BSKH.mean(1) if name in SIMPLEX else jnp.zeros((2, 4, 8))
     np.testing.assert_allclose(o_BTNH[:, 2], mean_BNH, atol=1e-6)
-
-
-@pytest.mark.parametrize('name', NAMES)
-def test_cached_decoding_equals_the_whole(name):
-    contract.assert_cached_decoding_is_exact(make(QKVO, normalizer=name, biases=True))
 
 
 @pytest.mark.parametrize('name', ['sigmoid', 'entmax15'])

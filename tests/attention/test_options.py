@@ -44,6 +44,15 @@ VALUE_OPTIONS = [
 ]
 VARIANTS = [(s, 'vo') for s in SCORE_OPTIONS] + [('qk', v) for v in VALUE_OPTIONS]
 ROTARY = ['latent(rope_size=4)', 'latent(rope_size=6, query_size=10, size=5)', 'low_rank(rank=2)']
+UNIT_LOGITS = [s for s in SCORE_OPTIONS if 'temperature=0.5' not in s and 'rows' not in s]
+OUTPUTS = [('latent' if name == 'latent' else 'qk', name) for name in VALUES if name != 'no_vo']
+OUTPUTS += [('qk', 'low_rank(rank=3)'), ('qk', 'merged_vo(init="product")')]
+FORMS = [
+    ('latent(size=24, query_size=10, rope_size=4)', 'rope', (4, 4)),
+    ('latent(size=6)', 'none', (1, 1)),
+    ('latent(size=24)', 'none', (4, 4)),
+    ('latent(size=6, rope_size=4)', 'rope', (1, 1)),
+]
 
 
 @pytest.mark.parametrize('variant', thinned([(pair,) for pair in VARIANTS], every=2))
@@ -60,9 +69,6 @@ def test_keys_alone_are_rotated_and_can_be_cached(variant):
     contract.assert_cached_decoding_is_exact(layer)
     near, far = (layer(stream(), causal()), layer(stream()[:, ::-1], causal()))
     assert error(near[:, -1], np.asarray(far[:, -1])) > 1e-3  # positions are told apart
-
-
-UNIT_LOGITS = [s for s in SCORE_OPTIONS if 'temperature=0.5' not in s and 'rows' not in s]
 
 
 @pytest.mark.parametrize(('d_model', 'num_heads'), only([(64, 8)], [(64, 8), (512, 1)]))
@@ -109,12 +115,12 @@ def test_a_temperature_divides_the_logits():
     assert cold.scale == plain.scale / 4
 
 
-@pytest.mark.parametrize('score', ['nonlinear_query', 'shared_qk(key_norm=True)'])
-def test_what_is_not_bilinear_has_no_matrix(score):
-    circuit = make((score, 'vo')).score
-    assert not circuit.bilinear
-    with pytest.raises(NotImplementedError, match='not bilinear'):
-        circuit.matrix()
+def test_what_is_not_bilinear_has_no_matrix():
+    for score in ('nonlinear_query', 'shared_qk(key_norm=True)'):
+        circuit = make((score, 'vo')).score
+        assert not circuit.bilinear
+        with pytest.raises(NotImplementedError, match='not bilinear'):
+            circuit.matrix()
 
 
 def test_fixed_rows_and_columns_are_the_identity():
@@ -131,14 +137,6 @@ def test_fixed_rows_and_columns_are_the_identity():
     assert wrapped.score.rows == ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 0, 1))
     whole = make(('gauge_fixed', 'vo'), num_heads=1, num_kv_heads=1, head_size=D).score
     np.testing.assert_array_equal(whole.cached(stream())['k_BSKH'][:, :, 0], stream())
-
-
-FORMS = [
-    ('latent(size=24, query_size=10, rope_size=4)', 'rope', (4, 4)),
-    ('latent(size=6)', 'none', (1, 1)),
-    ('latent(size=24)', 'none', (4, 4)),
-    ('latent(size=6, rope_size=4)', 'rope', (1, 1)),
-]
 
 
 @pytest.mark.parametrize(('score', 'positions', 'heads'), only(FORMS[:2], FORMS))
@@ -165,10 +163,6 @@ def test_the_form_with_fewer_products_is_the_same_attention(score, positions, he
     biased = make((score, 'latent'), positions=positions, biases=True)
     _, k_BSKH = biased.score.queries_and_keys(stream()[:, -1:], biased.cached(stream()))
     assert k_BSKH.shape[2] == 4
-
-
-OUTPUTS = [('latent' if name == 'latent' else 'qk', name) for name in VALUES if name != 'no_vo']
-OUTPUTS += [('qk', 'low_rank(rank=3)'), ('qk', 'merged_vo(init="product")')]
 
 
 @pytest.mark.parametrize(

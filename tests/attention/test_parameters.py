@@ -10,15 +10,23 @@ from qkattn.model import build
 from tests.attention.layers import by_path
 
 KEY = jax.random.key(0)
+GROUPS = {
+    'init_embedding': {'w_embedding_VD', 'w_position_TD', 'w_output_DV'},
+    'init_qk': {'w_q_DNH', 'w_k_DKH'},
+    'init_vo': {'w_v_DKH', 'w_o_NHD'},
+    'init_mlp': {'w_in_DF', 'w_out_FD'},
+}
+SIZES = {'d_model': 8, 'num_layers': 2, 'num_heads': 2, 'context': 4, 'vocab_size': 16}
+SIZES |= {'tied_embeddings': False, 'biases': True}
 
 
 def draw(shape, key=KEY, name='w'):
     return np.asarray(weight(key, name, shape, 1.0)[...])
 
 
-@pytest.mark.parametrize('larger', [(9, 3, 7), (5, 4, 7), (5, 3, 8), (64, 8, 33)])
-def test_an_entry_depends_on_its_indices_and_not_on_the_shape(larger):
-    np.testing.assert_array_equal(draw(larger)[:5, :3, :7], draw((5, 3, 7)))
+def test_an_entry_depends_on_its_indices_and_not_on_the_shape():
+    for larger in ((9, 3, 7), (5, 4, 7), (5, 3, 8), (64, 8, 33)):
+        np.testing.assert_array_equal(draw(larger)[:5, :3, :7], draw((5, 3, 7)))
 
 
 def test_entries_are_standard_normal_and_independent():
@@ -30,16 +38,6 @@ def test_entries_are_standard_normal_and_independent():
     pairs += [(w[:32, 32:], w[32:, :32].swapaxes(0, 1))]
     for one, other in pairs:
         assert abs((one * other).mean()) < 5 * one.size**-0.5
-
-
-GROUPS = {
-    'init_embedding': {'w_embedding_VD', 'w_position_TD', 'w_output_DV'},
-    'init_qk': {'w_q_DNH', 'w_k_DKH'},
-    'init_vo': {'w_v_DKH', 'w_o_NHD'},
-    'init_mlp': {'w_in_DF', 'w_out_FD'},
-}
-SIZES = {'d_model': 8, 'num_layers': 2, 'num_heads': 2, 'context': 4, 'vocab_size': 16}
-SIZES |= {'tied_embeddings': False, 'biases': True}
 
 
 def initial(**settings):

@@ -17,9 +17,8 @@ from tests.attention.layers import SIZES
 from tests.refusals import refused
 
 
-@pytest.mark.parametrize(
-    ('text', 'message'),
-    [
+def test_a_variant_that_names_nothing_is_refused():
+    for text, message in (
         ('qq/vo', "unknown score 'qq'.*qk, merged, shared_qk"),
         ('qk/no_w', "unknown value 'no_w', did you mean 'no_v'"),
         ('qk', 'must be written'),
@@ -28,11 +27,9 @@ from tests.refusals import refused
         ('t5_bias:T5Bias(rank=3)/vo', 'it takes buckets, farthest'),
         ('no_such_module:X/vo', "no module named 'no_such_module'"),
         ('gated:Gated/vo', 'not a subclass of qkattn.attention.Score'),
-    ],
-)
-def test_a_variant_that_names_nothing_is_refused(text, message):
-    with refused(message, SpecError):
-        parse_variant(text)
+    ):
+        with refused(message, SpecError):
+            parse_variant(text)
 
 
 def test_a_class_outside_the_package_takes_its_options():
@@ -110,18 +107,15 @@ def test_every_option_refuses_what_it_cannot_be(kind, known):
                 registry.check(AttentionSpec(**SIZES | {kind: text}))
 
 
-@pytest.mark.parametrize(
-    ('name', 'message'),
-    [
+def test_a_normalizer_that_cannot_be_built_is_refused():
+    for name, message in (
         ('softmx', "unknown normalizer 'softmx', did you mean 'softmax'"),
         ('softmax(heat=2)', "no option 'heat'"),
         ("sigmoid(bias='low')", r"sigmoid\(bias='low'\) must be a finite number, or None"),
         ('gated:Gated', 'is not a subclass of qkattn.attention.Normalizer'),
-    ],
-)
-def test_a_normalizer_that_cannot_be_built_is_refused(name, message):
-    with refused(message, SpecError):
-        registry.check(AttentionSpec(normalizer=name, **SIZES))
+    ):
+        with refused(message, SpecError):
+            registry.check(AttentionSpec(normalizer=name, **SIZES))
 
 
 def test_the_page_on_extending_names_every_member_of_the_interface():

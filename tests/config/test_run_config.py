@@ -3,12 +3,16 @@
 import dataclasses
 import re
 
-import pytest
-
 from qkattn.config import Config, Study
 from qkattn.config.setting import check_section, settings
 from qkattn.model.sites import validate
 from tests.refusals import refused
+
+BOTH = {'model.kind': 'encoder_decoder'}
+NAN, INF = float('nan'), float('inf')
+INVERSE_SQRT = {'optimizer.schedule': 'inverse_sqrt'}
+CROSS, ENCODER, PATTERN = 'model.cross_variant', 'model.encoder_variant', 'model.pattern'
+DOT_PRODUCT = {'model.kernel': 'dot_product'}
 
 
 def changed(fields: dict) -> Config:
@@ -21,24 +25,17 @@ def changed(fields: dict) -> Config:
     return config
 
 
-@pytest.mark.parametrize('cls', [Config, Study])
-def test_every_field_declares_a_description_and_a_default_within_its_bounds(cls):
-    declared = settings(cls)
-    assert len(declared) > 70
-    for name, setting in declared.items():
-        assert setting.doc.endswith('.') and not setting.doc.startswith(' '), name
-    check_section('', cls())
-    dropout = declared[f'{"base." * (cls is Study)}model.dropout']
-    assert dropout.bounds.words(float) == 'at least 0 and below 1'
+def test_every_field_declares_a_description_and_a_default_within_its_bounds():
+    for cls in (Config, Study):
+        assert len(declared := settings(cls)) > 70
+        for name, setting in declared.items():
+            assert setting.doc.endswith('.') and not setting.doc.startswith(' '), name
+        check_section('', cls())
+    assert settings(Config)['model.dropout'].bounds.words(float) == 'at least 0 and below 1'
 
 
-BOTH = {'model.kind': 'encoder_decoder'}
-NAN, INF = float('nan'), float('inf')
-
-
-@pytest.mark.parametrize(
-    'fields',
-    [
+def test_what_can_work_is_let_through():
+    for fields in (
         {},
         BOTH | {'model.encoder_variant': 'merged/no_vo', 'model.source_context': 300},
         # The cross-attention has no rotary positions, whatever the model's are.
@@ -48,16 +45,12 @@ NAN, INF = float('nan'), float('inf')
         {'model.kernel': 'dot_product'},
         {'model.kernel': 'splash', 'model.context': 128},  # perhaps for a pod
         BOTH | {'model.kernel': 'blockwise'},
-    ],
-    ids=str,
-)
-def test_what_can_work_is_let_through(fields):
-    validate(changed(fields))
+    ):
+        validate(changed(fields))
 
 
-@pytest.mark.parametrize(
-    ('name', 'value', 'words'),
-    [
+def test_a_wrong_setting_is_named_with_its_value():
+    for name, value, words in (
         ('model.kind', 'seq2seq', 'must be one of decoder, encoder,'),
         ('model.num_kv_heads', 3, 'must divide num_heads=4'),
         ('model.kernel', 'flash', 'must be one of auto, einsum, blockwise'),
@@ -79,22 +72,13 @@ def test_what_can_work_is_let_through(fields):
         ('mesh.trial', 2, 'must divide the number of trials, 1'),
         ('data.name', 'a\nb', 'must be Unicode text'),
         ('model.encoder_variant', 'qk/vo', 'is a setting of an encoder-decoder, not of decoder'),
-    ],
-)
-def test_a_wrong_setting_is_named_with_its_value(name, value, words):
-    message = re.escape(f'{name.partition(".")[2]}={value!r} {words}')
-    with refused(message):
-        validate(changed({name: value}))
+    ):
+        with refused(re.escape(f'{name.partition(".")[2]}={value!r} {words}')):
+            validate(changed({name: value}))
 
 
-INVERSE_SQRT = {'optimizer.schedule': 'inverse_sqrt'}
-CROSS, ENCODER, PATTERN = 'model.cross_variant', 'model.encoder_variant', 'model.pattern'
-DOT_PRODUCT = {'model.kernel': 'dot_product'}
-
-
-@pytest.mark.parametrize(
-    ('fields', 'message'),
-    [
+def test_settings_that_do_not_fit_each_other_are_refused():
+    for fields, message in (
         (
             {'model.attention_gain': False, 'model.norm_position': 'post'},
             'model.attention_gain=False needs model.norm_position=pre',
@@ -117,9 +101,6 @@ DOT_PRODUCT = {'model.kernel': 'dot_product'}
         ({PATTERN: 'qk/vo,merged/vo', 'model.positions': 'rope'}, '[1]: merged has no rotary'),
         (DOT_PRODUCT | {'model.positions': 'alibi'}, "model: kernel='dot_product' has no biases"),
         (BOTH | DOT_PRODUCT, "model: kernel='dot_product' takes no padding"),
-    ],
-    ids=str,
-)
-def test_settings_that_do_not_fit_each_other_are_refused(fields, message):
-    with refused(re.escape(message)):
-        validate(changed(fields))
+    ):
+        with refused(re.escape(message)):
+            validate(changed(fields))

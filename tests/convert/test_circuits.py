@@ -77,9 +77,7 @@ KEPT = [
 
 
 @pytest.mark.parametrize(
-    ('conversions', 'source', 'options', 'variant'),
-    thinned(KEPT, every=3),
-    ids=str,
+    ('conversions', 'source', 'options', 'variant'), thinned(KEPT, every=3), ids=str
 )
 def test_the_target_computes_the_same_function(conversions, source, options, variant):
     assert_kept(conversions, layer_of(source, **options), variant)
@@ -121,17 +119,17 @@ def test_standard_attention_represents_every_linear_variant(variant, options):
     assert difference(target, layer) < 1e-12
 
 
-@pytest.mark.parametrize('options', [{'biases': False}, {'biases': True, **NORMED}], ids=str)
-def test_gains_and_biases_of_the_norm_fold_into_the_projections(options):
-    layer = layer_of('qk/vo', num_kv_heads=2, **options)
+def test_gains_and_biases_of_the_norm_fold_into_the_projections():
     rng = np.random.default_rng(3)
     gain_D, x_BTD = 1 + rng.normal(size=64) / 3, stream(d_model=64).astype(jnp.float64)
-    for bias_D in (np.zeros(64), rng.normal(size=64)):
-        folded = fold_gains(layer, gain_D, bias_D)
-        assert folded.spec.biases == (options['biases'] or bias_D.any())
-        expected = np.asarray(layer(x_BTD * gain_D + bias_D, causal()))
-        assert error(folded(x_BTD, causal()), expected) < 1e-12
-        assert error(layer(x_BTD, causal()), expected) > 1e-2
+    for options in ({'biases': False}, {'biases': True, **NORMED}):
+        layer = layer_of('qk/vo', num_kv_heads=2, **options)
+        for bias_D in (np.zeros(64), rng.normal(size=64)):
+            folded = fold_gains(layer, gain_D, bias_D)
+            assert folded.spec.biases == (options['biases'] or bias_D.any())
+            expected = np.asarray(layer(x_BTD * gain_D + bias_D, causal()))
+            assert error(folded(x_BTD, causal()), expected) < 1e-12
+            assert error(layer(x_BTD, causal()), expected) > 1e-2
 
 
 def test_unmerged_factors_are_balanced():

@@ -90,9 +90,8 @@ def test_layers_share_a_block_that_suits_all_of_them(circuit):
     assert logit_error((CONFIG, params), (config, fixed), TOKENS) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ('text', 'changes', 'error', 'message'),
-    [
+def test_a_refusal_names_the_reason():
+    for text, changes, error, message in (
         ('merge', {'positions': 'rope'}, ConversionError, 'layer 0: RoPE rotates'),
         ('fold_gains', POST, ConversionError, 'post-norm model the residual stream also'),
         ('truncate(rank=0)', {}, ConversionError, 'layer 0: .*rank=0'),
@@ -100,12 +99,10 @@ def test_layers_share_a_block_that_suits_all_of_them(circuit):
         ('truncate', {}, ConfigError, "truncate requires the option 'rank'"),
         ('unmerge(ranks=2)', {}, ConfigError, "no option 'ranks'; it takes rank"),
         ('math:pi', {}, ConfigError, "conversion='math:pi' is not a Conversion"),
-    ],
-)
-def test_a_refusal_names_the_reason(text, changes, error, message):
-    config = dataclasses.replace(CONFIG, **changes)
-    with refused(message, error):
-        convert_model(text, config, params_of(config))
+    ):
+        config = dataclasses.replace(CONFIG, **changes)
+        with refused(message, error):
+            convert_model(text, config, params_of(config))
 
 
 def test_layers_that_would_become_different_variants_are_refused(monkeypatch):

@@ -162,9 +162,8 @@ def put(name, shape, dtype=np.float32):
     return lambda tensors: tensors.update({name: np.zeros(shape, dtype)})
 
 
-@pytest.mark.parametrize(
-    ('damage', 'message'),
-    [
+def test_a_wrong_tensor_or_description_is_named(tmp_path):
+    for damage, message in (
         (lambda tensors: tensors.pop('wpe.weight'), "tensor 'wpe.weight' is missing"),
         (put('h.0.x', (8,)), "'h.0.x' does not belong to a GPT-2 with"),
         (put('h.1.attn.c_attn.weight', (48, 16)), r'c_attn.* \(48, 16\), not \(16, 48\)'),
@@ -176,14 +175,12 @@ def put(name, shape, dtype=np.float32):
         ({'n_head': 3}, 'd_model=16 must be a multiple of num_heads=3'),
         ({'activation_function': 'gelu'}, "activation_function='gelu' is not supported"),
         ({'model_type': 'gptj'}, "model_type='gptj'"),
-    ],
-)
-def test_a_wrong_tensor_or_description_is_named(tmp_path, damage, message):
-    tensors, described = make_tensors(), {} if callable(damage) else damage
-    if callable(damage):
-        damage(tensors)
-    with pytest.raises((ConfigError, SpecError), match=message):
-        load_gpt2(write(tmp_path, tensors, **described))
+    ):
+        tensors, described = make_tensors(), {} if callable(damage) else damage
+        if callable(damage):
+            damage(tensors)
+        with refused(message, (ConfigError, SpecError)):
+            load_gpt2(write(tmp_path, tensors, **described))
 
 
 def test_what_is_no_model_is_named(monkeypatch, tmp_path):

@@ -103,20 +103,17 @@ def test_a_task_reads_rows_of_the_stated_shape_that_depend_on_their_draws_alone(
     json.dumps(rows.identity())
 
 
-@pytest.mark.parametrize(
-    ('fields', 'says'),
-    [
+def test_other_objects_are_refused_in_one_sentence(data):
+    for fields, says in (
         ({'name': 'fables:none'}, "data.name='fables:none': fables has no 'none'"),
         ({'name': 'fables:fables(count="a")'}, 'fails, TypeError in .*fables.py, line 6: '),
         ({'tokenizer': 'fables:fables'}, "='fables:fables' is not a class with encode, decode"),
         ({'task': 'nibbles:Nibbles'}, "data.task='nibbles:Nibbles' is not a class with the attr"),
         ({'task': 'masked'}, "'masked' trains model.kind='encoder' on text .*model.kind='decoder'"),
         ({'task': 'causal_probe'}, 'causal probe, but .* is text in one language'),
-    ],
-)
-def test_other_objects_are_refused_in_one_sentence(data, fields, says):
-    with refused(says):
-        rows_of(Config(data=dataclasses.replace(data, **fields)))
+    ):
+        with refused(says):
+            rows_of(Config(data=dataclasses.replace(data, **fields)))
 
 
 def test_a_changed_source_or_option_is_another_dataset_and_tokenizer(outside, data, monkeypatch):

@@ -17,6 +17,24 @@ from qkattn.data.tasks.translation import TranslationRows
 from tests.data.datasets import read_rows, register
 from tests.refusals import refused
 
+LINES = {
+    'en': [f'the {n} dog{"s" * (n > 1)} run home' for n in range(40)],
+    'de': [f'der {n} Hund läuft nach Hause' for n in range(40)],
+}
+SPLITS = {'train': slice(0, 24), 'validation': slice(24, 32), 'test': slice(32, 40)}
+TEXT, PAIRS, CAUSAL, LABELS = FORMS = {
+    'text in one language': {'name': 'text', 'path': '.'},
+    'a translation set': {'name': 'parallel', 'path': '.', 'languages': 'en-de'},
+    'a causal probe': {'name': 'recall(pairs=2, keys=4, values=4)'},
+    'a labelling probe': {'name': 'successor(keys=4, payloads=2)'},
+}
+LENGTHS = {TEXT: 40, PAIRS: 40, CAUSAL: 7, LABELS: 4}
+ROWS = {
+    'decoder': {TEXT: LanguageRows, CAUSAL: CausalProbeRows},
+    'encoder': {TEXT: MaskedRows, LABELS: LabellingProbeRows},
+    'encoder_decoder': {PAIRS: TranslationRows},
+}
+
 
 @pytest.fixture
 def letters(tmp_path, monkeypatch):
@@ -74,25 +92,6 @@ def test_a_damaged_or_unfinished_cache_is_written_again(letters, warnings, file,
     assert all(message in warning and '\n' not in warning for warning in warnings)
 
 
-LINES = {
-    'en': [f'the {n} dog{"s" * (n > 1)} run home' for n in range(40)],
-    'de': [f'der {n} Hund läuft nach Hause' for n in range(40)],
-}
-SPLITS = {'train': slice(0, 24), 'validation': slice(24, 32), 'test': slice(32, 40)}
-TEXT, PAIRS, CAUSAL, LABELS = FORMS = {
-    'text in one language': {'name': 'text', 'path': '.'},
-    'a translation set': {'name': 'parallel', 'path': '.', 'languages': 'en-de'},
-    'a causal probe': {'name': 'recall(pairs=2, keys=4, values=4)'},
-    'a labelling probe': {'name': 'successor(keys=4, payloads=2)'},
-}
-LENGTHS = {TEXT: 40, PAIRS: 40, CAUSAL: 7, LABELS: 4}
-ROWS = {
-    'decoder': {TEXT: LanguageRows, CAUSAL: CausalProbeRows},
-    'encoder': {TEXT: MaskedRows, LABELS: LabellingProbeRows},
-    'encoder_decoder': {PAIRS: TranslationRows},
-}
-
-
 def config_of(kind: str, form: str, **fields) -> Config:
     model = {'kind': kind, 'context': LENGTHS[form], 'vocab_size': 257}
     data = FORMS[form] | {'data_dir': 'cache'}
@@ -127,19 +126,16 @@ def test_the_kind_of_model_says_what_the_rows_are(files):
         assert shapes == rows.array_shapes(config.model)
 
 
-@pytest.mark.parametrize(
-    ('kind', 'form', 'fields', 'says'),
-    [
+def test_a_setting_that_does_not_fit_the_data_is_one_sentence(files):
+    for kind, form, fields, says in (
         ('decoder', CAUSAL, {'context': 8}, 'model.context=8 must equal .*, 7.$'),
         ('decoder', CAUSAL, {'vocab_size': 7}, 'vocab_size=7 must be at least 8 .*recall'),
         ('encoder', TEXT, {'vocab_size': 256}, 'vocab_size=256 must be at least 257'),
         ('decoder', CAUSAL, {'lowercase': True}, 'data.lowercase=True has no effect'),
         ('encoder', LABELS, {'path': 'x'}, "data.path='x' has no effect"),
-    ],
-)
-def test_a_setting_that_does_not_fit_the_data_is_one_sentence(files, kind, form, fields, says):
-    with refused(says):
-        rows_of(config_of(kind, form, **fields))
+    ):
+        with refused(says):
+            rows_of(config_of(kind, form, **fields))
 
 
 def test_both_sides_of_a_translation_share_a_vocabulary_of_the_training_split(files):

@@ -192,17 +192,14 @@ def test_a_damaged_or_missing_file_is_named(made, tmp_path, file, damage, messag
         load_text(shards(path.parent))
 
 
-@pytest.mark.parametrize(
-    ('fields', 'message'),
-    [
+def test_settings_that_do_not_fit_are_refused(made):
+    for fields, message in (
         ({'lowercase': True}, 'data.lowercase=True has no effect on shards'),
         ({'tokenizer': 'bpe'}, "data.tokenizer='bpe' has no effect .* made with bytes .*; set it"),
         ({'path': 'gs://b/x'}, 'data.path=gs://b/x is a URL, but .* local or mounted directory'),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(made, fields, message):
-    with refused(message):
-        rows_of(Config(data=dataclasses.replace(shards(made), **fields)))
+    ):
+        with refused(message):
+            rows_of(Config(data=dataclasses.replace(shards(made), **fields)))
 
 
 def test_a_test_split_is_carved_before_shards_are_made(text, made, tmp_path):

@@ -6,8 +6,6 @@ from qkattn.data.tokens import PairDataset, ShardTokens, TokenDataset
 from tests.data.datasets import token_dataset
 from tests.refusals import refused
 
-TEXT = np.frombuffer(b'aab\0c\0', np.uint8)
-
 
 def test_windows_go_over_the_ends_of_shards(monkeypatch):
     ids, first_B = np.arange(100, dtype=np.uint16), np.array([0, 6, 9, 10, 83])
@@ -24,7 +22,8 @@ def test_windows_go_over_the_ends_of_shards(monkeypatch):
 
 def test_identity_and_documents_of_datasets_and_pairs(monkeypatch):
     monkeypatch.setattr(tokens, 'BLOCK', 3)
-    source, target = (token_dataset(n, ByteTokenizer(), {'train': TEXT}) for n in 'ab')
+    text = {'train': np.frombuffer(b'aab\0c\0', np.uint8)}
+    source, target = (token_dataset(name, ByteTokenizer(), text) for name in 'ab')
     assert source.document_ends('train').tolist() == [4, 6]
     assert source.document_names('train') == ['0', '1'] and source.bytes_per_token('train') == 2
     with refused("split='val' is not in dataset 'a'; valid: 'train'"):

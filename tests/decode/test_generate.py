@@ -99,23 +99,18 @@ def test_scores_of_a_beam_are_those_of_the_uncached_model(model):
     assert (np.diff(best.scores_BK, axis=1) <= 0).all()
 
 
-BEAM = {'separator': 0, 'beam': 2}
-
-
-@pytest.mark.parametrize(
-    ('function', 'options', 'message'),
-    [
+def test_bad_input_is_one_sentence(model):
+    sample, beam = {'temperature': 1.0, 'key': jax.random.key(0)}, {'separator': 0, 'beam': 2}
+    for function, options, message in (
         (generate, {'num_tokens': 10}, '4 tokens and num_tokens=10 need 13 .*model.context=12'),
         (generate, {'num_tokens': 0}, 'num_tokens=0 must be at least 1'),
         (generate, {'vocab_size': 51}, 'vocab_size=51 must be from 1 to model.vocab_size=50'),
         (generate, {'temperature': float('nan')}, 'temperature=nan'),
         (generate, {'temperature': 1.0}, 'key is required'),
-        (generate, {'temperature': 1.0, 'key': jax.random.key(0), 'top_k': 0}, 'top_k=0'),
-        (generate, {'temperature': 1.0, 'key': jax.random.key(0), 'top_p': 1.5}, 'top_p=1.5'),
-        (search, BEAM | {'beam': 0}, 'beam=0 must be at least 1'),
-        (search, BEAM | {'separator': 9, 'vocab_size': 9}, 'separator=9 must be .* 0 to 8'),
-    ],
-)
-def test_bad_input_is_one_sentence(model, function, options, message):
-    with refused(message):
-        function(model, PROMPTS, **{'num_tokens': 2} | options)
+        (generate, sample | {'top_k': 0}, 'top_k=0'),
+        (generate, sample | {'top_p': 1.5}, 'top_p=1.5'),
+        (search, beam | {'beam': 0}, 'beam=0 must be at least 1'),
+        (search, beam | {'separator': 9, 'vocab_size': 9}, 'separator=9 must be .* 0 to 8'),
+    ):
+        with refused(message):
+            function(model, PROMPTS, **{'num_tokens': 2} | options)

@@ -38,6 +38,13 @@ OPTIONS = [
     {'pattern': 'qk/vo,low_rank(rank=3)/no_v,merged/differential:Differential', 'num_layers': 5},
     EXTENDED,
 ]
+PAIRS = {'kind': 'encoder_decoder', 'num_encoder_layers': 1, 'd_ff': None}
+# The second row is shorter.
+SOURCES = np.random.default_rng(2).integers(0, 50, (2, 9))
+VALID = np.arange(9) < np.array([[9], [4]])
+prefill = jax.jit(kv_cache.prefill)
+uncached = jax.jit(lambda model, *args, **kwargs: model(*args, **kwargs))
+encode = jax.jit(kv_cache.encode_source, static_argnums=3)
 
 
 def make(**fields) -> Decoder | EncoderDecoder:
@@ -45,10 +52,6 @@ def make(**fields) -> Decoder | EncoderDecoder:
     model = build(dataclasses.replace(CONFIG, **fields), key=jax.random.key(0))
     model.w_embedding_VD[...] *= 5
     return model
-
-
-prefill = jax.jit(kv_cache.prefill)
-uncached = jax.jit(lambda model, *args, **kwargs: model(*args, **kwargs))
 
 
 def last_logits(model, tokens_BT, cache, chunk=CHUNK):
@@ -91,10 +94,6 @@ def test_a_cache_has_the_dtype_of_the_model():
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-12 * np.abs(expected).max())
 
 
-PAIRS = {'kind': 'encoder_decoder', 'num_encoder_layers': 1, 'd_ff': None}
-# The second row is shorter.
-SOURCES = np.random.default_rng(2).integers(0, 50, (2, 9))
-VALID = np.arange(9) < np.array([[9], [4]])
 SITES = [
     {
         'score': 'merged',
@@ -109,9 +108,6 @@ SITES = [
     EXTENDED | {'cross_variant': 'qk/differential:Differential', 'value': 'gated:Gated'},
     {'shared_embeddings': False, 'scan_unroll': 2, 'activation': 'relu', 'norm': 'rmsnorm'},
 ]
-
-
-encode = jax.jit(kv_cache.encode_source, static_argnums=3)
 
 
 @pytest.mark.parametrize('fields', thinned(SITES, every=3), ids=str)

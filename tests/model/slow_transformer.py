@@ -58,34 +58,32 @@ def _same(segments_BT, segments_BS) -> np.ndarray:
 
 def _run(stream, x_BTD, mask_BTS, y_BSD=None, cross_mask_BTS=None) -> np.ndarray:
     """From embedded tokens to what the norm behind the last block leaves."""
-    config = stream.config
-    for index in range(config.num_layers):
-        block = layer_of(stream.blocks, index)
+    config, pre = stream.config, stream.config.norm_position == 'pre'
 
-        def attend(z_BTD, layer=block.attention):
-            return expected(layer, z_BTD, mask_BTS)
-
-        def cross_attend(z_BTD, block=block):
-            return expected(block.cross_attention, z_BTD, cross_mask_BTS, y_BSD)
-
-        def mlp(z_BTD, block=block):
-            hidden_BTF = z_BTD @ _array(block.mlp.w_in_DF) + _bias(block.mlp.b_in_F)
-            if config.activation in GATES:
-                gate_BTF = z_BTD @ _array(block.mlp.w_gate_DF) + _bias(block.mlp.b_gate_F)
-                hidden_BTF = GATES[config.activation](gate_BTF) * hidden_BTF
-            else:
-                hidden_BTF = ACTIVATIONS[config.activation](hidden_BTF)
-            return hidden_BTF @ _array(block.mlp.w_out_FD) + _bias(block.mlp.b_out_D)
-
-        branches = [(attend, block.attention_norm), (mlp, block.mlp_norm)]
+    def branches(block):
+        yield block.attention_norm, lambda z: expected(block.attention, z, mask_BTS)
         if y_BSD is not None:
-            branches.insert(1, (cross_attend, block.cross_norm))
-        for branch, norm in branches:
-            if config.norm_position == 'pre':
+            cross = block.cross_attention
+            yield block.cross_norm, lambda z: expected(cross, z, cross_mask_BTS, y_BSD)
+        yield block.mlp_norm, lambda z: _mlp(config.activation, block.mlp, z)
+
+    for index in range(config.num_layers):
+        for norm, branch in branches(layer_of(stream.blocks, index)):
+            if pre:
                 x_BTD = x_BTD + branch(_norm(config, norm, x_BTD))
             else:
                 x_BTD = _norm(config, norm, x_BTD + branch(x_BTD))
-    return _norm(config, stream.final_norm, x_BTD) if config.norm_position == 'pre' else x_BTD
+    return _norm(config, stream.final_norm, x_BTD) if pre else x_BTD
+
+
+def _mlp(activation, mlp, z_BTD) -> np.ndarray:
+    hidden_BTF = z_BTD @ _array(mlp.w_in_DF) + _bias(mlp.b_in_F)
+    if activation in GATES:
+        gate_BTF = z_BTD @ _array(mlp.w_gate_DF) + _bias(mlp.b_gate_F)
+        hidden_BTF = GATES[activation](gate_BTF) * hidden_BTF
+    else:
+        hidden_BTF = ACTIVATIONS[activation](hidden_BTF)
+    return hidden_BTF @ _array(mlp.w_out_FD) + _bias(mlp.b_out_D)
 
 
 def _embed(stream, tokens_BT, segments_BT, table_VD=None) -> np.ndarray:

@@ -12,6 +12,9 @@ from qkattn.config import ModelConfig
 from qkattn.model.blocks import MLP, Block, gelu
 
 exact = functools.partial(jax.nn.gelu, approximate=False)
+SIZES = {'d_model': 16, 'num_layers': 2, 'num_heads': 2, 'd_ff': 16}
+X_BTD = np.random.default_rng(1).standard_normal((2, 7, 16)).astype(np.float32)
+KEY = jax.random.key(7)
 
 
 @pytest.mark.parametrize('order', [lambda f: f, jax.grad], ids=['forward', 'backward'])
@@ -27,11 +30,6 @@ def test_gelu_is_exact_and_rounded_once_in_bfloat16(order):
     assert half_F.dtype == jnp.bfloat16
     expected_F = jax.vmap(order(exact))(x_F.astype(jnp.float32))
     np.testing.assert_allclose(half_F.astype(jnp.float32), expected_F, rtol=2**-8, atol=1e-6)
-
-
-SIZES = {'d_model': 16, 'num_layers': 2, 'num_heads': 2, 'd_ff': 16}
-X_BTD = np.random.default_rng(1).standard_normal((2, 7, 16)).astype(np.float32)
-KEY = jax.random.key(7)
 
 
 def branch(part: str, key=None, **fields):

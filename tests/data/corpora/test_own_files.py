@@ -5,10 +5,8 @@ from qkattn.data.corpora.corpus_registry import find
 from tests.data.datasets import documents
 from tests.refusals import refused
 
-PAIRS = {
-    **{'train.en': 'one\ntwo\n', 'train.de': 'eins\nzwei\n'},
-    **{'validation.en': 'three\n', 'validation.de': 'drei\n'},
-}
+PAIRS = {'train.en': 'one\ntwo\n', 'train.de': 'eins\nzwei\n'}
+PAIRS |= {'validation.en': 'three\n', 'validation.de': 'drei\n'}
 
 
 def opened(directory, files, name='text', **settings):

@@ -14,7 +14,6 @@ from qkattn.data.corpora.corpus_registry import find
 from tests.refusals import refused
 
 ROOT = Path(sysconfig.get_path('stdlib'))
-REQUIREMENTS = Path(__file__).parents[3] / 'requirements.txt'
 PACKAGES = DataConfig(name='packages')
 
 
@@ -43,7 +42,8 @@ def test_stdlib_is_the_library_without_tests_and_tables(stdlib):
 
 
 def test_packages_are_text_that_is_neither_a_test_nor_made_for_a_platform():
-    pinned = re.findall(r'^([\w.-]+)==', REQUIREMENTS.read_text().split('# Tests')[0], re.M)
+    requirements = Path(__file__).parents[3].joinpath('requirements.txt').read_text()
+    pinned = re.findall(r'^([\w.-]+)==', requirements.split('# Tests')[0], re.M)
     assert set(python_text.DISTRIBUTIONS) <= set(pinned)
     names = find(PACKAGES).names
     assert names('test') == sorted(set(names('test'))) and len(names('test')) >= 100
