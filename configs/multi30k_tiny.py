@@ -4,7 +4,8 @@ Source: Wu et al., "Good for Misconceived Reasons: An Empirical Revisiting on th
 Context in Multimodal Machine Translation" (ACL 2021), section 5: 4 + 4 layers of width 128, 4
 heads, FFN 256, dropout 0.3, shared embeddings, post-norm, inverse square root schedule with peak
 0.005 after 2,000 steps, label smoothing 0.1, about 4,096 tokens per batch, up to 8,000 updates,
-beam 5, joint BPE of 10,000 merges, average of the last 10 checkpoints (not done here).
+beam 5, joint BPE of 10,000 merges, average of the last 10 checkpoints
+(experiments.translate --average=10; the figures below are of one).
 
     python -m experiments.train --config=configs/multi30k_tiny.py --workdir=runs/multi30k_tiny
 
@@ -65,6 +66,7 @@ def get_config():
                 log_every=10,
                 eval_every=100,
                 checkpoint_every=100,
+                keep=10,
             ),
             trials=TrialsConfig(learning_rates=(5e-3,), weight_decays=(0.0,)),
             decode=DecodeConfig(beam=5, length_penalty=1.0),

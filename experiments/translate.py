@@ -5,7 +5,8 @@ python -m experiments.translate runs/phrases --file=input.en --out=output.de
 python -m experiments.translate runs/phrases --score=test
 
 Input and output have one sentence per line. The newest checkpoint of the run is used, so that a run
-can be scored while it trains. Flags override the run's settings of the beam search.
+can be scored while it trains, or the mean of the newest: --average=5, of a run that keeps as many
+(train.keep=5). Flags override the run's settings of the beam search.
 """
 
 import dataclasses
@@ -37,13 +38,16 @@ LENGTH_PENALTY = flags.DEFINE_float('length_penalty', None, 'a in score / length
 MAX_SOURCES = flags.DEFINE_integer(
     'max_sources', None, 'Number of sentences to score; default: all.'
 )
+AVERAGE = flags.DEFINE_integer(
+    'average', 1, 'Newest checkpoints whose parameters are averaged.', lower_bound=1
+)
 
 
 def main() -> None:
     keep_programs()
     if SOURCE.value is None:
         raise ConfigError('--source=DIRECTORY is required')
-    source = loading.load(SOURCE.value)
+    source = loading.load(SOURCE.value, average=AVERAGE.value)
     config, model = source.config, source.models[source.check_trial(TRIAL.value)]
     if config is None:
         raise ConfigError(f'--source={SOURCE.value} is not the directory of a training run')

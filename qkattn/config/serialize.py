@@ -27,7 +27,9 @@ SCHEMAS: dict[str, dict[str, dict[str, Any]]] = json.loads(FILE.read_text(encodi
 # {field: {value: as it is stored}}, of values that schema 1 wrote in another form.
 STORED_AS: dict[str, dict[str, Any]] = {'remat': {'none': False, 'full': True}}
 # Settings that do not change what a run computes, of which each worker of a study may have its own.
-OF_MACHINE = ('mesh', 'data.data_dir', 'data.manual_dir', 'train.sinks', 'model.kernel')
+OF_MACHINE = (
+    *('mesh', 'data.data_dir', 'data.manual_dir', 'train.sinks', 'train.keep', 'model.kernel'),
+)
 
 
 @functools.cache

@@ -66,22 +66,27 @@ class Loaded:
         return f'Loaded({model.kind} {model.variant}, {size}, {at})'
 
 
-def load(source: str | os.PathLike[str], *, num_heads: int | None = None) -> Loaded:
+def load(
+    source: str | os.PathLike[str], *, num_heads: int | None = None, average: int = 1
+) -> Loaded:
     """The run or the one model at `source`, whose kind follows from its files.
 
     `source` is a run directory or a directory of exported parameters; a directory or .safetensors
     file of a GPT-2 in the Hugging Face layout; or a nanoGPT .pt checkpoint. `num_heads` is for
-    published files without a config. ConfigError if it is none of these, damaged or of another
+    published files without a config, and `average` the newest checkpoints of a run whose parameters
+    are averaged. ConfigError if it is none of these, damaged or of another
     layout; CheckpointError if every checkpoint of the run is damaged.
     """
     path = as_path(source)
     if not path.exists():
         raise ConfigError(f'{path} does not exist')
     if exported.is_run(path):
-        config, step, stack = exported.load_stack(absolute(path))
+        config, step, stack = exported.load_stack(absolute(path), average)
         trials, alive = config.trials.trials(), stack['alive'].tolist()
         params = [jax.tree.map(operator.itemgetter(x), stack['params']) for x in range(len(trials))]
         return Loaded(path, config.model, params, trials, alive, config, step)
+    if average != 1:
+        raise ConfigError(f'average={average} is for checkpoints of a run, and {path} is none')
     if path.suffix == '.pt':
         model = load_nanogpt(path, num_heads=num_heads)
     elif path.is_file() or (

@@ -48,17 +48,17 @@ logging.getLogger('absl').addFilter(lambda record: 'directory is read only' not 
 
 
 class Checkpoints:
-    """The checkpoints of a run: the newest two and the one with the best validation loss.
+    """The checkpoints of a run: the newest `keep` and the one with the best validation loss.
 
     `save` returns when the state is copied; a step exists once it is complete on disk. Training has
     waited for `stall_seconds`, over all starts.
     """
 
-    def __init__(self, directory: Path, *, read_only: bool = False):
+    def __init__(self, directory: Path, *, keep: int = 2, read_only: bool = False):
         """Opens `directory` (absolute); unless read only, clears its trash and unfinished saves."""
         self.directory, self.stall_seconds, self._read_only = directory, 0.0, read_only
         best = preservation_policy.BestN(get_metric_fn=_rank, reverse=True, n=1)
-        kept = preservation_policy.AnyPreservationPolicy([preservation_policy.LatestN(2), best])
+        kept = preservation_policy.AnyPreservationPolicy([preservation_policy.LatestN(keep), best])
         options = ocp.CheckpointManagerOptions(
             best_fn=_rank,  # without it no metrics are saved
             preservation_policy=kept,
@@ -110,6 +110,11 @@ class Checkpoints:
         Of a target {} it reads the record alone. Raises CheckpointError where every checkpoint is
         damaged, or a later version wrote the newest one.
         """
+        return next(self.sound(target), None)
+
+    def sound(self, target: dict) -> Iterator[tuple[dict, dict[str, Any]]]:
+        """All sound checkpoints, the newest first; as `restore`."""
+        num_sound = 0
         steps = self._on_owner(lambda: sorted(self._manager.all_steps(), reverse=True))
         for step in steps:
             state: dict = {}
@@ -118,15 +123,16 @@ class Checkpoints:
                 state, damage = self._state_of(step, target)
             if damage is None:
                 self.stall_seconds = record.get('checkpoint_seconds', 0.0)
-                return state, record
+                num_sound += 1
+                yield state, record
+                continue
             _name_damaged(step, damage)
         aside = self._on_owner(lambda: any(self.directory.glob(f'*{SET_ASIDE}')))
-        if steps or aside:
+        if not num_sound and (steps or aside):
             raise CheckpointError(
                 f'every checkpoint in {self.directory} is damaged; restore one from a copy or use '
                 'another workdir'
             )
-        return None
 
     def _record_of(self, step: int) -> tuple[dict[str, Any] | None, str | None]:
         """(record, None), or (None, what is wrong with it)."""

@@ -6,6 +6,7 @@ directory/qkattn.json         {"model": fields of ModelConfig, "origin": where i
 """
 
 import contextlib
+import itertools
 import logging
 import os
 import zlib
@@ -102,15 +103,28 @@ def _crc32s(flat: dict[str, np.ndarray]) -> dict[str, int]:
     return {name: zlib.crc32(leaf.tobytes()) for name, leaf in sorted(flat.items())}
 
 
-def load_stack(path: Path) -> tuple[Config, int, dict]:
-    """Settings, step and trials (as in `train.step`, stacked) of a run's newest checkpoint."""
+def load_stack(path: Path, average: int = 1) -> tuple[Config, int, dict]:
+    """Settings, step and trials (as in `train.step`, stacked) of a run's newest checkpoint.
+
+    The parameters are the mean of the newest `average` checkpoints (Vaswani et al. 2017, section
+    6.1); ConfigError if there are fewer.
+    """
     config = from_json(Config, read_json(path / 'config.json', CONFIG)['config'])
     seeds = jnp.zeros(len(config.trials.trials()), jnp.uint32)
     target = jax.eval_shape(lambda: init_stack(config, seeds))
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     target = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), target)
     with contextlib.closing(Checkpoints(path / 'checkpoints', read_only=True)) as checkpoints:
-        restored = checkpoints.restore(target)
-    if restored is None:
+        states = [state for state, _ in itertools.islice(checkpoints.sound(target), average)]
+    if not states:
         raise ConfigError(f'{path} has no checkpoint yet')
-    return config, int(restored[0]['step']), restored[0]['trials']
+    if len(states) < average:
+        raise ConfigError(
+            f'average={average}, but {path} has {len(states)} sound checkpoints; train.keep, which '
+            f'is {config.train.keep} there, says how many stay'
+        )
+    newest = states[0]['trials']
+    params = jax.tree.map(
+        lambda *leaves: sum(leaves) / average, *(state['trials']['params'] for state in states)
+    )
+    return config, int(states[0]['step']), {**newest, 'params': params}

@@ -97,7 +97,9 @@ def train(
         def taken_over() -> bool:
             return agreement.owner() and (lost() or directory.lost())
 
-        with contextlib.closing(Checkpoints(path / 'checkpoints')) as checkpoints:
+        with contextlib.closing(
+            Checkpoints(path / 'checkpoints', keep=config.train.keep)
+        ) as checkpoints:
             with progress.phase('initializing'):
                 stack, record = start_stack(config, compiled, rows, checkpoints)
             metrics = directory.metrics

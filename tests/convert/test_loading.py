@@ -54,6 +54,30 @@ def test_exported_parameters_load_as_one_model(trained, tmp_path):
     assert one.model.config == run.model_config
 
 
+def test_the_newest_checkpoints_of_a_run_are_averaged(trained, tmp_path):
+    directory = shutil.copytree(trained[0], tmp_path / 'run')
+    config, _, stack = exported.load_stack(directory)
+    for step, factor in ((6, 3.0), (8, 5.0)):
+        params = jax.tree.map(lambda leaf, factor=factor: factor * leaf, stack['params'])
+        state = init_stack(config, jnp.arange(2, dtype=jnp.uint32))
+        trials = {**state['trials'], 'params': params, 'alive': jnp.array([True, step == 6])}
+        state |= {'trials': trials, 'step': jnp.int32(step)}
+        with contextlib.closing(Checkpoints(directory / 'checkpoints', keep=3)) as saved:
+            saved.save(step, state, {'data': {}, 'train_seconds': 0.0}, 1.0)
+    for average, factor in ((1, 5.0), (2, 4.0), (3, 3.0)):
+        run = load(directory, average=average)
+        assert run.step == 8 and run.alive == [True, False]
+        for leaf, first in zip(
+            *map(jax.tree.leaves, (run.params[1], load(trained[0]).params[1])), strict=True
+        ):
+            np.testing.assert_allclose(leaf, factor * first, rtol=1e-6)
+    with pytest.raises(ConfigError, match='average=4, but .* has 3 sound checkpoints; train.keep'):
+        load(directory, average=4)
+    exported.save(tmp_path / 'w', config.model, run.params[0], origin={})
+    with pytest.raises(ConfigError, match='average=2 is for checkpoints of a run'):
+        load(tmp_path / 'w', average=2)
+
+
 @pytest.mark.parametrize(
     ('removed', 'message'),
     [

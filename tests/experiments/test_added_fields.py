@@ -10,7 +10,7 @@ from tests.experiments import conftest
 ROOT = Path(__file__).parents[2]
 ADDED = {
     'model_config.py': ('ModelConfig', "lately: str = setting('as_before', 'Of scores.')"),
-    'run_config.py': ('TrainConfig', "keep: int = setting(2, 'Checkpoints kept.', least=1)"),
+    'run_config.py': ('TrainConfig', "retries: int = setting(2, 'Of saves.', least=1)"),
     'study_config.py': ('Study', "correction: str = setting('holm', 'Of p values.')"),
 }
 FLAGS = ('--config=study.py', '--workdir=out', '--config.base.trials.seeds=(0,)')
@@ -47,16 +47,16 @@ def test_a_study_is_resumed_after_fields_were_added(script, later, tmp_path):
     again = script('ablate', *FLAGS)
     assert again.returncode == 0, again.stderr
     assert {path: path.read_bytes() for path in out.rglob('*.json*')} == before  # no run was opened
-    other = script('ablate', *FLAGS, '--config.base.train.keep=3')
-    assert other.returncode == 2 and 'base.train.keep: 2 -> 3\n' in other.stderr, other.stderr
+    other = script('ablate', *FLAGS, '--config.base.train.retries=3')
+    assert other.returncode == 2 and 'base.train.retries: 2 -> 3\n' in other.stderr, other.stderr
     run = next(out.glob('runs/qk-vo*'))
     assert script('train', '--config=run.py', f'--workdir={run}').returncode == 2
-    accepted = script('ablate', *FLAGS, '--config.base.train.keep=3', '--accept_changes')
+    accepted = script('ablate', *FLAGS, '--config.base.train.retries=3', '--accept_changes')
     assert accepted.returncode == 0, accepted.stderr
     assert len(list(out.glob('runs/*/result.json'))) == 4
-    assert '"changes": ["base.train.keep: 2 -> 3"]' in (out / 'ledger.jsonl').read_text()
+    assert '"changes": ["base.train.retries: 2 -> 3"]' in (out / 'ledger.jsonl').read_text()
     # The version without the field names it.
     conftest.ROOT = ROOT
     old = script('ablate', *FLAGS)
     assert old.returncode == 2
-    assert 'plan.jsonl has an unknown field train.keep=3; use the newer version' in old.stderr
+    assert 'plan.jsonl has an unknown field train.retries=3; use the newer version' in old.stderr

@@ -65,6 +65,9 @@ def test_text_and_files_are_translated_line_by_line(script_here, run, tmp_path):
     assert (tmp_path / 'out.xx').read_text() == f'{bad}\n\n\n{cafe}\n'
     assert cafe not in out('--text=bad\ncafe', '--trial=1', '--beam=1')
 
+    done = script_here('translate', source, '--text=bad', '--average=2')
+    assert done.returncode == 2 and f'average=2, but {run[0]} has 1 sound' in done.stderr
+
     done = script_here('translate', source, '--text=bad', '--out=out.xx')
     assert done.returncode == 2 and '--out=out.xx exists' in done.stderr
     assert (tmp_path / 'out.xx').read_text().startswith(bad)

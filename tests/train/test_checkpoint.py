@@ -126,6 +126,15 @@ def test_the_time_that_training_waits_is_summed_over_starts(tmp_path):
         assert 0 < saved == second.stall_seconds < first.stall_seconds
 
 
+def test_as_many_stay_as_are_to_be_kept_and_are_read_from_the_newest(tmp_path):
+    with contextlib.closing(Checkpoints(tmp_path, keep=3)) as saved:
+        for step in range(1, 7):
+            saved.save(step, state_of(step), RECORD, float(step))
+        saved.wait()
+        steps = [int(state['step']) for state, _ in saved.sound(target_on())]
+    assert steps == [6, 5, 4, 1]
+
+
 def test_the_newest_two_and_the_best_stay(tmp_path):
     """A step that is written again can be superseded again; diverged steps rank last."""
     save(tmp_path, 3, 5)
