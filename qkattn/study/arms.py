@@ -104,7 +104,8 @@ def build_arms(study: Study) -> list[MatchedArm]:
     if errors := [error for of_size in refused.values() for _, error in of_size]:
         coarse = all(isinstance(error, CoarseError) for error in errors)
         remedy = [_remedy(study, refused)] if coarse else []
-        refusal = MatchError('\n'.join([*map(str, errors), *remedy]))
+        separator = '\n' if len(errors) > 1 else '; '
+        refusal = MatchError(separator.join([*map(str, errors), *remedy]))
         refusal.matched = tuple(arms)
         raise refusal
     seen: dict[ModelConfig, MatchedArm] = {}
