@@ -1,11 +1,13 @@
-"""Real processes for the tests that kill and signal them; umasks, modes and limits of files."""
+"""Real processes, and jobs of several, for the tests that kill and signal them; modes of files."""
 
 import contextlib
 import os
 import resource
+import socket
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +23,50 @@ def start_python(source: str, *arguments: object, **variables: str) -> subproces
         text=True,
         env={**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu', **variables},
     )
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(('127.0.0.1', 0))
+        return listener.getsockname()[1]
+
+
+def environments(count: int) -> list[dict[str, str]]:
+    """The explicit triple of each process of a job."""
+    job = {'JAX_COORDINATOR_ADDRESS': f'127.0.0.1:{free_port()}', 'JAX_NUM_PROCESSES': str(count)}
+    return [job | {'JAX_PROCESS_ID': str(rank)} for rank in range(count)]
+
+
+def start_job(source: str, count: int, *arguments: object, **variables: str) -> list:
+    """Starts `count` processes of a job that run `source`."""
+    return [
+        start_python(source, *arguments, **environment, **variables)
+        for environment in environments(count)
+    ]
+
+
+def ended(processes: list, timeout: float = 120) -> list[tuple[int, str, str]]:
+    """Exit code, standard output and standard error of each process of a job."""
+    try:
+        texts = [process.communicate(timeout=timeout) for process in processes]
+        return [(one.returncode, *text) for one, text in zip(processes, texts, strict=True)]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def until(holds, seconds: float = 120, why=lambda: 'it did not happen') -> None:
+    """Waits for a condition."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, why()
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] not in 'ZX'
+    return False
 
 
 @contextlib.contextmanager

@@ -144,7 +144,10 @@ def started() -> None:
 
 
 def end(code: int, sentence: str) -> NoReturn:
-    """Ends the process from any thread, after a write in progress; leases are released."""
+    """Ends the process from any thread, after a write in progress; leases are released.
+
+    Results are printed before the others know of it, and may end this process, too.
+    """
     # A write that hangs, with its file system, must not keep the process.
     no_interrupt.acquire(timeout=10.0)
     try:
@@ -152,9 +155,10 @@ def end(code: int, sentence: str) -> NoReturn:
         _say('\n' * os.isatty(2) + f'{sentence}\n')
         for call in exit_hooks[::-1]:
             call()
+        with contextlib.suppress(Exception):  # without a reader
+            sys.stdout.flush()
         if StopRequest.peers is not None:
             StopRequest.peers.announce(code, sentence)
-        sys.stdout.flush()
     finally:
         os._exit(code)
 

@@ -1,13 +1,14 @@
 """What processes agree on, in real jobs; the same calls in a process that is alone."""
 
 import json
+from unittest.mock import Mock
 
 import pytest
 
 from qkattn.errors import ConfigError, InUseError
 from qkattn.jobs import agreement
 from qkattn.jobs.agreement import owned, owner_first
-from tests.jobs.jobs import ended, start_job
+from tests.processes import ended, start_job
 
 JOB = """
     import json, time
@@ -85,13 +86,8 @@ def test_a_single_process_agrees_with_itself():
     agreement.barrier('here')
     assert issubclass(InUseError, ConfigError)  # ends with 2
     with pytest.raises(InUseError, match='held'):
-        owned(refuse)
-    assert owner_first(lambda: 7) == 7
-    assert owned(list) == []
-
-
-def refuse():
-    raise InUseError('held')
+        owned(Mock(side_effect=InUseError('held')))
+    assert owner_first(lambda: 7) == 7 and owned(list) == []
 
 
 def test_an_error_beside_an_object_that_does_nothing_stays_one(monkeypatch):

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from qkattn.jobs.signals import EXIT_CONFIG, EXIT_REQUEUE
-from tests.jobs.jobs import ended, start_job
+from tests.processes import ended, start_job
 
 # The main function of a script: `stage` is where the processes are when something happens.
 JOB = """
@@ -67,7 +67,7 @@ JOB = """
 
 def job_at(line, stage, failure='none'):
     """Two processes, each of which has printed a line."""
-    processes = start_job(JOB, 2, stage, failure)
+    processes = start_job(JOB, 2, stage, failure, PYTHONUNBUFFERED='')
     for process in processes:
         assert f'{line}\n' in process.stdout, process.stderr.read()
     return processes
@@ -89,7 +89,7 @@ def test_all_stop_at_the_same_step(to, number):
     assert [code for code, _, _ in results] == [EXIT_REQUEUE] * 2, results
     errors = ''.join(error for _, _, error in results)
     assert len(set(re.findall(r'stopped at step (\d+)', errors))) == 1, results
-    assert results[1][1] == ''  # process 0 alone prints results
+    assert [out for _, out, _ in results] == ['a result\n', '']  # process 0 alone prints results
 
 
 def test_a_process_that_exits_while_it_looks_at_the_others_exits_with_0():

@@ -117,10 +117,13 @@ def test_exit_on_signal_cuts_no_file_and_keeps_no_lease(held, exit_code, printed
 
 
 END = """
-    import sys, threading, time
+    import os, sys, threading, time, types
     from pathlib import Path
     from qkattn.jobs import signals
 
+    announce = lambda *ended: os.write(1, f'{ended}'.encode())
+    signals.StopRequest.peers = types.SimpleNamespace(announce=announce)
+    print('a result')
     with signals.no_interrupt:
         threading.Thread(target=signals.end, args=(signals.EXIT_REQUEUE, 'ended')).start()
         time.sleep(0.5)
@@ -129,8 +132,9 @@ END = """
 """
 
 
-def test_a_thread_that_ends_the_process_waits_for_a_write(tmp_path):
-    process = start_python(END, tmp_path / 'file')
-    _, errors = process.communicate(timeout=60)
+def test_a_thread_that_ends_the_process_waits_for_a_write_and_prints_results_first(tmp_path):
+    """The others of a job, once they know of it, may end this process, too."""
+    process = start_python(END, tmp_path / 'file', PYTHONUNBUFFERED='')
+    printed, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (EXIT_REQUEUE, 'ended\n')
-    assert (tmp_path / 'file').read_text() == 'whole'
+    assert printed == "a result\n(75, 'ended')" and (tmp_path / 'file').read_text() == 'whole'

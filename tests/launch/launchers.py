@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from tests.processes import ROOT
@@ -81,13 +80,6 @@ def stand_in(path: Path, text: str) -> Path:
 def before_path(folder: Path) -> dict[str, str]:
     """The environment in which the programs of a folder come first."""
     return {**os.environ, 'PATH': f'{folder}:{os.environ["PATH"]}'}
-
-
-def until(holds, seconds: float = 30, why=lambda: 'it did not happen') -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, why()
-        time.sleep(0.05)
 
 
 def starts(home: Path) -> list[dict]:

@@ -1,25 +1,27 @@
-"""A private Slurm of several nodes on loopback, for one user, without an installation of its own.
+"""A private Slurm of two nodes on loopback, for one user, without an installation of its own.
 
 The controller and one daemon per node run as this user, without munge, cgroups or accounting.
 Nodes are named by their addresses, 127.0.0.1 and so on: JAX takes the name of a job's first node
 for the address of the coordinator.
 """
 
+import contextlib
 import os
 import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from getpass import getuser
 from pathlib import Path
 
-from tests.jobs.jobs import free_port
-from tests.launch.launchers import LAUNCH, until
+from tests.launch.launchers import LAUNCH
+from tests.processes import free_port, until
 
-PROGRAMS = ('slurmctld', 'slurmd', 'slurmstepd', 'sbatch', 'srun', 'scontrol', 'squeue', 'scancel')
-NODES = 2
 SEARCHED = os.pathsep.join([os.environ.get('PATH', ''), '/usr/sbin', '/sbin'])
+NAMES = ('slurmctld', 'slurmd', 'slurmstepd', 'sbatch', 'srun', 'scontrol', 'squeue', 'scancel')
+PROGRAMS = {name: shutil.which(name, path=SEARCHED) for name in NAMES}
+NODES = ('127.0.0.1', '127.0.0.2')
 
 CONF = """\
 ClusterName=private
@@ -51,16 +53,48 @@ PreemptMode=REQUEUE
 PartitionName=low Nodes=ALL Default=YES State=UP PriorityTier=1
 PartitionName=high Nodes=ALL State=UP PriorityTier=10 PreemptMode=OFF
 """
-NODE = 'NodeName=127.0.0.{n} NodeHostname={host} NodeAddr=127.0.0.{n} Port={port} CPUs=2\n'
+NODE = 'NodeName={node} NodeHostname={host} NodeAddr={node} Port={port} CPUs=2\n'
 
 
-def missing() -> list[str]:
-    """The programs of Slurm that this machine lacks."""
-    return [name for name in PROGRAMS if shutil.which(name, path=SEARCHED) is None]
+@contextlib.contextmanager
+def started(root: Path) -> Iterator['Cluster']:
+    """A cluster whose nodes are idle, until the end of the block, as all that runs on it."""
+    cluster, host = Cluster(root), socket.gethostname().partition('.')[0]
+    (root / 'state').mkdir(parents=True)
+    text = CONF.format(root=root, host=host, port=free_port(), user=getuser())
+    # Packages that were unpacked and not installed have their plugins beside their programs.
+    for plugins in Path(PROGRAMS['slurmctld']).parents[1].glob('lib/*/slurm-wlm'):
+        text += f'PluginDir={plugins}\n'
+    text += ''.join(NODE.format(node=node, host=host, port=free_port()) for node in NODES)
+    (root / 'slurm.conf').write_text(text)
+    commands = [('slurmctld', '-D', '-i')]
+    for node in NODES:
+        (root / f'spool-{node}').mkdir()
+        commands.append(('slurmd', '-D', '-d', PROGRAMS['slurmstepd'], '-N', node))
+    # A test run that is killed takes its daemons with it.
+    tied = ['setpriv', '--pdeathsig', 'TERM'] if shutil.which('setpriv') else []
+    with open(root / 'daemons.log', 'ab') as log:
+        streams = {'stdin': subprocess.DEVNULL, 'stdout': log, 'stderr': log}
+        daemons = [
+            subprocess.Popen([*tied, PROGRAMS[name], *rest], env=cluster.environment, **streams)
+            for name, *rest in commands
+        ]
+    idle = ['sinfo', '-h', '-p', 'low', '-t', 'idle', '-o', '%D']
+    try:
+        until(lambda: cluster.call(*idle, check=False).strip() == '2', 60, cluster.logs)
+        yield cluster
+    finally:
+        jobs = cluster.call('squeue', '-h', '-o', '%A', check=False).split()
+        cluster.call('scancel', '--signal=KILL', '--full', *jobs, check=False)
+        cluster.call('scancel', *jobs, check=False)
+        until(lambda: not cluster.call('squeue', '-h', check=False).strip(), 30, cluster.logs)
+        for daemon in reversed(daemons):
+            daemon.terminate()
+            daemon.wait()
 
 
 class Cluster:
-    """A started cluster of nodes with 2 CPUs; a context that stops it with all that runs on it."""
+    """Programs of Slurm that talk to the daemons of a directory."""
 
     def __init__(self, root: Path):
         self.root = root
@@ -69,55 +103,10 @@ class Cluster:
             'PATH': SEARCHED,
             'SLURM_CONF': str(root / 'slurm.conf'),
         }
-        self.daemons: list[subprocess.Popen] = []
         self.let_go: set[tuple[object, str]] = set()
 
-    def __enter__(self) -> 'Cluster':
-        root, host = self.root, socket.gethostname().partition('.')[0]
-        (root / 'state').mkdir(parents=True)
-        port, *ports = (free_port() for _ in range(1 + NODES))
-        text = CONF.format(root=root, host=host, port=port, user=getuser())
-        controller = Path(str(shutil.which('slurmctld', path=SEARCHED)))
-        # Packages that were unpacked and not installed have their plugins beside their programs.
-        for plugins in controller.parents[1].glob('lib/*/slurm-wlm'):
-            text += f'PluginDir={plugins}\n'
-        for n, of_node in enumerate(ports, 1):
-            text += NODE.format(n=n, host=host, port=of_node)
-        (root / 'slurm.conf').write_text(text)
-        self._start('slurmctld', '-D', '-i')
-        stepd = str(shutil.which('slurmstepd', path=SEARCHED))
-        for n in range(1, 1 + NODES):
-            (root / f'spool-127.0.0.{n}').mkdir()
-            self._start('slurmd', '-D', '-d', stepd, '-N', f'127.0.0.{n}')
-        idle = ['sinfo', '-h', '-p', 'low', '-t', 'idle', '-o', '%D']
-        try:
-            until(lambda: self.call(*idle, check=False).strip() == str(NODES), 60, self.logs)
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def _start(self, program: str, *arguments: str) -> None:
-        # A test run that is killed takes its daemons with it.
-        tied = ['setpriv', '--pdeathsig', 'TERM'] if shutil.which('setpriv') else []
-        with open(self.root / 'daemons.out', 'ab') as out:
-            command = [*tied, str(shutil.which(program, path=SEARCHED)), *arguments]
-            streams = {'stdin': subprocess.DEVNULL, 'stdout': out, 'stderr': out}
-            self.daemons.append(subprocess.Popen(command, env=self.environment, **streams))
-
-    def __exit__(self, *exc_info: object) -> None:
-        jobs = self.call('squeue', '-h', '-o', '%A', check=False).split()
-        if jobs:
-            self.call('scancel', '--signal=KILL', '--full', *jobs, check=False)
-            self.call('scancel', *jobs, check=False)
-            until(lambda: not self.call('squeue', '-h', check=False).strip(), 30, self.logs)
-        for daemon in reversed(self.daemons):
-            daemon.terminate()
-        for daemon in self.daemons:
-            daemon.wait()
-
     def call(self, *command: object, check: bool = True, **keywords: object) -> str:
-        """What a program prints, with this cluster as the one that Slurm's programs talk to."""
+        """What a program prints."""
         done = subprocess.run(
             [str(part) for part in command],
             **{'env': self.environment, 'capture_output': True, 'text': True} | keywords,
@@ -125,28 +114,25 @@ class Cluster:
         assert not check or done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def job(self, job: object) -> dict[str, str]:
-        """The fields of a job, or of a task of an array as in '7_1'."""
-        text = self.call('scontrol', '-o', 'show', 'job', job)
-        return dict(re.findall(r'(\w+)=(.*?)(?= \w+=|$)', text))
-
     def wait(self, job: object, condition: Callable[[dict[str, str]], object]) -> dict[str, str]:
-        """The fields of a job once they satisfy a condition.
+        """The fields of a job, or of a task of an array as in '7_1', once they meet a condition.
 
         A requeued job would wait two minutes before it may start; here it starts after two seconds:
         daemons refuse one that starts in the second in which it was ended.
         """
+        fields: dict[str, str] = {}
 
         def met() -> object:
-            fields = self.job(job)
+            text = self.call('scontrol', '-o', 'show', 'job', job)
+            fields.update(re.findall(r'(\w+)=(.*?)(?= \w+=|$)', text))
             start = (job, fields['Restarts'])
             if fields['Reason'] == 'BeginTime' and start not in self.let_go:
                 self.let_go.add(start)
                 self.call('scontrol', 'update', f'JobId={job}', 'StartTime=now+2', check=False)
             return condition(fields)
 
-        until(met, 900, lambda: f'{self.job(job)}\n{self.logs()}')
-        return self.job(job)
+        until(met, 900, lambda: f'{fields}\n{self.logs()}')
+        return fields
 
     def end(self, job: object) -> tuple[str, str, int]:
         """State, exit code and number of restarts of a job that has come to its end."""
@@ -156,8 +142,7 @@ class Cluster:
 
     def logs(self) -> str:
         """The last lines of every daemon's log."""
-        files = sorted([*self.root.glob('*.log'), self.root / 'daemons.out'])
-        texts = {p.name: p.read_text(errors='replace') for p in files if p.exists()}
+        texts = {path.name: path.read_text(errors='replace') for path in self.root.glob('*.log')}
         return '\n'.join('\n'.join([n, *text.splitlines()[-15:]]) for n, text in texts.items())
 
 

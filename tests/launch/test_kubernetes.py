@@ -68,14 +68,11 @@ def outcome(manifest: dict, code: int, disrupted: bool = False) -> str:
     """What follows when a pod ends: the rules, as the controllers of Job and JobSet apply them."""
     job, action, message = job_of(manifest), 'Count', ''
     for k, rule in enumerate(job['podFailurePolicy']['rules']):
-        if code in rule.get('onExitCodes', {'values': []})['values']:
-            action, message = rule['action'], f'failed with exit code {code}'
-        elif disrupted and 'onPodConditions' in rule:
-            action, message = rule['action'], 'has condition DisruptionTarget'
-        else:
-            continue
-        message += f' matching {action} rule at index {k}'
-        break
+        codes = rule.get('onExitCodes', {'values': []})['values']
+        if code in codes or (disrupted and 'onPodConditions' in rule):
+            why = f'failed with exit code {code}' if codes else 'has condition DisruptionTarget'
+            action, message = rule['action'], f'{why} matching {rule["action"]} rule at index {k}'
+            break
     if manifest['kind'] == 'Job':
         return action
     assert job['backoffLimit'] == 0

@@ -1,6 +1,5 @@
 """launch/local.py: command lines; and jobs of small stand-ins for qkattn's processes."""
 
-import contextlib
 import os
 import re
 import signal
@@ -10,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.launchers import LAUNCH, PROGRAM, dry_run, stand_in, starts, until
+from tests.launch.launchers import LAUNCH, PROGRAM, dry_run, stand_in, starts
+from tests.processes import is_running, until
 
 TRAIN = ('train', '--config=small', '--workdir=runs/small')
 
@@ -27,12 +27,6 @@ def start(directory: Path, plan: str, *flags: str) -> subprocess.Popen:
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def alive(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f'/proc/{pid}/stat').read_text().split()[2] != 'Z'
-    return False
 
 
 def test_a_dry_run_prints_what_would_be_started():
@@ -92,4 +86,4 @@ def test_all_may_save_and_who_does_not_end_in_time_is_killed(plan, number, code,
         job.send_signal(number)
     out, errors = job.communicate(timeout=30)
     assert (job.returncode, out.count('saved')) == (code, saved), errors
-    until(lambda: not any(alive(pid) for start in starts(tmp_path) for pid in start['pids']))
+    until(lambda: not any(is_running(pid) for start in starts(tmp_path) for pid in start['pids']))

@@ -6,62 +6,54 @@ Its jobs run stand-ins for qkattn; a slow one trains.
 import contextlib
 import os
 import re
+import shlex
 import signal
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from tests.launch import launchers
+from tests.launch import launchers, slurm
 from tests.launch.launchers import AWKWARD, ROOT, dry_run
-from tests.launch.slurm import Cluster, Jobs, missing
+from tests.launch.slurm import Jobs
 from tests.train.conftest import assert_same_run
 
 TRAIN = ('--', 'train', '--config=small', '--workdir=runs/small')
 
 
-def submitted(tmp_path: Path, *arguments: str) -> tuple[dict[str, str], list[str]]:
-    """Variables and arguments of the sbatch that a dry run prints, as a shell reads its line."""
-    at = arguments.index('--')
-    venv = {'QKATTN_VENV': str(tmp_path / 'a venv')}
-    text = dry_run('slurm', *arguments[:at], command=arguments[at + 1 :], **venv)
-    head, _, script = text.partition('\n\n# ')
-    assert script.partition('\n')[2] == (ROOT / 'launch/slurm.sbatch').read_text()
-    script = '#!/bin/sh\nenv >variables\nprintf "%s\\0" "$@" >arguments\n'
-    launchers.stand_in(tmp_path / 'sbatch', script)
-    environment = launchers.before_path(tmp_path)
-    subprocess.run(['bash', '-euc', head], cwd=tmp_path, env=environment, check=True)
-    lines = (tmp_path / 'variables').read_text().splitlines()
-    variables = dict(line.split('=', 1) for line in lines if line.startswith('QKATTN_'))
-    return variables, (tmp_path / 'arguments').read_text().split('\0')[:-1]
-
-
-def test_a_dry_run_prints_the_script_and_a_command_that_a_shell_can_run(tmp_path):
-    flags = ['--nodes=2', '--gpus_per_node=8', '--processes_per_node=4', '--job_name=a b']
-    variables, arguments = submitted(tmp_path, *flags, *TRAIN, *AWKWARD)
-    assert variables['QKATTN_VENV'] == str(tmp_path / 'a venv')
-    assert variables['QKATTN_RETRIES'] == '3'
-    options = ['--nodes=2', '--ntasks-per-node=4', '--gpus-per-node=8', '--job-name=a b']
-    script = str(ROOT / 'launch/slurm.sbatch')
-    assert arguments == [*options, script, *TRAIN[1:], *AWKWARD]
-    study = ('--', 'ablate', '--workdir', 'runs/study')
-    variables, arguments = submitted(tmp_path, '--workers=8', '--retries=0', *study)
-    assert variables['QKATTN_RETRIES'] == '0'
-    assert arguments[:3] == ['--nodes=1', '--ntasks-per-node=1', '--array=1-8']
-    assert arguments[4:] == list(study[1:])
+@pytest.mark.parametrize(
+    ('flags', 'command', 'retries', 'options'),
+    [
+        (
+            ('--nodes=2', '--gpus_per_node=8', '--processes_per_node=4', '--job_name=a b'),
+            (*TRAIN[1:], *AWKWARD),
+            3,
+            ['--nodes=2', '--ntasks-per-node=4', '--gpus-per-node=8', '--job-name=a b'],
+        ),
+        (
+            ('--workers=8', '--retries=0'),
+            ('ablate', '--workdir', 'runs/study'),
+            0,
+            ['--nodes=1', '--ntasks-per-node=1', '--array=1-8'],
+        ),
+    ],
+)
+def test_a_dry_run_prints_the_command_and_the_script(flags, command, retries, options):
+    text = dry_run('slurm', *flags, command=command, QKATTN_VENV='/a v')
+    line, script = text.split('\n\n# ')[0], ROOT / 'launch/slurm.sbatch'
+    assert text[len(line) + 4 :] == f'{script}\n{script.read_text()}'
+    variables = ['env', 'QKATTN_VENV=/a v', f'QKATTN_RETRIES={retries}']
+    assert shlex.split(line) == [*variables, 'sbatch', *options, str(script), *command]
 
 
 @pytest.fixture(scope='module')
 def cluster(tmp_path_factory):
     """A private Slurm of two nodes."""
-    if missing():
-        pytest.skip(
-            f'a private Slurm needs {", ".join(missing())} (Debian: slurmctld slurmd slurm-client)'
-        )
-    with Cluster(tmp_path_factory.mktemp('slurm') / 'cluster') as started:
-        yield started
+    if missing := [name for name, path in slurm.PROGRAMS.items() if path is None]:
+        pytest.skip(f'{", ".join(missing)} are missing (Debian: slurmctld slurmd slurm-client)')
+    with slurm.started(tmp_path_factory.mktemp('slurm') / 'cluster') as cluster:
+        yield cluster
 
 
 @pytest.fixture

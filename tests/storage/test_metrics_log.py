@@ -123,23 +123,23 @@ def test_a_log_is_rewound_to_what_a_checkpoint_has_kept_or_refused(path, damage,
     assert path.read_bytes() == b''.join(lines[:5]) and metrics.flush() == kept
 
 
-@pytest.mark.parametrize('change', ['removed', 'replaced', 'moved', 'edited'])
-def test_a_log_that_is_changed_while_it_is_open_is_refused(tmp_path, change):
+@pytest.mark.parametrize(
+    ('change', 'message'),
+    [
+        (lambda path: path.unlink(), r'run/metrics\.jsonl is gone'),
+        (lambda path: path.unlink() or path.write_text('other\n'), r'run/metrics\.jsonl is gone'),
+        (lambda path: path.parent.rename(path.parents[1] / 'moved'), 'run is gone'),
+        (lambda path: path.write_text(path.read_text().replace('1.5', '1.6')), 'line 1 is damaged'),
+    ],
+    ids=['removed', 'replaced', 'moved', 'edited'],
+)
+def test_a_log_that_is_changed_while_it_is_open_is_refused(tmp_path, change, message):
     path = tmp_path / 'run' / 'metrics.jsonl'
     path.parent.mkdir()
     metrics = MetricsFile(path)
     metrics.append({'step': 1, 'loss': 1.5})
-    if change == 'edited':
-        path.write_bytes(path.read_bytes().replace(b'1.5', b'1.6'))
-    elif change == 'moved':
-        path.parent.rename(tmp_path / 'moved')
-    else:
-        path.unlink()
-        if change == 'replaced':
-            path.write_text('other\n')
+    change(path)
     metrics.append({'step': 2})
-    gone = path.parent if change == 'moved' else path
-    message = 'line 1 is damaged' if change == 'edited' else f'^{gone} is gone'
     with pytest.raises(RunDirectoryError, match=message):
         metrics.check()
 

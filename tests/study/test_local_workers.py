@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import time
 import types
 
 import pytest
@@ -18,7 +17,7 @@ from qkattn.jobs import children, cli, machine, signals
 from qkattn.study import local_workers, plan, worker
 from qkattn.study.arms import build_arms
 from qkattn.study.local_workers import Remaining
-from tests.processes import ROOT
+from tests.processes import ROOT, is_running, until
 from tests.study.test_plan import STUDY
 
 # The parents are forked from a process that has imported everything.
@@ -77,21 +76,6 @@ def pids(path) -> list[int]:
     return [int(file.suffix[1:]) for file in path.glob('start*')]
 
 
-def wait_for(condition) -> None:
-    until = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.02)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        with open(f'/proc/{pid}/stat') as file:
-            return file.read().rpartition(')')[2].split()[0] not in 'ZX'
-    except OSError:
-        return False
-
-
 @pytest.mark.skipif(sys.platform != 'linux', reason='needs /proc')
 def test_workers_that_end_in_any_way(tmp_path):
     parents, ends = {}, {}
@@ -104,10 +88,10 @@ def test_workers_that_end_in_any_way(tmp_path):
         # A request reaches the parent alone, which passes it on; kill -9 cannot be passed on.
         for work, number in (('asked', signal.SIGTERM), ('killed', signal.SIGKILL)):
             path = tmp_path / work
-            wait_for(lambda path=path: len(pids(path)) == 3)
+            until(lambda path=path: len(pids(path)) == 3)
             os.kill(parents[work].pid, number)
             parents[work].join(60)
-            wait_for(lambda path=path: not any(map(is_running, pids(path))))
+            until(lambda path=path: not any(map(is_running, pids(path))))
         for work, process in parents.items():
             process.join(60)
             path = tmp_path / work

@@ -7,6 +7,7 @@ have. A study names the file when it is resumed or reported, and trains nothing 
 import dataclasses
 import json
 import shutil
+from unittest.mock import Mock
 
 import pytest
 
@@ -28,10 +29,8 @@ OF_PLANNED = ('config.json', 'provenance.json', 'metrics.jsonl', 'documents.json
 # Made again by every worker from the results of the runs.
 DERIVED = ('plan.jsonl', 'results.jsonl', 'orphans.jsonl')
 START = {'git': {'commit': 'a', 'dirty': False}, 'python': '3.11', 'versions': {}, 'devices': {}}
-TRIALS = TrialsConfig(seeds=(0, 1), learning_rates=(4e-3,), weight_decays=(0.1,))
-SMALL = dataclasses.replace(
-    STUDY, base=dataclasses.replace(STUDY.base, trials=TRIALS), tuning=TuningConfig()
-)
+BASE = dataclasses.replace(STUDY.base, trials=TrialsConfig(seeds=(0, 1), learning_rates=(4e-3,)))
+SMALL = dataclasses.replace(STUDY, base=BASE, tuning=TuningConfig())
 
 
 @pytest.mark.usefixtures('programs_kept')
@@ -73,10 +72,6 @@ def write_run(config, workdir, **_):
     write_json(workdir / 'result.json', results)
 
 
-def must_not_train(config, workdir, **_):
-    raise AssertionError(f'{workdir} is trained again')
-
-
 @pytest.fixture(scope='module')
 def study(tmp_path_factory):
     """A finished study with a run outside its plan; nothing that is left of it is trained."""
@@ -89,7 +84,7 @@ def study(tmp_path_factory):
         worker.run(SMALL, path)
         shutil.copytree(sorted(path.glob('runs/*'))[0], path / 'runs/outside')
         worker.run(SMALL, path)
-        patch.setattr(worker, 'train', must_not_train)
+        patch.setattr(worker, 'train', Mock(side_effect=AssertionError('trained again')))
         yield path
 
 

@@ -32,7 +32,7 @@ from qkattn.study import worker
 from qkattn.train.checkpoint import UNFINISHED
 from qkattn.train.loop import train
 from tests.compiled_programs import FLAGS
-from tests.jobs.jobs import environments
+from tests.processes import environments
 from tests.study.test_plan import STUDY
 from tests.train.conftest import assert_same_run, without_times
 

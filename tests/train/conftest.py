@@ -24,6 +24,10 @@ PAIRS = [
 ]
 
 
+def results_of(run: Path) -> list[dict]:
+    return read_json(run / 'result.json', [{}])
+
+
 def without_times(results: list[dict]) -> list[dict]:
     return [{k: v for k, v in result.items() if k not in TIMES} for result in results]
 
@@ -32,8 +36,7 @@ def assert_same_run(one: Path, other: Path) -> None:
     """Two finished runs are one to the last bit, and the first left nothing else behind."""
     for name in ('metrics.jsonl', 'documents.json'):
         assert (one / name).read_bytes() == (other / name).read_bytes(), name
-    results = [without_times(read_json(path / 'result.json', [{}])) for path in (one, other)]
-    assert results[0] == results[1]
+    assert without_times(results_of(one)) == without_times(results_of(other))
     (config, step, state), (_, other_step, other_state) = map(load_stack, (one, other))
     assert step == other_step == config.train.num_steps
     jax.tree.map(np.testing.assert_array_equal, state, other_state)
@@ -41,6 +44,20 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert steps == list(range(config.train.log_every, step + 1, config.train.log_every))
     left = [path.name for folder in (one, one / 'checkpoints') for path in folder.iterdir()]
     assert not [name for name in left if name.endswith(('tmp', '.damaged', 'trash'))]
+
+
+def assert_close(one: Path, other: Path) -> None:
+    """Two runs have the same records, whose numbers agree to rounding."""
+    equal = ('kind', 'step', 'eval_tokens', 'eval_rows', 'status', 'diverged_at', 'val_bleu')
+    records = ([*results_of(run), *read_metrics(run / 'metrics.jsonl')] for run in (one, other))
+    for a, b in zip(*records, strict=True):
+        assert [a.get(name) for name in equal] == [b.get(name) for name in equal]
+        for name in ('loss', 'val_loss', 'test_loss', 'val_loss_se', 'val_induction_gain'):
+            assert a.get(name) == pytest.approx(b.get(name), abs=1e-5), name
+    a, b = (read_json(run / 'documents.json', {})['validation'] for run in (one, other))
+    assert a['tokens'] == b['tokens']
+    for a_C, b_C in zip(a['nats'], b['nats'], strict=True):
+        assert a_C == pytest.approx(b_C, abs=1e-3)
 
 
 @pytest.fixture

@@ -39,22 +39,16 @@ def test_a_directory_returns_what_was_saved_and_is_not_overwritten(tmp_path, buc
         exported.load(f'{path}/absent')
 
 
-def test_training_goes_on_from_a_run_and_from_a_directory(small, tmp_path):
-    config = small(train={'num_steps': 8})
-    with umask(0o077):
-        train(config, tmp_path / 'first')
-    model, params = exported.load(tmp_path / 'first')
-    assert model == config.model
+def test_training_goes_on_from_a_run_and_from_a_directory(small, small_run, tmp_path):
+    model, params = exported.load(small_run[1])
+    assert model == small_run[0].model
     with umask(0o002):
         exported.save(tmp_path / 'w', model, params, origin={})
-        train(small(train={'num_steps': 8, 'init_from': f'{tmp_path}/w'}), tmp_path / 'second')
-    for directory, mask in (('first', 0o077), ('w', 0o002), ('second', 0o002)):
-        assert not other_modes(tmp_path / directory, mask)
-    first, second = (
-        [r['loss'] for r in read_metrics(tmp_path / d / 'metrics.jsonl') if 'loss' in r]
-        for d in ('first', 'second')
-    )
-    assert second[0][0] < first[0][0] - 0.5  # it starts where the first run ended
+    with umask(0o077):
+        train(small(train={'num_steps': 4, 'init_from': f'{tmp_path}/w'}), tmp_path / 'run')
+    assert not other_modes(tmp_path / 'w', 0o002) and not other_modes(tmp_path / 'run', 0o077)
+    first, again = (read_metrics(run / 'metrics.jsonl') for run in (small_run[1], tmp_path / 'run'))
+    assert again[0]['loss'][0] < first[0]['loss'][0] - 0.5  # it starts where the small run ended
 
 
 @pytest.mark.parametrize(

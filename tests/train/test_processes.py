@@ -11,15 +11,14 @@ import pytest
 
 from qkattn.config import MeshConfig, TuningConfig, to_json
 from qkattn.storage import leases
-from qkattn.storage.metrics_log import read_metrics
 from qkattn.storage.records import read_json
 from qkattn.study import worker
 from qkattn.train.exported import load_stack
 from qkattn.train.loop import train
 from tests.compiled_programs import FLAGS
-from tests.jobs.jobs import ended, start_job
+from tests.processes import ended, start_job
 from tests.study.test_plan import STUDY
-from tests.train.conftest import SMALL
+from tests.train.conftest import SMALL, assert_close, results_of
 
 # Trains a run, or works on a study, per line of a file; a rank with lines of its own takes them.
 # The results go to a file, since Gloo prints. Process 0 loses a run after LOST_AFTER dispatches.
@@ -85,24 +84,6 @@ def small(tiny):
         return tiny(model=SMALL | model, train=train, mesh=mesh, **sections)
 
     return make
-
-
-def results_of(path):
-    return read_json(path / 'result.json', [{}])
-
-
-def assert_close(one, other):
-    """Two runs have the same records, whose numbers agree to rounding."""
-    equal = ('kind', 'step', 'eval_tokens', 'eval_rows', 'status', 'diverged_at', 'val_bleu')
-    records = ([*results_of(run), *read_metrics(run / 'metrics.jsonl')] for run in (one, other))
-    for a, b in zip(*records, strict=True):
-        assert [a.get(name) for name in equal] == [b.get(name) for name in equal]
-        for name in ('loss', 'val_loss', 'test_loss', 'val_induction_gain'):
-            assert a.get(name) == pytest.approx(b.get(name), abs=1e-5), name
-    a, b = (read_json(run / 'documents.json', {})['validation'] for run in (one, other))
-    assert a['tokens'] == b['tokens']
-    for a_C, b_C in zip(a['nats'], b['nats'], strict=True):
-        assert a_C == pytest.approx(b_C, abs=1e-3)
 
 
 def test_two_processes_are_one_with_all_their_devices(small, tmp_path):

@@ -15,8 +15,6 @@ from qkattn.train import program, sharding
 from qkattn.train.loop import build_program
 from tests.lanes import only
 
-SIZES = {'num_layers': 2, 'd_model': 32, 'num_heads': 2, 'context': 16, 'vocab_size': 32}
-
 
 def loops(jaxpr):
     """The lengths of a program's outermost loops."""
@@ -35,9 +33,8 @@ def test_a_single_trial_has_no_axis_and_several_keep_their_order_over_slices(lif
 
 
 def test_map_takes_all_steps_of_a_trial_before_those_of_the_next(tiny):
-    config = tiny(
-        trials={'seeds': (0, 1, 2, 3, 4)}, train={'steps_per_dispatch': 3, 'log_every': 3}
-    )
+    steps = {'steps_per_dispatch': 3, 'log_every': 3}
+    config = tiny(trials={'seeds': (0, 1, 2, 3, 4)}, train=steps)
     mesh = sharding.make_mesh(MeshConfig())
 
     def lengths(lifting):
@@ -49,8 +46,9 @@ def test_map_takes_all_steps_of_a_trial_before_those_of_the_next(tiny):
 
 def lowered(trials, lifting, **model):
     """Counts of loops, and of products with and without a batch, in a step for CUDA."""
+    sizes = {'num_layers': 2, 'd_model': 32, 'num_heads': 2, 'context': 16, 'vocab_size': 32}
     config = Config(
-        model=ModelConfig(compute_dtype='bfloat16', **SIZES, **model),
+        model=ModelConfig(compute_dtype='bfloat16', **sizes, **model),
         train=TrainConfig(batch_size=2, steps_per_dispatch=2, lifting=lifting),
         trials=TrialsConfig(seeds=tuple(range(trials)), learning_rates=(1e-3,)),
     )

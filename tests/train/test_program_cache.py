@@ -1,7 +1,7 @@
 """Compiled programs on disk: what is loaded, what is compiled again, and what is deleted."""
 
 import os
-from collections import Counter
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -30,13 +30,13 @@ def kept(tmp_path, monkeypatch):
 @pytest.fixture
 def count():
     """count() -> programs that were loaded and compiled since the last call."""
-    events = Counter()
+    events = []
 
     def listen(event, **_):
-        events[event.rpartition('/')[2]] += 1
+        events.append(event.rpartition('/')[2])
 
     def counted():
-        seen = events['cache_hits'], events['cache_misses']
+        seen = events.count('cache_hits'), events.count('cache_misses')
         events.clear()
         return seen
 
@@ -104,8 +104,7 @@ def test_programs_of_a_directory_that_cannot_be_trusted_are_not_executed(
     if why == 'by mode':
         program_cache.directory().chmod(0o2770)  # as Kubernetes leaves a volume with an fsGroup
     elif why == 'by owner':
-        other = os.geteuid() + 1
-        monkeypatch.setattr(os, 'geteuid', lambda: other)
+        monkeypatch.setattr(os, 'geteuid', Mock(return_value=os.geteuid() + 1))
     keep_programs()
     count()
     use()

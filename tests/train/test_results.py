@@ -11,27 +11,20 @@ from qkattn.train import results
 from qkattn.train.trials import Evaluation
 
 
-def evaluation(nats_RX=None, targets_R=None, **metrics_X):
+def evaluation(nats_RX=None, targets_R=(16.0,), **metrics_X):
     """An evaluation with these metrics; the others are not defined."""
-    return Evaluation(
-        values={name: None for name in METRICS} | metrics_X,
-        metrics=METRICS,
-        num_targets=16,
-        num_rows=1,
-        nats_RX=16 * metrics_X['loss'][None] if nats_RX is None else nats_RX,
-        targets_R=np.array([16.0]) if targets_R is None else targets_R,
-    )
+    nats_RX = 16 * metrics_X['loss'][None] if nats_RX is None else nats_RX
+    values = dict.fromkeys(METRICS) | metrics_X
+    return Evaluation(values, METRICS, 16, 1, nats_RX, np.array(targets_R))
+
+
+def stack_of(config, **fields):
+    return SimpleNamespace(config=config, rows=rows_of(config), **fields)
 
 
 def results_of(config, evaluations, induction=None):
-    stack = SimpleNamespace(
-        config=config,
-        rows=rows_of(config),
-        step=7,
-        alive_X=np.full(len(config.trials.trials()), True),
-        induction=lambda: induction,
-        params=dict,
-    )
+    alive_X = np.full(len(config.trials.trials()), True)
+    stack = stack_of(config, step=7, alive_X=alive_X, induction=lambda: induction, params=dict)
     return results.trial_results(stack, evaluations, {}, {}, {})
 
 
@@ -41,8 +34,8 @@ def test_rows_without_documents_are_dealt_out_and_empty_clusters_left_out(tiny):
     targets_R = np.where(np.arange(304) < 256, 2.0, 0.0)
     targets_R[5::128] = 0
     one = evaluation(nats_R[:, None], targets_R, loss=np.array([1.0]))
-    stack = SimpleNamespace(config=config, rows=rows_of(config))
-    test = results.document_results(stack, {'test': one}, [{'status': 'finished'}])['test']
+    finished = [{'status': 'finished'}]
+    test = results.document_results(stack_of(config), {'test': one}, finished)['test']
     assert test['documents'] == [str(c) for c in range(128) if c != 5]
     assert test['tokens'] == [4] * 127
     assert test['nats'] == [[sum(nats_R[c:300:128]) for c in range(128) if c != 5]]
@@ -62,9 +55,8 @@ def test_a_loss_that_is_not_finite_is_a_divergence_however_late(tiny):
     """The gradient of the last step was finite, the parameters after it are not."""
     values_X = np.array([2.0, np.inf])
     late = evaluation(loss=values_X, accuracy=np.array([0.5, 0.0]))
-    fine, diverged = results_of(
-        tiny(), {'validation': late, 'test': late}, induction={'val_induction_gain': values_X}
-    )
+    induction = {'val_induction_gain': values_X}
+    fine, diverged = results_of(tiny(), {'validation': late, 'test': late}, induction)
     assert (fine['status'], diverged['status']) == ('finished', 'diverged')
     assert (fine['diverged_at'], diverged['diverged_at']) == (None, 7)
     for name in ('val_loss', 'test_accuracy', 'val_induction_gain'):

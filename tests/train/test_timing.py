@@ -1,6 +1,7 @@
 """Where the time of a run goes, with seconds that are set by hand; which dispatches are traced."""
 
 import types
+from unittest.mock import Mock
 
 import pytest
 
@@ -37,18 +38,16 @@ def test_parts_are_waits_for_input_and_logging_and_a_resumed_run_adds_to_them(mo
 @pytest.mark.parametrize(('number', 'calls'), [(9, '001112'), (4, '0011'), (2, '00')])
 def test_three_dispatches_are_traced(tmp_path, monkeypatch, number, calls):
     """The calls of the profiler so far, at each dispatch, and after the end."""
-    made, seen = [], []
-    profiler = types.SimpleNamespace(
-        start_trace=lambda *_, **__: made.append('start'), stop_trace=lambda: made.append('stop')
-    )
+    profiler, seen = Mock(), ''
     monkeypatch.setattr(timing.jax, 'profiler', profiler)
     trace = Trace(str(tmp_path))
     for _ in range(number):
         trace.dispatching(None)
-        seen.append(str(len(made)))
+        seen += str(len(profiler.method_calls))
     trace.close()
-    assert ''.join(seen)[:6] == calls
-    assert made == ['start', 'stop'] * (number > 2)
+    assert seen[:6] == calls
+    made = [call[0] for call in profiler.method_calls]
+    assert made == ['start_trace', 'stop_trace'] * (number > 2)
 
 
 @pytest.mark.parametrize('directory', ['gs://b/x', '/dev/null'])

@@ -1,7 +1,5 @@
-"""What trials reach: evaluations, induction, attention, on one device and on eight."""
+"""What trials reach: evaluations, induction, attention."""
 
-import dataclasses
-import functools
 import math
 from types import SimpleNamespace
 
@@ -20,7 +18,6 @@ from qkattn.data.tasks.task_registry import rows_of
 from qkattn.model import build, with_params
 from qkattn.model.transformer import inputs_of
 from qkattn.train import program, trials
-from qkattn.train.program_cache import without_cache
 from qkattn.train.sharding import make_mesh
 from qkattn.train.trials import Stack
 from tests.lanes import only
@@ -164,66 +161,3 @@ def test_attention_metrics_are_those_of_an_analysis_without_rows_that_pad():
         for rows in (batch, padded)
     )
     assert got == pytest.approx(want, rel=1e-4) and of_padded == pytest.approx(got, rel=1e-5)
-
-
-# Eight devices
-
-
-def reached(config, mesh, lifting):
-    """The trials after three steps, what they reach, and its standard error."""
-    split = dataclasses.replace(config, mesh=mesh)
-    built = program.build(split, lifting)
-    stack = Stack(split, built, rows_of(split), built.init())
-    (local,) = stack.batches()
-    loss_CX = stack.train(stack.place(local))['loss']
-    evaluation = stack.evaluate('validation')
-    values = {
-        'loss': loss_CX,
-        'val_loss': evaluation.values['loss'],
-        'rows': evaluation.num_rows,
-        'targets': evaluation.num_targets,
-        'row_loss': evaluation.nats_RX / np.maximum(evaluation.targets_R, 1)[:, None],
-        **(stack.induction() or {}),
-    }
-    return stack, values, evaluation.values['loss_se']
-
-
-@pytest.fixture(scope='module')
-def one_device():
-    """What is reached on one device, by config."""
-    return functools.cache(lambda config: reached(config, MeshConfig(), 'vmap'))
-
-
-SPREAD = [
-    ('language', MeshConfig(trial=2, fsdp=2, tensor=2), 'vmap'),
-    ('masked', MeshConfig(data=2, fsdp=2, tensor=2), 'vmap'),
-    # tests/train/test_processes.py maps over trials.
-    ('translation', MeshConfig(data=2, fsdp=2, tensor=2), 'vmap'),
-    ('language', MeshConfig(trial=2, data=2, tensor=2), 'map'),
-]
-
-
-@pytest.mark.parametrize(
-    ('name', 'mesh', 'lifting'),
-    only(SPREAD[:1], SPREAD),
-    ids=lambda m: m if isinstance(m, str) else f'{m.trial}{m.data}{m.fsdp}{m.tensor}',
-)
-def test_eight_devices_reach_what_one_does(task, one_device, name, mesh, lifting, capfd):
-    # XLA rematerializes in a scan over several layers of an encoder of 257 tokens.
-    layers = 1 if name == 'masked' else 2
-    config = task(
-        name, model={'num_layers': layers}, train={'num_steps': 3, 'steps_per_dispatch': 3}
-    )
-    _, want, want_se = one_device(config)
-    with without_cache():
-        stack, got, got_se = reached(config, mesh, lifting)
-    assert 'rematerialization' not in capfd.readouterr().err
-    assert got.keys() == want.keys() and ('val_induction_gain' in got) == (name == 'language')
-    for key in want:
-        atol = 2e-3 if key == 'val_induction_accuracy' else 1e-5
-        np.testing.assert_allclose(got[key], want[key], atol=atol, rtol=0, err_msg=key)
-    np.testing.assert_allclose(got_se, want_se, rtol=1e-4)
-    for leaf, planned in zip(
-        jax.tree.leaves(stack.state), jax.tree.leaves(stack.program.abstract_state), strict=True
-    ):
-        assert leaf.sharding.is_equivalent_to(planned.sharding, leaf.ndim)
