@@ -17,7 +17,7 @@ import pytest
 from tests.launch import launchers, slurm
 from tests.launch.launchers import AWKWARD, ROOT, dry_run
 from tests.launch.slurm import Jobs
-from tests.train.conftest import assert_same_run
+from tests.runs import assert_same_run
 
 TRAIN = ('--', 'train', '--config=small', '--workdir=runs/small')
 

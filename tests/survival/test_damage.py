@@ -19,9 +19,9 @@ from qkattn.study.arms import build_arms
 from qkattn.train.loop import train
 from qkattn.verdict import find, load_study
 from tests import damages
+from tests.runs import assert_same_run
 from tests.studies import result_record, write_documents, write_metrics
 from tests.study.test_plan import STUDY
-from tests.train.conftest import assert_same_run, built_once, programs_kept, small_run  # noqa: F401
 
 OF_RUN = ('config.json', 'provenance.json', 'lifting.json', 'metrics.jsonl', 'result.json')
 OF_STUDY = ('study.json', 'ledger.jsonl', 'plan.jsonl', 'results.jsonl', 'orphans.jsonl')
@@ -36,8 +36,10 @@ SMALL = dataclasses.replace(STUDY, base=BASE, tuning=TuningConfig())
 @pytest.mark.usefixtures('programs_kept')
 @pytest.mark.parametrize('every', damages.SOME)
 @pytest.mark.parametrize('name', OF_RUN)
-def test_a_run_with_a_damaged_file_refuses_or_ends_as_it_would_have(request, tmp_path, name, every):
-    config, source = request.getfixturevalue('small_run')
+def test_a_run_with_a_damaged_file_refuses_or_ends_as_it_would_have(
+    small_run, tmp_path, name, every
+):
+    config, source = small_run
     sound = (source / name).read_bytes()
     cases = [*damages.whole(sound), *(() if name == 'metrics.jsonl' else damages.fields(sound))]
     for label, content in damages.some(cases, name, every):

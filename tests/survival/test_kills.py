@@ -33,8 +33,8 @@ from qkattn.train.checkpoint import UNFINISHED
 from qkattn.train.loop import train
 from tests.compiled_programs import FLAGS
 from tests.processes import environments
+from tests.runs import assert_same_run, without_times
 from tests.study.test_plan import STUDY
-from tests.train.conftest import assert_same_run, without_times
 
 # Processes are forked from one that imported all, but for buckets: threads of TensorStore, which
 # writes to them, are not made for forks.

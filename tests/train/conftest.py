@@ -1,63 +1,18 @@
-"""Small runs; and what it means that two finished runs are one."""
+"""Small runs of every task."""
 
 import functools
-from pathlib import Path
 
-import jax
-import numpy as np
 import pytest
 
 from qkattn.config import Config
-from qkattn.metrics import TIMES
-from qkattn.storage.metrics_log import read_metrics
-from qkattn.storage.records import read_json
 from qkattn.train import program
-from qkattn.train.exported import load_stack
-from qkattn.train.loop import train
+from tests.runs import SMALL
 
-BUILD = program.build  # before any test replaces it
-SMALL = {'num_layers': 1, 'd_model': 16}
 PAIRS = [
     (f'{a} {b}', f'{b} und {a}')
     for a in ('one', 'two', 'three', 'four', 'five', 'six')
     for b in ('ox', 'cat', 'hen', 'dog', 'rat')
 ]
-
-
-def results_of(run: Path) -> list[dict]:
-    return read_json(run / 'result.json', [{}])
-
-
-def without_times(results: list[dict]) -> list[dict]:
-    return [{k: v for k, v in result.items() if k not in TIMES} for result in results]
-
-
-def assert_same_run(one: Path, other: Path) -> None:
-    """Two finished runs are one to the last bit, and the first left nothing else behind."""
-    for name in ('metrics.jsonl', 'documents.json'):
-        assert (one / name).read_bytes() == (other / name).read_bytes(), name
-    assert without_times(results_of(one)) == without_times(results_of(other))
-    (config, step, state), (_, other_step, other_state) = map(load_stack, (one, other))
-    assert step == other_step == config.train.num_steps
-    jax.tree.map(np.testing.assert_array_equal, state, other_state)
-    steps = [r['step'] for r in read_metrics(one / 'metrics.jsonl') if r['kind'] == 'train']
-    assert steps == list(range(config.train.log_every, step + 1, config.train.log_every))
-    left = [path.name for folder in (one, one / 'checkpoints') for path in folder.iterdir()]
-    assert not [name for name in left if name.endswith(('tmp', '.damaged', 'trash'))]
-
-
-def assert_close(one: Path, other: Path) -> None:
-    """Two runs have the same records, whose numbers agree to rounding."""
-    equal = ('kind', 'step', 'eval_tokens', 'eval_rows', 'status', 'diverged_at', 'val_bleu')
-    records = ([*results_of(run), *read_metrics(run / 'metrics.jsonl')] for run in (one, other))
-    for a, b in zip(*records, strict=True):
-        assert [a.get(name) for name in equal] == [b.get(name) for name in equal]
-        for name in ('loss', 'val_loss', 'test_loss', 'val_loss_se', 'val_induction_gain'):
-            assert a.get(name) == pytest.approx(b.get(name), abs=1e-5), name
-    a, b = (read_json(run / 'documents.json', {})['validation'] for run in (one, other))
-    assert a['tokens'] == b['tokens']
-    for a_C, b_C in zip(a['nats'], b['nats'], strict=True):
-        assert a_C == pytest.approx(b_C, abs=1e-3)
 
 
 @pytest.fixture
@@ -66,38 +21,10 @@ def evaluation_only(monkeypatch):
     monkeypatch.setattr(program, 'train_steps', lambda *_: lambda state, hyper, batch: (state, {}))
 
 
-@pytest.fixture(scope='session')
-def built_once():
-    """`program.build`, which builds a config's programs once for all tests."""
-    kept = functools.cache(BUILD)
-
-    def once(config, lifting=None, params=None):
-        lifting = lifting or config.train.lifting
-        return kept(config, lifting) if params is None else BUILD(config, lifting, params)
-
-    return once
-
-
-@pytest.fixture
-def programs_kept(built_once, monkeypatch):
-    """Later starts of a run, in this process, take the programs of the first one."""
-    monkeypatch.setattr(program, 'build', built_once)
-
-
 @pytest.fixture
 def small(tiny):
     """A run of two trials, quick to compile."""
     return functools.partial(tiny, model=SMALL)
-
-
-@pytest.fixture(scope='session')
-def small_run(tiny, built_once, tmp_path_factory):
-    """The config of a finished small run, and its directory, which tests only read."""
-    config, path = tiny(model=SMALL), tmp_path_factory.mktemp('small') / 'run'
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(program, 'build', built_once)
-        train(config, path)
-    return config, path
 
 
 @pytest.fixture(scope='session')

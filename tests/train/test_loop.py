@@ -25,7 +25,8 @@ from qkattn.train.program_cache import without_cache
 from qkattn.train.timing import PARTS
 from qkattn.train.trials import Stack
 from tests.lanes import only
-from tests.train.conftest import PAIRS, SMALL, assert_close, assert_same_run
+from tests.runs import SMALL, assert_close, assert_same_run
+from tests.train.conftest import PAIRS
 
 pytestmark = pytest.mark.usefixtures('programs_kept')
 

@@ -17,8 +17,8 @@ from qkattn.train.exported import load_stack
 from qkattn.train.loop import train
 from tests.compiled_programs import FLAGS
 from tests.processes import ended, start_job
+from tests.runs import SMALL, assert_close, results_of
 from tests.study.test_plan import STUDY
-from tests.train.conftest import SMALL, assert_close, results_of
 
 # Trains a run, or works on a study, per line of a file; a rank with lines of its own takes them.
 # The results go to a file, since Gloo prints. Process 0 loses a run after LOST_AFTER dispatches.
