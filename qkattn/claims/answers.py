@@ -27,17 +27,17 @@ CHANGES = {
     'drop W_Q': 'query_free/vo',
     'drop W_K': 'key_free/vo',
     'Q = K': 'shared_qk/vo',
-    'merge W_Q and W_K into W_QK': 'merged/vo',
+    'merge W_Q and W_K': 'merged/vo',
     'K = V': 'qk/k_is_v',
     'Q = K = V': 'shared_qk/k_is_v',
     'drop W_V': 'qk/no_v',
     'drop W_O': 'qk/no_o',
-    'GQA: 2 key/value heads for 4 heads': 'qk/vo?num_kv_heads=2',
-    'MQA: 1 key/value head for 4 heads': 'qk/vo?num_kv_heads=1',
-    'one head in place of 4': 'qk/vo?num_heads=1',
+    'GQA, 2 key heads': 'qk/vo?num_kv_heads=2',
+    'MQA, 1 key head': 'qk/vo?num_kv_heads=1',
+    'one head for 4': 'qk/vo?num_heads=1',
     'nonlinear W_Q': 'nonlinear_query/vo',
-    'W_Q and W_K of D x D in every head': 'full_size/vo',
-    'two matrices in a row, for each of four': 'double/double',
+    'W_Q, W_K of D x D': 'full_size/vo',
+    'two in a row for each': 'double/double',
 }
 # The studies that compare them in each kind of model, and a variant there.
 MODELS = {

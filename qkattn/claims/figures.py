@@ -115,7 +115,7 @@ def answers_figure(answers: Sequence[Answer]) -> Drawing | None:
     ]
     panel = Panel(lines, f'difference ({UNIT})', PARTS[Kind.MATCHED], 0.0)
     with style_sheet():
-        reach = limits_of(lines, 0.0)
+        reach = limits_of(lines, 0.0, far=math.inf)
         look = styles(sorted({line.arm for line in lines}), Decision.NO_VERDICT.value)
         figure = forest([panel], look, 'no difference', None, reach, longest=_LONGEST)
     return Drawing(figure, ANSWERS, {'kind': ANSWERS})

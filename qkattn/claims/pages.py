@@ -30,7 +30,7 @@ SCALING = 'scaling'
 _LAWS = ('loss_parameters', 'multipliers')
 PARTS = ('verdicts', 'a', 'b', 'c', 'd', 'e', 'laws')  # of the page, each a block of its own
 _PAGE = 'claims_{}.md'  # of a group, beside the page of all
-_SHAPES = {Kind.REMOVED: 'same shape', Kind.MATCHED: 'equal parameters'}
+_SHAPES = {Kind.REMOVED: 'same shape', Kind.MATCHED: 'equal count'}
 
 
 def write_page(directory: str | Path) -> Path:
@@ -117,7 +117,7 @@ def answers_markdown(directory: str | Path, base: str) -> str:
     """The table of what each matrix is worth, what it is from, and its figure."""
     made, about = read_answers(directory), macros()
     columns = [(model, kind) for model in MODELS for kind in (Kind.REMOVED, Kind.MATCHED)]
-    titles: list[Heading] = [('', True), ('parameters of attention', False)]
+    titles: list[Heading] = [('', True), ('size of attention', False)]
     for model, kind in columns:
         titles.append((f'{model}, {_SHAPES[kind]}', False))
         titles += [('verdict', True)] * ((model, kind) == ('decoder', Kind.MATCHED))
@@ -125,7 +125,9 @@ def answers_markdown(directory: str | Path, base: str) -> str:
     sources: dict[str, dict[tuple, Mapping[str, str]]] = {}
     others: list[str | None] = []
     for answer in made:
-        share = NONE if answer.attention is None else f'{answer.attention:+.0%}'
+        share = (
+            NONE if answer.attention is None else f'{answer.attention:+.0%}'.replace('+0%', '0%')
+        )
         cells = [answer.what, share.replace('%', ' %')]
         for model, kind in columns:
             row = answer.row(model, kind)
@@ -145,12 +147,12 @@ def answers_markdown(directory: str | Path, base: str) -> str:
 
 
 def _cell(row: Row | None) -> str | Markup:
-    """Difference and interval, below each other; a dagger where there is no verdict."""
+    """A difference and the longer side of its interval; a dagger where there is no verdict."""
     if row is None:
         return NONE
     dagger = '†' * (row.word == Decision.NO_VERDICT.value)
-    interval = '' if row.low is None else f'<br>[{row.low:+.3f}, {row.high:+.3f}]'
-    return Markup(f'{row.value:+.3f}{dagger}{interval}')
+    sides = [] if row.low is None else [row.value - row.low, row.high - row.value]
+    return Markup('<br>').join([f'{row.value:+.3f}{dagger}', *[f'±{max(sides):.3f}'] * bool(sides)])
 
 
 def _block(made: Callable[..., str], file: str, *arguments: str) -> Block:

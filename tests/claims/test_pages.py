@@ -39,9 +39,9 @@ LINES = {
     'claims_verdicts': '| [B2](claims_b.md#b2) | in short, B2 | ○ undecided: needs 48 seeds | '
     '-0.0022 [-0.0062, +0.0030] nats/token, query_free/vo |',
     'claims_b': '# B. Is W_Q needed?',
-    'answers': '| Q = K | -25 % | - | +0.062<br>[+0.052, +0.072] | worse '
-    '| +0.170<br>[+0.160, +0.180] | - | - | - |\n'
-    '| full size | +150 % | - | +0.030†<br>[+0.020, +0.040] | no verdict | - | - | - | - |',
+    'answers': '| Q = K | -25 % | - | +0.062<br>±0.010 | worse '
+    '| +0.170<br>±0.010 | - | - | - |\n'
+    '| full size | +150 % | - | +0.030†<br>±0.010 | no verdict | - | - | - | - |',
 }
 
 
