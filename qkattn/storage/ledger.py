@@ -6,7 +6,7 @@ chain, a missing last one shows in the files it describes. It protects from mist
 
     declared     declaration (SHA-256 of study.json without its command), family, arms, seeds,
                  looks, margin; again where a field that may change, such as the question, does
-    arms_added   arms, family, post_hoc (whether a look came before), declaration
+    arms_added   arms, family, post_hoc (whether a look came before verdicts), declaration
     changed      changes (settings and their old and new values), and as arms_added with all arms
     looked       look (1, 2, ...), files: `digests`; runs: `seen`
     accepted     code of what would withhold every verdict, and why it does not
@@ -62,7 +62,10 @@ class Ledger:
 
     @functools.cached_property
     def post_hoc(self) -> ArmKeys:
-        """The arms that were added, or whose settings changed, after the first look."""
+        """The arms that were added, or whose settings changed, after the first look.
+
+        None of a study without tuning, which has no verdicts; all, once it is tuned after a look.
+        """
         later = [e for e in self.entries if e.get('post_hoc')]
         return frozenset(arm_key(a) for e in later for a in e['arms'])
 
@@ -75,6 +78,10 @@ class Ledger:
     def first_look(self) -> str | None:
         """Time of the first look; None before it."""
         return next((e['time'] for e in self.entries if e['event'] == LOOKED), None)
+
+    def marks(self, declared: Mapping[str, Any]) -> bool:
+        """Whether what changes now is post hoc: `declared` has verdicts, and a look came before."""
+        return self.first_look is not None and declared['tuning'] is not None
 
     @property
     def looked_files(self) -> dict[str, str | None]:
@@ -146,7 +153,7 @@ def declare(directory: Path, declared: Mapping[str, Any], changes: Sequence[str]
         'family': sum(arm['variant'] != declared['baseline'] for arm in primary),
     }
     added = [arm for arm in arms if before is not None and arm_key(arm) not in before.arms]
-    post_hoc = before is not None and before.first_look is not None
+    post_hoc = before is not None and before.marks(declared)
     if changes:
         append(path, CHANGED, changes=changes, arms=arms, post_hoc=post_hoc, **common)
     elif added:

@@ -2,7 +2,8 @@
 
 A directory keeps the settings that its study began with; variants, sizes and corpora may grow. Any
 other change takes a flag, and the ledger lists it. A run of other settings is another run: none is
-continued with settings that it did not begin with.
+continued with settings that it did not begin with. Seeds that are added are those of further runs,
+which `history` in study.json tells apart from the earlier ones.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ from qkattn.errors import ConfigError, UnknownFieldError
 from qkattn.storage import ledger
 from qkattn.storage.leases import locked
 from qkattn.storage.records import ARM_KEY, STUDY, check, damaged, parse_json, read_json, write_json
-from qkattn.study import stored
+from qkattn.study import plan, stored
 from qkattn.study.place import Place
 from qkattn.study.plan import PlannedRun
 
@@ -70,9 +71,12 @@ def declare(
             changes = changes or list(replaced)
             if gone or (changes and not accept_changes):
                 flag = (
-                    ', or add --accept_changes: the ledger then lists these changes, and runs of '
-                    'other settings are trained beside those of before, which are kept'
+                    ', or add --accept_changes: the ledger then lists these changes, seeds that '
+                    'are added are trained alone, and runs of other settings are trained beside '
+                    'those of before, which are kept'
                 )
+                if entries.exists() and ledger.read(entries).marks(declared):
+                    flag += '; as results were looked at, no arm gets a verdict then'
                 raise ConfigError(
                     f'workdir={path} holds a study of other settings:\n  '
                     + '\n  '.join([*changes, *gone])
@@ -91,6 +95,25 @@ def declare(
         ledger.declare(path, declared, changes)
         if not file.exists() or ledger.digest(earlier) != ledger.digest(declared):
             write_json(file, declared)
+
+
+def history(path: Path, study: Study) -> plan.History:
+    """The history of a study in its directory, where it may have had other settings.
+
+    Raises RunDirectoryError if study.json is damaged.
+    """
+    file = path / 'study.json'
+    return _history(file, study, read_json(file, {})) if file.exists() else plan.history(study)
+
+
+def _history(file: Path, study: Study, earlier: Any) -> plan.History:
+    ints = tuple[int, ...]
+    fields = {'margin': float, 'seeds': ints, 'looks': ints, 'controls': {'longer_seeds': ints}}
+    try:
+        check(earlier, fields)
+        return plan.history(study, earlier)
+    except ValueError as error:
+        raise damaged(file, error) from error
 
 
 def check_continued(path: Path, study: Study, declared: dict[str, Any]) -> None:
@@ -113,7 +136,8 @@ def _extended(
     kind: Any = type(study)
     defaults, always = serialize.defaults(kind), serialize.introduced('1', kind)
     later = {name: value for name, value in defaults.items() if name not in always}
-    earlier = later | earlier
+    kept = _history(file, study, earlier)
+    earlier = later | {name: value for name, value in earlier.items() if name != 'history'}
     if unlike := (declared.keys() - earlier.keys()) or (earlier.keys() - (later | declared).keys()):
         problem = 'a field' if min(unlike) in earlier else 'no field'
         raise ConfigError(
@@ -140,7 +164,8 @@ def _extended(
         return kept | {'base': dataclasses.asdict(base)}
 
     changes = differences(compared(earlier, before), compared(later | declared, now))
-    return declared | {'base': to_json(now)}, changes, gone[:1]
+    added = {} if kept == plan.history(study) else {'history': dataclasses.asdict(kept)}
+    return declared | {'base': to_json(now)} | added, changes, gone[:1]
 
 
 def planned(path: Path) -> dict[str, dict[str, Any]]:

@@ -4,8 +4,8 @@
     -> the same for the other settings that are tuned -> the verdict up to the first look,
     then all arms up to the next look, and so on, and the controls that are trained longer.
 
-The plan is a function of the study and of the results of finished runs, so all workers derive the
-same plan.
+The plan is a function of the study, of its history in study.json and of the results of finished
+runs, so all workers derive the same plan.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from typing import Any
 from qkattn.config import Config, Study, TrialsConfig, fingerprint, to_json
 from qkattn.stats import decision, inference
 from qkattn.stats.decision import Decision
-from qkattn.storage.records import FINISHED, to_jsonable
+from qkattn.storage.records import FINISHED, read, to_jsonable
 from qkattn.storage.run_directory import command_line
 from qkattn.study.arms import (
     MatchedArm,
@@ -48,6 +48,67 @@ Results = Callable[['PlannedRun'], list[dict[str, Any]] | None]
 Grids = Mapping[str, tuple[float, ...]]
 # Loss by seed; None for a diverged trial.
 Losses = Mapping[int, float | None]
+# The seeds of a run, and of several.
+Seeds = tuple[int, ...]
+Stacks = tuple[Seeds, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class History:
+    """What the plan keeps of the settings that a study has had, for its runs to stay in the plan.
+
+    A run stays if all of its seeds are declared, for one look; other seeds are those of new runs.
+    """
+
+    # With which the study began: they decide which arms are trained longer.
+    margin: float
+    seeds: Seeds
+    # Of every run at tuned settings, or of an untuned study, that was ever planned, in order.
+    stacks: Stacks
+    longer_stacks: Stacks  # of longer training
+
+
+def history(study: Study, earlier: Mapping[str, Any] | None = None) -> History:
+    """The history of a study; `earlier` is what study.json declared before, if anything."""
+    seeds, longer_seeds = study.base.trials.seeds, controls_of(study).longer_seeds
+    now = History(study.margin, seeds, _by_look(seeds, looks_of(study)), _by_look(longer_seeds))
+    if earlier is None:
+        return now
+    if 'history' in earlier:
+        before = read(History, earlier['history'])
+    else:
+        stacks = _by_look(earlier['seeds'], earlier['looks'])
+        longer_stacks = _by_look(earlier['controls']['longer_seeds'])
+        before = History(earlier['margin'], tuple(earlier['seeds']), stacks, longer_stacks)
+    return dataclasses.replace(
+        before,
+        stacks=_with_missing(before.stacks, now.stacks),
+        longer_stacks=_with_missing(before.longer_stacks, now.longer_stacks),
+    )
+
+
+def _by_look(seeds: Sequence[int], looks: Sequence[int] = ()) -> Stacks:
+    """The seeds that each look adds; without looks, all."""
+    ends = itertools.pairwise((0, *(looks or (len(seeds),))))
+    return tuple(tuple(seeds[start:end]) for start, end in ends if start < end)
+
+
+def _with_missing(stacks: Stacks, by_look: Stacks) -> Stacks:
+    """The stacks, and one more for the seeds of each look that none of them trains."""
+    more = []
+    for seeds in by_look:
+        trained = set(itertools.chain(*_cover(stacks, seeds)))
+        more.append(tuple(seed for seed in seeds if seed not in trained))
+    return (*stacks, *filter(None, more))
+
+
+def _cover(stacks: Stacks, seeds: Seeds) -> Iterator[Seeds]:
+    """The first of the stacks that train these seeds, each once, and no others."""
+    left = set(seeds)
+    for stack in stacks:
+        if left.issuperset(stack):
+            left.difference_update(stack)
+            yield stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,13 +185,16 @@ def _screening_runs(
     return [_run(study, arm, SCREENING, knob, settings, seeds) for settings in stacks]
 
 
-def _verdict_runs(study: Study, arm: MatchedArm, settings: Settings) -> list[PlannedRun]:
-    """One run per look at the study, each with the seeds since the look before."""
-    seeds = base_of(study, arm).trials.seeds
-    looks = (len(seeds),) if arm.place.control == LONGER else looks_of(study)
+def _verdict_runs(
+    study: Study, arm: MatchedArm, settings: Settings, kept: History
+) -> list[list[PlannedRun]]:
+    """For each look at the study, the runs with the seeds since the look before."""
+    longer = arm.place.control == LONGER
+    by_look = _by_look(base_of(study, arm).trials.seeds, () if longer else looks_of(study))
+    stacks = kept.longer_stacks if longer else kept.stacks
     return [
-        _run(study, arm, VERDICT, None, [settings], seeds[start:end])
-        for start, end in itertools.pairwise((0, *looks))
+        [_run(study, arm, VERDICT, None, [settings], stack) for stack in _cover(stacks, seeds)]
+        for seeds in by_look
     ]
 
 
@@ -175,33 +239,43 @@ def to_lengthen(
     return [baseline, *decided] if decided else []
 
 
-def runs(study: Study, arms: list[MatchedArm], results: Results) -> list[PlannedRun]:
-    """Every run known so far."""
+def runs(
+    study: Study, arms: list[MatchedArm], results: Results, kept: History | None = None
+) -> list[PlannedRun]:
+    """Every run known so far; `kept` is the history of the study, if it has had other settings."""
+    kept = kept or history(study)
     if not is_tuned(study):
-        return [PlannedRun(arm, SINGLE, None, base_of(study, arm)) for arm in arms]
+        seeds = study.base.trials.seeds
+        return [_single(study, arm, stack) for arm in arms for stack in _cover(kept.stacks, seeds)]
     known: list[PlannedRun] = []
     settings: dict[Place, Settings] = {}
-    verdicts: dict[Place, list[PlannedRun]] = {}
+    verdicts: dict[Place, list[list[PlannedRun]]] = {}
     for arm in arms:
         screened, chosen = screening(study, arm, grids(study, arm), results)
         known += screened
         if chosen is not None:
             settings[arm.place] = chosen
-            verdicts[arm.place] = _verdict_runs(study, arm, chosen)
-            known.append(verdicts[arm.place][0])
+            verdicts[arm.place] = _verdict_runs(study, arm, chosen, kept)
+            known += verdicts[arm.place][0]
     for look in range(1, len(looks_of(study))):
-        before = [of_arm[look - 1] for of_arm in verdicts.values()]
-        if len(before) < len(arms) or None in map(results, before):
+        before = [run for of_arm in verdicts.values() for run in of_arm[look - 1]]
+        if len(verdicts) < len(arms) or None in map(results, before):
             break
-        known += [of_arm[look] for of_arm in verdicts.values()]
-    for arm in _to_lengthen(study, arms, verdicts, results):
+        known += [run for of_arm in verdicts.values() for run in of_arm[look]]
+    for arm in _to_lengthen(study, arms, verdicts, results, kept):
         around = grids_around(grids(study, arm), settings[arm.place])
         arm = _lengthened(arm)
         screened, chosen = screening(study, arm, around, results)
         known += screened
         if chosen is not None:
-            known += _verdict_runs(study, arm, chosen)
+            known += itertools.chain(*_verdict_runs(study, arm, chosen, kept))
     return known
+
+
+def _single(study: Study, arm: MatchedArm, seeds: tuple[int, ...]) -> PlannedRun:
+    base = base_of(study, arm)
+    trials = dataclasses.replace(base.trials, seeds=seeds)
+    return PlannedRun(arm, SINGLE, None, dataclasses.replace(base, trials=trials))
 
 
 def _lengthened(arm: MatchedArm) -> MatchedArm:
@@ -211,10 +285,14 @@ def _lengthened(arm: MatchedArm) -> MatchedArm:
 def _to_lengthen(
     study: Study,
     arms: list[MatchedArm],
-    verdicts: Mapping[Place, list[PlannedRun]],
+    verdicts: Mapping[Place, list[list[PlannedRun]]],
     results: Results,
+    kept: History,
 ) -> Iterator[MatchedArm]:
-    """The primary arms to train longer, of each size and corpus whose verdict runs are finished."""
+    """The primary arms to train longer, of each size and corpus whose verdict runs are finished.
+
+    The margin and the seeds that the study began with decide, so that others train nothing longer.
+    """
     if controls_of(study).longer is None:
         return
     groups: dict[tuple[str, str], list[MatchedArm]] = {}
@@ -222,12 +300,19 @@ def _to_lengthen(
         if arm.place.control is None:
             groups.setdefault((arm.place.corpus, arm.place.size), []).append(arm)
     comparisons = sum(a.variant != study.baseline for group in groups.values() for a in group)
+    declared = study.base.trials.seeds
+    seeds = kept.seeds if set(kept.seeds) <= set(declared) else declared
+    study = dataclasses.replace(study, margin=kept.margin)
     for group in groups.values():
-        finished = {a.place: [results(run) for run in verdicts.get(a.place, ())] for a in group}
-        if all(of_arm and None not in of_arm for of_arm in finished.values()):
+        finished: dict[Place, list[list[dict[str, Any]] | None]] = {}
+        for arm in group:
+            of_arm = itertools.chain(*verdicts.get(arm.place, ()))
+            deciding = [run for run in of_arm if not set(seeds).isdisjoint(run.config.trials.seeds)]
+            finished[arm.place] = [results(run) for run in deciding]
+        if all(of_place and None not in of_place for of_place in finished.values()):
             losses = {
-                place: _losses([trial for trials in of_arm for trial in trials or ()], 'test_loss')
-                for place, of_arm in finished.items()
+                place: _losses([t for trials in of_place for t in trials or ()], 'test_loss')
+                for place, of_place in finished.items()
             }
             yield from to_lengthen(study, group, losses, comparisons)
 
@@ -255,7 +340,7 @@ def _at_least(study: Study, arm: MatchedArm, grid: Grids) -> Iterator[PlannedRun
         if len(values) > 1:
             stack = [with_knob(middle, knob, value) for value in values]
             yield from _screening_runs(study, arm, knob, stack, study.tuning.seeds)
-    yield from _verdict_runs(study, arm, middle)
+    yield from itertools.chain(*_verdict_runs(study, arm, middle, history(study)))
 
 
 def declaration(study: Study, arms: list[MatchedArm]) -> dict[str, Any]:

@@ -214,7 +214,8 @@ def _known(study: Study, arms: list[MatchedArm], path: Path) -> _Known:
             read[run.id] = read_results(file, trials) if file.exists() else None
         return read[run.id]
 
-    runs = list(map(kept, plan.runs(study, arms, results)))
+    history = declaration.history(path, study)
+    runs = list(map(kept, plan.runs(study, arms, results, history)))
     return runs, [run for run in runs if results(run) is None], results
 
 

@@ -14,7 +14,15 @@ from qkattn.report.tables import csv_table, report_text, settings, summary
 from qkattn.storage import ledger
 from qkattn.verdict import find, load_study
 from tests.report.conftest import controlled, row_names, shifted
-from tests.studies import edit_plan, run_name, tuned_arm, write_tuned, write_yardsticks
+from tests.studies import (
+    edit_plan,
+    run_name,
+    trial_record,
+    tuned_arm,
+    write_study,
+    write_tuned,
+    write_yardsticks,
+)
 
 
 @pytest.fixture(scope='module')
@@ -109,6 +117,17 @@ def test_changes_of_settings_are_printed_and_withhold_the_word(study_dir):
     assert said.startswith('post hoc: margin: 0.005 -> 0.01; looks: [4, 8] -> [8]; declaration ')
     page = documents(study, find(study), (), {})['report.html']
     assert 'the arm was added, or its settings changed, after the first look' in page
+
+
+def test_changes_of_a_study_without_verdicts_are_printed_as_they_are(study_dir):
+    path = write_study(study_dir, [trial_record('qk/vo'), trial_record('b/vo')])
+    ledger.look(path)
+    study = json.loads((path / 'study.json').read_text()) | {'margin': 0.01}
+    ledger.declare(path, study, ['margin: 0.005 -> 0.01'])
+    (path / 'study.json').write_text(json.dumps(study))
+    study = load_study(path)
+    (sheet,) = [sheet for sheet in sheets(study, find(study)) if sheet.name == 'ledger']
+    assert sheet.rows[-1][-1].startswith('margin: 0.005 -> 0.01; declaration ')
 
 
 def test_what_was_accepted_stands_first(of_controls):

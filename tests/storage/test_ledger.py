@@ -15,6 +15,7 @@ def arm(variant, control=None):
 
 ARMS = [arm('qk/vo'), arm('qk/no_o'), arm('qk/no_o', 'equal_shape')]
 STUDY = {'baseline': 'qk/vo', 'arms': ARMS, 'seeds': [0, 1], 'looks': [], 'margin': 0.005}
+STUDY |= {'tuning': {'seeds': [8]}}
 LARGER = STUDY | {'arms': [*ARMS, arm('qk/no_v'), arm('qk/no_v', 'equal_shape')]}
 
 
@@ -84,6 +85,15 @@ def test_changed_settings_are_listed_and_make_all_arms_post_hoc_after_a_look(dir
     assert kept.entries[-1]['changes'] == ['margin: 0.005 -> 0.01']
     assert kept.declaration == ledger.digest(study)
     assert kept.post_hoc == kept.arms and kept.family == 2
+
+
+def test_nothing_is_post_hoc_in_a_study_without_verdicts_until_it_is_tuned(looked):
+    untuned = LARGER | {'tuning': None}
+    ledger.declare(looked, untuned)
+    ledger.declare(looked, untuned | {'seeds': [0, 1, 2]}, ['base.trials.seeds: ...'])
+    assert not read(looked).post_hoc
+    ledger.declare(looked, LARGER, ['tuning: null -> ...'])
+    assert read(looked).post_hoc == read(looked).arms
 
 
 def test_what_is_declared_or_looked_at_again_is_entered_once(directory):

@@ -17,6 +17,7 @@ from qkattn.config import (
     TuningConfig,
     fingerprint,
 )
+from qkattn.storage.records import to_jsonable
 from qkattn.study import plan
 from qkattn.study.arms import build_arms
 from qkattn.study.plan import to_lengthen
@@ -258,3 +259,105 @@ def test_the_plan_does_not_depend_on_the_order_in_which_runs_finish():
         return known()
 
     assert planned(0) == planned(-1)
+
+
+def continued(arms, *studies):
+    """The history of the last study, where a directory has held one after the other."""
+    declared = None
+    for study in studies:
+        kept = plan.history(study, declared)
+        other = {} if kept == plan.history(study) else {'history': dataclasses.asdict(kept)}
+        declared = to_jsonable(plan.declaration(study, arms) | other)
+    return kept
+
+
+def with_seeds(study, seeds, looks=()):
+    trials = dataclasses.replace(study.base.trials, seeds=seeds)
+    base = dataclasses.replace(study.base, trials=trials)
+    return dataclasses.replace(study, base=base, looks=looks)
+
+
+@pytest.mark.parametrize(
+    ('seeds', 'stacks'),
+    [
+        ([(0, 1, 2)], [(0, 1, 2)]),
+        ([(0, 1, 2), (0, 1, 2, 3)], [(0, 1, 2), (3,)]),
+        ([(0, 1, 2), (0, 1, 2, 3), (0, 1, 2, 3, 5, 4)], [(0, 1, 2), (3,), (5, 4)]),
+        ([(1, 2), (0, 1, 2)], [(1, 2), (0,)]),
+        # A run stays with all of its seeds, or not at all.
+        ([(0, 1, 2), (0, 1)], [(0, 1)]),
+        ([(0, 1, 2), (0, 1, 2, 3), (1, 2, 3)], [(3,), (1, 2)]),
+        ([(0, 1, 2), (4, 5)], [(4, 5)]),
+        # Settings that come back have the runs that they had.
+        ([(0, 1, 2), (0, 1), (0, 1, 2)], [(0, 1, 2)]),
+        ([(0, 1), (0, 1, 2, 3), (0, 1, 2), (0, 1, 2, 3)], [(0, 1), (2, 3)]),
+    ],
+)
+def test_runs_stay_in_the_plan_where_seeds_change(arms, seeds, stacks):
+    studies = [with_seeds(dataclasses.replace(STUDY, tuning=TuningConfig()), s) for s in seeds]
+    kept = continued(arms, *studies)
+    runs = plan.runs(studies[-1], arms, lambda run: None, kept)
+    assert [run.config.trials.seeds for run in runs] == 2 * stacks
+    assert len({run.id for run in runs}) == len(runs)
+    assert {dataclasses.replace(run.config.trials, seeds=()) for run in runs} == {
+        dataclasses.replace(STUDY.base.trials, seeds=())
+    }
+    # What a directory holds of the same study is no other history.
+    assert (kept == plan.history(studies[-1])) == (len(seeds) == 1)
+    assert continued(arms, *studies, studies[-1]) == kept
+
+
+@pytest.mark.parametrize(
+    ('declared', 'by_look'),
+    [
+        ([((0, 1, 2), ()), ((0, 1, 2, 3), ())], [[(0, 1, 2), (3,)]]),
+        ([((0, 1, 2), ()), ((0, 1, 2, 3), (3, 4))], [[(0, 1, 2)], [(3,)]]),
+        ([((0, 1, 2), (2, 3)), ((0, 1, 2, 3), (2, 4))], [[(0, 1)], [(2,), (3,)]]),
+        ([((0, 1, 2), (2, 3)), ((0, 1, 2), ())], [[(0, 1), (2,)]]),
+        # A run is of one look.
+        ([((0, 1, 2), ()), ((0, 1, 2, 3), (2, 4))], [[(0, 1)], [(2, 3)]]),
+    ],
+)
+def test_seeds_that_are_added_are_of_the_looks_that_are_declared(arms, declared, by_look):
+    studies = [with_seeds(STUDY, *seeds) for seeds in declared]
+    kept, results = continued(arms, *studies), landscape(2e-3)
+    for look, stacks in enumerate(by_look):
+        waiting = {stack for later in by_look[look:] for stack in later}
+
+        def until(run, waiting=waiting):
+            return None if run.config.trials.seeds in waiting else results(run)
+
+        runs = plan.runs(studies[-1], arms, until, kept)
+        seeds = [run.config.trials.seeds for run in runs if run.stage == 'verdict']
+        assert seeds[: 2 * len(by_look[0])] == 2 * by_look[0]
+        assert seeds[-2 * len(stacks) :] == 2 * stacks
+
+
+def test_the_margin_and_seeds_of_the_beginning_decide_what_is_trained_longer():
+    def effect(run, seed):
+        """The difference that is clear with three seeds drowns in that of a fourth."""
+        return better_without_w_q(run, seed) + 40 * (
+            seed == 3 and run.config.model.score == 'query_free'
+        )
+
+    def longer(study, kept=None):
+        runs = of_control(plan.runs(study, arms, results, kept), 'longer')
+        return {run.arm.label for run in runs}
+
+    results = landscape(2.5e-3, effect=effect)
+    study = with_controls(variants=('qk/vo', 'shared_qk/vo', 'query_free/vo'))
+    wider, more = dataclasses.replace(study, margin=100.0), with_seeds(study, (0, 1, 2, 3))
+    arms = build_arms(study)
+    before = {run.id for run in plan.runs(study, arms, results)}
+    decided = {'qk/vo', 'query_free/vo'}
+    assert (longer(study), longer(wider), longer(more)) == (decided, set(study.variants), set())
+    # Of all arms, two controls of equal shape among them, and of the two that are trained longer.
+    for other, further in ((wider, []), (more, 7 * [('verdict', (3,))])):
+        kept = continued(arms, study, other)
+        runs = plan.runs(other, arms, results, kept)
+        assert before <= {run.id for run in runs} and longer(other, kept) == decided
+        new = [run for run in runs if run.id not in before]
+        assert [(run.stage, run.config.trials.seeds) for run in new] == further
+    # Without the seeds of the beginning, those that are declared decide.
+    other = with_seeds(study, (2, 3, 4))
+    assert not longer(other, continued(arms, study, other))

@@ -301,6 +301,55 @@ def test_another_setting_takes_a_flag_which_the_ledger_keeps(trained, finished):
         worker.run(fewer, path, accept_changes=True)
 
 
+@pytest.mark.parametrize('tuned', [True, False])
+def test_seeds_that_are_added_are_trained_alone_and_another_margin_trains_nothing(
+    trained, tmp_path, tuned
+):
+    """A look makes changes of a study that gives verdicts post hoc, and of no other."""
+    path, tuning = tmp_path / 'out', STUDY.tuning if tuned else TuningConfig()
+
+    def study(*seeds, margin=0.005):
+        fields = based(trials={'seeds': seeds}) | {'tuning': tuning, 'margin': margin}
+        return dataclasses.replace(STUDY, **fields)
+
+    worker.run(study(0, 1, 2), path)
+    before = len(trained)
+    for seeds, margin, further in (
+        ((0, 1, 2, 3), 0.005, [[3], [3]]),
+        ((0, 1, 2, 3), 0.05, []),
+        ((0, 1, 2, 3, 4, 5), 0.05, [[4, 5], [4, 5]]),
+    ):
+        other = study(*seeds, margin=margin)
+        with pytest.raises(ConfigError, match='seeds that are added are trained alone') as refusal:
+            worker.run(other, path)
+        looked = ledger.read(path / 'ledger.jsonl').first_look is not None
+        assert ('no arm gets a verdict then' in str(refusal.value)) == (tuned and looked)
+        for accept in (True, False):
+            worker.run(other, path, accept_changes=accept)
+        added = [read_json(path / 'runs' / name / 'result.json', [{}]) for name in trained[before:]]
+        seeds_of = [sorted({trial['trial']['seed'] for trial in trials}) for trials in added]
+        assert seeds_of == further
+        kept, declared = ledger.read(path / 'ledger.jsonl'), read_json(path / 'study.json', {})
+        assert kept.entries[-1]['event'] == 'changed'
+        assert bool(kept.post_hoc) == (tuned and looked)
+        assert kept.declaration == ledger.digest(declared)
+        ledger.look(path)
+        before = len(trained)
+    changed, looked = ['changed'], ['looked']
+    assert events(path) == ['declared', *changed, *looked, *changed, *looked, *changed, *looked]
+    assert not (path / 'orphans.jsonl').exists()
+    stacks = [[0, 1, 2], [3], [4, 5]]
+    assert (declared['history']['margin'], declared['history']['stacks']) == (0.005, stacks)
+    # One of the earlier runs has a seed that is not declared any more, so its others are trained.
+    worker.run(study(0, 1, 3, margin=0.005), path, accept_changes=True)
+    assert len(trained) == before + 2 and len(lines(path / 'orphans.jsonl')) == 4
+    edit(path, 'history', {'margin': 0.005})
+    with pytest.raises(
+        RunDirectoryError, match=r"study.json is damaged \(field 'seeds' is missing"
+    ):
+        worker.run(study(0, 1, 3), path)
+
+
 def test_a_worker_stops_where_another_one_goes_on_with_other_settings(
     trained, train_first, tmp_path
 ):
@@ -372,9 +421,13 @@ def edit(path, name, value):
         (lambda path: (path / 'study.json').unlink(), 'study.json is missing, or is not what'),
         (lambda path: edit(path, 'margin', 0.05), r'is not what .*ledger\.jsonl declares'),
         (lambda path: edit(path, 'base', None), "study.json has no field 'base'.*another workdir"),
+        (
+            lambda path: edit(path, 'margin', None),
+            r"damaged \(field 'margin' is missing\); restore",
+        ),
         (lambda path: edit(path, 'steps', 5), "study.json has a field 'steps'.*another workdir"),
     ],
-    ids=['no ledger', 'no study', 'edited study', 'old study', 'unknown study'],
+    ids=['no ledger', 'no study', 'edited study', 'old study', 'no margin', 'unknown study'],
 )
 def test_a_directory_without_a_whole_declaration_says_what_to_do(finished, change, message):
     change(finished)
