@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -9,8 +10,8 @@ from qkattn.errors import ConfigError
 
 
 @contextlib.contextmanager
-def refused(says: str, error: type | tuple = ConfigError) -> Iterator[None]:
+def refused(says: str, error: type | tuple = ConfigError) -> Iterator[Any]:
     """Expects an error of one line that matches the regular expression."""
     with pytest.raises(error, match=says) as caught:
-        yield
+        yield caught
     assert '\n' not in str(caught.value)

@@ -100,7 +100,6 @@ import jax
 from qkattn.config import Config, ModelConfig
 from qkattn.model import cost
 from qkattn.model.sites import validate
-
 validate(Config(model=ModelConfig(kernel='splash', context=128)))
 cost.flops_per_token(ModelConfig(d_model=8, num_layers=1))
 jax.config.update('jax_num_cpu_devices', 3)

@@ -1,7 +1,4 @@
-"""Every kernel equals the einsums, forward and backward, over the options of attention.
-
-Pallas kernels for TPUs are interpreted, and lowered.
-"""
+"""Every kernel equals the einsums, forward and backward; those of TPUs interpreted and lowered."""
 
 import functools
 from collections.abc import Sequence

@@ -39,9 +39,8 @@ def test_a_name_or_an_import_path_with_options():
     assert named('outside_calls:Linear(rank=3)', **call)[1] == {'rank': 3}
 
 
-@pytest.mark.parametrize(
-    ('text', 'message'),
-    [
+def test_what_cannot_be_resolved_is_one_sentence():
+    for text, message in (
         ('constnt', "^unknown optimizer.schedule 'constnt', did you mean 'constant'.*constant, or"),
         *(
             (text, '^optimizer.schedule=.* must be written package.module:name to be')
@@ -59,11 +58,9 @@ def test_a_name_or_an_import_path_with_options():
         ('outside_calls:NUMBER', "='outside_calls:NUMBER' is not a function of two"),
         ('outside_calls:Linear', 'is not a function of two'),
         ('outside_calls:quadratic(slope=1)', "no option 'slope'; it takes power"),
-    ],
-)
-def test_what_cannot_be_resolved_is_one_sentence(text, message):
-    with refused(message):
-        named(text, needs='a function of two', fits=takes('config', 'steps'))
+    ):
+        with refused(message):
+            named(text, needs='a function of two', fits=takes('config', 'steps'))
 
 
 def test_variants_are_separated_by_the_commas_outside_of_parentheses():

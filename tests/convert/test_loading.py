@@ -67,14 +67,13 @@ def test_the_newest_checkpoints_of_a_run_are_averaged(trained, tmp_path):
     for average, factor in ((1, 5.0), (2, 4.0), (3, 3.0)):
         run = load(directory, average=average)
         assert run.step == 8 and run.alive == [True, False]
-        for leaf, first in zip(
-            *map(jax.tree.leaves, (run.params[1], load(trained[0]).params[1])), strict=True
-        ):
+        params = [one.params[1] for one in (run, load(trained[0]))]
+        for leaf, first in zip(*map(jax.tree.leaves, params), strict=True):
             np.testing.assert_allclose(leaf, factor * first, rtol=1e-6)
-    with pytest.raises(ConfigError, match='average=4, but .* has 3 sound checkpoints; train.keep'):
+    with refused('average=4, but .* has 3 sound checkpoints; train.keep'):
         load(directory, average=4)
     exported.save(tmp_path / 'w', config.model, run.params[0], origin={})
-    with pytest.raises(ConfigError, match='average=2 is for checkpoints of a run'):
+    with refused('average=2 is for checkpoints of a run'):
         load(tmp_path / 'w', average=2)
 
 
@@ -88,12 +87,12 @@ def test_the_newest_checkpoints_of_a_run_are_averaged(trained, tmp_path):
     ],
 )
 def test_what_is_no_sound_run_is_named_in_one_sentence(trained, tmp_path, removed, message):
-    shutil.copytree(trained[0], tmp_path / 'run')
+    run = shutil.copytree(trained[0], tmp_path / 'run')
     for path in tmp_path.glob(f'run/{removed}'):
         shutil.rmtree(path)
-    with pytest.raises((ConfigError, CheckpointError), match=message) as raised:
-        load(tmp_path / 'run')
-    assert str(tmp_path / 'run') in str(raised.value) and '\n' not in str(raised.value)
+    with refused(message, (ConfigError, CheckpointError)) as raised:
+        load(run)
+    assert str(run) in str(raised.value)
 
 
 def test_a_study_is_not_a_run(trained, tmp_path):

@@ -69,27 +69,23 @@ def test_the_cache_holds_a_shard_per_split_in_the_narrowest_dtype(letters, warni
     assert all(path.stat().st_mtime_ns == stamp for path, stamp in stamps.items()) and not warnings
 
 
-@pytest.mark.parametrize(
-    ('file', 'damage', 'message'),
-    [
+def test_a_damaged_or_unfinished_cache_is_written_again(letters, warnings):
+    identity = load(letters).identity()
+    (index,) = Path(letters.data_dir).rglob('index.json')
+    for file, damage, message in (
         ('train_000000.bin', lambda data: data[:1024] + b'b' + data[1025:], 'or not the shard'),
         ('validation_000000.bin', lambda data: data[:-1], 'or not the shard'),
         ('index.json', lambda data: b'{', 'it is not JSON'),
         ('index.json', lambda data: data.replace(b'"1"', b'"2"'), "has version='2'"),
         ('index.json', lambda data: data.replace(b'true', b'false'), None),
-    ],
-)
-def test_a_damaged_or_unfinished_cache_is_written_again(letters, warnings, file, damage, message):
-    identity = load(letters).identity()
-    (index,) = Path(letters.data_dir).rglob('index.json')
-    path = index.with_name(file)
-    content = path.read_bytes()
-    path.write_bytes(damage(content))
-    after = load(letters)
-    assert after.identity() == identity and path.read_bytes() == content
-    assert np.asarray(after.split('train')).tobytes() == b'aab\0c\0'
-    assert len(warnings) == (message is not None)
-    assert all(message in warning and '\n' not in warning for warning in warnings)
+    ):
+        path = index.with_name(file)
+        content = path.read_bytes()
+        path.write_bytes(damage(content))
+        after = load(letters)
+        assert after.identity() == identity and path.read_bytes() == content
+        assert np.asarray(after.split('train')).tobytes() == b'aab\0c\0'
+        assert message in warnings.pop() if message else not warnings
 
 
 def config_of(kind: str, form: str, **fields) -> Config:

@@ -170,9 +170,9 @@ def edit(**fields):
     return lambda text: json.dumps(json.loads(text) | fields)
 
 
-@pytest.mark.parametrize(
-    ('file', 'damage', 'message'),
-    [
+def test_a_damaged_or_missing_file_is_named(made, tmp_path):
+    copy = shutil.copytree(made, tmp_path / 'copy')
+    for file, damage, message in (
         ('train_000001.bin', None, 'train_000001.bin is missing, or not the shard .*; copy it'),
         ('test_000000.bin', lambda text: text[:1500], 'test_000000.bin is missing, or not'),
         ('index.json', None, 'index.json cannot be read .No such file'),
@@ -182,14 +182,14 @@ def edit(**fields):
         ('index.json', edit(tokenizer_name='x'), 'was tokenized with x, but .* bytes'),
         ('index.json', edit(model_sha256='x'), 'tokenizer.json is damaged: it cannot be read'),
         ('index.json', lambda t: t.replace('"num_tokens": ', '"num_tokens": 1'), 'is missing, or'),
-    ],
-)
-def test_a_damaged_or_missing_file_is_named(made, tmp_path, file, damage, message):
-    path = shutil.copytree(made, tmp_path / 'copy') / file
-    content = path.read_text('latin-1')
-    path.unlink() if damage is None else path.write_text(damage(content), 'latin-1')
-    with refused(message):
-        load_text(shards(path.parent))
+    ):
+        content = (copy / file).read_text('latin-1')
+        (copy / file).unlink()
+        if damage:
+            (copy / file).write_text(damage(content), 'latin-1')
+        with refused(message):
+            load_text(shards(copy))
+        (copy / file).write_text(content, 'latin-1')
 
 
 def test_settings_that_do_not_fit_are_refused(made):

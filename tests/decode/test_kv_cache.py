@@ -24,11 +24,8 @@ TOKENS = np.random.default_rng(0).integers(0, 50, (2, 12))
 CHUNK = 3  # every test appends that many tokens at a time, so that each model compiles once
 EXTENDED = dict(score='t5_bias:T5Bias', value='differential:Differential', normalizer='sigmoid')
 VARIANTS = [
-    {
-        'score': 'latent(rope_size=4)' if score == 'latent' else score,
-        'value': value,
-        'positions': 'rope' if SCORES[score].supports_rope else 'alibi',
-    }
+    {'score': {'latent': 'latent(rope_size=4)'}.get(score, score), 'value': value}
+    | {'positions': 'rope' if SCORES[score].supports_rope else 'alibi'}
     for score, value in sorted(catalogue.documented_variants())
 ]
 OPTIONS = [
@@ -94,13 +91,9 @@ def test_a_cache_has_the_dtype_of_the_model():
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-12 * np.abs(expected).max())
 
 
+MERGED = {'score': 'merged', 'value': 'no_v'}
 SITES = [
-    {
-        'score': 'merged',
-        'value': 'no_v',
-        'cross_variant': 'query_free/vo',
-        'encoder_variant': 'key_free/no_o',
-    },
+    MERGED | {'cross_variant': 'query_free/vo', 'encoder_variant': 'key_free/no_o'},
     {'score': 'latent(rope_size=4)', 'cross_variant': 'latent/latent', 'positions': 'rope'},
     {'cross_variant': 'shared_qk(self_mask=True)/k_is_v', 'positions': 'alibi', 'value': 'no_vo'},
     {'positions': 'sinusoidal', 'scale_embeddings': True, 'norm_position': 'post'},

@@ -13,7 +13,6 @@ from qkattn.data.corpora.corpus import largest_size, split_of
 from qkattn.data.corpora.corpus_registry import find
 from tests.refusals import refused
 
-ROOT = Path(sysconfig.get_path('stdlib'))
 PACKAGES = DataConfig(name='packages')
 
 
@@ -32,7 +31,7 @@ def test_stdlib_is_the_library_without_tests_and_tables(stdlib):
     # Its tokens are the bytes of the files of a split in order.
     for split in stdlib.splits:
         names = corpus.names(split)
-        texts = [(ROOT / name).read_bytes() for name in names]
+        texts = [(Path(sysconfig.get_path('stdlib')) / name).read_bytes() for name in names]
         if split != 'train':
             limit = largest_size([*map(len, texts)])
             texts = [text[:limit].decode(errors='ignore').encode() for text in texts]
