@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 
-from qkattn.metrics import Metric
+from qkattn.metrics import METRICS
 from qkattn.report.figures import figures
 from qkattn.report.figures.forest import Line, Panel, forest
 from qkattn.report.figures.style import style_sheet, styles
@@ -312,7 +312,8 @@ def test_learning_curves_have_ticks_at_the_evaluations(study_dir):
 
 
 def test_the_best_arm_is_at_the_top_where_lower_is_better(study_dir, monkeypatch):
-    monkeypatch.setattr(Metric, 'direction', 'lower')
+    for metric in METRICS.values():
+        monkeypatch.setitem(vars(metric), 'direction', 'lower')
     study = load_study(study_of('probe', study_dir))
     found = find(study)
     (drawn,) = (of for of in figures(study, found) if of.stem == 'scores')
