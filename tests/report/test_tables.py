@@ -12,6 +12,7 @@ import pytest
 
 from qkattn.report import headline
 from qkattn.report.columns import columns
+from qkattn.report.measures import scores
 from qkattn.report.tables import (
     WIDTH,
     csv_table,
@@ -206,7 +207,9 @@ def test_a_metric_from_outside_is_a_column_without_its_module(study_dir, tmp_pat
     write_study(study_dir, [*records, trial_record('c/vo')])
     (problem,) = load_study(study_dir).problems
     assert "descriptions of metric 'top_3' differ" in problem
-    assert row(*read(study_dir), 2)[title] == '-'
+    study, found = read(study_dir)
+    assert row(study, found, 2)[title] == '-'
+    assert [scores(found.arms)[0].of_seeds(arm) for arm in found.arms] == [[50, 75], [25], []]
 
 
 def test_csv_holds_numbers_in_the_unit_of_results_to_six_digits(single):

@@ -211,6 +211,13 @@ def edit_a_metric_from_outside(study):
     edit_results(study, change)
 
 
+def edit_a_metric_from_outside_in_the_last_evaluation(study):
+    def change(log):
+        log[-2]['val_top_3'][0] += 0.01
+
+    edit_lines(log_of(study, 'qk/no_v'), change)
+
+
 def describe_a_metric_otherwise(study):
     def change(of):
         for result in of['qk/no_o']:
@@ -400,6 +407,7 @@ CHANGES = {
     move_nats_between_documents: 'logs changed since the last look',
     change_tokens_of_documents: '131072 tokens of split .validation., but its results 65536',
     edit_a_metric_from_outside: 'has test_top_3 .* in its log',
+    edit_a_metric_from_outside_in_the_last_evaluation: 'has val_top_3 .* in its log',
     describe_a_metric_otherwise: "descriptions of metric 'top_3' differ",
     edit_the_final_record: 'has test_loss .* in its log',
     edit_the_last_bit_of_the_final_record: 'has test_loss .* in its log',

@@ -125,11 +125,11 @@ SPREAD = [
 
 
 @pytest.mark.parametrize(('name', 'mesh', 'lifting'), only(SPREAD[:1], SPREAD), ids=str)
-def test_eight_devices_reach_what_one_does(task, tmp_path, capfd, name, mesh, lifting):
+def test_eight_devices_reach_what_one_does(task, tmp_path, capfd, outside, name, mesh, lifting):
     # XLA rematerializes in a scan over several layers of an encoder of 257 tokens.
     model = {'num_layers': 1 if name == 'masked' else 2}
     every = ('steps_per_dispatch', 'log_every', 'eval_every', 'checkpoint_every')
-    steps = {'num_steps': 3} | dict.fromkeys(every, 3)
+    steps = {'num_steps': 3, 'metrics': ('confidence:ENTROPY',)} | dict.fromkeys(every, 3)
     train(task(name, model=model, train=steps), tmp_path / 'one')
     with without_cache():
         spread = task(name, model=model, train=steps | {'lifting': lifting}, mesh=mesh)
