@@ -71,10 +71,11 @@ def assert_same_run(one: Path, other: Path) -> None:
 def assert_close(one: Path, other: Path) -> None:
     """Two runs have the same records, whose numbers agree to rounding."""
     equal = ('kind', 'step', 'eval_tokens', 'eval_rows', 'status', 'diverged_at', 'val_bleu')
+    close = ('loss', 'val_loss', 'test_loss', 'val_loss_se', 'val_induction_gain', 'val_entropy')
     records = ([*results_of(run), *read_metrics(run / 'metrics.jsonl')] for run in (one, other))
     for a, b in zip(*records, strict=True):
         assert [a.get(name) for name in equal] == [b.get(name) for name in equal]
-        for name in ('loss', 'val_loss', 'test_loss', 'val_loss_se', 'val_induction_gain'):
+        for name in close:
             assert a.get(name) == pytest.approx(b.get(name), abs=1e-5), name
     a, b = (read_json(run / 'documents.json', {})['validation'] for run in (one, other))
     assert a['tokens'] == b['tokens']
