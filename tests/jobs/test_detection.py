@@ -5,31 +5,25 @@ import pytest
 from qkattn.errors import ConfigError
 from qkattn.jobs.detection import TRIPLE, Job, detect
 
+
+def environ(text: str) -> dict[str, str]:
+    return dict(word.split('=', 1) for word in text.split())
+
+
 EXPLICIT = dict(zip(TRIPLE, ('10.0.0.1:1234', '4', '3'), strict=True))
-SLURM = {
-    'SLURM_JOB_ID': '5000',
-    'SLURM_STEP_ID': '0',
-    'SLURM_STEP_NUM_TASKS': '5',
-    'SLURM_STEP_TASKS_PER_NODE': '2(x2),1',
-    'SLURM_STEP_NODELIST': 'gpu[007-008,011],big1',
-    'SLURM_NODEID': '1',
-    'SLURM_PROCID': '3',
-    'SLURM_LOCALID': '1',
-    'SLURM_NTASKS': '5',
-}
-MPI = {
-    'OMPI_COMM_WORLD_SIZE': '4',
-    'OMPI_COMM_WORLD_RANK': '2',
-    'OMPI_COMM_WORLD_LOCAL_RANK': '0',
-    'OMPI_COMM_WORLD_LOCAL_SIZE': '2',
-    'OMPI_MCA_orte_hnp_uri': '1531576320.0;tcp://10.96.0.1,10.148.0.1:34911',
-}
-GKE = {'TPU_WORKER_HOSTNAMES': 'w-0.svc,w-1.svc', 'TPU_WORKER_ID': '1'}
-SLICES = GKE | {
-    'MEGASCALE_NUM_SLICES': '3',
-    'MEGASCALE_SLICE_ID': '2',
-    'MEGASCALE_COORDINATOR_ADDRESS': 's0-w-0.svc:8080',
-}
+SLURM = environ(
+    'SLURM_JOB_ID=5000 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=5 SLURM_STEP_TASKS_PER_NODE=2(x2),1 '
+    'SLURM_STEP_NODELIST=gpu[007-008,011],big1 SLURM_NODEID=1 SLURM_PROCID=3 SLURM_LOCALID=1 '
+    'SLURM_NTASKS=5'
+)
+MPI = environ(
+    'OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_LOCAL_RANK=0 '
+    'OMPI_COMM_WORLD_LOCAL_SIZE=2 '
+    'OMPI_MCA_orte_hnp_uri=1531576320.0;tcp://10.96.0.1,10.148.0.1:34911'
+)
+GKE = environ('TPU_WORKER_HOSTNAMES=w-0.svc,w-1.svc TPU_WORKER_ID=1')
+SLICES = GKE | environ('MEGASCALE_NUM_SLICES=3 MEGASCALE_SLICE_ID=2')
+SLICES |= environ('MEGASCALE_COORDINATOR_ADDRESS=s0-w-0.svc:8080')
 IPV6 = {'OMPI_MCA_orte_hnp_uri': '1531576320.0;tcp6://[fe80::b9b,2620:10d::2]:43370'}
 PORT = {'JAX_COORDINATOR_PORT': '7777'}
 MPI_PORT = 61440 + 1531576320 // 4096 % 4096  # jax's, of this job

@@ -6,6 +6,7 @@ import signal
 import pytest
 
 from qkattn.jobs.signals import EXIT_CONFIG, EXIT_REQUEUE
+from tests.lanes import only
 from tests.processes import ended, start_job
 
 # The main function of a script: `stage` is where the processes are when something happens.
@@ -73,14 +74,10 @@ def job_at(line, stage, failure='none'):
     return processes
 
 
-@pytest.mark.parametrize(
-    ('to', 'number'),
-    [
-        ([1], signal.SIGTERM),
-        pytest.param([0], signal.SIGINT, marks=pytest.mark.slow),
-        pytest.param([0, 1, 1], signal.SIGTERM, marks=pytest.mark.slow),
-    ],
-)
+STOPS = [([1], signal.SIGTERM), ([0], signal.SIGINT), ([0, 1, 1], signal.SIGTERM)]
+
+
+@pytest.mark.parametrize(('to', 'number'), only(STOPS[:1], STOPS))
 def test_all_stop_at_the_same_step(to, number):
     processes = job_at('holding', 'loop')
     for rank in to:

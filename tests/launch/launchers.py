@@ -14,15 +14,8 @@ WHERE = ('--name=qk', '--zone=us-central2-b')
 STUDY = ('ablate', '--config=quickstart', '--workdir=gs://b/quickstart')
 TRAIN = ('train', '--config=small', '--workdir=gs://b/small')
 # Arguments on which a shell, or Kubernetes, could act.
-AWKWARD = (
-    '--workdir=gs://b/r',
-    '--a=b c\'d"e',
-    '--x=$HOME $(id) `id` \\',
-    '--y=one\ntwo',
-    '',
-    '*',
-    '--z=$(NAME) $$ é;&|',
-)
+AWKWARD = ('--workdir=gs://b/r', '--a=b c\'d"e', '--x=$HOME $(id) `id` \\', '--y=one\ntwo')
+AWKWARD += ('', '*', '--z=$(NAME) $$ é;&|')
 
 # Stands for `.venv/bin/python -m qkattn`. What its n-th start does is the n-th line of ~/plan, with
 # a word for each process of a job: ends with a code, also after the others (2-late) or with a child

@@ -164,6 +164,11 @@ class Jobs:
         path = self.directory / f'slurm-{job}.out'
         return path.read_text() if path.exists() else ''
 
+    def log_after(self, job: str, *end: object) -> str:
+        """The log of a job which came to this end: state, exit code, restarts."""
+        assert self.cluster.end(job) == end, self.log(job)
+        return self.log(job)
+
     def preempt(self, job: str) -> None:
         """Runs a job of the higher partition, which takes all nodes, until `job` is requeued."""
         command = ['sbatch', '--parsable', '-p', 'high', '--exclusive', '--nodes=2']

@@ -6,28 +6,15 @@ import os
 import re
 import runpy
 import subprocess
+from pathlib import Path
 
 import pytest
 import yaml
 
 from qkattn.train import dry_run as pods
-from tests.launch.launchers import (
-    AWKWARD,
-    LAUNCH,
-    ROOT,
-    TRAIN,
-    before_path,
-    dry_run,
-    launch,
-    stand_in,
-)
+from tests.launch.launchers import AWKWARD, LAUNCH, TRAIN, before_path, dry_run, launch, stand_in
 
 PYTHON = os.environ.get('QKATTN_TEST_KUBERNETES_PYTHON')
-needs_schemas = pytest.mark.skipif(
-    not PYTHON,
-    reason='QKATTN_TEST_KUBERNETES_PYTHON names no Python with kubeflow-trainer-api '
-    'and kubernetes-validate',
-)
 NAMED = ('--name=qk', '--image=r/qkattn:1')
 CASES = {
     'tpu': ('--accelerator=v6e-16', '--spot', '--service_account=trainer', '--queue=q'),
@@ -90,16 +77,15 @@ def expanded(text: str, env: dict[str, str]) -> str:
     return re.sub(pattern, lambda m: '$' if m[1] is None else env.get(m[1], m[0]), text)
 
 
-@needs_schemas
+@pytest.mark.skipif(not PYTHON, reason='QKATTN_TEST_KUBERNETES_PYTHON: see validate_manifest.py')
 def test_every_field_is_known_and_has_its_type():
     texts = {case: rendered(*flags) for case, flags in CASES.items()}
     broken = texts['tpu'].replace('maxRestarts', 'maxRestart')
     texts['broken'] = broken.replace('parallelism', 'paralelism')
-    script = ROOT / 'tests' / 'launch' / 'validate_manifest.py'
+    script = Path(__file__).with_name('validate_manifest.py')
     given = json.dumps(list(texts.values()))
-    done = subprocess.run([PYTHON, str(script)], input=given, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    validated = dict(zip(texts, json.loads(done.stdout), strict=True))
+    output = subprocess.check_output([PYTHON, str(script)], input=given, text=True)
+    validated = dict(zip(texts, json.loads(output), strict=True))
     problems = validated.pop('broken')[1]
     assert '.spec.failurePolicy.maxRestart is unknown' in problems
     assert '.spec.replicatedJobs[0].template.spec.paralelism is unknown' in problems

@@ -10,6 +10,7 @@ from tests.launch.launchers import ROOT, STUDY, TRAIN, WHERE, before_path, launc
 
 KUBERNETES = ('--name=qk', '--image=r/qkattn:1')
 V6E = '--accelerator=v6e-16'
+GPUS = ('--processes=2', '--gpus_per_process=2')
 # Flags that are right.
 RIGHT = {
     'local': (),
@@ -39,11 +40,7 @@ ALONE = ('local', 'tpu')  # launchers of one job
 WRONG = [case for case in WRONG if case[0] not in ALONE or '--workers=2' not in case[1]] + [
     ('local', ('--processes=0', *TRAIN_SMALL), '--processes 0'),
     ('local', TRAIN_SMALL, '/v/bin/python missing QKATTN_VENV'),
-    (
-        'local',
-        ('--processes=2', '--gpus_per_process=2', '--dry_run', *TRAIN_SMALL),
-        'CUDA_VISIBLE_DEVICES=4,5,6 has no 4',
-    ),
+    ('local', (*GPUS, '--dry_run', *TRAIN_SMALL), 'CUDA_VISIBLE_DEVICES=4,5,6 has no 4'),
     ('slurm', ('--nodes=0', *TRAIN_SMALL), '--nodes 0'),
     ('slurm', ('--partition', *TRAIN_SMALL), '--partition'),
     ('slurm', TRAIN_SMALL, '/v has no bin/python launch/venv.sh'),

@@ -19,14 +19,10 @@ def start(directory: Path, plan: str, *flags: str) -> subprocess.Popen:
     """Starts a job of two processes, whose starts do what the lines of the plan say."""
     (directory / 'plan').write_text(plan)
     stand_in(directory / 'venv/bin/python', PROGRAM)
-    return subprocess.Popen(
-        [sys.executable, LAUNCH / 'local.py', '--processes=2', *flags, '--', *TRAIN],
-        cwd=directory,
-        env={**os.environ, 'QKATTN_VENV': str(directory / 'venv'), 'HOME': str(directory)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, LAUNCH / 'local.py', '--processes=2', *flags, '--', *TRAIN]
+    env = {**os.environ, 'QKATTN_VENV': str(directory / 'venv'), 'HOME': str(directory)}
+    pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
+    return subprocess.Popen(command, cwd=directory, env=env, **pipes)
 
 
 def test_a_dry_run_prints_what_would_be_started():

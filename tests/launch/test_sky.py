@@ -10,19 +10,8 @@ import pytest
 import yaml
 
 from qkattn.jobs.detection import TRIPLE
-from tests.launch.launchers import (
-    AWKWARD,
-    LAUNCH,
-    PROGRAM,
-    ROOT,
-    STUDY,
-    TRAIN,
-    before_path,
-    dry_run,
-    launch,
-    stand_in,
-    starts,
-)
+from tests.launch import launchers
+from tests.launch.launchers import AWKWARD, STUDY, TRAIN, dry_run, launch, stand_in, starts
 
 PYTHON = os.environ.get('QKATTN_TEST_SKY_PYTHON')
 GPUS = '--accelerators=H100:8'
@@ -50,21 +39,16 @@ def rendered(*flags: str, command=TRAIN) -> tuple[str, list[list[str]]]:
 
 @pytest.mark.skipif(not PYTHON, reason='QKATTN_TEST_SKY_PYTHON names no Python with skypilot')
 def test_skypilot_reads_the_tasks_as_they_are_and_as_they_are_filled_in(tmp_path):
-    files = [(LAUNCH / f'sky/{name}.yaml').read_text() for name in ('train', 'study')]
+    files = [(launchers.LAUNCH / f'sky/{name}.yaml').read_text() for name in ('train', 'study')]
     filled = [
         rendered(GPUS, command=('train', *AWKWARD))[0],
         rendered(GPUS, '--workers=2', command=('ablate', *AWKWARD))[0],
     ]
-    done = subprocess.run(
-        [PYTHON, '-c', LOAD],
-        input=json.dumps(files + filled),
-        cwd=tmp_path,
-        env={'HOME': str(tmp_path), 'PATH': os.environ['PATH']},
-        capture_output=True,
-        text=True,
+    given, env = json.dumps(files + filled), {'HOME': str(tmp_path), 'PATH': os.environ['PATH']}
+    output = subprocess.check_output(
+        [PYTHON, '-c', LOAD], input=given, cwd=tmp_path, env=env, text=True
     )
-    assert done.returncode == 0, done.stderr
-    tasks = json.loads(done.stdout.splitlines()[-1])
+    tasks = json.loads(output.splitlines()[-1])
     for nodes, envs, _, _, spot, recovery in tasks:
         assert (nodes, spot, envs['RETRIES']) == (1, True, '3')
         assert recovery['recover_on_exit_codes'] == [75]
@@ -76,8 +60,8 @@ def test_skypilot_reads_the_tasks_as_they_are_and_as_they_are_filled_in(tmp_path
 
 def on_node(folder: Path, text: str, **variables: str) -> dict[str, str | None]:
     """Executes `run` as a node does; returns the triple that the program got."""
-    stand_in(folder / 'launch/supervise.sh', (LAUNCH / 'supervise.sh').read_text())
-    stand_in(folder / '.venv/bin/python', PROGRAM)
+    stand_in(folder / 'launch/supervise.sh', (launchers.LAUNCH / 'supervise.sh').read_text())
+    stand_in(folder / '.venv/bin/python', launchers.PROGRAM)
     stand_in(folder / 'gpus/nvidia-smi', '#!/bin/sh\n')
     environment = {'PATH': os.environ['PATH'], 'HOME': str(folder), 'RETRIES': '3', **variables}
     script = yaml.safe_load(text)['run']
@@ -88,11 +72,8 @@ def on_node(folder: Path, text: str, **variables: str) -> dict[str, str | None]:
 
 def test_arguments_arrive_unchanged_and_processes_find_each_other(tmp_path):
     text, _ = rendered(GPUS, '--nodes=2', command=('train', *AWKWARD, 'a\r\x07\tb'))
-    node = {
-        'PATH': f'{tmp_path}/gpus:{os.environ["PATH"]}',
-        'SKYPILOT_NODE_IPS': '10.0.0.7\n10.0.0.8',
-        'SKYPILOT_NODE_RANK': '1',
-    }
+    node = {'SKYPILOT_NODE_IPS': '10.0.0.7\n10.0.0.8', 'SKYPILOT_NODE_RANK': '1'}
+    node['PATH'] = f'{tmp_path}/gpus:{os.environ["PATH"]}'
     triple = dict(zip(TRIPLE, ('10.0.0.7:8476', '2', '1'), strict=True))
     assert on_node(tmp_path, text, SKYPILOT_NUM_NODES='2', **node) == triple
     # One node, or the hosts of a TPU slice, which know each other.
@@ -108,17 +89,14 @@ def test_arguments_arrive_unchanged_and_processes_find_each_other(tmp_path):
 def test_each_worker_is_a_job(tmp_path):
     flags = ['--accelerators=tpu-v6e-8', '--workers=2', '--infra=gcp', '--env=A=b c', '--on_demand']
     _, commands = rendered(*flags, command=STUDY)
-    stand_in(
-        tmp_path / 'sky',
-        '#!/usr/bin/env bash\n'
-        f'printf "%s\\n" "$@" "$PWD" >>{tmp_path}/words; cp "${{@: -1}}" {tmp_path}/yaml\n',
-    )
-    assert launch('sky', *flags, '--', *STUDY, env=before_path(tmp_path)).returncode == 0
+    script = f'printf "%s\\n" "$@" "$PWD" >>{tmp_path}/words; cp "${{@: -1}}" {tmp_path}/yaml\n'
+    stand_in(tmp_path / 'sky', f'#!/usr/bin/env bash\n{script}')
+    assert launch('sky', *flags, '--', *STUDY, env=launchers.before_path(tmp_path)).returncode == 0
     words = (tmp_path / 'words').read_text().splitlines()
     half = len(words) // 2
     for k, (given, command) in enumerate(zip((words[:half], words[half:]), commands, strict=True)):
         *given, path, where = given
-        assert (path[-9:], where) == ('/job.yaml', str(ROOT))
+        assert (path[-9:], where) == ('/job.yaml', str(launchers.ROOT))
         assert ['sky', *given] == command[:-1]
         assert command[3:5] == ['--name', f'qkattn-{k}']
         assert {'--no-use-spot', 'A=b c', 'EXTRAS=tpu,gcs', 'RETRIES=3'} <= set(command)

@@ -89,7 +89,7 @@ def test_every_process_gets_the_arguments_unchanged(stand_in):
     jobs = [submit(stand_in, script, '--nodes=2', *TRAIN, *AWKWARD) for _ in range(2)]
     ports = Counter()
     for job in jobs:
-        assert stand_in.cluster.end(job) == ('COMPLETED', '0:0', 0), stand_in.log(job)
+        stand_in.log_after(job, 'COMPLETED', '0:0', 0)
         for rank in range(2):
             text = (stand_in.directory / f'{job}-{rank}').read_text()
             *arguments, port, _ = text.split('\0')
@@ -103,16 +103,13 @@ def test_every_process_gets_the_arguments_unchanged(stand_in):
     ('rank', 'code', 'restarts', 'words'),
     [(1, 1, 1, 'crashed 2 times'), (0, 2, 0, 'has a wrong setting or directory')],
 )
-def test_a_crash_of_one_process_is_retried_and_a_wrong_setting_is_not(
-    rank, code, restarts, words, stand_in
-):
+def test_crashes_are_retried_and_wrong_settings_are_not(rank, code, restarts, words, stand_in):
     # One that has not begun when the other fails dies of srun's SIGTERM, which counts as a crash.
     begun = f'started-{1 - rank}-${{SLURM_RESTART_COUNT:-0}}'
     failure = f'until [[ -e {begun} ]]; do sleep .1; done; exit {code}'
     script = f'if [[ $SLURM_PROCID = {rank} ]]; then {failure}; fi\n{SAVES}'
     job = submit(stand_in, script, '--nodes=2', '--retries=1', *TRAIN)
-    assert stand_in.cluster.end(job) == ('FAILED', f'{code}:0', restarts), stand_in.log(job)
-    log = stand_in.log(job)
+    log = stand_in.log_after(job, 'FAILED', f'{code}:0', restarts)
     assert log.count('process 1 on 127.0.0.2 ended with exit code 1\n') == 2 * restarts
     assert log.count(f'job {job} crashed (1 of at most 2 times) and is requeued') == restarts
     assert f'job {job} {words} and is not requeued' in log
@@ -131,8 +128,7 @@ def test_a_job_that_is_asked_to_stop_or_preempted_goes_on_and_may_still_crash(st
     stand_in.cluster.call('scancel', '--signal=TERM', job)
     started(stand_in, job, restart=1)
     stand_in.preempt(job)
-    assert stand_in.cluster.end(job) == ('COMPLETED', '0:0', 3), stand_in.log(job)
-    log = stand_in.log(job)
+    log = stand_in.log_after(job, 'COMPLETED', '0:0', 3)
     assert 'stopped with a checkpoint and is requeued' in log
     assert log.count('crashed (1 of at most 2 times)') == 1
     assert '0: finished' in log and '1: finished' in log and 'restart 3' in log
@@ -143,8 +139,8 @@ def test_a_job_is_requeued_three_minutes_before_its_time_limit(stand_in):
     """Limits are whole minutes, and Slurm looks at them about once a minute."""
     script = f'[[ -z $SLURM_RESTART_COUNT ]] || exit 0; {SAVES.replace("600", "2400")}'
     job = submit(stand_in, script, '--nodes=2', '--time=4', *TRAIN)
-    assert stand_in.cluster.end(job) == ('COMPLETED', '0:0', 1), stand_in.log(job)
-    assert f'job {job} stopped with a checkpoint and is requeued' in stand_in.log(job)
+    log = stand_in.log_after(job, 'COMPLETED', '0:0', 1)
+    assert f'job {job} stopped with a checkpoint and is requeued' in log
 
 
 def test_a_cancelled_job_stays_cancelled(stand_in):
@@ -184,12 +180,8 @@ def get_config():
 def training(cluster, tmp_path, data_dir):
     """Jobs that train for real, on one CPU device per process."""
     jobs = Jobs(cluster, tmp_path, Path(sys.prefix))
-    jobs.environment |= {
-        'PYTHONPATH': str(ROOT),
-        'QKATTN_DATA': data_dir,
-        'JAX_PLATFORMS': 'cpu',
-        'XLA_FLAGS': '--xla_backend_optimization_level=0',
-    }
+    jobs.environment |= {'PYTHONPATH': str(ROOT), 'QKATTN_DATA': data_dir, 'JAX_PLATFORMS': 'cpu'}
+    jobs.environment['XLA_FLAGS'] = '--xla_backend_optimization_level=0'
     return jobs
 
 
@@ -210,7 +202,7 @@ def test_a_run_of_two_nodes_that_is_preempted_and_crashes_ends_bitwise_equal(tra
     (training.directory / 'run.py').write_text(RUN)
     run = ('--nodes=2', '--', 'train', '--config=run.py')
     job = training.submit(*run, '--workdir=undisturbed')
-    assert training.cluster.end(job) == ('COMPLETED', '0:0', 0), training.log(job)
+    training.log_after(job, 'COMPLETED', '0:0', 0)
     job = training.submit(*run, '--workdir=disturbed')
     metrics = training.directory / 'disturbed/metrics.jsonl'
 

@@ -125,10 +125,8 @@ def host(tmp_path):
     """A home directory like that of a host: the launchers' copy, and a stand-in for qkattn."""
     if not shutil.which('flock') or not shutil.which('setsid'):
         pytest.skip('flock and setsid of Linux are not installed')
-    launch = tmp_path / 'qkattn' / 'launch'
-    launch.mkdir(parents=True)
     for name in ('host.sh', 'supervise.sh'):
-        shutil.copy(LAUNCH / name, launch)
+        stand_in(tmp_path / 'qkattn/launch' / name, (LAUNCH / name).read_text())
     stand_in(tmp_path / 'qkattn/.venv/bin/python', PROGRAM)
     yield tmp_path
     if state_of(tmp_path) == 'running':  # left by a test that failed
@@ -141,9 +139,8 @@ def test_arguments_arrive_unchanged(host):
     done = on_host(host, remote(command))
     assert done.returncode == 0, done.stderr
     until(lambda: state_of(host) == 'exit 0')
-    (start,) = starts(host)
-    assert start['env']['TOKEN'] == "a 'b' $c"
-    assert start['arguments'] == ['-m', 'qkattn', 'train', *AWKWARD]
+    ((token, arguments),) = [(start['env']['TOKEN'], start['arguments']) for start in starts(host)]
+    assert (token, arguments) == ("a 'b' $c", ['-m', 'qkattn', 'train', *AWKWARD])
 
 
 @pytest.mark.parametrize(

@@ -75,11 +75,11 @@ def test_a_bucket_out_of_reach_is_named_in_time(bucket, monkeypatch, tmp_path, r
         url = f'http://127.0.0.1:{server.getsockname()[1]}'
         monkeypatch.setenv('STORAGE_EMULATOR_HOST', url)
         if reason == 'credentials':
-            monkeypatch.delenv('STORAGE_EMULATOR_HOST')
             monkeypatch.setenv('GCE_METADATA_HOST', '127.0.0.1:1')
-            monkeypatch.setenv('HOME', str(tmp_path))
-            monkeypatch.setenv('CLOUDSDK_CONFIG', str(tmp_path))
-            monkeypatch.delenv('GOOGLE_APPLICATION_CREDENTIALS', raising=False)
+            for name in ('HOME', 'CLOUDSDK_CONFIG'):
+                monkeypatch.setenv(name, str(tmp_path))
+            for name in ('STORAGE_EMULATOR_HOST', 'GOOGLE_APPLICATION_CREDENTIALS'):
+                monkeypatch.delenv(name, raising=False)
         elif reason == 'absent':
             server.close()
         with pytest.raises(RunDirectoryError, match='gs://runs cannot be reached .*gcloud auth'):

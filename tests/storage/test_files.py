@@ -44,10 +44,8 @@ def test_a_failed_write_is_named_and_leaves_the_file_as_it_was(file, monkeypatch
 
     if call in ('fsync', 'replace'):
         monkeypatch.setattr(os, call, fail)
-    with (
-        pytest.raises(DiskError, match=f'^{file.parent} cannot be written: '),
-        replacing(file) as temporary,
-    ):
+    message = f'^{file.parent} cannot be written: '
+    with pytest.raises(DiskError, match=message), replacing(file) as temporary:
         temporary.write_text('after')
         if call == 'library':  # with errors of its own
             raise ValueError(f'UNKNOWN: cannot write [OS error {code}: {os.strerror(code)}]')
@@ -74,9 +72,7 @@ def test_a_directory_in_the_place_of_a_file_is_left_alone_and_another_error_as_i
     ],
     ids=range(4),
 )
-def test_a_directory_that_takes_no_files_is_one_sentence(
-    file, monkeypatch, function, path, message
-):
+def test_a_directory_that_takes_no_files_is_refused(file, monkeypatch, function, path, message):
     monkeypatch.chdir(file.parent)
     with pytest.raises(RunDirectoryError, match=message) as refusal:
         function(path)

@@ -117,17 +117,12 @@ def test_of_two_that_find_a_lease_free_the_first_acquires_it(storage, monkeypatc
 
 def test_a_holder_gives_up_before_its_lease_expires(disk, clock):
     with disk.acquire(expiry=EXPIRY) as held:
-        clock[0] = 0.87 * EXPIRY
-        assert not held.lost
-        clock[0] = 0.88 * EXPIRY
-        assert held.lost
-        clock[0] = 0.0
-        assert held.lost
+        for age, lost in ((0.87, False), (0.88, True), (0.0, True)):
+            clock[0] = age * EXPIRY
+            assert held.lost is lost
 
 
-def test_a_heartbeat_is_retried_and_one_that_is_late_does_not_count(
-    disk, monkeypatch, clock, frequent
-):
+def test_heartbeats_are_retried_and_late_ones_do_not_count(disk, monkeypatch, clock, frequent):
     renew, calls, does = leases._File.renew, Counter(), 'work'
 
     def renewal(lease):
@@ -255,9 +250,7 @@ def test_a_lock_excludes_others_and_names_its_holder(storage, frequent):
 
 
 @pytest.mark.parametrize('alive', [True, False])
-def test_a_lock_of_another_machine_is_taken_over_when_it_expired_and_not_before(
-    far, caplog, monkeypatch, clock, alive
-):
+def test_only_an_expired_lock_of_another_is_taken_over(far, caplog, monkeypatch, clock, alive):
     path, polls = far.write('lock', age=5.0), []
 
     def sleep(seconds):

@@ -67,9 +67,8 @@ def test_a_ledger_says_what_was_declared_and_when(directory):
     events = [entry['event'] for entry in kept.entries]
     assert events == ['declared', 'looked', 'arms_added', 'accepted']
     assert kept.entries[0]['family'] == 1 and kept.family == 2
-    assert kept.post_hoc == {
-        ('qk/no_v', 'd_model=32', 'stdlib', control) for control in (None, 'equal_shape')
-    }
+    added = ('qk/no_v', 'd_model=32', 'stdlib')
+    assert kept.post_hoc == {(*added, None), (*added, 'equal_shape')}
     assert kept.arms == {tuple(arm.values()) for arm in ARMS} | kept.post_hoc
     assert kept.accepted == {'uncommitted': 'a typo in docs'}
     assert kept.first_look == kept.entries[1]['time'] and kept.entries[1]['look'] == 1

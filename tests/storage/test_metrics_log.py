@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import unittest.mock
 
 import pytest
 
@@ -81,11 +80,9 @@ def test_a_damaged_line_in_the_middle_is_named_and_nothing_is_changed(path, dama
 def test_a_full_disk_leaves_whole_lines_and_the_next_record_follows_them(path, monkeypatch, cut):
     write_steps(path, [1, 2])
     metrics = MetricsFile(path)
-    before, file = path.read_bytes(), metrics._file
-    partial = unittest.mock.Mock(wraps=file)
-    partial.write = lambda data: file.write(data[: int(cut * len(data))])
+    before, write = path.read_bytes(), metrics._file.write
     with monkeypatch.context() as patch, pytest.raises(DiskError, match='the disk is full'):
-        patch.setattr(metrics, '_file', partial)
+        patch.setattr(metrics._file, 'write', lambda data: write(data[: int(cut * len(data))]))
         metrics.append({'step': 3, 'loss': 1.0})
     assert path.read_bytes() == before
     metrics.append({'step': 3})

@@ -1,7 +1,7 @@
 """JSON files: what they may hold, and what is said of a file that holds something else."""
 
-import dataclasses
 import json
+from dataclasses import make_dataclass
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -13,12 +13,6 @@ from qkattn.storage.records import check_result, metrics_of, read_json, to_jsona
 from tests.studies import outside_record
 
 
-@dataclasses.dataclass
-class Point:
-    x: float
-    where: Path
-
-
 def test_to_jsonable_covers_numpy_jax_and_containers():
     pairs = [
         (np.float32(0.5), 0.5),
@@ -28,7 +22,7 @@ def test_to_jsonable_covers_numpy_jax_and_containers():
         (np.bool_(True), True),
         ([jnp.array([1.0, jnp.nan]), float('-inf')], [[1.0, None], None]),
         ({3: (1, None, True, 'text')}, {'3': [1, None, True, 'text']}),
-        (Point(1.5, Path('a/b')), {'x': 1.5, 'where': 'a/b'}),
+        (make_dataclass('Point', ['x', 'where'])(1.5, Path('a/b')), {'x': 1.5, 'where': 'a/b'}),
     ]
     for value, expected in pairs:
         assert json.loads(json.dumps(to_jsonable(value))) == expected

@@ -33,8 +33,8 @@ def test_a_directory_has_one_owner(tmp_path, request, far):
     with RunDirectory(path, CONFIG) as again:
         assert again.resumed and again.metrics.last_step == 5
     if server:
-        names = ['a/config.json', 'a/metrics.jsonl', 'a/provenance.json']
-        assert server.names('runs') == names
+        kept = {'a/config.json', 'a/metrics.jsonl', 'a/provenance.json'}
+        assert set(server.names('runs')) == kept
 
 
 def test_another_config_is_refused_with_exactly_the_fields_that_differ(tmp_path):
@@ -49,12 +49,9 @@ def test_another_config_is_refused_with_exactly_the_fields_that_differ(tmp_path)
     )
     with pytest.raises(ConfigError) as refusal:
         RunDirectory(tmp_path, changed)
-    listed = [line.strip() for line in str(refusal.value).splitlines()[1:-1]]
-    assert listed == [
-        'model.d_model: 128 -> 64',
-        'model.window: null -> 8',
-        'trials.seeds: [0, 1] -> [0, 2]',
-    ]
+    _, *listed, _ = map(str.strip, str(refusal.value).splitlines())
+    assert listed[:2] == ['model.d_model: 128 -> 64', 'model.window: null -> 8']
+    assert listed[2:] == ['trials.seeds: [0, 1] -> [0, 2]']
     # A refusal leaves the directory free.
     with RunDirectory(tmp_path, CONFIG) as run:
         assert run.resumed
@@ -105,7 +102,7 @@ def test_git_state_in_and_outside_a_checkout(tmp_path, monkeypatch):
     def git(*arguments: str) -> str:
         identity = ['-c', 'user.name=t', '-c', 'user.email=t@example.com']
         command = ['git', '-C', str(package), *identity, *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+        return subprocess.check_output(command, text=True).strip()
 
     state = run_directory.git_state(package)
     assert state['commit'] is state['dirty'] is None

@@ -36,9 +36,7 @@ SMALL = dataclasses.replace(STUDY, base=BASE, tuning=TuningConfig())
 @pytest.mark.usefixtures('programs_kept')
 @pytest.mark.parametrize('every', damages.SOME)
 @pytest.mark.parametrize('name', OF_RUN)
-def test_a_run_with_a_damaged_file_refuses_or_ends_as_it_would_have(
-    small_run, tmp_path, name, every
-):
+def test_a_damaged_run_is_refused_or_ends_as_it_would_have(small_run, tmp_path, name, every):
     config, source = small_run
     sound = (source / name).read_bytes()
     cases = [*damages.whole(sound), *(() if name == 'metrics.jsonl' else damages.fields(sound))]

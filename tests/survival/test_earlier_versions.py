@@ -46,11 +46,10 @@ def test_a_run_of_an_earlier_version_resumes_and_keeps_its_records(tmp_path):
     results = train(config, path)
     assert_kept(path, before)
     records = read_metrics(path / 'metrics.jsonl')
-    losses = [r['loss'] for r in records if r['kind'] == 'train']
-    val_losses = [r['val_loss'] for r in records if r['kind'] == 'eval']
-    np.testing.assert_allclose(losses, EXPECTED['run']['train'], rtol=0, atol=ATOL)
-    np.testing.assert_allclose(val_losses, EXPECTED['run']['eval'], rtol=0, atol=ATOL)
-    assert [result['val_loss'] for result in results] == val_losses[-1]
+    for kind, name in (('train', 'loss'), ('eval', 'val_loss')):
+        losses = [r[name] for r in records if r['kind'] == kind]
+        np.testing.assert_allclose(losses, EXPECTED['run'][kind], rtol=0, atol=ATOL)
+    assert [result['val_loss'] for result in results] == losses[-1]
 
 
 def test_a_study_of_an_earlier_version_goes_on_where_it_was_killed(tmp_path):

@@ -98,25 +98,20 @@ class Job:
         self.workdir, self.logs = as_path(workdir), logs
         context = SPAWNS if is_url(workdir) else FORKS
         self._phase = context.Value('i', 0)
-        count = getattr(settings, 'base', settings).mesh.data
         logs.mkdir(exist_ok=True)
-        self.processes = [
-            context.Process(
-                target=to_end,
-                args=(settings, workdir, f'{logs}/{rank}.log', self._phase, environment),
-            )
-            for rank, environment in enumerate(environments(count) if count > 1 else [{}])
-        ]
-        for process in self.processes:
-            process.start()
+        count, self.processes = getattr(settings, 'base', settings).mesh.data, []
+        for rank, environment in enumerate(environments(count) if count > 1 else [{}]):
+            args = settings, workdir, f'{logs}/{rank}.log', self._phase, environment
+            self.processes.append(context.Process(target=to_end, args=args))
+            self.processes[-1].start()
 
     def phase(self) -> str:
         # Until a run begins to train, an unfinished checkpoint is one that a killed start has left.
         reported = NAMES[self._phase.value]
         if reported in ('training', 'evaluating', 'measuring') and not is_url(self.workdir):
-            for checkpoints in ('checkpoints', 'runs/*/checkpoints'):
-                if any(self.workdir.glob(f'{checkpoints}/{UNFINISHED}')):
-                    return 'saving'
+            where = ('checkpoints', 'runs/*/checkpoints')
+            if any(any(self.workdir.glob(f'{path}/{UNFINISHED}')) for path in where):
+                return 'saving'
         return reported
 
     def alive(self) -> bool:

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import jax
@@ -67,8 +66,7 @@ def restored(directory, target: dict | None = None) -> tuple[dict, dict]:
         return opened.restore(target or target_on())
 
 
-def rewrite_record(directory: Path, old: str, new: str) -> None:
-    path = directory / 'record/metadata'
+def rewrite(path: Path, old: str, new: str) -> None:
     path.write_text(path.read_text().replace(old, new))
 
 
@@ -109,7 +107,7 @@ def test_a_changed_record_or_sum_costs_its_checkpoint(tmp_path, monkeypatch, cap
             patch.setattr(checkpoint, 'checksums', lambda state: checksums(state).at[1].add(1))
         save(tmp_path, 8)
     if change is not None:
-        rewrite_record(tmp_path / '8', *change)
+        rewrite(tmp_path / '8/record/metadata', *change)
     state, record = restored(tmp_path)
     assert (int(state['step']), record['train_seconds']) == (4, 2.5)
     damage = f'checksum of {leaf_names(state_of(0))[1]}' if change is None else 'record/metadata: '
@@ -138,7 +136,7 @@ def test_as_many_stay_as_are_to_be_kept_and_are_read_from_the_newest(tmp_path):
 def test_the_newest_two_and_the_best_stay(tmp_path):
     """A step that is written again can be superseded again; diverged steps rank last."""
     save(tmp_path, 3, 5)
-    rewrite_record(tmp_path / '5', '2.5', '3.5')
+    rewrite(tmp_path / '5/record/metadata', '2.5', '3.5')
     with contextlib.closing(Checkpoints(tmp_path)) as saved:
         assert int(saved.restore(target_on())[0]['step']) == 3
         saved.discard_after(3)
@@ -161,7 +159,7 @@ def test_a_directory_that_is_gone_read_only_or_full_is_one_sentence(tmp_path, mo
     saved.wait()
     kept, message = directory, f'^{directory} cannot be written: its disk has 9 of the .* bytes'
     if how == 'full':
-        monkeypatch.setattr(files.shutil, 'disk_usage', lambda _: SimpleNamespace(free=9))
+        monkeypatch.setattr(files.shutil, 'disk_usage', Mock(return_value=Mock(free=9)))
     elif how == 'read only':
         refuse = Mock(side_effect=OSError(errno.EROFS, os.strerror(errno.EROFS)))
         monkeypatch.setattr(files.tempfile, 'TemporaryFile', refuse)

@@ -20,10 +20,8 @@ MODEL = ModelConfig(d_model=16, num_layers=2, num_heads=2, context=8)
 
 
 def params_of(model: ModelConfig) -> dict:
-    rng = np.random.default_rng(0)
-    return jax.tree.map(
-        lambda a: rng.standard_normal(a.shape).astype(np.float32), abstract_params(model)
-    )
+    draw = np.random.default_rng(0).standard_normal
+    return jax.tree.map(lambda a: np.float32(draw(a.shape)), abstract_params(model))
 
 
 @pytest.mark.parametrize('where', ['disk', 'bucket'])

@@ -41,14 +41,6 @@ def saved_steps(path: Path) -> list[int]:
     return sorted(int(step.name) for step in (path / 'checkpoints').iterdir())
 
 
-@pytest.fixture
-def unfinished(small_run, tmp_path):
-    """The config of the small run, and a copy of it in `tmp_path` whose results were lost."""
-    shutil.copytree(small_run[1], tmp_path, dirs_exist_ok=True)
-    (tmp_path / 'result.json').unlink()
-    return small_run[0], tmp_path
-
-
 # A run that ends
 
 
@@ -77,9 +69,7 @@ def test_a_run_leaves_plausible_results_and_the_same_ones_again(task, name, tmp_
     assert evaluated[-1]['val_solved'] == [result['val_solved'], other['val_solved']]
 
 
-def test_the_display_and_evaluations_follow_the_plan_and_a_finished_run_is_not_touched(
-    small, tmp_path, monkeypatch
-):
+def test_a_run_follows_its_plan_and_a_finished_one_is_not_touched(small, tmp_path, monkeypatch):
     losses, phases, splits = {}, Counter(), []
     phase, evaluate = Progress.phase, Stack.evaluate
     monkeypatch.setattr(Progress, 'update', lambda _, step, loss: losses.update({step: loss}))
@@ -162,9 +152,7 @@ def test_a_lost_run_saves_nothing_more_and_can_be_gone_on_with(small_run, tmp_pa
     assert_same_run(tmp_path, straight)
 
 
-def test_a_request_during_an_evaluation_saves_and_the_next_start_evaluates_first(
-    small_run, tmp_path, monkeypatch
-):
+def test_a_stopped_evaluation_comes_first_in_the_next_start(small_run, tmp_path, monkeypatch):
     """Also where the next start is stopped or killed in that evaluation, or right after it."""
     (config, straight), evaluate, record = small_run, pipeline.eval_batches, results.eval_record
     splits, lost, stop_in = [], [], None
@@ -206,8 +194,10 @@ def test_metrics_that_are_changed_while_a_run_trains_are_named_at_its_end(small,
     assert not (tmp_path / 'result.json').exists() and (tmp_path / 'checkpoints/12').exists()
 
 
-def test_other_data_is_refused(unfinished, monkeypatch):
-    (config, path), real = unfinished, TokenDataset.identity
+def test_other_data_is_refused(small_run, tmp_path, monkeypatch):
+    (config, source), real = small_run, TokenDataset.identity
+    no_result = shutil.ignore_patterns('result.json')
+    path = shutil.copytree(source, tmp_path / 'run', ignore=no_result)
     monkeypatch.setattr(TokenDataset, 'identity', lambda self: {**real(self), 'version': 'other'})
     changed = r'other data than the present dataset \(version: "\S+" -> "other"\); use'
     with pytest.raises(CheckpointError, match=changed):

@@ -135,9 +135,7 @@ def pytest_generate_tests(metafunc):
     chosen(metafunc, 'schedule', [*SCHEDULES, 'wsd:wsd', 'wsd:wsd(decay=0.5)'])
 
 
-def test_an_optimizer_descends_and_only_independent_decay_needs_no_learning_rate(
-    outside, optimizer
-):
+def test_an_optimizer_descends_and_decays_independently_of_its_rate(outside, optimizer):
     """Eight steps down the sum of squares, by one program; what is frozen stays."""
     config = OptimizerConfig(name=optimizer, clip_norm=None)
     rising = jnp.linspace(1, 2, 12).reshape(3, 4)
@@ -209,8 +207,7 @@ def test_what_is_none_is_refused_in_one_sentence(outside, fields, says):
 
 
 def test_a_schedule_from_outside_anneals_where_it_ends_low():
-    low, high = (
-        OptimizerConfig(schedule='strange:ends_at_a_third', final_fraction=f) for f in (0.1, 1 / 3)
-    )
+    name = 'strange:ends_at_a_third'
+    low, high = (OptimizerConfig(schedule=name, final_fraction=f) for f in (0.1, 1 / 3))
     assert low.anneals and high.decays and not high.anneals
     assert not OptimizerConfig(schedule='constant').decays

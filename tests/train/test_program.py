@@ -64,13 +64,12 @@ def lowered(trials, lifting, **model):
 
 @pytest.mark.parametrize('kernel', only(['einsum'], ['einsum', 'blockwise']))
 def test_products_are_batched_side_by_side_and_in_one_more_loop_one_after_another(kernel):
-    one, stack = lowered(1, 'vmap', kernel=kernel), lowered(8, 'vmap', kernel=kernel)
+    one, stack = (lowered(trials, 'vmap', kernel=kernel) for trials in (1, 8))
     assert one['product'] > 20 and stack['product'] == 0
     assert stack['batched'] == one['product'] + one['batched']
     assert stack['stablehlo.while'] == one['stablehlo.while']
-    one, stack = lowered(1, 'map', kernel=kernel), lowered(8, 'map', kernel=kernel)
-    assert stack.pop('stablehlo.while') == one.pop('stablehlo.while') + 1
-    assert stack == one
+    one, stack = (lowered(trials, 'map', kernel=kernel) for trials in (1, 8))
+    assert stack == one + collections.Counter(['stablehlo.while'])
 
 
 def test_cudnn_computes_the_attention_of_all_trials_at_once(monkeypatch, cudnn):
@@ -81,9 +80,7 @@ def test_cudnn_computes_the_attention_of_all_trials_at_once(monkeypatch, cudnn):
     assert stack['product'] == 0 and stack['batched'] == one['product']
 
 
-def test_auto_measures_both_liftings_and_keeps_the_faster(
-    small, tmp_path, monkeypatch, evaluation_only
-):
+def test_auto_keeps_the_faster_lifting(small, tmp_path, monkeypatch, evaluation_only):
     config = small(train={'lifting': 'auto'})
     built = program.build(config)
     assert set(built.measured) == {'map', 'vmap'}

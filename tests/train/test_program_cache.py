@@ -66,7 +66,7 @@ def test_the_directory_is_the_one_named_or_in_the_users_cache(monkeypatch, tmp_p
 
 
 @pytest.mark.filterwarnings('ignore:Error reading persistent compilation cache')
-def test_programs_are_loaded_by_processes_with_as_many_cores_unless_damaged_or_switched_off(
+def test_programs_are_loaded_unless_damaged_switched_off_or_for_other_cores(
     kept, count, monkeypatch
 ):
     keep_programs()
@@ -93,7 +93,7 @@ def test_programs_are_loaded_by_processes_with_as_many_cores_unless_damaged_or_s
 
 
 @pytest.mark.parametrize('why', ['a file', 'by mode', 'by owner'])
-def test_programs_of_a_directory_that_cannot_be_trusted_are_not_executed(
+def test_a_directory_that_cannot_be_trusted_keeps_no_programs(
     kept, count, caplog, monkeypatch, why
 ):
     if why == 'a file':
@@ -129,9 +129,7 @@ def test_the_least_recently_used_are_deleted_beyond_a_limit(tmp_path, kept, monk
     assert {path.name for path in tmp_path.glob('qkattn/*/*/*')} == {'new-cache', 'used-cache'}
 
 
-def test_stages_of_an_arm_share_their_programs_which_are_the_same_to_the_last_bit(
-    small, kept, count
-):
+def test_stages_of_an_arm_share_their_programs_bit_for_bit(small, kept, count):
     """Seeds, learning rates and weight decays are arguments of a program."""
 
     def one_step(**trials):

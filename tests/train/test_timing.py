@@ -16,20 +16,18 @@ def test_parts_are_waits_for_input_and_logging_and_a_resumed_run_adds_to_them(mo
     monkeypatch.setattr(timing, 'time', types.SimpleNamespace(perf_counter=lambda: now[0]))
     timed = Clock(dict.fromkeys(PARTS, 0.0) | {'train_seconds': 40.0, 'logging_seconds': 2.0})
 
-    def batches():
-        for batch in range(3):
-            now[0] += 2
-            yield batch
+    def wait(seconds):
+        now[0] += seconds
 
-    for _ in timed.inputs(batches()):
-        now[0] += 7  # what is done with a batch is no wait
+    for _ in timed.inputs(wait(2) for _ in range(3)):
+        wait(7)  # what is done with a batch is no wait
     timed.start()
     with timed.part('logging_seconds'):
-        now[0] += 0.5
+        wait(0.5)
     timed.pause(tokens=10)
-    now[0] += 11
+    wait(11)
     timed.start()
-    now[0] += 1.5
+    wait(1.5)
     timed.pause(tokens=10)
     assert timed.seconds == {'train_seconds': 42, 'input_seconds': 6, 'logging_seconds': 2.5}
     assert timed.tokens_per_second == 10

@@ -29,13 +29,9 @@ from tests.lanes import only
 def test_an_evaluation_is_a_mean_over_targets(task, name, monkeypatch, evaluation_only, outside):
     # 5 rows at a time do not divide the rows that there are, nor 5 positions a row.
     own = {'metrics': ('confidence:top(k=3)', 'confidence:CALIBRATION'), 'logits_chunk': 5}
-    config = task(
-        name,
-        model={'dropout': 0.5},
-        train={'batch_size': 5, 'accumulation': 1, 'label_smoothing': 0.2} | own,
-        trials={'seeds': (0, 7)},
-        data={'eval_sequences': None if name == 'translation' else 12},
-    )
+    own |= {'batch_size': 5, 'accumulation': 1, 'label_smoothing': 0.2}
+    data = {'eval_sequences': None if name == 'translation' else 12}
+    config = task(name, model={'dropout': 0.5}, train=own, trials={'seeds': (0, 7)}, data=data)
     rows = rows_of(config)
     if 'probe' not in name:
         monkeypatch.setattr(rows, 'bytes_per_token', {'validation': 2.0}.__getitem__)
@@ -144,20 +140,16 @@ def test_attention_metrics_are_those_of_an_analysis_without_rows_that_pad():
     run = program.stack_program(config, 'map', make_mesh(config.mesh), trials.attention_means)
     heads = analyze(model, {'tokens_BT': tokens_BT}, induction=False)
 
-    factors = {
-        'qk_factor_norm': ('score/w_q_DNH', 'score/w_k_DKH'),
-        'ov_factor_norm': ('value/w_v_DKH', 'value/w_o_NHD'),
-    }
-    want = {  # means over layers of the norm of both factors together
-        name: np.hypot(*(heads.values('parameter_norm', factor) for factor in both)).mean()
-        for name, both in factors.items()
-    }
+    def norm_of(*factors):
+        """Mean over layers of the norm of both factors together."""
+        return np.hypot(*(heads.values('parameter_norm', factor) for factor in factors)).mean()
+
+    want = {'qk_factor_norm': norm_of('score/w_q_DNH', 'score/w_k_DKH')}
+    want |= {'ov_factor_norm': norm_of('value/w_v_DKH', 'value/w_o_NHD')}
     for name in metrics.ATTENTION.keys() - want.keys():
         circuit, _, quantity = name.partition('_')
         where = {'qk': 'A', 'ov': 'B', 'attention': 'pattern'}[circuit]
         want[name] = heads.values(quantity, where).mean()
-    got, of_padded = (
-        {name: value_X.item() for name, value_X in run(params, rows).items()}
-        for rows in (batch, padded)
-    )
+    means = (run(params, rows).items() for rows in (batch, padded))
+    got, of_padded = ({name: value_X.item() for name, value_X in items} for items in means)
     assert got == pytest.approx(want, rel=1e-4) and of_padded == pytest.approx(got, rel=1e-5)
