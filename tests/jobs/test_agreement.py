@@ -62,10 +62,8 @@ def test_three_processes_agree():
     first, *others = seen = [json.loads(out) for _, out, _ in results]
     assert first['all'] == [{'rank': rank, 'none': None} for rank in range(3)]
     assert [one['called'] for one in seen] == [['value', 'held', 'bug', 'made'], [], []]
-    assert [one['bug'] for one in seen] == [
-        ['KeyError', "'bug'"],
-        *[['ProcessError', "process 0 raised KeyError: 'bug'"]] * 2,
-    ]
+    bugs = [['KeyError', "'bug'"], *[['ProcessError', "process 0 raised KeyError: 'bug'"]] * 2]
+    assert [one['bug'] for one in seen] == bugs
     assert [one['first'] for one in seen] == ['made by 0', 'made by 1', 'made by 2']
     late = ['ProcessError', 'process 2 did not arrive within 1 s, while the others waited']
     for one in seen:

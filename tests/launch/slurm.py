@@ -107,10 +107,8 @@ class Cluster:
 
     def call(self, *command: object, check: bool = True, **keywords: object) -> str:
         """What a program prints."""
-        done = subprocess.run(
-            [str(part) for part in command],
-            **{'env': self.environment, 'capture_output': True, 'text': True} | keywords,
-        )
+        keywords = {'env': self.environment, 'capture_output': True, 'text': True} | keywords
+        done = subprocess.run([str(part) for part in command], **keywords)
         assert not check or done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

@@ -40,14 +40,11 @@ def rendered(*flags: str, command=TRAIN) -> tuple[str, list[list[str]]]:
 @pytest.mark.skipif(not PYTHON, reason='QKATTN_TEST_SKY_PYTHON names no Python with skypilot')
 def test_skypilot_reads_the_tasks_as_they_are_and_as_they_are_filled_in(tmp_path):
     files = [(launchers.LAUNCH / f'sky/{name}.yaml').read_text() for name in ('train', 'study')]
-    filled = [
-        rendered(GPUS, command=('train', *AWKWARD))[0],
-        rendered(GPUS, '--workers=2', command=('ablate', *AWKWARD))[0],
-    ]
+    filled = [rendered(GPUS, command=('train', *AWKWARD))[0]]
+    filled += [rendered(GPUS, '--workers=2', command=('ablate', *AWKWARD))[0]]
     given, env = json.dumps(files + filled), {'HOME': str(tmp_path), 'PATH': os.environ['PATH']}
-    output = subprocess.check_output(
-        [PYTHON, '-c', LOAD], input=given, cwd=tmp_path, env=env, text=True
-    )
+    command = [PYTHON, '-c', LOAD]
+    output = subprocess.check_output(command, input=given, cwd=tmp_path, env=env, text=True)
     tasks = json.loads(output.splitlines()[-1])
     for nodes, envs, _, _, spot, recovery in tasks:
         assert (nodes, spot, envs['RETRIES']) == (1, True, '3')

@@ -22,21 +22,16 @@ from tests.runs import assert_same_run
 TRAIN = ('--', 'train', '--config=small', '--workdir=runs/small')
 
 
+RUN_FLAGS = ('--nodes=2', '--gpus_per_node=8', '--processes_per_node=4', '--job_name=a b')
+RUN_OPTIONS = ['--nodes=2', '--ntasks-per-node=4', '--gpus-per-node=8', '--job-name=a b']
+STUDY_OPTIONS = ['--nodes=1', '--ntasks-per-node=1', '--array=1-8']
+
+
 @pytest.mark.parametrize(
     ('flags', 'command', 'retries', 'options'),
     [
-        (
-            ('--nodes=2', '--gpus_per_node=8', '--processes_per_node=4', '--job_name=a b'),
-            (*TRAIN[1:], *AWKWARD),
-            3,
-            ['--nodes=2', '--ntasks-per-node=4', '--gpus-per-node=8', '--job-name=a b'],
-        ),
-        (
-            ('--workers=8', '--retries=0'),
-            ('ablate', '--workdir', 'runs/study'),
-            0,
-            ['--nodes=1', '--ntasks-per-node=1', '--array=1-8'],
-        ),
+        (RUN_FLAGS, (*TRAIN[1:], *AWKWARD), 3, RUN_OPTIONS),
+        (('--workers=8', '--retries=0'), ('ablate', '--workdir', 'runs/s'), 0, STUDY_OPTIONS),
     ],
 )
 def test_a_dry_run_prints_the_command_and_the_script(flags, command, retries, options):

@@ -111,9 +111,8 @@ def test_watch_gives_up_on_a_verb_that_keeps_failing(watch, capsys):
 
 def on_host(host: Path, command: str) -> subprocess.CompletedProcess:
     """What sshd does with a command."""
-    environment = {**os.environ, 'HOME': str(host)}
-    line = ['bash', '-c', command]
-    return subprocess.run(line, cwd=host, env=environment, capture_output=True, text=True)
+    options = {'env': {**os.environ, 'HOME': str(host)}, 'capture_output': True, 'text': True}
+    return subprocess.run(['bash', '-c', command], cwd=host, **options)
 
 
 def state_of(host: Path) -> str:

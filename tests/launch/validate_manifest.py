@@ -33,11 +33,8 @@ def problems(manifest: dict) -> list[str]:
             errors = unknown(manifest, seen)
         except ValueError as error:
             errors = [str(error)]
-        templates = [one['template'] for one in manifest['spec']['replicatedJobs']]
-        jobs = [
-            {'apiVersion': 'batch/v1', 'kind': 'Job', 'metadata': {'name': 'x'}, **template}
-            for template in templates
-        ]
+        job = {'apiVersion': 'batch/v1', 'kind': 'Job', 'metadata': {'name': 'x'}}
+        jobs = [job | one['template'] for one in manifest['spec']['replicatedJobs']]
     for job in jobs:
         try:
             kubernetes_validate.validate(job, '1.34', strict=True)

@@ -33,7 +33,7 @@ from qkattn.train.checkpoint import UNFINISHED
 from qkattn.train.loop import train
 from tests.compiled_programs import FLAGS
 from tests.processes import environments
-from tests.runs import assert_same_run, without_times
+from tests.runs import SMALL, assert_same_run, without_times
 from tests.study.test_plan import STUDY
 
 # Processes are forked from one that imported all, but for buckets: threads of TensorStore, which
@@ -188,12 +188,10 @@ def undisturbed(tmp_path_factory):
         (False, signal.SIGKILL),
     ],
 )
-def test_what_is_disturbed_ends_as_if_undisturbed(
-    tiny, undisturbed, request, tmp_path, name, often, number
-):
+def test_signals_change_nothing(tiny, undisturbed, request, tmp_path, name, often, number):
     """Started again and again, disturbed once each; when it is finished, another one is begun."""
     settings = tiny(
-        model={'dropout': 0.1, 'num_layers': 1, 'd_model': 16},
+        model=SMALL | {'dropout': 0.1},
         optimizer={'name': 'muon'},
         train={'num_steps': 60 if often else 12, 'eval_every': 6, 'checkpoint_every': 4},
         mesh={'data': 2 if name == 'two processes' else 1},

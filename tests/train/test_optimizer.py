@@ -95,10 +95,8 @@ def test_two_steps_are_those_by_hand(name, decay):
 
 def test_adamw_is_that_of_optax_and_gradients_are_clipped():
     params, *grads = trees()
-    want = optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(RATE, b1=0.9, b2=0.99, eps=1e-8, weight_decay=DECAY, mask=decayed),
-    )
+    adamw = optax.adamw(RATE, b1=0.9, b2=0.99, eps=1e-8, weight_decay=DECAY, mask=decayed)
+    want = optax.chain(optax.clip_by_global_norm(1.0), adamw)
     config = OptimizerConfig(decay='coupled')
     got = optimizers.optimizer(config, jnp.float32(RATE), jnp.float32(DECAY))
     both = jax.jit(lambda *trees: [two_steps(2 * [which], *trees) for which in (got, want)])

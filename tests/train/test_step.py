@@ -144,9 +144,8 @@ def test_a_diverged_trial_is_frozen_and_the_others_go_on(four):
 
 def test_dropout_depends_on_seed_and_step_only(four):
     points = {'learning_rates': (0.0,), 'weight_decays': (0.0,), 'seeds': (0, 1, 2, 3)}
-    losses_CX, again_CX, without_CX = (
-        np.asarray(three_steps(four(points, dropout=rate))[1]['loss']) for rate in (0.1, 0.1, 0.0)
-    )
+    runs = (three_steps(four(points, dropout=rate)) for rate in (0.1, 0.1, 0.0))
+    losses_CX, again_CX, without_CX = (np.asarray(metrics['loss']) for _, metrics in runs)
     np.testing.assert_array_equal(losses_CX, again_CX)
     assert np.abs(losses_CX[0] - without_CX[0]).min() > 1e-4
     assert np.abs(losses_CX[0] - losses_CX[1]).min() > 1e-4  # other units at another step
