@@ -6,6 +6,7 @@ for the address of the coordinator.
 """
 
 import contextlib
+import functools
 import os
 import re
 import shutil
@@ -75,10 +76,8 @@ def started(root: Path) -> Iterator['Cluster']:
     tied = ['setpriv', '--pdeathsig', 'TERM'] if shutil.which('setpriv') else []
     with open(root / 'daemons.log', 'ab') as log:
         streams = {'stdin': subprocess.DEVNULL, 'stdout': log, 'stderr': log}
-        daemons = [
-            subprocess.Popen([*tied, PROGRAMS[name], *rest], env=cluster.environment, **streams)
-            for name, *rest in commands
-        ]
+        start = functools.partial(subprocess.Popen, env=cluster.environment, **streams)
+        daemons = [start([*tied, PROGRAMS[name], *rest]) for name, *rest in commands]
     idle = ['sinfo', '-h', '-p', 'low', '-t', 'idle', '-o', '%D']
     try:
         until(lambda: cluster.call(*idle, check=False).strip() == '2', 60, cluster.logs)

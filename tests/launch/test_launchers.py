@@ -12,13 +12,8 @@ KUBERNETES = ('--name=qk', '--image=r/qkattn:1')
 V6E = '--accelerator=v6e-16'
 GPUS = ('--processes=2', '--gpus_per_process=2')
 # Flags that are right.
-RIGHT = {
-    'local': (),
-    'slurm': (),
-    'tpu': ('run', *WHERE),
-    'kubernetes': (*KUBERNETES, '--accelerator=v6e-8'),
-    'sky': ('--accelerators=H100:8',),
-}
+RIGHT = {'local': (), 'slurm': (), 'tpu': ('run', *WHERE), 'sky': ('--accelerators=H100:8',)}
+RIGHT |= {'kubernetes': (*KUBERNETES, '--accelerator=v6e-8')}
 TOOLS = {'slurm': 'sbatch', 'tpu': 'gcloud', 'kubernetes': 'kubectl', 'sky': 'sky'}
 TRAIN_SMALL = ('--', *TRAIN)
 # What is wrong in all of them, and words of the sentence.

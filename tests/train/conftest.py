@@ -8,11 +8,9 @@ from qkattn.config import Config
 from qkattn.train import program
 from tests.runs import SMALL
 
-PAIRS = [
-    (f'{a} {b}', f'{b} und {a}')
-    for a in ('one', 'two', 'three', 'four', 'five', 'six')
-    for b in ('ox', 'cat', 'hen', 'dog', 'rat')
-]
+NUMBERS = ['one', 'two', 'three', 'four', 'five', 'six']
+ANIMALS = ['ox', 'cat', 'hen', 'dog', 'rat']
+PAIRS = [(f'{a} {b}', f'{b} und {a}') for a in NUMBERS for b in ANIMALS]
 
 
 @pytest.fixture
@@ -43,15 +41,13 @@ def task(tiny, pairs_files, tmp_path_factory):
     """task('masked', model={...}): a tiny run of two trials."""
     cache = str(tmp_path_factory.getbasetemp() / 'task-data')
     pairs = {'name': 'parallel', 'path': str(pairs_files), 'languages': 'en-de', 'data_dir': cache}
+    recall, successor = 'recall(pairs=2, keys=4, values=4)', 'successor(keys=4, payloads=2)'
     settings = {
         'language': ({}, {}),
         'masked': ({'kind': 'encoder', 'vocab_size': 257}, {}),
         'translation': ({'kind': 'encoder_decoder', 'context': 32, 'source_context': 24}, pairs),
-        'causal probe': ({'context': 7}, {'name': 'recall(pairs=2, keys=4, values=4)'}),
-        'labelling probe': (
-            {'kind': 'encoder', 'context': 4},
-            {'name': 'successor(keys=4, payloads=2)'},
-        ),
+        'causal probe': ({'context': 7}, {'name': recall}),
+        'labelling probe': ({'kind': 'encoder', 'context': 4}, {'name': successor}),
     }
 
     def make(name: str, **sections) -> Config:

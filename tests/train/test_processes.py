@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from qkattn.config import MeshConfig, TuningConfig, to_json
+from qkattn.config import TuningConfig, to_json
 from qkattn.storage import leases
 from qkattn.storage.records import read_json
 from qkattn.study import worker
@@ -87,11 +87,9 @@ def small(tiny):
 
 
 def test_two_processes_are_one_with_all_their_devices(small, tmp_path):
-    config = small({'data': 2, 'tensor': 2})
-    idle = dataclasses.replace(config, mesh=MeshConfig(data=2))
+    config, too_small = small({'data': 2, 'tensor': 2}), (small({'data': 2}), tmp_path / 'idle')
     runs = [(config, tmp_path / name) for name in ('two', 'two', 'differs', 'mine')]
     other = [*runs[:2], (small(train={'num_steps': 9}), runs[2][1]), (config, tmp_path / 'other')]
-    too_small = (idle, tmp_path / 'idle')
     job = start(tmp_path / 'job', [*runs, too_small], devices=2, runs1=[*other, too_small])
     train(config, tmp_path / 'one')
     first, again, differs, apart, refused = got(tmp_path / 'job', job)
@@ -107,21 +105,16 @@ def test_two_processes_are_one_with_all_their_devices(small, tmp_path):
 
 
 @pytest.mark.slow
-def test_on_any_mesh_two_processes_are_one(small, pairs_files, tmp_path):
+def test_on_any_mesh_two_processes_are_one(small, task, tmp_path):
     """Dropout, both liftings, steps that share a dispatch, a loss that is not finite, sentences."""
     trial_mesh, shared = {'trial': 2, 'data': 4}, {'steps_per_dispatch': 2, 'log_every': 2}
+    short = {'accumulation': 1, 'num_steps': 4, 'batch_size': 16}
     configs = {
         'data': small({'data': 8}, model={'dropout': 0.1}),
         'fsdp': small({'fsdp': 4, 'tensor': 2}, {'lifting': 'vmap'}),
         'trial': small({'trial': 2, 'data': 2, 'fsdp': 2}, shared, {'dropout': 0.1}),
         'diverges': small(trial_mesh, trials={'learning_rates': (1e-2, 1e30)}),
-        'translates': small(
-            trial_mesh,
-            {'accumulation': 1, 'num_steps': 4},
-            {'kind': 'encoder_decoder', 'context': 32, 'source_context': 24, 'scan_unroll': 1},
-            data={'name': 'parallel', 'path': str(pairs_files), 'languages': 'en-de'},
-            decode={'beam': 2},
-        ),
+        'translates': task('translation', mesh=trial_mesh, train=short),
     }
     measured = small({'trial': 2, 'data': 2, 'tensor': 2}, train={'lifting': 'auto'})
     runs = [(config, tmp_path / 'two' / name) for name, config in configs.items()]
