@@ -71,6 +71,7 @@ def main() -> None:
         raise ConfigError('--export takes the studies of --workdir=DIRECTORY, which is missing')
     directory = _directory()
     if WORKDIR.value is not None:
+        studies.require(claims, SCALE.value, directory)
         studies.check_workdir(directory, names, SCALE.value)
         _earlier(directory)
     failed = {}

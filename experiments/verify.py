@@ -14,7 +14,7 @@ from experiments.benchmark import record
 from qkattn.claims import decided, export
 from qkattn.claims.pages import BLOCKS
 from qkattn.config import Config, ModelConfig, from_json
-from qkattn.errors import ConfigError, ReportError
+from qkattn.errors import ConfigError, ReportError, SpecError
 from qkattn.jobs import cli
 from qkattn.model import cost
 from qkattn.report import verify
@@ -62,7 +62,11 @@ def check_costs(directory: Path) -> int:
     for run in load_findings(directory)[0].runs:
         if run.trials:
             models += 1
-            for name, expected in _costs(from_json(Config, run.config).model).items():
+            try:
+                costs = _costs(from_json(Config, run.config).model)
+            except (ConfigError, SpecError) as error:
+                raise ReportError(f'{directory}: run {run.name}: {error}') from error
+            for name, expected in costs.items():
                 for trial in run.trials:
                     if getattr(trial, name) != expected:
                         raise ReportError(

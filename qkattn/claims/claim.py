@@ -5,6 +5,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from qkattn.claims.decided import Kind, Row, Speaks
+from qkattn.claims.rules import AS_REPORTED, RELATIONS
+from qkattn.errors import ConfigError
+
+KNOWN = (*RELATIONS, AS_REPORTED)  # relations of an arm to another
 
 Check = Callable[[], list[Row]]  # exact, decided in seconds; verification runs it again
 Recorder = Callable[[Path, str], None]  # writes a measure's files: (directory of its study, scale)
@@ -27,6 +31,13 @@ class Expectation:
     x_label: str | None = None
     curve: str | None = None  # what is compared, in place of the variant; points share it
     scales: tuple[str, ...] = ()  # at which the study has this variant; all if empty
+
+    def __post_init__(self) -> None:
+        for field, known in (('relation', KNOWN), ('at', ('matched', 'removed'))):
+            if (value := getattr(self, field)) not in known:
+                raise ConfigError(
+                    f'{field}={value!r} of an expectation must be one of {", ".join(known)}'
+                )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,6 +45,18 @@ def names_of(claims: Iterable[Claim]) -> list[str]:
     return list(dict.fromkeys(name for claim in claims for name in claim.studies))
 
 
+def require(claims: Iterable[Claim], scale: str, directory: Path) -> None:
+    """Raises ConfigError for a study that is neither a config of claims nor in the directory."""
+    for claim in claims:
+        for name in dict.fromkeys(expected.study for expected in claim.expectations):
+            if study_of(name, scale) is None and not (directory / name).is_dir():
+                raise ConfigError(
+                    f'claim {claim.name}: study {name!r} is none of configs/claims; train it with '
+                    f'{cli.script("ablate")} --workdir={directory / name}, then decide with '
+                    '--notrain'
+                )
+
+
 def check_workdir(directory: Path, names: Iterable[str], scale: str) -> None:
     """Raises ConfigError if the directory is that of one study, or holds one of another scale."""
     if (directory / 'study.json').exists():

@@ -133,6 +133,11 @@ def read_config(flag: flags.FlagHolder) -> Any:
             f'--config={path} cannot be loaded: {reason}; configs that come with qkattn are '
             f'{", ".join(known)}{meant}'
         ) from error
+    except AttributeError as error:
+        if 'get_config' not in str(error):
+            raise
+        path = config_flags.get_config_filename(flags.FLAGS['config'])
+        raise ConfigError(f'--config={path} has no function get_config()') from error
     if not isinstance(config, kind := _kind()):
         other, name = (
             script('ablate' if isinstance(config, Study) else 'train'),

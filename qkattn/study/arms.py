@@ -189,6 +189,8 @@ def _at_size(study: Study, size: str, corpus: str, refused: Refused) -> list[Mat
         config = model(variant)
         check_section(f'variant {variant!r}: model.', config)
         for destination in study.destinations:
+            if study.match is None:
+                sites.validate(dataclasses.replace(study.base, model=config))
             try:
                 matched = unsolved(config) if study.match is None else None
                 matched = matched or matching.match(

@@ -100,6 +100,8 @@ def _from_outside(
 
     def versioned() -> Corpus:
         corpus = function(config, **options)
+        if not isinstance(corpus, Corpus):
+            raise ConfigError(f'data.name={config.name!r} must return a Corpus, not {corpus!r:.80}')
         return dataclasses.replace(corpus, version=f'{corpus.version}-{digest(config.name)}')
 
     return called('data.name', config.name, versioned)
