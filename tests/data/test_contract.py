@@ -103,10 +103,12 @@ def test_a_task_reads_rows_of_the_stated_shape_that_depend_on_their_draws_alone(
     json.dumps(rows.identity())
 
 
-def test_other_objects_are_refused_in_one_sentence(data):
+def test_other_objects_are_refused_in_one_sentence(data, outside):
+    (outside / 'listed.py').write_text("def listed(config):\n    return ['a']\n")
     for fields, says in (
         ({'name': 'fables:none'}, "data.name='fables:none': fables has no 'none'"),
         ({'name': 'fables:fables(count="a")'}, 'fails, TypeError in .*fables.py, line 6: '),
+        ({'name': 'listed:listed'}, r"'listed:listed' must return a Corpus, not \['a'\]"),
         ({'tokenizer': 'fables:fables'}, "='fables:fables' is not a class with encode, decode"),
         ({'task': 'nibbles:Nibbles'}, "data.task='nibbles:Nibbles' is not a class with the attr"),
         ({'task': 'masked'}, "'masked' trains model.kind='encoder' on text .*model.kind='decoder'"),

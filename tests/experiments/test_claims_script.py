@@ -81,6 +81,16 @@ def test_bad_input_is_one_sentence(script_here, arguments, part):
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+def test_a_study_that_is_no_config_has_to_be_trained_before(script_here, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    claim = "Claim('Z', 'z', 'Z.', 'z', 'z', expectations=(Expectation('mine', 'qk/vo', 'worse'),))"
+    imports = 'from qkattn.claims.claim import Claim, Expectation'
+    (tmp_path / 'my_claim.py').write_text(f'{imports}\nCLAIM = {claim}\n')
+    done = script_here('claims', 'my_claim:CLAIM', '--workdir=w')
+    assert done.returncode == 2 and "study 'mine' is none of configs/claims" in done.stderr
+    assert not (tmp_path / 'w').exists()
+
+
 def test_partial_results_are_decided_and_what_is_missing_is_said(script_here, workdir):
     done = script_here('claims', '--notrain', f'--workdir={workdir}')
     assert done.returncode == 0, done.stderr

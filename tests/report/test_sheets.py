@@ -162,11 +162,14 @@ def test_settings_are_those_of_the_runs(of_controls, study_dir):
     path = write_tuned(study_dir, tuned_arm('qk/vo'))
     run = run_name('qk/vo', 'd_model=128', 'verdict')
     edit_plan(path, run, optimizer__decay='coupled', model__dropout=0.1, model__init='nanogpt')
+    edit_plan(path, run, optimizer__name='my:opt', model__normalizer='my:n', model__logit_cap=9.0)
     study = load_study(path)
     said = dict(settings(study, find(study)))
     assert said['weight decay'].startswith('coupled to the learning rate')
     assert said['dropout'].startswith('0.1, of attention probabilities 0.1')
     assert said['initialization'].startswith('nanogpt, init embedding 1')
+    assert said['optimizer'].startswith('my:opt; gradients')
+    assert said['model'].endswith('normalizer my:n, logits capped at 9')
 
 
 def test_several_corpora_have_a_word_each_and_one_over_all(study_dir):

@@ -151,3 +151,9 @@ def test_arms_start_from_the_same_values_where_tensors_are_the_same():
         assert len(shared) >= 5
         for path in shared:
             np.testing.assert_array_equal(first[path], other[path])
+
+
+def test_a_model_that_cannot_be_built_is_refused_where_nothing_is_matched():
+    variants = ('qk/vo', 'qk/vo?positions=rope&head_size=7')
+    with pytest.raises(ConfigError, match='head_size'):
+        build_arms(dataclasses.replace(STUDY, variants=variants, match=None))
