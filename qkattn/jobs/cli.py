@@ -133,11 +133,6 @@ def read_config(flag: flags.FlagHolder) -> Any:
             f'--config={path} cannot be loaded: {reason}; configs that come with qkattn are '
             f'{", ".join(known)}{meant}'
         ) from error
-    except AttributeError as error:
-        if 'get_config' not in str(error):
-            raise
-        path = config_flags.get_config_filename(flags.FLAGS['config'])
-        raise ConfigError(f'--config={path} has no function get_config()') from error
     if not isinstance(config, kind := _kind()):
         other, name = (
             script('ablate' if isinstance(config, Study) else 'train'),
@@ -210,6 +205,8 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
             raise
         near = _misspelt(sys.argv[1:], kind) if kind else None
         first, *more = (str(error) or type(error).__name__).strip().splitlines()
+        if "'config_config' has no attribute 'get_config'" in first:  # ml_collections' name of it
+            first = 'the file of --config has no function get_config()'
         # Of what a config raised, its last line behind the name of the error.
         reason = f' {more[-1].partition(": ")[2]}' if 'Traceback' in str(error) else ''
         exit_with(near or f'{first}{reason}')
