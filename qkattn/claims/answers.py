@@ -93,13 +93,13 @@ def answers(results: Results) -> tuple[Answer, ...]:
 def _rows(loaded: Loaded, variant: str, model: str, name: str) -> Iterator[tuple[tuple, Arm, Row]]:
     """The differences of a variant at each size and corpus, with what they are ranked by."""
     study, found = loaded
-    learned = {s.arm.place for s in standings(study, found.arms) if not s.remarks}
-    baselines = {arm.group: arm.place for arm in found.arms if arm.is_baseline}
-    parts = {part.place: part for part in found.decomposition}
+    learned = {s.arm.key for s in standings(study, found.arms) if not s.remarks}
+    baselines = {arm.group: arm.key for arm in found.arms if arm.is_baseline}
+    parts = {part.key: part for part in found.decomposition}
     for arm in found.arms:
         if arm.variant != variant or arm.is_baseline or not arm.chosen:
             continue
-        trial, part = arm.example, parts.get(arm.place)
+        trial, part = arm.example, parts.get(arm.key)
         has_learned = baselines.get(arm.group) in learned
         parameters = trial.parameters['total']
         rank = has_learned, trial.num_tokens, parameters, study.corpora.index(arm.corpus)

@@ -10,7 +10,7 @@ from qkattn.claims.decided import Kind, Row, Speaks
 from qkattn.claims.results import UNIT, Loaded
 from qkattn.errors import ConfigError
 from qkattn.stats.inference import Difference
-from qkattn.study.place import EQUAL_SHAPE, LONGER, Place
+from qkattn.study.arm_key import EQUAL_SHAPE, LONGER, ArmKey
 from qkattn.verdict import judging
 from qkattn.verdict.arms import Arm, compare
 from qkattn.verdict.codes import Comparison, Verdict
@@ -27,7 +27,7 @@ class Evidence(NamedTuple):
 
 def evidence(
     expected: Expectation, loaded: Loaded, family: int = 1
-) -> tuple[list[Evidence], list[Row], list[Place]]:
+) -> tuple[list[Evidence], list[Row], list[ArmKey]]:
     """What decides an expectation, the rows beside it, and declared arms without a difference yet.
 
     An arm has a row at its own length of training and, matched, at a longer one. The rows beside it
@@ -42,8 +42,8 @@ def evidence(
     for arm, verdict, comparison in _cases(expected, loaded, family):
         if comparison is None:
             continue
-        if arm.place in lacking:
-            lacking.remove(arm.place)
+        if arm.key in lacking:
+            lacking.remove(arm.key)
         context = loaded.context(arm) | added
         kind = Kind.REMOVED if arm.control == EQUAL_SHAPE else Kind.MATCHED
         if loaded.study.matched is None:
@@ -65,25 +65,25 @@ def number_of_rows(expected: Expectation, loaded: Loaded | None) -> int:
     return len(_declared(expected, loaded)) * (2 if longer else 1)
 
 
-def _declared(expected: Expectation, loaded: Loaded) -> list[Place]:
+def _declared(expected: Expectation, loaded: Loaded) -> list[ArmKey]:
     """The arms that the study declares for an expectation."""
     if loaded.study.tuning is None and expected.at == 'removed':
         return []  # a study without tuning has no controls
     control = EQUAL_SHAPE if expected.at == 'removed' else None
-    places = [place for place in loaded.study.arms if place.control == control]
-    variants = list(dict.fromkeys(place.variant for place in places))
+    keys = [key for key in loaded.study.arms if key.control == control]
+    variants = list(dict.fromkeys(key.variant for key in keys))
     for variant in (expected.variant, expected.versus or expected.variant):
         if not any(loaded.names(label, variant) for label in variants):
             raise ConfigError(
                 f'study {expected.study!r} has no {expected.at} arm of variant {variant!r}; it has '
                 f'{", ".join(variants) or "none"}'
             )
-    return [place for place in places if loaded.names(place.variant, expected.variant)]
+    return [key for key in keys if loaded.names(key.variant, expected.variant)]
 
 
 def _beside(arm: Arm, kind: Kind, expected: Expectation, loaded: Loaded) -> Iterator[Row]:
     """The parts of an arm's difference but for `kind`; of a pair, all of both from the baseline."""
-    parts = {part.place: part for part in loaded.found.decomposition}
+    parts = {part.key: part for part in loaded.found.decomposition}
     for primary in loaded.found.arms:
         if (primary.size, primary.corpus) != (arm.size, arm.corpus):
             continue
@@ -93,9 +93,9 @@ def _beside(arm: Arm, kind: Kind, expected: Expectation, loaded: Loaded) -> Iter
             if not any(loaded.names(primary.variant, each) for each in pair):
                 continue
             shown, context = Expectation(expected.study, variant, expected.relation), {}
-        elif primary.place != arm.place and (arm.control != EQUAL_SHAPE or variant != arm.variant):
+        elif primary.key != arm.key and (arm.control != EQUAL_SHAPE or variant != arm.variant):
             continue
-        part = parts.get(primary.place)
+        part = parts.get(primary.key)
         comparisons = {
             Kind.REMOVED: part.removing if part else None,
             Kind.REINVESTED: part.reinvesting if part else None,

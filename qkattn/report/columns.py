@@ -70,10 +70,10 @@ class Column:
         return one_line(self.text(value) if callable(self.text) else format(value, self.text))
 
 
-def of_place(study: Study, compared: bool) -> Iterator[Column]:
+def of_arm(study: Study, compared: bool) -> Iterator[Column]:
     """Variant, size and corpus as printed, and the keys of the latter."""
     everywhere: dict[str, Any] = {'left': True, 'brief': True, 'headline': True, 'control': True}
-    yield Column('', lambda arm: prose.shown(study, arm.place), 'variant', **everywhere)
+    yield Column('', lambda arm: prose.shown(study, arm.key), 'variant', **everywhere)
     for field, among in (('size', study.sizes), ('corpus', study.corpora)):
         shown = everywhere | dict.fromkeys(('brief', 'headline', 'control'), len(among) > 1)
         heading = field * (field == 'size' or len(among) > 1)
@@ -124,11 +124,11 @@ def _p_of_word(arm: Arm) -> float | None:
 
 def of_parts(found: Findings) -> Iterator[Column]:
     """The parts of a difference; the tables have one of their own for them."""
-    parts = {parts.place: parts for parts in found.decomposition}
+    parts = {parts.key: parts for parts in found.decomposition}
     for part in ('removing', 'reinvesting', 'longer'):
 
         def difference(arm: Arm, part: str = part) -> Any:
-            return follow(parts.get(arm.place), f'{part}.difference')
+            return follow(parts.get(arm.key), f'{part}.difference')
 
         yield Column(part, difference, parts=_PART)
         if part != 'longer' and any(map(difference, found.arms)):
@@ -241,10 +241,10 @@ def columns(study: Study, found: Findings) -> list[Column]:
     }
     declared = [
         Column('variant', 'variant'),
-        *of_place(study, compared),
+        *of_arm(study, compared),
         Column('control', 'control'),
         Column('is_baseline', 'is_baseline'),
-        Column('post_hoc', lambda arm: int(prose.is_post_hoc(study, arm.place))),
+        Column('post_hoc', lambda arm: int(prose.is_post_hoc(study, arm.key))),
         Column('', _difference, heading, headline=compared, control=compared),
         Column('', _interval, heading, full=False, brief=compared),
         Column('difference', 'difference', parts=DIFFERENCE),

@@ -21,7 +21,7 @@ from qkattn.report.measures import Measure
 from qkattn.stats.decision import Decision
 from qkattn.stats.inference import Difference, Estimate
 from qkattn.stats.scaling import Problem
-from qkattn.study.place import Place
+from qkattn.study.arm_key import ArmKey
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.codes import NotScaled, Reason, Remark, RemarkCode
 from qkattn.verdict.load import Missing, Study
@@ -143,11 +143,11 @@ def _macro(name: str, variables: dict[str, Any], /, **arguments: Any) -> str:
     return tidy(getattr(module, name)(**arguments))
 
 
-def placed(place: Place, study: Study | None = None) -> str:
+def placed(key: ArmKey, study: Study | None = None) -> str:
     """'b/vo at d_model=128', 'b/vo at d_model=128 (equal shape)', with the corpus if several."""
-    kind = f' ({words(place.control)})' if place.control else ''
-    corpus = f' on {place.corpus}' if study and len(study.corpora) > 1 else ''
-    return f'{place.variant} at {place.size}{corpus}{kind}'
+    kind = f' ({words(key.control)})' if key.control else ''
+    corpus = f' on {key.corpus}' if study and len(study.corpora) > 1 else ''
+    return f'{key.variant} at {key.size}{corpus}{kind}'
 
 
 def where(study: Study, group: Any) -> str:
@@ -161,14 +161,14 @@ def on_corpus(study: Study, arm: Any) -> str:
     return arm.variant + (f', {arm.corpus}' if len(study.corpora) > 1 else '')
 
 
-def is_post_hoc(study: Study, place: Place) -> bool:
+def is_post_hoc(study: Study, key: ArmKey) -> bool:
     """Whether the arm was added after the first look at results."""
-    return study.ledger is not None and place.declared in study.ledger.post_hoc
+    return study.ledger is not None and key.declared in study.ledger.post_hoc
 
 
-def shown(study: Study, place: Place) -> str:
+def shown(study: Study, key: ArmKey) -> str:
     """The name of an arm's variant in tables and figures, marked if it is post hoc."""
-    return place.variant + ' (post hoc)' * is_post_hoc(study, place)
+    return key.variant + ' (post hoc)' * is_post_hoc(study, key)
 
 
 def remark(found: Remark, study: Study | None = None) -> str:
@@ -189,15 +189,15 @@ def progress(missing: Missing) -> str:
     return _macro('progress', {}, stage=missing.stage, **about)
 
 
-def absent(study: Study, place: Place, arm: Arm | None, otherwise: str) -> str:
+def absent(study: Study, key: ArmKey, arm: Arm | None, otherwise: str) -> str:
     """Why an arm has no number to draw; `otherwise` where it has finished trials."""
     if arm is not None and arm.chosen:
         return otherwise
     if arm is not None and arm.verdict_trials:
         return 'stopped early' if any(t.finished for t in arm.verdict_trials) else 'diverged'
-    if place not in study.arms:
+    if key not in study.arms:
         return 'not in the grid'
-    waiting = [progress(m) for m in study.missing if m.place == place]
+    waiting = [progress(m) for m in study.missing if m.key == key]
     return waiting[-1] if waiting and waiting[-1] != 'not started' else 'no result yet'
 
 
@@ -269,13 +269,13 @@ def by_where(arms: Iterable[Arm], study: Study) -> dict[str, list[Arm]]:
 
 def _forms(arms: Iterable[Arm], study: Study) -> dict[str, str]:
     """The forms of the variants, by name, whose name leaves options at their defaults."""
-    made = {shown(study, arm.place): form(study.by_name[arm.example.run].config) for arm in arms}
+    made = {shown(study, arm.key): form(study.by_name[arm.example.run].config) for arm in arms}
     return {name: written.name for name, written in made.items() if written.abridged}
 
 
 @jinja2.pass_context
-def _place(context: jinja2.runtime.Context, arm: Any) -> str:
-    return placed(arm if isinstance(arm, Place) else arm.place, context.get('study'))
+def _arm_title(context: jinja2.runtime.Context, arm: Any) -> str:
+    return placed(arm if isinstance(arm, ArmKey) else arm.key, context.get('study'))
 
 
 def _details(measure: Measure, arms: Iterable[Arm]) -> dict[str, list]:
@@ -322,8 +322,8 @@ def environment(html: bool) -> jinja2.Environment:
         'integers': lambda values: [f'{value:,}' for value in values],
         'numbers': lambda values: ', '.join(f'{value:g}' for value in values),
         'strong': lambda text: Markup('<strong>{}</strong>').format(text) if html else text,
-        'place': _place,
-        'shown': lambda place, study: shown(study, place),
+        'arm_title': _arm_title,
+        'shown': lambda key, study: shown(study, key),
         'quantity': QUANTITIES.__getitem__,
         'split': SPLITS.__getitem__,
         'shortened': lambda text: f'{text[:12]}…' if HASH.fullmatch(text) else text,

@@ -22,7 +22,7 @@ from qkattn.report.prose import (
     words,
 )
 from qkattn.storage import ledger
-from qkattn.study.place import Place
+from qkattn.study.arm_key import ArmKey
 from qkattn.verdict import rules
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings
@@ -67,7 +67,7 @@ def _places(study: Study) -> tuple[list[Heading], Any]:
     shown = [name for name, among in fields if len(among) > 1]
 
     def cells(row: Any) -> list[str]:
-        name = prose.shown(study, row.place) if isinstance(row, Arm) else row.variant
+        name = prose.shown(study, row.key) if isinstance(row, Arm) else row.variant
         return [name, *(getattr(row, field) for field in shown if hasattr(row, field))]
 
     return [('variant', True), *((name, True) for name in shown)], cells
@@ -76,7 +76,7 @@ def _places(study: Study) -> tuple[list[Heading], Any]:
 def _parts(study: Study, found: Findings) -> tuple[list[Heading], list[list[str]]]:
     """Removing and reinvesting, which add up to the difference, and the longer budget."""
     headings, cells = _places(study)
-    by_arm = {parts.place: parts for parts in found.decomposition}
+    by_arm = {parts.key: parts for parts in found.decomposition}
     longer = study.controls['longer']
     names = ['removing|equal shape - baseline', 'reinvesting|matched - equal shape']
     names += ['both|matched - baseline']
@@ -86,7 +86,7 @@ def _parts(study: Study, found: Findings) -> tuple[list[Heading], list[list[str]
         if arm.is_baseline:
             continue
         names_of_parts = ['removing', 'reinvesting', *['longer'] * bool(longer)]
-        parts = [getattr(by_arm.get(arm.place), name, None) for name in names_of_parts]
+        parts = [getattr(by_arm.get(arm.key), name, None) for name in names_of_parts]
         parts.insert(2, arm.comparison)
         texts = [interval(part.difference) if part else NONE for part in parts]
         rows.append([*cells(arm), *texts])
@@ -144,12 +144,12 @@ def _positions(study: Study, found: Findings) -> tuple[list[Heading], list[list[
     """The loss of each arm by position, mean over seeds, and with the sources of other pairs."""
     headings, cells = _places(study)
     measured = study.yardsticks.measured if study.yardsticks else {}
-    arms = [arm for arm in (*found.arms, *found.controls) if measured.get(arm.place)]
-    trials = [trial for arm in arms for trial in measured[arm.place]]
+    arms = [arm for arm in (*found.arms, *found.controls) if measured.get(arm.key)]
+    trials = [trial for arm in arms for trial in measured[arm.key]]
     names = list(dict.fromkeys(name for trial in trials for name in trial.positions))
     rows = []
     for arm in arms:
-        of_arm = measured[arm.place]
+        of_arm = measured[arm.key]
         by_name = [[trial.positions.get(name) for trial in of_arm] for name in names]
         by_name.append([trial.shuffled for trial in of_arm])
         means = [NONE if None in x else f'{statistics.fmean(x):.3f}' for x in by_name]
@@ -181,7 +181,7 @@ def _laws(study: Study, found: Findings) -> tuple[list[Heading], list[list[str]]
 
 def _forms(study: Study, found: Findings) -> tuple[list[Heading], list[list[str]]]:
     """The equations of each variant, with all options."""
-    arms = {prose.shown(study, arm.place): arm for arm in found.arms}
+    arms = {prose.shown(study, arm.key): arm for arm in found.arms}
     headings = [('variant', True), ('form', True), ('A[n]', True), ('B[n]', True)]
     rows = []
     for name, arm in arms.items():
@@ -195,7 +195,7 @@ def _ledger(study: Study) -> tuple[list[Heading], list[list[str]]]:
     entries = study.ledger.entries if study.ledger else ()
     rows = []
     for entry in entries:
-        arms = [Place(*ledger.arm_key(arm)) for arm in entry.get('arms', ())]
+        arms = [ArmKey(*ledger.arm_key(arm)) for arm in entry.get('arms', ())]
         (sentence,) = prose.macro_sentences('sheets.j2', 'entered', study, entry=entry, arms=arms)
         time = str(entry['time']).removesuffix('+00:00').replace('T', ' ')
         numbers = [str(entry[name]) if name in entry else NONE for name in ('look', 'family')]

@@ -242,13 +242,13 @@ def fitted(titles: Sequence[Heading], rows: Sequence[Sequence[str]], width: int)
     kept = [0]
     rows = [[short(visible(row[0]), width // 4), *row[1:]] for row in rows]
 
-    def table(places: Sequence[int]) -> str:
-        of_rows = [[row[place] for place in places] for row in rows]
-        return text_table([titles[place] for place in places], of_rows)
+    def table(columns: Sequence[int]) -> str:
+        of_rows = [[row[column] for column in columns] for row in rows]
+        return text_table([titles[column] for column in columns], of_rows)
 
-    for place in range(1, len(titles)):
-        if max(map(len, table([*kept, place]).splitlines())) <= width:
-            kept.append(place)
+    for column in range(1, len(titles)):
+        if max(map(len, table([*kept, column]).splitlines())) <= width:
+            kept.append(column)
     return table(kept)
 
 
@@ -277,7 +277,7 @@ def trials_csv(study: Study, found: Findings) -> str:
 
 def _row(run: Run, trial: Trial) -> dict[str, Any]:
     return {
-        **trial.place._asdict(),
+        **trial.key._asdict(),
         **{name: getattr(trial, name) for name in ('stage', 'knob', 'seed')},
         **dict(zip(KNOBS, trial.at, strict=True)),
         **{

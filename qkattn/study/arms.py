@@ -14,7 +14,7 @@ from qkattn.errors import CoarseError, ConfigError, MatchError, SpecError
 from qkattn.model import cost, sites
 from qkattn.storage.sinks import check_sinks
 from qkattn.study import matching, rules
-from qkattn.study.place import EQUAL_SHAPE, LONGER, Place
+from qkattn.study.arm_key import EQUAL_SHAPE, LONGER, ArmKey
 from qkattn.study.tuning import MODEL_KNOBS
 from qkattn.train.optimizer import check_optimizer
 from qkattn.train.trials import check_metrics
@@ -31,22 +31,22 @@ class MatchedArm:
     variant: str  # as written in the study
     # What receives the saved parameters; None for the baseline and for controls of equal shape.
     destination: str | None
-    place: Place
+    key: ArmKey
     # Solved to cost what the baseline does; for controls of equal shape the residual is what it is.
     match: matching.Match
 
     @property
     def label(self) -> str:
-        return self.place.variant
+        return self.key.variant
 
     @property
     def size(self) -> str:
-        return self.place.size
+        return self.key.size
 
     @property
     def title(self) -> str:
         """Label, size and control, in words; the corpus is left out."""
-        return ' '.join(filter(None, (self.label, self.size, self.place.control)))
+        return ' '.join(filter(None, (self.label, self.size, self.key.control)))
 
     @property
     def model(self) -> ModelConfig:
@@ -117,7 +117,7 @@ def build_arms(study: Study) -> list[MatchedArm]:
                 'out, or choose sizes whose steps are finer than the parameters saved'
             )
     return arms + [
-        dataclasses.replace(arm, place=arm.place._replace(corpus=corpus))
+        dataclasses.replace(arm, key=arm.key._replace(corpus=corpus))
         for corpus in others
         for arm in arms
     ]
@@ -184,7 +184,7 @@ def _at_size(study: Study, size: str, corpus: str, refused: Refused) -> list[Mat
     for variant in study.variants:
         if variant == study.baseline:
             exact = dataclasses.replace(unsolved(baseline), residual=0.0)
-            arms.append(MatchedArm(variant, None, Place(variant, size, corpus), exact))
+            arms.append(MatchedArm(variant, None, ArmKey(variant, size, corpus), exact))
             continue
         config = model(variant)
         check_section(f'variant {variant!r}: model.', config)
@@ -206,15 +206,15 @@ def _at_size(study: Study, size: str, corpus: str, refused: Refused) -> list[Mat
                 continue
             sites.validate(dataclasses.replace(study.base, model=matched.config))
             label = variant if len(study.destinations) == 1 else f'{variant} [{destination}]'
-            arms.append(MatchedArm(variant, destination, Place(label, size, corpus), matched))
+            arms.append(MatchedArm(variant, destination, ArmKey(label, size, corpus), matched))
         # A variant at the baseline's shape, if it costs less there.
         config = dataclasses.replace(config, d_ff=config.d_ff or baseline.d_ff)
         if controls_of(study).equal_shape and matching.buildable(config):
             control = unsolved(config)
             if control.residual < 0 and config not in [arm.model for arm in arms]:
                 sites.validate(dataclasses.replace(study.base, model=config))
-                place = Place(variant, size, corpus, EQUAL_SHAPE)
-                arms.append(MatchedArm(variant, None, place, control))
+                key = ArmKey(variant, size, corpus, EQUAL_SHAPE)
+                arms.append(MatchedArm(variant, None, key, control))
     return arms
 
 
@@ -254,9 +254,9 @@ def controls_of(study: Study) -> ControlsConfig:
 
 def base_of(study: Study, arm: MatchedArm) -> Config:
     """What the runs of an arm share: its model, its corpus, its steps, the seeds of its verdict."""
-    data = dataclasses.replace(study.base.data, name=arm.place.corpus)
+    data = dataclasses.replace(study.base.data, name=arm.key.corpus)
     base = dataclasses.replace(study.base, model=arm.model, data=data)
-    if arm.place.control != LONGER:
+    if arm.key.control != LONGER:
         return base
     controls, train, optimizer = controls_of(study), base.train, base.optimizer
     times = controls.longer
@@ -274,7 +274,7 @@ def table(arms: list[MatchedArm], equal: str | None) -> str:
     one_size = len({arm.size for arm in arms}) == 1
     rows = {}
     for arm in arms:
-        control = ' (equal shape)' if arm.place.control == EQUAL_SHAPE else ''
+        control = ' (equal shape)' if arm.key.control == EQUAL_SHAPE else ''
         name = arm.label + control
         rows[name if one_size else f'{name} {arm.size}'] = arm.match
     return matching.table(rows, equal)

@@ -27,7 +27,7 @@ from qkattn.storage import ledger
 from qkattn.storage.leases import locked
 from qkattn.storage.records import ARM_KEY, STUDY, check, damaged, parse_json, read_json, write_json
 from qkattn.study import plan, stored
-from qkattn.study.place import Place
+from qkattn.study.arm_key import ArmKey
 from qkattn.study.plan import PlannedRun
 
 # Fields of study.json that may gain values when a directory is used again, and those that may
@@ -35,7 +35,7 @@ from qkattn.study.plan import PlannedRun
 GROWING = ('variants', 'sizes', 'corpora', 'arms')
 EXTENSIBLE = (*GROWING, 'question', 'command')
 DERIVED = ('seeds', 'base_hash')
-KEY = (*Place._fields, 'stage', 'knob')
+KEY = (*ArmKey._fields, 'stage', 'knob')
 
 
 def require_no_run(path: Path) -> None:
@@ -203,7 +203,7 @@ def replaced(path: Path, runs: Sequence[PlannedRun], left: Sequence[PlannedRun])
     `runs` is the whole plan; those in `left` have no result.
     """
     ids = {run.id for run in runs}
-    again = {(*run.arm.place, run.stage, run.knob): run for run in reversed(left)}
+    again = {(*run.arm.key, run.stage, run.knob): run for run in reversed(left)}
     changes = []
     for name, line in planned(path).items():
         if name in ids or not (path / line['directory'] / 'result.json').exists():

@@ -74,7 +74,7 @@ def text(study: Study, arms: list[MatchedArm]) -> str:
     stages: dict[str, list[PlannedRun]] = {}
     for run in least:
         knob = f'({run.knob})' if run.knob else None
-        name = ' '.join(filter(None, (run.arm.place.control, run.stage, knob)))
+        name = ' '.join(filter(None, (run.arm.key.control, run.stage, knob)))
         stages.setdefault(name, []).append(run)
     stages['total'] = least
     if longer := plan.lengthened(study, arms):

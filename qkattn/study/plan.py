@@ -20,6 +20,7 @@ from qkattn.stats import decision, inference
 from qkattn.stats.decision import Decision
 from qkattn.storage.records import FINISHED, read, to_jsonable
 from qkattn.storage.run_directory import command_line
+from qkattn.study.arm_key import LONGER, ArmKey
 from qkattn.study.arms import (
     MatchedArm,
     base_of,
@@ -29,7 +30,6 @@ from qkattn.study.arms import (
     is_tuned,
     looks_of,
 )
-from qkattn.study.place import LONGER, Place
 from qkattn.study.tuning import (
     KNOBS,
     MODEL_KNOBS,
@@ -189,7 +189,7 @@ def _verdict_runs(
     study: Study, arm: MatchedArm, settings: Settings, kept: History
 ) -> list[list[PlannedRun]]:
     """For each look at the study, the runs with the seeds since the look before."""
-    longer = arm.place.control == LONGER
+    longer = arm.key.control == LONGER
     by_look = _by_look(base_of(study, arm).trials.seeds, () if longer else looks_of(study))
     stacks = kept.longer_stacks if longer else kept.stacks
     return [
@@ -216,7 +216,7 @@ def _run(
 
 
 def to_lengthen(
-    study: Study, arms: Sequence[MatchedArm], losses: Mapping[Place, Losses], comparisons: int
+    study: Study, arms: Sequence[MatchedArm], losses: Mapping[ArmKey, Losses], comparisons: int
 ) -> list[MatchedArm]:
     """The baseline and the decided arms, of primary arms of one size and corpus.
 
@@ -226,16 +226,16 @@ def to_lengthen(
     (baseline,) = (arm for arm in arms if arm.variant == study.baseline)
     differences, diverged = {}, {}
     for arm in (arm for arm in arms if arm is not baseline):
-        pairs = [(loss, losses[baseline.place][seed]) for seed, loss in losses[arm.place].items()]
+        pairs = [(loss, losses[baseline.key][seed]) for seed, loss in losses[arm.key].items()]
         finished = [one - other for one, other in pairs if one is not None and other is not None]
         test = inference.paired(finished, study.margin, resamples=None) if finished else None
-        differences[arm.place] = test
+        differences[arm.key] = test
         one, other = ([pair[side] for pair in pairs].count(None) for side in (0, 1))
-        diverged[arm.place] = one, other
+        diverged[arm.key] = one, other
     judged = decision.judge(differences, diverged=diverged, planned=comparisons)
     silent = (Decision.UNDECIDED, Decision.NO_VERDICT)
     decided = [arm for arm in arms if arm is not baseline]
-    decided = [arm for arm in decided if judged[arm.place].decision not in silent]
+    decided = [arm for arm in decided if judged[arm.key].decision not in silent]
     return [baseline, *decided] if decided else []
 
 
@@ -248,22 +248,22 @@ def runs(
         seeds = study.base.trials.seeds
         return [_single(study, arm, stack) for arm in arms for stack in _cover(kept.stacks, seeds)]
     known: list[PlannedRun] = []
-    settings: dict[Place, Settings] = {}
-    verdicts: dict[Place, list[list[PlannedRun]]] = {}
+    settings: dict[ArmKey, Settings] = {}
+    verdicts: dict[ArmKey, list[list[PlannedRun]]] = {}
     for arm in arms:
         screened, chosen = screening(study, arm, grids(study, arm), results)
         known += screened
         if chosen is not None:
-            settings[arm.place] = chosen
-            verdicts[arm.place] = _verdict_runs(study, arm, chosen, kept)
-            known += verdicts[arm.place][0]
+            settings[arm.key] = chosen
+            verdicts[arm.key] = _verdict_runs(study, arm, chosen, kept)
+            known += verdicts[arm.key][0]
     for look in range(1, len(looks_of(study))):
         before = [run for of_arm in verdicts.values() for run in of_arm[look - 1]]
         if len(verdicts) < len(arms) or None in map(results, before):
             break
         known += [run for of_arm in verdicts.values() for run in of_arm[look]]
     for arm in _to_lengthen(study, arms, verdicts, results, kept):
-        around = grids_around(grids(study, arm), settings[arm.place])
+        around = grids_around(grids(study, arm), settings[arm.key])
         arm = _lengthened(arm)
         screened, chosen = screening(study, arm, around, results)
         known += screened
@@ -279,13 +279,13 @@ def _single(study: Study, arm: MatchedArm, seeds: tuple[int, ...]) -> PlannedRun
 
 
 def _lengthened(arm: MatchedArm) -> MatchedArm:
-    return dataclasses.replace(arm, place=arm.place._replace(control=LONGER))
+    return dataclasses.replace(arm, key=arm.key._replace(control=LONGER))
 
 
 def _to_lengthen(
     study: Study,
     arms: list[MatchedArm],
-    verdicts: Mapping[Place, list[list[PlannedRun]]],
+    verdicts: Mapping[ArmKey, list[list[PlannedRun]]],
     results: Results,
     kept: History,
 ) -> Iterator[MatchedArm]:
@@ -297,22 +297,22 @@ def _to_lengthen(
         return
     groups: dict[tuple[str, str], list[MatchedArm]] = {}
     for arm in arms:
-        if arm.place.control is None:
-            groups.setdefault((arm.place.corpus, arm.place.size), []).append(arm)
+        if arm.key.control is None:
+            groups.setdefault((arm.key.corpus, arm.key.size), []).append(arm)
     comparisons = sum(a.variant != study.baseline for group in groups.values() for a in group)
     declared = study.base.trials.seeds
     seeds = kept.seeds if set(kept.seeds) <= set(declared) else declared
     study = dataclasses.replace(study, margin=kept.margin)
     for group in groups.values():
-        finished: dict[Place, list[list[dict[str, Any]] | None]] = {}
+        finished: dict[ArmKey, list[list[dict[str, Any]] | None]] = {}
         for arm in group:
-            of_arm = itertools.chain(*verdicts.get(arm.place, ()))
+            of_arm = itertools.chain(*verdicts.get(arm.key, ()))
             deciding = [run for run in of_arm if not set(seeds).isdisjoint(run.config.trials.seeds)]
-            finished[arm.place] = [results(run) for run in deciding]
-        if all(of_place and None not in of_place for of_place in finished.values()):
+            finished[arm.key] = [results(run) for run in deciding]
+        if all(of_arm and None not in of_arm for of_arm in finished.values()):
             losses = {
-                place: _losses([t for trials in of_place for t in trials or ()], 'test_loss')
-                for place, of_place in finished.items()
+                key: _losses([t for trials in of_arm for t in trials or ()], 'test_loss')
+                for key, of_arm in finished.items()
             }
             yield from to_lengthen(study, group, losses, comparisons)
 
@@ -328,7 +328,7 @@ def lengthened(study: Study, arms: list[MatchedArm]) -> list[PlannedRun]:
     """The minimum of longer runs if every arm is decided; [] if none are made."""
     known: list[PlannedRun] = []
     for arm in arms if controls_of(study).longer is not None else ():
-        if arm.place.control is None:
+        if arm.key.control is None:
             middle = tune(grids(study, arm), study.tuning, {}).settings
             known += _at_least(study, _lengthened(arm), grids_around(grids(study, arm), middle))
     return known
@@ -351,7 +351,7 @@ def declaration(study: Study, arms: list[MatchedArm]) -> dict[str, Any]:
     if is_tuned(study):
         tuning = values['tuning'] | {f'{k}s': grid for k, grid in grids(study, arms[0]).items()}
     return values | {
-        'variants': list(dict.fromkeys(a.label for a in arms if a.place.control is None)),
+        'variants': list(dict.fromkeys(a.label for a in arms if a.key.control is None)),
         'matched': matched,
         'corpora': corpora_of(study),
         'controls': to_json(controls_of(study)),
@@ -359,7 +359,7 @@ def declaration(study: Study, arms: list[MatchedArm]) -> dict[str, Any]:
         'looks': looks_of(study),
         'tuning': tuning,
         'base_hash': fingerprint(study.base),
-        'arms': [arm.place._asdict() for arm in arms],
+        'arms': [arm.key._asdict() for arm in arms],
         'command': ' '.join(command_line()),
     }
 
@@ -384,7 +384,7 @@ def _about(study: Study, run: PlannedRun) -> dict[str, Any]:
     """The fields of a run that its own directory does not hold."""
     match = run.arm.match
     return {
-        **run.arm.place._asdict(),
+        **run.arm.key._asdict(),
         'stage': run.stage,
         'knob': run.knob,
         'target': match.target if study.match else None,

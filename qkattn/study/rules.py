@@ -15,7 +15,7 @@ from qkattn.config.setting import check_section
 from qkattn.errors import ConfigError
 from qkattn.stats.inference import MIN_PAIRS
 from qkattn.stats.sweep import MIN_SEEDS, MIN_VALUES
-from qkattn.study.place import parse_expected
+from qkattn.study.arm_key import parse_expected
 from qkattn.study.tuning import KNOBS, MODEL_KNOBS, screening_seeds
 
 

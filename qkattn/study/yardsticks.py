@@ -44,7 +44,7 @@ from qkattn.storage.records import (
     write_json,
 )
 from qkattn.storage.run_directory import describe_start
-from qkattn.study.place import EQUAL_SHAPE, LONGER
+from qkattn.study.arm_key import EQUAL_SHAPE, LONGER
 from qkattn.study.tuning import SCREENING, VERDICT
 from qkattn.train import step
 from qkattn.train.exported import load_stack

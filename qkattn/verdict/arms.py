@@ -11,7 +11,7 @@ from qkattn.stats import inference
 from qkattn.stats.inference import Difference, Estimate, estimate
 from qkattn.stats.sweep import Sweep
 from qkattn.study import tuning
-from qkattn.study.place import CONTROLS, EQUAL_SHAPE, LONGER, Place
+from qkattn.study.arm_key import CONTROLS, EQUAL_SHAPE, LONGER, ArmKey
 from qkattn.study.tuning import SCREENING, SINGLE, VERDICT, Tuning
 from qkattn.verdict.codes import TEST, VALIDATION, Comparison, NotScaled, Remark, Verdict
 from qkattn.verdict.load import Study
@@ -30,7 +30,7 @@ class Group(NamedTuple):
 class Arm:
     """One variant at one size on one corpus, at its tuned settings; or a control of it."""
 
-    place: Place
+    key: ArmKey
     is_baseline: bool  # of its size and corpus, at its length of training
     trials: tuple[Trial, ...]
     verdict_trials: tuple[Trial, ...]  # those of the verdict run; without tuning, all
@@ -46,19 +46,19 @@ class Arm:
 
     @property
     def variant(self) -> str:
-        return self.place.variant
+        return self.key.variant
 
     @property
     def size(self) -> str:
-        return self.place.size
+        return self.key.size
 
     @property
     def corpus(self) -> str:
-        return self.place.corpus
+        return self.key.corpus
 
     @property
     def control(self) -> str | None:
-        return self.place.control
+        return self.key.control
 
     @property
     def group(self) -> Group:
@@ -190,24 +190,24 @@ class Arm:
 
 
 def arms_of(study: Study) -> tuple[Arm, ...]:
-    """One arm per place with results: size by size, corpus by corpus, primary arms first.
+    """One arm per arm key with results: size by size, corpus by corpus, primary arms first.
 
     Within these in the order of the study, the baseline first.
     """
-    by_place: dict[Place, list[Trial]] = {}
+    by_key: dict[ArmKey, list[Trial]] = {}
     for trial in study.trials:
-        by_place.setdefault(trial.place, []).append(trial)
+        by_key.setdefault(trial.key, []).append(trial)
 
-    def rank(place: Place) -> tuple:
-        kind = (None, *CONTROLS).index(place.control)
-        corpus = study.corpora.index(place.corpus)
-        return study.sizes.index(place.size), corpus, kind, place.variant != study.baseline
+    def rank(key: ArmKey) -> tuple:
+        kind = (None, *CONTROLS).index(key.control)
+        corpus = study.corpora.index(key.corpus)
+        return study.sizes.index(key.size), corpus, kind, key.variant != study.baseline
 
-    declared = dict.fromkeys((*study.arms, *by_place))
-    arms: dict[Place, Arm] = {}
-    for place in sorted((place for place in declared if place in by_place), key=rank):
-        primary = arms.get(place._replace(control=None))
-        arms[place] = _arm(study, place, tuple(by_place[place]), primary)
+    declared = dict.fromkeys((*study.arms, *by_key))
+    arms: dict[ArmKey, Arm] = {}
+    for key in sorted((key for key in declared if key in by_key), key=rank):
+        primary = arms.get(key._replace(control=None))
+        arms[key] = _arm(study, key, tuple(by_key[key]), primary)
     return tuple(arms.values())
 
 
@@ -230,19 +230,19 @@ def best_setting(trials: Sequence[Trial]) -> tuple[Trial, ...]:
     )
 
 
-def _arm(study: Study, place: Place, trials: tuple[Trial, ...], primary: Arm | None) -> Arm:
+def _arm(study: Study, key: ArmKey, trials: tuple[Trial, ...], primary: Arm | None) -> Arm:
     judged = tuple(t for t in trials if t.stage == (VERDICT if study.tuning else SINGLE))
     complete = tuple(t for t in judged if t.finished and not t.stopped_early)
     chosen = complete if study.tuning else best_setting(judged)
     return Arm(
-        place=place,
-        is_baseline=place.variant == study.baseline and place.control != EQUAL_SHAPE,
+        key=key,
+        is_baseline=key.variant == study.baseline and key.control != EQUAL_SHAPE,
         trials=trials,
         verdict_trials=judged,
         chosen=chosen,
         val_loss=_mean(chosen, VALIDATION),
         test_loss=_mean(chosen, TEST),
-        tuning=_tuning(study, place, trials, primary) if study.tuning else None,
+        tuning=_tuning(study, key, trials, primary) if study.tuning else None,
     )
 
 
@@ -252,12 +252,12 @@ def _mean(chosen: Sequence[Trial], split: str) -> Estimate | None:
     return estimate(losses) if losses and None not in losses else None
 
 
-def _tuning(study: Study, place: Place, trials: Sequence[Trial], primary: Arm | None) -> Tuning:
+def _tuning(study: Study, key: ArmKey, trials: Sequence[Trial], primary: Arm | None) -> Tuning:
     """The state of the tuning, from the results of the screening; `primary` is not a control."""
     screening = [trial for trial in trials if trial.stage == SCREENING]
     of_arm = dict(zip(tuning.KNOBS, (screening or trials)[0].at, strict=True))
     grids = {knob: v if len(v) > 1 else (of_arm[knob],) for knob, v in study.grids.items()}
-    if place.control == LONGER and primary and primary.sweeps:
+    if key.control == LONGER and primary and primary.sweeps:
         grids = tuning.grids_around(grids, primary.tuning.settings)
     measured: dict[tuning.Settings, dict[int, float | None]] = {}
     for trial in screening:

@@ -10,7 +10,7 @@ from typing import Any
 
 from qkattn.stats.decision import Decision
 from qkattn.stats.inference import Difference
-from qkattn.study.place import Place
+from qkattn.study.arm_key import ArmKey
 
 # The splits of a trial's losses: those that decide, and those that settings are chosen by.
 TEST, VALIDATION = 'test', 'val'
@@ -58,7 +58,7 @@ class Remark:
     code: RemarkCode
     data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     blocks: bool = False  # withholds the verdict of the arm, or of every arm where `arm` is None
-    arm: Place | None = None
+    arm: ArmKey | None = None
     every_arm: bool = False  # whether it holds for each arm by itself
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from qkattn.stats import scaling
 from qkattn.storage.files import as_path
 from qkattn.study import stored
-from qkattn.study.place import EQUAL_SHAPE, LONGER, Place
+from qkattn.study.arm_key import EQUAL_SHAPE, LONGER, ArmKey
 from qkattn.verdict import judging, rules
 from qkattn.verdict.arms import Arm, arms_of, compare
 from qkattn.verdict.codes import TEST, VALIDATION, Comparison, Remark, RemarkCode
@@ -39,7 +39,7 @@ class Decomposition:
     that is only known badly (UNSURE) has a part.
     """
 
-    place: Place
+    key: ArmKey
     removing: Comparison | None
     reinvesting: Comparison | None
     longer: Comparison | None
@@ -124,7 +124,7 @@ def find(study: Study) -> Findings:
             comparison=None
             if arm.is_baseline or arm.group not in unremarked
             else compare([(arm, unremarked[arm.group])], study),
-            remarks=tuple(remark for remark in remarks if remark.arm == arm.place),
+            remarks=tuple(remark for remark in remarks if remark.arm == arm.key),
         )
         for arm in arms
     )
@@ -133,7 +133,7 @@ def find(study: Study) -> Findings:
     if study.tuning:
         baselines, blocks = {arm.group: arm for arm in arms if arm.is_baseline}, findings.blocks
         verdicts = judging.primary(study, primary, baselines, blocks)
-        primary = tuple(dataclasses.replace(a, verdict=verdicts.get(a.place)) for a in primary)
+        primary = tuple(dataclasses.replace(a, verdict=verdicts.get(a.key)) for a in primary)
         findings = dataclasses.replace(
             findings,
             arms=primary,
@@ -150,7 +150,7 @@ def find(study: Study) -> Findings:
 
 def _decomposed(study: Study, findings: Findings) -> tuple[Decomposition, ...]:
     """One for each primary arm but the baseline of which a control has results."""
-    by_place = {arm.place: arm for arm in (*findings.arms, *findings.controls)}
+    by_key = {arm.key: arm for arm in (*findings.arms, *findings.controls)}
     shared = [remark for remark in findings.blocks if remark.every_arm]
 
     def part(one: Arm | None, other: Arm | None) -> Comparison | None:
@@ -163,13 +163,13 @@ def _decomposed(study: Study, findings: Findings) -> tuple[Decomposition, ...]:
     parts = []
     for arm in (arm for arm in findings.arms if not arm.is_baseline):
         # A control of equal shape has no destination in its name.
-        bare = arm.place._replace(variant=study.bare(arm.variant), control=EQUAL_SHAPE)
-        same, longer = by_place.get(bare), by_place.get(arm.place._replace(control=LONGER))
+        bare = arm.key._replace(variant=study.bare(arm.variant), control=EQUAL_SHAPE)
+        same, longer = by_key.get(bare), by_key.get(arm.key._replace(control=LONGER))
         if same or longer:
-            place = arm.place._replace(variant=study.baseline or '')
-            baseline, longest = by_place.get(place), by_place.get(place._replace(control=LONGER))
+            key = arm.key._replace(variant=study.baseline or '')
+            baseline, longest = by_key.get(key), by_key.get(key._replace(control=LONGER))
             three = part(same, baseline), part(arm, same), part(longer, longest)
-            parts.append(Decomposition(arm.place, *three))
+            parts.append(Decomposition(arm.key, *three))
     return tuple(parts)
 
 

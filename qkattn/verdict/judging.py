@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from qkattn.stats import decision, inference
 from qkattn.stats.decision import Judgement
-from qkattn.study.place import EQUAL_SHAPE, LONGER, Expected, Place, parse_expected
+from qkattn.study.arm_key import EQUAL_SHAPE, LONGER, ArmKey, Expected, parse_expected
 from qkattn.verdict.arms import Arm, Group, Pair, compare
 from qkattn.verdict.codes import Comparison, Decision, Reason, ReasonCode, Remark, Verdict
 from qkattn.verdict.load import Study
@@ -70,9 +70,9 @@ def family_size(study: Study) -> int:
 
 def primary(
     study: Study, arms: Sequence[Arm], baselines: Baselines, blocks: Sequence[Remark]
-) -> dict[Place, Verdict]:
+) -> dict[ArmKey, Verdict]:
     """The verdicts of the primary arms, against their baselines."""
-    cases = {a.place: [(a, baselines.get(a.group))] for a in arms if not a.is_baseline}
+    cases = {a.key: [(a, baselines.get(a.group))] for a in arms if not a.is_baseline}
     return judge(study, cases, blocks, family_size(study))
 
 
@@ -100,12 +100,12 @@ def positive(
     study: Study, arms: Sequence[Arm], baselines: Baselines, blocks: Sequence[Remark]
 ) -> tuple[PositiveControl, ...]:
     """The verdict of every arm of which an effect is expected."""
-    cases: dict[tuple[Expected, Place], list[tuple[Arm, Arm | None]]] = {}
+    cases: dict[tuple[Expected, ArmKey], list[tuple[Arm, Arm | None]]] = {}
     for expected in map(parse_expected, study.expected):
         control = EQUAL_SHAPE if expected.equal_shape else None
         for arm in arms:
             if (arm.variant, arm.control) == (expected.variant, control):
-                cases[expected, arm.place] = [(arm, baselines.get(arm.group))]
+                cases[expected, arm.key] = [(arm, baselines.get(arm.group))]
     verdicts = judge(study, cases, blocks, len(cases))
     return tuple(PositiveControl(k[0], cases[k][0][0], v) for k, v in verdicts.items())
 

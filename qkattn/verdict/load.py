@@ -20,13 +20,13 @@ from qkattn.storage.files import as_path
 from qkattn.storage.ledger import Ledger
 from qkattn.storage.records import ORPHAN, RUN_FILES, check, for_each_line, parse_file, read
 from qkattn.study import rules, stored
-from qkattn.study.place import CONTROLS, Place, parse_expected
+from qkattn.study.arm_key import CONTROLS, ArmKey, parse_expected
 from qkattn.study.tuning import KNOBS, SCREENING, SINGLE, VERDICT
 from qkattn.verdict.runs import (
     Run,
     Trial,
     lost_logs,
-    parse_place,
+    parse_arm_key,
     parse_run,
     parse_trial,
     with_documents,
@@ -68,16 +68,16 @@ class Yardsticks:
     """Of a study: by (size, corpus, whether trained longer), and by arm what was measured of it."""
 
     groups: Mapping[tuple[str, str, bool], Yardstick]
-    measured: Mapping[Place, tuple[Measured, ...]]
+    measured: Mapping[ArmKey, tuple[Measured, ...]]
 
-    def gain(self, place: Place) -> float | None:
+    def gain(self, key: ArmKey) -> float | None:
         """How much the loss falls from position 4 to the last half; None if not recorded."""
-        falls = [m.early - m.late for m in self.measured.get(place, ()) if m.early and m.late]
+        falls = [m.early - m.late for m in self.measured.get(key, ()) if m.early and m.late]
         return statistics.fmean(falls) if falls else None
 
-    def sources(self, place: Place) -> float | None:
+    def sources(self, key: ArmKey) -> float | None:
         """How much the loss rises where sources are shuffled; None if not recorded."""
-        rises = [m.shuffled - m.loss for m in self.measured.get(place, ()) if m.shuffled]
+        rises = [m.shuffled - m.loss for m in self.measured.get(key, ()) if m.shuffled]
         return statistics.fmean(rises) if rises else None
 
 
@@ -86,7 +86,7 @@ class Missing:
     """An arm or a planned run without results."""
 
     name: str | None  # of the run, as `stage` and `knob`; None if none is planned yet
-    place: Place
+    key: ArmKey
     stage: str | None
     knob: str | None = None
     step: int | None = None  # the last logged one, of `num_steps`; None if the run has not started
@@ -113,7 +113,7 @@ class Study:
     # Numbers of verdict seeds at which arms are judged, ascending; all seeds are the last.
     looks: tuple[int, ...]
     controls: Mapping[str, Any]
-    arms: tuple[Place, ...]  # the declared ones, controls included but those trained longer
+    arms: tuple[ArmKey, ...]  # the declared ones, controls included but those trained longer
     base: Mapping[str, Any]  # the settings that all arms share, as JSON
     base_hash: str  # their fingerprint
     command: str | None
@@ -148,8 +148,8 @@ class Study:
         """Declared arms without results and planned runs that are not finished."""
         missing = []
         last = SINGLE if self.tuning is None else VERDICT
-        for arm in dict.fromkeys((*self.arms, *(run.place for run in self.runs))):
-            of_arm = [run for run in self.runs if run.place == arm]
+        for arm in dict.fromkeys((*self.arms, *(run.key for run in self.runs))):
+            of_arm = [run for run in self.runs if run.key == arm]
             waiting = [run for run in of_arm if not run.trials]
             missing += [
                 Missing(run.name, arm, run.stage, run.knob, run.step, run.num_steps)
@@ -170,10 +170,10 @@ class Study:
         return variant
 
 
-def named(place: Place) -> str:
+def named(key: ArmKey) -> str:
     """'b/vo' at 'd_model=128' on 'stdlib' as a sentence names it, with its control if it is one."""
-    return f'{place.variant!r} at {place.size!r} on {place.corpus!r}' + (
-        f' ({place.control})' if place.control else ''
+    return f'{key.variant!r} at {key.size!r} on {key.corpus!r}' + (
+        f' ({key.control})' if key.control else ''
     )
 
 
@@ -233,7 +233,7 @@ def _declared(directory: Path, files: Path, record: Any) -> Study:
         tuning=None if tuning is None else read(TuningConfig, tuning),
         grids=grids,
         looks=tuple(record['looks']) or (len(record['seeds']),),
-        arms=tuple(parse_place(arm) for arm in record['arms']),
+        arms=tuple(parse_arm_key(arm) for arm in record['arms']),
         command=' '.join(command) if isinstance(command, list) else command,
         directory=directory,
         files=files,
@@ -264,19 +264,19 @@ def _declared(directory: Path, files: Path, record: Any) -> Study:
 def _read_plan(study: Study, problems: list[str]) -> dict[str, Run]:
     """The planned runs by name, in the plan's order."""
     planned: dict[str, Run] = {}
-    verdicts: dict[tuple[Place, int], str] = {}
+    verdicts: dict[tuple[ArmKey, int], str] = {}
 
     def add(record: Any) -> None:
         run = parse_run(record)
-        if run.place.declared not in study.arms:
-            raise ValueError(f'{named(run.place)} is no arm that study.json declares')
+        if run.key.declared not in study.arms:
+            raise ValueError(f'{named(run.key)} is no arm that study.json declares')
         if planned.get(run.name, run) != run:
             raise ValueError(f'run {run.name!r} is planned twice, differently')
-        judged = [(run.place, seed) for seed in run.seeds if run.stage == VERDICT]
-        for place, seed in judged:
-            if (first := verdicts.get((place, seed), run.name)) != run.name:
+        judged = [(run.key, seed) for seed in run.seeds if run.stage == VERDICT]
+        for key, seed in judged:
+            if (first := verdicts.get((key, seed), run.name)) != run.name:
                 raise ValueError(
-                    f'{named(place)} has its verdict on seed {seed} in run {first!r} already, '
+                    f'{named(key)} has its verdict on seed {seed} in run {first!r} already, '
                     f'{run.name!r} would be a second one'
                 )
         verdicts.update(dict.fromkeys(judged, run.name))
@@ -338,15 +338,15 @@ def _read_yardsticks(path: Path, problems: list[str]) -> Yardsticks | None:
     try:
         record = parse_file(path, {'groups': tuple[dict, ...], 'runs': tuple[dict, ...]})
         groups: dict[tuple[str, str, bool], Yardstick] = {}
-        measured: dict[Place, tuple[Measured, ...]] = {}
+        measured: dict[ArmKey, tuple[Measured, ...]] = {}
         for group in record['groups']:
             check(group, {'size': str, 'corpus': str, 'longer': bool})
             groups[group['size'], group['corpus'], group['longer']] = read(Yardstick, group)
         for run in record['runs']:
             check(run, {'trials': tuple[dict, ...] | None})
             trials = tuple(read(Measured, trial) for trial in run['trials'] or ())
-            place = parse_place(run)
-            measured[place] = measured.get(place, ()) + trials
+            key = parse_arm_key(run)
+            measured[key] = measured.get(key, ()) + trials
     except (OSError, ValueError) as error:
         problems.append(f'{path.name} is damaged: {error}.')
         return None
@@ -366,23 +366,23 @@ def _unlike(trials: Iterable[Trial]) -> Iterator[str]:
             if about[0] == 'run' and first is not trial:
                 raise ReportError(
                     f'runs {first.run!r} and {trial.run!r} both hold seed {trial.seed} of '
-                    f'{named(trial.place)} with the same settings; one seed cannot count twice.'
+                    f'{named(trial.key)} with the same settings; one seed cannot count twice.'
                 )
             if value != expected and about not in differ:
                 differ.add(about)
                 yield (
                     f'results are not comparable, {about[0]} differ: runs {first.run!r} '
-                    f'({named(first.place)}) and {trial.run!r} ({named(trial.place)}).'
+                    f'({named(first.key)}) and {trial.run!r} ({named(trial.key)}).'
                 )
 
 
 def _comparable(trial: Trial) -> Iterator[tuple[tuple, Any]]:
     """Facts of a trial that are equal wherever their keys are: a name, and what shares it."""
     if trial.stage == SINGLE:
-        yield ('run', trial.place, trial.seed, trial.settings), None
-    yield ('parameters or config', trial.place), (trial.parameters, trial.config)
+        yield ('run', trial.key, trial.seed, trial.settings), None
+    yield ('parameters or config', trial.key), (trial.parameters, trial.config)
     for split, documents in trial.documents.items() if trial.stage != SCREENING else ():
-        group = trial.place.size, trial.place.corpus
+        group = trial.key.size, trial.key.corpus
         yield (f'documents of {split}', *group), (documents.names, documents.tokens_C.tobytes())
     for name, metric in outside(trial.declared_metrics).items():
         yield (f'descriptions of metric {name!r}',), metric

@@ -16,7 +16,7 @@ from qkattn.stats.inference import MIN_DOCUMENTS
 from qkattn.storage import ledger
 from qkattn.storage.records import flat
 from qkattn.study import rules
-from qkattn.study.place import EQUAL_SHAPE, LONGER, Place
+from qkattn.study.arm_key import EQUAL_SHAPE, LONGER, ArmKey
 from qkattn.study.tuning import KNOBS, MODEL_KNOBS, SCREENING, SINGLE, VERDICT, screening_seeds
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.codes import TEST, Remark, RemarkCode
@@ -63,7 +63,7 @@ def check(study: Study, arms: Sequence[Arm]) -> tuple[Remark, ...]:
 def _blocking(broken: rules.Broken, arm: Arm | None = None) -> Iterator[Remark]:
     """Rules of the protocol that are broken, which withhold verdicts."""
     for rule, data in broken:
-        yield Remark(RemarkCode[rule.name], data, True, arm.place if arm else None)
+        yield Remark(RemarkCode[rule.name], data, True, arm.key if arm else None)
 
 
 def _tuning(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
@@ -81,7 +81,7 @@ def _declaration(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
     if study.ledger and study.ledger.declaration != study.declaration:
         yield Remark(RemarkCode.OTHER_DECLARATION, {}, blocks=True)
     for run, look in study.altered.items():
-        arm = study.by_name[run].place if run in study.by_name else None
+        arm = study.by_name[run].key if run in study.by_name else None
         yield Remark(RemarkCode.ALTERED, {'run': run, 'look': look}, True, arm)
     if study.orphans:
         yield Remark(RemarkCode.ORPHANED_RUNS, {'runs': study.orphans})
@@ -93,7 +93,7 @@ def _training(study: Study, arm: Arm) -> Iterator[Remark]:
         counts = {'stopped': len(short), 'trials': len(arm.verdict_trials)}
         steps = {'step': short[0].num_steps, 'num_steps': short[0].planned_steps}
         blocks = len(short) == len(arm.verdict_trials)
-        yield Remark(RemarkCode.STOPPED_EARLY, counts | steps, blocks, arm.place)
+        yield Remark(RemarkCode.STOPPED_EARLY, counts | steps, blocks, arm.key)
     planned = study.by_name[arm.example.run].config['optimizer']
     schedule = {name: planned[name] for name in ('schedule', 'final_fraction')}
     yield from _blocking(rules.anneals(OptimizerConfig(**schedule)), arm)
@@ -105,7 +105,7 @@ def _results(study: Study, arm: Arm) -> Iterator[Remark]:
             counts = {'readable': len(run.trials), 'planned': run.num_trials}
             about = {'stage': None if run.stage == SINGLE else run.stage, 'run': run.name}
             blocks = run.stage == VERDICT
-            yield Remark(RemarkCode.MISSING_RESULTS, counts | about, blocks, arm.place)
+            yield Remark(RemarkCode.MISSING_RESULTS, counts | about, blocks, arm.key)
 
 
 def _matching(study: Study, arm: Arm) -> Iterator[Remark]:
@@ -114,18 +114,18 @@ def _matching(study: Study, arm: Arm) -> Iterator[Remark]:
         return
     if abs(residual) > study.tolerance and arm.control != EQUAL_SHAPE:
         data = {'matched': study.matched, 'residual': residual, 'tolerance': study.tolerance}
-        yield Remark(RemarkCode.OVER_TOLERANCE, data, True, arm.place)
+        yield Remark(RemarkCode.OVER_TOLERANCE, data, True, arm.key)
     parameters, target = arm.example.parameters['total'], arm.example.target_parameters
     if study.matched == 'total' and abs(parameters / target - 1 - residual) > 1e-6:
         data = {'parameters': parameters, 'target': target, 'residual': residual}
-        yield Remark(RemarkCode.OTHER_PARAMETER_COUNT, data, True, arm.place)
+        yield Remark(RemarkCode.OTHER_PARAMETER_COUNT, data, True, arm.key)
 
 
 def _post_hoc(study: Study, arm: Arm) -> Iterator[Remark]:
     """An arm that was added after a look at results was chosen by them, and gets no verdict."""
-    if study.ledger and arm.place.declared in study.ledger.post_hoc:
+    if study.ledger and arm.key.declared in study.ledger.post_hoc:
         data = {'first_look': study.ledger.first_look}
-        yield Remark(RemarkCode.POST_HOC, data, True, arm.place)
+        yield Remark(RemarkCode.POST_HOC, data, True, arm.key)
 
 
 def _seeds(study: Study, arm: Arm) -> Iterator[Remark]:
@@ -140,11 +140,11 @@ def _seeds(study: Study, arm: Arm) -> Iterator[Remark]:
     drawn = screening_seeds(study.tuning, max(first, study.tuning.max_seeds))
     screening = [drawn[:number] for number in range(first, len(drawn) + 1)]
     for stage, allowed in ((SCREENING, screening), (VERDICT, looks)):
-        runs = [r.seeds for r in study.runs if r.place == arm.place and r.stage == stage]
+        runs = [r.seeds for r in study.runs if r.key == arm.key and r.stage == stage]
         actual = tuple(dict.fromkeys(seed for of_run in runs for seed in of_run))
         if actual and sorted(actual) not in map(sorted, allowed):
             data = {'stage': stage, 'actual': actual, 'declared': allowed[-1]}
-            yield Remark(RemarkCode.OTHER_SEEDS, data, True, arm.place)
+            yield Remark(RemarkCode.OTHER_SEEDS, data, True, arm.key)
 
 
 def _settings(study: Study, arm: Arm) -> Iterator[Remark]:
@@ -152,34 +152,34 @@ def _settings(study: Study, arm: Arm) -> Iterator[Remark]:
     for knob in arm.not_bracketed:
         values, best = arm.sweeps[knob].values, arm.sweeps[knob].best
         data = {'knob': knob, 'low': values[0], 'high': values[-1], 'best': best}
-        yield Remark(RemarkCode.NOT_BRACKETED, data, True, arm.place)
+        yield Remark(RemarkCode.NOT_BRACKETED, data, True, arm.key)
     for knob in arm.unbounded:
-        yield Remark(RemarkCode.UNBOUNDED_OPTIMUM, {'knob': knob}, True, arm.place)
+        yield Remark(RemarkCode.UNBOUNDED_OPTIMUM, {'knob': knob}, True, arm.key)
     if not arm.verdict_trials:
         return
     tuning, ran_at = arm.tuning, arm.verdict_trials[0].at
     if tuning.knob is not None:
         data = {'knob': tuning.knob, 'values': tuning.values}
-        yield Remark(RemarkCode.SCREENING_INCOMPLETE, data, True, arm.place)
+        yield Remark(RemarkCode.SCREENING_INCOMPLETE, data, True, arm.key)
     else:
         for knob, actual, expected in zip(KNOBS, ran_at, tuning.settings, strict=True):
             if actual != expected:
                 data = {'knob': knob, 'actual': actual, 'expected': expected}
                 data |= {'tuned': knob in study.tuned_knobs}
-                yield Remark(RemarkCode.OTHER_SETTING, data, True, arm.place)
+                yield Remark(RemarkCode.OTHER_SETTING, data, True, arm.key)
     if len({trial.at for trial in arm.verdict_trials}) > 1:
-        yield Remark(RemarkCode.SEVERAL_SETTINGS, {}, True, arm.place)
+        yield Remark(RemarkCode.SEVERAL_SETTINGS, {}, True, arm.key)
 
 
 def _splits(study: Study, arm: Arm) -> Iterator[Remark]:
     """The loss that decides is that of a test split, and splits of text have many documents."""
     if arm.chosen and arm.split != TEST:
-        yield Remark(RemarkCode.NO_TEST, {}, True, arm.place)
+        yield Remark(RemarkCode.NO_TEST, {}, True, arm.key)
     for split, documents in arm.example.documents.items() if arm.chosen else ():
         is_text = arm.example.metrics[f'{split}_bits_per_byte'] is not None
         if is_text and (number := len(documents.names)) < MIN_DOCUMENTS:
             data = {'split': split, 'documents': number, 'needed': MIN_DOCUMENTS}
-            yield Remark(RemarkCode.FEW_DOCUMENTS, data, True, arm.place)
+            yield Remark(RemarkCode.FEW_DOCUMENTS, data, True, arm.key)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,11 +209,11 @@ def standings(study: Study, arms: Sequence[Arm]) -> list[Standing]:
             arm,
             yardstick,
             best=yardstick.best(arm.split) if yardstick else None,
-            gain=study.yardsticks.gain(arm.place),
+            gain=study.yardsticks.gain(arm.key),
             bleu=bleu.mean if bleu else None,
-            sources=study.yardsticks.sources(arm.place),
+            sources=study.yardsticks.sources(arm.key),
         )
-        lacks = tuple(Remark(code, data, True, arm.place) for code, data in _lacks(standing))
+        lacks = tuple(Remark(code, data, True, arm.key) for code, data in _lacks(standing))
         made.append(dataclasses.replace(standing, remarks=lacks))
     return made
 
@@ -248,7 +248,7 @@ def _trained(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
         for arm, sd in spreads:
             if sd > MAX_SPREAD * usual:
                 data = {'sd': sd, 'usual': usual, 'times': MAX_SPREAD}
-                yield Remark(RemarkCode.BIMODAL_SEEDS, data, True, arm.place)
+                yield Remark(RemarkCode.BIMODAL_SEEDS, data, True, arm.key)
 
 
 def _differences(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
@@ -262,7 +262,7 @@ def _differences(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
     factors |= {f'model.{k}' if k in MODEL_KNOBS else f'trials.{k}s' for k in study.tuned_knobs}
     for group in dict.fromkeys(arm.group for arm in arms):
         members = [arm for arm in arms if arm.group == group and arm.verdict_trials]
-        yield from _unlike(study, {arm.place: _facts(study, arm, factors) for arm in members})
+        yield from _unlike(study, {arm.key: _facts(study, arm, factors) for arm in members})
 
 
 def _facts(study: Study, arm: Arm, factors: set[str]) -> dict[str, Any]:
@@ -275,14 +275,14 @@ def _facts(study: Study, arm: Arm, factors: set[str]) -> dict[str, Any]:
     }
 
 
-def _unlike(study: Study, facts: Mapping[Place, dict[str, Any]]) -> Iterator[Remark]:
+def _unlike(study: Study, facts: Mapping[ArmKey, dict[str, Any]]) -> Iterator[Remark]:
     for name in dict.fromkeys(name for of_arm in facts.values() for name in of_arm):
-        values = {place: of_arm.get(name, 'absent') for place, of_arm in facts.items()}
+        values = {key: of_arm.get(name, 'absent') for key, of_arm in facts.items()}
         if len(set(map(repr, values.values()))) == 1:
             continue
         by_value: dict[str, tuple[str, ...]] = {}
-        for place, value in values.items():
-            label = f'{place.variant} ({place.control})' if place.control else place.variant
+        for key, value in values.items():
+            label = f'{key.variant} ({key.control})' if key.control else key.variant
             by_value[str(value)] = (*by_value.get(str(value), ()), label)
         first = next(iter(values))
         size = first.size if len(study.sizes) > 1 else None
@@ -290,11 +290,11 @@ def _unlike(study: Study, facts: Mapping[Place, dict[str, Any]]) -> Iterator[Rem
         where = {'name': name, 'size': size, 'corpus': corpus}
         data = where | {'values': by_value, 'harmless': name in _HARMLESS}
         yield Remark(RemarkCode.DIFFERS, data)
-        baseline = [value for place, value in values.items() if place.variant == study.baseline]
-        for place, value in values.items() if name not in _HARMLESS and baseline else ():
+        baseline = [value for key, value in values.items() if key.variant == study.baseline]
+        for key, value in values.items() if name not in _HARMLESS and baseline else ():
             if repr(value) != repr(baseline[0]):
                 data = {'name': name, 'value': str(value), 'baseline': str(baseline[0])}
-                yield Remark(RemarkCode.DIFFERS_FROM_BASELINE, data, True, place)
+                yield Remark(RemarkCode.DIFFERS_FROM_BASELINE, data, True, key)
 
 
 def _software(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
@@ -303,10 +303,10 @@ def _software(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
     Results of several commits, or of changes that no commit holds, withhold every verdict unless
     the ledger accepts them.
     """
-    facts: dict[str, dict[str, set[tuple[Place, str]]]] = {}
+    facts: dict[str, dict[str, set[tuple[ArmKey, str]]]] = {}
     for trial in (trial for arm in arms for trial in arm.trials):
         for name, value in flat(trial.provenance):
-            where = trial.place, trial.stage
+            where = trial.key, trial.stage
             facts.setdefault(name, {}).setdefault(str(value), set()).add(where)
     accepted = study.ledger.accepted if study.ledger else {}
     for name, places in facts.items():
@@ -323,10 +323,10 @@ def _software(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
 
 def _look(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
     """The next look, if some of the arms have results for it and others do not."""
-    primary = [place for place in study.arms if place.control is None]
+    primary = [key for key in study.arms if key.control is None]
     for number, count in enumerate(study.looks if study.tuning else (), start=1):
         seeds = study.seeds[:count]
-        reached = [arm.place for arm in arms if arm.control is None and arm.reached(seeds)]
+        reached = [arm.key for arm in arms if arm.control is None and arm.reached(seeds)]
         if len(reached) < len(primary) and len(study.looks) > 1:
             counts = {'look': number, 'looks': len(study.looks), 'seeds': count}
             counts |= {'reached': len(reached), 'arms': len(primary)}
@@ -338,8 +338,8 @@ def _few_seeds(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
     few = [arm for arm in arms if arm.verdict_trials and len(arm.chosen) < ENOUGH_SEEDS]
     if study.tuning and few:
         counts = tuple(sorted({len(arm.chosen) for arm in few}))
-        places = None if len(few) == len(arms) else tuple(arm.place for arm in few)
-        data = {'counts': counts, 'enough': ENOUGH_SEEDS, 'arms': places}
+        keys = None if len(few) == len(arms) else tuple(arm.key for arm in few)
+        data = {'counts': counts, 'enough': ENOUGH_SEEDS, 'arms': keys}
         yield Remark(RemarkCode.FEW_SEEDS, data)
 
 
@@ -356,7 +356,7 @@ def _diverged(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
             for stage, trials in ((SCREENING, arm.screening_trials), (VERDICT, arm.verdict_trials))
             if not all(trial.finished for trial in trials)
         )
-        diverged += [(arm.place, counts)] if counts else []
+        diverged += [(arm.key, counts)] if counts else []
     if diverged:
         yield Remark(RemarkCode.DIVERGED, {'arms': tuple(diverged)})
 

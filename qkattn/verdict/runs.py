@@ -23,7 +23,7 @@ from qkattn.storage.records import (
     parse_file,
     read,
 )
-from qkattn.study.place import Place
+from qkattn.study.arm_key import ArmKey
 from qkattn.study.tuning import MODEL_KNOBS, TRIAL_KNOBS, Settings
 
 LOG, DOCUMENTS_FILE = 'metrics.jsonl', 'documents.json'
@@ -57,11 +57,11 @@ class Documents:
 class Trial:
     """One trained model: a line of results.jsonl.
 
-    Of its run: run, place, stage, knob, target_parameters, residual, model_knobs, planned_steps.
+    Of its run: run, key, stage, knob, target_parameters, residual, model_knobs, planned_steps.
     """
 
     run: str
-    place: Place
+    key: ArmKey
     stage: str
     knob: str | None
     target_parameters: float | None
@@ -129,7 +129,7 @@ class Run:
     """A planned run and its results."""
 
     name: str
-    place: Place
+    key: ArmKey
     stage: Literal['screening', 'verdict', 'single']
     knob: str | None
     directory: str  # relative to the study
@@ -159,24 +159,24 @@ _CONFIG = {
 _ROW = tuple[float | None, ...]
 
 
-def parse_place(record: Any) -> Place:
+def parse_arm_key(record: Any) -> ArmKey:
     """The arm that an object names by variant, size, corpus and control; ValueError as `check`."""
     check(record, ARM_KEY)
-    return Place(*(record[name] for name in ARM_KEY))
+    return ArmKey(*(record[name] for name in ARM_KEY))
 
 
 def parse_run(record: Any) -> Run:
     """Reads a planned run from its JSON object; raises ValueError that names the bad field."""
     check(record, {'run': str, 'trials': int, 'config': _CONFIG})
     given = {'name': record['run'], 'num_trials': record['trials'], 'trials': ()}
-    return read(Run, record, place=parse_place(record), **given)
+    return read(Run, record, key=parse_arm_key(record), **given)
 
 
 def parse_trial(record: Any, run: Run) -> Trial:
     """Reads a trial of `run`; ValueError names the field that is bad or contradicts the plan."""
     shared = {'stage': run.stage, 'knob': run.knob, 'residual': run.residual, 'run': run.name}
     shared['target_parameters'] = run.target
-    planned = run.place._asdict() | shared | {'config_hash': run.name}
+    planned = run.key._asdict() | shared | {'config_hash': run.name}
     check(record, dict.fromkeys(planned, object))
     for field, value in planned.items():
         if record[field] != value:
@@ -197,7 +197,7 @@ def parse_trial(record: Any, run: Run) -> Trial:
         Trial,
         record,
         **shared,
-        place=run.place,
+        key=run.key,
         documents={},
         seed=seed,
         learning_rate=record['trial']['learning_rate'],

@@ -97,7 +97,7 @@ def test_beside_a_pair_of_destinations_stand_both(results):
         return place._replace(variant=names.get(place.variant, place.variant))
 
     def of(items):
-        return tuple(dataclasses.replace(item, place=renamed(item.place)) for item in items)
+        return tuple(dataclasses.replace(item, key=renamed(item.key)) for item in items)
 
     study = dataclasses.replace(
         study, destinations=('d_model', 'd_ff'), arms=tuple(map(renamed, study.arms))

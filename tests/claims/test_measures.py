@@ -32,11 +32,11 @@ def test_what_changes_after_an_early_reading_is_counted_by_fraction(committed, t
     study = tmp_path / 'early'
     shutil.copytree(committed / 'fair_small', study)
     for run in load(study).study.runs:
-        if run.place.variant == 'qk/k_is_v' and run.stage == 'verdict':
+        if run.key.variant == 'qk/k_is_v' and run.stage == 'verdict':
             path = study / run.directory / 'metrics.jsonl'
             lines = [json.loads(line) for line in path.read_text().splitlines()]
             for line in lines:
-                if line['kind'] == 'eval' and line['step'] == 250 and run.place.control is None:
+                if line['kind'] == 'eval' and line['step'] == 250 and run.key.control is None:
                     line['val_loss'] = [loss - 1 for loss in line['val_loss']]
             path.write_text(''.join(json.dumps(line) + '\n' for line in lines))
     results = study / 'results.jsonl'

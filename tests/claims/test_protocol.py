@@ -30,7 +30,7 @@ def test_studies_are_matched_at_every_scale(path, scale):
     arms = build_arms(of)
     assert of.name == path.stem
     assert is_tuned(of) == (scale != 'smoke' and of.name not in UNTUNED)
-    matched = [arm for arm in arms if arm.place.control is None and of.match]
+    matched = [arm for arm in arms if arm.key.control is None and of.match]
     assert all(abs(arm.match.residual) <= of.tolerance for arm in matched)
 
 

@@ -8,13 +8,13 @@ from qkattn.report import prose
 from qkattn.report.prose import environment
 from qkattn.stats.decision import Decision
 from qkattn.stats.scaling import Problem, ProblemCode
-from qkattn.study.place import Place
+from qkattn.study.arm_key import ArmKey
 from qkattn.verdict import NotScaled, Reason, ReasonCode, Remark, RemarkCode, find, load_study
 from qkattn.verdict.load import Missing
 from tests.report.conftest import BASE, shifted
 from tests.studies import edit_plan, run_name, trial_record, tuned_arm, write_study, write_tuned
 
-A, B = Place('a', 's', 'c'), Place('b', 's', 'c')
+A, B = ArmKey('a', 's', 'c'), ArmKey('b', 's', 'c')
 REMARKS = {
     'LEARNING_RATE_NOT_TUNED': ({'learning_rates': (1e-3,)}, 'its grid is 0.001 only'),
     'SHARED_SEEDS': ({'seeds': (7, 8)}, 'screening and verdict share seeds 7 and 8, which makes'),
@@ -249,7 +249,7 @@ def test_remarks_name_their_arm():
     remark = Remark(RemarkCode.SEVERAL_SETTINGS)
     clause = prose.clause(remark)
     assert prose.remark(remark) == f'{clause[0].upper()}{clause[1:]}.'
-    of_arm = Remark(RemarkCode.SEVERAL_SETTINGS, arm=Place('a/vo', 's', 'c'))
+    of_arm = Remark(RemarkCode.SEVERAL_SETTINGS, arm=ArmKey('a/vo', 's', 'c'))
     assert prose.remark(of_arm) == f'a/vo at s: {clause}.'
     of_all = Remark(RemarkCode.SEVERAL_SETTINGS, every_arm=True)
     assert prose.remark(of_all) == f'every arm: {clause}.'
@@ -257,7 +257,7 @@ def test_remarks_name_their_arm():
 
 def test_progress():
     def said(*about):
-        return prose.progress(Missing(None, Place('a/vo', 's', 'c'), *about))
+        return prose.progress(Missing(None, ArmKey('a/vo', 's', 'c'), *about))
 
     assert said(None) == 'not started' and said('verdict') == 'verdict not started'
     assert said('single', None, 30, 80) == 'step 30 of 80'
@@ -346,9 +346,9 @@ def test_what_blocks_every_arm_is_the_result(study_dir):
 )
 def test_a_study_without_tuning_describes(study_dir, baseline, rates, why):
     records = [
-        trial_record(variant, seed=seed, learning_rate=rate, val_loss=loss + 0.01 * seed * place)
+        trial_record(variant, seed=seed, learning_rate=rate, val_loss=loss + 0.01 * seed * number)
         for rate in rates
-        for place, (variant, loss) in enumerate((('qk/vo', 2.0), ('b/vo', 2.5), ('c/vo', 1.5)))
+        for number, (variant, loss) in enumerate((('qk/vo', 2.0), ('b/vo', 2.5), ('c/vo', 1.5)))
         for seed in (0, 1)
     ]
     first, *rest, _ = summary(write_study(study_dir, records, baseline=baseline))

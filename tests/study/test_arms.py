@@ -84,7 +84,7 @@ def test_variants_that_no_model_matches_are_named_beside_the_other_arms():
     for line, variant in zip(lines, variants[1:], strict=True):
         assert line.startswith(f'variant {variant!r}: {variant} reaches ')
         assert line.endswith('d_model alone is too coarse, and d_ff is fixed')
-    assert [arm.label for arm in caught.value.matched if not arm.place.control] == ['qk/vo']
+    assert [arm.label for arm in caught.value.matched if not arm.key.control] == ['qk/vo']
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_variant_that_saves_parameters_is_also_an_arm_at_the_baselines_shape()
     moved = [(f'{v} [{name}]', None) for v in variants[1:] for name in ('d_model', 'd_ff')]
     controls = [(variants[1], 'equal_shape'), (variants[3], 'equal_shape')]
     expected = [*moved[:2], controls[0], *moved[2:], controls[1]]
-    assert [arm.place[::3] for arm in arms] == expected
+    assert [arm.key[::3] for arm in arms] == expected
     control = arms[2]
     for name in ('d_model', 'mlp_width', 'num_heads', 'num_layers'):
         assert getattr(control.model, name) == getattr(baseline.model, name)
@@ -134,7 +134,7 @@ def test_a_variant_that_saves_parameters_is_also_an_arm_at_the_baselines_shape()
         {'tuning': TuningConfig()},
         {'match': None, 'destinations': ('d_model',)},
     ):
-        assert not any(a.place.control for a in build_arms(dataclasses.replace(study, **without)))
+        assert not any(a.key.control for a in build_arms(dataclasses.replace(study, **without)))
 
 
 def test_arms_start_from_the_same_values_where_tensors_are_the_same():

@@ -37,14 +37,14 @@ def losses(mean, missing=()):
     [(0.015, 1, 2), (0.015, 12, 0), (0.2, 12, 2), (-0.2, 12, 2), (0.0, 1, 0)],
 )
 def test_a_word_is_corrected_for_the_whole_study(arms, mean, comparisons, number):
-    of = {arms[0].place: dict.fromkeys(SEEDS, 3.0), arms[1].place: losses(mean)}
+    of = {arms[0].key: dict.fromkeys(SEEDS, 3.0), arms[1].key: losses(mean)}
     assert to_lengthen(STUDY, arms, of, comparisons) == arms[:number]
 
 
 def test_divergence_helps_nobody_to_a_word(arms):
-    of = {arms[0].place: dict.fromkeys(SEEDS, 3.0), arms[1].place: losses(-0.2, missing=[2])}
+    of = {arms[0].key: dict.fromkeys(SEEDS, 3.0), arms[1].key: losses(-0.2, missing=[2])}
     assert not to_lengthen(STUDY, arms, of, 1)
-    of[arms[1].place] = dict.fromkeys(SEEDS)
+    of[arms[1].key] = dict.fromkeys(SEEDS)
     assert not to_lengthen(STUDY, arms, of, 1)
 
 
@@ -192,7 +192,7 @@ WORDS = landscape(2.5e-3, effect=better_without_w_q)
 
 
 def of_control(runs, control):
-    return [run for run in runs if run.arm.place.control == control]
+    return [run for run in runs if run.arm.key.control == control]
 
 
 def test_arms_with_a_word_and_the_baseline_are_trained_longer_at_a_rate_of_their_own():
@@ -219,20 +219,20 @@ def test_arms_with_a_word_and_the_baseline_are_trained_longer_at_a_rate_of_their
         )
         assert config.optimizer.warmup_steps == 4 * base.optimizer.warmup_steps
         assert config.trials.seeds == ((0, 1, 2) if run.stage == 'verdict' else (10, 11))
-    primary = [run for run in runs if run.stage == 'verdict' and not run.arm.place.control]
-    assert {(run.arm.place.variant, run.config.model) for run in longer} <= {
-        (run.arm.place.variant, run.config.model) for run in primary
+    primary = [run for run in runs if run.stage == 'verdict' and not run.arm.key.control]
+    assert {(run.arm.key.variant, run.config.model) for run in longer} <= {
+        (run.arm.key.variant, run.config.model) for run in primary
     }
 
 
 def test_every_arm_reaches_a_look_before_any_goes_on():
     study = with_controls(looks=(2, 3), controls=ControlsConfig(longer=None))
     arms = build_arms(study)
-    assert [arm.place.control for arm in arms] == [None, None, 'equal_shape']
+    assert [arm.key.control for arm in arms] == [None, None, 'equal_shape']
     everything = plan.runs(study, arms, WORDS)
     verdicts = [run for run in everything if run.stage == 'verdict']
     assert [run.config.trials.seeds for run in verdicts] == 3 * [(0, 1)] + 3 * [(2,)]
-    assert [run.arm.place for run in verdicts[3:]] == [arm.place for arm in arms]
+    assert [run.arm.key for run in verdicts[3:]] == [arm.key for arm in arms]
     for late in verdicts[:3]:
         known = plan.runs(
             study, arms, lambda run, late=late: run.id != late.id and WORDS(run) or None

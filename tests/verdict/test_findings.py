@@ -24,8 +24,8 @@ from qkattn.stats.sweep import fit
 from qkattn.storage import ledger
 from qkattn.storage.records import to_jsonable
 from qkattn.study import plan
+from qkattn.study.arm_key import EQUAL_SHAPE, LONGER
 from qkattn.study.arms import build_arms
-from qkattn.study.place import EQUAL_SHAPE, LONGER
 from qkattn.study.tuning import KNOBS, tune
 from qkattn.verdict import Decision, NotScaled, RemarkCode, find, judging, load_study
 from tests.studies import (
@@ -266,7 +266,7 @@ def test_the_difference_is_the_sum_of_removing_and_reinvesting(study_dir):
     assert (longer.low, longer.high) == pytest.approx(interval)
     # Controls get no verdict, and their residual and steps are their own.
     assert found.num_comparisons == 1 and not any(a.verdict for a in found.controls)
-    assert [a.place.control for a in found.controls] == [EQUAL_SHAPE, LONGER, LONGER]
+    assert [a.key.control for a in found.controls] == [EQUAL_SHAPE, LONGER, LONGER]
     assert [a.is_baseline for a in found.controls] == [False, True, False]
     codes = {remark.code for remark in found.remarks}
     assert codes == {RemarkCode.EVALUATION}
@@ -351,19 +351,19 @@ FIELDS = ('variant', 'size', 'corpus', 'control', 'stage', 'knob', 'run', 'study
 
 def results_of(run):
     """Trials whose loss is a parabola in ln(learning rate) with a level and noise per seed."""
-    place, model, results = run.arm.place, run.config.model, []
+    key, model, results = run.arm.key, run.config.model, []
     for trial in run.config.trials.trials():
-        random = np.random.default_rng([trial['seed'], len(place.variant), len(place.corpus)])
+        random = np.random.default_rng([trial['seed'], len(key.variant), len(key.corpus)])
         loss = 2 + 0.01 * trial['seed'] + 0.1 * math.log(trial['learning_rate'] / 2e-3) ** 2
-        if place.variant != STUDY.baseline:
-            loss += EFFECTS[place.control] + random.normal(0, 0.0005)
-        record = trial_record(place.variant, val_loss=loss, corpus=place.corpus)
+        if key.variant != STUDY.baseline:
+            loss += EFFECTS[key.control] + random.normal(0, 0.0005)
+        record = trial_record(key.variant, val_loss=loss, corpus=key.corpus)
         for name in (*FIELDS, 'target_parameters'):
             del record[name]
         shape = {'d_model': model.d_model, 'd_ff': model.mlp_width, 'num_layers': model.num_layers}
         record |= {'trial': trial, 'num_steps': run.config.train.num_steps, 'config_hash': run.id}
         record |= {'parameters': cost.count(model), 'config': shape}
-        results.append(record | {'data': {'name': place.corpus, 'version': '1'}})
+        results.append(record | {'data': {'name': key.corpus, 'version': '1'}})
     return results
 
 
@@ -388,7 +388,7 @@ def test_what_is_planned_is_read_and_judged(tmp_path):
     assert {(v.decision, v.num_comparisons) for v in verdicts} == {(Decision.BETTER, 2)}
     (overall,) = found.overall
     assert overall.verdict.decision is Decision.BETTER and len(overall.arms) == 2
-    assert [parts.place.corpus for parts in found.decomposition] == ['stdlib', 'packages']
+    assert [parts.key.corpus for parts in found.decomposition] == ['stdlib', 'packages']
     for parts in found.decomposition:
         means = [getattr(parts, name).difference.mean for name in PARTS]
         assert means == pytest.approx([-0.02, -0.01, -0.04], abs=0.002)
@@ -404,7 +404,7 @@ def test_what_is_planned_is_read_and_judged(tmp_path):
     of_look = tuple(
         dataclasses.replace(run, trials=() if run.name in later else run.trials)
         for run in study.runs
-        if run.place.control != LONGER
+        if run.key.control != LONGER
     )
     found = find(dataclasses.replace(study, runs=of_look))
     assert {a.verdict.num_seeds for a in found.arms if a.verdict} == {3}

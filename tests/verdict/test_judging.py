@@ -9,7 +9,7 @@ from scipy import stats
 
 from qkattn.stats import decision, inference
 from qkattn.storage import ledger
-from qkattn.study.place import EXPECTED
+from qkattn.study.arm_key import EXPECTED
 from qkattn.verdict import Decision, ReasonCode, RemarkCode, find, load_study
 from tests.studies import edit_plan, run_name, tuned_arm, write_documents, write_tuned
 

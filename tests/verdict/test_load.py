@@ -11,7 +11,7 @@ import pytest
 from qkattn.errors import ReportError
 from qkattn.metrics import result_fields
 from qkattn.report.prose import clause
-from qkattn.study.place import Place
+from qkattn.study.arm_key import ArmKey
 from qkattn.verdict import Decision, Missing, ReasonCode, find, load_findings, load_study, runs
 from tests.studies import (
     edit_plan,
@@ -32,15 +32,15 @@ RUN = run_name('qk/vo', SIZE)
 METRICS = f'{RUN}/metrics.jsonl'
 
 
-def place(variant, control=None):
-    return Place(variant, SIZE, 'stdlib', control)
+def key(variant, control=None):
+    return ArmKey(variant, SIZE, 'stdlib', control)
 
 
 def test_reads_declaration_plan_and_trials(study_dir):
     study = load_study(write_tuned(study_dir, tuned_arm('qk/vo')))
     assert (study.name, study.baseline, study.matched) == ('synthetic', 'qk/vo', 'total')
     assert study.missing == () and study.problems == ()
-    assert study.arms == (place('qk/vo'),) and study.margin == 0.005
+    assert study.arms == (key('qk/vo'),) and study.margin == 0.005
     assert study.tuning.seeds == (100, 101) and study.tuned_knobs == ('learning_rate',)
     screening, verdict = study.runs
     assert (screening.stage, screening.knob) == ('screening', 'learning_rate')
@@ -57,21 +57,21 @@ def test_missing_arms_and_runs(study_dir):
     records = tuned_arm('qk/vo') + tuned_arm('a/vo')[:10] + tuned_arm('b/vo')[:10]
     declared = [('b/vo', SIZE, 'verdict'), ('c/vo', SIZE, *screening), ('d/vo', SIZE, *screening)]
     variants = [f'{v}/vo' for v in ('qk', 'a', 'b', 'c', 'd', 'e')]
-    arms = [place(variant)._asdict() for variant in variants]
+    arms = [key(variant)._asdict() for variant in variants]
     write_tuned(study_dir, records, declared=declared, arms=arms, variants=variants)
     waiting, running, planned = (run_name(*run) for run in declared)
     edit_plan(study_dir, running, train__num_steps=800)
     (study_dir / running).mkdir()
     write_metrics(study_dir / running, [trial_record('c/vo', num_steps=300)], num_evals=3)
     assert load_study(study_dir).missing == (
-        Missing(None, place('a/vo'), 'verdict'),
-        Missing(waiting, place('b/vo'), 'verdict', num_steps=400),
-        Missing(running, place('c/vo'), *screening, step=300, num_steps=800),
-        Missing(planned, place('d/vo'), *screening, num_steps=400),
-        Missing(None, place('e/vo'), None),
+        Missing(None, key('a/vo'), 'verdict'),
+        Missing(waiting, key('b/vo'), 'verdict', num_steps=400),
+        Missing(running, key('c/vo'), *screening, step=300, num_steps=800),
+        Missing(planned, key('d/vo'), *screening, num_steps=400),
+        Missing(None, key('e/vo'), None),
     )
     write_study(study_dir / 'b', [trial_record('qk/vo')], declared=[('a/vo', SIZE)])
-    single = Missing(run_name('a/vo', SIZE), place('a/vo'), 'single', num_steps=400)
+    single = Missing(run_name('a/vo', SIZE), key('a/vo'), 'single', num_steps=400)
     assert load_study(study_dir / 'b').missing == (single,)
 
 
@@ -108,7 +108,7 @@ def result(variant='qk/vo', seed=2, **changes):
     ],
 )
 def test_bad_lines_are_named_and_left_out(study_dir, path, record, message):
-    arms = [place(v)._asdict() for v in ('qk/vo', 'b/vo')]
+    arms = [key(v)._asdict() for v in ('qk/vo', 'b/vo')]
     records = [trial_record('qk/vo', seed=s) for s in (0, 1)]
     write_study(study_dir, records, arms=arms, variants=['qk/vo', 'b/vo'])
     with (study_dir / path).open('a') as file:
@@ -197,8 +197,8 @@ def test_trials_that_do_not_compare_are_named(study_dir, changes, field):
         ({'tuning__score_scales': ['x']}, "'score_scales' is ['x']"),
         ({'tuning__choice': 'best'}, "'choice' is 'best'"),
         ({'expected': ['x/vo is worse']}, "'x/vo' is none of the arms"),
-        ({'arms': [place('qk/vo', 'x')._asdict()]}, "control 'x'"),
-        ({'arms': [place('qk/vo')._asdict() | {'corpus': 'y'}]}, "corpus 'y'"),
+        ({'arms': [key('qk/vo', 'x')._asdict()]}, "control 'x'"),
+        ({'arms': [key('qk/vo')._asdict() | {'corpus': 'y'}]}, "corpus 'y'"),
         ({'arms': [{'variant': 'qk/vo', 'size': SIZE}]}, "'corpus' is missing"),
     ],
 )
@@ -216,8 +216,8 @@ def test_longer_runs_are_of_declared_arms_and_orphans_are_listed(study_dir):
     with (study_dir / 'plan.jsonl').open('a') as file:
         file.write(json.dumps(plan_line('b/vo', SIZE, control='longer')) + '\n')
     study = load_study(study_dir)
-    assert study.arms == (place('qk/vo'),) and study.orphans == ('runs/a',)
-    assert [trial.place for trial in study.trials] == [place('qk/vo'), place('qk/vo', 'longer')]
+    assert study.arms == (key('qk/vo'),) and study.orphans == ('runs/a',)
+    assert [trial.key for trial in study.trials] == [key('qk/vo'), key('qk/vo', 'longer')]
     assert [problem.split(' was')[0] for problem in study.problems] == ['plan.jsonl:3']
 
 

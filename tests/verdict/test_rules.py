@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from qkattn.storage import ledger
-from qkattn.study.place import LONGER, Place
+from qkattn.study.arm_key import LONGER, ArmKey
 from qkattn.verdict import Decision, ReasonCode, Remark, RemarkCode, find, load_study
 from qkattn.verdict.rules import standings
 from tests.studies import (
@@ -28,7 +28,7 @@ BASE = 2 + 0.05 * np.arange(8)
 MEAN = float(BASE.mean()) + 0.1  # of the test split
 SEEDS = VERDICT_SEEDS
 SIZE = 'd_model=128'
-B = Place('b/vo', SIZE, 'stdlib')
+B = ArmKey('b/vo', SIZE, 'stdlib')
 VERDICT = {v: run_name(v, SIZE, 'verdict') for v in ('qk/vo', 'b/vo', 'c/vo')}
 SCREENING = run_name('b/vo', SIZE, 'screening', 'learning_rate')
 WORSE, NO_VERDICT = Decision.WORSE, Decision.NO_VERDICT
@@ -42,8 +42,8 @@ def records_of(stage='verdict', variant='b/vo', **changes):
     """Three arms; `changes` are of the trials of one of them at one stage (None: at all)."""
     records = [
         record
-        for place, name in enumerate(VERDICT)
-        for record in tuned_arm(name, losses=list(BASE + 0.02 * place))
+        for number, name in enumerate(VERDICT)
+        for record in tuned_arm(name, losses=list(BASE + 0.02 * number))
     ]
     for record in records:
         if record['variant'] == variant and stage in (None, record['stage']):

@@ -9,7 +9,7 @@ from qkattn.claims.results import UNIT, Loaded, load
 from qkattn.stats import decision, inference
 from qkattn.stats.decision import Decision
 from qkattn.stats.inference import Difference
-from qkattn.study.place import EQUAL_SHAPE, Place
+from qkattn.study.arm_key import EQUAL_SHAPE, ArmKey
 from qkattn.verdict.arms import Arm, Group
 from qkattn.verdict.judging import ABOVE_ZERO, BELOW_ZERO
 
@@ -116,12 +116,12 @@ def _not_above(found: Difference) -> Speaks:
     return Speaks.AGAINST if found.low > 0 else Speaks.OPEN
 
 
-def _differences(loaded: Loaded) -> Iterator[tuple[Place, list[Losses]]]:
+def _differences(loaded: Loaded) -> Iterator[tuple[ArmKey, list[Losses]]]:
     """Of each primary arm, its differences from the baseline, seed by seed."""
     baselines: dict[Group, Arm] = {a.group: a for a in loaded.found.arms if a.is_baseline}
     for arm in loaded.found.arms:
         if not arm.is_baseline and arm.group in baselines:
-            yield arm.place, list(_pairs(loaded, arm, baselines[arm.group]))
+            yield arm.key, list(_pairs(loaded, arm, baselines[arm.group]))
 
 
 def _pairs(loaded: Loaded, arm: Arm, baseline: Arm) -> Iterator[Losses]:
@@ -146,7 +146,7 @@ def _losses(loaded: Loaded, arm: Arm) -> dict[int, Losses]:
     return found
 
 
-def _words(loaded: Loaded, differences: Mapping[Place, list[float]]) -> dict[Place, Decision]:
+def _words(loaded: Loaded, differences: Mapping[ArmKey, list[float]]) -> dict[ArmKey, Decision]:
     """The words of the tests of a verdict, without the errors of documents and tuning."""
     margin = loaded.study.margin
     tested = {

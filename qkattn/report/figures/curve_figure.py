@@ -47,7 +47,7 @@ def learning_curves(
     if not curves:
         return None, {}
     shown = distinct(
-        [prose.shown(study, arm.place) for arm in arms], 20 if len(curves) > MAX_LINES else 34
+        [prose.shown(study, arm.key) for arm in arms], 20 if len(curves) > MAX_LINES else 34
     )
     names = dict(zip((arm.variant for arm in arms), shown, strict=True))
     example = {arm.variant: arm.chosen[0] for arm in arms if arm.chosen}
@@ -144,7 +144,7 @@ def loss_against_parameters(
         arms, law = points[name], laws.get(name)
         style = look[arms[0].variant]
         thin = {'linewidth': 0.8, 'linestyle': 'none' if law else style['linestyle'], 'zorder': 4}
-        late = ' (post hoc)' * any(prose.is_post_hoc(study, arm.place) for arm in arms)
+        late = ' (post hoc)' * any(prose.is_post_hoc(study, arm.key) for arm in arms)
         means = [*map(_mean, arms)]
         ax.plot([*map(_total, arms)], means, label=labels[name] + late, **style | thin)
         for arm in arms:

@@ -25,7 +25,7 @@ from qkattn.report.figures.style import (
     short,
 )
 from qkattn.report.measures import Measure
-from qkattn.study.place import Place
+from qkattn.study.arm_key import ArmKey
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings
 from qkattn.verdict.judging import DECIDED
@@ -161,16 +161,16 @@ def _by_where(
     direction: int = 1,
 ) -> list[Panel]:
     """A panel for each size and corpus, the lowest mean over all at the top (highest: -1)."""
-    by_place = {arm.place: arm for arm in found.arms}
+    by_key = {arm.key: arm for arm in found.arms}
     lines: dict[str, list[Line]] = {}
     places = list(itertools.product(study.sizes, study.corpora))
     for variant, (size, corpus) in itertools.product(study.variants, places):
-        place = Place(variant, size, corpus)
+        key = ArmKey(variant, size, corpus)
         if with_baseline or variant != study.baseline:
-            arm = by_place.get(place)
+            arm = by_key.get(key)
             drawn = line(arm) if arm else Line(variant)
-            why = prose.absent(study, place, arm, absent)
-            name = prose.shown(study, place)
+            why = prose.absent(study, key, arm, absent)
+            name = prose.shown(study, key)
             lines.setdefault(variant, []).append(drawn._replace(absent=why, name=name))
 
     def rank(variant: str) -> float:
@@ -178,7 +178,7 @@ def _by_where(
         return direction * statistics.fmean(means) if means else math.inf
 
     order = sorted(lines, key=rank)
-    titles = [prose.where(study, Place('', *place)) for place in places]
+    titles = [prose.where(study, ArmKey('', *key)) for key in places]
     return [
         Panel([lines[variant][i] for variant in order], xlabel, title, reference(title))
         for i, title in enumerate(titles)
@@ -284,7 +284,7 @@ def retrieval(
         arms = sorted(group, key=lambda arm: arm.loss.mean if arm.loss else math.inf)
         for measure in measures:
             lines = [
-                _metric_line(arm, measure)._replace(name=prose.shown(study, arm.place))
+                _metric_line(arm, measure)._replace(name=prose.shown(study, arm.key))
                 for arm in arms
             ]
             means = [line.mean for line, arm in zip(lines, arms, strict=True) if arm.is_baseline]

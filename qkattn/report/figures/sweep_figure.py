@@ -45,7 +45,7 @@ def sweep_panels(study: Study, knob: str, arms: Sequence[Arm], look: Styles) -> 
     figure = Figure(figsize=(WIDTH, 1.9 * rows + 0.95))
     axes = panels(figure, columns, len(arms), sharex=True, sharey=shared)
     values = sorted({value for sweep in sweeps for value in sweep.values})
-    names = distinct([shown(study, arm.place) for arm in arms], 18)
+    names = distinct([shown(study, arm.key) for arm in arms], 18)
     for ax, arm, name, sweep, pair in zip(axes, arms, names, sweeps, limits, strict=True):
         ax.set(xscale='log', ylim=(low, high) if shared else pair or known[0])
         # A panel has room for three labels.

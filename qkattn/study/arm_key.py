@@ -1,4 +1,4 @@
-"""The place of an arm in its study: which variant, at which size, on which corpus, and what for."""
+"""The key of an arm in its study: its variant, size, corpus and control."""
 
 import re
 from typing import NamedTuple
@@ -12,7 +12,7 @@ CONTROLS = (EQUAL_SHAPE, LONGER)
 EXPECTED = ('better', 'worse', 'not better', 'not worse')
 
 
-class Place(NamedTuple):
+class ArmKey(NamedTuple):
     """Identifies an arm within its study."""
 
     # Its label, with ' [destination]' if the study has several; an equal-shape control has no
@@ -23,7 +23,7 @@ class Place(NamedTuple):
     control: str | None = None  # None for a primary arm, or one of CONTROLS
 
     @property
-    def declared(self) -> 'Place':
+    def declared(self) -> 'ArmKey':
         """As study.json declares it: without the control for an arm that is trained longer."""
         return self._replace(control=None) if self.control == LONGER else self
 
