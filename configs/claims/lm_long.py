@@ -1,6 +1,6 @@
 """What is left of the differences after four times the steps?
 
-The arms of `lm` that most depend on the length of training.
+The arms of `lm_stdlib` that most depend on the length of training.
 
     python -m experiments.ablate --config=configs/claims/lm_long.py:cpu \\
         --workdir=runs/lm_long

@@ -43,8 +43,8 @@ CHANGES = {
 MODELS = {
     'decoder': (
         '{}',
-        ('lm', 'lm_sharing', 'lm_stdlib', 'decoder', 'depth_heads', 'full_heads', 'nonlinear')
-        + ('overparameterised', 'rank', 'sharing'),
+        ('lm_added', 'lm_dropped', 'lm_sharing', 'lm_stdlib', 'decoder', 'depth_heads')
+        + ('full_heads', 'nonlinear', 'overparameterised', 'rank', 'sharing'),
     ),
     'masked LM': ('{}', ('masked_lm', 'masked')),
     'translation': ('qk/vo?encoder_variant={}', ('translation', 'encoder_side')),

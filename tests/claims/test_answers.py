@@ -16,7 +16,7 @@ from tests.claims.conftest import RESULTS
 def results(committed, tmp_path_factory):
     """One study that learned on many tokens, one on few, and one that did not."""
     directory = tmp_path_factory.mktemp('answers')
-    shutil.copytree(RESULTS / 'claims/cpu/lm_stdlib', directory / 'lm')
+    shutil.copytree(RESULTS / 'claims/cpu/lm_stdlib', directory / 'lm_dropped')
     shutil.copytree(committed / 'claims/cpu/sharing', directory / 'sharing')
     shutil.copytree(RESULTS / 'fair_small', directory / 'decoder')
     return Results(directory)
@@ -36,9 +36,9 @@ def test_a_cell_is_from_the_study_that_shows_it_best(made):
     }
     assert studies == {
         ('shared_qk/vo', Kind.REMOVED): 'sharing',
-        ('shared_qk/vo', Kind.MATCHED): 'lm',
+        ('shared_qk/vo', Kind.MATCHED): 'lm_dropped',
         ('qk/no_o', Kind.REMOVED): 'decoder',
-        ('qk/no_o', Kind.MATCHED): 'lm',
+        ('qk/no_o', Kind.MATCHED): 'lm_dropped',
     }
     words = [dropped.row('decoder', kind).word for kind in (Kind.REMOVED, Kind.MATCHED)]
     assert words == ['no verdict', 'undecided']
@@ -49,7 +49,7 @@ def test_a_cell_is_from_the_study_that_shows_it_best(made):
 
 
 def test_the_numbers_are_those_of_the_study(made, results):
-    study, found = results.study('lm')
+    study, found = results.study('lm_dropped')
     for arm in found.arms:
         if not arm.is_baseline:
             row = made[arm.variant].row('decoder', Kind.MATCHED)

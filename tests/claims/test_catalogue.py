@@ -47,7 +47,9 @@ def test_claims_are_in_order_and_well_formed():
 def test_an_expectation_of_another_relation_or_shape_is_refused():
     for fields, name in (({'relation': 'no_worse'}, 'relation'), ({'at': 'equal'}, 'at')):
         with pytest.raises(ConfigError, match=f"{name}='.*' of an expectation must be one of"):
-            Expectation(**{'study': 'lm', 'variant': 'qk/no_v', 'relation': 'better'} | fields)
+            Expectation(
+                **{'study': 'lm_dropped', 'variant': 'qk/no_v', 'relation': 'better'} | fields
+            )
 
 
 def test_a_claim_that_is_added_is_listed(folder):

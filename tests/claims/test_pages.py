@@ -22,7 +22,7 @@ from tests.report.test_golden import described
 BLANK = Rendered(b'', b'', '', '<svg></svg>')
 ROWS = [
     Row(variant, kind, {'model': model, 'size': 'd_model=64', 'corpus': 'stdlib', 'tokens': '9'}, x,
-        Speaks.BESIDE, 'nats/token', x - 0.01, x + 0.01, arm=variant, word=word, study='lm')
+        Speaks.BESIDE, 'nats/token', x - 0.01, x + 0.01, arm=variant, word=word, study='lm_dropped')
     for variant, kind, model, x, word in (
         ('shared_qk/vo', Kind.MATCHED, 'decoder', 0.062, 'worse'),
         ('shared_qk/vo', Kind.REMOVED, 'masked LM', 0.17, None),

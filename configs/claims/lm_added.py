@@ -1,0 +1,34 @@
+"""What do more parameters in attention give a decoder that has learned?
+
+A nonlinear query, W_Q and W_K of D x D in every head, and two matrices in a row for each; the
+width pays for them. One head instead of four is the positive control.
+
+    python -m experiments.ablate --config=configs/claims/lm_added.py:cpu \\
+        --workdir=runs/lm_added
+"""
+
+from qkattn.claims.protocol import pick, protocol, trained_language_model
+from qkattn.config import Study, to_config_dict
+
+
+def get_config(scale='cpu'):
+    tuned = scale != 'smoke'
+    return to_config_dict(
+        Study(
+            name='lm_added',
+            question='What do more parameters in attention give a decoder that has learned?',
+            base=trained_language_model(scale),
+            variants=(
+                'qk/vo',
+                'nonlinear_query/vo',
+                'full_size/vo',
+                'double/double',
+                'qk/vo?num_heads=1',
+            ),
+            sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=96',), gpu=('d_model=768',)),
+            # Parameters worth 8 % of the model cost this decoder about 0.021 nats.
+            margin=0.01,
+            expected=('qk/vo?num_heads=1 is worse',) if tuned else (),
+            **protocol(scale, equal_shape=False, choice='minimax'),
+        )
+    )
