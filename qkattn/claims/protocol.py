@@ -191,17 +191,24 @@ def protocol(
     longer: bool = False,
     equal_shape: bool = True,
     choice: Choice = 'vertex',
+    max_excess: float | None = None,
 ) -> dict[str, Any]:
     """The fields `tuning`, `tolerance` and `controls` of a study.
 
     `longer` trains arms with a word, and the baseline, again on four times the tokens;
-    `equal_shape` trains each arm at the baseline's shape, too; `choice` is of a swept setting.
+    `equal_shape` trains each arm at the baseline's shape, too; `choice` is of a swept setting,
+    whose loss `max_excess` bounds, at scale cpu.
     """
     return {
         'tuning': pick(
             scale,
             smoke=TuningConfig(),
-            cpu=TuningConfig(seeds=SCREENING, max_seeds=4, choice=choice),
+            cpu=TuningConfig(
+                seeds=SCREENING,
+                max_seeds=4 if max_excess is None else 8,
+                max_excess=max_excess,
+                choice=choice,
+            ),
             gpu=TuningConfig(seeds=SCREENING[:1], max_seeds=3, choice=choice),
         ),
         'tolerance': pick(scale, smoke=5e-3, cpu=2e-3, gpu=1e-3),

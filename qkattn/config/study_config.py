@@ -31,6 +31,11 @@ class TuningConfig:
         least=1,
         most=1000,
     )
+    max_excess: float | None = setting(
+        None,
+        'Seeds are also drawn while a loss may lie further above its optimum; nats/token.',
+        above=0,
+    )
     choice: Choice = setting(
         'vertex', "Of a sweep: 'vertex' of the parabola, or 'minimax', with the best bounded loss."
     )

@@ -50,7 +50,8 @@ def tune(
     """Tunes as far as the measured losses allow.
 
     A grid is extended first; then, while its best value is not significantly better than both
-    sides, as many further seeds as at first are drawn for all its values. A value at which a seed
+    sides, or the loss at the chosen value is not bounded by `limits.max_excess`, as many further
+    seeds as at first are drawn for all its values. A value at which a seed
     diverged is worse than any other, so it gets no further seeds. A knob with a single value
     is not tuned; other grids ascend. `measured` may hold more settings and seeds than needed.
     """
@@ -70,13 +71,18 @@ def tune(
             further = sweep.next_values(swept, grids[knob][1] / grids[knob][0], limits.max_points)
             if further:
                 values += further
-            elif swept.needs_seeds and len(seeds) < limits.max_seeds:
+            elif _needs_seeds(swept, limits) and len(seeds) < limits.max_seeds:
                 number = min(len(seeds) + len(limits.seeds), limits.max_seeds)
                 seeds = screening_seeds(limits, number)
             else:
                 settings = with_knob(settings, knob, swept.chosen)
                 break
     return Tuning(sweeps, settings, None, (), ())
+
+
+def _needs_seeds(swept: Sweep, limits: TuningConfig) -> bool:
+    most, excess = limits.max_excess, swept.at_worst
+    return swept.needs_seeds or (most is not None and excess is not None and excess > most)
 
 
 def screening_seeds(limits: TuningConfig, number: int | None = None) -> tuple[int, ...]:

@@ -85,6 +85,14 @@ def screened(limits, sd, curvature=0.1, diverged=lambda rate, seed: False):
     return found, measured, asked
 
 
+def test_further_seeds_are_drawn_until_the_excess_over_the_optimum_is_bounded():
+    few, _, _ = screened(limits(5, max_seeds=16), sd=0.01)
+    bound = few.sweeps['learning_rate'].at_worst / 2
+    more, _, asked = screened(limits(5, max_seeds=16, max_excess=bound), sd=0.01)
+    assert len(asked) > 1 and more.sweeps['learning_rate'].at_worst <= bound
+    assert screened(limits(5, max_seeds=4, max_excess=1e-9), sd=0.01)[2][-1][1] == (12, 13)
+
+
 def test_further_seeds_are_drawn_until_the_bracket_is_significant():
     sharp, _, asked = screened(limits(5, max_seeds=8), sd=1e-4)
     assert asked == [(GRIDS['learning_rate'], (10, 11))] and sharp.sweeps['learning_rate'].bracketed
