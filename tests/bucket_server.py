@@ -2,17 +2,14 @@
 
     python -m tests.bucket_server BUCKET...     prints the STORAGE_EMULATOR_HOST to export
 
-Uploads (media, multipart, resumable), ranges, listings, copies, and preconditions on generations,
-which the emulators of the package index lack. A bucket named `forbidden` may not be entered, one
-named `read-only` takes no objects.
+Uploads, ranges, listings, and preconditions on generations, which the emulators of the package
+index lack. A bucket named `forbidden` may not be entered, one named `read-only` takes no objects.
 """
 
 import base64
 import dataclasses
 import datetime
 import email
-import email.policy
-import hashlib
 import http.server
 import itertools
 import json
@@ -23,6 +20,9 @@ import urllib.parse
 from typing import Any
 
 import google_crc32c
+
+PATH = re.compile(r'/(?:(upload|download)/)?storage/v1/b/([^/]+)(/o)?/?(.*)')
+OCTETS = {'Content-Type': 'application/octet-stream'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Stored:
 
 
 class Refused(Exception):
-    """An answer other than 200, with its status."""
+    """An answer that is an error, with its status."""
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Serves its buckets until it is closed; a context manager."""
+    """Serves its buckets until it is closed; `log` holds method and path of every request."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -48,21 +48,12 @@ class Server(http.server.ThreadingHTTPServer):
         super().__init__(('127.0.0.1', 0), Handler)
         self.buckets: dict[str, dict[str, Stored]] = {name: {} for name in buckets}
         self.log: list[str] = []
-        """Method and path of every request."""
         self.lock = threading.RLock()
-        self.uploads: dict[str, tuple[str, dict[str, str], bytearray]] = {}
+        self.uploads: dict[str, tuple[str, dict[str, str]]] = {}
         self.numbers = itertools.count(1)
-        self.skew = datetime.timedelta()
-        """What the clock of the buckets is ahead of this machine's."""
+        self.skew = datetime.timedelta()  # what the clock of the buckets is ahead of this machine's
+        self.url = f'http://127.0.0.1:{self.server_port}'
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        return f'http://127.0.0.1:{self.server_port}'
-
-    def environment(self) -> dict[str, str]:
-        """What a process needs to use this server and nothing else."""
-        return {'STORAGE_EMULATOR_HOST': self.url, 'NO_GCE_CHECK': 'true'}
 
     def names(self, bucket: str, prefix: str = '') -> list[str]:
         with self.lock:
@@ -71,20 +62,19 @@ class Server(http.server.ThreadingHTTPServer):
     def read(self, bucket: str, name: str) -> bytes:
         return self.buckets[bucket][name].data
 
-    def put(self, bucket: str, name: str, data: bytes, age: float = 0.0) -> Stored:
-        now = datetime.datetime.now(datetime.UTC) + self.skew - datetime.timedelta(seconds=age)
+    def put(self, bucket: str, name: str, data: bytes) -> None:
         with self.lock:
-            stored = self.buckets[bucket][name] = Stored(data, next(self.numbers), now)
-        return stored
+            self.buckets[bucket][name] = Stored(data, next(self.numbers), self._now())
 
     def set_age(self, bucket: str, name: str, seconds: float) -> None:
         """Makes an object `seconds` old, in the same generation."""
         with self.lock:
-            now = datetime.datetime.now(datetime.UTC) + self.skew
-            old = now - datetime.timedelta(seconds=seconds)
-            self.buckets[bucket][name] = dataclasses.replace(
-                self.buckets[bucket][name], updated=old
-            )
+            updated = self._now() - datetime.timedelta(seconds=seconds)
+            objects = self.buckets[bucket]
+            objects[name] = dataclasses.replace(objects[name], updated=updated)
+
+    def _now(self) -> datetime.datetime:
+        return datetime.datetime.now(datetime.UTC) + self.skew
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Clients that are killed cut their connections."""
@@ -103,75 +93,62 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def _handle(self) -> None:
         url = urllib.parse.urlsplit(self.path)
         self.query = dict(urllib.parse.parse_qsl(url.query))
-        self.body = self._read_body()
+        self.body = self.rfile.read(int(self.headers.get('Content-Length', 0)))
         self.server.log.append(f'{self.command} {self.path}')
-        parts = [urllib.parse.unquote(part) for part in url.path.strip('/').split('/')]
-        head = parts[0] if parts[0] in ('upload', 'download') else ''
-        parts = parts[bool(head) :]
+        headers: dict[str, str] = {}
         try:
-            if parts[:3] != ['storage', 'v1', 'b'] or len(parts) < 4:
-                raise Refused(404)
-            bucket, rest = parts[3], parts[5:]
-            if bucket == 'forbidden':
-                raise Refused(403)
-            if bucket not in self.server.buckets:
-                raise Refused(404)
-            if bucket == 'read-only' and self.command != 'GET':
-                raise Refused(403)
             with self.server.lock:
-                if len(parts) == 4:
-                    self._answer_json({'kind': 'storage#bucket', 'name': bucket})
-                elif head == 'upload':
-                    self._upload(bucket)
-                elif not rest:
-                    self._list(bucket)
-                elif len(rest) > 1:
-                    self._copy(bucket, rest)
-                elif self.command == 'DELETE':
-                    self._precondition(bucket, rest[0])
-                    self._get(bucket, rest[0])
-                    del self.server.buckets[bucket][rest[0]]
-                    self._answer(b'', 204)
-                elif head == 'download' or self.query.get('alt') == 'media':
-                    self._download(bucket, rest[0])
-                else:
-                    self._answer_json(self._about(bucket, rest[0]))
+                code, answer, headers = self._answer(*PATH.fullmatch(url.path).groups())
         except Refused as refused:
             code = refused.args[0]
-            error = {'code': code, 'message': f'refused with {code}'}
-            self._answer(b'' if code == 304 else json.dumps({'error': error}).encode(), code)
+            answer = {'error': {'code': code, 'message': f'refused with {code}'}}
+        data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        self.send_response(code)
+        for name, value in ({'Content-Type': 'application/json'} | headers).items():
+            self.send_header(name, value)
+        if code in (204, 304):  # these have no content
+            data = b''
+        else:
+            self.send_header('Content-Length', str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
 
     do_GET = do_POST = do_PUT = do_DELETE = _handle
 
-    def _read_body(self) -> bytes:
-        if self.headers.get('Transfer-Encoding') != 'chunked':
-            return self.rfile.read(int(self.headers.get('Content-Length', 0)))
-        data = b''
-        while size := int(self.rfile.readline(), 16):
-            data += self.rfile.read(size)
-            self.rfile.readline()
-        self.rfile.readline()
-        return data
-
-    def _get(self, bucket: str, name: str) -> Stored:
+    def _answer(self, head: str, bucket: str, objects: str, name: str) -> tuple[int, Any, dict]:
+        """Status, content, headers."""
+        if bucket == 'forbidden' or (bucket == 'read-only' and self.command != 'GET'):
+            raise Refused(403)
+        if bucket not in self.server.buckets:
+            raise Refused(404)
+        if not objects:
+            return 200, {'kind': 'storage#bucket', 'name': bucket}, {}
+        if head == 'upload':
+            return self._upload(bucket)
+        if not name:
+            return 200, self._listing(bucket), {}
+        name = urllib.parse.unquote(name)
+        self._check_generation(bucket, name, self.query)
         stored = self.server.buckets[bucket].get(name)
         if stored is None:
             raise Refused(404)
-        return stored
+        if self.command == 'DELETE':
+            del self.server.buckets[bucket][name]
+            return 204, b'', {}
+        if head == 'download' or self.query.get('alt') == 'media':
+            return self._download(stored)
+        return 200, self._about(bucket, name), {}
 
-    def _precondition(self, bucket: str, name: str, query: dict[str, str] | None = None) -> None:
-        query = self.query if query is None else query
+    def _check_generation(self, bucket: str, name: str, query: dict[str, str]) -> None:
         stored = self.server.buckets[bucket].get(name)
-        generation = stored.generation if stored else 0
-        if 'ifGenerationMatch' in query and int(query['ifGenerationMatch']) != generation:
+        generation = str(stored.generation if stored else 0)
+        if query.get('ifGenerationMatch', generation) != generation:
             raise Refused(412)
-        if 'ifGenerationNotMatch' in query and int(query['ifGenerationNotMatch']) == generation:
+        if query.get('ifGenerationNotMatch') == generation:
             raise Refused(304 if self.command == 'GET' else 412)
 
     def _about(self, bucket: str, name: str) -> dict[str, Any]:
-        self._precondition(bucket, name)
-        stored = self._get(bucket, name)
-        updated = stored.updated.isoformat(timespec='milliseconds').replace('+00:00', 'Z')
+        stored = self.server.buckets[bucket][name]
         return {
             'kind': 'storage#object',
             'bucket': bucket,
@@ -179,115 +156,57 @@ class Handler(http.server.BaseHTTPRequestHandler):
             'size': str(len(stored.data)),
             'generation': str(stored.generation),
             'metageneration': '1',
-            'updated': updated,
-            'timeCreated': updated,
-            'md5Hash': base64.b64encode(hashlib.md5(stored.data).digest()).decode(),
+            'updated': stored.updated.isoformat(timespec='milliseconds').replace('+00:00', 'Z'),
             'crc32c': base64.b64encode(google_crc32c.Checksum(stored.data).digest()).decode(),
         }
 
-    def _list(self, bucket: str) -> None:
-        query = self.query
-        prefix, delimiter = query.get('prefix', ''), query.get('delimiter')
-        names = self.server.names(bucket, prefix)
-        names = [n for n in names if n >= query.get('startOffset', '')]
-        names = [n for n in names if 'endOffset' not in query or n < query['endOffset']]
-        folders = set()
-        if delimiter:
-            inside = [n for n in names if delimiter in n[len(prefix) :]]
-            folders = {prefix + n[len(prefix) :].split(delimiter)[0] + delimiter for n in inside}
-            names = [n for n in names if n not in set(inside)]
-        entries = sorted([*names, *folders])
-        start = int(query.get('pageToken', 0))
-        end = start + int(query.get('maxResults', 1000))
-        page = entries[start:end]
-        answer: dict[str, Any] = {'kind': 'storage#objects'}
-        answer['items'] = [self._about(bucket, n) for n in page if n not in folders]
-        answer['prefixes'] = [n for n in page if n in folders]
-        if end < len(entries):
-            answer['nextPageToken'] = str(end)
-        self._answer_json(answer)
+    def _listing(self, bucket: str) -> dict[str, Any]:
+        """All objects below a prefix; with a delimiter, objects and folders directly below it."""
+        prefix, delimiter = self.query.get('prefix', ''), self.query.get('delimiter')
+        items, folders = [], set()
+        for name in self.server.names(bucket, prefix):
+            folder, separator, _ = name[len(prefix) :].partition(delimiter or '\0')
+            if separator:
+                folders.add(prefix + folder + separator)
+            else:
+                items.append(self._about(bucket, name))
+        return {'kind': 'storage#objects', 'items': items, 'prefixes': sorted(folders)}
 
-    def _download(self, bucket: str, name: str) -> None:
-        self._precondition(bucket, name)
-        stored = self._get(bucket, name)
-        headers = {'x-goog-generation': str(stored.generation)}
-        wanted = re.fullmatch(r'bytes=(\d*)-(\d*)', self.headers.get('Range', ''))
-        if wanted is None:
-            self._answer(stored.data, 200, headers)
-            return
-        size = len(stored.data)
-        first, last = wanted.groups()
+    def _download(self, stored: Stored) -> tuple[int, bytes, dict[str, str]]:
+        headers, size = OCTETS | {'x-goog-generation': str(stored.generation)}, len(stored.data)
+        span = re.fullmatch(r'bytes=(\d*)-(\d*)', self.headers.get('Range', ''))
+        if span is None:
+            return 200, stored.data, headers
+        first, last = span.groups()
         start = int(first) if first else max(0, size - int(last))
         stop = min(size, int(last) + 1) if first and last else size
         if start >= size:
             raise Refused(416)
         headers['Content-Range'] = f'bytes {start}-{stop - 1}/{size}'
-        self._answer(stored.data[start:stop], 206, headers)
+        return 206, stored.data[start:stop], headers
 
-    def _upload(self, bucket: str) -> None:
-        kind, query = self.query.get('uploadType'), self.query
+    def _upload(self, bucket: str) -> tuple[int, Any, dict[str, str]]:
+        """Of one request (media), with metadata before (multipart), or of two (resumable)."""
+        query, data = self.query, self.body
+        name = query.get('name', '')
         if 'upload_id' in query:
-            self._resume(bucket, query['upload_id'])
-        elif kind == 'resumable':
-            about = json.loads(self.body or b'{}')
-            name = query.get('name') or about['name']
-            upload = str(next(self.server.numbers))
-            self.server.uploads[upload] = name, query, bytearray()
-            where = f'/upload/storage/v1/b/{bucket}/o?uploadType=resumable&upload_id={upload}'
-            self._answer(b'', 200, {'Location': self.server.url + where})
-        elif kind == 'multipart':
+            name, query = self.server.uploads.pop(query['upload_id'])
+        elif query['uploadType'] == 'resumable':
+            number = str(next(self.server.numbers))
+            self.server.uploads[number] = name or json.loads(data)['name'], query
+            path = f'/upload/storage/v1/b/{bucket}/o?uploadType=resumable&upload_id={number}'
+            return 200, b'', {'Location': self.server.url + path}
+        elif query['uploadType'] == 'multipart':
             head = f'Content-Type: {self.headers["Content-Type"]}\r\n\r\n'.encode()
-            boundary = email.message_from_bytes(head).get_boundary()
-            parts = re.split(b'\r?\n?--' + re.escape(boundary.encode()) + b'(?:--)?', self.body)
+            boundary = email.message_from_bytes(head).get_boundary().encode()
+            parts = re.split(b'\r?\n?--' + re.escape(boundary) + b'(?:--)?', data)
             about, data = (re.split(b'\r?\n\r?\n', part, maxsplit=1)[1] for part in parts[1:3])
-            self._store(bucket, json.loads(about)['name'], query, data)
-        else:
-            self._store(bucket, query['name'], query, self.body)
-
-    def _resume(self, bucket: str, upload: str) -> None:
-        name, query, received = self.server.uploads[upload]
-        span = self.headers.get('Content-Range', 'bytes 0-/0')
-        first, last, total = re.fullmatch(r'bytes (?:(\d+)-(\d*)|\*)/(\d+|\*)', span).groups()
-        if first is not None:
-            received[int(first) :] = self.body
-        if total != '*' or last == '':
-            del self.server.uploads[upload]
-            self._store(bucket, name, query, bytes(received))
-        else:
-            self._answer(b'', 308, {'Range': f'bytes=0-{len(received) - 1}'} if received else {})
-
-    def _store(self, bucket: str, name: str, query: dict[str, str], data: bytes) -> None:
-        self._precondition(bucket, name, query)
+            name = json.loads(about)['name']
+        self._check_generation(bucket, name, query)
         self.server.put(bucket, name, data)
-        self.query = {}
-        self._answer_json(self._about(bucket, name))
-
-    def _copy(self, bucket: str, rest: list[str]) -> None:
-        """o/NAME/rewriteTo/b/BUCKET/o/NAME and o/NAME/moveTo/o/NAME."""
-        source, call, target = rest[0], rest[1], rest[-1]
-        there = rest[3] if call == 'rewriteTo' else bucket
-        if call not in ('rewriteTo', 'moveTo') or there not in self.server.buckets:
-            raise Refused(404)
-        self.server.put(there, target, self._get(bucket, source).data)
-        if call == 'moveTo':
-            del self.server.buckets[bucket][source]
-        about = self._about(there, target)
-        self._answer_json({'done': True, 'resource': about} if call == 'rewriteTo' else about)
-
-    def _answer_json(self, value: Any) -> None:
-        self._answer(json.dumps(value).encode(), 200, {'Content-Type': 'application/json'})
-
-    def _answer(self, data: bytes, code: int, headers: dict[str, str] | None = None) -> None:
-        self.send_response(code)
-        for name, value in (headers or {}).items():
-            self.send_header(name, value)
-        if code not in (204, 304):
-            self.send_header('Content-Length', str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+        return 200, self._about(bucket, name), {}
 
 
 if __name__ == '__main__':
-    server = Server(*sys.argv[1:])
-    print(server.url, flush=True)
+    print(Server(*sys.argv[1:]).url, flush=True)
     threading.Event().wait()

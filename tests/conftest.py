@@ -38,11 +38,8 @@ from qkattn.config import (
 from qkattn.data.load import load
 from qkattn.storage import run_directory
 from qkattn.train.program_cache import keep_programs
-from tests.browser import chromium  # noqa: F401, a fixture
-from tests.buckets import bucket  # noqa: F401, a fixture
-from tests.outside import outside  # noqa: F401, a fixture
+from tests.fixtures import bucket, chromium, outside, unread  # noqa: F401, fixtures
 from tests.runs import built_once, programs_kept, small_run  # noqa: F401, fixtures
-from tests.unread import unread  # noqa: F401, a fixture
 
 # As scripts do, which some tests run in this process.
 keep_programs()

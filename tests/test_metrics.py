@@ -16,7 +16,7 @@ from qkattn.study.arms import build_arms
 from qkattn.train import dry_run
 from qkattn.train.loop import train
 from qkattn.train.trials import check_metrics, per_target
-from tests.outside import chosen
+from tests.fixtures import chosen
 
 
 def test_the_table_is_complete():

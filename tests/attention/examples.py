@@ -3,7 +3,7 @@
 import sys
 import types
 
-from tests.outside import BLOCK, PAGE
+from tests.fixtures import BLOCK, PAGE
 
 SOURCES = dict(BLOCK.findall((PAGE.parent / 'extend.md').read_text('utf-8')))
 

@@ -17,7 +17,7 @@ from qkattn.data.tasks.task_registry import rows_of
 from qkattn.data.tokenizers.vocabulary import KINDS
 from qkattn.errors import ConfigError
 from tests.data.datasets import documents, read_rows
-from tests.outside import chosen
+from tests.fixtures import chosen
 from tests.refusals import refused
 
 pytestmark = pytest.mark.usefixtures('outside')

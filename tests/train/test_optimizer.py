@@ -13,7 +13,7 @@ from qkattn.errors import ConfigError
 from qkattn.model.cost import abstract_params
 from qkattn.train import optimizer as optimizers
 from qkattn.train.optimizer import OPTIMIZERS, SCHEDULES, check_optimizer, decayed, matrix_axes
-from tests.outside import chosen
+from tests.fixtures import chosen
 
 MODEL = ModelConfig(d_model=8, num_layers=2, num_heads=2, context=4, vocab_size=16, biases=True)
 RATE, DECAY = 0.1, 0.5

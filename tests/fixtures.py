@@ -1,0 +1,82 @@
+"""Fixtures of all rooms: a bucket, a browser, modules from outside, a stream that nobody reads."""
+
+import importlib
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+import fsspec
+import pytest
+from etils.epath import backend
+
+from qkattn.storage import buckets
+
+PAGE = Path(__file__).parents[1] / 'docs/outside.md'
+BLOCK = re.compile(r'^```python\n# (\w+)\.py\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+MODULES = dict(BLOCK.findall(PAGE.read_text('utf-8')))
+BROWSERS = ('chromium', 'chromium-browser', 'google-chrome')
+
+
+@pytest.fixture
+def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Puts the modules of docs/outside.md into a directory on the path; returns it."""
+    for name, source in MODULES.items():
+        (tmp_path / f'{name}.py').write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+def chosen(metafunc: pytest.Metafunc, kind: str, names: list[str]) -> None:
+    """Runs a test that asks for `kind` on the names given on the command line, or on `names`."""
+    if kind in metafunc.fixturenames:
+        metafunc.parametrize(kind, metafunc.config.getoption(f'--{kind}') or names)
+
+
+@pytest.fixture(scope='session')
+def chromium() -> str:
+    """The path of Chromium; QKATTN_TEST_CHROMIUM names another than that on PATH."""
+    paths = (os.environ.get('QKATTN_TEST_CHROMIUM'), *map(shutil.which, BROWSERS))
+    path = next(filter(None, paths), None)
+    if path is None:
+        pytest.skip('Chromium is absent: install it, or set QKATTN_TEST_CHROMIUM to its path')
+    return path
+
+
+@pytest.fixture
+def unread() -> Iterator[TextIO]:
+    """A stream whose reader has gone, as that of `... | head`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, 'w') as stream:
+        yield stream
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A server with the buckets `runs` and `read-only`, for this process and those it starts."""
+    pytest.importorskip('gcsfs', reason="buckets need pip install -e '.[gcs]'")
+    server = importlib.import_module('tests.bucket_server').Server('runs', 'read-only')
+    for name in ('TENSORSTORE_GCS_HTTP_URL', 'GOOGLE_AUTH_TOKEN_FOR_TESTING'):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv('STORAGE_EMULATOR_HOST', server.url)
+    monkeypatch.setenv('NO_GCE_CHECK', 'true')
+    forget_buckets()
+    yield server
+    forget_buckets()
+    server.shutdown()
+    server.server_close()
+
+
+def forget_buckets() -> None:
+    buckets._CLOCKS.clear()
+    for cached in (buckets._prepare, buckets._client, buckets._open):
+        cached.cache_clear()
+    fsspec.config.conf.pop('gcs', None)
+    fsspec.get_filesystem_class('gcs').clear_instance_cache()
+    backend.fsspec_backend._get_filesystem.cache_clear()
