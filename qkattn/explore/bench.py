@@ -2,10 +2,9 @@
 
 import dataclasses
 import functools
-import random
+import itertools
 import re
-from collections.abc import Callable, Mapping
-from fractions import Fraction
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -31,14 +30,9 @@ def sympy() -> ModuleType:
 class Parameter:
     """A weight matrix or gain of a circuit."""
 
-    attribute: str  # its name in the class, e.g. 'w_q_DNH'
     circuit: str  # 'score' or 'value', which owns it
+    attribute: str  # its name in the class, e.g. 'w_q_DNH'
     initial: np.ndarray  # of its shape: initial values of gains, zeros for matrices
-
-    @property
-    def axes(self) -> str:
-        """The letters of its axes, e.g. 'DNH'."""
-        return self.attribute.rpartition('_')[2]
 
     @property
     def stem(self) -> str:
@@ -52,31 +46,12 @@ class Parameter:
         return ('W_' if self.attribute.startswith('w') else 'g_') + stem
 
     @property
-    def heads(self) -> int | None:
-        """The axis that counts heads; None where all heads share the matrix."""
-        return next((axis for axis, letter in enumerate(self.axes) if letter in 'NK'), None)
-
-    @property
-    def is_vector(self) -> bool:
-        """Whether it is a vector, in each head if it has heads."""
-        return self.initial.ndim - (self.heads is not None) < 2
-
-    @property
     def by_head(self) -> np.ndarray:
-        """The positions of its entries as [head, row, column]; one row for a vector."""
+        """The positions of its entries as [head, row, column]; of a vector, [head, column]."""
         positions = np.arange(self.initial.size).reshape(self.initial.shape)
-        heads = [positions] if self.heads is None else list(np.moveaxis(positions, self.heads, 0))
-        return np.stack([np.atleast_2d(head) for head in heads])
-
-    @functools.cached_property
-    def symbols(self) -> np.ndarray:
-        """q12 for row 1 and column 2, q[1]12 where there are several heads."""
-        flat = np.empty(self.initial.size, object)
-        for (n, row, column), position in np.ndenumerate(self.by_head):
-            head = f'[{n + 1}]' if len(self.by_head) > 1 else ''
-            place = f'{column + 1}' if self.is_vector else f'{row + 1}{column + 1}'
-            flat[position] = sympy().Symbol(f'{self.stem.replace("_", "")}{head}{place}')
-        return flat.reshape(self.initial.shape)
+        axes = self.attribute.rpartition('_')[2]
+        head = next((axis for axis, letter in enumerate(axes) if letter in 'NK'), None)
+        return positions[None] if head is None else np.moveaxis(positions, head, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,11 +68,8 @@ class Bench:
     heads: int = 1  # 1 to `dims`
 
     def __post_init__(self) -> None:
-        for field, valid in (
-            ('tokens', SIZES),
-            ('dims', SIZES),
-            ('heads', range(1, self.dims + 1)),
-        ):
+        ranges = {'tokens': SIZES, 'dims': SIZES, 'heads': range(1, self.dims + 1)}
+        for field, valid in ranges.items():
             if (number := getattr(self, field)) not in valid:
                 raise ConfigError(f'{field}={number} must be from {valid[0]} to {valid[-1]}')
         try:
@@ -118,108 +90,83 @@ class Bench:
             return Attention(spec, key=jax.random.key(0))
 
     @functools.cached_property
-    def parameters(self) -> tuple[Parameter, ...]:
-        """In the order of the layer's leaves."""
+    def parameters(self) -> list[Parameter]:
+        """In the order of reading: those of the score, then those of the value."""
+        order = [*self.layer.score.__dict__, *self.layer.value.__dict__]
         leaves = jax.tree_util.tree_flatten_with_path(self.layer)[0]
-        return tuple(
-            Parameter(path[1].name, path[0].name, np.asarray(array)) for path, array in leaves
-        )
+        parameters = [Parameter(p[0].name, p[1].name, np.asarray(array)) for p, array in leaves]
+        return sorted(parameters, key=lambda p: (p.circuit, order.index(p.attribute)))
 
     def of(self, circuit: str) -> list[Parameter]:
-        """The parameters of 'score' or 'value' in the order of reading."""
-        order = [*self.layer.score.__dict__, *self.layer.value.__dict__]
-        own = [parameter for parameter in self.parameters if parameter.circuit == circuit]
-        return sorted(own, key=lambda parameter: order.index(parameter.attribute))
+        """The parameters of 'score' or 'value'."""
+        return [parameter for parameter in self.parameters if parameter.circuit == circuit]
 
-    def matrices(
-        self, arrays: list[np.ndarray], number: Callable[[float], Any]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """A_NDE and B_NDE of the layer's own `matrix` on arrays of symbols, one per parameter.
+    def filled(self, arrays: Sequence[Any]) -> Attention:
+        """The layer with these arrays, in the order of `parameters`."""
+        by_name = dict(zip((p.attribute for p in self.parameters), arrays, strict=True))
+        return jax.tree_util.tree_map_with_path(lambda path, _: by_name[path[1].name], self.layer)
 
-        ConfigError if `matrix` has an operation that is unknown for symbols.
+    @functools.cached_property
+    def symbols(self) -> tuple[Any, list[np.ndarray]]:
+        """A ring of polynomials, and its generators as an array of each parameter's shape.
+
+        q12 is row 1 and column 2 of W_Q, q[2]12 that of head 2.
         """
-        tree = jax.tree.structure(self.layer)
-        try:
-            A_NDE, B_NDE = evaluate(
-                lambda *leaves: jax.tree.unflatten(tree, leaves).matrix(), *arrays, number=number
-            )
-        except SpecError as error:
-            raise ConfigError(f'{self.variant}: {error}') from error
-        return A_NDE, B_NDE
+        names = {p.stem.replace('_', ''): p.by_head.shape for p in self.parameters}
+        ring, blocks = generators(names)
+        arrays = []
+        for parameter, block in zip(self.parameters, blocks, strict=True):
+            flat = np.empty(parameter.initial.size, object)
+            flat[parameter.by_head.ravel()] = block.ravel()
+            arrays.append(flat.reshape(parameter.initial.shape))
+        return ring, arrays
 
     @functools.cached_property
     def AB(self) -> tuple[np.ndarray, np.ndarray]:
-        """A_NDE and B_NDE on the parameters' symbols, expanded."""
-        symbols = [parameter.symbols for parameter in self.parameters]
-        A_NDE, B_NDE = self.matrices(symbols, exact)
-        return _expanded(A_NDE), _expanded(B_NDE)
+        """A_NDE and B_NDE, polynomials in `symbols`: what the layer's own `matrix` computes.
 
-    @functools.cached_property
-    def x_TD(self) -> np.ndarray:
-        """The tokens: x12 is dimension 2 of token 1."""
-        return grid('x', self.tokens, self.dims)
+        ConfigError if `matrix` has an operation that is unknown for symbols.
+        """
+        ring, arrays = self.symbols
+
+        def rounded(entry: Any) -> Any:
+            """Without what the rounding of constants leaves, so that equal entries are equal."""
+            real, terms = ring.domain.dtype, ring(entry).terms()
+            return ring.from_dict({powers: real(round(float(c), 14)) for powers, c in terms})
+
+        try:
+            matrices = evaluate(lambda *leaves: self.filled(leaves).matrix(), *arrays)
+        except SpecError as error:
+            raise ConfigError(f'{self.variant}: {error}') from error
+        A_NDE, B_NDE = (np.vectorize(rounded, otypes=[object])(matrix) for matrix in matrices)
+        return A_NDE, B_NDE
 
     @property
-    def scale(self) -> Any:
+    def scale(self) -> float:
         """The factor on x A x^T."""
-        return exact(float(self.layer.score.scale))
-
-    def scores(self, A_NDE: np.ndarray) -> np.ndarray:
-        """s_NTS = x_t A[n] x_s^T, without the scale."""
-        return _expanded(np.einsum('td,nde,se->nts', self.x_TD, A_NDE, self.x_TD))
-
-    def output(self, p_NTS: np.ndarray, B_NDE: np.ndarray) -> np.ndarray:
-        """out_TE = sum_n sum_s p[n, t, s] x_s B[n]."""
-        return _expanded(np.einsum('nts,sd,nde->te', p_NTS, self.x_TD, B_NDE))
+        return float(self.layer.score.scale)
 
 
-def exact(value: float) -> Any:
-    """The number as a rational or the square root of one, where it is so to float64."""
-    square = Fraction(value * value).limit_denominator(10_000)
-    if abs(float(square) - value * value) > 1e-12:
-        return sympy().Float(value)
-    root = sympy().sqrt(sympy().Rational(square.numerator, square.denominator))
-    return root if value >= 0 else -root
+def generators(blocks: Mapping[str, Sequence[int]]) -> tuple[Any, list[np.ndarray]]:
+    """A ring of polynomials with real coefficients, and its generators as arrays [head, ...].
 
-
-def grid(name: str, rows: int, columns: int, head: str = '') -> np.ndarray:
-    """Symbols x11, x12, ...; with a head x[1]11, x[1]12, ..."""
-    flat = [
-        sympy().Symbol(f'{name}{head}{row + 1}{column + 1}')
-        for row, column in np.ndindex(rows, columns)
+    A generator has the name of its block and its place, counted from 1: a12, or a[2]12 in head 2 of
+    several.
+    """
+    names = [
+        name + (f'[{n + 1}]' if shape[0] > 1 else '') + ''.join(str(i + 1) for i in place)
+        for name, shape in blocks.items()
+        for n, *place in np.ndindex(*shape)
     ]
-    return np.array(flat, object).reshape(rows, columns)
+    ring = sympy().polys.rings.PolyRing(names, sympy().RR)
+    left, arrays = iter(ring.gens), []
+    for shape in blocks.values():
+        arrays.append(np.empty(shape, object))
+        arrays[-1].reshape(-1)[:] = list(itertools.islice(left, arrays[-1].size))
+    return ring, arrays
 
 
-def _expanded(array: np.ndarray) -> np.ndarray:
-    return np.vectorize(sympy().expand, otypes=[object])(array)
-
-
-# What the equations of a variant fix: equal entries, kinds of matrices, ranks, dimensions
-
-
-def named(name: str, M_NDE: np.ndarray) -> np.ndarray:
-    """The matrices with a name for each entry; equal entries share one, numbers stay numbers."""
-    known: dict[Any, Any] = {}
-    out = np.empty_like(M_NDE)
-    for (n, row, column), entry in np.ndenumerate(M_NDE):
-        head = f'[{n + 1}]' if len(M_NDE) > 1 else ''
-        if -entry in known:
-            out[n, row, column] = -known[-entry]
-        elif entry.is_number:
-            out[n, row, column] = entry
-        else:
-            symbol = sympy().Symbol(f'{name}{head}{row + 1}{column + 1}')
-            out[n, row, column] = known.setdefault(entry, symbol)
-    return out
-
-
-def ties(M_NTS: np.ndarray) -> list[list[tuple[int, int, int]]]:
-    """Places (head, row, column) of entries that are equal for all values, in groups."""
-    groups: dict[Any, list[tuple[int, int, int]]] = {}
-    for (n, row, column), entry in np.ndenumerate(M_NTS):
-        groups.setdefault(entry, []).append((n, row, column))
-    return [places for places in groups.values() if len(places) > 1]
+# What the equations of a variant fix
 
 
 def kind(M_DE: np.ndarray) -> str:
@@ -232,23 +179,24 @@ def kind(M_DE: np.ndarray) -> str:
     return 'skew' if (M_DE + M_DE.T == 0).all() else 'general'
 
 
-def point(*expressions: np.ndarray) -> Mapping[Any, Any]:
-    """A rational value for each symbol, the same at every call; ranks there are generic."""
-    symbols = {s for array in expressions for entry in array.flat for s in entry.free_symbols}
-    rng = random.Random(0)
-    return {
-        symbol: sympy().Rational(rng.randint(-999, 999), 997) for symbol in sorted(symbols, key=str)
-    }
-
-
 def rank(M_DE: np.ndarray) -> int:
     """The rank for almost all values of the symbols."""
-    return int(sympy().Matrix(M_DE).subs(point(M_DE)).rank())
+    return int(np.linalg.matrix_rank(_at_random(M_DE)))
 
 
 def dimension(*matrices: np.ndarray) -> int:
     """In how many independent directions the matrices move when their symbols do."""
-    at = point(*matrices)
     entries = [entry for array in matrices for entry in array.flat]
-    jacobian = sympy().Matrix([[entry.diff(symbol) for symbol in at] for entry in entries])
-    return int(jacobian.subs(at).rank()) if at else 0
+    jacobian = [[entry.diff(symbol) for symbol in entry.ring.gens] for entry in entries]
+    return int(np.linalg.matrix_rank(_at_random(np.array(jacobian, object)))) if jacobian[0] else 0
+
+
+def _at_random(polynomials: np.ndarray) -> np.ndarray:
+    """Their values at one random point, the same at every call."""
+    ring = polynomials.flat[0].ring
+    point = np.random.default_rng(0).uniform(0.5, 1.5, ring.ngens)
+    values = [
+        sum(float(factor) * np.prod(point**powers) for powers, factor in entry.terms())
+        for entry in polynomials.flat
+    ]
+    return np.reshape(np.array(values, float), polynomials.shape)

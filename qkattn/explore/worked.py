@@ -2,12 +2,13 @@
 
 import re
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import jinja2
 import numpy as np
 
-from qkattn.explore.bench import Bench, Parameter, dimension, grid, kind, named, rank, sympy, ties
+from qkattn.explore.bench import Bench, dimension, generators, kind, rank, sympy
 
 POWERS = {'^-1': '^{-1}', '^-2': '^{-2}', '^-T': r'^{-\top}', '^T': r'^{\top}'}
 
@@ -25,11 +26,10 @@ def worked(bench: Bench, *, latex: bool = False) -> str:
         variable_end_string='>>' if latex else '}}',
     )
     environment.filters |= {
-        'symbol': symbol_latex if latex else str,
+        'polynomial': lambda entry: polynomial(entry, latex),
+        'number': lambda value: number(value, latex),
         'equation': equation_latex if latex else str,
         'matrix': matrix_latex if latex else matrix_text,
-        'number': sympy().latex if latex else str,
-        'polynomial': lambda pair: _sum(pair[0], pair[1], latex),
     }
     template = environment.get_template('bench.tex.j2' if latex else 'bench.txt.j2')
     return template.render(**_facts(bench))
@@ -37,112 +37,111 @@ def worked(bench: Bench, *, latex: bool = False) -> str:
 
 def _facts(bench: Bench) -> dict[str, Any]:
     """What the templates show."""
-    circuits = []
-    for name, circuit, matrices in zip('AB', ('score', 'value'), bench.AB, strict=True):
-        circuits.append(_circuit(bench, name, circuit, matrices))
+    N, T, D = bench.heads, bench.tokens, bench.dims
+    shapes = {'a': (N, D, D), 's': (N, T, T), 'p': (N, T, T), 'x': (1, T, D), 'b': (N, D, D)}
+    ring, (a_NDE, s_NTS, p_NTS, x_1TD, b_NDE) = generators(shapes)
+    _, (out_1TE,) = generators({'out': (1, T, D)})
+    circuits = [
+        _circuit(bench, 'A', 'score', bench.AB[0], ring, a_NDE),
+        _circuit(bench, 'B', 'value', bench.AB[1], ring, b_NDE),
+    ]
     A_NDE, B_NDE = (circuit['named'] for circuit in circuits)
-    T, heads = bench.tokens, [f'[{n + 1}]' if bench.heads > 1 else '' for n in range(bench.heads)]
-    s_NTS, p_NTS = (np.stack([grid(c, T, T, head) for head in heads]) for c in 'sp')
-    scores = bench.scores(A_NDE)
-    out_TE = grid('out', T, bench.dims)
-    output = bench.output(p_NTS, B_NDE)
-    x, entries = list(bench.x_TD.flat), [*A_NDE.flat, *p_NTS.flat]
+    scores = np.einsum('td,nde,se->nts', x_1TD[0], A_NDE, x_1TD[0])
+    output = np.einsum('nts,sd,nde->te', p_NTS, x_1TD[0], B_NDE)
+    equal: dict[Any, list[Any]] = {}
+    for symbol, score in zip(s_NTS.flat, scores.flat, strict=True):
+        equal.setdefault(score, []).append(symbol)
     return {
         'bench': bench,
         'circuits': circuits,
-        'scores': list(zip(s_NTS.flat, ((e, [*entries, *x]) for e in scores.flat), strict=True)),
-        'equal': [[s_NTS[place] for place in group] for group in ties(scores)],
-        'output': list(
-            zip(out_TE.flat, ((e, [*entries, *x, *B_NDE.flat]) for e in output.flat), strict=True)
-        ),
+        'scores': list(zip(s_NTS.flat, scores.flat, strict=True)),
+        'equal': [group for group in equal.values() if len(group) > 1],
+        'output': list(zip(out_1TE.flat, output.flat, strict=True)),
         'dimension': dimension(*bench.AB),
-        'scaled': '' if bench.scale == 1 else bench.scale,
     }
 
 
-def _circuit(bench: Bench, name: str, circuit: str, matrices: np.ndarray) -> dict[str, Any]:
-    parameters = bench.of(circuit)
-    entries = named(name.lower(), matrices)
-    order = [entry for parameter in _all(bench) for entry in parameter.symbols.flat]
-    definitions = {
-        label: (entry, order)
-        for label, entry in zip(entries.flat, matrices.flat, strict=True)
-        if label.is_Symbol
-    }
-    cls = type(getattr(bench.layer, circuit))
+def _circuit(
+    bench: Bench, name: str, circuit: str, M_NDE: np.ndarray, ring: Any, symbols_NDE: np.ndarray
+) -> dict[str, Any]:
+    entries = named(M_NDE, ring, symbols_NDE)
     return {
         'name': name,
-        'circuit': circuit,
-        'equation': cls.equation,
-        'parameters': parameters,
-        'count': sum(parameter.initial.size for parameter in parameters),
+        'equation': type(getattr(bench.layer, circuit)).equation,
+        'parameters': bench.of(circuit),
+        'count': sum(parameter.initial.size for parameter in bench.of(circuit)),
         'named': entries,
-        'definitions': definitions,
+        'definitions': [
+            (symbol, entry)
+            for symbol, label, entry in zip(symbols_NDE.flat, entries.flat, M_NDE.flat, strict=True)
+            if symbol == label
+        ],
         'heads': [
             {'kind': kind(M_DE), 'rank': rank(M_DE), 'rows': rows.tolist()}
-            for M_DE, rows in zip(matrices, entries, strict=True)
+            for M_DE, rows in zip(M_NDE, entries, strict=True)
         ],
     }
 
 
-def _all(bench: Bench) -> list[Parameter]:
-    return [*bench.of('score'), *bench.of('value')]
+def named(M_NDE: np.ndarray, ring: Any, symbols_NDE: np.ndarray) -> np.ndarray:
+    """The matrices in the symbols of `ring`; equal entries share one, numbers stay numbers."""
+    known: dict[Any, Any] = {}
+    out = np.empty_like(M_NDE)
+    for place, entry in np.ndenumerate(M_NDE):
+        if -entry in known:
+            out[place] = -known[-entry]
+        elif entry.is_ground:
+            out[place] = ring(entry.LC)
+        else:
+            out[place] = known.setdefault(entry, symbols_NDE[place])
+    return out
 
 
-def _sum(expression: Any, order: Sequence[Any], latex: bool) -> str:
-    """A polynomial with the factors of each term in the given order."""
-    symbols = [s for s in dict.fromkeys(order) if s in expression.free_symbols]
-    if not symbols:
-        return sympy().latex(expression) if latex else str(expression)
-    terms = sympy().Poly(expression, *symbols).terms()
-    text = ''
-    for powers, coefficient in terms:
-        negative = coefficient.could_extract_minus_sign()
-        coefficient = abs(coefficient) if negative else coefficient
+def polynomial(entry: Any, latex: bool) -> str:
+    """A polynomial with the factors of each term in the order of its ring."""
+    text, power = '', '{{{}}}^{{{}}}' if latex else '{}^{}'
+    symbols = [symbol_latex(str(s)) if latex else str(s) for s in entry.ring.symbols]
+    for powers, value in entry.terms():
         factors = [
-            _power(symbol, power, latex)
-            for symbol, power in zip(symbols, powers, strict=True)
-            if power
+            symbol if n == 1 else power.format(symbol, n)
+            for symbol, n in zip(symbols, powers, strict=True)
+            if n
         ]
-        if coefficient != 1 or not factors:
-            factors.insert(0, sympy().latex(coefficient) if latex else str(coefficient))
-        sign = (' - ' if negative else ' + ') if text else ('-' if negative else '')
+        if abs(value) != 1 or not factors:
+            factors.insert(0, number(abs(value), latex))
+        sign = (' - ' if value < 0 else ' + ') if text else ('-' if value < 0 else '')
         text += sign + ' '.join(factors)
-    return text
+    return text or '0'
+
+
+def number(value: float, latex: bool) -> str:
+    """A positive number as a fraction or the square root of one, where it is so to float64."""
+    square = Fraction(float(value) ** 2).limit_denominator(10_000)
+    if abs(float(square) - float(value) ** 2) > 1e-12:
+        return f'{float(value):g}'
+    root = sympy().sqrt(sympy().Rational(square.numerator, square.denominator))
+    return sympy().latex(root) if latex else str(root)
 
 
 def matrix_text(rows: Sequence[Sequence[Any]], name: str) -> str:
     """A = [ a11  a12 ] over as many lines as there are rows."""
-    width = max(len(str(entry)) for row in rows for entry in row)
-    lines = ['  '.join(f'{entry!s:>{width}}' for entry in row) for row in rows]
-    first = f'{name} = '
-    return '\n'.join(
-        f'  {first if index == 0 else " " * len(first)}[ {line} ]'
-        for index, line in enumerate(lines)
-    )
+    cells = [[polynomial(entry, False) for entry in row] for row in rows]
+    width = max(len(cell) for row in cells for cell in row)
+    lines = [f'[ {"  ".join(f"{cell:>{width}}" for cell in row)} ]' for row in cells]
+    return f'  {name} = ' + ('\n' + ' ' * len(f'  {name} = ')).join(lines)
 
 
 def matrix_latex(rows: Sequence[Sequence[Any]]) -> str:
     r"""A pmatrix."""
-    lines = [' & '.join(map(symbol_latex, row)) for row in rows]
+    lines = [' & '.join(polynomial(entry, True) for entry in row) for row in rows]
     return r'\begin{pmatrix} ' + r' \\ '.join(lines) + r' \end{pmatrix}'
 
 
-def _power(symbol: Any, power: int, latex: bool) -> str:
-    text = symbol_latex(symbol) if latex else str(symbol)
-    if power == 1:
-        return text
-    return f'{{{text}}}^{{{power}}}' if latex else f'{text}^{power}'
-
-
-def symbol_latex(symbol: Any) -> str:
-    """q12 -> q_{12}, q[1]12 -> q^{(1)}_{12}, -a12 -> -a_{12}; numbers as sympy writes them."""
-    match = re.fullmatch(r'(-?)([A-Za-z]+)(?:\[(\d)\])?(\d+)', str(symbol))
-    if match is None:
-        return str(sympy().latex(symbol))
-    sign, stem, head, place = match.groups()
+def symbol_latex(symbol: str) -> str:
+    """q12 -> q_{12}, q[1]12 -> q^{(1)}_{12}, sign1 -> \\mathrm{sign}_{1}."""
+    stem, head, place = re.fullmatch(r'([A-Za-z]+)(?:\[(\d)\])?(\d+)', symbol).groups()
     stem = stem if len(stem) == 1 else rf'\mathrm{{{stem}}}'
-    return f'{sign}{stem}' + (f'^{{({head})}}' if head else '') + f'_{{{place}}}'
+    return stem + (f'^{{({head})}}' if head else '') + f'_{{{place}}}'
 
 
 def equation_latex(text: str) -> str:

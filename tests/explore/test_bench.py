@@ -8,10 +8,11 @@ import pytest
 from qkattn.attention import SCORES, VALUES, Mask, oracle
 from qkattn.attention.scores.qk import QK
 from qkattn.errors import ConfigError, SpecError
-from qkattn.explore.bench import Bench, dimension, exact, grid, kind, named, point, rank, ties
+from qkattn.explore.bench import Bench, dimension, generators, kind, rank
 from qkattn.explore.interpreter import evaluate
+from qkattn.explore.worked import equation_latex, named, number, worked
 
-sympy = pytest.importorskip('sympy', reason="pip install -e '.[explore]'")
+pytest.importorskip('sympy', reason="pip install -e '.[explore]'")
 
 VARIANTS = [f'{score}/vo' for score in SCORES] + [f'{VALUES[v].partner}/{v}' for v in VALUES]
 # What has no matrices on symbols, and what needs several heads.
@@ -20,20 +21,9 @@ SEVERAL_HEADS = {'qk/gauge_fixed'}
 NO_POWER_OF_TWO = {('qk/hadamard', 3)}
 
 
-def bench_of(variant: str, dims: int = 2, heads: int = 1) -> Bench:
-    return Bench(variant, 3, dims, heads)
-
-
-def numbers(array: np.ndarray, at: dict) -> np.ndarray:
-    """The array in float64 with the symbols' values in `at`."""
-    at = {symbol: float(value) for symbol, value in at.items()}
-    return np.array(sympy.lambdify(list(at), array.tolist())(*at.values()), float)
-
-
-def values(symbols: np.ndarray, array: np.ndarray) -> dict:
-    """Symbols with their values, where an entry is one."""
-    pairs = zip(symbols.flat, np.ravel(array), strict=True)
-    return {symbol: value for symbol, value in pairs if symbol.is_Symbol}
+def numbers(polynomials: np.ndarray, point: np.ndarray) -> np.ndarray:
+    """Their values where the generators of their ring are `point`."""
+    return np.vectorize(lambda entry: float(entry(*point)), otypes=[float])(polynomials)
 
 
 @pytest.mark.parametrize(
@@ -41,67 +31,43 @@ def values(symbols: np.ndarray, array: np.ndarray) -> dict:
     [(2, 2), *(pytest.param(*size, marks=pytest.mark.slow) for size in ((2, 1), (3, 1), (4, 2)))],
 )
 def test_symbols_become_the_numbers_of_the_layer(dims, heads):
-    rng = np.random.default_rng(0)
-    x_TD = rng.standard_normal((3, dims))
-    refused, benches = set(), {}
+    benches, refused = {}, set()
     for variant in VARIANTS:
         try:
-            benches[variant] = bench_of(variant, dims, heads)
+            benches[variant] = Bench(variant, 3, dims, heads)
         except ConfigError:
             refused.add(variant)
     expected = NOT_BILINEAR | (SEVERAL_HEADS if heads == 1 else set())
     assert refused == expected | {variant for variant, size in NO_POWER_OF_TWO if size == dims}
 
+    rng = np.random.default_rng(0)
+    x_TD = rng.standard_normal((3, dims))
     arrays = {
         v: [rng.standard_normal(p.initial.shape) for p in b.parameters] for v, b in benches.items()
     }
-    for variant, (matrices, out_TE) in computed(benches, arrays, x_TD).items():
-        bench, at = benches[variant], {}
-        for parameter, array in zip(bench.parameters, arrays[variant], strict=True):
-            at |= values(parameter.symbols, array)
-        for symbolic, numeric in zip(bench.AB, matrices, strict=True):
-            np.testing.assert_allclose(numbers(symbolic, at), numeric, rtol=0, atol=1e-12)
-        # The output of the whole layer, which computes queries, keys and values.
-        a_NDE, b_NDE = (named(name, M_NDE) for name, M_NDE in zip('ab', bench.AB, strict=True))
-        at = values(a_NDE, matrices[0]) | values(b_NDE, matrices[1]) | values(bench.x_TD, x_TD)
-        s_NTS = float(bench.scale) * numbers(bench.scores(a_NDE), at)
-        p_NTS = oracle.probabilities(s_NTS[None], np.ones((1, 3, 3), bool))[0]
-        symbols_NTS = np.stack([grid('p', 3, 3, f'[{n}]') for n in range(len(p_NTS))])
-        own_TE = numbers(bench.output(symbols_NTS, b_NDE), at | values(symbols_NTS, p_NTS))
-        np.testing.assert_allclose(own_TE, out_TE, rtol=0, atol=1e-12)
-
-
-def computed(benches, arrays, x_TD):
-    """A and B, and the output for x, of the real layers of these variants in float64."""
 
     @jax.jit
-    def run(leaves, x_BTD):
-        layers = {
-            v: jax.tree.unflatten(jax.tree.structure(b.layer), leaves[v])
-            for v, b in benches.items()
-        }
-        return {v: (layer.matrix(), layer(x_BTD, Mask())[0]) for v, layer in layers.items()}
+    def computed(arrays):
+        layers = {variant: benches[variant].filled(leaves) for variant, leaves in arrays.items()}
+        return {v: (a.matrix(), a(jnp.asarray(x_TD)[None], Mask())[0]) for v, a in layers.items()}
 
     with jax.enable_x64(True):
-        return jax.tree.map(np.asarray, run(arrays, jnp.asarray(x_TD)[None]))
-
-
-def test_queries_and_keys_have_the_scores_of_the_matrix_as_polynomials():
-    for score in SCORES:
-        if f'{score}/vo' in NOT_BILINEAR:
-            continue
-        bench = bench_of(f'{score}/vo')
-        tree = jax.tree.structure(bench.layer)
-        symbols = [parameter.symbols for parameter in bench.parameters]
-
-        def parts(x_BTD, *leaves, tree=tree):
-            score = jax.tree.unflatten(tree, leaves).score
-            return score.queries(x_BTD), score.keys(score.cached(x_BTD))
-
-        q_BTNH, k_BSKH = evaluate(parts, bench.x_TD[None], *symbols, number=exact)
-        s_NTS = np.einsum('tnh,snh->nts', q_BTNH[0], k_BSKH[0])
-        difference = s_NTS - bench.scores(bench.AB[0])
-        assert all(sympy.expand(entry) == 0 for entry in difference.flat), score
+        results = jax.tree.map(np.asarray, computed(arrays))
+    for variant, ((A_NDE, B_NDE), out_TE) in results.items():
+        bench = benches[variant]
+        point = {
+            str(symbol): value
+            for symbols, array in zip(bench.symbols[1], arrays[variant], strict=True)
+            for symbol, value in zip(symbols.flat, np.ravel(array), strict=True)
+        }
+        at = np.array([point[str(symbol)] for symbol in bench.symbols[0].gens])
+        for symbolic, numeric in zip(bench.AB, (A_NDE, B_NDE), strict=True):
+            np.testing.assert_allclose(numbers(symbolic, at), numeric, rtol=0, atol=1e-12)
+        # The whole layer, which computes queries, keys and values, has the bench's scale.
+        s_BNTS = oracle.logits(A_NDE, x_TD[None], x_TD[None], scale=bench.scale)
+        p_NTS = oracle.probabilities(s_BNTS, np.ones((1, 3, 3), bool))[0]
+        own_TE = np.einsum('nts,sd,nde->te', p_NTS, x_TD, B_NDE)
+        np.testing.assert_allclose(own_TE, out_TE, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -114,59 +80,58 @@ def test_queries_and_keys_have_the_scores_of_the_matrix_as_polynomials():
     ],
 )
 def test_kinds_of_matrices(variant, kinds):
-    bench = bench_of(variant)
-    assert tuple(kind(matrices[0]) for matrices in bench.AB) == kinds
+    assert tuple(kind(matrices[0]) for matrices in Bench(variant).AB) == kinds
 
 
-def test_rank_is_that_of_the_factors():
-    assert [rank(bench_of(f'low_rank(rank={r})/vo', 4).AB[0][0]) for r in (1, 2, 3)] == [1, 2, 3]
-
-
-def test_equal_entries_share_a_name_and_opposite_ones_a_sign():
-    x, y = sympy.symbols('x y')
-    names = named('a', np.array([[[x * y, -x], [x, x * 0 + 2]]], object))
-    assert [str(entry) for entry in names.flat] == ['a11', 'a12', '-a12', '2']
-
-
-def test_scores_of_one_projection_are_tied():
-    bench = bench_of('shared_qk/vo')
-    assert ties(bench.scores(named('a', bench.AB[0]))) == [
-        [(0, t, s), (0, s, t)] for t, s in ((0, 1), (0, 2), (1, 2))
-    ]
-    assert ties(bench_of('qk/vo').scores(named('a', bench_of('qk/vo').AB[0]))) == []
-
-
-def test_dimensions_count_what_parameters_can_change():
+def test_ranks_and_dimensions_are_those_of_the_factors():
+    ranks = [rank(Bench(f'low_rank(rank={r})/vo', 3, 4).AB[0][0]) for r in (1, 2, 3)]
+    assert ranks == [1, 2, 3]
     sizes = {'qk/vo': 8, 'shared_qk/vo': 7, 'neither/no_vo': 0, 'low_rank(rank=1)/vo': 7}
-    assert {variant: dimension(*bench_of(variant).AB) for variant in sizes} == sizes
+    assert {variant: dimension(*Bench(variant).AB) for variant in sizes} == sizes
 
 
-def test_constants_are_exact():
-    assert [exact(x) for x in (0.5, -0.75, 2.0)] == [
-        sympy.Rational(*r) for r in ((1, 2), (-3, 4), (2, 1))
+def test_equal_entries_share_a_symbol_and_opposite_ones_a_sign():
+    ring, (x_12,) = generators({'x': (1, 2)})
+    x, y = x_12[0]
+    _, (a_122,) = generators({'a': (1, 2, 2)})
+    M_122 = np.array([[[x * y, -x], [x, ring(2.0)]]], object)
+    names = named(M_122, a_122.flat[0].ring, a_122)
+    assert list(names.flat) == [a_122[0, 0, 0], a_122[0, 0, 1], -a_122[0, 0, 1], 2]
+
+
+def test_numbers_are_exact_where_they_are_roots():
+    assert [number(x, False) for x in (0.5, 2.0, 3**-0.5, 0.123456789)] == [
+        *('1/2', '2', 'sqrt(3)/3', '0.123457')
     ]
-    assert exact(3**-0.5) == 1 / sympy.sqrt(3) and exact(-(2**0.5)) == -sympy.sqrt(2)
-    assert exact(0.123456789).is_Float
 
 
 @pytest.mark.parametrize(
     ('function', 'name'),
     [
         (jnp.exp, 'exp'),
-        (lambda x_TD: 1 / x_TD, 'div'),
-        (lambda x_TD: x_TD**-2, 'integer_pow'),
-        (lambda x_TD: jax.lax.fori_loop(0, 3, lambda _, power_TD: power_TD @ x_TD, x_TD), 'scan'),
+        (lambda x_1TD: 1 / x_1TD, 'div'),
+        (lambda x_1TD: x_1TD**-2, 'integer_pow'),
+        (lambda x_1TD: jax.lax.fori_loop(0, 3, lambda _, y_1TD: y_1TD * x_1TD, x_1TD), 'scan'),
     ],
 )
 def test_an_unknown_operation_is_named(function, name):
     with pytest.raises(SpecError, match=f'the operation {name} is not known for symbols'):
-        evaluate(function, grid('x', 2, 2), number=exact)
+        evaluate(function, generators({'x': (1, 2, 2)})[1][0])
 
 
-def test_division_by_constants_and_powers():
-    x_TD = grid('x', 2, 2)
-    (out_TD,) = evaluate(lambda x_TD: x_TD**3 + jnp.square(x_TD / 3**0.5), x_TD, number=exact)
-    assert (out_TD == x_TD**3 + x_TD**2 / 3).all()
+def test_operations_and_moves():
+    _, (x_122,) = generators({'x': (1, 2, 2)})
+
+    def function(x_122):
+        moved = jnp.concatenate([x_122[:, ::-1], jnp.where(jnp.eye(2) > 0, x_122, 7.0)])
+        return x_122**3 + jnp.square(x_122 / 2) - x_122.sum(1), moved[:, 0]
+
+    (x, y), (z, w) = x_122[0]
+    out_122, moved_22 = evaluate(function, x_122)
+    row, other = x + z, y + w
+    expected = [[x**3 + x**2 / 4 - row, y**3 + y**2 / 4 - other]]
+    assert (out_122[0, :1] == np.array(expected, object)).all()
+    assert moved_22.tolist() == [[z, w], [x, 7]]
 
 
 class Exponential(QK):
@@ -182,11 +147,6 @@ def test_a_class_with_an_unknown_operation_is_named():
         _ = Bench(variant).AB
 
 
-def test_the_same_point_every_time():
-    x_TD = grid('x', 2, 2)
-    assert point(x_TD) == point(x_TD) and len({*point(x_TD).values()}) == 4
-
-
 @pytest.mark.parametrize(
     ('arguments', 'message'),
     [
@@ -194,9 +154,7 @@ def test_the_same_point_every_time():
         (('qk/vo', 2, 5), 'dims=5 must be from 2 to 4'),
         (('qk/vo', 2, 2, 3), 'heads=3 must be from 1 to 2'),
         (('shared_q/vo',), "unknown score 'shared_q', did you mean 'shared_qk'?"),
-        (('qk',), 'must be written score/value'),
         (('nonlinear_query/vo',), 'nonlinear_query/vo has no matrices A and B'),
-        (('qk/gauge_fixed',), 'leaves no free one'),
         (('qk/vo', 2, 3, 2), 'must be a multiple of num_heads=2'),
     ],
 )
@@ -204,3 +162,55 @@ def test_bad_input_is_refused(arguments, message):
     with pytest.raises(ConfigError, match='^[^\n]+$') as raised:
         Bench(*arguments)
     assert message in str(raised.value)
+
+
+TEXT = """\
+shared_qk/no_vo: 2 tokens, d_model 2, 1 head
+
+A[n] = W_Q[n] W_Q[n]^T
+  W_Q: 2 x 2
+  a11 = q11^2 + q12^2
+  a12 = q11 q21 + q12 q22
+  a22 = q21^2 + q22^2
+  A = [ a11  a12 ]
+      [ a12  a22 ]
+  symmetric, rank 2
+
+scores, s = x A x^T
+  s11 = a11 x11^2 + 2 a12 x11 x12 + a22 x12^2
+  s12 = a11 x11 x21 + a12 x11 x22 + a12 x12 x21 + a22 x12 x22
+  s21 = a11 x11 x21 + a12 x11 x22 + a12 x12 x21 + a22 x12 x22
+  s22 = a11 x21^2 + 2 a12 x21 x22 + a22 x22^2
+  equal: s12 = s21
+
+input of the softmax: sqrt(2)/2 s, so p_ts = exp(sqrt(2)/2 s_ts) / sum_u exp(sqrt(2)/2 s_tu)
+
+B[n] = P[n] P[n]^T
+  B = [ 1  0 ]
+      [ 0  1 ]
+  identity, rank 2
+
+output, out = p x B
+  out11 = p11 x11 + p12 x21
+  out12 = p11 x12 + p12 x22
+  out21 = p21 x11 + p22 x21
+  out22 = p21 x12 + p22 x22
+
+4 parameters, 4 in A and 0 in B; A and B move in 3 directions, 1 changes nothing
+"""
+
+
+def test_text():
+    assert worked(Bench('shared_qk/no_vo')) == TEXT
+
+
+def test_latex_has_the_same_equations():
+    text = worked(Bench('qk/vo', heads=2), latex=True)
+    assert text.count(r'\begin{align*}') == text.count(r'\end{align*}') == 4
+    assert r'a^{(2)}_{21} &= q^{(2)}_{21} k^{(2)}_{11} \\' in text
+    assert r'\frac{\exp(s^{(n)}_{ts})}{\sum_u \exp(s^{(n)}_{tu})}' in text
+    text = worked(Bench('symmetric_skew/hadamard'), latex=True)
+    assert r'\frac{\sqrt{2}}{2}' in text and r'&= -a_{' not in text and r'\mathrm{out}_{11}' in text
+    assert equation_latex('W_Q[n] W_K[n]^T, rank R') == (
+        r'{W_{\mathrm{Q}}^{(n)}} {W_{\mathrm{K}}^{(n)}}^{\top},\ \text{rank R}'
+    )
