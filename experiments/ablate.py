@@ -8,16 +8,15 @@ each worker trains runs that no other worker holds a lease on.
 
 import importlib
 import math
-from typing import Any
 
 from absl import flags
 
 from qkattn.config import Study
-from qkattn.errors import ConfigError, MatchError
+from qkattn.errors import ConfigError
 from qkattn.jobs import agreement, bootstrap, cli, signals
 from qkattn.jobs.display import waiting
 from qkattn.storage import leases
-from qkattn.study import estimate, local_workers, worker, yardsticks
+from qkattn.study import estimate, local_workers, yardsticks
 from qkattn.study.arms import MatchedArm, build_arms, table
 from qkattn.train.program_cache import keep_programs
 
@@ -52,45 +51,32 @@ def main() -> None:
             'one worker, and launchers start further ones'
         )
     if DRY_RUN.value:
-        arms = _matched(config)
-        if workers != 1:
-            print(f'\n{local_workers.describe(config, arms, workers, WORKDIR.value)}')
-        print(f'\n{estimate.text(config, arms)}')
+        print(f'\n{estimate.text(config, _matched(config))}')
         return
     if WORKDIR.value is None:
         raise ConfigError('--workdir=DIRECTORY is required')
-
-    def report() -> Any:
-        # Imported here: workers train without matplotlib and pandas.
-        return importlib.import_module('qkattn.report')
-
-    options: dict[str, Any] = {
-        'expiry': EXPIRY.value,
-        'accept_changes': ACCEPT_CHANGES.value,
-    }
-    if workers == 1:
-        path = worker.run(config, WORKDIR.value, arms=_matched(config), **options)
-    else:
-        path = local_workers.run(
-            config, lambda: _matched(config), WORKDIR.value, workers, meanwhile=report, **options
-        )
+    path = local_workers.run(
+        config,
+        lambda: _matched(config),
+        WORKDIR.value,
+        workers,
+        expiry=EXPIRY.value,
+        accept_changes=ACCEPT_CHANGES.value,
+    )
     if not agreement.owner():
         return
     if config.tuning.seeds:
         yardsticks.record_finished(path)
     with waiting(config.name, 'writing the report'):
-        text = report().show_report(path)
+        # Imported here: workers train without matplotlib and pandas.
+        text = importlib.import_module('qkattn.report').show_report(path)
     print(f'\n{text}')
 
 
 def _matched(config: Study) -> list[MatchedArm]:
-    """The arms, which are printed, also beside some that no model matches."""
-    try:
-        with waiting(config.name, 'matching parameters'):
-            arms = build_arms(config)
-    except MatchError as error:
-        print(table(list(error.matched), config.match), flush=True)
-        raise
+    """The arms, which are printed."""
+    with waiting(config.name, 'matching parameters'):
+        arms = build_arms(config)
     print(f'{config.name}: {len(arms)} arms\n{table(arms, config.match)}', flush=True)
     return arms
 

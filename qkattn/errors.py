@@ -1,7 +1,5 @@
 """The errors that qkattn raises on purpose; a message is the field, the value, what is valid."""
 
-from typing import Any
-
 
 class ConfigError(ValueError):
     """A setting that cannot work."""
@@ -20,13 +18,7 @@ class ConversionError(ValueError):
 
 
 class MatchError(ConfigError):
-    """No model of a variant costs what the baseline does; `matched` are the arms that have one."""
-
-    matched: tuple[Any, ...] = ()
-
-
-class CoarseError(MatchError):
-    """The models nearest in cost miss it by a part of a step; at other sizes they may not."""
+    """No model of a variant costs what the baseline does."""
 
 
 class RunDirectoryError(ConfigError):

@@ -186,8 +186,7 @@ def cost_lines(
 
 
 def _cost(study: Study, flops_per_second: float | None, timed: bool) -> Cost:
-    arms = build_arms(study)
-    runs = [*plan.least(study, arms), *plan.lengthened(study, arms)]
+    runs = plan.imagined(study, build_arms(study))
     if flops_per_second is not None or not timed:
         speed = Speed(flops_per_second or float('inf'), 0.0)
     else:

@@ -1,27 +1,254 @@
-"""The arms of a study: variants x destinations x sizes, each matched in cost to the baseline."""
+"""The arms of a study: variants x destinations x sizes, each matched in cost to the baseline.
+
+One dimension of the model is solved for, then d_ff absorbs the rounding residual.
+"""
 
 import ast
+import bisect
 import dataclasses
+import functools
+import math
 import typing
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from qkattn.attention import registry
-from qkattn.config import Config, ControlsConfig, ModelConfig, Study
+from qkattn.config import ControlsConfig, ModelConfig, Study
 from qkattn.config.setting import check_section
 from qkattn.data.tasks.task_registry import task_of
-from qkattn.errors import CoarseError, ConfigError, MatchError, SpecError
-from qkattn.model import cost, sites
+from qkattn.errors import ConfigError, MatchError, SpecError
+from qkattn.model import cost
+from qkattn.model.sites import attention_spec, sites, validate
 from qkattn.storage.sinks import check_sinks
-from qkattn.study import matching, rules
-from qkattn.study.arm_key import EQUAL_SHAPE, LONGER, ArmKey
+from qkattn.study import rules
+from qkattn.study.arm_key import EQUAL_SHAPE, ArmKey
 from qkattn.study.tuning import MODEL_KNOBS
 from qkattn.train.optimizer import check_optimizer
 from qkattn.train.trials import check_metrics
 
-# Widths on either side of a size that are tried where a variant has no model of equal cost there.
-REACH = 16
-Refused = list[tuple[str, MatchError]]  # variants, and why no model matches
+# The costs that can be made equal, and their units.
+COSTS = {
+    'total': 'parameters',
+    'non_embedding': 'non-embedding parameters',
+    'flops': 'FLOP per token',
+    'cache': 'cached numbers per token',
+}
+
+
+def problem(config: ModelConfig) -> str | None:
+    """The constraint of a variant that does not fit the sizes of a model; None if all do."""
+    try:
+        for spec in sites(config).values():
+            registry.check(spec())
+    except SpecError as error:
+        return f'{variant_of(config)} cannot be built: {error}'
+    return None
+
+
+def variant_of(config: ModelConfig) -> str:
+    """The variant in messages, with those of the other sites where they are set."""
+    other = ('pattern', 'encoder_variant', 'cross_variant')
+    fields = (f'{name}={getattr(config, name)}' for name in other if getattr(config, name))
+    return '?'.join(filter(None, (str(config.variant), '&'.join(fields))))
+
+
+@functools.lru_cache(maxsize=1024)
+def _cost(config: ModelConfig, which: str) -> float:
+    return cost.measured(config, which)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dimension:
+    """An integer of the model's shape that is solved for, as documented in `match`."""
+
+    config: ModelConfig  # the variant at the baseline's shape
+    name: str  # the field
+    which: str = 'total'  # the cost that is made equal
+
+    @property
+    def given(self) -> int:
+        """The value at the baseline's shape."""
+        return getattr(self.config, self.name) or self.config.mlp_width
+
+    @property
+    def step(self) -> int:
+        """Values are multiples of this."""
+        if self.name == 'num_heads':
+            return self.config.num_kv_heads or 1
+        # A cache follows N H, which moves in steps of the heads.
+        coarse = self.name == 'd_model' and self.which == 'cache' and not self.config.head_size
+        return self._whole_heads if coarse else 1
+
+    @property
+    def _whole_heads(self) -> int:
+        """The smallest width whose heads have a whole size, even with rotary positions."""
+        return self.config.num_heads * (2 if self.config.positions == 'rope' else 1)
+
+    def at(self, value: int) -> ModelConfig:
+        """The config at a value."""
+        config, whole = self.config, self._whole_heads
+        fields: dict[str, Any] = {'d_ff': config.mlp_width, self.name: value}
+        if self.name == 'num_heads':
+            fields['head_size'] = config.head_size or config.d_model // config.num_heads
+        if self.name == 'd_model':
+            fields['d_ff'] = max(1, round(config.mlp_width / config.d_model * value))
+            size = whole // config.num_heads * max(1, round(value / whole))
+            alike = size * config.num_heads == value
+            fields['head_size'] = config.head_size or (None if alike else size)
+        return dataclasses.replace(config, **fields)
+
+    def cost(self, value: int) -> float:
+        return _cost(self.at(value), self.which)
+
+    def below(self, value: int) -> int | None:
+        """The nearest value below at which the variant can be built, if any."""
+        return self._first(range((value - 1) // self.step * self.step, 0, -self.step))
+
+    def above(self, value: int) -> int | None:
+        """The nearest one above; some variants need powers of two."""
+        start = (value // self.step + 1) * self.step
+        return self._first(range(start, 2 * start + 512, self.step))
+
+    def _first(self, values: range) -> int | None:
+        return next((value for value in values if problem(self.at(value)) is None), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Match:
+    """A config whose cost equals a target."""
+
+    config: ModelConfig  # with the destination and d_ff solved for
+    target: float | int  # in the unit of the cost that is made equal
+    residual: float  # (cost - target) / target
+    given: ModelConfig  # at the baseline's shape
+
+    @property
+    def widened(self) -> int:
+        """What d_model received."""
+        return self.config.d_model - self.given.d_model
+
+    @property
+    def fill(self) -> int:
+        """What d_ff received beyond its ratio to d_model."""
+        ratio = self.given.mlp_width / self.given.d_model
+        return self.config.mlp_width - round(ratio * self.config.d_model)
+
+
+def match(
+    config: ModelConfig,
+    target: float | int,
+    *,
+    which: str = 'total',
+    fill: str | None = 'd_ff',
+    tolerance: float = 1e-3,
+    destination: str = 'd_model',
+) -> Match:
+    """Solves `destination`, then `fill`, so that the cost equals `target`.
+
+    The destination takes the usable value nearest to the target; d_ff then absorbs the residual, at
+    most half of one step of the destination.
+
+    - 'd_model': d_ff keeps its ratio to d_model; the number of heads stays, and the head size is
+      the integer nearest to d_model / num_heads (even with rotary positions) unless it is set. A
+      variant that needs N H = D therefore moves in multiples of num_heads.
+    - 'd_ff': all other dimensions stay; `fill` has no effect.
+    - 'num_heads': the head size stays; so does num_kv_heads where it is set, which is the step.
+    - 'num_layers': in an encoder-decoder the encoder keeps its depth if num_encoder_layers is set,
+      and otherwise is as deep as the decoder.
+
+    The cache does not depend on d_ff, so `fill` is off for it. A destination grows where the
+    variant saves and shrinks where it costs: if a variant saves less than half a step, the
+    destination would stay and d_ff would absorb everything, which is another destination, so it is
+    refused.
+
+    `config` is the variant at the baseline's shape. `target` is in parameters for `which` 'total'
+    or 'non_embedding', FLOP per token for 'flops', cached numbers per token for 'cache'; see
+    `cost.measured`. `fill` is 'd_ff', or None to accept the residual of the destination;
+    `tolerance` is the largest |residual| accepted. MatchError, with the constraint, if there is no
+    such model.
+    """
+    if which == 'cache' and (config.kind == 'encoder' or destination == 'd_ff'):
+        raise MatchError(f'no cache depends on {destination} of a model of kind={config.kind!r}')
+    variant, dimension = variant_of(config), Dimension(config, destination, which)
+
+    def one_width(config: ModelConfig) -> float:
+        """The cost of one more unit of d_ff."""
+        wider = dataclasses.replace(config, d_ff=config.mlp_width + 1)
+        return _cost(wider, which) - _cost(config, which)
+
+    value, goal = _nearest(dimension, target), f'{target:.0f} {COSTS[which]}'
+    at = f'{destination}={value} (steps of {dimension.step})'
+    solved = dimension.at(value)
+    fills = bool(fill) and destination != 'd_ff' and which != 'cache'
+    if fills:
+        d_ff = solved.mlp_width + round((target - dimension.cost(value)) / one_width(solved))
+        if d_ff < 1:
+            raise MatchError(f'{variant} has more than {goal} at d_ff=1 and {at}')
+        solved = dataclasses.replace(solved, d_ff=d_ff)
+    if destination != 'd_ff':
+        _check_moved(dimension, value, target, tolerance)
+    residual = _cost(solved, which) / target - 1
+    if abs(residual) <= tolerance:
+        return Match(solved, target, residual, config)
+    coarse = f'{destination} alone is too coarse, and d_ff is fixed'
+    if fills or destination == 'd_ff':
+        coarse = f'one step of d_ff, at d_ff={solved.mlp_width}, is {one_width(solved):.0f}'
+    raise MatchError(
+        f'{variant} reaches {goal} only to {residual:+.3%} at {at}, above the tolerance of '
+        f'{tolerance:.3%}: {coarse}'
+    )
+
+
+def _nearest(dimension: Dimension, target: float) -> int:
+    """The usable value whose cost is nearest to the target; costs ascend."""
+    name, step, variant = dimension.name, dimension.step, variant_of(dimension.config)
+
+    def reaches(value: int) -> bool:
+        """Whether the cost of the first usable value from this one on is that of the target."""
+        usable = dimension.above(value - 1)
+        return usable is None or dimension.cost(usable) >= target
+
+    high = max(1, dimension.given // step) * step
+    while not reaches(high):
+        high *= 2
+        if high > 2**20:
+            raise MatchError(f'no {name} of {variant} reaches {target:.0f}')
+    values = range(step, high + 1, step)
+    value = values[bisect.bisect_left(values, True, key=reaches)]
+    below, above = dimension.below(value), dimension.above(value - 1)
+    around = [v for v in (below, above) if v is not None]
+    if not around:
+        raise MatchError(problem(dimension.config) or f'{variant} has no {name} that fits')
+    more = dimension.above(around[0]) if below is None else None
+    if more is not None and dimension.cost(more) == dimension.cost(around[0]):
+        raise MatchError(f'{name} changes nothing in the cost of {variant}')
+    return min(around, key=lambda v: abs(dimension.cost(v) - target))
+
+
+def _check_moved(dimension: Dimension, value: int, target: float, tolerance: float) -> None:
+    """Raises unless the dimension grew where the variant saves and shrank where it costs."""
+    name, given = dimension.name, dimension.given
+    around = dimension.below(given), dimension.above(given)
+    cannot = problem(dimension.at(given))
+    if cannot is None:
+        here = dimension.cost(given)
+    elif None in around:
+        raise MatchError(cannot)
+    else:  # between the costs of its neighbours
+        costs = np.log([dimension.cost(v) for v in around])
+        here = math.exp(np.interp(math.log(given), np.log(around), costs))
+    gap = here / target - 1
+    if abs(gap) <= tolerance or (value - given) * gap < 0:
+        return
+    side, other = 'above' if gap < 0 else 'below', around[gap < 0]
+    raise MatchError(
+        f'{variant_of(dimension.config)} is {gap:+.2%} from the target, so {name} would '
+        f'{"stay at" if value == given else "become"} {value} (the next {side} {given} is {other}) '
+        'and d_ff absorb it all: use the destination d_ff (--config.destinations=\'("d_ff",)\'), '
+        'or a baseline of another size'
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +260,7 @@ class MatchedArm:
     destination: str | None
     key: ArmKey
     # Solved to cost what the baseline does; for controls of equal shape the residual is what it is.
-    match: matching.Match
+    match: Match
 
     @property
     def label(self) -> str:
@@ -81,33 +308,46 @@ def parse_variant(text: str) -> dict[str, Any]:
     return {**variant._asdict(), **parse_fields(fields, f'variant {text!r}')}
 
 
+def resolved(study: Study) -> Study:
+    """The study with what empty corpora, looks and controls stand for.
+
+    Without tuning there are no looks and no controls; without a match none of equal shape.
+    """
+    corpora, seeds = study.corpora or (study.base.data.name,), study.base.trials.seeds
+    if not study.tuning.seeds:
+        controls = ControlsConfig(equal_shape=False, longer=None)
+        return dataclasses.replace(study, corpora=corpora, looks=(), controls=controls)
+    given = study.controls
+    controls = dataclasses.replace(
+        given,
+        equal_shape=given.equal_shape and study.match is not None,
+        longer_seeds=given.longer_seeds or seeds if given.longer else (),
+    )
+    looks = study.looks or (len(seeds),)
+    return dataclasses.replace(study, corpora=corpora, looks=looks, controls=controls)
+
+
 def build_arms(study: Study) -> list[MatchedArm]:
     """Every arm, corpora outermost, then sizes, validated and matched; nothing compiles.
 
     Raises ConfigError for an impossible variant, size or setting; it is a MatchError, with a line
-    for each variant that no model matches, one for the nearest sizes that match all arms, and the
-    other arms, where models cannot be matched.
+    for each variant and size, where no model has an equal cost.
     """
     rules.validate(study)
     check_optimizer(study.base.optimizer, study.base.train.num_steps)
     check_sinks(study.base.train.sinks)
     check_metrics(study.base)
+    study = resolved(study)
     for name in study.corpora:
         data = dataclasses.replace(study.base.data, name=name)
         try:
             task_of(dataclasses.replace(study.base, data=data))
         except ConfigError as error:
             raise ConfigError(f'corpora={study.corpora}: {error}') from error
-    first, *others = corpora_of(study)
-    refused: dict[str, Refused] = {size: [] for size in study.sizes}
-    arms = [arm for size in study.sizes for arm in _at_size(study, size, first, refused[size])]
-    if errors := [error for of_size in refused.values() for _, error in of_size]:
-        coarse = all(isinstance(error, CoarseError) for error in errors)
-        remedy = [_remedy(study, refused)] if coarse else []
-        separator = '\n' if len(errors) > 1 else '; '
-        refusal = MatchError(separator.join([*map(str, errors), *remedy]))
-        refusal.matched = tuple(arms)
-        raise refusal
+    refused: list[str] = []
+    arms = [arm for size in study.sizes for arm in _at_size(study, size, refused)]
+    if refused:
+        raise MatchError('\n'.join(refused))
     seen: dict[ModelConfig, MatchedArm] = {}
     for arm in arms:
         explicit = dataclasses.replace(arm.model, d_ff=arm.model.mlp_width)
@@ -116,49 +356,17 @@ def build_arms(study: Study) -> list[MatchedArm]:
                 f'{same.label!r} and {arm.label!r} at {arm.size!r} are the same model; leave one '
                 'out, or choose sizes whose steps are finer than the parameters saved'
             )
-    return arms + [
+    return [
         dataclasses.replace(arm, key=arm.key._replace(corpus=corpus))
-        for corpus in others
+        for corpus in study.corpora
         for arm in arms
     ]
 
 
-def _remedy(study: Study, refused: dict[str, Refused]) -> str:
-    """The flag of a study whose arms all have models of equal cost, if there is one nearby."""
-    sizes = []
-    for size, of_size in refused.items():
-        nearest = _nearest(study, size, [variant for variant, _ in of_size]) if of_size else size
-        if nearest is None:
-            return f'none of the next {REACH} widths below and above {size!r} matches all arms'
-        sizes.append(f'"{nearest}",')
-    return f"all arms match at the nearest widths: --config.sizes='({' '.join(sizes)})'"
-
-
-def _nearest(study: Study, size: str, refused: Sequence[str]) -> str | None:
-    """The size with the nearest d_model that matches all arms; those that were refused go first."""
-
-    def matches(near: str, variant: str) -> bool:
-        errors: Refused = []
-        pair = dataclasses.replace(study, variants=(study.baseline, variant))
-        try:
-            _at_size(pair, near, corpora_of(study)[0], errors)
-        except (ConfigError, SpecError):
-            return False
-        return not errors
-
-    fields = parse_fields(size, f'size {size!r}')
-    model = dataclasses.replace(study.base.model, **fields)
-    step = model.num_heads * (2 if model.positions == 'rope' else 1)
-    for width in (model.d_model + n * step for n in sorted(range(-REACH, REACH + 1), key=abs)):
-        near = '&'.join(f'{n}={v}' for n, v in (fields | {'d_model': width}).items())
-        if width > 0 and all(matches(near, v) for v in (*refused, *study.variants)):
-            return near
-    return None
-
-
-def _at_size(study: Study, size: str, corpus: str, refused: Refused) -> list[MatchedArm]:
-    """The arms at a size; adds to `refused` the variants that have no model of equal cost."""
-    at_size = parse_fields(size, f'size {size!r}')
+def _at_size(study: Study, size: str, refused: list[str]) -> list[MatchedArm]:
+    """The arms at a size; adds why a variant has no model of equal cost to `refused`."""
+    at_size, which = parse_fields(size, f'size {size!r}'), study.match or 'total'
+    arms: list[MatchedArm] = []
 
     def model(variant: str) -> ModelConfig:
         fields = parse_variant(variant)
@@ -169,112 +377,84 @@ def _at_size(study: Study, size: str, corpus: str, refused: Refused) -> list[Mat
                 raise ConfigError(f'variant {variant!r} sets {name}, which tuning.{name}s tunes')
         return dataclasses.replace(study.base.model, **at_size, **fields)
 
-    baseline = model(study.baseline)
-    sites.validate(dataclasses.replace(study.base, model=baseline))
+    def validated(config: ModelConfig) -> ModelConfig:
+        validate(dataclasses.replace(study.base, model=config))
+        return config
+
+    def unsolved(config: ModelConfig) -> Match:
+        """The model as it is, and by how much it misses the target."""
+        residual = cost.measured(validated(config), which) / target - 1
+        return Match(config, target, residual, config)
+
+    def add(
+        matched: Match,
+        variant: str,
+        destination: str | None = None,
+        label: str | None = None,
+        control: str | None = None,
+    ) -> None:
+        key = ArmKey(label or variant, size, study.corpora[0], control)
+        arms.append(MatchedArm(variant, destination, key, matched))
+
+    baseline = validated(model(study.baseline))
     if study.match is not None:
         baseline = dataclasses.replace(baseline, d_ff=baseline.mlp_width)
-    target = cost.measured(baseline, study.match or 'total')
-
-    def unsolved(config: ModelConfig) -> matching.Match:
-        """The model as it is, and by how much it misses the target."""
-        residual = cost.measured(config, study.match or 'total') / target - 1
-        return matching.Match(config, cost.count(config), target, residual, config)
-
-    arms: list[MatchedArm] = []
+    target = cost.measured(baseline, which)
+    solve = functools.partial(
+        match, target=target, which=which, fill=study.fill, tolerance=study.tolerance
+    )
     for variant in study.variants:
         if variant == study.baseline:
-            exact = dataclasses.replace(unsolved(baseline), residual=0.0)
-            arms.append(MatchedArm(variant, None, ArmKey(variant, size, corpus), exact))
+            add(Match(baseline, target, 0.0, baseline), variant)
             continue
         config = model(variant)
         check_section(f'variant {variant!r}: model.', config)
         for destination in study.destinations:
-            if study.match is None:
-                sites.validate(dataclasses.replace(study.base, model=config))
-            try:
-                matched = unsolved(config) if study.match is None else None
-                matched = matched or matching.match(
-                    config,
-                    target,
-                    which=study.match or 'total',
-                    fill=study.fill,
-                    tolerance=study.tolerance,
-                    destination=destination,
-                )
-            except MatchError as error:
-                refused.append((variant, type(error)(f'variant {variant!r}: {error}')))
-                continue
-            sites.validate(dataclasses.replace(study.base, model=matched.config))
             label = variant if len(study.destinations) == 1 else f'{variant} [{destination}]'
-            arms.append(MatchedArm(variant, destination, ArmKey(label, size, corpus), matched))
+            if study.match is None:
+                add(unsolved(config), variant, destination, label)
+                continue
+            try:
+                matched = solve(config, destination=destination)
+            except MatchError as error:
+                refused.append(f'variant {variant!r}: {error}')
+                continue
+            validated(matched.config)
+            add(matched, variant, destination, label)
         # A variant at the baseline's shape, if it costs less there.
         config = dataclasses.replace(config, d_ff=config.d_ff or baseline.d_ff)
-        if controls_of(study).equal_shape and matching.buildable(config):
-            control = unsolved(config)
-            if control.residual < 0 and config not in [arm.model for arm in arms]:
-                sites.validate(dataclasses.replace(study.base, model=config))
-                key = ArmKey(variant, size, corpus, EQUAL_SHAPE)
-                arms.append(MatchedArm(variant, None, key, control))
+        if study.controls.equal_shape and problem(config) is None:
+            alike = unsolved(config)
+            if alike.residual < 0 and config not in [arm.model for arm in arms]:
+                add(alike, variant, control=EQUAL_SHAPE)
     return arms
 
 
-def grids(study: Study, arm: MatchedArm) -> dict[str, tuple[float, ...]]:
-    """The grid of each tuned setting; a single value is not tuned."""
-    trials = study.base.trials
-    return {'learning_rate': trials.learning_rates, 'weight_decay': trials.weight_decays} | {
-        name: getattr(study.tuning, f'{name}s') or (getattr(arm.model, name),)
-        for name in MODEL_KNOBS
-    }
+def table(arms: Sequence[MatchedArm], equal: str | None) -> str:
+    """Shape, parameters by group, residual, FLOPs and cache of all arms, as aligned text.
 
-
-def is_tuned(study: Study) -> bool:
-    return bool(study.tuning.seeds)
-
-
-def corpora_of(study: Study) -> tuple[str, ...]:
-    return study.corpora or (study.base.data.name,)
-
-
-def looks_of(study: Study) -> tuple[int, ...]:
-    """The numbers of verdict seeds at which the study may be looked at; () without tuning."""
-    return (study.looks or (len(study.base.trials.seeds),)) if is_tuned(study) else ()
-
-
-def controls_of(study: Study) -> ControlsConfig:
-    """The controls that the study has: none without tuning, of equal shape only if matched."""
-    if not is_tuned(study):
-        return ControlsConfig(equal_shape=False, longer=None)
-    controls = study.controls
-    return dataclasses.replace(
-        controls,
-        equal_shape=controls.equal_shape and study.match is not None,
-        longer_seeds=controls.longer_seeds or study.base.trials.seeds if controls.longer else (),
-    )
-
-
-def base_of(study: Study, arm: MatchedArm) -> Config:
-    """What the runs of an arm share: its model, its corpus, its steps, the seeds of its verdict."""
-    data = dataclasses.replace(study.base.data, name=arm.key.corpus)
-    base = dataclasses.replace(study.base, model=arm.model, data=data)
-    if arm.key.control != LONGER:
-        return base
-    controls, train, optimizer = controls_of(study), base.train, base.optimizer
-    times = controls.longer
-    names = ('num_steps', 'eval_every', 'checkpoint_every')
-    return dataclasses.replace(
-        base,
-        train=dataclasses.replace(train, **{name: times * getattr(train, name) for name in names}),
-        optimizer=dataclasses.replace(optimizer, warmup_steps=times * optimizer.warmup_steps),
-        trials=dataclasses.replace(base.trials, seeds=controls.longer_seeds),
-    )
-
-
-def table(arms: list[MatchedArm], equal: str | None) -> str:
-    """Parameters, residual, FLOPs and cache of all arms, under a line that states what is equal."""
+    `equal`: the cost that was made equal, as `which` of `match`, for a first line that states it.
+    """
     one_size = len({arm.size for arm in arms}) == 1
-    rows = {}
+    shape = ('d_model', 'widened', 'd_ff', 'fill', 'heads', 'head_size', 'layers')
+    lines = [['variant', *shape, *cost.GROUPS, 'total', 'residual', 'FLOP/token', 'cache/token']]
     for arm in arms:
+        config, matched, parameters = arm.model, arm.match, cost.count(arm.model)
         control = ' (equal shape)' if arm.key.control == EQUAL_SHAPE else ''
-        name = arm.label + control
-        rows[name if one_size else f'{name} {arm.size}'] = arm.match
-    return matching.table(rows, equal)
+        heads = config.num_heads, attention_spec(config).head_size, config.num_layers
+        costs = f'{cost.flops_per_token(config):,.0f}', f'{cost.cache_floats_per_token(config):,}'
+        lines.append(
+            [
+                f'{arm.label}{control}{"" if one_size else f" {arm.size}"}',
+                *(f'{config.d_model}', f'{matched.widened:+d}'),
+                *(f'{config.mlp_width}', f'{matched.fill:+d}', *map(str, heads)),
+                *(f'{parameters[group]:,}' for group in (*cost.GROUPS, 'total')),
+                *(f'{matched.residual:+.4%}', *costs),
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = '\n'.join(
+        '  '.join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
+        for line in lines
+    )
+    return text if equal is None else f'equal: {COSTS[equal]}\n{text}'

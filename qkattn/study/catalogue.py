@@ -8,20 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
-from qkattn.attention import (
-    SCORES,
-    VALUES,
-    Attention,
-    AttentionSpec,
-    registry,
-    visible,
-)
+from qkattn.attention import SCORES, VALUES, Attention, AttentionSpec, visible
 from qkattn.config import ModelConfig
 from qkattn.config.calls import options_of
 from qkattn.convert.conversions import CONVERSIONS
-from qkattn.errors import ConversionError, SpecError
+from qkattn.errors import ConversionError
 from qkattn.model import cost
 from qkattn.model.sites import attention_spec
 
@@ -41,16 +33,16 @@ def measured(with_conversions: bool = True) -> dict[str, dict[str, dict[str, Any
     exact      conversions that keep the function, if asked for: a second each
     source     where the form comes from
     """
-    found: dict[str, dict[str, dict[str, Any]]] = {
-        'Score': {name: _entry(name, 'vo', is_score=True) for name in SCORES},
-        'Value': {name: _entry(cls.partner, name, is_score=False) for name, cls in VALUES.items()},
+    pairs = {'Score': {name: (name, 'vo') for name in SCORES}}
+    pairs['Value'] = {name: (cls.partner, name) for name, cls in VALUES.items()}
+    return {
+        kind: {
+            name: _entry(*pair, kind == 'Score')
+            | ({'exact': exact(conversions(*pair))} if with_conversions else {})
+            for name, pair in of_kind.items()
+        }
+        for kind, of_kind in pairs.items()
     }
-    if with_conversions:
-        for name, entry in found['Score'].items():
-            entry['exact'] = exact(conversions(name, 'vo'))
-        for name, entry in found['Value'].items():
-            entry['exact'] = exact(conversions(VALUES[name].partner, name))
-    return found
 
 
 def documented_variants() -> list[tuple[str, str]]:
@@ -59,29 +51,13 @@ def documented_variants() -> list[tuple[str, str]]:
     return list(dict.fromkeys(pairs + [(cls.partner, name) for name, cls in VALUES.items()]))
 
 
-def buildable_variants() -> list[tuple[str, str]]:
-    """Every (score, value) of the registries that can be built at the reference size."""
-    found = []
-    for score in SCORES:
-        for value in VALUES:
-            try:
-                registry.check(reference_spec(score, value))
-            except SpecError:
-                continue
-            found.append((score, value))
-    return found
-
-
 def conversion_table() -> str:
     """Measured errors of every conversion of every documented variant."""
-    lines = [
-        'largest relative change of the output, float64; - where the conversion is refused',
-        *(
-            f'{circuit}: {", ".join(n for n, c in CONVERSIONS.items() if c.circuit == circuit)}'
-            for circuit in ('QK', 'OV', 'both')
-        ),
-        '',
-    ]
+    lines = ['largest relative change of the output, float64; - where the conversion is refused']
+    for circuit in ('QK', 'OV', 'both'):
+        names = [name for name, c in CONVERSIONS.items() if c.circuit == circuit]
+        lines.append(f'{circuit}: {", ".join(names)}')
+    lines.append('')
     for score, value in documented_variants():
         done = {n: e for n, e in conversions(score, value).items() if isinstance(e, float)}
         words = ', '.join(f'{n} {e:.0e}' for n, e in done.items())
@@ -126,26 +102,12 @@ def exact(errors: dict[str, float | str]) -> list[str]:
     return [n for n, e in errors.items() if isinstance(e, float) and e < 1e-9]
 
 
-def letters(circuit: nnx.Module, spec: AttentionSpec) -> dict[str, int]:
-    """The sizes of the letters in `parameter_count`, from the spec and the parameters' axes.
-
-    ValueError if a parameter's name gives a letter another size than the spec or another parameter.
-    """
-    sizes = spec.letters
-    for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(nnx.state(circuit))):
-        name = path[-1].key
-        for letter, size in zip(name.rsplit('_', 1)[1], leaf.shape, strict=True):
-            if sizes.setdefault(letter, size) != size:
-                raise ValueError(f'{name}: {letter} is {size} here and {sizes[letter]} elsewhere')
-    return sizes
-
-
 def reference_spec(score: str, value: str) -> AttentionSpec:
     """The attention layer of this variant at the reference size."""
     return attention_spec(dataclasses.replace(REFERENCE, score=score, value=value))
 
 
-def _entry(score: str, value: str, *, is_score: bool) -> dict[str, Any]:
+def _entry(score: str, value: str, is_score: bool) -> dict[str, Any]:
     spec = reference_spec(score, value)
     layer = jax.eval_shape(lambda: Attention(spec, key=jax.random.key(0)))
     circuit = layer.score if is_score else layer.value

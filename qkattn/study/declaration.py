@@ -63,10 +63,10 @@ def declare(
     with locked(path / 'lock'):
         stored.unpack_in_place(path)
         file, entries = path / 'study.json', path / ledger.NAME
+        earlier = read_json(file, {}) if file.exists() else None
         changes: list[str] = []
         known = {ledger.digest(declared)}
-        if file.exists():
-            earlier = read_json(file, {})
+        if earlier is not None:
             declared, changes, gone = _extended(file, study, earlier, declared)
             changes = changes or list(replaced)
             if gone or (changes and not accept_changes):
@@ -82,18 +82,17 @@ def declare(
                     + '\n  '.join([*changes, *gone])
                     + f'\nSet them back or give another workdir{"" if gone else flag}.'
                 )
-            known = {ledger.digest(study) for study in (earlier, declared)}
-        begun = file.exists() or entries.exists() or (path / 'runs').exists()
-        if begun and (
-            (not file.exists() and (path / 'runs').exists())
-            or ledger.read(entries).declaration not in known
-        ):
+            known = {ledger.digest(earlier), ledger.digest(declared)}
+        # A worker may have died between the two; then the ledger is ahead.
+        lost = earlier is None and (path / 'runs').exists()
+        begun = earlier is not None or entries.exists()
+        if lost or (begun and ledger.read(entries).declaration not in known):
             raise ConfigError(
                 f'{file} is missing, or is not what {entries} declares last; restore both from a '
                 'copy, or give another workdir'
             )
         ledger.declare(path, declared, changes)
-        if not file.exists() or ledger.digest(earlier) != ledger.digest(declared):
+        if earlier is None or ledger.digest(earlier) != ledger.digest(declared):
             write_json(file, declared)
 
 
@@ -103,13 +102,11 @@ def history(path: Path, study: Study) -> plan.History:
     Raises RunDirectoryError if study.json is damaged.
     """
     file = path / 'study.json'
-    return _history(file, study, read_json(file, {})) if file.exists() else plan.history(study)
-
-
-def _history(file: Path, study: Study, earlier: Any) -> plan.History:
-    ints = tuple[int, ...]
-    fields = {'margin': float, 'seeds': ints, 'looks': ints, 'controls': {'longer_seeds': ints}}
+    if not file.exists():
+        return plan.history(study)
+    earlier, ints = read_json(file, {}), tuple[int, ...]
     try:
+        fields = {'margin': float, 'seeds': ints, 'looks': ints, 'controls': {'longer_seeds': ints}}
         check(earlier, fields)
         return plan.history(study, earlier)
     except ValueError as error:
@@ -136,13 +133,13 @@ def _extended(
     kind: Any = type(study)
     defaults, always = serialize.defaults(kind), serialize.introduced('1', kind)
     later = {name: value for name, value in defaults.items() if name not in always}
-    kept = _history(file, study, earlier)
+    kept = history(file.parent, study)
     earlier = later | {name: value for name, value in earlier.items() if name != 'history'}
     if unlike := (declared.keys() - earlier.keys()) or (earlier.keys() - (later | declared).keys()):
-        problem = 'a field' if min(unlike) in earlier else 'no field'
+        has = 'a field' if min(unlike) in earlier else 'no field'
         raise ConfigError(
-            f'{file} has {problem} {min(unlike)!r}, so it is not the declaration of a study that '
-            'can be continued; use the version of qkattn that wrote it, or give another workdir'
+            f'{file} has {has} {min(unlike)!r}, so it is not the declaration of a study that can '
+            'be continued; use the version of qkattn that wrote it, or give another workdir'
         )
     try:
         check(earlier, STUDY)

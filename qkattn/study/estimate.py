@@ -3,12 +3,13 @@
 import dataclasses
 import datetime
 import time
+from collections.abc import Mapping, Sequence
 
 from qkattn.config import Study
 from qkattn.model import cost as model_cost
 from qkattn.study import plan
-from qkattn.study.arms import MatchedArm, grids, is_tuned
-from qkattn.study.local_workers import count
+from qkattn.study.arm_key import LONGER
+from qkattn.study.arms import MatchedArm
 from qkattn.study.plan import PlannedRun
 from qkattn.train import program
 
@@ -47,7 +48,7 @@ def measure(run: PlannedRun) -> Speed:
     return Speed(per_step / seconds, compile_seconds)
 
 
-def cost(runs: list[PlannedRun], speeds: dict[str, Speed]) -> Cost:
+def cost(runs: Sequence[PlannedRun], speeds: Mapping[str, Speed]) -> Cost:
     """The cost of `runs` at the baseline's speed, by size; without evaluation."""
     timed = [(flops(run), speeds[run.arm.size]) for run in runs]
     return Cost(
@@ -59,46 +60,39 @@ def cost(runs: list[PlannedRun], speeds: dict[str, Speed]) -> Cost:
     )
 
 
-def text(study: Study, arms: list[MatchedArm]) -> str:
-    """The cost of the plan by stage, and what may be added; compiles one program per size.
+def text(study: Study, arms: Sequence[MatchedArm]) -> str:
+    """The least cost of the plan by stage; compiles one program per size.
 
     Controls that are trained longer are counted apart, as their number depends on results.
     """
-    least = plan.least(study, arms)
+    runs = plan.imagined(study, arms)
     first: dict[str, PlannedRun] = {}
-    for run in sorted(least, key=lambda run: run.arm.variant != study.baseline):
+    for run in sorted(runs, key=lambda run: run.arm.variant != study.baseline):
         first.setdefault(run.arm.size, run)
     started = time.perf_counter()
     speeds = {size: measure(run) for size, run in first.items()}
     took = time.perf_counter() - started
     stages: dict[str, list[PlannedRun]] = {}
-    for run in least:
+    for run in runs:
         knob = f'({run.knob})' if run.knob else None
-        name = ' '.join(filter(None, (run.arm.key.control, run.stage, knob)))
-        stages.setdefault(name, []).append(run)
-    stages['total'] = least
-    if longer := plan.lengthened(study, arms):
-        stages['longer, if every arm is decided'] = longer
-        stages['total with longer'] = least + longer
-    width = max(map(len, stages)) + 2
+        stage = ' '.join(filter(None, (run.arm.key.control, run.stage, knob)))
+        stages.setdefault(
+            'longer, if every arm is decided' if LONGER in stage else stage, []
+        ).append(run)
+    stages['total'] = runs
     lines = []
-    for name, runs in stages.items():
-        of_stage = cost(runs, speeds)
+    for name, of_stage in stages.items():
+        total = cost(of_stage, speeds)
         lines.append(
-            f'{name:<{width}}{of_stage.runs:>4} runs {of_stage.trials:>5} trials  '
-            f'{of_stage.tokens:>8.3g} tokens  {of_stage.flops:>8.3g} FLOPs  '
-            f'about {datetime.timedelta(seconds=round(of_stage.seconds))}'
+            f'{name:<33}{total.runs:>4} runs {total.trials:>5} trials  '
+            f'{total.tokens:>8.3g} tokens  {total.flops:>8.3g} FLOPs  '
+            f'about {datetime.timedelta(seconds=round(total.seconds))}'
         )
-    if is_tuned(study):
-        seeds = len(study.tuning.seeds)
-        of_trial = least[0].tokens // len(least[0].config.trials.trials())
-        tuned = [values for values in grids(study, arms[0]).values() if len(values) > 1]
-        more = sum(study.tuning.max_points - len(values) for values in tuned)
+    if study.tuning.seeds:
+        limits = study.tuning
         lines.append(
-            f'each value that extends a grid adds {count(seeds, "trial")}, '
-            f'{seeds * of_trial:.3g} tokens; at most {count(more, "value")} per arm, and '
-            f'{count(study.tuning.max_seeds - seeds, "further seed")} of each while an optimum is '
-            'unclear'
+            f'at least; a grid grows to at most {limits.max_points} values, and each value to '
+            f'{limits.max_seeds} seeds, while its optimum is unclear'
         )
     measured = ', '.join(f'{s.flops_per_second:.3g} FLOP/s at {z}' for z, s in speeds.items())
     lines.append(

@@ -10,7 +10,6 @@ import functools
 import math
 import multiprocessing.connection
 import sys
-import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -25,7 +24,7 @@ from qkattn.jobs import children, cli, machine, signals
 from qkattn.jobs.display import Row, Screen, interval
 from qkattn.jobs.signals import EXIT_CONFIG, EXIT_REQUEUE, StopRequest
 from qkattn.storage.files import check_directory
-from qkattn.study import declaration, plan, worker
+from qkattn.study import declaration, worker
 from qkattn.study.arms import MatchedArm
 from qkattn.study.plan import PlannedRun
 from qkattn.train.program_cache import keep_programs
@@ -34,7 +33,6 @@ from qkattn.train.sharding import least_memory
 AUTO = 'auto'
 COMMAND = [sys.executable, '-m', 'qkattn.study.local_workers']
 RETRIES = 3  # how often each worker that crashed is started again
-GRACE = 300.0  # seconds from a stop request to a kill
 _TICK = 0.2
 # Memory of a worker: bytes of a process, and of training as a multiple of its least.
 _PROCESS, _TRAINING = 2**30, 4
@@ -49,59 +47,41 @@ def parse(text: str) -> int | None:
     raise ConfigError(f'--workers={text} must be {AUTO} or a number of at least 1')
 
 
-def count(number: int, noun: str) -> str:
-    """'1 worker', '2 cores', ..."""
-    return f'{number} {noun}{"s" if number != 1 else ""}'
+def _gpus() -> list[str] | None:
+    return machine.accelerators(jax.config.jax_platforms)  # type: ignore[attr-defined]
 
 
 def capacity(study: Study) -> tuple[int, str]:
-    """The most workers that the machine has cores or GPUs for, and which of them they share."""
+    """The most workers that the machine has cores or GPUs for, one per mesh, and their number."""
     cores, gpus = len(machine.usable_cores()), _gpus()
     if gpus is None:
         return 1, 'an accelerator whose chips one process drives together'
     if gpus:
-        workers = len(gpus) // math.prod(dataclasses.astuple(study.base.mesh))
-        return max(1, workers), count(len(gpus), 'GPU')
-    return cores, count(cores, 'core')
+        return max(1, len(gpus) // math.prod(dataclasses.astuple(study.base.mesh))), (
+            f'GPUs: {len(gpus)}'
+        )
+    return cores, f'cores: {cores}'
 
 
 def limit(
     study: Study, arms: list[MatchedArm], wanted: int | None, left: list[PlannedRun]
-) -> tuple[int, str | None]:
-    """The most workers that there is work and room for, and why they are fewer than wanted.
+) -> tuple[int, str]:
+    """How many workers to start, and why these are fewer than wanted, or ''.
 
     By default, one per mesh of GPUs, else one per core, and as many as memory may hold.
     """
-    number, shared = capacity(study)
-    # The plan grows; of a chain of runs only the first is known.
-    runs = max(len(left), min(len(arms), len(plan.least(study, arms)) - 1)) if left else 0
-    runs = len(left) if len(left) != 1 else runs
-    limits = [
-        (number, f'is room on {shared}'),
-        (max(1, runs), f'{"is" if runs == 1 else "are"} {count(runs, "run")} left'),
-    ]
-    if wanted is None and left and not _gpus():
-        free, each = machine.free_memory(), _PROCESS + _TRAINING * least_memory(left[0].config)
-        fit = max(1, int(min(free / each, 2**20)))
-        limits.append((fit, f'is memory for workers of {each / 2**30:.1f} GiB'))
+    # The plan of a tuned study grows: an arm goes on from run to run.
+    runs = max(len(left), len(arms)) if left and study.tuning.seeds else len(left)
+    limits = [capacity(study), (max(1, runs), f'runs at a time: {runs}')]
+    if wanted is not None:
+        limits.append((wanted, ''))
+    elif left and not _gpus():
+        each = _PROCESS + _TRAINING * least_memory(left[0].config)
+        fit = max(1, int(min(machine.free_memory() / each, 2**20)))
+        limits.append((fit, f'each needs {each / 2**30:.1f} GiB of memory'))
     most, reason = min(limits, key=lambda limit: limit[0])
-    asked = number if wanted is None else wanted
-    if asked <= most:
-        return asked, None
-    return most, f'--workers={wanted or AUTO}: there {reason}, so {count(most, "worker")} will do'
-
-
-def describe(study: Study, arms: list[MatchedArm], wanted: int | None, workdir: str | None) -> str:
-    """What `run` would do, in a line."""
-    left = plan.runs(study, arms, lambda run: None)
-    if workdir is not None:
-        left = worker.left_of(study, arms, check_directory(workdir))
-    most, note = limit(study, arms, wanted, left)
-    return f'workers: {most}' + ('' if note is None else f' ({note})')
-
-
-def _gpus() -> list[str] | None:
-    return machine.accelerators(jax.config.jax_platforms)  # type: ignore[attr-defined]
+    enough = most == (limits[0][0] if wanted is None else wanted)
+    return most, '' if enough else f'--workers={wanted or AUTO} starts {most} ({reason})'
 
 
 def run(
@@ -109,37 +89,33 @@ def run(
     match: Callable[[], list[MatchedArm]],
     workdir: str | Path,
     wanted: int | None,
-    meanwhile: Callable[[], object] = lambda: None,
     **options: Any,
 ) -> Path:
     """Trains until every run of the study has its result, and returns the study's directory.
 
     Starts `wanted` workers; None for as many as there is room for. `match` makes the arms, and is
-    called while they start. `meanwhile` is called in a thread once a worker finds nothing more to
-    do, and its cores are free. `options` are those of `worker.run`. Raises ConfigError and Stopped
-    as `worker.run`, and ProcessError if runs are left because workers crashed.
+    called while they start. `options` are those of `worker.run`. Raises ConfigError and Stopped as
+    `worker.run`, and ProcessError if runs are left because workers crashed.
     """
-    path, (largest, _) = check_directory(workdir), capacity(study)
+    path = check_directory(workdir)
     declaration.require_no_run(path)
-    if largest == 1 or wanted == 1:
+    if wanted == 1 or (largest := capacity(study)[0]) == 1:
         return worker.run(study, path, arms=match(), **options)
-    with (
-        StopRequest() as stop,
-        contextlib.closing(_Workers(study, path, options, stop, meanwhile)) as workers,
-    ):
+    with StopRequest() as stop, contextlib.closing(_Workers(study, stop)) as workers:
         stop.defer_exit()
         workers.start(min(wanted or largest, largest))
         options['arms'] = arms = match()
         most, note = limit(study, arms, wanted, worker.left_of(study, arms, path))
-        if note is not None:
+        if note:
             workers.say(note)
         if most > 1:
-            workers.train(most)
+            workers.train(most, (study, path, options, sys.orig_argv))
     if most == 1:
         return worker.run(study, path, **options)
     if rest := worker.left_of(study, arms, path):
-        runs = f'{count(len(rest), "run")} {"has" if len(rest) == 1 else "have"}'
-        raise ProcessError(f'{runs} no result: {workers.failure}; the same command resumes')
+        raise ProcessError(
+            f'runs without a result: {len(rest)}; {workers.failure}; the same command resumes'
+        )
     return path
 
 
@@ -156,25 +132,17 @@ class _Worker:
 class _Workers:
     """The workers, and what the parent knows of them."""
 
-    def __init__(
-        self,
-        study: Study,
-        path: Path,
-        options: dict[str, Any],
-        stop: StopRequest,
-        meanwhile: Callable[[], object],
-    ):
-        self._study, self._path, self._options, self._stop = study, path, options, stop
-        self._meanwhile = threading.Thread(target=meanwhile, name='meanwhile', daemon=True)
+    def __init__(self, study: Study, stop: StopRequest):
+        self._name, self._stop, self._screen = study.name, stop, Screen()
         self._workers: list[_Worker] = []
-        self._screen = Screen()
-        self._remaining = Remaining()
-        self._stop_time: float | None = None  # when the workers were asked to stop
+        self._task: tuple[Any, ...] = ()  # what a worker is to train
+        self._counts, self._first = (0, 0), (0, 0.0)  # runs done and all; runs done at a time
+        self._stopping = False
         self._errors: list[str] = []
         self.failure = 'no worker is left'
 
     def say(self, text: str) -> None:
-        self._screen.print(f'{self._study.name}: {text}')
+        self._screen.print(f'{self._name}: {text}')
 
     def start(self, number: int) -> None:
         """Starts workers, which share the cores and the GPUs, and wait until they are to train."""
@@ -184,23 +152,26 @@ class _Workers:
             start = functools.partial(children.Child, COMMAND, cores, variables)
             self._workers.append(_Worker(i, start, start()))
 
-    def train(self, number: int) -> None:
+    def train(self, number: int, task: tuple[Any, ...]) -> None:
         """Has `number` workers train until the study has its results or none of them is left."""
+        self._task = task
         for member in self._workers[number:]:
             self._remove(member)
         for member in self._workers:
-            self._train(member)
+            member.child.send(*task)
         while self._workers:
             sources = [source for member in self._workers for source in member.child.sources]
             multiprocessing.connection.wait(sources, _TICK)
             for member in self._workers[:]:
                 self._receive(member)
-            self._pass_on_stop()
-            done, runs = self._remaining.done()
-            if self._screen.terminal and runs:
-                text = self._remaining.text(time.monotonic())
-                self._screen.draw([Row(self._study.name, done / runs, text)])
-        if self._stop_time is not None:
+            if self._stop.requested and not self._stopping:
+                self._stopping = True
+                for member in self._workers:
+                    member.child.stop()
+            if self._screen.terminal and self._counts[1]:
+                done, runs = self._counts
+                self._screen.draw([Row(self._name, done / runs, self._progress())])
+        if self._stopping:
             raise Stopped('stopped, and the workers have saved')
         if self._errors:
             raise ConfigError('; '.join(dict.fromkeys(self._errors)))
@@ -211,9 +182,6 @@ class _Workers:
             self._remove(member)
         self._screen.close()
 
-    def _train(self, member: _Worker) -> None:
-        member.child.send(self._study, self._path, self._options, sys.orig_argv)
-
     def _remove(self, member: _Worker) -> None:
         self._print(member, last=True)
         member.child.close()
@@ -223,89 +191,46 @@ class _Workers:
         for line in member.child.lines(last):
             self._screen.print(f'[{member.number}] {line}')
 
+    def _progress(self) -> str:
+        """'3 of 8 runs done, 02:10 left', if runs go on to take as long."""
+        (done, runs), (first, since) = self._counts, self._first
+        text = f'{done} of {runs} runs done'
+        if first < done < runs:
+            seconds = (time.monotonic() - since) * (runs - done) / (done - first)
+            text += f', {interval(seconds)} left'
+        return text
+
     def _receive(self, member: _Worker) -> None:
         """Acts on the messages, the lines and the end of a worker."""
         code = member.child.ended()  # before what it has printed last is read
         for kind, *values in member.child.messages():
             if kind == 'error':
                 self._errors.append(values[0])
-            elif kind == 'lease':
-                before, now = self._remaining.done(), time.monotonic()
-                run, runs, left = values
-                self._remaining.leased(member.number, run, runs, left, now)
-                if self._remaining.done() != before and not self._screen.terminal:
-                    self.say(self._remaining.text(now))
-                if run is None and self._meanwhile.ident is None:
-                    self._meanwhile.start()
+            elif self._counts != (counts := (values[0], values[1])):
+                self._first = self._first if self._counts[1] else (counts[0], time.monotonic())
+                self._counts = counts
+                if not self._screen.terminal:
+                    self.say(self._progress())
         self._print(member)
-        if code is not None:
-            self._ended(member, code)
-
-    def _ended(self, member: _Worker, code: int) -> None:
-        """Leaves a worker out that has ended, or starts it again."""
+        if code is None:
+            return
         self._remove(member)
-        if code in (0, EXIT_CONFIG) or self._stop_time is not None:
+        if code in (0, EXIT_CONFIG) or self._stopping:
             return
         how = f'was ended by signal {-code}' if code < 0 else f'ended with exit code {code}'
         self.failure = f'worker {member.number} {how}'
-        if code != EXIT_REQUEUE:  # not a crash
-            member.retries += 1
+        member.retries += code != EXIT_REQUEUE  # which is no crash
         if member.retries > RETRIES:
             self.say(f'{self.failure}; no retry is left of {RETRIES}')
             return
         self.say(f'{self.failure}; it is started again, retry {member.retries} of {RETRIES}')
         member.child = member.start()
+        member.child.send(*self._task)
         self._workers.append(member)
-        self._train(member)
-
-    def _pass_on_stop(self) -> None:
-        """Passes a stop request on; kills the workers that have not ended long after it."""
-        if not self._stop.requested:
-            return
-        if self._stop_time is None:
-            self._stop_time = time.monotonic()
-            for member in self._workers:
-                member.child.stop()
-        elif time.monotonic() - self._stop_time > GRACE:
-            self.say(f'{count(len(self._workers), "worker")} did not end within {GRACE:.0f} s')
-            self.close()
-
-
-class Remaining:
-    """Runs and work (tokens x parameters) that workers have done, and how long the rest takes."""
-
-    def __init__(self) -> None:
-        self._runs, self._done, self._since = 0, 0.0, 0.0
-        self._left: dict[str, float] = {}
-        self._running: dict[int, tuple[str, float]] = {}  # run and work by worker
-
-    def leased(
-        self, worker: int, run: str | None, runs: int, left: dict[str, float], now: float
-    ) -> None:
-        """A worker begins a run, or waits (None); `left` is the work of all runs without result."""
-        self._since = self._since or now
-        last, work = self._running.pop(worker, (None, 0.0))
-        self._done += 0.0 if last in left else work
-        self._runs, self._left = runs, left
-        if run is not None:
-            self._running[worker] = run, left[run]
-
-    def done(self) -> tuple[int, int]:
-        """The number of runs that are done, and of all."""
-        return self._runs - len(self._left), self._runs
-
-    def text(self, now: float) -> str:
-        """'3 of 8 runs done, 02:10 left', by the work of the runs that have ended."""
-        done, runs = self.done()
-        left = ''
-        if self._done and self._left:
-            seconds = (now - self._since) * sum(self._left.values()) / self._done
-            left = f', {interval(seconds)} left'
-        return f'{done} of {runs} runs done{left}' if runs else ''
 
 
 def work(pipe: Connection) -> None:
-    """Trains the study that the parent sends, and tells it of leases.
+    """Trains the study that the parent sends, and tells it what is left.
 
     An error that has a sentence is sent as ('error', sentence), and is the exit code.
     """

@@ -11,25 +11,18 @@ runs, so all workers derive the same plan.
 import dataclasses
 import itertools
 import json
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from qkattn.config import Config, Study, TrialsConfig, fingerprint, to_json
+from qkattn.config import Config, Study, fingerprint, to_json
 from qkattn.stats import decision, inference
 from qkattn.stats.decision import Decision
 from qkattn.storage.records import FINISHED, read, to_jsonable
 from qkattn.storage.run_directory import command_line
 from qkattn.study.arm_key import LONGER, ArmKey
-from qkattn.study.arms import (
-    MatchedArm,
-    base_of,
-    controls_of,
-    corpora_of,
-    grids,
-    is_tuned,
-    looks_of,
-)
+from qkattn.study.arms import MatchedArm, resolved
 from qkattn.study.tuning import (
     KNOBS,
     MODEL_KNOBS,
@@ -40,14 +33,11 @@ from qkattn.study.tuning import (
     Settings,
     grids_around,
     tune,
-    with_knob,
 )
 
 # The results of a run, one per trial; None until it is finished.
 Results = Callable[['PlannedRun'], list[dict[str, Any]] | None]
 Grids = Mapping[str, tuple[float, ...]]
-# Loss by seed; None for a diverged trial.
-Losses = Mapping[int, float | None]
 # The seeds of a run, and of several.
 Seeds = tuple[int, ...]
 Stacks = tuple[Seeds, ...]
@@ -70,21 +60,26 @@ class History:
 
 def history(study: Study, earlier: Mapping[str, Any] | None = None) -> History:
     """The history of a study; `earlier` is what study.json declared before, if anything."""
-    seeds, longer_seeds = study.base.trials.seeds, controls_of(study).longer_seeds
-    now = History(study.margin, seeds, _by_look(seeds, looks_of(study)), _by_look(longer_seeds))
+    study, seeds = resolved(study), study.base.trials.seeds
+    now = _begun(study.margin, seeds, study.looks, study.controls.longer_seeds)
     if earlier is None:
         return now
     if 'history' in earlier:
         before = read(History, earlier['history'])
     else:
-        stacks = _by_look(earlier['seeds'], earlier['looks'])
-        longer_stacks = _by_look(earlier['controls']['longer_seeds'])
-        before = History(earlier['margin'], tuple(earlier['seeds']), stacks, longer_stacks)
+        longer_seeds = earlier['controls']['longer_seeds']
+        before = _begun(earlier['margin'], earlier['seeds'], earlier['looks'], longer_seeds)
     return dataclasses.replace(
         before,
         stacks=_with_missing(before.stacks, now.stacks),
         longer_stacks=_with_missing(before.longer_stacks, now.longer_stacks),
     )
+
+
+def _begun(
+    margin: float, seeds: Sequence[int], looks: Sequence[int], longer_seeds: Sequence[int]
+) -> History:
+    return History(margin, tuple(seeds), _by_look(seeds, looks), _by_look(longer_seeds))
 
 
 def _by_look(seeds: Sequence[int], looks: Sequence[int] = ()) -> Stacks:
@@ -147,216 +142,207 @@ class PlannedRun:
         return self.tokens * self.arm.match.target
 
 
-def screening(
-    study: Study, arm: MatchedArm, grids: Grids, results: Results
-) -> tuple[list[PlannedRun], Settings | None]:
-    """The screening runs known so far, and once all that are needed are finished, what they chose.
+def grids(study: Study, arm: MatchedArm) -> dict[str, tuple[float, ...]]:
+    """The grid of each tuned setting; a single value is not tuned."""
+    trials = study.base.trials
+    return {'learning_rate': trials.learning_rates, 'weight_decay': trials.weight_decays} | {
+        name: getattr(study.tuning, f'{name}s') or (getattr(arm.model, name),)
+        for name in MODEL_KNOBS
+    }
 
-    Ends: a grid holds at most max_points values, each with at most max_seeds seeds.
+
+def runs(
+    study: Study, arms: Sequence[MatchedArm], results: Results, kept: History | None = None
+) -> list[PlannedRun]:
+    """Every run known so far; `kept` is the history of the study, if it has had other settings."""
+    return _Plan(resolved(study), results, kept or history(study)).runs(arms)
+
+
+def imagined(study: Study, arms: Sequence[MatchedArm]) -> list[PlannedRun]:
+    """The fewest runs that the study may have, but those trained longer as if all were decided.
+
+    The best value of each setting is the middle one of its grid, without noise, and all arms are
+    equivalent.
     """
-    runs: list[PlannedRun] = []
-    measured: dict[Settings, dict[int, float | None]] = {}
-    while (tuning := tune(grids, study.tuning, measured)).knob is not None:
-        stack = [tuning.at(value) for value in tuning.values]
-        new = _screening_runs(study, arm, tuning.knob, stack, tuning.seeds)
-        runs += new
-        finished = [results(run) for run in new]
-        if None in finished:
-            return runs, None
-        for run, trials in zip(new, finished, strict=True):
-            compiled_in = tuple(getattr(run.config.model, name) for name in MODEL_KNOBS)
-            for trial in trials or ():
-                settings = (*(trial['trial'][name] for name in TRIAL_KNOBS), *compiled_in)
-                losses = _losses([trial], 'val_loss')
-                measured[settings] = measured.get(settings, {}) | losses
-    return runs, tuning.settings
+
+    def results(run: PlannedRun) -> list[dict[str, Any]]:
+        middle = {knob: values[len(values) // 2] for knob, values in grids(study, run.arm).items()}
+        trials = []
+        for trial in run.config.trials.trials():
+            settings = _settings(run.config, trial)
+            pairs = zip(settings, middle.values(), strict=True)
+            away = sum(math.log(one / other) ** 2 for one, other in pairs if one != other)
+            losses = {'val_loss': away, 'test_loss': 0.0}
+            trials.append({'trial': trial, 'status': FINISHED} | losses)
+        return trials
+
+    tuning = dataclasses.replace(study.tuning, choice='vertex', max_excess=None)
+    return runs(dataclasses.replace(study, tuning=tuning), arms, results)
 
 
-def _losses(trials: Sequence[Mapping[str, Any]], field: str) -> dict[int, float | None]:
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    study: Study  # resolved
+    results: Results
+    history: History
+
+    def runs(self, arms: Sequence[MatchedArm]) -> list[PlannedRun]:
+        study, seeds = self.study, self.study.base.trials.seeds
+        if not study.tuning.seeds:
+            stacks = list(_cover(self.history.stacks, seeds))
+            return [self._run(arm, SINGLE, None, {'seeds': s}) for arm in arms for s in stacks]
+        known: list[PlannedRun] = []
+        chosen: dict[ArmKey, Settings] = {}
+        verdicts: dict[ArmKey, list[list[PlannedRun]]] = {}
+        for arm in arms:
+            screening, settings = self._screening(arm, grids(study, arm))
+            known += screening
+            if settings is not None:
+                chosen[arm.key] = settings
+                verdicts[arm.key] = self._verdicts(arm, settings)
+                known += verdicts[arm.key][0]
+        for look in range(1, len(study.looks)):
+            before = [run for of_arm in verdicts.values() for run in of_arm[look - 1]]
+            if len(verdicts) < len(arms) or None in map(self.results, before):
+                break
+            known += [run for of_arm in verdicts.values() for run in of_arm[look]]
+        for arm in self._decided(arms, verdicts) if study.controls.longer else ():
+            longer = dataclasses.replace(arm, key=arm.key._replace(control=LONGER))
+            around = grids_around(grids(study, arm), chosen[arm.key])
+            screening, settings = self._screening(longer, around)
+            known += screening
+            if settings is not None:
+                known += itertools.chain(*self._verdicts(longer, settings))
+        return known
+
+    def _screening(self, arm: MatchedArm, grids: Grids) -> tuple[list[PlannedRun], Settings | None]:
+        """The screening known so far, and what it chose once all of its runs are finished.
+
+        Ends: a grid holds at most max_points values, each with at most max_seeds seeds.
+        """
+        known: list[PlannedRun] = []
+        measured: dict[Settings, dict[int, float | None]] = {}
+        while (tuning := tune(grids, self.study.tuning, measured)).knob is not None:
+            stack = [tuning.at(value) for value in tuning.values]
+            # The values of a trial's knob share a run; those of a model's field are compiled in.
+            stacks = [stack] if tuning.knob in TRIAL_KNOBS else [[settings] for settings in stack]
+            new = [self._at(arm, SCREENING, tuning.knob, s, tuning.seeds) for s in stacks]
+            known += new
+            finished = [self.results(run) for run in new]
+            if None in finished:
+                return known, None
+            for run, trials in zip(new, finished, strict=True):
+                for trial in trials or ():
+                    of_seed = measured.setdefault(_settings(run.config, trial['trial']), {})
+                    of_seed |= _losses([trial], 'val_loss')
+        return known, tuning.settings
+
+    def _verdicts(self, arm: MatchedArm, settings: Settings) -> list[list[PlannedRun]]:
+        """For each look at the study, the runs with the seeds since the look before."""
+        by_look = _by_look(self.study.base.trials.seeds, self.study.looks)
+        stacks = self.history.stacks
+        if arm.key.control == LONGER:
+            by_look = (self.study.controls.longer_seeds,)
+            stacks = self.history.longer_stacks
+        return [
+            [self._at(arm, VERDICT, None, [settings], stack) for stack in _cover(stacks, seeds)]
+            for seeds in by_look
+        ]
+
+    def _at(
+        self, arm: MatchedArm, stage: str, knob: str | None, stack: list[Settings], seeds: Seeds
+    ) -> PlannedRun:
+        """The run of these settings, each with these seeds."""
+        columns = zip(KNOBS, zip(*stack, strict=True), strict=True)
+        values = {name: tuple(dict.fromkeys(column)) for name, column in columns}
+        model = dataclasses.replace(arm.model, **{name: values[name][0] for name in MODEL_KNOBS})
+        trials = {'seeds': seeds} | {f'{name}s': values[name] for name in TRIAL_KNOBS}
+        return self._run(arm, stage, knob, trials, model=model)
+
+    def _run(
+        self, arm: MatchedArm, stage: str, knob: str | None, trials: Mapping[str, Any], **model: Any
+    ) -> PlannedRun:
+        study, base = self.study, self.study.base
+        data = dataclasses.replace(base.data, name=arm.key.corpus)
+        config = dataclasses.replace(
+            base,
+            data=data,
+            trials=dataclasses.replace(base.trials, **trials),
+            **{'model': arm.model} | model,
+        )
+        if arm.key.control == LONGER:
+            times, names = study.controls.longer, ('num_steps', 'eval_every', 'checkpoint_every')
+            steps = {name: times * getattr(base.train, name) for name in names}
+            warmup = times * base.optimizer.warmup_steps
+            config = dataclasses.replace(
+                config,
+                train=dataclasses.replace(base.train, **steps),
+                optimizer=dataclasses.replace(base.optimizer, warmup_steps=warmup),
+            )
+        return PlannedRun(arm, stage, knob, config)
+
+    def _decided(
+        self, arms: Sequence[MatchedArm], verdicts: Mapping[ArmKey, list[list[PlannedRun]]]
+    ) -> Iterator[MatchedArm]:
+        """The baseline and the decided arms of each size and corpus whose verdicts are finished.
+
+        They are decided by the tests alone, on test losses paired over seeds, corrected for the
+        comparisons of the whole study: other reasons are not known before the report. The margin
+        and the seeds that the study began with decide, so that others train nothing longer.
+        """
+        study, begun, margin = self.study, set(self.history.seeds), self.history.margin
+        primary = [arm for arm in arms if arm.key.control is None]
+        comparisons = sum(arm.variant != study.baseline for arm in primary)
+        declared = set(study.base.trials.seeds)
+        seeds = begun if begun <= declared else declared
+        for corpus, size in dict.fromkeys((arm.key.corpus, arm.size) for arm in primary):
+            group = [arm for arm in primary if (arm.key.corpus, arm.size) == (corpus, size)]
+            (baseline,) = (arm for arm in group if arm.variant == study.baseline)
+            losses: dict[ArmKey, dict[int, float | None]] = {}
+            for arm in group:
+                of_arm = itertools.chain(*verdicts.get(arm.key, ()))
+                deciding = [run for run in of_arm if seeds & set(run.config.trials.seeds)]
+                finished = [self.results(run) for run in deciding]
+                if finished and None not in finished:
+                    losses[arm.key] = _losses(itertools.chain(*filter(None, finished)), 'test_loss')
+            if len(losses) < len(group):
+                continue
+            tests, diverged = {}, {}
+            for key in (arm.key for arm in group if arm is not baseline):
+                pairs = [(one, losses[baseline.key][seed]) for seed, one in losses[key].items()]
+                one, other = zip(*pairs, strict=True)
+                diverged[key] = one.count(None), other.count(None)
+                both = [one - other for one, other in pairs if None not in (one, other)]
+                tests[key] = inference.paired(both, margin, resamples=None) if both else None
+            judged = decision.judge(tests, diverged=diverged, planned=comparisons)
+            silent = (Decision.UNDECIDED, Decision.NO_VERDICT)
+            decided = {key for key, one in judged.items() if one.decision not in silent}
+            if decided:
+                yield from (arm for arm in group if arm is baseline or arm.key in decided)
+
+
+def _settings(config: Config, trial: Mapping[str, Any]) -> Settings:
+    """The values of all knobs in a trial of a run."""
+    compiled_in = (getattr(config.model, name) for name in MODEL_KNOBS)
+    return (*(trial[name] for name in TRIAL_KNOBS), *compiled_in)
+
+
+def _losses(trials: Iterable[Mapping[str, Any]], field: str) -> dict[int, float | None]:
     """A loss of results by seed; None for a diverged trial."""
     return {t['trial']['seed']: t[field] if t['status'] == FINISHED else None for t in trials}
 
 
-def _screening_runs(
-    study: Study, arm: MatchedArm, knob: str, stack: list[Settings], seeds: tuple[int, ...]
-) -> list[PlannedRun]:
-    """One run for all values of a trial's knob; one for each value that is compiled in."""
-    stacks = [stack] if knob in TRIAL_KNOBS else [[settings] for settings in stack]
-    return [_run(study, arm, SCREENING, knob, settings, seeds) for settings in stacks]
-
-
-def _verdict_runs(
-    study: Study, arm: MatchedArm, settings: Settings, kept: History
-) -> list[list[PlannedRun]]:
-    """For each look at the study, the runs with the seeds since the look before."""
-    longer = arm.key.control == LONGER
-    by_look = _by_look(base_of(study, arm).trials.seeds, () if longer else looks_of(study))
-    stacks = kept.longer_stacks if longer else kept.stacks
-    return [
-        [_run(study, arm, VERDICT, None, [settings], stack) for stack in _cover(stacks, seeds)]
-        for seeds in by_look
-    ]
-
-
-def _run(
-    study: Study,
-    arm: MatchedArm,
-    stage: str,
-    knob: str | None,
-    stack: list[Settings],
-    seeds: tuple[int, ...],
-) -> PlannedRun:
-    columns = zip(KNOBS, zip(*stack, strict=True), strict=True)
-    values = {name: tuple(dict.fromkeys(column)) for name, column in columns}
-    base = base_of(study, arm)
-    trials = TrialsConfig(seeds=seeds, **{f'{name}s': values[name] for name in TRIAL_KNOBS})
-    compiled_in = {name: values[name][0] for name in MODEL_KNOBS}
-    model = dataclasses.replace(base.model, **compiled_in)
-    return PlannedRun(arm, stage, knob, dataclasses.replace(base, model=model, trials=trials))
-
-
-def to_lengthen(
-    study: Study, arms: Sequence[MatchedArm], losses: Mapping[ArmKey, Losses], comparisons: int
-) -> list[MatchedArm]:
-    """The baseline and the decided arms, of primary arms of one size and corpus.
-
-    They are decided by the tests alone, on test losses paired over seeds, corrected for the
-    comparisons of the whole study: other reasons are not known before the report.
-    """
-    (baseline,) = (arm for arm in arms if arm.variant == study.baseline)
-    differences, diverged = {}, {}
-    for arm in (arm for arm in arms if arm is not baseline):
-        pairs = [(loss, losses[baseline.key][seed]) for seed, loss in losses[arm.key].items()]
-        finished = [one - other for one, other in pairs if one is not None and other is not None]
-        test = inference.paired(finished, study.margin, resamples=None) if finished else None
-        differences[arm.key] = test
-        one, other = ([pair[side] for pair in pairs].count(None) for side in (0, 1))
-        diverged[arm.key] = one, other
-    judged = decision.judge(differences, diverged=diverged, planned=comparisons)
-    silent = (Decision.UNDECIDED, Decision.NO_VERDICT)
-    decided = [arm for arm in arms if arm is not baseline]
-    decided = [arm for arm in decided if judged[arm.key].decision not in silent]
-    return [baseline, *decided] if decided else []
-
-
-def runs(
-    study: Study, arms: list[MatchedArm], results: Results, kept: History | None = None
-) -> list[PlannedRun]:
-    """Every run known so far; `kept` is the history of the study, if it has had other settings."""
-    kept = kept or history(study)
-    if not is_tuned(study):
-        seeds = study.base.trials.seeds
-        return [_single(study, arm, stack) for arm in arms for stack in _cover(kept.stacks, seeds)]
-    known: list[PlannedRun] = []
-    settings: dict[ArmKey, Settings] = {}
-    verdicts: dict[ArmKey, list[list[PlannedRun]]] = {}
-    for arm in arms:
-        screened, chosen = screening(study, arm, grids(study, arm), results)
-        known += screened
-        if chosen is not None:
-            settings[arm.key] = chosen
-            verdicts[arm.key] = _verdict_runs(study, arm, chosen, kept)
-            known += verdicts[arm.key][0]
-    for look in range(1, len(looks_of(study))):
-        before = [run for of_arm in verdicts.values() for run in of_arm[look - 1]]
-        if len(verdicts) < len(arms) or None in map(results, before):
-            break
-        known += [run for of_arm in verdicts.values() for run in of_arm[look]]
-    for arm in _to_lengthen(study, arms, verdicts, results, kept):
-        around = grids_around(grids(study, arm), settings[arm.key])
-        arm = _lengthened(arm)
-        screened, chosen = screening(study, arm, around, results)
-        known += screened
-        if chosen is not None:
-            known += itertools.chain(*_verdict_runs(study, arm, chosen, kept))
-    return known
-
-
-def _single(study: Study, arm: MatchedArm, seeds: tuple[int, ...]) -> PlannedRun:
-    base = base_of(study, arm)
-    trials = dataclasses.replace(base.trials, seeds=seeds)
-    return PlannedRun(arm, SINGLE, None, dataclasses.replace(base, trials=trials))
-
-
-def _lengthened(arm: MatchedArm) -> MatchedArm:
-    return dataclasses.replace(arm, key=arm.key._replace(control=LONGER))
-
-
-def _to_lengthen(
-    study: Study,
-    arms: list[MatchedArm],
-    verdicts: Mapping[ArmKey, list[list[PlannedRun]]],
-    results: Results,
-    kept: History,
-) -> Iterator[MatchedArm]:
-    """The primary arms to train longer, of each size and corpus whose verdict runs are finished.
-
-    The margin and the seeds that the study began with decide, so that others train nothing longer.
-    """
-    if controls_of(study).longer is None:
-        return
-    groups: dict[tuple[str, str], list[MatchedArm]] = {}
-    for arm in arms:
-        if arm.key.control is None:
-            groups.setdefault((arm.key.corpus, arm.key.size), []).append(arm)
-    comparisons = sum(a.variant != study.baseline for group in groups.values() for a in group)
-    declared = study.base.trials.seeds
-    seeds = kept.seeds if set(kept.seeds) <= set(declared) else declared
-    study = dataclasses.replace(study, margin=kept.margin)
-    for group in groups.values():
-        finished: dict[ArmKey, list[list[dict[str, Any]] | None]] = {}
-        for arm in group:
-            of_arm = itertools.chain(*verdicts.get(arm.key, ()))
-            deciding = [run for run in of_arm if not set(seeds).isdisjoint(run.config.trials.seeds)]
-            finished[arm.key] = [results(run) for run in deciding]
-        if all(of_arm and None not in of_arm for of_arm in finished.values()):
-            losses = {
-                key: _losses([t for trials in of_arm for t in trials or ()], 'test_loss')
-                for key, of_arm in finished.items()
-            }
-            yield from to_lengthen(study, group, losses, comparisons)
-
-
-def least(study: Study, arms: list[MatchedArm]) -> list[PlannedRun]:
-    """The minimum of runs: the grids as declared, and the verdict of every arm."""
-    if not is_tuned(study):
-        return runs(study, arms, lambda run: None)
-    return [run for arm in arms for run in _at_least(study, arm, grids(study, arm))]
-
-
-def lengthened(study: Study, arms: list[MatchedArm]) -> list[PlannedRun]:
-    """The minimum of longer runs if every arm is decided; [] if none are made."""
-    known: list[PlannedRun] = []
-    for arm in arms if controls_of(study).longer is not None else ():
-        if arm.key.control is None:
-            middle = tune(grids(study, arm), study.tuning, {}).settings
-            known += _at_least(study, _lengthened(arm), grids_around(grids(study, arm), middle))
-    return known
-
-
-def _at_least(study: Study, arm: MatchedArm, grid: Grids) -> Iterator[PlannedRun]:
-    middle = tune(grid, study.tuning, {}).settings
-    for knob, values in grid.items():
-        if len(values) > 1:
-            stack = [with_knob(middle, knob, value) for value in values]
-            yield from _screening_runs(study, arm, knob, stack, study.tuning.seeds)
-    yield from itertools.chain(*_verdict_runs(study, arm, middle, history(study)))
-
-
-def declaration(study: Study, arms: list[MatchedArm]) -> dict[str, Any]:
+def declaration(study: Study, arms: Sequence[MatchedArm]) -> dict[str, Any]:
     """The content of study.json."""
-    values = to_json(study)
+    study = resolved(study)
+    values, tuning = to_json(study), None
     matched = values.pop('match')
-    tuning = None
-    if is_tuned(study):
+    if study.tuning.seeds:
         tuning = values['tuning'] | {f'{k}s': grid for k, grid in grids(study, arms[0]).items()}
     return values | {
         'variants': list(dict.fromkeys(a.label for a in arms if a.key.control is None)),
         'matched': matched,
-        'corpora': corpora_of(study),
-        'controls': to_json(controls_of(study)),
         'seeds': study.base.trials.seeds,
-        'looks': looks_of(study),
         'tuning': tuning,
         'base_hash': fingerprint(study.base),
         'arms': [arm.key._asdict() for arm in arms],
@@ -364,7 +350,7 @@ def declaration(study: Study, arms: list[MatchedArm]) -> dict[str, Any]:
     }
 
 
-def lines(study: Study, known: list[PlannedRun]) -> str:
+def lines(study: Study, known: Sequence[PlannedRun]) -> str:
     """plan.jsonl: a line per run, with its resolved config."""
     records = (
         {
@@ -392,7 +378,7 @@ def _about(study: Study, run: PlannedRun) -> dict[str, Any]:
     }
 
 
-def result_lines(study: Study, known: list[PlannedRun], results: Results) -> str:
+def result_lines(study: Study, known: Sequence[PlannedRun], results: Results) -> str:
     """results.jsonl: a line per trial of every finished run."""
     text = []
     for run in known:

@@ -17,7 +17,7 @@ import itertools
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -31,6 +31,7 @@ from qkattn.storage.records import ARM_KEY, damaged, parse_json, write_json
 from qkattn.study.tuning import SCREENING
 
 RUNS, DOCUMENTS = 'runs.jsonl', 'documents.npz'
+_DOCUMENTS = 'documents.json'  # of a run
 WHOLE_FILES = ('study.json', 'ledger.jsonl', 'yardsticks.json', 'orphans.jsonl')
 _INDEXED = ('provenance', 'data')
 # What a line of results.jsonl has beside an entry of result.json.
@@ -69,69 +70,60 @@ def pack(study: Path, destination: Path) -> None:
     Left out are checkpoints, training records of finished runs, and provenance.json, which names
     machines and users. ReportError for a file that would not be the same when it is unpacked.
     """
-    files: dict[str, bytes] = {}
-
-    def lines_of(
-        name: str, leave_out: Callable[[bytes], bool] = lambda line: False
-    ) -> list[Record]:
-        content = (study / name).read_bytes() if (study / name).is_file() else b''
-        lines = [line for line in content.splitlines(keepends=True) if line.endswith(b'\n')]
-        kept = [line for line in lines if not leave_out(line)]
-        files[name] = b''.join(kept)
-        for number, line in enumerate(lines, start=1):
-            try:
-                parse_json(line)
-            except ValueError as error:
-                raise ReportError(
-                    f'{study / name} cannot be stored: line {number} is not JSON'
-                ) from error
-        return list(map(parse_json, kept))
-
-    base = parse_json((study / 'study.json').read_bytes())['base']
-    results: dict[str, list[Record]] = {}
-    for result in lines_of('results.jsonl'):
-        results.setdefault(result['run'], []).append(result)
+    files: dict[str, bytes] = {}  # that have to come back
     shared: dict[str, list[Any]] = {name: [] for name in (*_INDEXED, 'documents')}
     arrays: dict[str, Any] = {}
-    packed: list[Record] = []
-    for run in lines_of('plan.jsonl'):
-        directory, trials = run['directory'], results.get(run['run'], [])
-        line: Record = {'plan': run | {'config': _changed(run['config'], base)}}
+
+    def lines_of(name: str, training: bool = True) -> list[Record]:
+        """The whole lines of a file, without those of training if these are left out."""
+        content = (study / name).read_bytes() if (study / name).is_file() else b''
+        lines = [line for line in content.splitlines(keepends=True) if line.endswith(b'\n')]
+        try:
+            records = list(map(parse_json, lines))
+        except ValueError as error:
+            raise ReportError(f'{study / name} cannot be stored: {error}') from error
+        kept = [training or not is_training(line) for line in lines]
+        files[name] = b''.join(itertools.compress(lines, kept))
+        return list(itertools.compress(records, kept))
+
+    def packed(run: Record, trials: list[Record]) -> Record:
+        """The line of a run."""
         columns = _columns(trials)
         same = {name for name, column in columns.items() if all(v == column[0] for v in column)}
-        line['result'] = {
-            name: _index(shared[name], column[0])
-            if name in _INDEXED
-            else column[0]
-            if name in same
-            else None
-            for name, column in columns.items()
+        template = {name: column[0] if name in same else None for name, column in columns.items()}
+        for name in template.keys() & set(_INDEXED):
+            template[name] = _index(shared[name], columns[name][0])
+        line: Record = {
+            'plan': run | {'config': _changed(run['config'], base)},
+            'result': template,
+            'trials': {name: columns[name] for name in columns if name not in same},
+            'log': None,
         }
-        line['trials'] = {name: columns[name] for name in columns if name not in same}
-        log = f'{directory}/metrics.jsonl'
-        line['log'] = None
+        log, documents = (f'{run["directory"]}/{name}' for name in ('metrics.jsonl', _DOCUMENTS))
         if (study / log).is_file():
-            records = lines_of(log, is_training if trials else lambda line: False)
             line['log'] = [
                 {name: None if _is_column(columns, name, v) else [v] for name, v in record.items()}
-                for record in records
+                for record in lines_of(log, training=not trials)
             ]
-        documents = f'{directory}/documents.json'
         if (study / documents).is_file():
             content = (study / documents).read_bytes()
             line['documents'] = {'sha256': hashlib.sha256(content).hexdigest()}
             if run['stage'] != SCREENING:
                 files[documents] = content
-                line['documents'] |= _pack_documents(
-                    run['run'], parse_json(content), shared['documents'], arrays
-                )
-        elif digest := left_out_documents(study / directory):
+                record = parse_json(content)
+                line['documents'] |= _pack_documents(run['run'], record, shared, arrays)
+        elif digest := left_out_documents(study / run['directory']):
             line['documents'] = {'sha256': digest}
-        packed.append(line)
-    text = '\n'.join(map(json.dumps, [{'format': _FORMAT} | shared, *packed])) + '\n'
+        return line
+
+    base = parse_json((study / 'study.json').read_bytes())['base']
+    results: dict[str, list[Record]] = {}
+    for result in lines_of('results.jsonl'):
+        results.setdefault(result['run'], []).append(result)
+    lines = [packed(run, results.get(run['run'], [])) for run in lines_of('plan.jsonl')]
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **arrays)
-    made = {RUNS: text.encode(), DOCUMENTS: buffer.getvalue()}
+    made = {RUNS: _text([{'format': _FORMAT} | shared, *lines]), DOCUMENTS: buffer.getvalue()}
     for name in WHOLE_FILES:
         if (study / name).is_file():
             made[name] = (study / name).read_bytes()
@@ -139,7 +131,7 @@ def pack(study: Path, destination: Path) -> None:
         for name, content in made.items():
             Path(temporary, name).write_bytes(content)
         for name, content in _files(Path(temporary)):
-            if name in files and content != files[name]:
+            if files.get(name, content) != content:
                 raise ReportError(
                     f'{study / name} cannot be stored: it would not come back as it is'
                 )
@@ -212,7 +204,7 @@ def _files(stored: Path) -> Iterator[tuple[str, bytes]]:
                 yield f'{directory}/{DOCUMENTS_SHA256}', documents['sha256'].encode() + b'\n'
             else:
                 record = _documents(line['plan']['run'], documents, shared['documents'], arrays)
-                yield f'{directory}/documents.json', _text([record])
+                yield f'{directory}/{_DOCUMENTS}', _text([record])
     except (OSError, EOFError, BadZipFile, ValueError, KeyError, TypeError, IndexError) as error:
         raise ReportError(
             f'the stored study {str(stored)!r} is damaged ({error}); restore it from a copy'
@@ -230,35 +222,30 @@ def _results(line: Record, shared: Record) -> Iterator[Record]:
         yield template | {name: column[trial] for name, column in line['trials'].items()}
 
 
-def _pack_documents(run: str, record: Record, sets: list[Any], arrays: dict[str, Any]) -> Record:
+def _pack_documents(run: str, record: Record, shared: Record, arrays: dict[str, Any]) -> Record:
     """A record of documents.json without numbers, which are added to `arrays`."""
-    packed: Record = {}
+    packed = dict(record)
     for split, part in record.items():
         if isinstance(part, dict):
-            rows = part['nats']
+            rows, names = part['nats'], {n: part[n] for n in ('documents', 'tokens')}
             packed[split] = {
-                'set': _index(sets, {'documents': part['documents'], 'tokens': part['tokens']}),
-                'absent': [place for place, row in enumerate(rows) if row is None],
+                'set': _index(shared['documents'], names),
+                'absent': [number for number, row in enumerate(rows) if row is None],
                 'trials': len(rows),
             }
             arrays[f'{run}-{split}'] = np.array([row for row in rows if row is not None], float)
-        else:
-            packed[split] = part
     return packed
 
 
 def _documents(
     run: str, packed: Record, sets: list[Any], arrays: Mapping[str, np.ndarray]
 ) -> Record:
-    record: Record = {}
-    for split, part in packed.items():
+    record = {split: part for split, part in packed.items() if split != 'sha256'}
+    for split, part in record.items():
         if isinstance(part, dict):
             rows = iter(arrays[f'{run}-{split}'].tolist())
-            absent = set(part['absent'])
-            nats = [None if place in absent else next(rows) for place in range(part['trials'])]
+            nats = [None if n in part['absent'] else next(rows) for n in range(part['trials'])]
             record[split] = sets[part['set']] | {'nats': nats}
-        elif split != 'sha256':
-            record[split] = part
     return record
 
 

@@ -1,7 +1,6 @@
 """The stored catalogue of Scores and Values as text and tables, without JAX."""
 
 import json
-from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,10 @@ def write(catalogue: Catalogue) -> None:
 
 def text(catalogue: Catalogue) -> str:
     """The whole catalogue for a terminal, a paragraph per Score or Value."""
-    return '\n\n'.join(_paragraphs(catalogue))
-
-
-def _paragraphs(catalogue: Catalogue) -> Iterator[str]:
-    yield (
+    paragraphs = [
         'reference: d_model D=64, heads N=K=4, head size H=16, context 128; FLOPs are those of a '
         'forward pass of a one-layer model'
-    )
+    ]
     for kind, entries in catalogue.items():
         for name, entry in entries.items():
             options = ', '.join(f'{key}={value!r}' for key, value in entry['options'].items())
@@ -46,17 +41,18 @@ def _paragraphs(catalogue: Catalogue) -> Iterator[str]:
             if kind == 'Value':
                 del lines['RoPE']
             title = f'{kind} {name}' + (f'({options})' if options else '')
-            yield '\n'.join([title, *(f'  {key:<11} {line}' for key, line in lines.items())])
+            listed = (f'  {key:<11} {line}' for key, line in lines.items())
+            paragraphs.append('\n'.join([title, *listed]))
+    return '\n\n'.join(paragraphs)
 
 
-def table(catalogue: Catalogue, kind: str, names: Collection[str] | None = None) -> str:
-    """A Markdown table of the Scores or the Values with these names; None is all."""
+def table(catalogue: Catalogue, kind: str) -> str:
+    """A Markdown table of the Scores or the Values."""
     rows = [[kind, 'A[n]' if kind == 'Score' else 'B[n]', 'parameters', 'cache, floats per token']]
     rows[0] += ['RoPE'] * (kind == 'Score')
     for name, entry in catalogue[kind].items():
-        if names is None or name in names:
-            rows.append([f'`{name}`', *(entry[key] for key in ('equation', 'parameters', 'cache'))])
-            rows[-1] += ['yes' if entry['rope'] else 'no'] * (kind == 'Score')
+        rows.append([f'`{name}`', *(entry[key] for key in ('equation', 'parameters', 'cache'))])
+        rows[-1] += ['yes' if entry['rope'] else 'no'] * (kind == 'Score')
     lines = [f'| {" | ".join(cells)} |' for cells in rows]
     lines.insert(1, '|---' * len(rows[0]) + '|')
     return '\n'.join(lines).replace('*', '·')

@@ -6,7 +6,6 @@ processes, of which process 0 holds the leases and writes the files of the study
 """
 
 import dataclasses
-import itertools
 import json
 import logging
 import time
@@ -19,14 +18,7 @@ import jax
 from qkattn.config import Config, Study, from_json, to_json
 from qkattn.data.pipeline import check_documents
 from qkattn.data.tasks.task_registry import rows_of
-from qkattn.errors import (
-    CheckpointError,
-    ConfigError,
-    DiskError,
-    InUseError,
-    Lost,
-    Stopped,
-)
+from qkattn.errors import CheckpointError, ConfigError, DiskError, InUseError, Lost, Stopped
 from qkattn.jobs import agreement
 from qkattn.jobs.agreement import owned
 from qkattn.jobs.display import StudyLeft, waiting
@@ -47,8 +39,6 @@ from qkattn.train.sharding import require_memory
 
 log = logging.getLogger(__name__)
 
-_Known = tuple[list[PlannedRun], list[PlannedRun], plan.Results]
-
 
 def run(
     study: Study,
@@ -67,7 +57,7 @@ def run(
     A worker counts as dead after `expiry` seconds without a heartbeat. With `accept_changes` the
     study of the directory may have had other settings; the ledger lists them. `arms` are those of
     the study, where they are known. `tell` is of a parent that shows what is left of the study,
-    and is called as tell('lease', run, number of runs, work of each run that is left).
+    and is called as tell('done', number of runs that are done, number of runs).
 
     Raises ConfigError for an impossible setting or directory, and at the end if runs could not be
     trained; Stopped on SIGTERM or Ctrl-C, with the state saved.
@@ -104,7 +94,7 @@ class _Worker:
     stop: StopRequest
     tell: Callable[..., None] | None
     lease: leases.Lease | None = None  # of the run that `lease_next` has returned
-    _refused: set[str] = dataclasses.field(default_factory=set)
+    refused: set[str] = dataclasses.field(default_factory=set)  # tried again after the others
     _held: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -132,49 +122,63 @@ class _Worker:
 
         {} after a while of waiting if others hold all runs that are left; None if none is left.
         """
-        runs, left = _write_plan(self.study, self._arms, self.path, self._declared)
-        left = longest_first([run for run in left if run.id not in failed])
-        self.lease = None
+        runs, left = self._write_plan()
+        left = [run for run in left if run.id not in failed]
         for run in left:
-            if run.id in self._refused:
+            if run.id in self.refused:
                 continue
             self.lease = leases.acquire(self.path / 'leases', run.id, expiry=self.expiry)
             if self.lease is not None:
                 break
+        else:
+            self.lease = None
         if self.tell is not None:
-            held = None if self.lease is None else run.id
-            self.tell('lease', held, len(runs), {one.id: one.work for one in left})
-        if self.lease is not None:
+            self.tell('done', len(runs) - len(left), len(runs))
+        if self.lease is None:
+            self.refused.clear()
+            return self._wait(left) if left else None
+        after = StudyLeft(0, 0.0)
+        if self.tell is None:  # a parent has a row for what is left
             workers = len(leases.holders(self.path / 'leases', expiry=self.expiry))
-            # The parent has a row for what is left.
-            after = StudyLeft(0, 0.0)
-            if self.tell is None:
-                others = sum(one.work for one in left) - run.work
-                after = StudyLeft(len(left) - 1, others / run.work / workers)
-            return {
-                'run': run.id,
-                'config': to_json(run.config),
-                'directory': run.directory,
-                'label': f'{run.arm.title} {run.knob or run.stage}'.removesuffix(f' {SINGLE}'),
-                'left': dataclasses.asdict(after),
-            }
-        if not left:
-            return None
-        self._refused.clear()
-        self._held = _wait(self.path, left, self.expiry, self.stop, self._held)
+            others = sum(one.work for one in left) - run.work
+            after = StudyLeft(len(left) - 1, others / run.work / workers)
+        return {
+            'run': run.id,
+            'config': to_json(run.config),
+            'directory': run.directory,
+            'label': f'{run.arm.title} {run.knob or run.stage}'.removesuffix(f' {SINGLE}'),
+            'left': dataclasses.asdict(after),
+        }
+
+    def _write_plan(self) -> tuple[list[PlannedRun], list[PlannedRun]]:
+        """Writes what is known to the files of the study; returns runs, those without result."""
+        study, path = self.study, self.path
+        # Results are read and the files written under one lock, whoever else writes.
+        with locked(path / 'lock'):
+            declaration.check_continued(path, study, self._declared)
+            runs, left, results = _known(study, self._arms, path)
+            write_atomic(path / 'plan.jsonl', plan.lines(study, runs))
+            write_atomic(path / 'results.jsonl', plan.result_lines(study, runs, results))
+            _list_orphans(path, {run.directory for run in runs})
+        return runs, left
+
+    def _wait(self, left: list[PlannedRun]) -> dict[str, Any]:
+        """Waits until a result has come, a lease may have been given up, or 10 s have passed."""
+        held = leases.holders(self.path / 'leases', expiry=self.expiry)
+        if held and held != self._held:
+            by_run = '; '.join(f'{run}, held by {holder}' for run, holder in held.items())
+            log.info('waiting for %s', by_run)
+        self._held = held
+        results = [self.path / run.directory / 'result.json' for run in left]
+        until = time.monotonic() + min(10.0 if held else 1.0, self.expiry / 4)
+        while time.monotonic() < until and not self.stop.requested:
+            if not is_url(self.path) and any(result.exists() for result in results):
+                break
+            time.sleep(0.1)
         return {}
 
-    def refuse(self, run: str) -> None:
-        """Tries a run again only after the others."""
-        self._refused.add(run)
 
-
-def _train(
-    path: Path,
-    leased: dict[str, Any],
-    worker: _Worker,
-    failed: dict[str, str],
-) -> None:
+def _train(path: Path, leased: dict[str, Any], worker: _Worker, failed: dict[str, str]) -> None:
     """Trains the run that `worker` holds the lease of; enters it in `failed` if it cannot."""
     with cast(leases.Lease, worker.lease) as lease:
         try:
@@ -187,7 +191,7 @@ def _train(
             )
         except (InUseError, Lost) as error:
             log.warning('%s; continuing with another run', error)
-            worker.refuse(leased['run'])
+            worker.refused.add(leased['run'])
         except DiskError:
             raise  # no other run could be saved either
         except (ConfigError, CheckpointError) as error:
@@ -195,42 +199,30 @@ def _train(
             failed[leased['run']] = str(error)
 
 
-def _known(study: Study, arms: list[MatchedArm], path: Path) -> _Known:
-    """Returns every run known so far, those of them without a result, and the results."""
-    read: dict[str, list[dict[str, Any]] | None] = {}
-    before = declaration.planned(path)
+def _known(
+    study: Study, arms: list[MatchedArm], path: Path
+) -> tuple[list[PlannedRun], list[PlannedRun], plan.Results]:
+    """Every run known so far, those without a result as workers take them, and the results.
 
-    def kept(run: PlannedRun) -> PlannedRun:
-        line = before.get(run.id)
-        if line is None or line['directory'] == run.directory:
-            return run
-        return dataclasses.replace(run, kept=line['directory'])
+    The longest are taken first, so that workers end at about the same time.
+    """
+    read: dict[str, list[dict[str, Any]] | None] = {}
+    before = {run: line['directory'] for run, line in declaration.planned(path).items()}
 
     def results(run: PlannedRun) -> list[dict[str, Any]] | None:
         # Each file is read once, so that the plan and the runs left are of the same moment.
         if run.id not in read:
-            file = path / kept(run).directory / 'result.json'
+            file = path / before.get(run.id, run.directory) / 'result.json'
             trials = run.config.trials.trials()
             read[run.id] = read_results(file, trials) if file.exists() else None
         return read[run.id]
 
-    history = declaration.history(path, study)
-    runs = list(map(kept, plan.runs(study, arms, results, history)))
-    return runs, [run for run in runs if results(run) is None], results
-
-
-def _write_plan(
-    study: Study, arms: list[MatchedArm], path: Path, declared: dict[str, Any]
-) -> tuple[list[PlannedRun], list[PlannedRun]]:
-    """Writes what is known to plan.jsonl and results.jsonl; returns runs, those without result."""
-    # Results are read and the files written under one lock, whoever else writes.
-    with locked(path / 'lock'):
-        declaration.check_continued(path, study, declared)
-        runs, left, results = _known(study, arms, path)
-        write_atomic(path / 'plan.jsonl', plan.lines(study, runs))
-        write_atomic(path / 'results.jsonl', plan.result_lines(study, runs, results))
-        _list_orphans(path, {run.directory for run in runs})
-    return runs, left
+    runs = plan.runs(study, arms, results, declaration.history(path, study))
+    for number, run in enumerate(runs):
+        if before.get(run.id, run.directory) != run.directory:
+            runs[number] = dataclasses.replace(run, kept=before[run.id])
+    left = sorted((run for run in runs if results(run) is None), key=lambda run: -run.work)
+    return runs, left, results
 
 
 def _list_orphans(path: Path, planned: set[str]) -> None:
@@ -245,36 +237,10 @@ def _list_orphans(path: Path, planned: set[str]) -> None:
         write_atomic(file, text)
         log.warning(
             '%d of the run directories in %s do not belong to the plan; orphans.jsonl lists them',
-            len(orphans),
-            path,
+            *(len(orphans), path),
         )
-
-
-def longest_first(runs: list[PlannedRun]) -> list[PlannedRun]:
-    """The runs in the order in which workers take them, so that they end at about the same time."""
-    return sorted(runs, key=lambda run: -run.work)
 
 
 def left_of(study: Study, arms: list[MatchedArm], path: Path) -> list[PlannedRun]:
     """The runs known so far that have no result, in the order in which workers take them."""
-    return longest_first(_known(study, arms, path)[1])
-
-
-def _wait(
-    path: Path, left: list[PlannedRun], expiry: float, stop: StopRequest, before: dict[str, str]
-) -> dict[str, str]:
-    """Waits until a result has come, a lease may have been given up, or 10 s have passed.
-
-    Returns who holds which run, which is logged unless it is as `before`.
-    """
-    held = leases.holders(path / 'leases', expiry=expiry)
-    if held and held != before:
-        log.info('waiting for %s', '; '.join(f'{run}, held by {held[run]}' for run in held))
-    results = [] if is_url(path) else [path / run.directory / 'result.json' for run in left]
-    until = time.monotonic() + min(10.0 if held else 1.0, expiry / 4)
-    turns = itertools.count()
-    while time.monotonic() < until and not stop.requested:
-        if next(turns) % 5 == 0 and any(result.exists() for result in results):
-            break
-        time.sleep(0.1)
-    return held
+    return _known(study, arms, path)[1]

@@ -70,21 +70,26 @@ def record(directory: str | Path) -> list[str]:
     ConfigError for a directory without the files of a study.
     """
     path, started = absolute(directory), time.perf_counter()
-    declared = read_json(path / 'study.json', {'baseline': str | None})
-    plan, results = _lines(path / 'plan.jsonl'), _lines(path / 'results.jsonl')
-    finished = {result['run'] for result in results if result['status'] == FINISHED}
+    baseline = read_json(path / 'study.json', {'baseline': str | None})['baseline']
+    results: dict[str, list[_Record]] = {}
+    for result in _lines(path / 'results.jsonl'):
+        results.setdefault(result['run'], []).append(result)
     schema = {'groups': tuple[dict, ...], 'runs': tuple[dict, ...], 'seconds': float}
-    before = read_json(path / YARDSTICKS, schema) if (path / YARDSTICKS).exists() else {}
-    groups = {group['run']: group for group in before.get('groups', ())}
-    measured = {run['run']: run for run in before.get('runs', ()) if run['trials'] is not None}
+    before: _Record = {'groups': [], 'runs': [], 'seconds': 0.0}
+    if (path / YARDSTICKS).exists():
+        before = read_json(path / YARDSTICKS, schema)
+    groups = {group['run']: group for group in before['groups']}
+    measured = {run['run']: run for run in before['runs'] if run['trials'] is not None}
     problems: dict[str, None] = {}
     made: dict[str, list[_Record]] = {'groups': [], 'runs': []}
     counted: dict[Any, _Record] = {}
-    for run in (run for run in plan if run['stage'] != SCREENING and run['run'] in finished):
+    for run in _lines(path / 'plan.jsonl'):
+        of_run = results.get(run['run'], [])
+        if run['stage'] == SCREENING or FINISHED not in [result['status'] for result in of_run]:
+            continue
         name, config = run['run'], from_json(Config, run['config'])
-        of_run = [result for result in results if result['run'] == name]
         group = {'size': run['size'], 'corpus': run['corpus'], 'longer': run['control'] == LONGER}
-        is_baseline = run['variant'] == declared['baseline'] and run['control'] != EQUAL_SHAPE
+        is_baseline = run['variant'] == baseline and run['control'] != EQUAL_SHAPE
         # What the losses of counts depend on.
         key = config.data, config.model.context, config.train.num_steps, config.trials.seeds[0]
         try:
@@ -93,14 +98,14 @@ def record(directory: str | Path) -> list[str]:
                     counted[key] = _group(config, of_run[0])
                 made['groups'].append(groups.get(name) or {'run': name} | group | counted[key])
             if run['stage'] == VERDICT:
-                place = {'run': name} | {field: run[field] for field in ARM_KEY}
-                made['runs'].append(measured.get(name) or place | _run(path, run, config, of_run))
+                about = {'run': name} | {field: run[field] for field in ARM_KEY}
+                made['runs'].append(measured.get(name) or about | _run(path, run, config, of_run))
         except ConfigError as error:
             problems[f'{run["size"]}, {run["corpus"]}: {error}'] = None
-    if made != {name: list(before.get(name, ())) for name in made}:
+    if any(made[name] != before[name] for name in made):
         start = describe_start()
         about = {'recorded': start['started'], 'start': {key: start[key] for key in START}}
-        seconds = before.get('seconds', 0.0) + time.perf_counter() - started
+        seconds = before['seconds'] + time.perf_counter() - started
         write_json(path / YARDSTICKS, about | {'seconds': seconds} | to_jsonable(made))
     return list(problems)
 
@@ -138,12 +143,11 @@ def _group(config: Config, result: Mapping[str, Any]) -> _Record:
     rows = _same_rows(config, result)
     if isinstance(rows, LanguageRows | MaskedRows):
         return about | _counted(config, rows)
-    chance = {split: rows.unigram_nats(split) for split in rows.splits[1:]}
-    uniform = float(np.log(rows.vocab_size))
-    losses = {
-        PREFIXES[split]: {'chance': uniform if nats is None else nats}
-        for split, nats in chance.items()
-    }
+    losses = {}
+    for split in rows.splits[1:]:
+        nats = rows.unigram_nats(split)
+        chance = float(np.log(rows.vocab_size)) if nats is None else nats
+        losses[PREFIXES[split]] = {'chance': chance}
     return about | {'task': 'probe', 'losses': losses}
 
 
@@ -214,19 +218,14 @@ def _between(rows: MaskedRows, text_RT: np.ndarray, splits: list[Batch]) -> list
 
 def _run(path: Path, run: _Record, config: Config, results: list[_Record]) -> _Record:
     """The trials of a verdict run, or why they are not measured."""
-
-    def refused(why: object) -> _Record:
-        return {'trials': None, 'why': str(why)}
-
-    directory = path / run['directory']
-    if not (directory / 'checkpoints').is_dir():
-        return refused('it has no checkpoint')
     try:
-        _, reached, stack = load_stack(directory)
+        if not (path / run['directory'] / 'checkpoints').is_dir():
+            raise CheckpointError('it has no checkpoint')
+        _, reached, stack = load_stack(path / run['directory'])
+        if reached != config.train.num_steps:
+            raise CheckpointError(f'its last checkpoint is of step {reached}')
     except (ConfigError, CheckpointError) as error:
-        return refused(error)
-    if reached != config.train.num_steps:
-        return refused(f'its last checkpoint is of step {reached}')
+        return {'trials': None, 'why': str(error)}
     rows = _same_rows(config, results[0])
     log.info('measuring the loss by position of %s', run['directory'])
     split, made = PREFIXES[rows.splits[-1]], []
@@ -234,33 +233,34 @@ def _run(path: Path, run: _Record, config: Config, results: list[_Record]) -> _R
         if result['status'] == FINISHED:
             loss, logged = trial['loss'], result[f'{split}_loss']
             if not np.isclose(loss, logged, atol=ROUNDING):
-                return refused(f'its checkpoint has a loss of {loss:.4f}, its result {logged:.4f}')
+                why = f'its checkpoint has a loss of {loss:.4f}, its result {logged:.4f}'
+                return {'trials': None, 'why': why}
             made.append({'seed': result['trial']['seed']} | trial)
     return {'trials': made, 'why': None}
 
 
 def _trials(config: Config, rows: Rows, params: dict) -> Iterator[_Record]:
     """What is measured of each of the stacked trials, on the last split."""
-    nats_XT, weight_T = _by_position(config, rows, params)
-    loss_X = nats_XT.sum(1) / weight_T.sum()
-    shuffled_X = [None] * len(loss_X)
+
+    def means(rows: Rows, parts: dict[str, slice]) -> dict[str, np.ndarray]:
+        """By name of the part of a row, the mean loss of each trial; NaN without targets."""
+        nats_XT, weight_T = _by_position(config, rows, params)
+        with np.errstate(invalid='ignore'):
+            return {n: nats_XT[:, part].sum(1) / weight_T[part].sum() for n, part in parts.items()}
+
+    T, whole = config.model.context, {'loss': slice(None)}
+    ends = {'early': slice(EARLY - 1, EARLY), 'late': slice(T // 2, None)}
+    measured = means(rows, whole | ends | buckets(T))
+    shuffled_X = np.full_like(measured['loss'], np.nan)
     if isinstance(rows, TranslationRows):
-        nats, weights = _by_position(config, rows.with_shuffled_sources(), params)
-        shuffled_X = (nats.sum(1) / weights.sum()).tolist()
-    T = len(weight_T)
-    is_long = 2 * EARLY <= T
-    for nats_T, loss, shuffled in zip(nats_XT, loss_X, shuffled_X, strict=True):
-
-        def mean(part: slice, nats_T: np.ndarray = nats_T) -> float | None:
-            weight = weight_T[part].sum()
-            return float(nats_T[part].sum() / weight) if weight_T[part].any() else None
-
+        shuffled_X = means(rows.with_shuffled_sources(), whole)['loss']
+    for trial, shuffled in enumerate(shuffled_X):
+        of_trial = {name: float(loss_X[trial]) for name, loss_X in measured.items()}
         yield {
-            'loss': float(loss),
-            'positions': {name: mean(part) for name, part in buckets(T).items()},
-            'early': mean(slice(EARLY - 1, EARLY)) if is_long else None,
-            'late': mean(slice(T // 2, None)) if is_long else None,
-            'shuffled': shuffled,
+            'loss': of_trial['loss'],
+            'positions': {name: of_trial[name] for name in buckets(T)},
+            **{name: of_trial[name] if 2 * EARLY <= T else None for name in ends},
+            'shuffled': float(shuffled),
         }
 
 
@@ -288,12 +288,10 @@ def _by_position(config: Config, rows: Rows, params: dict) -> tuple[np.ndarray, 
     nats_XT, weight_T = np.zeros((X, T)), np.zeros(T)
     size, most = config.train.batch_size, config.data.eval_sequences
     for batch in pipeline.eval_batches(rows, rows.splits[-1], batch_size=size, max_rows=most):
-        at_BT = _positions(batch).ravel()
-        weight_T += np.bincount(at_BT, batch['loss_weights_BT'].ravel(), minlength=T)
-        for nats_T, nats_BT in zip(
-            nats_XT, np.asarray(measure(params, batch)['nats_BT']), strict=True
-        ):
-            nats_T += np.bincount(at_BT, nats_BT.ravel(), minlength=T)
+        at_N = _positions(batch).ravel()
+        weight_T += np.bincount(at_N, batch['loss_weights_BT'].ravel(), minlength=T)
+        nats_XBT = np.asarray(measure(params, batch)['nats_BT'])
+        nats_XT += [np.bincount(at_N, nats_BT.ravel(), minlength=T) for nats_BT in nats_XBT]
     return nats_XT, weight_T
 
 
@@ -306,9 +304,9 @@ def _weighted_nats(config: Config, params: dict, batch: Batch) -> dict[str, jax.
 
 
 def _positions(batch: Batch) -> np.ndarray:
-    """The place of each target in its sentence, or in its row, from 0."""
-    place_BT = np.broadcast_to(np.arange(batch['targets_BT'].shape[1]), batch['targets_BT'].shape)
+    """The position of each target in its sentence, or in its row, from 0."""
+    at_BT = np.broadcast_to(np.arange(batch['targets_BT'].shape[1]), batch['targets_BT'].shape)
     if 'segments_BT' not in batch:
-        return place_BT
+        return at_BT
     starts_BT = np.diff(batch['segments_BT'], axis=1, prepend=-1) != 0
-    return place_BT - np.maximum.accumulate(np.where(starts_BT, place_BT, 0), axis=1)
+    return at_BT - np.maximum.accumulate(np.where(starts_BT, at_BT, 0), axis=1)

@@ -8,7 +8,9 @@ variant  what depends on both: also `vo` with every Score, `qk` with every Value
 some     what compiles or lowers a program: every ninth variant of the documentation
 """
 
+import contextlib
 import functools
+import itertools
 import random
 import re
 
@@ -20,7 +22,16 @@ from qkattn.study import catalogue
 from tests.attention import examples
 from tests.lanes import only
 
-buildable_variants = functools.cache(catalogue.buildable_variants)
+
+@functools.cache
+def buildable_variants() -> list[tuple[str, str]]:
+    """Every (score, value) of the registries that can be built at the reference size."""
+    buildable = []
+    for score, value in itertools.product(SCORES, VALUES):
+        with contextlib.suppress(SpecError):
+            registry.check(catalogue.reference_spec(score, value))
+            buildable.append((score, value))
+    return buildable
 
 
 def quick_variants(fixture: str) -> set[tuple[str, str]]:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from qkattn.attention import Attention, AttentionSpec, oracle, registry, visible
 
@@ -34,6 +35,16 @@ def make(variant: Any, *, seed: int = 0, moved: bool = True, **options: Any) -> 
 def wide(tree: Any) -> Any:
     """The same arrays in float64; only under jax.enable_x64."""
     return jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), tree)
+
+
+def letters(circuit: nnx.Module, spec: AttentionSpec) -> dict[str, int]:
+    """The sizes of the letters in `parameter_count`, from the spec and the parameters' axes."""
+    sizes = spec.letters
+    for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(nnx.state(circuit))):
+        name = path[-1].key
+        for letter, size in zip(name.rsplit('_', 1)[1], leaf.shape, strict=True):
+            assert sizes.setdefault(letter, size) == size, f'{name}: {letter} is {size} here'
+    return sizes
 
 
 def stream(length: int = T, seed: int = 5, d_model: int = D) -> jax.Array:

@@ -15,7 +15,6 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from qkattn.attention import Attention, Mask, registry, visible
 from qkattn.config import Config, MeshConfig, ModelConfig, TrainConfig, TrialsConfig
 from qkattn.errors import SpecError
-from qkattn.study import catalogue
 from qkattn.train import program, sharding
 from qkattn.train.program import train_steps
 from tests.attention import layers
@@ -155,7 +154,7 @@ def test_the_parameter_count_is_as_declared(variant):
         except SpecError:
             continue
         for circuit in (layer.score, layer.value):
-            letters = catalogue.letters(circuit, layer.spec)
+            letters = layers.letters(circuit, layer.spec)
             counted = sum(leaf.size for leaf in jax.tree.leaves(circuit))
             assert counted == eval(circuit.parameter_count, letters), letters
 

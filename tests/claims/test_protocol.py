@@ -9,7 +9,7 @@ import pytest
 from qkattn.claims import protocol
 from qkattn.config import from_config_dict
 from qkattn.errors import ConfigError
-from qkattn.study.arms import build_arms, is_tuned
+from qkattn.study.arms import build_arms
 from qkattn.study.tuning import screening_seeds
 
 CONFIGS = sorted((Path(__file__).parents[2] / 'configs/claims').glob('*.py'))
@@ -29,7 +29,7 @@ def test_studies_are_matched_at_every_scale(path, scale):
     of = study(path, scale)
     arms = build_arms(of)
     assert of.name == path.stem
-    assert is_tuned(of) == (scale != 'smoke' and of.name not in UNTUNED)
+    assert bool(of.tuning.seeds) == (scale != 'smoke' and of.name not in UNTUNED)
     matched = [arm for arm in arms if arm.key.control is None and of.match]
     assert all(abs(arm.match.residual) <= of.tolerance for arm in matched)
 
@@ -43,7 +43,7 @@ def test_longer_training_is_asked_for_by_name():
 def test_screening_seeds_are_none_of_the_verdict(path):
     for scale in protocol.SCALES:
         of = study(path, scale)
-        if is_tuned(of):
+        if of.tuning.seeds:
             assert not {*of.base.trials.seeds} & {*screening_seeds(of.tuning)}
 
 

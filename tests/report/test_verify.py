@@ -50,7 +50,7 @@ def test_a_damaged_line_is_named_before_a_study_is_stored(written, tmp_path):
     source = shutil.copytree(written, tmp_path / 'source')
     log = next(source.glob('*/metrics.jsonl'))
     log.write_bytes(log.read_bytes() + b'\x80{"kind": "ev\n')
-    with pytest.raises(ReportError, match=f'{log} cannot be stored: line [0-9]+ is not JSON'):
+    with pytest.raises(ReportError, match=f'{log} cannot be stored: it is not JSON'):
         export(source, tmp_path / 'copy')
     with pytest.raises(ReportError, match=f'{log.relative_to(source)}:[0-9]+ was left out: it is'):
         check_study(source)

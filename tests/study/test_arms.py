@@ -1,6 +1,5 @@
-"""Variants x destinations x sizes become arms of equal cost."""
+"""Variants x destinations x sizes become arms of equal cost; a study breaks no rule."""
 
-import ast
 import dataclasses
 
 import jax
@@ -8,27 +7,39 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from qkattn.config import Config, ControlsConfig, ModelConfig, Study, TuningConfig
+from qkattn.config import (
+    Config,
+    ControlsConfig,
+    ModelConfig,
+    Study,
+    TrialsConfig,
+    TuningConfig,
+)
 from qkattn.errors import ConfigError, MatchError
-from qkattn.model import build
-from qkattn.study.arms import build_arms
-from tests.study.test_rules import TUNED
+from qkattn.model import build, cost
+from qkattn.study import rules
+from qkattn.study.arms import build_arms, table
 
-STUDY = Study(
-    base=Config(model=ModelConfig(num_layers=2)),
+UNTUNED = Study(
+    base=Config(
+        model=ModelConfig(num_layers=2),
+        trials=TrialsConfig(seeds=(0, 1, 2, 3), learning_rates=(1e-3, 2e-3, 4e-3)),
+    ),
     variants=('qk/vo', 'shared_qk/no_v', 'qk/vo?num_kv_heads=1'),
     sizes=('d_model=64', 'd_model=128&num_layers=3'),
 )
+TUNED = dataclasses.replace(UNTUNED, tuning=TuningConfig(seeds=(10, 11)))
 
 
 def test_the_grid_is_expanded_and_matched():
-    arms = build_arms(STUDY)
-    assert [(a.label, a.size) for a in arms] == [
-        (v, s) for s in STUDY.sizes for v in STUDY.variants
+    study = dataclasses.replace(UNTUNED, corpora=('stdlib', 'packages'))
+    arms = build_arms(study)
+    assert [(a.key.corpus, a.label, a.size) for a in arms] == [
+        (corpus, v, s) for corpus in study.corpora for s in study.sizes for v in study.variants
     ]
-    targets = {a.size: a.match.target for a in arms}
-    for arm in arms:
-        assert abs(arm.match.parameters['total'] / targets[arm.size] - 1) <= 1e-3
+    targets = {arm.size: arm.match.target for arm in arms}
+    for arm in arms[:6]:
+        assert abs(cost.count(arm.model)['total'] / targets[arm.size] - 1) <= 1e-3
     assert arms[0].model.d_model == 64 and arms[0].match.residual == 0
     assert arms[0].destination is None and arms[1].destination == 'd_model'
     assert arms[2].model.num_kv_heads == 1
@@ -39,7 +50,7 @@ def test_every_destination_is_an_arm_and_the_baseline_is_one():
     moved = {'d_model': 'd_model', 'd_ff': 'mlp_width'}
     moved |= {name: name for name in ('num_heads', 'num_layers')}
     variants, sizes = ('qk/vo', 'qk/vo?num_kv_heads=1'), ('d_model=128&num_layers=12',)
-    study = dataclasses.replace(STUDY, variants=variants, sizes=sizes)
+    study = dataclasses.replace(UNTUNED, variants=variants, sizes=sizes)
     baseline, *arms = build_arms(dataclasses.replace(study, destinations=tuple(moved)))
     assert baseline.label == 'qk/vo'
     assert [arm.label for arm in arms] == [f'qk/vo?num_kv_heads=1 [{name}]' for name in moved]
@@ -48,22 +59,39 @@ def test_every_destination_is_an_arm_and_the_baseline_is_one():
         assert destination == 'd_model' or arm.model.d_model == baseline.model.d_model
 
 
-SCALED = {'variants': ('qk/vo', 'qk/vo?score_scale=2.0')}
-SCALED['tuning'] = TuningConfig(seeds=(10, 11), score_scales=(0.5, 1.0))
+def base(section, **fields):
+    changed = dataclasses.replace(getattr(TUNED.base, section), **fields)
+    return {'base': dataclasses.replace(TUNED.base, **{section: changed})}
+
+
+def tuning(**fields):
+    return {'tuning': TuningConfig(**{'seeds': (5,)} | fields)}
+
+
+def longer(*seeds):
+    return {'controls': ControlsConfig(longer_seeds=seeds)}
+
+
+SCALED = {'variants': ('qk/vo', 'qk/vo?score_scale=2.0')} | tuning(score_scales=(0.5, 1.0))
 
 
 @pytest.mark.parametrize(
     ('study', 'fields', 'message'),
     [
-        (STUDY, {'variants': ('qk/vv',)}, "variant 'qk/vv': unknown value 'vv'"),
-        (STUDY, {'variants': ('qk',)}, 'must be written score/value'),
-        (STUDY, {'variants': ('qk/vo?heads=3',)}, "'heads=3' must be a model field"),
-        (STUDY, {'variants': ('qk/vo?num_heads',)}, "'num_heads' must be a model field"),
-        (STUDY, {'variants': ('qk/vo', 'qk/vo?num_heads=4')}, 'are the same model'),
-        (STUDY, {'variants': ('qk/vo', 'qk/vo?d_model=8')}, 'and sizes both set d_model'),
-        (STUDY, {'variants': ('qk/vo', 'qk/vo?num_heads=[4]')}, r'num_heads=\[4\] must be of type'),
-        (STUDY, {'sizes': ('d_model=66',)}, 'd_model=66 must be a multiple of num_heads=4'),
-        (STUDY, {'sizes': ('d_model=wide',)}, "model.d_model='wide' must be of type int"),
+        (UNTUNED, {'variants': ('qk/vv',)}, "variant 'qk/vv': unknown value 'vv'"),
+        (UNTUNED, {'variants': ('qk',)}, 'must be written score/value'),
+        (UNTUNED, {'variants': ('qk/vo?heads=3',)}, "'heads=3' must be a model field"),
+        (UNTUNED, {'variants': ('qk/vo?num_heads',)}, "'num_heads' must be a model field"),
+        (UNTUNED, {'variants': ('qk/vo', 'qk/vo?num_heads=4')}, 'are the same model'),
+        (UNTUNED, {'variants': ('qk/vo', 'qk/vo?d_model=8')}, 'and sizes both set d_model'),
+        (UNTUNED, {'variants': ('qk/vo', 'qk/vo?num_heads=[4]')}, r'num_heads=\[4\] must be of'),
+        (
+            UNTUNED,
+            {'variants': ('qk/vo', 'qk/vo?positions=rope&head_size=7'), 'match': None},
+            'head_size',
+        ),
+        (UNTUNED, {'sizes': ('d_model=66',)}, 'd_model=66 must be a multiple of num_heads=4'),
+        (UNTUNED, {'sizes': ('d_model=wide',)}, "model.d_model='wide' must be of type int"),
         (TUNED, {'expected': ('shared_qk/vo is bad',)}, 'must be a variant and a decision'),
         (TUNED, {'corpora': ('stdlib', 'stdlub')}, r"corpora=\('stdlib', 'stdlub'\): .*'stdlub'"),
         (TUNED, SCALED, 'sets score_scale, which tuning.score_scales tunes'),
@@ -75,43 +103,65 @@ def test_a_wrong_study_is_one_sentence(study, fields, message):
     assert '\n' not in str(caught.value)
 
 
-def test_variants_that_no_model_matches_are_named_beside_the_other_arms():
+@pytest.mark.parametrize(
+    ('study', 'fields', 'code'),
+    [
+        (UNTUNED, {}, None),
+        (UNTUNED, {'destinations': ('d_ff', 'd_model'), 'match': None}, 'NO_EFFECT'),
+        (UNTUNED, {'looks': (1,)}, 'NEEDS_TUNING'),
+        (UNTUNED, {'expected': ('shared_qk/no_v is worse',)}, 'NEEDS_TUNING'),
+        (UNTUNED, tuning(seeds=(), score_scales=(1.0, 2.0)), 'NEEDS_TUNING'),
+        (TUNED, {}, None),
+        (TUNED, {'variants': ('shared_qk/vo',)}, 'NO_BASELINE'),
+        (TUNED, tuning(seeds=(1, 2)), 'SHARED_SEEDS'),
+        (TUNED, tuning() | base('trials', seeds=(0, 1, 7)), 'SHARED_SEEDS'),  # may be drawn
+        (TUNED, longer(8, 9, 10), 'SHARED_SEEDS'),
+        (TUNED, longer(8, 9, 12), 'SHARED_SEEDS'),
+        (TUNED, longer(20, 21), 'TOO_FEW'),
+        (TUNED, base('trials', seeds=(0, 1)), 'TOO_FEW'),
+        (TUNED, tuning(seeds=(5, 6), max_seeds=1), 'TOO_FEW'),
+        (TUNED, tuning(max_seeds=1), 'TOO_FEW'),
+        (TUNED, tuning(max_points=2), 'TOO_FEW'),
+        (TUNED, {'looks': (2, 3)}, 'LOOKS'),
+        (TUNED, {'looks': (3, 2, 4)}, 'LOOKS'),
+        (TUNED, {'looks': (2, 4)}, None),
+        (TUNED, {'expected': ('qk/vo is worse',)}, 'UNKNOWN_CONTROL'),
+        (TUNED, {'expected': ('x/vo is worse',)}, 'UNKNOWN_CONTROL'),
+        (
+            TUNED,
+            {'expected': ('shared_qk/no_v is worse at equal shape',), 'match': None},
+            'NO_EQUAL_SHAPE',
+        ),
+        (TUNED, tuning(score_scales=(1.0,)), 'SINGLE_VALUE'),
+        (TUNED, tuning(init_vos=(1.0, 0.5)), 'GRID'),
+        (TUNED, base('trials', learning_rates=(1e-3, 2e-3, 3e-3)), 'GRID'),
+        (TUNED, base('trials', weight_decays=(0.0, 0.1)), 'GRID'),
+        (TUNED, base('trials', learning_rates=(1e-3,)), 'LEARNING_RATE_NOT_TUNED'),
+        (TUNED, base('optimizer', schedule='constant'), 'NOT_ANNEALED'),
+        (TUNED, base('optimizer', final_fraction=0.2), 'NOT_ANNEALED'),
+        (TUNED, base('mesh', trial=2) | tuning(seeds=(10, 11, 12)), 'NOT_DIVISIBLE'),
+        (TUNED, base('mesh', trial=2) | {'looks': (3, 4)}, 'NOT_DIVISIBLE'),
+    ],
+)
+def test_a_change_breaks_a_rule_which_is_one_sentence(study, fields, code):
+    study = dataclasses.replace(study, **fields)
+    broken = list(rules.broken(study))
+    assert {rule.name for rule, _ in broken} == ({code} if code else set())
+    if broken:
+        with pytest.raises(ConfigError) as refusal:
+            rules.validate(study)
+        assert str(refusal.value) == rules.sentence(*broken[0])
+        assert '\n' not in str(refusal.value)
+
+
+def test_each_variant_that_no_model_matches_is_named():
     variants = ('qk/vo', 'shared_qk/vo', 'qk/no_v')
-    study = dataclasses.replace(STUDY, variants=variants, sizes=STUDY.sizes[:1], fill=None)
+    study = dataclasses.replace(UNTUNED, variants=variants, sizes=UNTUNED.sizes[:1], fill=None)
     with pytest.raises(MatchError) as caught:
         build_arms(study)
-    *lines, _ = str(caught.value).splitlines()
-    for line, variant in zip(lines, variants[1:], strict=True):
+    for line, variant in zip(str(caught.value).splitlines(), variants[1:], strict=True):
         assert line.startswith(f'variant {variant!r}: {variant} reaches ')
         assert line.endswith('d_model alone is too coarse, and d_ff is fixed')
-    assert [arm.label for arm in caught.value.matched if not arm.key.control] == ['qk/vo']
-
-
-@pytest.mark.parametrize(
-    ('variants', 'sizes', 'remedy'),
-    [
-        # Between 96 and 128, the power of two that it needs is above what its savings reach.
-        (('qk/hadamard', 'qk/no_v'), ('d_model=96',), '("d_model=100",)'),
-        (
-            ('qk/hadamard',),
-            ('d_model=64&num_layers=3', 'd_model=112'),
-            '("d_model=60&num_layers=3", "d_model=112",)',
-        ),
-        # Where the first matches, the second, which matches here, does not.
-        (('nonlinear_query/vo', 'qk/hadamard'), ('d_model=112',), None),
-        (('qk/hadamard', 'query_free/low_rank(rank=0)'), ('d_model=96',), ''),
-    ],
-    ids=['one', 'two sizes', 'none near', 'not to be built'],
-)
-def test_the_nearest_widths_that_match_all_arms_are_named(variants, sizes, remedy):
-    study = dataclasses.replace(STUDY, variants=('qk/vo', *variants), sizes=sizes)
-    with pytest.raises(MatchError) as caught:
-        build_arms(study)
-    flag = f"all arms match at the nearest widths: --config.sizes='{remedy}'"
-    none = f'none of the next 16 widths below and above {sizes[0]!r} matches all arms'
-    assert str(caught.value).endswith(flag if remedy else none) == (remedy != '')
-    if remedy:
-        build_arms(dataclasses.replace(study, sizes=ast.literal_eval(remedy)))
 
 
 def test_a_variant_that_saves_parameters_is_also_an_arm_at_the_baselines_shape():
@@ -126,9 +176,15 @@ def test_a_variant_that_saves_parameters_is_also_an_arm_at_the_baselines_shape()
     control = arms[2]
     for name in ('d_model', 'mlp_width', 'num_heads', 'num_layers'):
         assert getattr(control.model, name) == getattr(baseline.model, name)
-    saved = control.match.parameters['total'] / baseline.match.parameters['total'] - 1
+    saved = cost.count(control.model)['total'] / cost.count(baseline.model)['total'] - 1
     assert control.destination is None and control.match.residual == pytest.approx(saved)
     assert saved < -0.05 and arms[-1].model.d_ff == 200
+    equal, header, row, *_ = table([baseline, *arms], 'total').splitlines()
+    shown = dict(zip(header.split(), row.split(), strict=True))
+    names = ('variant', 'd_model', 'widened', 'd_ff', 'fill', 'heads', 'head_size', 'residual')
+    values = ['qk/vo', '64', '+0', '256', '+0', '4', '16', '+0.0000%']
+    assert equal == 'equal: parameters' and [shown[name] for name in names] == values
+    assert shown['total'] == f'{cost.count(baseline.model)["total"]:,}'
     for without in (
         {'controls': ControlsConfig(equal_shape=False)},
         {'tuning': TuningConfig()},
@@ -138,7 +194,7 @@ def test_a_variant_that_saves_parameters_is_also_an_arm_at_the_baselines_shape()
 
 
 def test_arms_start_from_the_same_values_where_tensors_are_the_same():
-    same_shapes = dataclasses.replace(STUDY, match=None, sizes=STUDY.sizes[:1])
+    same_shapes = dataclasses.replace(UNTUNED, match=None, sizes=UNTUNED.sizes[:1])
     arms = build_arms(same_shapes)
     assert {arm.model.d_model for arm in arms} == {64} and arms[1].match.residual < -0.05
     first, *others = (
@@ -151,9 +207,3 @@ def test_arms_start_from_the_same_values_where_tensors_are_the_same():
         assert len(shared) >= 5
         for path in shared:
             np.testing.assert_array_equal(first[path], other[path])
-
-
-def test_a_model_that_cannot_be_built_is_refused_where_nothing_is_matched():
-    variants = ('qk/vo', 'qk/vo?positions=rope&head_size=7')
-    with pytest.raises(ConfigError, match='head_size'):
-        build_arms(dataclasses.replace(STUDY, variants=variants, match=None))

@@ -16,7 +16,6 @@ from qkattn.errors import ConfigError
 from qkattn.jobs import children, cli, machine, signals
 from qkattn.study import local_workers, plan, worker
 from qkattn.study.arms import build_arms
-from qkattn.study.local_workers import Remaining
 from tests.processes import ROOT, is_running, until
 from tests.study.test_plan import STUDY
 
@@ -35,7 +34,7 @@ pipe = children.parent()
 (path / f'start{number}.{os.getpid()}').touch()
 pipe.recv()
 assert children.parent() is None
-pipe.send(('lease', None, 3, {}))
+pipe.send(('done', 3, 3))
 if work == 'crash' and number in (0, 3, 4):
     raise RuntimeError(f'broken {number}')
 if work == 'wrong':
@@ -62,12 +61,10 @@ def run_workers(work, path) -> None:
     local_workers.COMMAND = [sys.executable, '-c', WORKER, work, str(path)]
     children.Child = lambda line, *rest: make_child([*line, str(next(started))], *rest)
     local_workers.RETRIES = 2
-    local_workers.limit = lambda study, arms, wanted, left: (3, None)
+    local_workers.limit = lambda study, arms, wanted, left: (3, '')
     try:
         with signals.exit_on_signal():
-            local_workers.run(
-                STUDY, lambda: [], path, wanted=3, meanwhile=(path / 'meanwhile').touch
-            )
+            local_workers.run(STUDY, lambda: [], path, wanted=3)
     except Exception as error:
         cli.exit_with(*cli.outcome(error))
 
@@ -106,7 +103,6 @@ def test_workers_that_end_in_any_way(tmp_path):
         'killed': (-9, 3),
         'done': (0, 3),
     }, ends
-    assert (tmp_path / 'done' / 'meanwhile').exists()
     logs = {work: end[2] for work, end in ends.items()}
     assert '[0] RuntimeError: broken 0\n' in logs['crash'] and 'retry 1 of 2' in logs['crash']
     assert logs['crash'].count('no retry is left of 2') == 1
@@ -130,19 +126,19 @@ def have(monkeypatch):
 @pytest.mark.parametrize(
     ('number', 'gpus', 'wanted', 'runs', 'free', 'most', 'note'),
     [
-        (2, [], None, 3, math.inf, 2, None),
-        (8, [], None, 3, math.inf, 3, '--workers=auto: there are 3 runs left, so 3 workers'),
-        (2, [], 3, 3, math.inf, 2, '--workers=3: there is room on 2 cores, so 2 workers'),
-        (8, [], 5, 0, math.inf, 1, '--workers=5: there are 0 runs left, so 1 worker'),
-        (8, ['0', '1', '2', '3'], None, 3, math.inf, 2, None),
-        (8, ['0'], 2, 3, math.inf, 1, '--workers=2: there is room on 1 GPU, so 1 worker'),
-        (8, None, None, 3, math.inf, 1, None),
-        (2, [], None, 3, 2**31, 1, '--workers=auto: there is memory for workers of 1.0 GiB, so 1'),
-        (2, [], 2, 3, 2**31, 2, None),  # asked for by number
+        (2, [], None, 1, math.inf, 2, ''),  # a study of three arms, which go on
+        (8, [], None, 3, math.inf, 3, '--workers=auto starts 3 (runs at a time: 3)'),
+        (2, [], 3, 3, math.inf, 2, '--workers=3 starts 2 (cores: 2)'),
+        (8, [], 5, 0, math.inf, 1, '--workers=5 starts 1 (runs at a time: 0)'),
+        (8, ['0', '1', '2', '3'], None, 3, math.inf, 2, ''),
+        (8, ['0'], 2, 3, math.inf, 1, '--workers=2 starts 1 (GPUs: 1)'),
+        (8, None, None, 3, math.inf, 1, ''),
+        (2, [], None, 3, 2**31, 1, '--workers=auto starts 1 (each needs 1.0 GiB of memory)'),
+        (2, [], 2, 3, 2**31, 2, ''),  # asked for by number
     ],
 )
 def test_workers_are_no_more_than_there_is_room_and_work_for(
-    have, tmp_path, number, gpus, wanted, runs, free, most, note
+    have, number, gpus, wanted, runs, free, most, note
 ):
     have(number, gpus, free)
     mesh = MeshConfig(data=2 if gpus and len(gpus) > 1 else 1)
@@ -153,11 +149,7 @@ def test_workers_are_no_more_than_there_is_room_and_work_for(
     )
     arms = build_arms(study)
     left = plan.runs(study, arms, lambda run: None)[:runs]
-    allowed, reason = local_workers.limit(study, arms, wanted, left)
-    assert allowed == most and (reason or '').startswith(note or '') and bool(reason) == bool(note)
-    if runs:
-        described = f'workers: {most}' + (f' ({reason})' if note else '')
-        assert local_workers.describe(study, arms, wanted, str(tmp_path)) == described
+    assert local_workers.limit(study, arms, wanted, left) == (most, note)
 
 
 @pytest.mark.parametrize('text', ['0', '-1', 'two', '1.5', '', '²'])
@@ -167,18 +159,13 @@ def test_a_number_of_workers_that_is_none_is_refused(text):
     assert local_workers.parse('auto') is None and local_workers.parse('12') == 12
 
 
-def test_time_left_follows_from_the_work_that_is_done():
-    remaining = Remaining()
-    assert remaining.text(0.0) == ''
-    left = {'a': 100.0, 'b': 100.0, 'c': 200.0}
-    remaining.leased(0, 'a', 3, left, 10.0)
-    remaining.leased(1, 'c', 3, left, 10.0)
-    assert remaining.text(15.0) == '0 of 3 runs done'
-    remaining.leased(0, 'b', 3, {'b': 100.0, 'c': 200.0}, 20.0)
-    assert remaining.text(20.0) == '1 of 3 runs done, 00:30 left'
-    remaining.leased(1, 'c', 3, {'b': 100.0, 'c': 200.0}, 20.0)  # lost, and begun again
-    assert remaining.text(20.0) == '1 of 3 runs done, 00:30 left'
-    remaining.leased(0, 'd', 5, {'d': 10.0}, 40.0)  # the plan may grow
-    assert remaining.text(40.0) == '4 of 5 runs done, 00:01 left'
-    remaining.leased(0, None, 5, {}, 50.0)
-    assert remaining.done() == (5, 5) and remaining.text(50.0) == '5 of 5 runs done'
+def test_time_left_follows_from_the_runs_that_are_done(monkeypatch):
+    times = iter([10.0, 30.0])
+    monkeypatch.setattr(local_workers.time, 'monotonic', lambda: next(times))
+    workers = local_workers._Workers(STUDY, None)
+    said, workers.say = [], lambda text: said.append(text)
+    child = types.SimpleNamespace(ended=lambda: None, lines=lambda last: [])
+    for counts in ((1, 4), (1, 4), (3, 5), (5, 5)):
+        child.messages = lambda counts=counts: [('done', *counts)]
+        workers._receive(local_workers._Worker(0, None, child))
+    assert said == ['1 of 4 runs done', '3 of 5 runs done, 00:20 left', '5 of 5 runs done']

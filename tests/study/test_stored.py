@@ -55,8 +55,9 @@ def test_all_comes_back_but_documents_of_screening(study, kept):
 
 def test_findings_and_the_chain_of_the_ledger_are_those_of_the_study(study, kept):
     one, other = load_findings(study)[1], load_findings(kept)[1]
-    assert [arm.verdict for arm in one.arms] == [arm.verdict for arm in other.arms]
-    assert [arm.difference for arm in one.arms] == [arm.difference for arm in other.arms]
+    assert [(arm.verdict, arm.difference) for arm in one.arms] == [
+        (arm.verdict, arm.difference) for arm in other.arms
+    ]
     looked = ledger.read(kept / ledger.NAME).looked_files
     assert looked == ledger.digests(stored.opened(kept)) == ledger.digests(study)
 
