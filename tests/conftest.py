@@ -100,14 +100,8 @@ def tiny(data_dir):
             data=DataConfig(data_dir=data_dir, eval_sequences=8),
             optimizer=OptimizerConfig(warmup_steps=2),
             train=TrainConfig(
-                num_steps=12,
-                batch_size=8,
-                accumulation=2,
-                steps_per_dispatch=1,
-                log_every=1,
-                eval_every=4,
-                checkpoint_every=4,
-                lifting='map',
+                **{'num_steps': 12, 'batch_size': 8, 'accumulation': 2, 'steps_per_dispatch': 1},
+                **{'log_every': 1, 'eval_every': 4, 'checkpoint_every': 4, 'lifting': 'map'},
             ),
             trials=TrialsConfig(seeds=(0, 1), learning_rates=(1e-2,)),
         )
@@ -124,26 +118,25 @@ def study_dir(tmp_path):
     return tmp_path / 'study'
 
 
-def memory() -> int:
-    """Bytes that the process holds now; where the system does not tell, the most it ever held."""
-    try:
-        pages = Path('/proc/self/statm').read_text().split()[1]
-    except OSError:
-        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return int(pages) * resource.getpagesize()
-
-
-held_after_dropping = [0]  # bytes, when programs were last dropped
+held_after_dropping = 2**31 - 2**29  # bytes, when programs were last dropped
 
 
 @pytest.fixture(autouse=True, scope='module')
 def compiled_programs_are_dropped():
-    """Programs in memory are dropped between modules while the process holds more than 2 GiB.
+    """Drops them at 2 GiB, and after each half GiB more: not all memory comes back.
 
-    But only where it has grown by half a GiB since they were dropped last: not all memory comes
-    back. Dropping them after every module costs a sixth of the time: most small programs recur.
+    Dropping them after every module costs a sixth of the time: most small programs recur.
     """
+    global held_after_dropping
     yield
-    if memory() > max(2 * 2**30, held_after_dropping[-1] + 2**29):
+    if memory() > held_after_dropping + 2**29:
         jax.clear_caches()
-        held_after_dropping[-1] = memory()
+        held_after_dropping = max(memory(), held_after_dropping)
+
+
+def memory() -> int:
+    """Bytes that the process holds; where the system does not tell, the most it ever held."""
+    statm = Path('/proc/self/statm')
+    if not statm.exists():
+        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(statm.read_text().split()[1]) * resource.getpagesize()

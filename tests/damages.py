@@ -1,6 +1,7 @@
-"""Damages of files: what crashes, disks, editors and other programs leave behind."""
+"""Damages of files: what crashes, disks, editors, other programs and attackers leave behind."""
 
 import json
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,27 +12,33 @@ T = TypeVar('T')
 EVERY = 24  # cases, of which one is tried in the quick tests, from one of the first twelve
 SOME = [pytest.param(1, marks=pytest.mark.slow, id='all'), pytest.param(EVERY, id='some')]
 NESTED = '[' * 100_000
+
+
+class _Payload:
+    def __reduce__(self):
+        return exec, ("raise SystemExit('a pickle was executed')",)
+
+
+PICKLE = pickle.dumps(_Payload())
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    'a pickle': lambda content: PICKLE,
     'empty': lambda content: b'',
     'half': lambda content: content[: len(content) // 2],
     'without its end': lambda content: content[:-3],
     'garbage': lambda content: b'\x80\x00garbage' * 7,
     'not UTF-8': lambda content: content.replace(b'"', b'"\xff', 1),
-    'null': lambda content: b'null\n',
-    'a number': lambda content: b'3\n',
-    'a text': lambda content: b'"text"\n',
-    'an empty list': lambda content: b'[]\n',
-    'an empty object': lambda content: b'{}\n',
-    'a list of null': lambda content: b'[null]\n',
-    'a list of objects': lambda content: b'[{}]\n',
     'nested': lambda content: NESTED.encode(),
     'twice': lambda content: content + content,
+    **{
+        text: lambda content, text=text: f'{text}\n'.encode()
+        for text in ('null', '3', '"text"', '[]', '{}', '[null]', '[{}]')
+    },
 }
 
 
 def some(cases: list[T], name: str, every: int) -> list[T]:
-    """Each `every`-th case, from one that differs by name."""
-    return cases[len(name) % min(every, EVERY // 2) :: every]
+    """The first case, a pickle, and each `every`-th other, from one that differs by name."""
+    return [*cases[:1], *cases[1:][len(name) % min(every, EVERY // 2) :: every]]
 
 
 def replace(path: Path, content: bytes | None) -> None:
@@ -59,32 +66,32 @@ def fields(content: bytes) -> Iterator[tuple[str, bytes]]:
     JSON Lines are damaged in their first and last lines.
     """
     try:
-        values, lines = [json.loads(content)], False
+        values = [json.loads(content)]
     except ValueError:
-        values, lines = [json.loads(line) for line in content.splitlines()], True
-    for place in dict.fromkeys((0, len(values) - 1)) if lines else (0,):
-        value = values[place]
-        for path in _paths(value[0] if isinstance(value, list) else value):
-            for name, other in (('without', None), ('with another', _other_type)):
-                changed = json.loads(json.dumps(value))
-                inner: Any = changed[0] if isinstance(value, list) else changed
-                for key in path[:-1]:
-                    inner = inner[key]
-                if other is None:
-                    del inner[path[-1]]
+        values = [json.loads(line) for line in content.splitlines()]
+    for place in sorted({0, len(values) - 1}):
+        value = values[place][0] if isinstance(values[place], list) else values[place]
+        for path in _paths(value):
+            *parents, name = path
+            owner: Any = value
+            for key in parents:
+                owner = owner[key]
+            sound = dict(owner)
+            for how in ('without', 'with another'):
+                if how == 'without':
+                    del owner[name]
                 else:
-                    inner[path[-1]] = other(inner[path[-1]])
-                texts = [json.dumps(v) for v in (*values[:place], changed, *values[place + 1 :])]
-                text = '\n'.join(texts) + '\n'
-                yield f'{place}: {name} {".".join(path)}', text.encode()
+                    owner[name] = _other_type(sound[name])
+                text = ''.join(json.dumps(line) + '\n' for line in values)
+                yield f'{place}: {how} {".".join(path)}', text.encode()
+                owner.clear()
+                owner.update(sound)
 
 
-def _paths(value: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+def _paths(value: dict[str, Any]) -> list[tuple[str, ...]]:
     """Every field, and those of the objects in it."""
-    for name, inner in value.items():
-        yield (name,)
-        if isinstance(inner, dict):
-            yield from ((name, rest) for rest in inner)
+    inner = [(name, key) for name, rest in value.items() if isinstance(rest, dict) for key in rest]
+    return [*((name,) for name in value), *inner]
 
 
 def _other_type(value: Any) -> Any:

@@ -1,12 +1,21 @@
-"""The command `qkattn`: what it lists, what it runs, what it refuses."""
+"""`import qkattn`, and the command: what it lists, what it runs, what it refuses."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
 import qkattn
 from qkattn.__main__ import main
 from tests.experiments.conftest import ROOT, added_flags_removed
+
+
+def test_every_name_of_the_package_is_exported_and_listed():
+    for name in qkattn.__all__:
+        assert callable(getattr(qkattn, name)) and name in dir(qkattn)
+        assert not Path(qkattn.__file__).with_name(name).exists(), 'the name of a package'
+    with pytest.raises(AttributeError, match="'qkattn' has no attribute 'biuld'"):
+        _ = qkattn.biuld
 
 
 @pytest.fixture
@@ -34,11 +43,9 @@ def test_help_names_every_script_and_every_config(command):
     assert code == 0 and command() == (code, text)
     assert all(len(line) <= 80 for line in text.splitlines())
     listed = ' '.join(text.split())
-    for folder in ('experiments', 'configs', 'configs/claims'):
-        for path in ROOT.glob(f'{folder}/*.py'):
-            name = f'claims/{path.stem}' if folder == 'configs/claims' else path.stem
-            first = path.read_text().splitlines()[0].removeprefix('"""').removesuffix('"""')
-            assert path.stem == '__init__' or f' {name} {first}' in listed
+    for path in (*ROOT.glob('experiments/[a-z]*.py'), *ROOT.glob('configs/**/[a-z]*.py')):
+        name = path.relative_to(ROOT).with_suffix('').as_posix().partition('/')[2]
+        assert f' {name} {path.read_text().splitlines()[0].strip(chr(34))}' in listed
 
 
 def test_a_version_and_an_unknown_command(command):

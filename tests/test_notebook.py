@@ -16,56 +16,44 @@ import matplotlib.pyplot as plt
 NOTEBOOK = Path(__file__).parents[1] / 'docs/notebook.ipynb'
 
 
-def run(notebook: dict[str, Any]) -> list[list[dict[str, Any]]]:
-    """The outputs of every code cell, run from first to last in one namespace."""
-    namespace: dict[str, Any] = {}
+def executed(text: str) -> dict[str, Any]:
+    """The notebook with the outputs of its cells, run from first to last in one namespace."""
+    notebook, namespace = json.loads(text), {}
     cells = [cell for cell in notebook['cells'] if cell['cell_type'] == 'code']
-    return [_outputs(''.join(cell['source']), namespace, n) for n, cell in enumerate(cells, 1)]
+    for number, cell in enumerate(cells, start=1):
+        outputs = [*_outputs(''.join(cell['source']), namespace, number)]
+        cell.update(execution_count=number, outputs=outputs)
+    return notebook
 
 
-def _outputs(source: str, namespace: dict[str, Any], number: int) -> list[dict[str, Any]]:
+def _outputs(source: str, namespace: dict[str, Any], number: int):
     tree = ast.parse(source)
     if isinstance(last := tree.body[-1], ast.Expr):
         tree.body[-1] = ast.Assign([ast.Name('_', ast.Store())], last.value)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(compile(ast.fix_missing_locations(tree), f'cell {number}', 'exec'), namespace)
     value = namespace.pop('_', None)
-    outputs: list[dict[str, Any]] = []
-    if text := printed.getvalue():
-        outputs.append({'output_type': 'stream', 'name': 'stdout', 'text': _lines(text)})
+    if text := printed.getvalue().splitlines(keepends=True):
+        yield {'output_type': 'stream', 'name': 'stdout', 'text': text}
     if plt.get_fignums():
         plt.savefig(png := io.BytesIO(), dpi=80, metadata={'Software': None})
         plt.close('all')
-        image = {'image/png': base64.b64encode(png.getvalue()).decode()}
-        outputs.append({'output_type': 'display_data', 'data': image, 'metadata': {}})
+        data = {'image/png': base64.b64encode(png.getvalue()).decode()}
+        yield {'output_type': 'display_data', 'data': data, 'metadata': {}}
     elif value is not None:
+        data = {'text/plain': repr(value).splitlines(keepends=True)}
         result = {'output_type': 'execute_result', 'execution_count': number, 'metadata': {}}
-        outputs.append({**result, 'data': {'text/plain': _lines(repr(value))}})
-    return outputs
-
-
-def _lines(text: str) -> list[str]:
-    return text.splitlines(keepends=True)
-
-
-def without_images(outputs: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
-    return [[o for o in cell if o['output_type'] != 'display_data'] for cell in outputs]
+        yield {**result, 'data': data}
 
 
 def test_the_notebook_runs_and_its_text_is_what_is_stored():
-    notebook = json.loads(NOTEBOOK.read_text())
-    stored = [cell['outputs'] for cell in notebook['cells'] if cell['cell_type'] == 'code']
-    assert without_images(run(notebook)) == without_images(stored)
-    assert any('image/png' in output.get('data', {}) for output in stored[-1])
-
-
-def main() -> None:
-    notebook = json.loads(NOTEBOOK.read_text())
-    cells = [cell for cell in notebook['cells'] if cell['cell_type'] == 'code']
-    for number, (cell, outputs) in enumerate(zip(cells, run(notebook), strict=True), 1):
-        cell.update(execution_count=number, outputs=outputs)
-    NOTEBOOK.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + '\n')
+    stored, again = json.loads(NOTEBOOK.read_text()), executed(NOTEBOOK.read_text())
+    for notebook in (stored, again):
+        (image,) = [o for o in notebook['cells'][-1]['outputs'] if 'image/png' in o['data']]
+        assert base64.b64decode(image['data'].pop('image/png')).startswith(b'\x89PNG')
+    assert again == stored
 
 
 if __name__ == '__main__':
-    main()
+    made = json.dumps(executed(NOTEBOOK.read_text()), indent=1, ensure_ascii=False)
+    NOTEBOOK.write_text(made + '\n')

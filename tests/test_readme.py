@@ -1,8 +1,6 @@
 """What README.md and docs/ show is what the project does."""
 
-import dataclasses
 import importlib
-import json
 import os
 import re
 import runpy
@@ -16,32 +14,17 @@ from absl import flags
 
 from qkattn.attention import SCORES, VALUES
 from qkattn.config import Study, from_config_dict
-from qkattn.data.tasks.task_registry import rows_of
-from qkattn.errors import ConfigError
 from qkattn.jobs import cli
 from qkattn.model.sites import validate
-from qkattn.report.printed_numbers import check_numbers
 from qkattn.study import variant_tables
 from qkattn.study.arms import build_arms
-from tests.attention import examples
+from tests.attention import examples  # noqa: F401, makes the modules of docs/extend.md importable
 from tests.experiments.conftest import added_flags_removed
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / 'README.md').read_text()
 VARIANTS = (ROOT / 'docs/variants.md').read_text()
-RECIPES = (ROOT / 'docs/recipes.md').read_text()
 PAGES = [ROOT / 'README.md', ROOT / 'CONTRIBUTING.md', *sorted(ROOT.glob('docs/*.md'))]
-SCRIPTS = (
-    'ablate',
-    'benchmark',
-    'convert',
-    'generate',
-    'prepare_data',
-    'report',
-    'train',
-    'translate',
-)
-SCRIPTS += ('analyze', 'claims', 'explore', 'variants', 'verify')
 
 
 def between(text: str, begin: str, end: str) -> str:
@@ -49,24 +32,18 @@ def between(text: str, begin: str, end: str) -> str:
     return text.split(begin)[1].split(end)[0].strip()
 
 
-def test_the_tables_are_generated():
+def test_tables_are_generated_and_the_readme_is_short():
     made = variant_tables.markdown(variant_tables.stored()).strip()
     assert between(VARIANTS, variant_tables.BEGIN, variant_tables.END) == made
     counted = re.search(r'There are (\d+) scores and values', README)
     assert int(counted[1]) == len(SCORES) + len(VALUES)
-
-
-def test_the_readme_is_short():
     assert len(README.splitlines()) <= 130
-
-
-def example_code() -> str:
-    return between(README, '<!-- example: signed_diagonal.py -->\n```python', '```')
 
 
 @pytest.fixture
 def example(tmp_path, monkeypatch):
-    (tmp_path / 'signed_diagonal.py').write_text(example_code())
+    code = between(README, '<!-- example: signed_diagonal.py -->\n```python', '```')
+    (tmp_path / 'signed_diagonal.py').write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
     yield 'signed_diagonal:SignedDiagonal'
@@ -95,11 +72,6 @@ def test_every_path_that_a_page_names_exists(page):
         assert (ROOT / path).exists(), path
     for link in re.findall(r'\]\(([^)#]+)\)', text):
         assert link.startswith('https://') or (page.parent / link).exists(), link
-
-
-def test_examples_of_extensions_are_short():
-    lengths = {name: len(source.splitlines()) for name, source in examples.SOURCES.items()}
-    assert len(lengths) >= 5 and max(lengths.values()) <= 40, lengths
 
 
 def test_every_registry_that_contributors_need_exists():
@@ -162,77 +134,15 @@ def test_every_command_is_accepted(example, outside, monkeypatch):
                 build_arms(cli.read_config(script['CONFIG']))
             if match[1] == 'train':
                 validate(cli.read_config(script['CONFIG']))
-    assert scripts == set(SCRIPTS)
-
-
-TIME = (
-    r'\nTime: (\d+|one|two|three|four|five|six|seven|ten)( and a half)? (seconds|minutes)\b|'
-    r'\nTime: not measured: needs a GPU\.'
-)
+    shipped = {path.stem for path in ROOT.glob('experiments/[a-z]*.py')}
+    assert scripts == shipped | {'benchmark'}
 
 
 @pytest.mark.parametrize('path', sorted((ROOT / 'configs').glob('*.py')), ids=lambda p: p.stem)
 def test_every_config_is_valid(path):
-    namespace: dict = {}
-    exec(compile(path.read_text(), path, 'exec'), namespace)
+    namespace = runpy.run_path(str(path))
     config = from_config_dict(namespace['get_config']())
-    try:
-        build_arms(config) if isinstance(config, Study) else validate(config)
-    except ConfigError as error:
-        pytest.fail(str(error))
+    build_arms(config) if isinstance(config, Study) else validate(config)
     script = 'ablate' if isinstance(config, Study) else 'train'
-    for part in (f'-m experiments.{script} --config=configs/{path.name}', 'Expected', 'Time'):
-        assert part in namespace['__doc__'], part
-    assert re.search(TIME, namespace['__doc__'])
-
-
-RESULTS = ROOT / 'experiments/results'
-EMBEDDED = ['direction', 'fair_small', 'initialization', 'mlm_small', 'phrases']
-EMBEDDED += ['query_free_recipe', 'quickstart', 'small', 'translation_small']
-
-
-@pytest.mark.parametrize('name', EMBEDDED)
-def test_a_tenth_of_the_work_is_evaluation_or_the_header_says_how_much(name, data_dir):
-    """A token that is only evaluated costs a third of one that is trained on."""
-    namespace = runpy.run_path(str(ROOT / f'configs/{name}.py'))
-    config = from_config_dict(namespace['get_config']())
-    base = config.base if isinstance(config, Study) else config
-    base = dataclasses.replace(base, data=dataclasses.replace(base.data, data_dir=data_dir))
-    rows, train = rows_of(base), base.train
-    validation, test = (
-        min(rows.count(split), base.data.eval_sequences or rows.count(split))
-        for split in ('validation', 'test')
-    )
-    assert train.num_steps % train.eval_every == 0
-    evaluated = (train.num_steps // train.eval_every * validation + test) / 3
-    share = evaluated / (evaluated + train.num_steps * train.batch_size)
-    fraction = re.search(r'an? (\w+) of\s+the\s+work\s+is\s+evaluation', namespace['__doc__'])
-    if share > 0.1:
-        assert (RESULTS / name).exists(), 'without results that rest on it, it can change'
-        assert fraction[1] == {5: 'fifth', 6: 'sixth', 7: 'seventh', 8: 'eighth'}[round(1 / share)]
-    else:
-        assert fraction is None
-
-
-def test_printed_numbers_are_those_of_their_logs():
-    assert sum(check_numbers(ROOT / 'docs/numbers.toml').values()) >= 15
-
-
-def test_recipes_are_those_of_logs_that_are_no_tables():
-    log = (RESULTS / 'quickstart/log.txt').read_text()
-    minutes, seconds = re.search(r'^user\s+(\d+)m([\d.]+)s$', log, re.M).groups()
-    assert f'{minutes} min {float(seconds):.0f} s of processor time' in RECIPES
-
-    for name in ('small', 'phrases'):
-        log = (RESULTS / name / 'log.txt').read_text()
-        times = dict(re.findall(r'^(real|user|sys)\s+(\d+m[\d.]+)s$', log, re.M))
-        minutes = {kind: map(float, text.split('m')) for kind, text in times.items()}
-        real, user, system = (60 * m + s for m, s in minutes.values())
-        sentence = f'Time: {user + system:.0f} seconds of processor time; {real:.0f} seconds on two'
-        assert sentence in (ROOT / f'configs/{name}.py').read_text()
-
-    lines = (RESULTS / 'multi30k_tiny/scores.jsonl').read_text().splitlines()
-    scores = {score['step']: score for score in map(json.loads, lines)}
-    bleu = {step: f'{score["bleu"]:.2f}' for step, score in scores.items()}
-    assert scores[4000]['bleu_signature'].startswith('nrefs:1|case:lc|eff:no|tok:13a')
-    assert ' | '.join(bleu.values()) in (RESULTS / 'multi30k_tiny/README.md').read_text()
+    command = f'-m experiments.{script} --config=configs/{path.name}'
+    assert all(part in namespace['__doc__'] for part in (command, 'Expected', '\nTime: '))

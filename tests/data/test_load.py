@@ -1,21 +1,58 @@
-"""The cache of a corpus, and the rows of every kind of model on every form of data."""
+"""Caches of corpora, and the rows of every kind of model on every form of data."""
 
+import concurrent.futures
 import hashlib
 import itertools
 import math
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from qkattn.config import Config, DataConfig, ModelConfig
+from qkattn.data.cache import data_root, prepared_once
 from qkattn.data.load import load
 from qkattn.data.tasks.language import LanguageRows, MaskedRows
 from qkattn.data.tasks.probe_tasks import CausalProbeRows, LabellingProbeRows
 from qkattn.data.tasks.task_registry import rows_of, task_of
 from qkattn.data.tasks.translation import TranslationRows
+from tests.damages import PICKLE
 from tests.data.datasets import read_rows, register
 from tests.refusals import refused
+
+
+def test_data_root_prefers_the_argument_then_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv('QKATTN_DATA', str(tmp_path / 'environment'))
+    monkeypatch.setenv('HOME', str(tmp_path))
+    assert data_root(tmp_path / 'argument') == tmp_path / 'argument'
+    assert data_root() == tmp_path / 'environment'
+    monkeypatch.delenv('QKATTN_DATA')
+    assert data_root() == tmp_path / '.cache' / 'qkattn'
+    with refused('data.data_dir=gs://bucket/x is a URL, but token files'):
+        data_root('gs://bucket/x')
+
+
+def test_of_those_that_race_one_prepares_and_another_if_it_fails(tmp_path):
+    prepared = []
+
+    def prepare():
+        prepared.append(len(prepared))
+        time.sleep(0.1)
+        if prepared == [0]:
+            raise KeyError
+        (tmp_path / 'file').write_text('sound')
+
+    def opened(_):
+        try:
+            return prepared_once(tmp_path / 'lock', (tmp_path / 'file').read_text, prepare)
+        except KeyError:
+            return 'failed'
+
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+        assert sorted(threads.map(opened, range(3))) == ['failed', 'sound', 'sound']
+    assert prepared == [0, 1]
+
 
 LINES = {
     'en': [f'the {n} dog{"s" * (n > 1)} run home' for n in range(40)],
@@ -76,6 +113,7 @@ def test_a_damaged_or_unfinished_cache_is_written_again(letters, warnings):
         ('train_000000.bin', lambda data: data[:1024] + b'b' + data[1025:], 'or not the shard'),
         ('validation_000000.bin', lambda data: data[:-1], 'or not the shard'),
         ('index.json', lambda data: b'{', 'it is not JSON'),
+        ('index.json', lambda data: PICKLE, 'index.json'),
         ('index.json', lambda data: data.replace(b'"1"', b'"2"'), "has version='2'"),
         ('index.json', lambda data: data.replace(b'true', b'false'), None),
     ):

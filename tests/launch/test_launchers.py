@@ -16,9 +16,8 @@ RIGHT = {'local': (), 'slurm': (), 'tpu': ('run', *WHERE), 'sky': ('--accelerato
 RIGHT |= {'kubernetes': (*KUBERNETES, '--accelerator=v6e-8')}
 TOOLS = {'slurm': 'sbatch', 'tpu': 'gcloud', 'kubernetes': 'kubectl', 'sky': 'sky'}
 TRAIN_SMALL = ('--', *TRAIN)
-# What is wrong in all of them, and words of the sentence.
+# What is wrong in all of them, as they share a parser, and words of the sentence.
 SHARED = [
-    (('--frob', *TRAIN_SMALL), 'unrecognized --frob --help'),
     (('--retries=many', *TRAIN_SMALL), '--retries many'),
     (('--retries=-1', *TRAIN_SMALL), '--retries -1 at least 0'),
     (('--retries=--', *TRAIN_SMALL), '--retries=-- value'),
@@ -30,9 +29,10 @@ SHARED = [
     (('--', 'train', '--config=small'), '--workdir=DIRECTORY'),
     (('--workers=2', *TRAIN_SMALL), '--workers=2 train'),
 ]
-WRONG = [(name, (*RIGHT[name], *flags), words) for name in RIGHT for flags, words in SHARED]
-ALONE = ('local', 'tpu')  # launchers of one job
-WRONG = [case for case in WRONG if case[0] not in ALONE or '--workers=2' not in case[1]] + [
+FROB = ('--frob', *TRAIN_SMALL)
+WRONG = [
+    *(('slurm', flags, words) for flags, words in SHARED),
+    *((name, (*RIGHT[name], *FROB), 'unrecognized --frob --help') for name in RIGHT),
     ('local', ('--processes=0', *TRAIN_SMALL), '--processes 0'),
     ('local', TRAIN_SMALL, '/v/bin/python missing QKATTN_VENV'),
     ('local', (*GPUS, '--dry_run', *TRAIN_SMALL), 'CUDA_VISIBLE_DEVICES=4,5,6 has no 4'),

@@ -1,4 +1,4 @@
-"""Sub-words that are learned, and those of a tokenizer.json of the Hugging Face library."""
+"""Tokenizers: bytes, characters, sub-words, files of the Hugging Face library."""
 
 import random
 import sys
@@ -11,7 +11,66 @@ from tokenizers import models, pre_tokenizers, processors
 from qkattn.data.corpora.python_text import modules
 from qkattn.data.tokenizers import subwords
 from qkattn.data.tokenizers.subwords import BPETokenizer, FileTokenizer
+from qkattn.data.tokenizers.tokenizer import ByteTokenizer, CharacterTokenizer
+from qkattn.data.tokenizers.vocabulary import open_tokenizer
 from tests.refusals import refused
+
+TEXTS = [b'banana\n', 'Äpfel 😀'.encode()]
+
+
+def test_bytes_are_those_of_utf_8():
+    tokenizer = ByteTokenizer()
+    # A character that is cut.
+    assert tokenizer.decode(tokenizer.encode('aé')[:-1]) == 'a\N{REPLACEMENT CHARACTER}'
+    with refused('byte 0 at byte 2', ValueError):
+        tokenizer.encode('ab\0c')
+
+
+def test_characters_are_sorted_then_unknown_then_separator():
+    tokenizer = CharacterTokenizer.train(TEXTS)
+    assert tokenizer.vocab_size == len('\n abeflnpÄ😀') + 2
+    assert tokenizer.encode('\n ab😀x').tolist() == [0, 1, 2, 3, 10, tokenizer.unknown]
+    assert (tokenizer.unknown, tokenizer.separator) == (11, 12)
+    loaded = CharacterTokenizer.load(tokenizer.model())
+    assert (loaded.name, loaded.model()) == (tokenizer.name, tokenizer.model())
+    # The name tells character sets apart.
+    assert CharacterTokenizer.train(reversed(TEXTS)).name == tokenizer.name
+    assert CharacterTokenizer.train([*TEXTS, b'x']).name != tokenizer.name
+    # Ids take two bytes where one is too narrow.
+    wide = ''.join(map(chr, range(0x100, 0x300)))
+    ids = CharacterTokenizer.train([wide.encode()]).encode(wide)
+    assert (ids.dtype, ids.tolist()) == (np.uint16, list(range(512)))
+    # Separators are never read from text and count one byte like the unknown.
+    ids = [*tokenizer.encode('aÖ😀'), tokenizer.separator]
+    assert tokenizer.num_bytes(ids) == 1 + 1 + 4 + 1
+    assert tokenizer.decode(ids) == 'a\N{REPLACEMENT CHARACTER}😀\0'
+    nul = CharacterTokenizer.train([b'a\0b'])
+    assert nul.separator not in nul.encode('a\0b')
+    for text in (b'b\xff', 'b\ud800'):
+        with refused('position 1', ValueError):
+            tokenizer.encode(text)
+
+
+PHRASES = [b'peter piper picked a peck\n' * 3, b'of pickled peppers']
+
+
+def test_a_tokenizer_is_trained_once_and_again_if_it_is_damaged(tmp_path, warnings):
+    def opened(kind, texts=PHRASES, size=270):
+        return open_tokenizer(tmp_path, kind, size, lambda: texts or pytest.fail('texts are read'))
+
+    assert opened('bytes', None).name == 'bytes' and not list(tmp_path.iterdir())
+    letters, bpe = CharacterTokenizer.train(PHRASES), BPETokenizer.train(PHRASES, 270)
+    for kind, folder, made in (('characters', 'characters', letters), ('bpe', 'byte-bpe-270', bpe)):
+        assert opened(kind).name == opened(kind, None).name == made.name and not warnings
+        path = tmp_path / folder / 'tokenizer.json'
+        model = path.read_bytes()
+        path.write_bytes(model[:-9])
+        assert opened(kind).name == made.name and path.read_bytes() == model
+        assert warnings.pop().startswith(f'{path} is damaged')
+    assert opened('bpe', size=265).vocab_size == 265 and opened('bpe', None).vocab_size == 270
+    with refused("'words'; known are bytes, characters, bpe, PATH.json, or"):
+        opened('words')
+
 
 CODE = [path.read_bytes() for path in list(modules().values())[:25]]
 ODD = [

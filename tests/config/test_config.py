@@ -1,0 +1,284 @@
+"""Settings: names and import paths, mistakes in one clear sentence, JSON and hashes."""
+
+import dataclasses
+import json
+import re
+import sys
+import typing
+from pathlib import Path
+
+import pytest
+
+from qkattn.config import ModelConfig, Study, serialize
+from qkattn.config.calls import resolve, split_pattern, takes
+from qkattn.config.run_config import Config, DataConfig, MeshConfig, TrainConfig, TrialsConfig
+from qkattn.config.serialize import fingerprint, fingerprint_of, from_json, to_json
+from qkattn.config.setting import check_section, settings
+from qkattn.errors import ConfigError
+from qkattn.model.sites import validate
+from tests.refusals import refused
+
+MODULE = """
+class Linear:
+    def __init__(self, config, *, slope=1.0): pass
+def quadratic(config, steps, *, power=2): pass
+NUMBER = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def modules(tmp_path, monkeypatch):
+    files = {'calls': MODULE, 'failing': '\nx = 1 / 0\n', 'missing': 'import no_such_library\n'}
+    for name, source in files.items():
+        (tmp_path / f'outside_{name}.py').write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    for name in [name for name in sys.modules if name.startswith('outside_')]:
+        del sys.modules[name]
+
+
+def named(text, **options):
+    return resolve(text, {'constant': len}, 'optimizer.schedule', **options)
+
+
+def test_a_name_or_an_import_path_with_options():
+    assert named('constant') == (len, {})
+    target, options = named('outside_calls:Linear(slope=(1, 2))')
+    assert target.__name__ == 'Linear' and options == {'slope': (1, 2)}
+    # Options of something that is called through another function.
+    call = {'call': lambda target: lambda *, rank: None}
+    assert named('outside_calls:Linear(rank=3)', **call)[1] == {'rank': 3}
+
+
+def test_what_cannot_be_resolved_is_one_sentence():
+    for text, message in (
+        ('constnt', "^unknown optimizer.schedule 'constnt', did you mean 'constant'.*constant, or"),
+        *(
+            (text, '^optimizer.schedule=.* must be written package.module:name to be')
+            for text in ('..:x', ':b', 'a:', 'a:b:c', '.a:b', 'a b:c', 'a:b/c', 'a\0:b')
+        ),
+        *(
+            (f'constant({text}', r'must be written name\(option=value, ...\) with')
+            for text in ('', '2)', 'a=)', 'a=x)', 'a=1, a=2)', 'a=1)(a=2)', '**{"a": 1})')
+            + ('a={[]: 1})', f'a={"(" * 500})')
+        ),
+        ('no.such.module:x', "schedule='no.such.module:x': no module named 'no'"),
+        ('outside_missing:x', "no module named 'no_such_library'"),
+        ('outside_calls:missing', "outside_calls has no 'missing'"),
+        ('outside_failing:x', r'ZeroDivisionError in .*outside_failing.py, line 2: division'),
+        ('outside_calls:NUMBER', "='outside_calls:NUMBER' is not a function of two"),
+        ('outside_calls:Linear', 'is not a function of two'),
+        ('outside_calls:quadratic(slope=1)', "no option 'slope'; it takes power"),
+    ):
+        with refused(message):
+            named(text, needs='a function of two', fits=takes('config', 'steps'))
+
+
+def test_variants_are_separated_by_the_commas_outside_of_parentheses():
+    text = 'shared_qk(key_norm=True,self_mask=True)/vo, qk/low_rank(rank=(2)),a.b:C/no_v'
+    variants = ['shared_qk(key_norm=True,self_mask=True)/vo', 'qk/low_rank(rank=(2))', 'a.b:C/no_v']
+    assert split_pattern(text) == variants
+
+
+BOTH = {'model.kind': 'encoder_decoder'}
+NAN, INF = float('nan'), float('inf')
+INVERSE_SQRT = {'optimizer.schedule': 'inverse_sqrt'}
+CROSS, ENCODER, PATTERN = 'model.cross_variant', 'model.encoder_variant', 'model.pattern'
+DOT_PRODUCT = {'model.kernel': 'dot_product'}
+
+
+def changed(fields: dict) -> Config:
+    """The default config with fields by dotted name."""
+    config = Config()
+    for name, value in fields.items():
+        section, field = name.split('.')
+        change = dataclasses.replace(getattr(config, section), **{field: value})
+        config = dataclasses.replace(config, **{section: change})
+    return config
+
+
+def test_every_field_declares_a_description_and_a_default_within_its_bounds():
+    for cls in (Config, Study):
+        assert len(declared := settings(cls)) > 70
+        for name, setting in declared.items():
+            assert setting.doc.endswith('.') and not setting.doc.startswith(' '), name
+        check_section('', cls())
+    assert settings(Config)['model.dropout'].bounds.words(float) == 'at least 0 and below 1'
+
+
+def test_what_can_work_is_let_through():
+    for fields in (
+        {},
+        BOTH | {'model.encoder_variant': 'merged/no_vo', 'model.source_context': 300},
+        # The cross-attention has no rotary positions, whatever the model's are.
+        BOTH | {'model.positions': 'rope', 'model.cross_variant': 'merged/vo'},
+        {'train.label_smoothing': 0, 'optimizer.warmup_steps': 0},
+        {'optimizer.schedule': 'inverse_sqrt', 'optimizer.warmup_steps': 1},
+        {'model.kernel': 'dot_product'},
+        {'model.kernel': 'splash', 'model.context': 128},  # perhaps for a pod
+        BOTH | {'model.kernel': 'blockwise'},
+    ):
+        validate(changed(fields))
+
+
+def test_a_wrong_setting_is_named_with_its_value():
+    for name, value, words in (
+        ('model.kind', 'seq2seq', 'must be one of decoder, encoder,'),
+        ('model.num_kv_heads', 3, 'must divide num_heads=4'),
+        ('model.kernel', 'flash', 'must be one of auto, einsum, blockwise'),
+        ('model.d_model', 130, 'must be a multiple of num_heads=4'),
+        ('model.num_layers', True, 'must be of type int'),
+        ('model.d_ff', 0, 'must be at least 1 and at most 2**20, or None'),
+        ('model.biases', 1, 'must be of type bool'),
+        *(('model.dropout', r, 'must be at least 0 and below 1') for r in (-0.1, 1.0, NAN)),
+        *(('model.init_qk', f, 'must be above 0 and finite') for f in (0.0, INF, NAN)),
+        ('train.accumulation', 3, 'must divide batch_size=16'),
+        ('train.log_every', 15, 'must be a multiple of train.steps_per_dispatch=10'),
+        ('train.eval_every', 25, 'must be a multiple of train.log_every=10'),
+        ('optimizer.warmup_steps', 1000, 'must be below train.num_steps=1000'),
+        ('optimizer.clip_norm', 0.0, 'must be above 0 and finite in float32, or None'),
+        ('trials.seeds', (), 'must hold at least one value'),
+        ('trials.seeds', (1, 1), 'must hold no value twice'),
+        ('trials.seeds', (-1,), 'must hold values that are at least 0 and below 2**31'),
+        ('trials.weight_decays', (0.0, 0.1), 'must be below 0.1 with optimizer.decay='),
+        ('mesh.trial', 2, 'must divide the number of trials, 1'),
+        ('data.name', 'a\nb', 'must be Unicode text'),
+        ('model.encoder_variant', 'qk/vo', 'is a setting of an encoder-decoder, not of decoder'),
+    ):
+        with refused(re.escape(f'{name.partition(".")[2]}={value!r} {words}')):
+            validate(changed({name: value}))
+
+
+def test_settings_that_do_not_fit_each_other_are_refused():
+    for fields, message in (
+        (
+            {'model.attention_gain': False, 'model.norm_position': 'post'},
+            'model.attention_gain=False needs model.norm_position=pre',
+        ),
+        ({'model.num_heads': 2**14, 'model.head_size': 2**11}, 'must be at most 16777216'),
+        ({'mesh.fsdp': 3}, 'mesh.data * mesh.fsdp = 3 must divide the microbatch of 16'),
+        (INVERSE_SQRT | {'optimizer.warmup_steps': 0}, 'at least 1 with optimizer.schedule=inve'),
+        (BOTH | {ENCODER: 'qqk/vo'}, "model.encoder_variant: unknown score 'qqk'"),
+        (BOTH | {ENCODER: 'qk'}, "model.encoder_variant: variant 'qk' must be written"),
+        (
+            BOTH | {CROSS: 'merged/no_v', 'model.num_kv_heads': 1},
+            'cross_variant: num_kv_heads=1 ch',
+        ),
+        ({PATTERN: 'qk/no_v,qk/vo'}, 'must begin with the variant of the model, qk/vo'),
+        ({PATTERN: 'qk/vo,qk/no_v', 'model.num_layers': 1}, 'has 2 variants for num_layers=1'),
+        (BOTH | {PATTERN: 'qk/vo,qk/no_v'}, 'is a setting of a decoder or an encoder'),
+        ({PATTERN: 'qk/vo,qk/ov'}, "unknown value 'ov'"),
+        ({PATTERN: 'qk/vo,'}, "variant '' must be written score/value"),
+        ({PATTERN: ''}, "pattern='' must begin with"),
+        ({PATTERN: 'qk/vo,merged/vo', 'model.positions': 'rope'}, '[1]: merged has no rotary'),
+        (DOT_PRODUCT | {'model.positions': 'alibi'}, "model: kernel='dot_product' has no biases"),
+        (BOTH | DOT_PRODUCT, "model: kernel='dot_product' takes no padding"),
+    ):
+        with refused(re.escape(message)):
+            validate(changed(fields))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WiderModel(ModelConfig):
+    lately: str = 'softmax'
+    window: int | None = 64  # another default than that of schema 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Extra:
+    rate: float = 0.5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WiderConfig(Config):
+    model: WiderModel = WiderModel()
+    extra: Extra = Extra()
+
+
+def wider(**model):
+    return WiderConfig(model=WiderModel(**{'window': None} | model))
+
+
+def test_configs_make_round_trips_and_take_overrides_of_their_type():
+    for config in (Config(), Study()):
+        assert from_json(type(config), to_json(config)) == config
+        assert serialize.from_config_dict(serialize.to_config_dict(config)) == config
+    values = serialize.to_config_dict(Config())
+    values.model.d_ff = 300
+    values.model.scan_unroll = None
+    assert serialize.from_config_dict(values).model.d_ff == 300
+    with pytest.raises(TypeError):
+        values.model.d_ff = 'wide'
+    with pytest.raises(AttributeError):
+        values.model.width = 3
+
+
+def test_the_fingerprint_is_of_what_is_computed_not_of_where():
+    assert fingerprint(Config()) == '5c6b1299941b'  # of the defaults of schema 1
+    elsewhere = Config(
+        mesh=MeshConfig(data=8),
+        data=DataConfig(data_dir='a', manual_dir='b'),
+        train=TrainConfig(sinks=('wandb',)),
+        model=ModelConfig(kernel='einsum'),
+    )
+    assert fingerprint(elsewhere) == fingerprint(Config())
+    assert serialize.with_machine_of(Config(), elsewhere) == elsewhere
+    others = Config(trials=TrialsConfig(seeds=(1,))), Config(model=ModelConfig(value='no_v'))
+    assert len({*map(fingerprint, (Config(), *others))}) == 3
+
+
+def test_a_value_that_schema_1_wrote_otherwise_keeps_its_form():
+    for value, stored in (('none', False), ('full', True), ('dots', 'dots')):
+        config = Config(model=ModelConfig(remat=value))
+        assert to_json(config)['model']['remat'] is stored or value == 'dots'
+        assert from_json(Config, to_json(config)) == config
+        assert (fingerprint(config) == fingerprint(Config())) == (value == 'none')
+
+
+def test_a_later_field_is_stored_and_hashed_unless_it_is_at_its_default():
+    assert to_json(wider()) == to_json(Config())
+    for config in (wider(lately='sigmoid'), dataclasses.replace(wider(), extra=Extra(rate=0.25))):
+        assert fingerprint(config) != fingerprint(Config())
+        assert from_json(WiderConfig, to_json(config)) == config
+        with pytest.raises(ConfigError, match=r'unknown field (model\.lately|extra)=.*newer'):
+            from_json(Config, to_json(config))
+
+
+def test_another_default_is_another_config_and_stored_ones_keep_their_meaning():
+    assert fingerprint(WiderConfig()) != fingerprint(Config())
+    stored = to_json(Config())
+    del stored['model']['window'], stored['decode']
+    assert from_json(WiderConfig, stored) == wider()
+    assert fingerprint(from_json(Config, stored)) == fingerprint(Config()) != fingerprint_of(stored)
+
+
+def test_the_default_of_a_later_field_is_frozen_with_its_schema(monkeypatch):
+    later = serialize.SCHEMAS | {'2': {'WiderModel': {'lately': 'sigmoid'}}}
+    monkeypatch.setattr(serialize, 'SCHEMAS', later)
+    monkeypatch.setattr(serialize, 'defaults', serialize.defaults.__wrapped__)
+    assert from_json(WiderConfig, to_json(Config())) == wider(lately='sigmoid')
+    assert fingerprint(wider(lately='sigmoid')) == fingerprint(Config()) != fingerprint(wider())
+
+
+def test_every_field_has_a_frozen_default():
+    classes = [Study]
+    for cls in classes:  # which grows by the sections
+        classes += filter(dataclasses.is_dataclass, typing.get_type_hints(cls).values())
+        frozen = [fields.get(cls.__name__, {}) for fields in serialize.SCHEMAS.values()]
+        known = {name for fields in frozen for name in fields}
+        missing = {n: v for n, v in serialize.defaults(cls).items() if n not in known}
+        assert not missing, f'add to {serialize.FILE.name}: {json.dumps({cls.__name__: missing})}'
+
+
+def test_committed_runs_are_named_by_the_hash_of_their_configs():
+    results = Path(__file__).parents[2] / 'experiments/results'
+    assert (studies := [*results.rglob('study.json')])
+    for study in studies:
+        declared = json.loads(study.read_text())
+        assert fingerprint_of(declared['base']) == declared['base_hash'], study
+        _, *runs = study.with_name('runs.jsonl').read_text().splitlines()
+        for run in (json.loads(line)['plan'] for line in runs):
+            sections = run['config'].items()  # what differs from the base
+            config = {name: declared['base'][name] | fields for name, fields in sections}
+            assert fingerprint_of(config) == run['run'], (study, run['run'])
+            assert to_json(from_json(Config, config)) == config

@@ -1,0 +1,531 @@
+"""Corpora: splits, files of one's own, downloads, catalogues, translations of CLDR, Python."""
+
+import collections
+import dataclasses
+import gzip
+import hashlib
+import itertools
+import json
+import platform
+import random
+import re
+import sys
+import sysconfig
+from importlib import metadata
+from pathlib import Path
+
+import babel
+import numpy as np
+import pytest
+import requests
+import tensorflow_datasets as tfds
+
+from qkattn.config import DataConfig
+from qkattn.data.corpora import cldr, downloads, python_text
+from qkattn.data.corpora.corpus import (
+    Corpus,
+    capped,
+    carved,
+    largest_size,
+    parse_languages,
+    split_of,
+)
+from qkattn.data.corpora.corpus_registry import CORPORA, SETTINGS, Source, find
+from tests.data.datasets import documents
+from tests.refusals import refused
+
+TEXTS = [f'document {number}\n'.encode() for number in range(200)]
+
+
+def made(texts=TEXTS, names=None, languages=(), **others) -> Corpus:
+    splits = {'train': texts, **others}
+
+    def read(language):
+        prefix = (language or '').encode()
+        return {split: iter([prefix + text for text in values]) for split, values in splits.items()}
+
+    fields = {'languages': languages, 'documents': read, 'names': names}
+    return Corpus(name='fox', version='1', splits=tuple(splits), **fields)
+
+
+def test_a_tenth_of_the_documents_each_whatever_their_order():
+    both = carved(made(), test=False)
+    assert both.carved == {'validation': 0.1, 'test': 0.1}
+    assert both.version == '1-carved-validation-test'
+    splits = documents(both)
+    assert [*map(len, splits.values())] == [160, 20, 20]
+    assert sorted(sum(splits.values(), [])) == sorted(TEXTS)
+    assert splits['train'] == [text for text in TEXTS if text in splits['train']]
+    # Written down, so that published splits stay what they are.
+    assert splits['test'][:2] == [b'document 9\n', b'document 11\n']
+    mixed = documents(carved(made(random.Random(0).sample(TEXTS, 200)), test=False))
+    assert all(set(mixed[split]) == set(texts) for split, texts in splits.items())
+    # A carved split is the same where the other one came with the corpus, and stays.
+    for test, split, other in ((False, 'validation', 'test'), (True, 'test', 'validation')):
+        given = carved(made(**{other: [b'x\n']}), test)
+        assert (given.version, given.carved) == (f'1-carved-{split}', {split: 0.1})
+        assert documents(given)[other] == [b'x\n'] and documents(given)[split] == splits[split]
+    assert carved(made(validation=[b'x\n']), test=False).splits == ('train', 'validation')
+
+
+def test_equal_documents_are_in_one_split_and_names_go_with_their_documents():
+    # 28.5 of 285 documents would be a tenth, which is not a multiple of 3.
+    splits = documents(carved(made([text for text in TEXTS[:95] for _ in range(3)]), test=False))
+    assert len(splits['test']) == 30 and not set(splits['train']) & set(splits['test'])
+
+    def names(split):
+        return [text.decode() for text in (TEXTS if split == 'train' else [b'x'])]
+
+    for others in ({}, {'test': [b'x']}):
+        result = carved(made(names=names, **others), test=False)
+        for split, texts in documents(result).items():
+            assert result.names(split) == [text.decode() for text in texts]
+
+    # Both sides of a translation are carved alike, whichever is the source.
+    corpora = [carved(made(languages=sides), test=False) for sides in (('en', 'de'), ('de', 'en'))]
+    english, german = documents(corpora[0], 'en'), documents(corpora[0], 'de')
+    for split, texts in german.items():
+        assert [text[2:] for text in english[split]] == [text[2:] for text in texts]
+    assert len(english['test']) == 20 and documents(corpora[1], 'en') == english
+
+
+def test_few_documents_are_cut_at_line_ends():
+    lines = [b'%03d\n' % number for number in range(100)]
+    for others, bounds in (({}, [0, 81, 91, 100]), ({'test': [b'x']}, [0, 91, 100])):
+        parts = documents(carved(made([b''.join(lines)] * 2, **others), test=False))
+        cut = [[b''.join(lines[a:b])] * 2 for a, b in itertools.pairwise(bounds)]
+        assert parts == dict(zip(('train', 'validation', 'test'), cut, strict=False)) | others
+    assert carved(made([b'x'], names=lambda split: ['a']), test=False).names('test') == ['a']
+    with refused('fox has too few lines'):
+        list(documents(carved(made([b'a\nb\n']), test=False))['test'])
+
+
+def test_no_evaluation_document_is_more_than_5_percent_of_its_split():
+    rng = np.random.default_rng(0)
+    for number in (20, 50):
+        sizes = (10 ** rng.uniform(1, 6, number)).astype(int)
+        limit = largest_size(sizes.tolist())
+        cut, more = np.minimum(sizes, limit), np.minimum(sizes, limit + 2)
+        # As little as possible is cut.
+        assert cut.max() <= 0.05 * cut.sum() and more.max() > 0.05 * more.sum()
+    assert largest_size([7] * 20) is largest_size([9] * 19) is None
+    # Only evaluation splits, here to 180 / 19 = 9.47 bytes, and no character is cut in two.
+    long, texts = 'ä'.encode() * 100, [b'b' * 9] * 20
+    result = capped(made([long, *texts], validation=[long, *texts]))
+    expected = {'train': [long, *texts], 'validation': ['ä'.encode() * 4, *texts]}
+    assert documents(result) == expected
+
+
+def test_lower_case_shows_in_the_version(monkeypatch):
+    corpus = made(['Ärger, ΣΑΣ\n'.encode()], validation=[], test=[])
+    monkeypatch.setitem(CORPORA, 'stdlib', Source(lambda config: corpus))
+    lower = find(DataConfig(lowercase=True))
+    assert (lower.version, documents(lower)['train']) == ('1-lower', ['ärger, σας\n'.encode()])
+
+
+@pytest.mark.parametrize('name', CORPORA)
+def test_settings_that_are_needed_and_those_without_effect_are_named(name):
+    source, given = CORPORA[name], dict.fromkeys(CORPORA[name].required, 'x-y')
+    for field in {*SETTINGS} - {*source.optional}:
+        required = field in source.required
+        with refused(f'needs data.{field}' if required else f"data.{field}='' has no effect"):
+            find(DataConfig(name=name, **given | {field: ''}))
+
+
+def test_languages_are_two_names():
+    assert parse_languages(DataConfig(languages='en-pt_BR')) == ('en', 'pt_BR')
+    for languages in ('en', 'en-de-fr', 'en-', 'en - de', '../x-de', 'en-d\u00e9', 'en-en'):
+        with refused(f"data.languages='{languages}' must be two languages"):
+            parse_languages(DataConfig(languages=languages))
+
+
+PAIRS = {'train.en': 'one\ntwo\n', 'train.de': 'eins\nzwei\n'}
+PAIRS |= {'validation.en': 'three\n', 'validation.de': 'drei\n'}
+
+
+def opened(directory, files, name='text', **settings):
+    """The corpus of a directory into which these texts or bytes are written."""
+    for file, content in files.items():
+        path = directory / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return find(DataConfig(name=name, **{'path': str(directory)} | settings))
+
+
+def test_file_is_cut_at_line_ends_90_5_5(tmp_path):
+    lines = [f'line {i:03d}\n'.encode() for i in range(200)]
+    corpus = opened(tmp_path, {'a.txt': b''.join(lines)[:-1]}, path=str(tmp_path / 'a.txt'))
+    parts = [b''.join(lines[:180]), b''.join(lines[180:190]), b''.join(lines[190:])[:-1]]
+    assert list(documents(corpus).values()) == [[part] for part in parts]
+
+
+def test_a_split_is_a_file_or_a_folder_and_the_version_is_that_of_the_text(tmp_path, bucket):
+    # A byte order mark is no text.
+    files = {'train.txt': '\ufeffa\n', 'validation/b.txt': 'b\n', 'validation/a.txt': b'a\n'}
+    corpus = opened(tmp_path, files | {'validation/c.md': 'c', 'validation/sub/d.txt': 'd\n'})
+    assert documents(corpus) == {'train': [b'a\n'], 'validation': [b'a\n', b'b\n', b'd\n']}
+    names = ['validation/a.txt', 'validation/b.txt', 'validation/sub/d.txt']
+    assert (corpus.names('train'), corpus.names('validation')) == (['train'], names)
+    versions = [corpus.version]
+    for name, content in (('train.txt', 'b\n'), ('validation/b.txt', 'B\n'), ('test.txt', 'e\n')):
+        versions.append(opened(tmp_path, {name: content}).version)
+    (tmp_path / 'validation/b.txt').rename(tmp_path / 'validation/0.txt')
+    assert len({*versions, opened(tmp_path, {}).version}) == 5
+    for name in ('files/train.txt', 'folder/train/a.txt'):
+        bucket.put('runs', name, b'a\n')
+    assert opened(tmp_path, {}, path='gs://runs/files').names('train') == ['train']
+    with refused("folder/train' cannot be read .* give its text as a file"):
+        opened(tmp_path, {}, path='gs://runs/folder')
+    with refused('holds both validation and validation.txt; keep one'):
+        opened(tmp_path, {'validation.txt': 'e\n'})
+
+
+def test_lines_of_parallel_files_are_documents(tmp_path):
+    # Only line feeds end lines; pairs with a blank side are left out.
+    source = '\ufeffa\u2028b\x85\x0cc\rd\r\n\ntwo\n \nblank\n'
+    target = '\ufeffeins\n\r\nzwei\n\u3000\n\u3000'
+    files = PAIRS | {'train.en': source, 'train.de': target}
+    corpus = opened(tmp_path, files, 'parallel', languages='de-en')
+    english = {'train': ['a\u2028b\x85\x0cc\rd'.encode(), b'two'], 'validation': [b'three']}
+    assert documents(corpus, 'en') == english and corpus.name == 'parallel-de-en'
+    assert documents(corpus, 'de') == {'train': [b'eins', b'zwei'], 'validation': [b'drei']}
+
+
+@pytest.mark.parametrize(
+    ('path', 'files', 'says'),
+    [
+        ('x', {}, "x' cannot be read .*FileNotFound"),
+        ('', {'validation.txt': 'x'}, 'has no train split; its splits are validation'),
+        ('', {'train.txt': ''}, "train.txt' is empty"),
+        ('x', {'x': b'a\nb\n' * 20 + b'\xc3'}, 'cannot be read .*0xc3 in position 80'),
+        (None, {'validation.de': 'd\nv\nf'}, 'equal numbers of lines, not 1 and 3'),
+        (None, {'test.en': 'x'}, "test.de' cannot be read .*FileNotFound"),
+    ],
+)
+def test_files_that_do_not_fit_are_named(tmp_path, path, files, says):
+    """Of text, and where there is no path, of parallel text."""
+    languages = {'name': 'parallel', 'languages': 'en-de'}
+    settings = languages if path is None else {'path': str(tmp_path / path)}
+    with refused(says):
+        documents(opened(tmp_path, (PAIRS if path is None else {}) | files, **settings), 'en')
+
+
+TEXT = b'one\ntwo\n'
+URL = 'https://files.example.org/lines.txt'
+
+
+def test_a_file_is_fetched_once_checked_and_again_if_it_is_damaged(tmp_path, monkeypatch, warnings):
+    served = {}
+
+    def get(url, timeout):
+        if not served:
+            raise requests.ConnectionError('Name or service not known')
+        response = requests.Response()
+        response.status_code, response._content = served[url]
+        return response
+
+    def fetched(**settings):
+        return downloads.fetched('lines', URL, DataConfig(data_dir=str(tmp_path), **settings))
+
+    monkeypatch.setattr(requests, 'get', get)
+    monkeypatch.setitem(downloads.SHA256, 'lines.txt', hashlib.sha256(TEXT).hexdigest())
+    manual, path = tmp_path / 'lines.txt', tmp_path / 'downloads' / 'lines' / 'lines.txt'
+    by_hand = {'manual_dir': str(tmp_path)}
+    with refused(f'^{URL} cannot be read .*not known.*; put {URL}, .* name it in data.manual_dir'):
+        fetched()
+    with refused(f'^{manual} cannot be read'):
+        fetched(**by_hand)
+    manual.write_bytes(b'one\nten\n')
+    for settings in ({}, by_hand):
+        served[URL] = 200, manual.read_bytes()
+        with refused('has sha256 .*, not'):
+            fetched(**settings)
+    served[URL] = 404, TEXT
+    with refused('404'):
+        fetched()
+    assert [file.name for file in path.parent.iterdir()] == ['lock']
+    served[URL] = 200, TEXT
+    assert fetched() == path.read_bytes() == TEXT
+    path.write_bytes(b'one\n')
+    assert fetched() == path.read_bytes() == TEXT
+    (warning,) = warnings
+    assert f'{path} is damaged: its sha256 is' in warning
+    # Without the lock, so that the files may be on a read-only disk.
+    (path.parent / 'lock').unlink()
+    served.clear()
+    assert fetched() == TEXT and not (path.parent / 'lock').exists()
+    path.unlink()
+    manual.write_bytes(TEXT)
+    assert fetched(**by_hand) == TEXT
+
+
+def test_documents_of_multi30k_are_lines_and_the_play_is_cut_by_characters(tmp_path, monkeypatch):
+    def stored(name, content):
+        (tmp_path / name).write_bytes(content)
+        monkeypatch.setitem(downloads.SHA256, name, hashlib.sha256(content).hexdigest())
+
+    def opened(name, **settings):
+        files = {'data_dir': str(tmp_path / 'data'), 'manual_dir': str(tmp_path)}
+        return find(DataConfig(name=name, **files, **settings))
+
+    for part, language in itertools.product(downloads.CAPTION_PARTS.values(), ('de', 'fr')):
+        # With a line separator of Unicode.
+        text = ''.join(f'{part}.{language}\u2028{i}\n' for i in range(3))
+        stored(f'{part}.{language}.gz', gzip.compress(text.encode()))
+    # 101 characters in 202 bytes.
+    stored('input.txt', ('ä' * 90 + 'ö' * 11).encode())
+    corpus = opened('multi30k', languages='fr-de')
+    assert corpus.name == 'multi30k-fr-de' and not (tmp_path / 'data').exists()
+    for language in corpus.languages:
+        assert documents(corpus, language) == {
+            split: [f'{part}.{language}\u2028{i}'.encode() for i in range(3)]
+            for split, part in downloads.CAPTION_PARTS.items()
+        }
+    parts = {'train': [('ä' * 90).encode()], 'validation': [('ö' * 11).encode()]}
+    assert documents(opened('tiny_shakespeare')) == parts
+    with refused("'en-es' must be two of de, en and fr"):
+        opened('multi30k', languages='en-es')
+
+
+SENTENCES = [{'en': f'number {i}', 'de': f'Nummer {i}', 'fr': f'le {i}'} for i in range(40)]
+VALUES = {language: [sentence[language] for sentence in SENTENCES] for language in SENTENCES[0]}
+VALUES |= {'n': list(range(40)), 'sentences': SENTENCES}
+# Features and splits.
+SETS = {
+    'own': (('en', 'n'), ('train', 'dev')),
+    'texts': (('en', 'de'), ('train', 'test')),
+    'inner': (('fr', 'sentences'), ('train', 'test')),
+    'sides': (('de', 'en', 'fr'), ('train', 'validation', 'test')),
+    'no_train': (('en',), ('validation', 'test')),
+}
+
+
+class Local(tfds.dataset_builders.AdhocBuilder, skip_registration=True):
+    def _split_generators(self, dl_manager):  # without TensorFlow
+        return {split: enumerate(examples) for split, examples in self._split_datasets.items()}
+
+
+def tfds_set(directory, name, version='2.1.0', config=None):
+    """As `tfds build` does, but for what needs TensorFlow."""
+    names, splits = SETS[name]
+    pairs = tfds.features.Translation(languages=['de', 'en', 'fr'])
+    kinds = {'n': tfds.features.Scalar(np.int64), 'sentences': pairs}
+    features = {feature: kinds.get(feature, tfds.features.Text()) for feature in names}
+    examples = [{feature: VALUES[feature][number] for feature in names} for number in range(40)]
+    Local(
+        name=name,
+        version=version,
+        config=config,
+        features=pairs if name == 'sides' else tfds.features.FeaturesDict(features),
+        split_datasets=dict.fromkeys(splits, examples),
+        data_dir=directory,
+        disable_shuffling=True,
+    ).download_and_prepare(file_format='array_record')
+    return DataConfig(name=f'tfds:{name}', data_dir=str(directory))
+
+
+def saved_set(directory, name, **changes):
+    library = pytest.importorskip('datasets', reason="pip install 'qkattn[datasets]' to run it")
+    library.disable_progress_bars()
+    features, splits = SETS[name]
+    rows = library.Dataset.from_dict({name: (VALUES | changes)[name] for name in features})
+    library.DatasetDict(dict.fromkeys(splits, rows)).save_to_disk(directory / name)
+    return DataConfig(name='hf', path=str(directory / name))
+
+
+@pytest.fixture(scope='module', params=[tfds_set, saved_set])
+def config(request, tmp_path_factory):
+    """config('own', feature=...): the settings of a set that is there."""
+    directory = tmp_path_factory.mktemp('sets')
+    configs = {name: request.param(directory, name) for name in SETS}
+    return lambda name, **fields: dataclasses.replace(configs[name], **fields)
+
+
+def read(corpus, language=None):
+    sides = documents(corpus, language)
+    return {split: [text.decode() for text in texts] for split, texts in sides.items()}
+
+
+def test_text_and_translations_are_those_that_the_settings_name(config):
+    assert read(find(config('own'))) == dict.fromkeys(('train', 'validation'), VALUES['en'])
+    corpus = find(config('texts', feature='de'))
+    assert corpus.name in ('tfds-texts-de', 'hf-de') and corpus.carved == {'validation': 0.1}
+    assert read(corpus)['test'] == VALUES['de']
+    for name in ('sides', 'inner'):
+        corpus = find(config(name, languages='fr-en'))
+        assert corpus.name in (f'tfds-{name}-fr-en', 'hf-fr-en')
+        for language in corpus.languages:
+            assert read(corpus, language)['test'] == VALUES[language]
+    for name, fields, says in (
+        ('texts', {}, r'data.feature=None and .* do not name one .* texts are de, en'),
+        ('own', {'feature': 'n'}, "data.feature='n' .* texts are en"),
+        ('inner', {'languages': 'en-es'}, r"'en-es' .* translations sentences \(de, en, fr\)"),
+        ('inner', {'languages': 'en-de', 'feature': 'fr'}, "data.feature='fr' and"),
+        ('no_train', {}, 'has no train split; its splits are validation, test'),
+    ):
+        with refused(says):
+            find(config(name, **fields))
+
+
+def test_the_newest_whole_version_of_a_prepared_set_is_read(tmp_path):
+    for name, says in (('tfds:own', 'run `tfds build own --data_dir=/'), ('tfds:../x', 'must be')):
+        with refused(says):
+            find(DataConfig(name=name, data_dir=str(tmp_path)))
+    directory = tmp_path / 'own' / 'small.1'
+    for version in ('11.0.0', '10.0.0', '9.0.0'):
+        tfds_set(tmp_path, 'own', version, config='small.1')
+    (directory / '11.0.0').rename(directory / 'incomplete.A_11.0.0')
+    config = DataConfig(name='tfds:own/small.1', data_dir=str(tmp_path))
+    assert (find(config).name, find(config).version) == ('tfds-own-small.1-en', '10.0.0')
+    (path,) = (directory / '10.0.0').glob('*-train.array_record*')
+    path.write_bytes(path.read_bytes()[:100])
+    with refused(f'{path.parent} cannot be read .*; delete it and prepare it again'):
+        read(find(config))
+
+
+def test_rows_of_hugging_face_without_text_are_left_out_and_the_files_are_the_version(tmp_path):
+    version = find(saved_set(tmp_path, 'own')).version
+    corpus = find(saved_set(tmp_path, 'own', en=[None, '', *VALUES['en'][2:]]))
+    assert corpus.version != version and read(corpus)['train'] == VALUES['en'][2:]
+    empty = [{'en': '', 'de': 'a'}, {'en': None, 'de': 'b'}, *SENTENCES[2:]]
+    config = dataclasses.replace(saved_set(tmp_path, 'inner', sentences=empty), languages='en-de')
+    assert read(find(config), 'de')['test'] == VALUES['de'][2:]
+    with refused("data.path='absent' cannot be read .* a directory"):
+        find(DataConfig(name='hf', path='absent'))
+
+
+def test_a_published_set_is_asked_for_by_owner_name_and_config(tmp_path, monkeypatch):
+    path = saved_set(tmp_path, 'own').path
+
+    def load_dataset(*names):
+        if names != ('owner/set', 'config'):
+            raise ConnectionError("Couldn't reach it\non the Hub.")
+        return datasets.load_from_disk(path)
+
+    datasets = pytest.importorskip('datasets')
+    monkeypatch.setattr(datasets, 'load_dataset', load_dataset)
+    corpus = find(DataConfig(name='hf:owner/set/config'))
+    # The files of a published set are in a directory that its revision names.
+    assert (corpus.name, corpus.version) == ('hf-owner-set-config-en', 'None-train')
+    with refused(r"hf:squad' cannot be read \(ConnectionError: .*on the Hub\); check name"):
+        find(DataConfig(name='hf:squad'))
+    monkeypatch.setitem(sys.modules, 'datasets', None)
+    with refused(r"datasets needs the package datasets: pip install -e '.\[datasets\]'"):
+        find(DataConfig(name='hf:owner/set'))
+
+
+@pytest.fixture(scope='module')
+def pairs():
+    return list(cldr.pairs('en', 'de'))
+
+
+def test_texts_of_every_category_are_distinct_short_and_tidy(pairs):
+    sizes = collections.Counter(category for category, _, _ in pairs)
+    assert set(sizes) == set(cldr.CATEGORIES) and min(sizes.values()) > 800
+    translations = {source: target for _, source, target in pairs}
+    assert 40_000 < len(pairs) == len(translations) < 65_000
+    assert not any(source == target for source, target in translations.items())
+    for text in (*translations, *translations.values()):
+        # One kind of space, and no empty items.
+        assert 0 < len(text.encode()) <= 120 and text == ' '.join(text.split())
+    if babel.__version__ == '2.18.0':
+        # Written down, so that texts do not change under the same version.
+        digest = hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
+        assert digest == 'cfc420ea1d450ea950bfbf583cf003794b80a2008a6af4197871c769c3096796'
+
+
+def test_languages_of_which_little_is_known_have_a_corpus_too(monkeypatch):
+    few = {
+        name: lambda *args, phrases=phrases: itertools.islice(phrases(*args), 0, None, 29)
+        for name, phrases in cldr.CATEGORIES.items()
+    }
+    monkeypatch.setattr(cldr, 'CATEGORIES', few)
+    for languages in (('fr', 'ja'), ('en', 'root'), ('en', 'cic'), ('en', 'agq')):
+        assert len(list(cldr.pairs(*languages))) > 200
+
+
+def test_corpus_is_the_pairs_by_split_in_an_order_that_mixes_them(pairs, monkeypatch):
+    monkeypatch.setattr(cldr, 'pairs', lambda *languages: iter(pairs))
+    cldr._ordered.cache_clear()
+    corpus = find(DataConfig(name='cldr', languages='en-de'))
+    assert (corpus.name, corpus.version) == ('cldr-en-de', f'babel{babel.__version__}-1.0.0')
+    sides = [documents(corpus, language) for language in corpus.languages]
+    categories = {source: category for category, source, _ in pairs}
+    for split, share in (('train', 0.9), ('validation', 0.05), ('test', 0.05)):
+        texts = [[text.decode() for text in side[split]] for side in sides]
+        expected = {(s, t) for _, s, t in pairs if split_of(s, 90, 5) == split}
+        assert len(texts[0]) == len(expected) == pytest.approx(share * len(pairs), rel=0.2)
+        assert set(zip(*texts, strict=True)) == expected
+        assert {categories[source] for source in texts[0][:150]} == set(categories.values())
+
+
+def test_a_language_has_one_name():
+    assert find(DataConfig(name='cldr', languages='EN-zh_CN')).name == 'cldr-en-zh_Hans_CN'
+    for languages in ('en-xx', 'english-de', 'en-EN'):
+        with refused(f"data.languages='{languages}'"):
+            find(DataConfig(name='cldr', languages=languages))
+
+
+PACKAGES = DataConfig(name='packages')
+
+
+def test_stdlib_is_the_library_without_tests_and_tables(stdlib):
+    paths = list(python_text.modules())
+    assert paths == sorted(paths) and len(paths) > 200
+    assert not [path for path in paths if {'test', 'encodings'} & set(path.split('/'))]
+    corpus = find(DataConfig())
+    assert corpus.version == f'py{platform.python_version()}-2.0.0'
+    # The same in every version of the package and of Python, or published results lose meaning.
+    splits = ' '.join(split_of(f'package.module_{i}', 40, 30) for i in range(4000))
+    assert hashlib.sha256(splits.encode()).hexdigest()[:12] == '144b30107758'
+    places = {'json/decoder.py': 'train', 'argparse.py': 'validation', 'json/tool.py': 'test'}
+    for path, split in (places | {'json/__init__.py': split_of('json', 40, 30)}).items():
+        assert path in corpus.names(split)
+    # Its tokens are the bytes of the files of a split in order.
+    for split in stdlib.splits:
+        names = corpus.names(split)
+        texts = [(Path(sysconfig.get_path('stdlib')) / name).read_bytes() for name in names]
+        if split != 'train':
+            limit = largest_size([*map(len, texts)])
+            texts = [text[:limit].decode(errors='ignore').encode() for text in texts]
+            assert stdlib.document_names(split) == names and len(names) >= 100
+        expected = b''.join(text + b'\0' for text in texts)
+        assert texts and np.asarray(stdlib.split(split)).tobytes() == expected
+
+
+def test_packages_are_text_that_is_neither_a_test_nor_made_for_a_platform():
+    requirements = Path(__file__).parents[2].joinpath('requirements.txt').read_text()
+    pinned = re.findall(r'^([\w.-]+)==', requirements.split('# Tests')[0], re.M)
+    assert set(python_text.DISTRIBUTIONS) <= set(pinned)
+    names = find(PACKAGES).names
+    assert names('test') == sorted(set(names('test'))) and len(names('test')) >= 100
+    assert 'jax/_src/core.py' in names('train')
+    for name in ('numpy/__config__.py', 'jaxlib/version.py', 'scipy/stats/tests/test_rank.py'):
+        assert not any(name in names(split) for split in ('train', 'validation', 'test'))
+
+
+def test_copies_scripts_and_almost_empty_files_are_left_out(tmp_path, monkeypatch):
+    texts = {
+        'a.py': b'x = 1\n' * 100,
+        'b.py': b'x  =  1\n' * 100,  # a copy but for its spaces
+        **{'c.py': b'y = 1\n', 'd.py': b'z = "\xff"\n' * 100, 'e.md': b'text\0' * 200},
+    }
+    others = 'f.md', '../bin/a.py', 'b-1.dist-info/c.md', 'a/tests/b.py', 'a.txt'
+    texts |= dict.fromkeys(others, b'words \n' * 100)
+    paths = [metadata.PackagePath(name) for name in texts]
+    for path in paths:
+        (tmp_path / 'site' / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / 'site' / path).write_bytes(texts[str(path)])
+        path.dist = metadata.PathDistribution(tmp_path / 'site' / 'a.dist-info')
+    monkeypatch.setattr(python_text, 'DISTRIBUTIONS', ('a',))
+    monkeypatch.setattr(metadata, 'files', lambda name: paths)
+    with refused("data.name='packages' cannot be read .*No package metadata.*requirements.txt"):
+        find(PACKAGES)
+    monkeypatch.setattr(metadata, 'version', lambda name: '1')
+    monkeypatch.setattr(python_text, '_installed', python_text._installed.__wrapped__)
+    corpus = find(PACKAGES)
+    assert sorted(sum(map(corpus.names, corpus.splits), [])) == ['a.py', 'f.md']
+    assert corpus.version == f'1.0.0-{hashlib.sha256(b"a==1").hexdigest()[:12]}'
+    monkeypatch.setattr(metadata, 'files', lambda name: None)
+    with refused("no list of files of .'a'"):
+        corpus.names('train')
