@@ -27,9 +27,9 @@ def test_epochs_visit_every_window_once_each_in_an_order_of_its_own():
 
     # 59 windows: batches of 6 straddle the epochs.
     rows = windows(train=414)
-    epochs = np.concatenate([order(rows, seed, 59).reshape(6, 59) for seed in range(4)])
+    epochs = np.concatenate([order(rows, seed, 59).reshape(6, 59) for seed in range(2)])
     assert (np.sort(epochs, axis=1) == np.arange(0, 413, 7)).all()
-    assert len(np.unique(epochs, axis=0)) == len(epochs) == 24
+    assert len(np.unique(epochs, axis=0)) == len(epochs) == 12
     # Written down, so that a library that shuffles differently does not go unnoticed.
     known = [84, 364, 175, 357, 413, 399, 189, 147, 336, 154, 231, 210]
     assert order(windows(train=421), 5, 2).tolist() == known
