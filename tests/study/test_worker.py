@@ -130,6 +130,12 @@ def test_what_no_run_can_do_without_is_refused_before_anything_is_written(tmp_pa
     assert not (tmp_path / 'out').exists()
 
 
+def test_the_longest_runs_are_taken_first(tmp_path):
+    study = dataclasses.replace(STUDY, variants=('qk/vo',), sizes=('d_model=32', 'd_model=64'))
+    left = worker.left_of(study, build_arms(study), tmp_path)
+    assert [run.arm.size for run in left] == ['d_model=64', 'd_model=32']
+
+
 def test_a_held_run_is_left_alone_and_taken_when_it_is_given_up(trained, tmp_path, monkeypatch):
     path = tmp_path / 'out'
     first = plan.runs(STUDY, build_arms(STUDY), lambda run: None)[0]
@@ -400,17 +406,12 @@ def edit(path, name, value):
 @pytest.mark.parametrize(
     ('change', 'message'),
     [
-        (lambda path: (path / 'ledger.jsonl').unlink(), r'ledger\.jsonl does not exist.*restore'),
         (lambda path: (path / 'study.json').unlink(), 'study.json is missing, or is not what'),
         (lambda path: edit(path, 'margin', 0.05), r'is not what .*ledger\.jsonl declares'),
         (lambda path: edit(path, 'base', None), "study.json has no field 'base'.*another workdir"),
-        (
-            lambda path: edit(path, 'margin', None),
-            r"damaged \(field 'margin' is missing\); restore",
-        ),
         (lambda path: edit(path, 'steps', 5), "study.json has a field 'steps'.*another workdir"),
     ],
-    ids=['no ledger', 'no study', 'edited study', 'old study', 'no margin', 'unknown study'],
+    ids=['no study', 'edited study', 'old study', 'unknown study'],
 )
 def test_a_directory_without_a_whole_declaration_says_what_to_do(finished, change, message):
     change(finished)

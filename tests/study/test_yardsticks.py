@@ -144,19 +144,17 @@ def test_a_masked_text_is_counted_by_its_neighbours(tiny):
     assert losses[1] < losses[0] - 0.1
 
 
-@pytest.mark.parametrize(
-    ('length', 'names'),
-    [
-        (1, ['1']),
-        (4, ['1', '2', '3', '4']),
-        (9, ['1', '2', '3', '4', '5-8', '9']),
-        (48, ['1', '2', '3', '4', '5-8', '9-16', '17-32', '33-48']),
-    ],
-)
-def test_buckets_cover_every_position_once(length, names):
-    found = yardsticks.buckets(length)
-    assert list(found) == names
-    assert [p for of in found.values() for p in range(length)[of]] == list(range(length))
+def test_means_are_over_parts_of_the_context(tiny, monkeypatch):
+    """The sums of one trial, whose last position has no target."""
+    sums = np.append(2 * np.arange(16.0), 0.0)[None], np.append(np.full(16, 2.0), 0.0)
+    monkeypatch.setattr(yardsticks, '_by_position', lambda *_: sums)
+    (trial,) = yardsticks._trials(tiny(model={'context': 17}), None, {})
+    positions = trial.pop('positions')
+    assert np.isnan(positions.pop('17'))
+    assert positions == {'1': 0, '2': 1, '3': 2, '4': 3, '5-8': 5.5, '9-16': 11.5}
+    assert (trial['loss'], trial['early'], trial['late']) == (7.5, 3, 11.5)
+    (trial,) = yardsticks._trials(tiny(model={'context': 7}), None, {})
+    assert trial['early'] is trial['late'] is None and '5-7' in trial['positions']
 
 
 def test_the_position_of_a_target_counts_from_its_sentence():
