@@ -166,6 +166,9 @@ def test_every_field_takes_or_refuses_extremes(accepted, kind):
     extremes = NUMBERS + TEXTS
     for number, name in enumerate(OWN[kind]):
         accepted(kind, {name: extremes[5 * number % len(extremes)]}, text=number % 2 == 0)
+        if FIELDS[kind][name].bounds.path:
+            for path in ('\0', '\ud800', 'a\nb', 'x' * 5000):
+                assert not accepted(kind, {name: path}, text=False)
 
 
 def changes_of(kind: str):
