@@ -147,27 +147,3 @@ def test_differences_and_verdicts(tmp_path):
             expected = (longer.pop(name) - baseline_longer).mean()
             assert parts.longer.difference.mean == pytest.approx(expected)
     assert len(found.decomposition) == 8 and not longer
-
-
-def test_verdict_trials_ran_at_the_vertices_of_their_sweeps_and_at_equal_parameter_counts():
-    sweeps: dict[tuple, dict[float, list[float]]] = {}
-    ran: dict[tuple, set[float]] = {}
-    parameters = {}
-    for result in TRIALS:
-        arm, rate = (result['variant'], result['control']), result['trial']['learning_rate']
-        if result['stage'] == 'screening':
-            sweeps.setdefault(arm, {}).setdefault(rate, []).append(result['val_loss'])
-        else:
-            ran.setdefault(arm, set()).add(rate)
-        if result['control'] is None:
-            parameters[arm] = result['parameters']['total']
-    assert all(abs(total / parameters['qk/vo', None] - 1) <= 1e-3 for total in parameters.values())
-    assert ran.keys() == sweeps.keys() and len(ran) == 23
-    for arm, losses in sweeps.items():
-        rates = sorted(losses)
-        means = [np.mean(losses[rate]) for rate in rates]
-        best = int(np.argmin(means))
-        assert 0 < best < len(rates) - 1, arm
-        # The vertex lies between the neighbours of the best rate.
-        (rate,) = ran[arm]
-        assert rates[best - 1] < rate < rates[best + 1], arm

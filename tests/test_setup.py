@@ -5,14 +5,12 @@ Nothing is fetched.
 
 import ast
 import importlib.metadata
-import os
 import re
 import shutil
 import stat
 import subprocess
 import sys
 import tomllib
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -88,10 +86,10 @@ def test_scripts_are_executable_and_parse(script):
     subprocess.run(['bash', '-n', script], check=True)
 
 
-# Runs `qkattn ...` with a directory as the only place of the package.
+# The command, with a directory as the only place of the package.
 FROM_ELSEWHERE = f"""
 import site, sys
-sys.path[:] = [sys.argv[1], *(p for p in sys.path if p not in ('', {str(ROOT)!r}))]
+sys.path[:] = [sys.argv[1], *(path for path in sys.path if path != {str(ROOT)!r})]
 sys.meta_path[:] = [f for f in sys.meta_path if '__editable__' not in getattr(f, '__module__', '')]
 for name in [name for name in sys.modules if name.startswith('__editable__')]:
     del sys.modules[name]
@@ -105,37 +103,34 @@ def test_an_installation_has_the_commands_and_the_configs(tmp_path, hook):
     if Version(importlib.metadata.version('setuptools')) < Version('77'):
         pytest.skip('building a wheel needs setuptools >= 77')
     source, site = tmp_path / 'source', tmp_path / 'site'  # the build writes beside its source
+    ignored = shutil.ignore_patterns('__pycache__', 'results')
     for folder in OURS:
-        ignored = shutil.ignore_patterns('__pycache__', 'results')
         shutil.copytree(ROOT / folder, source / folder, ignore=ignored)
     for name in ('pyproject.toml', 'setup.py', 'README.md', 'LICENSE'):
         shutil.copy(ROOT / name, source)
     program = f'from setuptools import build_meta; build_meta.{hook}({str(tmp_path)!r})'
     subprocess.run([sys.executable, '-c', program], cwd=source, check=True, capture_output=True)
     (built,) = tmp_path.glob('*.whl')
-    with zipfile.ZipFile(built) as archive:
-        archive.extractall(site)
+    shutil.unpack_archive(built, site, 'zip')
     assert 'qkattn = qkattn.__main__:main' in next(site.glob('*/entry_points.txt')).read_text()
     (elsewhere := tmp_path / 'elsewhere').mkdir()
 
     def qkattn(*arguments: str) -> tuple[int, str]:
-        command = [sys.executable, '-c', FROM_ELSEWHERE, site, *arguments]
+        command = [sys.executable, '-I', '-c', FROM_ELSEWHERE, site, *arguments]
         streams = {'stdout': subprocess.PIPE, 'stderr': subprocess.STDOUT, 'text': True}
-        env = {**os.environ, 'PYTHONPATH': ''}
-        done = subprocess.run(command, cwd=elsewhere, env=env, **streams)
+        done = subprocess.run(command, cwd=elsewhere, **streams)
         assert not any(elsewhere.iterdir())
         return done.returncode, done.stdout
 
     code, text = qkattn('--help')
-    shipped = {
-        path.stem for folder in ('configs', 'experiments') for path in ROOT.glob(f'{folder}/*.py')
-    }
-    assert code == 0 and shipped - {'__init__'} <= {x.split()[0] for x in text.splitlines() if x}
+    paths = (*ROOT.glob('configs/[a-z]*.py'), *ROOT.glob('experiments/[a-z]*.py'))
+    commands = {line.split()[0] for line in text.splitlines() if line}
+    assert code == 0 and {path.stem for path in paths} <= commands
     if hook == 'build_wheel':
         assert {path.name.partition('-')[0] for path in site.iterdir()} == {'qkattn'}
         for folder in OURS:
             below = site / 'qkattn' / ('' if folder == 'qkattn' else folder)
-            names = [f.relative_to(source / folder) for f in (source / folder).rglob('*.*')]
+            names = [path.relative_to(source / folder) for path in (source / folder).rglob('*.*')]
             assert names and all((below / name).exists() for name in names)
         code, text = qkattn('prepare_data', '--config=small')
         assert code == 2 and '--out=DIRECTORY is required' in text
