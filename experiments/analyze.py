@@ -13,6 +13,7 @@ analysis.csv, analysis.json, figures, and for a text or tokens the probabilities
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,12 +27,11 @@ from qkattn.config import DataConfig
 from qkattn.convert import loading
 from qkattn.data.pipeline import eval_batches
 from qkattn.data.tasks.task_registry import rows_of
-from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.errors import ConfigError
 from qkattn.jobs import cli
 from qkattn.model import EncoderDecoder
 from qkattn.model.transformer import Transformer
-from qkattn.report.figures import attention_figure
+from qkattn.report.figures.attention_figure import attention_maps, heat_maps, singular_values
 from qkattn.report.figures.style import Drawing, render, style_sheet
 from qkattn.report.tables import text_table
 from qkattn.storage.files import as_path, make_directory, write_atomic
@@ -46,14 +46,11 @@ REFERENCE = flags.DEFINE_string(
     'reference', None, 'Model from which drift is measured; of a run, the same trial.'
 )
 TEXT = flags.DEFINE_string('text', None, 'Text that the model reads; the source of a translation.')
-FILE = flags.DEFINE_string('file', None, 'File with the text.')
 TARGET = flags.DEFINE_string('target', None, 'Translation of --text that an encoder_decoder reads.')
 TOKENS = flags.DEFINE_string('tokens', None, 'Token ids that the model reads, as in "12 7 301".')
 DATA = flags.DEFINE_string(
     'data', DataConfig.name, 'Dataset of the tokenizer, for a source that is not a run.'
 )
-NUM_ROWS = flags.DEFINE_integer('num_rows', 8, 'Validation rows of a run that are read.')
-NUM_HEADS = flags.DEFINE_integer('num_heads', None, 'Heads of published files without a config.')
 OUT = flags.DEFINE_string('out', None, 'Directory for numbers and figures.')
 
 # Columns of the printed table: heading, quantity, what it is of; means over heads.
@@ -71,23 +68,23 @@ COLUMNS = (
     ('induction|(best head)', 'induction_score', 'pattern'),
     ('logit|deviation', 'logit_deviation', 'pattern'),
 )
+# Heat maps: what they are of, and the quantities that they show.
 FIGURES = {
-    'matrices': {
-        'A': ('effective_rank', 'symmetric_share', 'directionality', 'definiteness', 'drift')
-    },
-    'ov_matrices': {'B': ('effective_rank', 'symmetric_share', 'definiteness', 'norm', 'drift')},
-    'patterns': {
-        'pattern': ('entropy', 'diagonal_mass', 'previous_token_mass', 'induction_score')
-        + ('logit_deviation',)
-    },
+    'matrices': (
+        'A',
+        ('effective_rank', 'symmetric_share', 'directionality', 'definiteness', 'drift'),
+    ),
+    'ov_matrices': ('B', ('effective_rank', 'symmetric_share', 'definiteness', 'norm', 'drift')),
+    'patterns': (
+        'pattern',
+        ('entropy', 'diagonal_mass', 'previous_token_mass', 'induction_score', 'logit_deviation'),
+    ),
 }
 # Query tokens and key tokens of a site.
 Words = tuple[list[str], list[str]]
 # Most lines of maps.csv, about 100 MB.
 MAX_LINES = 2_000_000
-# Most probabilities of a layer that are held at once, 256 MiB; the default of --num_rows is always
-# taken.
-MAX_PROBABILITIES = 2**26
+NUM_ROWS = 8  # validation rows that a run reads
 
 
 def main() -> None:
@@ -96,24 +93,27 @@ def main() -> None:
         raise ConfigError(
             '--source=DIRECTORY is required, or the directory alone, as in analyze runs/small'
         )
-    if NUM_ROWS.value < 1:
-        raise ConfigError(f'--num_rows={NUM_ROWS.value} must be at least 1')
-    if sum(flag.value is not None for flag in (TEXT, FILE, TOKENS)) > 1:
-        raise ConfigError('--text, --file and --tokens exclude each other')
+    if TEXT.value is not None and TOKENS.value is not None:
+        raise ConfigError('--text and --tokens exclude each other')
     out = None if OUT.value is None else as_path(OUT.value)
     if out is not None and (out / 'analysis.json').exists():
         raise ConfigError(f'{out} already holds an analysis; give another directory')
-    source = loading.load(SOURCE.value, num_heads=NUM_HEADS.value)
+    source = loading.load(SOURCE.value)
     trial = source.check_trial(TRIAL.value)
     model, about = chosen(source, trial)
     reference, about['reference'] = None, None
     if REFERENCE.value is not None:
-        other = loading.load(REFERENCE.value, num_heads=NUM_HEADS.value)
+        other = loading.load(REFERENCE.value)
         reference, about['reference'] = chosen(other, trial if len(other.models) > 1 else 0)
-    batch, words = batch_of(source, model)
+    batch, words = None, None
+    if TEXT.value is not None or TOKENS.value is not None:
+        batch, words = given(source, model)
+    elif source.config is not None:
+        source_rows = rows_of(source.config)
+        count = min(NUM_ROWS, source_rows.count('validation'))
+        batch = next(eval_batches(source_rows, 'validation', batch_size=count, max_rows=count))
     analysis = analyze(model, batch, reference=reference)
-    config = model.config
-    print(f'{SOURCE.value}: {config.variant}, {config.num_layers} layers')
+    print(f'{SOURCE.value}: {model.config.variant}, {model.config.num_layers} layers')
     if reference is not None:
         print(f'drift from {REFERENCE.value}: {reference.config.variant}')
     print(table(analysis))
@@ -124,12 +124,18 @@ def main() -> None:
     if out is None:
         return
     make_directory(out)
-    write(out, analysis, about)
-    maps = {} if words is None else maps_of(model, batch)
-    if maps:
-        write_maps(out, maps, words)
-    for stem, figure in figures(analysis, maps, words).items():
-        write_atomic(out / f'{stem}.png', figure)
+    rows = pd.DataFrame([dataclasses.asdict(row) for row in analysis.rows], dtype=object)
+    write_atomic(out / 'analysis.csv', rows.to_csv(index=False, lineterminator='\n'))
+    spectra = [
+        {'site': site, 'layer': layer, 'of': circuit, 'singular_values': s_ND}
+        for (site, layer, circuit), s_ND in analysis.spectra.items()
+    ]
+    missing = [dict(zip(('site', 'layer', 'of'), place, strict=True)) for place in analysis.missing]
+    about |= {'rows': analysis.rows, 'spectra': spectra, 'missing': missing}
+    write_json(out / 'analysis.json', about, indent=None)
+    if words is not None:
+        write_maps(out, model, batch, words)
+    draw(out, analysis)
     print(f'wrote {out}')
 
 
@@ -140,173 +146,113 @@ def chosen(source: loading.Loaded, trial: int) -> tuple[Transformer, dict[str, A
     return model, about | {'model': model.config}
 
 
-def batch_of(
-    source: loading.Loaded, model: Transformer
-) -> tuple[dict[str, Any] | None, dict[str, Words] | None]:
-    """What the model reads, and its tokens by site where they are a text or tokens."""
-    if TOKENS.value is not None or TEXT.value is not None or FILE.value is not None:
-        return given(source, model)
-    if source.config is None:
-        return None, None
-    rows = rows_of(source.config)
-    available = rows.count('validation')
-    count = min(NUM_ROWS.value, available)
-    most = MAX_PROBABILITIES // (model.config.num_heads * model.config.context**2)
-    if count > (most := max(most, NUM_ROWS.default)):
-        raise ConfigError(
-            f'--num_rows={NUM_ROWS.value} must be at most {most:,} for this model; the run has '
-            f'{available:,} validation rows'
-        )
-    return next(eval_batches(rows, 'validation', batch_size=count, max_rows=count)), None
-
-
 def given(source: loading.Loaded, model: Transformer) -> tuple[dict[str, Any], dict[str, Words]]:
-    """The text or the tokens of the flags, as a batch of one row."""
-    translates = isinstance(model, EncoderDecoder)
+    """The text or the tokens of the flags, as a batch of one row and as tokens by site."""
+    config, translates = model.config, isinstance(model, EncoderDecoder)
     if translates != (TARGET.value is not None) or (translates and TOKENS.value is not None):
         raise ConfigError(
-            'an encoder_decoder reads --text (or --file) and --target, and no other model reads '
-            '--target'
+            'an encoder_decoder reads --text and --target, and no other model reads --target'
         )
-    if TOKENS.value is not None:
-        try:
-            ids = [int(word) for word in TOKENS.value.split()]
-        except ValueError as error:
-            raise ConfigError(f'--tokens={TOKENS.value!r} must be whole numbers') from error
-        words = [str(number) for number in ids]
+    if translates:
+        ids, words = tokens_of(source, TEXT, config.encoder.context)
+        targets, target_words = tokens_of(source, TARGET, config.context)
+        batch = {'tokens_BT': np.array([targets], np.int32), 'source_BS': np.array([ids], np.int32)}
+        return batch, {
+            'attention': (target_words, target_words),
+            'encoder/attention': (words, words),
+            'cross_attention': (target_words, words),
+        }
+    ids, words = tokens_of(source, TOKENS if TEXT.value is None else TEXT, config.context)
+    return next_token_batch(model, np.array([ids], np.int32)), {'attention': (words, words)}
+
+
+def tokens_of(
+    source: loading.Loaded, flag: flags.FlagHolder, context: int
+) -> tuple[list[int], list[str]]:
+    """The token ids that a flag gives, as a text or as numbers, and the text of each."""
+    text, vocab_size = flag.value, source.model_config.vocab_size
+    if flag is TOKENS:
+        if not all(word.isdecimal() and int(word) < vocab_size for word in text.split()):
+            raise ConfigError(f'--tokens={text!r} must be whole numbers from 0 to {vocab_size - 1}')
+        ids, words = [int(word) for word in text.split()], text.split()
     else:
         tokenizer = loading.tokenizer_for(source, DATA.value, '--tokens')
-        ids, words = encoded(tokenizer, cli.text_of(TEXT, FILE), '--text')
-    check_ids('--text' if TOKENS.value is None else '--tokens', ids, model)
-    if not translates:
-        return next_token_batch(model, np.array([ids], np.int32)), {'attention': (words, words)}
-    targets, target_words = encoded(tokenizer, TARGET.value, '--target')
-    check_ids('--target', targets, model)
-    of_sites = {
-        'attention': (target_words, target_words),
-        'encoder/attention': (words, words),
-        'cross_attention': (target_words, words),
-    }
-    batch = {'tokens_BT': np.array([targets], np.int32), 'source_BS': np.array([ids], np.int32)}
-    return batch, of_sites
-
-
-def encoded(tokenizer: Tokenizer, text: str, flag: str) -> tuple[list[int], list[str]]:
-    """Ids and words of a text."""
-    try:
-        ids = tokenizer.encode(text).tolist()
-    except ValueError as error:
-        raise ConfigError(f'{flag} cannot be encoded: {error}') from error
-    return ids, [tokenizer.decode([number]).replace('\n', '\\n') for number in ids]
-
-
-def check_ids(flag: str, ids: list[int], model: Transformer) -> None:
-    config = model.config
-    context = config.context
-    if flag == '--text' and isinstance(model, EncoderDecoder):
-        context = config.encoder.context
+        try:
+            ids = tokenizer.encode(text).tolist()
+        except ValueError as error:
+            raise ConfigError(f'--{flag.name} cannot be encoded: {error}') from error
+        words = [tokenizer.decode([number]).replace('\n', '\\n') for number in ids]
     if not 2 <= len(ids) <= context:
-        raise ConfigError(f'{flag} has {len(ids)} tokens, and the model reads 2 to {context}')
-    if not 0 <= min(ids) <= max(ids) < config.vocab_size:
-        raise ConfigError(f'{flag} must hold ids in [0, {config.vocab_size})')
+        raise ConfigError(f'--{flag.name} has {len(ids)} tokens; the model reads 2 to {context}')
+    return ids, words
 
 
 def table(analysis: Analysis) -> str:
     """A line for every attention layer; means over heads, of induction the best head."""
-    places = dict.fromkeys((row.site, row.layer) for row in analysis.rows if row.head is not None)
-    cells: dict[tuple[str, int | None], list[str]] = {place: [] for place in places}
-    titles = [('layer', True)]
-    for heading, quantity, of in COLUMNS:
-        over = np.max if quantity == 'induction_score' else np.mean
-        values: dict[tuple[str, int | None], list[float]] = {}
-        for row in analysis.rows:
-            if (row.quantity, row.of) == (quantity, of):
-                values.setdefault((row.site, row.layer), []).append(row.value)
-        if values:
+    rows = pd.DataFrame([row for row in analysis.rows if row.head is not None])
+    by_quantity = rows.groupby(['quantity', 'of', 'site', 'layer'], sort=False)['value']
+    titles, lines = [('layer', True)], {(row.site, row.layer): [] for row in rows.itertuples()}
+    for heading, quantity, subject in COLUMNS:
+        over = by_quantity.max if quantity == 'induction_score' else by_quantity.mean
+        values = over(skipna=False)
+        if (quantity, subject) in values.index:
             titles.append((heading, False))
-            for place, cell in cells.items():
-                cell.append(f'{over(values[place]):.3g}' if place in values else '-')
-    lines = [[f'{site} {layer}', *cells[site, layer]] for site, layer in places]
-    return text_table(titles, lines)
-
-
-def write(out: Any, analysis: Analysis, about: Mapping[str, Any]) -> None:
-    """analysis.csv and analysis.json."""
-    rows = pd.DataFrame([dataclasses.asdict(row) for row in analysis.rows], dtype=object)
-    write_atomic(out / 'analysis.csv', rows.to_csv(index=False, lineterminator='\n'))
-    spectra = [
-        {'site': site, 'layer': layer, 'of': of, 'singular_values': s_ND}
-        for (site, layer, of), s_ND in analysis.spectra.items()
-    ]
-    missing = [{'site': site, 'layer': layer, 'of': of} for site, layer, of in analysis.missing]
-    write_json(
-        out / 'analysis.json',
-        {**about, 'rows': analysis.rows, 'spectra': spectra, 'missing': missing},
-        indent=None,
-    )
-
-
-def maps_of(model: Transformer, batch: Mapping[str, Any]) -> dict[str, dict[int, np.ndarray]]:
-    """Probabilities p_NTS of the first row, NaN at masked keys, by site and layer."""
-    inputs = {name: batch[name] for name in ('tokens_BT', 'source_BS') if name in batch}
-    maps: dict[str, dict[int, np.ndarray]] = {}
-    for (site, layer), pattern in jax.jit(attention_patterns)(model, inputs).items():
-        p_NTS = np.asarray(pattern.probabilities_BNTS[0], np.float32)
-        maps.setdefault(site, {})[layer] = np.where(pattern.mask_BTS[0], p_NTS, np.nan)
-    return maps
+            for place, line in lines.items():
+                value = values[quantity, subject].get(place)
+                line.append('-' if value is None else f'{value:.3g}')
+    return text_table(titles, [[f'{site} {layer}', *line] for (site, layer), line in lines.items()])
 
 
 def write_maps(
-    out: Any, maps: Mapping[str, Mapping[int, np.ndarray]], words: Mapping[str, Words]
+    out: Path, model: Transformer, batch: Mapping[str, Any], words: Mapping[str, Words]
 ) -> None:
-    """maps.csv: a line for each head, query, and key that it may attend to."""
-    count = sum(np.isfinite(p_NTS).sum() for layers in maps.values() for p_NTS in layers.values())
+    """Figures of the probabilities, and maps.csv: a line for a head, query and key it may see."""
+    inputs = {name: batch[name] for name in ('tokens_BT', 'source_BS') if name in batch}
+    maps: dict[str, dict[int, np.ndarray]] = {}
+    tables = []
+    for (site, layer), pattern in jax.jit(attention_patterns)(model, inputs).items():
+        p_NTS = np.asarray(pattern.probabilities_BNTS[0], np.float32)
+        p_NTS = np.where(pattern.mask_BTS[0], p_NTS, np.nan)
+        maps.setdefault(site, {})[layer] = p_NTS
+        queries, keys = (np.array(tokens, object) for tokens in words[site])
+        n, t, s = np.nonzero(np.isfinite(p_NTS))
+        places = {'site': site, 'layer': layer, 'head': n, 'query': t, 'key': s}
+        tokens = {'query_token': queries[t], 'key_token': keys[s]}
+        tables.append(pd.DataFrame({**places, **tokens, 'probability': p_NTS[n, t, s]}))
+    for site, layers in maps.items():
+        save(out, f'maps{suffix(site)}', attention_maps, layers, *words[site])
+    count = sum(map(len, tables))
     if count > MAX_LINES:
         print(f'maps.csv would have {count:,} lines, more than {MAX_LINES:,}; give a shorter text')
         return
-    tables = []
-    for site, layers in maps.items():
-        queries, keys = (np.array(tokens, object) for tokens in words[site])
-        for layer, p_NTS in layers.items():
-            n, t, s = np.nonzero(np.isfinite(p_NTS))
-            places = {'site': site, 'layer': layer, 'head': n, 'query': t, 'key': s}
-            tokens = {'query_token': queries[t], 'key_token': keys[s]}
-            tables.append(pd.DataFrame({**places, **tokens, 'probability': p_NTS[n, t, s]}))
     text = pd.concat(tables).to_csv(index=False, lineterminator='\n', float_format='%.6g')
     write_atomic(out / 'maps.csv', text)
 
 
-def figures(
-    analysis: Analysis,
-    maps: Mapping[str, Mapping[int, np.ndarray]],
-    words: Mapping[str, Words] | None,
-) -> dict[str, bytes]:
-    """PNG by name: of every site singular values and quantities, and maps of a text."""
-    drawn = {}
+def draw(out: Path, analysis: Analysis) -> None:
+    """Singular values and quantities of every site, as PNG."""
+    spectra: dict[tuple[str, str], dict[int, np.ndarray]] = {}
+    for (site, layer, circuit), s_ND in analysis.spectra.items():
+        spectra.setdefault((site, circuit), {})[layer] = s_ND
+    for (site, circuit), layers in spectra.items():
+        stem = f'singular_values_{circuit}{suffix(site)}'
+        save(out, stem, singular_values, layers, f'{circuit}[n]')
+    for site in dict.fromkeys(row.site for row in analysis.rows if row.head is not None):
+        measured = {(row.of, row.quantity) for row in analysis.rows if row.site == site}
+        for name, (subject, quantities) in FIGURES.items():
+            values = {
+                quantity.replace('_', ' '): analysis.values(quantity, subject, site)
+                for quantity in quantities
+                if (subject, quantity) in measured
+            }
+            if values:
+                save(out, name + suffix(site), heat_maps, values)
+
+
+def save(out: Path, stem: str, function: Any, *arguments: Any) -> None:
+    """Draws a figure as out/stem.png."""
     with style_sheet():
-        spectra: dict[tuple[str, str], dict[int, np.ndarray]] = {}
-        for (site, layer, of), s_ND in analysis.spectra.items():
-            spectra.setdefault((site, of), {})[layer] = s_ND
-        for (site, of), layers in spectra.items():
-            figure = attention_figure.singular_values(layers, f'{of}[n]')
-            drawn[f'singular_values_{of}{suffix(site)}'] = figure
-        for site in dict.fromkeys(row.site for row in analysis.rows if row.head is not None):
-            for name, chosen in FIGURES.items():
-                present = {}
-                for of, quantities in chosen.items():
-                    measured = {
-                        row.quantity for row in analysis.rows if (row.site, row.of) == (site, of)
-                    }
-                    present |= {
-                        quantity.replace('_', ' '): analysis.values(quantity, of, site)
-                        for quantity in quantities
-                        if quantity in measured
-                    }
-                if present:
-                    drawn[name + suffix(site)] = attention_figure.heat_maps(present)
-        for site, layers in maps.items():
-            drawn[f'maps{suffix(site)}'] = attention_figure.attention_maps(layers, *words[site])
-        return {stem: render(Drawing(figure, stem)).png for stem, figure in drawn.items()}
+        write_atomic(out / f'{stem}.png', render(Drawing(function(*arguments), stem)).png)
 
 
 def suffix(site: str) -> str:

@@ -15,7 +15,6 @@ from typing import Any
 
 from absl import flags
 
-from qkattn.config import Config, DecodeConfig
 from qkattn.config.setting import check_section
 from qkattn.convert import loading
 from qkattn.data.load import load
@@ -23,7 +22,6 @@ from qkattn.data.tokens import PairDataset
 from qkattn.decode.translate import score_split, translate
 from qkattn.errors import ConfigError
 from qkattn.jobs import cli
-from qkattn.model import EncoderDecoder
 from qkattn.storage.files import as_path, write_atomic
 from qkattn.train.program_cache import keep_programs
 
@@ -35,9 +33,6 @@ OUT = flags.DEFINE_string('out', None, 'File to write translations to; default: 
 SCORE = flags.DEFINE_string('score', None, 'Split of the data to translate and score.')
 BEAM = flags.DEFINE_integer('beam', None, 'Hypotheses of the beam search; 1 is greedy.')
 LENGTH_PENALTY = flags.DEFINE_float('length_penalty', None, 'a in score / length^a.')
-MAX_SOURCES = flags.DEFINE_integer(
-    'max_sources', None, 'Number of sentences to score; default: all.'
-)
 AVERAGE = flags.DEFINE_integer(
     'average', 1, 'Newest checkpoints whose parameters are averaged.', lower_bound=1
 )
@@ -58,21 +53,21 @@ def main() -> None:
         )
     tokenizer = loading.tokenizer_for(source, config.data.name, '--text')
     overrides: dict[str, Any] = {
-        'beam': BEAM.value,
-        'length_penalty': LENGTH_PENALTY.value,
-        'max_sources': MAX_SOURCES.value,
+        flag.name: flag.value for flag in (BEAM, LENGTH_PENALTY) if flag.value is not None
     }
-    overrides = {name: value for name, value in overrides.items() if value is not None}
-    decode = dataclasses.replace(config.decode, **overrides)
+    decode = dataclasses.replace(config.decode, max_sources=None, **overrides)
     check_section('decode.', decode)
     if SCORE.value is not None:
         for flag in (TEXT, FILE, OUT):
             if flag.value is not None:
                 raise ConfigError(f'--score and --{flag.name} exclude each other')
-        score(model, config, decode)
+        pairs = load(config.data)
+        assert isinstance(pairs, PairDataset)  # an encoder_decoder is trained on nothing else
+        if SCORE.value not in pairs.splits:
+            raise ConfigError(f'--score={SCORE.value} must be one of {", ".join(pairs.splits)}')
+        scores = score_split(model, pairs, SCORE.value, decode, lowercase=config.data.lowercase)
+        print(json.dumps({'split': SCORE.value, **dataclasses.asdict(decode), **scores}, indent=2))
         return
-    if MAX_SOURCES.value is not None:
-        raise ConfigError('--max_sources applies to --score only; leave it out')
     # Empty lines are kept, so that line i of the output belongs to line i of the input.
     lines = cli.text_of(TEXT, FILE).split('\n')
     if lines[-1] == '':
@@ -90,16 +85,6 @@ def main() -> None:
         print(text, end='')
     else:
         write_atomic(OUT.value, text)
-
-
-def score(model: EncoderDecoder, config: Config, decode: DecodeConfig) -> None:
-    """Prints the scores of the split --score as JSON."""
-    pairs = load(config.data)
-    assert isinstance(pairs, PairDataset)  # an encoder_decoder is trained on nothing else
-    if SCORE.value not in pairs.splits:
-        raise ConfigError(f'--score={SCORE.value} must be one of {", ".join(pairs.splits)}')
-    scores = score_split(model, pairs, SCORE.value, decode, lowercase=config.data.lowercase)
-    print(json.dumps({'split': SCORE.value, **dataclasses.asdict(decode), **scores}, indent=2))
 
 
 if __name__ == '__main__':

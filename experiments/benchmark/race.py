@@ -1,9 +1,9 @@
-"""Contestants side by side: each in a process of its own that stays alive, timed in turns.
+"""Rows side by side: each in a process of its own that stays alive, timed in turns.
 
-Round i goes through all contestants before round i + 1 begins, so that what changes on the machine
+Round i goes through all rows before round i + 1 begins, so that what changes on the machine
 in the meantime hits all alike; only one of them computes at a time.
 
-Nothing here imports jax: the process of a contestant imports what it times, and torch shares none.
+Nothing here imports jax: the process of a row imports what it times, and torch shares none.
 """
 
 import contextlib
@@ -12,7 +12,6 @@ import importlib
 import json
 import math
 import os
-import resource
 import signal
 import statistics
 import subprocess
@@ -37,7 +36,7 @@ class Work:
     Attributes:
       run: does its work `calls` times, and returns once all results are there.
       steps: steps (or tokens, ...) of one call; times are given per step.
-      extra: facts for the row: 'tokens' and 'flops' of a step, 'compile_seconds', ...
+      extra: facts for the row: 'tokens' and 'flops' of a step, ...
     """
 
     run: Callable[[int], object]
@@ -45,42 +44,23 @@ class Work:
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Contestant:
-    """One row of a race.
-
-    Attributes:
-      name: of the row.
-      work: 'package.module:function', which builds a Work from settings.
-      settings: keyword arguments of that function, JSON values.
-      cores: number of cores that its process is bound to.
-      process: contestants with the same non-empty one share a process.
-      extra: facts for the row, as those of a Work.
-    """
-
-    name: str
-    work: str
-    settings: Mapping[str, Any]
-    cores: int
-    process: str = ''
-    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-
 @dataclasses.dataclass(frozen=True)
-class Measurement:
-    """One row of a table.
+class Row:
+    """One row of a table, before it is measured and after.
 
     Attributes:
       name: of the row within its group.
-      settings: what it was built with.
+      settings: keyword arguments of `work`, JSON values; the cores too once it is measured.
       rounds: seconds per step, one number a round; round i of all rows of a race is interleaved.
-      extra: facts of a Work; 'failed' in place of rounds where it could not be measured.
+      extra: facts of its Work; 'failed' in place of rounds where it could not be measured.
+      work: 'package.module:function', which builds its Work.
     """
 
     name: str
-    settings: Mapping[str, Any]
-    rounds: Sequence[float]
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    rounds: Sequence[float] = ()
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    work: str = ''
 
     @property
     def median(self) -> float:
@@ -94,7 +74,7 @@ class Measurement:
         first, _, third = statistics.quantiles(self.rounds, n=4, method='inclusive')
         return first, third
 
-    def ratio(self, reference: 'Measurement') -> float | None:
+    def ratio(self, reference: 'Row') -> float | None:
         """The median of ratios of seconds, round by round, so that drift of the machine cancels."""
         pairs = zip(self.rounds, reference.rounds, strict=False)
         ratios = [seconds / other for seconds, other in pairs]
@@ -106,26 +86,28 @@ class Measurement:
         return amount / self.median if amount and self.rounds else None
 
 
-def race(contestants: Sequence[Contestant], *, rounds: int, seconds: float) -> list[Measurement]:
-    """Builds all contestants, then times them interleaved; a row for each, in their order.
+def race(
+    rows: Sequence[Row], *, cores: int, rounds: int, seconds: float, shared: bool = False
+) -> list[Row]:
+    """The rows with what is measured: all are built, then timed interleaved.
 
     Args:
-      rounds: times that each is timed.
-      seconds: that a contestant is timed for in a round, at least; at least one call.
+      cores: number of cores that each process is bound to.
+      rounds: times that each row is timed.
+      seconds: that a row is timed for in a round, at least; at least one call.
+      shared: whether one process builds and times all rows, in place of one for each.
     """
-    processes: dict[str | int, Process] = {}
-    rows: list[tuple[Contestant, Process, dict[str, Any], list[float]]] = []
+    measured: list[tuple[Row, Process, dict[str, Any], list[float]]] = []
     with contextlib.ExitStack() as stack:
-        for index, contestant in enumerate(contestants):
-            key = contestant.process or index
-            if key not in processes:
-                processes[key] = stack.enter_context(Process(usable_cores()[-contestant.cores :]))
-            order = {'work': contestant.work, 'settings': contestant.settings}
-            with waiting('benchmark', f'building {contestant.name}'):
-                rows.append((contestant, processes[key], processes[key].ask(order), []))
+        for row in rows:
+            if not (shared and measured):
+                process = stack.enter_context(Process(usable_cores()[-cores:]))
+            with waiting('benchmark', f'building {row.name}'):
+                built = process.ask({'work': row.work, 'settings': row.settings})
+            measured.append((row, process, built, []))
         for number in range(rounds):
             with waiting('benchmark', f'round {number + 1} of {rounds}'):
-                for _, process, built, times in rows:
+                for _, process, built, times in measured:
                     if 'failed' not in built:
                         calls = max(1, math.ceil(seconds / built['seconds']))
                         answer = process.ask({'number': built['number'], 'calls': calls})
@@ -133,17 +115,13 @@ def race(contestants: Sequence[Contestant], *, rounds: int, seconds: float) -> l
                             built['failed'] = answer['failed']
                         else:
                             times.append(answer['seconds'] / (calls * built['steps']))
-    return [_measurement(contestant, built, times) for contestant, _, built, times in rows]
-
-
-def _measurement(
-    contestant: Contestant, built: Mapping[str, Any], times: Sequence[float]
-) -> Measurement:
-    settings = {**contestant.settings, 'cores': contestant.cores}
-    if 'failed' in built:
-        return Measurement(contestant.name, settings, [], {'failed': built['failed']})
-    extra = {**contestant.extra, **built['extra']}
-    return Measurement(contestant.name, settings, times, extra)
+    done = []
+    for row, _, built, times in measured:
+        failed = {'failed': built['failed']} if 'failed' in built else {}
+        extra, times = (failed, []) if failed else ({**row.extra, **built['extra']}, times)
+        settings = {**row.settings, 'cores': cores}
+        done.append(dataclasses.replace(row, settings=settings, rounds=times, extra=extra))
+    return done
 
 
 class Process(contextlib.AbstractContextManager):
@@ -153,14 +131,15 @@ class Process(contextlib.AbstractContextManager):
         # Not by -m, for which experiments/__init__.py begins a script: other memory, a display.
         program = f'import sys; sys.path.append({ROOT!r}); '
         program += f'from experiments.benchmark import race; race.serve({list(cores)})'
-        own = {'OMP_NUM_THREADS': str(len(cores)), 'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'}
-        own['JAX_ENABLE_COMPILATION_CACHE'] = 'false'  # it does not know the number of threads
+        environment = {'OMP_NUM_THREADS': str(len(cores)), 'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'}
+        # The cache does not know the number of threads.
+        environment['JAX_ENABLE_COMPILATION_CACHE'] = 'false'
         self._process = subprocess.Popen(
             [sys.executable, '-c', program],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, **own},
+            env={**os.environ, **environment},
         )
 
     def __exit__(self, *exc_info: object) -> None:
@@ -211,10 +190,8 @@ def _build(name: str, settings: Mapping[str, Any], works: list[Work]) -> dict[st
     work = getattr(importlib.import_module(module), function)(**settings)
     work.run(1)
     works.append(work)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    extra = {**work.extra, 'peak_bytes': peak * (1 if sys.platform == 'darwin' else 1024)}
-    seconds = _seconds(work, 1)
-    return {'number': len(works) - 1, 'steps': work.steps, 'extra': extra, 'seconds': seconds}
+    built = {'number': len(works) - 1, 'steps': work.steps, 'extra': work.extra}
+    return {**built, 'seconds': _seconds(work, 1)}
 
 
 def _seconds(work: Work, calls: int) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.benchmark.race import Measurement
+from experiments.benchmark.race import Row
 from qkattn.errors import ReportError
 from qkattn.report.tables import markdown_table, text_table
 from qkattn.storage.files import write_atomic
@@ -35,14 +35,14 @@ class Group:
 
     suite: str
     title: str
-    rows: Sequence[Measurement]
+    rows: Sequence[Row]
     reference: str = ''
 
     @property
     def name(self) -> str:
         return f'{self.suite}: {self.title}'
 
-    def row(self, name: str) -> Measurement | None:
+    def row(self, name: str) -> Row | None:
         """The row of that name, if it has been measured."""
         return next((row for row in self.rows if row.name == name and row.rounds), None)
 
@@ -64,7 +64,7 @@ def read(directory: str | Path) -> tuple[dict[str, Any], list[Group]]:
     try:
         document = parse_json(path.read_text('utf-8'))
         groups = [
-            Group(g['suite'], g['title'], [Measurement(**r) for r in g['rows']], g['reference'])
+            Group(g['suite'], g['title'], [Row(**r) for r in g['rows']], g['reference'])
             for g in document['groups']
         ]
         machine, schema = dict(document['machine']), document['schema']
@@ -77,10 +77,10 @@ def read(directory: str | Path) -> tuple[dict[str, Any], list[Group]]:
 
 # Headings of tables in pages, and those that a terminal shows besides.
 PAGE = ('ms', 'from', 'to', 'ratio', 'tokens/s', 'MFU', 'ratio / by FLOPs')
-HEADINGS = (*PAGE, 'compile s', 'peak MiB', 'cache MiB', 'failed')
+HEADINGS = (*PAGE, 'cache MiB', 'failed')
 
 
-def cells(row: Measurement, group: Group) -> dict[str, str]:
+def cells(row: Row, group: Group) -> dict[str, str]:
     """The printed numbers of a row by heading, as far as it has them."""
     if not row.rounds:
         return {'failed': row.extra.get('failed', '')}
@@ -97,11 +97,8 @@ def cells(row: Measurement, group: Group) -> dict[str, str]:
         printed['tokens/s'] = f'{rate:,.0f}'
     if numbers.get('peak_flops') and (rate := row.per_second('flops')):
         printed['MFU'] = f'{rate / numbers["peak_flops"]:.1%}'
-    if 'compile_seconds' in numbers:
-        printed['compile s'] = f'{numbers["compile_seconds"]:.1f}'
-    for name in ('peak', 'cache'):
-        if f'{name}_bytes' in numbers:
-            printed[f'{name} MiB'] = f'{numbers[f"{name}_bytes"] / 2**20:,.2f}'
+    if 'cache_bytes' in numbers:
+        printed['cache MiB'] = f'{numbers["cache_bytes"] / 2**20:,.2f}'
     return printed
 
 
@@ -109,7 +106,7 @@ def _milliseconds(seconds: float) -> str:
     return f'{1e3 * seconds:,.3g}' if seconds < 1 else f'{1e3 * seconds:,.0f}'
 
 
-def _ratio_by_flops(row: Measurement, reference: Measurement) -> float | None:
+def _ratio_by_flops(row: Row, reference: Row) -> float | None:
     """Its ratio of times, divided by the ratio that FLOPs predict."""
     ratio = row.ratio(reference)
     return ratio and ratio / (row.extra['flops'] / reference.extra['flops'])
@@ -130,17 +127,17 @@ def table(group: Group, *, markdown: bool = False) -> str:
     return f'{title}\n{text_table(headings, lines)}'
 
 
-def _over(name: str, ratio: Callable = Measurement.ratio) -> Callable:
+def _over(name: str, ratio: Callable = Row.ratio) -> Callable:
     """The function from a row to its ratio to another row of its group."""
 
-    def number(row: Measurement, group: Group) -> float | None:
+    def number(row: Row, group: Group) -> float | None:
         reference = group.row(name)
         return None if reference is None or row is reference else ratio(row, reference)
 
     return number
 
 
-def _cache(row: Measurement, group: Group) -> float:
+def _cache(row: Row, group: Group) -> float:
     return row.extra['cache_bytes'] / row.extra['predicted_cache_bytes']
 
 
@@ -150,7 +147,7 @@ class Target(NamedTuple):
     text: str
     suite: str
     row: str  # a pattern: '*' is any
-    number: Callable[[Measurement, Group], float | None]
+    number: Callable[[Row, Group], float | None]
     limit: float
     machine: str = ''  # 'cpu' or 'gpu'; '' is any
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.benchmark.race import OWN, ROOT, Contestant, Measurement, race
+from experiments.benchmark.race import OWN, ROOT, Row, race
 from experiments.benchmark.record import ONE_CORE, ONE_PROCESS, ONE_RUN, QKATTN, WORKERS, Group
 from qkattn.config import (
     Config,
@@ -65,16 +65,20 @@ def decoder(
 
 
 def settings(
-    run: Config, variant: str = 'qk/vo', *, dispatch: int = 0, trials: int = 1, lifting: str = ''
+    run: Config,
+    variant: str = 'qk/vo',
+    *,
+    dispatch: int = 0,
+    trials: int = 1,
+    lifting: str = 'auto',
 ) -> dict[str, Any]:
     """The JSON of a run with a variant, steps of a program call if not 0, and trials.
 
-    Raises:
-      ConfigError: a variant that is malformed.
+    ConfigError for a variant that is malformed.
     """
     circuits = Variant.parse(variant)._asdict()
     dispatch = dispatch or run.train.steps_per_dispatch
-    train = {'num_steps': 1_000_000, 'lifting': lifting or 'auto', 'steps_per_dispatch': dispatch}
+    train = {'num_steps': 1_000_000, 'lifting': lifting, 'steps_per_dispatch': dispatch}
     train |= dict.fromkeys(('log_every', 'eval_every', 'checkpoint_every'), 10 * dispatch)
     sections = to_json(run)
     sections['model'] |= circuits
@@ -83,10 +87,11 @@ def settings(
     return sections
 
 
-def title_of(run: Config) -> str:
+def title_of(run: Config, cores: int = 0) -> str:
     model = run.model
     sizes = f'{model.num_layers} x {model.d_model} x context {model.context}'
-    return f'{sizes}, batch {run.train.batch_size}, {model.compute_dtype}'
+    on = f', {_counted(cores)}' if cores else ''
+    return f'{sizes}, batch {run.train.batch_size}, {model.compute_dtype}{on}'
 
 
 # nanoGPT's README, "I only have a macbook", and the shape of its character model for a GPU.
@@ -173,10 +178,11 @@ SCALES = {
 
 def steps(scale: Scale) -> Iterator[Group]:
     """Training steps: beside the peers, by the number of cores, and of every variant."""
-    counts = sorted({1, len(usable_cores())} if scale.one_core else {len(usable_cores())})
+    all_cores = len(usable_cores())
+    counts = sorted({1, all_cores}) if scale.one_core else [all_cores]
     for run in scale.shapes:
         for cores in counts:
-            yield _beside_peers(scale, run, cores)
+            yield _timed('steps', title_of(run, cores), _peers(run), scale, QKATTN, cores=cores)
     rows = []
     for name in scale.names or map('/'.join, documented_variants()):
         config = settings(scale.variants, name)
@@ -185,12 +191,14 @@ def steps(scale: Scale) -> Iterator[Group]:
         except ConfigError as error:
             log.info('  %s is left out: %s', name, error)
         else:
-            rows.append(_row(name, TRAIN, {'config': config}, counts[0], process='variants'))
-    title = f'variants, {title_of(scale.variants)}, {_counted(counts[0])}'
-    yield _group('steps', title, rows, scale.rounds, 0, 'qk/vo')
+            rows.append(Row(name, {'config': config}, work=TRAIN))
+    title = f'variants, {title_of(scale.variants, counts[0])}'
+    step_each = dataclasses.replace(scale, seconds=0)
+    yield _timed('steps', title, rows, step_each, 'qk/vo', cores=counts[0], shared=True)
 
 
-def _beside_peers(scale: Scale, run: Config, cores: int) -> Group:
+def _peers(run: Config) -> list[Row]:
+    """A step of qkattn and of the same model elsewhere."""
     several, single = {'config': settings(run)}, {'config': settings(run, dispatch=1)}
     works = {
         QKATTN: (TRAIN, several),
@@ -204,37 +212,30 @@ def _beside_peers(scale: Scale, run: Config, cores: int) -> Group:
         del works['torch.compile']
     tokens = run.train.batch_size * run.model.context
     extra = {'tokens': tokens, 'flops': tokens * cost.training_flops_per_token(run.model)}
-    rows = [_row(name, *work, cores, extra=extra) for name, work in works.items()]
-    title = f'{title_of(run)}, {_counted(cores)}'
-    return _group('steps', title, rows, scale.rounds, scale.seconds, QKATTN)
+    return [Row(name, config, extra=extra, work=work) for name, (work, config) in works.items()]
 
 
 def stacks(scale: Scale) -> Iterator[Group]:
     """Seconds per step and trial, whose ratio to one run is that of X trials to X runs in turn."""
-    rows = [_row(ONE_RUN, TRAIN, {'config': settings(scale.stacks, lifting='vmap')})]
+    configs = {ONE_RUN: settings(scale.stacks, lifting='vmap')}
     for trials in scale.trials:
         for lifting in ('vmap', 'map'):
             config = settings(scale.stacks, trials=trials, lifting=lifting)
-            rows.append(_row(f'{lifting}, {trials} trials', TRAIN, {'config': config}))
+            configs[f'{lifting}, {trials} trials'] = config
+    rows = [Row(name, {'config': config}, work=TRAIN) for name, config in configs.items()]
     title = f'{title_of(scale.stacks)}, seconds per step and trial'
-    yield _group('stacks', title, rows, scale.rounds, scale.seconds, ONE_RUN)
+    yield _timed('stacks', title, rows, scale, ONE_RUN)
 
 
 def decoding(scale: Scale) -> Iterator[Group]:
     """Greedy decoding: seconds per new token of all rows, and the bytes that caches really hold."""
-    sizes = {
-        'rows': scale.decoding.train.batch_size,
-        'prompt': scale.prompt,
-        'tokens': scale.tokens,
-    }
+    sizes = {'rows': scale.decoding.train.batch_size}
+    sizes |= {'prompt': scale.prompt, 'tokens': scale.tokens}
     names = scale.names or DECODED.split()
     models = {name: settings(scale.decoding, name)['model'] for name in names}
-    rows = [
-        _row(name, GREEDY, {'model': model, **sizes}, process='decoding')
-        for name, model in models.items()
-    ]
+    rows = [Row(name, {'model': model, **sizes}, work=GREEDY) for name, model in models.items()]
     title = f'{title_of(scale.decoding)}, {scale.prompt} + {scale.tokens} tokens'
-    yield _group('decoding', title, rows, scale.rounds, scale.seconds, 'qk/vo')
+    yield _timed('decoding', title, rows, scale, 'qk/vo', shared=True)
 
 
 def study(scale: Scale) -> Iterator[Group]:
@@ -252,7 +253,7 @@ def study(scale: Scale) -> Iterator[Group]:
             ONE_CORE: _ablate(path / 'slow', *flags, cores=cores[:1]),
             WORKERS: _ablate(path / 'auto', *flags, '--workers=auto'),
         }
-    rows = [Measurement(name, {}, [measured]) for name, measured in seconds.items()]
+    rows = [Row(name, {}, [measured]) for name, measured in seconds.items()]
     yield Group('study', f'workers, {_counted(len(cores))}', rows, ONE_PROCESS)
 
 
@@ -276,19 +277,21 @@ def _ablate(directory: Path, *flags: str, cores: Sequence[int] = ()) -> float:
     return time.perf_counter() - start
 
 
-def _row(
-    name: str, work: str, arguments: Mapping[str, Any], cores: int = 0, **more: Any
-) -> Contestant:
-    """A contestant on all cores, unless `cores` says how many."""
-    cores = cores or len(usable_cores())
-    return Contestant(name=name, work=work, settings=arguments, cores=cores, **more)
-
-
-def _group(
-    suite: str, title: str, rows: Sequence[Contestant], rounds: int, seconds: float, reference: str
+def _timed(
+    suite: str,
+    title: str,
+    rows: Sequence[Row],
+    scale: Scale,
+    reference: str,
+    *,
+    cores: int = 0,
+    shared: bool = False,
 ) -> Group:
+    """The group of rows that are raced, on all cores unless `cores` says how many."""
     log.info('%s: %s', suite, title)
-    return Group(suite, title, race(rows, rounds=rounds, seconds=seconds), reference)
+    times = {'rounds': scale.rounds, 'seconds': scale.seconds}
+    measured = race(rows, cores=cores or len(usable_cores()), shared=shared, **times)
+    return Group(suite, title, measured, reference)
 
 
 def _counted(cores: int) -> str:

@@ -24,17 +24,11 @@ def batch_of(config: Config) -> dict[str, np.ndarray]:
     return arrays | {'loss_weights_BT': np.ones(arrays['tokens_BT'].shape, np.float32)}
 
 
-def costs(config: Config) -> dict[str, float]:
-    """Tokens and FLOPs of a step of one trial."""
-    tokens = config.train.batch_size * config.model.context
-    return {'tokens': tokens, 'flops': tokens * cost.training_flops_per_token(config.model)}
-
-
-def train(config: dict[str, Any]) -> Work:
+def train(config: Any) -> Work:
     """The train program of a decoder's config (JSON); a step is one of one of its trials."""
-    of_run = from_json(Config, config)
-    built = program.build(of_run)
-    batch = place_batch(of_run, built.mesh, batch_of(of_run))
+    config = from_json(Config, config)
+    built = program.build(config)
+    batch = place_batch(config, built.mesh, batch_of(config))
     state = built.init()
 
     def run(calls: int) -> dict:
@@ -43,8 +37,10 @@ def train(config: dict[str, Any]) -> Work:
             state, metrics = built.train(state, batch)
         return jax.block_until_ready((state, metrics))[1]
 
-    steps = of_run.train.steps_per_dispatch * len(of_run.trials.trials())
-    return Work(run, steps, {**costs(of_run), 'compile_seconds': built.compile_seconds})
+    steps = config.train.steps_per_dispatch * len(config.trials.trials())
+    tokens = config.train.batch_size * config.model.context
+    flops = tokens * cost.training_flops_per_token(config.model)
+    return Work(run, steps, {'tokens': tokens, 'flops': flops})
 
 
 def greedy(model: dict[str, Any], rows: int, prompt: int, tokens: int) -> Work:

@@ -8,9 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 from absl import app, flags
+from flax import nnx
 
+from qkattn.config import ModelConfig
+from qkattn.model import build
+from qkattn.train import exported
 from qkattn.train.loop import train
 
 ROOT = Path(__file__).parents[2]
@@ -61,6 +67,13 @@ def trained_run(tiny, tmp_path_factory):
     config, path = tiny(model={'num_layers': 1, 'context': 24}), tmp_path_factory.mktemp('trained')
     train(config, path / 'run')
     return config, path / 'run'
+
+
+def save_model(path: Path, config: ModelConfig) -> None:
+    """Exported parameters of a model as it is at initialization."""
+    model = build(config, key=jax.random.key(0))
+    params = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
+    exported.save(path, config, params, origin={})
 
 
 @pytest.fixture

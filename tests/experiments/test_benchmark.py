@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from experiments.benchmark import jax_gpt, record, suites, works
-from experiments.benchmark.race import Contestant, Measurement, Work, race
+from experiments.benchmark.race import Row, Work, race
 from experiments.benchmark.record import Group
 from qkattn.config import Config, ModelConfig, from_json
 from qkattn.errors import ReportError
@@ -23,7 +23,7 @@ from qkattn.train import step
 RUN = suites.decoder(2, 16, 2, 12, 11, 2)
 
 
-# Works of contestants.
+# Works of rows.
 
 
 def noted(file: str, letter: str, steps: float = 1) -> Work:
@@ -47,42 +47,42 @@ def dying() -> Work:
 
 
 @pytest.fixture
-def contestant(tmp_path):
-    """contestant('a', ...) -> one that appends its name to a file."""
+def row(tmp_path):
+    """row('a') -> one that appends its name to a file."""
 
-    def make(name, work='noted', process='', **settings):
+    def make(name, work='noted', **settings):
         if work == 'noted':
             settings |= {'file': str(tmp_path / 'calls'), 'letter': name}
         work = f'tests.experiments.test_benchmark:{work}'
-        own = {'name': name, 'work': work, 'settings': settings, 'process': process}
-        return Contestant(**own, cores=1, extra={'tokens': 10})
+        return Row(name, settings, extra={'tokens': 10}, work=work)
 
     return make
 
 
-def test_rounds_are_interleaved_in_processes_bound_to_the_same_cores(contestant, tmp_path):
-    rows = [contestant('a', process='p'), contestant('b'), contestant('c', process='p', steps=1e6)]
-    a, b, c = race(rows, rounds=3, seconds=0)
+def test_rounds_are_interleaved_in_processes_bound_to_the_same_cores(row, tmp_path):
+    a, b = race([row('a'), row('b', steps=1e6)], cores=1, rounds=3, seconds=0)
     # A call to warm up and a timed one of each as it is built; then the rounds.
-    assert (tmp_path / 'calls').read_text() == 'aabbcc' + 3 * 'abc'
-    assert [len(row.rounds) for row in (a, b, c)] == [3, 3, 3] and a.extra['tokens'] == 10
-    (one, *cores), (other, *same), third = (row.extra['here'] for row in (a, b, c))
-    assert one != other and third == [one, *cores] and cores == same == usable_cores()[-1:]
-    assert c.median < a.median / 1e3  # seconds are those of a step
+    assert (tmp_path / 'calls').read_text() == 'aabb' + 3 * 'ab'
+    assert [len(row.rounds) for row in (a, b)] == [3, 3] and a.extra['tokens'] == 10
+    (one, *cores), (other, *same) = (row.extra['here'] for row in (a, b))
+    assert one != other and cores == same == usable_cores()[-1:] and a.settings['cores'] == 1
+    assert b.median < a.median / 1e3  # seconds are those of a step
+    c, d = race([row('c'), row('d')], cores=1, rounds=1, seconds=0, shared=True)
+    assert c.extra['here'] == d.extra['here']
 
 
-def test_a_contestant_that_fails_leaves_the_others(contestant):
-    rows = [contestant('a'), contestant('x', 'broken'), contestant('y', 'dying')]
-    a, failed, died = race(rows, rounds=3, seconds=0)
+def test_a_row_that_fails_leaves_the_others(row):
+    rows = [row('a'), row('x', 'broken'), row('y', 'dying')]
+    a, failed, died = race(rows, cores=1, rounds=3, seconds=0)
     assert len(a.rounds) == 3
     assert (list(failed.rounds), failed.extra) == ([], {'failed': 'ValueError: no such kernel'})
     assert (list(died.rounds), died.extra) == ([], {'failed': 'its process ended with code 3'})
 
 
 ROWS = [
-    Measurement('fast', {}, [0.1, 0.2, 0.3], {'tokens': 10, 'flops': 4e9, 'peak_flops': 8e10}),
-    Measurement('slow', {}, [0.4, 0.4, 0.4], {'tokens': 10, 'flops': 8e9, 'peak_flops': 8e10}),
-    Measurement('gone', {}, [], {'failed': 'ValueError: no'}),
+    Row('fast', {}, [0.1, 0.2, 0.3], {'tokens': 10, 'flops': 4e9, 'peak_flops': 8e10}),
+    Row('slow', {}, [0.4, 0.4, 0.4], {'tokens': 10, 'flops': 8e9, 'peak_flops': 8e10}),
+    Row('gone', {}, [], {'failed': 'ValueError: no'}),
 ]
 GROUP = Group('steps', 'rows', ROWS, 'fast')
 FACTS = {'machine': {'accelerators': []}, 'load': {}}
@@ -140,15 +140,15 @@ def test_a_damaged_file_is_refused(damage, message, tmp_path):
 
 @pytest.mark.parametrize('scale', suites.SCALES)
 def test_what_a_suite_starts_is_valid_and_every_target_finds_its_rows(scale, monkeypatch):
-    def timed(contestants, *, rounds, seconds):
-        assert len({row.name for row in contestants}) == len(contestants)
-        for row in contestants:
+    def timed(rows, **_):
+        assert len({row.name for row in rows}) == len(rows)
+        for row in rows:
             if 'config' in row.settings:
                 validate(from_json(Config, row.settings['config']))
             else:
                 from_json(ModelConfig, row.settings['model'])
         extra = {'flops': 8, 'cache_bytes': 4, 'predicted_cache_bytes': 4}
-        return [Measurement(c.name, {}, [1.0], {**c.extra, **extra}) for c in contestants]
+        return [Row(row.name, {}, [1.0], {**row.extra, **extra}) for row in rows]
 
     monkeypatch.setattr(suites, 'race', timed)
     monkeypatch.setattr(suites, '_ablate', lambda *flags, cores=(): 1.0)
@@ -162,7 +162,7 @@ def test_what_a_suite_starts_is_valid_and_every_target_finds_its_rows(scale, mon
 
 
 @pytest.fixture(scope='module')
-def own():
+def reference():
     """Parameters and gradients of qkattn, its loss, tokens [B, T + 1]."""
     tokens = np.random.default_rng(0).integers(11, size=(2, 13))
     batch = {'tokens_BT': tokens[:, :-1], 'targets_BT': tokens[:, 1:]}
@@ -194,19 +194,19 @@ def renamed(params):
     }
 
 
-def agree(found, expected):
+def agree(result, expected):
     tolerance = 1e-5 * max(np.abs(e).max() for e in jax.tree.leaves(expected))
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=tolerance)
-    jax.tree.map(close, found, expected)
+    jax.tree.map(close, result, expected)
 
 
-def test_functional_jax_computes_the_same_loss_gradients_and_step(own):
-    params, grads, loss, tokens, batch = own
+def test_functional_jax_computes_the_same_loss_gradients_and_step(reference):
+    params, grads, loss, tokens, batch = reference
     model, theirs = suites.settings(RUN)['model'], renamed(params)
     fresh = jax_gpt.init(model, jax.random.key(0))
     assert jax.tree.map(jnp.shape, fresh) == jax.tree.map(jnp.shape, theirs)
-    found = jax.value_and_grad(functools.partial(jax_gpt.loss, model))(theirs, tokens)
-    agree(found, (loss, renamed(grads)))
+    result = jax.value_and_grad(functools.partial(jax_gpt.loss, model))(theirs, tokens)
+    agree(result, (loss, renamed(grads)))
     optimizer = jax_gpt.optimizer()
     updates, _ = optimizer.update(renamed(grads), optimizer.init(theirs), theirs)
     trial = step.init_trial(RUN, 0) | {'params': params, 'alive': True}
@@ -217,18 +217,18 @@ def test_functional_jax_computes_the_same_loss_gradients_and_step(own):
     agree(optax.apply_updates(theirs, updates), renamed(after['params']))
 
 
-def test_torch_computes_the_same_loss_and_gradients(own):
+def test_torch_computes_the_same_loss_and_gradients(reference):
     torch = pytest.importorskip('torch', exc_type=ImportError)
     from experiments.benchmark import torch_gpt
 
-    params, grads, loss, tokens, _ = own
+    params, grads, loss, tokens, _ = reference
     model = torch_gpt.GPT(suites.settings(RUN)['model'])
     assert sum(p.numel() for p in model.parameters()) == cost.count(RUN.model)['total']
     arrays = of_torch(renamed(params))
     model.load_state_dict({name: torch.tensor(array) for name, array in arrays.items()})
-    found = model(torch.tensor(tokens))
-    found.backward()
-    assert found.item() == pytest.approx(float(loss), rel=1e-5)
+    result = model(torch.tensor(tokens))
+    result.backward()
+    assert result.item() == pytest.approx(float(loss), rel=1e-5)
     agree({n: p.grad.numpy() for n, p in model.named_parameters()}, of_torch(renamed(grads)))
 
 
@@ -257,22 +257,6 @@ def test_the_cache_holds_what_the_cost_of_a_variant_predicts():
     assert work.extra['cache_bytes'] == 4 * 2 * 2 * 16 * 2 * 12  # k and v, 2 layers, rows, context
     assert work.extra['predicted_cache_bytes'] == work.extra['cache_bytes']
     assert (work.steps, work.extra['tokens']) == (3, 2)
-
-
-@pytest.mark.parametrize(
-    ('given', 'expected'),
-    [
-        ('', '--suite=NAME is required, e.g. --suite=steps'),
-        ('--suite=stepz', 'unknown --suite=stepz; known are steps, stacks, decoding, study'),
-        ('--suite=steps --scale=cup', 'flag --scale=cup: value should be one of <cpu|gpu|smoke>'),
-        ('--suite=steps --variants=qk/voo', '--variants=qk/voo: model: unknown value '),
-        ('--suite=steps --variants=qk', "--variants=qk: variant 'qk' must be written score/value"),
-    ],
-)
-def test_what_cannot_run_is_refused(given, expected, script_here, tmp_path):
-    done = script_here('benchmark', *given.split())
-    assert done.returncode == 2 and done.stderr.count('\n') == 1
-    assert done.stderr.startswith(expected) and not (tmp_path / 'runs').exists()
 
 
 @pytest.mark.slow

@@ -174,11 +174,6 @@ def test_damaged_claims_of_a_workdir_are_kept(script_here, workdir):
     assert f'{path} is damaged' in done.stderr and 'move it away: the studies beside' in done.stderr
 
 
-def test_studies_of_claims_have_short_names(script_here):
-    done = script_here('ablate', '--config=claims/masked:tpu', '--dry_run')
-    assert done.returncode == 2 and "scale='tpu' must be one of smoke, cpu, gpu" in done.stderr
-
-
 def test_a_plan_without_a_gpu_has_no_times(script_here):
     done = script_here('claims', 'A6', '--scale=gpu', '--dry_run')
     assert done.returncode == 0, done.stderr

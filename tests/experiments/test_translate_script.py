@@ -78,12 +78,12 @@ def test_scores_are_those_of_the_run(script_here, run):
     done = script_here('translate', f'--source={path}', '--score=validation', '--trial=1')
     assert done.returncode == 0, done.stderr
     scores = json.loads(done.stdout)
-    assert scores['split'] == 'validation' and scores['beam'] == 2 and scores['max_sources'] is None
+    assert scores['split'] == 'validation' and scores['beam'] == 2
     for name in ('bleu', 'chrf', 'exact_match', 'num_sentences'):
         assert scores[name] == pytest.approx(results[1][f'val_{name}'])
-    flags = ('--score=train', '--max_sources=7', '--beam=1', '--length_penalty=0.5')
+    flags = ('--score=validation', '--beam=1', '--length_penalty=0.5')
     scores = json.loads(script_here('translate', f'--source={path}', *flags).stdout)
-    assert (scores['num_sentences'], scores['beam'], scores['length_penalty']) == (7, 1, 0.5)
+    assert (scores['num_sentences'], scores['beam'], scores['length_penalty']) == (100, 1, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -96,10 +96,8 @@ def test_scores_are_those_of_the_run(script_here, run):
         (['--text=abcdefghabcdefgha'], 'source 1 has 17 tokens, but model.source_context=16'),
         (['--text=a', '--beam=0'], 'decode.beam=0 must be at least 1'),
         (['--score=test'], '--score=test must be one of train, validation'),
-        (['--score=validation', '--max_sources=-1'], 'decode.max_sources=-1 must be at least 1'),
         (['--score=validation', '--text=a'], '--score and --text exclude each other'),
         (['--score=validation', '--out=x'], '--score and --out exclude each other'),
-        (['--text=a', '--max_sources=1'], '--max_sources applies to --score only'),
     ],
     ids=str,
 )

@@ -227,8 +227,8 @@ def test_keys_and_typed_numbers(page):
     page.type('ArrowUp', into='x:0,0')
     page.wait(600)
     percent = round(100 * page.run(READ)['results']['P0:0,0'])
-    said = f'is 1.10. Token 1 attends {percent} % to token 1, {100 - percent} % to token 2.'
-    assert text(page, 'said').startswith(f'token 1, dimension 1 {said}')
+    sentence = f'is 1.10. Token 1 attends {percent} % to token 1, {100 - percent} % to token 2.'
+    assert text(page, 'said').startswith(f'token 1, dimension 1 {sentence}')
 
 
 def table(document: str) -> dict:

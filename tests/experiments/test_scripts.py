@@ -1,0 +1,403 @@
+"""Every script as a user runs it: its help, what it prints, and what it writes."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pandas as pd
+import pytest
+
+from qkattn.config import Config, ModelConfig, Study, fingerprint_of
+from qkattn.config.setting import settings
+from qkattn.convert.conversions import CONVERSIONS, Conversion
+from qkattn.errors import ConfigError
+from qkattn.explore import bench
+from qkattn.explore.worked import worked
+from qkattn.jobs.cli import shipped
+from qkattn.jobs.output import EXIT_UNREAD
+from qkattn.model import cost
+from qkattn.model.cost import abstract_params
+from qkattn.report.verify import NOT_COVERED
+from qkattn.storage import ledger
+from qkattn.train import exported
+from qkattn.train.loop import train
+from tests.convert.test_published import make_tensors, write
+from tests.data.datasets import contents, write_texts
+from tests.experiments.conftest import ROOT, save_model
+from tests.lanes import only
+from tests.studies import run_config, trial_record, write_lines, write_study
+
+SCRIPTS = [name for name in shipped('experiments') if not name.startswith('_')]
+
+
+@pytest.fixture
+def printed(script_here):
+    """What a script prints that succeeds."""
+
+    def run(*command: str) -> str:
+        done = script_here(*command)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture
+def run(trained_run, tmp_path):
+    """`trained_run`, also as run/ in the working directory."""
+    (tmp_path / 'run').symlink_to(trained_run[1])
+    return trained_run
+
+
+# Help, and what nobody reads
+
+
+def entries(text):
+    """What follows each --flag up to the next one, as one line."""
+    heads = [part.partition(':') for part in f'\n{text}'.split('\n  --')[1:]]
+    return {name: ' '.join(rest.split('\n\n')[0].split()) for name, _, rest in heads}
+
+
+@pytest.mark.parametrize('name', SCRIPTS)
+def test_every_flag_has_a_type_and_a_default(printed, name):
+    text = printed(name, '--help')
+    assert all(len(x) <= 80 for x in text.splitlines() if not x.startswith('python -m '))
+    flags = entries(text)
+    assert flags and all('; default ' in about for about in flags.values())
+    assert ('config' in flags) == (name in ('train', 'ablate', 'prepare_data'))
+    if name == 'convert':
+        text = ' '.join(text.split())
+        assert all(f'{name}: {c.summary}' in text for name, c in CONVERSIONS.items())
+
+
+@pytest.mark.parametrize(('name', 'kind'), [('train', Config), ('ablate', Study)])
+def test_every_field_has_type_bounds_default_and_description(printed, name, kind):
+    text = printed(name, '-h')
+    flags, fields = entries(text), settings(kind)
+    assert len(fields) > 60
+    for field, setting in fields.items():
+        head, _, rest = flags[f'config.{field}'].partition('; default ')
+        assert head and rest == f'{setting.default!r} {" ".join(setting.doc.split())}'
+    prefix = 'config.base.' if kind is Study else 'config.'
+    for field, start in (
+        ('model.num_kv_heads', 'int or None, at least 1'),
+        ('model.dropout', 'float, at least 0 and below 1; default 0.0'),
+        ('trials.seeds', 'tuple of int, at least 0 and below'),
+        ('model.norm', "'layernorm' or 'rmsnorm'; default 'layernorm'"),
+    ):
+        assert flags[prefix + field].startswith(start)
+    assert f'\n{prefix}model: A transformer.\n' in text
+
+
+@pytest.mark.parametrize('name', only(['train', 'report'], SCRIPTS))
+def test_help_that_nobody_reads_ends_quietly(name, script_here, unread, monkeypatch):
+    monkeypatch.setattr(sys, 'stdout', unread)
+    done = script_here(name, '--help')
+    assert (done.returncode, done.stderr) == (EXIT_UNREAD, '')
+
+
+QUICK = ['experiments.report --help', 'qkattn --help']
+
+
+@pytest.mark.parametrize('command', only(QUICK, ['experiments.variants --markdown', *QUICK]))
+def test_a_process_ends_quietly(command, unread):
+    line = [sys.executable, '-m', *command.split()]
+    done = subprocess.run(line, cwd=ROOT, stdout=unread, stderr=subprocess.PIPE)
+    # Shown where imports take seconds.
+    lines = [x for x in done.stderr.splitlines() if not x.startswith(b'qkattn: starting')]
+    assert (done.returncode, lines) == (EXIT_UNREAD, [])
+
+
+# Runs and their models
+
+RUN = """
+from qkattn.config import *
+
+def get_config():
+    return to_config_dict(Config(
+        model=ModelConfig(num_layers=1, num_heads=2, d_model=16, context=7),
+        data=DataConfig(name='recall(pairs=2)', eval_sequences=8),
+        optimizer=OptimizerConfig(warmup_steps=2),
+        train=TrainConfig(num_steps=20, batch_size=4, steps_per_dispatch=5, log_every=5,
+                          eval_every=10, checkpoint_every=20, lifting='map',
+                          metrics=('confidence:top(k=3)',)),
+        trials=TrialsConfig(seeds=(0, 1)),
+    ))
+"""
+
+
+def test_training_prints_its_losses_and_where_everything_lies(
+    script_here, printed, tmp_path, outside
+):
+    (tmp_path / 'run.py').write_text(RUN)
+    done = script_here('train', '--config=run.py', '--workdir=out')
+    assert done.returncode == 0, done.stderr
+    loss = r'\d\.\d{4} to \d\.\d{4} nats/token'
+    for step in (10, 20):
+        assert re.search(rf'^step {step}/20: validation loss {loss}$', done.stderr, re.MULTILINE)
+    assert re.search(rf'^train: step 20/20, training loss {loss}, ', done.stderr, re.MULTILINE)
+    values = r'^  validation loss \d\.\d{4} nats/token, .* top 3 \d+\.\d\d %'
+    assert re.search(values, done.stdout, re.MULTILINE)
+    assert max(map(len, done.stdout.splitlines())) <= 100
+    places = dict(re.findall(r'^(results|metrics|checkpoints) +(\S+)$', done.stdout, re.MULTILINE))
+    files = {'results': 'result.json', 'metrics': 'metrics.jsonl', 'checkpoints': 'checkpoints'}
+    assert places == {name: f'out/{file}' for name, file in files.items()}
+    assert all((tmp_path / place).exists() for place in places.values())
+    (outside / 'confidence.py').unlink()  # which reports do not need
+    del sys.modules['confidence']
+    (export,) = re.findall(r'^to export +qkattn convert (.*) --out=DIRECTORY$', done.stdout, re.M)
+    printed('convert', *export.split(), '--out=exported')
+    assert (tmp_path / 'exported/model.safetensors').exists()
+    (report,) = re.findall(r'^to report +qkattn report (.*)$', done.stdout, re.MULTILINE)
+    assert 'seed 1' in printed('report', *report.split())
+    assert 'validation top 3' in (tmp_path / 'out/report.html').read_text()
+
+
+def test_a_config_is_described_on_a_pod_without_accelerators(script, tmp_path):
+    smaller = ('--config.model.num_layers=1', '--config.train.lifting=map')
+    pod = ('--topology=v5e-16', '--config.mesh.data=16')
+    done = script('train', '--config=small', '--dry_run', *pod, *smaller)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert ['parameters', '237,952', 'of', '3', 'trials', 'each'] in lines
+    assert ['parameters', f'{3 * 4 * 237_952:,}', '2.72', 'MiB'] in lines
+    assert done.stdout.startswith('v5e-16: 16 v5e TPU chips on 4 hosts (4x4)')
+    assert ['HBM', 'per', 'device', f'{2**34:,}', '16.00', 'GiB,'] in [line[:6] for line in lines]
+    assert {path.name for path in tmp_path.iterdir()} == {'run.py', 'study.py'}
+
+
+def test_a_run_continues_a_prompt(script_here, printed, run):
+    def text(*flags):
+        return printed('generate', '--source=run', '--num_tokens=16', *flags)
+
+    done = script_here('generate', 'run')
+    assert done.stderr.splitlines()[-1] == (
+        'run: qk/vo, step 12, trial 0 of 2 (seed=0 learning_rate=0.01 weight_decay=0.0005)'
+    )
+    # A new document that fills the context of 24, beside the separator; its last token is not fed.
+    assert done.stdout == text('--num_tokens=24', '--temperature=0.8') and done.stdout.strip()
+    seeded = text('--prompt=def f', '--seed=5')
+    assert seeded.startswith('def f') and len(seeded.encode()) > len('def f') + 1
+    assert text('--prompt=def f', '--seed=5', '--trial=1') != seeded
+    assert text('--prompt=def f', '--seed=6') != seeded
+    assert len(text('--prompt_tokens=100 101').split()) == 16
+
+
+def test_a_run_is_converted_generates_the_same_text_and_trains_on(
+    script_here, printed, run, tmp_path
+):
+    config, _ = run
+    flags = ('convert', '--source=run', '--trial=1', '--apply=merge', '--out=merged')
+    text = printed(*flags)
+    assert 'merge: merged/vo, largest relative logit change' in text
+    assert float(text.split('logit change ')[1].split()[0]) < 1e-4
+    assert 'without optimizer state' in text
+    greedy = ('--prompt=def f(', '--num_tokens=12', '--temperature=0', f'--data={config.data.name}')
+    text = printed('generate', '--source=run', '--trial=1', *greedy)
+    assert printed('generate', '--source=merged', *greedy) == text
+    again = script_here(*flags)
+    assert again.returncode == 2 and again.stdout == '' and 'already holds' in again.stderr
+    init_from = dataclasses.replace(config.train, init_from=str(tmp_path / 'merged'))
+    with pytest.raises(ConfigError, match='parameter blocks.attention.score'):
+        train(dataclasses.replace(config, train=init_from), tmp_path / 'other')
+    merged = dataclasses.replace(config.model, score='merged')
+    results = train(dataclasses.replace(config, model=merged, train=init_from), tmp_path / 'on')
+    assert all(result['status'] == 'finished' for result in results)
+
+
+def test_a_gpt2_model_is_merged_and_generates_the_same_text(script_here, printed, tmp_path):
+    write(tmp_path / 'gpt2', make_tensors())
+    text = printed('convert', '--source=gpt2', '--apply=merge', '--out=merged')
+    assert 'wrote merged' in text and 'optimizer' not in text
+    assert exported.load(tmp_path / 'merged')[0].score == 'merged'
+    greedy = ('--prompt_tokens=5 17 20', '--num_tokens=7', '--temperature=0')
+    text = printed('generate', '--source=gpt2', *greedy)
+    assert len(text.split()) == 7 and printed('generate', '--source=merged', *greedy) == text
+    text = printed('convert', '--source=gpt2', '--apply=truncate(rank=2)')
+    assert 'layer 1: truncate(rank=2) leaves out' in text and 'wrote' not in text
+    done = script_here('convert', '--source=gpt2', '--apply=unmerge(rank=1)')
+    assert done.returncode == 2 and 'unmerge(rank=1) is refused: layer 0' in done.stderr
+
+
+@pytest.mark.parametrize(
+    ('conversion', 'message'),
+    [
+        ('merge_vo', 'merge_vo is refused: it moves logits by '),
+        ('fold_gains', 'fold_gains is refused: in a post-norm model'),
+    ],
+)
+def test_nothing_is_written_where_an_exact_conversion_moves_the_logits(
+    script_here, tmp_path, monkeypatch, conversion, message
+):
+    def doubled(layer):
+        layer.value.w_o_NHD[...] *= 2
+        return layer
+
+    config = ModelConfig(d_model=16, num_layers=1, context=8, vocab_size=20, norm_position='post')
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda a: rng.standard_normal(a.shape).astype(np.float32), abstract_params(config)
+    )
+    exported.save(tmp_path / 'source', config, params, origin={})
+    monkeypatch.setitem(CONVERSIONS, 'merge_vo', Conversion(doubled, 'OV'))
+    flags = ('--apply=merge', f'--apply={conversion}', '--out=no')
+    done = script_here('convert', '--source=source', *flags)
+    assert done.returncode == 2 and message in done.stderr and not (tmp_path / 'no').exists()
+
+
+def test_a_run_is_measured_on_its_own_data_or_on_a_text(script_here, printed, run, tmp_path):
+    text = printed('analyze', 'run')
+    assert text.startswith('run: qk/vo, 1 layers\n') and 'attention 0' in text
+    flags = ('--text=def f(x):', '--reference=run', '--out=out')
+    one = printed('analyze', '--source=run', *flags)
+    other = printed('analyze', '--source=run', '--text=def f(x):', '--trial=1')
+    assert one != other and 'drift' not in other
+    out = tmp_path / 'out'
+    table, written = (
+        pd.read_csv(out / 'analysis.csv'),
+        json.loads((out / 'analysis.json').read_text()),
+    )
+    assert len(table) == len(written['rows']) and written['step'] == 12
+    assert written['reference'] == {k: written[k] for k in ('source', 'trial', 'step', 'model')}
+    assert np.shape(written['spectra'][0]['singular_values']) == (2, 32)
+    values = {key: rows['value'] for key, rows in table.groupby(['quantity', 'of'])}
+    assert len(values['symmetric_share', 'A']) == 2
+    assert values['symmetric_share', 'A'].between(0, 1).all()
+    assert (values['drift', 'A'] == 0).all() and (values['drift', 'B'] == 0).all()
+    assert (values['gradient_norm', 'score/w_q_DNH'] > 0).all()
+    # The table has means over heads, of induction the best head.
+    cells = one.splitlines()[-2].split()
+    means = [values[key].mean() for key in (('effective_rank', 'A'), ('entropy', 'pattern'))]
+    best = values['induction_score', 'pattern'].max()
+    assert {f'{value:.3g}' for value in (*means, best)} <= {*cells}
+    assert {path.stem for path in out.glob('*.png')} == {
+        *('singular_values_A', 'singular_values_B', 'matrices', 'ov_matrices', 'patterns', 'maps')
+    }
+    maps = pd.read_csv(out / 'maps.csv')
+    assert len(maps) == 2 * 9 * 10 // 2 and (maps['key'] <= maps['query']).all()
+    assert ''.join(maps[(maps['head'] == 1) & (maps['query'] == 8)]['key_token']) == 'def f(x):'
+    sums = maps.groupby(['site', 'layer', 'head', 'query_token', 'query'])['probability'].sum()
+    assert len(sums) == 2 * 9 and sums.between(0.9999, 1.0001).all()
+    again = script_here('analyze', '--source=run', '--out=out')
+    assert again.returncode == 2 and 'already holds an analysis' in again.stderr
+
+
+@pytest.mark.slow
+def test_other_kinds_of_models_and_files_are_measured(printed, tmp_path):
+    sizes = {'d_model': 16, 'num_layers': 2, 'num_heads': 2, 'context': 12, 'vocab_size': 257}
+    save_model(tmp_path / 'nonlinear', ModelConfig(score='nonlinear_query', **sizes))
+    text = printed('analyze', '--source=nonlinear', '--tokens=1 2 3')
+    assert 'attention 0, attention 1: not bilinear, so there is no matrix A[n]' in text
+    save_model(tmp_path / 'pair', ModelConfig(kind='encoder_decoder', **sizes))
+    text = printed('analyze', 'pair', '--text=a dog', '--target=ein Hund', '--out=pair_out')
+    assert 'cross_attention 1' in text and 'encoder/attention 0' in text
+    assert {p.name for p in (tmp_path / 'pair_out').glob('maps*')} == {
+        *('maps.png', 'maps_cross.png', 'maps_encoder.png', 'maps.csv'),
+    }
+    write(tmp_path / 'gpt2', make_tensors())
+    text = printed('analyze', 'gpt2')
+    assert 'induction' in text and 'entropy' not in text  # nothing was read
+
+
+def test_shards_are_made_checked_trained_on_and_decoded(script_here, printed, tiny, tmp_path):
+    write_texts(tmp_path / 'files')
+    data = ('--config.data.name=text', '--config.data.path=files')
+    data += ('--config.data.tokenizer=characters', '--shard_tokens=2000')
+    flags = ('prepare_data', '--config=run.py', '--out=shards', *data)
+    made = printed(*flags)
+    assert 'to train: --config.data.name=shards --config.data.path=shards\n' in made
+    before = contents(tmp_path / 'shards')
+    again = script_here(*flags)
+    assert again.stdout == made and again.stderr == 'shards is complete\n'
+    printed('prepare_data', '--out=shards', '--verify')
+    data = {'name': 'shards', 'path': 'shards', 'data_dir': '/absent'}
+    (result, _) = train(tiny(data=data, model={'num_layers': 1}), tmp_path / 'w')
+    index = json.loads(before['index.json'])
+    expected = {split: info['fingerprint'] for split, info in index['splits'].items()}
+    assert result['data']['fingerprints'] == expected
+    assert result['data']['tokenizer'] == index['tokenizer_name']
+    assert result['val_bits_per_byte'] > 0 and result['data']['unigram_loss'] > 1
+    assert printed('generate', 'w', '--prompt=train ', '--num_tokens=8').startswith('train ')
+    assert contents(tmp_path / 'shards') == before
+    (tmp_path / 'shards/train_000000.bin').unlink()
+    assert script_here('prepare_data', '--out=shards', '--verify').returncode == 2
+
+
+def test_a_bench_is_printed_and_the_package_that_it_needs_is_named(
+    script_here, printed, monkeypatch
+):
+    pytest.importorskip('sympy', reason="pip install -e '.[explore]'")
+    expected = worked(bench.Bench('shared_qk/no_vo'))
+    assert printed('explore', '--variant=shared_qk/no_vo') == expected
+    monkeypatch.setitem(sys.modules, 'sympy', None)
+    bench.sympy.cache_clear()
+    done = script_here('explore', '--variant=qk/vo')
+    bench.sympy.cache_clear()
+    assert (done.returncode, done.stdout) == (2, '')
+    assert done.stderr == "explore needs the package sympy: pip install -e '.[explore]'\n"
+
+
+# Studies
+
+
+@pytest.fixture
+def study(tmp_path):
+    """One arm whose counts are those of its config."""
+    config = run_config('qk/vo', [trial_record('qk/vo')])
+    parameters = cost.count(config.model)
+    counts = {
+        'parameters': parameters,
+        'target_parameters': parameters['total'],
+        'residual': 0.0,
+        'flops_per_token': cost.flops_per_token(config.model),
+        'cache_floats_per_token': cost.cache_floats_per_token(config.model),
+    }
+    records = [trial_record('qk/vo', seed=seed, **counts) for seed in (0, 1)]
+    directory = write_study(tmp_path / 'study', records)
+    (line,) = [json.loads(line) for line in (directory / 'plan.jsonl').read_text().splitlines()]
+    line['run'] = fingerprint_of(line['config'])
+    write_lines(directory / 'plan.jsonl', [line])
+    named = {'run': line['run'], 'config_hash': line['run']}
+    write_lines(directory / 'results.jsonl', [record | named for record in records])
+    return directory
+
+
+def test_a_study_is_accepted_kept_and_checked(study, printed):
+    accept = ('--accept=uncommitted,commits', '--why=docs alone differ')
+    printed('report', '--study=study', *accept, '--export=kept/study')
+    entries = ledger.read(study.parent / 'kept/study/ledger.jsonl')
+    assert entries.accepted == dict.fromkeys(('uncommitted', 'commits'), 'docs alone differ')
+    text = printed('verify', '--results=kept', '--pages=')
+    assert 'numbers agree with the logs, the costs of 1 run with the configs' in text
+    assert all(sentence in text for sentence in NOT_COVERED)
+
+
+@pytest.mark.parametrize('name', ['parameters', 'flops_per_token', 'cache_floats_per_token'])
+def test_counts_that_the_config_does_not_give_are_found(study, script_here, name):
+    def other(value):
+        return value | {'mlp': value['mlp'] + 1} if name == 'parameters' else value + 1
+
+    results = [json.loads(line) for line in (study / 'results.jsonl').read_text().splitlines()]
+    edited = [result | {name: other(result[name])} for result in results]
+    write_lines(study / 'results.jsonl', edited)
+    done = script_here('verify', '--results=.', '--pages=')
+    assert done.returncode == 2
+    assert f'has {name} ' in done.stderr and 'but its config gives' in done.stderr
+
+
+@pytest.mark.parametrize(
+    ('flags', 'message'),
+    [
+        (['--accept=commits'], "accept='commits' with the reason '': it takes"),
+        (['--accept=dirty', '--why=x'], "accept='dirty' with the reason 'x': it takes uncommitted"),
+    ],
+)
+def test_what_cannot_be_accepted_is_one_sentence(study, script_here, flags, message):
+    before = (study / 'ledger.jsonl').read_bytes()
+    done = script_here('report', '--study=study', *flags)
+    assert done.returncode == 2 and message in done.stderr
+    assert (study / 'ledger.jsonl').read_bytes() == before
