@@ -18,13 +18,18 @@ from qkattn.config import (
 )
 from qkattn.metrics import Metric, logged_fields, result_fields
 from qkattn.storage import ledger
-from qkattn.storage.records import described, metrics_of
+from qkattn.storage.records import ARM_KEY, described, metrics_of
 from qkattn.study import stored
 from qkattn.study.tuning import MODEL_KNOBS
 
 NATS_PER_BIT = 0.6931471805599453
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
 SCREENING_SEEDS, VERDICT_SEEDS = (100, 101), tuple(range(8))
+# What a line of results.jsonl has beside an entry of result.json.
+OF_STUDY = ('study', 'run', *ARM_KEY, 'stage', 'knob', 'target_parameters', 'residual')
+
+
+# Trials
 
 
 def trial_record(
@@ -41,6 +46,7 @@ def trial_record(
     control: str | None = None,
     **changes: object,
 ) -> dict:
+    """A line of results.jsonl."""
     run = run if run is not None else run_name(variant, size, stage, knob, corpus, control)
     attention, mlp = 4 * 4 * d_model**2 - 10 * len(variant), 8 * 4 * d_model**2
     parameters = {'embedding': 256 * d_model, 'attention': attention, 'mlp': mlp}
@@ -56,12 +62,8 @@ def trial_record(
         'study': 'synthetic',
         'run': run,
         'config_hash': run,
-        'variant': variant,
-        'size': size,
-        'corpus': corpus,
-        'control': control,
-        'stage': stage,
-        'knob': knob,
+        **{'variant': variant, 'size': size, 'corpus': corpus, 'control': control},
+        **{'stage': stage, 'knob': knob},
         'trial': {'seed': seed, 'learning_rate': learning_rate, 'weight_decay': 0.1},
         'status': 'diverged' if val_loss is None else 'finished',
         'num_steps': 400,
@@ -74,14 +76,10 @@ def trial_record(
         'cache_floats_per_token': 8 * d_model,
         **measured,
         'val_loss_se': None if val_loss is None else 0.0125,
-        'train_seconds': 12.5,
-        'compile_seconds': 3.25,
-        'tokens_per_second': 123456.0,
+        **{'train_seconds': 12.5, 'compile_seconds': 3.25, 'tokens_per_second': 123456.0},
         'lifting': 'map',
         'data': {'name': 'stdlib', 'version': '3.11.7', 'unigram_bits_per_byte': 4.53},
-        'eval_tokens': 65536,
-        'eval_rows': 512,
-        'test_tokens': 32768,
+        **{'eval_tokens': 65536, 'eval_rows': 512, 'test_tokens': 32768},
         'provenance': {
             'git': {'commit': 'abc1234', 'dirty': False},
             'versions': {'jax': '0.10.2'},
@@ -93,36 +91,31 @@ def trial_record(
 
 def result_record(**changes: object) -> dict:
     """A trial as result.json has it, without what a study adds."""
-    added = ('study', 'run', 'variant', 'size', 'corpus', 'control', 'stage', 'knob')
-    added += ('target_parameters', 'residual')
     record = trial_record('qk/vo', **changes)
-    return {name: value for name, value in record.items() if name not in added}
+    return {name: value for name, value in record.items() if name not in OF_STUDY}
 
 
 def translation_record(variant: str, bleu: float | None = 30.0, **changes: object) -> dict:
     """A trial that was scored on translations; None is one that diverged, which has no scores."""
+    record = trial_record(variant, **{'val_loss': None if bleu is None else 2.0} | changes)
     sides = {
         side: {'name': f'pairs-de-en/{language}', 'version': '1.0.0', 'tokenizer': 'bpe'}
         for side, language in (('source', 'de'), ('target', 'en'))
     }
-    record = trial_record(variant, **{'val_loss': None if bleu is None else 2.0} | changes)
     record['data'] = sides | {
         'packing': {'version': 1, 'source_length': 64, 'length': 64},
         'dropped_pairs': {'train': 7},
-        'unigram_loss': 6.1,
-        'unigram_bits_per_byte': 2.5,
+        **{'unigram_loss': 6.1, 'unigram_bits_per_byte': 2.5},
     }
     for split, less in (('val', 1.0), ('test', 0.0)) if bleu is not None else ():
-        record |= {
-            f'{split}_accuracy': 0.5,
-            f'{split}_solved': 0.125,
-            f'{split}_bleu': bleu - less,
-            f'{split}_chrf': bleu + 20 - less,
-            f'{split}_exact_match': bleu / 200,
-            f'{split}_num_sentences': 1000 if split == 'test' else 1014,
-            f'{split}_bleu_signature': 'nrefs:1|case:lc|tok:13a|version:2.5.1',
-            f'{split}_chrf_signature': 'nrefs:1|case:lc|nc:6|version:2.5.1',
+        scores = {
+            **{'accuracy': 0.5, 'solved': 0.125, 'exact_match': bleu / 200},
+            **{'bleu': bleu - less, 'chrf': bleu + 20 - less},
+            'num_sentences': 1000 if split == 'test' else 1014,
+            'bleu_signature': 'nrefs:1|case:lc|tok:13a|version:2.5.1',
+            'chrf_signature': 'nrefs:1|case:lc|nc:6|version:2.5.1',
         }
+        record |= {f'{split}_{name}': score for name, score in scores.items()}
     return record | {name: value for name, value in changes.items() if name in record}
 
 
@@ -131,8 +124,7 @@ def outside_record(variant: str, top: float | None = 0.75, **changes: object) ->
     record = trial_record(variant, **changes)
     metric = Metric('top_3', 'score', 'Share of the first three.', unit='%', scale=100, logged=True)
     top = None if record['val_loss'] is None else top
-    record |= described({'top_3': metric}) | {'val_top_3': top, 'test_top_3': top}
-    return record
+    return record | described({'top_3': metric}) | {'val_top_3': top, 'test_top_3': top}
 
 
 def probe_record(variant: str, accuracy: float | None = 0.5, **changes: object) -> dict:
@@ -140,31 +132,12 @@ def probe_record(variant: str, accuracy: float | None = 0.5, **changes: object) 
     loss = None if accuracy is None else 1 - accuracy
     record = trial_record(variant, **{'val_loss': loss} | changes)
     record |= {'val_bits_per_byte': None, 'test_bits_per_byte': None}
-    record['data'] = {
-        'name': 'recall',
-        'version': 1,
-        'options': {'pairs': 8, 'length': 32},
-        'unigram_loss': 2.77,
-        'unigram_bits_per_byte': None,
-    }
+    options = {'options': {'pairs': 8, 'length': 32}, 'unigram_loss': 2.77}
+    record['data'] = {'name': 'recall', 'version': 1, **options, 'unigram_bits_per_byte': None}
     for split in ('val', 'test'):
         record[f'{split}_accuracy'] = accuracy
         record[f'{split}_solved'] = None if accuracy is None else accuracy / 4
     return record | {name: value for name, value in changes.items() if name in record}
-
-
-def run_name(
-    variant: str,
-    size: str,
-    stage: str = 'single',
-    knob: str | None = None,
-    corpus: str = 'stdlib',
-    control: str | None = None,
-) -> str:
-    rest = (stage, knob, corpus, control)
-    parts = [variant, size] + [part for part in rest if part not in ('single', 'stdlib', None)]
-    kept = ''.join(c if c.isalnum() or c in '-_' else '_' for c in '-'.join(parts))
-    return f'{kept[:90]}-{len(variant)}'
 
 
 def tuned_arm(
@@ -185,27 +158,21 @@ def tuned_arm(
     seed; the verdict ran at `learning_rate` (the optimum where it is None), one of `losses` a seed.
     """
     level = min((loss for loss in losses if loss is not None), default=2.0)
-    screening = [
-        trial_record(
-            variant,
-            size,
-            seed,
-            rate,
-            None
-            if rate in diverged_rates
-            else level + 0.01 * place + 0.1 * math.log(rate / optimum) ** 2,
-            stage='screening',
-            knob='learning_rate',
-            **changes,
-        )
-        for rate in rates
-        for place, seed in enumerate(screening_seeds)
-    ]
+    screening = {'stage': 'screening', 'knob': 'learning_rate'} | changes
+    records = []
+    for rate in rates:
+        for place, seed in enumerate(screening_seeds):
+            loss = level + 0.01 * place + 0.1 * math.log(rate / optimum) ** 2
+            loss = None if rate in diverged_rates else loss
+            records.append(trial_record(variant, size, seed, rate, loss, **screening))
     rate = optimum if learning_rate is None else learning_rate
-    return screening + [
+    return records + [
         trial_record(variant, size, seed, rate, loss, stage='verdict', **changes)
         for seed, loss in zip(seeds, losses, strict=False)
     ]
+
+
+# Files
 
 
 def write_tuned(directory: Path, records: list[dict], **keywords: object) -> Path:
@@ -217,105 +184,15 @@ def write_tuned(directory: Path, records: list[dict], **keywords: object) -> Pat
     yardsticks = keywords.pop('yardsticks', {})
     tuning = {
         'seeds': list(SCREENING_SEEDS),
-        'max_points': len(RATES),
-        'max_seeds': len(SCREENING_SEEDS),
-        'learning_rates': list(RATES),
-        'weight_decays': [0.1],
+        **{'max_points': len(RATES), 'max_seeds': len(SCREENING_SEEDS)},
+        **{'learning_rates': list(RATES), 'weight_decays': [0.1]},
         **{f'{knob}s': [1.0] for knob in MODEL_KNOBS},
     }
-    own = [name for name in keywords if name.startswith('tuning__')]
-    tuning |= {name.removeprefix('tuning__'): keywords.pop(name) for name in own}
+    given = [name for name in keywords if name.startswith('tuning__')]
+    tuning |= {name.removeprefix('tuning__'): keywords.pop(name) for name in given}
     write_study(directory, records, **{'tuning': tuning} | keywords)
     write_yardsticks(directory, records, **yardsticks)
     return directory
-
-
-def write_yardsticks(
-    directory: Path,
-    records: Sequence[dict],
-    baseline: str | None = 'qk/vo',
-    trials: Mapping[str, Sequence[Mapping]] | None = None,
-    **changes: object,
-) -> None:
-    """yardsticks.json of a study: losses far above those of any arm.
-
-    Args:
-      trials: what is measured of the verdict runs of arms, by variant.
-      **changes: of every group.
-    """
-    losses = {split: {'5-gram': 9.0, '6-gram': 9.1} for split in ('val', 'test')}
-    counted = {'task': 'language', 'seen': 307200, 'tokens': 307200, 'losses': losses}
-    groups, runs = {}, {}
-    for record in records:
-        longer, name = record['control'] == 'longer', record['run']
-        if record['stage'] == 'verdict':
-            place = {of: record[of] for of in ('variant', 'size', 'corpus', 'control')}
-            own = (trials or {}).get(record['variant'])
-            runs[name] = {'run': name, **place, 'trials': own, 'why': None}
-            if record['variant'] == baseline and record['control'] != 'equal_shape':
-                where = {'size': record['size'], 'corpus': record['corpus'], 'longer': longer}
-                group = {'run': name} | where | counted | changes
-                groups.setdefault(tuple(where.values()), group)
-    content = {'groups': list(groups.values()), 'runs': list(runs.values()), 'seconds': 1.0}
-    (directory / ledger.YARDSTICKS).write_text(json.dumps(content))
-
-
-def run_config(variant: str, records: Sequence[dict], corpus: str = 'stdlib') -> Config:
-    """The resolved config of a run with these trials."""
-
-    def each(name: str) -> tuple:
-        return tuple(dict.fromkeys(record['trial'][name] for record in records))
-
-    score, _, value = variant.partition('?')[0].partition(' ')[0].partition('/')
-    shape = records[0]['config'] if records else {'d_model': 128, 'd_ff': 512}
-    return Config(
-        model=dataclasses.replace(ModelConfig(score=score, value=value, context=48), **shape),
-        data=DataConfig(name=corpus),
-        optimizer=OptimizerConfig(schedule='linear'),
-        train=TrainConfig(num_steps=records[0]['num_steps'] if records else 400),
-        trials=TrialsConfig(
-            seeds=each('seed') if records else VERDICT_SEEDS,
-            learning_rates=each('learning_rate') if records else RATES,
-            weight_decays=each('weight_decay') if records else (0.1,),
-        ),
-    )
-
-
-def beat_yardsticks(study: Path) -> None:
-    """Makes a copy of a committed study a working directory, with yardsticks that it beats."""
-    stored.unpack_in_place(study)
-    records = [json.loads(line) for line in (study / 'results.jsonl').read_text().splitlines()]
-    baseline = json.loads((study / 'study.json').read_text())['baseline']
-    write_yardsticks(study, records, baseline, task='probe')
-
-
-def plan_line(
-    variant: str,
-    size: str,
-    records: Sequence[dict] = (),
-    stage: str = 'single',
-    knob: str | None = None,
-    name: str | None = None,
-    baseline: str | None = 'qk/vo',
-    corpus: str = 'stdlib',
-    control: str | None = None,
-) -> dict:
-    name = run_name(variant, size, stage, knob, corpus, control) if name is None else name
-    return {
-        'run': name,
-        'variant': variant,
-        'size': size,
-        'corpus': corpus,
-        'control': control,
-        'destination': None if variant == baseline or control == 'equal_shape' else 'd_model',
-        'stage': stage,
-        'knob': knob,
-        'directory': name,
-        'trials': len(records) or 8,
-        'target': records[0]['target_parameters'] if records else 1000000,
-        'residual': records[0]['residual'] if records else 0.0,
-        'config': to_json(run_config(variant, records, corpus)),
-    }
 
 
 def write_study(
@@ -336,35 +213,34 @@ def write_study(
     runs: dict[str, list[dict]] = {}
     for record in records:
         runs.setdefault(record['run'], []).append(record)
-    fields = ('variant', 'size', 'stage', 'knob', 'corpus', 'control')
     plan = [
-        plan_line(records=rs, name=name, **{field: rs[0][field] for field in fields})
-        for name, rs in runs.items()
+        plan_line(
+            **{name: of_run[0][name] for name in (*ARM_KEY, 'stage', 'knob')},
+            records=of_run,
+            name=run,
+        )
+        for run, of_run in runs.items()
     ]
     plan += [plan_line(variant, size, (), *rest) for variant, size, *rest in declared]
-    names = ('variant', 'size', 'corpus', 'control')
     # Arms that are trained longer are planned once others have results, so never declared.
-    places = [tuple(line[name] for name in names) for line in plan if line['control'] != 'longer']
-    arms = [dict(zip(names, place, strict=True)) for place in dict.fromkeys(places)]
+    keys = [tuple(line[name] for name in ARM_KEY) for line in plan if line['control'] != 'longer']
+    arms = [dict(zip(ARM_KEY, key, strict=True)) for key in dict.fromkeys(keys)]
     base = Config(trials=TrialsConfig(seeds=VERDICT_SEEDS))
     study = {
         'name': 'synthetic',
         'question': 'Does attention need all four matrices at equal parameters?',
         'baseline': baseline,
-        'variants': list(dict.fromkeys(arm['variant'] for arm in arms)),
-        'sizes': list(dict.fromkeys(arm['size'] for arm in arms)),
-        'matched': 'total',
-        'fill': 'd_ff',
-        'tolerance': 1e-3,
-        'margin': 0.005,
+        **{
+            f'{"corpora" if name == "corpus" else name + "s"}': list(
+                dict.fromkeys(arm[name] for arm in arms)
+            )
+            for name in ('variant', 'size', 'corpus')
+        },
+        **{'matched': 'total', 'fill': 'd_ff', 'tolerance': 1e-3, 'margin': 0.005},
         'destinations': ['d_model'],
-        'corpora': list(dict.fromkeys(arm['corpus'] for arm in arms)),
         'controls': {'equal_shape': True, 'longer': None, 'longer_seeds': []},
-        'seeds': list(VERDICT_SEEDS),
-        'looks': [],
-        'tuning': None,
-        'base': to_json(base),
-        'base_hash': fingerprint(base),
+        **{'seeds': list(VERDICT_SEEDS), 'looks': [], 'tuning': None},
+        **{'base': to_json(base), 'base_hash': fingerprint(base)},
         'arms': arms,
         'command': 'python -m experiments.ablate --config=configs/synthetic.py',
     }
@@ -378,6 +254,63 @@ def write_study(
         write_metrics(directory / name, of_run, num_evals)
         write_documents(directory / name, of_run, num_documents)
     return directory
+
+
+def run_name(
+    variant: str,
+    size: str,
+    stage: str = 'single',
+    knob: str | None = None,
+    corpus: str = 'stdlib',
+    control: str | None = None,
+) -> str:
+    rest = (stage, knob, corpus, control)
+    parts = [variant, size] + [part for part in rest if part not in ('single', 'stdlib', None)]
+    kept = ''.join(c if c.isalnum() or c in '-_' else '_' for c in '-'.join(parts))
+    return f'{kept[:90]}-{len(variant)}'
+
+
+def run_config(variant: str, records: Sequence[dict], corpus: str = 'stdlib') -> Config:
+    """The resolved config of a run with these trials; without any, of one that has not begun."""
+
+    def each(setting: str, default: Sequence[float]) -> tuple:
+        return tuple(dict.fromkeys(r['trial'][setting] for r in records)) or tuple(default)
+
+    score, _, value = variant.partition('?')[0].partition(' ')[0].partition('/')
+    first = records[0] if records else {'config': {'d_model': 128, 'd_ff': 512}, 'num_steps': 400}
+    model = ModelConfig(score=score, value=value, context=48)
+    return Config(
+        model=dataclasses.replace(model, **first['config']),
+        data=DataConfig(name=corpus),
+        optimizer=OptimizerConfig(schedule='linear'),
+        train=TrainConfig(num_steps=first['num_steps']),
+        trials=TrialsConfig(
+            seeds=each('seed', VERDICT_SEEDS),
+            learning_rates=each('learning_rate', RATES),
+            weight_decays=each('weight_decay', (0.1,)),
+        ),
+    )
+
+
+def plan_line(
+    variant: str,
+    size: str,
+    records: Sequence[dict] = (),
+    stage: str = 'single',
+    knob: str | None = None,
+    name: str | None = None,
+    corpus: str = 'stdlib',
+    control: str | None = None,
+) -> dict:
+    name = run_name(variant, size, stage, knob, corpus, control) if name is None else name
+    return {
+        **{'run': name, 'variant': variant, 'size': size, 'corpus': corpus, 'control': control},
+        'destination': None if variant == 'qk/vo' or control == 'equal_shape' else 'd_model',
+        **{'stage': stage, 'knob': knob, 'directory': name, 'trials': len(records) or 8},
+        'target': records[0]['target_parameters'] if records else 1000000,
+        'residual': records[0]['residual'] if records else 0.0,
+        'config': to_json(run_config(variant, records, corpus)),
+    }
 
 
 def write_lines(path: Path, records: Sequence[Mapping]) -> None:
@@ -397,43 +330,31 @@ def edit_plan(directory: Path, run: str, **changes: object) -> None:
     write_lines(directory / 'plan.jsonl', lines)
 
 
-def final_record(records: Sequence[Mapping]) -> dict:
-    """The last record of a log: all metrics of the trials."""
-    first = records[0]
-    names = result_fields(metrics_of(first))
-    names = [n for n in names if any(n in record for record in records)]
-    counts = ('eval_tokens', 'test_tokens')
-    return {
-        'kind': 'final',
-        'step': first['num_steps'],
-        'trials': [record['trial'] for record in records],
-        **{name: first.get(name) for name in counts},
-        **{name: [record.get(name) for record in records] for name in names},
-    }
-
-
 def write_metrics(directory: Path, records: list[dict], num_evals: int) -> None:
     """Curves that fall to each final loss; a diverged trial's is null from the third on.
 
     bits/byte are those of one byte a token, or null where no trial has any.
     """
-    lines = []
-    num_steps = records[0]['num_steps']
-    names = logged_fields(metrics_of(records[0]))
-    scores = {name: [record.get(name) for record in records] for name in names}
+    first, lines = records[0], []
+    scores = {n: [record.get(n) for record in records] for n in logged_fields(metrics_of(first))}
     in_bytes = any(record['val_bits_per_byte'] is not None for record in records)
     for index in range(1, num_evals + 1):
-        step = num_steps * index // num_evals
-        fall = 2.0 * (num_steps / step - 1) / num_evals
+        step = first['num_steps'] * index // num_evals
+        fall = 2.0 * (first['num_steps'] / step - 1) / num_evals
         finals = [record['val_loss'] for record in records]
         loss = [(3.5 if index < 3 else None) if f is None else f + fall for f in finals]
         bits = [None if nats is None else nats / NATS_PER_BIT for nats in loss]
         lines.append({'kind': 'train', 'step': step, 'loss': loss, 'grad_norm': loss})
         evaluation = scores | {'val_loss': loss, 'val_bits_per_byte': bits if in_bytes else None}
         lines.append({'kind': 'eval', 'step': step, **evaluation})
-    lines.append(final_record(records))
-    text = ''.join(json.dumps(line) + '\n' for line in lines)
-    (directory / 'metrics.jsonl').write_text(text)
+    measured = [n for n in result_fields(metrics_of(first)) if any(n in r for r in records)]
+    final = {
+        **{'kind': 'final', 'step': first['num_steps']},
+        'trials': [record['trial'] for record in records],
+        **{name: first.get(name) for name in ('eval_tokens', 'test_tokens')},
+        **{name: [record.get(name) for record in records] for name in measured},
+    }
+    write_lines(directory / 'metrics.jsonl', [*lines, final])
 
 
 def write_documents(
@@ -467,3 +388,39 @@ def write_documents(
             names = [f'{split}/{place}.py' for place in range(number)]
             content[split] = {'documents': names, 'tokens': tokens, 'nats': nats}
     (directory / 'documents.json').write_text(json.dumps(content) + '\n')
+
+
+def write_yardsticks(
+    directory: Path,
+    records: Sequence[dict],
+    baseline: str | None = 'qk/vo',
+    trials: Mapping[str, Sequence[Mapping]] | None = None,
+    **changes: object,
+) -> None:
+    """yardsticks.json of a study: losses far above those of any arm.
+
+    Args:
+      trials: what is measured of the verdict runs of arms, by variant.
+      **changes: of every group.
+    """
+    losses = {split: {'5-gram': 9.0, '6-gram': 9.1} for split in ('val', 'test')}
+    counted = {'task': 'language', 'seen': 307200, 'tokens': 307200, 'losses': losses}
+    groups, runs = {}, {}
+    for record in (record for record in records if record['stage'] == 'verdict'):
+        key, name = {field: record[field] for field in ARM_KEY}, record['run']
+        measured = (trials or {}).get(record['variant'])
+        runs[name] = {'run': name, **key, 'trials': measured, 'why': None}
+        if record['variant'] == baseline and record['control'] != 'equal_shape':
+            group = {name: record[name] for name in ('size', 'corpus')}
+            group['longer'] = record['control'] == 'longer'
+            groups.setdefault(tuple(group.values()), {'run': name} | group | counted | changes)
+    content = {'groups': list(groups.values()), 'runs': list(runs.values()), 'seconds': 1.0}
+    (directory / ledger.YARDSTICKS).write_text(json.dumps(content))
+
+
+def beat_yardsticks(study: Path) -> None:
+    """Makes a copy of a committed study a working directory, with yardsticks that it beats."""
+    stored.unpack_in_place(study)
+    records = [json.loads(line) for line in (study / 'results.jsonl').read_text().splitlines()]
+    baseline = json.loads((study / 'study.json').read_text())['baseline']
+    write_yardsticks(study, records, baseline, task='probe')

@@ -231,7 +231,7 @@ def columns(study: Study, found: Findings) -> list[Column]:
     heading = f'difference in {found.split} loss,|{unit}'
     by_key = {
         'p_equivalence': 'difference.p_equivalence',
-        **{name: f'difference.{name}' for name in ('detectable', 'margin', 'paired')},
+        **{name: f'difference.{name}' for name in ('detectable', 'margin')},
         'split': 'comparison.split',
         'difference_validation': 'comparison.validation',
         'num_documents': 'comparison.num_documents',
@@ -345,8 +345,7 @@ def _difference(arm: Arm) -> str:
 def _interval(arm: Arm) -> str:
     if arm.is_baseline:
         return 'baseline'
-    unpaired = arm.difference is not None and not arm.difference.paired
-    return interval(arm.difference) + ' unpaired' * unpaired
+    return interval(arm.difference)
 
 
 def _diverged(trials: Sequence[Any]) -> str:

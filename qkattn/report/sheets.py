@@ -143,7 +143,7 @@ def yardsticks(study: Study, found: Findings) -> tuple[list[Heading], list[list[
 def _positions(study: Study, found: Findings) -> tuple[list[Heading], list[list[str]]]:
     """The loss of each arm by position, mean over seeds, and with the sources of other pairs."""
     headings, cells = _places(study)
-    measured = study.yardsticks.measured if study.yardsticks else {}
+    measured = study.measured
     arms = [arm for arm in (*found.arms, *found.controls) if measured.get(arm.key)]
     trials = [trial for arm in arms for trial in measured[arm.key]]
     names = list(dict.fromkeys(name for trial in trials for name in trial.positions))

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import scipy  # whose submodules are imported on first use
 
 from qkattn.stats.inference import LEVEL, MIN_PAIRS, Difference, detectable_difference
@@ -30,18 +31,14 @@ def holm(p_values: Sequence[float]) -> list[float]:
     """Holm's (1979) adjusted p values, in the order given.
 
     With m values ascending p_(1) <= ... <= p_(m): adjusted p_(k) = max_{j <= k} (m - j + 1) p_(j),
-    at most 1. Calling those at or below alpha found keeps the probability of any false finding at
-    alpha, however the tests depend on each other. Raises ValueError for a p value outside [0, 1].
+    at most 1. To reject those at or below alpha keeps the probability of any false rejection at
+    alpha, however the tests depend on each other.
     """
-    for p in p_values:
-        if not 0 <= p <= 1:
-            raise ValueError(f'p_values holds {p}; a p value lies between 0 and 1.')
-    m = len(p_values)
-    adjusted, largest = [0.0] * m, 0.0
-    for rank, i in enumerate(sorted(range(m), key=p_values.__getitem__)):
-        largest = max(largest, min(1.0, (m - rank) * p_values[i]))
-        adjusted[i] = largest
-    return adjusted
+    order_M, m = np.argsort(p_values, kind='stable'), len(p_values)
+    adjusted_M = np.empty(m)
+    scaled_M = (m - np.arange(m)) * np.asarray(p_values, float)[order_M]
+    adjusted_M[order_M] = np.minimum(np.maximum.accumulate(scaled_M), 1.0)
+    return adjusted_M.tolist()
 
 
 def spending(looks: Sequence[int], level: float = LEVEL) -> tuple[float, ...]:
@@ -50,14 +47,9 @@ def spending(looks: Sequence[int], level: float = LEVEL) -> tuple[float, ...]:
     With the fraction t_k = looks_k / looks_K of the information, the spending function of Lan and
     DeMets (1983) of the type of O'Brien and Fleming, f(t) = 2 - 2 Phi(z / sqrt(t)) with z the two-
     sided normal quantile of 1 - level, so f(1) = 1 - level. Look k is tested at the increment
-    f(t_k) - f(t_{k-1}); as these add up to 1 - level, so do at most the false words of all looks
-    together, however the looks depend on each other. No looks are one look, at the end; ValueError
-    if they do not ascend from at least 1.
+    f(t_k) - f(t_{k-1}); as these add up to 1 - level, so do at most the false decisions of all
+    looks together, however the looks depend on each other.
     """
-    if any(b <= a for a, b in itertools.pairwise((0, *looks))):
-        raise ValueError(f'looks are {tuple(looks)}; numbers of seeds, they must ascend from 1.')
-    if not looks:
-        return (1 - level,)
     z = scipy.special.ndtri((1 - level) / 2)
     spent = [0.0, *(2 * float(scipy.special.ndtr(z / (n / looks[-1]) ** 0.5)) for n in looks)]
     return tuple(b - a for a, b in itertools.pairwise(spent))
@@ -88,36 +80,33 @@ def judge(
     """Decides on every arm with at least 3 pairs against the same baseline.
 
     An arm's true difference delta lies in one of three cells: zero, between zero and the margin,
-    or the margin and beyond. In each, one of the three tests alone can give a false word: that of a
+    or the margin and beyond. In each, one of the three tests alone can decide falsely: that of a
     difference (a side is named), of a difference beyond the margin, and of equivalence. So one arm
-    tested at level a gets a false word with probability a at most, without a correction for the
+    tested at level a is decided falsely with probability a at most, without a correction for the
     number of tests. Over m arms, each is tested at alpha / m, in order of their margin tests' p
-    values: an arm found to differ by more than the margin can get no other word and leaves the
-    family, and those left share alpha. For the margin tests this is Holm's (1979) method; the
-    others profit from the arms that left, not from those found equivalent, which may still be
-    equal. So any false word among all arms has a probability of alpha at most, up to a term in
-    alpha^2 for differences that equal the margin; tests/stats/simulations.py holds it against
-    simulated studies.
+    values: an arm that is shown to differ by more than the margin can get no other decision and
+    leaves the family, and those left share alpha. For the margin tests this is Holm's (1979)
+    method; the others profit from the arms that left, not from those shown equivalent, which may
+    still be equal. So any false decision among all arms has a probability of alpha at most, up to a
+    term in alpha^2 for differences that equal the margin; tests/stats/simulations.py holds it
+    against simulated studies.
 
-    | word | tests found at alpha |
+    | decision | shown at alpha |
     |---|---|
     | better, worse | differs from zero by the margin or more |
     | equivalent | differs by less than the margin, perhaps by nothing |
     | better, worse (below margin) | differs from zero, neither of the above |
 
     Each test has to hold with and without the seeds that lie apart (`inference.Difference`), which
-    can only withhold a word. Divergence never helps: an arm with diverged trials is worse or
+    can only withhold a decision. Divergence never helps: an arm with diverged trials is worse or
     undecided; if trials of its baseline diverged, it is better or undecided.
 
     An arm's difference is None if no seed finished in both. `diverged` holds the numbers of
-    diverged verdict trials (the arm's, the baseline's) of the arms that had any; ValueError if it
-    names an arm that `differences` lacks. `planned` is the number of comparisons of the finished
-    study: missing ones are corrected for as p = 1, so that no decision is lost when further arms
-    finish. `alpha_of_look` is the error rate of this look, of `spending`.
+    diverged verdict trials (the arm's, the baseline's) of the arms that had any. `planned` is the
+    number of comparisons of the finished study: missing ones are corrected for as p = 1, so that no
+    decision is lost when further arms finish. `alpha_of_look` is the error rate of this look, of
+    `spending`.
     """
-    diverged = diverged or {}
-    if unknown := [arm for arm in diverged if arm not in differences]:
-        raise ValueError(f'diverged names {unknown}; the arms are {list(differences)}.')
     # Any: no field of a difference of so many pairs is None, where all errors are known.
     tested: dict[Arm, Any] = {
         arm: d
@@ -129,39 +118,27 @@ def judge(
     leaving = [0.0, *sorted(margins)]
 
     def corrected(p: float) -> float:
-        """The lowest alpha at which p is found: p <= alpha / arms that have not left at alpha."""
+        """The lowest alpha to reject at: p <= alpha / arms that have not left at alpha."""
         return min(max(left, min(1.0, (family - k) * p)) for k, left in enumerate(leaving[:-1]))
 
     judgements = dict.fromkeys(differences, Judgement(Decision.UNDECIDED))
     for (arm, d), p_margin in zip(tested.items(), margins, strict=False):
         p_differs, p_same = corrected(d.p), corrected(d.p_equivalence)
-        found = [p <= alpha_of_look for p in (p_differs, p_margin, p_same)]
+        differs, beyond, same = (p <= alpha_of_look for p in (p_differs, p_margin, p_same))
+        arm_diverged, baseline_diverged = (diverged or {}).get(arm, (0, 0))
+        decision = Decision.UNDECIDED
+        if same and not arm_diverged and not baseline_diverged:
+            decision = Decision.EQUIVALENT
+        elif differs and d.mean < 0 and not arm_diverged:
+            decision = Decision.BETTER if beyond else Decision.BETTER_BELOW_MARGIN
+        elif differs and d.mean >= 0 and not baseline_diverged:
+            decision = Decision.WORSE if beyond else Decision.WORSE_BELOW_MARGIN
         detectable = max(
             detectable_difference(
                 math.hypot(one.error_seeds, one.error_evaluation), one.df, alpha_of_look / family
             )
             for one in filter(None, (d, d.typical))
         )
-        judgements[arm] = Judgement(
-            _decide(d.mean < 0, *found, *map(bool, diverged.get(arm, (0, 0)))),
-            *(p_differs, p_margin, p_same),
-            detectable=detectable + d.tuning_low + d.tuning_high,
-        )
+        detectable += d.tuning_low + d.tuning_high
+        judgements[arm] = Judgement(decision, p_differs, p_margin, p_same, detectable)
     return judgements
-
-
-def _decide(
-    lower: bool,
-    differs: bool,
-    beyond: bool,
-    same: bool,
-    arm_diverged: bool,
-    baseline_diverged: bool,
-) -> Decision:
-    if same and not arm_diverged and not baseline_diverged:
-        return Decision.EQUIVALENT
-    if not differs or (arm_diverged if lower else baseline_diverged):
-        return Decision.UNDECIDED
-    if lower:
-        return Decision.BETTER if beyond else Decision.BETTER_BELOW_MARGIN
-    return Decision.WORSE if beyond else Decision.WORSE_BELOW_MARGIN

@@ -1,16 +1,14 @@
 """Intervals and tests over seeds: means and differences from a baseline.
 
 A difference is an arm's loss minus the baseline's, in nats per token: below zero is better. Seeds
-pair the two where both arms saw the same data order and the same initial draws.
+pair the two: both arms saw the same data order and the same initial draws.
 """
 
 import bisect
 import dataclasses
 import math
 import statistics
-import warnings
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import scipy  # whose submodules are imported on first use
@@ -23,11 +21,9 @@ MIN_TO_LEAVE_OUT = 4  # the spread of fewer values is not known without the one 
 APART = 5.0  # standard deviations, estimated from the median absolute deviation
 MIN_DOCUMENTS = 100  # of text in an evaluation; fewer do not stand for the text they are from
 RESAMPLES = 9999
-
-_MANY = 1e6  # degrees of freedom: a t variable is normal
-_MOST_PAIRS = 1_000_000
 ROUNDING = 1e-12  # a spread below this fraction of the mean is that of rounding, and taken as 0
-P_VALUES = ('p', 'p_margin', 'p_equivalence', 'p_not_better', 'p_not_worse')
+
+_MANY = 1_000_000  # degrees of freedom: a t variable is normal; and more pairs than any study has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,24 +42,19 @@ def estimate(values: Sequence[float]) -> Estimate:
     mean, n = statistics.fmean(values), len(values)
     if n < 2:
         return Estimate(mean, n, None, None, None)
-    sd = math.sqrt(_variance(values))
-    if sd == 0:
-        return Estimate(mean, n, sd, mean, mean)
-    low, high = scipy.stats.ttest_1samp(values, 0).confidence_interval(LEVEL)
-    return Estimate(mean, n, sd, float(low), float(high))
+    sd = _sd(values)
+    half = quantile(n - 1) * sd / n**0.5
+    return Estimate(mean, n, sd, mean - half, mean + half)
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Mean of arm minus baseline, nats per token, with intervals and tests over n seeds.
-
-    `n` counts pairs, or the trials of the smaller group where trials are not paired. `sd` is that
-    of one difference: over pairs, or sqrt(sd_arm^2 + sd_baseline^2).
+    """Mean of arm minus baseline, nats per token, with intervals and tests over n pairs of seeds.
 
     The standard error se of the mean has a part from the seeds and one from the documents of the
     evaluation set, se^2 = error_seeds^2 + error_evaluation^2, with the degrees of freedom `df` of
     Satterthwaite (1946), se^4 / sum_i (error_i^4 / df_i). Noise that is specific to a seed and a
-    document enters both, so se is rather too large.
+    document enters both, so se is rather too large. `sd` is that of one pair.
 
     Settings that miss their optimum raise a loss, never lower it. If the baseline's loss is at most
     u, and the arm's at most l above that of the best settings, the difference of the best settings
@@ -98,25 +89,29 @@ class Difference:
 
     mean: float
     n: int
-    sd: float | None
-    low: float | None
-    high: float | None
-    bootstrap_low: float | None
-    bootstrap_high: float | None
-    p: float | None
-    p_margin: float | None
-    p_equivalence: float | None
-    p_not_better: float | None
-    p_not_worse: float | None
-    detectable: float | None
-    error_seeds: float | None
-    error_evaluation: float | None
+    margin: float
     tuning_low: float
     tuning_high: float
-    paired: bool
-    margin: float
-    df: float | None
+    sd: float | None = None
+    low: float | None = None
+    high: float | None = None
+    bootstrap_low: float | None = None
+    bootstrap_high: float | None = None
+    p: float | None = None
+    p_margin: float | None = None
+    p_equivalence: float | None = None
+    p_not_better: float | None = None
+    p_not_worse: float | None = None
+    detectable: float | None = None
+    error_seeds: float | None = None
+    error_evaluation: float | None = None
+    df: float | None = None
     typical: 'Difference | None' = None
+
+
+# What is the smaller and the larger one with and without the seeds that lie apart.
+_SMALLER = ('low',)
+_LARGER = ('high', 'detectable', 'p', 'p_margin', 'p_equivalence', 'p_not_better', 'p_not_worse')
 
 
 def paired(
@@ -136,49 +131,99 @@ def paired(
     that it is not known. With `resamples=None` there is no bootstrap. Raises ValueError for no
     differences, one that is not finite, a margin that is not positive, or a negative error.
     """
-    groups = _checked(margin, evaluation_error, tuning, differences=differences)
+    values = tuple(map(float, differences))
+    if not values or not all(map(math.isfinite, values)):
+        raise ValueError(f'differences is {list(values)}; finite ones, at least one, are needed.')
+    if not 0 < margin < math.inf:
+        raise ValueError(f'margin is {margin}; equivalence needs a positive margin in nats.')
+    if not (0 <= (evaluation_error or 0.0) < math.inf and all(miss >= 0 for miss in tuning)):
+        raise ValueError(
+            f'evaluation_error, tuning are {evaluation_error}, {tuning}; neither is negative.'
+        )
+    evaluation = None if evaluation_error is None else (evaluation_error, evaluation_df)
+    every = _difference(values, margin, evaluation, tuning)
+    if every.p is None:
+        return every
+    if resamples is not None and len(values) >= MIN_PAIRS:
+        low, high = bootstrap(values, resamples)
+        every = dataclasses.replace(every, bootstrap_low=low, bootstrap_high=high)
+    kept = typical(values)
+    if len(kept) == len(values):
+        return every
+    others = _difference(kept, margin, evaluation, tuning)
+    fields = {name: min(getattr(every, name), getattr(others, name)) for name in _SMALLER}
+    fields |= {name: max(getattr(every, name), getattr(others, name)) for name in _LARGER}
+    if every.mean * others.mean <= 0:
+        fields |= {'p': 1.0, 'p_margin': 1.0}
+    return dataclasses.replace(every, typical=others, **fields)
 
-    def of(groups: Sequence[Sequence[float]], resamples: int | None) -> Difference:
-        (values,) = groups
-        n = len(values)
-        sd = math.sqrt(_variance(values)) if n > 1 else math.nan
-        errors = [(sd / n**0.5, n - 1), (evaluation_error, evaluation_df)]
-        mean = statistics.fmean(values)
-        return _difference(groups, mean, n, sd, errors, tuning, margin, resamples)
 
-    return _with_typical(of, groups, resamples)
-
-
-def welch(
-    arm: Sequence[float],
-    baseline: Sequence[float],
-    margin: float = MARGIN,
-    *,
-    evaluation_error: float | None = 0.0,
-    evaluation_df: float | None = None,
-    tuning: tuple[float, float] = (0.0, 0.0),
-    resamples: int | None = RESAMPLES,
+def _difference(
+    values: Sequence[float],
+    margin: float,
+    evaluation: tuple[float, float | None] | None,
+    tuning: tuple[float, float],
 ) -> Difference:
-    """Mean of `arm` minus mean of `baseline` (nats per token), trials not paired.
+    """The difference of all values, whether they lie apart or not, without a bootstrap."""
+    mean, n = statistics.fmean(values), len(values)
+    plain = Difference(mean, n, margin, *tuning)
+    if n < 2 or evaluation is None:
+        return plain
+    sd = _sd(values)
+    error, df = combined([(sd / n**0.5, n - 1), evaluation])
 
-    Variances may differ (Welch 1947): error_seeds^2 = s_a^2 / n_a + s_b^2 / n_b, with the degrees
-    of freedom of Welch and Satterthwaite. Other arguments and errors as in `paired`.
+    def tail(excess: float) -> float:
+        """Probability that the error of the mean exceeds `excess`."""
+        return float(scipy.special.stdtr(df, -excess / error)) if error > 0 else float(excess <= 0)
+
+    half = quantile(df) * error
+    low, high = mean - tuning[0], mean + tuning[1]
+    beyond = max(low, -high)  # what is left of |mean|; negative if tuning explains it all
+    not_better, not_worse = tail(margin + low), tail(margin - high)
+    return dataclasses.replace(
+        plain,
+        sd=sd,
+        low=low - half,
+        high=high + half,
+        p=min(1.0, 2 * tail(beyond)),
+        p_margin=min(1.0, tail(beyond - margin) + tail(beyond)),
+        p_equivalence=max(not_better, not_worse),
+        p_not_better=not_better,
+        p_not_worse=not_worse,
+        detectable=detectable_difference(error, df) + sum(tuning),
+        error_seeds=sd / n**0.5,
+        error_evaluation=evaluation[0],
+        df=df,
+    )
+
+
+def quantile(df: float) -> float:
+    """Standard errors from the mean to either end of a 95 % t interval."""
+    return float(scipy.special.stdtrit(df, 0.5 + LEVEL / 2))
+
+
+def combined(errors: Iterable[tuple[float, float | None]]) -> tuple[float, float]:
+    """The error of a sum of independent errors with degrees of freedom; None means exact."""
+    errors = list(errors)
+    total = sum(error**2 for error, _ in errors)
+    spread = sum(error**4 / df for error, df in errors if df)
+    if not total:
+        return 0.0, sum(df or 0 for _, df in errors)
+    return total**0.5, min(total**2 / spread, _MANY) if spread else _MANY
+
+
+def typical(values: Sequence[float]) -> tuple[float, ...]:
+    """The values without those that lie apart: further than APART from the median.
+
+    In standard deviations, 1.4826 times the median absolute deviation, which up to half of the
+    values cannot raise. All values if there are fewer than MIN_TO_LEAVE_OUT or half of them agree.
+    Of 8 normal values one or more lie apart in 5 % of all samples, of 16 in 2 %.
     """
-    groups = _checked(margin, evaluation_error, tuning, arm=arm, baseline=baseline)
-
-    def of(groups: Sequence[Sequence[float]], resamples: int | None) -> Difference:
-        mean = statistics.fmean(groups[0]) - statistics.fmean(groups[1])
-        n = min(len(values) for values in groups)
-        variances = [_variance(values) if n > 1 else math.nan for values in groups]
-        own = [
-            ((v / len(values)) ** 0.5, len(values) - 1)
-            for v, values in zip(variances, groups, strict=True)
-        ]
-        errors = [_combined(own), (evaluation_error, evaluation_df)]
-        sd = sum(variances) ** 0.5
-        return _difference(groups, mean, n, sd, errors, tuning, margin, resamples)
-
-    return _with_typical(of, groups, resamples)
+    median = statistics.median(values)
+    spread = 1.4826 * statistics.median(abs(value - median) for value in values)
+    if len(values) < MIN_TO_LEAVE_OUT or spread <= ROUNDING * abs(median):
+        return tuple(values)
+    return tuple(value for value in values if abs(value - median) <= APART * spread)
 
 
 def evaluation_error(nats_SC: np.ndarray, tokens_C: np.ndarray) -> tuple[float, float]:
@@ -190,21 +235,12 @@ def evaluation_error(nats_SC: np.ndarray, tokens_C: np.ndarray) -> tuple[float, 
     cluster-robust variance is sum_C w_C^2 (D_C - D)^2 / (1 - w_C) (Bell and McCaffrey 2002). Its
     degrees of freedom are those of documents that vary equally: (sum w^2)^2 / sum w^4 - 1.
 
-    Raises ValueError for fewer than two documents, shapes that differ, a document without tokens or
-    a difference that is not finite.
+    There must be two documents or more, each with tokens.
     """
-    nats_SC, tokens_C = np.asarray(nats_SC, float), np.asarray(tokens_C, float)
-    if nats_SC.ndim != 2 or tokens_C.shape != nats_SC.shape[1:] or len(tokens_C) < 2:
-        raise ValueError(
-            f'nats_SC and tokens_C have shapes {nats_SC.shape} and {tokens_C.shape}; they must be '
-            '(seeds, documents) and (documents,) with at least two documents.'
-        )
-    if not (np.isfinite(nats_SC).all() and nats_SC.size and (tokens_C > 0).all()):
-        raise ValueError('nats_SC must be finite, and every document must have tokens.')
     share_C = tokens_C / tokens_C.sum()
-    own_C = nats_SC.mean(axis=0) / tokens_C
-    apart_C = own_C - share_C @ own_C
-    if _is_rounding(apart_C, share_C @ own_C):
+    each_C = nats_SC.mean(axis=0) / tokens_C
+    apart_C = each_C - share_C @ each_C
+    if _is_rounding(apart_C, share_C @ each_C):
         apart_C = np.zeros_like(apart_C)
     variance = np.sum(share_C**2 * apart_C**2 / (1 - share_C))
     df = np.sum(share_C**2) ** 2 / np.sum(share_C**4) - 1
@@ -225,154 +261,43 @@ def detectable_difference(error: float, df: float, alpha: float = 1 - LEVEL) -> 
     return float(scipy.special.nctdtrinc(df, 1 - POWER, critical) * unbiased)
 
 
-def bootstrap(*groups: Sequence[float], resamples: int = RESAMPLES) -> tuple[float, float]:
-    """95 % bootstrap interval of a mean, or of the first group's mean minus the second's.
+def bootstrap(values: Sequence[float], resamples: int = RESAMPLES) -> tuple[float, float]:
+    """95 % bootstrap interval of a mean.
 
-    Bias-corrected and accelerated (BCa, Efron 1987), with the same random draws at every call;
-    the percentile interval where BCa is undefined (all values equal). Groups are resampled apart.
+    Bias-corrected and accelerated (BCa, Efron 1987), with the same random draws at every call; the
+    mean itself where the values do not differ.
     """
-    arrays = [np.asarray(group, float) for group in groups]
-    centres = [float(np.mean(values)) for values in arrays]
-    centre = centres[0] - sum(centres[1:])
-    rounding = ROUNDING * max(np.max(np.abs(values)) for values in arrays)
-
-    def statistic(*samples: np.ndarray, axis: int) -> np.ndarray:
-        first, *others = [np.mean(sample, axis=axis) for sample in samples]
-        mean = first - others[0] if others else first
-        # Permutations of a group have its mean, in whatever order they are summed: BCa counts ties.
-        return np.where(np.abs(mean) <= rounding, 0.0, mean)
-
-    def interval(method: str) -> tuple[float, float]:
-        result = scipy.stats.bootstrap(
-            [values - own for values, own in zip(arrays, centres, strict=True)],
-            statistic,
-            n_resamples=resamples,
-            confidence_level=LEVEL,
-            method=method,
-            vectorized=True,
-            rng=np.random.default_rng(0),
-        ).confidence_interval
-        return centre + float(result.low), centre + float(result.high)
-
-    with warnings.catch_warnings(), np.errstate(invalid='ignore', divide='ignore'):
-        warnings.simplefilter('ignore', scipy.stats.DegenerateDataWarning)
-        ends = interval('BCa')
-    return ends if all(map(math.isfinite, ends)) else interval('percentile')
-
-
-def _checked(
-    margin: float, error: float | None, tuning: tuple[float, float], **groups: Sequence[float]
-) -> tuple[tuple[float, ...], ...]:
-    if not 0 < margin < math.inf:
-        raise ValueError(f'margin is {margin}; equivalence needs a positive margin in nats.')
-    if not (0 <= (error or 0.0) < math.inf and all(miss >= 0 for miss in tuning)):
-        raise ValueError(f'evaluation_error, tuning are {error}, {tuning}; neither is negative.')
-    for name, values in groups.items():
-        if len(values) == 0 or not all(map(math.isfinite, values)):
-            raise ValueError(f'{name} is {list(values)}; finite losses, at least one, are needed.')
-    return tuple(tuple(map(float, values)) for values in groups.values())
-
-
-def _variance(values: Sequence[float]) -> float:
-    """The variance of one value, n - 1 in the denominator; 0 if the spread is only rounding."""
     mean = float(np.mean(values))
-    if _is_rounding(np.subtract(values, mean), mean):
-        return 0.0
-    return float(np.var(values, ddof=1))
+    if not _sd(values):
+        return mean, mean
+    rounding = ROUNDING * np.max(np.abs(values))
+
+    def statistic(sample: np.ndarray, axis: int) -> np.ndarray:
+        # Permutations of the values have their mean, however it is rounded: BCa counts ties.
+        away = np.mean(sample, axis=axis)
+        return np.where(np.abs(away) <= rounding, 0.0, away)
+
+    ends = scipy.stats.bootstrap(
+        [np.subtract(values, mean)],
+        statistic,
+        n_resamples=resamples,
+        confidence_level=LEVEL,
+        method='BCa',
+        vectorized=True,
+        rng=np.random.default_rng(0),
+    ).confidence_interval
+    return mean + float(ends.low), mean + float(ends.high)
+
+
+def _sd(values: Sequence[float]) -> float:
+    """Standard deviation, n - 1 in the denominator; 0 if the spread is only rounding."""
+    mean = float(np.mean(values))
+    rounded = _is_rounding(np.subtract(values, mean), mean)
+    return 0.0 if rounded else float(np.std(values, ddof=1))
 
 
 def _is_rounding(apart: np.ndarray, mean: float) -> bool:
     return bool(np.max(np.abs(apart)) <= ROUNDING * abs(mean))
-
-
-def _combined(errors: Sequence[tuple[float, float | None]]) -> tuple[float, float]:
-    """The error of a sum of independent errors with degrees of freedom; None means exact."""
-    total = sum(error**2 for error, _ in errors)
-    if not total > 0:
-        return total, sum(df or 0 for _, df in errors)
-    spread = sum(error**4 / df for error, df in errors if df)
-    return total**0.5, min(total**2 / spread, _MANY) if spread else _MANY
-
-
-def typical(values: Sequence[float]) -> tuple[float, ...]:
-    """The values without those that lie apart: further than APART from the median.
-
-    In standard deviations, 1.4826 times the median absolute deviation, which up to half of the
-    values cannot raise. All values if there are fewer than MIN_TO_LEAVE_OUT or half of them agree.
-    Of 8 normal values one or more lie apart in 5 % of all samples, of 16 in 2 %.
-    """
-    median = statistics.median(values)
-    spread = 1.4826 * statistics.median(abs(value - median) for value in values)
-    if len(values) < MIN_TO_LEAVE_OUT or spread <= ROUNDING * abs(median):
-        return tuple(values)
-    return tuple(value for value in values if abs(value - median) <= APART * spread)
-
-
-def _with_typical(
-    of: Callable[[Sequence[Sequence[float]], int | None], Difference],
-    groups: Sequence[Sequence[float]],
-    resamples: int | None,
-) -> Difference:
-    """The difference `of` groups; if some of their values lie apart, with `Difference.typical`."""
-    every, left = of(groups, resamples), [typical(values) for values in groups]
-    if every.p is None or list(map(len, left)) == list(map(len, groups)):
-        return every
-    others = of(left, None)
-    fields = {
-        name: choose(getattr(every, name), getattr(others, name))
-        for choose, names in ((min, ('low',)), (max, ('high', 'detectable', *P_VALUES)))
-        for name in names
-    }
-    if every.mean * others.mean <= 0:
-        fields |= {'p': 1.0, 'p_margin': 1.0}
-    return dataclasses.replace(every, typical=others, **fields)
-
-
-def _difference(
-    groups: Sequence[Sequence[float]],
-    mean: float,
-    n: int,
-    sd: float,
-    errors: Sequence[tuple[float | None, float | None]],
-    tuning: tuple[float, float],
-    margin: float,
-    resamples: int | None,
-) -> Difference:
-    """A mean with `errors` from seeds and evaluation, and their degrees of freedom."""
-    fields: dict[str, Any] = dict.fromkeys(f.name for f in dataclasses.fields(Difference))
-    fields |= {'mean': mean, 'n': n, 'paired': len(groups) == 1, 'margin': margin}
-    fields |= {'tuning_low': tuning[0], 'tuning_high': tuning[1]}
-    known = [(error, df) for error, df in errors if error is not None]
-    if n < 2 or len(known) < len(errors):
-        return Difference(**fields)
-    error, df = _combined(known)
-
-    def tail(excess: float) -> float:
-        """Probability that the error of the mean exceeds `excess`."""
-        return float(scipy.special.stdtr(df, -excess / error)) if error > 0 else float(excess <= 0)
-
-    half = float(scipy.special.stdtrit(df, 0.5 + LEVEL / 2)) * error
-    low, high = mean - tuning[0], mean + tuning[1]
-    beyond = max(low, -high)  # what is left of |mean|; negative if tuning explains it all
-    not_better, not_worse = tail(margin + low), tail(margin - high)
-    fields |= {
-        'sd': sd,
-        'low': low - half,
-        'high': high + half,
-        'p': min(1.0, 2 * tail(beyond)),
-        'p_margin': min(1.0, tail(beyond - margin) + tail(beyond)),
-        'p_equivalence': max(not_better, not_worse),
-        'p_not_better': not_better,
-        'p_not_worse': not_worse,
-        'detectable': detectable_difference(error, df) + sum(tuning),
-        'error_seeds': errors[0][0],
-        'error_evaluation': errors[1][0],
-        'df': df,
-    }
-    if resamples is not None and n >= MIN_PAIRS:
-        ends = bootstrap(*groups, resamples=resamples)
-        fields |= {'bootstrap_low': ends[0], 'bootstrap_high': ends[1]}
-    return Difference(**fields)
 
 
 def to_find(
@@ -395,11 +320,11 @@ def to_find(
         def enough(n: int) -> bool:
             seeds, total = sd**2 / n, sd**2 / n + evaluation**2 / documents
             df = (n - 1) * (total / seeds) ** 2 if seeds else math.inf  # Satterthwaite
-            return detectable_difference(total**0.5, min(df, _MOST_PAIRS), alpha) <= rest
+            return detectable_difference(total**0.5, min(df, _MANY), alpha) <= rest
 
-        return bisect.bisect_left(range(_MOST_PAIRS), True, lo=MIN_PAIRS, key=enough)
+        return bisect.bisect_left(range(_MANY), True, lo=MIN_PAIRS, key=enough)
 
-    if (number := pairs(1.0)) < _MOST_PAIRS:
+    if (number := pairs(1.0)) < _MANY:
         return number, 1.0
-    documents = 2 * (evaluation * detectable_difference(1.0, _MOST_PAIRS, alpha) / rest) ** 2
+    documents = 2 * (evaluation * detectable_difference(1.0, _MANY, alpha) / rest) ** 2
     return pairs(documents), documents

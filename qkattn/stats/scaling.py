@@ -108,6 +108,10 @@ class Multiplier:
     problem: Problem | None = None
 
 
+# Parameters, and by size the finite losses of one seed or more.
+Losses = tuple[list[float], list[list[float]]]
+
+
 def fit(
     parameters: Sequence[float], losses: Sequence[Sequence[float]], *, replicates: int = REPLICATES
 ) -> Fit:
@@ -131,17 +135,11 @@ def fit(
     those not refused is lower: down to 85 % where a third or more are refused.
 
     A diverged seed has no loss: leave out its size, since the mean of the others is biased low.
-    Raises ValueError for parameters or losses that are not a table of positive and finite numbers.
     """
-    return _fit(_table('fit', parameters, losses), replicates)[0]
+    return _fit(_Sizes.of(parameters, losses), replicates)[0]
 
 
-def multiplier(
-    arm: tuple[Sequence[float], Sequence[Sequence[float]]],
-    baseline: tuple[Sequence[float], Sequence[Sequence[float]]],
-    *,
-    replicates: int = REPLICATES,
-) -> Multiplier:
+def multiplier(arm: Losses, baseline: Losses, *, replicates: int = REPLICATES) -> Multiplier:
     """Median over the arm's sizes of N_eq / N, where the baseline's law at N_eq has the arm's loss.
 
     Both are (parameters, losses per size and seed) as in `fit`; above 1, the arm makes more of a
@@ -154,48 +152,52 @@ def multiplier(
 
     Refused with a `problem`: a baseline without a law; an arm with a single loss; an equivalent
     size, at any of the arm's sizes or at an end of the interval, that is not between half the
-    smallest and twice the largest size of the baseline, where the law would be extrapolated. Raises
-    ValueError as `fit`.
+    smallest and twice the largest size of the baseline, where the law would be extrapolated.
     """
-    own, other = _table('arm', *arm), _table('baseline', *baseline)
-    curve, replica = _fit(other, replicates)
+    sizes, others = _Sizes.of(*arm), _Sizes.of(*baseline)
+    curve, replica = _fit(others, replicates)
+
+    def refused(code: ProblemCode, **data: Any) -> Multiplier:
+        return Multiplier(problem=Problem(code, data))
+
     if replica is None:
-        return _refused(ProblemCode.NO_BASELINE_LAW, problem=curve.problem)
-    if not own.df and len(own.parameters) == 1:
-        return _refused(ProblemCode.SINGLE_LOSS)
-    low, high = np.log(other.parameters[0] / REACH), np.log(other.parameters[-1] * REACH)
-    equivalent_N = replica.law.log_parameters(own.means)[0]
+        return refused(ProblemCode.NO_BASELINE_LAW, problem=curve.problem)
+    if not sizes.df and len(sizes.parameters) == 1:
+        return refused(ProblemCode.SINGLE_LOSS)
+    low, high = np.log(others.parameters[0] / REACH), np.log(others.parameters[-1] * REACH)
+    equivalent_N = replica.law.log_parameters(sizes.means)[0]
     if (outside := (equivalent_N < low) | (equivalent_N > high)).any():
         i = int(outside.argmax())
         end, factor = ('smallest', 1 / REACH) if equivalent_N[i] < low else ('largest', REACH)
-        at = {'loss': float(own.means[i]), 'parameters': float(own.parameters[i])}
-        return _refused(ProblemCode.EXTRAPOLATED, **at, end=end, factor=factor)
-    ratio_N = equivalent_N - np.log(own.parameters)
+        at = {'loss': float(sizes.means[i]), 'parameters': float(sizes.parameters[i])}
+        return refused(ProblemCode.EXTRAPOLATED, **at, end=end, factor=factor)
+    ratio_N = equivalent_N - np.log(sizes.parameters)
     value = float(np.median(ratio_N))
 
-    noise_XN = _arm_noise(own, other, replica, np.exp(value))
-    equivalent_XN = replica.laws.log_parameters(own.means + noise_XN)
+    noise_XN = _arm_noise(sizes, others, replica, np.exp(value))
+    equivalent_XN = replica.laws.log_parameters(sizes.means + noise_XN)
     equivalent_XN = np.where(equivalent_XN < low, -np.inf, equivalent_XN)
     equivalent_XN = np.where(equivalent_XN > high, np.inf, equivalent_XN)
     with np.errstate(invalid='ignore'):
-        value_X = np.median(equivalent_XN - np.log(own.parameters), axis=1)
+        value_X = np.median(equivalent_XN - np.log(sizes.parameters), axis=1)
     ends = _interval(value, np.where(np.isnan(value_X), np.inf, value_X))
     if not np.isfinite([ends.low, ends.high]).all():
-        return _refused(ProblemCode.INTERVAL_EXTRAPOLATED, value=float(np.exp(value)))
+        return refused(ProblemCode.INTERVAL_EXTRAPOLATED, value=float(np.exp(value)))
     number, low, high = (float(np.exp(end)) for end in (ends.value, ends.low, ends.high))
     return Multiplier(number, low, high, tuple(np.exp(ratio_N).tolist()))
 
 
-def _refused(code: ProblemCode, **data: Any) -> Multiplier:
-    return Multiplier(problem=Problem(code, data))
-
-
 @dataclasses.dataclass(frozen=True)
-class _Table:
+class _Sizes:
     """Losses by size, ascending in parameters; `df`: degrees of freedom of the seeds' variance."""
 
     parameters: np.ndarray
-    losses: tuple[np.ndarray, ...]
+    losses: list[np.ndarray]
+
+    @classmethod
+    def of(cls, parameters: Sequence[float], losses: Sequence[Sequence[float]]) -> '_Sizes':
+        order = np.argsort(parameters, kind='stable')
+        return cls(np.asarray(parameters, float)[order], [np.asarray(losses[i]) for i in order])
 
     @property
     def means(self) -> np.ndarray:
@@ -212,9 +214,19 @@ class _Table:
 
     def deviations(self) -> list[np.ndarray]:
         """From the mean, unbiased in variance, by size; those of all sizes for a single seed."""
-        own = [(v - v.mean()) * np.sqrt(len(v) / max(len(v) - 1, 1)) for v in self.losses]
-        pool = [values for values in own if len(values) > 1] or [np.zeros(1)]
-        return [values if len(values) > 1 else np.concatenate(pool) for values in own]
+        scaled = [(v - v.mean()) * np.sqrt(len(v) / max(len(v) - 1, 1)) for v in self.losses]
+        pool = [values for values in scaled if len(values) > 1] or [np.zeros(1)]
+        return [values if len(values) > 1 else np.concatenate(pool) for values in scaled]
+
+    def picks(self, replicates: int, rng: np.random.Generator) -> list[np.ndarray]:
+        """The deviations that make the mean of each replicate, by size: (replicates, seeds)."""
+        numbers = zip(map(len, self.deviations()), map(len, self.losses), strict=True)
+        return [rng.integers(pool, size=(replicates, seeds)) for pool, seeds in numbers]
+
+    def noise(self, picks: list[np.ndarray]) -> np.ndarray:
+        """The mean of the deviations picked, (replicates, sizes)."""
+        sizes = zip(self.deviations(), picks, strict=True)
+        return np.stack([pool[pick].mean(1) for pool, pick in sizes], axis=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,26 +286,6 @@ def _linear(x_N: np.ndarray, y_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.where(A < 0, y_N.mean(-1), np.maximum(E, 0)), np.maximum(A, 0)
 
 
-def _table(name: str, sizes: Sequence[float], losses: Sequence[Sequence[float]]) -> _Table:
-    """Checks parameters and losses per size and seed; ValueError begins with `name`."""
-    if len(sizes) != len(losses) or not len(sizes):
-        raise ValueError(
-            f'{name}: every size needs parameters and losses, not {len(sizes)} parameters and '
-            f'{len(losses)} rows of losses'
-        )
-    parameters, rows = np.asarray(sizes, float), [np.asarray(row, float) for row in losses]
-    for number, row in zip(parameters, rows, strict=True):
-        if not (np.isfinite(number) and number > 0):
-            raise ValueError(f'{name}: parameters must be positive and finite, not {number}')
-        if row.ndim != 1 or not row.size or not np.isfinite(row).all():
-            raise ValueError(
-                f'{name}: losses at {number:,.0f} parameters must be one finite number per seed, '
-                f'not {row.tolist()}'
-            )
-    order = np.argsort(parameters, kind='stable')
-    return _Table(parameters[order], tuple(rows[i] for i in order))
-
-
 @dataclasses.dataclass(frozen=True)
 class _Replica:
     """A law, its refits, and the draws of seeds that an arm shares with them."""
@@ -306,59 +298,42 @@ class _Replica:
     rng: np.random.Generator
 
 
-def _fit(data: _Table, replicates: int) -> tuple[Fit, _Replica | None]:
-    means_N = data.means
+def _fit(data: _Sizes, replicates: int) -> tuple[Fit, _Replica | None]:
+    means_N, ends = data.means, data.parameters[[0, -1]].tolist()
     sizes, losses = tuple(data.parameters.tolist()), tuple(means_N.tolist())
-    if problem := _too_little(data):
-        return Fit(sizes, losses, problem), None
+
+    def refused(code: ProblemCode, **data: Any) -> tuple[Fit, None]:
+        return Fit(sizes, losses, Problem(code, data)), None
+
+    if (number := len(set(sizes))) < MIN_SIZES:
+        return refused(ProblemCode.FEW_SIZES, sizes=number, needed=MIN_SIZES)
+    if ends[1] < MIN_SPAN * ends[0]:
+        return refused(ProblemCode.NARROW_SPAN, factor=ends[1] / ends[0], needed=MIN_SPAN)
+    if losses[-1] >= losses[0]:
+        outer = [losses[0], losses[-1]]
+        return refused(ProblemCode.NOT_FALLING, losses=outer, parameters=ends)
     law = _least_squares(data.parameters, means_N[None])
     fitted_N = law.loss(data.parameters)[0]
     residuals = means_N - fitted_N
     r_squared = float(1 - np.square(residuals).sum() / np.square(means_N - means_N.mean()).sum())
     if r_squared < MIN_R_SQUARED:
-        poor = {'r_squared': r_squared, 'needed': MIN_R_SQUARED}
-        return Fit(sizes, losses, Problem(ProblemCode.POOR_FIT, poor)), None
+        return refused(ProblemCode.POOR_FIT, r_squared=r_squared, needed=MIN_R_SQUARED)
 
     rng = np.random.default_rng(0)
-    picks, tail_X = _picks(data, replicates, rng), _tail(data.df, replicates, rng)
-    noise_XN = tail_X[:, None] * _seeds_noise(data, picks)
+    picks, tail_X = data.picks(replicates, rng), _tail(data.df, replicates, rng)
+    noise_XN = tail_X[:, None] * data.noise(picks)
     noise_XN += _size_noise(residuals, len(residuals) - 3, data.variance(), noise_XN.shape, rng)
     laws = _least_squares(data.parameters, fitted_N + noise_XN)
     E, A, a = (
         _interval(float(one[0, 0]), many[:, 0])
         for one, many in zip(law.numbers, laws.numbers, strict=True)
     )
-    if a.low <= MIN_EXPONENT or a.high >= 0.99 * MAX_EXPONENT or a.high - a.low > a.value:
-        near_zero = a.low <= MIN_EXPONENT
-        code = ProblemCode.EXPONENT_NEAR_ZERO if near_zero else ProblemCode.EXPONENT_LOOSE
-        return Fit(sizes, losses, Problem(code, vars(a))), None
+    if a.low <= MIN_EXPONENT:
+        return refused(ProblemCode.EXPONENT_NEAR_ZERO, **vars(a))
+    if a.high >= 0.99 * MAX_EXPONENT or a.high - a.low > a.value:
+        return refused(ProblemCode.EXPONENT_LOOSE, **vars(a))
     result = Fit(sizes, losses, None, E, A, a, r_squared)
     return result, _Replica(law, laws, residuals, picks, tail_X, rng)
-
-
-def _too_little(data: _Table) -> Problem | None:
-    """Why no law at all can be fitted to these losses."""
-    number, ends = len(np.unique(data.parameters)), data.parameters[[0, -1]].tolist()
-    if number < MIN_SIZES:
-        return Problem(ProblemCode.FEW_SIZES, {'sizes': number, 'needed': MIN_SIZES})
-    if ends[1] < MIN_SPAN * ends[0]:
-        span = {'factor': ends[1] / ends[0], 'needed': MIN_SPAN}
-        return Problem(ProblemCode.NARROW_SPAN, span)
-    losses = data.means[[0, -1]].tolist()
-    if losses[1] >= losses[0]:
-        return Problem(ProblemCode.NOT_FALLING, {'losses': losses, 'parameters': ends})
-    return None
-
-
-def _picks(data: _Table, replicates: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """The deviations that make the mean of each replicate, by size: (replicates, seeds)."""
-    sizes = zip(data.losses, data.deviations(), strict=True)
-    return [rng.integers(len(from_), size=(replicates, len(v))) for v, from_ in sizes]
-
-
-def _seeds_noise(data: _Table, picks: list[np.ndarray]) -> np.ndarray:
-    sizes = zip(data.deviations(), picks, strict=True)
-    return np.stack([from_[pick].mean(1) for from_, pick in sizes], axis=1)
 
 
 def _size_noise(
@@ -380,17 +355,17 @@ def _tail(df: int, replicates: int, rng: np.random.Generator) -> np.ndarray:
     return np.sqrt(df / rng.chisquare(df, replicates)) if df else np.ones(replicates)
 
 
-def _arm_noise(arm: _Table, baseline: _Table, replica: _Replica, value: float) -> np.ndarray:
+def _arm_noise(arm: _Sizes, baseline: _Sizes, replica: _Replica, value: float) -> np.ndarray:
     """Noise of the arm's means, nats, (replicates, sizes); `value` is its multiplier."""
     rng, replicates = replica.rng, len(replica.tail_X)
-    picks = _picks(arm, replicates, rng)
+    picks = arm.picks(replicates, rng)
     tails = [_tail(arm.df, replicates, rng)] * len(picks)
     for i, (parameters, values) in enumerate(zip(arm.parameters, arm.losses, strict=True)):
         j = np.abs(np.log(baseline.parameters / parameters)).argmin()
         same_size = abs(baseline.parameters[j] / parameters - 1) < _SAME_SIZE
         if same_size and len(values) == len(baseline.losses[j]) > 1:
             picks[i], tails[i] = replica.picks[j], replica.tail_X
-    noise_XN = np.stack(tails, axis=1) * _seeds_noise(arm, picks)
+    noise_XN = np.stack(tails, axis=1) * arm.noise(picks)
     residuals, df = replica.residuals, len(replica.residuals) - 3
     variance = baseline.variance()
     if len(picks) > 1:

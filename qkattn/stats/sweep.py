@@ -22,11 +22,12 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import scipy  # whose submodules are imported on first use
 
-from qkattn.stats.inference import LEVEL, ROUNDING, Estimate
+from qkattn.stats.inference import LEVEL, ROUNDING, quantile
 
 REACH = 2  # grid steps to either side of the best value that the parabola is fitted to, at least
 MIN_VALUES = 3  # a parabola has three coefficients, a bracketed value a worse one on both sides
@@ -60,13 +61,12 @@ class Sweep:
     of the best, and further, up to the nearest worse value, where the noise hides the rise.
 
     `curvature` is 2c, the second derivative of the loss by ln(value); None with fewer than three
-    values to fit. `optimum` and the fitted loss there, `loss`, are also None if the parabola is not
-    convex or its vertex lies outside the fitted values. `loss` is the mean over these seeds: `n`
-    counts the fitted losses, `sd` is the residual standard deviation, and the t interval excludes
-    the spread between seeds. `optimum_low` and `optimum_high` are None if the data do not bound the
-    optimum. Intervals are 95 % and need residual degrees of freedom, which one seed at three values
-    does not leave. They account for noise and misfit only through residuals: where the loss is not
-    a parabola, the error of the vertex exceeds them. `at_worst` bounds what that costs.
+    values to fit. `optimum` and the fitted mean `loss` there are also None if the parabola is not
+    convex or its vertex lies outside the fitted values. `optimum_low` and `optimum_high`, its 95 %
+    interval, are None if the data do not bound it, or if there are no residual degrees of freedom,
+    as with one seed at three values. The interval accounts for noise and misfit only through
+    residuals: where the loss is not a parabola, the error of the vertex exceeds it. `at_worst`
+    bounds what that costs.
 
     `sensitivity` is the mean over the grid of (mean loss - lowest), where lowest is the smaller of
     the best observed mean and the fitted minimum, and the `num_diverged` values at which a seed
@@ -84,14 +84,14 @@ class Sweep:
     bracketed: bool
     needs_seeds: bool
     fitted: tuple[float, ...]
-    optimum: float | None
-    curvature: float | None
-    loss: Estimate | None
-    optimum_low: float | None
-    optimum_high: float | None
     sensitivity: float | None
     num_diverged: int
-    choice: str = 'vertex'
+    choice: str
+    curvature: float | None = None
+    optimum: float | None = None
+    loss: float | None = None
+    optimum_low: float | None = None
+    optimum_high: float | None = None
 
     @functools.cached_property
     def chosen(self) -> float:
@@ -123,11 +123,11 @@ class Sweep:
         residual sum of squares exceeds the least of any of them by t^2 times the variance at most.
         For parabolas alone these are the optima of Fieller's interval. The variance is that of the
         residuals, or that between the slopes of the seeds if it is larger: where the optima of
-        seeds differ, the losses of a seed err together. ValueError if the data do not bound the
-        optimum (`at_worst` is None).
+        seeds differ, the losses of a seed err together. Infinite if the data do not bound the
+        optimum.
         """
         if self._curves is None:
-            raise ValueError('the sweep does not bound its optimum')
+            return math.inf
         scale_C, optimum_C, skew_C = self._curves
         return float(np.max(scale_C * _curve(math.log(value / self.best) - optimum_C, skew_C)))
 
@@ -147,7 +147,7 @@ class Sweep:
         x_V_centred = x_V - x_V.mean()
         slopes_S = x_V_centred @ losses_VS / (x_V_centred @ x_V_centred) ** 0.5
         between = float(np.var(slopes_S, ddof=1)) if S > 1 else 0.0
-        t = float(scipy.special.stdtrit(df, 0.5 + LEVEL / 2))
+        t = quantile(df)
         optimum_C, skew_C = (np.empty(0),) * 2
         ends = [(x_V[0], x_V[-1]), (-SKEW, SKEW)]
         for _ in range(ZOOMS):
@@ -181,24 +181,13 @@ def _curve(u: np.ndarray, skew: np.ndarray) -> np.ndarray:
 def fit(losses: Mapping[float, Mapping[int, float | None]], choice: str = 'vertex') -> Sweep:
     """Fits `losses`: value -> seed -> loss, where None or a non-finite loss means diverged.
 
-    The parabola is fitted to `Sweep.fitted` by least squares. The optimum's interval is Fieller's
-    (1954): all x at which the slope b + 2 c x does not differ from zero by a t test with the
-    residual degrees of freedom. It ends at the nearest worse values at the latest, which bracket
-    the optimum too. Raises ValueError for no values, a value that is not positive, or values with
-    different seeds.
+    There is one value or more, above 0, all with the same seeds. The parabola is fitted to
+    `Sweep.fitted` by least squares. The optimum's interval is Fieller's (1954): all x at which the
+    slope b + 2 c x does not differ from zero by a t test with the residual degrees of freedom. It
+    ends at the nearest worse values at the latest, which bracket the optimum too.
     """
     values = tuple(sorted(losses))
-    if not values:
-        raise ValueError('losses is empty; a sweep needs at least one value')
-    if not all(0 < value < math.inf for value in values):
-        raise ValueError(f'values are {values}; a sweep needs positive, finite values')
     seeds = sorted(losses[values[0]])
-    for value in values:
-        if sorted(losses[value]) != seeds or not seeds:
-            raise ValueError(
-                f'value {value:g} has seeds {sorted(losses[value])}; every value needs the same '
-                f'seeds, here {seeds}, and at least one'
-            )
     finite = tuple(
         tuple(y for y in (losses[v][s] for s in seeds) if y is not None and math.isfinite(y))
         for v in values
@@ -206,33 +195,39 @@ def fit(losses: Mapping[float, Mapping[int, float | None]], choice: str = 'verte
     means = tuple(math.fsum(ys) / len(ys) if len(ys) == len(seeds) else math.inf for ys in finite)
     i = means.index(min(means))
     below, above = _nearest_worse(finite, means, i)
-    near = slice(
-        0 if below is None else max(min(below, i - REACH), 0),
-        len(values) if above is None else max(above, i + REACH) + 1,
-    )
-    parabola = _parabola(values[near], finite[near], means[near], values[i])
-    low, high = parabola.optimum_low, parabola.optimum_high
+    first = 0 if below is None else max(min(below, i - REACH), 0)
+    last = len(values) - 1 if above is None else max(above, i + REACH)
+    near = [j for j in range(len(values)) if first <= j <= last and math.isfinite(means[j])]
+    fitted = tuple(values[j] for j in near)
+    parabola: dict[str, Any] = {}
+    if len(near) >= MIN_VALUES:
+        parabola = _parabola(fitted, np.array([finite[j] for j in near]), values[i])
+    bounded = 'optimum_low' in parabola
     bracketed = False
     if len(seeds) >= MIN_SEEDS and below is not None and above is not None:
         bracketed = True
-        if low is not None and high is not None:
-            low, high = max(low, values[below]), min(high, values[above])
-            parabola = dataclasses.replace(parabola, optimum_low=low, optimum_high=high)
+        if bounded:
+            parabola['optimum_low'] = max(parabola['optimum_low'], values[below])
+            parabola['optimum_high'] = min(parabola['optimum_high'], values[above])
     at_end = (i == 0 and above == 1) or (i == len(values) - 1 and below == i - 1)
-    unclear = not bracketed or low is None
-    lowest = min(means[i], parabola.loss.mean if parabola.loss else math.inf)
+    known = [mean for mean in means if math.isfinite(mean)]
+    sensitivity = None
+    if len(values) > 1 and known:
+        lowest = min(means[i], parabola.get('loss', math.inf))
+        excess = (min(mean, max(known)) - lowest for mean in means)
+        sensitivity = math.fsum(excess) / len(values)
     return Sweep(
         values=values,
         losses=finite,
         means=means,
         best=values[i],
         bracketed=bracketed,
-        needs_seeds=unclear and not at_end and math.isfinite(means[i]),
-        fitted=tuple(v for v, m in zip(values[near], means[near], strict=True) if m < math.inf),
-        **vars(parabola),
-        sensitivity=_sensitivity(means, lowest),
-        num_diverged=sum(math.isinf(m) for m in means),
+        needs_seeds=not (bracketed and bounded) and not at_end and bool(known),
+        fitted=fitted,
+        sensitivity=sensitivity,
+        num_diverged=len(values) - len(known),
         choice=choice,
+        **parabola,
     )
 
 
@@ -241,12 +236,8 @@ def next_values(sweep: Sweep, grid_ratio: float, max_points: int) -> tuple[float
 
     On each side of the best that has no worse value (see `Sweep.bracketed`; with a single seed, no
     larger loss), the grid grows by one step of `grid_ratio` (> 1) beyond its end, downwards first
-    if `max_points` leaves room for one only. If every value diverged, it grows downwards. Raises
-    ValueError for a ratio that is not above 1.
+    if `max_points` leaves room for one only. If every value diverged, it grows downwards.
     """
-    if not grid_ratio > 1:
-        raise ValueError(f'grid_ratio is {grid_ratio}; it must be above 1')
-    room = max(max_points - len(sweep.values), 0)
     i = sweep.values.index(sweep.best)
     below, above = _nearest_worse(sweep.losses, sweep.means, i)
     steps = []
@@ -254,16 +245,8 @@ def next_values(sweep: Sweep, grid_ratio: float, max_points: int) -> tuple[float
         steps.append(sweep.values[0] / grid_ratio)
     if above is None and math.isfinite(sweep.means[i]):
         steps.append(sweep.values[-1] * grid_ratio)
+    room = max(max_points - len(sweep.values), 0)
     return tuple(float(f'{value:.10g}') for value in steps[:room])  # 0.1 * 3 is 0.3
-
-
-@dataclasses.dataclass(frozen=True)
-class _Parabola:
-    curvature: float | None = None
-    optimum: float | None = None
-    optimum_low: float | None = None
-    optimum_high: float | None = None
-    loss: Estimate | None = None
 
 
 def _nearest_worse(
@@ -289,64 +272,36 @@ def _nearest_worse(
     return below, min((j for j in range(i + 1, len(means)) if worse[j]), default=None)
 
 
-def _sensitivity(means: tuple[float, ...], lowest: float) -> float | None:
-    finite = [mean for mean in means if math.isfinite(mean)]
-    if len(means) < 2 or not finite:
-        return None
-    return math.fsum(min(mean, max(finite)) - lowest for mean in means) / len(means)
-
-
 def _parabola(
-    values: tuple[float, ...],
-    losses: tuple[tuple[float, ...], ...],
-    means: tuple[float, ...],
-    best: float,
-) -> _Parabola:
-    fitted = [j for j, mean in enumerate(means) if math.isfinite(mean)]
-    if len(fitted) < MIN_VALUES:
-        return _Parabola()
-    x = np.log([values[j] / best for j in fitted])
-    losses_VS = np.array([losses[j] for j in fitted])
+    values: tuple[float, ...], losses_VS: np.ndarray, best: float
+) -> dict[str, float | None]:
+    """The fields of a `Sweep` that a parabola through all losses gives."""
+    x = np.log(np.array(values) / best)
     V, S = losses_VS.shape
     x_N, losses_N = np.repeat(x, S), losses_VS.ravel()
     design_NP = np.column_stack([np.tile(np.eye(S), (V, 1)), x_N, x_N**2])
     coefficients_P = np.linalg.lstsq(design_NP, losses_N)[0]
     b, c = coefficients_P[S:]
     vertex = -b / (2 * c) if c > 0 else math.inf
+    parabola: dict[str, float | None] = {'curvature': float(2 * c)}
     # A vertex at an end of the values is not lost to rounding.
     if not x[0] - ROUNDING <= vertex <= x[-1] + ROUNDING:
-        return _Parabola(curvature=float(2 * c))
-    at_vertex_P = np.array([1 / S] * S + [vertex, vertex**2])
-    level = float(at_vertex_P @ coefficients_P)
-    parabola = _Parabola(
-        curvature=float(2 * c),
-        optimum=float(best * math.exp(vertex)),
-        loss=Estimate(level, V * S, None, None, None),
-    )
-    df = V * S - (S + 2)
-    if df == 0:
+        return parabola
+    parabola['optimum'] = float(best * math.exp(vertex))
+    parabola['loss'] = float(np.mean(coefficients_P[:S]) + b * vertex + c * vertex**2)
+    if not (df := V * S - (S + 2)):
         return parabola
     variance = float(np.sum((losses_N - design_NP @ coefficients_P) ** 2)) / df
-    covariance_PP = variance * np.linalg.inv(design_NP.T @ design_NP)
-    t = float(scipy.special.stdtrit(df, 0.5 + LEVEL / 2))
-    # To first order the vertex's own error does not move the loss there: the slope is zero.
-    half = t * float(at_vertex_P @ covariance_PP @ at_vertex_P) ** 0.5
-    low, high = _fieller(b, c, t**2 * covariance_PP[S:, S:])
-    return dataclasses.replace(
-        parabola,
-        loss=Estimate(level, V * S, variance**0.5, level - half, level + half),
-        optimum_low=None if low is None else best * math.exp(low),
-        optimum_high=None if high is None else best * math.exp(high),
-    )
-
-
-def _fieller(b: float, c: float, bound: np.ndarray) -> tuple[float | None, float | None]:
-    """Ends of {x: (b + 2 c x)^2 <= (1, 2x) bound (1, 2x)^T}; (None, None) where it is unbounded."""
-    quadratic = 4 * (c**2 - bound[1, 1])
-    linear = 4 * (b * c - bound[0, 1])
-    constant = b**2 - bound[0, 0]
+    bound_PP = quantile(df) ** 2 * variance * np.linalg.inv(design_NP.T @ design_NP)[S:, S:]
+    # Fieller: {x: (b + 2 c x)^2 <= (1, 2x) bound (1, 2x)^T}.
+    quadratic = 4 * (c**2 - bound_PP[1, 1])
+    linear = 4 * (b * c - bound_PP[0, 1])
+    constant = b**2 - bound_PP[0, 0]
     if quadratic <= 0:
-        return None, None
+        return parabola
     root = max(linear**2 - 4 * quadratic * constant, 0.0) ** 0.5
     low, high = (float((-linear + sign * root) / (2 * quadratic)) for sign in (-1, 1))
-    return (low, high) if max(-low, high) < MAX_LOG else (None, None)
+    if max(-low, high) < MAX_LOG:
+        parabola['optimum_low'] = best * math.exp(low)
+        parabola['optimum_high'] = best * math.exp(high)
+    return parabola

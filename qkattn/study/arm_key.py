@@ -27,6 +27,10 @@ class ArmKey(NamedTuple):
         """As study.json declares it: without the control for an arm that is trained longer."""
         return self._replace(control=None) if self.control == LONGER else self
 
+    def __str__(self) -> str:
+        control = f' ({self.control})' if self.control else ''
+        return f'{self.variant!r} at {self.size!r} on {self.corpus!r}{control}'
+
 
 class Expected(NamedTuple):
     """A positive control: what is decided on a variant if the study finds a known effect."""

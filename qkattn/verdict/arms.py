@@ -3,7 +3,7 @@
 import dataclasses
 import statistics
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -14,16 +14,8 @@ from qkattn.study import tuning
 from qkattn.study.arm_key import CONTROLS, EQUAL_SHAPE, LONGER, ArmKey
 from qkattn.study.tuning import SCREENING, SINGLE, VERDICT, Tuning
 from qkattn.verdict.codes import TEST, VALIDATION, Comparison, NotScaled, Remark, Verdict
-from qkattn.verdict.load import Study
+from qkattn.verdict.load import Group, Study
 from qkattn.verdict.runs import Documents, Trial
-
-
-class Group(NamedTuple):
-    """Arms that are compared with one baseline."""
-
-    size: str
-    corpus: str
-    longer: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +27,8 @@ class Arm:
     trials: tuple[Trial, ...]
     verdict_trials: tuple[Trial, ...]  # those of the verdict run; without tuning, all
     chosen: tuple[Trial, ...]  # finished verdict_trials, without tuning only at the best setting
-    # Means over `chosen`, nats/token; None if there is none.
-    val_loss: Estimate | None
-    test_loss: Estimate | None
     tuning: Tuning | None = None
-    # With the baseline; None for the baseline and if either arm has no finished trial.
+    # With the baseline; None for the baseline and if they share no seed that both finished.
     comparison: Comparison | None = None
     verdict: Verdict | None = None  # None for the baseline, controls and without tuning
     remarks: tuple[Remark, ...] = ()  # hygiene findings about this arm alone
@@ -66,6 +55,16 @@ class Arm:
         return Group(self.size, self.corpus, self.control == LONGER)
 
     @property
+    def val_loss(self) -> Estimate | None:
+        """Mean over `chosen`, nats/token."""
+        return self.over_seeds('val_loss')
+
+    @property
+    def test_loss(self) -> Estimate | None:
+        """Mean over `chosen`, nats/token; None if a trial has no test loss."""
+        return self.over_seeds('test_loss')
+
+    @property
     def split(self) -> str:
         """The split of its loss: TEST, or VALIDATION if a trial has no test loss."""
         return VALIDATION if self.test_loss is None else TEST
@@ -73,7 +72,32 @@ class Arm:
     @property
     def loss(self) -> Estimate | None:
         """Mean over `chosen` on its split, nats/token."""
-        return self.val_loss if self.test_loss is None else self.test_loss
+        return self.test_loss or self.val_loss
+
+    def over_seeds(self, field: str, scale: float = 1.0) -> Estimate | None:
+        """Mean of `scale` times a metric over the chosen trials; None unless all have it."""
+        values = [trial.metrics.get(field) for trial in self.chosen]
+        return estimate([scale * v for v in values]) if values and None not in values else None
+
+    def of_runs(self, field: str) -> list[float]:
+        """A number that all trials of a run share, once for each run of `verdict_trials`."""
+        values = {trial.run: getattr(trial, field) for trial in self.verdict_trials}
+        return [value for value in values.values() if value is not None]
+
+    def losses(self, split: str) -> dict[int, float]:
+        """Losses of `chosen` on a split by seed, ascending; nats/token."""
+        ascending = sorted(self.chosen, key=lambda trial: trial.seed)
+        return {trial.seed: trial.metrics[f'{split}_loss'] for trial in ascending}
+
+    def at(self, seeds: Collection[int]) -> 'Arm':
+        """The arm with no other verdict trials than those of these seeds."""
+        judged = tuple(trial for trial in self.verdict_trials if trial.seed in seeds)
+        chosen = tuple(trial for trial in self.chosen if trial.seed in seeds)
+        return dataclasses.replace(self, verdict_trials=judged, chosen=chosen)
+
+    def reached(self, seeds: Collection[int]) -> bool:
+        """Whether it has verdict trials with all of these seeds, diverged ones included."""
+        return {trial.seed for trial in self.verdict_trials} >= set(seeds)
 
     @property
     def difference(self) -> Difference | None:
@@ -85,32 +109,6 @@ class Arm:
         """From the baseline, one for each shared seed."""
         return tuple(self.comparison.differences.values()) if self.comparison else ()
 
-    def losses(self, split: str) -> dict[int, float]:
-        """Losses of `chosen` on a split by seed, ascending; nats/token."""
-        ascending = sorted(self.chosen, key=lambda trial: trial.seed)
-        return {trial.seed: trial.metrics[f'{split}_loss'] for trial in ascending}
-
-    def documents(self, split: str, seeds: Sequence[int] = ()) -> list[Documents]:
-        """Losses by document on a split, of these seeds (none: of all); [] if one has none."""
-        by_seed = {trial.seed: trial.documents.get(split) for trial in self.chosen}
-        documents = [by_seed[seed] for seed in seeds or sorted(by_seed)]
-        return [] if None in documents else [one for one in documents if one is not None]
-
-    def reached(self, seeds: Collection[int]) -> bool:
-        """Whether it has verdict trials with all of these seeds, diverged ones included."""
-        return {trial.seed for trial in self.verdict_trials} >= set(seeds)
-
-    def at(self, seeds: Collection[int]) -> 'Arm':
-        """The arm with no other verdict trials than those of these seeds."""
-        chosen = tuple(trial for trial in self.chosen if trial.seed in seeds)
-        return dataclasses.replace(
-            self,
-            verdict_trials=tuple(trial for trial in self.verdict_trials if trial.seed in seeds),
-            chosen=chosen,
-            val_loss=_mean(chosen, VALIDATION),
-            test_loss=_mean(chosen, TEST),
-        )
-
     @property
     def screening_trials(self) -> tuple[Trial, ...]:
         return tuple(trial for trial in self.trials if trial.stage == SCREENING)
@@ -119,6 +117,10 @@ class Arm:
     def example(self) -> Trial:
         """A trial that stands for all in what they share: config, parameter counts, costs."""
         return (self.chosen or self.verdict_trials or self.trials)[0]
+
+    @property
+    def num_diverged(self) -> int:
+        return sum(not trial.finished for trial in self.verdict_trials)
 
     @property
     def learning_rate(self) -> float | None:
@@ -139,10 +141,6 @@ class Arm:
         return len(rates) > 1 and self.learning_rate in (min(rates), max(rates))
 
     @property
-    def num_diverged(self) -> int:
-        return sum(not trial.finished for trial in self.verdict_trials)
-
-    @property
     def sweeps(self) -> Mapping[str, Sweep]:
         """The sweep of each screened knob, in the order of tuning."""
         return self.tuning.sweeps if self.tuning else {}
@@ -151,12 +149,6 @@ class Arm:
     def not_bracketed(self) -> tuple[str, ...]:
         """The tuned knobs whose best value is not shown to have worse ones on both sides."""
         return tuple(knob for knob, sweep in self.sweeps.items() if not sweep.bracketed)
-
-    @property
-    def unbounded(self) -> tuple[str, ...]:
-        """The tuned knobs, bracketed, whose optimum the sweep does not bound."""
-        sweeps = self.sweeps.items()
-        return tuple(knob for knob, s in sweeps if s.bracketed and s.at_worst is None)
 
     @property
     def blocks(self) -> tuple[Remark, ...]:
@@ -178,16 +170,6 @@ class Arm:
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
 
-    def over_seeds(self, field: str, scale: float = 1.0) -> Estimate | None:
-        """Mean of `scale` times a metric over the chosen trials; None unless all have it."""
-        values = [trial.metrics.get(field) for trial in self.chosen]
-        return estimate([scale * v for v in values]) if values and None not in values else None
-
-    def of_runs(self, field: str) -> list[float]:
-        """A number that all trials of a run share, once for each run of `verdict_trials`."""
-        values = {trial.run: getattr(trial, field) for trial in self.verdict_trials}
-        return [value for value in values.values() if value is not None]
-
 
 def arms_of(study: Study) -> tuple[Arm, ...]:
     """One arm per arm key with results: size by size, corpus by corpus, primary arms first.
@@ -206,19 +188,28 @@ def arms_of(study: Study) -> tuple[Arm, ...]:
     declared = dict.fromkeys((*study.arms, *by_key))
     arms: dict[ArmKey, Arm] = {}
     for key in sorted((key for key in declared if key in by_key), key=rank):
-        primary = arms.get(key._replace(control=None))
-        arms[key] = _arm(study, key, tuple(by_key[key]), primary)
+        trials, primary = by_key[key], arms.get(key._replace(control=None))
+        judged = tuple(t for t in trials if t.stage == (VERDICT if study.tuning else SINGLE))
+        complete = tuple(t for t in judged if t.finished and not t.stopped_early)
+        arms[key] = Arm(
+            key=key,
+            is_baseline=key.variant == study.baseline and key.control != EQUAL_SHAPE,
+            trials=tuple(trials),
+            verdict_trials=judged,
+            chosen=complete if study.tuning else _best_setting(judged),
+            tuning=_tuning(study, key, trials, primary) if study.tuning else None,
+        )
     return tuple(arms.values())
 
 
-def best_setting(trials: Sequence[Trial]) -> tuple[Trial, ...]:
+def _best_setting(trials: Sequence[Trial]) -> tuple[Trial, ...]:
     """The finished trials at the setting with the lowest mean val loss.
 
     One with a diverged seed, whose mean is biased, is considered only if every setting has one.
     """
-    by_setting: dict[tuple, list[Trial]] = {}
+    by_setting: dict[tuning.Settings, list[Trial]] = {}
     for trial in trials:
-        by_setting.setdefault(trial.settings, []).append(trial)
+        by_setting.setdefault(trial.at, []).append(trial)
     complete = [group for group in by_setting.values() if all(t.finished for t in group)]
     partial = [[t for t in group if t.finished] for group in by_setting.values()]
     return tuple(
@@ -228,28 +219,6 @@ def best_setting(trials: Sequence[Trial]) -> tuple[Trial, ...]:
             default=(),
         )
     )
-
-
-def _arm(study: Study, key: ArmKey, trials: tuple[Trial, ...], primary: Arm | None) -> Arm:
-    judged = tuple(t for t in trials if t.stage == (VERDICT if study.tuning else SINGLE))
-    complete = tuple(t for t in judged if t.finished and not t.stopped_early)
-    chosen = complete if study.tuning else best_setting(judged)
-    return Arm(
-        key=key,
-        is_baseline=key.variant == study.baseline and key.control != EQUAL_SHAPE,
-        trials=trials,
-        verdict_trials=judged,
-        chosen=chosen,
-        val_loss=_mean(chosen, VALIDATION),
-        test_loss=_mean(chosen, TEST),
-        tuning=_tuning(study, key, trials, primary) if study.tuning else None,
-    )
-
-
-def _mean(chosen: Sequence[Trial], split: str) -> Estimate | None:
-    """Mean loss on a split; None unless all trials have one."""
-    losses = [trial.metrics[f'{split}_loss'] for trial in chosen]
-    return estimate(losses) if losses and None not in losses else None
 
 
 def _tuning(study: Study, key: ArmKey, trials: Sequence[Trial], primary: Arm | None) -> Tuning:
@@ -273,49 +242,44 @@ Pair = tuple[Arm, Arm]
 def compare(
     pairs: Sequence[Pair], study: Study, resamples: int | None = inference.RESAMPLES
 ) -> Comparison | None:
-    """Compares the chosen trials of the pairs; None if an arm has none, or no seed is shared.
+    """Compares the chosen trials of the pairs, seed by seed; None if they share no seed.
 
-    A single pair that shares no seed is compared unpaired. The interval includes the error over
-    documents, taken as independent between corpora, and the error of tuning: the arm may be better
-    than measured by what its own settings may be off, and worse by what the other's may be.
-
-    Where a study has losses by document, and these arms have none over the same documents, the
-    error over documents is not known: then there is no interval and no test.
+    The interval includes the error over documents, taken as independent between corpora, and the
+    error of tuning: the arm may be better than measured by what its own settings may be off, and
+    worse by what the other's may be. Without losses over the same documents the error over
+    documents is not known: then there is no interval and no test.
     """
-    if not pairs or not all(arm.chosen and other.chosen for arm, other in pairs):
-        return None
     split = TEST if all(arm.split == other.split == TEST for arm, other in pairs) else VALIDATION
     losses = {s: [(a.losses(s), b.losses(s)) for a, b in pairs] for s in (TEST, VALIDATION)}
     seeds = sorted(set.intersection(*(set(arm) for pair in losses[split] for arm in pair)))
-    if not seeds and len(pairs) > 1:
+    if not seeds:
         return None
-    error, df, number = _evaluation_error(pairs, seeds, split, study.has_documents)
-    errors: dict[str, Any] = {
-        'evaluation_error': error,
-        'evaluation_df': df,
-        'tuning': (_tuning_error([a for a, _ in pairs]), _tuning_error([b for _, b in pairs])),
-        'resamples': resamples,
-    }
+
+    def means(split: str, side: int) -> np.ndarray:
+        """The mean loss over the pairs of each seed, of the arms (0) or the others (1)."""
+        return np.mean([[pair[side][seed] for seed in seeds] for pair in losses[split]], axis=0)
+
+    arm_S, other_S = means(split, 0), means(split, 1)
+    error, df, number = _evaluation_error(pairs, seeds, split)
+    difference = inference.paired(
+        (arm_S - other_S).tolist(),
+        study.margin,
+        evaluation_error=error,
+        evaluation_df=df,
+        tuning=(_tuning_error([a for a, _ in pairs]), _tuning_error([b for _, b in pairs])),
+        resamples=resamples,
+    )
     correlation = None
-    if seeds:
-        arm_S, other_S = (_means(losses[split], side, seeds) for side in (0, 1))
-        differences = dict(zip(seeds, (arm_S - other_S).tolist(), strict=True))
-        difference = inference.paired(list(differences.values()), study.margin, **errors)
-        validation = [_means(losses[VALIDATION], side, seeds) for side in (0, 1)]
-        if len(seeds) >= inference.MIN_PAIRS and np.ptp(arm_S) > 0 and np.ptp(other_S) > 0:
-            correlation = statistics.correlation(arm_S.tolist(), other_S.tolist())
-    else:
-        differences = {}
-        arm, other = (list(by_seed.values()) for by_seed in losses[split][0])
-        difference = inference.welch(arm, other, study.margin, **errors)
-        validation = [np.array(list(by_seed.values())) for by_seed in losses[VALIDATION][0]]
-    confirmed = float(validation[0].mean() - validation[1].mean())
-    return Comparison(split, differences, difference, confirmed, correlation, number)
-
-
-def _means(losses: Sequence[tuple], side: int, seeds: Sequence[int]) -> np.ndarray:
-    """The mean loss over the pairs of each seed, of the arms (0) or the others (1)."""
-    return np.mean([[pair[side][seed] for seed in seeds] for pair in losses], axis=0)
+    if len(seeds) >= inference.MIN_PAIRS and np.ptp(arm_S) > 0 and np.ptp(other_S) > 0:
+        correlation = statistics.correlation(arm_S.tolist(), other_S.tolist())
+    return Comparison(
+        split,
+        dict(zip(seeds, (arm_S - other_S).tolist(), strict=True)),
+        difference,
+        validation=float(means(VALIDATION, 0).mean() - means(VALIDATION, 1).mean()),
+        correlation=correlation,
+        num_documents=number,
+    )
 
 
 def _tuning_error(arms: Sequence[Arm]) -> float:
@@ -324,28 +288,23 @@ def _tuning_error(arms: Sequence[Arm]) -> float:
 
 
 def _evaluation_error(
-    pairs: Sequence[Pair], seeds: Sequence[int], split: str, expected: bool
+    pairs: Sequence[Pair], seeds: Sequence[int], split: str
 ) -> tuple[float | None, float | None, int | None]:
-    """Standard error over documents, its degrees of freedom (Satterthwaite), number of documents.
+    """Standard error over documents, its degrees of freedom, number of documents.
 
-    Of one document only, 0, None and None. Without losses by document, or if those of the two arms
-    are of other targets, the error is None where losses by document are expected, else 0.
+    None without losses by document, or if those of the two arms are of other targets.
     """
-    variances, dfs, number = [], [], 0
-    for arm, other in pairs:
-        sides = [arm.documents(split, seeds), other.documents(split, seeds)]
-        if not all(sides) or not all(d.alike(sides[0][0]) for side in sides for d in side):
-            return None if expected else 0.0, None, None
-        if len(sides[0][0].names) < 2:
-            return 0.0, None, None
+    errors, number = [], 0
+    for arms in pairs:
+        sides: list[list[Any]] = [
+            [trial.documents.get(split) for trial in arm.at(seeds).chosen] for arm in arms
+        ]
+        first: Documents | None = sides[0][0]
+        every = [documents for side in sides for documents in side]
+        if first is None or not all(d and d.alike(first) for d in every) or len(first.names) < 2:
+            return None, None, None
         arm_SC, other_SC = (np.array([d.nats_C for d in side]) for side in sides)
-        nats_SC = arm_SC - other_SC if seeds else (arm_SC.mean(0) - other_SC.mean(0))[None]
-        error, df = inference.evaluation_error(nats_SC, sides[0][0].tokens_C)
-        variances.append(error**2)
-        dfs.append(df)
-        number += nats_SC.shape[1]
-    total = sum(variances)
-    if not total:
-        return 0.0, None, number
-    df = total**2 / sum(v**2 / df for v, df in zip(variances, dfs, strict=True))
-    return total**0.5 / len(pairs), df, number
+        errors.append(inference.evaluation_error(arm_SC - other_SC, first.tokens_C))
+        number += len(first.names)
+    total, df = inference.combined(errors)
+    return total / len(pairs), df, number

@@ -25,14 +25,13 @@ class RemarkCode(enum.Enum):
     OTHER_DECLARATION, LOOK_IN_PROGRESS, ORPHANED_RUNS = range(8, 11)
     # Of an arm: its training, its matching, its seeds and settings.
     STOPPED_EARLY, NOT_ANNEALED, MISSING_RESULTS = range(11, 14)
-    OVER_TOLERANCE, OTHER_PARAMETER_COUNT, DIFFERS_FROM_BASELINE = range(14, 17)
-    OTHER_SEEDS, OTHER_SETTING, SEVERAL_SETTINGS = range(17, 20)
-    NOT_BRACKETED, UNBOUNDED_OPTIMUM, SCREENING_INCOMPLETE = range(20, 23)
+    OVER_TOLERANCE, DIFFERS_FROM_BASELINE, OTHER_SEEDS, OTHER_SETTING = range(14, 18)
+    NOT_BRACKETED, UNBOUNDED_OPTIMUM, SCREENING_INCOMPLETE = range(18, 21)
     # Of an arm: its splits, when it was declared, and whether a look has seen another run.
-    NO_TEST, FEW_DOCUMENTS, POST_HOC, ALTERED = range(23, 27)
+    NO_TEST, FEW_DOCUMENTS, POST_HOC, ALTERED = range(21, 25)
     # Of a baseline, or of the study: whether its models are trained enough to compare.
-    NO_YARDSTICK, BELOW_YARDSTICK, LITTLE_CONTEXT = range(27, 30)
-    LOW_BLEU, SOURCES_UNUSED, BIMODAL_SEEDS = range(30, 33)
+    NO_YARDSTICK, BELOW_YARDSTICK, LITTLE_CONTEXT = range(25, 28)
+    LOW_BLEU, SOURCES_UNUSED, BIMODAL_SEEDS = range(28, 31)
 
 
 class ReasonCode(enum.Enum):

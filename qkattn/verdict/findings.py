@@ -117,41 +117,38 @@ def find(study: Study) -> Findings:
     """Computes the findings of a study."""
     arms = arms_of(study)
     remarks = rules.check(study, arms)
-    unremarked = {arm.group: arm for arm in arms if arm.is_baseline}
+    blocks = [remark for remark in remarks if remark.blocks and remark.arm is None]
     arms = tuple(
         dataclasses.replace(
             arm,
             comparison=None
-            if arm.is_baseline or arm.group not in unremarked
-            else compare([(arm, unremarked[arm.group])], study),
+            if arm.is_baseline or baseline is None
+            else compare([(arm, baseline)], study),
             remarks=tuple(remark for remark in remarks if remark.arm == arm.key),
         )
-        for arm in arms
+        for arm, baseline in judging.with_baselines(arms)
     )
-    primary = tuple(arm for arm in arms if arm.control is None)
-    findings = Findings(primary, tuple(arm for arm in arms if arm.control), remarks)
     if study.tuning:
-        baselines, blocks = {arm.group: arm for arm in arms if arm.is_baseline}, findings.blocks
-        verdicts = judging.primary(study, primary, baselines, blocks)
-        primary = tuple(dataclasses.replace(a, verdict=verdicts.get(a.key)) for a in primary)
-        findings = dataclasses.replace(
-            findings,
-            arms=primary,
-            num_comparisons=judging.family_size(study),
-            overall=judging.overall(study, primary, baselines, blocks),
-            positive=judging.positive(study, (*primary, *findings.controls), baselines, blocks),
-        )
-    return dataclasses.replace(
-        findings,
-        scaling=_scaling(study, findings),
-        decomposition=_decomposed(study, findings),
+        verdicts = judging.primary(study, arms, blocks)
+        arms = tuple(dataclasses.replace(arm, verdict=verdicts.get(arm.key)) for arm in arms)
+    return Findings(
+        arms=tuple(arm for arm in arms if arm.control is None),
+        controls=tuple(arm for arm in arms if arm.control),
+        remarks=remarks,
+        scaling=() if blocks else _scaling(study, arms),
+        num_comparisons=judging.family_size(study) if study.tuning else 0,
+        decomposition=_decomposed(study, arms, blocks),
+        overall=judging.overall(study, arms, blocks) if study.tuning else (),
+        positive=judging.positive(study, arms, blocks) if study.tuning else (),
     )
 
 
-def _decomposed(study: Study, findings: Findings) -> tuple[Decomposition, ...]:
+def _decomposed(
+    study: Study, arms: Sequence[Arm], blocks: Sequence[Remark]
+) -> tuple[Decomposition, ...]:
     """One for each primary arm but the baseline of which a control has results."""
-    by_key = {arm.key: arm for arm in (*findings.arms, *findings.controls)}
-    shared = [remark for remark in findings.blocks if remark.every_arm]
+    by_key = {arm.key: arm for arm in arms}
+    shared = [remark for remark in blocks if remark.every_arm]
 
     def part(one: Arm | None, other: Arm | None) -> Comparison | None:
         if one is None or other is None:
@@ -161,7 +158,7 @@ def _decomposed(study: Study, findings: Findings) -> tuple[Decomposition, ...]:
         return compare([(one, other)], study, None)
 
     parts = []
-    for arm in (arm for arm in findings.arms if not arm.is_baseline):
+    for arm in (arm for arm in arms if not arm.control and not arm.is_baseline):
         # A control of equal shape has no destination in its name.
         bare = arm.key._replace(variant=study.bare(arm.variant), control=EQUAL_SHAPE)
         same, longer = by_key.get(bare), by_key.get(arm.key._replace(control=LONGER))
@@ -173,28 +170,22 @@ def _decomposed(study: Study, findings: Findings) -> tuple[Decomposition, ...]:
     return tuple(parts)
 
 
-def _scaling(study: Study, findings: Findings) -> tuple[Scaling, ...]:
+def _scaling(study: Study, arms: Sequence[Arm]) -> tuple[Scaling, ...]:
     """Scaling fits of all variants that have a size to use, at which models are trained enough."""
-    if findings.blocks or len(study.sizes) < 2:
+    if len(study.sizes) < 2:
         return ()
-    short = {s.arm.group for s in rules.standings(study, findings.arms) if s.remarks}
-    usable: dict[tuple[str, str], list[Arm]] = {}
-    for arm in findings.arms:
-        if arm.group not in short and arm.not_scaled is None:
-            usable.setdefault((arm.variant, arm.corpus), []).append(arm)
-    order = dict.fromkeys((arm.variant, arm.corpus) for arm in findings.arms)
-    curves = {key: _curve(usable[key]) for key in order if key in usable}
+    short = {standing.arm.group for standing in rules.standings(study, arms) if standing.remarks}
+    curves: dict[tuple[str, str], scaling.Losses] = {}
+    for arm in arms:
+        if arm.control is None and arm.group not in short and arm.not_scaled is None:
+            parameters, losses = curves.setdefault((arm.variant, arm.corpus), ([], []))
+            parameters.append(arm.example.parameters['total'])
+            losses.append(list(arm.losses(arm.split).values()))
     made = []
-    for (variant, corpus), curve in curves.items():
-        baseline = curves.get((study.baseline or '', corpus))
-        multiplier = None
-        if baseline and curve is not baseline:
-            multiplier = scaling.multiplier(curve, baseline)
-        made.append(Scaling(variant, corpus, scaling.fit(*curve), multiplier))
+    for key in dict.fromkeys((arm.variant, arm.corpus) for arm in arms):
+        if (curve := curves.get(key)) is not None:
+            baseline = curves.get((study.baseline or '', key[1]))
+            worth = baseline is not None and baseline is not curve
+            multiplier = scaling.multiplier(curve, baseline) if worth else None
+            made.append(Scaling(*key, scaling.fit(*curve), multiplier))
     return tuple(made)
-
-
-def _curve(arms: Sequence[Arm]) -> tuple[list[int], list[list[float]]]:
-    """The parameters of arms, and their losses by seed."""
-    losses = [list(arm.losses(arm.split).values()) for arm in arms]
-    return [arm.example.parameters['total'] for arm in arms], losses

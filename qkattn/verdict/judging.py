@@ -12,14 +12,13 @@ from typing import TypeVar
 from qkattn.stats import decision, inference
 from qkattn.stats.decision import Judgement
 from qkattn.study.arm_key import EQUAL_SHAPE, LONGER, ArmKey, Expected, parse_expected
-from qkattn.verdict.arms import Arm, Group, Pair, compare
+from qkattn.verdict.arms import Arm, Pair, compare
 from qkattn.verdict.codes import Comparison, Decision, Reason, ReasonCode, Remark, Verdict
 from qkattn.verdict.load import Study
 
 Key = TypeVar('Key', bound=Hashable)
 # An arm and its baseline, which may be missing, on each of the corpora that count together.
 Case = Sequence[tuple[Arm, Arm | None]]
-Baselines = Mapping[Group, Arm]
 
 BELOW_ZERO = (Decision.BETTER, Decision.BETTER_BELOW_MARGIN)
 ABOVE_ZERO = (Decision.WORSE, Decision.WORSE_BELOW_MARGIN)
@@ -68,44 +67,50 @@ def family_size(study: Study) -> int:
     return max(declared, study.ledger.family if study.ledger else 0)
 
 
-def primary(
-    study: Study, arms: Sequence[Arm], baselines: Baselines, blocks: Sequence[Remark]
-) -> dict[ArmKey, Verdict]:
+def with_baselines(arms: Sequence[Arm]) -> list[tuple[Arm, Arm | None]]:
+    """Every arm with its baseline."""
+    baselines = {arm.group: arm for arm in arms if arm.is_baseline}
+    return [(arm, baselines.get(arm.group)) for arm in arms]
+
+
+def primary(study: Study, arms: Sequence[Arm], blocks: Sequence[Remark]) -> dict[ArmKey, Verdict]:
     """The verdicts of the primary arms, against their baselines."""
-    cases = {a.key: [(a, baselines.get(a.group))] for a in arms if not a.is_baseline}
+    cases = {
+        pair[0].key: [pair]
+        for pair in with_baselines(arms)
+        if pair[0].control is None and not pair[0].is_baseline
+    }
     return judge(study, cases, blocks, family_size(study))
 
 
-def overall(
-    study: Study, arms: Sequence[Arm], baselines: Baselines, blocks: Sequence[Remark]
-) -> tuple[Overall, ...]:
+def overall(study: Study, arms: Sequence[Arm], blocks: Sequence[Remark]) -> tuple[Overall, ...]:
     """The variants that have results on every one of several corpora, at each size."""
     number = len(study.corpora)
     cases: dict[tuple[str, str], list[tuple[Arm, Arm | None]]] = {}
-    for arm in arms if number > 1 else ():
-        if not arm.is_baseline:
-            pair = arm, baselines.get(arm.group)
-            cases.setdefault((arm.variant, arm.size), []).append(pair)
-    cases = {key: pairs for key, pairs in cases.items() if len(pairs) == number}
+    for arm, baseline in with_baselines(arms) if number > 1 else ():
+        if arm.control is None and not arm.is_baseline:
+            cases.setdefault((arm.variant, arm.size), []).append((arm, baseline))
+    cases = {key: case for key, case in cases.items() if len(case) == number}
     verdicts = judge(study, cases, blocks, math.ceil(family_size(study) / number))
     made = []
-    for key, pairs in cases.items():
-        complete = [(arm, baseline) for arm, baseline in pairs if baseline is not None]
-        compared = compare(complete, study) if len(complete) == number else None
-        made.append(Overall(*key, tuple(arm for arm, _ in pairs), compared, verdicts[key]))
+    for key, case in cases.items():
+        pairs = [(arm, baseline) for arm, baseline in case if baseline is not None]
+        compared = compare(pairs, study) if len(pairs) == number else None
+        made.append(Overall(*key, tuple(arm for arm, _ in case), compared, verdicts[key]))
     return tuple(made)
 
 
 def positive(
-    study: Study, arms: Sequence[Arm], baselines: Baselines, blocks: Sequence[Remark]
+    study: Study, arms: Sequence[Arm], blocks: Sequence[Remark]
 ) -> tuple[PositiveControl, ...]:
     """The verdict of every arm of which an effect is expected."""
-    cases: dict[tuple[Expected, ArmKey], list[tuple[Arm, Arm | None]]] = {}
-    for expected in map(parse_expected, study.expected):
-        control = EQUAL_SHAPE if expected.equal_shape else None
-        for arm in arms:
-            if (arm.variant, arm.control) == (expected.variant, control):
-                cases[expected, arm.key] = [(arm, baselines.get(arm.group))]
+    cases = {
+        (expected, pair[0].key): [pair]
+        for expected in map(parse_expected, study.expected)
+        for pair in with_baselines(arms)
+        if pair[0].variant == expected.variant
+        and pair[0].control == (EQUAL_SHAPE if expected.equal_shape else None)
+    }
     verdicts = judge(study, cases, blocks, len(cases))
     return tuple(PositiveControl(k[0], cases[k][0][0], v) for k, v in verdicts.items())
 
@@ -139,6 +144,9 @@ def judge(
             verdicts[key] = Verdict(Decision.NO_VERDICT, distinct)
         else:
             tested[key] = [(arm, baseline) for arm, baseline in case if baseline is not None]
+            verdicts[key] = Verdict(
+                Decision.NO_VERDICT, (Reason(ReasonCode.NO_VERDICT_TRIALS),)
+            )  # until its first look
     for count, alpha in zip(study.looks, decision.spending(study.looks), strict=True):
         seeds = study.seeds[:count]
         at_look = {
@@ -147,10 +155,9 @@ def judge(
             if all(arm.reached(seeds) for pair in pairs for arm in pair)
         }
         for key, verdict in _at_look(study, at_look, family, alpha):
-            if key not in verdicts or verdicts[key].decision not in DECIDED:
+            if verdicts[key].decision not in DECIDED:
                 verdicts[key] = dataclasses.replace(verdict, num_seeds=count)
-    waiting = Verdict(Decision.NO_VERDICT, (Reason(ReasonCode.NO_VERDICT_TRIALS),))
-    return {key: verdicts.get(key, waiting) for key in cases}
+    return verdicts
 
 
 def _lacking(study: Study, arm: Arm, baseline: Arm | None) -> Iterator[Reason | Remark]:
@@ -195,12 +202,11 @@ def _at_look(
 
 def _agree(compared: Comparison, decided: Decision) -> bool:
     """Whether the validation split supports it: the same side, or within the margin."""
-    if decided in BELOW_ZERO:
-        return compared.validation < 0
-    if decided in ABOVE_ZERO:
-        return compared.validation > 0
-    within = abs(compared.validation) < compared.difference.margin
-    return decided is not Decision.EQUIVALENT or within
+    if decided is Decision.EQUIVALENT:
+        return abs(compared.validation) < compared.difference.margin
+    return (decided not in BELOW_ZERO or compared.validation < 0) and (
+        decided not in ABOVE_ZERO or compared.validation > 0
+    )
 
 
 def _outcome(

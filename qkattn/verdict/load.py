@@ -7,10 +7,9 @@ and when), `orphans.jsonl` (runs outside the plan), `yardsticks.json` and one di
 """
 
 import dataclasses
-import statistics
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from qkattn.config import TuningConfig
 from qkattn.errors import ReportError
@@ -18,27 +17,25 @@ from qkattn.metrics import outside
 from qkattn.storage import ledger
 from qkattn.storage.files import as_path
 from qkattn.storage.ledger import Ledger
-from qkattn.storage.records import ORPHAN, RUN_FILES, check, for_each_line, parse_file, read
+from qkattn.storage.records import ORPHAN, check, for_each_line, parse_file, read
 from qkattn.study import rules, stored
 from qkattn.study.arm_key import CONTROLS, ArmKey, parse_expected
 from qkattn.study.tuning import KNOBS, SCREENING, SINGLE, VERDICT
-from qkattn.verdict.runs import (
-    Run,
-    Trial,
-    lost_logs,
-    parse_arm_key,
-    parse_run,
-    parse_trial,
-    with_documents,
-    with_log,
-)
+from qkattn.verdict.runs import Run, Trial, parse_arm_key, parse_run, parse_trial, with_files
+
+
+class Group(NamedTuple):
+    """Arms that are compared with one baseline."""
+
+    size: str
+    corpus: str
+    longer: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
     """A trial of a verdict run, measured from its checkpoint; nats/token on the last split."""
 
-    seed: int
     loss: float
     # By position: '1', ..., '5-8', ...; None, as the next three, where there is no such target.
     positions: Mapping[str, float | None]
@@ -49,7 +46,7 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Yardstick:
-    """What the models of one size, corpus and length of training have to beat."""
+    """What the models of one group have to beat."""
 
     run: str  # the baseline's run whose data it was counted on
     task: str
@@ -61,24 +58,6 @@ class Yardstick:
     def best(self, split: str) -> tuple[str, float] | None:
         """The name and the loss of the lowest on a split; None where nothing was counted."""
         return min(self.losses.get(split, {}).items(), key=lambda item: item[1], default=None)
-
-
-@dataclasses.dataclass(frozen=True)
-class Yardsticks:
-    """Of a study: by (size, corpus, whether trained longer), and by arm what was measured of it."""
-
-    groups: Mapping[tuple[str, str, bool], Yardstick]
-    measured: Mapping[ArmKey, tuple[Measured, ...]]
-
-    def gain(self, key: ArmKey) -> float | None:
-        """How much the loss falls from position 4 to the last half; None if not recorded."""
-        falls = [m.early - m.late for m in self.measured.get(key, ()) if m.early and m.late]
-        return statistics.fmean(falls) if falls else None
-
-    def sources(self, key: ArmKey) -> float | None:
-        """How much the loss rises where sources are shuffled; None if not recorded."""
-        rises = [m.shuffled - m.loss for m in self.measured.get(key, ()) if m.shuffled]
-        return statistics.fmean(rises) if rises else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,17 +105,13 @@ class Study:
     orphans: tuple[str, ...] = ()  # directories of runs that are no part of the plan
     runs: tuple[Run, ...] = ()
     problems: tuple[str, ...] = ()  # sentences about what could not be read
-    yardsticks: Yardsticks | None = None
+    yardsticks: Mapping[Group, Yardstick] | None = None  # None if they are not recorded
+    measured: Mapping[ArmKey, tuple[Measured, ...]] = dataclasses.field(default_factory=dict)
     expected: tuple[str, ...] = ()
 
     @property
     def trials(self) -> tuple[Trial, ...]:
         return tuple(trial for run in self.runs for trial in run.trials)
-
-    @property
-    def has_documents(self) -> bool:
-        """Whether trials have losses by document; those of earlier versions have none."""
-        return any(trial.documents for trial in self.trials)
 
     @property
     def tuned_knobs(self) -> tuple[str, ...]:
@@ -170,18 +145,11 @@ class Study:
         return variant
 
 
-def named(key: ArmKey) -> str:
-    """'b/vo' at 'd_model=128' on 'stdlib' as a sentence names it, with its control if it is one."""
-    return f'{key.variant!r} at {key.size!r} on {key.corpus!r}' + (
-        f' ({key.control})' if key.control else ''
-    )
-
-
 def load_study(directory: str | Path) -> Study:
     """Reads the study in `directory`.
 
-    Raises ReportError if the directory or `study.json` is missing or unreadable, if no trial has a
-    result, or if two runs hold the same trial. Other errors are listed in `Study.problems`.
+    Raises ReportError if the directory, `study.json` or its ledger is missing or unreadable, and if
+    no trial has a result. Other errors are listed in `Study.problems`.
     """
     directory = as_path(directory)
     path, files = directory / 'study.json', stored.opened(directory)
@@ -196,24 +164,28 @@ def load_study(directory: str | Path) -> Study:
     except ValueError as error:
         raise ReportError(f'{str(path)!r} cannot be read: {error}.') from error
     problems: list[str] = []
-    runs = _with_results(files / 'results.jsonl', _read_plan(study, problems), problems)
-    problems += [problem for run in runs for problem in _damaged(files, run)]
-    problems += lost_logs(runs, files)
-    runs = [with_documents(with_log(run, files, problems), files, problems) for run in runs]
+    runs = [with_files(run, files, problems) for run in _read_runs(study, problems)]
     if not any(run.trials for run in runs):
         detail = f' ({problems[0].removesuffix(".")})' if problems else ''
         raise ReportError(f'study {str(directory)!r} has no results yet{detail}.')
     entries = directory / ledger.NAME
     kept = ledger.read(entries) if study.tuning or entries.exists() else None
+    orphans: list[str] = []
+    if (path := files / 'orphans.jsonl').exists():
+        for_each_line(path, path.name, problems, lambda line: orphans.append(_orphan(line)))
+    problems += _mismatches([trial for run in runs for trial in run.trials])
     study = dataclasses.replace(
         study,
         runs=tuple(runs),
         ledger=kept,
         altered=kept.altered(ledger.seen(files)) if kept else {},
-        orphans=_read_orphans(files / 'orphans.jsonl', problems),
-        yardsticks=_read_yardsticks(directory / ledger.YARDSTICKS, problems),
+        orphans=tuple(orphans),
     )
-    problems += _unlike(study.trials)
+    if (path := directory / ledger.YARDSTICKS).exists():
+        try:
+            study = _with_yardsticks(study, path)
+        except (OSError, ValueError) as error:
+            problems.append(f'{path.name} is damaged: {error}.')
     return dataclasses.replace(study, problems=tuple(problems))
 
 
@@ -221,10 +193,9 @@ def _declared(directory: Path, files: Path, record: Any) -> Study:
     """A study as study.json declares it, without runs; ValueError names what is wrong."""
     ints = tuple[int, ...]
     controls = {'equal_shape': bool, 'longer': float | None, 'longer_seeds': ints}
-    fields = {'tuning': dict | None, 'arms': tuple[dict, ...], 'command': str | list | None}
-    check(record, {'controls': controls, 'seeds': ints, 'looks': ints} | fields)
-    tuning, command = record['tuning'], record['command']
-    if tuning is not None:
+    fields = {'controls': controls, 'seeds': ints, 'looks': ints, 'tuning': dict | None}
+    check(record, fields | {'arms': tuple[dict, ...]})
+    if (tuning := record['tuning']) is not None:
         check(tuning, {f'{knob}s': tuple[float, ...] for knob in KNOBS} | {'seeds': ints})
     grids = {} if tuning is None else {knob: tuple(tuning[f'{knob}s']) for knob in KNOBS}
     study = read(
@@ -233,14 +204,14 @@ def _declared(directory: Path, files: Path, record: Any) -> Study:
         tuning=None if tuning is None else read(TuningConfig, tuning),
         grids=grids,
         looks=tuple(record['looks']) or (len(record['seeds']),),
-        arms=tuple(parse_arm_key(arm) for arm in record['arms']),
-        command=' '.join(command) if isinstance(command, list) else command,
+        arms=tuple(map(parse_arm_key, record['arms'])),
         directory=directory,
         files=files,
         declaration=ledger.digest(record),
         ledger=None,
+        yardsticks=None,
+        measured={},
         altered={},
-        orphans=(),
     )
     if not study.seeds or study.tuning and not study.tuning.seeds:
         raise ValueError("field 'seeds' is [], expected at least one whole number")
@@ -261,125 +232,85 @@ def _declared(directory: Path, files: Path, record: Any) -> Study:
     return study
 
 
-def _read_plan(study: Study, problems: list[str]) -> dict[str, Run]:
-    """The planned runs by name, in the plan's order."""
+def _read_runs(study: Study, problems: list[str]) -> list[Run]:
+    """The planned runs in the plan's order, with the trials of results.jsonl in that of logs."""
     planned: dict[str, Run] = {}
-    verdicts: dict[tuple[ArmKey, int], str] = {}
+    trials: dict[str, dict[Hashable, Trial]] = {}
+    deciding: dict[Hashable, str] = {}  # the run of each seed of an arm that decides on it
 
-    def add(record: Any) -> None:
+    def once(key: Hashable, about: str, run: str) -> None:
+        if (first := deciding.setdefault(key, run)) != run:
+            raise ValueError(f'{about} is in run {first!r} already, {run!r} would count it twice')
+
+    def add_run(record: Any) -> None:
         run = parse_run(record)
         if run.key.declared not in study.arms:
-            raise ValueError(f'{named(run.key)} is no arm that study.json declares')
+            raise ValueError(f'{run.key} is no arm that study.json declares')
         if planned.get(run.name, run) != run:
             raise ValueError(f'run {run.name!r} is planned twice, differently')
-        judged = [(run.key, seed) for seed in run.seeds if run.stage == VERDICT]
-        for key, seed in judged:
-            if (first := verdicts.get((key, seed), run.name)) != run.name:
-                raise ValueError(
-                    f'{named(key)} has its verdict on seed {seed} in run {first!r} already, '
-                    f'{run.name!r} would be a second one'
-                )
-        verdicts.update(dict.fromkeys(judged, run.name))
+        for seed in run.seeds if run.stage == VERDICT else ():
+            once((run.key, seed), f'the verdict of {run.key} on seed {seed}', run.name)
         planned[run.name] = run
 
-    for_each_line(study.files / 'plan.jsonl', 'plan.jsonl', problems, add)
-    return planned
-
-
-def _damaged(directory: Path, run: Run) -> Iterator[str]:
-    """The damaged files of a run that no number of a report comes from."""
-    for name, schema in RUN_FILES.items():
-        path = directory / run.directory / name
-        try:
-            if path.exists():
-                parse_file(path, schema)
-        except (OSError, ValueError) as error:
-            yield f'{run.directory}/{name} is damaged: {error}.'
-
-
-def _with_results(path: Path, planned: dict[str, Run], problems: list[str]) -> list[Run]:
-    """The runs with their trials, in the order of results.jsonl and of the columns of logs."""
-    trials: dict[str, dict[tuple, Trial]] = {name: {} for name in planned}
-
-    def add(record: Any) -> None:
+    def add_trial(record: Any) -> None:
         check(record, {'run': str})
         if (name := record['run']) not in planned:
             raise ValueError(f'run {name!r} is not in plan.jsonl')
         trial = parse_trial(record, planned[name])
-        if trials[name].setdefault((trial.seed, trial.settings), trial) != trial:
+        about = f'seed {trial.seed} of {trial.key} at its settings'
+        if trial.stage == SINGLE:
+            once((trial.key, trial.seed, trial.at), about, name)
+        if trials.setdefault(name, {}).setdefault((trial.seed, trial.at), trial) != trial:
             raise ValueError(
                 f'run {name!r} seed {trial.seed} repeats an earlier line with other numbers'
             )
 
-    for_each_line(path, path.name, problems, add)
+    for name, add in (('plan.jsonl', add_run), ('results.jsonl', add_trial)):
+        for_each_line(study.files / name, name, problems, add)
     return [
-        dataclasses.replace(run, trials=tuple(trials[name].values()))
+        dataclasses.replace(run, trials=tuple(trials.get(name, {}).values()))
         for name, run in planned.items()
     ]
 
 
-def _read_orphans(path: Path, problems: list[str]) -> tuple[str, ...]:
-    """The directories of runs that are no part of the plan."""
-    orphans: list[str] = []
-
-    def add(record: Any) -> None:
-        check(record, ORPHAN)
-        orphans.append(record['directory'])
-
-    if path.exists():
-        for_each_line(path, path.name, problems, add)
-    return tuple(orphans)
+def _orphan(record: Any) -> str:
+    """The directory of a run that is no part of the plan."""
+    check(record, ORPHAN)
+    return record['directory']
 
 
-def _read_yardsticks(path: Path, problems: list[str]) -> Yardsticks | None:
-    """The yardsticks of a study; None if they are not recorded, or damaged, which is a problem."""
-    if not path.exists():
-        return None
-    try:
-        record = parse_file(path, {'groups': tuple[dict, ...], 'runs': tuple[dict, ...]})
-        groups: dict[tuple[str, str, bool], Yardstick] = {}
-        measured: dict[ArmKey, tuple[Measured, ...]] = {}
-        for group in record['groups']:
-            check(group, {'size': str, 'corpus': str, 'longer': bool})
-            groups[group['size'], group['corpus'], group['longer']] = read(Yardstick, group)
-        for run in record['runs']:
-            check(run, {'trials': tuple[dict, ...] | None})
-            trials = tuple(read(Measured, trial) for trial in run['trials'] or ())
-            key = parse_arm_key(run)
-            measured[key] = measured.get(key, ()) + trials
-    except (OSError, ValueError) as error:
-        problems.append(f'{path.name} is damaged: {error}.')
-        return None
-    return Yardsticks(groups, measured)
+def _with_yardsticks(study: Study, path: Path) -> Study:
+    """The study with yardsticks.json; ValueError where that is damaged."""
+    record = parse_file(path, {'groups': tuple[dict, ...], 'runs': tuple[dict, ...]})
+    groups: dict[Group, Yardstick] = {}
+    measured: dict[ArmKey, tuple[Measured, ...]] = {}
+    for group in record['groups']:
+        check(group, {'size': str, 'corpus': str, 'longer': bool})
+        groups[Group(group['size'], group['corpus'], group['longer'])] = read(Yardstick, group)
+    for run in record['runs']:
+        check(run, {'trials': tuple[dict, ...] | None})
+        key, trials = parse_arm_key(run), run['trials'] or ()
+        measured[key] = (*measured.get(key, ()), *(read(Measured, trial) for trial in trials))
+    return dataclasses.replace(study, yardsticks=groups, measured=measured)
 
 
-def _unlike(trials: Iterable[Trial]) -> Iterator[str]:
-    """Trials that do not belong together, or whose numbers do not compare.
-
-    ReportError if two runs hold one seed of an arm with the same settings.
-    """
+def _mismatches(trials: Sequence[Trial]) -> Iterator[str]:
+    """Trials whose numbers do not compare; of each kind the first one."""
     firsts: dict[Hashable, tuple[Trial, Any]] = {}
     differ: set[Hashable] = set()
     for trial in trials:
         for about, value in _comparable(trial):
             first, expected = firsts.setdefault(about, (trial, value))
-            if about[0] == 'run' and first is not trial:
-                raise ReportError(
-                    f'runs {first.run!r} and {trial.run!r} both hold seed {trial.seed} of '
-                    f'{named(trial.key)} with the same settings; one seed cannot count twice.'
-                )
             if value != expected and about not in differ:
                 differ.add(about)
                 yield (
                     f'results are not comparable, {about[0]} differ: runs {first.run!r} '
-                    f'({named(first.key)}) and {trial.run!r} ({named(trial.key)}).'
+                    f'({first.key}) and {trial.run!r} ({trial.key}).'
                 )
 
 
 def _comparable(trial: Trial) -> Iterator[tuple[tuple, Any]]:
     """Facts of a trial that are equal wherever their keys are: a name, and what shares it."""
-    if trial.stage == SINGLE:
-        yield ('run', trial.key, trial.seed, trial.settings), None
     yield ('parameters or config', trial.key), (trial.parameters, trial.config)
     for split, documents in trial.documents.items() if trial.stage != SCREENING else ():
         group = trial.key.size, trial.key.corpus

@@ -20,7 +20,7 @@ from qkattn.study.arm_key import EQUAL_SHAPE, LONGER, ArmKey
 from qkattn.study.tuning import KNOBS, MODEL_KNOBS, SCREENING, SINGLE, VERDICT, screening_seeds
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.codes import TEST, Remark, RemarkCode
-from qkattn.verdict.load import Study, Yardstick
+from qkattn.verdict.load import Group, Study, Yardstick
 
 ENOUGH_SEEDS = 5
 # Nats/token that a language model gains between position 4 and the last half of its context.
@@ -47,39 +47,44 @@ def check(study: Study, arms: Sequence[Arm]) -> tuple[Remark, ...]:
     """The remarks of all rules, the blocking ones first; one that all arms share is one remark."""
     remarks = [remark for rule in OF_STUDY for remark in rule(study, arms)]
     for arm in arms:
-        of_arm = (*OF_ARM, *(OF_TUNED_ARM if study.tuning else ()))
-        remarks += [remark for rule in of_arm for remark in rule(study, arm)]
+        for rule in (*OF_ARM, *(OF_TUNED_ARM if study.tuning else ())):
+            remarks += [dataclasses.replace(remark, arm=arm.key) for remark in rule(study, arm)]
     remarks += [remark for rule in OF_ARMS for remark in rule(study, arms)]
     merged: list[Remark] = []
     for remark in remarks:
-        alike = [r for r in remarks if r.arm and dataclasses.replace(r, arm=remark.arm) == remark]
-        if remark.arm and len({r.arm for r in alike}) == len(arms) > 1:
-            remark = dataclasses.replace(remark, arm=None, every_arm=True)
+        content = remark.code, remark.data, remark.blocks
+        alike = {r.arm for r in remarks if r.arm and (r.code, r.data, r.blocks) == content}
+        if remark.arm and len(alike) == len(arms) > 1:
+            remark = Remark(*content, every_arm=True)
         if remark not in merged:
             merged.append(remark)
     return tuple(sorted(merged, key=lambda remark: not remark.blocks))
 
 
-def _blocking(broken: rules.Broken, arm: Arm | None = None) -> Iterator[Remark]:
-    """Rules of the protocol that are broken, which withhold verdicts."""
-    for rule, data in broken:
-        yield Remark(RemarkCode[rule.name], data, True, arm.key if arm else None)
+def _block(code: RemarkCode, **data: Any) -> Remark:
+    """A remark that withholds verdicts; rules of an arm leave the arm out."""
+    return Remark(code, data, blocks=True)
+
+
+def _broken(protocol: rules.Broken) -> Iterator[Remark]:
+    for rule, data in protocol:
+        yield _block(RemarkCode[rule.name], **data)
 
 
 def _tuning(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
     if study.tuning is None:
         return
-    yield from _blocking(rules.tuned(study.tuning, study.grids['learning_rate']))
+    yield from _broken(rules.tuned(study.tuning, study.grids['learning_rate']))
     seeds = {SCREENING: set(study.tuning.seeds), VERDICT: set(study.seeds), SINGLE: set()}
     for trial in study.trials:
         seeds[trial.stage].add(trial.seed)
-    yield from _blocking(rules.fresh(seeds[SCREENING], seeds[VERDICT]))
+    yield from _broken(rules.fresh(seeds[SCREENING], seeds[VERDICT]))
 
 
 def _declaration(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
     """The study is what its ledger declares, and no run was left out of its plan."""
     if study.ledger and study.ledger.declaration != study.declaration:
-        yield Remark(RemarkCode.OTHER_DECLARATION, {}, blocks=True)
+        yield _block(RemarkCode.OTHER_DECLARATION)
     for run, look in study.altered.items():
         arm = study.by_name[run].key if run in study.by_name else None
         yield Remark(RemarkCode.ALTERED, {'run': run, 'look': look}, True, arm)
@@ -93,10 +98,10 @@ def _training(study: Study, arm: Arm) -> Iterator[Remark]:
         counts = {'stopped': len(short), 'trials': len(arm.verdict_trials)}
         steps = {'step': short[0].num_steps, 'num_steps': short[0].planned_steps}
         blocks = len(short) == len(arm.verdict_trials)
-        yield Remark(RemarkCode.STOPPED_EARLY, counts | steps, blocks, arm.key)
+        yield Remark(RemarkCode.STOPPED_EARLY, counts | steps, blocks)
     planned = study.by_name[arm.example.run].config['optimizer']
     schedule = {name: planned[name] for name in ('schedule', 'final_fraction')}
-    yield from _blocking(rules.anneals(OptimizerConfig(**schedule)), arm)
+    yield from _broken(rules.anneals(OptimizerConfig(**schedule)))
 
 
 def _results(study: Study, arm: Arm) -> Iterator[Remark]:
@@ -104,28 +109,22 @@ def _results(study: Study, arm: Arm) -> Iterator[Remark]:
         if len(run.trials) < run.num_trials:
             counts = {'readable': len(run.trials), 'planned': run.num_trials}
             about = {'stage': None if run.stage == SINGLE else run.stage, 'run': run.name}
-            blocks = run.stage == VERDICT
-            yield Remark(RemarkCode.MISSING_RESULTS, counts | about, blocks, arm.key)
+            yield Remark(RemarkCode.MISSING_RESULTS, counts | about, run.stage == VERDICT)
 
 
 def _matching(study: Study, arm: Arm) -> Iterator[Remark]:
-    residual = arm.example.residual
-    if study.matched is None or residual is None:
+    residual, matched = arm.example.residual, study.matched
+    if matched is None or residual is None or arm.control == EQUAL_SHAPE:
         return
-    if abs(residual) > study.tolerance and arm.control != EQUAL_SHAPE:
-        data = {'matched': study.matched, 'residual': residual, 'tolerance': study.tolerance}
-        yield Remark(RemarkCode.OVER_TOLERANCE, data, True, arm.key)
-    parameters, target = arm.example.parameters['total'], arm.example.target_parameters
-    if study.matched == 'total' and abs(parameters / target - 1 - residual) > 1e-6:
-        data = {'parameters': parameters, 'target': target, 'residual': residual}
-        yield Remark(RemarkCode.OTHER_PARAMETER_COUNT, data, True, arm.key)
+    if abs(residual) > study.tolerance:
+        about = {'residual': residual, 'tolerance': study.tolerance}
+        yield _block(RemarkCode.OVER_TOLERANCE, matched=matched, **about)
 
 
 def _post_hoc(study: Study, arm: Arm) -> Iterator[Remark]:
     """An arm that was added after a look at results was chosen by them, and gets no verdict."""
     if study.ledger and arm.key.declared in study.ledger.post_hoc:
-        data = {'first_look': study.ledger.first_look}
-        yield Remark(RemarkCode.POST_HOC, data, True, arm.key)
+        yield _block(RemarkCode.POST_HOC, first_look=study.ledger.first_look)
 
 
 def _seeds(study: Study, arm: Arm) -> Iterator[Remark]:
@@ -143,43 +142,38 @@ def _seeds(study: Study, arm: Arm) -> Iterator[Remark]:
         runs = [r.seeds for r in study.runs if r.key == arm.key and r.stage == stage]
         actual = tuple(dict.fromkeys(seed for of_run in runs for seed in of_run))
         if actual and sorted(actual) not in map(sorted, allowed):
-            data = {'stage': stage, 'actual': actual, 'declared': allowed[-1]}
-            yield Remark(RemarkCode.OTHER_SEEDS, data, True, arm.key)
+            yield _block(RemarkCode.OTHER_SEEDS, stage=stage, actual=actual, declared=allowed[-1])
 
 
 def _settings(study: Study, arm: Arm) -> Iterator[Remark]:
     """The verdict is run at the settings that the screening chooses; these are known well."""
-    for knob in arm.not_bracketed:
-        values, best = arm.sweeps[knob].values, arm.sweeps[knob].best
-        data = {'knob': knob, 'low': values[0], 'high': values[-1], 'best': best}
-        yield Remark(RemarkCode.NOT_BRACKETED, data, True, arm.key)
-    for knob in arm.unbounded:
-        yield Remark(RemarkCode.UNBOUNDED_OPTIMUM, {'knob': knob}, True, arm.key)
+    for knob, sweep in arm.sweeps.items():
+        if not sweep.bracketed:
+            ends = {'low': sweep.values[0], 'high': sweep.values[-1]}
+            yield _block(RemarkCode.NOT_BRACKETED, knob=knob, **ends, best=sweep.best)
+        elif sweep.at_worst is None:
+            yield _block(RemarkCode.UNBOUNDED_OPTIMUM, knob=knob)
     if not arm.verdict_trials:
         return
-    tuning, ran_at = arm.tuning, arm.verdict_trials[0].at
-    if tuning.knob is not None:
-        data = {'knob': tuning.knob, 'values': tuning.values}
-        yield Remark(RemarkCode.SCREENING_INCOMPLETE, data, True, arm.key)
-    else:
-        for knob, actual, expected in zip(KNOBS, ran_at, tuning.settings, strict=True):
+    if (knob := arm.tuning.knob) is not None:
+        yield _block(RemarkCode.SCREENING_INCOMPLETE, knob=knob, values=arm.tuning.values)
+        return
+    for place, (knob, expected) in enumerate(zip(KNOBS, arm.tuning.settings, strict=True)):
+        for actual in dict.fromkeys(trial.at[place] for trial in arm.verdict_trials):
             if actual != expected:
-                data = {'knob': knob, 'actual': actual, 'expected': expected}
-                data |= {'tuned': knob in study.tuned_knobs}
-                yield Remark(RemarkCode.OTHER_SETTING, data, True, arm.key)
-    if len({trial.at for trial in arm.verdict_trials}) > 1:
-        yield Remark(RemarkCode.SEVERAL_SETTINGS, {}, True, arm.key)
+                about = {'knob': knob, 'tuned': knob in study.tuned_knobs}
+                yield _block(RemarkCode.OTHER_SETTING, **about, actual=actual, expected=expected)
 
 
 def _splits(study: Study, arm: Arm) -> Iterator[Remark]:
     """The loss that decides is that of a test split, and splits of text have many documents."""
     if arm.chosen and arm.split != TEST:
-        yield Remark(RemarkCode.NO_TEST, {}, True, arm.key)
+        yield _block(RemarkCode.NO_TEST)
     for split, documents in arm.example.documents.items() if arm.chosen else ():
         is_text = arm.example.metrics[f'{split}_bits_per_byte'] is not None
         if is_text and (number := len(documents.names)) < MIN_DOCUMENTS:
-            data = {'split': split, 'documents': number, 'needed': MIN_DOCUMENTS}
-            yield Remark(RemarkCode.FEW_DOCUMENTS, data, True, arm.key)
+            counts = {'documents': number, 'needed': MIN_DOCUMENTS}
+            yield _block(RemarkCode.FEW_DOCUMENTS, split=split, **counts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,46 +186,43 @@ class Standing:
     gain: float | None  # fall of the loss from position 4 to the last half of the context
     bleu: float | None
     sources: float | None  # rise of the loss with the sources of other pairs
-    remarks: tuple[Remark, ...] = ()  # what the baseline lacks
+    remarks: tuple[Remark, ...]  # what the baseline lacks
 
 
 def standings(study: Study, arms: Sequence[Arm]) -> list[Standing]:
     """One for each baseline that has results; none of a study whose yardsticks are not recorded."""
-    made: list[Standing] = []
-    for arm in arms if study.yardsticks else ():
-        if not arm.is_baseline or arm.loss is None or study.yardsticks is None:
-            continue
-        yardstick = study.yardsticks.groups.get(arm.group)
-        if yardstick and yardstick.run not in {trial.run for trial in arm.verdict_trials}:
-            yardstick = None
-        bleu = arm.over_seeds(f'{arm.split}_bleu')
-        standing = Standing(
-            arm,
-            yardstick,
-            best=yardstick.best(arm.split) if yardstick else None,
-            gain=study.yardsticks.gain(arm.key),
-            bleu=bleu.mean if bleu else None,
-            sources=study.yardsticks.sources(arm.key),
-        )
-        lacks = tuple(Remark(code, data, True, arm.key) for code, data in _lacks(standing))
-        made.append(dataclasses.replace(standing, remarks=lacks))
-    return made
+    groups = study.yardsticks
+    baselines = [arm for arm in arms if arm.is_baseline and arm.loss]
+    return [] if groups is None else [_standing(study, arm, groups) for arm in baselines]
 
 
-def _lacks(standing: Standing) -> Iterator[tuple[RemarkCode, dict]]:
-    arm, yardstick, best = standing.arm, standing.yardstick, standing.best
-    if yardstick is None:
-        yield RemarkCode.NO_YARDSTICK, {}
-        return
-    if best and arm.loss and arm.loss.mean >= best[1]:
-        data = {'split': arm.split, 'loss': arm.loss.mean, 'tokens': yardstick.tokens}
-        yield RemarkCode.BELOW_YARDSTICK, data | {'name': best[0], 'yardstick': best[1]}
-    if yardstick.task == 'language' and standing.gain is not None and standing.gain < MIN_GAIN:
-        yield RemarkCode.LITTLE_CONTEXT, {'gain': standing.gain, 'needed': MIN_GAIN}
-    if standing.bleu is not None and standing.bleu < MIN_BLEU:
-        yield RemarkCode.LOW_BLEU, {'bleu': standing.bleu, 'needed': MIN_BLEU}
-    if standing.sources is not None and standing.sources < MIN_SOURCES:
-        yield RemarkCode.SOURCES_UNUSED, {'cost': standing.sources, 'needed': MIN_SOURCES}
+def _standing(study: Study, arm: Arm, groups: Mapping[Group, Yardstick]) -> Standing:
+    def mean(differences: list[float]) -> float | None:
+        return statistics.fmean(differences) if differences else None
+
+    yardstick, measured = groups.get(arm.group), study.measured.get(arm.key, ())
+    gain = mean([m.early - m.late for m in measured if m.early and m.late])
+    sources = mean([m.shuffled - m.loss for m in measured if m.shuffled])
+    estimate = arm.over_seeds(f'{arm.split}_bleu')
+    bleu = estimate.mean if estimate else None
+    if yardstick is None or yardstick.run not in {trial.run for trial in arm.verdict_trials}:
+        lacks: dict[RemarkCode, dict] = {RemarkCode.NO_YARDSTICK: {}}
+        yardstick = best = None
+    else:
+        best, lacks = yardstick.best(arm.split), {}
+        if best and arm.loss and arm.loss.mean >= best[1]:
+            data = {'split': arm.split, 'loss': arm.loss.mean, 'tokens': yardstick.tokens}
+            lacks[RemarkCode.BELOW_YARDSTICK] = data | {'name': best[0], 'yardstick': best[1]}
+        for code, name, value, needed in (
+            (RemarkCode.LITTLE_CONTEXT, 'gain', gain, MIN_GAIN),
+            (RemarkCode.LOW_BLEU, 'bleu', bleu, MIN_BLEU),
+            (RemarkCode.SOURCES_UNUSED, 'cost', sources, MIN_SOURCES),
+        ):
+            applies = code is not RemarkCode.LITTLE_CONTEXT or yardstick.task == 'language'
+            if applies and value is not None and value < needed:
+                lacks[code] = {name: value, 'needed': needed}
+    remarks = tuple(Remark(code, data, True, arm.key) for code, data in lacks.items())
+    return Standing(arm, yardstick, best, gain, bleu, sources, remarks)
 
 
 def _trained(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
@@ -239,7 +230,7 @@ def _trained(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
     if study.tuning is None:
         return
     if study.yardsticks is None and any(arm.is_baseline and arm.chosen for arm in arms):
-        yield Remark(RemarkCode.NO_YARDSTICK, {}, blocks=True)
+        yield _block(RemarkCode.NO_YARDSTICK)
     for standing in standings(study, arms):
         yield from standing.remarks
     for group in dict.fromkeys(arm.group for arm in arms):
@@ -252,7 +243,7 @@ def _trained(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
 
 
 def _differences(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
-    """Settings and data that differ between the arms of one baseline.
+    """Settings and data that differ between the arms of one baseline, and are no factors.
 
     One remark for each setting or fact that differs, with its values and arms. If it can affect
     results, each arm that differs from the baseline gets a blocking remark as well.
@@ -260,41 +251,36 @@ def _differences(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
     of_variants = [name for v in study.variants for name in re.findall(r'[?&](\w+)=', v)]
     factors = {f'model.{name}' for name in (*_FACTORS, *of_variants)}
     factors |= {f'model.{k}' if k in MODEL_KNOBS else f'trials.{k}s' for k in study.tuned_knobs}
-    for group in dict.fromkeys(arm.group for arm in arms):
-        members = [arm for arm in arms if arm.group == group and arm.verdict_trials]
-        yield from _unlike(study, {arm.key: _facts(study, arm, factors) for arm in members})
-
-
-def _facts(study: Study, arm: Arm, factors: set[str]) -> dict[str, Any]:
-    """Settings of the arm's run that are no factors, and the data it was measured on."""
-    settings = flat(study.by_name[arm.example.run].config)
-    return {
-        **{n: v for n, v in settings if n not in factors and not n.startswith(OF_MACHINE)},
-        **{f'data.{name}': value for name, value in flat(arm.example.data)},
-        **{n: getattr(arm.example, n) for n in _MEASURED},
-    }
-
-
-def _unlike(study: Study, facts: Mapping[ArmKey, dict[str, Any]]) -> Iterator[Remark]:
-    for name in dict.fromkeys(name for of_arm in facts.values() for name in of_arm):
-        values = {key: of_arm.get(name, 'absent') for key, of_arm in facts.items()}
-        if len(set(map(repr, values.values()))) == 1:
-            continue
-        by_value: dict[str, tuple[str, ...]] = {}
-        for key, value in values.items():
-            label = f'{key.variant} ({key.control})' if key.control else key.variant
-            by_value[str(value)] = (*by_value.get(str(value), ()), label)
-        first = next(iter(values))
-        size = first.size if len(study.sizes) > 1 else None
-        corpus = first.corpus if len(study.corpora) > 1 else None
-        where = {'name': name, 'size': size, 'corpus': corpus}
-        data = where | {'values': by_value, 'harmless': name in _HARMLESS}
-        yield Remark(RemarkCode.DIFFERS, data)
-        baseline = [value for key, value in values.items() if key.variant == study.baseline]
-        for key, value in values.items() if name not in _HARMLESS and baseline else ():
-            if repr(value) != repr(baseline[0]):
-                data = {'name': name, 'value': str(value), 'baseline': str(baseline[0])}
-                yield Remark(RemarkCode.DIFFERS_FROM_BASELINE, data, True, key)
+    groups: dict[Group, dict[ArmKey, dict[str, Any]]] = {}
+    for arm in (arm for arm in arms if arm.verdict_trials):
+        trial = arm.example
+        settings = flat(study.by_name[trial.run].config)
+        groups.setdefault(arm.group, {})[arm.key] = {
+            **{n: v for n, v in settings if n not in factors and not n.startswith(OF_MACHINE)},
+            **{f'data.{name}': value for name, value in flat(trial.data)},
+            **{n: getattr(trial, n) for n in _MEASURED},
+        }
+    for group, facts in groups.items():
+        for name in dict.fromkeys(name for of_arm in facts.values() for name in of_arm):
+            values = {key: str(of_arm.get(name, 'absent')) for key, of_arm in facts.items()}
+            if len(set(values.values())) == 1:
+                continue
+            by_value: dict[str, tuple[str, ...]] = {}
+            for key, value in values.items():
+                label = f'{key.variant} ({key.control})' if key.control else key.variant
+                by_value[value] = (*by_value.get(value, ()), label)
+            where = {
+                'name': name,
+                'size': group.size if len(study.sizes) > 1 else None,
+                'corpus': group.corpus if len(study.corpora) > 1 else None,
+            }
+            harmless = name in _HARMLESS
+            yield Remark(RemarkCode.DIFFERS, where | {'values': by_value, 'harmless': harmless})
+            baseline = [value for key, value in values.items() if key.variant == study.baseline]
+            for key, value in values.items() if not harmless and baseline else ():
+                if value != baseline[0]:
+                    data = {'name': name, 'value': value, 'baseline': baseline[0]}
+                    yield Remark(RemarkCode.DIFFERS_FROM_BASELINE, data, True, key)
 
 
 def _software(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:

@@ -1,10 +1,9 @@
-"""One run of a study: its line of plan.jsonl, its trials, and what its directory holds of them."""
+"""Runs of a study: a line of plan.jsonl, its trials, and what the run's directory holds of them."""
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from types import GenericAlias
 from typing import Any, Literal
 
 import numpy as np
@@ -16,6 +15,7 @@ from qkattn.storage.records import (
     DOCUMENTS,
     FINAL,
     FINISHED,
+    RUN_FILES,
     check,
     check_result,
     for_each_line,
@@ -44,10 +44,6 @@ class Documents:
     tokens_C: np.ndarray
     nats_C: np.ndarray
 
-    @property
-    def loss(self) -> float:
-        return float(self.nats_C.sum() / self.tokens_C.sum())
-
     def alike(self, other: 'Documents') -> bool:
         """Whether both are sums over the same targets."""
         return self.names == other.names and np.array_equal(self.tokens_C, other.tokens_C)
@@ -57,7 +53,7 @@ class Documents:
 class Trial:
     """One trained model: a line of results.jsonl.
 
-    Of its run: run, key, stage, knob, target_parameters, residual, model_knobs, planned_steps.
+    Of its run: run, key, stage, knob, target_parameters, residual, planned_steps.
     """
 
     run: str
@@ -66,11 +62,10 @@ class Trial:
     knob: str | None
     target_parameters: float | None
     residual: float | None
+    planned_steps: int
     seed: int
     learning_rate: float
-    settings: tuple[tuple[str, Any], ...]  # all trial settings but the seed, sorted by name
-    model_knobs: tuple[float, ...]
-    planned_steps: int
+    at: Settings  # the values of all knobs
     status: str
     num_steps: int
     num_tokens: int
@@ -106,11 +101,6 @@ class Trial:
     def val_loss(self) -> float | None:
         """Nats/token."""
         return self.metrics['val_loss']
-
-    @property
-    def at(self) -> Settings:
-        """The values of all knobs."""
-        return (*(dict(self.settings)[knob] for knob in TRIAL_KNOBS), *self.model_knobs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +146,6 @@ _CONFIG = {
     'train': {'num_steps': int},
     'trials': {'seeds': tuple[int, ...]},
 }
-_ROW = tuple[float | None, ...]
 
 
 def parse_arm_key(record: Any) -> ArmKey:
@@ -192,20 +181,20 @@ def parse_trial(record: Any, run: Run) -> Trial:
     seed = record['trial']['seed']
     if seed not in run.seeds:
         raise ValueError(f'seed {seed} is not one of run {run.name!r}, which has {run.seeds}')
-    declared = metrics_of(record)
+    declared, model = metrics_of(record), run.config['model']
+    settings = [record['trial'][knob] for knob in TRIAL_KNOBS]
     return read(
         Trial,
         record,
         **shared,
         key=run.key,
-        documents={},
+        planned_steps=run.num_steps,
         seed=seed,
         learning_rate=record['trial']['learning_rate'],
-        settings=tuple(sorted((k, v) for k, v in record['trial'].items() if k != 'seed')),
-        model_knobs=tuple(run.config['model'][knob] for knob in MODEL_KNOBS),
-        planned_steps=run.num_steps,
+        at=(*settings, *(model[knob] for knob in MODEL_KNOBS)),
         declared_metrics=declared,
         metrics={name: record.get(name) for name in result_fields(declared)},
+        documents={},
     )
 
 
@@ -214,112 +203,114 @@ def corpora(data: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     return (data['source'], data['target']) if 'source' in data else (data,)
 
 
-def lost_logs(runs: Sequence[Run], directory: Path) -> Iterator[str]:
-    """The logs that runs with results lack, of a kind that others of the study have."""
+def with_files(run: Run, study: Path, problems: list[str]) -> Run:
+    """The run with what its directory holds; sentences about the rest are added to `problems`.
+
+    That is its last step and, if no result of it is missing, its curve and losses by document.
+    """
+    directory = study / run.directory
+    for name, schema in RUN_FILES.items():  # which no number of a report comes from
+        try:
+            if (directory / name).exists():
+                parse_file(directory / name, schema)
+        except (OSError, ValueError) as error:
+            problems.append(f'{run.directory}/{name} is damaged: {error}.')
     for name in (LOG, DOCUMENTS_FILE):
-        absent = [not (directory / run.directory / name).exists() for run in runs]
-        for run, is_absent in zip(runs, absent, strict=True):
-            left_out = name == DOCUMENTS_FILE and left_out_documents(directory / run.directory)
-            if run.trials and is_absent and not all(absent) and not left_out:
-                yield f'{run.directory} has results, but {name} is missing.'
+        left_out = name == DOCUMENTS_FILE and left_out_documents(directory)
+        if run.trials and not (directory / name).exists() and not left_out:
+            problems.append(f'{run.directory} has results, but {name} is missing.')
+    if (directory / LOG).exists():
+        run = _with_log(run, directory / LOG, problems)
+    path = directory / DOCUMENTS_FILE
+    if path.exists() and len(run.trials) == run.num_trials:
+        try:
+            run = _with_documents(run, parse_file(path, {'validation': DOCUMENTS}))
+        except ValueError as error:
+            problems.append(f'{run.directory}/{path.name} was left out: {error}.')
+    return run
 
 
-def with_documents(run: Run, directory: Path, problems: list[str]) -> Run:
-    """The run whose trials have the losses of documents.json, if no result of it is missing."""
-    path = directory / run.directory / DOCUMENTS_FILE
-    if len(run.trials) < run.num_trials or not path.exists():
-        return run
+def _with_documents(run: Run, record: Any) -> Run:
+    """With documents.json, whose sums are the losses of the trials; ValueError otherwise."""
     by_trial: list[dict[str, Documents]] = [{} for _ in run.trials]
-    try:
-        record = parse_file(path, {'validation': DOCUMENTS})
-        for split, prefix in PREFIXES.items():
-            losses = [trial.metrics[f'{prefix}_loss'] for trial in run.trials]
-            if split in record:
-                count = getattr(run.trials[0], COUNTS[prefix])
-                for documents, parsed in zip(
-                    by_trial, _documents(record[split], split, losses, count), strict=True
-                ):
-                    documents |= {} if parsed is None else {prefix: parsed}
-            elif any(loss is not None for loss in losses):
+    for split, prefix in PREFIXES.items():
+        losses = [trial.metrics[f'{prefix}_loss'] for trial in run.trials]
+        if split not in record:
+            if any(loss is not None for loss in losses):
                 raise ValueError(f'split {split!r} is missing, of which its results have losses')
-    except ValueError as error:
-        problems.append(f'{run.directory}/{path.name} was left out: {error}.')
-        return run
+            continue
+        check(record[split], DOCUMENTS)
+        names, tokens_C = tuple(record[split]['documents']), np.array(record[split]['tokens'])
+        rows = [None if row is None else np.array(row, float) for row in record[split]['nats']]
+        if len(rows) != len(losses):
+            raise ValueError(
+                f'split {split!r} has nats of {len(rows)} trials, not of {len(losses)}'
+            )
+        if any(row is not None and row.shape != (len(names),) for row in (tokens_C, *rows)):
+            raise ValueError(f'split {split!r} does not have one number for each of its documents')
+        if len(set(names)) < len(names) or not names or not (tokens_C > 0).all():
+            raise ValueError(f'split {split!r} repeats a document, or has one without targets')
+        count, total = getattr(run.trials[0], COUNTS[prefix]), sum(record[split]['tokens'])
+        if count not in (None, total):
+            raise ValueError(f'it has {total} tokens of split {split!r}, but its results {count}')
+        for number, (row, loss) in enumerate(zip(rows, losses, strict=True)):
+            mean = math.nan if row is None else float(row.sum() / total)
+            expected = math.nan if loss is None else loss
+            if not np.isclose(mean, expected, _ROUNDING, 0.0, equal_nan=True):
+                raise ValueError(
+                    f'trial {number} of split {split!r} has a loss of {mean} nats/token over its '
+                    f'documents, its result has {loss}'
+                )
+            if row is not None:
+                by_trial[number][prefix] = Documents(names, tokens_C, row)
     pairs = zip(run.trials, by_trial, strict=True)
     trials = [dataclasses.replace(trial, documents=documents) for trial, documents in pairs]
     return dataclasses.replace(run, trials=tuple(trials))
 
 
-def _documents(
-    record: Any, split: str, losses: Sequence[float | None], count: int | None
-) -> list[Documents | None]:
-    """The documents of every trial, None for one without losses; they add up to its loss."""
-    check(record, DOCUMENTS)
-    names, tokens_C = tuple(record['documents']), np.array(record['tokens'], float)
-    rows = [None if row is None else np.array(row, float) for row in record['nats']]
-    if len(rows) != len(losses):
-        raise ValueError(f'split {split!r} has nats of {len(rows)} trials, not of {len(losses)}')
-    if any(row is not None and row.shape != (len(names),) for row in (tokens_C, *rows)):
-        raise ValueError(f'split {split!r} does not have one number for each of its documents')
-    if len(set(names)) < len(names) or not names or not (tokens_C > 0).all():
-        raise ValueError(f'split {split!r} repeats a document, or has one without targets')
-    if count not in (None, tokens := sum(record['tokens'])):
-        raise ValueError(f'it has {tokens} tokens of split {split!r}, but its results {count}')
-    parsed = [None if row is None else Documents(names, tokens_C, row) for row in rows]
-    for number, (documents, loss) in enumerate(zip(parsed, losses, strict=True)):
-        total = None if documents is None else documents.loss
-        close = math.isclose(total or math.nan, loss or math.nan, rel_tol=_ROUNDING)
-        if total != loss and not close:
-            raise ValueError(
-                f'trial {number} of split {split!r} has a loss of {total} nats/token over its '
-                f'documents, its result has {loss}'
-            )
-    return parsed
-
-
-def with_log(run: Run, directory: Path, problems: list[str]) -> Run:
-    """The run with what metrics.jsonl holds: the last step and, if no trial is missing, a curve."""
-    path = directory / run.directory / LOG
-    if not path.exists():
-        return run
-    label, steps, last_kind = f'{run.directory}/{path.name}', [0], ''
-    rows: dict[int, dict[str, list]] = {}
-    bad: list[str] = []
+def _with_log(run: Run, path: Path, problems: list[str]) -> Run:
+    """With the last step of metrics.jsonl and, if no trial is missing, the curve."""
+    label = f'{run.directory}/{path.name}'
     metrics = run.trials[0].declared_metrics if run.trials else METRICS
-    logged, fields = logged_fields(metrics), result_fields(metrics).items()
-    columns = {name: GenericAlias(tuple, (hint | None, ...)) | None for name, hint in fields}
+    logged = dict.fromkeys(logged_fields(metrics), tuple[float | None, ...] | None)
+    measured = dict.fromkeys(result_fields(metrics), list | None)
+    records: list[dict[str, Any]] = []
+    evaluations: dict[int, dict[str, Any]] = {}
+    bad: list[str] = []
 
     def add(record: Any) -> None:
-        nonlocal last_kind
         check(record, {'kind': str, 'step': int})
-        steps.append(record['step'])
         if record['kind'] == 'final':
-            check(record, FINAL | {n: hint for n, hint in columns.items() if n in record})
-        if record['kind'] == 'eval':
-            hints = {name: _ROW | None for name in logged if name in record}
-            check(record, hints | {'val_loss': _ROW})
-            number = run.num_trials if run.trials else len(record['val_loss'])
-            row = {name: record.get(name) or [None] * number for name in logged}
-            for name, values in row.items():
-                if len(values) != number:
-                    raise ValueError(f'field {name!r} has {len(values)} values for {number} trials')
-            if rows and record['step'] <= (last := max(rows)):
+            check(record, FINAL | {n: hint for n, hint in measured.items() if n in record})
+        if record['kind'] == 'eval' and run.trials:
+            check(record, {'val_loss': list} | {n: h for n, h in logged.items() if n in record})
+            numbers = {name: len(record[name]) for name in logged if record.get(name)}
+            if other := [name for name in numbers if numbers[name] != run.num_trials]:
+                unlike = f'{numbers[other[0]]} values for {run.num_trials} trials'
+                raise ValueError(f'field {other[0]!r} has {unlike}')
+            if record['step'] <= (last := max(evaluations, default=-1)):
                 raise ValueError(f'step {record["step"]} follows step {last}')
-            rows[record['step']] = row
-        last_kind = record['kind']
+            evaluations[record['step']] = record
+        records.append(record)
 
     for_each_line(path, label, bad, add)
     problems += bad[:MAX_NAMED]
     if more := len(bad[MAX_NAMED:]):
         problems.append(f'{label}: {more} more lines were left out.')
-    if run.trials and not bad and (not rows or max(rows) != run.trials[0].num_steps):
-        problems.append(f'{label}: the run was not evaluated at its last step.')
-    elif run.trials and not bad and last_kind != 'final':
-        problems.append(f'{label} has no final record at the end of its log.')
-    if not run.trials and last_kind == 'final':
+    ended = bool(records) and records[-1]['kind'] == 'final'
+    evaluated = max(evaluations, default=None)
+    complete = ended and run.trials and evaluated == run.trials[0].num_steps
+    if run.trials and not bad and not complete:
+        problems.append(f'{label} does not end with the last evaluation and the final record.')
+    if ended and not run.trials:
         problems.append(f'results.jsonl lacks the results of {run.directory}, which has ended.')
     curve = None
-    if rows and len(run.trials) == run.num_trials:
-        values_EX = {n: np.array([row[n] for row in rows.values()], float) for n in logged}
-        curve = Curve(np.array(list(rows)), values_EX)
-    return dataclasses.replace(run, curve=curve, step=max(steps))
+    if evaluations and len(run.trials) == run.num_trials:
+        absent = [None] * run.num_trials
+        values_EX = {
+            name: np.array([row.get(name) or absent for row in evaluations.values()], float)
+            for name in logged
+        }
+        curve = Curve(np.array(list(evaluations)), values_EX)
+    step = max((record['step'] for record in records), default=0)
+    return dataclasses.replace(run, curve=curve, step=step)

@@ -34,10 +34,6 @@ REMARKS = {
         {'matched': 'total', 'residual': 0.0123, 'tolerance': 1e-3},
         'total parameters differ by +1.23 %, above the tolerance of 0.1 %: no verdict at equal',
     ),
-    'OTHER_PARAMETER_COUNT': (
-        {'parameters': 12345, 'target': 12000, 'residual': 0.001},
-        'count 12,345 parameters, the plan gives a residual of +0.100 % to 12,000',
-    ),
     'OTHER_SEEDS': (
         {'stage': 'verdict', 'actual': (1, 2), 'declared': (0, 1, 2)},
         'its verdict ran on seeds 1 and 2, the study declares 0, 1 and 2',
@@ -54,7 +50,6 @@ REMARKS = {
         {'knob': 'score_scale', 'actual': 1.0, 'expected': 2.0, 'tuned': False},
         'the verdict ran at score scale 1, the screening trials ran at 2',
     ),
-    'SEVERAL_SETTINGS': ({}, 'ran at more than one setting'),
     'FEW_SEEDS': (
         {'counts': (1,), 'enough': 5, 'arms': (A, B)},
         'verdicts rest on 1 seed (fewer than 5) for a at s and b at s',
@@ -175,8 +170,8 @@ REASONS = {
     'NO_VERDICT_TRIALS': ({}, 'its verdict trials have no results yet'),
     'NO_BASELINE_TRIALS': ({'baseline': 'qk/vo'}, 'the baseline qk/vo has no verdict trials there'),
     'BASELINE_BLOCKED': (
-        {'baseline': 'qk/vo', 'remarks': (Remark(RemarkCode.SEVERAL_SETTINGS),)},
-        'the baseline qk/vo: its verdict trials ran at more than one setting',
+        {'baseline': 'qk/vo', 'remarks': (Remark(RemarkCode.NO_TEST),)},
+        'the baseline qk/vo: its trials have no test loss, and the test split decides',
     ),
     'NO_DOCUMENTS': ({}, 'it and the baseline have no losses over the same documents'),
     'SEEDS_APART': (
@@ -246,12 +241,12 @@ def test_every_code_has_a_clause_and_every_clause_a_code(prefix, codes: type[enu
 
 
 def test_remarks_name_their_arm():
-    remark = Remark(RemarkCode.SEVERAL_SETTINGS)
+    remark = Remark(RemarkCode.NO_TEST)
     clause = prose.clause(remark)
     assert prose.remark(remark) == f'{clause[0].upper()}{clause[1:]}.'
-    of_arm = Remark(RemarkCode.SEVERAL_SETTINGS, arm=ArmKey('a/vo', 's', 'c'))
+    of_arm = Remark(RemarkCode.NO_TEST, arm=ArmKey('a/vo', 's', 'c'))
     assert prose.remark(of_arm) == f'a/vo at s: {clause}.'
-    of_all = Remark(RemarkCode.SEVERAL_SETTINGS, every_arm=True)
+    of_all = Remark(RemarkCode.NO_TEST, every_arm=True)
     assert prose.remark(of_all) == f'every arm: {clause}.'
 
 

@@ -411,7 +411,7 @@ CHANGES = {
     describe_a_metric_otherwise: "descriptions of metric 'top_3' differ",
     edit_the_final_record: 'has test_loss .* in its log',
     edit_the_last_bit_of_the_final_record: 'has test_loss .* in its log',
-    drop_the_final_record: 'no final record at the end of its log',
+    drop_the_final_record: 'does not end with the last evaluation and the final record',
     edit_an_earlier_evaluation: 'logs changed since the last look',
     edit_the_number_of_tokens: 'has num_tokens 153600, which is 307200',
     edit_the_residual: 'has residual 0.0, which is',

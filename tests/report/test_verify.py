@@ -202,9 +202,9 @@ def test_what_is_missing_or_unlike_its_log_is_found(written, study):
     log = study / json.loads((study / 'plan.jsonl').read_text().splitlines()[0])['directory']
     log /= 'metrics.jsonl'
     edit(log, lambda lines: lines.pop())
-    refused(study, 'has no final record at the end of its log')
+    refused(study, 'does not end with the last evaluation and the final record')
     edit(log, lambda lines: lines.pop())
-    refused(study, 'was not evaluated at its last step')
+    refused(study, 'does not end with the last evaluation and the final record')
     log.unlink()
     refused(study, 'metrics.jsonl is missing')
     shutil.copy(written / log.relative_to(study), log)

@@ -1,10 +1,10 @@
-"""Simulated studies, from screening to words: how often a word is false, and a true one found.
+"""Simulated studies, from screening to decisions: how many are false, how many effects found.
 
     python -m tests.stats.simulations [studies]
 
 prints the counts. Every study goes through the planner's tuning and the decisions of a report. Loss
 is a curve in ln(learning rate), a parabola or skewed, with noise, in nats per token; the arms' true
-losses at their optima are known, so it is known which words are false. The draws are fixed.
+losses at their optima are known, so it is known which decisions are false. The draws are fixed.
 """
 
 import copy
@@ -30,9 +30,9 @@ GRIDS = dict.fromkeys(KNOBS, (1.0,)) | {'learning_rate': (0.002, 0.004, 0.008, 0
 CHOICES = ('vertex', 'minimax')  # of TuningConfig.choice
 ARMS = 7
 MARGIN = inference.MARGIN
-ALLOWED = 0.055  # rate of false words: 5 % and the noise of a simulation
-LOWER = (Decision.BETTER, Decision.BETTER_BELOW_MARGIN)
-HIGHER = (Decision.WORSE, Decision.WORSE_BELOW_MARGIN)
+ALLOWED = 0.055  # rate of false decisions: 5 % and the noise of a simulation
+BELOW_ZERO = (Decision.BETTER, Decision.BETTER_BELOW_MARGIN)
+ABOVE_ZERO = (Decision.WORSE, Decision.WORSE_BELOW_MARGIN)
 
 MANY = 80  # seeds, which show a small bias
 BAD = 0.2  # by which a bad trial is worse
@@ -92,6 +92,10 @@ class Arm:
         """The mean loss at the optimum, bad trials included."""
         return self.level + self.shape.bad * BAD
 
+    def aparts(self, number: int) -> np.ndarray:
+        """How far the optima of seeds lie apart."""
+        return self.rng.normal(0, self.shape.spread, number)
+
     def loss(self, value: float, seeds: np.ndarray, apart: np.ndarray) -> np.ndarray:
         """The losses of one trial for each of the seeds' own levels and optima."""
         excess = self.shape.excess(math.log(value / self.optimum) - apart)
@@ -99,18 +103,15 @@ class Arm:
         bad = BAD * (self.rng.random(len(seeds)) < self.shape.bad)
         return self.level + excess + bad + seeds + self.rng.normal(0, NOISE, len(seeds))
 
-    def aparts(self, number: int) -> np.ndarray:
-        return self.rng.normal(0, self.shape.spread, number)
-
     def tuned(self, seeds: Mapping[int, float], choice: str) -> Sweep:
         """The sweep of its learning rate, as the planner asks for it."""
         limits = TuningConfig(seeds=(100, 101), choice=choice)
         measured: dict[tuple[float, ...], dict[int, float | None]] = {}
         apart = dict(zip(seeds, self.aparts(len(seeds)).tolist(), strict=True))
         while (plan := tune(GRIDS, limits, measured)).knob is not None:
-            own = [np.array([of[s] for s in plan.seeds]) for of in (seeds, apart)]
+            drawn = [np.array([values[s] for s in plan.seeds]) for values in (seeds, apart)]
             for at in map(plan.at, plan.values):
-                losses = self.loss(at[0], *own)
+                losses = self.loss(at[0], *drawn)
                 measured.setdefault(at, {}).update(zip(plan.seeds, losses.tolist(), strict=True))
         return plan.sweeps['learning_rate']
 
@@ -130,7 +131,7 @@ def tuned(case: str, studies: int, choice: str) -> list[list[tuple[Arm, Sweep]]]
 
 @dataclasses.dataclass
 class Counts:
-    """Over studies: those with a false word; over their arms: tested, covered, found."""
+    """Over studies: those decided falsely; over their arms: tested, covered, effects found."""
 
     studies: int = 0
     false: int = 0
@@ -143,33 +144,27 @@ class Counts:
     detectable: list[float] = dataclasses.field(default_factory=list)
 
     @property
-    def false_rate(self) -> float:
-        return self.false / self.studies
-
-    @property
     def coverage(self) -> float:
         return self.covered / self.tested
 
-    @property
-    def power(self) -> float:
-        return self.found / self.sought
-
     def __str__(self) -> str:
-        text = f'{self.false} of {self.studies} studies with a false word ({self.false_rate:.1%})'
+        text = f'{self.false} of {self.studies} studies decided falsely'
+        text += f' ({self.false / self.studies:.1%})'
         if self.tested:
             text += f', {self.covered} of {self.tested} intervals cover ({self.coverage:.3f})'
         if self.sought:
-            text += f', {self.found} of {self.sought} effects found ({self.power:.3f})'
+            text += f', {self.found} of {self.sought} effects found'
+            text += f' ({self.found / self.sought:.3f})'
         return text
 
 
-def is_false(word: Decision, true: float) -> bool:
-    """Whether a word contradicts the true difference."""
-    if word in LOWER + HIGHER:
-        side = 1 if word in HIGHER else -1
-        beyond = word in (Decision.BETTER, Decision.WORSE)
+def is_false(decided: Decision, true: float) -> bool:
+    """Whether a decision contradicts the true difference."""
+    if decided in BELOW_ZERO + ABOVE_ZERO:
+        side = 1 if decided in ABOVE_ZERO else -1
+        beyond = decided in (Decision.BETTER, Decision.WORSE)
         return side * true <= 0 or (beyond and abs(true) < MARGIN * (1 - 1e-9))
-    return word is Decision.EQUIVALENT and abs(true) >= MARGIN
+    return decided is Decision.EQUIVALENT and abs(true) >= MARGIN
 
 
 def study(
@@ -180,16 +175,16 @@ def study(
     whole: Counts,
     plain: Counts,
 ) -> None:
-    """Adds a study to `whole`, and what it says without regard to its tuning to `plain`.
+    """Adds a study to `whole`, and what it decides without regard to its tuning to `plain`.
 
-    The first arm differs by `effect`, which is found if it gets a word in the right direction. A
-    word is false if it contradicts the difference of the means, or that without bad trials.
+    The first arm differs by `effect`, which is found if it is decided in the right direction. A
+    decision is false if it contradicts the difference of the means, or that without bad trials.
     """
     levels_S = rng.normal(0, LEVEL_NOISE, num_seeds)
     arms = [copy.copy(arm) for arm, _ in tuned_arms]
-    arms[1].level = effect
     for arm in arms:
         arm.rng = rng
+    arms[1].level = effect
     sweeps = [sweep for _, sweep in tuned_arms]
     losses = [
         arm.loss(sweep.chosen, levels_S, arm.aparts(num_seeds))
@@ -203,19 +198,22 @@ def study(
             for i in range(1, len(arms))
             if max(tuning[i]) < math.inf
         }
-        words = decision.judge(differences, planned=len(arms) - 1)
-        true = [{arm.level, arm.mean - arms[0].mean} for arm in arms]
+        judged = decision.judge(differences, planned=len(arms) - 1)
+        means = {i: arms[i].mean - arms[0].mean for i in differences}
         counts.studies += 1
-        counts.false += any(is_false(w.decision, of) for i, w in words.items() for of in true[i])
+        counts.false += any(
+            is_false(one.decision, true)
+            for i, one in judged.items()
+            for true in {arms[i].level, means[i]}
+        )
         counts.arms += len(arms) - 1
         counts.tested += len(differences)
-        means = {i: arms[i].mean - arms[0].mean for i in differences}
         counts.covered += sum(d.low <= means[i] <= d.high for i, d in differences.items())
-        counts.detectable += [word.detectable for word in words.values()]
+        counts.detectable += [one.detectable for one in judged.values()]
         counts.screened += sum(sum(map(len, sweep.losses)) for sweep in sweeps)
-        if effect and 1 in words:
+        if effect and 1 in judged:
             counts.sought += 1
-            counts.found += words[1].decision in (LOWER if effect < 0 else HIGHER)
+            counts.found += judged[1].decision in (BELOW_ZERO if effect < 0 else ABOVE_ZERO)
 
 
 def simulate(
@@ -229,45 +227,45 @@ def simulate(
     return whole, plain
 
 
-def looks(studies: int, at: Sequence[int], *, spent: bool, arms: int = ARMS) -> tuple[int, int]:
-    """Studies of equal arms with a false word at any of the looks, and their number.
+def looks(studies: int, at: Sequence[int], *, spent: bool) -> tuple[int, int]:
+    """Studies of equal arms decided falsely at any of the looks, and their number.
 
     The looks are `at` these numbers of seeds. With `spent` they share the error rate; otherwise
     each is made as if it were the only one.
     """
-    rng, false = np.random.default_rng([len(at), spent, arms]), 0
+    rng, false = np.random.default_rng([len(at), spent, ARMS]), 0
     alphas = decision.spending(at) if spent else [1 - inference.LEVEL] * len(at)
     for _ in range(studies):
-        losses = rng.normal(0, NOISE, (arms + 1, at[-1]))
+        losses = rng.normal(0, NOISE, (ARMS + 1, at[-1]))
         false += any(
-            _words(losses[:, :n], alpha, arms) for n, alpha in zip(at, alphas, strict=True)
+            _decided(losses[:, :n], alpha, ARMS) for n, alpha in zip(at, alphas, strict=True)
         )
     return false, studies
 
 
 def added_arms(studies: int, first: int, last: int, *, declared: bool) -> tuple[int, int]:
-    """Studies of equal arms with a false word, and their number, where arms are added at each look.
+    """Studies of equal arms decided falsely, and their number, where arms are added at each look.
 
-    Arms come one at a time, from `first` to `last`, until one gets a word; each time, the family is
+    Arms come one at a time, from `first` to `last`, until one is decided; each time, the family is
     that of the arms so far. With `declared`, it is that of the first arms, and those added after
-    the first look get no word.
+    the first look are not decided.
     """
     rng, false = np.random.default_rng([first, last, declared]), 0
     for _ in range(studies):
         losses = rng.normal(0, NOISE, (last + 1, 16))
         counts = [first] if declared else range(first, last + 1)
-        false += any(_words(losses[: n + 1], 1 - inference.LEVEL, n) for n in counts)
+        false += any(_decided(losses[: n + 1], 1 - inference.LEVEL, n) for n in counts)
     return false, studies
 
 
-def _words(losses_AS: np.ndarray, alpha: float, planned: int) -> bool:
-    """Whether any arm is called better or worse than the first one."""
+def _decided(losses_AS: np.ndarray, alpha: float, planned: int) -> bool:
+    """Whether any arm is better or worse than the first one."""
     differences = {
         i: inference.paired(row - losses_AS[0], resamples=None)
         for i, row in enumerate(losses_AS[1:])
     }
-    words = decision.judge(differences, planned=planned, alpha_of_look=alpha)
-    return any(is_false(word.decision, 0.0) for word in words.values())
+    judged = decision.judge(differences, planned=planned, alpha_of_look=alpha)
+    return any(is_false(one.decision, 0.0) for one in judged.values())
 
 
 def crossed(
@@ -285,8 +283,8 @@ def crossed(
         tokens_C = rng.lognormal(8, shares, documents)
         for _ in range(20):
             tokens_C = np.minimum(tokens_C, 0.05 * tokens_C.sum())
-        own_SC = rng.normal(0, 0.02, (num_seeds, documents)) + rng.normal(0, 0.03, documents)
-        nats_SC = (own_SC + rng.normal(0, 0.01, (num_seeds, 1))) * tokens_C
+        noise_SC = rng.normal(0, 0.02, (num_seeds, documents)) + rng.normal(0, 0.03, documents)
+        nats_SC = (noise_SC + rng.normal(0, 0.01, (num_seeds, 1))) * tokens_C
         means_S = nats_SC.sum(axis=1) / tokens_C.sum()
         error, df = inference.evaluation_error(nats_SC, tokens_C)
         seeds = inference.paired(means_S, resamples=None)
@@ -298,35 +296,29 @@ def crossed(
 
 def main(argv: Sequence[str]) -> None:
     studies = int(argv[1]) if len(argv) > 1 else 1000
-    for name, (number, of) in crossed(2 * studies).items():
-        print(
-            f'16 seeds x 100 documents, error of {name}: {number} of {of} intervals cover '
-            f'({number / of:.3f})',
-            flush=True,
-        )
-    for name, (number, of) in {
+    for name, (number, total) in crossed(2 * studies).items():
+        print(f'error of {name}: {number} of {total} intervals cover ({number / total:.3f})')
+    several = range(4, 33, 4)
+    for name, (number, total) in {
         'looks at 8 and 16 seeds, each at 5 %': looks(2 * studies, (8, 16), spent=False),
         'looks at 8 and 16 seeds, spending': looks(2 * studies, (8, 16), spent=True),
-        'looks at 4, 8, ..., 32 seeds, each at 5 %': looks(
-            2 * studies, range(4, 33, 4), spent=False
-        ),
-        'looks at 4, 8, ..., 32 seeds, spending': looks(2 * studies, range(4, 33, 4), spent=True),
-        'arms added until a word, 1 to 15': added_arms(2 * studies, 1, 15, declared=False),
+        'looks at 4, 8, ..., 32 seeds, each at 5 %': looks(2 * studies, several, spent=False),
+        'looks at 4, 8, ..., 32 seeds, spending': looks(2 * studies, several, spent=True),
+        'arms added until one is decided, 1 to 15': added_arms(2 * studies, 1, 15, declared=False),
         'arms added after 7 declared ones': added_arms(2 * studies, 7, 15, declared=True),
     }.items():
-        print(f'{name}: {number} of {of} studies with a false word ({number / of:.1%})', flush=True)
-    for case, choice in itertools.product(CASES, CHOICES):
-        for num_seeds in (8, 16, MANY):
-            whole, plain = simulate(case, num_seeds, studies, choice=choice)
-            per_arm = whole.screened / (ARMS + 1) / studies
-            print(f'{case}, {choice}, {num_seeds} seeds, {per_arm:.1f} screening trials per arm')
-            print(f'  without the tuning error: {plain}')
-            print(f'  with it:                  {whole}')
-            print(f'  {whole.tested} of {whole.arms} arms tested', flush=True)
-            if whole.detectable:
-                effect = float(np.median(whole.detectable))
-                whole, _ = simulate(case, num_seeds, studies, effect, choice)
-                print(f'  an effect of {effect:.4f}:     {whole}', flush=True)
+        print(f'{name}: {number} of {total} studies decided falsely ({number / total:.1%})')
+    for case, choice, num_seeds in itertools.product(CASES, CHOICES, (8, 16, MANY)):
+        whole, plain = simulate(case, num_seeds, studies, choice=choice)
+        per_arm = whole.screened / (ARMS + 1) / studies
+        print(f'{case}, {choice}, {num_seeds} seeds, {per_arm:.1f} screening trials per arm')
+        print(f'  without the tuning error: {plain}')
+        print(f'  with it:                  {whole}')
+        print(f'  {whole.tested} of {whole.arms} arms tested', flush=True)
+        if whole.detectable:
+            effect = float(np.median(whole.detectable))
+            whole, _ = simulate(case, num_seeds, studies, effect, choice)
+            print(f'  an effect of {effect:.4f}:     {whole}', flush=True)
 
 
 if __name__ == '__main__':

@@ -18,44 +18,32 @@ def slow_probability(rows, context, target, number):
     lower = slow_probability(rows, context, target, number - 1)
     if len(context) < number:
         return lower
-    history = tuple(context[:number])
     after = collections.Counter(
         row[t]
         for row in rows
-        for t in range(1, len(row))
-        if t >= number and tuple(row[t - 1 :: -1][:number]) == history
+        for t in range(max(number, 1), len(row))
+        if row[t - 1 :: -1][:number] == context[:number]
     )
     if not after:
         return lower
     return (after[target] + len(after) * lower) / (after.total() + len(after))
 
 
-@pytest.fixture
-def texts():
+def test_losses_are_those_of_counts_in_dictionaries_and_probabilities_sum_to_one():
     rng = np.random.default_rng(0)
     counted_RL = rng.choice(V - 1, (30, 9), p=(0.5, 0.3, 0.15, 0.05))
-    # The last id is never counted, and some contexts are not.
-    return counted_RL, rng.integers(V, size=(6, 9))
-
-
-def test_losses_are_those_of_counts_in_dictionaries(texts):
-    counted_RL, rows_RL = texts
-    (nats_OM,) = ngrams.losses(*ngrams.preceding(counted_RL, 3), [ngrams.preceding(rows_RL, 3)], V)
-    nats_ORT = nats_OM.reshape(4, 6, 8)
-    counted = counted_RL.tolist()
+    rows_RL = rng.integers(V, size=(6, 9))  # the last id is never counted, nor are some contexts
+    contexts_KM, targets_M = ngrams.preceding(rows_RL, 3)
+    every = [(contexts_KM, np.full(len(targets_M), token)) for token in range(V)]
+    counted = ngrams.preceding(counted_RL, 3)
+    nats_OM, *nats = ngrams.losses(*counted, [(contexts_KM, targets_M), *every], V)
+    np.testing.assert_allclose(np.exp(-np.stack(nats)).sum(0), 1)
+    nats_ORT, rows = nats_OM.reshape(4, 6, 8), counted_RL.tolist()
     for r, row in enumerate(rows_RL.tolist()):
         for t in range(1, 9):
             for order in range(4):
-                p = slow_probability(counted, row[t - 1 :: -1], row[t], order)
+                p = slow_probability(rows, row[t - 1 :: -1], row[t], order)
                 assert nats_ORT[order, r, t - 1] == pytest.approx(-math.log(p))
-
-
-def test_probabilities_sum_to_one(texts):
-    counted_RL, rows_RL = texts
-    contexts_KM, _ = ngrams.preceding(rows_RL, 3)
-    every = [(contexts_KM, np.full(contexts_KM.shape[1], token)) for token in range(V)]
-    nats = ngrams.losses(*ngrams.preceding(counted_RL, 3), every, V)
-    np.testing.assert_allclose(np.exp(-np.stack(nats)).sum(0), 1)
 
 
 def test_a_context_ends_where_its_row_starts():
@@ -63,22 +51,19 @@ def test_a_context_ends_where_its_row_starts():
     assert contexts_KN.tolist() == [[1, 2, 4, 0], [-1, 1, -1, 4]]
     assert targets_N.tolist() == [2, 3, 0, 1]
     assert ngrams.neighbours(np.array([[1, 2, 3]])).tolist() == [[-1, 1, 2], [2, 3, -1]]
+    # Rows shorter than the order have the losses of lower ones.
+    short = ngrams.preceding(np.array([[0, 1], [1, 1]]), 4)
+    (nats_OM,) = ngrams.losses(*short, [short], V)
+    np.testing.assert_array_equal(nats_OM[2:], nats_OM[1:2].repeat(3, 0))
 
 
 def test_a_hidden_neighbour_is_left_out_of_the_context():
     """Counts of (left, right) back off to the left one, and to none without it."""
     text_RT = np.array([[0, 1, 2, 0, 1, 3]])
-    contexts_KN, targets_N = ngrams.neighbours(text_RT), text_RT.ravel()
     hidden = np.array([[0, 0, -1], [2, -1, 2]]), np.array([1, 1, 1])
-    (nats_OM,) = ngrams.losses(contexts_KN, targets_N, [hidden], V)
+    (nats_OM,) = ngrams.losses(ngrams.neighbours(text_RT), text_RT.ravel(), [hidden], V)
     unigram = (2 + 4 / V) / (6 + 4)
     after_left = (2 + unigram) / (2 + 1)
     between = (1 + after_left) / (1 + 1)
     expected = [[unigram] * 3, [after_left, after_left, unigram], [between, after_left, unigram]]
     np.testing.assert_allclose(np.exp(-nats_OM), expected)
-
-
-def test_rows_shorter_than_the_order_have_the_losses_of_lower_ones():
-    rows_RL = np.array([[0, 1], [1, 1]])
-    (nats_OM,) = ngrams.losses(*ngrams.preceding(rows_RL, 4), [ngrams.preceding(rows_RL, 4)], V)
-    np.testing.assert_array_equal(nats_OM[2:], nats_OM[1:2].repeat(3, 0))

@@ -26,44 +26,41 @@ from tests.studies import (
 
 BASE = 2 + 0.05 * np.arange(8)
 MEAN = float(BASE.mean()) + 0.1  # of the test split
-SEEDS = VERDICT_SEEDS
-SIZE = 'd_model=128'
+SEEDS, SIZE = VERDICT_SEEDS, 'd_model=128'
 B = ArmKey('b/vo', SIZE, 'stdlib')
+QK = B._replace(variant='qk/vo')
 VERDICT = {v: run_name(v, SIZE, 'verdict') for v in ('qk/vo', 'b/vo', 'c/vo')}
 SCREENING = run_name('b/vo', SIZE, 'screening', 'learning_rate')
 WORSE, NO_VERDICT = Decision.WORSE, Decision.NO_VERDICT
 JUDGED = {'b/vo': WORSE, 'c/vo': WORSE}
-WITHHELD = {'b/vo': NO_VERDICT, 'c/vo': WORSE}
-ALL_WITHHELD = {'b/vo': NO_VERDICT, 'c/vo': NO_VERDICT}
+WITHHELD = JUDGED | {'b/vo': NO_VERDICT}
+ALL_WITHHELD = dict.fromkeys(JUDGED, NO_VERDICT)
 EVALUATION = {'tokens': (65536,), 'rows': (512,), 'test_tokens': (32768,), 'documents': (100,)}
 
 
 def records_of(stage='verdict', variant='b/vo', **changes):
-    """Three arms; `changes` are of the trials of one of them at one stage (None: at all)."""
-    records = [
-        record
-        for number, name in enumerate(VERDICT)
-        for record in tuned_arm(name, losses=list(BASE + 0.02 * number))
-    ]
+    """Three arms; `changes` are of the trials of one of them at one stage."""
+    records = []
+    for number, name in enumerate(VERDICT):
+        records += tuned_arm(name, losses=list(BASE + 0.02 * number))
     for record in records:
-        if record['variant'] == variant and stage in (None, record['stage']):
+        if (record['variant'], record['stage']) == (variant, stage):
             record |= changes
     return records
 
 
-def two(**second):
-    """The baseline and b/vo, 0.02 nats worse."""
-    return tuned_arm('qk/vo', losses=list(BASE)) + tuned_arm(
-        'b/vo', **{'losses': list(BASE + 0.02)} | second
-    )
+def with_b(**b):
+    """The three arms, b/vo made otherwise."""
+    records = [record for record in records_of() if record['variant'] != 'b/vo']
+    return records[:18] + tuned_arm('b/vo', **{'losses': list(BASE + 0.02)} | b) + records[18:]
 
 
 def checked(directory):
     """The findings, the decisions by variant, and the remarks but for that on the evaluation."""
-    found = find(load_study(directory))
-    decisions = {arm.variant: arm.verdict.decision for arm in found.arms if arm.verdict}
-    remarks = [r for r in found.remarks if r.code is not RemarkCode.EVALUATION]
-    return found, decisions, remarks
+    findings = find(load_study(directory))
+    decisions = {arm.variant: arm.verdict.decision for arm in findings.arms if arm.verdict}
+    remarks = [r for r in findings.remarks if r.code is not RemarkCode.EVALUATION]
+    return findings, decisions, remarks
 
 
 def blocking(code, arm=B, **data):
@@ -71,9 +68,9 @@ def blocking(code, arm=B, **data):
 
 
 def test_a_sound_study_has_nothing_but_its_evaluation_to_report(study_dir):
-    found, decisions, remarks = checked(write_tuned(study_dir, records_of()))
+    findings, decisions, remarks = checked(write_tuned(study_dir, records_of()))
     assert decisions == JUDGED and remarks == []
-    assert found.remarks == (Remark(RemarkCode.EVALUATION, EVALUATION),)
+    assert findings.remarks == (Remark(RemarkCode.EVALUATION, EVALUATION),)
 
 
 def differs(name, most, one, harmless=False):
@@ -94,42 +91,68 @@ def other_seeds(stage, actual, declared):
     return blocking('OTHER_SEEDS', stage=stage, actual=actual, declared=declared)
 
 
+def other_setting(knob, actual, expected, tuned):
+    data = {'knob': knob, 'actual': actual, 'expected': expected, 'tuned': tuned}
+    return blocking('OTHER_SETTING', **data)
+
+
 SHORT = {'stopped': 8, 'trials': 8, 'step': 400, 'num_steps': 800}
 SCREENED = (*SCREENING_SEEDS, 102)
 OTHER_DATA = {'name': 'stdlib', 'version': '3.12', 'unigram_bits_per_byte': 4.53}
+TARGET = trial_record('b/vo')['target_parameters']
+LARGE = round(1.004 * TARGET)
+SIZED = {'parameters': trial_record('b/vo')['parameters'] | {'total': LARGE}}
+OVER = {'matched': 'total', 'residual': LARGE / TARGET - 1, 'tolerance': 1e-3}
+EDGE = {'knob': 'learning_rate', 'low': 0.001, 'high': 0.016, 'best': 0.016}
+DECAY = {'seed': 7, 'learning_rate': 4e-3, 'weight_decay': 0.2}
+ONE_DECAY = [*with_b()[:35], with_b()[35] | {'trial': DECAY}, *with_b()[36:]]
+OUTER = (1e-3, 2e-3, 8e-3, 16e-3)
+INCOMPLETE = {'knob': 'learning_rate', 'values': RATES}
 
 
 @pytest.mark.parametrize(
-    ('changes', 'remark'),
+    ('records', 'plan', 'remark'),
     [
-        ({'train__num_steps': 800}, blocking('STOPPED_EARLY', **SHORT)),
-        ({'optimizer__schedule': 'inverse_sqrt'}, not_annealed('inverse_sqrt')),
-        ({'optimizer__final_fraction': 0.2}, not_annealed('linear', 0.2)),
-        ({'trials__seeds': [*SEEDS, 8]}, other_seeds('verdict', (*SEEDS, 8), SEEDS)),
-        ({'screened': SCREENED}, other_seeds('screening', SCREENED, SCREENING_SEEDS)),
-        ({'train__num_steps': 200}, unlike('train.num_steps', '400', '200')),
-        ({'train__init_from': 'runs/a'}, unlike('train.init_from', 'None', 'runs/a')),
+        ({}, {'train__num_steps': 800}, blocking('STOPPED_EARLY', **SHORT)),
+        ({}, {'optimizer__schedule': 'inverse_sqrt'}, not_annealed('inverse_sqrt')),
+        ({}, {'optimizer__final_fraction': 0.2}, not_annealed('linear', 0.2)),
+        ({}, {'trials__seeds': [*SEEDS, 8]}, other_seeds('verdict', (*SEEDS, 8), SEEDS)),
+        ({}, {'screened': SCREENED}, other_seeds('screening', SCREENED, SCREENING_SEEDS)),
+        ({}, {'train__num_steps': 200}, unlike('train.num_steps', '400', '200')),
+        ({}, {'train__init_from': 'runs/a'}, unlike('train.init_from', 'None', 'runs/a')),
         # A score scale or weight decay that is not tuned is no arm's own.
-        ({'model__score_scale': 2.0}, unlike('model.score_scale', '1.0', '2.0')),
-        ({'trials__weight_decays': [1]}, unlike('trials.weight_decays', '[0.1]', '[1]')),
-        ({'data': OTHER_DATA}, unlike('data.version', '3.11.7', '3.12')),
-        ({'eval_tokens': 4096}, unlike('eval_tokens', '65536', '4096')),
+        ({}, {'model__score_scale': 2.0}, unlike('model.score_scale', '1.0', '2.0')),
+        ({}, {'trials__weight_decays': [1]}, unlike('trials.weight_decays', '[0.1]', '[1]')),
+        ({'data': OTHER_DATA}, {}, unlike('data.version', '3.11.7', '3.12')),
+        ({'eval_tokens': 4096}, {}, unlike('eval_tokens', '65536', '4096')),
+        (with_b(**SIZED, residual=LARGE / TARGET - 1), {}, blocking('OVER_TOLERANCE', **OVER)),
+        (
+            with_b(learning_rate=4.000001e-3),
+            {},
+            other_setting('learning_rate', 4.000001e-3, 4e-3, True),
+        ),
+        (ONE_DECAY, {}, other_setting('weight_decay', 0.2, 0.1, False)),
+        (with_b()[:18] + with_b()[28:], {}, blocking('SCREENING_INCOMPLETE', **INCOMPLETE)),
+        (with_b(optimum=16e-3), {}, blocking('NOT_BRACKETED', **EDGE)),
+        # Bracketed by diverged values alone.
+        (with_b(diverged_rates=OUTER), {}, blocking('UNBOUNDED_OPTIMUM', knob='learning_rate')),
     ],
 )
 def test_an_arm_that_breaks_a_rule_or_is_unlike_the_baseline_gets_no_verdict(
-    study_dir, changes, remark
+    study_dir, records, plan, remark
 ):
-    of_results = {name: changes[name] for name in changes if name in ('data', 'eval_tokens')}
-    of_plan = {name: value for name, value in changes.items() if '__' in name}
-    write_tuned(study_dir, records_of(**of_results))
+    records = records_of(**records) if isinstance(records, dict) else records
+    write_tuned(study_dir, records)
+    of_plan = {name: value for name, value in plan.items() if '__' in name}
     edit_plan(study_dir, VERDICT['b/vo'], **of_plan)
-    edit_plan(study_dir, SCREENING, trials__seeds=changes.get('screened', SCREENING_SEEDS))
-    found, decisions, remarks = checked(study_dir)
-    blocks = found.arms[1].blocks
-    assert decisions == WITHHELD and found.arms[1].verdict.reasons == blocks
-    assert remarks[: len(blocks)] == list(blocks) == [r for r in remarks if r.blocks]
-    assert remark in blocks
-    assert (found.arms[1].chosen == ()) == (remark.code is RemarkCode.STOPPED_EARLY)
+    if 'screened' in plan:
+        edit_plan(study_dir, SCREENING, trials__seeds=plan['screened'])
+    findings, decisions, remarks = checked(study_dir)
+    arm = next(arm for arm in findings.arms if arm.key == B)
+    assert decisions == WITHHELD and arm.verdict.reasons == arm.blocks
+    assert set(map(repr, arm.blocks)) == {repr(r) for r in remarks if r.blocks}
+    assert remark in arm.blocks and remarks[: len(arm.blocks)] == list(arm.blocks)
+    assert (arm.chosen == ()) == (remark.code is RemarkCode.STOPPED_EARLY)
     if remark.code is RemarkCode.DIFFERS_FROM_BASELINE:
         name, one, most = remark.data.values()
         assert differs(name, most, one) in remarks
@@ -161,9 +184,8 @@ def test_fields_of_a_variant_may_differ_and_values_are_of_one_size(study_dir):
         for variant in ('qk/vo', 'b/vo?norm=rmsnorm&num_kv_heads=1 [d_ff]'):
             records += tuned_arm(variant, size, BASE, d_model=d_model, eval_tokens=d_model)
     write_tuned(study_dir, records)
-    run = run_name(records[-1]['variant'], 's64', 'verdict')
     changes = {'model__norm': 'rmsnorm', 'model__num_kv_heads': 1, 'train__lifting': 'vmap'}
-    edit_plan(study_dir, run, **changes)
+    edit_plan(study_dir, run_name(records[-1]['variant'], 's64', 'verdict'), **changes)
     named = [r.data for r in checked(study_dir)[2] if 'name' in r.data]
     assert [(data['name'], data['size']) for data in named] == [('train.lifting', 's64')]
 
@@ -173,36 +195,29 @@ def test_one_trial_that_stopped_early_is_left_out(study_dir):
     next(r for r in records if r['run'] == VERDICT['b/vo'])['num_steps'] = 100
     write_tuned(study_dir, records)
     edit_plan(study_dir, VERDICT['b/vo'], train__num_steps=400)
-    found, decisions, remarks = checked(study_dir)
-    assert decisions == JUDGED and found.arms[1].difference.n == 7
+    findings, decisions, remarks = checked(study_dir)
+    assert decisions == JUDGED and findings.arms[1].difference.n == 7
     data = {'stopped': 1, 'trials': 8, 'step': 100, 'num_steps': 400}
     assert remarks == [Remark(RemarkCode.STOPPED_EARLY, data, arm=B)]
 
 
-def test_what_blocks_the_baseline_blocks_every_arm(study_dir):
+def test_what_blocks_the_baseline_blocks_every_arm_and_what_all_share_is_one_remark(study_dir):
     write_tuned(study_dir, records_of())
     edit_plan(study_dir, VERDICT['qk/vo'], optimizer__schedule='constant')
-    found, decisions, _ = checked(study_dir)
+    findings, decisions, _ = checked(study_dir)
     assert decisions == ALL_WITHHELD
-    reason = found.arms[1].verdict.reasons[-1]
+    reason = findings.arms[1].verdict.reasons[-1]
     assert reason.code is ReasonCode.BASELINE_BLOCKED
-    assert reason.data == {'baseline': 'qk/vo', 'remarks': found.arms[0].blocks}
-
-
-def test_what_holds_for_every_arm_is_one_remark_and_leaves_no_scaling_law(study_dir):
-    records = tuned_arm('qk/vo', 's64', BASE, d_model=64) + tuned_arm('qk/vo', 's128', BASE)
-    records += tuned_arm('b/vo', 's64', BASE, d_model=64) + tuned_arm('b/vo', 's128', BASE)
-    write_tuned(study_dir, records)
-    assert len(checked(study_dir)[0].scaling) == 2
-    for run in {record['run'] for record in records if record['stage'] == 'verdict'}:
-        edit_plan(study_dir, run, optimizer__schedule='constant')
-    found, decisions, (remark,) = checked(study_dir)
-    assert decisions == {'b/vo': NO_VERDICT} and found.scaling == ()
-    assert found.blocks == (remark,) == found.arms[1].verdict.reasons
+    assert reason.data == {'baseline': 'qk/vo', 'remarks': findings.arms[0].blocks}
+    for variant in ('b/vo', 'c/vo'):
+        edit_plan(study_dir, VERDICT[variant], optimizer__schedule='constant')
+    findings, decisions, (remark,) = checked(study_dir)
+    assert decisions == ALL_WITHHELD
+    assert findings.blocks == (remark,) == findings.arms[1].verdict.reasons
     assert remark.code is RemarkCode.NOT_ANNEALED and remark.arm is None and remark.every_arm
 
 
-def test_software_that_differs_is_named_and_its_code_blocks(study_dir):
+def test_code_that_differs_or_that_no_commit_holds_blocks_until_it_is_accepted(study_dir):
     provenance = trial_record('x')['provenance']
     provenance |= {'git': {'commit': 'f' * 40, 'dirty': True}, 'versions': {'jax': '0.12.0'}}
     provenance['imported'] = {'x:y': '2', 'x:z': '1'}
@@ -212,108 +227,50 @@ def test_software_that_differs_is_named_and_its_code_blocks(study_dir):
             record['provenance'] = record['provenance'] | {'imported': {'x:y': '1', 'x:z': '1'}}
     _, decisions, remarks = checked(write_tuned(study_dir, records))
     assert decisions == ALL_WITHHELD
-    assert [(r.code.name, r.data.get('name'), r.blocks) for r in remarks] == [
-        ('SOFTWARE_DIFFERS', 'git.commit', True),
-        ('SOFTWARE_DIFFERS', 'imported.x:y', True),
-        ('UNCOMMITTED_CHANGES', None, True),
-        ('SOFTWARE_DIFFERS', 'versions.jax', False),
+    named = [
+        ('SOFTWARE_DIFFERS', 'git.commit'),
+        ('SOFTWARE_DIFFERS', 'imported.x:y'),
+        ('UNCOMMITTED_CHANGES', None),
+        ('SOFTWARE_DIFFERS', 'versions.jax'),
     ]
+    assert [(r.code.name, r.data.get('name')) for r in remarks] == named
+    assert [r.blocks for r in remarks] == [True, True, True, False]
     assert remarks[0].data['values']['f' * 40] == ((B, 'verdict'),)
     assert (B, 'screening') in remarks[-1].data['values']['0.10.2']
-
-
-@pytest.mark.parametrize(
-    ('git', 'code', 'accepted'),
-    [
-        ({'commit': 'abc1234', 'dirty': True}, 'UNCOMMITTED_CHANGES', 'uncommitted'),
-        ({'commit': 'def5678', 'dirty': False}, 'SOFTWARE_DIFFERS', 'commits'),
-    ],
-)
-def test_code_that_no_commit_holds_is_accepted_by_an_entry_alone(study_dir, git, code, accepted):
-    provenance = trial_record('qk/vo')['provenance'] | {'git': git}
-    write_tuned(study_dir, two(provenance=provenance))
-    found, decisions, _ = checked(study_dir)
-    assert decisions == {'b/vo': NO_VERDICT} and [r.code.name for r in found.blocks] == [code]
-    ledger.accept(study_dir, accepted, 'a comment only')
-    found, decisions, (remark,) = checked(study_dir)
-    assert decisions == {'b/vo': WORSE} and found.blocks == ()
-    assert (remark.code.name, remark.data['accepted']) == (code, 'a comment only')
-
-
-def lose(directory, run, **changes):
-    """Changes one result of a run."""
-    path = directory / 'results.jsonl'
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    [record for record in records if record['run'] == run][-1].update(changes)
-    write_lines(path, records)
+    for code, still in (('uncommitted', 2), ('commits', 0)):
+        ledger.accept(study_dir, code, 'a comment only')
+        findings, decisions, remarks = checked(study_dir)
+        assert len(findings.blocks) == still and len(remarks) == 4
+        assert 'a comment only' in [remark.data['accepted'] for remark in remarks]
+    assert decisions == JUDGED
 
 
 @pytest.mark.parametrize('loss', [float('nan'), None])
 @pytest.mark.parametrize(('variant', 'decisions'), [('b/vo', WITHHELD), ('qk/vo', ALL_WITHHELD)])
 def test_a_finished_trial_without_a_loss_withholds_the_verdict(study_dir, variant, decisions, loss):
     """Dropped, it would leave the mean of the others: those that did well."""
-    write_tuned(study_dir, records_of())
-    lose(study_dir, VERDICT[variant], val_loss=loss)
-    _, judged, remarks = checked(study_dir)
+    records = records_of()
+    write_tuned(study_dir, records)
+    [r for r in records if r['run'] == VERDICT[variant]][-1]['val_loss'] = loss
+    write_lines(study_dir / 'results.jsonl', records)
     data = {'readable': 7, 'planned': 8, 'stage': 'verdict', 'run': VERDICT[variant]}
-    assert judged == decisions
-    assert remarks == [Remark(RemarkCode.MISSING_RESULTS, data, True, B._replace(variant=variant))]
+    expected = [Remark(RemarkCode.MISSING_RESULTS, data, True, B._replace(variant=variant))]
+    assert checked(study_dir)[1:] == (decisions, expected)
 
 
-TARGET, RESIDUAL = (trial_record('b/vo')[name] for name in ('target_parameters', 'residual'))
-LARGE = round(1.004 * TARGET)
-OVER = {'matched': 'total', 'residual': LARGE / TARGET - 1, 'tolerance': 1e-3}
-OTHER_COUNT = {'parameters': 900000, 'target': TARGET, 'residual': RESIDUAL}
-EDGE = {'knob': 'learning_rate', 'low': 0.001, 'high': 0.016, 'best': 0.016}
-AT_RATE = {'knob': 'learning_rate', 'expected': 4e-3, 'tuned': True}
-AT_DECAY = {'knob': 'weight_decay', 'actual': 0.2, 'expected': 0.1, 'tuned': False}
-OTHER_DECAY = {'trial': {'seed': 7, 'learning_rate': 4e-3, 'weight_decay': 0.2}}
-ALL_DECAYS = [r | {'trial': r['trial'] | {'weight_decay': 0.2}} for r in two()[-8:]]
 DIVERGED = {'arms': ((B, (('screening', 2, 10, ()), ('verdict', 1, 8, ()))),)}
 
 
-def sized(total):
-    return trial_record('b/vo')['parameters'] | {'total': total}
-
-
-@pytest.mark.parametrize(
-    ('records', 'code', 'data'),
-    [
-        (
-            two(parameters=sized(LARGE), residual=LARGE / TARGET - 1),
-            'OVER_TOLERANCE',
-            OVER,
-        ),
-        (two(parameters=sized(900000)), 'OTHER_PARAMETER_COUNT', OTHER_COUNT),
-        (two(learning_rate=4.000001e-3), 'OTHER_SETTING', AT_RATE | {'actual': 4.000001e-3}),
-        (two()[:-8] + ALL_DECAYS, 'OTHER_SETTING', AT_DECAY),
-        ([*two()[:-1], two()[-1] | OTHER_DECAY], 'SEVERAL_SETTINGS', {}),
-        (
-            two()[:18] + two()[28:],
-            'SCREENING_INCOMPLETE',
-            {'knob': 'learning_rate', 'values': RATES},
-        ),
-        (two(optimum=16e-3), 'NOT_BRACKETED', EDGE),
-    ],
-)
-def test_results_that_break_a_rule_withhold_the_verdict(study_dir, records, code, data):
-    _, decisions, remarks = checked(write_tuned(study_dir, records))
-    assert blocking(code, **data) in remarks and decisions == {'b/vo': NO_VERDICT}
-
-
 def test_diverged_few_and_unmatched_results_are_judged(study_dir):
-    losses = [None, *(BASE[1:] + 0.02)]
-    diverged = two(losses=losses, diverged_rates=(16e-3,))
-    assert checked(write_tuned(study_dir / 'a', diverged))[1:] == (
-        {'b/vo': WORSE},
-        [Remark(RemarkCode.DIVERGED, DIVERGED)],
-    )
+    diverged = with_b(losses=[None, *(BASE[1:] + 0.02)], diverged_rates=(16e-3,))
+    remarks = [Remark(RemarkCode.DIVERGED, DIVERGED)]
+    assert checked(write_tuned(study_dir / 'a', diverged))[1:] == (JUDGED, remarks)
     for seeds, few in ((4, True), (5, False)):
-        records = [r for r in two() if r['stage'] == 'screening' or r['trial']['seed'] < seeds]
+        records = [r for r in records_of() if r['trial']['seed'] not in range(seeds, 8)]
         path = write_tuned(study_dir / str(seeds), records, seeds=list(range(seeds)))
         data = {'counts': (seeds,), 'enough': 5, 'arms': None}
         remarks = [Remark(RemarkCode.FEW_SEEDS, data)] if few else []
-        assert checked(path)[1:] == ({'b/vo': WORSE}, remarks)
+        assert checked(path)[1:] == (JUDGED, remarks)
     unmatched = [record | {'target_parameters': None, 'residual': None} for record in records_of()]
     path = write_tuned(study_dir / 'unmatched', unmatched, matched=None)
     assert checked(path)[1:] == (JUDGED, [])
@@ -330,23 +287,21 @@ def test_seeds_of_both_screening_and_verdict_give_no_verdict(study_dir, stage, o
         if record['stage'] == stage and record['trial']['seed'] == old:
             record['trial']['seed'] = new
     write_tuned(study_dir, records, tuning__seeds=declared or SCREENING_SEEDS)
-    found, decisions, _ = checked(study_dir)
+    findings, decisions, _ = checked(study_dir)
     shared = Remark(RemarkCode.SHARED_SEEDS, {'seeds': (new,)}, True)
-    assert decisions == ALL_WITHHELD and shared in found.blocks
-    assert shared in found.arms[1].verdict.reasons
+    assert decisions == ALL_WITHHELD and shared in findings.arms[1].verdict.reasons
 
 
 def test_tuning_that_has_one_rate_or_has_not_ended_gives_no_verdict(study_dir):
     grids = {'tuning__learning_rates': [4e-3], 'tuning__weight_decays': [0.1, 0.2]}
-    found, decisions, _ = checked(write_tuned(study_dir / 'a', records_of(), **grids))
+    findings, decisions, _ = checked(write_tuned(study_dir / 'a', records_of(), **grids))
     data = {'learning_rates': (4e-3,)}
-    assert found.blocks[0] == Remark(RemarkCode.LEARNING_RATE_NOT_TUNED, data, True)
+    assert findings.blocks[0] == Remark(RemarkCode.LEARNING_RATE_NOT_TUNED, data, True)
     assert decisions == ALL_WITHHELD
-    path = write_tuned(study_dir / 'b', two(optimum=16e-3), tuning__max_points=9)
+    path = write_tuned(study_dir / 'b', with_b(optimum=16e-3), tuning__max_points=9)
     _, decisions, remarks = checked(path)
     incomplete = {'knob': 'learning_rate', 'values': (0.032,)}
-    assert blocking('SCREENING_INCOMPLETE', **incomplete) in remarks
-    assert decisions == {'b/vo': NO_VERDICT}
+    assert blocking('SCREENING_INCOMPLETE', **incomplete) in remarks and decisions == WITHHELD
 
 
 def test_a_study_without_tuning_is_checked_too(study_dir):
@@ -354,13 +309,16 @@ def test_a_study_without_tuning_is_checked_too(study_dir):
     changes = {'eval_tokens': 4096, 'val_loss': None}
     records += [trial_record('b/vo', seed=seed, **changes) for seed in (0, 1)]
     write_study(study_dir, records)
-    lose(study_dir, run_name('qk/vo', SIZE), val_loss=None)
+    records[1]['val_loss'] = None
+    write_lines(study_dir / 'results.jsonl', records)
     remarks = {remark.code.name: remark for remark in checked(study_dir)[2]}
     lost = {'readable': 1, 'planned': 2, 'stage': None, 'run': run_name('qk/vo', SIZE)}
-    expected = Remark(RemarkCode.MISSING_RESULTS, lost, arm=B._replace(variant='qk/vo'))
-    assert remarks['MISSING_RESULTS'] == expected
+    assert remarks['MISSING_RESULTS'] == Remark(RemarkCode.MISSING_RESULTS, lost, arm=QK)
     assert remarks['DIFFERS'].data['values'] == {'65536': ('qk/vo',), '4096': ('b/vo',)}
     assert remarks['DIVERGED'].data == {'arms': ((B, ((None, 2, 2, ()),)),)}
+
+
+# The ledger
 
 
 @pytest.mark.parametrize('looked', [False, True])
@@ -376,11 +334,11 @@ def test_an_arm_that_was_added_after_a_look_gets_no_verdict(study_dir, looked):
     if looked:
         ledger.look(study_dir)
     ledger.declare(study_dir, study)
-    found, decisions, _ = checked(study_dir)
+    findings, decisions, _ = checked(study_dir)
     assert decisions == (WITHHELD if looked else JUDGED)
-    post_hoc = [remark for remark in found.remarks if remark.code is RemarkCode.POST_HOC]
+    post_hoc = [remark for remark in findings.remarks if remark.code is RemarkCode.POST_HOC]
     assert [remark.arm for remark in post_hoc] == [B, B._replace(control=LONGER)] * looked
-    assert found.arms[1].difference.mean == pytest.approx(0.02)
+    assert findings.arms[1].difference.mean == pytest.approx(0.02)
 
 
 def test_a_margin_that_is_widened_later_withholds_every_verdict(study_dir):
@@ -396,29 +354,27 @@ def test_a_run_that_was_altered_after_a_look_gives_no_verdict(study_dir):
     path = write_tuned(study_dir, records_of())
     ledger.look(path)
     entries = (path / ledger.NAME).read_text()
-    altered = [r for r in records_of() if r['run'] != VERDICT['b/vo']] + two(losses=BASE + 1)[-8:]
-    write_tuned(path, altered)
+    write_tuned(path, with_b(losses=BASE + 1))
     (path / ledger.NAME).write_text(entries)
-    found, decisions, _ = checked(path)
-    assert found.arms[-1].variant == 'c/vo' and decisions == WITHHELD
-    assert found.arms[1].blocks[-1] == blocking('ALTERED', look=1, run=VERDICT['b/vo'])
+    orphan = {'directory': 'runs/x', 'run': 'x', 'config': None, 'results': None}
+    write_lines(path / 'orphans.jsonl', [orphan])
+    findings, decisions, remarks = checked(path)
+    arm = next(arm for arm in findings.arms if arm.key == B)
+    assert decisions == WITHHELD
+    assert arm.blocks[-1] == blocking('ALTERED', run=VERDICT['b/vo'], look=1)
+    assert remarks[-1] == Remark(RemarkCode.ORPHANED_RUNS, {'runs': ('runs/x',)})
     assert not ledger.look(path) and (path / ledger.NAME).read_text() == entries
 
 
-def test_runs_outside_the_plan_are_a_remark(study_dir):
-    write_tuned(study_dir, records_of())
-    orphan = {'directory': 'runs/x', 'run': 'x', 'config': None, 'results': None}
-    write_lines(study_dir / 'orphans.jsonl', [orphan])
-    remarks = [Remark(RemarkCode.ORPHANED_RUNS, {'runs': ('runs/x',)})]
-    assert checked(study_dir)[1:] == (JUDGED, remarks)
+# Splits and yardsticks
 
 
 @pytest.mark.parametrize(('number', 'few'), [(99, True), (100, False)])
 def test_texts_without_a_test_split_or_of_few_documents_give_no_verdict(study_dir, number, few):
     records = records_of()
-    found, decisions, _ = checked(write_tuned(study_dir / 'a', records, num_documents=number))
+    findings, decisions, _ = checked(write_tuned(study_dir / 'a', records, num_documents=number))
     data = {'documents': number, 'needed': 100}
-    assert list(found.blocks) == few * [
+    assert list(findings.blocks) == few * [
         Remark(RemarkCode.FEW_DOCUMENTS, {'split': split} | data, True, every_arm=True)
         for split in ('val', 'test')
     ]
@@ -429,12 +385,9 @@ def test_texts_without_a_test_split_or_of_few_documents_give_no_verdict(study_di
     assert checked(probe)[1] == JUDGED
     for record in records:
         record['test_loss'] = None
-    found, decisions, _ = checked(write_tuned(study_dir / 'no_test', records))
-    assert found.split == 'val' and decisions == ALL_WITHHELD
-    assert found.blocks == (Remark(RemarkCode.NO_TEST, {}, True, every_arm=True),)
-
-
-# Yardsticks
+    findings, decisions, _ = checked(write_tuned(study_dir / 'no_test', records))
+    assert findings.split == 'val' and decisions == ALL_WITHHELD
+    assert findings.blocks == (Remark(RemarkCode.NO_TEST, {}, True, every_arm=True),)
 
 
 def losses(test):
@@ -451,15 +404,10 @@ def test_a_baseline_above_its_yardstick_withholds_every_verdict(study_dir):
     assert checked(path)[1:] == (JUDGED, [])
     write_yardsticks(path, records_of(), losses=losses(MEAN - 1e-6))
     data = {'split': 'test', 'loss': pytest.approx(MEAN), 'name': '5-gram', 'tokens': 307200}
-    remark = blocking('BELOW_YARDSTICK', B._replace(variant='qk/vo'), **data, yardstick=MEAN - 1e-6)
-    found, decisions, remarks = checked(path)
-    assert (decisions, remarks) == (ALL_WITHHELD, [remark])
-    assert found.arms[1].difference.mean == pytest.approx(0.02)  # without a verdict
+    below = blocking('BELOW_YARDSTICK', QK, **data, yardstick=MEAN - 1e-6)
+    assert checked(path)[1:] == (ALL_WITHHELD, [below])
     write_yardsticks(path, records_of(), run='another')
-    assert checked(path)[1:] == (
-        ALL_WITHHELD,
-        [blocking('NO_YARDSTICK', B._replace(variant='qk/vo'))],
-    )
+    assert checked(path)[1:] == (ALL_WITHHELD, [blocking('NO_YARDSTICK', QK)])
     (path / ledger.YARDSTICKS).unlink()
     assert checked(path)[1:] == (ALL_WITHHELD, [blocking('NO_YARDSTICK', None)])
     assert standings(load_study(path), find(load_study(path)).arms) == []

@@ -10,8 +10,9 @@ from qkattn.stats import decision, inference
 from qkattn.stats.decision import Decision
 from qkattn.stats.inference import Difference
 from qkattn.study.arm_key import EQUAL_SHAPE, ArmKey
-from qkattn.verdict.arms import Arm, Group
+from qkattn.verdict.arms import Arm
 from qkattn.verdict.judging import ABOVE_ZERO, BELOW_ZERO
+from qkattn.verdict.load import Group
 
 Losses = Mapping[float, float]  # of a seed, or differences, by the fraction of training
 SIDES = {**dict.fromkeys(BELOW_ZERO, -1), Decision.EQUIVALENT: 0, **dict.fromkeys(ABOVE_ZERO, 1)}

@@ -156,7 +156,7 @@ def yardstick(ax: Axes, study: Study, arm: Arm, *, fit: bool = False) -> None:
     Where it lies outside the axis, the legend alone has its number; with `fit` the axis reaches
     down to it.
     """
-    groups = study.yardsticks.groups if study.yardsticks else {}
+    groups = study.yardsticks or {}
     best = groups[arm.group].best(VALIDATION) if arm.group in groups else None
     if best is None:
         return

@@ -114,7 +114,7 @@ def _draw(ax: Axes, sweep: Sweep, style: dict[str, Any]) -> None:
         ax.plot(diverged, [0.94] * len(diverged), label='a seed diverged', **at_top | marker)
     if sweep.loss is not None:
         x = np.geomspace(sweep.fitted[0], sweep.fitted[-1], 60)
-        fit = sweep.loss.mean + sweep.curvature / 2 * np.log(x / sweep.optimum) ** 2
+        fit = sweep.loss + sweep.curvature / 2 * np.log(x / sweep.optimum) ** 2
         ax.plot(x, fit, color=colour, linewidth=1.3, zorder=3, label='parabola')
     if len(diverged) < len(means):
         ax.axvline(sweep.chosen, label='chosen value', **REFERENCE)

@@ -1,0 +1,401 @@
+"""Differences, their intervals and the decisions on them: closed forms, scipy, and simulations."""
+
+import dataclasses
+import functools
+import itertools
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from qkattn.stats import inference
+from qkattn.stats.decision import Decision, Judgement, holm, judge, spending
+from tests.stats.simulations import is_false
+
+BETTER, BETTER_BELOW_MARGIN, EQUIVALENT, WORSE_BELOW_MARGIN, WORSE, UNDECIDED, _ = Decision
+SEEDS, ARMS = 8, 6
+paired = functools.partial(inference.paired, resamples=None)
+VALUES = [-0.012, -0.008, -0.015, -0.006, -0.011, -0.009, -0.010]
+
+
+def within(rate, expected, trials, errors=4.0):
+    """Whether a simulated rate lies within `errors` binomial standard errors of the expected."""
+    return abs(rate - expected) <= errors * (expected * (1 - expected) / trials) ** 0.5
+
+
+# Intervals and tests
+
+
+@pytest.mark.parametrize('mean', [-0.02, -0.004, 0.0, 0.003, 0.009])
+def test_a_difference_is_scipys_t_test_and_its_two_one_sided_ones(mean):
+    margin = 0.006
+    values = np.random.default_rng(4).normal(mean, 0.004, 9)
+    difference, test = paired(values, margin), functools.partial(stats.ttest_1samp, values)
+    interval = tuple(test(0).confidence_interval(0.95))
+    assert (difference.low, difference.high, difference.df) == pytest.approx((*interval, 8))
+    above, below = test(-margin, alternative='greater').pvalue, test(margin, alternative='less')
+    assert difference.p_not_better == pytest.approx(above)
+    assert difference.p_not_worse == pytest.approx(below.pvalue)
+    assert difference.p_equivalence == pytest.approx(max(above, below.pvalue))
+    side = min(test(0, alternative='less').pvalue, test(0, alternative='greater').pvalue)
+    beyond = stats.t.sf((abs(values.mean()) - margin) / stats.sem(values), 8)
+    margins = min(1.0, beyond + side)
+    assert (difference.p, difference.p_margin) == pytest.approx((2 * side, margins))
+    estimate = inference.estimate(values.tolist())
+    assert (estimate.low, estimate.high) == pytest.approx(interval)
+    assert (estimate.mean, estimate.sd, estimate.n) == pytest.approx(
+        (values.mean(), np.std(values, ddof=1), 9)
+    )
+
+
+def test_a_finding_holds_with_and_without_the_values_that_lie_apart():
+    alone, every = paired(VALUES), paired([*VALUES, 0.06])
+    assert alone.typical is None and alone.p < 0.001
+    assert every.typical == alone and (every.n, alone.n) == (8, 7)
+    assert every.p == pytest.approx(stats.ttest_1samp([*VALUES, 0.06], 0).pvalue)
+    assert every.p > 0.5 and every.detectable > alone.detectable
+    # The other way round: a shift that a few of many values make is no finding.
+    rng = np.random.default_rng(0)
+    shifted = paired([*rng.normal(0, 0.01, 72), *rng.normal(0.2, 0.01, 8)])
+    assert shifted.mean / shifted.error_seeds > 2.6 and 0.1 < shifted.p == shifted.typical.p
+    assert shifted.low == shifted.typical.low < 0 < shifted.typical.high < shifted.high
+    # Sides must agree.
+    turned = paired([-1.01, -1.0, -0.99, -1.0, -0.98, 9.0, 9.1])
+    assert turned.mean > 0 > turned.typical.mean and (turned.p, turned.p_margin) == (1.0, 1.0)
+
+
+def test_values_lie_apart_by_the_median_absolute_deviation():
+    limit = 5 * 1.4826  # of 0 and +-1, whose median absolute deviation is 1
+    for last, apart in ((limit - 0.01, False), (limit + 0.01, True)):
+        sample = (-1.0, -1.0, 0.0, 1.0, 1.0, 0.0, -1.0, 0.0, last)
+        assert inference.typical(sample) == (sample[:-1] if apart else sample)
+    assert inference.typical((0.0, 0.1, 9.0)) == (0.0, 0.1, 9.0)  # too few
+    assert inference.typical((1.0, 1.0, 1.0, 9.0)) == (1.0, 1.0, 1.0, 9.0)  # no spread to tell by
+    rng, count = np.random.default_rng(5), 4000
+    for n, share in ((4, 0.1), (8, 0.05), (16, 0.02), (80, 0.004)):
+        rows = rng.normal(0, 1, (count, n)).tolist()
+        apart = sum(len(inference.typical(row)) < n for row in rows)
+        assert apart <= share * count + 4 * (share * count) ** 0.5
+
+
+@pytest.mark.parametrize('sign', [1, -1])
+def test_what_tuning_may_have_missed_widens_the_interval_and_weakens_the_tests(sign):
+    values = np.array([sign * (0.02 + 0.001 * (-1) ** i) for i in range(8)])
+    low, high = (0.004, 0.007)[::sign]
+    plain, missed = paired(values), paired(values, tuning=(low, high))
+    assert (missed.low, missed.high) == pytest.approx((plain.low - low, plain.high + high))
+    assert (missed.tuning_low, missed.tuning_high) == (low, high)
+    # Towards zero by 0.004, away from it by 0.007.
+    nearer = paired(values - sign * 0.004)
+    assert (missed.p, missed.p_margin) == pytest.approx((nearer.p, nearer.p_margin))
+    farther, wide = paired(values + sign * 0.007, 0.03), paired(values, 0.03, tuning=(low, high))
+    assert wide.p_equivalence == pytest.approx(farther.p_equivalence)
+    assert missed.detectable == pytest.approx(plain.detectable + 0.011)
+    # More than the difference: nothing is shown; nothing bounds it: neither.
+    for miss in (0.03, np.inf):
+        lost = paired(values, tuning=(miss, miss))
+        assert (lost.p, lost.p_margin) == (1.0, 1.0) and lost.p_equivalence > 0.99
+        assert lost.low < 0 < lost.high
+
+
+def test_the_error_over_documents_adds_to_that_over_seeds():
+    error, alone = 0.0015, paired(VALUES)
+    both = paired(VALUES, evaluation_error=error, evaluation_df=20.0)
+    assert (both.error_seeds, both.error_evaluation) == (alone.error_seeds, error)
+    total = math.hypot(alone.error_seeds, error)
+    df = total**4 / (alone.error_seeds**4 / 6 + error**4 / 20)  # Satterthwaite
+    assert 6 < df < 26 and both.df == pytest.approx(df)
+    assert (both.low, both.high) == pytest.approx(stats.t.interval(0.95, df, both.mean, total))
+    assert both.p == pytest.approx(2 * stats.t.cdf(both.mean / total, df))
+    # An error that is known exactly costs no degrees of freedom; one that is not leaves nothing.
+    exact = paired(VALUES, evaluation_error=error)
+    assert exact.df == pytest.approx(total**4 / (alone.error_seeds**4 / 6))
+    unknown = paired(VALUES, evaluation_error=None)
+    assert unknown.mean == alone.mean and unknown.p is unknown.low is unknown.detectable is None
+
+
+def test_the_error_over_documents_is_cluster_robust():
+    nats_SC = np.random.default_rng(2).normal(0, 3.0, (4, 12))
+    error, df = inference.evaluation_error(nats_SC, np.full(12, 500))
+    assert (error, df) == pytest.approx((stats.sem(nats_SC.mean(axis=0) / 500), 11))
+    # Two halves of a document are not two documents, and a large one counts for less than its size.
+    tokens_C, each_C = np.array([4000, 500, 500, 1000]), np.array([0.01, -0.02, 0.03, 0.0])
+    share_C = tokens_C / 6000
+    mean = share_C @ each_C
+    expected = sum(w**2 * (d - mean) ** 2 / (1 - w) for w, d in zip(share_C, each_C, strict=True))
+    error, df = inference.evaluation_error((each_C * tokens_C)[None], tokens_C)
+    assert error == pytest.approx(expected**0.5)
+    assert df == pytest.approx(np.sum(share_C**2) ** 2 / np.sum(share_C**4) - 1)
+    # Documents that differ by rounding alone have no error.
+    tokens_C = np.arange(1, 13) * 137.0
+    nats_SC = np.outer([0.1, 0.1], tokens_C) / 3
+    assert inference.evaluation_error(nats_SC, tokens_C)[0] == 0
+    assert inference.evaluation_error(nats_SC * (1 + 1e-9 * tokens_C), tokens_C)[0] > 0
+
+
+@pytest.mark.parametrize('df', [1, 2, 7, 14, 60])
+@pytest.mark.parametrize('alpha', [0.05, 0.05 / 6])
+def test_the_detectable_difference_has_the_power_of_the_noncentral_t(df, alpha):
+    median, error = stats.chi(df).median() / df**0.5, 0.003  # of an estimate of the error 1
+    noncentrality = inference.detectable_difference(median * error, df, alpha) / error
+    power = stats.nct.sf(stats.t.isf(alpha / 2, df), df, noncentrality)
+    assert power == pytest.approx(inference.POWER, abs=1e-5)
+
+
+# The same number but for its last bits; numpy's mean of three 0.1 is not 0.1.
+NEARLY = [0.1, 0.1, 0.1], [0.25, 0.25 + 2**-54, 0.25 - 2**-54, 0.25], [3.3, 3.3 + 2**-51, 3.3]
+
+
+@pytest.mark.filterwarnings('error')
+@pytest.mark.parametrize('values', [[0.0] * 4, [0.25] * 4, *NEARLY], ids=str)
+def test_a_spread_that_is_only_rounding_is_none(values):
+    estimate, difference = inference.estimate(values), inference.paired(values)
+    zero, mean = float(values[0] == 0), pytest.approx(values[0], abs=1e-14)
+    assert (estimate.sd, difference.sd, difference.detectable) == (0.0, 0.0, 0.0)
+    assert (difference.p, difference.p_equivalence) == (zero, 1.0 - zero)
+    assert estimate.low == estimate.high == difference.low == difference.high == mean
+    assert difference.bootstrap_low == difference.bootstrap_high == mean
+
+
+def test_few_seeds_leave_blanks():
+    single, two = inference.paired([0.01]), inference.paired([0.01, 0.02])
+    assert (single.mean, single.n) == (0.01, 1)
+    blank = ('sd', 'low', 'high', 'p', 'p_equivalence', 'detectable', 'df', 'bootstrap_low')
+    assert all(getattr(single, field) is None for field in blank)
+    assert two.bootstrap_low is None and two.p is not None
+    assert inference.estimate([2.0]) == inference.Estimate(2.0, 1, None, None, None)
+
+
+def test_the_bootstrap_is_scipys_bca_however_means_are_rounded():
+    arm = np.random.default_rng(5).exponential(1.0, 12)
+    one = inference.paired(arm)
+    assert one == inference.paired(arm)
+    expected = stats.bootstrap((arm,), np.mean, method='BCa', rng=np.random.default_rng(9))
+    ends = (one.bootstrap_low, one.bootstrap_high)
+    assert ends == pytest.approx(tuple(expected.confidence_interval), abs=0.03)
+    assert ends[1] - one.mean > one.mean - ends[0]  # skewed as the values are
+    # With three values, two of nine resamples have the mean of the sample itself.
+    values = np.array([0.031, 0.0274, 0.0402])
+    for shift in range(1, 9):
+        shifted = np.subtract(inference.bootstrap(values + shift), shift)
+        assert tuple(shifted) == pytest.approx(inference.bootstrap(values), abs=1e-12), shift
+
+
+@pytest.mark.parametrize(('n', 'expected'), [(8, 0.885), (30, 0.93)])
+def test_intervals_cover_the_truth_and_bootstrapped_ones_less_often(n, expected):
+    count, rows = 600, np.random.default_rng(8).normal(0.01, 0.02, (600, n))
+    covered = [d.low <= 0.01 <= d.high for d in map(paired, rows)]
+    assert within(np.mean(covered), inference.LEVEL, count)
+    ends = [inference.bootstrap(x, resamples=999) for x in rows]
+    assert within(np.mean([low <= 0.01 <= high for low, high in ends]), expected, count, errors=3)
+
+
+@pytest.mark.parametrize(
+    ('changes', 'message'),
+    [
+        ({'differences': []}, 'differences is'),
+        ({'differences': [0.1, math.nan]}, 'differences is'),
+        ({'margin': 0.0}, 'margin is 0.0'),
+        ({'evaluation_error': -1.0}, 'evaluation_error, tuning are -1'),
+        ({'tuning': (0.0, math.nan)}, r'tuning are 0.0, \(0.0, nan'),
+    ],
+)
+def test_bad_input_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        inference.paired(**{'differences': [0.1]} | changes)
+
+
+def test_pairs_and_documents_that_a_difference_takes():
+    values = [0.01, 0.03, -0.01, 0.02, 0.0, 0.01, 0.02, -0.02]
+    eight = paired(values)
+    assert inference.to_find(eight, eight.detectable * (1 + 1e-9)) == (8, 1.0)
+    many, more = (inference.to_find(eight, size) for size in (0.001, 0.0005))
+    assert many[1] == more[1] == 1 and more[0] / many[0] == pytest.approx(4, rel=0.01)
+    pairs, documents = inference.to_find(
+        paired(values, evaluation_error=0.01, evaluation_df=100), 0.01
+    )
+    error = math.hypot(eight.sd / pairs**0.5, 0.01 / documents**0.5)
+    assert documents > 1 and error == pytest.approx(0.01 / (1.96 + 0.84), rel=0.02)
+    # Nothing finds what tuning may hide.
+    assert inference.to_find(dataclasses.replace(eight, tuning_low=0.01), 0.01) is None
+    assert inference.to_find(paired([0.1]), 0.01) is None
+
+
+# Decisions
+
+
+def test_holm_rejects_what_its_definition_rejects():
+    """Step down: reject while p_(k) <= alpha / (m - k + 1), and nothing after the first failure."""
+    # 4 x 0.005; 3 x 0.01; 2 x 0.03; then 1 x 0.04 raised to its predecessor's 0.06.
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.5, 0.9]) == [1.0, 1.0] and holm([]) == []
+    rng = np.random.default_rng(6)
+    for _ in range(300):
+        p_values = rng.beta(0.3, 3.0, rng.integers(1, 8)).tolist()
+        for alpha in (0.01, 0.05, 0.3):
+            ascending = sorted(p_values)
+            steps = [p <= alpha / (len(ascending) - k) for k, p in enumerate(ascending)]
+            rejected = ascending[: len(list(itertools.takewhile(bool, steps)))]
+            assert [p in rejected for p in p_values] == [p <= alpha for p in holm(p_values)]
+
+
+def test_spending_is_obrien_flemings_and_adds_up():
+    # Lan and DeMets (1983): 0.0056 spent at half the information, and the rest at the end.
+    assert spending((8, 16)) == pytest.approx((0.00557, 0.04443), abs=1e-5)
+    for looks in ((5,), (4, 8, 16), (3, 4, 5, 6)):
+        assert sum(spending(looks)) == pytest.approx(0.05)
+    assert np.diff(spending((4, 8, 12, 16))).min() > 0
+
+
+def difference(mean, spread=0.001, n=8, **keywords):
+    """Differences of the given mean with alternating deviations of `spread`."""
+    return paired([mean + spread * (-1) ** i for i in range(n)], **keywords)
+
+
+EXAMPLES = {
+    'lower': (difference(-0.02), BETTER),
+    'higher': (difference(0.02), WORSE),
+    'rather lower': (difference(-0.006, spread=0.003), BETTER_BELOW_MARGIN),
+    'rather higher': (difference(0.006, spread=0.003), WORSE_BELOW_MARGIN),
+    'same': (difference(0.0), EQUIVALENT),
+    'near': (difference(0.003), EQUIVALENT),
+    'noisy': (difference(0.001, spread=0.05), UNDECIDED),
+    'two': (difference(0.02, 1e-9, n=2), UNDECIDED),
+    'none': (None, UNDECIDED),
+}
+
+
+def test_the_decisions():
+    differences = {arm: one for arm, (one, _) in EXAMPLES.items()}
+    judged = judge(differences)
+    assert {arm: one.decision for arm, one in judged.items()} == {
+        arm: decision for arm, (_, decision) in EXAMPLES.items()
+    }
+    assert judged['near'].p_holm < 0.001
+    assert judged['two'] == judged['none'] == Judgement(UNDECIDED)
+    # Fewer than three pairs are no test; 'lower' and 'higher' leave the family of the other five.
+    tested = list(EXAMPLES)[:-2]
+    assert [judged[arm].p_margin_holm for arm in tested] == pytest.approx(
+        holm([differences[arm].p_margin for arm in tested])
+    )
+    for arm in ('rather lower', 'near', 'noisy'):
+        assert judged[arm].p_holm == pytest.approx(min(1.0, 5 * differences[arm].p))
+        expected = min(1.0, 5 * differences[arm].p_equivalence)
+        assert judged[arm].p_equivalence_holm == pytest.approx(expected)
+    error = differences['noisy'].error_seeds
+    detectable = inference.detectable_difference(error, 7, 0.05 / 7)
+    assert judged['noisy'].detectable == pytest.approx(detectable)
+
+
+def test_the_error_rate_of_the_look_decides():
+    arm = {'arm': paired([0.01, 0.02, 0.005, 0.03, 0.012])}
+    assert 0.01 < arm['arm'].p < 0.05 < arm['arm'].p_margin
+    late, early = judge(arm)['arm'], judge(arm, alpha_of_look=0.01)['arm']
+    assert (late.decision, early.decision) == (WORSE_BELOW_MARGIN, UNDECIDED)
+    assert early.detectable > late.detectable
+
+
+def test_an_arm_leaves_the_family_when_it_differs_by_more_than_the_margin():
+    """At each alpha, the arms left are those whose margin tests Holm's method does not reject."""
+    rng = np.random.default_rng(11)
+    for _ in range(100):
+        means = rng.choice([-0.03, -0.01, 0.0, 0.004], 5)
+        arms = {i: paired(rng.normal(m, 0.01, 8)) for i, m in enumerate(means)}
+        judged, margins = judge(arms), holm([d.p_margin for d in arms.values()])
+        for alpha, (arm, p_margin) in itertools.product((0.01, 0.05, 0.2), enumerate(margins)):
+            left = sum(p > alpha for p in margins)
+            assert judged[arm].p_margin_holm == p_margin
+            differs, same = judged[arm].p_holm, judged[arm].p_equivalence_holm
+            if p_margin > alpha:
+                assert (differs <= alpha) == (arms[arm].p <= alpha / left)
+                assert (same <= alpha) == (arms[arm].p_equivalence <= alpha / left)
+            else:
+                assert differs <= alpha < same
+
+
+@pytest.mark.parametrize(
+    ('low', 'high', 'decision'),
+    [
+        (0.1, 0.0, BETTER),  # better settings of the arm make it better still
+        (0.0, 0.012, BETTER),
+        (0.0, 0.016, BETTER_BELOW_MARGIN),
+        (0.0, 0.03, UNDECIDED),
+        (0.0, np.inf, UNDECIDED),
+    ],
+)
+def test_what_the_optimum_may_be_missed_by_withholds_decisions(low, high, decision):
+    plain = judge({0: difference(-0.02)})[0]
+    missed = judge({0: difference(-0.02, tuning=(low, high))})[0]
+    assert missed.decision is decision
+    assert missed.detectable == pytest.approx(plain.detectable + low + high)
+
+
+@pytest.mark.parametrize(
+    ('mean', 'diverged', 'decision'),
+    [
+        (-0.02, (1, 0), UNDECIDED),
+        (0.02, (1, 0), WORSE),
+        (0.0, (1, 0), UNDECIDED),
+        (0.003, (1, 0), WORSE_BELOW_MARGIN),  # not equivalent any more, but above zero
+        (-0.02, (0, 2), BETTER),
+        (0.02, (0, 2), UNDECIDED),
+        (0.0, (0, 2), UNDECIDED),
+        (-0.02, (1, 1), UNDECIDED),
+        (0.02, (1, 1), UNDECIDED),
+        (0.0, (0, 0), EQUIVALENT),
+    ],
+)
+def test_divergence_never_helps(mean, diverged, decision):
+    assert judge({0: difference(mean)}, diverged={0: diverged})[0].decision is decision
+
+
+def test_comparisons_that_are_still_missing_are_corrected_for():
+    differences = {'a': paired([0.010, 0.012, 0.011, 0.013, 0.008])}
+    alone, among = judge(differences)['a'], judge(differences, planned=7)['a']
+    assert among.p_holm == pytest.approx(7 * alone.p_holm)
+    assert among.detectable > alone.detectable
+    # The others come, and show nothing: the decision stays what it was.
+    nothing = paired([0.02, -0.02, 0.01, -0.01, 0.0])
+    whole = judge(differences | {str(i): nothing for i in range(6)}, planned=7)
+    assert whole['a'] == among
+
+
+# Simulated decisions
+
+
+def decisions(count, true=(0.0,) * ARMS, sd=0.02):
+    """Decisions on all arms of simulated studies, and on their first arms alone.
+
+    The arms of a study share their baseline, seed by seed.
+    """
+    rng = np.random.default_rng(0)
+    arms = rng.normal(0.0, sd / 2**0.5, (count, len(true), SEEDS)) + np.array(true)[:, None]
+    arms -= rng.normal(0.0, sd / 2**0.5, (count, 1, SEEDS))
+    studies = [{i: paired(row) for i, row in enumerate(study)} for study in arms.tolist()]
+    whole = [[judged.decision for judged in judge(study).values()] for study in studies]
+    return whole, [judge({0: study[0]})[0].decision for study in studies]
+
+
+@pytest.mark.parametrize(
+    ('true', 'sd'),
+    [
+        ((0.0,) * ARMS, 0.02),
+        ((0.999,) * ARMS, 0.003),
+        ((1.0,) * ARMS, 0.003),
+        ((0.0, 0.0, 0.999, 0.999, 1.0, 4.0), 0.006),
+    ],
+    ids=['no difference', 'below the margin', 'at the margin', 'all of these'],
+)
+def test_studies_rarely_decide_wrongly(true, sd):
+    """Whatever the true differences, given here in margins."""
+    count, true = 1000, tuple(inference.MARGIN * number for number in true)
+    whole, alone = decisions(count, true, sd)
+    wrong = [any(map(is_false, decided, true)) for decided in whole]
+    assert 0.02 <= np.mean(wrong) <= 0.05 or within(np.mean(wrong), 0.05, count)
+    assert within(np.mean([is_false(decided, true[0]) for decided in alone]), 0.05, count)
+
+
+def test_equal_arms_with_little_noise_are_equivalent():
+    decided = sum(decisions(200, sd=0.002)[0], [])
+    assert decided.count(EQUIVALENT) >= 0.95 * len(decided)
