@@ -11,12 +11,11 @@ from pathlib import Path
 
 from absl import flags
 
-from qkattn.claims import catalogue, export, studies
-from qkattn.claims.claim import Claim
-from qkattn.claims.decided import NAME, ClaimResult, read_claims, write_claims
+from qkattn.claims import declared, export, pages, studies
+from qkattn.claims.claim import ClaimResult
 from qkattn.claims.deciding import decide
 from qkattn.claims.protocol import SCALES
-from qkattn.claims.results import Results
+from qkattn.claims.studies import Results
 from qkattn.errors import ConfigError, ProcessError
 from qkattn.jobs import cli, signals
 from qkattn.jobs.display import waiting
@@ -51,7 +50,7 @@ def main() -> None:
     keep_programs()
     if CLAIMS.value == []:
         raise ConfigError('--claims is empty; give names as in B2,C1, or leave it out for all')
-    claims = catalogue.chosen(CLAIMS.value or [])
+    claims = declared.chosen(CLAIMS.value or [])
     workers = local_workers.parse(WORKERS.value)
     if LIST.value:
         for claim in claims:
@@ -61,7 +60,7 @@ def main() -> None:
         for line in studies.cost_lines(claims, SCALE.value, FLOPS.value):
             print(line, flush=True)
         return
-    names = studies.names_of(claims)
+    names, directory = studies.names_of(claims), _directory()
     if WORKDIR.value is None and names:
         needing = ', '.join(claim.name for claim in claims if claim.studies)
         raise ConfigError(
@@ -69,24 +68,32 @@ def main() -> None:
         )
     if WORKDIR.value is None and EXPORT.value is not None:
         raise ConfigError('--export takes the studies of --workdir=DIRECTORY, which is missing')
-    directory = _directory()
     if WORKDIR.value is not None:
-        studies.require(claims, SCALE.value, directory)
-        studies.check_workdir(directory, names, SCALE.value)
+        studies.check_workdir(claims, SCALE.value, directory)
         _earlier(directory)
     failed = {}
     if TRAIN.value and names:
         failed = studies.train(claims, SCALE.value, directory, workers)
     studies.report(names, directory)
-    results = Results(directory)
-    decided = []
+    results, decided = Results(directory), {}
     for claim in claims:
-        decided.append(_decided(claim, results))
-        print(_text(decided[-1]), flush=True)
+        with waiting(claim.name, 'deciding'):
+            decided[claim.name] = decide(claim, SCALE.value, results)
+        print(_text(decided[claim.name]), flush=True)
     if names:
-        print(f'\n{_present(names, results)}')
+        lacking = [name for name in names if not results.has(name)]
+        there = f'{len(names) - len(lacking)} of {len(names)} studies have results'
+        print(f'\n{there}' + (f'; none: {", ".join(lacking)}' if lacking else ''))
     if WORKDIR.value is not None:
-        _keep(decided, results)
+        # Beside the claims of earlier commands.
+        known = {claim.name: claim for claim in _earlier(directory)} | decided
+        every = [known[name] for name in sorted(known)]
+        print(f'verdicts: {export.write(directory, export.CLAIMS, every)}')
+        if EXPORT.value is not None:
+            for name, claim in declared.claims().items():
+                decided[name] = decided.get(name) or decide(claim, SCALE.value, results)
+            export.export([decided[name] for name in declared.claims()], results, EXPORT.value)
+            print(f'exported to {pages.write_page(EXPORT.value)}')
     if failed:
         reasons = '; '.join(f'{name}: {reason}' for name, reason in failed.items())
         crashed = any(isinstance(reason, ProcessError) for reason in failed.values())
@@ -111,15 +118,12 @@ def _directory() -> Path:
     return directory
 
 
-def _decided(claim: Claim, results: Results) -> ClaimResult:
-    with waiting(claim.name, 'deciding'):
-        return decide(claim, SCALE.value, results)
-
-
 def _earlier(directory: Path) -> list[ClaimResult]:
     """The claims of earlier commands on a workdir; ConfigError if they are of another scale."""
+    if not (directory / export.CLAIMS).exists():
+        return []
     advice = 'move it away: the studies beside it decide the claims again'
-    earlier = list(read_claims(directory, advice)) if (directory / NAME).exists() else []
+    earlier = list(export.read_claims(directory, advice))
     for claim in earlier:
         if claim.scale != SCALE.value:
             raise ConfigError(
@@ -129,42 +133,13 @@ def _earlier(directory: Path) -> list[ClaimResult]:
     return earlier
 
 
-def _keep(decided: list[ClaimResult], results: Results) -> None:
-    """Writes claims.json into the workdir, beside claims of earlier commands, and the export."""
-    known = {claim.name: claim for claim in (*_earlier(results.directory), *decided)}
-    print(f'verdicts: {write_claims(results.directory, [known[name] for name in sorted(known)])}')
-    if EXPORT.value is not None:
-        everything = [
-            next((of for of in decided if of.name == name), None) or _decided(claim, results)
-            for name, claim in catalogue.declared().items()
-        ]
-        print(f'exported to {export.export(everything, results, EXPORT.value)}')
-
-
-def _present(names: list[str], results: Results) -> str:
-    """'3 of 5 studies have results: a, b, c; d and e have none'."""
-    there = [name for name in names if results.has(name)]
-    lacking = [name for name in names if name not in there]
-    text = f'{len(there)} of {len(names)} studies have results'
-    text += f': {", ".join(there)}' if there and lacking else ''
-    return text + (f'; none: {", ".join(lacking)}' if lacking else '')
-
-
 def _text(claim: ClaimResult) -> str:
     """A claim with its verdict, and what its verdict depends on, line by line."""
-    lines = [f'{claim.name:<3} {claim.verdict:<14} {claim.statement}']
-    row = claim.decisive_row
-    if row is not None:
-        interval = '' if row.low is None else f' [{row.low:+.4f}, {row.high:+.4f}]'
-        where = ', '.join(f'{name} {value}' for name, value in row.context.items())
-        lines.append(
-            f'{row.what}: {row.value:.4g}{interval} {row.unit}'.rstrip()
-            + (f' ({where})' if where else '')
-        )
+    lines = [f'{claim.name:<3} {claim.verdict:<14} {claim.statement}', pages.decisive(claim)]
     lines += [f'holds for {claim.condition}'] if claim.condition else []
     lines += [f'false for {claim.refuted}'] if claim.refuted else []
     lines += [f'would be decided by {claim.needed}'] if claim.needed else []
-    return '\n      '.join([*lines, *claim.missing])
+    return '\n      '.join(filter(None, [*lines, *claim.missing]))
 
 
 if __name__ == '__main__':

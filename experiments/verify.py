@@ -11,7 +11,7 @@ from typing import Any
 from absl import flags
 
 from experiments.benchmark import record
-from qkattn.claims import decided, export
+from qkattn.claims import export
 from qkattn.claims.pages import BLOCKS
 from qkattn.config import Config, ModelConfig, from_json
 from qkattn.errors import ConfigError, ReportError, SpecError
@@ -98,7 +98,7 @@ def main() -> None:
             f'{declaration.parent.name}: {count:,} numbers agree with the logs, the costs of '
             f'{counted(models, "run")} with the configs'
         )
-    for path in sorted(results.glob(f'claims/*/{decided.NAME}')):
+    for path in sorted(results.glob(f'claims/*/{export.CLAIMS}')):
         rows = export.check(path.parent)
         print(
             f'claims at {path.parent.name} scale: {counted(rows, "row")} of {path.name} agree with '

@@ -16,11 +16,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from qkattn.claims import catalogue, export
-from qkattn.claims.decided import read_claims
+from qkattn.claims import declared, export
 from qkattn.claims.deciding import decide
 from qkattn.claims.pages import BLOCKS
-from qkattn.claims.results import Results
+from qkattn.claims.studies import Results
 from qkattn.report import verify
 from qkattn.stats.decision import Decision
 from qkattn.study import stored
@@ -88,15 +87,15 @@ def test_reports_agree_where_the_last_bits_differ(directory):
 @pytest.mark.usefixtures('disturbed')
 def test_claims_and_pages_agree_where_the_last_bits_differ():
     """Claims without exact checks, which are XLA's."""
-    declared, results = catalogue.declared(), Results(CLAIMS)
+    known, results = declared.claims(), Results(CLAIMS)
     compared = [
         claim
-        for claim in read_claims(CLAIMS)
-        if not (declared[claim.name].checks or declared[claim.name].premises)
+        for claim in export.read_claims(CLAIMS)
+        if not (known[claim.name].checks or known[claim.name].premises)
     ]
     assert len(compared) > 10
     for claim in compared:
-        assert export.mismatch(claim, decide(declared[claim.name], claim.scale, results)) is None
+        assert export.mismatch(claim, decide(known[claim.name], claim.scale, results)) is None
     for page in ('README.md', *(f'docs/{p}.md' for p in ('claims', 'claims_b', 'protocol'))):
         assert verify.check_page(ROOT / page, BLOCKS) > 0
 

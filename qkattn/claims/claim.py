@@ -1,17 +1,107 @@
-"""A claim: its statement, where it comes from, and what decides it."""
+"""What a claim declares, the rows that decide it, and the claim as decided."""
 
 import dataclasses
+import enum
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from qkattn.claims.decided import Kind, Row, Speaks
-from qkattn.claims.rules import AS_REPORTED, RELATIONS
 from qkattn.errors import ConfigError
+from qkattn.stats.decision import Decision
+from qkattn.verdict.judging import ABOVE_ZERO, BELOW_ZERO
 
-KNOWN = (*RELATIONS, AS_REPORTED)  # relations of an arm to another
+_SAME = (Decision.EQUIVALENT,)
+# By relation of an arm to another, the verdicts that make it true and those that make it false.
+RELATIONS: dict[str, tuple[tuple[Decision, ...], tuple[Decision, ...]]] = {
+    'better': ((Decision.BETTER,), (*_SAME, *ABOVE_ZERO)),
+    'worse': ((Decision.WORSE,), (*_SAME, *BELOW_ZERO)),
+    'different': ((Decision.BETTER, Decision.WORSE), _SAME),
+    'equivalent': (_SAME, (Decision.BETTER, Decision.WORSE)),
+    'not_better': ((*_SAME, *ABOVE_ZERO), (Decision.BETTER,)),
+    'not_worse': ((*_SAME, *BELOW_ZERO), (Decision.WORSE,)),
+}
+AS_REPORTED = 'as_reported'  # the interval lies within what is reported
 
-Check = Callable[[], list[Row]]  # exact, decided in seconds; verification runs it again
-Recorder = Callable[[Path, str], None]  # writes a measure's files: (directory of its study, scale)
+
+class ClaimVerdict(enum.StrEnum):
+    """What is decided about a claim, at its scale; HERE: in one setting where two are needed."""
+
+    HOLDS = 'holds'
+    HOLDS_HERE = 'holds in this setting'
+    HOLDS_ONLY_IF = 'holds only if'
+    FAILS = 'fails'
+    FAILS_HERE = 'fails in this setting'
+    UNDECIDED = 'undecided'
+
+
+class Kind(enum.StrEnum):
+    """What the value of a row is."""
+
+    EXACT = 'exact'  # an algebraic check
+    REMOVED = 'removed'  # an arm at the baseline's shape minus the baseline
+    REINVESTED = 'reinvested'  # the matched arm minus that
+    MATCHED = 'matched'  # the matched arm minus the baseline: the sum of both
+    MEASURED = 'measured'  # anything else, as a point of a curve
+
+
+class Speaks(enum.StrEnum):
+    """What a row says about its claim; one that stands BESIDE others decides nothing."""
+
+    FOR = 'for'
+    AGAINST = 'against'
+    OPEN = 'open'
+    BESIDE = 'beside'
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One comparison or measurement."""
+
+    what: str  # what was compared, in a few words
+    kind: str  # of `Kind`
+    context: Mapping[str, str]  # by name: model, size, corpus, steps, destination
+    value: float
+    speaks: str  # of `Speaks`
+    unit: str = ''  # '' for a pure number
+    low: float | None = None  # with `high`, the 95 % interval
+    high: float | None = None
+    expected: float | None = None  # an exact check asks for |value - expected| <= tolerance
+    tolerance: float | None = None
+    arm: str | None = None  # the variant, which chooses colour and marker
+    relation: str | None = None  # what the claim expects of the arm, 'not_better'
+    word: str | None = None  # the arm's verdict in its study
+    x: float | None = None  # the place on a curve: rows of one claim with it are points of lines
+    x_label: str | None = None
+    study: str | None = None  # the one it comes from, a directory beside claims.json
+
+    def __post_init__(self) -> None:
+        Kind(self.kind), Speaks(self.speaks)
+
+
+def exact(
+    what: str,
+    value: float,
+    expected: float,
+    tolerance: float = 0.0,
+    at: tuple[str, float] | None = None,
+    **context: Any,
+) -> Row:
+    """The row of an exact check, for the claim if |value - expected| <= tolerance.
+
+    `at` is the name and the value of its place on a curve.
+    """
+    x_label, x = at or (None, None)
+    return Row(
+        what=what,
+        kind=Kind.EXACT,
+        context={name: str(value) for name, value in context.items()},
+        value=float(value),
+        speaks=Speaks.FOR if abs(value - expected) <= tolerance else Speaks.AGAINST,
+        expected=float(expected),
+        tolerance=float(tolerance),
+        x=None if x is None else float(x),
+        x_label=x_label,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +110,7 @@ class Expectation:
 
     study: str  # the name of a file in configs/claims
     variant: str  # as written in the study; with several destinations, the arms of all
-    relation: str  # to the baseline: of `qkattn.claims.rules.RELATIONS`, or 'as_reported'
+    relation: str  # to the baseline: of RELATIONS, or AS_REPORTED
     # 'matched': at the baseline's parameter count; 'removed': at its shape, which has fewer.
     at: str = 'matched'
     versus: str | None = None  # another variant, in place of the baseline
@@ -33,10 +123,11 @@ class Expectation:
     scales: tuple[str, ...] = ()  # at which the study has this variant; all if empty
 
     def __post_init__(self) -> None:
-        for field, known in (('relation', KNOWN), ('at', ('matched', 'removed'))):
-            if (value := getattr(self, field)) not in known:
+        known = {'relation': (*RELATIONS, AS_REPORTED), 'at': ('matched', 'removed')}
+        for field, values in known.items():
+            if (value := getattr(self, field)) not in values:
                 raise ConfigError(
-                    f'{field}={value!r} of an expectation must be one of {", ".join(known)}'
+                    f'{field}={value!r} of an expectation must be one of {", ".join(values)}'
                 )
 
 
@@ -44,25 +135,37 @@ class Expectation:
 class Measure:
     """Rows that are no differences between arms: curves, sweeps, drift, times.
 
-    `record` is called once, after training, while the study's checkpoints are there; it writes into
-    directory/'measures', which is exported. Its module names it: one a module.
+    Without `name`, `read` gets the directory of the study. With it, `record` is called once, after
+    training, while the study's checkpoints are there, with that directory and the scale; what it
+    returns is kept as measures/NAME.json, which is exported, and `read` gets it.
     """
 
     study: str  # of configs/claims; without a config there, a directory of the measure's own
-    read: Callable[[Path], list[Row]]  # the rows of an exported directory; does not train
-    record: Recorder | None = None
+    read: Callable[[Any], list[Row]]
+    name: str | None = None
+    record: Callable[[Path, str], dict[str, Any]] | None = None
+    schema: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of what is recorded
 
 
-@dataclasses.dataclass(frozen=True)
-class Claim:
-    """A claim and what decides it: exact checks, expectations of arms, measures."""
+Check = Callable[[], list[Row]]  # exact, decided in seconds; verification runs it again
 
-    name: str  # 'B2'
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Statement:
+    """What is claimed."""
+
+    name: str  # 'B2'; its letter is the group
     title: str  # the statement in a few words, for tables of all claims
     statement: str  # a sentence
     source: str  # who says so
     rule: str  # a sentence: in which case the claim holds
     reported: str | None = None  # the number that was reported, in words
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Claim(Statement):
+    """A claim and what decides it: exact checks, expectations of arms, measures."""
+
     checks: tuple[Check, ...] = ()
     expectations: tuple[Expectation, ...] = ()
     measures: tuple[Measure, ...] = ()
@@ -73,31 +176,39 @@ class Claim:
     @property
     def studies(self) -> tuple[str, ...]:
         """The names of its studies, in the order of its declaration."""
-        expected = (expectation.study for expectation in self.expectations)
-        measured = (measure.study for measure in self.measures)
-        return tuple(dict.fromkeys((*expected, *measured)))
+        parts: tuple[Expectation | Measure, ...] = (*self.expectations, *self.measures)
+        return tuple(dict.fromkeys(part.study for part in parts))
 
     def expected_at(self, scale: str) -> tuple[Expectation, ...]:
         """The expectations that a scale has arms for."""
         return tuple(e for e in self.expectations if not e.scales or scale in e.scales)
 
 
-def exact(
-    what: str,
-    value: float,
-    expected: float,
-    tolerance: float = 0.0,
-    unit: str = '',
-    **context: object,
-) -> Row:
-    """The row of an exact check, for the claim if |value - expected| <= tolerance."""
-    return Row(
-        what=what,
-        kind=Kind.EXACT,
-        context={name: str(value) for name, value in context.items()},
-        value=float(value),
-        speaks=Speaks.FOR if abs(value - expected) <= tolerance else Speaks.AGAINST,
-        unit=unit,
-        expected=float(expected),
-        tolerance=float(tolerance),
-    )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClaimResult(Statement):
+    """A claim as decided at one scale."""
+
+    scale: str
+    verdict: str  # of `ClaimVerdict`
+    rows: tuple[Row, ...] = ()
+    condition: str | None = None  # of a claim that holds only if it is met, a clause
+    refuted: str | None = None  # the contexts in which an undecided claim is false
+    lacking: str | None = None  # what an undecided claim lacks, in a few words
+    needed: str | None = None  # seeds, tokens and parameters that would decide an undecided claim
+    decisive: int | None = None  # the place in `rows` of the row whose number stands for the claim
+    missing: tuple[str, ...] = ()  # what is missing and how to get it, sentence by sentence
+    studies: tuple[str, ...] = ()
+    command: str | None = None
+    commit: str | None = None
+    hardware: str | None = None
+    seconds: float | None = None  # of training and checks together
+    models: tuple[str, ...] = ()  # size, training and loss of baselines beside their yardsticks
+
+    def __post_init__(self) -> None:
+        ClaimVerdict(self.verdict)
+        if self.decisive is not None and not 0 <= self.decisive < len(self.rows):
+            raise ValueError(f'decisive is {self.decisive}, but there are {len(self.rows)} rows')
+
+    @property
+    def decisive_row(self) -> Row | None:
+        return None if self.decisive is None else self.rows[self.decisive]

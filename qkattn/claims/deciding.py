@@ -3,24 +3,42 @@
 import functools
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
 
 from qkattn.claims import rules
-from qkattn.claims.claim import Claim
-from qkattn.claims.decided import ClaimResult, ClaimVerdict, Row, Speaks
-from qkattn.claims.evidence import Evidence, evidence, number_of_rows
-from qkattn.claims.results import Results
-from qkattn.claims.studies import study_of
-from qkattn.config import Study
+from qkattn.claims.claim import (
+    Claim,
+    ClaimResult,
+    ClaimVerdict,
+    Expectation,
+    Kind,
+    Row,
+    Speaks,
+    Statement,
+)
+from qkattn.claims.studies import UNIT, Loaded, Results, study_of
+from qkattn.errors import ConfigError
 from qkattn.report.prose import NOT_RECORDED, SPLITS, device, reasons
-from qkattn.stats.inference import LEVEL, to_find
+from qkattn.stats.inference import LEVEL, Difference, to_find
 from qkattn.storage.run_directory import describe_start
-from qkattn.verdict import Decision
+from qkattn.study.arm_key import EQUAL_SHAPE, LONGER, ArmKey
+from qkattn.verdict import Decision, judging
+from qkattn.verdict.arms import Arm, compare
+from qkattn.verdict.codes import Comparison, Verdict
 from qkattn.verdict.rules import standings
 
 _BELOW_MARGIN = (Decision.BETTER_BELOW_MARGIN, Decision.WORSE_BELOW_MARGIN)
+
+
+class Evidence(NamedTuple):
+    """A row that an expectation decides by, with the arm behind it and its verdict."""
+
+    row: Row
+    arm: Arm
+    verdict: Verdict
+    difference: Difference
 
 
 def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
@@ -30,34 +48,42 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
     """
     started = time.perf_counter()
     exact = [row for check in claim.checks for row in check()]
-    exact += [_premise(row) for check in claim.premises for row in check()]
-    measured, unread = _measured(claim, results)
-    missing = [*results.missing(claim, scale), *unread]
+    for row in (row for premise in claim.premises for row in premise()):
+        exact.append(replace(row, speaks=Speaks.BESIDE) if row.speaks == Speaks.FOR else row)
+    measured = [row for measure in claim.measures for row in results.rows(measure)]
+    expected = claim.expected_at(scale)
+    loaded = [(e, study) for e in expected if (study := results.study(e.study))]
+    beside: list[Row] = []
+    missing = list(results.missing(claim, scale))
+    for expectation, study in loaded:
+        beside += [row for row in _beside(expectation, study) if row not in beside]
+        missing += [
+            f'study {expectation.study}: {key.variant} at {key.size} on {key.corpus} has no '
+            'difference from the baseline yet'
+            for key in _lacking(expectation, study)
+        ]
 
-    def rows_of(family: int) -> tuple[list[Row], list[Evidence], list[str]]:
-        decided, beside, unfinished = _expected(claim, scale, results, family)
+    def judged(family: int) -> tuple[list[Row], list[Evidence], ClaimVerdict]:
+        decided = [item for pair in loaded for item in evidence(*pair, family)]
         rows = [*exact, *(item.row for item in decided), *beside, *measured]
-        return [_undecided(row) for row in rows] if scale == 'smoke' else rows, decided, unfinished
+        if scale == 'smoke':  # a study shows only that it runs
+            trained = [row.study is not None and row.speaks != Speaks.BESIDE for row in rows]
+            rows = [
+                replace(row, speaks=Speaks.OPEN) if is_trained else row
+                for row, is_trained in zip(rows, trained, strict=True)
+            ]
+        return rows, decided, rules.verdict(rows, complete=not missing)
 
     # All rows together are one test at the error rate; single ones are tested at their share.
-    rows, decided, unfinished = rows_of(1)
-    verdict = rules.verdict(rows, complete=not missing + unfinished)
+    rows, decided, verdict = judged(1)
     if verdict in (ClaimVerdict.HOLDS_ONLY_IF, ClaimVerdict.UNDECIDED):
-        expectations = claim.expected_at(scale)
-        number = sum(number_of_rows(e, results.study(e.study)) for e in expectations)
-        rows, decided, unfinished = rows_of(max(1, number))
-        verdict = rules.verdict(rows, complete=not missing + unfinished)
-    missing += unfinished
+        number = sum(number_of_rows(e, results.study(e.study)) for e in expected)
+        rows, decided, verdict = judged(max(1, number))
     undecided = verdict == ClaimVerdict.UNDECIDED
     condition = rules.condition(rows) if verdict == ClaimVerdict.HOLDS_ONLY_IF else None
     lacking, wanted = _needed(claim, scale, results, decided) if undecided else (None, None)
     return ClaimResult(
-        name=claim.name,
-        title=claim.title,
-        statement=claim.statement,
-        source=claim.source,
-        reported=claim.reported,
-        rule=claim.rule,
+        **{field.name: getattr(claim, field.name) for field in fields(Statement)},
         scale=scale,
         verdict=verdict,
         rows=tuple(rows),
@@ -70,41 +96,196 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
         studies=tuple(name for name in claim.studies if results.has(name)),
         models=tuple(_models(claim, results)),
         command=f'python -m experiments.claims {claim.name} --scale={scale} --workdir=runs/{scale}',
-        **_about(claim, results, time.perf_counter() - started),
+        **_provenance(claim, results, started),
     )
 
 
-def _expected(
-    claim: Claim, scale: str, results: Results, family: int
-) -> tuple[list[Evidence], list[Row], list[str]]:
-    """What decides the expectations of a claim, the rows beside it, and what is missing."""
-    decided: list[Evidence] = []
-    also: list[Row] = []
-    missing: list[str] = []
-    for expected in claim.expected_at(scale):
-        if (loaded := results.study(expected.study)) is None:
-            continue
-        items, beside, lacking = evidence(expected, loaded, family)
-        decided += items
-        also += [row for row in beside if row not in also]
-        missing += [
-            f'study {expected.study}: {arm.variant} at {arm.size} on {arm.corpus} has no '
-            'difference from the baseline yet'
-            for arm in lacking
-        ]
-    return decided, also, missing
+def evidence(expected: Expectation, loaded: Loaded, family: int = 1) -> list[Evidence]:
+    """What decides an expectation: the verdicts of its arms, as some of `family` comparisons.
+
+    An arm has a row at its own length of training and, matched, at a longer one.
+    """
+    made = []
+    for arm, other, comparison in _cases(expected, loaded):
+        verdict = judging.pair(loaded.study, arm, other, loaded.found.blocks, family)
+        row = _row(arm, comparison, _kind(arm, loaded), expected, loaded)
+        word, speaks = rules.finding(row, expected.relation, verdict, comparison)
+        row = replace(row, relation=expected.relation, word=word, speaks=speaks)
+        made.append(Evidence(row, arm, verdict, comparison.difference))
+    return made
 
 
-def _measured(claim: Claim, results: Results) -> tuple[list[Row], list[str]]:
-    """The rows of the measures of a claim, and what is missing."""
-    rows: list[Row] = []
-    missing: list[str] = []
-    for measure in claim.measures:
-        measured = results.rows(measure)
-        rows += measured
-        if not measured and results.ready(measure):
-            missing.append(f'the logs of study {measure.study} lack what a measurement reads')
-    return rows, missing
+def number_of_rows(expected: Expectation, loaded: Loaded | None) -> int:
+    """How many rows decide an expectation once its study is finished, if that is declared."""
+    if loaded is None:
+        return 1
+    longer = expected.at == 'matched' and loaded.study.controls['longer'] is not None
+    return len(_declared(expected, loaded)) * (2 if longer else 1)
+
+
+def _declared(expected: Expectation, loaded: Loaded) -> list[ArmKey]:
+    """The arms that the study declares for an expectation; ConfigError if there is none."""
+    if loaded.study.tuning is None and expected.at == 'removed':
+        return []  # a study without tuning has no controls
+    control = EQUAL_SHAPE if expected.at == 'removed' else None
+    keys = [key for key in loaded.study.arms if key.control == control]
+    variants = list(dict.fromkeys(key.variant for key in keys))
+    for variant in (expected.variant, expected.versus or expected.variant):
+        if not any(loaded.names(label, variant) for label in variants):
+            raise ConfigError(
+                f'study {expected.study!r} has no {expected.at} arm of variant {variant!r}; it has '
+                f'{", ".join(variants) or "none"}'
+            )
+    return [key for key in keys if loaded.names(key.variant, expected.variant)]
+
+
+def _cases(expected: Expectation, loaded: Loaded) -> Iterator[tuple[Arm, Arm | None, Comparison]]:
+    """The arms of an expectation that have a difference, each with what it differs from."""
+    arms = (*loaded.found.arms, *loaded.found.controls)
+    others = {
+        (arm.group, arm.control): arm
+        for arm in arms
+        if (loaded.names(arm.variant, expected.versus) if expected.versus else arm.is_baseline)
+    }
+    for control in (EQUAL_SHAPE,) if expected.at == 'removed' else (None, LONGER):
+        against = control if expected.versus or control == LONGER else None
+        for arm in arms:
+            if arm.control == control and loaded.names(arm.variant, expected.variant):
+                other, comparison = others.get((arm.group, against)), arm.comparison
+                if expected.versus:
+                    comparison = compare([(arm, other)], loaded.study) if other else None
+                if comparison is not None:
+                    yield arm, other, comparison
+
+
+def _lacking(expected: Expectation, loaded: Loaded) -> list[ArmKey]:
+    """Declared arms that have no difference yet."""
+    known = {arm.key for arm, _, _ in _cases(expected, loaded)}
+    return [key for key in _declared(expected, loaded) if key not in known]
+
+
+def _kind(arm: Arm, loaded: Loaded) -> Kind:
+    if loaded.study.matched is None:
+        return Kind.MEASURED  # neither removed nor at equal parameter count
+    return Kind.REMOVED if arm.control == EQUAL_SHAPE else Kind.MATCHED
+
+
+def _beside(expected: Expectation, loaded: Loaded) -> Iterator[Row]:
+    """The other parts of the difference: removed, reinvested, matched; of a pair, all of both."""
+    study, found = loaded
+    parts = {part.key: part for part in found.decomposition}
+    for arm, _, _ in _cases(expected, loaded):
+        for primary in found.arms if arm.control != LONGER else ():
+            bare, shown = study.bare(primary.variant), expected
+            if expected.versus:
+                pair = (expected.variant, expected.versus)
+                same = any(loaded.names(primary.variant, variant) for variant in pair)
+                shown = Expectation(expected.study, bare, expected.relation)
+            else:
+                same = primary.key == arm.key or (
+                    arm.control == EQUAL_SHAPE and bare == arm.variant
+                )
+            if not same or (primary.size, primary.corpus) != (arm.size, arm.corpus):
+                continue
+            part = parts.get(primary.key)
+            comparisons = {
+                Kind.REMOVED: part.removing if part else None,
+                Kind.REINVESTED: part.reinvesting if part else None,
+                Kind.MATCHED: primary.comparison if study.matched is not None else None,
+            }
+            for kind, comparison in comparisons.items():
+                if comparison and (expected.versus or kind != _kind(arm, loaded)):
+                    yield _row(primary, comparison, kind, shown, loaded)
+
+
+def _row(
+    arm: Arm, comparison: Comparison, kind: Kind, expected: Expectation, loaded: Loaded
+) -> Row:
+    low, high = expected.reported or (None, None)
+    pair = f'{expected.variant} - {expected.versus}' if expected.versus else expected.variant
+    return Row(
+        what=expected.curve or pair,
+        kind=kind,
+        context=loaded.context(arm) | dict(expected.context),
+        value=comparison.difference.mean,
+        speaks=Speaks.BESIDE,
+        unit=UNIT,
+        low=comparison.difference.low,
+        high=comparison.difference.high,
+        expected=None if low is None else (low + high) / 2,
+        tolerance=None if low is None else (high - low) / 2,
+        x=expected.x,
+        x_label=expected.x_label,
+        # The points of a curve have one colour.
+        arm=expected.variant if expected.x is None else None,
+        study=expected.study,
+    )
+
+
+def _needed(
+    claim: Claim, scale: str, results: Results, decided: Sequence[Evidence]
+) -> tuple[str | None, str | None]:
+    """What a claim lacks, in short, and what decides it: studies, or more of those it has."""
+    short: str | None = 'results are missing'
+    lacking = [name for name in claim.studies if results.unfinished(name)]
+    if scale == 'smoke':
+        wanted = 'cpu'
+    elif lacking:
+        wanted = scale
+    elif needs := needed(decided):
+        return needs
+    else:
+        wanted, short = 'gpu', None
+    parts = []
+    for name in lacking or claim.studies:
+        if study := study_of(name, wanted):
+            base = study.base
+            tokens = base.train.num_steps * base.train.batch_size * base.model.context
+            parts.append(
+                f'{name} with {len(base.trials.seeds)} seeds of {tokens:,} tokens at '
+                f'{" and ".join(study.sizes)}'
+            )
+    return short, f'--scale={wanted}: {"; ".join(parts)}' if parts else None
+
+
+def needed(items: Sequence[Evidence]) -> tuple[str, str] | None:
+    """What open arms lack, in short and whole, of the one that takes most; None without any.
+
+    The seeds find a difference of the measured size, at least of the margin, with probability 0.8
+    at the errors measured; of an arm below the margin, the distance from the margin.
+    """
+    needs = [_needed_by(item) for item in items if item.row.speaks == Speaks.OPEN]
+    return max(needs)[1:] if needs else None
+
+
+def _needed_by(item: Evidence) -> tuple[float, str, str]:
+    """What would decide an arm, in short and whole, behind a number that grows with it."""
+    row, arm, verdict, difference = item
+    trial, margin = arm.example, difference.margin
+    point = f' at {row.x_label} {row.x:g}' if row.x is not None else ''
+    where = (
+        f'{row.what}{point} at {arm.size} on {arm.corpus}, {trial.parameters["total"]:,} '
+        f'parameters and {trial.num_tokens:,} tokens a run'
+    )
+    if verdict.decision is Decision.NO_VERDICT:
+        whole = f'a verdict of {where}, withheld: {reasons(item) or "not tuned"}'
+        return math.inf, 'a verdict is withheld', whole
+    if verdict.decision in _BELOW_MARGIN:
+        size = abs(abs(difference.mean) - margin)
+        apart = f'{difference.mean:+.2g} from the margin of {margin:g} nats/token'
+        about = f'to tell a difference of {apart} in {where}'
+    else:
+        size = max(abs(difference.mean), margin)
+        about = f'to find a difference of {size:.2g} nats/token in {where}'
+    alpha = (verdict.alpha or 1 - LEVEL) / max(1, verdict.num_comparisons)
+    if (more := to_find(difference, size, alpha)) is None:
+        hidden = difference.tuning_low + difference.tuning_high
+        whole = f'a finer sweep, as this one leaves {hidden:.2g} nats/token open, {about}'
+        return 1e9, 'the sweep is too coarse', whole
+    seeds, documents = more
+    held_out = f' and {documents:.2g} times as many held-out documents' if documents > 1 else ''
+    whole = f'{seeds:,} seeds in place of {difference.n}{held_out}, {about}'
+    return seeds, f'needs {seeds:,} seeds', whole
 
 
 def _models(claim: Claim, results: Results) -> Iterator[str]:
@@ -126,90 +307,7 @@ def _models(claim: Claim, results: Results) -> Iterator[str]:
             yield text + ('' if standing.bleu is None else f', BLEU {standing.bleu:.1f}')
 
 
-def _premise(row: Row) -> Row:
-    """A row that is true stands beside the claim."""
-    return replace(row, speaks=Speaks.BESIDE) if row.speaks == Speaks.FOR else row
-
-
-def _undecided(row: Row) -> Row:
-    """The row, open if it comes from training: at scale smoke a study shows only that it runs."""
-    if row.study is None or row.speaks == Speaks.BESIDE:
-        return row
-    return replace(row, speaks=Speaks.OPEN)
-
-
-def _needed(
-    claim: Claim, scale: str, results: Results, decided: list[Evidence]
-) -> tuple[str | None, str | None]:
-    """What a claim lacks, in short, and what decides it: studies, or more of those it has."""
-    short: str | None = 'results are missing'
-    lacking = [name for name in claim.studies if results.unfinished(name)]
-    if scale == 'smoke':
-        wanted = 'cpu'
-    elif lacking:
-        wanted = scale
-    elif found := needed(decided):
-        return found
-    else:
-        wanted, short = 'gpu', None
-    studies = {name: study_of(name, wanted) for name in lacking or claim.studies}
-    return short, _planned({name: study for name, study in studies.items() if study}, wanted)
-
-
-def _planned(studies: Mapping[str, Study], scale: str) -> str | None:
-    """What studies by name use at a scale; None for no studies."""
-    parts = []
-    for name, study in studies.items():
-        base = study.base
-        tokens = base.train.num_steps * base.train.batch_size * base.model.context
-        parts.append(
-            f'{name} with {len(base.trials.seeds)} seeds of {tokens:,} tokens at '
-            f'{" and ".join(study.sizes)}'
-        )
-    return f'--scale={scale}: {"; ".join(parts)}' if parts else None
-
-
-def needed(items: Iterable[Evidence]) -> tuple[str, str] | None:
-    """What open arms lack, in short and whole, of the one that takes most; None without any.
-
-    The seeds find a difference of the measured size, at least of the margin, with probability 0.8
-    at the errors measured; of an arm below the margin, the distance from the margin.
-    """
-    needs = [_needed_by(item) for item in items if item.row.speaks == Speaks.OPEN]
-    return max(needs)[1:] if needs else None
-
-
-def _needed_by(item: Evidence) -> tuple[float, str, str]:
-    """What would decide an arm, in short and whole, behind a number that grows with it."""
-    row, arm, verdict, difference = item
-    trial = arm.example
-    point = f' at {row.x_label} {row.x:g}' if row.x is not None else ''
-    where = (
-        f'{row.what}{point} at {arm.size} on {arm.corpus}, {trial.parameters["total"]:,} '
-        f'parameters and {trial.num_tokens:,} tokens a run'
-    )
-    if verdict.decision is Decision.NO_VERDICT:
-        whole = f'a verdict of {where}, withheld: {reasons(item) or "not tuned"}'
-        return math.inf, 'a verdict is withheld', whole
-    if verdict.decision in _BELOW_MARGIN:
-        size = abs(abs(difference.mean) - difference.margin)
-        what = f'{difference.mean:+.2g} from the margin of {difference.margin:g} nats/token'
-        about = f'to tell a difference of {what} in {where}'
-    else:
-        size = max(abs(difference.mean), difference.margin)
-        about = f'to find a difference of {size:.2g} nats/token in {where}'
-    alpha = (verdict.alpha or 1 - LEVEL) / max(1, verdict.num_comparisons)
-    if (scale := to_find(difference, size, alpha)) is None:
-        hidden = difference.tuning_low + difference.tuning_high
-        whole = f'a finer sweep, as this one leaves {hidden:.2g} nats/token open, {about}'
-        return 1e9, 'the sweep is too coarse', whole
-    seeds, documents = scale
-    more = f' and {documents:.2g} times as many held-out documents' if documents > 1 else ''
-    whole = f'{seeds:,} seeds in place of {difference.n}{more}, {about}'
-    return seeds, f'needs {seeds:,} seeds', whole
-
-
-def _about(claim: Claim, results: Results, seconds: float) -> dict[str, Any]:
+def _provenance(claim: Claim, results: Results, started: float) -> dict[str, Any]:
     """The commit, the hardware and the seconds of training and checks together."""
     trials = [
         trial
@@ -219,23 +317,20 @@ def _about(claim: Claim, results: Results, seconds: float) -> dict[str, Any]:
         for trial in run.trials[:1]
     ]
     # A measure without a study has its own training.
-    measured = [
-        recorded
-        for measure in claim.measures
-        if results.study(measure.study) is None and (recorded := results.provenance(measure))
-    ]
-    starts = [trial.provenance for trial in trials] + [recorded['start'] for recorded in measured]
+    own = [measure for measure in claim.measures if results.study(measure.study) is None]
+    recorded = [record for record in map(results.recorded, own) if record and record['start']]
+    starts = [trial.provenance for trial in trials] + [record['start'] for record in recorded]
     starts = starts or [_here()]
     spent = [trial.train_seconds or 0.0 for trial in trials]
-    spent += [recorded['seconds'] for recorded in measured]
+    spent += [record['seconds'] for record in recorded]
     commits = {(start['git']['commit'] or NOT_RECORDED)[:12] for start in starts}
     return {
         'commit': ', '.join(sorted(commits)),
         'hardware': ', '.join(sorted(set(map(device, starts)))),
-        'seconds': round(sum(spent) + seconds, 1),
+        'seconds': round(sum(spent) + time.perf_counter() - started, 1),
     }
 
 
 @functools.cache
-def _here() -> dict[str, Any]:
+def _here() -> Mapping[str, Any]:
     return describe_start()

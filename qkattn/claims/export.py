@@ -1,31 +1,198 @@
-"""Keeps what claims were decided from, and decides them again."""
+"""Keeps claims and answers with what they were decided from, and makes them again.
+
+claims.json holds the claims as decided. answers.json says what each matrix is worth: of each change
+of attention, the difference between an arm and its baseline in the study that shows it best: one
+whose models learned, as their baseline meets its yardsticks, then the one with the most training
+tokens per run, then the one with the largest models.
+"""
 
 import dataclasses
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from qkattn.claims import catalogue
-from qkattn.claims.answers import NAME as ANSWERS
-from qkattn.claims.answers import Answer, answers, read_answers, write_answers
-from qkattn.claims.decided import NAME, ClaimResult, Kind, Row, read_claims, write_claims
+from qkattn.claims import declared
+from qkattn.claims.claim import ClaimResult, Kind, Row, Speaks
 from qkattn.claims.deciding import decide
-from qkattn.claims.pages import SCALING, write_page
-from qkattn.claims.results import MEASURES, Results
+from qkattn.claims.studies import MEASURES, UNIT, Loaded, Results
+from qkattn.config import ModelConfig, from_json
 from qkattn.errors import ReportError
+from qkattn.model import cost
 from qkattn.report import export as export_study
+from qkattn.report.prose import rounded
 from qkattn.report.verify import difference, near
+from qkattn.stats.decision import Decision
+from qkattn.storage.records import damaged, parse_file, read, write_json
+from qkattn.study.arms import parse_variant
+from qkattn.verdict.arms import Arm
+from qkattn.verdict.rules import standings
 
+CLAIMS, ANSWERS = 'claims.json', 'answers.json'
+SCALING = 'scaling'  # a study of no claim, which is exported beside them
 # What another machine or commit changes.
-_OF_MACHINE = ('command', 'commit', 'hardware', 'seconds', 'rows')
+_OF_MACHINE = ('command', 'commit', 'hardware', 'seconds')
+# What is done to attention, and the variant that does it.
+CHANGES = {
+    'drop W_Q': 'query_free/vo',
+    'drop W_K': 'key_free/vo',
+    'Q = K': 'shared_qk/vo',
+    'merge W_Q and W_K': 'merged/vo',
+    'K = V': 'qk/k_is_v',
+    'Q = K = V': 'shared_qk/k_is_v',
+    'drop W_V': 'qk/no_v',
+    'drop W_O': 'qk/no_o',
+    'GQA, 2 key heads': 'qk/vo?num_kv_heads=2',
+    'MQA, 1 key head': 'qk/vo?num_kv_heads=1',
+    'one head for 4': 'qk/vo?num_heads=1',
+    'nonlinear W_Q': 'nonlinear_query/vo',
+    'W_Q, W_K of D x D': 'full_size/vo',
+    'two in a row for each': 'double/double',
+}
+# The studies that compare them in each kind of model, and a variant there.
+MODELS = {
+    'decoder': (
+        '{}',
+        ('lm_added', 'lm_dropped', 'lm_sharing', 'lm_stdlib', 'decoder', 'depth_heads')
+        + ('full_heads', 'nonlinear', 'overparameterised', 'rank', 'sharing'),
+    ),
+    'masked LM': ('{}', ('masked_lm', 'masked')),
+    'translation': ('qk/vo?encoder_variant={}', ('translation', 'encoder_side')),
+}
 
 
-def export(decided: Iterable[ClaimResult], results: Results, destination: str | Path) -> Path:
-    """Writes claims.json, answers.json, claims.md and their studies; returns the path of the page.
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """A change of attention and what it costs, in each kind of model and at each shape."""
 
-    The scaling study, of no claim, is kept where the directory has it. ReportError if the
-    destination holds something else.
+    name: str
+    variant: str
+    # Added to attention's parameters at the same shape, as a fraction: -0.25 saves a quarter.
+    attention: float | None
+    # At most one of each model and kind, `Kind.REMOVED` at the same shape and `Kind.MATCHED` at
+    # equal parameter count; without a verdict, the word is 'no verdict'.
+    rows: tuple[Row, ...] = ()
+
+    def row(self, model: str, kind: Kind) -> Row | None:
+        """The row of a kind of model at a shape."""
+        rows = (row for row in self.rows if (row.context['model'], row.kind) == (model, kind))
+        return next(rows, None)
+
+
+Record = TypeVar('Record', ClaimResult, Answer)
+
+
+def answers(results: Results) -> tuple[Answer, ...]:
+    """One answer for each change that a study of the directory has trained."""
+    made = []
+    for name, variant in CHANGES.items():
+        best: dict[tuple[str, str], tuple[tuple, Row, Loaded, Arm]] = {}
+        for model, (template, studies) in MODELS.items():
+            for study in studies:
+                loaded = results.study(study)
+                for rank, arm, row in _rows(loaded, template.format(variant)) if loaded else ():
+                    if (model, row.kind) not in best or rank > best[model, row.kind][0]:
+                        context = {'model': model, **row.context}
+                        row = dataclasses.replace(row, context=context, study=study)
+                        best[model, row.kind] = rank, row, loaded, arm
+        decoders = [chosen for (model, _), chosen in best.items() if model == 'decoder']
+        share = _attention(*decoders[0][2:], variant) if decoders else None
+        if best:
+            made.append(Answer(name, variant, share, tuple(row for _, row, *_ in best.values())))
+    return tuple(made)
+
+
+def _rows(loaded: Loaded, variant: str) -> Iterator[tuple[tuple, Arm, Row]]:
+    """The differences of a variant at each size and corpus, with what they are ranked by."""
+    study, found = loaded
+    learned = {s.arm.key for s in standings(study, found.arms) if not s.remarks}
+    baselines = {arm.group: arm.key for arm in found.arms if arm.is_baseline}
+    parts = {part.key: part for part in found.decomposition}
+    for arm in found.arms:
+        if arm.variant != variant or arm.is_baseline or not arm.chosen:
+            continue
+        trial, part = arm.example, parts.get(arm.key)
+        has_learned = baselines.get(arm.group) in learned
+        parameters = trial.parameters['total']
+        rank = has_learned, trial.num_tokens, parameters, study.corpora.index(arm.corpus)
+        decided = arm.verdict.decision if arm.verdict and has_learned else Decision.NO_VERDICT
+        context = {'size': arm.size, 'corpus': arm.corpus}
+        context |= {'parameters': f'{parameters:,}', 'tokens': f'{trial.num_tokens:,}'}
+        for kind, comparison, word in (
+            (Kind.REMOVED, part and part.removing, None if has_learned else decided.value),
+            (Kind.MATCHED, arm.comparison, decided.value),
+        ):
+            if comparison:
+                mean, low, high = (
+                    getattr(comparison.difference, n) for n in ('mean', 'low', 'high')
+                )
+                row = Row(variant, kind, context, mean, Speaks.BESIDE, UNIT, low, high)
+                yield rank, arm, dataclasses.replace(row, arm=variant, word=word)
+
+
+def _attention(loaded: Loaded, arm: Arm, variant: str) -> float:
+    """What the variant adds to attention's parameters in the baseline's shape, as a fraction."""
+    baseline = next(a for a in loaded.found.arms if a.group == arm.group and a.is_baseline)
+    config = from_json(ModelConfig, baseline.example.config)
+    derived = {'num_kv_heads': None, 'head_size': None}  # from num_heads, which a variant may set
+    changed = dataclasses.replace(config, **derived | parse_variant(variant))
+    counts = [cost.count(model)['attention'] for model in (changed, config)]
+    return counts[0] / counts[1] - 1
+
+
+def write(directory: str | Path, name: str, records: Iterable[Record]) -> Path:
+    """Writes CLAIMS or ANSWERS, a checksum in each record, without defaults, rows as `rounded`."""
+
+    def fields(record: Any) -> dict[str, Any]:
+        pairs = ((f, getattr(record, f.name)) for f in dataclasses.fields(record))
+        return {f.name: value for f, value in pairs if value != f.default}
+
+    def row_fields(row: Row) -> dict[str, Any]:
+        return {name: rounded(value) for name, value in fields(row).items()}
+
+    path = Path(directory) / name
+    write_json(path, [fields(one) | {'rows': list(map(row_fields, one.rows))} for one in records])
+    return path
+
+
+def read_claims(directory: str | Path, advice: str | None = None) -> tuple[ClaimResult, ...]:
+    """The claims of a directory; raises as `_read`, and ReportError if there is no claims.json."""
+    return _read(Path(directory) / CLAIMS, ClaimResult, advice)
+
+
+def read_answers(directory: str | Path) -> tuple[Answer, ...]:
+    """The answers of a directory, () without a file; raises as `_read`."""
+    path = Path(directory) / ANSWERS
+    return _read(path, Answer) if path.is_file() else ()
+
+
+def _read(path: Path, cls: type[Record], advice: str | None = None) -> tuple[Record, ...]:
+    """The records of a file of `write`.
+
+    RunDirectoryError if it was edited or is not what `write` writes, ReportError without a file;
+    both give the `advice`, by default to export it again.
+    """
+    again = f'make it again with python -m experiments.claims --workdir=DIR --export={path.parent}'
+    if not path.is_file():
+        raise ReportError(f'{path} does not exist; {advice or again}.')
+    made, where = [], ''
+    try:
+        for record in parse_file(path, [{'name': str, 'rows': list}]):
+            rows = []
+            for place, row in enumerate(record['rows']):
+                where = f'{record["name"]}: row {place}: '
+                rows.append(read(Row, row))
+            where = f'{record["name"]}: '
+            made.append(read(cls, record, rows=tuple(rows)))
+    except ValueError as error:
+        raise damaged(path, ValueError(f'{where}{error}'), advice or again) from error
+    return tuple(made)
+
+
+def export(decided: Iterable[ClaimResult], results: Results, destination: str | Path) -> None:
+    """Writes claims.json, answers.json and their studies into a directory.
+
+    ReportError if the destination holds something else.
     """
     decided, destination = list(decided), Path(destination)
     names = [name for claim in decided for name in claim.studies]
@@ -35,10 +202,9 @@ def export(decided: Iterable[ClaimResult], results: Results, destination: str | 
             export_study(source, destination / name)
         if (source / MEASURES).is_dir():
             shutil.copytree(source / MEASURES, destination / name / MEASURES, dirs_exist_ok=True)
-    write_claims(destination, decided)
+    write(destination, CLAIMS, decided)
     if made := answers(results):
-        write_answers(destination, made)
-    return write_page(destination)
+        write(destination, ANSWERS, made)
 
 
 def check(directory: str | Path) -> int:
@@ -46,76 +212,54 @@ def check(directory: str | Path) -> int:
 
     ReportError if claims.json or answers.json hold others than are declared, or another result.
     """
-    path, declared = Path(directory) / NAME, catalogue.declared()
-    stored, results = read_claims(directory), Results(directory)
-    if [claim.name for claim in stored] != list(declared):
-        unlike = {claim.name for claim in stored} ^ declared.keys()
-        raise ReportError(
-            f'{path} has not the claims that are declared, in their order; {", ".join(unlike)} '
-            'differ'
-        )
-    for old in stored:
-        if difference := mismatch(old, decide(declared[old.name], old.scale, results)):
-            raise ReportError(f'{path}: {difference}')
-    kept, again = read_answers(directory), answers(results)
-    unequal = None if len(kept) == len(again) else f'{len(kept)} answers, not {len(again)}'
-    for one, other in zip(kept, again, strict=False):
-        unequal = unequal or _unlike_answer(one, other)
-    if unequal:
-        raise ReportError(f'{path.parent / ANSWERS}: {unequal}')
-    return sum(len(record.rows) for record in stored) + sum(len(record.rows) for record in kept)
-
-
-def mismatch(old: ClaimResult, new: ClaimResult) -> str | None:
-    """The first difference between a stored claim and the same one decided again."""
-    fields = [f.name for f in dataclasses.fields(old) if f.name not in _OF_MACHINE]
-    for field in fields:
-        one, other = getattr(old, field), getattr(new, field)
-        if not _agree(field, one, other):
-            return (
-                f'{field} of claim {old.name} is {one!r}, but its checks and studies give {other!r}'
+    directory, known = Path(directory), declared.claims()
+    results, count = Results(directory), 0
+    stored = read_claims(directory)
+    claims = [
+        decide(known[claim.name], claim.scale, results) for claim in stored if claim.name in known
+    ]
+    made = answers(results)
+    files: list[tuple[str, Sequence, Sequence, list[str]]] = [
+        (CLAIMS, stored, claims, list(known)),
+        (ANSWERS, read_answers(directory), made, [answer.name for answer in made]),
+    ]
+    for name, old, new, names in files:
+        if [record.name for record in old] != names:
+            unlike = {record.name for record in old} ^ {*names}
+            raise ReportError(
+                f'{directory / name} does not hold what is declared and trained, in its order; '
+                f'{", ".join(sorted(unlike))} differ'
             )
-    return _unlike_rows(f'claim {old.name}', old.rows, new.rows)
+        for pair in zip(old, new, strict=True):
+            if unequal := mismatch(*pair):
+                raise ReportError(f'{directory / name}: {unequal}')
+        count += sum(len(record.rows) for record in old)
+    return count
 
 
-def _unlike_answer(old: Answer, new: Answer) -> str | None:
-    """The first difference between a stored answer and the same one made again."""
-    for field in ('what', 'variant', 'attention'):
-        if getattr(old, field) != getattr(new, field):
-            return (
-                f'{field} of {old.what!r} is {getattr(old, field)!r}, not {getattr(new, field)!r}'
-            )
-    return _unlike_rows(f'answer {old.what!r}', old.rows, new.rows)
+def mismatch(old: Record, new: Record) -> str | None:
+    """The first difference between a stored claim or answer and the same one made again.
 
-
-def _unlike_rows(name: str, old: Sequence[Row], new: Sequence[Row]) -> str | None:
-    """The first difference between stored rows and those of the checks and studies."""
-    if len(old) != len(new):
-        return f'{name} has {len(old)} rows, but its checks and studies give {len(new)}'
-    for place, (row, again) in enumerate(zip(old, new, strict=True)):
-        if field := _unlike(row, again):
-            return (
-                f'{field} of row {place} of {name} is {getattr(row, field)!r}, but its checks and '
-                f'studies give {getattr(again, field)!r}'
-            )
-    return None
-
-
-def _agree(field: str, old: Any, new: Any) -> bool:
-    """Whether fields are equal; counts of what a claim needs may be one apart."""
-    if field not in ('lacking', 'needed') or None in (old, new):
-        return old == new
-    return difference(old, new, at_boundary=lambda _: True) is None
-
-
-def _unlike(row: Row, again: Row) -> str | None:
-    """The first field in which a stored row is not the one made again; see report.verify."""
-    rounding = row.tolerance if row.kind == Kind.EXACT and row.tolerance else 0.0
-    for field in (f.name for f in dataclasses.fields(row)):
-        one, other = getattr(row, field), getattr(again, field)
-        if isinstance(one, float) and isinstance(other, float):
-            if not (near(one, other) or abs(one - other) <= rounding):
-                return field
-        elif one != other:
-            return field
+    Numbers agree as `report.verify` says, those of exact checks within their tolerance; counts of
+    what a claim needs may be one apart.
+    """
+    pairs: list[tuple[str, Any, Any]] = [(old.name, old, new)]
+    if len(old.rows) == len(new.rows):
+        rows = enumerate(zip(old.rows, new.rows, strict=True))
+        pairs += [(f'row {place} of {old.name}', one, other) for place, (one, other) in rows]
+    for where, one, other in pairs:
+        is_row = isinstance(one, Row)
+        rounding = (one.tolerance or 0.0) if is_row and one.kind == Kind.EXACT else 0.0
+        for name in (f.name for f in dataclasses.fields(one) if f.name not in _OF_MACHINE):
+            a, b = getattr(one, name), getattr(other, name)
+            if name == 'rows':
+                name, a, b = 'number of rows', len(a), len(b)
+            if is_row and isinstance(a, float) and isinstance(b, float):
+                same = near(a, b) or abs(a - b) <= rounding
+            elif name in ('lacking', 'needed') and None not in (a, b):
+                same = difference(a, b, at_boundary=lambda _: True) is None
+            else:
+                same = a == b
+            if not same:
+                return f'{name} of {where} is {a!r}, but its checks and studies give {b!r}'
     return None

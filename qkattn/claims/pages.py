@@ -1,23 +1,29 @@
 """The claims of a directory as Markdown: claims.json, the scaling laws beside it, nothing else."""
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 from markupsafe import Markup
 
-from qkattn.claims.answers import MODELS, Answer, read_answers
-from qkattn.claims.answers import NAME as ANSWERS
-from qkattn.claims.decided import NAME as CLAIMS
-from qkattn.claims.decided import ClaimResult, ClaimVerdict, Kind, Row, read_claims
-from qkattn.claims.figures import answers_figure, claim_figures, overview
-from qkattn.claims.shown import amount, claim_sheets, described_row, macros
+from qkattn.claims.claim import ClaimResult, ClaimVerdict, Kind, Row, Speaks
+from qkattn.claims.export import ANSWERS, CLAIMS, MODELS, SCALING, read_answers, read_claims
+from qkattn.claims.figures import (
+    PARTS,
+    answers_figure,
+    claim_figures,
+    compared,
+    curves,
+    figure_stems,
+    located,
+    varying,
+)
 from qkattn.report.figures import figures
 from qkattn.report.figures.style import Drawing, write_plots
 from qkattn.report.page import described
-from qkattn.report.prose import END, NONE, environment, tidy
+from qkattn.report.prose import NONE, environment, words
 from qkattn.report.sheets import Heading, sheets
 from qkattn.report.tables import markdown_table
 from qkattn.report.verify import Block
@@ -26,10 +32,24 @@ from qkattn.storage.files import write_atomic
 from qkattn.verdict import Findings, Study, load_findings
 
 PAGE = 'claims.md'
-SCALING = 'scaling'
+GROUPS = {
+    'a': 'Why two matrices?',
+    'b': 'Is W_Q needed?',
+    'c': 'Why not Q Q^T?',
+    'd': 'One projection or two?',
+    'e': 'What the literature adds',
+}
+# By verdict: its mark, and what one claim does, and several do.
+SAID = {
+    ClaimVerdict.HOLDS: ('●', 'holds', 'hold'),
+    ClaimVerdict.HOLDS_HERE: ('◉', 'holds in one setting', 'hold in one setting'),
+    ClaimVerdict.HOLDS_ONLY_IF: ('◐', 'holds under a condition', 'hold under a condition'),
+    ClaimVerdict.FAILS: ('✕', 'fails', 'fail'),
+    ClaimVerdict.FAILS_HERE: ('⊗', 'fails in one setting', 'fail in one setting'),
+    ClaimVerdict.UNDECIDED: ('○', 'is undecided', 'are undecided'),
+}
 _LAWS = ('loss_parameters', 'multipliers')
-PARTS = ('verdicts', 'a', 'b', 'c', 'd', 'e', 'laws')  # of the page, each a block of its own
-_PAGE = 'claims_{}.md'  # of a group, beside the page of all
+_SPOKEN = ('for or against|the claim', True)
 _SHAPES = {Kind.REMOVED: 'same shape', Kind.MATCHED: 'equal count'}
 
 
@@ -40,134 +60,99 @@ def write_page(directory: str | Path) -> Path:
     was edited.
     """
     directory = Path(directory)
-    drawn = drawings(read_claims(directory), _scaling(directory), read_answers(directory))
+    drawn = [f for claim in read_claims(directory) for f in claim_figures(claim)]
+    if figure := answers_figure(read_answers(directory)):
+        drawn.append(figure)
+    scaling = _scaling(directory)
+    drawn += [Drawing(f.figure, f'{SCALING}_{f.stem}') for f in _laws(*scaling)] if scaling else []
     write_plots(directory / 'plots', drawn, kinds=('png',))
-    return write_atomic(directory / PAGE, f'# Claims\n\n{claims_markdown(directory, ".")}')
+    blocks = [claims_markdown(directory, '.', part, '') for part in ('verdicts', *GROUPS, 'laws')]
+    return write_atomic(directory / PAGE, '# Claims\n\n' + '\n'.join(blocks))
 
 
-def drawings(
-    claims: Sequence[ClaimResult],
-    scaling: tuple[Study, Findings] | None = None,
-    answers: Sequence[Answer] = (),
-) -> list[Drawing]:
-    """The figures of the answers and of all claims, those of each, and of the scaling laws."""
-    drawn = [figure for figure in (answers_figure(answers), overview(claims)) if figure]
-    drawn += [drawing for claim in claims for drawing in claim_figures(claim)]
-    if scaling is None:
-        return drawn
-    study, found = scaling
-    return drawn + [
-        Drawing(law.figure, f'{SCALING}_{law.stem}', described(study, found, law))
-        for law in figures(study, found)
-        if law.stem in _LAWS
-    ]
+def claims_markdown(directory: Path, base: str, part: str, page: str = 'claims_{}.md') -> str:
+    """A part of the page: the verdicts, the claims of a group, or the scaling laws.
 
-
-def claims_markdown(directory: str | Path, base: str, parts: str | None = None) -> str:
-    """The claims of a directory; links to its files begin with `base`. Raises as `write_page`.
-
-    `parts` is one of PARTS, which is then a page of its own beside those of the others; None is all
-    on one page.
+    Links to files of the directory begin with `base`; those to claims are to the `page` of a group.
     """
-    claims, scaling = read_claims(directory), _scaling(Path(directory))
-    about = macros()
-    page = '' if parts is None else _PAGE
-    missing = [sentence for claim in claims for sentence in claim.missing]
-    templates = environment(html=False).overlay(loader=jinja2.PackageLoader('qkattn.claims'))
-    scales = list(dict.fromkeys(claim.scale for claim in claims))
-    return templates.get_template('claims.md.j2').render(
+    claims, scaling, laws = read_claims(directory), _scaling(directory), []
+    if part == 'laws' and scaling:
+        laws = [described(*scaling, figure) for figure in _laws(*scaling)]
+    counts = {v: [claim.verdict for claim in claims].count(v) for v in SAID}
+    return _template('claims.md.j2').render(
+        part=part,
         base=base,
-        parts=PARTS if parts is None else (parts,),
-        heading='##' if parts is None or parts == 'laws' else '#',
-        table=markdown_table,
-        md=_md,
-        claims=claims,
-        grouped=_grouped(claims),
-        groups=about.groups,
-        marks=about.marks,
-        summary=tidy(about.summary(claims, scales)),
-        legend=tidy(about.legend()),
-        missing=list(dict.fromkeys(missing)),
-        verdicts=_md(_verdicts(claims, about, page)),
-        figures=list(map(_described, drawings(claims, scaling))),
-        decisive={claim.name: _decisive(claim) for claim in claims},
-        more={claim.name: tidy(about.more(claim)) for claim in claims},
-        facts={claim.name: _facts(claim) for claim in claims},
-        sheets={claim.name: claim_sheets(claim) for claim in claims},
-        laws=[sheet for sheet in sheets(*scaling) if sheet.name == 'laws'] if scaling else [],
+        claims=[claim for claim in claims if part in (claim.name[0].lower(), 'verdicts')],
+        group=GROUPS.get(part),
+        scales=list(dict.fromkeys(claim.scale for claim in claims)),
+        counts=[f'{n} {SAID[v][1 if n == 1 else 2]}' for v, n in counts.items() if n],
+        missing=list(dict.fromkeys(text for claim in claims for text in claim.missing)),
+        verdicts=_md(_verdicts(claims, page)),
+        laws=laws,
+        law_tables=[s for s in sheets(*scaling) if s.name == 'laws'] if laws and scaling else [],
     )
 
 
-def _verdicts(claims: Sequence[ClaimResult], about: Any, page: str) -> str:
-    """A row for each claim: what it says in short, the verdict, its number; links to `page`."""
-    titles: list[Heading] = [('', True), ('claim', True), ('verdict', True)]
-    titles.append(('number [95 % interval]', True))
-    rows = []
-    for claim in claims:
-        link = f'{page.format(claim.name[0].lower())}#{claim.name.lower()}'
-        number, what = _decisive(claim).values()
-        verdict = f'{about.marks[ClaimVerdict(claim.verdict)]} {tidy(about.in_short(claim))}'
-        row = claim.decisive_row
-        cells = [claim.title, verdict, f'{number}, {row.what}' if row else number]
-        rows.append([Markup(f'[{claim.name}]({link})'), *cells])
-    return markdown_table(titles, rows)
-
-
-def answers_markdown(directory: str | Path, base: str) -> str:
+def answers_markdown(directory: Path, base: str) -> str:
     """The table of what each matrix is worth, what it is from, and its figure."""
-    made, about = read_answers(directory), macros()
-    columns = [(model, kind) for model in MODELS for kind in (Kind.REMOVED, Kind.MATCHED)]
+    made = read_answers(directory)
     titles: list[Heading] = [('', True), ('size of attention', False)]
-    for model, kind in columns:
-        titles.append((f'{model}, {_SHAPES[kind]}', False))
-        titles += [('verdict', True)] * ((model, kind) == ('decoder', Kind.MATCHED))
+    for model in MODELS:
+        titles += [(f'{model}, {shape}', False) for shape in _SHAPES.values()]
+    place = 1 + titles.index((f'decoder, {_SHAPES[Kind.MATCHED]}', False))
+    titles.insert(place, ('verdict', True))
     rows: list[list[str]] = []
     sources: dict[str, dict[tuple, Mapping[str, str]]] = {}
     others: list[str | None] = []
     for answer in made:
-        share = (
-            NONE if answer.attention is None else f'{answer.attention:+.0%}'.replace('+0%', '0%')
-        )
-        cells = [answer.what, share.replace('%', ' %')]
-        for model, kind in columns:
-            row = answer.row(model, kind)
-            cells.append(_cell(row))
-            if (model, kind) == ('decoder', Kind.MATCHED):
-                cells.append(row.word or NONE if row else NONE)
+        share = NONE
+        if answer.attention is not None:
+            share = f'{answer.attention:+.0%}'.replace('+0%', '0%').replace('%', ' %')
+        parts = {(model, kind): answer.row(model, kind) for model in MODELS for kind in _SHAPES}
+        cells = [answer.name, share, *map(_cell, parts.values())]
+        row = parts['decoder', Kind.MATCHED]
+        cells.insert(place, row.word or NONE if row else NONE)
+        rows.append(cells)
+        for (model, _), row in parts.items():
             if row and row.word == Decision.NO_VERDICT.value:
                 others.append(row.study)
             elif row:
                 where = row.study, row.context['size'], row.context['corpus']
                 sources.setdefault(model, {})[where] = row.context
-        rows.append(cells)
-    legend = tidy(about.answers_legend(sources, dict.fromkeys(others)))
-    has_figure = answers_figure(made) is not None
-    figure = f'\n![Differences at equal parameter count]({base}/plots/answers.png)\n'
-    return f'{markdown_table(titles, rows)}\n\n{legend}\n{figure * has_figure}' if made else ''
+    return _template('answers.md.j2').render(
+        table=markdown_table(titles, rows),
+        sources=sources,
+        others=list(dict.fromkeys(others)),
+        figure=f'{base}/plots/answers.png' if answers_figure(made) else None,
+    )
 
 
-def _cell(row: Row | None) -> str | Markup:
+def _cell(row: Row | None) -> str:
     """A difference and the longer side of its interval; a dagger where there is no verdict."""
     if row is None:
         return NONE
-    dagger = '†' * (row.word == Decision.NO_VERDICT.value)
-    sides = [] if row.low is None else [row.value - row.low, row.high - row.value]
-    return Markup('<br>').join([f'{row.value:+.3f}{dagger}', *[f'±{max(sides):.3f}'] * bool(sides)])
+    value = f'{row.value:+.3f}' + '†' * (row.word == Decision.NO_VERDICT.value)
+    if row.low is None or row.high is None:
+        return value
+    return Markup('<br>').join([value, f'±{max(row.value - row.low, row.high - row.value):.3f}'])
 
 
-def _block(made: Callable[..., str], file: str, *arguments: str) -> Block:
+def _block(made: Any, file: str, **arguments: str) -> Block:
     """A block of results, which is empty where the directory lacks the file."""
-
-    def text(directory: Path, base: str) -> str:
-        return made(directory, base, *arguments) if (directory / file).is_file() else ''
-
-    return Block(text, SCALING)
+    return Block(
+        lambda directory, base: (
+            made(directory, base, **arguments) if (directory / file).is_file() else ''
+        ),
+        SCALING,
+    )
 
 
 BLOCKS: Mapping[str, Block] = {  # blocks of `report.verify.check_page`
     'answers': _block(answers_markdown, ANSWERS),
-    'claims': _block(claims_markdown, CLAIMS),
-    **{f'claims_{part}': _block(claims_markdown, CLAIMS, part) for part in PARTS},
+    **{
+        f'claims_{part}': _block(claims_markdown, CLAIMS, part=part)
+        for part in ('verdicts', *GROUPS, 'laws')
+    },
 }
 
 
@@ -176,38 +161,67 @@ def _scaling(directory: Path) -> tuple[Study, Findings] | None:
     return load_findings(path) if (path / 'study.json').is_file() else None
 
 
+def _laws(study: Study, found: Findings) -> list[Drawing]:
+    return [figure for figure in figures(study, found) if figure.stem in _LAWS]
+
+
+@functools.cache
+def _template(name: str) -> jinja2.Template:
+    """A template of claims, which may say the parts of a claim as the functions here do."""
+    made = environment(html=False).overlay(loader=jinja2.PackageLoader('qkattn.claims'))
+    made.globals |= {'said': SAID, 'facts': _facts, 'decisive': decisive, 'table': markdown_table}
+    made.globals |= {'stems_of': figure_stems, 'tables_of': _tables, 'shared': _shared}
+    made.filters['md'] = _md
+    return made.get_template(name)
+
+
 def _md(text: str) -> str:
     """Text that Markdown shows as it is."""
     return text.replace('<', '&lt;').replace('*', r'\*')
 
 
-def _grouped(claims: Sequence[ClaimResult]) -> dict[str, list[ClaimResult]]:
-    groups = itertools.groupby(claims, key=lambda claim: claim.name[0].lower())
-    return {letter: list(group) for letter, group in groups}
+def _verdicts(claims: Sequence[ClaimResult], page: str) -> str:
+    """A row for each claim: what it says in short, the verdict, its number; links to `page`."""
+    titles: list[Heading] = [(n, True) for n in ('', 'claim', 'verdict', 'number [95 % interval]')]
+    rows = []
+    for claim in claims:
+        link = f'{page.format(claim.name[0].lower())}#{claim.name.lower()}'
+        verdict = f'{SAID[ClaimVerdict(claim.verdict)][0]} {claim.verdict}'
+        if claim.verdict == ClaimVerdict.HOLDS_ONLY_IF:
+            verdict += f' {claim.condition}'
+        elif claim.lacking:
+            verdict += f': {claim.lacking}'
+        row = claim.decisive_row
+        number = f'{amount(row)} {row.unit}'.strip() + f', {row.what}' if row else NONE
+        rows.append([Markup(f'[{claim.name}]({link})'), claim.title, verdict, number])
+    return markdown_table(titles, rows)
 
 
-def _decisive(claim: ClaimResult) -> dict[str, str]:
+def decisive(claim: ClaimResult) -> str:
     """The number with its unit, and what and where it was measured."""
     row = claim.decisive_row
     if row is None:
-        return {'number': NONE, 'what': ''}
-    return {'number': f'{amount(row)} {row.unit}'.strip(), 'what': described_row(row)}
+        return ''
+    at = [f'{row.x_label} {row.x:,g}'] if row.x is not None else []
+    where = ', '.join(dict.fromkeys([row.what, *located(row, row.context), *at]))
+    return f'{amount(row)} {row.unit}'.strip() + f' ({where})'
 
 
-def _facts(claim: ClaimResult) -> list[tuple[str, str]]:
-    """Name and value of who says it, how it is decided, and what ran where."""
+def _facts(claim: ClaimResult) -> dict[str, str]:
+    """Who says it, how it is decided, and what ran where."""
     facts = {
         'source': claim.source,
         'reported': claim.reported,
         'decided by': claim.rule,
-        'command': claim.command,
+        'command': claim.command and f'`{claim.command}`',
         'commit': claim.commit,
         'hardware': claim.hardware,
         'time': None if claim.seconds is None else duration(claim.seconds),
         'studies': ', '.join(claim.studies),
         'baselines': '; '.join(claim.models),
+        'missing': '; '.join(claim.missing),
     }
-    return [(name, value) for name, value in facts.items() if value]
+    return {name: value for name, value in facts.items() if value}
 
 
 def duration(seconds: float) -> str:
@@ -218,11 +232,106 @@ def duration(seconds: float) -> str:
     return f'{hours:,} h {minutes} min' if hours else f'{minutes} min'
 
 
-def _described(drawing: Drawing) -> dict[str, Any]:
-    """A figure as a page shows it, with the name of its claim."""
-    values = dict(drawing.values)
-    claim = values.pop('claim', None)
-    if 'title' not in values:
-        macro = getattr(macros(), values.pop('kind'))
-        values['title'], values['caption'] = map(tidy, macro(values.pop('about', {})).split(END))
-    return values | {'stem': drawing.stem, 'claim': claim.name if claim else None}
+def amount(row: Row | None) -> str:
+    """'+0.0102 [+0.0062, +0.0154]', '16', '3.1e-16': the value, with its interval if it has one.
+
+    Differences have a sign, losses four decimals.
+    """
+    if row is None:
+        return NONE
+    sign = '+' * (row.kind in PARTS)
+
+    def number(value: float) -> str:
+        if row.unit.startswith('nats'):
+            return f'{value:{sign}.4f}'
+        whole = value == round(value) and abs(value) < 1e12
+        return f'{value:{sign},.0f}' if whole else f'{value:{sign}.4g}'
+
+    if row.low is None or row.high is None:
+        return number(row.value)
+    return f'{number(row.value)} [{number(row.low)}, {number(row.high)}]'
+
+
+def _expected(row: Row) -> str:
+    """'16', '0 ± 1e-12', '-' where nothing is expected."""
+    if row.expected is None:
+        return NONE
+    value = Row(row.what, row.kind, {}, row.expected, row.speaks, row.unit)
+    return amount(value) + (f' ± {row.tolerance:.3g}' if row.tolerance else '')
+
+
+def _shared(claim: ClaimResult) -> str:
+    """'model decoder, steps 500': what all contexts have in common."""
+    first = claim.rows[0].context if claim.rows else {}
+    same = [i for i in first.items() if all(i in row.context.items() for row in claim.rows)]
+    return ', '.join(f'{words(name)} {value}' for name, value in same)
+
+
+def _tables(claim: ClaimResult) -> list[str]:
+    """Parts of differences, other values, and the points of each panel of curves."""
+    others = [row for row in claim.rows if row.x is None and row.kind not in PARTS]
+    made = [_parts(claim), _values(others)]
+    for axis, lines in curves(claim.rows).items():
+        points = {name: {row.x: amount(row) for row in line} for name, line in lines.items()}
+        unit = PARTS.get(axis.kind, axis.unit)
+        about = ', '.join(filter(None, [axis.context, unit]))
+        titles = [(axis.x_label, True), *((f'{name}|{about}', False) for name in lines)]
+        every = sorted({x for line in points.values() for x in line if x is not None})
+        cells = [[f'{x:,g}', *(line.get(x, NONE) for line in points.values())] for x in every]
+        made.append((titles, cells))
+    return [markdown_table(titles, rows) for titles, rows in made if rows]
+
+
+def _parts(claim: ClaimResult) -> tuple[list[Heading], list[list[str]]]:
+    """A row for what is compared in a context, with what was removed and what was reinvested."""
+    lines = compared(claim.rows)
+    names = varying(lines)
+    units = ', '.join(dict.fromkeys(row.unit for line in lines for row in line.rows.values()))
+    titles: list[Heading] = [('arm', True), *((words(name), True) for name in names)]
+    for name, about in (
+        ('removed', 'same shape'),
+        ('reinvested', 'matched - same shape'),
+        ('both', 'equal parameter count'),
+    ):
+        titles.append((f'{name}, {units}|{about}', False))
+    cells = [
+        [
+            line.what,
+            *(line.context.get(name, NONE) for name in names),
+            *(amount(line.rows.get(kind)) for kind in PARTS),
+            line.decision or NONE,
+            _spoken(line.rows.values()),
+        ]
+        for line in lines
+    ]
+    return [*titles, ('verdict', True), _SPOKEN], cells
+
+
+def _values(rows: Sequence[Row]) -> tuple[list[Heading], list[list[str]]]:
+    """A row for each value; an arm that it is not named by is a context like others."""
+    arms = [{} if row.arm in (None, row.what) else {'arm': row.arm} for row in rows]
+    contexts = [{**arm, **row.context} for arm, row in zip(arms, rows, strict=True)]
+    every = dict.fromkeys(name for context in contexts for name in context)
+    names = [n for n in every if len({context.get(n) for context in contexts}) > 1]
+    titles: list[Heading] = [('quantity', True), *((words(name), True) for name in names)]
+    titles += [('value', False), ('expected', False), _SPOKEN]
+    return titles, [
+        [
+            row.what,
+            *(context.get(name, NONE) for name in names),
+            f'{amount(row)} {row.unit}'.strip(),
+            _expected(row),
+            _spoken([row]),
+        ]
+        for row, context in zip(rows, contexts, strict=True)
+    ]
+
+
+def _spoken(rows: Iterable[Row]) -> str:
+    """'for'; 'for "worse", open "not better"' of several that decide."""
+    texts = [
+        f'{row.speaks} "{words(row.relation)}"' if row.relation else str(row.speaks)
+        for row in rows
+        if row.speaks != Speaks.BESIDE
+    ]
+    return ', '.join(dict.fromkeys(texts)) or NONE

@@ -1,9 +1,9 @@
-"""From the words of arms to the truth of a claim, and from its truth in contexts to its verdict.
+"""From the verdicts of arms to the truth of a claim in contexts, and from there to its verdict.
 
-RELATIONS and ONE_SIDED hold the table of docs/claims.md: the words (of `qkattn.stats.decision`) and
-the one-sided findings that make a relation true or false; anything else leaves it open. Better and
-worse are so by more than the margin. Below the margin the side of zero is known, but not that of
-the margin: with more seeds such an arm may turn out either better or equivalent.
+RELATIONS and ONE_SIDED hold the table of docs/claims.md: the verdicts (of `qkattn.stats.decision`)
+and the one-sided findings that make a relation true or false; anything else leaves it open. Better
+and worse are so by more than the margin. Below the margin the side of zero is known, but not that
+of the margin: with more seeds such an arm may turn out either better or equivalent.
 
 A claim is one family. "True in every context" and "false in every context" are found if every row
 rejects at the error rate, without correction: the null hypothesis is a union, that of some context,
@@ -14,26 +14,13 @@ so the test of their intersection errs at most at that rate (Berger 1982, Techno
 import itertools
 from collections.abc import Iterable, Sequence
 
-from qkattn.claims.decided import ClaimVerdict, Row, Speaks, is_theorem
+from qkattn.claims.claim import AS_REPORTED, RELATIONS, ClaimVerdict, Kind, Row, Speaks
 from qkattn.verdict import Decision
 from qkattn.verdict.codes import Comparison, ReasonCode, Verdict
-from qkattn.verdict.judging import ABOVE_ZERO, BELOW_ZERO
 
 # Factors with their values, in the order of a row; its place on a curve is one of them.
 Context = tuple[tuple[str, str], ...]
 SETTING = ('size', 'corpus', 'steps')  # the factors whose values make another setting
-
-_SAME = (Decision.EQUIVALENT,)
-# By relation, the words for it and those against it.
-RELATIONS: dict[str, tuple[tuple[Decision, ...], tuple[Decision, ...]]] = {
-    'better': ((Decision.BETTER,), (*_SAME, *ABOVE_ZERO)),
-    'worse': ((Decision.WORSE,), (*_SAME, *BELOW_ZERO)),
-    'different': ((Decision.BETTER, Decision.WORSE), _SAME),
-    'equivalent': (_SAME, (Decision.BETTER, Decision.WORSE)),
-    'not_better': ((*_SAME, *ABOVE_ZERO), (Decision.BETTER,)),
-    'not_worse': ((*_SAME, *BELOW_ZERO), (Decision.WORSE,)),
-}
-AS_REPORTED = 'as_reported'
 
 NOT_BETTER, NOT_WORSE = 'not better by the margin', 'not worse by the margin'
 # By relation, the one-sided finding that decides it, and what that says.
@@ -48,51 +35,39 @@ ONE_SIDED = {
 def finding(
     row: Row, relation: str, verdict: Verdict, comparison: Comparison
 ) -> tuple[str, Speaks]:
-    """The decision or the one-sided finding about the arm of a row, and what it says."""
-    word = verdict.decision.value
-    if relation == AS_REPORTED:
-        return word, as_reported(row, verdict, comparison)
-    one = one_sided(relation, verdict, comparison)
-    return one or (word, speaks(relation, verdict.decision))
+    """The verdict of, or the one-sided finding about, the arm of a row, and what it says.
 
-
-def speaks(relation: str, word: Decision) -> Speaks:
-    """What the word of an arm says about the relation."""
-    true, false = RELATIONS[relation]
-    return Speaks.FOR if word in true else Speaks.AGAINST if word in false else Speaks.OPEN
-
-
-def one_sided(relation: str, verdict: Verdict, comparison: Comparison) -> tuple[str, Speaks] | None:
-    """The finding on one side that decides the relation of an undecided arm, and what it says.
-
-    Tested at the arm's share of the error rate, alpha / comparisons (Bonferroni); the mean of the
-    validation split has to lie on the same side of the margin. A false finding needs a difference
-    beyond the margin, where equivalence would be false too: its error rate is that of the words.
-    None if nothing is found, or if a trial diverged.
+    A one-sided finding decides the relation of an undecided arm. It is tested at the arm's share of
+    the error rate, alpha / comparisons (Bonferroni), and the mean of the validation split has to
+    lie on the same side of the margin. A false one needs a difference beyond the margin, where
+    equivalence would be false too: its error rate is that of the verdicts.
     """
-    if relation not in ONE_SIDED or verdict.decision is not Decision.UNDECIDED:
-        return None
-    side, speaks = ONE_SIDED[relation]
-    difference = comparison.difference
-    sign, p = (1, difference.p_not_worse) if side == NOT_WORSE else (-1, difference.p_not_better)
-    if p is None or verdict.alpha is None or _diverged(verdict):
-        return None
-    shown = p <= verdict.alpha / max(1, verdict.num_comparisons)
-    return (side, speaks) if shown and sign * comparison.validation < difference.margin else None
+    decision = verdict.decision
+    diverged = any(reason.code is ReasonCode.DIVERGED for reason in verdict.reasons)
+    if relation == AS_REPORTED:
+        withheld = diverged or decision is Decision.NO_VERDICT
+        return decision.value, Speaks.OPEN if withheld else _as_reported(row, comparison)
+    if decision is Decision.UNDECIDED and relation in ONE_SIDED and not diverged:
+        side, speaks = ONE_SIDED[relation]
+        difference = comparison.difference
+        p, sign = difference.p_not_better, -1
+        if side == NOT_WORSE:
+            p, sign = difference.p_not_worse, 1
+        if p is not None and verdict.alpha is not None:
+            shown = p <= verdict.alpha / max(1, verdict.num_comparisons)
+            if shown and sign * comparison.validation < difference.margin:
+                return side, speaks
+    true, false = RELATIONS[relation]
+    against = Speaks.AGAINST if decision in false else Speaks.OPEN
+    return decision.value, Speaks.FOR if decision in true else against
 
 
-def _diverged(verdict: Verdict) -> bool:
-    return any(reason.code is ReasonCode.DIVERGED for reason in verdict.reasons)
-
-
-def as_reported(row: Row, verdict: Verdict, comparison: Comparison) -> Speaks:
+def _as_reported(row: Row, comparison: Comparison) -> Speaks:
     """Whether the interval of a row lies within what was reported, or outside.
 
-    Open if a word is withheld, if a trial diverged, and if the mean of the validation split lies on
-    the other side of a reported bound.
+    Open where the mean of the validation split lies on the other side of a reported bound.
     """
-    withheld = verdict.decision is Decision.NO_VERDICT or _diverged(verdict)
-    if withheld or None in (row.low, row.high, row.expected, row.tolerance):
+    if None in (row.low, row.high, row.expected, row.tolerance):
         return Speaks.OPEN
     low, high = row.expected - row.tolerance, row.expected + row.tolerance
     values = row.low, row.high, comparison.validation
@@ -116,28 +91,21 @@ def truths(rows: Iterable[Row]) -> dict[Context, Speaks]:
 def verdict(rows: Iterable[Row], complete: bool = True) -> ClaimVerdict:
     """Holds if true in all contexts, fails if false in all; holds only if, if both occur.
 
-    What training decides holds or fails in two settings at least, else in this setting. Unless all
-    contexts have results (`complete`), a claim neither holds nor fails.
+    What training decides holds or fails in two settings (sizes, corpora, lengths of training) at
+    least, else in this setting. Unless all contexts have results (`complete`), a claim neither
+    holds nor fails.
     """
-    rows = list(rows)
+    rows = [row for row in rows if row.speaks != Speaks.BESIDE]
     spoken = set(truths(rows).values())
     if {Speaks.FOR, Speaks.AGAINST} <= spoken:
         return ClaimVerdict.HOLDS_ONLY_IF
     if not complete or len(spoken) != 1 or Speaks.OPEN in spoken:
         return ClaimVerdict.UNDECIDED
-    enough = is_theorem(rows) or len(settings(rows)) > 1
+    settings = {tuple(row.context.get(name) for name in SETTING) for row in rows}
+    enough = len(settings) > 1 or all(row.kind == Kind.EXACT for row in rows)
     if spoken == {Speaks.FOR}:
         return ClaimVerdict.HOLDS if enough else ClaimVerdict.HOLDS_HERE
     return ClaimVerdict.FAILS if enough else ClaimVerdict.FAILS_HERE
-
-
-def settings(rows: Iterable[Row]) -> set[Context]:
-    """Sizes, corpora and lengths of training of the rows that decide."""
-    return {
-        tuple((name, row.context[name]) for name in SETTING if name in row.context)
-        for row in rows
-        if row.speaks != Speaks.BESIDE
-    }
 
 
 def condition(rows: Iterable[Row], truth: Speaks = Speaks.FOR) -> str:
@@ -176,5 +144,5 @@ def decisive(rows: Sequence[Row], verdict: ClaimVerdict) -> int | None:
     """The place of the first row that speaks as the verdict does."""
     wanted = dict.fromkeys((ClaimVerdict.FAILS, ClaimVerdict.FAILS_HERE), Speaks.AGAINST)
     wanted[ClaimVerdict.UNDECIDED] = Speaks.OPEN
-    places = [i for i, row in enumerate(rows) if row.speaks == wanted.get(verdict, Speaks.FOR)]
-    return places[0] if places else None
+    spoken = wanted.get(verdict, Speaks.FOR)
+    return next((place for place, row in enumerate(rows) if row.speaks == spoken), None)

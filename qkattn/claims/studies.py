@@ -1,4 +1,4 @@
-"""The studies of claims: their configs at a scale, and their training."""
+"""The studies of claims: their configs at a scale, their training, and what a directory has."""
 
 import contextlib
 import dataclasses
@@ -8,28 +8,125 @@ import runpy
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 import jax
 
-from qkattn.claims.claim import Claim
+from qkattn.claims.claim import Claim, Measure, Row
 from qkattn.claims.protocol import SCALES
-from qkattn.claims.results import marker
 from qkattn.config import Study, fingerprint, from_config_dict
-from qkattn.errors import ConfigError, DiskError, ProcessError
+from qkattn.errors import ConfigError, DiskError, ProcessError, ReportError
 from qkattn.jobs import cli
 from qkattn.jobs.display import waiting
 from qkattn.report import write_report
+from qkattn.report.prose import counted
 from qkattn.storage.files import check_directory, make_directory
 from qkattn.storage.records import START, read_json, write_json
 from qkattn.storage.run_directory import describe_start
-from qkattn.study import declaration, estimate, local_workers, plan, yardsticks
+from qkattn.study import declaration, estimate, local_workers, plan, stored, yardsticks
 from qkattn.study.arms import build_arms
 from qkattn.study.estimate import Cost, Speed
+from qkattn.verdict import Findings, load_findings
+from qkattn.verdict import Study as LoadedStudy
+from qkattn.verdict.arms import Arm
 
-_HEAD = f'{"study":<20}{"claims":<14}{"runs":>6}{"trials":>8}{"tokens":>10}{"FLOPs":>10}  time'
+UNIT = 'nats/token'
+MEASURES = 'measures'  # the directory, inside that of a study, of what measures record
 
 log = logging.getLogger(__name__)
+
+
+class Loaded(NamedTuple):
+    """A study with its findings."""
+
+    study: LoadedStudy
+    found: Findings
+
+    def names(self, label: str, variant: str) -> bool:
+        """Whether a variant, with or without a destination, names the arm of a label."""
+        return variant in (label, self.study.bare(label))
+
+    def context(self, arm: Arm) -> dict[str, str]:
+        """Where an arm is compared: the kind of its model, its size, corpus and steps."""
+        context = {
+            'model': self.study.base['model']['kind'].replace('_', '-'),
+            'size': arm.size,
+            'corpus': arm.corpus,
+            'steps': str(arm.example.planned_steps),
+        }
+        destination = arm.variant.removeprefix(self.study.bare(arm.variant)).strip(' []')
+        return context | ({'destination': destination} if destination else {})
+
+
+def load(directory: Path) -> Loaded:
+    """A study with its findings, kept until its files change; raises as `load_study`."""
+    return Loaded(*load_findings(directory))
+
+
+class Results:
+    """The studies of a directory, WORKDIR/STUDY or an exported copy, each read once."""
+
+    def __init__(self, directory: str | Path):
+        self.directory = Path(directory)
+        self._read: dict[str, Loaded | ReportError] = {}
+
+    def study(self, name: str) -> Loaded | None:
+        """A study with its findings; None if it has no results, or none that can be read."""
+        if name not in self._read:
+            try:
+                self._read[name] = load(self.directory / name)
+            except ReportError as error:
+                self._read[name] = error
+        loaded = self._read[name]
+        return None if isinstance(loaded, ReportError) else loaded
+
+    def has(self, name: str) -> bool:
+        """Whether there are results of a study, or files that a measure recorded there."""
+        return self.study(name) is not None or (self.directory / name / MEASURES).is_dir()
+
+    def unfinished(self, name: str) -> bool:
+        """Whether a study has no results, or lacks runs of its plan."""
+        loaded = self.study(name)
+        return bool(loaded.study.missing) if loaded else not self.has(name)
+
+    def recorded(self, measure: Measure) -> dict[str, Any] | None:
+        """What a measure recorded, with `start`, as of a run, and `seconds`; None if it has not.
+
+        RunDirectoryError if the file is damaged. A file without provenance has null for both.
+        """
+        path = self.directory / measure.study / MEASURES / f'{measure.name}.json'
+        if measure.record is None or not path.exists():
+            return None
+        provenance = {'start': dict | None, 'seconds': float | None}
+        return read_json(path, provenance | dict(measure.schema))
+
+    def rows(self, measure: Measure) -> list[Row]:
+        """The rows of a measure; none before it has recorded, or before its study has results."""
+        source: Any = self.recorded(measure)
+        if measure.record is None and self.study(measure.study):
+            source = self.directory / measure.study
+        rows = [] if source is None else measure.read(source)
+        return [dataclasses.replace(row, study=measure.study) for row in rows]
+
+    def missing(self, claim: Claim, scale: str) -> Iterator[str]:
+        """What a claim lacks, a sentence for each study, with the command that adds it."""
+        command = f'python -m experiments.claims {claim.name} --scale={scale} --workdir=DIR'
+        for name in claim.studies:
+            loaded = self.study(name)
+            files = (self.directory / name / file for file in ('results.jsonl', stored.RUNS))
+            if loaded is None and any(f.exists() and f.stat().st_size for f in files):
+                yield f'study {name} cannot be used: {self._read[name]}'
+            elif not self.has(name):
+                yield f'study {name} has no results; {command} trains it into DIR/{name}'
+            elif loaded and (left := loaded.study.missing):
+                yield f'study {name} lacks the results of {counted(left, "run")}; {command} goes on'
+            elif loaded and (problems := loaded.study.problems):
+                yield f'study {name} is damaged: {problems[0].removesuffix(".")}'
+        for measure in claim.measures:
+            if measure.record and self.has(measure.study) and not self.recorded(measure):
+                yield f'study {measure.study} lacks a measurement; {command} makes it'
+            elif not measure.record and self.study(measure.study) and not self.rows(measure):
+                yield f'the logs of study {measure.study} lack what a measurement reads'
 
 
 def study_of(name: str, scale: str) -> Study | None:
@@ -45,8 +142,17 @@ def names_of(claims: Iterable[Claim]) -> list[str]:
     return list(dict.fromkeys(name for claim in claims for name in claim.studies))
 
 
-def require(claims: Iterable[Claim], scale: str, directory: Path) -> None:
-    """Raises ConfigError for a study that is neither a config of claims nor in the directory."""
+def check_workdir(claims: Iterable[Claim], scale: str, directory: Path) -> None:
+    """Raises ConfigError for a directory that claims cannot be decided in.
+
+    It is that of one study, holds a study of another scale, or lacks one that is no config.
+    """
+    if (directory / 'study.json').exists():
+        raise ConfigError(
+            f'workdir={directory} is the directory of one study; claims need another, which has a '
+            'directory for each study'
+        )
+    declaration.require_no_run(directory)
     for claim in claims:
         for name in dict.fromkeys(expected.study for expected in claim.expectations):
             if study_of(name, scale) is None and not (directory / name).is_dir():
@@ -55,25 +161,15 @@ def require(claims: Iterable[Claim], scale: str, directory: Path) -> None:
                     f'{cli.script("ablate")} --workdir={directory / name}, then decide with '
                     '--notrain'
                 )
-
-
-def check_workdir(directory: Path, names: Iterable[str], scale: str) -> None:
-    """Raises ConfigError if the directory is that of one study, or holds one of another scale."""
-    if (directory / 'study.json').exists():
-        raise ConfigError(
-            f'workdir={directory} is the directory of one study; claims need another, which has a '
-            'directory for each study'
-        )
-    declaration.require_no_run(directory)
-    for name in names:
-        file, study = directory / name / 'study.json', study_of(name, scale)
-        if study is None or not file.exists():
-            continue
-        stored = read_json(file, {'base_hash': str})['base_hash']
-        if stored == fingerprint(study.base):
-            continue
-        for other in SCALES:
-            if (study := study_of(name, other)) and stored == fingerprint(study.base):
+    for name in names_of(claims):
+        file = directory / name / 'study.json'
+        bases: dict[str, str] = {}
+        if file.exists():
+            made = {other: study_of(name, other) for other in SCALES}
+            bases = {other: fingerprint(study.base) for other, study in made.items() if study}
+        hashed = read_json(file, {'base_hash': str})['base_hash'] if bases else None
+        for other, base in bases.items():
+            if base == hashed != bases[scale]:
                 raise ConfigError(
                     f'workdir={directory} holds study {name} at scale {other}; give another '
                     f'workdir, or --scale={other}'
@@ -81,22 +177,19 @@ def check_workdir(directory: Path, names: Iterable[str], scale: str) -> None:
 
 
 def train(
-    claims: Iterable[Claim],
-    scale: str,
-    directory: str | Path,
-    workers: int | None,
+    claims: Iterable[Claim], scale: str, directory: str | Path, workers: int | None
 ) -> dict[str, Exception]:
     """Trains each study of the claims once, then records measures; the same call resumes.
 
     A study that cannot be trained, or whose workers give up, does not stop the others: returns the
-    reasons by name. `workers` as in `local_workers.run`; 1 is this process. ConfigError if the
-    directory is that of one study, or holds studies of another scale; DiskError if nothing can be
-    written; Stopped on SIGTERM or Ctrl-C, with the state saved.
+    reasons by name. `workers` as in `local_workers.run`; 1 is this process. ConfigError as
+    `check_workdir`; DiskError if nothing can be written; Stopped on SIGTERM or Ctrl-C, with the
+    state saved.
     """
     claims, path = list(claims), check_directory(directory)
     failed: dict[str, Exception] = {}
     names = names_of(claims)
-    check_workdir(path, names, scale)
+    check_workdir(claims, scale, path)
 
     @contextlib.contextmanager
     def going_on(name: str) -> Iterator[None]:
@@ -115,13 +208,30 @@ def train(
         with going_on(name):
             local_workers.run(study, arms, path / name, workers)
     # After all training: workers start from a process that has no threads of JAX yet.
+    measures = {(m.study, m.name): m for claim in claims for m in claim.measures if m.record}
     for name in names:
         if name not in failed:
             with going_on(name):
                 if name in studies and studies[name].tuning.seeds:
                     yardsticks.record_finished(path / name)
-                _record(claims, name, scale, path / name)
+                for measure in measures.values():
+                    if measure.study == name:
+                        _record(measure, scale, path / name)
     return failed
+
+
+def _record(measure: Measure, scale: str, study: Path) -> None:
+    """Keeps what a measure records, with how this process started, unless it is there."""
+    path = study / MEASURES / f'{measure.name}.json'
+    if measure.record is None or path.exists():
+        return
+    log.info('study %s: recording %s', study.name, measure.name)
+    started = time.perf_counter()
+    recorded = measure.record(study, scale)
+    seconds = time.perf_counter() - started
+    start = describe_start()  # exported, so that user, host and paths are left out
+    make_directory(path.parent)
+    write_json(path, recorded | {'start': {key: start[key] for key in START}, 'seconds': seconds})
 
 
 def report(names: Iterable[str], directory: Path) -> None:
@@ -135,22 +245,6 @@ def report(names: Iterable[str], directory: Path) -> None:
                 write_report(directory / name)
 
 
-def _record(claims: Iterable[Claim], name: str, scale: str, path: Path) -> None:
-    """Records the measures of a study that are not recorded yet."""
-    measures = [m for claim in claims for m in claim.measures if m.study == name]
-    for record in dict.fromkeys(measure.record for measure in measures if measure.record):
-        done = marker(path, record)
-        if not done.exists():
-            log.info('study %s: recording %s', name, done.stem)
-            make_directory(done.parent)
-            started = time.perf_counter()
-            record(path, scale)
-            seconds = time.perf_counter() - started
-            # It is exported: user, host and paths are left out.
-            start = describe_start()
-            write_json(done, {'start': {key: start[key] for key in START}, 'seconds': seconds})
-
-
 def cost_lines(
     claims: Iterable[Claim], scale: str, flops_per_second: float | None = None
 ) -> Iterator[str]:
@@ -160,19 +254,29 @@ def cost_lines(
     each study, or over `flops_per_second`, and the compilation of each run. At scale gpu, a CPU has
     no time without that number. Arms that are trained longer are counted as if all were.
     """
-    claims = list(claims)
-    yield _HEAD
-    total = Cost(0, 0, 0, 0.0, 0.0)
+    claims, total = list(claims), Cost(0, 0, 0, 0.0, 0.0)
     timed = flops_per_second is not None or scale != 'gpu' or jax.default_backend() != 'cpu'
+
+    def line(name: str, serves: str, cost: Cost) -> str:
+        hours = cost.seconds / 3600
+        took = f'{hours:,.1f} h' if hours >= 1 else f'{60 * hours:,.1f} min'
+        return (
+            f'{name:<20}{serves:<14}{cost.runs:>6,}{cost.trials:>8,}{cost.tokens:>10.3g}'
+            f'{cost.flops:>10.3g}  {took if timed else "not measured"}'
+        )
+
+    yield f'{"study":<20}{"claims":<14}{"runs":>6}{"trials":>8}{"tokens":>10}{"FLOPs":>10}  time'
     for name in names_of(claims):
-        if (study := study_of(name, scale)) is None:
-            continue
-        cost = _cost(study, flops_per_second, timed)
-        serves = ','.join(claim.name for claim in claims if name in claim.studies)
-        yield _line(name, serves, cost, timed)
-        pairs = zip(dataclasses.astuple(total), dataclasses.astuple(cost), strict=True)
-        total = Cost(*(a + b for a, b in pairs))
-    yield _line('total', '', total, timed)
+        if study := study_of(name, scale):
+            runs = plan.imagined(study, build_arms(study))
+            speed = Speed(flops_per_second or float('inf'), 0.0)
+            if timed and flops_per_second is None:
+                speed = estimate.measure(min(runs, key=lambda run: run.arm.match.target))
+            cost = estimate.cost(runs, dict.fromkeys(study.sizes, speed))
+            yield line(name, ','.join(c.name for c in claims if name in c.studies), cost)
+            pairs = zip(dataclasses.astuple(total), dataclasses.astuple(cost), strict=True)
+            total = Cost(*(a + b for a, b in pairs))
+    yield line('total', '', total)
     device = jax.devices()[0].device_kind
     if flops_per_second is not None:
         yield f'hours of one device that trains at {flops_per_second:.3g} FLOP/s'
@@ -183,21 +287,3 @@ def cost_lines(
             f'time takes a warm-up on a GPU, and this device is {device}: give the command there, '
             'or --flops_per_second'
         )
-
-
-def _cost(study: Study, flops_per_second: float | None, timed: bool) -> Cost:
-    runs = plan.imagined(study, build_arms(study))
-    if flops_per_second is not None or not timed:
-        speed = Speed(flops_per_second or float('inf'), 0.0)
-    else:
-        speed = estimate.measure(min(runs, key=lambda run: run.arm.match.target))
-    return estimate.cost(runs, dict.fromkeys(study.sizes, speed))
-
-
-def _line(name: str, serves: str, cost: Cost, timed: bool) -> str:
-    hours = cost.seconds / 3600
-    took = f'{hours:,.1f} h' if hours >= 1 else f'{cost.seconds / 60:,.1f} min'
-    return (
-        f'{name:<20}{serves:<14}{cost.runs:>6,}{cost.trials:>8,}{cost.tokens:>10.3g}'
-        f'{cost.flops:>10.3g}  {took if timed else "not measured"}'
-    )

@@ -8,6 +8,7 @@ import pytest
 from tests.studies import beat_yardsticks
 
 RESULTS = Path(__file__).parents[2] / 'experiments/results'
+CLAIMS = RESULTS / 'claims/cpu'
 
 
 @pytest.fixture(scope='session')
@@ -18,18 +19,3 @@ def committed(tmp_path_factory):
     for declaration in path.rglob('study.json'):
         beat_yardsticks(declaration.parent)
     return path
-
-
-@pytest.fixture
-def swapped(committed, tmp_path):
-    """fair_small with two of its arms swapped: shared_qk, plain and as in Reformer."""
-    shutil.copytree(committed / 'fair_small', tmp_path / 'fair_small')
-    one, other = (f'"variant": "{variant}"' for variant in (PLAIN, REFORMER))
-    for name in ('plan.jsonl', 'results.jsonl'):
-        path = tmp_path / 'fair_small' / name
-        text = path.read_text().replace(one, '"-"').replace(other, one).replace('"-"', other)
-        path.write_text(text)
-    return tmp_path
-
-
-PLAIN, REFORMER = 'shared_qk/vo', 'shared_qk(key_norm=True,self_mask=True)/vo'

@@ -1,43 +1,58 @@
-"""Pages of claims: tables, numbers, figures, blocks, what is missing, and what a check finds."""
+"""Export and pages of claims: files, answers, tables, figures, blocks, and what a check finds."""
 
 import dataclasses
+import json
 import re
 import shutil
 
 import pytest
 
-from qkattn.claims.answers import Answer, write_answers
-from qkattn.claims.decided import ClaimVerdict, Kind, Row, Speaks, read_claims, write_claims
-from qkattn.claims.figures import claim_figures, overview
-from qkattn.claims.pages import BLOCKS, claims_markdown, drawings, duration, write_page
-from qkattn.claims.shown import amount, compared, expected
+from qkattn.claims import export, pages
+from qkattn.claims.claim import ClaimVerdict, Kind, Row, Speaks
+from qkattn.claims.export import ANSWERS, CLAIMS, Answer, read_answers, read_claims, write
+from qkattn.claims.figures import claim_figures, compared, curves, figure_stems
+from qkattn.claims.studies import Results
 from qkattn.errors import ReportError, RunDirectoryError
 from qkattn.report.figures import style
 from qkattn.report.figures.style import Rendered, style_sheet
 from qkattn.report.verify import check_page
-from tests.claims.decided_claims import claims
+from tests.claims import conftest
 from tests.report.conftest import row_names
 from tests.report.test_golden import described
 
-BLANK = Rendered(b'', b'', '', '<svg></svg>')
+STORED = {claim.name: claim for claim in read_claims(conftest.CLAIMS)}
+HOSTILE = '<b>x</b> & $y$ | `z`'
+ABOUT = {'model': 'decoder', 'size': 'd_model=64', 'corpus': 'stdlib', 'tokens': '9'}
 ROWS = [
-    Row(variant, kind, {'model': model, 'size': 'd_model=64', 'corpus': 'stdlib', 'tokens': '9'}, x,
-        Speaks.BESIDE, 'nats/token', x - 0.01, x + 0.01, arm=variant, word=word, study='lm_dropped')
+    Row(variant, kind, ABOUT | {'model': model}, x, Speaks.BESIDE, 'nats/token', x - 0.01, x + 0.01,
+        arm=variant, word=word, study='lm_dropped')
     for variant, kind, model, x, word in (
         ('shared_qk/vo', Kind.MATCHED, 'decoder', 0.062, 'worse'),
         ('shared_qk/vo', Kind.REMOVED, 'masked LM', 0.17, None),
         ('full_size/vo', Kind.MATCHED, 'decoder', 0.03, 'no verdict'),
     )
 ]  # fmt: skip
-ANSWERS = (
+MADE = (
     Answer('Q = K', 'shared_qk/vo', -0.25, (ROWS[0], ROWS[1])),
     Answer('full size', 'full_size/vo', 1.5, (ROWS[2],)),
 )
+FAILS = dataclasses.replace(
+    STORED['C1'], verdict=ClaimVerdict.FAILS, statement=HOSTILE, condition=None
+)
+MISSING = dataclasses.replace(
+    STORED['B2'],
+    lacking='needs 48 seeds',
+    needed='48 seeds in place of 12',
+    missing=('study x has no results; train it',),
+    seconds=5025.0,
+)
+# One of each verdict and kind, in the order of their names.
+SHOWN = tuple(
+    (STORED | {'C1': FAILS, 'B2': MISSING})[n] for n in ('A1', 'A2', 'B2', 'B3', 'C1', 'E4')
+)
 LINES = {
-    'claims': '| [B2](#b2) | in short, B2 | ○ undecided: needs 48 seeds | '
-    '-0.0022 [-0.0062, +0.0030] nats/token, query_free/vo |',
-    'claims_verdicts': '| [B2](claims_b.md#b2) | in short, B2 | ○ undecided: needs 48 seeds | '
-    '-0.0022 [-0.0062, +0.0030] nats/token, query_free/vo |',
+    'claims_verdicts': f'| [B2](claims_b.md#b2) | {MISSING.title} | ○ undecided: needs 48 seeds | '
+    '-0.0052 [-0.0114, -0.0018] nats/token, query_free/vo |',
     'claims_b': '# B. Is W_Q needed?',
     'answers': '| Q = K | -25 % | - | +0.062<br>±0.010 | worse '
     '| +0.170<br>±0.010 | - | - | - |\n'
@@ -49,11 +64,11 @@ LINES = {
 def written(tmp_path_factory):
     """A directory of claims whose figures are not rendered."""
     directory = tmp_path_factory.mktemp('claims')
-    write_claims(directory, claims())
-    write_answers(directory, ANSWERS)
+    write(directory, CLAIMS, SHOWN)
+    write(directory, ANSWERS, MADE)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(style, 'render', lambda drawing: BLANK)
-        write_page(directory)
+        patched.setattr(style, 'render', lambda drawing: Rendered(b'', b'', '', '<svg></svg>'))
+        pages.write_page(directory)
     return directory
 
 
@@ -71,13 +86,8 @@ def kept(written, tmp_path):
     return tmp_path
 
 
-def claim_named(name):
-    (claim,) = (claim for claim in claims() if claim.name == name)
-    return claim
-
-
 def section(page, name):
-    return page.split(f'### {name}\n')[1].split('\n### ')[0]
+    return page.split(f'## {name}\n')[1].split('\n## ')[0]
 
 
 def numbers(text):
@@ -85,116 +95,187 @@ def numbers(text):
     return set(re.findall(r'(?<![\w.=:#-])[-+]?\d+\.\d+(?:e[-+]?\d+)?', text))
 
 
+def test_files_are_read_as_they_were_written_in_six_digits(tmp_path):
+    write(tmp_path, CLAIMS, STORED.values())
+    assert read_claims(tmp_path) == tuple(STORED.values())
+    assert read_answers(tmp_path) == ()
+    assert read_answers(write(tmp_path, ANSWERS, MADE).parent) == MADE
+    row = dataclasses.replace(ROWS[0], value=1234567.0, low=0.01234567891, high=1234567.891)
+    write(tmp_path, ANSWERS, [Answer('a', 'b', 0.1234567, (row,))])
+    (answer,) = read_answers(tmp_path)
+    (found,) = answer.rows
+    assert (found.value, found.low, found.high) == (1234567.0, 0.0123457, 1234567.9)
+    assert answer.attention == 0.1234567
+    with pytest.raises(ReportError, match='claims.json does not exist; make it again with python'):
+        read_claims(tmp_path / 'none')
+
+
+@pytest.mark.parametrize('number', ['"value": 3', '"low": -0', '"seconds": 5', '"decisive": 2'])
+def test_an_altered_number_is_found(tmp_path, number):
+    path = write(tmp_path, CLAIMS, STORED.values())
+    text = path.read_text()
+    assert number in text
+    path.write_text(text.replace(number, f'{number}1', 1))
+    with pytest.raises(RunDirectoryError, match='is damaged .*; make it again with'):
+        read_claims(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ('where', 'values', 'sentence'),
+    [
+        ('rows', {'speaks': 'yes'}, "B2: row 0: 'yes' is not a valid Speaks"),
+        ('rows', {'kind': 'both'}, "B2: row 0: 'both' is not a valid Kind"),
+        ('rows', {'value': None}, "B2: row 0: field 'value' is None, expected float"),
+        ('claim', {'verdict': 'true'}, "B2: 'true' is not a valid ClaimVerdict"),
+        ('claim', {'decisive': 4}, 'B2: decisive is 4, but there are 4 rows'),
+        ('claim', {'rule': 3}, "B2: field 'rule' is 3, expected str"),
+    ],
+)
+def test_what_does_not_fit_is_named_by_claim_and_row(tmp_path, where, values, sentence):
+    claim = dataclasses.asdict(STORED['B2'])
+    (claim if where == 'claim' else claim['rows'][0]).update(values)
+    (tmp_path / CLAIMS).write_text(json.dumps([claim]))
+    with pytest.raises(RunDirectoryError, match=re.escape(sentence)):
+        read_claims(tmp_path)
+
+
+def test_what_is_made_again_differs_by_rounding_alone():
+    old, exact = STORED['B2'], STORED['A1']
+
+    def changed(claim, row=None, **values):
+        if row is not None:
+            rows = list(claim.rows)
+            rows[row] = dataclasses.replace(rows[row], **values)
+            values = {'rows': tuple(rows)}
+        return export.mismatch(claim, dataclasses.replace(claim, **values))
+
+    assert changed(old, seconds=1.0, commit='b', hardware='c', command='d') is None
+    assert changed(old, 1, value=old.rows[1].value * (1 + 1e-7)) is None
+    assert changed(old, 1, value=old.rows[1].value * (1 + 1e-4)).startswith('value of row 1 of B2')
+    assert changed(exact, 0, value=9e-13) is None  # within the tolerance of the check
+    assert changed(exact, 0, value=9e-12).startswith('value of row 0 of A1')
+    assert changed(old, 0, word='worse').startswith('word of row 0 of B2')
+    assert changed(old, verdict=ClaimVerdict.FAILS).startswith('verdict of B2')
+    assert changed(old, rows=old.rows[:-1], decisive=0).startswith('number of rows of B2')
+    short = dataclasses.replace(old, needed='48 seeds')
+    assert changed(short, needed='49 seeds') is None and changed(short, needed='60 seeds')
+
+
+@pytest.fixture(scope='module')
+def results(committed, tmp_path_factory):
+    """One study that learned on many tokens, one on few, and one that did not."""
+    directory = tmp_path_factory.mktemp('answers')
+    shutil.copytree(conftest.CLAIMS / 'lm_stdlib', directory / 'lm_dropped')
+    shutil.copytree(committed / 'claims/cpu/sharing', directory / 'sharing')
+    shutil.copytree(conftest.RESULTS / 'fair_small', directory / 'decoder')
+    return Results(directory)
+
+
+def test_answers_are_from_the_study_that_shows_them_best(results):
+    made = {answer.variant: answer for answer in export.answers(results)}
+    shared, dropped = made['shared_qk/vo'], made['qk/no_o']
+    cells = [(a.row('decoder', k)) for a in (shared, dropped) for k in (Kind.REMOVED, Kind.MATCHED)]
+    assert [row.study for row in cells] == ['sharing', 'lm_dropped', 'decoder', 'lm_dropped']
+    assert [row.word for row in cells] == [None, 'worse', 'no verdict', 'undecided']
+    assert shared.row('masked LM', Kind.MATCHED) is None
+    for arm in results.study('lm_dropped').found.arms:
+        if not arm.is_baseline:
+            row, difference = made[arm.variant].row('decoder', Kind.MATCHED), arm.difference
+            expected = [difference.mean, difference.low, difference.high]
+            assert [row.value, row.low, row.high] == expected
+            assert row.context['tokens'] == '4,096,000' and row.context['corpus'] == 'stdlib'
+    quarter = ('query_free/vo', 'key_free/vo', 'shared_qk/vo', 'qk/no_v', 'qk/no_o', 'qk/k_is_v')
+    assert {variant: answer.attention for variant, answer in made.items()} == {
+        **dict.fromkeys((*quarter, 'qk/vo?num_kv_heads=2'), -1 / 4),
+        'qk/vo?num_kv_heads=1': -3 / 8,
+        'shared_qk/k_is_v': -1 / 2,
+        'qk/vo?num_heads=1': 0.0,
+    }
+
+
 def test_claims_have_a_row_each_that_links_to_sections(page):
     links = re.findall(r'^\| \[(\w+)\]\(#(\w+)\)', page, re.M)
-    assert links == [(claim.name, claim.name.lower()) for claim in claims()]
-    assert re.findall(r'^### (\w+)$', page, re.M) == [claim.name for claim in claims()]
-    for verdict in ('● holds', '◐ holds only if r is above 16', '✕ fails', '○ undecided: '):
+    assert links == [(claim.name, claim.name.lower()) for claim in SHOWN]
+    assert re.findall(r'^## (\w\d)$', page, re.M) == [claim.name for claim in SHOWN]
+    for verdict in ('● holds', '◐ holds only if nothing stands', '✕ fails', '○ undecided: needs'):
         assert f'| {verdict}' in page
+    start = page.partition('\n|')[0]
+    assert '6 claims at cpu scale: 1 holds, 1 holds under a condition, 1 fails' in start
+    assert MISSING.missing[0] in start and MISSING.missing[0] in section(page, 'B2')
+    assert '<b>' not in page and '&lt;b>x&lt;/b> & $y$' in page
 
 
 def test_a_section_says_who_how_where_and_with_which_numbers(page):
     text = ' '.join(section(page, 'B2').split())
     for part in (
-        *('training loss differs by 0.01', 'would be decided by 48 seeds in place of 12'),
-        *('The arm at equal parameter count is equivalent', '1 h 24 min', '1 x cpu (2 cores)'),
-        *('experiments.claims --scale=cpu --claims=B2', '0123456789ab', 'open "not better"'),
-        *('+0.0102 [+0.0062, +0.0154]', '-0.0124 [-0.0164, -0.0072]', 'model decoder, steps 500'),
+        *(MISSING.source, MISSING.rule, MISSING.reported, MISSING.command, MISSING.commit),
+        *('would be decided by 48 seeds in place of 12', 'time: 1 h 24 min', 'hardware: 1 x cpu'),
+        *('| -0.0052 [-0.0114, -0.0018] | -0.0125 [-0.0479, -0.0070] |', 'open "as reported"'),
+        'All rows: model decoder, size d_model=48, corpus stdlib, steps 500.',
+        *('(./plots/b2_differences.png)', '| growth of the difference from 50% of the steps on |'),
     ):
-        assert part in text
-    assert '(./plots/b2_differences.png)' in text and 'plots' not in section(page, 'A1')
+        assert part in text, part
+    assert '| 500 | 4.736e-16 | 0 | 0.5727 |' in section(page, 'B3')
+    assert '| 3.612e-16 | 0 ± 1e-12 | for |' in section(page, 'A1')
+    assert 'plots' not in section(page, 'A1')
 
 
 def test_every_printed_number_is_one_of_the_claims(page):
-    rows = [row for claim in claims() for row in claim.rows]
-    known = numbers(' '.join(f'{amount(row)} {expected(row)} {row.x}' for row in rows))
-    known |= numbers(' '.join(f'{c.statement} {c.reported} {c.needed}' for c in claims()))
+    rows = [row for claim in SHOWN for row in claim.rows]
+    known = numbers(' '.join(f'{pages.amount(row)} {pages._expected(row)} {row.x}' for row in rows))
+    known |= numbers(str([(c.rule, c.reported, c.models, c.source, c.lacking) for c in SHOWN]))
+    known |= numbers(str([(c.statement, c.title, c.needed) for c in SHOWN]))
     assert len(numbers(page)) > 60 and numbers(page) <= known
-    values = {float(text) for row in rows for text in numbers(amount(row))}
+    values = {float(text) for row in rows for text in numbers(pages.amount(row))}
     data = [x for row in rows for x in (row.value, row.low, row.high) if x is not None]
     assert all(min(abs(v - x) for x in data) <= max(5.1e-5, 1e-3 * abs(v)) for v in values)
 
 
-def test_what_is_missing_stands_at_the_top_and_in_its_section(page):
-    sentence = 'overparameterised/study.json does not exist; get it with python -m'
-    assert sentence in page.partition('\n|')[0]
-    assert sentence in section(page, 'D2') and sentence not in section(page, 'B2')
-
-
 def test_the_laws_of_a_scaling_study_stand_at_the_end(tmp_path):
     described(tmp_path / 'scaling')
-    write_claims(tmp_path, claims()[:1])
-    laws = claims_markdown(tmp_path, '.').rpartition('## ')[2]
-    assert laws.startswith('Scaling laws')
+    write(tmp_path, CLAIMS, SHOWN[:1])
+    laws = pages.claims_markdown(tmp_path, '.', 'laws')
     # A law, the worth of a parameter, the note.
-    for part in ('1.600 [1.599, 1.600]', '1.200 [1.200, 1.200]', 'N parameters'):
+    for part in ('## Scaling laws', '1.600 [1.599, 1.600]', '1.200 [1.200, 1.200]', 'N parameters'):
         assert part in laws
 
 
-def test_text_is_escaped(page):
-    assert '<b>' not in page and '&lt;b>x&lt;/b> & $y$' in page
-
-
-def test_figures_show_the_numbers_of_the_rows(written, tmp_path):
-    stems = ['b2_differences', 'b3_curves', 'b7_curves', 'c2_differences', 'e4_differences']
-    files = sorted(path.name for path in (written / 'plots').iterdir())
-    assert files == sorted(f'{stem}.png' for stem in [*stems, 'answers', 'verdicts'])
-    drawn = {drawing.stem: drawing for drawing in drawings(read_claims(written))}
-    style.write_plots(tmp_path, [drawn['c2_differences']], kinds=('png',))
-    assert (tmp_path / 'c2_differences.png').read_bytes().startswith(b'\x89PNG')
+def test_figures_show_the_numbers_of_the_rows(written):
+    files = {path.name for path in (written / 'plots').iterdir()}
+    stems = ['answers', *(stem for claim in SHOWN for stem in figure_stems(claim))]
+    assert stems == ['answers', 'b2_differences', 'b3_curves', 'e4_differences']
+    assert files == {f'{stem}.png' for stem in stems}
+    (figure,) = claim_figures(STORED['E4'])
     means = [
         points.get_offsets()[0][0]
-        for ax in drawn['e4_differences'].figure.axes
+        for ax in figure.figure.axes
         for points in ax.collections
         if points.get_label() == 'mean'
     ]
-    rows = claim_named('E4').rows
-    # At equal width, then at equal parameter count.
-    assert means == [
-        *(row.value for row in rows if row.kind == Kind.REMOVED),
-        *(row.value for row in rows if row.kind == Kind.MATCHED),
-    ]
-    lines = drawn['b3_curves'].figure.axes[0].lines
-    curves = {line.get_label(): line.get_xydata() for line in lines}
-    assert {'fp64', 'fp32', 'bf16'} <= curves.keys() and len(curves['bf16']) == 6
-    assert list(curves['bf16'][0]) == [0, 4e-3]
-
-
-def test_a_figure_holds_the_whole_context_of_a_row():
-    claim = claim_named('B2')
-    longer = [
-        dataclasses.replace(row, what=what, context=row.context | {'steps': steps})
-        for what in ('query_free/vo', 'shared_qk(key_norm=True,self_mask=True)/vo')
-        for steps in ('500', '2000')
-        for row in claim.rows
-    ]
-    (drawn,) = claim_figures(dataclasses.replace(claim, rows=tuple(longer)))
+    lines = compared(STORED['E4'].rows)
+    drawn = [line.rows[kind].value for kind in (Kind.REMOVED, Kind.MATCHED) for line in lines
+             if kind in line.rows]  # fmt: skip
+    assert means == drawn and len(drawn) > 10
+    (figure,) = claim_figures(STORED['B3'])
     with style_sheet():
-        drawn.figure.draw_without_rendering()
-    box, (first, *_) = drawn.figure.get_tightbbox(), drawn.figure.axes
-    assert box.x0 >= 0 and box.x1 <= drawn.figure.bbox_inches.x1
-    names = [text.get_text() for text in first.texts]
-    assert 'query_free/vo, d_model=128, multi30k, steps 2000' in names
-    assert 'shared_qk(…k=True)/vo, d_model=64, stdlib, steps 500' in names
+        figure.figure.draw_without_rendering()
+    axes = figure.figure.axes
+    assert [ax.get_title(loc='left') for ax in axes] == ['float64', 'float32', 'bfloat16']
+    assert {(ax.get_xscale(), ax.get_yscale()) for ax in axes} == {('symlog', 'log')}
+    assert len({(ax.get_xlim(), ax.get_ylim()) for ax in axes}) == 1
+    assert list(axes[0].lines[2].get_xydata()[-1]) == [500, STORED['B3'].decisive_row.value]
+    names = [text.get_text() for text in figure.figure.legends[0].get_texts()]
+    assert names == ['rounding alone', 'rounding, trained', 'trained apart']
 
 
-def test_the_figure_of_verdicts_shows_decided_claims_whole():
-    near = claim_named('C2')
-    far = [dataclasses.replace(row, value=2.0, low=1.0, high=3.0) for row in near.rows]
-    open_claim = dataclasses.replace(near, name='C3', verdict=ClaimVerdict.UNDECIDED)
-    drawn = overview([near, near, open_claim, dataclasses.replace(near, rows=tuple(far))])
-    assert row_names(drawn.figure.axes[0]) == ['C2 shared_qk/vo'] * 3
-    assert all(ax.get_xlim()[1] > 3.0 for ax in drawn.figure.axes)
-    assert overview([open_claim]) is None
-
-
-def test_a_legend_has_whole_names_in_lines():
-    claim = claim_named('B3')
-    name = 'the largest difference of two logits of one function in'
-    rows = [dataclasses.replace(row, what=f'{name} {row.what}') for row in claim.rows]
-    (drawn,) = claim_figures(dataclasses.replace(claim, rows=tuple(rows)))
-    labels = [text.get_text() for text in drawn.figure.legends[0].get_texts()]
-    assert ' '.join(labels[0].split()).startswith(f'{name} fp64') and '\n' in labels[0]
+def test_lines_of_a_figure_have_the_shortest_names_that_tell_them_apart():
+    about = {'kind': Kind.MATCHED, 'value': 0.1, 'speaks': Speaks.OPEN, 'unit': 'nats/token'}
+    contexts = [
+        {'model': m, 'size': s, 'again': m} for m, s in (('a', '1'), ('b', '2'), ('b', '3'))
+    ]
+    rows = tuple(Row('x', context=context, **about) for context in contexts)
+    (figure,) = claim_figures(dataclasses.replace(STORED['B4'], rows=rows, decisive=None))
+    assert row_names(figure.figure.axes[0]) == ['size 1', 'size 2', 'size 3']
 
 
 def test_rows_of_both_shapes_are_one_line_and_the_deciding_row_is_shown():
@@ -212,42 +293,32 @@ def test_rows_of_both_shapes_are_one_line_and_the_deciding_row_is_shown():
     assert (line.context, line.decision) == ({}, 'worse / undecided')
 
 
+def test_many_lines_have_a_panel_for_each_value_of_a_context():
+    rows = STORED['B3'].rows
+    assert [axis.context for axis in curves(rows)] == ['float64', 'float32', 'bfloat16']
+    few = [row for row in rows if row.context['precision'] != 'float64']
+    assert [len(lines) for lines in curves(few).values()] == [6]
+
+
 @pytest.mark.parametrize(
     ('block', 'old', 'changed'),
-    [
-        ('claims_verdicts', 'B2', 'B9'),
-        ('claims_b', '+0.0102', '+0.0103'),
-        ('claims', '+0.0102', '+0.0103'),
-        ('answers', '+0.062', '+0.063'),
-    ],
+    [('claims_verdicts', 'B2', 'B9'), ('claims_b', '-0.0052', '-0.0053'), ('answers', '62', '63')],
 )
 def test_blocks_of_markdown_pages_are_written_and_checked(kept, block, old, changed):
     page = kept / f'{block}.md'
     with pytest.raises(ReportError, match=f'{block}.md is not what its studies give'):
-        check_page(page, BLOCKS)
-    assert check_page(page, BLOCKS, write=True) == 1
+        check_page(page, pages.BLOCKS)
+    assert check_page(page, pages.BLOCKS, write=True) == 1
     text = page.read_text()
     assert text.startswith('before 1.5\n') and LINES[block] in text
-    assert check_page(page, BLOCKS) == 1
+    assert check_page(page, pages.BLOCKS) == 1
     page.write_text(text.replace(old, changed, 1))
     with pytest.raises(ReportError, match='not what its studies give'):
-        check_page(page, BLOCKS)
-
-
-def test_a_block_is_empty_before_there_are_results(tmp_path):
-    page = tmp_path / 'claims.md'
-    page.write_text('<!-- claims: cpu -->\n<!-- end -->\n')
-    assert check_page(page, BLOCKS) == 1
-    page.write_text('<!-- claims: cpu -->\n| A1 |\n<!-- end -->\n')
-    with pytest.raises(ReportError, match='line 2'):
-        check_page(page, BLOCKS)
-
-
-def test_an_altered_claim_is_found(kept):
-    text = (kept / 'claims.json').read_text()
-    (kept / 'claims.json').write_text(text.replace('"verdict": "fails"', '"verdict": "holds"', 1))
-    with pytest.raises(RunDirectoryError, match='its checksum is not that of its content'):
-        check_page(kept / 'claims.md', BLOCKS)
+        check_page(page, pages.BLOCKS)
+    (kept / CLAIMS).unlink()
+    (kept / ANSWERS).unlink()  # an empty block before there are results
+    page.write_text(f'<!-- {block}: . -->\n<!-- end -->\n')
+    assert check_page(page, pages.BLOCKS) == 1
 
 
 @pytest.mark.parametrize(
@@ -255,4 +326,4 @@ def test_an_altered_claim_is_found(kept):
     [(0.2, '< 1 s'), (3.4, '3 s'), (59.2, '59 s'), (90, '2 min'), (5025, '1 h 24 min')],
 )
 def test_durations(seconds, text):
-    assert duration(seconds) == text
+    assert pages.duration(seconds) == text

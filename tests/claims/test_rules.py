@@ -1,18 +1,19 @@
-"""From words to truths, and from truths to verdicts."""
+"""From verdicts of arms to truths, from truths to verdicts, and how often these err."""
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from qkattn.claims import rules
-from qkattn.claims.decided import ClaimVerdict, Kind, Row, Speaks
-from qkattn.stats import inference
+from qkattn.claims.claim import RELATIONS, ClaimVerdict, Kind, Row, Speaks
+from qkattn.stats import decision, inference
 from qkattn.verdict import Decision
 from qkattn.verdict.codes import Comparison, Reason, ReasonCode, Verdict
 
 FOR, AGAINST, OPEN, BESIDE = Speaks.FOR, Speaks.AGAINST, Speaks.OPEN, Speaks.BESIDE
-# The words in the order of Decision: better, better below margin, equivalent, worse below, worse.
-SAID = {
+# In the order of Decision: better, better below margin, equivalent, worse below, worse.
+SPOKEN = {
     'better': (FOR, OPEN, AGAINST, AGAINST, AGAINST),
     'worse': (AGAINST, AGAINST, AGAINST, OPEN, FOR),
     'different': (FOR, OPEN, AGAINST, OPEN, FOR),
@@ -20,58 +21,64 @@ SAID = {
     'not_better': (AGAINST, OPEN, FOR, FOR, FOR),
     'not_worse': (FOR, FOR, FOR, OPEN, AGAINST),
 }
+DIVERGED = (Reason(ReasonCode.DIVERGED),)
 
 
 def row(speaks, value=0.0, **context):
     return Row(what='arm', kind=Kind.MATCHED, context=context, value=value, speaks=speaks)
 
 
-@pytest.mark.parametrize('relation', rules.RELATIONS)
-def test_every_relation_of_every_word(relation):
-    words = list(Decision)
-    assert tuple(rules.speaks(relation, word) for word in words[:5]) == SAID[relation]
-    assert {rules.speaks(relation, word) for word in words[5:]} == {OPEN}
+def compared(values, margin, validation=None):
+    difference = inference.paired(list(values), margin, resamples=None)
+    mean = difference.mean if validation is None else validation
+    return Comparison('test', {}, difference, mean, None, 100)
 
 
 def arm(mean, validation=None, *, sd=0.002, decision=Decision.UNDECIDED, **fields):
     """Verdict and comparison of an arm with 8 pairs around a mean difference."""
-    found = inference.paired([mean - sd, mean + sd] * 4, 0.005, resamples=None)
-    compared = Comparison('test', {}, found, mean if validation is None else validation, None, 9)
     fields = {'alpha': 0.05, 'num_comparisons': 4} | fields
-    return Verdict(decision, **fields), compared
+    return Verdict(decision, **fields), compared([mean - sd, mean + sd] * 4, 0.005, validation)
+
+
+@pytest.mark.parametrize('relation', RELATIONS)
+def test_every_relation_of_every_decision(relation):
+    decisions = list(Decision)
+    spoken = [rules.finding(row(OPEN), relation, *arm(9, decision=d))[1] for d in decisions]
+    assert tuple(spoken[:5]) == SPOKEN[relation]
+    # Far from the margin on one side, an undecided arm decides the relations that exclude it.
+    assert spoken[decisions.index(Decision.NO_VERDICT)] == OPEN
+    assert RELATIONS.keys() == SPOKEN.keys()
 
 
 def test_one_side_of_the_margin_suffices():
     # Between 0 and the margin, closer than the errors allow to call it equivalent.
-    verdict, compared = arm(0.004)
-    assert compared.difference.p_equivalence > 0.05 / 4
-    assert rules.one_sided('not_better', verdict, compared) == (rules.NOT_BETTER, FOR)
-    assert rules.one_sided('better', verdict, compared) == (rules.NOT_BETTER, AGAINST)
-    assert rules.one_sided('not_worse', verdict, compared) is None
-    mirrored = arm(-0.004)
-    assert rules.one_sided('not_worse', *mirrored) == (rules.NOT_WORSE, FOR)
-    assert rules.one_sided('worse', *mirrored) == (rules.NOT_WORSE, AGAINST)
-    assert rules.one_sided('better', *mirrored) is None
+    assert arm(0.004)[1].difference.p_equivalence > 0.05 / 4
+    for mean, relation, expected in (
+        (0.004, 'not_better', (rules.NOT_BETTER, FOR)),
+        (0.004, 'better', (rules.NOT_BETTER, AGAINST)),
+        (0.004, 'not_worse', ('undecided', OPEN)),
+        (-0.004, 'not_worse', (rules.NOT_WORSE, FOR)),
+        (-0.004, 'worse', (rules.NOT_WORSE, AGAINST)),
+        (-0.004, 'better', ('undecided', OPEN)),
+    ):
+        assert rules.finding(row(OPEN), relation, *arm(mean)) == expected
 
 
 @pytest.mark.parametrize(
-    ('relation', 'of'),
+    ('relation', 'fields'),
     [
         ('different', {}),
         ('equivalent', {}),
-        ('as_reported', {}),
         ('not_worse', {'validation': 0.006}),
         ('not_worse', {'decision': Decision.NO_VERDICT}),
-        ('not_worse', {'decision': Decision.WORSE_BELOW_MARGIN}),
-        ('not_worse', {'reasons': (Reason(ReasonCode.DIVERGED),)}),
+        ('not_worse', {'reasons': DIVERGED}),
         ('not_worse', {'alpha': None}),
         ('not_worse', {'num_comparisons': 10**7}),
         ('not_worse', {'sd': 0.02}),
     ],
 )
-def test_no_side_is_excluded_otherwise(relation, of):
-    assert rules.one_sided('not_worse', *arm(-0.004)) is not None
-    assert rules.one_sided(relation, *arm(-0.004, **of)) is None
+def test_no_side_is_excluded_otherwise(relation, fields):
+    assert rules.finding(row(OPEN), relation, *arm(-0.004, **fields))[1] == OPEN
 
 
 @pytest.mark.parametrize(
@@ -84,24 +91,20 @@ def test_no_side_is_excluded_otherwise(relation, of):
         (0.02, 0.03, 0.02, AGAINST),
         (0.02, 0.03, 0.012, OPEN),
         (0.001, 0.012, 0.012, OPEN),
+        (None, None, 0.012, OPEN),
     ],
 )
 def test_a_reported_number_needs_the_validation_split(low, high, validation, expected):
-    verdict, compared = arm(0.0125, validation)
-    of = dataclasses.replace(row(OPEN), low=low, high=high, expected=0.0125, tolerance=0.0025)
-    assert rules.finding(of, 'as_reported', verdict, compared) == ('undecided', expected)
-    diverged = dataclasses.replace(verdict, reasons=(Reason(ReasonCode.DIVERGED),))
-    withheld = dataclasses.replace(verdict, decision=Decision.NO_VERDICT)
-    for verdict in (diverged, withheld):
-        assert rules.finding(of, 'as_reported', verdict, compared)[1] == OPEN
-
-
-def test_every_relation_is_tested():
-    assert SAID.keys() == rules.RELATIONS.keys()
+    verdict, comparison = arm(0.0125, validation)
+    given = dataclasses.replace(row(OPEN), low=low, high=high, expected=0.0125, tolerance=0.0025)
+    assert rules.finding(given, 'as_reported', verdict, comparison) == ('undecided', expected)
+    for change in ({'reasons': DIVERGED}, {'decision': Decision.NO_VERDICT}):
+        other = dataclasses.replace(verdict, **change)
+        assert rules.finding(given, 'as_reported', other, comparison)[1] == OPEN
 
 
 @pytest.mark.parametrize(
-    ('said', 'expected'),
+    ('spoken', 'expected'),
     [
         ((FOR, FOR), ClaimVerdict.HOLDS),
         ((AGAINST, AGAINST), ClaimVerdict.FAILS),
@@ -114,73 +117,122 @@ def test_every_relation_is_tested():
         ((), ClaimVerdict.UNDECIDED),
     ],
 )
-def test_verdict_over_contexts(said, expected):
-    rows = [row(of, size=str(place)) for place, of in enumerate(said)]
+def test_verdict_over_contexts(spoken, expected):
+    rows = [row(speaks, size=str(place)) for place, speaks in enumerate(spoken)]
     assert rules.verdict(rows) is expected
     kept = (ClaimVerdict.HOLDS_ONLY_IF, ClaimVerdict.UNDECIDED)
     partial = expected if expected in kept else ClaimVerdict.UNDECIDED
     assert rules.verdict(rows, complete=False) is partial
 
 
-def test_another_variant_or_shape_is_no_other_setting_and_theorems_need_none():
+def test_another_variant_is_no_other_setting_and_theorems_need_none():
     rows = [row(FOR, size='a', variant=name) for name in 'bc']
     assert rules.verdict(rows) is ClaimVerdict.HOLDS_HERE
     assert rules.verdict([*rows, row(FOR, size='d')]) is ClaimVerdict.HOLDS
-    theorem = [dataclasses.replace(of, kind=Kind.EXACT) for of in rows]
+    theorem = [dataclasses.replace(one, kind=Kind.EXACT) for one in rows]
     assert rules.verdict(theorem) is ClaimVerdict.HOLDS
     assert rules.verdict([*theorem, *rows]) is ClaimVerdict.HOLDS_HERE
+    same = [row(FOR, size='a'), row(OPEN, size='a'), row(AGAINST, size='a')]
+    assert rules.truths(same) == {(('size', 'a'),): AGAINST}
+    assert rules.verdict(same[:2]) is ClaimVerdict.UNDECIDED
 
 
-def test_rows_of_one_context_count_together():
-    assert rules.truths([row(FOR, size='a'), row(OPEN, size='a'), row(AGAINST, size='a')]) == {
-        (('size', 'a'),): AGAINST
-    }
-    assert rules.verdict([row(FOR, size='a'), row(OPEN, size='a')]) is ClaimVerdict.UNDECIDED
+def rows_of(cases, *names):
+    """Rows of the values of contexts and what they say."""
+    return [row(speaks, **dict(zip(names, values, strict=True))) for *values, speaks in cases]
+
+
+@pytest.mark.parametrize(
+    ('rows', 'expected'),
+    [
+        # The factor that separates; its values may hold commas.
+        (rows_of([('8', 'a', FOR), ('8', 'b', AGAINST), ('1', 'b', OPEN)], 's', 'c'), 'c: a'),
+        (rows_of([('T <= D, a', FOR), ('b', FOR), ('c', AGAINST)], 'p'), 'p: T <= D, a; b'),
+        # A factor does not separate where a context is open.
+        (rows_of([('8', 'a', FOR), ('1', 'a', OPEN), ('1', 'b', AGAINST)], 's', 'c'), 's: 8'),
+        # The contexts, where no factor separates, by the fewest values.
+        (
+            rows_of(
+                [('8', 'a', FOR), ('1', 'b', FOR), ('1', 'a', AGAINST), ('8', 'b', AGAINST)],
+                *('s', 'c'),
+            ),
+            's: 8, c: a; s: 1, c: b',
+        ),
+        (
+            rows_of(
+                [('d', '2', '2', FOR), ('d', '5', '2', FOR), ('d', '5', '3', FOR)]
+                + [('e', '5', '2', OPEN), ('e', '5', '3', OPEN), ('d', '2', '3', OPEN)],
+                *('m', 's', 'c'),
+            ),
+            'm: d, c: 2; m: d, s: 5',
+        ),
+    ],
+)
+def test_the_condition_names_the_fewest_factors_that_leave_out_every_other_context(rows, expected):
+    assert rules.condition(rows) == expected
 
 
 def test_the_place_on_a_curve_is_a_factor():
-    rows = [dataclasses.replace(row(of), x=x, x_label='rank') for x, of in ((1, AGAINST), (8, FOR))]
+    pairs = ((1, AGAINST), (8, FOR))
+    rows = [dataclasses.replace(row(speaks), x=x, x_label='rank') for x, speaks in pairs]
     assert rules.verdict(rows) is ClaimVerdict.HOLDS_ONLY_IF
-    assert rules.condition(rows) == 'rank: 8'
-    assert rules.condition(rows, AGAINST) == 'rank: 1'
-
-
-def test_the_condition_is_the_factor_that_separates():
-    rows = [row(FOR, size='8', corpus='a'), row(FOR, size='16', corpus='a')]
-    rows += [row(AGAINST, size='8', corpus='b'), row(OPEN, size='16', corpus='b')]
-    assert rules.condition(rows) == 'corpus: a'
-
-
-def test_a_factor_does_not_separate_where_a_context_is_open():
-    rows = [row(FOR, size='8', corpus='a'), row(OPEN, size='16', corpus='a')]
-    rows += [row(AGAINST, size='16', corpus='b')]
-    assert rules.condition(rows) == 'size: 8'
-    rows += [row(AGAINST, size='8', corpus='b')]
-    assert rules.condition(rows) == 'size: 8, corpus: a'
-
-
-def test_the_values_of_a_factor_may_hold_commas():
-    rows = [row('for', part='half, T <= D'), row('for', part='symmetry'), row('against', part='c')]
-    assert rules.condition(rows) == 'part: half, T <= D; symmetry'
-
-
-def test_the_condition_lists_contexts_where_no_factor_separates():
-    cases = {('8', 'a'): FOR, ('16', 'b'): FOR, ('16', 'a'): AGAINST, ('8', 'b'): AGAINST}
-    rows = [row(of, model='decoder', size=size, corpus=c) for (size, c), of in cases.items()]
-    assert rules.condition(rows) == 'size: 8, corpus: a; size: 16, corpus: b'
-
-
-def test_the_condition_names_the_fewest_factors_that_leave_out_every_other_context():
-    true = {('decoder', '500', 'C2'), ('decoder', '2000', 'C2'), ('decoder', '500', 'C3')}
-    other = {('encoder', '500', 'C2'), ('encoder', '500', 'C3'), ('decoder', '2000', 'C3')}
-    rows = [
-        row(FOR if of in true else OPEN, corpus='a', model=of[0], steps=of[1], conclusion=of[2])
-        for of in sorted(true | other)
-    ]
-    assert rules.condition(rows) == 'model: decoder, conclusion: C2; model: decoder, steps: 500'
+    assert rules.condition(rows) == 'rank: 8' and rules.condition(rows, AGAINST) == 'rank: 1'
 
 
 def test_the_decisive_row_speaks_as_the_verdict():
     rows = [row(BESIDE), row(OPEN, size='1'), row(FOR, size='2'), row(AGAINST, size='3')]
-    assert [rules.decisive(rows, of) for of in ClaimVerdict] == [2, 2, 2, 3, 3, 1]
+    assert [rules.decisive(rows, verdict) for verdict in ClaimVerdict] == [2, 2, 2, 3, 3, 1]
     assert rules.decisive(rows[:1], ClaimVerdict.UNDECIDED) is None
+
+
+MARGIN, SD, SEEDS, NUMBER = 0.01, 0.006, 8, 300
+# Three standard errors of a share of 0.05.
+SLACK = 3 * (0.05 * 0.95 / NUMBER) ** 0.5
+
+
+def simulated(losses, size, relation, family):
+    comparison = compared(losses, MARGIN)
+    judged = decision.judge({0: comparison.difference}, planned=family)[0]
+    verdict = Verdict(judged.decision, num_comparisons=family, alpha=0.05)
+    return row(rules.finding(row(OPEN), relation, verdict, comparison)[1], size=str(size))
+
+
+def decided(rng, means, relation):
+    """As `qkattn.claims.deciding` does: all rows at once, then each at its share."""
+    losses = [rng.normal(mean, SD, SEEDS) for mean in means]
+    for family in (1, len(means)):
+        rows = [simulated(one, size, relation, family) for size, one in enumerate(losses)]
+        verdict = rules.verdict(rows)
+        if verdict not in (ClaimVerdict.HOLDS_ONLY_IF, ClaimVerdict.UNDECIDED):
+            break
+    return verdict
+
+
+@pytest.mark.parametrize(
+    ('means', 'relation', 'least', 'most'),
+    [
+        # True in all contexts: the claim can hold.
+        ((0.0,) * 6, 'not_better', {'holds': 0.8}, {'fails': 0.01, 'holds only if': 0.05}),
+        ((0.03,) * 6, 'worse', {'holds': 0.95}, {'fails': 0.01, 'holds only if': 0.05}),
+        # False in one context, at the edge of what is false there.
+        ((*(0.0,) * 5, -MARGIN), 'not_better', {}, {'holds': 0.05, 'fails': 0.01}),
+        ((*(0.03,) * 5, MARGIN), 'worse', {}, {'holds': 0.05, 'fails': 0.01}),
+        # False in all of them.
+        ((-0.03,) * 6, 'not_better', {'fails': 0.9}, {'holds': 0.01, 'holds only if': 0.05}),
+    ],
+)
+def test_how_often_a_claim_in_six_contexts_is_decided(means, relation, least, most):
+    rng = np.random.default_rng(0)
+    verdicts = [decided(rng, means, relation) for _ in range(NUMBER)]
+    shares = {word: verdicts.count(word) / NUMBER for word in ClaimVerdict}
+    assert all(shares[word] >= share for word, share in least.items()), shares
+    assert all(shares[word] <= share + SLACK for word, share in most.items()), shares
+
+
+def test_rows_that_a_condition_selects_err_together_at_most_at_the_error_rate():
+    """At the edge of the margin every decision is false in one direction."""
+    rng, wrong = np.random.default_rng(1), 0
+    for _ in range(NUMBER):
+        losses = rng.normal(-MARGIN, SD, (6, SEEDS))
+        wrong += any(simulated(one, 0, 'not_better', 6).speaks == FOR for one in losses)
+    assert wrong / NUMBER <= 0.05 + SLACK

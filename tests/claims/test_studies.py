@@ -4,7 +4,6 @@ import pytest
 
 from qkattn.claims import studies
 from qkattn.claims.claim import Claim, Expectation, Measure
-from qkattn.claims.results import Results
 from qkattn.config import (
     Config,
     DataConfig,
@@ -18,68 +17,54 @@ from qkattn.errors import DiskError, ProcessError
 from qkattn.storage.records import START
 
 RECORDED = []
+EVERY = dict.fromkeys(('steps_per_dispatch', 'log_every'), 1)
+EVERY |= dict.fromkeys(('num_steps', 'batch_size', 'eval_every', 'checkpoint_every'), 2)
 
 
 def record(directory, scale):
-    (directory / 'measures/scale.txt').write_text(scale)
     RECORDED.append((directory.name, (directory.parent / 'last/results.jsonl').exists()))
+    return {'scale': scale}
 
 
-def claim(name, study):
-    measures = (Measure(study, lambda directory: [], record), Measure('own', lambda _: [], record))
-    expected = tuple(Expectation(of, 'qk/no_o', 'worse') for of in (study, 'broken', 'last'))
-    return Claim(name, 'a', 'A.', 'source', 'Rule.', expectations=expected, measures=measures)
+def claim(name):
+    texts = dict.fromkeys(('title', 'statement', 'source', 'rule'), 'A.')
+    measures = tuple(Measure(study, lambda _: [], 'a', record) for study in ('first', 'own'))
+    expected = tuple(Expectation(s, 'qk/no_o', 'worse') for s in ('first', 'broken', 'last'))
+    return Claim(name=name, **texts, expectations=expected, measures=measures)
 
 
 @pytest.fixture
 def small(monkeypatch):
-    """study_of, which gives two small studies, the data of one of which do not exist."""
+    """study_of, which gives small studies, the data of one of which do not exist."""
 
     def study_of(name, scale):
-        if name == 'own':
-            return None
-        return Study(
-            name=name,
-            base=Config(
-                model=ModelConfig(num_layers=1, num_heads=1, context=8),
-                data=DataConfig(
-                    name='multi30k' if name == 'broken' else 'stdlib',
-                    path='/nowhere' if name == 'broken' else None,
-                    eval_sequences=4,
-                ),
-                optimizer=OptimizerConfig(warmup_steps=0),
-                train=TrainConfig(
-                    num_steps=2,
-                    batch_size=2,
-                    steps_per_dispatch=1,
-                    log_every=1,
-                    eval_every=2,
-                    checkpoint_every=2,
-                    lifting='map',
-                ),
-                trials=TrialsConfig(seeds=(0,), learning_rates=(1e-3,)),
-            ),
-            variants=('qk/vo', 'qk/no_o'),
-            sizes=(f'd_model={16 if scale == "smoke" else 24}',),
-            match=None,
+        broken = {'name': 'multi30k', 'path': '/nowhere'} if name == 'broken' else {}
+        base = Config(
+            model=ModelConfig(num_layers=1, num_heads=1, context=8),
+            data=DataConfig(**{'name': 'stdlib', 'eval_sequences': 4} | broken),
+            optimizer=OptimizerConfig(warmup_steps=0),
+            train=TrainConfig(lifting='map', **EVERY),
+            trials=TrialsConfig(seeds=(0,), learning_rates=(1e-3,)),
         )
+        variants = ('qk/vo', 'qk/no_o')
+        study = Study(name=name, base=base, variants=variants, sizes=('d_model=16',), match=None)
+        return None if name == 'own' else study
 
     monkeypatch.setattr(studies, 'study_of', study_of)
     RECORDED.clear()
 
 
 def test_studies_are_trained_once_and_measures_recorded_once(small, tmp_path):
-    claims = [claim('Z1', 'first'), claim('Z2', 'first')]
+    claims = [claim('Z1'), claim('Z2')]
     for _ in range(2):
         failed = studies.train(claims, 'smoke', tmp_path, 1)
         assert list(failed) == ['broken'] and 'multi30k' in str(failed['broken'])
         assert RECORDED == [('first', True), ('own', True)]
-    results = Results(tmp_path)
+    results = studies.Results(tmp_path)
     assert len(results.study('first').study.trials) == 2
     assert [results.has(name) for name in ('first', 'broken', 'own')] == [True, False, True]
-    assert (tmp_path / 'own/measures/scale.txt').read_text() == 'smoke'
-    recorded = results.provenance(claims[0].measures[1])
-    assert recorded['seconds'] >= 0 and recorded['start']['devices']['count'] >= 1
+    recorded = results.recorded(claims[0].measures[1])
+    assert recorded['scale'] == 'smoke' and recorded['seconds'] >= 0
     assert recorded['start'].keys() == START.keys()  # no user, no host, no path
 
 
@@ -94,11 +79,10 @@ def test_what_stops_the_other_studies(small, tmp_path, monkeypatch, error, other
         raise error
 
     monkeypatch.setattr(studies.local_workers, 'run', run)
-    claims = [claim('Z1', 'first')]
     if others:
-        assert studies.train(claims, 'smoke', tmp_path, 1)['last'] is error
+        assert studies.train([claim('Z1')], 'smoke', tmp_path, 1)['last'] is error
         assert trained == ['first', 'broken', 'last']
     else:
         with pytest.raises(DiskError):
-            studies.train(claims, 'smoke', tmp_path, 1)
+            studies.train([claim('Z1')], 'smoke', tmp_path, 1)
         assert trained == ['first']

@@ -5,11 +5,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from qkattn.claims.answers import Answer, write_answers
+from qkattn.claims.decided import ClaimVerdict, read_claims, write_claims
 
 from qkattn.claims import export
-from qkattn.claims.answers import Answer, write_answers
 from qkattn.claims.claim import Claim, Expectation, exact
-from qkattn.claims.decided import ClaimVerdict, read_claims, write_claims
 from qkattn.claims.studies import study_of
 from qkattn.config import fingerprint
 from qkattn.errors import ReportError

@@ -1,6 +1,4 @@
-"""Square matrices of published implementations and the D x H matrices of heads that they hold."""
-
-from typing import Any
+"""Square matrices of published implementations and the D x H matrices of heads in them (A4, D3)."""
 
 import jax
 import jax.numpy as jnp
@@ -9,21 +7,32 @@ import optax
 from flax import nnx
 
 from qkattn.attention import Attention, oracle
-from qkattn.claims.checks.parameter_counts import count
-from qkattn.claims.checks.small_layers import D, H, N, T, difference, float64, layer, output, stream
-from qkattn.claims.claim import exact
-from qkattn.claims.decided import Row
+from qkattn.claims.checks.small_layers import (
+    D,
+    H,
+    N,
+    Options,
+    T,
+    count,
+    float64,
+    layer,
+    output,
+    same,
+    stream,
+)
+from qkattn.claims.claim import Row, exact
 from qkattn.config import ModelConfig
 from qkattn.convert.published import TRANSPOSED, load_gpt2, load_nanogpt, shapes
 
 CONFIG = ModelConfig(d_model=D, num_layers=1, num_heads=N, context=T, vocab_size=16)
-ENTRIES: dict[str, Any] = {'optimizer': 'Adam, entry by entry'}
-MATRICES: dict[str, Any] = {'optimizer': 'Muon, matrix by matrix'}
+ENTRIES: Options = {'optimizer': 'Adam, entry by entry'}
+MATRICES: Options = {'optimizer': 'Muon, matrix by matrix'}
 IMPORTS = {'GPT-2': load_gpt2, 'nanoGPT': load_nanogpt}
+Square = dict[str, np.ndarray]  # D x D matrices q, k, v and o
 
 
-def square_attention(x_TD: np.ndarray, square: dict[str, np.ndarray], num_heads: int) -> np.ndarray:
-    """Causal attention as implementations with D x D matrices, q, k, v and o, write it."""
+def square_attention(x_TD: np.ndarray, square: Square, num_heads: int) -> np.ndarray:
+    """Causal attention as implementations with D x D matrices write it."""
     T, D = x_TD.shape
     q, k, v = ((x_TD @ square[name]).reshape(T, num_heads, -1).transpose(1, 0, 2) for name in 'qkv')
     s = q @ k.transpose(0, 2, 1) / np.sqrt(D // num_heads)
@@ -33,8 +42,8 @@ def square_attention(x_TD: np.ndarray, square: dict[str, np.ndarray], num_heads:
     return o.transpose(1, 0, 2).reshape(T, D) @ square['o']
 
 
-def published() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Random tensors of a GPT-2 of one layer, and the D x D matrices q, k, v and o in them."""
+def published() -> tuple[dict[str, np.ndarray], Square]:
+    """Random tensors of a GPT-2 of one layer, and the square matrices in them."""
     rng = np.random.default_rng(0)
     tensors = {
         name: rng.normal(size=shape).astype(np.float32) / shape[0] ** 0.5
@@ -45,22 +54,25 @@ def published() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
 
 
 def imported(name: str, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """W_Q, W_K, W_V and W_O per head of the tensors, read as GPT-2 or, transposed, as nanoGPT."""
+    """W_Q, W_K, W_V (D, N, H) and W_O (N, H, D), read as GPT-2 or, transposed, as nanoGPT."""
     if name == 'nanoGPT':
         tensors = {k: v.T if k.endswith(TRANSPOSED) else v for k, v in tensors.items()}
     attention = IMPORTS[name](tensors, num_heads=N)[1]['blocks']['attention']
     score, value = attention['score'], attention['value']
-    found = score['w_q_DNH'], score['w_k_DKH'], value['w_v_DKH'], value['w_o_NHD']
-    return {name: np.asarray(w[0]) for name, w in zip('qkvo', found, strict=True)}
+    heads = score['w_q_DNH'], score['w_k_DKH'], value['w_v_DKH'], value['w_o_NHD']
+    return {name: np.asarray(w[0]) for name, w in zip('qkvo', heads, strict=True)}
 
 
-def in_heads(square: dict[str, np.ndarray]) -> Attention:
+def sliced(square: Square) -> dict[str, np.ndarray]:
+    """The matrices of heads as slices of the square ones, in the shapes of `imported`."""
+    return {n: w.reshape((N, H, D) if n == 'o' else (D, N, H)) for n, w in square.items()}
+
+
+def in_heads(square: Square) -> Attention:
     """The layer in float64 whose heads are slices of the square matrices."""
-    attention = layer()
-    attention.score.w_q_DNH[...] = square['q'].reshape(D, N, H)
-    attention.score.w_k_DKH[...] = square['k'].reshape(D, N, H)
-    attention.value.w_v_DKH[...] = square['v'].reshape(D, N, H)
-    attention.value.w_o_NHD[...] = square['o'].reshape(N, H, D)
+    attention, heads = layer(), sliced(square)
+    attention.score.w_q_DNH[...], attention.score.w_k_DKH[...] = heads['q'], heads['k']
+    attention.value.w_v_DKH[...], attention.value.w_o_NHD[...] = heads['v'], heads['o']
     return attention
 
 
@@ -69,39 +81,25 @@ def side_by_side() -> list[Row]:
     """Square matrices against N rectangular ones: the function, by the oracle, and the count."""
     square, x_BTD = published()[1], np.asarray(stream())
     squared_BTD = [square_attention(x_TD, square, N) for x_TD in x_BTD]
-    attention = in_heads(square)
+    attention, mask_BTS = in_heads(square), np.tri(T, dtype=bool)[None]
     A_NDE, B_NDE = map(np.asarray, attention.matrix())
-    mask_BTS = np.tri(T, dtype=bool)[None]
     oracle_BTD = oracle.attention(A_NDE, B_NDE, x_BTD, x_BTD, mask_BTS, scale=attention.score.scale)
     what = 'change of the output, D x D against N of D x H'
-    rows = [
-        exact(f'{what}, by A[n] and B[n]', difference(oracle_BTD, squared_BTD), 0, 1e-12),
-        exact(
-            f'{what}, by the layer',
-            difference(output(attention, jnp.asarray(x_BTD)), squared_BTD),
-            0,
-            1e-12,
-        ),
+    return [
+        same(f'{what}, by A[n] and B[n]', oracle_BTD, squared_BTD),
+        same(f'{what}, by the layer', output(attention, jnp.asarray(x_BTD)), squared_BTD),
+        exact('parameters of the rectangular matrices', count('qk/vo'), 4 * D * D),
     ]
-    circuits = ('score', 'value')
-    counted = sum(count('qk/vo', circuit=c, d_model=D, num_heads=N) for c in circuits)
-    return [*rows, exact('parameters of the rectangular matrices', counted, 4 * D * D)]
 
 
 def imports() -> list[Row]:
     """Heads that are read from published layouts against slices of the square matrices."""
-    tensors, square = published()
-    rows = []
+    rows, (tensors, square) = [], published()
     for name in IMPORTS:
-        found = imported(name, tensors)
-        apart = 0.0
-        for n in range(N):
-            head = slice(n * H, (n + 1) * H)
-            pairs = [(found[which][:, n], square[which][:, head]) for which in 'qkv']
-            pairs.append((found['o'][n], square['o'][head]))
-            apart = max(apart, *(np.abs(got - want).max() for got, want in pairs))
+        heads, expected = imported(name, tensors), sliced(square)
+        apart = max(np.abs(heads[which] - expected[which]).max() for which in 'qkvo')
+        counted = sum(w.size for w in heads.values())
         rows.append(exact(f'W_Q[n], W_K[n], W_V[n], W_O[n] of {name} less slices', apart, 0))
-        counted = sum(w.size for w in found.values())
         rows.append(exact(f'parameters of attention in {name}', counted, 4 * D * D))
     return rows
 
@@ -109,41 +107,38 @@ def imports() -> list[Row]:
 @float64
 def one_matrix_per_head() -> list[Row]:
     """No published layout has a projection that heads share: every number belongs to one head."""
-    rows, tensors = [], published()[0]
+    rows, tensors, x_BTD = [], published()[0], stream()
     numbers = np.arange(3 * D * D, dtype=np.float32)
     for name in IMPORTS:
         numbered = imported(name, tensors | {'h.0.attn.c_attn.weight': numbers.reshape(D, -1)})
         places = np.concatenate([numbered[which].ravel() for which in 'qkv'])
-        wrong = int((np.sort(places) != numbers).sum())
         what = f'numbers of c_attn that are not in exactly one head, {name}'
-        rows.append(exact(what, wrong, 0, **ENTRIES))
+        rows.append(exact(what, int((np.sort(places) != numbers).sum()), 0, **ENTRIES))
     flax = nnx.MultiHeadAttention(N, D, use_bias=False, decode=False, rngs=nnx.Rngs(0))
     square = {
         name: np.asarray(getattr(flax, which).kernel[...], np.float64).reshape(D, D)
         for name, which in zip('qkvo', ('query', 'key', 'value', 'out'), strict=True)
     }
-    x_BTD = stream()
     flax = jax.tree.map(lambda a: a.astype(np.float64) if a.ndim > 1 else a, flax)
-    change = difference(flax(x_BTD, mask=np.tri(T, dtype=bool)), output(in_heads(square), x_BTD))
-    rows.append(exact('change of the output, heads of flax.nnx', change, 0, 1e-6, **ENTRIES))
-    return rows
+    outputs = flax(x_BTD, mask=np.tri(T, dtype=bool)), output(in_heads(square), x_BTD)
+    return [
+        *rows,
+        same('change of the output, heads of flax.nnx', *outputs, tolerance=1e-6, **ENTRIES),
+    ]
 
 
 @float64
 def steps_of_training() -> list[Row]:
     """Three steps of an optimizer on W_Q as one D x D matrix, and as N matrices of D x H."""
-    rows = []
+    rows, what = [], 'change of W_Q by training heads in one matrix'
     for optimizer, context in ((optax.adam(0.1), ENTRIES), (optax.contrib.muon(0.1), MATRICES)):
-        square = after_steps(optimizer, {'heads': slice(None)})['heads']
+        square = after_steps(optimizer, {0: slice(None)})[0]
         heads = after_steps(optimizer, {n: slice(n * H, (n + 1) * H) for n in range(N)})
-        change = difference(np.concatenate([heads[n] for n in range(N)], axis=1), square)
-        rows.append(
-            exact('change of W_Q by training heads in one matrix', change, 0, 1e-12, **context)
-        )
+        rows.append(same(what, np.concatenate([*heads.values()], axis=1), square, **context))
     return rows
 
 
-def after_steps(optimizer: optax.GradientTransformation, columns: dict) -> dict:
+def after_steps(optimizer: optax.GradientTransformation, columns: dict[int, slice]) -> dict:
     """Those columns of one W_Q, each as a matrix of its own, after three steps with gradients."""
     w_SDD = np.random.default_rng(1).normal(size=(4, D, D))
     params = {name: w_SDD[0][:, which] for name, which in columns.items()}

@@ -1,6 +1,6 @@
 """Small attention layers in float64, and what the checks measure on them."""
 
-import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,24 +11,37 @@ from jax.flatten_util import ravel_pytree
 
 from qkattn.attention import Attention, AttentionSpec, oracle, rms_norm
 from qkattn.attention.parameters import shapes_only
-from qkattn.claims.decided import Row
+from qkattn.claims.claim import Row, exact
 from qkattn.config.calls import Variant
 from qkattn.convert.factors import relative_error
 
+Options = dict[str, Any]  # of a layer, or the context of a row
 float64 = jax.enable_x64(True)  # decorates a check, which then computes in float64
 
 D, N, H, T = 32, 4, 8, 12
+SAME = 1e-12  # the relative difference of what is the same function in float64
 
 
-def layer(variant: str = 'qk/vo', *, seed: int = 0, **options: Any) -> Attention:
-    """A layer in float64 with these options of its spec; parameters are normal, variance 1/D."""
+def shapes(variant: str, **sizes: Any) -> Attention:
+    """A layer of shapes in place of parameters; `sizes` are those of its spec."""
     score, value = Variant.parse(variant)
-    spec = AttentionSpec(score=score, value=value, **{'d_model': D, 'num_heads': N} | options)
-    rng = np.random.default_rng(seed)
+    spec = AttentionSpec(score=score, value=value, **{'d_model': D, 'num_heads': N} | sizes)
     with shapes_only():
-        shapes = jax.eval_shape(lambda: Attention(spec, key=jax.random.key(0)))
-    std = spec.d_model**-0.5
-    return jax.tree.map(lambda leaf: jnp.asarray(std * rng.standard_normal(leaf.shape)), shapes)
+        return jax.eval_shape(lambda: Attention(spec, key=jax.random.key(0)))
+
+
+def count(variant: str, *circuits: str, **sizes: Any) -> int:
+    """Parameters of a layer in its circuits, 'score' and 'value'; of both if none is named."""
+    layer = shapes(variant, **sizes)
+    parts = [getattr(layer, circuit) for circuit in circuits or ('score', 'value')]
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(parts))
+
+
+def layer(variant: str = 'qk/vo', *, seed: int = 0, **sizes: Any) -> Attention:
+    """A layer in float64; parameters are normal, variance 1/D."""
+    empty, rng = shapes(variant, **sizes), np.random.default_rng(seed)
+    std = empty.spec.d_model**-0.5
+    return jax.tree.map(lambda leaf: jnp.asarray(std * rng.standard_normal(leaf.shape)), empty)
 
 
 @jax.jit
@@ -55,10 +68,19 @@ def softmax_input(layer: Attention, x_BTD: jax.Array) -> np.ndarray:
     return score.scale * np.einsum('BTNH,BSNH->BNTS', q_BTNH, k_BSNH)
 
 
-def difference(got: Any, want: Any) -> float:
-    """Largest difference relative to the largest element."""
+def same(what: str, got: Any, want: Any, *, tolerance: float = SAME, **about: Any) -> Row:
+    """The check that two arrays are equal, relative to the largest element."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    return float(np.abs(got - want).max() / np.abs(want).max())
+    apart = float(np.abs(got - want).max() / np.abs(want).max())
+    return exact(what, apart, 0, tolerance, **about)
+
+
+def same_output(
+    what: str, one: Attention, other: Attention, x_BTD: Any = None, **context: Any
+) -> Row:
+    """The check that two layers compute the same output."""
+    x_BTD = stream() if x_BTD is None else x_BTD
+    return same(f'change of the output{what}', output(one, x_BTD), output(other, x_BTD), **context)
 
 
 def rank(matrix: Any) -> int:
@@ -74,12 +96,9 @@ def fit_error(features: Any, target: Any) -> float:
     return relative_error(features_SR @ w_R, target_S)
 
 
-def freedom(function: Callable[[Any], jax.Array], parameters: Any) -> int:
-    """Independent directions in which the output of `function` moves: the rank of its Jacobian."""
+def freedom(function: Callable[..., jax.Array], parameters: Any, *others: Any) -> int:
+    """Independent directions in which the output of `function` moves with its first argument."""
+    if not jax.tree.leaves(parameters):
+        return 0
     flat_P, unflatten = ravel_pytree(parameters)
-    return rank(jax.jit(jax.jacfwd(lambda p: function(unflatten(p)).ravel()))(flat_P))
-
-
-def curve(row: Row, x: float, x_label: str) -> Row:
-    """The row as a point of a curve."""
-    return dataclasses.replace(row, x=float(x), x_label=x_label)
+    return rank(jax.jit(jax.jacfwd(lambda p: function(unflatten(p), *others).ravel()))(flat_P))

@@ -1,26 +1,23 @@
 """Group A: why two matrices, W_Q and W_K?"""
 
-from qkattn.claims.checks import multiply_adds, one_matrix, parameter_counts, published_layouts
-from qkattn.claims.claim import Claim, Expectation, Measure
-from qkattn.claims.measures import crossover
+from qkattn.claims.checks import counts, published_layouts, rewrites
+from qkattn.claims.claim import Claim, Expectation
+from qkattn.claims.recordings import TIMES
+
+WHY = 'A thread on the mathematics of self-attention: why two matrices?'
+HEADS = 'A thread on multi-head attention'
 
 A1 = Claim(
     name='A1',
     title='one W_QK can replace W_Q and W_K',
     statement='softmax(X W_Q W_K^T X^T) can be written with one D x D matrix W_QK, whose rank '
     'is at most H.',
-    source='A thread on the mathematics of self-attention: why two matrices?',
+    source=WHY,
     rule='Holds where one matrix gives the same softmax input, output and logits in float64 '
     'and has rank H; what stands between W_Q and W_K is a context.',
-    checks=(
-        one_matrix.same_function,
-        one_matrix.ranks,
-        one_matrix.what_stands_between,
-    ),
+    checks=(rewrites.one_matrix, rewrites.ranks, rewrites.what_stands_between),
     conditions={
-        'between W_Q and W_K: nothing': (
-            'nothing stands between W_Q and W_K, as RoPE and QK-norm do'
-        ),
+        'between W_Q and W_K: nothing': 'nothing stands between W_Q and W_K, as RoPE and QK-norm do'
     },
 )
 
@@ -29,10 +26,10 @@ A2 = Claim(
     title='merging them adds parameters if D > 2 H',
     statement='One matrix per head has D^2 parameters and two have 2 D H: merging adds '
     'parameters if and only if D > 2 H.',
-    source='A thread on the mathematics of self-attention: why two matrices?',
+    source=WHY,
     rule='Holds if the parameters counted on layers are N D^2 and 2 N D H at every D and H, '
     'and merging adds some exactly where D > 2 H; with fewer key heads, wherever D > 2 H.',
-    checks=(parameter_counts.merged_against_factored,),
+    checks=(counts.merged_against_factored,),
 )
 
 A3 = Claim(
@@ -41,14 +38,11 @@ A3 = Claim(
     statement='Per head, scores of T tokens take 2 T D H + T^2 H multiply-adds with two '
     'matrices and T D^2 + T^2 D with one, which is never less if D >= 2 H, less up to T = D '
     '(2 H - D) / (D - H) if H < D < 2 H, and always less if H >= D.',
-    source='A thread on the mathematics of self-attention: why two matrices?',
+    source=WHY,
     rule='Holds if the compiled programs and the traced models have these counts, which cross '
     'there; measured times stand beside them.',
-    checks=(
-        multiply_adds.counted_twice,
-        multiply_adds.where_they_cross,
-    ),
-    measures=(Measure('crossover', crossover.read, crossover.record),),
+    checks=(counts.multiply_adds, counts.where_they_cross),
+    measures=(TIMES,),
 )
 
 A4 = Claim(
@@ -56,13 +50,10 @@ A4 = Claim(
     title='Linear(D, D) is the matrices of all heads',
     statement='A square Linear(D, D) holds N rectangular D x H matrices side by side: equal '
     'function, equal parameter count.',
-    source='A thread on multi-head attention',
+    source=HEADS,
     rule='Holds if both compute the same output in float64, and the heads of imported GPT-2 '
     'and nanoGPT tensors are slices of their square matrices, bit by bit.',
-    checks=(
-        published_layouts.side_by_side,
-        published_layouts.imports,
-    ),
+    checks=(published_layouts.side_by_side, published_layouts.imports),
 )
 
 A5 = Claim(
@@ -70,10 +61,10 @@ A5 = Claim(
     title='N heads cost as much as one, with N patterns',
     statement='With H = D / N a head has 2 D^2 / N parameters in W_Q and W_K; N heads have 2 '
     'D^2 together and buy N attention patterns.',
-    source='A thread on multi-head attention',
+    source=HEADS,
     rule='Holds if the counts are those at every N, and the patterns of N heads are linearly '
     'independent.',
-    checks=(parameter_counts.heads_of_a_fixed_width,),
+    checks=(counts.heads_of_a_fixed_width,),
 )
 
 A6 = Claim(

@@ -1,16 +1,10 @@
 """Group B: is W_Q needed?"""
 
-from qkattn.claims.checks import identity_queries, truncated_ranks
+from qkattn.claims import readings, recordings
+from qkattn.claims.checks import rewrites, spectra
 from qkattn.claims.claim import Claim, Expectation, Measure
-from qkattn.claims.measures import drift
-from qkattn.claims.measures.curves import early, growth_of
 
 SLICES, WHOLE = {'reading': 'slices of X'}, {'reading': 'all of X in every head'}
-IN_CROSS_ATTENTION = {
-    'query_free/vo': 'without W_Q',
-    'key_free/vo': 'without W_K',
-    'merged/vo': 'W_QK',
-}
 
 B1 = Claim(
     name='B1',
@@ -20,14 +14,8 @@ B1 = Claim(
     source='A forum thread: is W_Q needed?',
     rule='Holds where the best Q = X gives the same softmax input in float64 with 3/4 of the '
     'parameters; biases, RoPE and more heads are contexts.',
-    checks=(
-        identity_queries.single_head,
-        identity_queries.single_head_with_more,
-        identity_queries.many_heads,
-    ),
-    conditions={
-        'layer: single head': 'the head has neither biases nor RoPE, and is the only one',
-    },
+    checks=(rewrites.queries_of_one_head, rewrites.queries_of_many_heads),
+    conditions={'layer: single head': 'the head has neither biases nor RoPE, and is the only one'},
 )
 
 B2 = Claim(
@@ -45,7 +33,7 @@ B2 = Claim(
             'single_head', 'query_free/vo', 'as_reported', at='removed', reported=(0.005, 0.015)
         ),
     ),
-    measures=(Measure('single_head', growth_of('query_free/vo')),),
+    measures=(Measure('single_head', readings.growth_of('query_free/vo')),),
 )
 
 B3 = Claim(
@@ -55,9 +43,9 @@ B3 = Claim(
     'W_K W_Q^T alone is a numerical effect of one product against two.',
     source='A forum thread on whether W_Q is needed, with an experiment.',
     rule='Fails in a precision if models that start as one function and see the same batches have '
-    f'logits that differ by more than {drift.BEYOND:g} times what rounding explains at the last '
-    'step, else holds there.',
-    measures=(Measure(drift.STUDY, drift.read, drift.record),),
+    f'logits that differ by more than {recordings.BEYOND:g} times what rounding explains at the '
+    'last step, else holds there.',
+    measures=(recordings.DRIFT,),
 )
 
 B4 = Claim(
@@ -69,12 +57,13 @@ B4 = Claim(
     rule='Holds if, at equal parameter count, attention is not worse without W_Q and without W_K, '
     'where heads have slices of X as queries (keys), and not worse where every head has all of X, '
     'which is one matrix W_QK a head.',
-    expectations=(
-        Expectation(
-            'lm_stdlib', 'query_free/vo', 'not_worse', context={**SLICES, 'without': 'W_Q'}
-        ),
-        Expectation('decoder', 'key_free/vo', 'not_worse', context={**SLICES, 'without': 'W_K'}),
-        Expectation('full_heads', 'merged/vo', 'not_worse', context={**WHOLE, 'without': 'W_Q'}),
+    expectations=tuple(
+        Expectation(study, variant, 'not_worse', context={**reading, 'without': without})
+        for study, variant, reading, without in (
+            ('lm_stdlib', 'query_free/vo', SLICES, 'W_Q'),
+            ('decoder', 'key_free/vo', SLICES, 'W_K'),
+            ('full_heads', 'merged/vo', WHOLE, 'W_Q'),
+        )
     ),
 )
 
@@ -94,8 +83,13 @@ B5 = Claim(
             context={'depth': f'{times} times'},
             scales=(scale,),
         )
-        for scale, depths in {'smoke': {4: 2}, 'cpu': {8: 2, 16: 4}, 'gpu': {24: 2, 48: 4}}.items()
-        for layers, times in depths.items()
+        for scale, layers, times in (
+            ('smoke', 4, 2),
+            ('cpu', 8, 2),
+            ('cpu', 16, 4),
+            ('gpu', 24, 2),
+            ('gpu', 48, 4),
+        )
     ),
 )
 
@@ -107,7 +101,7 @@ B6 = Claim(
     rule='Holds if, at every fraction of the steps, the difference of some arm from the baseline '
     'is another than after annealing, by more than the margin, on the same seeds, each arm at its '
     'own learning rate; verdicts that turn stand beside it.',
-    measures=(Measure('decoder', early),),
+    measures=(Measure('decoder', readings.early),),
 )
 
 B7 = Claim(
@@ -118,7 +112,7 @@ B7 = Claim(
     source='A forum thread: W_Q and W_K allow a low-rank W.',
     rule='Holds if no rank below the head size, which is that of the baseline, is worse; that '
     'low_rank has every rank that it is given is a premise.',
-    premises=(truncated_ranks.every_rank, truncated_ranks.least_error),
+    premises=(spectra.every_rank, spectra.least_error),
     expectations=tuple(
         Expectation(
             'rank',
@@ -143,10 +137,14 @@ B8 = Claim(
     expectations=tuple(
         Expectation(
             'cross',
-            f'qk/vo?cross_variant={variant}',
+            f'qk/vo?cross_variant={score}/vo',
             'not_worse',
             context={'cross-attention': name},
         )
-        for variant, name in IN_CROSS_ATTENTION.items()
+        for score, name in (
+            ('query_free', 'without W_Q'),
+            ('key_free', 'without W_K'),
+            ('merged', 'W_QK'),
+        )
     ),
 )

@@ -1,24 +1,28 @@
 """Group C: why not Q Q^T?"""
 
-from qkattn.claims.checks import tied_scores, two_by_two
+from qkattn.claims.checks import free_numbers
 from qkattn.claims.claim import Claim, Expectation
 
-WITHOUT_V = 'qk/vo?encoder_variant=qk/no_v'
+THREAD = 'A thread that asks why attention does not use Q Q^T'
+EXPERIMENT = f'{THREAD}, with an experimenter who answers.'
+TIED, WITHOUT_V, WITHOUT_O = (
+    f'qk/vo?encoder_variant={variant}' for variant in ('shared_qk/vo', 'qk/no_v', 'qk/no_o')
+)
 
 C1 = Claim(
     name='C1',
     title='Q Q^T is symmetric, with half the information',
     statement='Q Q^T is symmetric, carries half the information of Q K^T, and its diagonal '
     'dominates.',
-    source='A thread that asks why attention does not use Q Q^T, with an answer by an experimenter',
+    source=f'{THREAD}, with an answer by an experimenter',
     rule='Each part is a context. Half the information: a share of 0.4 to 0.6 of the free '
     'numbers of A, or of the pattern of T tokens. The diagonal dominates: it is the largest '
     'of its row in more than half of the rows at initialization, T = 64.',
     checks=(
-        tied_scores.symmetry,
-        tied_scores.half_the_numbers,
-        tied_scores.half_the_pattern,
-        tied_scores.dominant_diagonal,
+        free_numbers.symmetry,
+        free_numbers.half_the_numbers,
+        free_numbers.half_the_pattern,
+        free_numbers.dominant_diagonal,
     ),
     conditions={
         'part: symmetry; half of A; half of the pattern, T > D; half of the pattern, T > D, '
@@ -35,13 +39,11 @@ C2 = Claim(
     title='Q Q^T is worse in an encoder',
     statement='Q Q^T in the encoder of a translation model works, saves parameters and performs '
     'worse.',
-    source='A thread that asks why attention does not use Q Q^T, with an experimenter who answers.',
+    source=EXPERIMENT,
     rule="Holds if one matrix for queries and keys is worse at the baseline's shape, at every "
     'width.',
     reported='d_model from 128 to 2048: works, saves weights, performs worse',
-    expectations=(
-        Expectation('encoder_side', 'qk/vo?encoder_variant=shared_qk/vo', 'worse', at='removed'),
-    ),
+    expectations=(Expectation('encoder_side', TIED, 'worse', at='removed'),),
 )
 
 C3 = Claim(
@@ -49,10 +51,10 @@ C3 = Claim(
     title='Q Q^T is not better with its savings reinvested',
     statement='With d_model adjusted to about the same number of parameters, Q Q^T in the encoder '
     'still does not become better.',
-    source='A thread that asks why attention does not use Q Q^T, with an experimenter who answers.',
+    source=EXPERIMENT,
     rule='Holds if it is not better by more than the margin at equal parameter count, at every '
     'width.',
-    expectations=(Expectation('encoder_side', 'qk/vo?encoder_variant=shared_qk/vo', 'not_better'),),
+    expectations=(Expectation('encoder_side', TIED, 'not_better'),),
 )
 
 C4 = Claim(
@@ -60,7 +62,7 @@ C4 = Claim(
     title='the same without W_V',
     statement='The same goes for replacing V: worse at the same shape, and not better at equal '
     'parameter count.',
-    source='A thread that asks why attention does not use Q Q^T, with an experimenter who answers.',
+    source=EXPERIMENT,
     rule="Holds if the encoder without W_V is worse at the baseline's shape, and at equal "
     'parameter count not better by more than the margin, at every width.',
     expectations=(
@@ -74,17 +76,16 @@ C5 = Claim(
     title='the same without W_O',
     statement='Dropping W_O in the encoder is never better than about break-even at equal '
     'parameter count.',
-    source='A thread that asks why attention does not use Q Q^T, with an experimenter who answers.',
+    source=EXPERIMENT,
     rule='Holds if it is not better by more than the margin, at every width.',
-    expectations=(Expectation('encoder_side', 'qk/vo?encoder_variant=qk/no_o', 'not_better'),),
+    expectations=(Expectation('encoder_side', WITHOUT_O, 'not_better'),),
 )
 
 C6 = Claim(
     name='C6',
     title='the same in encoder-only and decoder-only models',
     statement='The conclusions do not differ for encoder-only and decoder-only models.',
-    source='A thread that asks why attention does not use Q Q^T: "I don\'t think the conclusions '
-    'differ".',
+    source=f'{THREAD}: "I don\'t think the conclusions differ".',
     rule='Holds if, in both, one matrix for queries and keys, and no W_V, are worse at the '
     "baseline's shape, and these and no W_O are not better by more than the margin at equal "
     'parameter count.',
@@ -107,14 +108,14 @@ C7 = Claim(
     statement='By 2 x 2 matrices: W_Q and W_K act through A = W_Q W_K^T alone and choose where'
     ' to attend, W_V and W_O through B = W_V W_O alone and choose what is moved; Q Q^T ties A'
     ' and its transpose.',
-    source='A thread that asks why attention does not use Q Q^T: intuition from 2 x 2 matrices',
+    source=f'{THREAD}: intuition from 2 x 2 matrices',
     rule='Holds if layers have the A, B and numbers of free entries worked out by hand, GL(H) '
     'of each circuit leaves the output as it is, and W_V and W_O leave the pattern as it is.',
     checks=(
-        two_by_two.worked_by_hand,
-        two_by_two.where_and_what,
-        two_by_two.gauge,
-        two_by_two.one_way,
-        two_by_two.free_in_each_variant,
+        free_numbers.worked_by_hand,
+        free_numbers.where_and_what,
+        free_numbers.gauge,
+        free_numbers.one_way,
+        free_numbers.free_in_each_variant,
     ),
 )

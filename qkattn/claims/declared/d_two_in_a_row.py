@@ -1,23 +1,19 @@
 """Group D: one projection or two in a row?"""
 
-from qkattn.claims.checks import double_projection, published_layouts
-from qkattn.claims.claim import Claim, Expectation, Measure
-from qkattn.claims.measures import factor_norms
+from qkattn.claims.checks import published_layouts, rewrites
+from qkattn.claims.claim import Claim, Expectation
+from qkattn.claims.recordings import NORMS
 
-DOUBLED = {'double/vo': 'W_Q, W_K', 'qk/double': 'W_V', 'double/double': 'W_Q, W_K, W_V'}
+LECTURES = 'Threads on multi-head lectures and on the equations of Vaswani et al. 2017'
 
 D1 = Claim(
     name='D1',
     title='W_i^Q after a shared W^Q adds no functions',
     statement='W_i^Q applied after a shared W^Q is the same function class as one matrix per head.',
-    source='Threads on multi-head lectures and on the equations of Vaswani et al. 2017',
+    source=LECTURES,
     rule='Holds where folding and unfolding leave the output as it is in float64 and all W_Q '
     'are within reach; the width R of the shared projection is a context.',
-    checks=(
-        double_projection.folded,
-        double_projection.unfolded,
-        double_projection.reach,
-    ),
+    checks=(rewrites.folded, rewrites.reach),
     conditions={
         'width of the shared projection: R >= D': (
             'the shared projection is at least as wide as the model'
@@ -34,23 +30,24 @@ D2 = Claim(
     'learning rate and weight decay tuned for each.',
     expectations=tuple(
         Expectation('overparameterised', variant, 'different', context={'doubled': name})
-        for variant, name in DOUBLED.items()
+        for variant, name in (
+            ('double/vo', 'W_Q, W_K'),
+            ('qk/double', 'W_V'),
+            ('double/double', 'W_Q, W_K, W_V'),
+        )
     ),
-    measures=(Measure('overparameterised', factor_norms.read, factor_norms.record),),
+    measures=(NORMS,),
 )
 
 D3 = Claim(
     name='D3',
     title='implementations learn one matrix per head',
     statement='Implementations learn one matrix per head directly, for Q, K and V.',
-    source='Threads on multi-head lectures and on the equations of Vaswani et al. 2017',
+    source=LECTURES,
     rule='Holds if every number of c_attn in GPT-2 and nanoGPT, and of the projections in '
     'flax.nnx, belongs to exactly one head, and training heads inside one matrix trains each '
     'as by itself; the optimizer is a context.',
-    checks=(
-        published_layouts.one_matrix_per_head,
-        published_layouts.steps_of_training,
-    ),
+    checks=(published_layouts.one_matrix_per_head, published_layouts.steps_of_training),
     conditions={
         'optimizer: Adam, entry by entry': (
             'the optimizer acts entry by entry, as Adam does and Muon does not'

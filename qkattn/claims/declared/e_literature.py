@@ -1,8 +1,8 @@
 """Group E: what the literature adds."""
 
-from qkattn.claims.checks import weight_decay
+from qkattn.claims.checks import spectra
 from qkattn.claims.claim import Claim, Expectation, Measure
-from qkattn.claims.measures.untuned import untuned
+from qkattn.claims.readings import untuned
 
 # Each costs more than the one before it, and the first more than the baseline.
 ASCENDING = {
@@ -23,11 +23,9 @@ E1 = Claim(
     rule="Holds if the tests find equivalence within the margin, at the baseline's shape and at "
     'equal parameter count, both arms tuned and annealed.',
     reported='no loss, with 8 % fewer parameters outside the embedding',
-    expectations=(
-        Expectation(
-            'twelve_heads', 'query_free/vo', 'equivalent', at='removed', context={'shape': 'equal'}
-        ),
-        Expectation('twelve_heads', 'query_free/vo', 'equivalent', context={'shape': 'matched'}),
+    expectations=tuple(
+        Expectation('twelve_heads', 'query_free/vo', 'equivalent', at=at, context={'shape': shape})
+        for at, shape in SHAPES
     ),
 )
 
@@ -55,16 +53,11 @@ E3 = Claim(
     rule="Holds if shared_qk/vo is worse than qk/vo at the baseline's shape and at equal parameter "
     'count.',
     reported='+0.10 to +0.15 nats per masked token at equal width',
-    expectations=(
+    expectations=tuple(
         Expectation(
-            'masked',
-            'shared_qk/vo',
-            'worse',
-            at='removed',
-            context={'shape': 'equal'},
-            reported=(0.10, 0.15),
-        ),
-        Expectation('masked', 'shared_qk/vo', 'worse', context={'shape': 'matched'}),
+            'masked', 'shared_qk/vo', 'worse', at=at, context={'shape': shape}, reported=reported
+        )
+        for (at, shape), reported in zip(SHAPES, ((0.10, 0.15), None), strict=True)
     ),
 )
 
@@ -107,13 +100,8 @@ E5 = Claim(
     rule='Holds where the least (|W_Q|^2 + |W_K|^2) / 2 is the nuclear norm, and descent '
     'shrinks singular values d to max(0, d - lambda) in factors and to d / (1 + lambda) in '
     'one matrix; where the decay acts is a context.',
-    checks=(
-        weight_decay.least_penalty,
-        weight_decay.shrunk_spectra,
-    ),
-    conditions={
-        'decay: in the loss': 'the decay is part of the loss; that of AdamW is not',
-    },
+    checks=(spectra.least_penalty, spectra.shrunk_spectra),
+    conditions={'decay: in the loss': 'the decay is part of the loss; that of AdamW is not'},
 )
 
 E6 = Claim(

@@ -1,1 +1,0 @@
-"""What claims read from studies beside verdicts: curves of losses, sweeps of settings."""

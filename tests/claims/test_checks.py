@@ -1,0 +1,224 @@
+"""Exact checks find what claims.json holds, and otherwise where the mathematics is wrong."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from qkattn.attention import registry
+from qkattn.attention.scores import identity, qk, symmetric
+from qkattn.claims import declared
+from qkattn.claims.checks import (
+    counts,
+    free_numbers,
+    published_layouts,
+    rewrites,
+    small_layers,
+    spectra,
+)
+from qkattn.claims.claim import Speaks, exact
+from qkattn.claims.export import read_claims
+from qkattn.convert import circuits, whole_layer
+from qkattn.convert.factors import Factors, extract_factors
+from tests.claims.conftest import CLAIMS
+
+CHECKS = {
+    check: name
+    for name, claim in declared.claims().items()
+    for check in (*claim.checks, *claim.premises)
+}
+# `experiments.verify` runs all of them.
+FAST = (
+    rewrites.what_stands_between,
+    rewrites.queries_of_many_heads,
+    counts.merged_against_factored,
+    counts.multiply_adds,
+    published_layouts.imports,
+    published_layouts.one_matrix_per_head,
+    free_numbers.symmetry,
+    free_numbers.worked_by_hand,
+    free_numbers.gauge,
+    free_numbers.one_way,
+    spectra.least_penalty,
+    spectra.shrunk_spectra,
+)
+
+
+def key(row):
+    return row.what, tuple(row.context.items()), row.x
+
+
+STORED = {
+    (claim.name, *key(row)): row.speaks for claim in read_claims(CLAIMS) for row in claim.rows
+}
+
+
+def differing(check):
+    """The rows of a check that speak otherwise than those of claims.json."""
+    return [
+        row
+        for row in check()
+        if (row.speaks == Speaks.AGAINST)
+        != (STORED.get((CHECKS[check], *key(row))) == Speaks.AGAINST)
+    ]
+
+
+def marked(check, *values):
+    return pytest.param(*(values or (check,)), marks=() if check in FAST else pytest.mark.slow)
+
+
+@pytest.mark.parametrize('check', map(marked, CHECKS))
+def test_a_check_finds_what_is_stored(check):
+    assert not differing(check)
+    for row in check() if check is free_numbers.dominant_diagonal else ():
+        assert row.expected == 1 or abs(row.value - row.expected) <= row.tolerance
+
+
+def test_an_exact_row_speaks_by_its_tolerance():
+    row = exact('rank', 3, 3, at=('r', 2), D=4)
+    assert (row.context, row.x, row.x_label) == ({'D': '4'}, 2.0, 'r')
+    spoken = [exact('error', value, 0, 1e-3).speaks for value in (1e-3, 2e-3, -2e-3)]
+    assert spoken == [Speaks.FOR, Speaks.AGAINST, Speaks.AGAINST]
+
+
+def test_every_check_is_seen_to_speak_against():
+    against = {name for (name, *_), speaks in STORED.items() if speaks == Speaks.AGAINST}
+    both = {check for check, name in CHECKS.items() if name in against}
+    assert {check for check, *_ in WRONG.values()} | both == CHECKS.keys()
+
+
+def swapped(layer):
+    """W_K in the place of W_Q: A[n] transposed."""
+    right = extract_factors(layer)
+    return dataclasses.replace(right, w_q_DNH=right.w_k_DKH, w_k_DKH=right.w_q_DNH)
+
+
+def exchanged(factors):
+    """W_K W_Q^T in the place of W_Q W_K^T."""
+    A_NEF = logit_matrices(factors)
+    A_NEF[:, :-1, :-1] = A_NEF[:, :-1, :-1].swapaxes(1, 2)
+    return A_NEF
+
+
+def reordered(layer):
+    """The W_Q of other heads."""
+    right = extract_factors(layer)
+    return dataclasses.replace(right, w_q_DNH=right.w_q_DNH[:, ::-1])
+
+
+def smallest_first(A_NED, rank):
+    """The factors of the smallest singular values."""
+    left_NER, s_NR, right_NRD = (z[..., ::-1] for z in np.linalg.svd(A_NED, full_matrices=False))
+    right_NRD = right_NRD[:, ::-1, ::-1]
+    left_ENR = np.moveaxis(left_NER[..., :rank] * s_NR[:, None, :rank], 0, 1)
+    rest = float(np.linalg.norm(s_NR[:, rank:]) / np.linalg.norm(A_NED))
+    return left_ENR, np.moveaxis(right_NRD[:, :rank], -1, 0), rest
+
+
+def interleaved(x_TD, square, num_heads):
+    """Head n takes every N-th column in place of D / N in a row."""
+    order = np.arange(x_TD.shape[1]).reshape(-1, num_heads).T.ravel()
+    mixed = {name: w[:, order] if name != 'o' else w for name, w in square.items()}
+    return square_attention(x_TD, mixed, num_heads)
+
+
+def transposed(tensors, num_heads):
+    """Rows of c_attn in the place of its columns."""
+    name = 'h.0.attn.c_attn.weight'
+    parts = [part.T for part in np.split(tensors[name], 3, axis=1)]
+    return load_gpt2(tensors | {name: np.concatenate(parts, axis=1)}, num_heads=num_heads)
+
+
+def from_matrix(layer, x_BTD):
+    """x A x^T, whatever acts on queries and keys."""
+    return np.einsum('BTD,NDE,BSE->BNTS', x_BTD, layer.score.matrix(), x_BTD)
+
+
+def first_head(layer, x_BTD):
+    """The scores of head 0 for all heads."""
+    return softmax_input(layer, x_BTD)[:, :1].repeat(layer.spec.num_heads, axis=1)
+
+
+def one_for_two(name, tensors):
+    """The entries of W_K in the place of those of W_Q."""
+    heads = imported(name, tensors)
+    return heads | {'q': heads['k']}
+
+
+class Twice(qk.Double):
+    """The queries of `double`, times 2."""
+
+    def queries(self, x_BTD):
+        return 2 * super().queries(x_BTD)
+
+
+square_attention, load_gpt2 = published_layouts.square_attention, published_layouts.load_gpt2
+imported, of_rank = published_layouts.imported, spectra.of_rank
+softmax_input, logit_matrices = small_layers.softmax_input, Factors.logit_matrices
+SCORES, SHARED = registry.SCORES, 'shared_qk'
+# By what is wrong: a check that finds it, and the object, attribute and value that make it so.
+WRONG = {
+    'W_QK is W_K W_Q^T': (rewrites.one_matrix, Factors, 'logit_matrices', exchanged),
+    'the rank exceeds H': (rewrites.ranks, qk.QK, 'matrix', lambda self: np.eye(32)[None]),
+    'RoPE left out': (rewrites.what_stands_between, rewrites, 'softmax_input', from_matrix),
+    "W_K' is W_Q W_K^T": (rewrites.queries_of_one_head, rewrites, 'extract_factors', swapped),
+    'Q = X is free in W_Q': (
+        rewrites.queries_of_many_heads,
+        rewrites,
+        'slices_DNH',
+        lambda spec: np.eye(32)[:, None],
+    ),
+    'heads in another order': (rewrites.folded, whole_layer, 'extract_factors', reordered),
+    'twice the queries': (rewrites.folded, SCORES, 'double', Twice),
+    'W_QK is two matrices': (counts.merged_against_factored, SCORES, 'merged', qk.FullSize),
+    'one pattern': (counts.heads_of_a_fixed_width, counts, 'softmax_input', first_head),
+    'no T^2 D': (counts.multiply_adds, counts, 'merged', lambda T, D: T * D * D),
+    'D and H exchanged': (
+        counts.where_they_cross,
+        counts,
+        'crossover',
+        lambda D, H: H * (2 * D - H) / (D - H),
+    ),
+    'heads interleaved': (
+        published_layouts.side_by_side,
+        published_layouts,
+        'square_attention',
+        interleaved,
+    ),
+    'rows for columns': (published_layouts.imports, published_layouts.IMPORTS, 'GPT-2', transposed),
+    'W_Q is W_K': (
+        published_layouts.one_matrix_per_head,
+        published_layouts,
+        'imported',
+        one_for_two,
+    ),
+    'the smallest are kept': (spectra.least_error, circuits, 'balanced_factors', smallest_first),
+    'rank r - 1 for r': (
+        spectra.every_rank,
+        spectra,
+        'of_rank',
+        lambda r: of_rank(max(1, r - 1)),
+    ),
+    'half of the penalty': (
+        spectra.least_penalty,
+        spectra,
+        'penalty',
+        lambda m: (m[0] ** 2).sum() / 2,
+    ),
+    'Q K^T for Q Q^T': (free_numbers.symmetry, SCORES, SHARED, qk.QK),
+    'half of Q K^T': (free_numbers.half_the_numbers, SCORES, SHARED, symmetric.Pairwise),
+    'indefinite for Q Q^T': (free_numbers.dominant_diagonal, SCORES, SHARED, symmetric.Symmetric),
+    'W_Q = I for W_K = I': (free_numbers.worked_by_hand, SCORES, 'key_free', identity.QueryFree),
+    'M^T for M^-1': (free_numbers.gauge, np.linalg, 'inv', np.transpose),
+    'Q Q^T as free as Q K^T': (free_numbers.free_in_each_variant, SCORES, SHARED, qk.QK),
+    'Q Q^T is not tied': (free_numbers.where_and_what, SCORES, SHARED, qk.QK),
+    'Q Q^T attends one way': (free_numbers.one_way, SCORES, SHARED, qk.QK),
+}
+
+
+@pytest.mark.parametrize('wrong', [marked(check, name) for name, (check, *_) in WRONG.items()])
+def test_a_check_finds_what_is_wrong(wrong, monkeypatch):
+    check, where, name, value = WRONG[wrong]
+    setter = monkeypatch.setitem if isinstance(where, dict) else monkeypatch.setattr
+    setter(where, name, value)
+    assert differing(check)
