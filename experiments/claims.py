@@ -38,7 +38,7 @@ WORKERS = flags.DEFINE_string(
 TRAIN = flags.DEFINE_bool('train', True, '--notrain decides on what the workdir has.')
 DRY_RUN = flags.DEFINE_bool('dry_run', False, 'Print the plan and its cost, then stop.')
 FLOPS = flags.DEFINE_float(
-    'flops_per_second', None, 'With --dry_run, of training, in place of a warm-up.', lower_bound=1.0
+    'flops_per_second', None, 'With --dry_run, the speed of training: hours.', lower_bound=1.0
 )
 EXPORT = flags.DEFINE_string(
     'export', None, 'Directory to keep the verdicts on all claims in, with the studies behind them.'

@@ -18,7 +18,7 @@ from qkattn.claims.claim import (
     Speaks,
     Statement,
 )
-from qkattn.claims.studies import UNIT, Loaded, Results, study_of
+from qkattn.claims.studies import UNIT, Loaded, Results
 from qkattn.errors import ConfigError
 from qkattn.report.prose import NOT_RECORDED, SPLITS, device, reasons
 from qkattn.stats.inference import LEVEL, Difference, to_find
@@ -236,16 +236,8 @@ def _needed(
         return needs
     else:
         wanted, short = 'gpu', None
-    parts = []
-    for name in lacking or claim.studies:
-        if study := study_of(name, wanted):
-            base = study.base
-            tokens = base.train.num_steps * base.train.batch_size * base.model.context
-            parts.append(
-                f'{name} with {len(base.trials.seeds)} seeds of {tokens:,} tokens at '
-                f'{" and ".join(study.sizes)}'
-            )
-    return short, f'--scale={wanted}: {"; ".join(parts)}' if parts else None
+    studies = lacking or claim.studies
+    return short, f'--scale={wanted}: {", ".join(studies)}' if studies else None
 
 
 def needed(items: Sequence[Evidence]) -> tuple[str, str] | None:

@@ -7,7 +7,7 @@ is evaluated `evaluations` times, evenly spaced; `fields` replace those of the s
 """
 
 import dataclasses
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 
 from qkattn.config import (
     Config,
@@ -43,117 +43,94 @@ def language_model(
     scale: str,
     *,
     steps: int = 500,
+    gpu_steps: int = 10000,
     evaluations: int = 2,
     learning_rates: tuple[float, ...] = RATES,
     seeds: int = 10,
+    sequences: int = 2048,
+    data: str | None = None,
     **fields: Any,
 ) -> Config:
     """A byte-level language model of two layers; at scale gpu, twelve layers and BPE pieces.
 
     `learning_rates` are those of the screening at scale cpu; at scale gpu, a sixteenth of them.
+    `sequences` of each split are evaluated at scale cpu. `data` is the corpus below scale gpu,
+    stdlib by default. With `kind='encoder'` it restores masked tokens.
     """
-    model = pick(
-        scale,
-        smoke=ModelConfig(num_layers=2, num_heads=2, context=16),
-        cpu=ModelConfig(num_layers=2, num_heads=2, context=64),
-        gpu=ModelConfig(
-            num_layers=12,
-            num_heads=12,
-            context=1024,
-            vocab_size=16384,
-            compute_dtype='bfloat16',
-        ),
-    )
-    data = pick(
-        scale,
-        smoke=DataConfig(eval_sequences=512),
-        cpu=DataConfig(eval_sequences=2048),
-        gpu=DataConfig(
-            name='tfds:wiki40b/en', tokenizer='bpe', tokenizer_size=16384, eval_sequences=4096
-        ),
-    )
+    is_large, is_encoder = scale == 'gpu', fields.get('kind') == 'encoder'
+    model: dict[str, Any] = {
+        'num_layers': pick(scale, smoke=2, cpu=2, gpu=12),
+        'num_heads': pick(scale, smoke=2, cpu=2, gpu=12),
+        'context': pick(scale, smoke=16, cpu=64, gpu=1024),
+    }
+    if is_large:
+        model |= {'vocab_size': 16384, 'compute_dtype': 'bfloat16'}
+    if is_encoder:
+        model['vocab_size'] = 16385 if is_large else 257
+    corpus: dict[str, Any] = {'name': data} if data else {}
+    if is_large:
+        corpus = {'name': 'tfds:wiki40b/en', 'tokenizer': 'bpe', 'tokenizer_size': 16384}
     return Config(
-        model=dataclasses.replace(model, **fields),
-        data=data,
+        model=ModelConfig(**model | fields),
+        data=DataConfig(**corpus, eval_sequences=pick(scale, smoke=512, cpu=sequences, gpu=4096)),
         optimizer=_optimizer(scale),
-        train=_train(scale, (20, steps, 10000), (8, 16, 64), evaluations),
+        train=_train(scale, (20, steps, gpu_steps), (8, 16, 64), evaluations),
         trials=_trials(scale, learning_rates, seeds),
     )
 
 
 def trained_language_model(
-    scale: str,
-    *,
-    steps: int = 2000,
-    evaluations: int = 2,
-    seeds: int = 8,
-    data: str | None = None,
-    **fields: Any,
+    scale: str, *, seeds: int = 8, steps: int = 2000, **fields: Any
 ) -> Config:
-    """A byte-level language model that gets beyond n-grams: 4.1 MB of text at scale cpu.
-
-    `data` is the corpus below scale gpu, stdlib by default. With `kind='encoder'` it restores
-    masked tokens.
-    """
-    if fields.get('kind') == 'encoder':
-        fields['vocab_size'] = pick(scale, smoke=257, cpu=257, gpu=16385)
+    """A byte-level language model that gets beyond n-grams: 4.1 MB of text at scale cpu."""
     model = {
         'num_heads': pick(scale, smoke=2, cpu=4, gpu=12),
         'context': pick(scale, smoke=16, cpu=128, gpu=1024),
     }
-    rates = (3e-3, 6e-3, 1.2e-2)
-    config = language_model(
-        scale,
-        steps=steps,
-        evaluations=evaluations,
-        learning_rates=rates,
-        seeds=seeds,
-        **model | fields,
-    )
-    # 100 documents, which a verdict needs.
-    sequences = pick(scale, smoke=512, cpu=2560, gpu=4096)
-    name = config.data.name if data is None or scale == 'gpu' else data
-    return dataclasses.replace(
-        config, data=dataclasses.replace(config.data, name=name, eval_sequences=sequences)
-    )
+    # 2560 sequences are 100 documents, which a verdict needs.
+    about: dict[str, Any] = {'learning_rates': (3e-3, 6e-3, 1.2e-2), 'sequences': 2560}
+    return language_model(scale, seeds=seeds, steps=steps, **about | model | fields)
 
 
 def masked_language_model(scale: str, **fields: Any) -> Config:
     """An encoder that restores masked tokens, of the width and depth of `language_model`."""
-    model: dict[str, Any] = {
-        'kind': 'encoder',
-        'vocab_size': pick(scale, smoke=257, cpu=257, gpu=16385),
-        # With two heads and fewer steps most seeds end on a plateau of the loss that a few have
-        # left, so that seeds spread by more than arms differ.
-        'num_heads': pick(scale, smoke=2, cpu=4, gpu=12),
-    }
+    # With two heads and fewer steps most seeds end on a plateau of the loss that a few have left,
+    # so that seeds spread by more than arms differ.
+    model = {'kind': 'encoder', 'num_heads': pick(scale, smoke=2, cpu=4, gpu=12)}
     # At four times the best rate some seeds stay untrained, which hides the parabola: finer steps.
     rates = tuple(2e-3 * 2 ** (step / 2) for step in range(5))
-    config = language_model(scale, learning_rates=rates, seeds=8, **model | fields)
-    return dataclasses.replace(config, train=_train(scale, (20, 2000, 20000), (8, 16, 64)))
+    about: dict[str, Any] = {'steps': 2000, 'gpu_steps': 20000, 'learning_rates': rates}
+    return language_model(scale, seeds=8, **about | model | fields)
 
 
-def translator(scale: str, *, seeds: int = 8, **fields: Any) -> Config:
+def translator(
+    scale: str,
+    *,
+    seeds: int = 8,
+    steps: int = 500,
+    batch_size: int = 8,
+    learning_rates: tuple[float, ...] = (4e-3, 8e-3, 1.6e-2),
+    data: str = 'cldr',
+    **fields: Any,
+) -> Config:
     """An encoder-decoder, English to German; scales smoke and cpu share one shape."""
-    small = ModelConfig(
-        kind='encoder_decoder', num_layers=1, num_encoder_layers=4, num_heads=2, context=64
-    )
-    model = pick(
-        scale,
-        smoke=small,
-        cpu=small,
-        gpu=ModelConfig(
-            kind='encoder_decoder', num_layers=3, num_encoder_layers=6, num_heads=4, context=128
-        ),
-    )
+    is_large = scale == 'gpu'
     pieces = pick(scale, smoke=500, cpu=1000, gpu=8192)
-    model = dataclasses.replace(
-        model, vocab_size=pieces, **{'dropout': 0.1, 'attention_dropout': 0.0, **fields}
-    )
+    model = {
+        'kind': 'encoder_decoder',
+        'num_layers': 3 if is_large else 1,
+        'num_encoder_layers': 6 if is_large else 4,
+        'num_heads': 4 if is_large else 2,
+        'context': 128 if is_large else 64,
+        'vocab_size': pieces,
+        'dropout': 0.1,
+        'attention_dropout': 0.0,
+    }
+    train = _train(scale, (20, steps, 6000), (8, batch_size, 64))
     return Config(
-        model=model,
+        model=ModelConfig(**model | fields),
         data=DataConfig(
-            name='cldr',
+            name=data,
             languages='en-de',
             tokenizer='bpe',
             tokenizer_size=pieces,
@@ -161,8 +138,8 @@ def translator(scale: str, *, seeds: int = 8, **fields: Any) -> Config:
             eval_sequences=pick(scale, smoke=128, cpu=None, gpu=None),
         ),
         optimizer=dataclasses.replace(_optimizer(scale), beta2=0.98),
-        train=dataclasses.replace(_train(scale, (20, 500, 6000), (8, 8, 64)), label_smoothing=0.1),
-        trials=_trials(scale, (4e-3, 8e-3, 1.6e-2), seeds),
+        train=dataclasses.replace(train, label_smoothing=0.1),
+        trials=_trials(scale, learning_rates, seeds),
         decode=pick(
             scale,
             smoke=DecodeConfig(beam=1, max_sources=8),
@@ -174,15 +151,9 @@ def translator(scale: str, *, seeds: int = 8, **fields: Any) -> Config:
 
 def trained_translator(scale: str, *, seeds: int = 6, **fields: Any) -> Config:
     """A translator that uses its sources: 2,200 steps of 32 sentences at scale cpu."""
-    config = translator(scale, seeds=seeds, **fields)
-    train = _train(scale, (20, 2200, 6000), (8, 32, 64))
-    name = pick(scale, smoke='cldr', cpu='multi30k', gpu='multi30k')
-    return dataclasses.replace(
-        config,
-        data=dataclasses.replace(config.data, name=name),
-        train=dataclasses.replace(train, label_smoothing=config.train.label_smoothing),
-        trials=_trials(scale, (2e-3, 4e-3, 8e-3), seeds),
-    )
+    about: dict[str, Any] = {'steps': 2200, 'batch_size': 32, 'learning_rates': (2e-3, 4e-3, 8e-3)}
+    data = pick(scale, smoke='cldr', cpu='multi30k', gpu='multi30k')
+    return translator(scale, seeds=seeds, data=data, **about, **fields)
 
 
 def protocol(
@@ -231,7 +202,7 @@ def _train(
     evaluations: int = 2,
 ) -> TrainConfig:
     """Steps and batch at the three scales; the runs of a study are lifted without a measurement."""
-    place = pick(scale, smoke=0, cpu=1, gpu=2)
+    place = SCALES.index(cast(Scale, scale))
     interval = num_steps[place] // evaluations
     dispatch = 5 if interval < 25 else 25
     return TrainConfig(
@@ -246,12 +217,8 @@ def _train(
 
 
 def _trials(scale: str, learning_rates: tuple[float, ...], seeds: int) -> TrialsConfig:
+    of_gpu = tuple(rate / 16 for rate in learning_rates)
     return TrialsConfig(
         seeds=tuple(range(pick(scale, smoke=2, cpu=seeds, gpu=5))),
-        learning_rates=pick(
-            scale,
-            smoke=learning_rates[:1],
-            cpu=learning_rates,
-            gpu=tuple(rate / 16 for rate in learning_rates),
-        ),
+        learning_rates=pick(scale, smoke=learning_rates[:1], cpu=learning_rates, gpu=of_gpu),
     )

@@ -10,8 +10,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-import jax
-
 from qkattn.claims.claim import Claim, Measure, Row
 from qkattn.claims.protocol import SCALES
 from qkattn.config import Study, fingerprint, from_config_dict
@@ -250,40 +248,25 @@ def cost_lines(
 ) -> Iterator[str]:
     """The plan of the studies of claims, a line each and one of their sum, as it is made.
 
-    Time is that of this machine's device: FLOPs over the speed of a warm-up at the smallest size of
-    each study, or over `flops_per_second`, and the compilation of each run. At scale gpu, a CPU has
-    no time without that number. Arms that are trained longer are counted as if all were.
+    Hours are FLOPs of training over `flops_per_second`, if it is given. Arms that are trained
+    longer are counted as if all were.
     """
     claims, total = list(claims), Cost(0, 0, 0, 0.0, 0.0)
-    timed = flops_per_second is not None or scale != 'gpu' or jax.default_backend() != 'cpu'
 
     def line(name: str, serves: str, cost: Cost) -> str:
-        hours = cost.seconds / 3600
-        took = f'{hours:,.1f} h' if hours >= 1 else f'{60 * hours:,.1f} min'
+        hours = f'  {cost.seconds / 3600:,.1f} h' if flops_per_second else ''
         return (
             f'{name:<20}{serves:<14}{cost.runs:>6,}{cost.trials:>8,}{cost.tokens:>10.3g}'
-            f'{cost.flops:>10.3g}  {took if timed else "not measured"}'
+            f'{cost.flops:>10.3g}{hours}'
         )
 
-    yield f'{"study":<20}{"claims":<14}{"runs":>6}{"trials":>8}{"tokens":>10}{"FLOPs":>10}  time'
+    yield f'{"study":<20}{"claims":<14}{"runs":>6}{"trials":>8}{"tokens":>10}{"FLOPs":>10}'
     for name in names_of(claims):
         if study := study_of(name, scale):
             runs = plan.imagined(study, build_arms(study))
             speed = Speed(flops_per_second or float('inf'), 0.0)
-            if timed and flops_per_second is None:
-                speed = estimate.measure(min(runs, key=lambda run: run.arm.match.target))
             cost = estimate.cost(runs, dict.fromkeys(study.sizes, speed))
             yield line(name, ','.join(c.name for c in claims if name in c.studies), cost)
             pairs = zip(dataclasses.astuple(total), dataclasses.astuple(cost), strict=True)
             total = Cost(*(a + b for a, b in pairs))
     yield line('total', '', total)
-    device = jax.devices()[0].device_kind
-    if flops_per_second is not None:
-        yield f'hours of one device that trains at {flops_per_second:.3g} FLOP/s'
-    elif timed:
-        yield f'hours of one process on {device}, from a warm-up of each study'
-    else:
-        yield (
-            f'time takes a warm-up on a GPU, and this device is {device}: give the command there, '
-            'or --flops_per_second'
-        )

@@ -67,7 +67,7 @@ def marked(check, *values):
     return pytest.param(*(values or (check,)), marks=() if check in FAST else pytest.mark.slow)
 
 
-@pytest.mark.parametrize('check', map(marked, CHECKS))
+@pytest.mark.parametrize('check', [marked(check) for check in CHECKS])
 def test_a_check_finds_what_is_stored(check):
     assert not differing(check)
     for row in check() if check is free_numbers.dominant_diagonal else ():

@@ -254,7 +254,7 @@ def test_a_missing_study_is_named_with_the_command_that_trains_it(results):
     assert decided.verdict is UNDECIDED and decided.studies == ('fair_small',)
     (sentence,) = decided.missing
     assert sentence.startswith('study masked has no results; python -m experiments.claims Z1 --sca')
-    assert decided.needed.startswith('--scale=cpu: masked with ')
+    assert decided.needed == '--scale=cpu: masked'
     read = claim(expect('qk/k_is_v', 'worse'), measures=(Measure('fair_small', lambda path: []),))
     decided = decide(read, 'cpu', results)
     assert decided.verdict is UNDECIDED
@@ -265,7 +265,7 @@ def test_an_unfinished_study_is_named_and_needed_first(copied):
     results = copied('claims/cpu/full_heads', change=without('full_size/vo'))
     decided = decide(claim(expect('merged/vo', 'better', 'full_heads')), 'cpu', results)
     assert decided.rows[0].speaks == Speaks.OPEN and 'lacks the results of' in decided.missing[0]
-    assert decided.needed.startswith('--scale=cpu: full_heads with ')
+    assert decided.needed == '--scale=cpu: full_heads'
     lacking = decide(claim(expect('full_size/vo', 'better', 'full_heads')), 'cpu', results)
     assert lacking.verdict is UNDECIDED and not lacking.rows
     assert 'full_size/vo at d_model=48 on stdlib has no difference' in lacking.missing[1]
