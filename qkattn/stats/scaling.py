@@ -136,7 +136,7 @@ def fit(
 
     A diverged seed has no loss: leave out its size, since the mean of the others is biased low.
     """
-    return _fit(_Sizes.of(parameters, losses), replicates)[0]
+    return _fit(_Sizes.ascending(parameters, losses), replicates)[0]
 
 
 def multiplier(arm: Losses, baseline: Losses, *, replicates: int = REPLICATES) -> Multiplier:
@@ -154,7 +154,7 @@ def multiplier(arm: Losses, baseline: Losses, *, replicates: int = REPLICATES) -
     size, at any of the arm's sizes or at an end of the interval, that is not between half the
     smallest and twice the largest size of the baseline, where the law would be extrapolated.
     """
-    sizes, others = _Sizes.of(*arm), _Sizes.of(*baseline)
+    sizes, others = _Sizes.ascending(*arm), _Sizes.ascending(*baseline)
     curve, replica = _fit(others, replicates)
 
     def refused(code: ProblemCode, **data: Any) -> Multiplier:
@@ -195,7 +195,7 @@ class _Sizes:
     losses: list[np.ndarray]
 
     @classmethod
-    def of(cls, parameters: Sequence[float], losses: Sequence[Sequence[float]]) -> '_Sizes':
+    def ascending(cls, parameters: Sequence[float], losses: Sequence[Sequence[float]]) -> '_Sizes':
         order = np.argsort(parameters, kind='stable')
         return cls(np.asarray(parameters, float)[order], [np.asarray(losses[i]) for i in order])
 

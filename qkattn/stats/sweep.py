@@ -148,7 +148,6 @@ class Sweep:
         slopes_S = x_V_centred @ losses_VS / (x_V_centred @ x_V_centred) ** 0.5
         between = float(np.var(slopes_S, ddof=1)) if S > 1 else 0.0
         t = quantile(df)
-        optimum_C, skew_C = (np.empty(0),) * 2
         ends = [(x_V[0], x_V[-1]), (-SKEW, SKEW)]
         for _ in range(ZOOMS):
             axes = [np.linspace(*end, POINTS) for end in ends]
@@ -162,13 +161,13 @@ class Sweep:
             spare_C = misfit_C.min() + t**2 * variance - misfit_C
             possible_C = spare_C >= 0
             scale_C = scale_C + np.sqrt(np.maximum(spare_C, 0) / (S * squares_C))
+            kept = optimum_C[possible_C], skew_C[possible_C]
+            steps = [axis[1] - axis[0] for axis in axes]
             ends = [
-                (max(low, of_C[possible_C].min() - step), min(high, of_C[possible_C].max() + step))
-                for of_C, (low, high), step in zip(
-                    (optimum_C, skew_C), ends, [axis[1] - axis[0] for axis in axes], strict=True
-                )
+                (max(low, kept_C.min() - step), min(high, kept_C.max() + step))
+                for kept_C, (low, high), step in zip(kept, ends, steps, strict=True)
             ]
-        return scale_C[possible_C], optimum_C[possible_C], skew_C[possible_C]
+        return scale_C[possible_C], *kept
 
 
 def _curve(u: np.ndarray, skew: np.ndarray) -> np.ndarray:

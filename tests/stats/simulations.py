@@ -120,13 +120,13 @@ class Arm:
 def tuned(case: str, studies: int, choice: str) -> list[list[tuple[Arm, Sweep]]]:
     """The arms of studies, the baseline first, with their sweeps."""
     rng = np.random.default_rng(list(CASES).index(case))
-    found = []
+    made = []
     for _ in range(studies):
         levels = dict(zip(range(100, 200), rng.normal(0, LEVEL_NOISE, 100), strict=True))
         baseline, others = CASES[case]
         arms = [Arm(rng, shape) for shape in (baseline, *[others] * ARMS)]
-        found.append([(arm, arm.tuned(levels, choice)) for arm in arms])
-    return found
+        made.append([(arm, arm.tuned(levels, choice)) for arm in arms])
+    return made
 
 
 @dataclasses.dataclass

@@ -44,12 +44,12 @@ def arm(variant, delta, validation=None, noise=NOISE, **keywords):
     return records
 
 
-def found_in(directory, *arms, **changes):
+def findings_of(directory, *arms, **changes):
     return find(load_study(write_tuned(directory, sum(arms, []), **changes)))
 
 
-def decisions(found):
-    return {a.variant: a.verdict.decision for a in found.arms if a.verdict}
+def decisions(findings):
+    return {a.variant: a.verdict.decision for a in findings.arms if a.verdict}
 
 
 def codes(reasons):
@@ -100,7 +100,7 @@ def test_only_trials_of_the_stage_that_decides_count(study_dir):
     for record in records[:10]:
         record['val_loss'] = 0.5  # far below the verdict's
     records += seeds_of('qk/vo', dict.fromkeys(range(8), 1.0))  # of no screening and no verdict
-    (arm,) = found_in(study_dir / 'a', records).arms
+    (arm,) = findings_of(study_dir / 'a', records).arms
     assert {trial.stage for trial in arm.chosen} == {'verdict'} and len(arm.trials) == 26
     assert arm.val_loss.mean == pytest.approx(2.035) and arm.of_runs('train_seconds') == [12.5]
     (arm,) = find(load_study(write_study(study_dir / 'b', records))).arms
@@ -163,17 +163,17 @@ def test_the_interval_includes_what_tuning_may_have_missed(study_dir, whose, del
     for record in noisy[10:]:
         record['trial']['learning_rate'] = sweep.chosen
     assert sweep.bracketed and 0.001 < sweep.at_worst < 0.01
-    found = found_in(study_dir, records['baseline'], records['arm'])
-    other = next(a for a in found.arms if a.is_baseline == (whose == 'arm'))
+    findings = findings_of(study_dir, records['baseline'], records['arm'])
+    other = next(a for a in findings.arms if a.is_baseline == (whose == 'arm'))
     errors = [sweep.at_worst, other.sweeps['learning_rate'].at_worst]
     low, high = errors if whose == 'arm' else errors[::-1]
-    difference = found.arms[1].difference
+    difference = findings.arms[1].difference
     assert (difference.tuning_low, difference.tuning_high) == pytest.approx((low, high))
     half = stats.t.ppf(0.975, 7) * NOISE.std(ddof=1) / 8**0.5
     mean = delta + NOISE.mean()
     interval = mean - low - half, mean + high + half
     assert (difference.low, difference.high) == pytest.approx(interval)
-    assert found.arms[1].verdict.decision is decided
+    assert findings.arms[1].verdict.decision is decided
 
 
 # Verdicts
@@ -181,25 +181,29 @@ def test_the_interval_includes_what_tuning_may_have_missed(study_dir, whose, del
 
 def test_verdicts_by_hand(study_dir):
     deltas = {'b/vo': -0.03, 'c/vo': 0.02, 'd/vo': 0.0004}
-    found = found_in(study_dir, arm('qk/vo', 0), *(arm(*item) for item in deltas.items()))
-    assert decisions(found) == {'b/vo': BETTER, 'c/vo': WORSE, 'd/vo': EQUIVALENT}
-    b = found.arms[1]
+    findings = findings_of(study_dir, arm('qk/vo', 0), *(arm(*item) for item in deltas.items()))
+    assert decisions(findings) == {'b/vo': BETTER, 'c/vo': WORSE, 'd/vo': EQUIVALENT}
+    b = findings.arms[1]
     assert b.differences == pytest.approx((NOISE - 0.03).tolist())
     half, mean = stats.t.ppf(0.975, 7) * ERROR, (NOISE - 0.03).mean()
     assert (b.difference.low, b.difference.high) == pytest.approx((mean - half, mean + half))
     raw = [2 * stats.t.sf(abs((NOISE + d).mean()) / ERROR, 7) for d in deltas.values()]
     # Holm: the smallest times 3, the next times 2, the largest as it is.
     holm = [3 * raw[0], 2 * raw[1], raw[2]]
-    assert [a.verdict.p_holm for a in found.arms[1:]] == pytest.approx(holm, rel=1e-6)
-    assert found.num_comparisons == 3 and found.arms[0].verdict is None and found.scaling == ()
+    assert [a.verdict.p_holm for a in findings.arms[1:]] == pytest.approx(holm, rel=1e-6)
+    assert (
+        findings.num_comparisons == 3
+        and findings.arms[0].verdict is None
+        and findings.scaling == ()
+    )
     different, beyond = b.verdict.reasons
     assert codes(b.verdict.reasons) == ['DIFFERENT', 'BEYOND_MARGIN']
     assert different.data == {'p': b.verdict.p_holm}
     assert beyond.data == {'margin': 0.005, 'p': b.verdict.p_margin_holm}
     assert (b.verdict.alpha, b.verdict.num_seeds) == (pytest.approx(0.05), 8)
-    (same,) = found.arms[3].verdict.reasons
+    (same,) = findings.arms[3].verdict.reasons
     assert codes([same]) == ['EQUIVALENT']
-    assert same.data == {'p': found.arms[3].verdict.p_equivalence_holm}
+    assert same.data == {'p': findings.arms[3].verdict.p_equivalence_holm}
 
 
 @pytest.mark.parametrize(
@@ -217,9 +221,9 @@ def test_verdicts_by_hand(study_dir):
 )
 def test_the_test_split_decides_and_validation_supports_it(study_dir, test, validation, decided):
     noise = (1.5 if test == -0.003 else 1.0) * (NOISE - NOISE.mean())
-    found = found_in(study_dir, arm('qk/vo', 0), arm('b/vo', test, validation, noise))
-    verdict, compared = found.arms[1].verdict, found.arms[1].comparison
-    assert compared.difference.mean == pytest.approx(test) and found.split == 'test'
+    findings = findings_of(study_dir, arm('qk/vo', 0), arm('b/vo', test, validation, noise))
+    verdict, compared = findings.arms[1].verdict, findings.arms[1].comparison
+    assert compared.difference.mean == pytest.approx(test) and findings.split == 'test'
     assert compared.validation == pytest.approx(validation)
     assert verdict.decision is (decided or UNDECIDED)
     if decided is None:
@@ -242,17 +246,21 @@ def test_a_positive_control_passes_with_the_expected_verdict(study_dir, delta, p
     noise = 40 * NOISE if delta is None else NOISE - NOISE.mean()
     records = arm('b/vo', delta or 1e-9, noise=noise)
     expected = [f'b/vo is {name}' for name in EXPECTED]
-    found = found_in(study_dir, arm('qk/vo', 0), records, arm('c/vo', 0.02), expected=expected)
-    assert {control.expected.decision for control in found.positive if control.passed} == passes
-    assert {(c.passed is None, c.verdict.num_comparisons) for c in found.positive} == {(False, 4)}
+    findings = findings_of(
+        study_dir, arm('qk/vo', 0), records, arm('c/vo', 0.02), expected=expected
+    )
+    assert {control.expected.decision for control in findings.positive if control.passed} == passes
+    assert {(c.passed is None, c.verdict.num_comparisons) for c in findings.positive} == {
+        (False, 4)
+    }
 
 
 def test_a_positive_control_may_be_at_equal_shape_and_waits_for_results(study_dir):
     records = arm('qk/vo', 0) + arm('b/vo', 0.03, control=EQUAL_SHAPE) + arm('b/vo', -0.03)
     expected = ['b/vo is worse at equal shape', 'b/vo is worse']
     for results, second in ((records, False), (records[:-8], None)):
-        found = found_in(study_dir, results, expected=expected)
-        outcomes = [(control.passed, control.arm.control) for control in found.positive]
+        findings = findings_of(study_dir, results, expected=expected)
+        outcomes = [(control.passed, control.arm.control) for control in findings.positive]
         assert outcomes == [(True, EQUAL_SHAPE), (second, None)]
 
 
@@ -269,7 +277,7 @@ def shifted(directory, variant, split, sd, corpus='stdlib'):
 
 @pytest.mark.parametrize(('sd', 'decided'), [(0.02, BETTER), (0.3, UNDECIDED)])
 def test_documents_add_their_error_to_the_difference(study_dir, sd, decided):
-    found_in(study_dir, arm('qk/vo', 0), arm('b/vo', -0.03))
+    findings_of(study_dir, arm('qk/vo', 0), arm('b/vo', -0.03))
     shifted(study_dir, 'b/vo', 'validation', 0.3)
     _, b = find(load_study(study_dir)).arms  # those of validation do not count
     assert b.difference.error_evaluation == pytest.approx(0, abs=1e-9)
@@ -299,7 +307,7 @@ def at_looks(directory, losses, looks=(4, 8), results=None):
                 name = f'{variant[0]}{number}'
                 run = {'run': name, 'config_hash': name}
                 records += [record | run for record in finished[start:end]]
-    return found_in(directory, records, looks=list(looks))
+    return findings_of(directory, records, looks=list(looks))
 
 
 def test_the_first_look_that_decides_decides_at_its_own_level(study_dir):
@@ -319,30 +327,32 @@ def test_the_first_look_that_decides_decides_at_its_own_level(study_dir):
     small = -0.0035 + 0.001 * np.array([1, -1, 1, -1, 0, 0, 0, 0])
     assert first < inference.paired(small[:4].tolist(), 0.005).p < 0.05
     losses = {'qk/vo': BASE, 'b/vo': BASE + small}
-    found = at_looks(study_dir / 'b', losses, results={'b/vo': 1, 'qk/vo': 1})
-    assert (found.arms[1].verdict.decision, found.arms[1].verdict.num_seeds) == (UNDECIDED, 4)
+    findings = at_looks(study_dir / 'b', losses, results={'b/vo': 1, 'qk/vo': 1})
+    assert (findings.arms[1].verdict.decision, findings.arms[1].verdict.num_seeds) == (UNDECIDED, 4)
 
 
 def test_a_look_in_progress_is_a_remark_and_seeds_are_those_of_looks(study_dir):
     losses = {'qk/vo': BASE, 'b/vo': BASE - 0.002 + 3 * NOISE, 'c/vo': BASE - 0.002 + 3 * NOISE}
-    found = at_looks(study_dir / 'a', losses, results={'c/vo': 1})
-    assert [a.verdict.num_seeds for a in found.arms[1:]] == [8, 4] and not found.blocks
-    (remark,) = [r for r in found.remarks if r.code is RemarkCode.LOOK_IN_PROGRESS]
+    findings = at_looks(study_dir / 'a', losses, results={'c/vo': 1})
+    assert [a.verdict.num_seeds for a in findings.arms[1:]] == [8, 4] and not findings.blocks
+    (remark,) = [r for r in findings.remarks if r.code is RemarkCode.LOOK_IN_PROGRESS]
     assert remark.data == {'look': 2, 'looks': 2, 'seeds': 8, 'reached': 2, 'arms': 3}
     records = [r for v, of_arm in losses.items() for r in tuned_arm(v, losses=of_arm[:6])]
-    found = found_in(study_dir / 'b', records, looks=[4, 8])
-    assert codes(found.blocks) == ['OTHER_SEEDS'] and set(decisions(found).values()) == {NO_VERDICT}
+    findings = findings_of(study_dir / 'b', records, looks=[4, 8])
+    assert codes(findings.blocks) == ['OTHER_SEEDS'] and set(decisions(findings).values()) == {
+        NO_VERDICT
+    }
 
 
 def test_the_family_is_the_widest_that_was_declared(study_dir):
     """Arms that are deleted from a study later on are corrected for, and withhold its verdicts."""
     records = arm('qk/vo', 0) + arm('b/vo', 0.003), arm('c/vo', 0.03)
-    assert found_in(study_dir, *records).num_comparisons == 2
+    assert findings_of(study_dir, *records).num_comparisons == 2
     entries = (study_dir / ledger.NAME).read_bytes()
     write_tuned(study_dir, records[0])
     (study_dir / ledger.NAME).write_bytes(entries)
-    found = find(load_study(study_dir))
-    assert codes(found.blocks) == ['OTHER_DECLARATION'] and found.num_comparisons == 2
+    findings = find(load_study(study_dir))
+    assert codes(findings.blocks) == ['OTHER_DECLARATION'] and findings.num_comparisons == 2
     ledger.declare(study_dir, json.loads((study_dir / 'study.json').read_text()))
     b = find(load_study(study_dir)).arms[1]
     assert b.verdict.num_comparisons == 2
@@ -362,10 +372,10 @@ def corpora(deltas, noises=None):
 
 def test_several_corpora_give_a_verdict_each_and_one_over_all(study_dir):
     noises = {'stdlib': NOISE, 'packages': -NOISE / 2}
-    found = found_in(study_dir, corpora({'stdlib': -0.03, 'packages': 0.012}, noises))
-    assert [a.verdict.decision for a in found.arms if a.verdict] == [BETTER, WORSE]
-    assert found.num_comparisons == 2
-    (overall,) = found.overall
+    findings = findings_of(study_dir, corpora({'stdlib': -0.03, 'packages': 0.012}, noises))
+    assert [a.verdict.decision for a in findings.arms if a.verdict] == [BETTER, WORSE]
+    assert findings.num_comparisons == 2
+    (overall,) = findings.overall
     assert (overall.variant, overall.size) == ('b/vo', SIZE)
     assert [a.corpus for a in overall.arms] == ['stdlib', 'packages']
     means = (-0.03 + NOISE + 0.012 - NOISE / 2) / 2
@@ -375,9 +385,9 @@ def test_several_corpora_give_a_verdict_each_and_one_over_all(study_dir):
     assert overall.verdict.decision is BETTER and overall.verdict.num_comparisons == 1
     for corpus in ('stdlib', 'packages'):
         shifted(study_dir, 'b/vo', 'test', 0.1, corpus)
-    found = find(load_study(study_dir))
-    errors = [a.difference.error_evaluation for a in found.arms if not a.is_baseline]
-    (overall,) = found.overall
+    findings = find(load_study(study_dir))
+    errors = [a.difference.error_evaluation for a in findings.arms if not a.is_baseline]
+    (overall,) = findings.overall
     assert overall.comparison.difference.error_evaluation == pytest.approx(np.hypot(*errors) / 2)
     assert min(errors) > 0.005 and overall.comparison.num_documents == 200
     # What blocks one corpus blocks the verdict over all.
@@ -409,7 +419,7 @@ def test_reasons_of_small_noisy_few_and_diverged_differences(
     study_dir, base, losses, decided, reasons
 ):
     arms = tuned_arm('qk/vo', losses=list(base)), tuned_arm('b/vo', losses=list(losses))
-    verdict = found_in(study_dir, *arms).arms[1].verdict
+    verdict = findings_of(study_dir, *arms).arms[1].verdict
     assert verdict.decision is decided and codes(verdict.reasons) == reasons
     p, p_same, detectable = verdict.p_holm, verdict.p_equivalence_holm, verdict.detectable
     assert (p is None) == (detectable is None) == (reasons[-1] == 'FEW_PAIRS')
@@ -429,15 +439,15 @@ def test_reasons_of_small_noisy_few_and_diverged_differences(
 
 def test_arms_without_their_verdict_run_or_a_shared_seed(study_dir):
     baseline, complete = arm('qk/vo', 0), arm('b/vo', 0.02)
-    found = found_in(study_dir / 'a', baseline, complete, arm('c/vo', 0.02)[:10])
-    assert decisions(found) == {'b/vo': WORSE, 'c/vo': NO_VERDICT}
-    assert codes(found.arms[2].verdict.reasons) == ['NO_VERDICT_TRIALS']
+    findings = findings_of(study_dir / 'a', baseline, complete, arm('c/vo', 0.02)[:10])
+    assert decisions(findings) == {'b/vo': WORSE, 'c/vo': NO_VERDICT}
+    assert codes(findings.arms[2].verdict.reasons) == ['NO_VERDICT_TRIALS']
     # The arm that is still to come is corrected for already.
-    b = found.arms[1]
+    b = findings.arms[1]
     assert b.verdict.num_comparisons == 2 and b.verdict.p_holm == pytest.approx(2 * b.difference.p)
-    (reason,) = found_in(study_dir / 'b', baseline[:10], complete).arms[1].verdict.reasons
+    (reason,) = findings_of(study_dir / 'b', baseline[:10], complete).arms[1].verdict.reasons
     assert (codes([reason]), reason.data) == (['NO_BASELINE_TRIALS'], {'baseline': 'qk/vo'})
-    b = found_in(study_dir / 'c', baseline, arm('b/vo', 0.5, seeds=range(20, 28))).arms[1]
+    b = findings_of(study_dir / 'c', baseline, arm('b/vo', 0.5, seeds=range(20, 28))).arms[1]
     assert b.difference is None and b.differences == () and b.val_loss is not None
 
 
@@ -458,26 +468,26 @@ def scaled(widths, loose=None):
 
 def test_scaling_over_sizes_that_are_bracketed_and_trained_enough(study_dir):
     records = scaled((32, 64, 128, 256, 512), loose=128)
-    found = found_in(study_dir, records)
-    base, other = found.scaling
-    assert (len(base.fit.sizes), len(other.fit.sizes)) == (4, 5) and found.num_comparisons == 5
+    findings = findings_of(study_dir, records)
+    base, other = findings.scaling
+    assert (len(base.fit.sizes), len(other.fit.sizes)) == (4, 5) and findings.num_comparisons == 5
     assert base.fit.problem is None and base.multiplier is None
     assert base.fit.a.value == pytest.approx(0.4, rel=0.01)
     assert other.multiplier.value == pytest.approx(1.5, rel=0.01)
-    (left_out,) = [a for a in found.arms if a.not_scaled]
+    (left_out,) = [a for a in findings.arms if a.not_scaled]
     assert (left_out.size, left_out.not_scaled) == ('s128', NotScaled.NOT_BRACKETED)
-    worst = max(a.loss.mean for a in found.arms if a.is_baseline)
+    worst = max(a.loss.mean for a in findings.arms if a.is_baseline)
     write_yardsticks(study_dir, records, losses={'test': {'5-gram': worst - 1e-6}})
     assert [len(scaling.fit.sizes) for scaling in find(load_study(study_dir)).scaling] == [3, 4]
     diverged = [r for d in (64, 128) for r in tuned_arm('qk/vo', f's{d}', [None, 2.0], d_model=d)]
-    none = found_in(study_dir / 'none', diverged)
+    none = findings_of(study_dir / 'none', diverged)
     assert none.scaling == () and none.lacks_scaling
 
 
 def test_why_an_arm_is_left_out_of_scaling_fits(study_dir):
     records = arm('qk/vo', 0) + tuned_arm('b/vo', losses=[None, *BASE[1:]])
     records += arm('d/vo', 0.1)[:10] + arm('e/vo', 0.1, learning_rate=1e-3)
-    assert [a.not_scaled for a in found_in(study_dir, records).arms] == [
+    assert [a.not_scaled for a in findings_of(study_dir, records).arms] == [
         None,
         NotScaled.DIVERGED,
         NotScaled.NO_LOSSES,
@@ -503,33 +513,33 @@ def controlled(removing=-0.02, total=-0.03, longer=-0.01):
 
 def test_the_difference_is_the_sum_of_removing_and_reinvesting(study_dir):
     declared = {'equal_shape': True, 'longer': 4, 'longer_seeds': list(range(8))}
-    found = found_in(study_dir, controlled(), controls=declared)
-    (parts,) = found.decomposition
+    findings = findings_of(study_dir, controlled(), controls=declared)
+    (parts,) = findings.decomposition
     removing, reinvesting = parts.removing, parts.reinvesting
     assert removing.difference.mean == pytest.approx(-0.02 + NOISE.mean())
     assert reinvesting.difference.mean == pytest.approx(-0.01, abs=1e-12)
     sums = np.add(*(list(part.differences.values()) for part in (removing, reinvesting)))
-    assert sums.tolist() == pytest.approx(found.arms[1].differences)
+    assert sums.tolist() == pytest.approx(findings.arms[1].differences)
     interval = stats.t.interval(0.95, 7, np.mean(2 * NOISE) - 0.01, stats.sem(2 * NOISE))
     longer = parts.longer.difference
     assert (longer.low, longer.high) == pytest.approx(interval)
     # Controls get no verdict, and their residual and steps are their own.
-    assert found.num_comparisons == 1 and not any(a.verdict for a in found.controls)
-    assert [a.key.control for a in found.controls] == [EQUAL_SHAPE, LONGER, LONGER]
-    assert [a.is_baseline for a in found.controls] == [False, True, False]
-    codes = {remark.code for remark in found.remarks}
+    assert findings.num_comparisons == 1 and not any(a.verdict for a in findings.controls)
+    assert [a.key.control for a in findings.controls] == [EQUAL_SHAPE, LONGER, LONGER]
+    assert [a.is_baseline for a in findings.controls] == [False, True, False]
+    codes = {remark.code for remark in findings.remarks}
     assert codes == {RemarkCode.EVALUATION}
     # Claims decide on an arm that is trained longer, on the seeds that are declared for it.
-    pair = {a.is_baseline: a for a in found.controls if a.control == LONGER}
+    pair = {a.is_baseline: a for a in findings.controls if a.control == LONGER}
     verdict = judging.pair(load_study(study_dir), pair[False], pair[True], (), 1)
     assert (verdict.decision, verdict.num_seeds) == (BETTER, 8)
     # A longer arm is tuned around the rate of the primary one.
-    assert [len(a.sweeps['learning_rate'].values) for a in found.controls] == [5, 3, 3]
+    assert [len(a.sweeps['learning_rate'].values) for a in findings.controls] == [5, 3, 3]
     # Baselines that are not trained enough leave parts without a verdict.
     write_yardsticks(study_dir, controlled(), losses={'test': {'5-gram': 1.0}})
-    found = find(load_study(study_dir))
-    assert found.arms[1].verdict.decision is NO_VERDICT
-    assert None not in [getattr(found.decomposition[0], name) for name in PARTS]
+    findings = find(load_study(study_dir))
+    assert findings.arms[1].verdict.decision is NO_VERDICT
+    assert None not in [getattr(findings.decomposition[0], name) for name in PARTS]
 
 
 @pytest.mark.parametrize(
@@ -548,11 +558,11 @@ def test_an_arm_that_breaks_a_rule_is_no_part(study_dir, variant, control, lost)
         edit_plan(study_dir, run.name, optimizer__schedule='constant')
     if one is not None:
         edit_plan(study_dir, one, optimizer__schedule='constant')
-    found = find(load_study(study_dir))
-    (parts,) = found.decomposition
+    findings = find(load_study(study_dir))
+    (parts,) = findings.decomposition
     assert {name for name in PARTS if getattr(parts, name) is None} == lost
     decided = NO_VERDICT if control is None else BETTER
-    assert found.arms[1].verdict.decision is decided
+    assert findings.arms[1].verdict.decision is decided
 
 
 def test_an_arm_that_is_known_badly_is_a_part(study_dir):
@@ -563,9 +573,9 @@ def test_an_arm_that_is_known_badly_is_a_part(study_dir):
                 record['val_loss'] = 2 - record['trial']['learning_rate']
             else:
                 record['trial']['learning_rate'] = 16e-3
-    found = found_in(study_dir, records)
-    assert [r.code for r in found.controls[0].blocks] == [RemarkCode.NOT_BRACKETED]
-    mean = found.decomposition[0].removing.difference.mean
+    findings = findings_of(study_dir, records)
+    assert [r.code for r in findings.controls[0].blocks] == [RemarkCode.NOT_BRACKETED]
+    mean = findings.decomposition[0].removing.difference.mean
     assert mean == pytest.approx(-0.02 + NOISE.mean())
 
 
