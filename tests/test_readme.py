@@ -1,5 +1,6 @@
 """What README.md and docs/ show is what the project does."""
 
+import functools
 import importlib
 import os
 import re
@@ -13,7 +14,7 @@ import pytest
 from absl import flags
 
 from qkattn.attention import SCORES, VALUES
-from qkattn.config import Study, from_config_dict
+from qkattn.config import Config, Study, from_config_dict
 from qkattn.jobs import cli
 from qkattn.model.sites import validate
 from qkattn.study import variant_tables
@@ -113,6 +114,12 @@ def started_by(launcher: str) -> str:
     return started and f'.venv/bin/python -m experiments.{started}'
 
 
+@functools.cache
+def check(config: Config | Study) -> None:
+    """Raises ConfigError where a run cannot train, or the arms of a study cannot be built."""
+    build_arms(config) if isinstance(config, Study) else validate(config)
+
+
 def test_every_command_is_accepted(example, outside, monkeypatch):
     """Flags are parsed by the scripts' own parsers; settings and arms are built and validated."""
     monkeypatch.chdir(ROOT)
@@ -130,10 +137,8 @@ def test_every_command_is_accepted(example, outside, monkeypatch):
         with added_flags_removed():
             script = runpy.run_module(f'experiments.{match[1]}')
             assert len(flags.FLAGS(sys.argv)) == 1, command
-            if match[1] == 'ablate':
-                build_arms(cli.read_config(script['CONFIG']))
-            if match[1] == 'train':
-                validate(cli.read_config(script['CONFIG']))
+            if match[1] in ('ablate', 'train'):
+                check(cli.read_config(script['CONFIG']))
     shipped = {path.stem for path in ROOT.glob('experiments/[a-z]*.py')}
     assert scripts == shipped | {'benchmark'}
 
@@ -142,7 +147,7 @@ def test_every_command_is_accepted(example, outside, monkeypatch):
 def test_every_config_is_valid(path):
     namespace = runpy.run_path(str(path))
     config = from_config_dict(namespace['get_config']())
-    build_arms(config) if isinstance(config, Study) else validate(config)
+    check(config)
     script = 'ablate' if isinstance(config, Study) else 'train'
     command = f'-m experiments.{script} --config=configs/{path.name}'
     assert all(part in namespace['__doc__'] for part in (command, 'Expected', '\nTime: '))
