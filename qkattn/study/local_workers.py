@@ -57,9 +57,8 @@ def capacity(study: Study) -> tuple[int, str]:
     if gpus is None:
         return 1, 'an accelerator whose chips one process drives together'
     if gpus:
-        return max(1, len(gpus) // math.prod(dataclasses.astuple(study.base.mesh))), (
-            f'GPUs: {len(gpus)}'
-        )
+        meshes = len(gpus) // math.prod(dataclasses.astuple(study.base.mesh))
+        return max(1, meshes), f'GPUs: {len(gpus)}'
     return cores, f'cores: {cores}'
 
 
@@ -97,10 +96,10 @@ def run(
     called while they start. `options` are those of `worker.run`. Raises ConfigError and Stopped as
     `worker.run`, and ProcessError if runs are left because workers crashed.
     """
+    if wanted == 1 or (largest := capacity(study)[0]) == 1:
+        return worker.run(study, workdir, arms=match(), **options)
     path = check_directory(workdir)
     declaration.require_no_run(path)
-    if wanted == 1 or (largest := capacity(study)[0]) == 1:
-        return worker.run(study, path, arms=match(), **options)
     with StopRequest() as stop, contextlib.closing(_Workers(study, stop)) as workers:
         stop.defer_exit()
         workers.start(min(wanted or largest, largest))

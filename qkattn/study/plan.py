@@ -182,11 +182,14 @@ def imagined(study: Study, arms: Sequence[MatchedArm]) -> list[PlannedRun]:
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
+    """What the runs of a study follow from, beside its arms."""
+
     study: Study  # resolved
     results: Results
     history: History
 
     def runs(self, arms: Sequence[MatchedArm]) -> list[PlannedRun]:
+        """Every run known so far: screening and verdicts arm by arm, later looks, longer runs."""
         study, seeds = self.study, self.study.base.trials.seeds
         if not study.tuning.seeds:
             stacks = list(_cover(self.history.stacks, seeds))
