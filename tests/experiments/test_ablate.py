@@ -10,7 +10,7 @@ import pytest
 from qkattn.storage.metrics_log import read_metrics
 from qkattn.storage.records import read_json
 from tests.processes import other_modes, umask
-from tests.test_readme import example_code
+from tests.test_readme import README, between
 
 
 def lines(path):
@@ -42,7 +42,8 @@ def test_an_ablation_runs_skips_what_is_done_and_takes_an_outside_variant(
 
     (run,) = out.glob('runs/qk-vo-*')
     written = (run / 'result.json').stat().st_mtime_ns
-    (tmp_path / 'signed_diagonal.py').write_text(example_code())
+    code = between(README, '<!-- example: signed_diagonal.py -->\n```python', '```')
+    (tmp_path / 'signed_diagonal.py').write_text(code)
     variants = '("qk/vo", "shared_qk/vo", "signed_diagonal:SignedDiagonal/vo")'
     monkeypatch.syspath_prepend(tmp_path)
     second = script_here('ablate', *flags, f'--config.variants={variants}')
