@@ -190,7 +190,7 @@ def tokens_of(
 def table(analysis: Analysis) -> str:
     """A line for every attention layer; means over heads, of induction the best head."""
     rows = pd.DataFrame([row for row in analysis.rows if row.head is not None])
-    by_quantity = rows.groupby(['quantity', 'of', 'site', 'layer'], sort=False)['value']
+    by_quantity = rows.groupby(['quantity', 'of', 'site', 'layer'])['value']
     titles, lines = [('layer', True)], {(row.site, row.layer): [] for row in rows.itertuples()}
     for heading, quantity, subject in COLUMNS:
         over = by_quantity.max if quantity == 'induction_score' else by_quantity.mean
