@@ -32,19 +32,18 @@ pytestmark = pytest.mark.stored
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / 'experiments/results'
 FAIR, CLAIMS = RESULTS / 'fair_small', RESULTS / 'claims/cpu'
+FIND = findings.find
 QUICK = [CLAIMS / 'scaling', CLAIMS / 'single_head']
 TRIALS = [*map(json.loads, (stored.opened(FAIR) / 'results.jsonl').read_text().splitlines())]
 
 
-@pytest.fixture
-def disturbed(monkeypatch):
-    """Findings are those of losses that are off by a few units in the last place."""
-    random, find = np.random.default_rng(0), findings.find
+def changed(study, random=np.random.default_rng(0)):  # noqa: B008, one sequence for all
+    """The study with losses that are off by a few units in the last place."""
 
     def off(value):
         return value * (1 + 1e-15 * random.uniform(-1, 1)) if isinstance(value, float) else value
 
-    def changed(trial):
+    def changed_trial(trial):
         documents = {
             split: dataclasses.replace(losses, nats_C=np.array([*map(off, losses.nats_C.tolist())]))
             for split, losses in trial.documents.items()
@@ -52,15 +51,18 @@ def disturbed(monkeypatch):
         metrics = {name: off(value) for name, value in trial.metrics.items()}
         return dataclasses.replace(trial, documents=documents, metrics=metrics)
 
-    def find_disturbed(study):
-        runs = tuple(
-            dataclasses.replace(run, trials=tuple(map(changed, run.trials))) for run in study.runs
-        )
-        return find(dataclasses.replace(study, runs=runs))
+    runs = tuple(
+        dataclasses.replace(run, trials=tuple(map(changed_trial, run.trials))) for run in study.runs
+    )
+    return dataclasses.replace(study, runs=runs)
 
+
+@pytest.fixture
+def disturbed(monkeypatch):
+    """Findings are those of a study that is `changed`, beside its trials as they were logged."""
     load = functools.lru_cache(maxsize=32)(findings._load.__wrapped__)
     monkeypatch.setattr(findings, '_load', load)
-    monkeypatch.setattr(findings, 'find', find_disturbed)
+    monkeypatch.setattr(findings, 'find', lambda study: FIND(changed(study)))
 
 
 def test_the_disturbance_reaches_every_interval(request):
@@ -84,9 +86,11 @@ def test_reports_agree_where_the_last_bits_differ(directory):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures('disturbed')
-def test_claims_and_pages_agree_where_the_last_bits_differ():
-    """Claims without exact checks, which are XLA's."""
+def test_claims_and_pages_agree_where_the_last_bits_differ(disturbed, monkeypatch):
+    """Claims without exact checks, which are XLA's; they read the trials of the study, too."""
+    load = findings.load_study
+    monkeypatch.setattr(findings, 'find', FIND)
+    monkeypatch.setattr(findings, 'load_study', lambda directory: changed(load(directory)))
     known, results = declared.claims(), Results(CLAIMS)
     compared = [
         claim
