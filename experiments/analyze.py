@@ -32,7 +32,7 @@ from qkattn.jobs import cli
 from qkattn.model import EncoderDecoder
 from qkattn.model.transformer import Transformer
 from qkattn.report.figures.attention_figure import attention_maps, heat_maps, singular_values
-from qkattn.report.figures.style import Drawing, render, style_sheet
+from qkattn.report.figures.style import render, style_sheet
 from qkattn.report.tables import text_table
 from qkattn.storage.files import as_path, make_directory, write_atomic
 from qkattn.storage.records import write_json
@@ -252,7 +252,7 @@ def draw(out: Path, analysis: Analysis) -> None:
 def save(out: Path, stem: str, function: Any, *arguments: Any) -> None:
     """Draws a figure as out/stem.png."""
     with style_sheet():
-        write_atomic(out / f'{stem}.png', render(Drawing(function(*arguments), stem)).png)
+        write_atomic(out / f'{stem}.png', render(function(*arguments), 'png'))
 
 
 def suffix(site: str) -> str:

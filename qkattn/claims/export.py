@@ -257,7 +257,7 @@ def mismatch(old: Record, new: Record) -> str | None:
             if is_row and isinstance(a, float) and isinstance(b, float):
                 same = near(a, b) or abs(a - b) <= rounding
             elif name in ('lacking', 'needed') and None not in (a, b):
-                same = difference(a, b, at_boundary=lambda _: True) is None
+                same = difference(a, b, lambda x, y: abs(float(x) - float(y)) <= 1) is None
             else:
                 same = a == b
             if not same:

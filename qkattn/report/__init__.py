@@ -6,15 +6,13 @@ from pathlib import Path
 from qkattn.errors import ReportError
 from qkattn.report.figures import figures
 from qkattn.report.figures.style import Drawing, write_plots
-from qkattn.report.page import report_page
-from qkattn.report.run_page import write_run_report
+from qkattn.report.page import report_page, write_run_report
 from qkattn.report.tables import (
     csv_table,
     fitted,
     headline,
     latex_table,
     report_markdown,
-    report_text,
     terminal_text,
     trials_csv,
     width_of_terminal,
@@ -26,28 +24,19 @@ from qkattn.study import stored
 from qkattn.study.tuning import SCREENING
 from qkattn.verdict import Findings, Study, find, load_findings, load_study
 
-__all__ = [
-    'documents',
-    'export',
-    'headline',
-    'report_text',
-    'show_report',
-    'show_run_report',
-    'write_report',
-]
+__all__ = ['documents', 'export', 'headline', 'show_report', 'show_run_report', 'write_report']
 
 
 def documents(
-    study: Study, found: Findings, drawn: Sequence[Drawing], svg: Mapping[str, str]
+    study: Study, findings: Findings, drawn: Sequence[Drawing], svg: Mapping[str, bytes]
 ) -> dict[str, str]:
     """All files of a report but the figures, by name; `svg` is by the stem of a figure."""
     return {
-        'table.txt': report_text(study, found),
-        'table.md': report_markdown(study, found),
-        'table.csv': csv_table(study, found),
-        'table.tex': latex_table(study, found),
-        'trials.csv': trials_csv(study, found),
-        'report.html': report_page(study, found, drawn, svg),
+        'table.md': report_markdown(study, findings),
+        'table.csv': csv_table(study, findings),
+        'table.tex': latex_table(study, findings),
+        'trials.csv': trials_csv(study, findings),
+        'report.html': report_page(study, findings, drawn, svg),
     }
 
 
@@ -59,9 +48,9 @@ def write_report(study_dir: str | Path) -> Path:
 def show_report(study_dir: str | Path) -> str:
     """Writes the report of a study; returns what a terminal shows of it.
 
-    Writes report.html, table.txt, .md, .csv and .tex, trials.csv and plots/ into the directory. A
-    report on more than screening is a look, which the study's ledger keeps. ReportError if the
-    directory is not a study or holds no result, or if its ledger is damaged.
+    Writes report.html, table.md, .csv and .tex, trials.csv and plots/ into the directory. A report
+    on more than screening is a look, which the study's ledger keeps. ReportError if the directory
+    is not a study or holds no result, or if its ledger is damaged.
     """
     return terminal_text(*_write(study_dir), width_of_terminal())
 
@@ -71,10 +60,9 @@ def show_run_report(run_dir: str | Path) -> str:
 
     ReportError if the directory is not a run, or nothing was logged yet.
     """
-    page, titles, rows = write_run_report(run_dir)
-    return (
-        f'{fitted(titles, rows, width_of_terminal())}\n\nall columns, curves and settings: {page}'
-    )
+    page, table = write_run_report(run_dir)
+    shown = fitted(*table, width_of_terminal())
+    return f'{shown}\n\nall columns, curves and settings: {page}'
 
 
 def _write(study_dir: str | Path) -> tuple[Study, Findings, Path]:
@@ -82,12 +70,12 @@ def _write(study_dir: str | Path) -> tuple[Study, Findings, Path]:
     judged = any(run.stage != SCREENING and run.trials for run in study.runs)
     if judged and ledger.look(study.directory, study.files):
         study = load_study(study_dir)
-    found = find(study)
-    drawn = figures(study, found)
+    findings = find(study)
+    drawn = figures(study, findings)
     svg = write_plots(study.directory / 'plots', drawn)
-    for name, text in documents(study, found, drawn, svg).items():
+    for name, text in documents(study, findings, drawn, svg).items():
         written = write_atomic(study.directory / name, text)
-    return study, found, written
+    return study, findings, written
 
 
 def export(study_dir: str | Path, destination: str | Path) -> Path:
@@ -95,18 +83,17 @@ def export(study_dir: str | Path, destination: str | Path) -> Path:
 
     `experiments.report --study` makes the rest of a report from it. A copy of an export is a
     working directory, in which the study goes on with the runs that have no result. ReportError if
-    there is no study, or `destination` holds something else.
+    there is no study, or `destination` is neither empty nor an earlier export of the same study.
     """
-    (study, found), destination = load_findings(study_dir), Path(destination)
+    (study, findings), destination = load_findings(study_dir), Path(destination)
     _check_destination(study, destination)
     stored.pack(study.files, destination)
-    write_atomic(destination / 'table.md', report_markdown(study, found))
-    write_atomic(destination / 'table.csv', csv_table(study, found))
+    write_atomic(destination / 'table.md', report_markdown(study, findings))
+    write_atomic(destination / 'table.csv', csv_table(study, findings))
     return destination
 
 
 def _check_destination(study: Study, destination: Path) -> None:
-    """Raises unless it is empty, absent, or holds an earlier export of the same study."""
     if destination.resolve() == study.directory.resolve():
         raise ReportError(f'{str(destination)!r} is the study itself; give another directory.')
     if destination.exists() and not destination.is_dir():
@@ -117,10 +104,8 @@ def _check_destination(study: Study, destination: Path) -> None:
         name = parse_file(destination / 'study.json', {'name': str})['name']
     except ValueError:
         name = None
-    if name != study.name:
+    if name != study.name or (destination / 'plan.jsonl').exists():
         raise ReportError(
-            f'{str(destination)!r} holds something else than study {study.name!r}; '
+            f'{str(destination)!r} holds something else than an export of study {study.name!r}; '
             'give an empty directory.'
         )
-    if (destination / 'plan.jsonl').exists():
-        raise ReportError(f'{str(destination)!r} holds a study that was run there; give another.')

@@ -1,9 +1,9 @@
 """The columns of a report, each declared once: an entry of `columns` adds one to every table.
 
-A column with a heading is printed on the page, in table.md and in table.txt, a brief one also in
-the LaTeX table, one of the headline in a Markdown page, one for controls in their table. Every
-column with a key stands in the data frame, unrounded, and in table.csv, to six digits, in the unit
-of the result files.
+A column with a heading is printed in its `tables`: the page and table.md (PAGE), the headline of a
+Markdown page and the LaTeX table (HEADLINE), the table of controls (CONTROL). Every column with a
+key stands in the data frame, unrounded, and in table.csv, to six digits, in the unit of the result
+files.
 """
 
 import dataclasses
@@ -12,8 +12,8 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from qkattn.metrics import METRICS, Metric, shown
 from qkattn.report import prose
-from qkattn.report.measures import Measure, losses, probes, scores
 from qkattn.report.prose import NONE, interval, mean_sd, one_line, p_value, reasons, si, words
 from qkattn.stats.decision import Decision
 from qkattn.stats.inference import Estimate
@@ -22,13 +22,80 @@ from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings
 from qkattn.verdict.load import Study
 
+PAGE, HEADLINE, CONTROL = 'page', 'headline', 'control'
+EVERYWHERE = (PAGE, HEADLINE, CONTROL)
 ESTIMATE = tuple(field.name for field in dataclasses.fields(Estimate))
 DIFFERENCE = (
     *('mean', 'sd', 'low', 'high', 'n', 'bootstrap_low', 'bootstrap_high', 'p', 'p_margin'),
     *('error_seeds', 'error_evaluation', 'tuning_low', 'tuning_high'),
 )
-_PART = ('mean', 'low', 'high')
 _SWEEP = ('optimum', 'optimum_low', 'optimum_high', 'sensitivity', 'at_worst', 'bracketed')
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """A metric on one split, 'val' or 'test', in the unit in which it is printed."""
+
+    metric: Metric
+    split: str
+
+    @property
+    def field(self) -> str:
+        return self.metric.field(self.split)
+
+    @property
+    def name(self) -> str:
+        """The label, with the split if the metric is measured on several."""
+        label = self.metric.label
+        return f'{self.split} {label}' if len(self.metric.prefixes) > 1 else label
+
+    @property
+    def unit(self) -> str:
+        """The unit, unless there is none or it is the label."""
+        return self.metric.unit if self.metric.unit not in (None, self.metric.label) else ''
+
+    @property
+    def axis(self) -> str:
+        return f'{self.name} ({self.unit})' if self.unit else self.name
+
+    def over_seeds(self, arm: Arm) -> Estimate | None:
+        return arm.over_seeds(self.field, self.metric.scale)
+
+    def of_seeds(self, arm: Arm) -> list[float]:
+        """The values of all chosen trials that have it."""
+        values = [trial.metrics.get(self.field) for trial in arm.chosen]
+        return [self.metric.scale * value for value in values if value is not None]
+
+
+VAL_LOSS, TEST_LOSS = (Measure(METRICS['loss'], split) for split in ('val', 'test'))
+
+
+def losses(arms: Sequence[Arm]) -> tuple[Measure, ...]:
+    """Validation loss, and test loss if there is one, in nats/token."""
+    has_test = any(TEST_LOSS.of_seeds(arm) for arm in arms)
+    return (VAL_LOSS, TEST_LOSS) if has_test else (VAL_LOSS,)
+
+
+def _shown(arms: Sequence[Arm], role: str) -> tuple[Measure, ...]:
+    """The metrics of a role, of the test split if there is one; the main one first."""
+    trials = [trial for arm in arms for trial in arm.chosen]
+    declared = {name: m for trial in trials for name, m in trial.declared_metrics.items()}
+    measures: list[Measure] = []
+    for metric in shown(declared, [trial.metrics for trial in trials]):
+        if metric.role == role:
+            on_splits = [Measure(metric, split) for split in reversed(metric.prefixes)]
+            measures += [m for m in on_splits if any(m.of_seeds(arm) for arm in arms)][:1]
+    return tuple(measures)
+
+
+scores = functools.partial(_shown, role='score')
+probes = functools.partial(_shown, role='probe')
+
+
+def measured(findings: Findings) -> tuple[Measure, ...]:
+    """The metrics that a report shows, in the order of their columns; losses are in nats/token."""
+    val, *test = losses(findings.arms)
+    return (*(test or [val]), *scores(findings.arms), *probes(findings.arms), *([val] * len(test)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,16 +108,10 @@ class Column:
     heading: str = ''  # with the unit; '|' breaks it into two lines, the second set lighter
     # Format of a value that is not None, or a function that prints it.
     text: str | Callable[[Any], str] = ''
+    tables: Sequence[str] = (PAGE,)
+    left: bool = False
     # Attributes of the value that the data frame has as key_part; () for the value itself.
     parts: Sequence[str] = ()
-    has: bool = True  # whether this study has the column
-    # These four are the tables that print it, of those at the top of this module.
-    full: bool = True
-    brief: bool = False
-    headline: bool = False
-    control: bool = False
-    left: bool = False
-    description: str = ''  # a note under the table
 
     def of(self, arm: Arm) -> Any:
         return self.value(arm) if callable(self.value) else follow(arm, self.value)
@@ -70,44 +131,99 @@ class Column:
         return one_line(self.text(value) if callable(self.text) else format(value, self.text))
 
 
-def of_arm(study: Study, compared: bool) -> Iterator[Column]:
-    """Variant, size and corpus as printed, and the keys of the latter."""
-    everywhere: dict[str, Any] = {'left': True, 'brief': True, 'headline': True, 'control': True}
-    yield Column('', lambda arm: prose.shown(study, arm.key), 'variant', **everywhere)
-    for field, among in (('size', study.sizes), ('corpus', study.corpora)):
-        shown = everywhere | dict.fromkeys(('brief', 'headline', 'control'), len(among) > 1)
-        heading = field * (field == 'size' or len(among) > 1)
-        yield Column(field, field, heading, **shown)
-    kind = everywhere | dict.fromkeys(('full', 'brief', 'headline'), False)
-    yield Column('', lambda arm: arm.control and words(arm.control), 'control', **kind)
+def follow(value: Any, path: str) -> Any:
+    """The attribute or mapping entry at the end of `path`, or None; truth values as 0 and 1."""
+    for name in path.split('.'):
+        if isinstance(value, Mapping):
+            value = value.get(name)
+        elif value is not None:
+            value = getattr(value, name)
+    return int(value) if isinstance(value, bool) else value
 
 
-def of_verdict(study: Study) -> Iterator[Column]:
-    """The word, the margin that it is about, and the corrected p values behind it."""
+def printed_in(table: str, study: Study, findings: Findings) -> list[Column]:
+    """The columns that PAGE, HEADLINE or CONTROL prints."""
+    of_study = columns(study, findings)
+    return [column for column in of_study if column.heading and table in column.tables]
+
+
+def columns(study: Study, findings: Findings) -> list[Column]:
+    """The columns of a study; results stand left, in sight on a narrow screen."""
+    main, *_ = metrics = measured(findings)
+    compared, tuned = study.baseline is not None, study.tuning is not None
+    made = [*_of_arm(study), *_of_difference(study, findings)]
+    for metric in metrics:
+        of_main = (PAGE, CONTROL) if compared else EVERYWHERE
+        made += _of_metric(metric, of_main if metric == main else (PAGE,))
+    for field in ('val_bits_per_byte', 'test_bits_per_byte'):
+        if any(arm.over_seeds(field) for arm in findings.arms):
+            over_seeds = functools.partial(Arm.over_seeds, field=field)
+            made.append(Column(field, over_seeds, parts=ESTIMATE))
+    made += [column for knob in KNOBS for column in _of_knob(knob, findings.arms, tuned)]
+    return made + [*_of_costs(study, findings)]
+
+
+def _of_arm(study: Study) -> Iterator[Column]:
+    """Variant, size and corpus; those that distinguish arms of this study are in every table."""
+    yield Column('variant', 'variant')
+    name = functools.partial(prose.shown, study)
+    yield Column('', lambda arm: name(arm.key), 'variant', tables=EVERYWHERE, left=True)
+    tables = EVERYWHERE if len(study.sizes) > 1 else (PAGE,)
+    yield Column('size', 'size', 'size', tables=tables, left=True)
+    heading = 'corpus' if len(study.corpora) > 1 else ''
+    yield Column('corpus', 'corpus', heading, tables=EVERYWHERE, left=True)
+    yield Column('control', 'control')
+    yield Column(
+        '', lambda arm: arm.control and words(arm.control), 'control', tables=(CONTROL,), left=True
+    )
+    yield Column('is_baseline', 'is_baseline')
+    yield Column('post_hoc', lambda arm: int(prose.is_post_hoc(study, arm.key)))
+
+
+def _of_difference(study: Study, findings: Findings) -> Iterator[Column]:
+    """The difference, the word on it, the tests behind the word, and the parts of it."""
     tuned, margin = study.tuning is not None, f'{study.margin:g}'
-    yield Column(
-        'verdict',
-        'verdict.decision.value',
-        f'verdict,|margin {margin}' * tuned,
-        left=True,
-        brief=tuned,
-        headline=tuned,
-    )
-    tests = {
-        'p_holm': 'p',
-        'p_margin_holm': f'p of more than {margin}',
-        'p_equivalence_holm': f'p of less than {margin}',
-    }
-    for key, heading in tests.items():
+    intervals = any(arm.difference and arm.difference.low is not None for arm in findings.arms)
+    unit = 'nats/token [95 % interval]' if intervals else 'nats/token'
+    heading = f'difference in {findings.split} loss,|{unit}'
+    tables = EVERYWHERE if study.baseline is not None else (PAGE,)
+    yield Column('', _difference, heading, tables=tables)
+    yield Column('difference', 'difference', parts=DIFFERENCE)
+    heading = f'verdict,|margin {margin}' * tuned
+    yield Column('verdict', 'verdict.decision.value', heading, tables=(PAGE, HEADLINE), left=True)
+    for key, heading in (
+        ('p_holm', 'p'),
+        ('p_margin_holm', f'p of more than {margin}'),
+        ('p_equivalence_holm', f'p of less than {margin}'),
+    ):
         yield Column(key, f'verdict.{key}', f'{heading},|corrected' * tuned, p_value)
-    if tuned:
-        yield Column('', _p_of_word, 'p,|corrected', p_value, full=False, brief=True, headline=True)
-    yield Column(
-        'detectable_holm',
-        'verdict.detectable',
-        'detectable difference,|nats/token' * tuned,
-        '.4f',
-    )
+    yield Column('', _p_of_word, 'p,|corrected' * tuned, p_value, tables=(HEADLINE,))
+    heading = 'detectable difference,|nats/token' * tuned
+    yield Column('detectable_holm', 'verdict.detectable', heading, '.4f')
+    parts = {parts.key: parts for parts in findings.decomposition}
+    for part in ('removing', 'reinvesting', 'longer'):
+
+        def difference(arm: Arm, part: str = part) -> Any:
+            return follow(parts.get(arm.key), f'{part}.difference')
+
+        yield Column(part, difference, parts=('mean', 'low', 'high'))
+        if part != 'longer' and any(map(difference, findings.arms)):
+            yield Column('', difference, f'{part},|nats/token', interval, tables=(HEADLINE,))
+    yield Column('reason', lambda arm: arm.verdict and reasons(arm))
+    for key in ('p_equivalence', 'detectable', 'margin', 'paired'):
+        yield Column(key, f'difference.{key}')
+    yield Column('split', 'comparison.split')
+    yield Column('difference_validation', 'comparison.validation')
+    yield Column('num_documents', 'comparison.num_documents')
+    for key in ('alpha', 'num_comparisons', 'num_seeds'):
+        yield Column(key, f'verdict.{key}')
+
+
+def _difference(arm: Arm) -> str:
+    if arm.is_baseline:
+        return f'baseline, {arm.split} loss {mean_sd(arm.loss, 4)}'
+    unpaired = arm.difference is not None and not arm.difference.paired
+    return interval(arm.difference) + ' unpaired' * unpaired
 
 
 def _p_of_word(arm: Arm) -> float | None:
@@ -122,58 +238,17 @@ def _p_of_word(arm: Arm) -> float | None:
     return by_word.get(arm.verdict.decision, arm.verdict.p_holm)
 
 
-def of_parts(found: Findings) -> Iterator[Column]:
-    """The parts of a difference; the tables have one of their own for them."""
-    parts = {parts.key: parts for parts in found.decomposition}
-    for part in ('removing', 'reinvesting', 'longer'):
-
-        def difference(arm: Arm, part: str = part) -> Any:
-            return follow(parts.get(arm.key), f'{part}.difference')
-
-        yield Column(part, difference, parts=_PART)
-        if part != 'longer' and any(map(difference, found.arms)):
-            heading = f'{part},|nats/token'
-            yield Column('', difference, heading, interval, full=False, headline=True)
-
-
-def of_shape(found: Findings) -> Iterator[Column]:
-    """Widths, and by how much they differ from what the baseline's would be."""
-    baselines = {a.group: a for a in (*found.arms, *found.controls) if a.is_baseline}
-
-    def widened(arm: Arm) -> int | None:
-        if arm.is_baseline or not (baseline := baselines.get(arm.group)):
-            return None
-        return arm.example.config['d_model'] - baseline.example.config['d_model']
-
-    def fill(arm: Arm) -> int | None:
-        if arm.is_baseline or not (baseline := baselines.get(arm.group)):
-            return None
-        ratio = baseline.example.config['d_ff'] / baseline.example.config['d_model']
-        return arm.example.config['d_ff'] - round(ratio * arm.example.config['d_model'])
-
-    shifts = {'d_model': ('widened', widened), 'd_ff': ('fill', fill)}
-    for name, (shift, change) in shifts.items():
-
-        def printed(arm: Arm, name: str = name, change: Callable = change) -> str:
-            more = change(arm)
-            return f'{arm.example.config[name]}' + (f' ({more:+d})' if more is not None else '')
-
-        yield Column(name, f'example.config.{name}')
-        yield Column(f'{name}_{shift}', change)
-        yield Column('', printed, f'{name}|({shift})', brief=True, control=True)
-
-
-def of_metric(metric: Measure, is_main: bool, leads: bool) -> Iterator[Column]:
+def _of_metric(metric: Measure, tables: Sequence[str]) -> Iterator[Column]:
     def printed(arm: Arm) -> str:
-        return mean_sd(metric.over_seeds(arm), metric.decimals)
+        return mean_sd(metric.over_seeds(arm), metric.metric.decimals)
 
-    heading, headline = f'{metric.heading}|mean ± sd', is_main and leads
-    yield Column('', printed, heading, brief=is_main, headline=headline, control=is_main)
+    heading = ', '.join(filter(None, (metric.name, metric.unit)))
+    yield Column('', printed, f'{heading}|mean ± sd', tables=tables)
     yield Column(metric.field, lambda arm: arm.over_seeds(metric.field), parts=ESTIMATE)
 
 
-def of_knob(knob: str, arms: Sequence[Arm], tuned: bool) -> Iterator[Column]:
-    """The chosen value, marked where it is not bracketed, and what the sweep found."""
+def _of_knob(knob: str, arms: Sequence[Arm], tuned: bool) -> Iterator[Column]:
+    """The chosen value, marked where it is not bracketed, and the results of its sweep."""
     swept = any(knob in arm.sweeps for arm in arms)
     heading = f'tuned {words(knob)}|[95 % interval]' * swept
     if knob == KNOBS[0] and not tuned:
@@ -192,160 +267,61 @@ def of_knob(knob: str, arms: Sequence[Arm], tuned: bool) -> Iterator[Column]:
         sweep, chosen = arm.sweeps.get(knob), value(arm)
         if chosen is None:
             return None
-        at_edge = knob == KNOBS[0] and arm.tuning is None and arm.at_edge
-        text = f'{chosen:g}{"*" if (at_edge if sweep is None else not sweep.bracketed) else ""}'
-        if sweep is None or sweep.optimum_low is None or sweep.optimum_high is None:
+        if sweep is None:
+            return f'{chosen:g}{"*" if knob == KNOBS[0] and not tuned and arm.at_edge else ""}'
+        text = f'{chosen:g}{"" if sweep.bracketed else "*"}'
+        if sweep.optimum_low is None or sweep.optimum_high is None:
             return text
         return f'{text} [{sweep.optimum_low:.3g}, {sweep.optimum_high:.3g}]'
 
-    yield Column('', printed, heading, brief=swept, control=swept)
+    yield Column('', printed, heading, tables=(PAGE, CONTROL) if swept else (PAGE,))
     yield Column(knob, value)
     yield Column(knob, lambda arm: arm.sweeps.get(knob), parts=_SWEEP)
 
 
-def follow(value: Any, path: str) -> Any:
-    """The attribute or mapping entry at the end of `path`, or None; truth values as 0 and 1."""
-    for name in path.split('.'):
-        if isinstance(value, Mapping):
-            value = value.get(name)
-        elif value is not None:
-            value = getattr(value, name)
-    return int(value) if isinstance(value, bool) else value
-
-
-def measured(found: Findings) -> tuple[Measure, ...]:
-    """The metrics that a report shows, in the order of their columns; losses are in nats/token."""
-    val, *test = losses(found.arms)
-    return (*(test or [val]), *scores(found.arms), *probes(found.arms), *([val] if test else []))
-
-
-def columns(study: Study, found: Findings) -> list[Column]:
-    """The columns of a study; results stand left, in sight on a narrow screen."""
-    arms, tuned = found.arms, study.tuning is not None
-    intervals = any(arm.difference and arm.difference.low is not None for arm in arms)
-    compared = study.baseline is not None
-    multipliers = {(law.variant, law.corpus): law.multiplier for law in found.scaling}
-    groups = dict.fromkeys(group for arm in arms for group in arm.example.parameters)
-    main, *_ = metrics = measured(found)
-    unit = 'nats/token [95 % interval]' if intervals else 'nats/token'
-    heading = f'difference in {found.split} loss,|{unit}'
-    by_key = {
-        'p_equivalence': 'difference.p_equivalence',
-        **{name: f'difference.{name}' for name in ('detectable', 'margin')},
-        'split': 'comparison.split',
-        'difference_validation': 'comparison.validation',
-        'num_documents': 'comparison.num_documents',
-        'alpha': 'verdict.alpha',
-        'num_comparisons': 'verdict.num_comparisons',
-        'num_seeds': 'verdict.num_seeds',
-    }
-    declared = [
-        Column('variant', 'variant'),
-        *of_arm(study, compared),
-        Column('control', 'control'),
-        Column('is_baseline', 'is_baseline'),
-        Column('post_hoc', lambda arm: int(prose.is_post_hoc(study, arm.key))),
-        Column('', _difference, heading, headline=compared, control=compared),
-        Column('', _interval, heading, full=False, brief=compared),
-        Column('difference', 'difference', parts=DIFFERENCE),
-        *of_verdict(study),
-        *of_parts(found),
-        Column('reason', lambda arm: arm.verdict and reasons(arm)),
-        *(Column(key, path) for key, path in by_key.items()),
-        *(c for metric in metrics for c in of_metric(metric, metric == main, not compared)),
-        *(
-            Column(field, functools.partial(Arm.over_seeds, field=field), parts=ESTIMATE)
-            for field in ('val_bits_per_byte', 'test_bits_per_byte')
-            if any(arm.over_seeds(field) for arm in arms)
-        ),
-        *(column for knob in KNOBS for column in of_knob(knob, arms, tuned)),
-        Column(
-            '',
-            lambda arm: follow(arm.sweeps.get(KNOBS[0]), 'sensitivity'),
-            'learning rate sensitivity,|nats/token',
-            '.3f',
-            has=tuned,
-            description='Learning rate sensitivity: mean loss over the screened values minus the '
-            'lowest; it compares arms only as far as their grids agree.',
-        ),
-        Column(
-            'correlation',
-            'comparison.correlation',
-            'correlation|over seeds' * compared,
-            '+.2f',
-        ),
-        Column('', 'screening_trials', 'screening|diverged', _diverged, has=tuned),
-        Column('', lambda arm: len(arm.chosen), 'seeds', control=True),
-        Column(
-            'parameters', 'example.parameters.total', 'parameters', ',', brief=True, control=True
-        ),
-        Column('target_parameters', 'example.target_parameters'),
-        Column(
-            'residual',
-            'example.residual',
-            'residual,|%',
-            lambda share: f'{100 * share:+.3f}',
-            control=True,
-        ),
-        *(
-            Column(f'parameters_{group}', f'example.parameters.{group}', heading, ',')
-            for group in groups
-            if group != 'total'
-            for heading in ['attention|parameters' * (group == 'attention')]
-        ),
-        *of_shape(found),
-        Column(
-            'flops_per_token',
-            'example.flops_per_token',
-            'FLOPs|/token',
-            si,
-            description='FLOPs/token are those of a forward pass.',
-        ),
-        Column(
-            'cache_floats_per_token', 'example.cache_floats_per_token', 'cache|floats/token', si
-        ),
-        Column(
-            'tokens_per_second',
-            lambda arm: _mean(arm.of_runs('tokens_per_second')),
-            'tokens|/s',
-            si,
-            description='tokens/s and run time are of the whole run, all its trials together, '
-            'training only.',
-        ),
-        Column('train_seconds', lambda arm: sum(arm.of_runs('train_seconds')), 'run time,|s', si),
-        Column('compile_seconds', lambda arm: sum(arm.of_runs('compile_seconds'))),
-        Column('', 'verdict_trials', 'diverged', _diverged, control=True),
-        Column('diverged', 'num_diverged'),
-        Column('trials', lambda arm: len(arm.verdict_trials)),
-        Column('steps', 'example.num_steps'),
-        Column('screening_diverged', lambda arm: sum(not t.finished for t in arm.screening_trials)),
-        Column('screening_trials', lambda arm: len(arm.screening_trials)),
-        Column('seeds', lambda arm: _seeds(arm.chosen)),
-        Column('screening_seeds', lambda arm: _seeds(arm.screening_trials)),
-        Column('learning_rates_run', lambda arm: ' '.join(f'{r:g}' for r in arm.learning_rates)),
-        Column('learning_rate_at_edge', 'at_edge'),
-        Column('val_loss_se', lambda arm: _mean(t.metrics['val_loss_se'] for t in arm.chosen)),
-        Column('eval_tokens', 'example.eval_tokens'),
-        Column('test_tokens', 'example.test_tokens'),
-        Column(
-            'multiplier',
-            lambda arm: multipliers.get((arm.variant, arm.corpus)),
-            parts=('value', 'low', 'high'),
-            has=bool(multipliers),
-        ),
-    ]
-    return [column for column in declared if column.has]
-
-
-def _difference(arm: Arm) -> str:
-    loss = f', {arm.split} loss {mean_sd(arm.loss, 4)}' * arm.is_baseline
-    return f'{_interval(arm)}{loss}'
-
-
-def _interval(arm: Arm) -> str:
-    if arm.is_baseline:
-        return 'baseline'
-    return interval(arm.difference)
+def _of_costs(study: Study, findings: Findings) -> Iterator[Column]:
+    """Seeds, parameters, shape, costs, and how trials ended."""
+    heading = 'correlation|over seeds' * (study.baseline is not None)
+    yield Column('correlation', 'comparison.correlation', heading, '+.2f')
+    shared: dict[str, Any] = {'tables': (PAGE, CONTROL)}
+    yield Column('', lambda arm: len(arm.chosen), 'seeds', **shared)
+    yield Column('parameters', 'example.parameters.total', 'parameters', ',', **shared)
+    yield Column('target_parameters', 'example.target_parameters')
+    percent = '{:+.3f}'.format
+    yield Column(
+        'residual', 'example.residual', 'residual,|%', lambda r: percent(100 * r), **shared
+    )
+    groups = dict.fromkeys(group for arm in findings.arms for group in arm.example.parameters)
+    for group in [group for group in groups if group != 'total']:
+        heading = 'attention|parameters' * (group == 'attention')
+        yield Column(f'parameters_{group}', f'example.parameters.{group}', heading, ',')
+    for name in ('d_model', 'd_ff'):
+        yield Column(name, f'example.config.{name}', name, **shared)
+    yield Column('flops_per_token', 'example.flops_per_token', 'FLOPs|/token', si)
+    heading = 'cache|floats/token'
+    yield Column('cache_floats_per_token', 'example.cache_floats_per_token', heading, si)
+    speed = 'tokens_per_second'
+    yield Column(speed, lambda arm: _mean(arm.of_runs(speed)), 'tokens|/s', si)
+    yield Column('train_seconds', lambda arm: sum(arm.of_runs('train_seconds')), 'run time,|s', si)
+    yield Column('compile_seconds', lambda arm: sum(arm.of_runs('compile_seconds')))
+    yield Column('', 'verdict_trials', 'diverged', _diverged, **shared)
+    yield Column('diverged', 'num_diverged')
+    yield Column('trials', lambda arm: len(arm.verdict_trials))
+    yield Column('steps', 'example.num_steps')
+    screening = 'screening_diverged'
+    yield Column(screening, lambda arm: sum(not t.finished for t in arm.screening_trials))
+    yield Column('screening_trials', lambda arm: len(arm.screening_trials))
+    yield Column('seeds', lambda arm: _seeds(arm.chosen))
+    yield Column('screening_seeds', lambda arm: _seeds(arm.screening_trials))
+    yield Column('learning_rates_run', lambda arm: ' '.join(f'{r:g}' for r in arm.learning_rates))
+    yield Column('learning_rate_at_edge', 'at_edge')
+    yield Column('val_loss_se', lambda arm: _mean(t.metrics['val_loss_se'] for t in arm.chosen))
+    yield Column('eval_tokens', 'example.eval_tokens')
+    yield Column('test_tokens', 'example.test_tokens')
+    laws = {(law.variant, law.corpus): law.multiplier for law in findings.scaling}
+    if laws:
+        parts = ('value', 'low', 'high')
+        yield Column('multiplier', lambda arm: laws.get((arm.variant, arm.corpus)), parts=parts)
 
 
 def _diverged(trials: Sequence[Any]) -> str:

@@ -21,11 +21,10 @@ import ast
 import csv
 import os
 import re
-import string
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from qkattn.errors import ReportError
 from qkattn.storage.records import parse_json
@@ -42,76 +41,67 @@ ELSEWHERE = re.compile(
 FIELDS = {'logged': {'page', 'log', 'text'}, 'external': {'page', 'text', 'source'}}
 
 
+class Entry(NamedTuple):
+    """A sentence of a page as its source gives it."""
+
+    kind: str
+    where: str  # in numbers.toml
+    page: str
+    source: str
+    text: str
+
+
 def check_numbers(path: str | Path) -> dict[str, int]:
     """Checks the entries of a numbers.toml; returns how many there are of each kind.
 
     ReportError if an entry is malformed, or its page does not contain it.
     """
-    path = Path(path)
-    entries = _entries(path)
-    root = path.parents[1]
-    for kind, of_kind in entries.items():
-        for number, entry in enumerate(of_kind, start=1):
-            text = _text(kind, entry, root, f'{path}, [[{kind}]] entry {number}')
-            if _plain(text) not in _plain(_page(root / entry['page'])):
-                raise ReportError(
-                    f'{entry["page"]} does not contain {text!r}, which is what '
-                    f'{entry["log" if kind == "logged" else "source"]} gives; correct the page, or '
-                    f'[[{kind}]] entry {number} of {path}'
-                )
-    return {kind: len(of_kind) for kind, of_kind in entries.items()}
+    entries, root = list(_entries(Path(path))), Path(path).parents[1]
+    for entry in entries:
+        if _plain(entry.text) not in _plain(_page(root / entry.page)):
+            raise ReportError(
+                f'{entry.page} does not contain {entry.text!r}, which is what {entry.source} '
+                f'gives; correct the page, or {entry.where}'
+            )
+    return {kind: sum(entry.kind == kind for entry in entries) for kind in FIELDS}
 
 
 def uncovered(path: str | Path, pages: Sequence[str | Path]) -> dict[str, list[str]]:
     """By page the decimals and percentages that no entry of a numbers.toml and no table covers."""
-    path = Path(path)
-    root, entries = path.parents[1], _entries(path)
-    found = {}
+    entries, root = list(_entries(Path(path))), Path(path).parents[1]
+    numbers = {}
     for page in map(Path, pages):
         name = Path(os.path.relpath(page, root)).as_posix()
         text = _plain(ELSEWHERE.sub(' ', _page(page)))
-        for kind, of_kind in entries.items():
-            for entry in of_kind:
-                if entry['page'] == name:
-                    covered = _text(kind, entry, root, str(path))
-                    text = text.replace(_plain(ELSEWHERE.sub(' ', covered)), ' ')
-        if numbers := [match[0] for match in MEASURED.finditer(text)]:
-            found[name] = numbers
-    return found
+        for entry in entries:
+            if entry.page == name:
+                text = text.replace(_plain(ELSEWHERE.sub(' ', entry.text)), ' ')
+        numbers[name] = MEASURED.findall(text)
+    return {name: measured for name, measured in numbers.items() if measured}
 
 
-def _entries(path: Path) -> dict[str, list[dict[str, str]]]:
+def _entries(path: Path) -> Iterator[Entry]:
     try:
         content = tomllib.loads(path.read_text(encoding='utf-8'))
     except (OSError, ValueError) as error:
         raise ReportError(f'{path} cannot be read: {error}') from error
-    for kind, entries in content.items():
-        for number, entry in enumerate(entries, start=1):
+    for kind, listed in content.items():
+        for number, entry in enumerate(listed, start=1):
+            where = f'{path}, [[{kind}]] entry {number}'
             if kind not in FIELDS or entry.keys() != FIELDS[kind]:
                 raise ReportError(
-                    f'{path}, [[{kind}]] entry {number} has {", ".join(entry)}; entries are '
+                    f'{where} has {", ".join(entry)}; entries are '
                     + ' and '.join(f'[[{k}]] of {", ".join(sorted(v))}' for k, v in FIELDS.items())
                 )
-    return {kind: content.get(kind, []) for kind in FIELDS}
-
-
-class _Formatter(string.Formatter):
-    """Writes '90.6 %' where str.format writes '90.6%'."""
-
-    def format_field(self, value: Any, format_spec: str) -> str:
-        written = super().format_field(value, format_spec)
-        return f'{written[:-1]} %' if format_spec.endswith('%') else written
-
-
-def _text(kind: str, entry: Mapping[str, str], root: Path, where: str) -> str:
-    if kind == 'external':
-        return entry['text']
-    try:
-        return _Formatter().format(entry['text'], log=_log(root / entry['log']))
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ReportError(
-            f'{where} cannot be made from {entry["log"]} ({error!r}); correct the entry'
-        ) from error
+            text, source = entry['text'], entry['log' if kind == 'logged' else 'source']
+            if kind == 'logged':
+                try:
+                    text = text.format(log=_log(path.parents[1] / source))
+                except (OSError, ValueError, LookupError, TypeError) as error:
+                    raise ReportError(
+                        f'{where} cannot be made from {source} ({error!r}); correct the entry'
+                    ) from error
+            yield Entry(kind, where, entry['page'], source, re.sub(r'(?<=\d)%', ' %', text))
 
 
 def _log(path: Path) -> Any:

@@ -15,12 +15,12 @@ import jinja2
 import jinja2.runtime
 from markupsafe import Markup
 
+from qkattn.config.calls import parse_call
 from qkattn.metrics import PREFIXES
-from qkattn.report.equations import form
-from qkattn.report.measures import Measure
 from qkattn.stats.decision import Decision
 from qkattn.stats.inference import Difference, Estimate
 from qkattn.stats.scaling import Problem
+from qkattn.study import variant_tables
 from qkattn.study.arm_key import ArmKey
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.codes import NotScaled, Reason, Remark, RemarkCode
@@ -125,16 +125,14 @@ def one_line(text: str) -> str:
 
 
 def clause(
-    found: Remark | Reason | Problem | NotScaled,
-    comparisons: int = 0,
-    study: Study | None = None,
+    code: Remark | Reason | Problem | NotScaled, comparisons: int = 0, study: Study | None = None
 ) -> str:
-    """What a code says of its data; `comparisons` is the number of arms that p is corrected for."""
+    """A code with its data in words; p is corrected for the number of `comparisons`."""
     variables = {'comparisons': comparisons, 'study': study}
-    if isinstance(found, NotScaled):
-        return _macro(f'not_scaled_{found.name.lower()}', variables)
-    name = f'{type(found).__name__.lower()}_{found.code.name.lower()}'
-    return _macro(name, variables, **found.data)
+    if isinstance(code, NotScaled):
+        return _macro(f'not_scaled_{code.name.lower()}', variables)
+    name = f'{type(code).__name__.lower()}_{code.code.name.lower()}'
+    return _macro(name, variables, **code.data)
 
 
 def _macro(name: str, variables: dict[str, Any], /, **arguments: Any) -> str:
@@ -171,10 +169,10 @@ def shown(study: Study, key: ArmKey) -> str:
     return key.variant + ' (post hoc)' * is_post_hoc(study, key)
 
 
-def remark(found: Remark, study: Study | None = None) -> str:
+def remark(code: Remark, study: Study | None = None) -> str:
     """A whole sentence, with the arm that it is about."""
-    text = clause(found, study=study)
-    subject = f'{placed(found.arm, study)}: ' if found.arm else 'every arm: ' * found.every_arm
+    text = clause(code, study=study)
+    subject = f'{placed(code.arm, study)}: ' if code.arm else 'every arm: ' * code.every_arm
     return f'{subject or text[0].upper()}{text if subject else text[1:]}.'
 
 
@@ -187,18 +185,6 @@ def progress(missing: Missing) -> str:
     """'screening of learning rate, step 300 of 800', 'verdict not started', 'step 30 of 80'."""
     about = {'knob': missing.knob, 'step': missing.step, 'num_steps': missing.num_steps}
     return _macro('progress', {}, stage=missing.stage, **about)
-
-
-def absent(study: Study, key: ArmKey, arm: Arm | None, otherwise: str) -> str:
-    """Why an arm has no number to draw; `otherwise` where it has finished trials."""
-    if arm is not None and arm.chosen:
-        return otherwise
-    if arm is not None and arm.verdict_trials:
-        return 'stopped early' if any(t.finished for t in arm.verdict_trials) else 'diverged'
-    if key not in study.arms:
-        return 'not in the grid'
-    waiting = [progress(m) for m in study.missing if m.key == key]
-    return waiting[-1] if waiting and waiting[-1] != 'not started' else 'no result yet'
 
 
 def sentences(template: str, *, html: bool = False, **values: Any) -> list[str]:
@@ -246,31 +232,30 @@ def device(provenance: Mapping[str, Any]) -> str:
     return NOT_RECORDED
 
 
-def _rates(arms: Iterable[Arm]) -> list[float]:
-    return sorted({rate for arm in arms for rate in arm.learning_rates})
-
-
-def _optima(arms: Iterable[Arm]) -> list[dict[str, Any]]:
-    """Of every sweep, by how many nats the chosen value may be off."""
-    sweeps = [(arm, *sweep) for arm in arms for sweep in arm.sweeps.items()]
-    return [{'nats': sweep.at_worst, 'arm': arm, 'knob': knob} for arm, knob, sweep in sweeps]
-
-
-def by_size(arms: Iterable[Arm]) -> dict[str, list[Arm]]:
-    """Arms, which stand size by size, of each size."""
-    return {size: list(group) for size, group in itertools.groupby(arms, key=lambda arm: arm.size)}
-
-
 def by_where(arms: Iterable[Arm], study: Study) -> dict[str, list[Arm]]:
     """Arms, which stand size by size and corpus by corpus, of each of both."""
     groups = itertools.groupby(arms, key=lambda arm: where(study, arm))
     return {name: list(group) for name, group in groups}
 
 
-def _forms(arms: Iterable[Arm], study: Study) -> dict[str, str]:
-    """The forms of the variants, by name, whose name leaves options at their defaults."""
-    made = {shown(study, arm.key): form(study.by_name[arm.example.run].config) for arm in arms}
-    return {name: written.name for name, written in made.items() if written.abridged}
+def form(config: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Name of a config's attention with all options, and the equations of A[n] and B[n].
+
+    'shared_qk(self_mask=False)/vo'; an equation is NONE for a class outside the package.
+    """
+    names, equations = [], []
+    for kind, known in variant_tables.stored().items():  # Score, Value
+        text = config['model'][kind.lower()]
+        if (entry := known.get(text.partition('(')[0])) is None:
+            names.append(text)
+            equations.append(NONE)
+            continue
+        name, options = parse_call(text, kind)
+        every = ', '.join(f'{key}={value!r}' for key, value in (entry['options'] | options).items())
+        names.append(name + f'({every})' * bool(every))
+        equations.append(entry['equation'])
+    score, value = equations
+    return '/'.join(names), score, value
 
 
 @jinja2.pass_context
@@ -278,14 +263,14 @@ def _arm_title(context: jinja2.runtime.Context, arm: Any) -> str:
     return placed(arm if isinstance(arm, ArmKey) else arm.key, context.get('study'))
 
 
-def _details(measure: Measure, arms: Iterable[Arm]) -> dict[str, list]:
+def _details(measure: Any, arms: Iterable[Arm]) -> dict[str, list]:
     """What is recorded of how a metric was measured, each value once."""
-    found = {}
+    details = {}
     for name in measure.metric.details:
         field = f'{measure.split}_{name}'
         values = dict.fromkeys(trial.metrics[field] for arm in arms for trial in arm.chosen)
-        found[name] = [value for value in values if value is not None]
-    return found
+        details[name] = [value for value in values if value is not None]
+    return details
 
 
 @functools.cache
@@ -298,35 +283,26 @@ def environment(html: bool) -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    functions = (si, mean_sd, interval, p_value, listed, counted, span, words, clause)
-    made.filters |= {
-        f.__name__: f
-        for f in (*functions, remark, reasons, progress, tidy, data_name, device, where, by_where)
-    }
-    made.filters |= {
-        'headed': lambda column: (column.heading, column.left),
-        'rates': _rates,
-        'forms': _forms,
-        'withholding': lambda remarks: [
-            remark
-            for remark in remarks
-            if remark.blocks and not (remark.arm and remark.arm.control)
-        ],
-        'optima': _optima,
-        'details': _details,
-        'by_size': by_size,
+    functions: list[Any] = [si, mean_sd, interval, p_value, listed, counted, span, words, clause]
+    functions += [remark, reasons, progress, tidy, data_name, device, where, by_where]
+    made.filters |= {function.__name__: function for function in functions} | {
+        'arm_title': _arm_title,
         'by_difference': functools.partial(
             sorted, key=lambda arm: arm.comparison.difference.mean if arm.comparison else 0.0
         ),
+        'details': _details,
         'g': lambda value, spec='g': f'{value:{spec}}',
         'integers': lambda values: [f'{value:,}' for value in values],
         'numbers': lambda values: ', '.join(f'{value:g}' for value in values),
-        'strong': lambda text: Markup('<strong>{}</strong>').format(text) if html else text,
-        'arm_title': _arm_title,
-        'shown': lambda key, study: shown(study, key),
         'quantity': QUANTITIES.__getitem__,
-        'split': SPLITS.__getitem__,
+        'rates': lambda arms: sorted({rate for arm in arms for rate in arm.learning_rates}),
         'shortened': lambda text: f'{text[:12]}…' if HASH.fullmatch(text) else text,
+        'shown': lambda key, study: shown(study, key),
+        'split': SPLITS.__getitem__,
+        'strong': lambda text: Markup('<strong>{}</strong>').format(text) if html else text,
+        'withholding': lambda remarks: [
+            r for r in remarks if r.blocks and not (r.arm and r.arm.control)
+        ],
     }
     made.globals |= {'end': END, 'Decision': Decision, 'RemarkCode': RemarkCode}
     return made

@@ -4,23 +4,12 @@ Each is declared once, as rows of text, and printed in every format.
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from qkattn.report import prose
-from qkattn.report.columns import columns
-from qkattn.report.equations import form
-from qkattn.report.prose import (
-    NONE,
-    NOT_RECORDED,
-    SPLITS,
-    bracketed,
-    clause,
-    interval,
-    p_value,
-    si,
-    words,
-)
+from qkattn.report.columns import CONTROL, printed_in
+from qkattn.report.prose import NONE, NOT_RECORDED, bracketed, clause, interval, p_value, si, words
 from qkattn.storage import ledger
 from qkattn.study.arm_key import ArmKey
 from qkattn.verdict import rules
@@ -30,6 +19,8 @@ from qkattn.verdict.load import Study
 
 # Text, '|' breaks it into two lines; and whether its column is aligned to the left.
 Heading = tuple[str, bool]
+Table = tuple[list[Heading], list[list[str]]]
+Row = dict[str, str]  # cells by heading
 
 
 class Sheet(NamedTuple):
@@ -42,162 +33,159 @@ class Sheet(NamedTuple):
     note: str
 
 
-def sheets(study: Study, found: Findings) -> list[Sheet]:
+def sheets(study: Study, findings: Findings) -> list[Sheet]:
     """The tables that this study has, by the order in which they are printed."""
     made = {
-        'parts': _parts(study, found),
-        'overall': _overall(study, found),
-        'controls': _controls(study, found),
-        'yardsticks': yardsticks(study, found),
-        'positions': _positions(study, found),
-        'laws': _laws(study, found),
-        'forms': _forms(study, found),
-        'ledger': _ledger(study),
+        'parts': _table(_parts(study, findings)),
+        'overall': _table(_overall(study, findings), study.corpora),
+        'controls': _controls(study, findings),
+        'yardsticks': yardsticks(study, findings),
+        'positions': _table(_positions(study, findings)),
+        'laws': _table(_laws(study, findings), ['no number, because']),
+        'forms': _table(_forms(study, findings), ['form', 'A[n]', 'B[n]']),
+        'ledger': _table(_ledger(study), ['event', 'what']),
     }
     return [
-        Sheet(name, *table, *prose.macro_sentences('sheets.j2', name, study, found=found))
+        Sheet(name, *table, *prose.macro_sentences('sheets.j2', name, study, found=findings))
         for name, table in made.items()
         if table[1]
     ]
 
 
-def _places(study: Study) -> tuple[list[Heading], Any]:
-    """The headings that identify an arm in this study, and its cells."""
-    fields = [('size', study.sizes), ('corpus', study.corpora)]
-    shown = [name for name, among in fields if len(among) > 1]
-
-    def cells(row: Any) -> list[str]:
-        name = prose.shown(study, row.key) if isinstance(row, Arm) else row.variant
-        return [name, *(getattr(row, field) for field in shown if hasattr(row, field))]
-
-    return [('variant', True), *((name, True) for name in shown)], cells
+_LEFT = {'variant', 'size', 'corpus', 'control', 'verdict', 'time, UTC'}
 
 
-def _parts(study: Study, found: Findings) -> tuple[list[Heading], list[list[str]]]:
+def _table(rows: Iterator[Row], left: Collection[str] = ()) -> Table:
+    listed = list(rows)
+    names = list(listed[0]) if listed else []
+    headings = [(name, name in _LEFT or name in left) for name in names]
+    return headings, [list(row.values()) for row in listed]
+
+
+def _place(study: Study, row: Any) -> Row:
+    """The cells that identify an arm, or a variant over sizes or corpora, in this study."""
+    place = {'variant': prose.shown(study, row.key) if isinstance(row, Arm) else row.variant}
+    for name, among in (('size', study.sizes), ('corpus', study.corpora)):
+        if len(among) > 1 and hasattr(row, name):
+            place[name] = getattr(row, name)
+    return place
+
+
+def _parts(study: Study, findings: Findings) -> Iterator[Row]:
     """Removing and reinvesting, which add up to the difference, and the longer budget."""
-    headings, cells = _places(study)
-    by_arm = {parts.key: parts for parts in found.decomposition}
-    longer = study.controls['longer']
-    names = ['removing|equal shape - baseline', 'reinvesting|matched - equal shape']
-    names += ['both|matched - baseline']
-    names += [f'at {longer} x the steps|matched - baseline'] if longer else []
-    rows = []
-    for arm in found.arms if by_arm else ():
-        if arm.is_baseline:
-            continue
-        names_of_parts = ['removing', 'reinvesting', *['longer'] * bool(longer)]
-        parts = [getattr(by_arm.get(arm.key), name, None) for name in names_of_parts]
-        parts.insert(2, arm.comparison)
-        texts = [interval(part.difference) if part else NONE for part in parts]
-        rows.append([*cells(arm), *texts])
-    return [*headings, *((name, False) for name in names)], rows
+    by_arm = {parts.key: parts for parts in findings.decomposition}
+    longer = f'at {study.controls["longer"]} x the steps|matched - baseline'
+    for arm in [arm for arm in findings.arms if by_arm and not arm.is_baseline]:
+        parts = by_arm.get(arm.key)
+        compared = {
+            'removing|equal shape - baseline': parts and parts.removing,
+            'reinvesting|matched - equal shape': parts and parts.reinvesting,
+            'both|matched - baseline': arm.comparison,
+        }
+        if study.controls['longer']:
+            compared[longer] = parts and parts.longer
+        yield _place(study, arm) | {
+            name: interval(part.difference) if part else NONE for name, part in compared.items()
+        }
 
 
-def _overall(study: Study, found: Findings) -> tuple[list[Heading], list[list[str]]]:
+def _overall(study: Study, findings: Findings) -> Iterator[Row]:
     """The verdict on each variant over all corpora, beside that on each corpus."""
-    several = len(study.sizes) > 1
-    left = ['variant', *['size'] * several]
-    names = [f'difference in {found.split} loss,|nats/token [95 % interval]']
-    tests = ['p,|corrected', f'p of more than {study.margin:g},|corrected']
-    headings = [(name, True) for name in left] + [(names[0], False), ('verdict', True)]
-    headings += [(name, False) for name in tests] + [(name, True) for name in study.corpora]
-    rows = []
-    for overall in found.overall:
-        difference = interval(overall.comparison.difference if overall.comparison else None)
-        verdict, by_corpus = overall.verdict, {arm.corpus: arm.verdict for arm in overall.arms}
-        row = [overall.variant, *[overall.size] * several, difference, verdict.decision.value]
-        row += [p_value(verdict.p_holm), p_value(verdict.p_margin_holm)]
-        rows.append([*row, *(by_corpus[corpus].decision.value for corpus in study.corpora)])
-    return headings, rows
+    for overall in findings.overall:
+        verdict, comparison = overall.verdict, overall.comparison
+        heading = f'difference in {findings.split} loss,|nats/token [95 % interval]'
+        yield _place(study, overall) | {
+            heading: interval(comparison.difference if comparison else None),
+            'verdict': verdict.decision.value,
+            'p,|corrected': p_value(verdict.p_holm),
+            f'p of more than {study.margin:g},|corrected': p_value(verdict.p_margin_holm),
+            **{arm.corpus: arm.verdict.decision.value for arm in overall.arms},
+        }
 
 
-def _controls(study: Study, found: Findings) -> tuple[list[Heading], list[list[str]]]:
-    of_study = [column for column in columns(study, found) if column.control]
-    rows = [[column.print(arm) for column in of_study] for arm in found.controls]
+def _controls(study: Study, findings: Findings) -> Table:
+    of_study = printed_in(CONTROL, study, findings)
+    rows = [[column.print(arm) for column in of_study] for arm in findings.controls]
     return [(column.heading, column.left) for column in of_study], rows
 
 
-def yardsticks(study: Study, found: Findings) -> tuple[list[Heading], list[list[str]]]:
+def yardsticks(study: Study, findings: Findings) -> Table:
     """Each baseline beside what it has to beat."""
-    names = ['trained|enough', 'tokens|seen', f'{SPLITS[found.split]}|loss', 'best counts|of these']
-    names += ['their|loss', 'gain by|position', 'BLEU', 'worth of|sources']
     rows = []
-    for standing in rules.standings(study, (*found.arms, *found.controls)):
+    for standing in rules.standings(study, (*findings.arms, *findings.controls)):
         arm, yardstick, best = standing.arm, standing.yardstick, standing.best
+        row = {
+            'size': arm.size,
+            'corpus': arm.corpus,
+            'trained|enough': 'no' if standing.remarks else 'yes',
+            'tokens|seen': si(yardstick.seen) if yardstick else NOT_RECORDED,
+            f'{prose.SPLITS[findings.split]}|loss': f'{arm.loss.mean:.3f}' if arm.loss else NONE,
+            'best counts|of these': best[0] if best else NONE,
+            'their|loss': f'{best[1]:.3f}' if best else NONE,
+        }
+        for name, value, spec, task in (
+            ('gain by|position', standing.gain, '.3f', 'language'),
+            ('BLEU', standing.bleu, '.1f', 'translation'),
+            ('worth of|sources', standing.sources, '.3f', 'translation'),
+        ):
+            measured = NOT_RECORDED if value is None else f'{value:{spec}}'
+            row[name] = measured if yardstick and yardstick.task == task else NONE
+        rows.append(row)
+    return _table(iter(rows))
 
-        def recorded(
-            value: float | None, spec: str, task: str, actual: Any = yardstick and yardstick.task
-        ) -> str:
-            return NONE if actual != task else NOT_RECORDED if value is None else f'{value:{spec}}'
 
-        row = [arm.size, arm.corpus, 'no' if standing.remarks else 'yes']
-        row.append(si(yardstick.seen) if yardstick else NOT_RECORDED)
-        row.append(f'{arm.loss.mean:.3f}' if arm.loss else NONE)
-        row += (best[0], f'{best[1]:.3f}') if best else (NONE, NONE)
-        row.append(recorded(standing.gain, '.3f', 'language'))
-        row.append(recorded(standing.bleu, '.1f', 'translation'))
-        rows.append([*row, recorded(standing.sources, '.3f', 'translation')])
-    return [('size', True), ('corpus', True), *((name, False) for name in names)], rows
-
-
-def _positions(study: Study, found: Findings) -> tuple[list[Heading], list[list[str]]]:
+def _positions(study: Study, findings: Findings) -> Iterator[Row]:
     """The loss of each arm by position, mean over seeds, and with the sources of other pairs."""
-    headings, cells = _places(study)
-    measured = study.measured
-    arms = [arm for arm in (*found.arms, *found.controls) if measured.get(arm.key)]
+    measured: Mapping[ArmKey, Any] = study.yardsticks.measured if study.yardsticks else {}
+    arms = [arm for arm in (*findings.arms, *findings.controls) if measured.get(arm.key)]
     trials = [trial for arm in arms for trial in measured[arm.key]]
-    names = list(dict.fromkeys(name for trial in trials for name in trial.positions))
-    rows = []
+    names = dict.fromkeys(name for trial in trials for name in trial.positions)
     for arm in arms:
-        of_arm = measured[arm.key]
-        by_name = [[trial.positions.get(name) for trial in of_arm] for name in names]
-        by_name.append([trial.shuffled for trial in of_arm])
-        means = [NONE if None in x else f'{statistics.fmean(x):.3f}' for x in by_name]
-        rows.append([*cells(arm), words(arm.control or NONE), *means])
-    headings = [*headings, ('control', True), *((name, False) for name in names)]
-    return [*headings, ('sources|shuffled', False)], rows
+        losses = {name: [t.positions.get(name) for t in measured[arm.key]] for name in names}
+        losses['sources|shuffled'] = [trial.shuffled for trial in measured[arm.key]]
+        yield (
+            _place(study, arm)
+            | {'control': words(arm.control or NONE)}
+            | {
+                name: NONE if None in of_seeds else f'{statistics.fmean(of_seeds):.3f}'
+                for name, of_seeds in losses.items()
+            }
+        )
 
 
-def _laws(study: Study, found: Findings) -> tuple[list[Heading], list[list[str]]]:
+def _laws(study: Study, findings: Findings) -> Iterator[Row]:
     """The law of each variant, what one of its parameters is worth, or why there is none."""
-    headings, cells = _places(study)
-    left = [heading for heading in headings if heading[0] != 'size']  # a law is over sizes
-    numbers = ('E,|nats/token', 'A', 'a', 'R²', 'baseline parameters|per parameter')
-    rows = []
-    for scaling in found.scaling:
+    for scaling in findings.scaling:
         law, worth = scaling.fit, scaling.multiplier
-        row = cells(scaling)
-        if law.problem:
-            row += [NONE] * 4
-        else:
-            row += [bracketed(law.E), bracketed(law.A, '.3g'), bracketed(law.a)]
-            row.append(f'{law.r_squared:.3f}')
-        row.append(NONE if worth is None or worth.problem else bracketed(worth))
         problems = [law.problem, worth.problem if worth else None]
-        reasons = dict.fromkeys(clause(problem) for problem in problems if problem)
-        rows.append([*row, '; '.join(reasons) or NONE])
-    return [*left, *((name, False) for name in numbers), ('no number, because', True)], rows
+        yield _place(study, scaling) | {
+            'E,|nats/token': NONE if law.problem else bracketed(law.E),
+            'A': NONE if law.problem else bracketed(law.A, '.3g'),
+            'a': NONE if law.problem else bracketed(law.a),
+            'R²': NONE if law.problem else f'{law.r_squared:.3f}',
+            'baseline parameters|per parameter': NONE
+            if worth is None or worth.problem
+            else bracketed(worth),
+            'no number, because': '; '.join(dict.fromkeys(clause(p) for p in problems if p))
+            or NONE,
+        }
 
 
-def _forms(study: Study, found: Findings) -> tuple[list[Heading], list[list[str]]]:
+def _forms(study: Study, findings: Findings) -> Iterator[Row]:
     """The equations of each variant, with all options."""
-    arms = {prose.shown(study, arm.key): arm for arm in found.arms}
-    headings = [('variant', True), ('form', True), ('A[n]', True), ('B[n]', True)]
-    rows = []
-    for name, arm in arms.items():
-        written = form(study.by_name[arm.example.run].config)
-        rows.append([name, written.name, written.score or NONE, written.value or NONE])
-    return headings, rows
+    for name, arm in {prose.shown(study, arm.key): arm for arm in findings.arms}.items():
+        form, score, value = prose.form(study.by_name[arm.example.run].config)
+        yield {'variant': name, 'form': form, 'A[n]': score, 'B[n]': value}
 
 
-def _ledger(study: Study) -> tuple[list[Heading], list[list[str]]]:
-    headings = [('time, UTC', True), ('event', True), ('look', False), ('family', False)]
-    entries = study.ledger.entries if study.ledger else ()
-    rows = []
-    for entry in entries:
+def _ledger(study: Study) -> Iterator[Row]:
+    for entry in study.ledger.entries if study.ledger else ():
         arms = [ArmKey(*ledger.arm_key(arm)) for arm in entry.get('arms', ())]
         (sentence,) = prose.macro_sentences('sheets.j2', 'entered', study, entry=entry, arms=arms)
-        time = str(entry['time']).removesuffix('+00:00').replace('T', ' ')
-        numbers = [str(entry[name]) if name in entry else NONE for name in ('look', 'family')]
-        rows.append([time, words(entry['event']), *numbers, sentence])
-    return [*headings, ('what', True)], rows
+        yield {
+            'time, UTC': str(entry['time']).removesuffix('+00:00').replace('T', ' '),
+            'event': words(entry['event']),
+            'look': str(entry.get('look', NONE)),
+            'family': str(entry.get('family', NONE)),
+            'what': sentence,
+        }

@@ -3,33 +3,32 @@
 The chain from a log to a printed number:
 
     ledger.jsonl -> study.json, plan.jsonl, results.jsonl, documents.json    by their hashes
-    metrics.jsonl, documents.json of a run -> results.jsonl                  see run_checks
-    results.jsonl -> table.md, table.csv, a page's headline                made again
-    results.jsonl -> claims.json                           decided again, see qkattn.claims.export
-    claims.json -> the blocks of pages                                     made again
+    plan.jsonl     a run's name is the hash of its config, its trials are the config's, in order
+    metrics.jsonl  the last evaluation and the final record hold what results.jsonl does
+    results.jsonl  tokens, residual, perplexity, bits per byte follow from the other fields
+    results.jsonl -> table.md, table.csv, a page's headline                  made again
+    results.jsonl -> claims.json                             decided again, see qkattn.claims.export
+    claims.json -> the blocks of pages                                       made again
 
-A stored study has the files of the first two lines in another form (`qkattn.study.stored`).
+`load_study` compares the sums of documents.json with the losses. A stored study has the files of
+the first lines in another form (`qkattn.study.stored`).
 
 What a run logged, and what only copies or counts it, is compared exactly: hashes, results, counts,
-words and verdicts. Derived numbers are not the same everywhere: vector instructions of
-processors, and versions of numpy, round exp, log and sums differently, and a bootstrapped fit
-carries the last bits to the ninth digit. They are stored to six digits or fewer, and a stored one
-agrees with the one made again, x, if it is what a number within TOLERANCE of x rounds to:
-
-    claims.json            by its rows, whose x is at hand (`near`)
-    tables, pages          by their text: prints that are one unit of their last digit apart agree
-                           if that of six digits is meant, or if a number of the findings lies at
-                           the boundary between both (`same_print`), as '< 0.001' beside '0.001'
-
-This is about what is stored. No test of what the program computes has a wider tolerance for it.
+words and verdicts. Derived numbers are not the same everywhere: processors and versions of numpy
+round exp, log and sums differently, and a bootstrapped fit carries the last bits to the ninth
+digit. So a stored number agrees with the one made again, x, if a number within TOLERANCE of x is
+stored (`near`) or printed (`prints_of`) like that.
 """
 
+import csv
 import dataclasses
 import functools
+import io
 import itertools
 import math
+import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from types import MappingProxyType
@@ -37,15 +36,17 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from qkattn.config import fingerprint_of
+from qkattn.config import TrialsConfig, fingerprint_of, from_json
 from qkattn.errors import ReportError
-from qkattn.report import run_checks, tables
-from qkattn.report.prose import DIGITS, rounded
+from qkattn.metrics import PREFIXES, bits_per_byte, logged_fields, perplexity, result_fields
+from qkattn.report import tables
+from qkattn.report.prose import rounded
 from qkattn.storage import ledger
 from qkattn.storage.files import write_atomic
-from qkattn.storage.records import for_each_line, read_json
+from qkattn.storage.records import FINISHED, for_each_line, read_json
 from qkattn.study.tuning import SCREENING
 from qkattn.verdict import Findings, Study, load_findings
+from qkattn.verdict.runs import COUNTS, Run
 
 TOLERANCE = 1e-6  # relative, of derived numbers
 
@@ -59,10 +60,8 @@ NOT_COVERED = (
     'a study whose results, logs, report and ledger are all written again with matching hashes',
 )
 
-NUMBER = re.compile(r'\d+(?:[.,]\d+)*')
-PRINT = re.compile(r'(?:< )?[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?')
-WIDTH = re.compile(r'([ -])\1+')
-PLAIN = {'&lt;': '<', r'\textless{}': '<', r'\ensuremath{-}': '-'}  # signs of HTML and LaTeX
+PRINT = re.compile(r'(?:< )?[-+]?\d+(?:[.,]\d+)*(?:e[-+]?\d+)?')
+Pair = tuple[Study, Findings]
 
 
 def check_study(directory: str | Path) -> int:
@@ -70,26 +69,24 @@ def check_study(directory: str | Path) -> int:
 
     ReportError names the first difference, and where it is.
     """
-    study, found = load_findings(directory)
-    for problem in itertools.chain(study.problems, _of_runs(study), _unlike_its_ledger(study)):
+    study, findings = load_findings(directory)
+    for problem in itertools.chain(study.problems, _run_problems(study), _ledger_problems(study)):
         edited = ' and '.join(_changed_files(study))
         note = f' ({edited} changed since the last look)' if edited not in problem else ''
         raise ReportError(f'{study.directory}: {problem}{note}')
-    made = {
-        'table.md': tables.report_markdown(study, found),
-        'table.csv': tables.csv_table(study, found),
-    }
-    at_boundary = boundaries(lambda: [(study, found)])
-    count = 0
-    for name, expected in made.items():
+    texts = {}
+    for name in ('table.md', 'table.csv'):
         path = study.directory / name
         if not path.is_file():
             raise ReportError(f'{path} does not exist; make it with python -m experiments.report')
-        actual = path.read_text(encoding='utf-8', errors='replace')
-        if place := difference(actual, expected, at_boundary):
-            raise ReportError(f'{path} is not what its logs give, {place}')
-        count += len(NUMBER.findall(actual))
-    return count
+        texts[name] = path.read_text(encoding='utf-8', errors='replace')
+    table = texts['table.md']
+    expected = tables.report_markdown(study, findings)
+    unlike = difference(table, expected, prints_of(lambda: [(study, findings)]))
+    if place := unlike or _unlike_frame(texts['table.csv'], study, findings):
+        name = 'table.md' if unlike else 'table.csv'
+        raise ReportError(f'{study.directory / name} is not what its logs give, {place}')
+    return sum(len(PRINT.findall(text)) for text in texts.values())
 
 
 class Block(NamedTuple):
@@ -123,22 +120,21 @@ def check_page(
     def made(match: re.Match[str]) -> str:
         return f'{match[1]}{blocks[match[2]].text(path.parent / match[3], match[3])}{match[5]}'
 
-    def studies() -> Iterator[tuple[Study, Findings]]:
-        for match in block.finditer(text):
-            directory = path.parent / match[3] / blocks[match[2]].study
-            if (directory / 'study.json').is_file():
-                yield load_findings(directory)
+    def studies() -> list[Pair]:
+        found = block.finditer(text)
+        directories = [path.parent / match[3] / blocks[match[2]].study for match in found]
+        return [load_findings(d) for d in directories if (d / 'study.json').is_file()]
 
     expected = block.sub(made, text)
     if write and expected != text:
         write_atomic(path, expected)
-    elif place := difference(text, expected, boundaries(studies)):
+    elif place := difference(text, expected, prints_of(studies)):
         raise ReportError(f'{path} is not what its studies give, {place}')
     return len(block.findall(text))
 
 
-def _unlike_its_ledger(study: Study) -> Iterator[str]:
-    """What the study declares that its ledger does not, and files that nobody has looked at."""
+def _ledger_problems(study: Study) -> Iterator[str]:
+    """What the study declares that its ledger does not, and files that changed since a look."""
     declared = read_json(study.directory / 'study.json', {})
     kept = ledger.read(study.directory / ledger.NAME)
     if declared['base_hash'] != fingerprint_of(declared['base']):
@@ -164,13 +160,88 @@ def _changed_files(study: Study) -> list[str]:
     return [name for name in {**looked, **files} if looked.get(name) != files.get(name)]
 
 
-def _of_runs(study: Study) -> Iterator[str]:
+def _run_problems(study: Study) -> Iterator[str]:
+    """Runs whose results are not those of their plan, their log, or each other."""
     lines: dict[str, list[dict[str, Any]]] = {run.name: [] for run in study.runs}
     for_each_line(
         study.files / 'results.jsonl', '', [], lambda line: lines[line['run']].append(line)
     )
     for run in study.runs:
-        yield from run_checks.problems(study, run, lines[run.name])
+        if fingerprint_of(run.config) != run.name:
+            yield f'run {run.name} of plan.jsonl is not the hash of its config'
+        if not (records := lines[run.name]):
+            continue
+        if [r['trial'] for r in records] != from_json(TrialsConfig, run.config['trials']).trials():
+            yield f'run {run.name} has results that are not the trials of its config in their order'
+            return
+        for record in records:
+            about = f'seed {record["trial"]["seed"]} of run {run.name}'
+            for name, (value, expected) in _derived(study, run, record).items():
+                if not math.isclose(value, expected, rel_tol=1e-9, abs_tol=1e-12):
+                    yield f'{about} has {name} {value}, which is {expected} by its other fields'
+        directory = study.files / run.directory
+        yield from _unlike_log(directory / 'metrics.jsonl', run, records)
+        documents = directory / 'documents.json'
+        if not documents.is_file() and not ledger.left_out_documents(directory):
+            yield f'run {run.name} has results, but documents.json is missing'
+
+
+def _derived(study: Study, run: Run, record: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Numbers of a result beside those that its other fields give."""
+    steps, batch_size = record['num_steps'], run.config['train']['batch_size']
+    parameters, target = record['parameters'], record['target_parameters']
+    groups = [count for group, count in parameters.items() if group != 'total']
+    derived: dict[str, tuple[Any, Any]] = {
+        'num_tokens': (record['num_tokens'], steps * batch_size * run.config['model']['context']),
+        'parameters.total': (parameters['total'], sum(groups)),
+    }
+    if study.matched is not None and target:
+        measured = {
+            'total': parameters['total'],
+            'non_embedding': parameters['total'] - parameters['embedding'],
+            'flops': record['flops_per_token'],
+            'cache': record['cache_floats_per_token'],
+        }[study.matched]
+        derived['residual'] = record['residual'], measured / target - 1
+    for prefix in PREFIXES.values() if record['status'] == FINISHED else ():
+        loss = record[f'{prefix}_loss']
+        numbers = {} if loss is None else {'perplexity': perplexity(loss)}
+        if loss is not None and run.config['data']['tokenizer'] == 'bytes':
+            numbers['bits_per_byte'] = bits_per_byte(loss, 1.0)
+        for name, number in numbers.items():
+            if (value := record.get(f'{prefix}_{name}')) is not None:
+                derived[f'{prefix}_{name}'] = value, number
+    return derived
+
+
+def _unlike_log(path: Path, run: Run, records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Results that are not those of the last evaluation and of the final record."""
+    if not path.is_file():
+        yield f'run {run.name} has results, but {path.name} is missing'
+        return
+    bad: list[str] = []
+    lines: list[dict] = []
+    for_each_line(path, path.name, bad, lines.append)
+    yield from (f'run {run.name}: {problem}' for problem in bad)
+    final = lines[-1]  # `load_study` names a log without this record
+    if final['step'] != run.trials[0].num_steps:
+        yield f'run {run.name} has a final record of step {final["step"]}'
+    if final['trials'] != [record['trial'] for record in records]:
+        yield f'run {run.name} has other trials in the final record of its log'
+    metrics = run.trials[0].declared_metrics
+    evaluation = [line for line in lines if line['kind'] == 'eval'][-1]
+    logged = [(name, [final.get(name)] * len(records)) for name in COUNTS.values()]
+    logged += [(name, evaluation.get(name)) for name in logged_fields(metrics)]
+    logged += [(name, final.get(name)) for name in result_fields(metrics)]
+    for name, values in logged:
+        values = values or [None] * len(records)
+        if len(values) != len(records):
+            yield f'run {run.name} has {len(records)} trials, but {len(values)} logged'
+            return
+        for record, value in zip(records, values, strict=True):
+            if record.get(name) != value:
+                about = f'seed {record["trial"]["seed"]} of run {run.name}'
+                yield f'{about} has {name} {record.get(name)}, but {value} in its log'
 
 
 def near(stored: float, number: float) -> bool:
@@ -178,49 +249,62 @@ def near(stored: float, number: float) -> bool:
     return stored in {rounded(number * (1 + shift)) for shift in (-TOLERANCE, 0, TOLERANCE)}
 
 
-def same_print(one: str, other: str, at_boundary: Callable[[float], bool]) -> bool:
-    """Whether two prints of a derived number differ as those of two machines may.
-
-    `at_boundary` says whether a number lies where rounding goes from one print to the other.
-    """
-    texts = [text.removeprefix('< ') for text in (one, other)]
-    a, b = map(float, texts)
-    if a == b:
-        return one.startswith('<') == other.startswith('<') or at_boundary(a)
-    is_count = a.is_integer() and b.is_integer()
-    # Large numbers keep all digits before the point.
-    last_bits = TOLERANCE if min(abs(a), abs(b)) >= 10 ** (DIGITS - 1) else 1e-9
-    if math.isclose(a, b, rel_tol=last_bits) and not is_count:
-        return True
-    low, high = sorted(map(Decimal, texts), key=abs)
-    last = min(int(x.as_tuple().exponent) for x in (low, high))
-    if abs(high - low) > Decimal(1).scaleb(last):
-        return False
-    has_all_digits = low.adjusted() - last + 1 >= DIGITS and not is_count
-    return has_all_digits or at_boundary(float(low + high) / 2)
+def _unlike_frame(text: str, study: Study, findings: Findings) -> str | None:
+    """The first cell of table.csv that is not what the logs give."""
+    table, expected = tables.frame(study, findings), tables.csv_table(study, findings)
+    lines = itertools.zip_longest(*(csv.reader(io.StringIO(x)) for x in (text, expected)))
+    for row, (line, other) in enumerate(lines):
+        for column, (cell, again) in enumerate(itertools.zip_longest(line or [], other or [])):
+            number = table.iat[row - 1, column] if row and cell and again else None
+            if cell != again and not (isinstance(number, float) and near(float(cell), number)):
+                return f'line {row + 1}: {cell!r}, expected {again!r}'
+    return None
 
 
-def boundaries(
-    studies: Callable[[], Iterable[tuple[Study, Findings]]],
-) -> Callable[[float], bool]:
-    """A function that tells whether a number of the findings lies at a boundary, to TOLERANCE.
+def difference(
+    actual: str, expected: str, agree: Callable[[str, str], bool] = lambda one, other: False
+) -> str | None:
+    """'line 3: 'a', expected 'b'', or None if words are equal, and numbers are or `agree`."""
+    lines, others = actual.splitlines(), expected.splitlines()
+    for number, (line, other) in enumerate(zip(lines, others, strict=False), start=1):
+        prints = zip(PRINT.findall(line), PRINT.findall(other), strict=False)
+        if PRINT.sub('0', line) != PRINT.sub('0', other) or not all(
+            one == two or agree(one, two) for one, two in prints
+        ):
+            at = len(os.path.commonprefix([line, other]))
+            part = slice(max(at - 20, 0), at + 40)
+            return f'line {number}: {line[part]!r}, expected {other[part]!r}'
+    if len(lines) != len(others):
+        return f'it has {len(lines)} lines, expected {len(others)}'
+    return None
 
-    Powers of ten do not count: fractions are printed in percent, and prefixes stand for thousands.
+
+def prints_of(studies: Callable[[], Iterable[Pair]]) -> Callable[[str, str], bool]:
+    """A function that tells whether two prints can be of the same number of these studies.
+
+    They are if a number lies, to TOLERANCE, where rounding goes from one print to the other, as
+    0.0825 does between '0.082' and '0.083', and 0.001 between '< 0.001' and '0.001'. Powers of ten
+    do not count: fractions are printed in percent, and prefixes stand for thousands.
     """
 
     @functools.cache
-    def logarithms() -> list[float]:
-        numbers = {x for pair in studies() for x in _numbers((pair[1], tables.frame(*pair)))}
-        return [math.log10(abs(x)) for x in numbers if x and math.isfinite(x)]
+    def mantissas() -> list[float]:
+        numbers = (x for pair in studies() for x in _numbers((pair[1], tables.frame(*pair))))
+        return [_mantissa(x) for x in numbers if x and math.isfinite(x)]
 
-    def at_boundary(boundary: float) -> bool:
-        if not boundary:
-            return False
-        place = math.log10(abs(boundary))
-        apart = (abs(math.remainder(x - place, 1)) for x in logarithms())
-        return any(x <= math.log10(1 + TOLERANCE) for x in apart)
+    def agree(one: str, other: str) -> bool:
+        a, b = (Decimal(re.sub('[< ,]', '', text)) for text in (one, other))
+        unit = Decimal(1).scaleb(min(int(x.as_tuple().exponent) for x in (a, b)))
+        boundary = _mantissa(float(a + b) / 2)
+        return abs(a - b) <= unit and (
+            a == b == 0 or any(math.isclose(x, boundary, rel_tol=TOLERANCE) for x in mantissas())
+        )
 
-    return at_boundary
+    return agree
+
+
+def _mantissa(number: float) -> float:
+    return abs(number) / 10 ** math.floor(math.log10(abs(number))) if number else 0.0
 
 
 def _numbers(value: Any) -> Iterator[float]:
@@ -234,35 +318,3 @@ def _numbers(value: Any) -> Iterator[float]:
     elif isinstance(value, list | tuple | pd.DataFrame):
         for part in value.to_numpy().ravel() if isinstance(value, pd.DataFrame) else value:
             yield from _numbers(part)
-
-
-def _same(line: str, other: str, at_boundary: Callable[[float], bool]) -> bool:
-    """Whether two lines differ in nothing but numbers that `same_print` takes for one."""
-    for sign, plain in PLAIN.items():
-        line, other = line.replace(sign, plain), other.replace(sign, plain)
-    prints = [PRINT.findall(x) for x in (line, other)]
-    # A table is as wide as its numbers.
-    texts = [WIDTH.sub(r'\1', PRINT.sub('0', x)) for x in (line, other)]
-    return texts[0] == texts[1] and all(
-        a == b or same_print(a, b, at_boundary) for a, b in zip(*prints, strict=True)
-    )
-
-
-def difference(
-    actual: str, expected: str, at_boundary: Callable[[float], bool] | None = None
-) -> str | None:
-    """'line 3: 'a', expected 'b'', or None where both are the same.
-
-    `at_boundary`, of `same_print`, is for texts of derived numbers; without it all are exact.
-    """
-    lines, others = actual.splitlines(), expected.splitlines()
-    for number, (line, other) in enumerate(zip(lines, others, strict=False), start=1):
-        if line != other and not (at_boundary and _same(line, other, at_boundary)):
-            pairs = zip(line, other, strict=False)
-            length = min(len(line), len(other))
-            at = next((i for i, (a, b) in enumerate(pairs) if a != b), length)
-            part = slice(max(at - 20, 0), at + 40)
-            return f'line {number}: {line[part]!r}, expected {other[part]!r}'
-    if len(lines) != len(others):
-        return f'it has {len(lines)} lines, expected {len(others)}'
-    return None

@@ -14,7 +14,7 @@ from qkattn.claims.figures import claim_figures, compared, curves, figure_stems
 from qkattn.claims.studies import Results
 from qkattn.errors import ReportError, RunDirectoryError
 from qkattn.report.figures import style
-from qkattn.report.figures.style import Rendered, style_sheet
+from qkattn.report.figures.style import style_sheet
 from qkattn.report.verify import check_page
 from tests.claims import conftest
 from tests.report.conftest import row_names
@@ -67,7 +67,7 @@ def written(tmp_path_factory):
     write(directory, CLAIMS, SHOWN)
     write(directory, ANSWERS, MADE)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(style, 'render', lambda drawing: Rendered(b'', b'', '', '<svg></svg>'))
+        patched.setattr(style, 'render', lambda figure, kind: b'')
         pages.write_page(directory)
     return directory
 

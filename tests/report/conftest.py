@@ -11,15 +11,20 @@ from qkattn import report
 from qkattn.config import fingerprint_of
 from qkattn.report import export
 from qkattn.report.figures import style
-from qkattn.report.figures.style import Rendered
 from qkattn.storage import ledger
 from qkattn.study import stored
+from qkattn.verdict import find, load_study
 from tests.studies import outside_record, tuned_arm, write_lines, write_tuned
 
 BASE = tuple(2 + 0.01 * math.sin(seed) for seed in range(8))
 SIZES = {f'd_model={d}': d for d in (32, 64, 96, 128)}
 LONG = 'my_package.my_module:MyScore/my_package.other:MyValue?num_kv_heads=1'
 HOSTILE = '<script>alert("x")</script>--><b>&amp;$\\frac$|a_b\n%'
+
+
+def read(directory):
+    study = load_study(directory)
+    return study, find(study)
 
 
 def shifted(mean, spread=0.001):
@@ -103,19 +108,13 @@ class Page(HTMLParser):
         self.feed(html)
         self.close()
         assert self.open == []
-
-    @property
-    def text(self) -> str:
-        return ' '.join(' '.join(self.words).split())
+        self.text = ' '.join(' '.join(self.words).split())
 
     def handle_starttag(self, tag, attrs):
-        self.handle_startendtag(tag, attrs)
-        if tag not in {'meta', 'br', 'link', 'img', 'input', 'hr'}:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
         self.ids += [value for name, value in attrs if name == 'id']
+        if tag not in {'meta', 'br', 'link', 'img', 'input', 'hr'}:
+            self.open.append(tag)
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
@@ -146,7 +145,7 @@ def renamed(directory):
 def unrendered():
     """Pictures are no part of a check: they are not rendered."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(style, 'render', lambda drawing: Rendered(b'', b'', '', '<svg></svg>'))
+        patched.setattr(style, 'render', lambda figure, kind: b'<svg></svg>')
         yield
 
 

@@ -1,19 +1,28 @@
-"""What the figures show: read from the matplotlib objects, not from pixels."""
+"""What the figures show, read from the matplotlib objects; that they are legible; their files."""
 
 import numpy as np
 import pytest
-from matplotlib.axes import Axes
+from matplotlib.image import imread
+from matplotlib.text import Text
 
-from qkattn.metrics import METRICS
-from qkattn.report.figures import figures
+from qkattn.report.columns import probes
+from qkattn.report.figures import attention_figure, figures
 from qkattn.report.figures.forest import Line, Panel, forest
-from qkattn.report.figures.style import style_sheet, styles
+from qkattn.report.figures.style import (
+    DARK,
+    HUES,
+    INK,
+    LIGHT,
+    Drawing,
+    short,
+    style_sheet,
+    styles,
+    write_plots,
+)
 from qkattn.report.page import described
-from qkattn.verdict import find, load_study
-from tests.report.conftest import BASE, SIZES, arms, row_names, scaled, shifted
+from tests.report.conftest import LONG, SIZES, arms, read, row_names, scaled, shifted
 from tests.studies import (
     RATES,
-    edit_plan,
     probe_record,
     translation_record,
     trial_record,
@@ -24,314 +33,264 @@ from tests.studies import (
 
 
 def draw(path):
-    study = load_study(path)
-    found = find(study)
-    return found, {drawing.stem: drawing.figure for drawing in figures(study, found)}
+    study, findings = read(path)
+    return findings, {drawing.stem: drawing.figure for drawing in figures(study, findings)}
 
 
-def texts(ax: Axes) -> list[str]:
+def texts(ax) -> list[str]:
     return [text.get_text() for text in ax.texts]
 
 
-def labels(ax: Axes) -> list[str]:
-    return row_names(ax)
+def dots(ax, label: str) -> list[np.ndarray]:
+    """The x of each collection of that label."""
+    return [c.get_offsets()[:, 0] for c in ax.collections if c.get_label() == label]
 
 
-def title(ax: Axes) -> list[str]:
-    return ax.get_title(loc='left').splitlines()
+def line(ax, label: str):
+    (match,) = [line for line in ax.lines if line.get_label() == label]
+    return match
 
 
-def seeds(ax: Axes) -> list:
-    return [dots for dots in ax.collections if dots.get_label() == 'one seed']
-
-
-def line(ax: Axes, label: str):
-    (found,) = [line for line in ax.lines if line.get_label() == label]
-    return found
-
-
-def test_forest_has_a_line_for_every_declared_arm(study_dir):
+@pytest.fixture(scope='module')
+def drawn(tmp_path_factory):
+    """Findings and figures of a study with every decision, and arms of all kinds of trouble."""
+    records = [*arms(), *tuned_arm(LONG, losses=shifted(0.006))]
+    for record in records:
+        record |= {'val_induction_gain': 3 - record['val_loss'], 'val_induction_accuracy': 0.5}
+        if record['variant'] == 'bad/vo':
+            record['parameters'] = record['parameters'] | {'total': 10**6}
+    records += tuned_arm('far/vo', losses=shifted(3.0), diverged_rates=RATES[-1:])
+    records += tuned_arm('lost/vo', losses=[None] * 8)
+    records += tuned_arm('half/vo', losses=[None, *shifted(0.0)[1:]])
     late = ('late/vo', 'd_model=128', 'screening', 'learning_rate')
-    write_tuned(study_dir, arms(), declared=[late])
-    _, drawn = draw(study_dir)
-    (ax,) = drawn['verdicts'].axes
-    assert labels(ax) == ['good/vo', 'same/vo', 'wide/vo', 'bad/vo', 'late/vo']
-    said = texts(ax)
-    words = [text.split()[-1] for text in said if ']  ' in text]
-    assert words == ['better', 'equivalent', 'undecided', 'worse']
-    assert any('screening' in text or text == 'no result yet' for text in said)
+    yardsticks = {'losses': {'val': {'5-gram': 2.2}, 'test': {'5-gram': 2.3}}}
+    path = tmp_path_factory.mktemp('drawn') / 'study'
+    about = {'declared': [late], 'num_evals': 4, 'margin': 0.004, 'yardsticks': yardsticks}
+    findings, made = draw(write_tuned(path, records, **about))
+    for figure in made.values():
+        with style_sheet():
+            figure.draw_without_rendering()
+    return findings, made
 
 
-def test_forest_draws_seeds_intervals_and_margin(study_dir):
-    found, drawn = draw(write_tuned(study_dir, arms(), margin=0.004))
-    (ax,) = drawn['verdicts'].axes
-    by_name = {arm.variant: arm for arm in found.arms}
-    for name, dots in zip(labels(ax), seeds(ax), strict=True):
-        seen = sorted(dots.get_offsets()[:, 0])
-        assert seen == pytest.approx(sorted(by_name[name].differences))
+def test_all_kinds_of_figures_are_drawn(drawn):
+    stems = {'verdicts', 'losses', 'sweep_learning_rate', 'curves', 'loss_parameters', 'retrieval'}
+    assert drawn[1].keys() == stems
+
+
+def test_a_forest_has_every_declared_arm_with_its_interval_seeds_and_word(drawn):
+    findings, made = drawn
+    (ax,) = made['verdicts'].axes
+    names = row_names(ax)
+    finished = ['good/vo', 'half/vo', 'same/vo', 'wide/vo', short(LONG, 44), 'bad/vo', 'far/vo']
+    assert names == [*finished, 'lost/vo', 'late/vo']
+    shown = texts(ax)
+    assert shown.count('diverged or stopped early') == shown.count('no result yet') == 1
+    by_name = {arm.variant: arm for arm in findings.arms}
+    good = by_name['good/vo'].difference
+    assert f'{good.mean:+.4f} [{good.low:+.4f}, {good.high:+.4f}]  better' in shown
+    assert any(text.endswith('undecided  1 diverged') for text in shown)
+    (interval, *_) = [c for c in ax.collections if c.get_label() == '95 % interval']
+    assert interval.get_segments()[0][:, 0] == pytest.approx((good.low, good.high))
+    (seeds, *_) = dots(ax, 'one seed')
+    assert sorted(seeds) == pytest.approx(sorted(by_name['good/vo'].differences))
     (band,) = [patch for patch in ax.patches if patch.get_label().startswith('±0.004')]
     corners = band.get_extents().transformed(ax.transData.inverted())
     assert (corners.x0, corners.x1) == pytest.approx((-0.004, 0.004))
-    difference = by_name['good/vo'].difference
-    interval = next(of for of in ax.collections if of.get_label() == '95 % interval')
-    ends = interval.get_segments()[0][:, 0]
-    assert ends == pytest.approx((difference.low, difference.high))
-    said = f'{difference.mean:+.4f} [{difference.low:+.4f}, {difference.high:+.4f}]  better'
-    assert said in texts(ax)
 
 
-def test_an_outlier_does_not_flatten_the_others(study_dir):
-    records = [*arms(), *tuned_arm('far/vo', losses=shifted(3.0))]
-    _, drawn = draw(write_tuned(study_dir, records))
-    (ax,) = drawn['verdicts'].axes
+def test_an_outlier_does_not_flatten_the_others(drawn):
+    (ax,) = drawn[1]['verdicts'].axes
     assert ax.get_xlim()[1] < 0.5
-    # One arrowhead for the mean, one for each of the seeds.
-    at_edge = [of.get_offsets() for of in ax.collections if of.get_label() in ('mean', 'one seed')]
-    at_edge = [offsets for offsets in at_edge if offsets[0, 0] == ax.get_xlim()[1]]
-    assert sorted(map(len, at_edge)) == [1, 8]
-    assert any(text.startswith('+3.0000') for text in texts(ax))
+    means = np.concatenate(dots(ax, 'mean'))
+    assert means[-1] == ax.get_xlim()[1] and (means[:-1] < 0.1).all()
 
 
-def test_diverged_verdict_trials_are_counted(study_dir):
-    records = [*arms(), *tuned_arm('div/vo', losses=[None, *shifted(0.0)[1:]])]
-    _, drawn = draw(write_tuned(study_dir, records))
-    assert any(text.endswith('  1 diverged') for text in texts(drawn['verdicts'].axes[0]))
-
-
-def test_an_arm_without_finished_trials_says_why(study_dir):
-    short = [r | {'num_steps': 40} for r in tuned_arm('short/vo', losses=shifted(0.0))]
-    path = write_tuned(study_dir, [*arms(), *tuned_arm('lost/vo', losses=[None] * 8), *short])
-    edit_plan(path, short[-1]['run'], train__num_steps=400)
-    _, drawn = draw(path)
-    for stem in ('verdicts', 'losses'):
-        said = texts(drawn[stem].axes[0])
-        assert said.count('diverged') == 1 and said.count('stopped early') == 1
-
-
-def test_a_panel_for_each_size(study_dir):
-    records = [r for size, d in SIZES.items() for r in arms(size, d_model=d)[:36]]
-    _, drawn = draw(write_tuned(study_dir, records))
-    titles = [ax.get_title(loc='left') for ax in drawn['verdicts'].axes]
-    assert titles == list(SIZES)
-    assert 'sweep_learning_rate_4' in drawn and 'curves_4' in drawn
-
-
-def test_without_a_baseline_result_arms_are_named(study_dir):
-    records = [record for record in arms() if record['variant'] != 'qk/vo']
-    _, drawn = draw(write_tuned(study_dir, records, declared=[('qk/vo', 'd_model=128', 'verdict')]))
-    (ax,) = drawn['verdicts'].axes
-    assert len(labels(ax)) == 4
-    assert texts(ax).count('the baseline has not finished') == 4
-
-
-def test_only_a_baseline_has_no_forest(study_dir):
-    _, drawn = draw(write_tuned(study_dir, tuned_arm('qk/vo', losses=BASE), matched=None))
-    assert 'verdicts' not in drawn and 'losses' in drawn
-
-
-def test_sweeps_show_screening_losses_fit_and_choice(study_dir):
-    found, drawn = draw(write_tuned(study_dir, arms()))
-    axes = drawn['sweep_learning_rate'].axes
-    assert [title(ax)[0] for ax in axes[:5]] == [a.variant for a in found.arms]
-    assert [ax.get_visible() for ax in axes] == [True] * 5 + [False]
-    assert len({ax.get_ylim() for ax in axes[:5]}) == 1
-    at_bottom = [ax.xaxis.get_tick_params()['labelbottom'] for ax in axes[:5]]
-    assert at_bottom == [False] * 3 + [True] * 2
-    sweep = found.arms[0].sweeps['learning_rate']
-    seen = [sorted(dots.get_offsets()[:, 1]) for dots in seeds(axes[0])]
-    assert seen == [sorted(losses) for losses in sweep.losses]
-    value, interval = title(axes[0])[1:]
-    assert value == f'{sweep.chosen:.3g}' and interval.startswith(f'[{sweep.optimum_low:.3g}, ')
-    assert list(line(axes[0], 'mean').get_xdata()) == list(RATES)
-    assert line(axes[0], 'chosen value').get_xdata()[0] == sweep.chosen
+def test_sweeps_show_screening_losses_fit_and_choice(drawn):
+    findings, made = drawn
+    axes = made['sweep_learning_rate'].axes
+    swept = [arm for arm in findings.arms if arm.sweeps]
+    ax, sweep = axes[0], swept[0].sweeps['learning_rate']
+    name, chosen, interval = ax.get_title(loc='left').splitlines()
+    assert (name, chosen) == ('qk/vo', f'{sweep.chosen:.3g}')
+    assert interval.startswith(f'[{sweep.optimum_low:.3g}, ')
+    losses = [c.get_offsets()[:, 1] for c in ax.collections if c.get_label() == 'one seed']
+    assert [sorted(y) for y in losses] == [sorted(y) for y in sweep.losses]
+    assert list(line(ax, 'mean').get_xdata()) == list(RATES)
+    assert line(ax, 'chosen value').get_xdata()[0] == sweep.chosen
     # The records are an exact parabola: the curve goes through the means.
-    curve = line(axes[0], 'parabola')
+    curve = line(ax, 'parabola')
     at = np.interp(np.log(RATES[1]), np.log(curve.get_xdata()), curve.get_ydata())
     assert at == pytest.approx(sweep.means[1], abs=1e-4)
-    assert len(drawn['sweep_learning_rate'].legends) == 1
+    far = axes[[arm.variant for arm in swept].index('far/vo')]
+    assert RATES[-1] in line(far, 'higher, or a seed diverged').get_xdata()
+    assert far.get_ylim()[0] > ax.get_ylim()[1]
 
 
-def test_sweeps_say_what_is_not_known(study_dir):
-    records = [
-        *arms(),
-        *tuned_arm('edge/vo', losses=BASE, optimum=16e-3),
-        *tuned_arm('burst/vo', losses=BASE, diverged_rates=RATES[3:], optimum=2e-3),
-        *tuned_arm('lost/vo', losses=(), diverged_rates=RATES),
-    ]
-    _, drawn = draw(write_tuned(study_dir, records))
-    by_title = {title(ax)[0]: ax for ax in drawn['sweep_learning_rate'].axes}
-    assert title(by_title['edge/vo'])[-1].endswith(', not bracketed')
-    assert 'not bracketed' not in title(by_title['burst/vo'])[-1]
-    crosses = line(by_title['burst/vo'], 'a seed diverged')
-    assert list(crosses.get_xdata()) == list(RATES[3:])
-    assert np.all(np.array(crosses.get_ydata()) > 0.9)
-    assert title(by_title['lost/vo'])[1] == 'diverged at every value'
-    assert not [ln for ln in by_title['lost/vo'].lines if ln.get_label() == 'chosen value']
+def test_learning_curves_stand_beside_the_baseline_and_the_yardstick(drawn):
+    figure = drawn[1]['curves']
+    axes = {ax.get_title(loc='left'): ax for ax in figure.axes}
+    assert len(axes) == 7 and 'qk/vo' not in axes
+    for ax in axes.values():
+        assert len(line(ax, 'baseline qk/vo').get_ydata()) == 4
+        assert set(line(ax, '5-gram, 2.200').get_ydata()) == {2.2}
+    good = line(axes['good/vo'], 'the variant named above')
+    assert good.get_ydata()[-1] == pytest.approx(np.mean(shifted(-0.03)))
+    assert good.get_xdata()[-1] == 400 * 768
 
 
-def test_sweeps_share_an_axis_only_where_it_shows_them(study_dir):
-    lost = tuned_arm('lost/vo', losses=(), diverged_rates=RATES)
-    far = tuned_arm('far/vo', losses=shifted(30))
-    other = write_tuned(study_dir, [*lost, *arms()[:36], *far])
-    _, drawn = draw(other)
-    assert len({ax.get_ylim() for ax in drawn['sweep_learning_rate'].axes}) == 3
-
-
-def test_scaling_draws_the_law_and_the_multiplier(study_dir):
-    found, drawn = draw(write_tuned(study_dir, scaled(1.2)))
-    (ax,) = drawn['loss_parameters'].axes
-    (law,) = [scaling.fit for scaling in found.scaling if scaling.variant == 'b/vo']
-    curve = line(ax, '_law of b/vo')
-    assert curve.get_ydata()[-1] == pytest.approx(law.loss(law.sizes[-1]))
-    assert list(line(ax, 'b/vo').get_xdata()) == pytest.approx(law.sizes)
-    (worth,) = drawn['multipliers'].axes
-    assert labels(worth) == ['b/vo']
-    assert any(text.startswith('1.2') for text in texts(worth))
-
-
-def test_no_law_no_curve(study_dir):
-    two = [r for r in scaled(1.2) if r['size'] in list(SIZES)[:2]]
-    found, drawn = draw(write_tuned(study_dir, two))
-    assert all(scaling.fit.problem for scaling in found.scaling)
-    (ax,) = drawn['loss_parameters'].axes
-    assert not [ln for ln in ax.lines if str(ln.get_label()).startswith('_law')]
-    assert 'multipliers' not in drawn
-
-
-def test_retrieval_stands_beside_the_loss(study_dir):
-    records = arms()
-    for record in records:
-        if record['variant'] != 'bad/vo' and record['stage'] == 'verdict':
-            record |= {'val_induction_gain': 3 - record['val_loss'], 'val_induction_accuracy': 0.5}
-    _, drawn = draw(write_tuned(study_dir, records))
-    loss, gain, accuracy = drawn['retrieval'].axes
-    assert labels(loss)[:2] == ['good/vo', 'qk/vo']
+def test_probes_stand_beside_the_loss(drawn):
+    findings, made = drawn
+    loss, gain, accuracy = made['retrieval'].axes
     assert gain.get_xlabel() == 'induction gain (nats/token)'
     assert accuracy.get_xlabel() == 'induction accuracy (%)'
-    seen = sorted(seeds(gain)[0].get_offsets()[:, 0])
-    assert seen == pytest.approx(sorted(3 - loss for loss in shifted(-0.03)))
+    assert row_names(loss)[0] == row_names(gain)[0] == 'good/vo'
+    assert sorted(dots(gain, 'one seed')[0]) == pytest.approx(sorted(3 - x for x in shifted(-0.03)))
+    assert texts(gain).count('not measured for every seed') == 2
+    arm = next(arm for arm in findings.arms if arm.variant == 'good/vo')
+    assert probes(findings.arms)[1].of_seeds(arm) == [50.0] * 8
 
 
-def test_a_line_without_a_mean_is_drawn():
-    line = Line('a/vo', absent='no result yet')
+def test_text_is_legible_on_a_narrow_screen_and_nothing_overlaps(drawn):
+    """At least 11 pixels at 368 of 400, the rest of which is the margin of the page."""
+    for stem, figure in drawn[1].items():
+        seen = [text for text in figure.findobj(Text) if text.get_text().strip()]
+        assert len(seen) > 5 and figure.get_figwidth() == 3.6
+        for text in seen:
+            assert text.get_fontsize() * 96 / 72 * 368 / (96 * 3.6) >= 11, (stem, text)
+        box, whole = figure.get_tightbbox(), figure.bbox_inches
+        assert -0.01 <= box.x0 and box.x1 <= whole.x1 + 0.01, stem
+        assert -0.01 <= box.y0 and box.y1 <= whole.y1 + 0.01, stem
+        for ax in figure.axes:
+            boxes = [text.get_window_extent() for text in ax.texts]
+            marks = [ax.transData.transform(c.get_offsets()) for c in ax.collections]
+            for place, box in enumerate(boxes):
+                assert not any(box.overlaps(other) for other in boxes[:place]), (stem, place)
+                assert not any(box.contains(*mark) for c in marks for mark in c), (stem, place)
+
+
+def test_every_format_is_written_and_no_other_figure_stays(tmp_path):
     with style_sheet():
-        figure = forest([Panel([line], 'x')], styles(['a/vo'], None))
-    (ax,) = figure.axes
-    assert 'no result yet' in texts(ax) and labels(ax) == ['a/vo']
+        figure = forest(
+            [Panel([Line('a/vo', absent='no result yet')], 'x')], styles(['a/vo'], None)
+        )
+    (tmp_path / 'old.svg').write_text('<svg></svg>')
+    svg = write_plots(tmp_path, [Drawing(figure, 'new')])['new']
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert files.keys() == {'new.png', 'new.pdf', 'new.svg'} and files['new.svg'] == svg
+    image = imread(tmp_path / 'new.png')[..., :3]
+    # Drawn, and nothing is cut off: the outermost pixels are background.
+    edge = np.concatenate([image[0], image[-1], image[:, 0], image[:, -1]])
+    assert np.mean(np.any(image < 0.9, axis=-1)) > 0.01 and np.all(edge > 0.99)
+    # Fonts that journals take, no bitmap, and no date.
+    assert b'/CIDFontType2' in files['new.pdf']
+    assert not any(
+        word in files['new.pdf'] for word in (b'/Type3', b'Subtype /Image', b'/CreationDate')
+    )
+    write_plots(tmp_path, [Drawing(figure, 'new')])
+    assert files == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
 
-KINDS = {'translation': translation_record, 'probe': probe_record, 'language': trial_record}
-
-
-def study_of(kind, directory):
-    scores = {'translation': (30.0, 32.0, 25.0), 'probe': (0.5, 0.75, 0.25), 'language': (2, 1, 3)}
-    field = {'translation': 'bleu', 'probe': 'accuracy', 'language': 'val_loss'}[kind]
-    records = [
-        KINDS[kind](variant, seed=seed, **{field: score + seed / 100})
-        for variant, score in zip(('qk/vo', 'b/vo', 'c/vo'), scores[kind], strict=True)
-        for seed in (0, 1)
-    ]
-    return write_study(directory, records)
+def test_laws_are_drawn_over_the_sizes_with_what_a_parameter_is_worth(study_dir):
+    findings, made = draw(write_tuned(study_dir, scaled(1.2)))
+    assert [ax.get_title(loc='left') for ax in made['verdicts'].axes] == list(SIZES)
+    assert made.keys() >= {'sweep_learning_rate_4', 'curves_4'}
+    (ax,) = made['loss_parameters'].axes
+    (law,) = [scaling.fit for scaling in findings.scaling if scaling.variant == 'b/vo']
+    assert line(ax, '_law of b/vo').get_ydata()[-1] == pytest.approx(law.loss(law.sizes[-1]))
+    assert list(line(ax, 'b/vo').get_xdata()) == pytest.approx(law.sizes)
+    (worth,) = made['multipliers'].axes
+    assert row_names(worth) == ['b/vo'] and texts(worth)[0].startswith('1.2')
+    two = [r for r in scaled(1.2) if r['size'] in list(SIZES)[:2]]
+    _, made = draw(write_tuned(study_dir / 'two', two))
+    assert 'multipliers' not in made and len(made['loss_parameters'].axes[0].lines) == 2
 
 
 @pytest.mark.parametrize(
-    ('kind', 'score', 'curve'),
+    ('record', 'field', 'values', 'score'),
     [
-        ('translation', 'test BLEU', 'val loss (nats/token)'),
-        ('probe', 'test accuracy (%)', 'val loss (nats/token)'),
-        ('language', None, 'val loss (nats/token)'),
+        (translation_record, 'bleu', (30.0, 32.0, 25.0), 'test BLEU'),
+        (probe_record, 'accuracy', (0.5, 0.75, 0.25), 'test accuracy (%)'),
+        (trial_record, 'val_loss', (2.0, 1.0, 3.0), None),
     ],
 )
-def test_axes_of_other_tasks(study_dir, kind, score, curve):
-    study = load_study(study_of(kind, study_dir))
-    found = find(study)
-    made = {drawing.stem: drawing for drawing in figures(study, found)}
-    drawn = {stem: drawing.figure for stem, drawing in made.items()}
-    assert drawn['curves'].get_supylabel() == curve
-    caption = described(study, found, made['curves'])['caption']
-    assert caption.startswith(curve.replace('val', 'Validation', 1))
-    assert drawn['losses'].axes[0].get_xlabel() == 'test loss (nats/token)'
-    assert ('scores' in drawn) == (score is not None)
+def test_scores_of_other_tasks(study_dir, record, field, values, score):
+    records = [
+        record(variant, seed=seed, **{field: value + seed / 100})
+        for variant, value in zip(('qk/vo', 'b/vo', 'c/vo'), values, strict=True)
+        for seed in (0, 1)
+    ]
+    study, findings = read(write_study(study_dir, records))
+    made = {drawing.stem: drawing for drawing in figures(study, findings)}
+    assert made['losses'].figure.axes[0].get_xlabel() == 'test loss (nats/token)'
+    assert 'loss_parameters' not in made  # all parameter counts are equal
+    assert ('scores' in made) == (score is not None)
     if score:
-        (ax,) = drawn['scores'].axes
+        (ax,) = made['scores'].figure.axes
         assert ax.get_xlabel() == score
         # The highest score is at the top.
-        assert labels(ax) == ['b/vo', 'qk/vo', 'c/vo'] and ax.yaxis_inverted()
-    if kind == 'probe':
-        ends = sorted(line.get_ydata()[-1] for line in drawn['curves'].axes[0].lines)
-        assert ends == pytest.approx([0.245, 0.495, 0.745])
+        assert row_names(ax) == ['b/vo', 'qk/vo', 'c/vo'] and ax.yaxis_inverted()
+        assert 'right is better' in described(study, findings, made['scores'])['caption']
 
 
-def test_many_variants_get_their_own_panels(study_dir):
-    records = [probe_record(f'v{i}/vo', accuracy=0.5 + i / 100) for i in range(10)]
-    _, drawn = draw(write_study(study_dir, records, baseline='v0/vo'))
-    assert drawn['curves'].get_supylabel() == 'val loss (nats/token)'
-    assert [ax.get_visible() for ax in drawn['curves'].axes] == [True] * 9 + [False]
+def test_without_a_baseline_there_is_no_difference(study_dir):
+    records = [record for record in arms() if record['variant'] != 'qk/vo']
+    _, made = draw(write_tuned(study_dir, records, declared=[('qk/vo', 'd_model=128', 'verdict')]))
+    assert texts(made['verdicts'].axes[0]).count('the baseline has not finished') == 4
+    only = write_tuned(study_dir / 'only', tuned_arm('qk/vo'), matched=None)
+    assert 'verdicts' not in draw(only)[1]
 
 
-def test_a_variant_without_scores_says_so(study_dir):
-    _, drawn = draw(write_study(study_dir, [translation_record('qk/vo'), trial_record('b/vo')]))
-    assert 'not measured for every seed' in texts(drawn['scores'].axes[0])
+def test_styles_tell_a_hundred_variants_apart():
+    look = styles(['qk/vo', *map(str, range(99))], 'qk/vo')
+    assert look['qk/vo']['color'] == INK
+    kinds = {(x['color'], x['marker'], str(x.get('linestyle'))) for x in look.values()}
+    assert len(kinds) == 37 and len({look[str(i)]['color'] for i in range(6)}) == 6
 
 
-@pytest.mark.parametrize('matched', ['total', 'non_embedding', None])
-def test_target_line_only_where_the_axis_counts_it(study_dir, matched):
-    records = [trial_record('qk/vo'), trial_record('b/vo')]
-    records[1]['parameters']['mlp'] += 40000
-    records[1]['parameters']['total'] += 40000
-    _, drawn = draw(write_study(study_dir, records, matched=matched))
-    (ax,) = drawn['loss_parameters'].axes
-    vertical = [
-        line for line in ax.lines if len(set(line.get_xdata())) == 1 < len(line.get_xdata())
-    ]
-    assert len(vertical) == (matched == 'total')
+@pytest.mark.parametrize('palette', [LIGHT, DARK])
+def test_hues_stand_out_from_the_page(palette):
+    def luminance(colour):
+        channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+        return np.dot((0.2126, 0.7152, 0.0722), linear)
+
+    for index in range(len(HUES)):
+        low, high = sorted(luminance(palette[name]) for name in (f'hue-{index}', 'surface'))
+        assert (high + 0.05) / (low + 0.05) >= 3
 
 
-def test_no_loss_against_parameters_that_are_equal(study_dir):
-    records = [trial_record('qk/vo'), trial_record('b/vo')]
-    _, drawn = draw(write_study(study_dir / 'equal', records))
-    assert 'loss_parameters' not in drawn and 'losses' in drawn
-    larger = [trial_record('qk/vo', 'd_model=256', d_model=256)]
-    _, drawn = draw(write_study(study_dir / 'sizes', records + larger))
-    assert 'loss_parameters' in drawn
+def test_long_names_keep_both_ends():
+    assert len(short(LONG)) <= 34
+    assert short(LONG).startswith('my_package') and short(LONG).endswith('kv_heads=1')
 
 
-def test_learning_curves_have_ticks_at_the_evaluations(study_dir):
-    for num_evals, labelled in ((4, [100, 200, 300, 400]), (9, None), (80, None)):
-        directory = study_dir / str(num_evals)
-        study = load_study(write_study(directory, [trial_record('qk/vo')], num_evals=num_evals))
-        steps = study.runs[0].curve.steps_E
-        assert len(steps) == num_evals
-        made = {of.stem: of.figure for of in figures(study, find(study))}
-        (ax,) = made['curves'].axes
-        major, minor = sorted(ax.get_xticks()), sorted(ax.get_xticks(minor=True))
-        assert set(major) <= set(steps) and major[-1] == steps[-1] and len(major) <= 4
-        assert labelled is None or major == labelled
-        assert num_evals > 60 or sorted({*major, *minor}) == list(steps)
-        assert num_evals <= 60 or minor == []
+def test_heat_maps_are_symmetric_around_zero_where_values_have_both_signs():
+    values = {'norm': np.array([[np.nan, 1.5], [2.0, 3.0]]), 'drift': np.array([[-2.0], [1.0]])}
+    norm, drift = (ax.images[0] for ax in attention_figure.heat_maps(values).axes[:2])
+    assert norm.get_clim() == (0, 3) and drift.get_clim() == (-2, 2)
+    assert norm.get_array().mask.tolist() == [[True, False], [False, False]]
 
 
-def test_the_best_arm_is_at_the_top_where_lower_is_better(study_dir, monkeypatch):
-    for metric in METRICS.values():
-        monkeypatch.setitem(vars(metric), 'direction', 'lower')
-    study = load_study(study_of('probe', study_dir))
-    found = find(study)
-    (drawn,) = (of for of in figures(study, found) if of.stem == 'scores')
-    assert labels(drawn.figure.axes[0]) == ['c/vo', 'qk/vo', 'b/vo']
-    assert 'left is better' in described(study, found, drawn)['caption']
+def test_singular_values_are_relative_to_the_largest_without_rounding_errors():
+    layers = {0: np.array([[4.0, 2.0, 1e-7], [0.0, 0.0, 0.0]])}
+    (ax,) = attention_figure.singular_values(layers, 'A[n]').axes
+    np.testing.assert_array_equal(line(ax, 'head 0').get_ydata(), [1, 0.5, np.nan])
+    assert np.isnan(line(ax, 'head 1').get_ydata()).all()
 
 
-def test_yardsticks_are_lines(study_dir):
-    """In the curves the axis reaches down to it; a sweep has its number in the legend at least."""
-    losses = {'val': {'5-gram': 1.5}, 'test': {'5-gram': 1.4}}
-    _, drawn = draw(write_tuned(study_dir, arms(), yardsticks={'losses': losses}))
-    (curves,), sweep = drawn['curves'].axes, drawn['sweep_learning_rate'].axes[0]
-    assert set(line(curves, '5-gram, 1.500').get_ydata()) == {1.5}
-    assert curves.get_ylim()[0] < 1.5
-    assert set(line(sweep, '5-gram, 1.500 (below)').get_ydata()) == {1.5}
-    assert sweep.get_ylim()[0] > 1.5
-
-
-def test_a_study_without_yardsticks_has_no_line(study_dir):
-    _, drawn = draw(write_study(study_dir, [trial_record('qk/vo'), trial_record('b/vo')]))
-    assert not [of for of in drawn['curves'].axes[0].lines if 'gram' in str(of.get_label())]
+@pytest.mark.parametrize('length', [40, 41])
+def test_outer_maps_name_the_tokens_where_they_are_few(length):
+    words = [f'{place}.' for place in range(length)]
+    maps_NTS = np.zeros((3, 4, length))
+    figure = attention_figure.attention_maps({0: maps_NTS, 2: maps_NTS}, words[:4], words)
+    few = length == 40
+    for place, ax in enumerate(figure.axes[:6]):
+        sides = (
+            [t.get_text() for t in axis.get_ticklabels() if axis.get_tick_params()[side]]
+            for axis, side in ((ax.yaxis, 'labelleft'), (ax.xaxis, 'labelbottom'))
+        )
+        assert list(sides) == [
+            words[:4] if few and place % 3 == 0 else [],
+            words if few and place >= 3 else [],
+        ]

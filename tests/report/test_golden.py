@@ -1,4 +1,4 @@
-"""Reports of three small studies, word for word and number for number.
+"""Reports of three small studies and the sentence of every code, word for word.
 
 Where a change of the report is meant, write the golden files again and read what has changed:
 
@@ -16,9 +16,10 @@ import pytest
 
 from qkattn.report import documents, headline
 from qkattn.report.figures import figures
-from qkattn.report.verify import boundaries, difference
-from qkattn.verdict import Findings, Study, find, load_study
-from tests.report.conftest import LONG, Page, arms, controlled, scaled, shifted
+from qkattn.report.verify import difference, prints_of
+from qkattn.verdict import Findings, Study
+from tests.report.conftest import LONG, Page, arms, controlled, read, scaled, shifted
+from tests.report.test_prose import clauses
 from tests.studies import trial_record, tuned_arm, write_study, write_tuned
 
 pytestmark = pytest.mark.stored
@@ -57,34 +58,33 @@ STUDIES = {'decided': decided, 'described': described, 'controlled': controlled}
 TIME = re.compile(r'\d{4}-\d\d-\d\d[ T][\d:]{8}')
 
 
-def found_in(name: str, directory: Path) -> tuple[Study, Findings]:
-    study = load_study(STUDIES[name](directory))
-    return study, find(study)
-
-
-def made(study: Study, found: Findings) -> dict[str, str]:
+def made(study: Study, findings: Findings) -> dict[str, str]:
     """The tables, and the text of the page with the headings and captions of its figures."""
-    files = documents(study, found, figures(study, found), {})
-    # A row for every trial: tests/report/test_trials.py reads them.
-    del files['trials.csv']
+    drawn = figures(study, findings)
+    files = documents(study, findings, drawn, {drawing.stem: b'' for drawing in drawn})
+    del files['trials.csv']  # a row for every trial, see test_tables.py
     document = files.pop('report.html')
     Page(document)
-    text = re.sub(r'<svg.*?</svg>|<style>.*?</style>|</?strong>', '', document, flags=re.DOTALL)
+    text = re.sub(r'<style>.*?</style>|</?strong>', '', document, flags=re.DOTALL)
     text = re.sub(r'(<(?:h\d|p|li|tr|section|figcaption|dt)\b)', '\x1f\\1', ' '.join(text.split()))
     lines = [html.unescape(re.sub(r'<[^>]*>', ' ', line)) for line in text.split('\x1f')]
     page = [' '.join(words) for line in lines if (words := line.split())]
-    files |= {'page.txt': '\n'.join(page) + '\n', 'headline.md': headline(study, found)}
+    files |= {'page.txt': '\n'.join(page) + '\n', 'headline.md': headline(study, findings)}
     return {name: TIME.sub('TIME', text) for name, text in files.items()}
 
 
 @pytest.mark.parametrize('name', STUDIES)
 def test_report(name, study_dir):
-    pair = found_in(name, study_dir)
-    files, at_boundary = made(*pair), boundaries(lambda: [pair])
+    pair = read(STUDIES[name](study_dir))
+    files, agree = made(*pair), prints_of(lambda: [pair])
     golden = {path.name: path.read_text() for path in (GOLDEN / name).iterdir()}
     assert files.keys() == golden.keys()
     for file, text in files.items():
-        assert difference(golden[file], text, at_boundary) is None, f'{name}/{file}'
+        assert difference(golden[file], text, agree) is None, f'{name}/{file}'
+
+
+def test_every_code_is_a_clause_with_its_numbers():
+    assert clauses() == (GOLDEN / 'clauses.txt').read_text()
 
 
 if __name__ == '__main__':
@@ -92,5 +92,6 @@ if __name__ == '__main__':
         shutil.rmtree(GOLDEN / name, ignore_errors=True)
         (GOLDEN / name).mkdir(parents=True)
         with tempfile.TemporaryDirectory() as directory:
-            for file, text in made(*found_in(name, Path(directory) / 'study')).items():
+            for file, text in made(*read(STUDIES[name](Path(directory) / 'study'))).items():
                 (GOLDEN / name / file).write_text(text)
+    (GOLDEN / 'clauses.txt').write_text(clauses())

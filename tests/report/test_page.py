@@ -1,5 +1,6 @@
-"""The page and the written files: structure, escaping, and nothing from elsewhere."""
+"""Pages of studies and runs: structure, escaping, nothing from elsewhere; the command."""
 
+import json
 import re
 import subprocess
 import sys
@@ -7,16 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib.image import imread
 
+from qkattn.config import Config, TrainConfig, TrialsConfig, fingerprint, to_json
 from qkattn.errors import ReportError
-from qkattn.report import documents, write_report
-from qkattn.report.figures import figures
-from qkattn.report.figures.style import DARK, HUES, INK, LIGHT, colour, distinct, short, styles
-from qkattn.verdict import find, load_study
-from tests.report.conftest import BASE, HOSTILE, LONG, Page, arms, scaled, shifted
+from qkattn.report import documents, show_run_report, write_report
+from qkattn.report.page import load_run, loss_curves, trial_table
+from qkattn.storage.records import write_json
+from qkattn.verdict import load_study
+from tests.report.conftest import BASE, HOSTILE, Page, read, scaled
 from tests.studies import (
-    probe_record,
+    result_record,
     translation_record,
     trial_record,
     tuned_arm,
@@ -25,116 +26,46 @@ from tests.studies import (
 )
 
 ROOT = Path(__file__).parents[2]
-FILES = ['table.csv', 'table.md', 'table.tex', 'table.txt', 'trials.csv']
-LATE = ('late/vo', 'd_model=128', 'screening', 'learning_rate')
-
-
-def grid(variants, sizes=(64,), seeds=(0, 1)):
-    return [
-        trial_record(v, f'd_model={d}', s, val_loss=2 + 0.02 * i + 0.01 * s - d / 512, d_model=d)
-        for d in sizes
-        for i, v in enumerate(variants)
-        for s in seeds
-    ]
-
-
-@pytest.fixture(scope='module')
-def report(tmp_path_factory):
-    """A tuned study, written once with all its figures."""
-    path = tmp_path_factory.mktemp('tuned') / 'study'
-    records = [*arms(), *tuned_arm(LONG, losses=shifted(0.1))]
-    return write_report(write_tuned(path, records, declared=[LATE], num_evals=4))
-
-
-@pytest.fixture(scope='module')
-def html(report):
-    return report.read_text()
 
 
 def quick(path):
-    """The page of a study whose figures are not rendered."""
-    study = load_study(path)
-    found = find(study)
-    return documents(study, found, figures(study, found), {})['report.html']
+    """The page of a study without figures."""
+    return documents(*read(path), (), {})['report.html']
 
 
 def part(html, anchor):
     """The text of one section."""
-    (found,) = re.findall(rf'<section id="{anchor}">.*?</section>', html, re.DOTALL)
-    return Page(found).text
+    (section,) = re.findall(rf'<section id="{anchor}">.*?</section>', html, re.DOTALL)
+    return Page(section).text
 
 
-def test_page_is_well_formed_and_self_contained(html):
+def test_a_report_is_complete_well_formed_and_self_contained(study_dir):
+    records = [trial_record(variant, seed=s) for variant in ('qk/vo', 'b/vo') for s in (0, 1)]
+    write_study(study_dir, records)
+    command = [sys.executable, '-m', 'experiments.report', f'--study={study_dir}']
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f'report: {study_dir / "report.html"}'
+    files = {path.name for path in study_dir.iterdir()}
+    assert files >= {'report.html', 'table.md', 'table.csv', 'table.tex', 'trials.csv', 'plots'}
+    html = (study_dir / 'report.html').read_text()
     page = Page(html)
-    assert not {tag for tag, _ in page.tags} & {'script', 'link', 'img', 'iframe', 'object'}
-    for _, attrs in page.tags:
-        for name, value in attrs.items():
-            if name in ('src', 'href', 'xlink:href', 'action'):
-                assert value.startswith('#'), value
-    assert 'http' not in html and '@import' not in html
-    targets = re.findall(r'url\((.*?)\)', html)
-    assert targets and all(target.startswith('#') for target in targets)
-    used = {attrs['xlink:href'] for tag, attrs in page.tags if tag == 'use'}
-    anchors = {attrs['href'] for tag, attrs in page.tags if tag == 'a'}
-    assert used and anchors and {x[1:] for x in used | anchors | set(targets)} <= set(page.ids)
-    assert len(page.ids) == len(set(page.ids))
-    assert sum(tag == 'svg' for tag, _ in page.tags) == 4
-    assert f'<span class="long">{LONG}</span>' in html
-    assert '<strong>better</strong> than qk/vo' in html[: html.index('<nav>')]
-
-
-def test_figures_follow_the_theme(html):
-    svg = html[html.index('<svg') :]
-    assert 'var(--ink)' in svg and re.search(r'var\(--hue-\d\)', svg)
-    for name, value in LIGHT.items():
-        assert value not in svg
-        assert html.count(f'--{name}:#') == 3  # light, dark, print
-
-
-def test_every_seed_is_drawn(html):
-    # A collection of dots for each variant, below those of the means: one mark for each seed.
-    dots = re.findall(r'<g id="losses-PathCollection_\d+">(.*?)</g>\s*</g>', html, re.DOTALL)
-    assert [group.count('<use') for group in dots][:6] == [8] * 6
-
-
-def test_files_are_complete_and_figures_drawn(report):
-    names = sorted(path.name for path in report.parent.iterdir() if path.is_file())
-    inputs = ['ledger.jsonl', 'lock', 'plan.jsonl', 'report.html', 'results.jsonl', 'study.json']
-    assert names == [*inputs, *FILES, 'yardsticks.json']
-    stems = ['curves', 'losses', 'sweep_learning_rate', 'verdicts']
-    files = sorted(path.name for path in (report.parent / 'plots').iterdir())
-    kinds = ('pdf', 'png', 'svg')
-    assert files == sorted(f'{stem}.{kind}' for stem in stems for kind in kinds)
-    for stem in stems:
-        image = imread(report.parent / 'plots' / f'{stem}.png')[..., :3]
-        assert image.shape[0] > 150 and image.shape[1] > 550
-        assert np.mean(np.any(image < 0.9, axis=-1)) > 0.01
-        # Nothing is cut off: the outermost pixels are background.
-        edge = np.concatenate([image[0], image[-1], image[:, 0], image[:, -1]])
-        assert np.all(edge > 0.99)
-        paper = (report.parent / 'plots' / f'{stem}.svg').read_text()
-        assert paper.startswith('<?xml') and 'xmlns="http://www.w3.org/2000/svg"' in paper
-        assert 'var(--' not in paper and 'fill="#ffffff"' in paper and 'date' not in paper
-        vectors = (report.parent / 'plots' / f'{stem}.pdf').read_bytes()
-        # Fonts that journals take, no bitmap, and no date.
-        assert vectors.startswith(b'%PDF') and b'/CIDFontType2' in vectors
-        assert not any(
-            word in vectors for word in (b'/Type3', b'/Subtype /Image', b'/CreationDate')
-        )
-
-
-def test_same_files_give_the_same_report_and_no_other_figure_stays(report):
-    plots = report.parent / 'plots'
-    before = {path.name: path.read_bytes() for path in plots.iterdir()} | {'': report.read_bytes()}
-    (plots / 'bowl.svg').write_text('<svg></svg>')
-    page = write_report(report.parent)
-    files = {path.name: path.read_bytes() for path in plots.iterdir()} | {'': page.read_bytes()}
-    assert files == before
+    assert not {tag for tag, _ in page.tags} & {'script', 'link', 'iframe', 'object'}
+    attributes = [pair for _, attrs in page.tags for pair in attrs.items()]
+    links = {value for name, value in attributes if name in ('src', 'href', 'action')}
+    assert all(link.startswith(('#', 'data:image/svg+xml;base64,')) for link in links)
+    assert {link[1:] for link in links if link[0] == '#'} <= set(page.ids)
+    assert len(page.ids) == len(set(page.ids)) and 'http' not in html and '@import' not in html
+    assert [tag for tag, _ in page.tags].count('img') == len(list(study_dir.glob('plots/*.png')))
+    before = {path: path.read_bytes() for path in study_dir.glob('**/*') if path.is_file()}
+    assert write_report(study_dir).read_text() == html
+    assert before == {path: path.read_bytes() for path in before}
 
 
 def test_hostile_names_are_escaped(study_dir):
+    records = [trial_record(variant) for variant in ('qk/vo', HOSTILE)]
     changes = {'question': '<img src=x onerror=alert(1)>', 'name': '</title><script>1</script>'}
-    page = Page(quick(write_study(study_dir, grid(['qk/vo', HOSTILE]), **changes)))
+    page = Page(quick(write_study(study_dir, records, **changes)))
     assert not {tag for tag, _ in page.tags} & {'script', 'b', 'img'}
     assert HOSTILE.split('\n')[0] in page.text and changes['question'] in page.text
 
@@ -145,136 +76,43 @@ def test_what_blocks_stands_after_the_verdict(study_dir):
     ]
     html = quick(write_tuned(study_dir, records, seeds=list(range(95, 103))))
     box = html.index('In the way of a verdict')
-    assert html.index('class="verdict"') < box < html.index('<figure')
-    assert 'share seeds 100 and 101' in html[box : html.index('<figure')]
-    assert 'blocks a verdict: Screening and verdict share seeds' in part(html, 'hygiene')
+    assert html.index('class="verdict"') < box < html.index('<nav>')
+    assert 'share seeds 100 and 101' in html[box : html.index('<nav>')]
 
 
 def test_scaling_prints_numbers_or_the_reason(study_dir):
     html = quick(write_tuned(study_dir, scaled(1.2)))
-    assert re.search(r'b/vo 1\.\d{3} \[.*\] .* 1\.(19|20)\d \[1\.', part(html, 'scaling'))
+    assert re.search(r'b/vo 1\.\d{3} \[.*\] .* 1\.(19|20)\d \[1\.', part(html, 'laws'))
     few = [r for r in scaled(1.2) if r['size'] in ('d_model=32', 'd_model=64')]
     html = quick(write_tuned(study_dir / 'few', few))
-    assert 'a scaling law needs 4 sizes or more, there are 2' in part(html, 'scaling')
+    assert 'a scaling law needs 4 sizes or more, there are 2' in part(html, 'laws')
     lost = [
         trial_record(v, s, val_loss=None) for s in ('small', 'large') for v in ('qk/vo', 'b/vo')
     ]
     html = quick(write_study(study_dir / 'lost', lost))
     assert 'No scaling law: no arm has a size' in part(html, 'table')
-    assert 'No trial has finished.' in html and 'diverged 4 of 4 trials' in Page(html).text
-
-
-@pytest.mark.parametrize(('cache', 'said'), [(512, '512 0.50'), (None, '- -')])
-def test_costs_are_relative_to_the_baseline(study_dir, cache, said):
-    records = [trial_record('qk/vo'), trial_record('b/vo')]
-    for record in records[1:] if cache else records:
-        record['cache_floats_per_token'] = cache
-    html = quick(write_study(study_dir, records))
-    assert re.search(rf'b/vo d_model=128 .* 1\.00 {said}', part(html, 'costs'))
+    assert 'diverged 4 of 4 trials' in Page(html).text
 
 
 @pytest.mark.parametrize('baseline', [None, 'absent/vo'])
 def test_without_a_baseline_result(study_dir, baseline):
-    changes = {'variants': ['absent/vo', 'b/vo', 'c/vo']}
-    html = quick(write_study(study_dir, grid(['b/vo', 'c/vo']), baseline=baseline, **changes))
-    assert 'Difference from the baseline' not in html
-    said = 'No difference at d_model=64: the baseline absent/vo has no finished trial there.'
-    assert (said in html) == (baseline is not None)
-
-
-@pytest.mark.parametrize(
-    ('record', 'data', 'heading'),
-    [
-        (translation_record, 'pairs-de-en/de → pairs-de-en/en 1.0.0', 'Test BLEU'),
-        (probe_record, 'recall 1 (pairs=8, length=32)', 'Test accuracy'),
-    ],
-)
-def test_pages_of_other_tasks(study_dir, record, data, heading):
-    html = quick(write_study(study_dir, [record('qk/vo'), record('b/vo')]))
-    text = Page(html).text
-    assert f'data {data} parameters' in text and f'Results {heading} ' in text
+    records = [trial_record(variant) for variant in ('b/vo', 'c/vo')]
+    variants = ['absent/vo', 'b/vo', 'c/vo']
+    html = quick(write_study(study_dir, records, baseline=baseline, variants=variants))
+    text = 'No difference at d_model=128: the baseline absent/vo has no finished trial there.'
+    assert (text in html) == (baseline is not None)
 
 
 def test_provenance_is_flat_and_short(study_dir):
     devices = {'platform': 'gpu', 'kind': 'H200', 'count': 8}
     records = [
-        trial_record(f'v{i}/vo', provenance={'started': f'12:0{i}', 'devices': devices})
+        translation_record(f'v{i}/vo', provenance={'started': f'12:0{i}', 'devices': devices})
         for i in range(5)
     ]
     text = Page(quick(write_study(study_dir, records))).text
     assert 'device 8 x H200' in text and 'devices: count 8' in text
-    assert '12:02 (1 of 5 runs) and 2 more' in text and '12:03' not in text
-
-
-def luminance(colour: str) -> float:
-    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-@pytest.mark.parametrize('palette', [LIGHT, DARK])
-def test_hues_stand_out_from_the_page(palette):
-    surface = luminance(palette['surface'])
-    for index in range(len(HUES)):
-        low, high = sorted((luminance(palette[f'hue-{index}']), surface))
-        assert (high + 0.05) / (low + 0.05) >= 3
-
-
-def test_a_variant_has_the_colour_of_its_name_unless_an_arm_before_it_has():
-    # A Score or Value that is registered between others would change colours: append it.
-    names = {
-        'qk/vo': INK,
-        'qk/no_v': HUES[4],
-        'qk/no_o': HUES[5],
-        'shared_qk/vo': HUES[2],
-        'query_free/vo': HUES[0],
-        'key_free/vo': HUES[1],
-    }
-    for order, baseline in ((list(names), 'qk/vo'), ([*names][::-1], 'qk/no_v')):
-        look = styles(order, baseline)
-        assert {name: look[name]['color'] for name in names} == names
-    twins = ('key_free/vo', 'merged/vo')
-    assert len({colour(name) for name in twins}) == 1
-    look = styles(['qk/vo', *twins], 'qk/vo')
-    assert [look[name]['color'] for name in twins] == [HUES[1], HUES[2]]
-    # Options change the colour, too.
-    kinds = ['shared_qk/vo', 'shared_qk(self_mask=True)/vo', 'shared_qk/vo?num_kv_heads=1']
-    assert HUES[2] not in {colour(kind) for kind in kinds[1:]}
-
-
-def test_variants_differ_in_colour_or_in_marker_and_dashes():
-    look = styles(['qk/vo', *map(str, range(99))], 'qk/vo')
-    kinds = {(x['color'], x['marker'], str(x['linestyle'])) for x in look.values()}
-    assert len(kinds) == 100
-    few = list(look.values())[: 1 + len(HUES)]
-    assert len({style['color'] for style in few}) == len({s['marker'] for s in few}) == len(few)
-    assert {style['linestyle'] for style in few} == {'solid'}
-
-
-def test_long_names_keep_both_ends():
-    assert len(short(LONG)) <= 34
-    assert short(LONG).startswith('my_package') and short(LONG).endswith('kv_heads=1')
-
-
-def test_long_names_are_cut_where_they_do_not_differ():
-    names = [f'qk/vo?normalizer=mine:{n}&num_kv_heads=1&window=8' for n in ('Square', 'Cubic')]
-    assert len({*map(short, names)}) == 1
-    cut = distinct(names)
-    assert len({*cut}) == 2 and max(map(len, cut)) <= 34 and cut[0].startswith('qk')
-    assert distinct(['qk/vo', 'x' * 40]) == ['qk/vo', short('x' * 40)]
-    assert distinct([names[0]] * 2) == [short(names[0])] * 2
-
-
-def run_command(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, '-m', 'experiments.report', *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-
-
-def test_command_prints_table_and_path(study_dir):
-    done = run_command(f'--study={write_study(study_dir, grid(["qk/vo", "b/vo"]))}')
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == f'report: {study_dir / "report.html"}'
-    assert 'b/vo' in done.stdout and '+0.0200 [' in done.stdout
+    assert 'data pairs-de-en/de → pairs-de-en/en 1.0.0 parameters' in text
+    assert '12:02 (1 run); and 2 more' in text and '12:03' not in text
 
 
 def test_a_report_that_fails_leaves_nothing(study_dir):
@@ -287,3 +125,76 @@ def test_a_report_that_fails_leaves_nothing(study_dir):
 def test_reports_need_no_jax():
     code = 'import sys, qkattn.report, qkattn.report.verify; assert "jax" not in sys.modules'
     subprocess.run([sys.executable, '-c', code], cwd=ROOT, check=True)
+
+
+CONFIG = Config(train=TrainConfig(num_steps=400), trials=TrialsConfig(seeds=(3, 4)))
+
+
+def written(path, steps=400, finished=True):
+    """A run of two trials, the second of which diverges after step 200."""
+    path.mkdir()
+    write_json(path / 'config.json', {'hash': fingerprint(CONFIG), 'config': to_json(CONFIG)})
+    start = {'command': ['qkattn', 'train'], 'git': {'commit': 'abc<d>'}, 'python': '3.11'}
+    write_json(path / 'provenance.json', {'starts': [start | {'versions': {}, 'devices': {}}]})
+    records = []
+    for step in range(100, steps + 1, 100):
+        second = 6 - step / 100 if step <= 200 else None
+        records.append({'kind': 'train', 'step': step, 'loss': [5 - step / 100, second]})
+        if step % 200 == 0:
+            records.append({'kind': 'eval', 'step': step, 'val_loss': [5.5 - step / 100, second]})
+    (path / 'metrics.jsonl').write_text(''.join(json.dumps(r) + '\n' for r in records))
+    if finished:
+        trials = CONFIG.trials.trials()
+        ended = result_record(trial=trials[0], val_loss=1.5, test_loss=1.625)
+        diverged = result_record(trial=trials[1], val_loss=None, test_loss=None)
+        result = [ended, diverged | {'status': 'diverged', 'diverged_at': 201}]
+        data = {'name': 'own', 'version': '1-carved-test', 'carved': {'test': 0.1}}
+        common = {'train_seconds': 61.0, 'data': data}
+        write_json(path / 'result.json', [r | common for r in result])
+    return path
+
+
+def test_a_finished_run_has_curves_numbers_settings_and_provenance(tmp_path, monkeypatch):
+    monkeypatch.setenv('COLUMNS', '100')
+    lines = show_run_report(written(tmp_path / 'run')).splitlines()
+    assert max(map(len, lines[:-1])) <= 100
+    assert lines[3].split()[:5] == ['seed', '3', 'finished', '1.5000', '1.6250']
+    assert lines[4].split()[:7] == ['seed', '4', 'diverged', 'at', 'step', '201', '-']
+    html = (tmp_path / 'run/report.html').read_text()
+    page = Page(html)
+    assert [tag for tag, _ in page.tags].count('img') == 1 and 'http' not in html
+    for shown in ('1.6250', 'diverged at step 201', 'train.num_steps', 'git.commit abc<d>', '61 s'):
+        assert shown in page.text
+    assert 'own 1-carved-test (10 % of train carved as test split)' in page.text
+    with pytest.raises(ReportError, match='is the directory of a run; give it as --run'):
+        load_study(tmp_path / 'run')
+
+
+def test_the_curves_are_those_of_the_log(tmp_path):
+    (axes,) = loss_curves(load_run(written(tmp_path / 'run'))).axes
+    lines = {line.get_label(): line.get_xydata() for line in axes.lines}
+    train = [[100, 5], [200, 4], [300, np.nan], [400, np.nan]]
+    np.testing.assert_array_equal(lines['seed 4, training'], train)
+    np.testing.assert_array_equal(lines['seed 3, validation'], [[200, 3.5], [400, 1.5]])
+
+
+def test_an_unfinished_run_shows_its_last_losses(tmp_path):
+    path = written(tmp_path / 'run', steps=300, finished=False)
+    titles, rows = trial_table(load_run(path))
+    assert [title.split()[0] for title, _ in titles[2:]] == ['training', 'val']
+    assert rows == [
+        ['seed 3', 'unfinished', '2.0000', '3.5000'],
+        ['seed 4', 'unfinished', '-', '4.0000'],
+    ]
+    show_run_report(path)
+    assert '300 of 400' in (path / 'report.html').read_text()
+
+
+@pytest.mark.parametrize(
+    ('steps', 'sentence'), [(None, 'not a run directory'), (0, 'no logged step yet')]
+)
+def test_what_is_no_run_with_a_log_is_refused(steps, sentence, tmp_path):
+    if steps is not None:
+        written(tmp_path / 'run', steps, finished=False)
+    with pytest.raises(ReportError, match=sentence):
+        show_run_report(tmp_path / 'run')

@@ -3,7 +3,7 @@
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,32 +11,26 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from qkattn.report import prose
+from qkattn.report.columns import Measure
 from qkattn.report.figures.style import (
     GRID,
     MUTED,
     REFERENCE,
     SEEDS,
-    SURFACE,
     WIDTH,
     Styles,
-    distinct,
     legend,
     panels,
     short,
 )
-from qkattn.report.measures import Measure
 from qkattn.study.arm_key import ArmKey
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings
 from qkattn.verdict.judging import DECIDED
 from qkattn.verdict.load import Study
 
-# A difference or seed that is this many times further from zero than is usual is cut off.
-_FAR = 6.0
-# Seeds are drawn below the mean; on top of it they would hide.
-_BELOW = 0.16
-# Where name and text of a line stand, above its mean; and inches per line.
-_NAME, _TEXT, _LINE = -0.53, -0.29, 0.66
+# Where name and text of a line stand, above its mean, and its seeds, below; inches per line.
+_NAME, _TEXT, _SEEDS, _LINE = -0.53, -0.29, 0.16, 0.66
 
 
 class Line(NamedTuple):
@@ -74,12 +68,12 @@ def forest(
 ) -> Figure:
     """Panels below each other, in which name and text of a line stand above its mean.
 
-    `reference` and `dot` are the names of the dashed line and of the small dots in the legend;
-    marks beyond `limits` are drawn at the edge, as arrowheads; names beyond `longest` characters
-    are cut in the middle.
+    Beside the axis, they would leave no room for it on a narrow screen. `reference` and `dot` are
+    the names of the dashed line and of the small dots in the legend; a mean beyond `limits` is an
+    arrowhead at the edge; names beyond `longest` characters are cut in the middle.
     """
-    has_right = any(line.right for panel in drawn for line in panel.lines)
-    height = [(_LINE if has_right else 0.7 * _LINE) * len(p.lines) + 0.7 for p in drawn]
+    line_height = _LINE if any(line.right for panel in drawn for line in panel.lines) else 0.46
+    height = [line_height * len(panel.lines) + 0.7 for panel in drawn]
     figure = Figure(figsize=(WIDTH, sum(height) + 0.45))
     grid = {'sharex': limits is not None, 'height_ratios': height}
     for ax, panel in zip(panels(figure, 1, len(drawn), **grid), drawn, strict=True):
@@ -88,160 +82,124 @@ def forest(
             ax.axvspan(-margin, margin, color=GRID, alpha=0.75, linewidth=0, zorder=0, label=label)
         if panel.reference is not None:
             ax.axvline(panel.reference, label=reference, **REFERENCE)
-        names = distinct([line.name or line.arm for line in panel.lines], longest)
+        names = [short(line.name or line.arm, longest) for line in panel.lines]
         for y, (line, name) in enumerate(zip(panel.lines, names, strict=True)):
             _draw(ax, y, line, look, limits, dot)
             weight = {'weight': 'bold'} if line.is_decided else {'color': MUTED}
-            _beside(ax, 0, y + _TEXT, line.right, **weight)
-            _beside(ax, 0, y + (_NAME if line.right else 1.4 * _TEXT), name)
-        ax.set_yticks(range(len(panel.lines)), names)
+            _above(ax, y + _TEXT, line.right, **weight)
+            _above(ax, y + (_NAME if line.right else 1.4 * _TEXT), name)
+        ax.set_yticks(range(len(names)), names)
         ax.tick_params(axis='y', length=0, labelleft=False)
         ax.tick_params(labelbottom=True)
         ax.spines['left'].set_visible(False)
         ax.grid(visible=False, axis='y')
         ax.locator_params(axis='x', nbins=3)
         ax.set(xlabel=panel.xlabel, title=short(panel.title))
-        ax.set(xlim=limits, ylim=(len(panel.lines) - 0.4, -0.85))
+        ax.set(xlim=limits, ylim=(len(names) - 0.4, -0.85))
     legend(figure, 'lower')
     return figure
 
 
 def _draw(
-    ax: Axes,
-    y: int,
-    line: Line,
-    look: Styles,
-    limits: tuple[float, float] | None,
-    dot: str,
+    ax: Axes, y: int, line: Line, look: Styles, limits: tuple[float, float] | None, dot: str
 ) -> None:
     if line.mean is None:
-        _beside(ax, 0.02, y, line.absent, style='italic', color=MUTED)
+        _above(ax, y, line.absent, style='italic', color=MUTED)
         return
-    low, high = limits or (-math.inf, math.inf)
     if line.reported is not None:
-        wide = {'color': MUTED, 'alpha': 0.35, 'linewidth': 9, 'label': 'reported'}
-        wide['solid_capstyle'] = 'butt'
-        ax.plot(np.clip(line.reported, low, high), [y, y], **wide)
-    colour = look[line.arm]['color']
-    if line.low is not None and line.high is not None:
-        ax.hlines(
-            y, *np.clip((line.low, line.high), low, high), colour, lw=2, label='95 % interval'
-        )
-    mean = {'s': 42, 'linewidths': 0.8, 'edgecolors': SURFACE, 'zorder': 4, 'label': 'mean'}
-    seeds = SEEDS | {'label': dot}
-    for values, at, marker, mark in (
-        (line.seeds, y + _BELOW, 'o', seeds),
-        ([line.mean], y, look[line.arm]['marker'], mean),
-    ):
-        x = np.array(values)
-        outside = {'<': x < low, '>': x > high}
-        for shape, where in {marker: (x >= low) & (x <= high), **outside}.items():
-            if where.any():
-                # A mark at the edge of the axes is drawn whole.
-                shown, style = np.clip(x[where], low, high), mark | {'marker': shape}
-                ax.scatter(shown, [at] * len(shown), color=colour, clip_on=False, **style)
+        wide = {'color': MUTED, 'alpha': 0.35, 'linewidth': 9, 'solid_capstyle': 'butt'}
+        ax.plot(line.reported, [y, y], label='reported', **wide)
+    color = look[line.arm]['color']
+    if line.low is not None:
+        ax.hlines(y, line.low, line.high, color, linewidth=2, label='95 % interval')
+    dots = SEEDS | {'label': dot, 'color': color}
+    ax.scatter(line.seeds, [y + _SEEDS] * len(line.seeds), **dots)
+    low, high = limits or (-math.inf, math.inf)
+    marker = '<' if line.mean < low else '>' if line.mean > high else look[line.arm]['marker']
+    mean = {'s': 42, 'linewidths': 0.8, 'edgecolors': 'white', 'zorder': 4, 'label': 'mean'}
+    mean |= {'marker': marker, 'color': color, 'clip_on': False}
+    ax.scatter([min(max(line.mean, low), high)], [y], **mean)
 
 
-def _beside(ax: Axes, x: float, y: float, text: str, **font: Any) -> None:
+def _above(ax: Axes, y: float, text: str, **font: Any) -> None:
+    box = {'facecolor': 'white', 'edgecolor': 'none', 'pad': 0.5}
     if text:
-        box = {'facecolor': SURFACE, 'edgecolor': 'none', 'pad': 0.5}
-        at = {'transform': ax.get_yaxis_transform(), 'va': 'center', 'fontsize': 8, 'bbox': box}
-        ax.text(x, y, text, **at, **font)
+        place = {'transform': ax.get_yaxis_transform(), 'va': 'center', 'fontsize': 8, 'bbox': box}
+        ax.text(0, y, text, **place, **font)
 
 
-def _by_where(
-    study: Study,
-    found: Findings,
-    line: Callable[[Arm], Line],
-    xlabel: str,
-    absent: str,
-    *,
-    reference: Callable[[str], float | None] = lambda name: 0.0,
-    with_baseline: bool = False,
-    direction: int = 1,
-) -> list[Panel]:
-    """A panel for each size and corpus, the lowest mean over all at the top (highest: -1)."""
-    by_key = {arm.key: arm for arm in found.arms}
-    lines: dict[str, list[Line]] = {}
-    places = list(itertools.product(study.sizes, study.corpora))
-    for variant, (size, corpus) in itertools.product(study.variants, places):
+def _arms(study: Study, findings: Findings) -> Mapping[str, Mapping[ArmKey, Arm | None]]:
+    """The declared arms of each size and corpus, None for one without results."""
+    results = {arm.key: arm for arm in findings.arms}
+    groups: dict[str, dict[ArmKey, Arm | None]] = {}
+    for size, corpus, variant in itertools.product(study.sizes, study.corpora, study.variants):
         key = ArmKey(variant, size, corpus)
-        if with_baseline or variant != study.baseline:
-            arm = by_key.get(key)
-            drawn = line(arm) if arm else Line(variant)
-            why = prose.absent(study, key, arm, absent)
-            name = prose.shown(study, key)
-            lines.setdefault(variant, []).append(drawn._replace(absent=why, name=name))
-
-    def rank(variant: str) -> float:
-        means = [line.mean for line in lines[variant] if line.mean is not None]
-        return direction * statistics.fmean(means) if means else math.inf
-
-    order = sorted(lines, key=rank)
-    titles = [prose.where(study, ArmKey('', *key)) for key in places]
-    return [
-        Panel([lines[variant][i] for variant in order], xlabel, title, reference(title))
-        for i, title in enumerate(titles)
-    ]
+        groups.setdefault(prose.where(study, key), {})[key] = results.get(key)
+    return groups
 
 
-def _baseline(study: Study) -> str:
-    return f'baseline mean ({short(study.baseline)})' if study.baseline else '_'
+def _why_absent(arm: Arm | None, otherwise: str) -> str:
+    """Why an arm has no number; `otherwise` if it has finished trials."""
+    if arm is None or not arm.verdict_trials:
+        return 'no result yet'
+    return otherwise if arm.chosen else 'diverged or stopped early'
 
 
-def _metric_line(arm: Arm, measure: Measure) -> Line:
-    value = measure.over_seeds(arm)
-    if value is None:
-        return Line(arm.variant, absent='not measured')
-    return Line(arm.variant, value.mean, value.low, value.high, measure.of_seeds(arm))
+def _ranked(lines: Sequence[Line], direction: int = 1) -> list[Line]:
+    """The lowest mean first, or the highest (-1); lines without a mean last."""
+    return sorted(lines, key=lambda line: math.inf if line.mean is None else direction * line.mean)
 
 
-def levels(study: Study, found: Findings, look: Styles, measure: Measure) -> Figure:
-    """A metric of every arm, with a line at the baseline's mean."""
-    baselines = [arm for arm in found.arms if arm.is_baseline]
-    means = {prose.where(study, arm): measure.over_seeds(arm) for arm in baselines}
-    drawn = _by_where(
-        study,
-        found,
-        lambda arm: _metric_line(arm, measure),
-        measure.axis,
-        'not measured for every seed',
-        reference=lambda name: value.mean if (value := means.get(name)) else None,
-        with_baseline=True,
-        direction=-1 if measure.metric.direction == 'higher' else 1,
-    )
-    return forest(drawn, look, _baseline(study))
+def levels(study: Study, findings: Findings, look: Styles, measures: Sequence[Measure]) -> Figure:
+    """Metrics of every arm, a panel for each and each size and corpus; the best arm at the top."""
+    drawn = []
+    for (title, arms), measure in itertools.product(_arms(study, findings).items(), measures):
+        lines, reference = [], None
+        for key, arm in arms.items():
+            name, value = prose.shown(study, key), measure.over_seeds(arm) if arm else None
+            if arm is None or value is None:
+                why = _why_absent(arm, 'not measured for every seed')
+                lines.append(Line(key.variant, absent=why, name=name))
+                continue
+            numbers = value.mean, value.low, value.high, measure.of_seeds(arm)
+            lines.append(Line(key.variant, *numbers, name=name))
+            reference = value.mean if arm.is_baseline else reference
+        lines = _ranked(lines, -1 if measure.metric.direction == 'higher' else 1)
+        drawn.append(Panel(lines, measure.axis, title, reference))
+    return forest(drawn, look, f'baseline mean ({short(study.baseline or "")})')
 
 
-def differences(study: Study, found: Findings, look: Styles) -> Figure | None:
+def differences(study: Study, findings: Findings, look: Styles) -> Figure | None:
     """Differences from the baseline, with verdicts and margin if tuned; None without any."""
     tuned = study.tuning is not None
     absent = 'the baseline has not finished' if tuned else 'no seed in common with the baseline'
-    single = len(study.sizes) * len(study.corpora) == 1
-
-    def line(arm: Arm) -> Line:
-        decision = arm.verdict.decision if arm.verdict else None
-        word, is_decided = decision.value if decision else '', decision in DECIDED
-        if (difference := arm.difference) is None:
-            return Line(arm.variant, right=word, is_decided=is_decided)
-        texts = [prose.interval(difference) * single, word]
-        texts += [f'{arm.num_diverged} diverged'] * (single and arm.num_diverged > 0)
-        right = '  '.join(filter(None, texts))
-        mean = difference.mean, difference.low, difference.high
-        return Line(arm.variant, *mean, arm.differences, right=right, is_decided=is_decided)
-
-    drawn = _by_where(study, found, line, f'difference in {found.split} loss (nats/token)', absent)
+    xlabel = f'difference in {findings.split} loss (nats/token)'
+    drawn = []
+    for title, arms in _arms(study, findings).items():
+        lines = []
+        for key, arm in arms.items():
+            if key.variant == study.baseline:
+                continue
+            why, name = _why_absent(arm, absent), prose.shown(study, key)
+            line, texts = Line(key.variant, absent=why, name=name), []
+            if arm and (difference := arm.difference):
+                mean, low, high = difference.mean, difference.low, difference.high
+                line = line._replace(mean=mean, low=low, high=high, seeds=arm.differences)
+                texts.append(prose.interval(difference))
+            decision = arm.verdict.decision if arm and arm.verdict else None
+            texts += [decision.value] if decision else []
+            texts += [f'{arm.num_diverged} diverged'] if arm and arm.num_diverged else []
+            is_decided = decision in DECIDED
+            lines.append(line._replace(right='  '.join(texts), is_decided=is_decided))
+        drawn.append(Panel(_ranked(lines), xlabel, title, 0.0))
     lines = [line for panel in drawn for line in panel.lines]
-    if not lines or not (tuned or any(arm.difference for arm in found.arms)):
+    if not lines or not (tuned or any(arm.difference for arm in findings.arms)):
         return None
     margin = study.margin if tuned else None
-    limits = limits_of(lines, margin or 0.0)
-    return forest(drawn, look, 'no difference', margin, limits)
+    return forest(drawn, look, 'no difference', margin, limits_of(lines, margin or 0.0))
 
 
-def limits_of(
-    lines: Sequence[Line], margin: float, far: float = _FAR
-) -> tuple[float, float] | None:
+def limits_of(lines: Sequence[Line], margin: float, far: float = 6.0) -> tuple[float, float] | None:
     """X limits: zero, the margin and the intervals, up to `far` times the median of their reach.
 
     Beyond, an interval would flatten the others.
@@ -256,38 +214,17 @@ def limits_of(
     return (min(shown) - pad, max(shown) + pad) if pad else None
 
 
-def multipliers(study: Study, found: Findings, look: Styles) -> Figure | None:
+def multipliers(study: Study, findings: Findings, look: Styles) -> Figure | None:
     """How many baseline parameters one of each arm's is worth, the best first; None if unknown."""
-    known, unknown = [], []
-    for law in found.scaling:
-        if (worth := law.multiplier) is None:
-            continue
-        name = prose.on_corpus(study, law)
-        if worth.problem:
-            unknown.append(Line(law.variant, absent='see the table', name=name))
-        else:
+    lines = []
+    for law in findings.scaling:
+        name, worth = prose.on_corpus(study, law), law.multiplier
+        if worth is not None and worth.problem:
+            lines.append(Line(law.variant, absent='see the table', name=name))
+        elif worth is not None:
             line = Line(law.variant, worth.value, worth.low, worth.high, worth.by_size)
-            known.append(line._replace(right=prose.bracketed(worth), name=name))
-    known.sort(key=lambda line: -line.mean)
+            lines.append(line._replace(right=prose.bracketed(worth), name=name))
     xlabel = 'baseline parameters per parameter of the arm'
-    panel = Panel([*known, *unknown], xlabel, reference=1.0)
+    panel = Panel(_ranked(lines, -1), xlabel, reference=1.0)
+    known = any(line.mean is not None for line in lines)
     return forest([panel], look, dot='one size') if known else None
-
-
-def retrieval(
-    study: Study, found: Findings, look: Styles, loss: Measure, probes: Sequence[Measure]
-) -> Figure | None:
-    """Loss and probes of each size, below each other; None where none was probed."""
-    measures, drawn = [loss, *probes], []
-    probed = [arm for arm in found.arms if any(probe.over_seeds(arm) for probe in probes)]
-    for name, group in prose.by_where(probed, study).items():
-        arms = sorted(group, key=lambda arm: arm.loss.mean if arm.loss else math.inf)
-        for measure in measures:
-            lines = [
-                _metric_line(arm, measure)._replace(name=prose.shown(study, arm.key))
-                for arm in arms
-            ]
-            means = [line.mean for line, arm in zip(lines, arms, strict=True) if arm.is_baseline]
-            title = name if measure is loss else ''
-            drawn.append(Panel(lines, measure.axis, title, *means))
-    return forest(drawn, look, _baseline(study)) if drawn else None

@@ -1,0 +1,205 @@
+"""Curves: loss over training, loss against a tuned setting, loss against parameters."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
+
+from qkattn.report import prose
+from qkattn.report.columns import VAL_LOSS
+from qkattn.report.figures.style import (
+    INK,
+    MUTED,
+    REFERENCE,
+    SEEDS,
+    WIDTH,
+    Styles,
+    legend,
+    panels,
+    short,
+)
+from qkattn.stats.sweep import Sweep
+from qkattn.verdict.arms import Arm
+from qkattn.verdict.codes import VALIDATION
+from qkattn.verdict.findings import Findings
+from qkattn.verdict.load import Study
+
+COLUMNS = 2
+# Parameter counts within this ratio are equal.
+EQUAL = 1.01
+# The axis of a sweep ends at this many times the rise within one grid step of the best value.
+CUT = 3.0
+
+
+def learning_curves(study: Study, arms: Sequence[Arm], look: Styles) -> Figure | None:
+    """Validation loss over training of one size and corpus: a panel an arm, beside the baseline.
+
+    A line is the mean over seeds, its band from the lowest to the highest. The last four fifths of
+    training, where variants differ, are shown. None without any curve.
+    """
+    curves = {arm.variant: curve for arm in arms if len(curve := _curve(study, arm))}
+    if not curves:
+        return None
+    last = curves.get(study.baseline or '')
+    variants = [v for v in curves if v != study.baseline] or list(curves)
+    columns = min(COLUMNS, len(variants))
+    figure = Figure(figsize=(WIDTH, (3.2 / columns) * -(-len(variants) // columns) + 0.9))
+    axes = panels(figure, columns, len(variants), sharex=True, sharey=True)
+    names = {arm.variant: prose.shown(study, arm.key) for arm in arms}
+    for ax, variant in zip(axes, variants, strict=True):
+        if last is not None and variant != study.baseline:
+            _line(ax, last, look, study.baseline, f'baseline {short(study.baseline)}')
+        _line(ax, curves[variant], look, variant, 'the variant named above')
+        ax.set_title(short(names[variant], 44 // columns), fontsize=8, fontweight='normal')
+        ax.locator_params(axis='x', nbins=4 // columns)
+        ax.xaxis.set_major_formatter(lambda value, _: prose.si(value))
+    low = min(curve.min(axis=None) for curve in curves.values())
+    late = [curve[curve.index >= 0.2 * curve.index[-1]] for curve in curves.values()]
+    high = max(curve.max(axis=None) for curve in late)
+    yardsticks = study.yardsticks.groups if study.yardsticks else {}
+    if arms[0].group in yardsticks and (best := yardsticks[arms[0].group].best(VALIDATION)):
+        name, loss = best
+        low = min(low, loss)
+        for ax in axes:
+            style = REFERENCE | {'color': MUTED, 'linestyle': 'dotted'}
+            ax.axhline(loss, label=f'{name}, {loss:.3f}', **style)
+    pad = 0.06 * (high - low) or 0.05
+    axes[0].set_ylim(low - pad, max(high, low) + pad)
+    legend(figure)
+    figure.supxlabel('training tokens')
+    figure.supylabel(VAL_LOSS.axis)
+    return figure
+
+
+def _curve(study: Study, arm: Arm) -> pd.DataFrame:
+    """Validation losses of the chosen trials, [tokens, seeds], at the steps that all share."""
+    chosen = set(map(id, arm.chosen))
+    losses = [
+        pd.Series(
+            run.curve.values_EX[VAL_LOSS.field][:, index],
+            np.array(run.curve.steps_E) * (trial.num_tokens / trial.num_steps),
+        )
+        for run in study.runs
+        for index, trial in enumerate(run.trials)
+        if run.curve is not None and id(trial) in chosen
+    ]
+    return pd.concat(losses, axis=1, join='inner') if losses else pd.DataFrame()
+
+
+def _line(ax: Axes, curve: pd.DataFrame, look: Styles, variant: str, label: str) -> None:
+    style = look[variant]
+    band = {'color': style['color'], 'alpha': 0.18, 'linewidth': 0}
+    ax.fill_between(curve.index, curve.min(axis=1), curve.max(axis=1), **band)
+    ax.plot(curve.index, curve.mean(axis=1), label=label, zorder=3, **style | {'marker': ''})
+
+
+def sweep_panels(study: Study, knob: str, arms: Sequence[Arm], look: Styles) -> Figure:
+    """Screening loss against a setting, a panel an arm of one size and corpus, with the parabola.
+
+    Above a panel stand the chosen value and the interval of the optimum.
+    """
+    columns = min(COLUMNS, len(arms))
+    figure = Figure(figsize=(WIDTH, 1.9 * -(-len(arms) // columns) + 0.95))
+    axes = panels(figure, columns, len(arms), sharex=True)
+    values = sorted({value for arm in arms for value in arm.sweeps[knob].values})
+    for ax, arm in zip(axes, arms, strict=True):
+        sweep, style = arm.sweeps[knob], look[arm.variant]
+        name = short(prose.shown(study, arm.key), 36 // columns)
+        interval = _interval(sweep) if sweep.bracketed else 'not bracketed'
+        title = f'{name}\n{sweep.chosen:.3g}\n{interval}'
+        ax.set_title(title, fontsize=8, fontweight='normal')
+        ax.set(xscale='log', ylim=_limits(sweep))
+        # A panel has room for three labels.
+        ax.set_xticks(values[::-1][:: math.ceil(len(values) / 3)])
+        ax.xaxis.set_major_formatter('{x:.3g}')
+        ax.xaxis.set_minor_locator(FixedLocator(values))
+        ax.xaxis.set_minor_formatter(NullFormatter())
+        ax.locator_params(axis='y', nbins=4)
+        for value, losses in zip(sweep.values, sweep.losses, strict=True):
+            ax.scatter([value] * len(losses), losses, color=style['color'], **SEEDS)
+        ax.plot(sweep.values, sweep.means, label='mean', **style | {'linestyle': 'none'})
+        above = [
+            value
+            for value, mean in zip(sweep.values, sweep.means, strict=True)
+            if mean > ax.get_ylim()[1]
+        ]
+        top = {'transform': ax.get_xaxis_transform(), 'linestyle': 'none', 'color': INK}
+        top |= {'marker': 'x', 'markeredgecolor': INK, 'label': 'higher, or a seed diverged'}
+        if above:
+            ax.plot(above, [0.94] * len(above), **top)
+        if sweep.loss is not None:
+            x = np.geomspace(sweep.fitted[0], sweep.fitted[-1], 60)
+            fit = sweep.loss.mean + sweep.curvature / 2 * np.log(x / sweep.optimum) ** 2
+            ax.plot(x, fit, color=style['color'], zorder=3, label='parabola')
+        ax.axvline(sweep.chosen, label='chosen value', **REFERENCE)
+        if _interval(sweep):
+            band = {'color': INK, 'alpha': 0.1, 'linewidth': 0, 'zorder': 0}
+            label = '95 % interval of the optimum'
+            ax.axvspan(sweep.optimum_low, sweep.optimum_high, label=label, **band)
+    figure.supxlabel(f'{prose.words(knob)} (log scale)')
+    figure.supylabel(VAL_LOSS.axis)
+    legend(figure)
+    return figure
+
+
+def _interval(sweep: Sweep) -> str:
+    if sweep.optimum_low is None or sweep.optimum_high is None:
+        return ''
+    return f'[{sweep.optimum_low:.3g}, {sweep.optimum_high:.3g}]'
+
+
+def _limits(sweep: Sweep) -> tuple[float, float] | None:
+    """Y limits that show the lowest loss and what rises nearby; None without any loss."""
+    seeds = {v: losses for v, losses in zip(sweep.values, sweep.losses, strict=True) if losses}
+    if not seeds:
+        return None
+    low, highest = min(map(min, seeds.values())), max(map(max, seeds.values()))
+    place = sweep.values.index(sweep.best)
+    near = sweep.values[max(place - 1, 0) : place + 2]
+    rise = max(max(seeds[value]) for value in near if value in seeds) - low or 0.01
+    height = min(CUT * rise, max(highest - low, rise))
+    # Above it is room for marks at the edge.
+    return low - 0.1 * height, low + 1.22 * height
+
+
+def loss_against_parameters(study: Study, findings: Findings, look: Styles) -> Figure | None:
+    """Mean loss of each variant and corpus against parameters, with the law where there is one.
+
+    None where all parameter counts are equal.
+    """
+    totals = [arm.example.parameters['total'] for arm in findings.arms]
+    lines: dict[str, list[Arm]] = {}
+    for arm in sorted(findings.arms, key=lambda arm: arm.example.parameters['total']):
+        if arm.chosen:
+            lines.setdefault(prose.on_corpus(study, arm), []).append(arm)
+    if not lines or max(totals) <= EQUAL * min(totals):
+        return None
+    laws = {prose.on_corpus(study, law): law.fit for law in findings.scaling}
+    figure = Figure(figsize=(WIDTH, 3.4 + 0.2 * len(lines)))
+    ax = figure.subplots()
+    for name, arms in lines.items():
+        style, law = look[arms[0].variant], laws.get(name)
+        x = [arm.example.parameters['total'] for arm in arms]
+        means = [np.mean(list(arm.losses(arm.split).values())) for arm in arms]
+        for total, arm in zip(x, arms, strict=True):
+            losses = list(arm.losses(arm.split).values())
+            dots = SEEDS | {'label': '_', 'color': style['color']}
+            ax.scatter([total] * len(losses), losses, **dots)
+        joined = law is None or law.problem
+        thin = {'linewidth': 0.8} if joined else {'linestyle': 'none'}
+        ax.plot(x, means, label=short(name, 40), **style | thin)
+        if not joined:
+            sizes = np.geomspace(law.sizes[0], law.sizes[-1], 80)
+            curve = style | {'marker': '', 'label': f'_law of {name}'}
+            ax.plot(sizes, [law.loss(size) for size in sizes], **curve)
+    ax.set(xscale='log', xlabel='total parameters (log scale)')
+    ax.set_ylabel(f'{findings.split} loss (nats/token)')
+    ax.set_xticks(np.geomspace(min(totals), max(totals), 4))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(lambda value, _: prose.si(value))
+    legend(figure)
+    return figure
