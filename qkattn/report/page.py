@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 
 from qkattn.config import Config, from_json
 from qkattn.errors import ReportError
-from qkattn.metrics import PREFIXES, shown
-from qkattn.report.columns import PAGE, printed_in
+from qkattn.metrics import shown
+from qkattn.report.columns import PAGE, Measure, printed_in
 from qkattn.report.figures.style import (
     DARK,
     HUES,
@@ -206,11 +206,10 @@ def trial_table(run: Run) -> Table:
             for result in run.results
         ]
         for metric in shown(metrics_of(run.results[0]), run.results):
-            unit = metric.unit if metric.unit and metric.unit != metric.label else ''
-            for split, prefix in PREFIXES.items():
-                values = [result.get(f'{prefix}_{metric.name}') for result in run.results]
+            for measure in (Measure(metric, split) for split in metric.prefixes):
+                values = [result.get(measure.field) for result in run.results]
                 if any(value is not None for value in values):
-                    name = f'{split} {metric.label},|{unit}'.rstrip(',|')
+                    name = f'{measure.name},|{measure.unit}'.rstrip(',|')
                     columns[name] = printed(values, metric.decimals, metric.scale)
     else:
         for kind, field, split in (('train', 'loss', 'training'), ('eval', 'val_loss', 'val')):

@@ -20,10 +20,8 @@ digit. So a stored number agrees with the one made again, x, if a number within 
 stored (`near`) or printed (`prints_of`) like that.
 """
 
-import csv
 import dataclasses
 import functools
-import io
 import itertools
 import math
 import os
@@ -60,7 +58,7 @@ NOT_COVERED = (
     'a study whose results, logs, report and ledger are all written again with matching hashes',
 )
 
-PRINT = re.compile(r'(?:< )?[-+]?\d+(?:[.,]\d+)*(?:e[-+]?\d+)?')
+PRINT = re.compile(r'(?:< )?[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?')
 Pair = tuple[Study, Findings]
 
 
@@ -74,19 +72,20 @@ def check_study(directory: str | Path) -> int:
         edited = ' and '.join(_changed_files(study))
         note = f' ({edited} changed since the last look)' if edited not in problem else ''
         raise ReportError(f'{study.directory}: {problem}{note}')
-    texts = {}
-    for name in ('table.md', 'table.csv'):
+    expected = {
+        'table.md': tables.report_markdown(study, findings),
+        'table.csv': tables.csv_table(study, findings),
+    }
+    agree, count = prints_of(lambda: [(study, findings)]), 0
+    for name, text in expected.items():
         path = study.directory / name
         if not path.is_file():
             raise ReportError(f'{path} does not exist; make it with python -m experiments.report')
-        texts[name] = path.read_text(encoding='utf-8', errors='replace')
-    table = texts['table.md']
-    expected = tables.report_markdown(study, findings)
-    unlike = difference(table, expected, prints_of(lambda: [(study, findings)]))
-    if place := unlike or _unlike_frame(texts['table.csv'], study, findings):
-        name = 'table.md' if unlike else 'table.csv'
-        raise ReportError(f'{study.directory / name} is not what its logs give, {place}')
-    return sum(len(PRINT.findall(text)) for text in texts.values())
+        actual = path.read_text(encoding='utf-8', errors='replace')
+        if place := difference(actual, text, agree):
+            raise ReportError(f'{path} is not what its logs give, {place}')
+        count += len(PRINT.findall(actual))
+    return count
 
 
 class Block(NamedTuple):
@@ -249,18 +248,6 @@ def near(stored: float, number: float) -> bool:
     return stored in {rounded(number * (1 + shift)) for shift in (-TOLERANCE, 0, TOLERANCE)}
 
 
-def _unlike_frame(text: str, study: Study, findings: Findings) -> str | None:
-    """The first cell of table.csv that is not what the logs give."""
-    table, expected = tables.frame(study, findings), tables.csv_table(study, findings)
-    lines = itertools.zip_longest(*(csv.reader(io.StringIO(x)) for x in (text, expected)))
-    for row, (line, other) in enumerate(lines):
-        for column, (cell, again) in enumerate(itertools.zip_longest(line or [], other or [])):
-            number = table.iat[row - 1, column] if row and cell and again else None
-            if cell != again and not (isinstance(number, float) and near(float(cell), number)):
-                return f'line {row + 1}: {cell!r}, expected {again!r}'
-    return None
-
-
 def difference(
     actual: str, expected: str, agree: Callable[[str, str], bool] = lambda one, other: False
 ) -> str | None:
@@ -288,23 +275,20 @@ def prints_of(studies: Callable[[], Iterable[Pair]]) -> Callable[[str, str], boo
     """
 
     @functools.cache
-    def mantissas() -> list[float]:
+    def logarithms() -> list[float]:
         numbers = (x for pair in studies() for x in _numbers((pair[1], tables.frame(*pair))))
-        return [_mantissa(x) for x in numbers if x and math.isfinite(x)]
+        return [math.log10(abs(x)) for x in numbers if x and math.isfinite(x)]
 
     def agree(one: str, other: str) -> bool:
-        a, b = (Decimal(re.sub('[< ,]', '', text)) for text in (one, other))
+        a, b = (Decimal(text.removeprefix('< ')) for text in (one, other))
         unit = Decimal(1).scaleb(min(int(x.as_tuple().exponent) for x in (a, b)))
-        boundary = _mantissa(float(a + b) / 2)
-        return abs(a - b) <= unit and (
-            a == b == 0 or any(math.isclose(x, boundary, rel_tol=TOLERANCE) for x in mantissas())
-        )
+        boundary = abs(float(a + b)) / 2
+        if abs(a - b) > unit or not boundary:
+            return a == b
+        apart = (abs(math.remainder(x - math.log10(boundary), 1)) for x in logarithms())
+        return any(x <= math.log10(1 + TOLERANCE) for x in apart)
 
     return agree
-
-
-def _mantissa(number: float) -> float:
-    return abs(number) / 10 ** math.floor(math.log10(abs(number))) if number else 0.0
 
 
 def _numbers(value: Any) -> Iterator[float]:
