@@ -74,7 +74,7 @@ def forest(
     """
     line_height = _LINE if any(line.right for panel in drawn for line in panel.lines) else 0.46
     height = [line_height * len(panel.lines) + 0.7 for panel in drawn]
-    figure = Figure(figsize=(WIDTH, sum(height) + 0.45))
+    figure = Figure(figsize=(WIDTH, sum(height) + 0.6))
     grid = {'sharex': limits is not None, 'height_ratios': height}
     for ax, panel in zip(panels(figure, 1, len(drawn), **grid), drawn, strict=True):
         if margin is not None:
@@ -113,7 +113,8 @@ def _draw(
     if line.low is not None:
         ax.hlines(y, line.low, line.high, color, linewidth=2, label='95 % interval')
     dots = SEEDS | {'label': dot, 'color': color}
-    ax.scatter(line.seeds, [y + _SEEDS] * len(line.seeds), **dots)
+    if line.seeds:
+        ax.scatter(line.seeds, [y + _SEEDS] * len(line.seeds), **dots)
     low, high = limits or (-math.inf, math.inf)
     marker = '<' if line.mean < low else '>' if line.mean > high else look[line.arm]['marker']
     mean = {'s': 42, 'linewidths': 0.8, 'edgecolors': 'white', 'zorder': 4, 'label': 'mean'}
