@@ -210,7 +210,7 @@ def _of_difference(study: Study, findings: Findings) -> Iterator[Column]:
         if part != 'longer' and any(map(difference, findings.arms)):
             yield Column('', difference, f'{part},|nats/token', interval, tables=(HEADLINE,))
     yield Column('reason', lambda arm: arm.verdict and reasons(arm))
-    for key in ('p_equivalence', 'detectable', 'margin', 'paired'):
+    for key in ('p_equivalence', 'detectable', 'margin'):
         yield Column(key, f'difference.{key}')
     yield Column('split', 'comparison.split')
     yield Column('difference_validation', 'comparison.validation')
@@ -222,8 +222,7 @@ def _of_difference(study: Study, findings: Findings) -> Iterator[Column]:
 def _difference(arm: Arm) -> str:
     if arm.is_baseline:
         return f'baseline, {arm.split} loss {mean_sd(arm.loss, 4)}'
-    unpaired = arm.difference is not None and not arm.difference.paired
-    return interval(arm.difference) + ' unpaired' * unpaired
+    return interval(arm.difference)
 
 
 def _p_of_word(arm: Arm) -> float | None:

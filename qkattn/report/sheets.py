@@ -4,7 +4,7 @@ Each is declared once, as rows of text, and printed in every format.
 """
 
 import statistics
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from qkattn.report import prose
@@ -136,7 +136,7 @@ def yardsticks(study: Study, findings: Findings) -> Table:
 
 def _positions(study: Study, findings: Findings) -> Iterator[Row]:
     """The loss of each arm by position, mean over seeds, and with the sources of other pairs."""
-    measured: Mapping[ArmKey, Any] = study.yardsticks.measured if study.yardsticks else {}
+    measured = study.measured
     arms = [arm for arm in (*findings.arms, *findings.controls) if measured.get(arm.key)]
     trials = [trial for arm in arms for trial in measured[arm.key]]
     names = dict.fromkeys(name for trial in trials for name in trial.positions)

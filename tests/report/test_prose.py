@@ -26,7 +26,7 @@ DATA = {
     **{'matched': 'total', 'mean': 0.02, 'n': 16, 'name': '5-gram', 'needed': 4, 'num_steps': 4000},
     **{'p': 1e-2, 'p_equivalence': 1e-4, 'parameters': (1000.0, 9000.0), 'planned': 2},
     **{'problem': Problem(ProblemCode.SINGLE_LOSS, {}), 'r_squared': 0.5, 'reached': 1},
-    **{'readable': 1, 'remarks': (Remark(RemarkCode.SEVERAL_SETTINGS),), 'residual': 0.0123},
+    **{'readable': 1, 'remarks': (Remark(RemarkCode.NO_TEST),), 'residual': 0.0123},
     **{'rows': (512, 1024), 'run': 'abc', 'runs': ('1', '2', '3', '4'), 'schedule': 'linear'},
     **{'sd': 0.4, 'seeds': (7, 8), 'side': Decision.WORSE, 'size': 's', 'sizes': 2},
     **{
@@ -47,7 +47,6 @@ OTHER = {
     'remark_differs_from_baseline': {'value': '1'},
     'remark_evaluation': {'tokens': (65536,), 'documents': (99, 120)},
     'remark_look_in_progress': {'seeds': 12, 'arms': 7},
-    'remark_other_parameter_count': {'parameters': 12345},
     'remark_other_setting': {'actual': 1.0},
     'remark_software_differs': {'values': {'1': ((A, 'screening'),), '2': ((B, 'verdict'),)}},
     'reason_diverged': {'baseline': 2},
@@ -81,8 +80,8 @@ def test_every_clause_has_a_code():
     [({}, 'Its '), ({'arm': A}, 'a at s: its '), ({'every_arm': True}, 'every arm: its ')],
 )
 def test_a_remark_names_its_arm(about, subject):
-    text = prose.remark(Remark(RemarkCode.SEVERAL_SETTINGS, **about))
-    assert text == f'{subject}verdict trials ran at more than one setting.'
+    text = prose.remark(Remark(RemarkCode.NO_TEST, **about))
+    assert text == f'{subject}trials have no test loss, and the test split decides.'
 
 
 @pytest.mark.parametrize(

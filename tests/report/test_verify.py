@@ -264,7 +264,7 @@ def test_an_export_does_not_overwrite_something_else(written, tmp_path):
     assert export(written, export(written, tmp_path / 'twice')) == tmp_path / 'twice'
     log = next((tmp_path / 'run').glob('*/metrics.jsonl'))
     log.write_bytes(log.read_bytes() + b'\x80{"kind": "ev\n')
-    with pytest.raises(ReportError, match=f'{log} cannot be stored: line [0-9]+ is not JSON'):
+    with pytest.raises(ReportError, match=f'{log} cannot be stored: it is not JSON'):
         export(tmp_path / 'run', tmp_path / 'copy')
 
 

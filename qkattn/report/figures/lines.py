@@ -60,7 +60,7 @@ def learning_curves(study: Study, arms: Sequence[Arm], look: Styles) -> Figure |
     low = min(curve.min(axis=None) for curve in curves.values())
     late = [curve[curve.index >= 0.2 * curve.index[-1]] for curve in curves.values()]
     high = max(curve.max(axis=None) for curve in late)
-    yardsticks = study.yardsticks.groups if study.yardsticks else {}
+    yardsticks = study.yardsticks or {}
     if arms[0].group in yardsticks and (best := yardsticks[arms[0].group].best(VALIDATION)):
         name, loss = best
         low = min(low, loss)
@@ -133,7 +133,7 @@ def sweep_panels(study: Study, knob: str, arms: Sequence[Arm], look: Styles) -> 
             ax.plot(above, [0.94] * len(above), **top)
         if sweep.loss is not None:
             x = np.geomspace(sweep.fitted[0], sweep.fitted[-1], 60)
-            fit = sweep.loss.mean + sweep.curvature / 2 * np.log(x / sweep.optimum) ** 2
+            fit = sweep.loss + sweep.curvature / 2 * np.log(x / sweep.optimum) ** 2
             ax.plot(x, fit, color=style['color'], zorder=3, label='parabola')
         ax.axvline(sweep.chosen, label='chosen value', **REFERENCE)
         if _interval(sweep):
