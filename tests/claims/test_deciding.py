@@ -7,7 +7,7 @@ import pytest
 
 from qkattn.claims.claim import Claim, ClaimVerdict, Expectation, Kind, Measure, Row, Speaks, exact
 from qkattn.claims.deciding import decide, evidence, needed, number_of_rows
-from qkattn.claims.studies import UNIT, Loaded, Results
+from qkattn.claims.studies import UNIT, Results
 from qkattn.errors import ConfigError
 from qkattn.storage.records import write_json
 from qkattn.verdict import Decision
@@ -106,29 +106,6 @@ def test_beside_a_pair_stand_both_against_the_baseline_once(results):
     )
     assert first.verdict is ClaimVerdict.HOLDS and reverse.verdict is ClaimVerdict.FAILS
     assert first.rows[0].value == pytest.approx(0.0672, abs=1e-4)
-
-
-def test_beside_a_pair_of_destinations_stand_both(sharing):
-    study, found = sharing.study('sharing')
-    names = {'qk/k_is_v': 'qk/k_is_v [d_model]', PLAIN: 'qk/k_is_v [d_ff]'}
-
-    def renamed(place):
-        return place._replace(variant=names.get(place.variant, place.variant))
-
-    study = dataclasses.replace(
-        study, destinations=('d_model', 'd_ff'), arms=tuple(map(renamed, study.arms))
-    )
-    parts = {
-        name: tuple(dataclasses.replace(one, key=renamed(one.key)) for one in getattr(found, name))
-        for name in ('arms', 'controls', 'decomposition')
-    }
-    loaded = Loaded(study, dataclasses.replace(found, **parts))
-    results = Results('.')
-    results._read['sharing'] = loaded
-    pair = expect('qk/k_is_v [d_ff]', 'different', 'sharing', versus='qk/k_is_v [d_model]')
-    beside = [r for r in decide(claim(pair), 'cpu', results).rows if r.speaks == Speaks.BESIDE]
-    where = {(row.context['destination'], row.kind) for row in beside}
-    assert where == {(name, kind) for name in ('d_model', 'd_ff') for kind in PARTS}
 
 
 def test_the_points_of_a_curve_are_of_one_arm_and_named_by_their_place(results):
@@ -234,12 +211,6 @@ def test_below_the_margin_the_distance_from_it_is_what_is_needed(results):
     number = int(below.split()[0])
     assert text in below and text not in whole
     assert short == f'needs {number} seeds' and number > 2 * int(whole.split()[0])
-
-
-def test_the_models_behind_a_claim_are_named_beside_their_yardstick(sharing):
-    (model,) = decide(claim(expect(PLAIN, 'worse', study='sharing')), 'cpu', sharing).models
-    start = 'sharing, d_model=56 on stdlib: 93,464 parameters, 500 steps, 512,000 tokens, test loss'
-    assert model.startswith(start) and '-gram' in model
 
 
 def test_a_study_without_tuning_leaves_claims_open(results):

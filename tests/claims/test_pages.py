@@ -321,6 +321,14 @@ def test_blocks_of_markdown_pages_are_written_and_checked(kept, block, old, chan
     assert check_page(page, pages.BLOCKS) == 1
 
 
+def test_cells_have_signs_of_differences_and_what_decides():
+    row = ROWS[0]
+    assert pages.amount(row) == '+0.0620 [+0.0520, +0.0720]' and pages._spoken([row]) == '-'
+    decided = dataclasses.replace(row, speaks=Speaks.OPEN, relation='not_worse')
+    assert pages._spoken([row, decided]) == 'open "not worse"'
+    assert pages.amount(dataclasses.replace(row, kind=Kind.MEASURED, low=None)) == '0.0620'
+
+
 @pytest.mark.parametrize(
     ('seconds', 'text'),
     [(0.2, '< 1 s'), (3.4, '3 s'), (59.2, '59 s'), (90, '2 min'), (5025, '1 h 24 min')],
