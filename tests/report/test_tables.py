@@ -1,6 +1,7 @@
 """The printed tables, their numbers recomputed from the records; names as text in every format."""
 
 import csv
+import dataclasses
 import io
 import json
 import re
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from qkattn.report import documents, headline
-from qkattn.report.columns import PAGE, losses, printed_in, probes, scores
+from qkattn.report.columns import HEADLINE, PAGE, losses, printed_in, probes, scores
 from qkattn.report.figures import figures
 from qkattn.report.sheets import sheets
 from qkattn.report.tables import (
@@ -30,6 +31,7 @@ from qkattn.report.tables import (
     trials_csv,
     width_of_terminal,
 )
+from qkattn.stats.decision import Decision
 from qkattn.storage import ledger
 from qkattn.verdict import load_study
 from qkattn.verdict.arms import arms_of
@@ -119,6 +121,15 @@ def test_every_number_of_the_table(single):
         'run time, s': '12.5',
         'diverged': '1/4',
     }
+
+
+def test_the_headline_has_the_p_value_of_the_test_behind_the_word(of_controls):
+    (column,) = [c for c in printed_in(HEADLINE, *of_controls) if c.heading.startswith('p,')]
+    arm = of_controls[1].arms[1]
+    numbers = {'p_holm': 0.1, 'p_margin_holm': 0.2, 'p_equivalence_holm': 0.3}
+    for decision, p in (('WORSE', '0.200'), ('EQUIVALENT', '0.300'), ('UNDECIDED', '0.100')):
+        verdict = dataclasses.replace(arm.verdict, decision=Decision[decision], **numbers)
+        assert column.print(dataclasses.replace(arm, verdict=verdict)) == p
 
 
 def test_csv_has_every_column_once_in_the_unit_of_results_to_six_digits(single):

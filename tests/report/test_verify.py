@@ -121,7 +121,7 @@ CHANGES = [
     ([('table.md', (), lambda text: text.replace('0.09', '0.12', 1))], 'table.md is not .*0.12'),
     ([('table.md', (), None)], r'table\.md does not exist; make it'),
     ([('table.csv', (), lambda text: text.replace('0.09', '0.08', 1))], 'table.csv is not .*0.08'),
-    ([('table.csv', (), lambda text: text.replace('worse', 'better', 1))], "'better', expected"),
+    ([('table.csv', (), lambda text: text.replace('worse', 'better', 1))], 'better,.*exp.*worse,'),
     ([('table.csv', (), lambda text: text[: text.rindex('qk/no_v')])], r'table\.csv is not what'),
 ]  # fmt: skip
 
@@ -188,8 +188,8 @@ def test_the_last_digit_printed_is_held(study, name):
 
 def test_stored_numbers_may_differ_by_rounding_but_no_more():
     for stored, number, agree in (
-        (3.14159, 3.141595 * (1 - 9e-7), True),
-        (3.14159, 3.141595 * (1 + 2e-6), False),
+        (3.14159, 3.1415951, True),
+        (3.14159, 3.1416, False),
         (1234567.8, 1234567.84, True),
         (3.0, 3.0, True),
     ):
