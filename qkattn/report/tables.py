@@ -173,7 +173,8 @@ def width_of_terminal() -> int:
 def terminal_text(study: Study, findings: Findings, page: Path, width: int) -> str:
     """The result, the columns that fit, those of the headline first, and where the rest is."""
     of_study = printed_in(HEADLINE, study, findings)
-    of_study += [c for c in printed_in(PAGE, study, findings) if c not in of_study]
+    shown = {column.heading for column in of_study}
+    of_study += [c for c in printed_in(PAGE, study, findings) if c.heading not in shown]
     lines = [f'study {study.name}', *([study.question] if study.question else []), '']
     lines += [*summary(study, findings), *(f'! {problem}' for problem in study.problems)]
     wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)

@@ -341,6 +341,7 @@ def test_a_study_fits_a_terminal(study, width):
     assert max(map(len, lines)) <= width
     (titles,) = (line for line in lines if line.startswith('variant  '))
     assert 'difference in test loss' in titles and 'verdict' in titles
+    assert titles.count('variant') == 1
     table, report = lines[-2:]
     assert table.endswith('runs/study/table.md') and report == 'report: runs/study/report.html'
 
