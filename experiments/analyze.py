@@ -53,7 +53,7 @@ DATA = flags.DEFINE_string(
 )
 OUT = flags.DEFINE_string('out', None, 'Directory for numbers and figures.')
 
-# Columns of the printed table: heading, quantity, what it is of; means over heads.
+# Columns of the printed table: heading, quantity, its subject; means over heads.
 COLUMNS = (
     ('rank|of A', 'effective_rank', 'A'),
     ('symmetric|share of A', 'symmetric_share', 'A'),
@@ -68,7 +68,7 @@ COLUMNS = (
     ('induction|(best head)', 'induction_score', 'pattern'),
     ('logit|deviation', 'logit_deviation', 'pattern'),
 )
-# Heat maps: what they are of, and the quantities that they show.
+# Heat maps: their subject and the quantities that they show.
 FIGURES = {
     'matrices': (
         'A',
@@ -127,10 +127,12 @@ def main() -> None:
     rows = pd.DataFrame([dataclasses.asdict(row) for row in analysis.rows], dtype=object)
     write_atomic(out / 'analysis.csv', rows.to_csv(index=False, lineterminator='\n'))
     spectra = [
-        {'site': site, 'layer': layer, 'of': circuit, 'singular_values': s_ND}
+        {'site': site, 'layer': layer, 'circuit': circuit, 'singular_values': s_ND}
         for (site, layer, circuit), s_ND in analysis.spectra.items()
     ]
-    missing = [dict(zip(('site', 'layer', 'of'), place, strict=True)) for place in analysis.missing]
+    missing = [
+        dict(zip(('site', 'layer', 'circuit'), place, strict=True)) for place in analysis.missing
+    ]
     about |= {'rows': analysis.rows, 'spectra': spectra, 'missing': missing}
     write_json(out / 'analysis.json', about, indent=None)
     if words is not None:
@@ -190,7 +192,7 @@ def tokens_of(
 def table(analysis: Analysis) -> str:
     """A line for every attention layer; means over heads, of induction the best head."""
     rows = pd.DataFrame([row for row in analysis.rows if row.head is not None])
-    by_quantity = rows.groupby(['quantity', 'of', 'site', 'layer'])['value']
+    by_quantity = rows.groupby(['quantity', 'subject', 'site', 'layer'])['value']
     titles, lines = [('layer', True)], {(row.site, row.layer): [] for row in rows.itertuples()}
     for heading, quantity, subject in COLUMNS:
         over = by_quantity.max if quantity == 'induction_score' else by_quantity.mean
@@ -238,7 +240,7 @@ def draw(out: Path, analysis: Analysis) -> None:
         stem = f'singular_values_{circuit}{suffix(site)}'
         save(out, stem, singular_values, layers, f'{circuit}[n]')
     for site in dict.fromkeys(row.site for row in analysis.rows if row.head is not None):
-        measured = {(row.of, row.quantity) for row in analysis.rows if row.site == site}
+        measured = {(row.subject, row.quantity) for row in analysis.rows if row.site == site}
         for name, (subject, quantities) in FIGURES.items():
             values = {
                 quantity.replace('_', ' '): analysis.values(quantity, subject, site)

@@ -126,19 +126,23 @@ def test_differences_and_verdicts(tmp_path):
     sides = {'better': -1, 'worse': 1}
     beyond = sum(arm.verdict.decision.value in sides for arm in decided.values())
     for name, arm in decided.items():
-        d, difference, word = losses[name] - baseline, arm.difference, arm.verdict.decision.value
+        d, difference, decision = (
+            losses[name] - baseline,
+            arm.difference,
+            arm.verdict.decision.value,
+        )
         assert [*arm.comparison.differences.values()] == pytest.approx(d, rel=1e-12), name
         # The errors of the evaluated documents and of tuning can only widen the seeds' interval.
         of_seeds = stats.ttest_1samp(d, 0)
         interval = of_seeds.confidence_interval()
         assert difference.mean == pytest.approx(d.mean(), rel=1e-12)
         assert difference.low < interval.low + 1e-3 and difference.high > interval.high - 1e-3, name
-        side = word.removesuffix(' (below margin)')
-        assert side in sides or word == Decision.UNDECIDED.value, name
+        side = decision.removesuffix(' (below margin)')
+        assert side in sides or decision == Decision.UNDECIDED.value, name
         if side in sides:
-            assert d.mean() * sides[side] > (0.005 if side == word else 0), name
+            assert d.mean() * sides[side] > (0.005 if side == decision else 0), name
             # Arms beyond the margin leave the family that the others are corrected for.
-            family = len(losses) - (0 if side == word else beyond)
+            family = len(losses) - (0 if side == decision else beyond)
             assert of_seeds.pvalue * family <= 0.05, name
     for parts in found.decomposition:
         name = parts.key.variant

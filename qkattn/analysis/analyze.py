@@ -43,7 +43,7 @@ class Row:
     site: str
     layer: int | None  # from 0, as `head`; None of what has none
     head: int | None
-    of: str  # 'A' or 'B', the matrices of a head; its 'pattern'; or the name of a parameter
+    subject: str  # 'A' or 'B', the matrices of a head; its 'pattern'; or the name of a parameter
     quantity: str
     value: float  # NaN where it is not defined, as the effective rank of a zero matrix
 
@@ -56,15 +56,18 @@ class Analysis:
     spectra: dict[Circuit, np.ndarray]  # singular values [N, D] where there is one matrix a head
     missing: list[Circuit]  # the others: scores that are not bilinear, values that are not linear
 
-    def values(self, quantity: str, of: str | None = None, site: str = 'attention') -> np.ndarray:
+    def values(
+        self, quantity: str, subject: str | None = None, site: str = 'attention'
+    ) -> np.ndarray:
         """[L, N] of a quantity, or [L, 1] of one that has no heads; NaN in layers without it.
 
         KeyError if the quantity was not measured there.
         """
         at_site = [row for row in self.rows if row.site == site]
-        chosen = [row for row in at_site if row.quantity == quantity and of in (None, row.of)]
+        chosen = [row for row in at_site if row.quantity == quantity]
+        chosen = [row for row in chosen if subject in (None, row.subject)]
         if not chosen:
-            raise KeyError(f'no {quantity} of {of} at {site}')
+            raise KeyError(f'no {quantity} of {subject} at {site}')
         layers = [row.layer or 0 for row in at_site]
         layers += [layer for where, layer, _ in self.missing if where == site]
         shape = max(layers) + 1, max(row.head or 0 for row in chosen) + 1

@@ -89,7 +89,7 @@ class Attention(nnx.Module):
         With `cross`, the cache is of another stream: no position in it is the query's own.
         `dropout` is the rate at which attention probabilities are dropped; off without a key.
         """
-        spec, mask = self.spec, Mask.of(mask)
+        spec, mask = self.spec, Mask.from_array(mask)
         q_BTNH, k_BSKH = self.score.queries_and_keys(x_BTD, cache)
         v_BSKH, output = self.value.values_and_output(cache, self.score, x_BTD.shape[1])
         if spec.qk_norm:

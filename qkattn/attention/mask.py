@@ -30,7 +30,7 @@ class Mask:
     hides_self: bool = False  # a query attends to its own position only where it may to no other
 
     @classmethod
-    def of(cls, mask: 'Mask | jax.Array') -> 'Mask':
+    def from_array(cls, mask: 'Mask | jax.Array') -> 'Mask':
         """The mask itself, or a mask_BTS as a Mask."""
         return mask if isinstance(mask, Mask) else cls(mask_BTS=mask)
 

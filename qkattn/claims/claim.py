@@ -57,7 +57,7 @@ class Speaks(enum.StrEnum):
 class Row:
     """One comparison or measurement."""
 
-    what: str  # what was compared, in a few words
+    quantity: str  # what is compared or measured, a phrase
     kind: str  # of `Kind`
     context: Mapping[str, str]  # by name: model, size, corpus, steps, destination
     value: float
@@ -69,7 +69,7 @@ class Row:
     tolerance: float | None = None
     arm: str | None = None  # the variant, which chooses colour and marker
     relation: str | None = None  # what the claim expects of the arm, 'not_better'
-    word: str | None = None  # the arm's verdict in its study
+    decision: str | None = None  # that of the arm's verdict in its study
     x: float | None = None  # the place on a curve: rows of one claim with it are points of lines
     x_label: str | None = None
     study: str | None = None  # the one it comes from, a directory beside claims.json
@@ -79,7 +79,7 @@ class Row:
 
 
 def exact(
-    what: str,
+    quantity: str,
     value: float,
     expected: float,
     tolerance: float = 0.0,
@@ -92,7 +92,7 @@ def exact(
     """
     x_label, x = at or (None, None)
     return Row(
-        what=what,
+        quantity=quantity,
         kind=Kind.EXACT,
         context={name: str(value) for name, value in context.items()},
         value=float(value),

@@ -107,10 +107,10 @@ def evidence(expected: Expectation, loaded: Loaded, family: int = 1) -> list[Evi
     """
     made = []
     for arm, other, comparison in _cases(expected, loaded):
-        verdict = judging.pair(loaded.study, arm, other, loaded.found.blocks, family)
+        verdict = judging.pair(loaded.study, arm, other, loaded.findings.blocks, family)
         row = _row(arm, comparison, _kind(arm, loaded), expected, loaded)
-        word, speaks = rules.finding(row, expected.relation, verdict, comparison)
-        row = replace(row, relation=expected.relation, word=word, speaks=speaks)
+        decision, speaks = rules.finding(row, expected.relation, verdict, comparison)
+        row = replace(row, relation=expected.relation, decision=decision, speaks=speaks)
         made.append(Evidence(row, arm, verdict, comparison.difference))
     return made
 
@@ -141,7 +141,7 @@ def _declared(expected: Expectation, loaded: Loaded) -> list[ArmKey]:
 
 def _cases(expected: Expectation, loaded: Loaded) -> Iterator[tuple[Arm, Arm | None, Comparison]]:
     """The arms of an expectation that have a difference, each with what it differs from."""
-    arms = (*loaded.found.arms, *loaded.found.controls)
+    arms = (*loaded.findings.arms, *loaded.findings.controls)
     others = {
         (arm.group, arm.control): arm
         for arm in arms
@@ -172,10 +172,10 @@ def _kind(arm: Arm, loaded: Loaded) -> Kind:
 
 def _beside(expected: Expectation, loaded: Loaded) -> Iterator[Row]:
     """The other parts of the difference: removed, reinvested, matched; of a pair, all of both."""
-    study, found = loaded
-    parts = {part.key: part for part in found.decomposition}
+    study, findings = loaded
+    parts = {part.key: part for part in findings.decomposition}
     for arm, _, _ in _cases(expected, loaded):
-        for primary in found.arms if arm.control != LONGER else ():
+        for primary in findings.arms if arm.control != LONGER else ():
             bare, shown = study.bare(primary.variant), expected
             if expected.versus:
                 pair = (expected.variant, expected.versus)
@@ -204,7 +204,7 @@ def _row(
     low, high = expected.reported or (None, None)
     pair = f'{expected.variant} - {expected.versus}' if expected.versus else expected.variant
     return Row(
-        what=expected.curve or pair,
+        quantity=expected.curve or pair,
         kind=kind,
         context=loaded.context(arm) | dict(expected.context),
         value=comparison.difference.mean,
@@ -256,7 +256,7 @@ def _needed_by(item: Evidence) -> tuple[float, str, str]:
     trial, margin = arm.example, difference.margin
     point = f' at {row.x_label} {row.x:g}' if row.x is not None else ''
     where = (
-        f'{row.what}{point} at {arm.size} on {arm.corpus}, {trial.parameters["total"]:,} '
+        f'{row.quantity}{point} at {arm.size} on {arm.corpus}, {trial.parameters["total"]:,} '
         f'parameters and {trial.num_tokens:,} tokens a run'
     )
     if verdict.decision is Decision.NO_VERDICT:
@@ -285,8 +285,8 @@ def _models(claim: Claim, results: Results) -> Iterator[str]:
     for name in claim.studies:
         if (loaded := results.study(name)) is None:
             continue
-        study, found = loaded
-        for standing in standings(study, (*found.arms, *found.controls)):
+        study, findings = loaded
+        for standing in standings(study, (*findings.arms, *findings.controls)):
             arm, trial, loss = standing.arm, standing.arm.example, standing.arm.loss
             text = (
                 f'{name}, {arm.size} on {arm.corpus}: {trial.parameters["total"]:,} parameters, '
@@ -309,8 +309,8 @@ def _provenance(claim: Claim, results: Results, started: float) -> dict[str, Any
         for trial in run.trials[:1]
     ]
     # A measure without a study has its own training.
-    own = [measure for measure in claim.measures if results.study(measure.study) is None]
-    recorded = [record for record in map(results.recorded, own) if record and record['start']]
+    untrained = [measure for measure in claim.measures if results.study(measure.study) is None]
+    recorded = [record for record in map(results.recorded, untrained) if record and record['start']]
     starts = [trial.provenance for trial in trials] + [record['start'] for record in recorded]
     starts = starts or [_here()]
     spent = [trial.train_seconds or 0.0 for trial in trials]

@@ -70,7 +70,7 @@ class Answer:
     # Added to attention's parameters at the same shape, as a fraction: -0.25 saves a quarter.
     attention: float | None
     # At most one of each model and kind, `Kind.REMOVED` at the same shape and `Kind.MATCHED` at
-    # equal parameter count; without a verdict, the word is 'no verdict'.
+    # equal parameter count; without a verdict, the decision is 'no verdict'.
     rows: tuple[Row, ...] = ()
 
     def row(self, model: str, kind: Kind) -> Row | None:
@@ -104,11 +104,11 @@ def answers(results: Results) -> tuple[Answer, ...]:
 
 def _rows(loaded: Loaded, variant: str) -> Iterator[tuple[tuple, Arm, Row]]:
     """The differences of a variant at each size and corpus, with what they are ranked by."""
-    study, found = loaded
-    learned = {s.arm.key for s in standings(study, found.arms) if not s.remarks}
-    baselines = {arm.group: arm.key for arm in found.arms if arm.is_baseline}
-    parts = {part.key: part for part in found.decomposition}
-    for arm in found.arms:
+    study, findings = loaded
+    learned = {s.arm.key for s in standings(study, findings.arms) if not s.remarks}
+    baselines = {arm.group: arm.key for arm in findings.arms if arm.is_baseline}
+    parts = {part.key: part for part in findings.decomposition}
+    for arm in findings.arms:
         if arm.variant != variant or arm.is_baseline or not arm.chosen:
             continue
         trial, part = arm.example, parts.get(arm.key)
@@ -118,7 +118,7 @@ def _rows(loaded: Loaded, variant: str) -> Iterator[tuple[tuple, Arm, Row]]:
         decided = arm.verdict.decision if arm.verdict and has_learned else Decision.NO_VERDICT
         context = {'size': arm.size, 'corpus': arm.corpus}
         context |= {'parameters': f'{parameters:,}', 'tokens': f'{trial.num_tokens:,}'}
-        for kind, comparison, word in (
+        for kind, comparison, decision in (
             (Kind.REMOVED, part and part.removing, None if has_learned else decided.value),
             (Kind.MATCHED, arm.comparison, decided.value),
         ):
@@ -127,12 +127,12 @@ def _rows(loaded: Loaded, variant: str) -> Iterator[tuple[tuple, Arm, Row]]:
                     getattr(comparison.difference, n) for n in ('mean', 'low', 'high')
                 )
                 row = Row(variant, kind, context, mean, Speaks.BESIDE, UNIT, low, high)
-                yield rank, arm, dataclasses.replace(row, arm=variant, word=word)
+                yield rank, arm, dataclasses.replace(row, arm=variant, decision=decision)
 
 
 def _attention(loaded: Loaded, arm: Arm, variant: str) -> float:
     """What the variant adds to attention's parameters in the baseline's shape, as a fraction."""
-    baseline = next(a for a in loaded.found.arms if a.group == arm.group and a.is_baseline)
+    baseline = next(a for a in loaded.findings.arms if a.group == arm.group and a.is_baseline)
     config = from_json(ModelConfig, baseline.example.config)
     derived = {'num_kv_heads': None, 'head_size': None}  # from num_heads, which a variant may set
     changed = dataclasses.replace(config, **derived | parse_variant(variant))

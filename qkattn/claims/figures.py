@@ -36,22 +36,22 @@ PARTS: dict[str, str] = {
     Kind.MATCHED: 'equal parameter count',
 }
 _X_SPAN, _Y_SPAN = 10.0, 100.0  # an axis whose positive values span more is logarithmic
-_LONGEST, _WHAT, _LEGEND = 52, 22, 34  # characters of a name, what is compared in it, a label
+_LONGEST, _QUANTITY, _LEGEND = 52, 22, 34  # characters of a name, what is compared in it, a label
 _TICKS = 8  # at most, on an axis with ticks at its points
 
 
 class Compared(NamedTuple):
     """Rows about the same thing in the same context, by kind."""
 
-    what: str
+    quantity: str
     context: Mapping[str, str]
     rows: dict[str, Row]
 
     @property
     def decision(self) -> str:
         """'worse', or 'worse / undecided' where the verdicts of its rows differ."""
-        decisions = [self.rows[kind].word for kind in PARTS if kind in self.rows]
-        return ' / '.join(dict.fromkeys(word for word in decisions if word))
+        decisions = [self.rows[kind].decision for kind in PARTS if kind in self.rows]
+        return ' / '.join(dict.fromkeys(decision for decision in decisions if decision))
 
 
 class Axis(NamedTuple):
@@ -64,7 +64,7 @@ class Axis(NamedTuple):
 
 
 def compared(rows: Iterable[Row]) -> list[Compared]:
-    """Removed, reinvested and matched rows, each `what` and context once, in their order.
+    """Removed, reinvested and matched rows, each `quantity` and context once, in their order.
 
     The kind tells the shape, which is no part of the context; of two rows of one kind, the one that
     decides is shown.
@@ -73,19 +73,21 @@ def compared(rows: Iterable[Row]) -> list[Compared]:
     for row in rows:
         if row.kind in PARTS and row.x is None:
             context = {name: value for name, value in row.context.items() if name != 'shape'}
-            key = row.what, row.arm, *context.items()
-            parts = by_context.setdefault(key, Compared(row.what, context, {})).rows
+            key = row.quantity, row.arm, *context.items()
+            parts = by_context.setdefault(key, Compared(row.quantity, context, {})).rows
             if row.speaks != Speaks.BESIDE or row.kind not in parts:
                 parts[row.kind] = row
     return list(by_context.values())
 
 
 def varying(rows: Iterable[Row | Compared]) -> list[str]:
-    """The names in contexts whose values differ between rows, and do not only repeat `what`."""
+    """The names in contexts whose values differ between rows, and do not only repeat `quantity`."""
     rows, names = list(rows), []
     for name in dict.fromkeys(name for row in rows for name in row.context):
         values = {row.context.get(name) for row in rows}
-        if len(values) > 1 and any(row.context.get(name) not in (None, row.what) for row in rows):
+        if len(values) > 1 and any(
+            row.context.get(name) not in (None, row.quantity) for row in rows
+        ):
             names.append(name)
     return names
 
@@ -102,15 +104,17 @@ def curves(rows: Iterable[Row]) -> dict[Axis, dict[str, list[Row]]]:
     More lines than hues have a panel for each value of the first context that varies.
     """
     rows = sorted((row for row in rows if row.x is not None), key=lambda row: row.x)
-    names, whats, arms = varying(rows), {row.what for row in rows}, {row.arm for row in rows}
+    names, arms = varying(rows), {row.arm for row in rows}
+    quantities = {row.quantity for row in rows}
     panels: dict[Axis, dict[str, list[Row]]] = {}
     for axis in dict.fromkeys(Axis(row.unit, row.x_label or 'x', row.kind) for row in rows):
         points = [row for row in rows if (row.unit, row.x_label or 'x', row.kind) == axis[:3]]
-        lines = {(row.what, row.arm, *row.context.items()) for row in points}
+        lines = {(row.quantity, row.arm, *row.context.items()) for row in points}
         split = varying(points)[:1] if len(lines) > len(HUES) else []
         for row in points:
             where = located(row, [name for name in names if name not in split])
-            about = [row.what] * (len(whats) > 1 or not where) + [row.arm or ''] * (len(arms) > 1)
+            about = [row.quantity] * (len(quantities) > 1 or not where)
+            about += [row.arm or ''] * (len(arms) > 1)
             label = ', '.join(filter(None, dict.fromkeys(about + where)))
             panel = axis._replace(context=', '.join(located(row, split)))
             panels.setdefault(panel, {}).setdefault(label, []).append(row)
@@ -138,13 +142,13 @@ def claim_figures(claim: ClaimResult) -> list[Drawing]:
 def answers_figure(answers: Sequence[Answer]) -> Drawing | None:
     """The difference of each change in a decoder at equal parameter count; None without any."""
     rows = {answer.name: row for answer in answers if (row := answer.row('decoder', Kind.MATCHED))}
-    decided = [word.value for word in DECIDED]
+    decided = [decision.value for decision in DECIDED]
     lines = [
         Line(
-            row.word or '',
+            row.decision or '',
             *(row.value, row.low, row.high),
-            name=f'{name}: {row.word}',
-            is_decided=row.word in decided,
+            name=f'{name}: {row.decision}',
+            is_decided=row.decision in decided,
         )
         for name, row in rows.items()
     ]
@@ -167,19 +171,19 @@ def _differences(rows: Sequence[Row]) -> Figure:
     chosen = varying(lines)
 
     def num_names(names: Sequence[str]) -> int:
-        return len({(line.what, *(line.context.get(name) for name in names)) for line in lines})
+        return len({(line.quantity, *(line.context.get(name) for name in names)) for line in lines})
 
     for name in reversed(chosen):
         others = [other for other in chosen if other != name]
         chosen = others if num_names(others) == num_names(chosen) else chosen
-    several = len({line.what for line in lines}) > 1 or not chosen
+    several = len({line.quantity for line in lines}) > 1 or not chosen
     units = ', '.join(dict.fromkeys(row.unit for line in lines for row in line.rows.values()))
     kinds = [k for k in (Kind.REMOVED, Kind.MATCHED) if any(k in line.rows for line in lines)]
     drawn = []
     for kind in kinds:
         panel = []
         for line in lines:
-            where = [short(line.what, _WHAT)] * several + located(line, chosen)
+            where = [short(line.quantity, _QUANTITY)] * several + located(line, chosen)
             spoken = {row.speaks for row in line.rows.values()}
             drawn_line = Line('', absent='not measured')
             if row := line.rows.get(kind):
@@ -224,8 +228,8 @@ def _curves(rows: Sequence[Row]) -> Figure:
                 ax.fill_between(*band, color=look[name]['color'], alpha=0.18, linewidth=0)
         sharing = by_axis.values() if alike else [of_axis]
         _scales(ax, [row for each in sharing for points in each.values() for row in points])
-        whats = dict.fromkeys(row.what for points in of_axis.values() for row in points)
-        y_label = f'{"values" if len(whats) > 1 else next(iter(whats))} ({axis.unit})'
+        quantities = dict.fromkeys(row.quantity for points in of_axis.values() for row in points)
+        y_label = f'{"values" if len(quantities) > 1 else next(iter(quantities))} ({axis.unit})'
         ax.set(xlabel=axis.x_label, title=short(axis.context))
         ax.set_ylabel(textwrap.fill(y_label.removesuffix(' ()'), _LEGEND))
         if alike:

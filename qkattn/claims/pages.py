@@ -40,7 +40,7 @@ GROUPS = {
     'e': 'What the literature adds',
 }
 # By verdict: its mark, and what one claim does, and several do.
-SAID = {
+PHRASES = {
     ClaimVerdict.HOLDS: ('●', 'holds', 'hold'),
     ClaimVerdict.HOLDS_HERE: ('◉', 'holds in one setting', 'hold in one setting'),
     ClaimVerdict.HOLDS_ONLY_IF: ('◐', 'holds under a condition', 'hold under a condition'),
@@ -78,14 +78,14 @@ def claims_markdown(directory: Path, base: str, part: str, page: str = 'claims_{
     claims, scaling, laws = read_claims(directory), _scaling(directory), []
     if part == 'laws' and scaling:
         laws = [described(*scaling, figure) for figure in _laws(*scaling)]
-    counts = {v: [claim.verdict for claim in claims].count(v) for v in SAID}
+    counts = {v: [claim.verdict for claim in claims].count(v) for v in PHRASES}
     return _template('claims.md.j2').render(
         part=part,
         base=base,
         claims=[claim for claim in claims if part in (claim.name[0].lower(), 'verdicts')],
         group=GROUPS.get(part),
         scales=list(dict.fromkeys(claim.scale for claim in claims)),
-        counts=[f'{n} {SAID[v][1 if n == 1 else 2]}' for v, n in counts.items() if n],
+        counts=[f'{n} {PHRASES[v][1 if n == 1 else 2]}' for v, n in counts.items() if n],
         missing=list(dict.fromkeys(text for claim in claims for text in claim.missing)),
         verdicts=_md(_verdicts(claims, page)),
         laws=laws,
@@ -111,10 +111,10 @@ def answers_markdown(directory: Path, base: str) -> str:
         parts = {(model, kind): answer.row(model, kind) for model in MODELS for kind in _SHAPES}
         cells = [answer.name, share, *map(_cell, parts.values())]
         row = parts['decoder', Kind.MATCHED]
-        cells.insert(place, row.word or NONE if row else NONE)
+        cells.insert(place, row.decision or NONE if row else NONE)
         rows.append(cells)
         for (model, _), row in parts.items():
-            if row and row.word == Decision.NO_VERDICT.value:
+            if row and row.decision == Decision.NO_VERDICT.value:
                 others.append(row.study)
             elif row:
                 where = row.study, row.context['size'], row.context['corpus']
@@ -131,7 +131,7 @@ def _cell(row: Row | None) -> str:
     """A difference and the longer side of its interval; a dagger where there is no verdict."""
     if row is None:
         return NONE
-    value = f'{row.value:+.3f}' + '†' * (row.word == Decision.NO_VERDICT.value)
+    value = f'{row.value:+.3f}' + '†' * (row.decision == Decision.NO_VERDICT.value)
     if row.low is None or row.high is None:
         return value
     return Markup('<br>').join([value, f'±{max(row.value - row.low, row.high - row.value):.3f}'])
@@ -161,15 +161,20 @@ def _scaling(directory: Path) -> tuple[Study, Findings] | None:
     return load_findings(path) if (path / 'study.json').is_file() else None
 
 
-def _laws(study: Study, found: Findings) -> list[Drawing]:
-    return [figure for figure in figures(study, found) if figure.stem in _LAWS]
+def _laws(study: Study, findings: Findings) -> list[Drawing]:
+    return [figure for figure in figures(study, findings) if figure.stem in _LAWS]
 
 
 @functools.cache
 def _template(name: str) -> jinja2.Template:
     """A template of claims, which may say the parts of a claim as the functions here do."""
     made = environment(html=False).overlay(loader=jinja2.PackageLoader('qkattn.claims'))
-    made.globals |= {'said': SAID, 'facts': _facts, 'decisive': decisive, 'table': markdown_table}
+    made.globals |= {
+        'phrases': PHRASES,
+        'facts': _facts,
+        'decisive': decisive,
+        'table': markdown_table,
+    }
     made.globals |= {'stems_of': figure_stems, 'tables_of': _tables, 'shared': _shared}
     made.filters['md'] = _md
     return made.get_template(name)
@@ -186,13 +191,13 @@ def _verdicts(claims: Sequence[ClaimResult], page: str) -> str:
     rows = []
     for claim in claims:
         link = f'{page.format(claim.name[0].lower())}#{claim.name.lower()}'
-        verdict = f'{SAID[ClaimVerdict(claim.verdict)][0]} {claim.verdict}'
+        verdict = f'{PHRASES[ClaimVerdict(claim.verdict)][0]} {claim.verdict}'
         if claim.verdict == ClaimVerdict.HOLDS_ONLY_IF:
             verdict += f' {claim.condition}'
         elif claim.lacking:
             verdict += f': {claim.lacking}'
         row = claim.decisive_row
-        number = f'{amount(row)} {row.unit}'.strip() + f', {row.what}' if row else NONE
+        number = f'{amount(row)} {row.unit}'.strip() + f', {row.quantity}' if row else NONE
         rows.append([Markup(f'[{claim.name}]({link})'), claim.title, verdict, number])
     return markdown_table(titles, rows)
 
@@ -203,7 +208,7 @@ def decisive(claim: ClaimResult) -> str:
     if row is None:
         return ''
     at = [f'{row.x_label} {row.x:,g}'] if row.x is not None else []
-    where = ', '.join(dict.fromkeys([row.what, *located(row, row.context), *at]))
+    where = ', '.join(dict.fromkeys([row.quantity, *located(row, row.context), *at]))
     return f'{amount(row)} {row.unit}'.strip() + f' ({where})'
 
 
@@ -256,7 +261,7 @@ def _expected(row: Row) -> str:
     """'16', '0 ± 1e-12', '-' where nothing is expected."""
     if row.expected is None:
         return NONE
-    value = Row(row.what, row.kind, {}, row.expected, row.speaks, row.unit)
+    value = Row(row.quantity, row.kind, {}, row.expected, row.speaks, row.unit)
     return amount(value) + (f' ± {row.tolerance:.3g}' if row.tolerance else '')
 
 
@@ -296,7 +301,7 @@ def _parts(claim: ClaimResult) -> tuple[list[Heading], list[list[str]]]:
         titles.append((f'{name}, {units}|{about}', False))
     cells = [
         [
-            line.what,
+            line.quantity,
             *(line.context.get(name, NONE) for name in names),
             *(amount(line.rows.get(kind)) for kind in PARTS),
             line.decision or NONE,
@@ -309,7 +314,7 @@ def _parts(claim: ClaimResult) -> tuple[list[Heading], list[list[str]]]:
 
 def _values(rows: Sequence[Row]) -> tuple[list[Heading], list[list[str]]]:
     """A row for each value; an arm that it is not named by is a context like others."""
-    arms = [{} if row.arm in (None, row.what) else {'arm': row.arm} for row in rows]
+    arms = [{} if row.arm in (None, row.quantity) else {'arm': row.arm} for row in rows]
     contexts = [{**arm, **row.context} for arm, row in zip(arms, rows, strict=True)]
     every = dict.fromkeys(name for context in contexts for name in context)
     names = [n for n in every if len({context.get(n) for context in contexts}) > 1]
@@ -317,7 +322,7 @@ def _values(rows: Sequence[Row]) -> tuple[list[Heading], list[list[str]]]:
     titles += [('value', False), ('expected', False), _SPOKEN]
     return titles, [
         [
-            row.what,
+            row.quantity,
             *(context.get(name, NONE) for name in names),
             f'{amount(row)} {row.unit}'.strip(),
             _expected(row),

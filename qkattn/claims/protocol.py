@@ -166,7 +166,7 @@ def protocol(
 ) -> dict[str, Any]:
     """The fields `tuning`, `tolerance` and `controls` of a study.
 
-    `longer` trains arms with a word, and the baseline, again on four times the tokens;
+    `longer` trains decided arms, and the baseline, again on four times the tokens;
     `equal_shape` trains each arm at the baseline's shape, too; `choice` is of a swept setting,
     whose loss `max_excess` bounds, at scale cpu.
     """

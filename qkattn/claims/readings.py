@@ -39,7 +39,7 @@ def early(directory: Path) -> list[Row]:
     loaded = load(directory)
     by_arm = {
         arm.key: list(_pairs(loaded, arm, baseline))
-        for arm, baseline in _with_baselines(loaded, loaded.found.arms)
+        for arm, baseline in _with_baselines(loaded, loaded.findings.arms)
         if not arm.is_baseline
     }
     fractions = sorted({f for seeds in by_arm.values() for seed in seeds for f in seed} - {1.0})
@@ -56,17 +56,18 @@ def early(directory: Path) -> list[Row]:
         at_once = _decisions(loaded, {arm: [a for a, _ in both] for arm, both in pairs.items()})
         change = _decisions(loaded, {arm: [a - b for a, b in both] for arm, both in pairs.items()})
         sides = [(SIDES.get(at_once[arm]), SIDES.get(annealed[arm])) for arm in at_once]
-        changed = sum(word in (Decision.BETTER, Decision.WORSE) for word in change.values())
-        same = all(word is Decision.EQUIVALENT for word in change.values())
+        changed = sum(verdict in (Decision.BETTER, Decision.WORSE) for verdict in change.values())
+        same = all(verdict is Decision.EQUIVALENT for verdict in change.values())
         speaks = Speaks.FOR if changed else Speaks.AGAINST if same and change else Speaks.OPEN
         turned = sum(None not in pair and pair[0] != pair[1] for pair in sides)
         gained = sum((one is None) != (other is None) for one, other in sides)
-        for what, count, spoken in (
+        for quantity, count, spoken in (
             ('differences that change by more than the margin', changed, speaks),
             ('verdicts that turn', turned, Speaks.BESIDE),
             ('verdicts gained or lost', gained, Speaks.BESIDE),
         ):
-            row = Row(what, Kind.MEASURED, {'arms': str(len(by_arm))}, float(count), spoken, 'arms')
+            context = {'arms': str(len(by_arm))}
+            row = Row(quantity, Kind.MEASURED, context, float(count), spoken, 'arms')
             rows.append(dataclasses.replace(row, x=fraction, x_label='fraction of the steps'))
     return rows
 
@@ -79,7 +80,7 @@ def growth(directory: Path, variant: str) -> list[Row]:
     grow; above zero speaks against it.
     """
     loaded, rows = load(directory), []
-    for arm, baseline in _with_baselines(loaded, loaded.found.controls):
+    for arm, baseline in _with_baselines(loaded, loaded.findings.controls):
         if (arm.variant, arm.control) != (variant, EQUAL_SHAPE):
             continue
         pairs = list(_pairs(loaded, arm, baseline))
@@ -87,9 +88,9 @@ def growth(directory: Path, variant: str) -> list[Row]:
             continue
         first, last = min(pairs[0]), max(pairs[0])
         grown = inference.paired([seed[last] - seed[first] for seed in pairs], loaded.study.margin)
-        what = f'growth of the difference from {first:.0%} of the steps on'
+        quantity = f'growth of the difference from {first:.0%} of the steps on'
         speaks = _speaks(grown, grown.margin)
-        rows.append(_row(loaded, arm, what, grown, speaks))
+        rows.append(_row(loaded, arm, quantity, grown, speaks))
     return rows
 
 
@@ -100,7 +101,7 @@ def at_one_rate(directory: Path, variant: str) -> list[Row]:
     decides: better if its interval is below zero, not so if it is above.
     """
     loaded, rows = load(directory), []
-    for arm, baseline in _with_baselines(loaded, loaded.found.arms):
+    for arm, baseline in _with_baselines(loaded, loaded.findings.arms):
         if loaded.study.bare(arm.variant) != variant:
             continue
         by_rate = {}
@@ -109,9 +110,9 @@ def at_one_rate(directory: Path, variant: str) -> list[Row]:
             if comparison := compare([pair], loaded.study, resamples=None):
                 by_rate[rate] = comparison.difference
         for rate, difference in by_rate.items():
-            what = f'{variant} at one learning rate for both'
+            quantity = f'{variant} at one learning rate for both'
             speaks = _speaks(difference, 0.0) if rate == min(by_rate) else Speaks.BESIDE
-            row = _row(loaded, arm, what, difference, speaks)
+            row = _row(loaded, arm, quantity, difference, speaks)
             context = {**row.context, 'baseline': 'untuned'}
             row = dataclasses.replace(row, context=context, arm=variant)
             rows.append(dataclasses.replace(row, x=rate, x_label='learning rate'))
@@ -127,16 +128,16 @@ def _speaks(difference: Difference, bound: float) -> Speaks:
     return Speaks.AGAINST if difference.low > 0 else Speaks.OPEN
 
 
-def _row(loaded: Loaded, arm: Arm, what: str, difference: Difference, speaks: Speaks) -> Row:
+def _row(loaded: Loaded, arm: Arm, quantity: str, difference: Difference, speaks: Speaks) -> Row:
     low, high = difference.low, difference.high
     context = loaded.context(arm)
-    row = Row(what, Kind.MEASURED, context, difference.mean, speaks, UNIT, low, high)
+    row = Row(quantity, Kind.MEASURED, context, difference.mean, speaks, UNIT, low, high)
     return dataclasses.replace(row, arm=arm.variant)
 
 
 def _with_baselines(loaded: Loaded, arms: tuple[Arm, ...]) -> Iterator[tuple[Arm, Arm]]:
     """Arms whose baseline has results, with it."""
-    baselines = {arm.group: arm for arm in loaded.found.arms if arm.is_baseline}
+    baselines = {arm.group: arm for arm in loaded.findings.arms if arm.is_baseline}
     return ((arm, baselines[arm.group]) for arm in arms if arm.group in baselines)
 
 
@@ -175,5 +176,5 @@ def _decisions(loaded: Loaded, differences: Mapping[ArmKey, list[float]]) -> dic
         arm: inference.paired(values, margin, resamples=None) if values else None
         for arm, values in differences.items()
     }
-    judged = decision.judge(tested, planned=loaded.found.num_comparisons)
+    judged = decision.judge(tested, planned=loaded.findings.num_comparisons)
     return {arm: verdict.decision for arm, verdict in judged.items()}

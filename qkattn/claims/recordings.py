@@ -81,11 +81,11 @@ def read_drift(recorded: Mapping[str, Any]) -> list[Row]:
     for dtype, curves in recorded['dtypes'].items():
         explained = max(curves['products'][-1], curves['rounding'][-1])
         decides = Speaks.AGAINST if curves['apart'][-1] > BEYOND * explained else Speaks.FOR
-        for name, what in CURVES.items():
+        for name, quantity in CURVES.items():
             for step, value in zip(recorded['steps'], curves[name], strict=True):
                 last = name == 'apart' and step == recorded['steps'][-1]
                 speaks, unit = decides if last else Speaks.BESIDE, 'fraction of the logits'
-                row = Row(what, Kind.MEASURED, {'precision': dtype}, value, speaks, unit)
+                row = Row(quantity, Kind.MEASURED, {'precision': dtype}, value, speaks, unit)
                 rows.append(dataclasses.replace(row, x=step, x_label='step'))
     return rows
 
@@ -252,14 +252,14 @@ def read_times(recorded: Mapping[str, Any]) -> list[Row]:
         log = estimate([math.log(ratio) for ratio in measured['ratios']])
         mean, low, high = (math.exp(x) for x in (log.mean, log.low, log.high))
         counted = merged(T, D) / factored(T, D, H)
-        what = f'seconds with one matrix over those with two, D = {D}, H = {H}'
-        row = Row(what, Kind.MEASURED, context, mean, Speaks.BESIDE, '', low, high, counted)
+        quantity = f'seconds with one matrix over those with two, D = {D}, H = {H}'
+        row = Row(quantity, Kind.MEASURED, context, mean, Speaks.BESIDE, '', low, high, counted)
         rows.append(dataclasses.replace(row, x=T, x_label='tokens'))
         if not low < 1 < high and counted != 1:
             clear += 1
             against += (mean > 1) != (counted > 1)
-    what = f'lengths of {clear} with a clear order in seconds that differs from the counts'
-    return [*rows, Row(what, Kind.MEASURED, context, against, Speaks.BESIDE, expected=0)]
+    quantity = f'lengths of {clear} with a clear order in seconds that differs from the counts'
+    return [*rows, Row(quantity, Kind.MEASURED, context, against, Speaks.BESIDE, expected=0)]
 
 
 TIMES = Measure(
@@ -295,11 +295,11 @@ def read_norms(recorded: Mapping[str, Any]) -> list[Row]:
     """A row for each arm and quantity: the mean over seeds with its interval; decides nothing."""
     rows = []
     for run in recorded['runs']:
-        for name, what in QUANTITIES.items():
+        for name, quantity in QUANTITIES.items():
             values = [trial[name] for trial in run['trials'] if trial[name] is not None]
             if values:
                 mean = estimate(values)
-                row = Row(what, Kind.MEASURED, {'size': run['size']}, mean.mean, Speaks.BESIDE)
+                row = Row(quantity, Kind.MEASURED, {'size': run['size']}, mean.mean, Speaks.BESIDE)
                 low, high = mean.low, mean.high
                 rows.append(dataclasses.replace(row, low=low, high=high, arm=run['variant']))
     return rows

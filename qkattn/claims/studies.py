@@ -38,7 +38,7 @@ class Loaded(NamedTuple):
     """A study with its findings."""
 
     study: LoadedStudy
-    found: Findings
+    findings: Findings
 
     def names(self, label: str, variant: str) -> bool:
         """Whether a variant, with or without a destination, names the arm of a label."""

@@ -97,7 +97,7 @@ class Bench:
         parameters = [Parameter(p[0].name, p[1].name, np.asarray(array)) for p, array in leaves]
         return sorted(parameters, key=lambda p: (p.circuit, order.index(p.attribute)))
 
-    def of(self, circuit: str) -> list[Parameter]:
+    def parameters_of(self, circuit: str) -> list[Parameter]:
         """The parameters of 'score' or 'value'."""
         return [parameter for parameter in self.parameters if parameter.circuit == circuit]
 

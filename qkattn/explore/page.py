@@ -84,7 +84,7 @@ def _bench(score: str, value: str, dims: int, heads: int) -> Bench | None:
 def _parameters(bench: Bench, circuit: str) -> list[dict[str, Any]]:
     """How the page shows them; gains begin with their initial values, matrices with the page's."""
     shown = []
-    for parameter in bench.of(circuit):
+    for parameter in bench.parameters_of(circuit):
         heads, *place = parameter.by_head.shape
         initial = parameter.initial.ravel()[parameter.by_head].ravel().tolist()
         shown.append(
@@ -107,7 +107,7 @@ def _kind(bench: Bench, circuit: str) -> str:
 
 def _polynomials(bench: Bench, circuit: str) -> list[Any]:
     """A or B as [head][row][column] polynomials."""
-    first = sum(p.initial.size for p in bench.of('score')) if circuit == 'value' else 0
+    first = sum(p.initial.size for p in bench.parameters_of('score')) if circuit == 'value' else 0
 
     def terms(polynomial: Any) -> list[list[Any]]:
         """Coefficients with indices, repeated as often as the power says."""

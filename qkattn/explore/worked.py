@@ -68,8 +68,8 @@ def _circuit(
     return {
         'name': name,
         'equation': type(getattr(bench.layer, circuit)).equation,
-        'parameters': bench.of(circuit),
-        'count': sum(parameter.initial.size for parameter in bench.of(circuit)),
+        'parameters': bench.parameters_of(circuit),
+        'count': sum(parameter.initial.size for parameter in bench.parameters_of(circuit)),
         'named': entries,
         'definitions': [
             (symbol, entry)

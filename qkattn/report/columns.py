@@ -113,19 +113,19 @@ class Column:
     # Attributes of the value that the data frame has as key_part; () for the value itself.
     parts: Sequence[str] = ()
 
-    def of(self, arm: Arm) -> Any:
+    def get(self, arm: Arm) -> Any:
         return self.value(arm) if callable(self.value) else follow(arm, self.value)
 
     def cells(self, arm: Arm) -> Iterator[tuple[str, Any]]:
         """Names and values in the data frame."""
-        value = self.of(arm)
+        value = self.get(arm)
         for part in self.parts:
             yield f'{self.key}_{part}', follow(value, part)
         if self.key and not self.parts:
             yield self.key, value
 
     def print(self, arm: Arm) -> str:
-        value = self.of(arm)
+        value = self.get(arm)
         if value is None:
             return NONE
         return one_line(self.text(value) if callable(self.text) else format(value, self.text))

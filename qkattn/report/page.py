@@ -66,11 +66,11 @@ def report_page(
         if drawing.stem in svg
     ]
     of_study = printed_in(PAGE, study, findings)
-    facts = sentences('facts.j2', study=study, found=findings)
+    facts = sentences('facts.j2', study=study, findings=findings)
     return _page(
         'report.html.j2',
         study=study,
-        found=findings,
+        findings=findings,
         figures=figures,
         summary=summary(study, findings, html=True),
         facts=[fact.partition(': ')[::2] for fact in facts],
@@ -96,7 +96,7 @@ def _source(svg: bytes) -> str:
 def described(study: Study, findings: Findings, figure: Drawing) -> dict[str, Any]:
     """A figure as pages show it: its kind names a macro of figures.j2."""
     kind = next(name for name in KINDS if figure.stem.startswith(name))
-    title, caption = macro_sentences('figures.j2', kind, study, found=findings, **figure.values)
+    title, caption = macro_sentences('figures.j2', kind, study, findings=findings, **figure.values)
     return {'stem': figure.stem, 'kind': kind, 'title': title, 'caption': caption}
 
 

@@ -43,10 +43,10 @@ def sheets(study: Study, findings: Findings) -> list[Sheet]:
         'positions': _table(_positions(study, findings)),
         'laws': _table(_laws(study, findings), ['no number, because']),
         'forms': _table(_forms(study, findings), ['form', 'A[n]', 'B[n]']),
-        'ledger': _table(_ledger(study), ['event', 'what']),
+        'ledger': _table(_ledger(study), ['event', 'details']),
     }
     return [
-        Sheet(name, *table, *prose.macro_sentences('sheets.j2', name, study, found=findings))
+        Sheet(name, *table, *prose.macro_sentences('sheets.j2', name, study, findings=findings))
         for name, table in made.items()
         if table[1]
     ]
@@ -187,5 +187,5 @@ def _ledger(study: Study) -> Iterator[Row]:
             'event': words(entry['event']),
             'look': str(entry.get('look', NONE)),
             'family': str(entry.get('family', NONE)),
-            'what': sentence,
+            'details': sentence,
         }

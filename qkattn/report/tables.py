@@ -90,7 +90,7 @@ def headline(study: Study, findings: Findings) -> str:
     groups = prose.by_where(findings.arms, study).values()
     arms = [arm for group in groups for arm in sorted(group, key=rank)]
     of_study = printed_in(HEADLINE, study, findings)
-    lines = sentences('headline.j2', study=study, found=findings)
+    lines = sentences('headline.j2', study=study, findings=findings)
     text = markdown(' '.join([*lines, summary(study, findings)[-1]]))
     return f'{markdown_table(headings(of_study), cells(of_study, arms))}\n\n{text}\n'
 
@@ -99,20 +99,22 @@ def settings(study: Study, findings: Findings) -> list[tuple[str, str]]:
     """Names and values of the settings that all arms share, of the runs that results are from."""
     configs = [study.by_name[arm.example.run].config for arm in findings.arms]
     models = [config['model'] for config in configs]
-    lines = sentences('settings.j2', study=study, found=findings, config=configs[0], models=models)
+    lines = sentences(
+        'settings.j2', study=study, findings=findings, config=configs[0], models=models
+    )
     return [(name, value) for name, _, value in (line.partition(': ') for line in lines)]
 
 
 def summary(study: Study, findings: Findings, html: bool = False) -> list[str]:
     """The result in sentences; the last one is what all arms have in common."""
-    return sentences('summary.j2', html=html, study=study, found=findings)
+    return sentences('summary.j2', html=html, study=study, findings=findings)
 
 
 def notes(study: Study, findings: Findings) -> list[str]:
     """Sentences under the table: what the numbers are, and what they do not show."""
     measures = measured(findings)
     numbers = {'level': LEVEL, 'power': POWER}
-    return sentences('notes.j2', study=study, found=findings, measures=measures, numbers=numbers)
+    return sentences('notes.j2', study=study, findings=findings, measures=measures, numbers=numbers)
 
 
 def report_markdown(study: Study, findings: Findings) -> str:
@@ -151,7 +153,7 @@ def latex_table(study: Study, findings: Findings) -> str:
     table = pd.DataFrame(rows, columns=[latex(c.heading.replace('|', ' ')) for c in of_study])
     template = environment(html=False).get_template('table.tex.j2')
     text = table.style.hide(axis='index').to_latex(
-        caption=latex(template.render(study=study, found=findings)),
+        caption=latex(template.render(study=study, findings=findings)),
         column_format=''.join('l' if column.left else 'r' for column in of_study),
         hrules=True,
         position_float='centering',
@@ -207,9 +209,9 @@ def trials_csv(study: Study, findings: Findings) -> str:
     after = ('target_parameters', 'residual')
     directories, rows = {run.name: run.directory for run in study.runs}, []
     for trial in study.trials:
-        own = vars(trial) | dict(zip(KNOBS, trial.at, strict=True))
-        row = trial.key._asdict() | {name: own[name] for name in before}
-        row |= {'parameters': trial.parameters['total']} | {name: own[name] for name in after}
+        values = vars(trial) | dict(zip(KNOBS, trial.at, strict=True))
+        row = trial.key._asdict() | {name: values[name] for name in before}
+        row |= {'parameters': trial.parameters['total']} | {name: values[name] for name in after}
         place = {'chosen': int(id(trial) in chosen), 'directory': directories[trial.run]}
         rows.append(row | dict(trial.metrics) | {'run': trial.run} | place)
     table = pd.DataFrame(rows, dtype=object)

@@ -120,8 +120,8 @@ def check_page(
         return f'{match[1]}{blocks[match[2]].text(path.parent / match[3], match[3])}{match[5]}'
 
     def studies() -> list[Pair]:
-        found = block.finditer(text)
-        directories = [path.parent / match[3] / blocks[match[2]].study for match in found]
+        matches = block.finditer(text)
+        directories = [path.parent / match[3] / blocks[match[2]].study for match in matches]
         return [load_findings(d) for d in directories if (d / 'study.json').is_file()]
 
     expected = block.sub(made, text)
@@ -251,7 +251,7 @@ def near(stored: float, number: float) -> bool:
 def difference(
     actual: str, expected: str, agree: Callable[[str, str], bool] = lambda one, other: False
 ) -> str | None:
-    """'line 3: 'a', expected 'b'', or None if words are equal, and numbers are or `agree`."""
+    """'line 3: 'a', expected 'b'', or None if texts are equal, and numbers are or `agree`."""
     lines, others = actual.splitlines(), expected.splitlines()
     for number, (line, other) in enumerate(zip(lines, others, strict=False), start=1):
         prints = zip(PRINT.findall(line), PRINT.findall(other), strict=False)

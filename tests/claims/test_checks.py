@@ -45,7 +45,7 @@ FAST = (
 
 
 def key(row):
-    return row.what, tuple(row.context.items()), row.x
+    return row.quantity, tuple(row.context.items()), row.x
 
 
 STORED = {

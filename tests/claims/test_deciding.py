@@ -86,7 +86,7 @@ def test_rows_tell_what_was_removed_from_what_was_reinvested(results):
     removed, reinvested, matched = rows
     assert tuple(row.kind for row in rows) == PARTS
     assert matched.value == pytest.approx(removed.value + reinvested.value)
-    assert (removed.speaks, removed.word, removed.relation) == (Speaks.FOR, 'worse', 'worse')
+    assert (removed.speaks, removed.decision, removed.relation) == (Speaks.FOR, 'worse', 'worse')
     assert deciding(rows) == [removed]
     assert (removed.expected, removed.tolerance) == pytest.approx((0.125, 0.025))
     assert removed.low < removed.value < removed.high and removed.unit == UNIT
@@ -97,7 +97,7 @@ def test_rows_tell_what_was_removed_from_what_was_reinvested(results):
 def test_beside_a_pair_stand_both_against_the_baseline_once(results):
     pair = [expect('qk/k_is_v', 'worse', at=at, versus='qk/no_o') for at in ('removed', 'matched')]
     rows = decide(claim(*pair), 'cpu', results).rows
-    assert {row.what for row in deciding(rows)} == {'qk/k_is_v - qk/no_o'}
+    assert {row.quantity for row in deciding(rows)} == {'qk/k_is_v - qk/no_o'}
     beside = [(row.arm, row.kind) for row in rows if row.speaks == Speaks.BESIDE]
     assert sorted(beside) == sorted((arm, k) for arm in ('qk/k_is_v', 'qk/no_o') for k in PARTS)
     first, reverse = (
@@ -111,7 +111,7 @@ def test_beside_a_pair_stand_both_against_the_baseline_once(results):
 def test_the_points_of_a_curve_are_of_one_arm_and_named_by_their_place(results):
     place = {'x': 8.0, 'x_label': 'rank', 'curve': 'rank r'}
     decided = decide(claim(expect('query_free/vo', 'equivalent', **place)), 'cpu', results)
-    assert {(row.what, row.arm, row.x) for row in decided.rows} == {('rank r', None, 8.0)}
+    assert {(row.quantity, row.arm, row.x) for row in decided.rows} == {('rank r', None, 8.0)}
     assert 'in rank r at rank 8 at d_model=48 on stdlib' in decided.needed
 
 
@@ -216,7 +216,7 @@ def test_below_the_margin_the_distance_from_it_is_what_is_needed(results):
 def test_a_study_without_tuning_leaves_claims_open(results):
     decided = decide(claim(expect(PLAIN, 'worse', study='mlm_small')), 'cpu', results)
     assert decided.verdict is UNDECIDED and 'not tuned' in decided.needed
-    assert decided.rows[0].value > 0.1 and decided.rows[0].word == 'no verdict'
+    assert decided.rows[0].value > 0.1 and decided.rows[0].decision == 'no verdict'
 
 
 def test_a_missing_study_is_named_with_the_command_that_trains_it(results):

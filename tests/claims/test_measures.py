@@ -53,7 +53,7 @@ def test_what_changes_after_an_early_reading_is_counted_by_fraction(committed, t
 
 def test_growth_is_the_last_difference_minus_the_first(committed):
     (row,) = readings.growth(committed / 'fair_small', 'shared_qk/vo')
-    found = load(committed / 'fair_small').found
+    found = load(committed / 'fair_small').findings
     keys = [(arm.variant, arm.control) for arm in found.controls]
     control = found.controls[keys.index(('shared_qk/vo', 'equal_shape'))]
     first = control.val_loss.mean - found.arms[0].val_loss.mean - row.value
@@ -73,7 +73,7 @@ def test_an_interval_speaks_by_its_ends(low, high, bound, speaks):
 def test_untuned_differences_are_paired_over_seeds_and_the_lowest_rate_decides(committed, tmp_path):
     (row,) = readings.at_one_rate(committed / 'quickstart', 'merged/vo')
     assert (row.x, row.context['baseline']) == (0.004, 'untuned')
-    arm, baseline = (arm for arm in load(committed / 'quickstart').found.arms[:2][::-1])
+    arm, baseline = (arm for arm in load(committed / 'quickstart').findings.arms[:2][::-1])
     assert (arm.variant, baseline.variant) == ('merged/vo', 'qk/vo')
     assert row.value == pytest.approx(arm.test_loss.mean - baseline.test_loss.mean)
     assert (row.low, row.high) == pytest.approx((arm.difference.low, arm.difference.high))
@@ -140,7 +140,7 @@ def test_models_train_apart_by_more_than_rounding(tmp_path, data_dir, monkeypatc
     )
     monkeypatch.setattr(recordings, 'drift_config', lambda scale: config)
     rows = recordings.read_drift(recordings.record_drift(tmp_path, 'smoke'))
-    value = {(row.what, row.context['precision'], row.x): row.value for row in rows}
+    value = {(row.quantity, row.context['precision'], row.x): row.value for row in rows}
     apart, products = recordings.CURVES['apart'], recordings.CURVES['products']
     assert value[apart, 'float64', 0] < 1e-14 < 1e-3 < value[apart, 'float64', 4]
     assert value[products, 'float64', 4] < 1e-14 < value[products, 'float32', 4] < 1e-5
@@ -148,7 +148,7 @@ def test_models_train_apart_by_more_than_rounding(tmp_path, data_dir, monkeypatc
     # The same in all precisions: gradients, not rounding.
     assert value[apart, 'float32', 4] == pytest.approx(value[apart, 'float64', 4], rel=1e-3)
     decided = [row for row in rows if row.speaks != Speaks.BESIDE]
-    assert [(r.speaks, r.x, r.what) for r in decided] == [(Speaks.AGAINST, 4, apart)] * 3
+    assert [(r.speaks, r.x, r.quantity) for r in decided] == [(Speaks.AGAINST, 4, apart)] * 3
 
 
 def test_what_rounding_explains_speaks_for_the_claim():
@@ -173,7 +173,7 @@ def test_seconds_are_measured_in_pairs_and_stand_beside_the_counts(tmp_path, mon
     *rows, order = recordings.read_times({'device': 'a device', 'measured': measured})
     assert [row.expected for row in rows] == pytest.approx([2.4, 20 / 7, 0.6, 0.8])
     assert [row.value for row in rows] == pytest.approx([2, 3, 1.5, 1], abs=0.01)
-    assert (order.value, order.expected) == (1, 0) and 'of 3 with' in order.what
+    assert (order.value, order.expected) == (1, 0) and 'of 3 with' in order.quantity
     assert {row.speaks for row in (*rows, order)} == {Speaks.BESIDE}
 
 
@@ -214,7 +214,7 @@ def test_norms_have_a_row_for_each_arm_and_quantity(tmp_path, monkeypatch):
     rows = recordings.read_norms(recordings.record_norms(tmp_path, 'cpu'))
     assert len(rows) == 2 * len(recordings.QUANTITIES)
     assert {row.speaks for row in rows} == {Speaks.BESIDE}
-    row = next(r for r in rows if r.arm == 'qk/vo' and r.what == 'norm of A[n]')
+    row = next(r for r in rows if r.arm == 'qk/vo' and r.quantity == 'norm of A[n]')
     both = [recordings.norms(make('qk', seed))['qk_norm'] for seed in range(2)]
     assert row.value == pytest.approx(np.mean(both), rel=1e-6)
     assert row.low < min(both) and max(both) < row.high  # two seeds tell little

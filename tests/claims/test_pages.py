@@ -25,8 +25,8 @@ HOSTILE = '<b>x</b> & $y$ | `z`'
 ABOUT = {'model': 'decoder', 'size': 'd_model=64', 'corpus': 'stdlib', 'tokens': '9'}
 ROWS = [
     Row(variant, kind, ABOUT | {'model': model}, x, Speaks.BESIDE, 'nats/token', low, high,
-        arm=variant, word=word, study='lm_dropped')
-    for variant, kind, model, x, low, high, word in (
+        arm=variant, decision=decision, study='lm_dropped')
+    for variant, kind, model, x, low, high, decision in (
         ('shared_qk/vo', Kind.MATCHED, 'decoder', 0.062, 0.057, 0.072, 'worse'),
         ('shared_qk/vo', Kind.REMOVED, 'masked LM', 0.17, 0.16, 0.18, None),
         ('full_size/vo', Kind.MATCHED, 'decoder', 0.03, 0.02, 0.04, 'no verdict'),
@@ -154,7 +154,7 @@ def test_what_is_made_again_differs_by_rounding_alone():
     assert changed(old, 1, value=old.rows[1].value * (1 + 1e-4)).startswith('value of row 1 of B2')
     assert changed(exact, 0, value=9e-13) is None  # within the tolerance of the check
     assert changed(exact, 0, value=9e-12).startswith('value of row 0 of A1')
-    assert changed(old, 0, word='worse').startswith('word of row 0 of B2')
+    assert changed(old, 0, decision='worse').startswith('decision of row 0 of B2')
     assert changed(old, verdict=ClaimVerdict.FAILS).startswith('verdict of B2')
     assert changed(old, rows=old.rows[:-1], decisive=0).startswith('number of rows of B2')
     short = dataclasses.replace(old, needed='48 seeds')
@@ -176,9 +176,9 @@ def test_answers_are_from_the_study_that_shows_them_best(results):
     shared, dropped = made['shared_qk/vo'], made['qk/no_o']
     cells = [(a.row('decoder', k)) for a in (shared, dropped) for k in (Kind.REMOVED, Kind.MATCHED)]
     assert [row.study for row in cells] == ['sharing', 'lm_dropped', 'decoder', 'lm_dropped']
-    assert [row.word for row in cells] == [None, 'worse', 'no verdict', 'undecided']
+    assert [row.decision for row in cells] == [None, 'worse', 'no verdict', 'undecided']
     assert shared.row('masked LM', Kind.MATCHED) is None
-    for arm in results.study('lm_dropped').found.arms:
+    for arm in results.study('lm_dropped').findings.arms:
         if not arm.is_baseline:
             row, difference = made[arm.variant].row('decoder', Kind.MATCHED), arm.difference
             expected = [difference.mean, difference.low, difference.high]
@@ -279,8 +279,8 @@ def test_lines_of_a_figure_have_the_shortest_names_that_tell_them_apart():
 
 
 def test_rows_of_both_shapes_are_one_line_and_the_deciding_row_is_shown():
-    def row(kind, speaks, value, word=None, **context):
-        return Row('arm', kind, context, value, speaks, arm='qk/no_o', word=word)
+    def row(kind, speaks, value, decision=None, **context):
+        return Row('arm', kind, context, value, speaks, arm='qk/no_o', decision=decision)
 
     rows = [
         row(Kind.REMOVED, Speaks.FOR, 0.1, 'worse', shape='equal'),

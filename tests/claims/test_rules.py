@@ -25,7 +25,7 @@ DIVERGED = (Reason(ReasonCode.DIVERGED),)
 
 
 def row(speaks, value=0.0, **context):
-    return Row(what='arm', kind=Kind.MATCHED, context=context, value=value, speaks=speaks)
+    return Row(quantity='arm', kind=Kind.MATCHED, context=context, value=value, speaks=speaks)
 
 
 def compared(values, margin, validation=None):
@@ -224,9 +224,9 @@ def decided(rng, means, relation):
 def test_how_often_a_claim_in_six_contexts_is_decided(means, relation, least, most):
     rng = np.random.default_rng(0)
     verdicts = [decided(rng, means, relation) for _ in range(NUMBER)]
-    shares = {word: verdicts.count(word) / NUMBER for word in ClaimVerdict}
-    assert all(shares[word] >= share for word, share in least.items()), shares
-    assert all(shares[word] <= share + SLACK for word, share in most.items()), shares
+    shares = {verdict: verdicts.count(verdict) / NUMBER for verdict in ClaimVerdict}
+    assert all(shares[verdict] >= share for verdict, share in least.items()), shares
+    assert all(shares[verdict] <= share + SLACK for verdict, share in most.items()), shares
 
 
 def test_rows_that_a_condition_selects_err_together_at_most_at_the_error_rate():

@@ -264,7 +264,7 @@ def test_a_run_is_measured_on_its_own_data_or_on_a_text(script_here, printed, ru
     assert len(table) == len(written['rows']) and written['step'] == 12
     assert written['reference'] == {k: written[k] for k in ('source', 'trial', 'step', 'model')}
     assert np.shape(written['spectra'][0]['singular_values']) == (2, 32)
-    values = {key: rows['value'] for key, rows in table.groupby(['quantity', 'of'])}
+    values = {key: rows['value'] for key, rows in table.groupby(['quantity', 'subject'])}
     assert len(values['symmetric_share', 'A']) == 2
     assert values['symmetric_share', 'A'].between(0, 1).all()
     assert (values['drift', 'A'] == 0).all() and (values['drift', 'B'] == 0).all()

@@ -102,7 +102,7 @@ def test_progress(about, text):
 
 def summary(directory):
     study, findings = read(directory)
-    return prose.sentences('summary.j2', study=study, found=findings)
+    return prose.sentences('summary.j2', study=study, findings=findings)
 
 
 def pair(**changes):

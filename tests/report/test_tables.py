@@ -226,7 +226,7 @@ def test_changes_of_settings_are_printed(study_dir):
     study = json.loads((path / 'study.json').read_text()) | {'margin': 0.01}
     ledger.declare(path, study, ['margin: 0.005 -> 0.01', 'looks: [4, 8] -> [8]'])
     (path / 'study.json').write_text(json.dumps(study))
-    changed = [of['what'] for of in sheet(*read(path), 'ledger').values()][-1]
+    changed = [entry['details'] for entry in sheet(*read(path), 'ledger').values()][-1]
     assert changed.startswith('post hoc: margin: 0.005 -> 0.01; looks: [4, 8] -> [8]; declaration ')
 
 

@@ -73,7 +73,7 @@ def test_products_are_batched_side_by_side_and_in_one_more_loop_one_after_anothe
 
 
 def test_cudnn_computes_the_attention_of_all_trials_at_once(monkeypatch, cudnn):
-    monkeypatch.setattr(Target, 'of', classmethod(lambda cls, mesh: cls('gpu', mesh, 9.0)))
+    monkeypatch.setattr(Target, 'from_mesh', classmethod(lambda cls, mesh: cls('gpu', mesh, 9.0)))
     one, stack = lowered(1, 'vmap'), lowered(8, 'vmap')
     for name in ('@__cudnn$fmhaSoftmax', '@__cudnn$fmhaSoftmaxBackward'):
         assert stack[name] == one[name] > 0

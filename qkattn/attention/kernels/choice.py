@@ -71,7 +71,7 @@ def attend(
         q_BTNH=q_BTNH,
         k_BSKH=k_BSKH,
         v_BSKH=v_BSKH,
-        mask=Mask.of(mask),
+        mask=Mask.from_array(mask),
         scale=scale,
         bias=bias,
         logit_cap=logit_cap,
@@ -82,7 +82,7 @@ def attend(
     on_mesh, (T, S) = _target.get(None), call.lengths
     if kernel == 'einsum' and not on_mesh:
         return einsum(call)  # costs are counted before there are devices
-    target = on_mesh or Target.of(None)
+    target = on_mesh or Target.from_mesh(None)
     name, reason = choose(kernel, call, target)
     if target.platform is None:
         return jnp.zeros((*q_BTNH.shape[:3], v_BSKH.shape[-1]), v_BSKH.dtype)
@@ -101,7 +101,7 @@ def on(mesh: Mesh | AbstractMesh | None) -> Iterator[None]:
 
     None is for devices not known yet: only a named kernel that serves on no platform is refused.
     """
-    token = _target.set(Target(None) if mesh is None else Target.of(mesh))
+    token = _target.set(Target(None) if mesh is None else Target.from_mesh(mesh))
     try:
         yield
     finally:

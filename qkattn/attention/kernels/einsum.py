@@ -50,7 +50,7 @@ class Target(NamedTuple):
     capability: float = 8.0  # compute capability of CUDA devices; 0 of other GPUs
 
     @classmethod
-    def of(cls, mesh: Mesh | AbstractMesh | None) -> 'Target':
+    def from_mesh(cls, mesh: Mesh | AbstractMesh | None) -> 'Target':
         """The devices of a mesh; JAX's first device without one, or with an abstract one."""
         device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else jax.devices()[0]
         capability = str(getattr(device, 'compute_capability', 8.0))

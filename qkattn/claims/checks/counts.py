@@ -37,9 +37,9 @@ def added_parameters(D: int, H: int, *, N: int = 1, K: int = 1) -> int:
 
 def merged_against_factored() -> list[Row]:
     """D^2 against 2 D H per head, and where the difference changes its sign."""
-    what = 'parameters added by merging, D = 64'
+    quantity = 'parameters added by merging, D = 64'
     rows = [
-        exact(what, added_parameters(64, H), 64**2 - 128 * H, at=('head_size', H))
+        exact(quantity, added_parameters(64, H), 64**2 - 128 * H, at=('head_size', H))
         for H in (8, 16, 24, 32, 40, 64)
     ]
     added = {
@@ -125,20 +125,20 @@ def multiply_adds() -> list[Row]:
     for T, D, H in ((16, 64, 16), (256, 64, 16), (64, 64, 48), (32, 24, 48)):
         shape, formulas = f'T = {T}, D = {D}, H = {H}', (factored(T, D, H), merged(T, D))
         for name, formula in zip(('qk', 'merged'), formulas, strict=True):
-            what = f'multiply-adds of {name} compiled, {shape}'
-            rows.append(exact(what, compiled(name, T, D, H), formula))
-        what = f'multiply-adds added by merging, {shape}'
-        rows.append(exact(what, added_by_merging(T, D, H), formulas[1] - formulas[0]))
+            quantity = f'multiply-adds of {name} compiled, {shape}'
+            rows.append(exact(quantity, compiled(name, T, D, H), formula))
+        quantity = f'multiply-adds added by merging, {shape}'
+        rows.append(exact(quantity, added_by_merging(T, D, H), formulas[1] - formulas[0]))
     return rows
 
 
 def where_they_cross() -> list[Row]:
     """The first T, up to 2048, at which one matrix costs more, on each side of D = 2 H."""
-    rows, D, what = [], 64, 'first T at which one matrix costs more, D = 64'
+    rows, D, quantity = [], 64, 'first T at which one matrix costs more, D = 64'
     for H in (60, 48, 40, 36, 32, 16, 8):
         costlier = bisect.bisect(range(1, 2048), 0, key=lambda T: added_by_merging(T, D, H))
         first = int(crossover(D, H)) + 1 if D < 2 * H else 1
-        rows.append(exact(what, 1 + costlier, first, at=('head_size', H)))
+        rows.append(exact(quantity, 1 + costlier, first, at=('head_size', H)))
     cheaper = added_by_merging(4096, D, D)
-    what = 'multiply-adds added by merging at T = 4096, H = D'
-    return [*rows, exact(what, cheaper, -4096 * D * D)]
+    quantity = 'multiply-adds added by merging at T = 4096, H = D'
+    return [*rows, exact(quantity, cheaper, -4096 * D * D)]

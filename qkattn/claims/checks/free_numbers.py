@@ -85,8 +85,8 @@ def symmetry() -> list[Row]:
     matrices = {'A[n]': np.asarray(attention.score.matrix())}
     matrices['the softmax input'] = softmax_input(attention, stream())
     return [
-        same(f'asymmetry of {what}', np.swapaxes(M, -1, -2), M, tolerance=1e-14, part='symmetry')
-        for what, M in matrices.items()
+        same(f'asymmetry of {name}', np.swapaxes(M, -1, -2), M, tolerance=1e-14, part='symmetry')
+        for name, M in matrices.items()
     ]
 
 
@@ -111,12 +111,12 @@ def half_the_numbers() -> list[Row]:
 @float64
 def half_the_pattern() -> list[Row]:
     """Free numbers of the patterns of T tokens, of W W^T over those of W_Q W_K^T, at D = H = 8."""
-    rows, what = [], 'share of the free numbers of a pattern'
+    rows, quantity = [], 'share of the free numbers of a pattern'
     for mask, causal in (('', False), (', causal mask', True)):
         for T in (2, 8, 24):
             tied, free = (pattern_freedom(name, T, causal=causal) for name in NAMES)
             part = f'half of the pattern, T {"<=" if T <= 8 else ">"} D{mask}'
-            rows.append(exact(what, tied / free, 1 / 2, 0.1, at=('tokens', T), part=part))
+            rows.append(exact(quantity, tied / free, 1 / 2, 0.1, at=('tokens', T), part=part))
     return rows
 
 
@@ -204,9 +204,9 @@ def with_matrices(attention: Attention, given: Mapping[str, np.ndarray]) -> Atte
 def worked_by_hand() -> list[Row]:
     """A and B of layers with integer matrices, entry by entry."""
     rows = []
-    for what, (variant, circuit, expected) in BY_HAND.items():
+    for name, (variant, circuit, expected) in BY_HAND.items():
         matrix_DE = np.asarray(with_matrices(small(variant), GIVEN).matrix()[circuit][0])
-        rows.append(exact(f'entries of {what} that differ', (matrix_DE != expected).sum(), 0))
+        rows.append(exact(f'entries of {name} that differ', (matrix_DE != expected).sum(), 0))
     return rows
 
 
@@ -221,9 +221,9 @@ def where_and_what() -> list[Row]:
         P_TS = pattern(attention, x_TD)
         tied = softmax_input(small('shared_qk/vo', d_model=D), x_TD[None])[0, 0]
         pairs = np.isclose(tied, tied.T, rtol=1e-12)[np.triu_indices(D, 1)].sum()
-        at, what = ('tokens and dimensions', D), 'change of the pattern by another W_V and W_O'
+        at, quantity = ('tokens and dimensions', D), 'change of the pattern by another W_V and W_O'
         rows += [
-            same(what, pattern(other, x_TD), P_TS, tolerance=1e-10, at=at),
+            same(quantity, pattern(other, x_TD), P_TS, tolerance=1e-10, at=at),
             exact('largest sum of a row of the pattern', P_TS.sum(-1).max(), 1, 1e-10, at=at),
             exact('tied pairs of scores, W_Q W_Q^T', pairs, D * (D - 1) / 2, at=at),
         ]
@@ -247,8 +247,8 @@ def gauge() -> list[Row]:
         'W_V M and M^-1 W_O': {'w_v': w['w_v'] @ M_HH, 'w_o': inverse_HH @ w['w_o']},
     }
     return [
-        same_output(f', {what}', with_matrices(small(), given), attention, x_BTD)
-        for what, given in moved.items()
+        same_output(f', {change}', with_matrices(small(), given), attention, x_BTD)
+        for change, given in moved.items()
     ]
 
 
@@ -262,8 +262,8 @@ def one_way() -> list[Row]:
         return float(((fitted_DE - A_DE) ** 2).sum())
 
     least = optimize.minimize(squared_error, np.array([0.5, 0.1, 0.4, -0.2])).fun
-    what = 'error of the best W W^T for A = [[0, 1], [0, 0]]'
-    return [exact(what, least**0.5, 0.75**0.5, 1e-6)]
+    quantity = 'error of the best W W^T for A = [[0, 1], [0, 0]]'
+    return [exact(quantity, least**0.5, 0.75**0.5, 1e-6)]
 
 
 @float64
@@ -280,6 +280,6 @@ def free_in_each_variant() -> list[Row]:
             if circuit == 'value':
                 free = freedom(lambda value, score: value.matrix(score), value, score)
             stored = count(variant, circuit, d_model=2, num_heads=heads)
-            what = f'free numbers of {letter}, {name}, N = {heads}, {stored} parameters'
-            rows.append(exact(what, free, expected))
+            quantity = f'free numbers of {letter}, {name}, N = {heads}, {stored} parameters'
+            rows.append(exact(quantity, free, expected))
     return rows

@@ -84,10 +84,10 @@ def side_by_side() -> list[Row]:
     attention, mask_BTS = in_heads(square), np.tri(T, dtype=bool)[None]
     A_NDE, B_NDE = map(np.asarray, attention.matrix())
     oracle_BTD = oracle.attention(A_NDE, B_NDE, x_BTD, x_BTD, mask_BTS, scale=attention.score.scale)
-    what = 'change of the output, D x D against N of D x H'
+    quantity = 'change of the output, D x D against N of D x H'
     return [
-        same(f'{what}, by A[n] and B[n]', oracle_BTD, squared_BTD),
-        same(f'{what}, by the layer', output(attention, jnp.asarray(x_BTD)), squared_BTD),
+        same(f'{quantity}, by A[n] and B[n]', oracle_BTD, squared_BTD),
+        same(f'{quantity}, by the layer', output(attention, jnp.asarray(x_BTD)), squared_BTD),
         exact('parameters of the rectangular matrices', count('qk/vo'), 4 * D * D),
     ]
 
@@ -112,8 +112,8 @@ def one_matrix_per_head() -> list[Row]:
     for name in IMPORTS:
         numbered = imported(name, tensors | {'h.0.attn.c_attn.weight': numbers.reshape(D, -1)})
         places = np.concatenate([numbered[which].ravel() for which in 'qkv'])
-        what = f'numbers of c_attn that are not in exactly one head, {name}'
-        rows.append(exact(what, int((np.sort(places) != numbers).sum()), 0, **ENTRIES))
+        quantity = f'numbers of c_attn that are not in exactly one head, {name}'
+        rows.append(exact(quantity, int((np.sort(places) != numbers).sum()), 0, **ENTRIES))
     flax = nnx.MultiHeadAttention(N, D, use_bias=False, decode=False, rngs=nnx.Rngs(0))
     square = {
         name: np.asarray(getattr(flax, which).kernel[...], np.float64).reshape(D, D)
@@ -130,11 +130,11 @@ def one_matrix_per_head() -> list[Row]:
 @float64
 def steps_of_training() -> list[Row]:
     """Three steps of an optimizer on W_Q as one D x D matrix, and as N matrices of D x H."""
-    rows, what = [], 'change of W_Q by training heads in one matrix'
+    rows, quantity = [], 'change of W_Q by training heads in one matrix'
     for optimizer, context in ((optax.adam(0.1), ENTRIES), (optax.contrib.muon(0.1), MATRICES)):
         square = after_steps(optimizer, {0: slice(None)})[0]
         heads = after_steps(optimizer, {n: slice(n * H, (n + 1) * H) for n in range(N)})
-        rows.append(same(what, np.concatenate([*heads.values()], axis=1), square, **context))
+        rows.append(same(quantity, np.concatenate([*heads.values()], axis=1), square, **context))
     return rows
 
 

@@ -81,15 +81,15 @@ def one_matrix() -> list[Row]:
 @float64
 def ranks() -> list[Row]:
     """The rank of W_Q[n] W_K[n]^T by its singular values, at initialization and after training."""
-    rows, what = [], 'rank of W_Q W_K^T'
+    rows, quantity = [], 'rank of W_Q W_K^T'
     for size in (1, 2, 4, 8, 16, 32):
         measured = rank(layer(num_heads=1, head_size=size).score.matrix())
-        rows.append(exact(what, measured, size, at=('head_size', size), **NOTHING))
+        rows.append(exact(quantity, measured, size, at=('head_size', size), **NOTHING))
     spectrum_ND = np.linalg.svd(layer().score.matrix(), compute_uv=False)
     rest = float((spectrum_ND[:, H] / spectrum_ND[:, 0]).max())
     rows.append(exact('singular value H + 1 over the first', rest, 0, 1e-13, **NOTHING))
     measured = max(rank(attention.score.matrix()) for attention in trained().layers())
-    return [*rows, exact(f'{what} after training, H = 8', measured, 8, **NOTHING)]
+    return [*rows, exact(f'{quantity} after training, H = 8', measured, 8, **NOTHING)]
 
 
 @float64
@@ -100,7 +100,7 @@ def what_stands_between() -> list[Row]:
     """
     rows, x_BTD = [], stream(24, d_model=8)
     pairs = np.einsum('BTD,BSE->BTSDE', x_BTD, x_BTD)
-    what = 'error of the best W_QK, relative to the softmax input'
+    quantity = 'error of the best W_QK, relative to the softmax input'
     layers: dict[str, Options] = {
         'nothing': {},
         'RoPE': {'positions': 'rope'},
@@ -109,7 +109,7 @@ def what_stands_between() -> list[Row]:
     for name, options in layers.items():
         s_BNTS = softmax_input(layer(d_model=8, num_heads=1, **options), x_BTD)
         context: Options = {BETWEEN: name}
-        rows.append(exact(what, fit_error(pairs, s_BNTS), 0, SAME, **context))
+        rows.append(exact(quantity, fit_error(pairs, s_BNTS), 0, SAME, **context))
     return rows
 
 

@@ -68,19 +68,21 @@ def softmax_input(layer: Attention, x_BTD: jax.Array) -> np.ndarray:
     return score.scale * np.einsum('BTNH,BSNH->BNTS', q_BTNH, k_BSNH)
 
 
-def same(what: str, got: Any, want: Any, *, tolerance: float = SAME, **about: Any) -> Row:
+def same(quantity: str, got: Any, want: Any, *, tolerance: float = SAME, **about: Any) -> Row:
     """The check that two arrays are equal, relative to the largest element."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     apart = float(np.abs(got - want).max() / np.abs(want).max())
-    return exact(what, apart, 0, tolerance, **about)
+    return exact(quantity, apart, 0, tolerance, **about)
 
 
 def same_output(
-    what: str, one: Attention, other: Attention, x_BTD: Any = None, **context: Any
+    change: str, one: Attention, other: Attention, x_BTD: Any = None, **context: Any
 ) -> Row:
     """The check that two layers compute the same output."""
     x_BTD = stream() if x_BTD is None else x_BTD
-    return same(f'change of the output{what}', output(one, x_BTD), output(other, x_BTD), **context)
+    return same(
+        f'change of the output{change}', output(one, x_BTD), output(other, x_BTD), **context
+    )
 
 
 def rank(matrix: Any) -> int:

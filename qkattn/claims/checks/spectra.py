@@ -58,11 +58,11 @@ def least_error() -> list[Row]:
     attention = layer('merged/vo', d_model=D, num_heads=2)
     A_NDE = attention.score.scale * np.asarray(attention.score.matrix())
     s_NR = np.linalg.svd(A_NDE, compute_uv=False)
-    rows, what = [], 'error of truncating W_QK to rank r'
+    rows, quantity = [], 'error of truncating W_QK to rank r'
     for r in range(1, D):
         least = float(np.linalg.norm(s_NR[:, r:]) / np.linalg.norm(s_NR))
         lost = truncate(attention, rank=r)[1]
-        rows.append(exact(what, lost, least, SAME, at=('r', r), **FORM))
+        rows.append(exact(quantity, lost, least, SAME, at=('r', r), **FORM))
     for r in (2, 8):
         least = float(np.linalg.norm(s_NR[0, r:]) / np.linalg.norm(s_NR[0]))
         error = fitted_error(A_NDE[0], r)
@@ -108,14 +108,14 @@ def shrunk_spectra() -> list[Row]:
     rows = []
     for strength in (0.2, 0.4, 0.7):
         for context, adam in ((L2, False), (DECOUPLED, True)):
-            for what, factored, expected in (
+            for form, factored, expected in (
                 ('W_Q W_K^T from max(0, d - lambda)', True, np.maximum(0, SPECTRUM - strength)),
                 ('W_QK from d / (1 + lambda)', False, SPECTRUM / (1 + strength)),
             ):
                 A_DD = fitted(strength, factored=factored, adam=adam)
                 off = np.abs(np.linalg.svd(A_DD, compute_uv=False) - expected).max()
-                at, what = ('lambda', strength), f'singular values of {what}'
-                rows.append(exact(what, off, 0, 2e-3, at=at, **context))
+                at, quantity = ('lambda', strength), f'singular values of {form}'
+                rows.append(exact(quantity, off, 0, 2e-3, at=at, **context))
     return rows
 
 
