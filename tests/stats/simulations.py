@@ -148,14 +148,16 @@ class Counts:
         return self.covered / self.tested
 
     def __str__(self) -> str:
-        text = f'{self.false} of {self.studies} studies decided falsely'
-        text += f' ({self.false / self.studies:.1%})'
-        if self.tested:
-            text += f', {self.covered} of {self.tested} intervals cover ({self.coverage:.3f})'
-        if self.sought:
-            text += f', {self.found} of {self.sought} effects found'
-            text += f' ({self.found / self.sought:.3f})'
-        return text
+        parts = (
+            (self.false, self.studies, 'studies decided falsely'),
+            (self.covered, self.tested, 'intervals cover'),
+            (self.found, self.sought, 'effects found'),
+        )
+        return ', '.join(share(*part) for part in parts if part[1])
+
+
+def share(number: int, total: int, name: str) -> str:
+    return f'{number} of {total} {name} ({number / total:.1%})'
 
 
 def is_false(decided: Decision, true: float) -> bool:
@@ -237,9 +239,7 @@ def looks(studies: int, at: Sequence[int], *, spent: bool) -> tuple[int, int]:
     alphas = decision.spending(at) if spent else [1 - inference.LEVEL] * len(at)
     for _ in range(studies):
         losses = rng.normal(0, NOISE, (ARMS + 1, at[-1]))
-        false += any(
-            _decided(losses[:, :n], alpha, ARMS) for n, alpha in zip(at, alphas, strict=True)
-        )
+        false += any(_decided(losses[:, :n], alpha) for n, alpha in zip(at, alphas, strict=True))
     return false, studies
 
 
@@ -247,24 +247,23 @@ def added_arms(studies: int, first: int, last: int, *, declared: bool) -> tuple[
     """Studies of equal arms decided falsely, and their number, where arms are added at each look.
 
     Arms come one at a time, from `first` to `last`, until one is decided; each time, the family is
-    that of the arms so far. With `declared`, it is that of the first arms, and those added after
-    the first look are not decided.
+    that of the arms so far. With `declared`, those added after the first look are not decided.
     """
     rng, false = np.random.default_rng([first, last, declared]), 0
     for _ in range(studies):
         losses = rng.normal(0, NOISE, (last + 1, 16))
         counts = [first] if declared else range(first, last + 1)
-        false += any(_decided(losses[: n + 1], 1 - inference.LEVEL, n) for n in counts)
+        false += any(_decided(losses[: n + 1], 1 - inference.LEVEL) for n in counts)
     return false, studies
 
 
-def _decided(losses_AS: np.ndarray, alpha: float, planned: int) -> bool:
+def _decided(losses_AS: np.ndarray, alpha: float) -> bool:
     """Whether any arm is better or worse than the first one."""
     differences = {
         i: inference.paired(row - losses_AS[0], resamples=None)
         for i, row in enumerate(losses_AS[1:])
     }
-    judged = decision.judge(differences, planned=planned, alpha_of_look=alpha)
+    judged = decision.judge(differences, alpha_of_look=alpha)
     return any(is_false(one.decision, 0.0) for one in judged.values())
 
 
@@ -297,17 +296,15 @@ def crossed(
 def main(argv: Sequence[str]) -> None:
     studies = int(argv[1]) if len(argv) > 1 else 1000
     for name, (number, total) in crossed(2 * studies).items():
-        print(f'error of {name}: {number} of {total} intervals cover ({number / total:.3f})')
-    several = range(4, 33, 4)
-    for name, (number, total) in {
-        'looks at 8 and 16 seeds, each at 5 %': looks(2 * studies, (8, 16), spent=False),
-        'looks at 8 and 16 seeds, spending': looks(2 * studies, (8, 16), spent=True),
-        'looks at 4, 8, ..., 32 seeds, each at 5 %': looks(2 * studies, several, spent=False),
-        'looks at 4, 8, ..., 32 seeds, spending': looks(2 * studies, several, spent=True),
-        'arms added until one is decided, 1 to 15': added_arms(2 * studies, 1, 15, declared=False),
-        'arms added after 7 declared ones': added_arms(2 * studies, 7, 15, declared=True),
-    }.items():
-        print(f'{name}: {number} of {total} studies decided falsely ({number / total:.1%})')
+        print(f'error of {name}: {share(number, total, "intervals cover")}')
+    for at, spent in itertools.product(((8, 16), range(4, 33, 4)), (False, True)):
+        name = f'looks at {", ".join(map(str, at))} seeds, {"spending" if spent else "each at 5 %"}'
+        counts = looks(2 * studies, at, spent=spent)
+        print(f'{name}: {share(*counts, "studies decided falsely")}')
+    for first, declared in ((1, False), (7, True)):
+        name = f'arms added to {first}, {"not decided" if declared else "until one is decided"}'
+        counts = added_arms(2 * studies, first, 15, declared=declared)
+        print(f'{name}: {share(*counts, "studies decided falsely")}')
     for case, choice, num_seeds in itertools.product(CASES, CHOICES, (8, 16, MANY)):
         whole, plain = simulate(case, num_seeds, studies, choice=choice)
         per_arm = whole.screened / (ARMS + 1) / studies

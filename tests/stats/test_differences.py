@@ -27,26 +27,22 @@ def within(rate, expected, trials, errors=4.0):
 # Intervals and tests
 
 
-@pytest.mark.parametrize('mean', [-0.02, -0.004, 0.0, 0.003, 0.009])
+@pytest.mark.parametrize('mean', [-0.02, -0.004, 0.003, 0.009])
 def test_a_difference_is_scipys_t_test_and_its_two_one_sided_ones(mean):
-    margin = 0.006
-    values = np.random.default_rng(4).normal(mean, 0.004, 9)
+    margin, values = 0.006, np.random.default_rng(4).normal(mean, 0.004, 9)
     difference, test = paired(values, margin), functools.partial(stats.ttest_1samp, values)
     interval = tuple(test(0).confidence_interval(0.95))
     assert (difference.low, difference.high, difference.df) == pytest.approx((*interval, 8))
     above, below = test(-margin, alternative='greater').pvalue, test(margin, alternative='less')
-    assert difference.p_not_better == pytest.approx(above)
-    assert difference.p_not_worse == pytest.approx(below.pvalue)
+    one_sided = difference.p_not_better, difference.p_not_worse
+    assert one_sided == pytest.approx((above, below.pvalue))
     assert difference.p_equivalence == pytest.approx(max(above, below.pvalue))
     side = min(test(0, alternative='less').pvalue, test(0, alternative='greater').pvalue)
     beyond = stats.t.sf((abs(values.mean()) - margin) / stats.sem(values), 8)
     margins = min(1.0, beyond + side)
     assert (difference.p, difference.p_margin) == pytest.approx((2 * side, margins))
-    estimate = inference.estimate(values.tolist())
-    assert (estimate.low, estimate.high) == pytest.approx(interval)
-    assert (estimate.mean, estimate.sd, estimate.n) == pytest.approx(
-        (values.mean(), np.std(values, ddof=1), 9)
-    )
+    estimate = inference.Estimate(values.mean(), 9, np.std(values, ddof=1), *interval)
+    assert vars(inference.estimate(values.tolist())) == pytest.approx(vars(estimate))
 
 
 def test_a_finding_holds_with_and_without_the_values_that_lie_apart():
@@ -70,13 +66,8 @@ def test_values_lie_apart_by_the_median_absolute_deviation():
     for last, apart in ((limit - 0.01, False), (limit + 0.01, True)):
         sample = (-1.0, -1.0, 0.0, 1.0, 1.0, 0.0, -1.0, 0.0, last)
         assert inference.typical(sample) == (sample[:-1] if apart else sample)
-    assert inference.typical((0.0, 0.1, 9.0)) == (0.0, 0.1, 9.0)  # too few
-    assert inference.typical((1.0, 1.0, 1.0, 9.0)) == (1.0, 1.0, 1.0, 9.0)  # no spread to tell by
-    rng, count = np.random.default_rng(5), 4000
-    for n, share in ((4, 0.1), (8, 0.05), (16, 0.02), (80, 0.004)):
-        rows = rng.normal(0, 1, (count, n)).tolist()
-        apart = sum(len(inference.typical(row)) < n for row in rows)
-        assert apart <= share * count + 4 * (share * count) ** 0.5
+    for sample in ((0.0, 0.1, 9.0), (1.0, 1.0, 1.0, 9.0)):  # too few; no spread to tell by
+        assert inference.typical(sample) == sample
 
 
 @pytest.mark.parametrize('sign', [1, -1])
@@ -85,15 +76,12 @@ def test_what_tuning_may_have_missed_widens_the_interval_and_weakens_the_tests(s
     low, high = (0.004, 0.007)[::sign]
     plain, missed = paired(values), paired(values, tuning=(low, high))
     assert (missed.low, missed.high) == pytest.approx((plain.low - low, plain.high + high))
-    assert (missed.tuning_low, missed.tuning_high) == (low, high)
-    # Towards zero by 0.004, away from it by 0.007.
-    nearer = paired(values - sign * 0.004)
+    nearer, farther = paired(values - sign * 0.004), paired(values + sign * 0.007, 0.03)
     assert (missed.p, missed.p_margin) == pytest.approx((nearer.p, nearer.p_margin))
-    farther, wide = paired(values + sign * 0.007, 0.03), paired(values, 0.03, tuning=(low, high))
+    wide = paired(values, 0.03, tuning=(low, high))
     assert wide.p_equivalence == pytest.approx(farther.p_equivalence)
     assert missed.detectable == pytest.approx(plain.detectable + 0.011)
-    # More than the difference: nothing is shown; nothing bounds it: neither.
-    for miss in (0.03, np.inf):
+    for miss in (0.03, np.inf):  # more than the difference: nothing is shown
         lost = paired(values, tuning=(miss, miss))
         assert (lost.p, lost.p_margin) == (1.0, 1.0) and lost.p_equivalence > 0.99
         assert lost.low < 0 < lost.high
@@ -105,9 +93,8 @@ def test_the_error_over_documents_adds_to_that_over_seeds():
     assert (both.error_seeds, both.error_evaluation) == (alone.error_seeds, error)
     total = math.hypot(alone.error_seeds, error)
     df = total**4 / (alone.error_seeds**4 / 6 + error**4 / 20)  # Satterthwaite
-    assert 6 < df < 26 and both.df == pytest.approx(df)
     assert (both.low, both.high) == pytest.approx(stats.t.interval(0.95, df, both.mean, total))
-    assert both.p == pytest.approx(2 * stats.t.cdf(both.mean / total, df))
+    assert (both.df, both.p) == pytest.approx((df, 2 * stats.t.cdf(both.mean / total, df)))
     # An error that is known exactly costs no degrees of freedom; one that is not leaves nothing.
     exact = paired(VALUES, evaluation_error=error)
     assert exact.df == pytest.approx(total**4 / (alone.error_seeds**4 / 6))
@@ -148,7 +135,7 @@ NEARLY = [0.1, 0.1, 0.1], [0.25, 0.25 + 2**-54, 0.25 - 2**-54, 0.25], [3.3, 3.3 
 
 
 @pytest.mark.filterwarnings('error')
-@pytest.mark.parametrize('values', [[0.0] * 4, [0.25] * 4, *NEARLY], ids=str)
+@pytest.mark.parametrize('values', [[0.0] * 4, *NEARLY], ids=str)
 def test_a_spread_that_is_only_rounding_is_none(values):
     estimate, difference = inference.estimate(values), inference.paired(values)
     zero, mean = float(values[0] == 0), pytest.approx(values[0], abs=1e-14)
@@ -160,9 +147,8 @@ def test_a_spread_that_is_only_rounding_is_none(values):
 
 def test_few_seeds_leave_blanks():
     single, two = inference.paired([0.01]), inference.paired([0.01, 0.02])
-    assert (single.mean, single.n) == (0.01, 1)
-    blank = ('sd', 'low', 'high', 'p', 'p_equivalence', 'detectable', 'df', 'bootstrap_low')
-    assert all(getattr(single, field) is None for field in blank)
+    known = {'mean': 0.01, 'n': 1, 'margin': inference.MARGIN, 'tuning_low': 0, 'tuning_high': 0}
+    assert {name: value for name, value in vars(single).items() if value is not None} == known
     assert two.bootstrap_low is None and two.p is not None
     assert inference.estimate([2.0]) == inference.Estimate(2.0, 1, None, None, None)
 
@@ -170,9 +156,8 @@ def test_few_seeds_leave_blanks():
 def test_the_bootstrap_is_scipys_bca_however_means_are_rounded():
     arm = np.random.default_rng(5).exponential(1.0, 12)
     one = inference.paired(arm)
-    assert one == inference.paired(arm)
-    expected = stats.bootstrap((arm,), np.mean, method='BCa', rng=np.random.default_rng(9))
     ends = (one.bootstrap_low, one.bootstrap_high)
+    expected = stats.bootstrap((arm,), np.mean, method='BCa', rng=np.random.default_rng(9))
     assert ends == pytest.approx(tuple(expected.confidence_interval), abs=0.03)
     assert ends[1] - one.mean > one.mean - ends[0]  # skewed as the values are
     # With three values, two of nine resamples have the mean of the sample itself.
@@ -182,13 +167,10 @@ def test_the_bootstrap_is_scipys_bca_however_means_are_rounded():
         assert tuple(shifted) == pytest.approx(inference.bootstrap(values), abs=1e-12), shift
 
 
-@pytest.mark.parametrize(('n', 'expected'), [(8, 0.885), (30, 0.93)])
-def test_intervals_cover_the_truth_and_bootstrapped_ones_less_often(n, expected):
-    count, rows = 600, np.random.default_rng(8).normal(0.01, 0.02, (600, n))
-    covered = [d.low <= 0.01 <= d.high for d in map(paired, rows)]
-    assert within(np.mean(covered), inference.LEVEL, count)
-    ends = [inference.bootstrap(x, resamples=999) for x in rows]
-    assert within(np.mean([low <= 0.01 <= high for low, high in ends]), expected, count, errors=3)
+def test_bootstrapped_intervals_of_few_seeds_cover_the_truth_less_often():
+    count, rows = 600, np.random.default_rng(8).normal(0.01, 0.02, (600, 8))
+    ends = [inference.bootstrap(row, resamples=999) for row in rows]
+    assert within(np.mean([low <= 0.01 <= high for low, high in ends]), 0.885, count, errors=3)
 
 
 @pytest.mark.parametrize(
@@ -208,13 +190,11 @@ def test_bad_input_is_refused(changes, message):
 
 def test_pairs_and_documents_that_a_difference_takes():
     values = [0.01, 0.03, -0.01, 0.02, 0.0, 0.01, 0.02, -0.02]
-    eight = paired(values)
+    eight, noisy = paired(values), paired(values, evaluation_error=0.01, evaluation_df=100)
     assert inference.to_find(eight, eight.detectable * (1 + 1e-9)) == (8, 1.0)
     many, more = (inference.to_find(eight, size) for size in (0.001, 0.0005))
     assert many[1] == more[1] == 1 and more[0] / many[0] == pytest.approx(4, rel=0.01)
-    pairs, documents = inference.to_find(
-        paired(values, evaluation_error=0.01, evaluation_df=100), 0.01
-    )
+    pairs, documents = inference.to_find(noisy, 0.01)
     error = math.hypot(eight.sd / pairs**0.5, 0.01 / documents**0.5)
     assert documents > 1 and error == pytest.approx(0.01 / (1.96 + 0.84), rel=0.02)
     # Nothing finds what tuning may hide.
@@ -249,7 +229,7 @@ def test_spending_is_obrien_flemings_and_adds_up():
 
 
 def difference(mean, spread=0.001, n=8, **keywords):
-    """Differences of the given mean with alternating deviations of `spread`."""
+    """Alternates by `spread` around the mean."""
     return paired([mean + spread * (-1) ** i for i in range(n)], **keywords)
 
 
@@ -267,23 +247,13 @@ EXAMPLES = {
 
 
 def test_the_decisions():
-    differences = {arm: one for arm, (one, _) in EXAMPLES.items()}
-    judged = judge(differences)
+    judged = judge({arm: one for arm, (one, _) in EXAMPLES.items()})
     assert {arm: one.decision for arm, one in judged.items()} == {
         arm: decision for arm, (_, decision) in EXAMPLES.items()
     }
     assert judged['near'].p_holm < 0.001
-    assert judged['two'] == judged['none'] == Judgement(UNDECIDED)
-    # Fewer than three pairs are no test; 'lower' and 'higher' leave the family of the other five.
-    tested = list(EXAMPLES)[:-2]
-    assert [judged[arm].p_margin_holm for arm in tested] == pytest.approx(
-        holm([differences[arm].p_margin for arm in tested])
-    )
-    for arm in ('rather lower', 'near', 'noisy'):
-        assert judged[arm].p_holm == pytest.approx(min(1.0, 5 * differences[arm].p))
-        expected = min(1.0, 5 * differences[arm].p_equivalence)
-        assert judged[arm].p_equivalence_holm == pytest.approx(expected)
-    error = differences['noisy'].error_seeds
+    assert judged['two'] == judged['none'] == Judgement(UNDECIDED)  # no test, and not in the family
+    error = EXAMPLES['noisy'][0].error_seeds
     detectable = inference.detectable_difference(error, 7, 0.05 / 7)
     assert judged['noisy'].detectable == pytest.approx(detectable)
 
@@ -316,13 +286,7 @@ def test_an_arm_leaves_the_family_when_it_differs_by_more_than_the_margin():
 
 @pytest.mark.parametrize(
     ('low', 'high', 'decision'),
-    [
-        (0.1, 0.0, BETTER),  # better settings of the arm make it better still
-        (0.0, 0.012, BETTER),
-        (0.0, 0.016, BETTER_BELOW_MARGIN),
-        (0.0, 0.03, UNDECIDED),
-        (0.0, np.inf, UNDECIDED),
-    ],
+    [(0.1, 0.0, BETTER), (0.0, 0.016, BETTER_BELOW_MARGIN), (0.0, np.inf, UNDECIDED)],
 )
 def test_what_the_optimum_may_be_missed_by_withholds_decisions(low, high, decision):
     plain = judge({0: difference(-0.02)})[0]
@@ -332,22 +296,17 @@ def test_what_the_optimum_may_be_missed_by_withholds_decisions(low, high, decisi
 
 
 @pytest.mark.parametrize(
-    ('mean', 'diverged', 'decision'),
+    ('diverged', 'expected'),
     [
-        (-0.02, (1, 0), UNDECIDED),
-        (0.02, (1, 0), WORSE),
-        (0.0, (1, 0), UNDECIDED),
-        (0.003, (1, 0), WORSE_BELOW_MARGIN),  # not equivalent any more, but above zero
-        (-0.02, (0, 2), BETTER),
-        (0.02, (0, 2), UNDECIDED),
-        (0.0, (0, 2), UNDECIDED),
-        (-0.02, (1, 1), UNDECIDED),
-        (0.02, (1, 1), UNDECIDED),
-        (0.0, (0, 0), EQUIVALENT),
+        ((0, 0), (BETTER, WORSE, EQUIVALENT, EQUIVALENT)),
+        ((1, 0), (UNDECIDED, WORSE, UNDECIDED, WORSE_BELOW_MARGIN)),
+        ((0, 2), (BETTER, UNDECIDED, UNDECIDED, UNDECIDED)),
+        ((1, 1), (UNDECIDED, UNDECIDED, UNDECIDED, UNDECIDED)),
     ],
 )
-def test_divergence_never_helps(mean, diverged, decision):
-    assert judge({0: difference(mean)}, diverged={0: diverged})[0].decision is decision
+def test_divergence_never_helps(diverged, expected):
+    for mean, decision in zip((-0.02, 0.02, 0.0, 0.003), expected, strict=True):
+        assert judge({0: difference(mean)}, diverged={0: diverged})[0].decision is decision
 
 
 def test_comparisons_that_are_still_missing_are_corrected_for():
@@ -361,14 +320,8 @@ def test_comparisons_that_are_still_missing_are_corrected_for():
     assert whole['a'] == among
 
 
-# Simulated decisions
-
-
-def decisions(count, true=(0.0,) * ARMS, sd=0.02):
-    """Decisions on all arms of simulated studies, and on their first arms alone.
-
-    The arms of a study share their baseline, seed by seed.
-    """
+def decisions(count, true, sd):
+    """Decisions on all arms of simulated studies, which share their baseline, and on the first."""
     rng = np.random.default_rng(0)
     arms = rng.normal(0.0, sd / 2**0.5, (count, len(true), SEEDS)) + np.array(true)[:, None]
     arms -= rng.normal(0.0, sd / 2**0.5, (count, 1, SEEDS))
@@ -385,7 +338,6 @@ def decisions(count, true=(0.0,) * ARMS, sd=0.02):
         ((1.0,) * ARMS, 0.003),
         ((0.0, 0.0, 0.999, 0.999, 1.0, 4.0), 0.006),
     ],
-    ids=['no difference', 'below the margin', 'at the margin', 'all of these'],
 )
 def test_studies_rarely_decide_wrongly(true, sd):
     """Whatever the true differences, given here in margins."""
@@ -394,8 +346,3 @@ def test_studies_rarely_decide_wrongly(true, sd):
     wrong = [any(map(is_false, decided, true)) for decided in whole]
     assert 0.02 <= np.mean(wrong) <= 0.05 or within(np.mean(wrong), 0.05, count)
     assert within(np.mean([is_false(decided, true[0]) for decided in alone]), 0.05, count)
-
-
-def test_equal_arms_with_little_noise_are_equivalent():
-    decided = sum(decisions(200, sd=0.002)[0], [])
-    assert decided.count(EQUIVALENT) >= 0.95 * len(decided)

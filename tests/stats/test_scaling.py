@@ -30,24 +30,28 @@ def width(interval):
     return interval.high - interval.low
 
 
+def solved(sizes, losses, start):
+    """(E, A, a) of a general solver, and their covariance; A at sizes of 1e5."""
+    return optimize.curve_fit(lambda n, E, A, a: E + A * n**-a, sizes / 1e5, losses, p0=start)
+
+
 def test_a_noiseless_law_is_recovered_with_narrow_intervals():
     fit = scaling.fit(SIZES, law(SIZES)[:, None])
     assert fit.problem is None and fit.r_squared == pytest.approx(1)
     for interval, truth in ((fit.E, E), (fit.A, A), (fit.a, EXPONENT)):
         assert interval.value == pytest.approx(truth, rel=1e-6)
         assert truth * 0.998 < interval.low <= interval.value <= interval.high < truth * 1.002
-    assert fit.loss(7e5) == pytest.approx(law(7e5))
-    assert (*fit.sizes, *fit.losses) == pytest.approx((*SIZES, *law(SIZES)))
+    assert (fit.loss(7e5), *fit.sizes, *fit.losses) == pytest.approx(
+        (law(7e5), *SIZES, *law(SIZES))
+    )
 
 
-@pytest.mark.parametrize('exponent', [0.08, 0.34, 1.5])
+@pytest.mark.parametrize('exponent', [0.08, 1.5])
 def test_the_optimum_is_that_of_a_general_solver(exponent):
     sizes = np.geomspace(1e4, 1e7, 8)
     losses = 0.7 + 1.5 * (sizes / 1e5) ** -exponent
     losses += 0.001 * np.random.default_rng(1).normal(size=len(sizes))
-    (floor, _, expected), _ = optimize.curve_fit(
-        lambda n, E, A, a: E + A * n**-a, sizes / 1e5, losses, p0=(0.7, 1.5, exponent)
-    )
+    (floor, _, expected), _ = solved(sizes, losses, (0.7, 1.5, exponent))
     fit = scaling.fit(sizes, losses[:, None])
     assert fit.a.value == pytest.approx(expected, rel=1e-4)
     assert fit.E.value == pytest.approx(floor, rel=1e-3)
@@ -91,13 +95,10 @@ def test_one_seed_per_size_makes_the_interval_of_residuals_alone():
     losses = noisy(np.random.default_rng(3), SIZES)
     means = losses.mean(axis=1, keepdims=True)
     alone, seeds = scaling.fit(SIZES, means), scaling.fit(SIZES, losses)
-    _, covariance = optimize.curve_fit(
-        lambda n, E, A, a: E + A * n**-a, SIZES / 1e5, means[:, 0], p0=(1.2, 1.0, EXPONENT)
-    )
-    expected = 2 * stats.t.ppf(0.975, 2) * covariance[2, 2] ** 0.5
+    _, covariance = solved(SIZES, means[:, 0], (1.2, 1.0, EXPONENT))
+    expected = pytest.approx(2 * stats.t.ppf(0.975, 2) * covariance[2, 2] ** 0.5, rel=0.1)
     assert alone.a.value == pytest.approx(seeds.a.value)
-    assert width(alone.a) == pytest.approx(expected, rel=0.1)
-    assert width(seeds.a) != pytest.approx(expected, rel=0.1)
+    assert width(alone.a) == expected != width(seeds.a)
 
 
 def test_the_noise_of_seeds_is_unbiased_for_few_of_them():
@@ -145,10 +146,9 @@ def test_an_arm_that_is_the_baseline_at_another_size_is_worth_the_ratio(worth):
     measured = scaling.multiplier((SIZES, arm), (SIZES, arm if worth == 1 else baseline))
     assert holds(measured, worth) and holds(measured, 1.0) == (worth == 1)
     assert measured.value == pytest.approx(np.median(measured.by_size))
-    # It may have other sizes, and fewer.
-    for sizes in (np.array([3e5]), np.array([2e5, 9e5])):
-        few = scaling.multiplier((sizes, noisy(rng, worth * sizes)), (SIZES, baseline))
-        assert few.problem is None and holds(few, worth) and few.high > few.low
+    sizes = np.array([2e5, 9e5])  # it may have other sizes, and fewer
+    few = scaling.multiplier((sizes, noisy(rng, worth * sizes)), (SIZES, baseline))
+    assert few.problem is None and holds(few, worth) and few.high > few.low
 
 
 def test_an_arm_whose_worth_differs_by_size_has_a_wider_interval():
