@@ -2,12 +2,13 @@
 
 import dataclasses
 import json
+import math
 import os
 import signal
 
 import pytest
 
-from qkattn.config import Config, DataConfig, Study, TuningConfig, from_json
+from qkattn.config import Config, DataConfig, Study, TuningConfig, fingerprint, from_json
 from qkattn.config.setting import setting
 from qkattn.errors import (
     CheckpointError,
@@ -22,7 +23,8 @@ from qkattn.storage import leases, ledger
 from qkattn.storage.records import read_json, to_jsonable, write_json
 from qkattn.study import declaration, local_workers, plan, worker
 from qkattn.study.arms import build_arms
-from tests.studies import result_record
+from qkattn.verdict import Decision, load_findings
+from tests.studies import result_record, write_documents, write_metrics, write_yardsticks
 from tests.study.test_plan import STUDY
 
 
@@ -106,6 +108,44 @@ def test_a_worker_follows_every_chain_to_its_verdict(trained, train_first, tmp_p
     assert len(trained) == 12 and events(path)[2:] == ['arms_added', 'looked', 'arms_added']
     kept = ledger.read(path / 'ledger.jsonl')
     assert kept.family == 3 and {variant for variant, *_ in kept.post_hoc} == {'qk/o_is_v'}
+
+
+OPTIMA = {'learning_rate': 2e-3, 'weight_decay': 0.3, 'score_scale': 1.25}
+
+
+def test_a_study_is_planned_trained_and_judged(trained, tmp_path, monkeypatch):
+    """A rate on the grid is chosen, so that one trial belongs to the sweeps of two knobs."""
+
+    def train(config, workdir, **_):
+        results = []
+        for trial in config.trials.trials():
+            settings = trial | {'score_scale': config.model.score_scale}
+            away = [math.log(settings[knob] / best) for knob, best in OPTIMA.items()]
+            loss = 2 + 0.01 * trial['seed'] + 0.1 * sum(x**2 for x in away)
+            loss += (0.03 + 0.001 * (-1) ** trial['seed']) * (config.model.score != 'qk')
+            measured = {'val_loss': loss, 'test_loss': loss, 'num_steps': config.train.num_steps}
+            name = fingerprint(config)
+            results.append(result_record(trial=trial, config_hash=name, **measured))
+        workdir.mkdir(parents=True, exist_ok=True)
+        write_json(workdir / 'result.json', results)
+        write_metrics(workdir, results, 4)
+        write_documents(workdir, results)
+
+    monkeypatch.setattr(worker, 'train', train)
+    grids = {'weight_decays': (0.05, 0.1, 0.2)}
+    tuning = dataclasses.replace(STUDY.tuning, score_scales=(0.5, 1.0, 2.0))
+    study = dataclasses.replace(STUDY, **based(trials=grids), tuning=tuning)
+    path = worker.run(study, tmp_path / 'out')
+    write_yardsticks(path, lines(path / 'results.jsonl'))
+    findings = load_findings(path)[1]
+    baseline, arm = findings.arms
+    assert arm.difference.mean == pytest.approx(0.03 + 0.001 / 3)
+    assert arm.verdict.decision is Decision.WORSE and not findings.blocks
+    for one in findings.arms:
+        assert one.blocks == one.not_bracketed == () and [*one.sweeps] == [*OPTIMA]
+        chosen = {knob: sweep.chosen for knob, sweep in one.sweeps.items()}
+        assert chosen == pytest.approx(OPTIMA, rel=1e-2) and chosen['learning_rate'] == 2e-3
+        assert one.sweeps['weight_decay'].values == (0.05, 0.1, 0.2, 0.4, 0.8)
 
 
 @pytest.mark.parametrize('workers', [1, 2])

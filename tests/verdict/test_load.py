@@ -38,12 +38,12 @@ def key(variant, control=None):
 def test_reads_declaration_plan_and_trials(study_dir):
     study = load_study(write_tuned(study_dir, tuned_arm('qk/vo')))
     assert (study.name, study.baseline, study.matched) == ('synthetic', 'qk/vo', 'total')
-    assert study.missing == () and study.problems == ()
+    assert study.missing == study.problems == ()
     assert study.arms == (key('qk/vo'),) and study.margin == 0.005
     assert study.tuning.seeds == (100, 101) and study.tuned_knobs == ('learning_rate',)
     screening, verdict = study.runs
-    assert (screening.stage, screening.knob) == ('screening', 'learning_rate')
-    assert (verdict.stage, verdict.knob, verdict.num_trials) == ('verdict', None, 8)
+    stages = [(run.stage, run.knob, run.num_trials) for run in study.runs]
+    assert stages == [('screening', 'learning_rate', 10), ('verdict', None, 8)]
     assert verdict.config['train']['num_steps'] == 400 and verdict.step == 400
     assert [trial.seed for trial in verdict.trials] == list(range(8))
     trial = screening.trials[0]
@@ -51,12 +51,8 @@ def test_reads_declaration_plan_and_trials(study_dir):
     scored = load_study(write_study(study_dir / 'b', [translation_record('qk/vo', bleu=30.0)]))
     metrics = scored.trials[0].metrics
     assert metrics.keys() == result_fields().keys()
-    assert (metrics['test_bleu'], metrics['val_bleu'], metrics['val_num_sentences']) == (
-        30,
-        29,
-        1014,
-    )
-    assert metrics['val_induction_gain'] is None
+    names = ('test_bleu', 'val_bleu', 'val_num_sentences', 'val_induction_gain')
+    assert [metrics[name] for name in names] == [30, 29, 1014, None]
 
 
 def test_missing_arms_and_runs(study_dir):
@@ -100,18 +96,14 @@ def result(variant='qk/vo', seed=0, **changes):
         ('results.jsonl', result(config_hash='01'), "config_hash '01' contradicts plan.jsonl"),
         ('results.jsonl', result(seed=2), f'seed 2 is not one of run {RUN!r}, which has [0, 1]'),
         ('results.jsonl', result(val_loss=1.5), 'repeats an earlier line'),
-        ('results.jsonl', result(num_steps='x'), "field 'num_steps' is 'x', expected int"),
         ('results.jsonl', result(status='lost'), "field 'status' is 'lost', expected Literal"),
         ('results.jsonl', result(val_solved=True), "field 'val_solved' is True, expected float"),
         ('results.jsonl', result(data={'source': SIDE}), "field 'target' is missing"),
         ('results.jsonl', result(data={'name': 'x'}), "field 'version' is missing"),
-        ('plan.jsonl', {}, "field 'run' is missing"),
         ('plan.jsonl', GOOD | {'control': 'x'}, 'is no arm that study'),
-        ('plan.jsonl', GOOD | {'stage': 'final'}, "'stage' is 'final', expected"),
         ('plan.jsonl', GOOD | {'config': {}}, "field 'model' is missing"),
         ('plan.jsonl', plan_line('b/vo', SIZE, name=RUN), 'is planned twice, differently'),
         ('orphans.jsonl', {'run': 'b'}, "field 'directory' is missing"),
-        (LOG, {'kind': 'final', 'step': 401}, "field 'trials' is missing"),
         (LOG, FINAL | {'val_loss': 3}, "'val_loss' is 3, expected"),
         (LOG, EVALUATION | {'step': 400}, 'step 400 follows step 400'),
         (LOG, EVALUATION | {'val_loss': [1.0, 'x']}, 'expected tuple'),
@@ -130,20 +122,15 @@ def test_bad_lines_are_named_and_left_out(study_dir, path, record, message):
     assert message in problem and problem.startswith(f'{path}:{number}')
     assert len(study.trials) == 2 and len(study.runs) == 1
     assert study.runs[0].curve.steps_E.tolist() == list(range(40, 401, 40))
-
-
-def test_many_bad_lines_are_counted(study_dir):
-    write_study(study_dir, [trial_record('qk/vo')])
     with (study_dir / LOG).open('a') as file:
         file.write('{"kind": "ev\n' * 4)
-    assert load_study(study_dir).problems[2] == f'{LOG}: 2 more lines were left out.'
+    many = f'{LOG}: {2 + (path == LOG)} more lines were left out.'
+    assert load_study(study_dir).problems[-1] == many or path == 'orphans.jsonl'
 
 
 def test_a_seed_counts_once(study_dir):
     """In a verdict or a single run; one setting may be screened in two runs."""
-    again = trial_record(
-        'qk/vo', seed=100, learning_rate=4e-3, stage='screening', knob='weight_decay'
-    )
+    again = trial_record('qk/vo', seed=100, learning_rate=4e-3, stage='screening', knob='x')
     # A line that repeats an earlier one counts once.
     study = load_study(write_tuned(study_dir / 'a', [*tuned_arm('qk/vo'), again, again]))
     assert len(study.trials) == 19 and study.problems == ()
@@ -152,8 +139,6 @@ def test_a_seed_counts_once(study_dir):
     study = load_study(write_tuned(study_dir / 'b', records))
     assert [run.stage for run in study.runs] == ['screening', 'verdict']
     assert "on seed 0 is in run 'qk_vo" in study.problems[0]
-    study = load_study(write_study(study_dir / 'c', [trial_record('qk/vo', run=r) for r in 'ab']))
-    assert "is in run 'a' already" in study.problems[0] and len(study.trials) == 1
 
 
 def test_curves_need_every_result_and_no_bytes(study_dir):
@@ -196,8 +181,6 @@ def test_trials_that_do_not_compare_are_named(study_dir, changes, field):
         ({'margin': float('nan')}, "'margin'"),
         ({'margin': 0.0}, "'margin'"),
         ({'tuning__seeds': []}, "'seeds' is []"),
-        ({'seeds': ['a']}, "'seeds' is"),
-        ({'looks': 3}, "'looks' is 3"),
         ({'looks': [8, 4, 8]}, 'looks=(8, 4, 8) must ascend'),
         ({'controls': {'equal_shape': True}}, "'longer' is missing"),
         ({'tuning__learning_rates': [2, 1]}, 'tuning.learning_rates=(2, 1) must'),
@@ -233,11 +216,11 @@ def test_findings_are_read_again_only_once_a_file_has_changed(study_dir):
     assert findings.arms and load_findings(str(study_dir))[1] is findings
     run = study_dir / study.runs[0].directory
     for path in (run / 'config.json', run / 'documents.json', study_dir / 'plan.jsonl'):
-        before = path.read_text() if path.exists() else None
-        path.write_text(f'{before or ""}x\n')
-        assert load_findings(study_dir)[1] is not findings, path
-        path.unlink() if before is None else path.write_text(before)
-        assert load_findings(study_dir)[1] is findings
+        with path.open('a') as file:
+            file.write('x\n')
+        changed = load_findings(study_dir)[1]
+        assert changed is not findings and load_findings(study_dir)[1] is changed, path
+        findings = changed
 
 
 # Damage
@@ -276,18 +259,6 @@ def of_test(change):
     return damage
 
 
-def merge(documents):
-    """Two documents become one, whose sums are theirs."""
-    documents['documents'].pop()
-    for values in (documents['tokens'], *documents['nats']):
-        last = values.pop()
-        values[-1] += last
-
-
-def without_run(content):
-    return b''.join(line for line in content.splitlines(True) if OF_B.encode() not in line)
-
-
 def gone(content):
     return None
 
@@ -302,6 +273,18 @@ def short(content):
 
 def less(content):
     return b''.join(content.splitlines(True)[:-1])
+
+
+def without_run(content):
+    return b''.join(line for line in content.splitlines(True) if OF_B.encode() not in line)
+
+
+def merge(documents):
+    """Two documents become one, whose sums are theirs."""
+    documents['documents'].pop()
+    for values in (documents['tokens'], *documents['nats']):
+        last = values.pop()
+        values[-1] += last
 
 
 @pytest.mark.parametrize(

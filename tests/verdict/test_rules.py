@@ -67,12 +67,6 @@ def blocking(code, arm=B, **data):
     return Remark(RemarkCode[code], data, True, arm)
 
 
-def test_a_sound_study_has_nothing_but_its_evaluation_to_report(study_dir):
-    findings, decisions, remarks = checked(write_tuned(study_dir, records_of()))
-    assert decisions == JUDGED and remarks == []
-    assert findings.remarks == (Remark(RemarkCode.EVALUATION, EVALUATION),)
-
-
 def differs(name, most, one, harmless=False):
     values = {most: ('qk/vo', 'c/vo'), one: ('b/vo',)}
     data = {'name': name, 'size': None, 'corpus': None, 'values': values, 'harmless': harmless}
@@ -87,17 +81,13 @@ def not_annealed(schedule, final=None):
     return blocking('NOT_ANNEALED', schedule=schedule, final_fraction=final, limit=0.1)
 
 
-def other_seeds(stage, actual, declared):
-    return blocking('OTHER_SEEDS', stage=stage, actual=actual, declared=declared)
-
-
 def other_setting(knob, actual, expected, tuned):
     data = {'knob': knob, 'actual': actual, 'expected': expected, 'tuned': tuned}
     return blocking('OTHER_SETTING', **data)
 
 
 SHORT = {'stopped': 8, 'trials': 8, 'step': 400, 'num_steps': 800}
-SCREENED = (*SCREENING_SEEDS, 102)
+NINE = {'stage': 'verdict', 'actual': (*SEEDS, 8), 'declared': SEEDS}
 OTHER_DATA = {'name': 'stdlib', 'version': '3.12', 'unigram_bits_per_byte': 4.53}
 TARGET = trial_record('b/vo')['target_parameters']
 LARGE = round(1.004 * TARGET)
@@ -107,6 +97,7 @@ EDGE = {'knob': 'learning_rate', 'low': 0.001, 'high': 0.016, 'best': 0.016}
 DECAY = {'seed': 7, 'learning_rate': 4e-3, 'weight_decay': 0.2}
 ONE_DECAY = [*with_b()[:35], with_b()[35] | {'trial': DECAY}, *with_b()[36:]]
 OUTER = (1e-3, 2e-3, 8e-3, 16e-3)
+NEAR = 4.000001e-3
 INCOMPLETE = {'knob': 'learning_rate', 'values': RATES}
 
 
@@ -116,8 +107,7 @@ INCOMPLETE = {'knob': 'learning_rate', 'values': RATES}
         ({}, {'train__num_steps': 800}, blocking('STOPPED_EARLY', **SHORT)),
         ({}, {'optimizer__schedule': 'inverse_sqrt'}, not_annealed('inverse_sqrt')),
         ({}, {'optimizer__final_fraction': 0.2}, not_annealed('linear', 0.2)),
-        ({}, {'trials__seeds': [*SEEDS, 8]}, other_seeds('verdict', (*SEEDS, 8), SEEDS)),
-        ({}, {'screened': SCREENED}, other_seeds('screening', SCREENED, SCREENING_SEEDS)),
+        ({}, {'trials__seeds': [*SEEDS, 8]}, blocking('OTHER_SEEDS', **NINE)),
         ({}, {'train__num_steps': 200}, unlike('train.num_steps', '400', '200')),
         ({}, {'train__init_from': 'runs/a'}, unlike('train.init_from', 'None', 'runs/a')),
         # A score scale or weight decay that is not tuned is no arm's own.
@@ -126,11 +116,7 @@ INCOMPLETE = {'knob': 'learning_rate', 'values': RATES}
         ({'data': OTHER_DATA}, {}, unlike('data.version', '3.11.7', '3.12')),
         ({'eval_tokens': 4096}, {}, unlike('eval_tokens', '65536', '4096')),
         (with_b(**SIZED, residual=LARGE / TARGET - 1), {}, blocking('OVER_TOLERANCE', **OVER)),
-        (
-            with_b(learning_rate=4.000001e-3),
-            {},
-            other_setting('learning_rate', 4.000001e-3, 4e-3, True),
-        ),
+        (with_b(learning_rate=NEAR), {}, other_setting('learning_rate', NEAR, 4e-3, True)),
         (ONE_DECAY, {}, other_setting('weight_decay', 0.2, 0.1, False)),
         (with_b()[:18] + with_b()[28:], {}, blocking('SCREENING_INCOMPLETE', **INCOMPLETE)),
         (with_b(optimum=16e-3), {}, blocking('NOT_BRACKETED', **EDGE)),
@@ -143,10 +129,7 @@ def test_an_arm_that_breaks_a_rule_or_is_unlike_the_baseline_gets_no_verdict(
 ):
     records = records_of(**records) if isinstance(records, dict) else records
     write_tuned(study_dir, records)
-    of_plan = {name: value for name, value in plan.items() if '__' in name}
-    edit_plan(study_dir, VERDICT['b/vo'], **of_plan)
-    if 'screened' in plan:
-        edit_plan(study_dir, SCREENING, trials__seeds=plan['screened'])
+    edit_plan(study_dir, VERDICT['b/vo'], **plan)
     findings, decisions, remarks = checked(study_dir)
     arm = next(arm for arm in findings.arms if arm.key == B)
     assert decisions == WITHHELD and arm.verdict.reasons == arm.blocks
@@ -158,16 +141,27 @@ def test_an_arm_that_breaks_a_rule_or_is_unlike_the_baseline_gets_no_verdict(
         assert differs(name, most, one) in remarks
 
 
+def test_screening_uses_the_declared_seeds(study_dir):
+    write_tuned(study_dir, records_of())
+    edit_plan(study_dir, SCREENING, trials__seeds=[*SCREENING_SEEDS, 102])
+    seeds = {'actual': (*SCREENING_SEEDS, 102), 'declared': SCREENING_SEEDS}
+    _, decisions, remarks = checked(study_dir)
+    assert blocking('OTHER_SEEDS', stage='screening', **seeds) in remarks
+    assert decisions == WITHHELD
+
+
 LIFTED = differs('train.lifting', 'auto', 'vmap', harmless=True)
+FREE = {f'model__{name}': 8 for name in ('d_model', 'd_ff', 'num_heads', 'head_size')}
+FREE |= {'model__score': 'x', 'model__value': 'y'}
+FREE |= {'trials__learning_rates': [1.0], 'data__data_dir': '/elsewhere'}
 
 
 @pytest.mark.parametrize(
     ('runs', 'changes', 'listed'),
     [
+        ([], {}, []),
         (VERDICT, {'optimizer__final_fraction': 0.1}, []),
-        (['b/vo'], {'model__d_ff': 600, 'model__num_heads': 8, 'model__head_size': 3}, []),
-        (['b/vo'], {'model__score': 'x', 'model__value': 'y', 'model__d_model': 96}, []),
-        (['b/vo'], {'trials__learning_rates': [1.0], 'data__data_dir': '/elsewhere'}, []),
+        (['b/vo'], FREE, []),
         (['b/vo'], {'train__lifting': 'vmap'}, [LIFTED]),
     ],
 )
@@ -175,7 +169,9 @@ def test_what_may_differ_or_anneals_enough_is_judged(study_dir, runs, changes, l
     write_tuned(study_dir, records_of())
     for variant in runs:
         edit_plan(study_dir, VERDICT[variant], **changes)
-    assert checked(study_dir)[1:] == (JUDGED, listed)
+    findings, *others = checked(study_dir)
+    assert others == [JUDGED, listed]
+    assert Remark(RemarkCode.EVALUATION, EVALUATION) in findings.remarks
 
 
 def test_fields_of_a_variant_may_differ_and_values_are_of_one_size(study_dir):
@@ -195,10 +191,10 @@ def test_one_trial_that_stopped_early_is_left_out(study_dir):
     next(r for r in records if r['run'] == VERDICT['b/vo'])['num_steps'] = 100
     write_tuned(study_dir, records)
     edit_plan(study_dir, VERDICT['b/vo'], train__num_steps=400)
-    findings, decisions, remarks = checked(study_dir)
-    assert decisions == JUDGED and findings.arms[1].difference.n == 7
+    findings, *others = checked(study_dir)
     data = {'stopped': 1, 'trials': 8, 'step': 100, 'num_steps': 400}
-    assert remarks == [Remark(RemarkCode.STOPPED_EARLY, data, arm=B)]
+    assert others == [JUDGED, [Remark(RemarkCode.STOPPED_EARLY, data, arm=B)]]
+    assert findings.arms[1].difference.n == 7
 
 
 def test_what_blocks_the_baseline_blocks_every_arm_and_what_all_share_is_one_remark(study_dir):
@@ -258,19 +254,16 @@ def test_a_finished_trial_without_a_loss_withholds_the_verdict(study_dir, varian
     assert checked(study_dir)[1:] == (decisions, expected)
 
 
-DIVERGED = {'arms': ((B, (('screening', 2, 10, ()), ('verdict', 1, 8, ()))),)}
-
-
 def test_diverged_few_and_unmatched_results_are_judged(study_dir):
     diverged = with_b(losses=[None, *(BASE[1:] + 0.02)], diverged_rates=(16e-3,))
-    remarks = [Remark(RemarkCode.DIVERGED, DIVERGED)]
+    arms = ((B, (('screening', 2, 10, ()), ('verdict', 1, 8, ()))),)
+    remarks = [Remark(RemarkCode.DIVERGED, {'arms': arms})]
     assert checked(write_tuned(study_dir / 'a', diverged))[1:] == (JUDGED, remarks)
     for seeds, few in ((4, True), (5, False)):
         records = [r for r in records_of() if r['trial']['seed'] not in range(seeds, 8)]
         path = write_tuned(study_dir / str(seeds), records, seeds=list(range(seeds)))
         data = {'counts': (seeds,), 'enough': 5, 'arms': None}
-        remarks = [Remark(RemarkCode.FEW_SEEDS, data)] if few else []
-        assert checked(path)[1:] == (JUDGED, remarks)
+        assert checked(path)[1:] == (JUDGED, few * [Remark(RemarkCode.FEW_SEEDS, data)])
     unmatched = [record | {'target_parameters': None, 'residual': None} for record in records_of()]
     path = write_tuned(study_dir / 'unmatched', unmatched, matched=None)
     assert checked(path)[1:] == (JUDGED, [])
@@ -318,9 +311,6 @@ def test_a_study_without_tuning_is_checked_too(study_dir):
     assert remarks['DIVERGED'].data == {'arms': ((B, ((None, 2, 2, ()),)),)}
 
 
-# The ledger
-
-
 @pytest.mark.parametrize('looked', [False, True])
 def test_an_arm_that_was_added_after_a_look_gets_no_verdict(study_dir, looked):
     records = records_of()
@@ -366,9 +356,6 @@ def test_a_run_that_was_altered_after_a_look_gives_no_verdict(study_dir):
     assert not ledger.look(path) and (path / ledger.NAME).read_text() == entries
 
 
-# Splits and yardsticks
-
-
 @pytest.mark.parametrize(('number', 'few'), [(99, True), (100, False)])
 def test_texts_without_a_test_split_or_of_few_documents_give_no_verdict(study_dir, number, few):
     records = records_of()
@@ -390,19 +377,18 @@ def test_texts_without_a_test_split_or_of_few_documents_give_no_verdict(study_di
     assert findings.blocks == (Remark(RemarkCode.NO_TEST, {}, True, every_arm=True),)
 
 
-def losses(test):
-    return {'val': {'5-gram': 1.0}, 'test': {'4-gram': test + 0.3, '5-gram': test}}
-
-
 def measured(early=2.0, late=1.8, loss=1.9, shuffled=None):
     by_position = {'positions': {'1': 2.6, '5-8': None}, 'early': early, 'late': late}
     return {'seed': 0, 'loss': loss, 'shuffled': shuffled} | by_position
 
 
 def test_a_baseline_above_its_yardstick_withholds_every_verdict(study_dir):
-    path = write_tuned(study_dir, records_of(), yardsticks={'losses': losses(MEAN + 1e-6)})
+    def against(test):
+        return {'val': {'5-gram': 1.0}, 'test': {'4-gram': test + 0.3, '5-gram': test}}
+
+    path = write_tuned(study_dir, records_of(), yardsticks={'losses': against(MEAN + 1e-6)})
     assert checked(path)[1:] == (JUDGED, [])
-    write_yardsticks(path, records_of(), losses=losses(MEAN - 1e-6))
+    write_yardsticks(path, records_of(), losses=against(MEAN - 1e-6))
     data = {'split': 'test', 'loss': pytest.approx(MEAN), 'name': '5-gram', 'tokens': 307200}
     below = blocking('BELOW_YARDSTICK', QK, **data, yardstick=MEAN - 1e-6)
     assert checked(path)[1:] == (ALL_WITHHELD, [below])
@@ -439,10 +425,9 @@ def test_a_baseline_uses_its_context_or_its_sources(study_dir, changes, trial, b
         record |= {name: v for name, v in scores.items() if 'bleu' in name or 'chrf' in name}
     trials = {'trials': {'qk/vo': [trial], 'b/vo': [measured(early=2.0, late=2.0)]}}
     _, decisions, remarks = checked(write_tuned(study_dir, records, yardsticks=trials | changes))
-    assert [(r.code.name, r.data) for r in remarks] == [
-        (name, {key: pytest.approx(value, abs=1e-5) for key, value in data.items()})
-        for name, data in expected
-    ]
+    assert [r.code.name for r in remarks] == [name for name, _ in expected]
+    for remark, (_, data) in zip(remarks, expected, strict=True):
+        assert remark.data == pytest.approx(data, abs=1e-5)
     assert decisions == (ALL_WITHHELD if expected else JUDGED)
 
 
