@@ -61,10 +61,9 @@ CONTRACTS = ('dataset', 'tokenizer', 'task', 'optimizer', 'schedule', 'metric')
 
 def pytest_addoption(parser):
     kinds = {'variant': 'score/value'} | dict.fromkeys(CONTRACTS, 'this name or import path')
-    for kind, what in kinds.items():
-        parser.addoption(
-            f'--{kind}', action='append', help=f'run contract tests on {what} only; repeatable'
-        )
+    for kind, noun in kinds.items():
+        about = f'run contract tests on {noun} only; repeatable'
+        parser.addoption(f'--{kind}', action='append', help=about)
 
 
 def pytest_collection_finish():
@@ -76,10 +75,10 @@ def pytest_collection_finish():
 @pytest.fixture
 def cudnn(monkeypatch):
     """JAX lowers cuDNN's attention for a Hopper GPU that is not there; nothing can run."""
-    own = 'jax._src.cudnn.fused_attention_stablehlo'
-    monkeypatch.setattr(f'{own}.check_cudnn_version', lambda: 91000)
-    monkeypatch.setattr(f'{own}.check_compute_capability', lambda least: True)
-    monkeypatch.setattr(f'{own}.is_cuda_compute_capability_equal', lambda one: one == '9.0')
+    module = 'jax._src.cudnn.fused_attention_stablehlo'
+    monkeypatch.setattr(f'{module}.check_cudnn_version', lambda: 91000)
+    monkeypatch.setattr(f'{module}.check_compute_capability', lambda least: True)
+    monkeypatch.setattr(f'{module}.is_cuda_compute_capability_equal', lambda one: one == '9.0')
 
 
 @pytest.fixture(scope='session')
@@ -129,14 +128,7 @@ def compiled_programs_are_dropped():
     """
     global held_after_dropping
     yield
-    if memory() > held_after_dropping + 2**29:
+    most_held = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if most_held > held_after_dropping + 2**29:
         jax.clear_caches()
-        held_after_dropping = max(memory(), held_after_dropping)
-
-
-def memory() -> int:
-    """Bytes that the process holds; where the system does not tell, the most it ever held."""
-    statm = Path('/proc/self/statm')
-    if not statm.exists():
-        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return int(statm.read_text().split()[1]) * resource.getpagesize()
+        held_after_dropping = most_held

@@ -35,11 +35,9 @@ def test_the_table_is_complete():
 
 
 def test_a_value_is_printed_with_its_label_and_unit():
-    for name, text in (
-        *(('loss', 'loss 2.3000 nats/token'), ('accuracy', 'accuracy 230.00 %')),
-        *(('bleu', 'BLEU 2.30'), ('bits_per_byte', 'bits/byte 2.3000')),
-    ):
-        assert metrics.METRICS[name].text(2.3) == text
+    texts = ('loss 2.3000 nats/token', 'accuracy 230.00 %', 'BLEU 2.30', 'bits/byte 2.3000')
+    names = ('loss', 'accuracy', 'bleu', 'bits_per_byte')
+    assert tuple(metrics.METRICS[name].text(2.3) for name in names) == texts
 
 
 def test_values_are_ratios_of_sums_over_all_batches():
@@ -48,27 +46,19 @@ def test_values_are_ratios_of_sums_over_all_batches():
     correct_PBT = np.array([[[1, 0], [1, 0]], [[1, 0], [1, 1]]], bool)
     weights_PBT = np.array([[[1.0, 1.0], [1.0, 0.0]], [[1.0, 0.0], [0.0, 0.0]]])
     batches = [
-        metrics.row_sums(
-            {'loss': nats_BT, 'accuracy': correct_BT, 'solved': ~correct_BT}, weights_BT
-        )
-        for nats_BT, correct_BT, weights_BT in zip(nats_PBT, correct_PBT, weights_PBT, strict=True)
+        metrics.row_sums({'loss': nats_BT, 'accuracy': right_BT, 'solved': ~right_BT}, weights_BT)
+        for nats_BT, right_BT, weights_BT in zip(nats_PBT, correct_PBT, weights_PBT, strict=True)
     ]
-    sums = {
-        name: np.concatenate([batch[name] for batch in batches])[:, None].astype(float)
-        for name in batches[0]
-    }
-    got = metrics.values(sums, bytes_per_target=2.0)
+    sums = {n: np.concatenate([b[n] for b in batches])[:, None].astype(float) for n in batches[0]}
     loss = (1 + 2 + 2 + 4) / 4
     squares = [(n - loss * w) ** 2 for n, w in ((3, 2), (2, 1), (4, 1))]
-    want = {
-        'loss': loss,
-        'bits_per_byte': loss / math.log(2) / 2,
-        'perplexity': math.exp(loss),
-        'loss_se': math.sqrt(3 / 2 * sum(squares)) / 4,
-        'accuracy': 3 / 4,
-        'solved': 2 / 3,
-    }
-    assert {name: value.item() for name, value in got.items()} == pytest.approx(want)
+    values = {name: x.item() for name, x in metrics.values(sums, bytes_per_target=2.0).items()}
+    assert values == pytest.approx(
+        {
+            **{'loss': loss, 'bits_per_byte': loss / math.log(2) / 2, 'perplexity': math.exp(loss)},
+            **{'loss_se': math.sqrt(3 / 2 * sum(squares)) / 4, 'accuracy': 3 / 4, 'solved': 2 / 3},
+        }
+    )
     assert metrics.values(sums, None)['bits_per_byte'] is None
     assert np.isnan(metrics.standard_error({name: rows[:1] for name, rows in sums.items()}))
 
@@ -132,13 +122,12 @@ def test_a_metric_is_of_targets_alone_and_described_with_its_results(outside, me
 
 def test_runs_studies_and_dry_runs_check_metrics_before_they_begin(tmp_path):
     config = config_of('top_5')
-    for start in (
-        lambda: train(config, tmp_path / 'out'),
-        lambda: build_arms(Study(base=config)),
-        lambda: dry_run.describe(config),
+    for start, *arguments in (
+        *((train, config, tmp_path / 'out'), (build_arms, Study(base=config))),
+        (dry_run.describe, config),
     ):
         with refused("train.metrics='top_5' must be an import path"):
-            start()
+            start(*arguments)
     assert not (tmp_path / 'out').exists()
 
 

@@ -31,18 +31,21 @@ def test_the_pickle_would_be_noticed():
 def test_neither_a_file_of_a_run_nor_a_module_beside_it_is_executed(tmp_path):
     """Variants from outside the package come from the path of the interpreter alone."""
     config = json.dumps({'hash': 'x', 'config': {'model': {'score': 'evil:Score'}}}).encode()
-    (tmp_path / 'run/checkpoints').mkdir(parents=True)
-    (tmp_path / 'run/evil.py').write_text('raise SystemExit')
+    (tmp_path / 'evil.py').write_text('raise SystemExit')
+    for name in ('provenance.json', 'result.json', 'metrics.jsonl'):
+        (tmp_path / name).write_bytes(PICKLE)
     for content in (PICKLE, config):
-        for name in ('provenance.json', 'result.json', 'metrics.jsonl'):
-            (tmp_path / 'run' / name).write_bytes(PICKLE)
-        (tmp_path / 'run/config.json').write_bytes(content)
+        (tmp_path / 'config.json').write_bytes(content)
         for read in (show_run_report, exported.load):
             with refused('', (ConfigError, SpecError)):
-                read(tmp_path / 'run')
+                read(tmp_path)
 
 
-def test_no_published_weights_are_executed(tmp_path):
+def test_no_published_weights_are_executed(tmp_path, monkeypatch):
+    def torch_load(file, map_location, weights_only):
+        assert weights_only is True
+        raise pickle.UnpicklingError('Weights only load failed')
+
     sound = safetensors.numpy.save({'wte.weight': np.ones((2, 2), 'f4')})
     for weights, config in ((PICKLE, b'{}'), (sound, PICKLE)):
         (tmp_path / 'model.safetensors').write_bytes(weights)
@@ -50,13 +53,6 @@ def test_no_published_weights_are_executed(tmp_path):
         for read in (load_gpt2, load_nanogpt):
             with pytest.raises(ConfigError):
                 read(tmp_path / 'model.safetensors')
-
-
-def test_torch_is_told_to_load_tensors_only(tmp_path, monkeypatch):
-    def torch_load(file, map_location, weights_only):
-        assert weights_only is True
-        raise pickle.UnpicklingError('Weights only load failed')
-
     monkeypatch.setitem(sys.modules, 'torch', types.SimpleNamespace(load=torch_load))
     (tmp_path / 'ckpt.pt').write_bytes(PICKLE)
     with refused('cannot be read as a torch checkpoint: Weights only'):

@@ -66,13 +66,13 @@ def test_the_example_passes_the_contract_tests(example, tmp_path):
     assert 'contract tests: 1 variant run' in done.stdout
 
 
-@pytest.mark.parametrize('page', PAGES, ids=lambda p: p.stem)
-def test_every_path_that_a_page_names_exists(page):
-    text = page.read_text()
-    for path in re.findall(r'`((?:qkattn|experiments|configs|tests|launch|docs)/[\w./]*)`', text):
-        assert (ROOT / path).exists(), path
-    for link in re.findall(r'\]\(([^)#]+)\)', text):
-        assert link.startswith('https://') or (page.parent / link).exists(), link
+def test_every_path_that_a_page_names_exists():
+    named = re.compile(r'`((?:qkattn|experiments|configs|tests|launch|docs)/[\w./]*)`')
+    for page in PAGES:
+        for path in named.findall(text := page.read_text()):
+            assert (ROOT / path).exists(), (page, path)
+        for link in re.findall(r'\]\(([^)#]+)\)', text):
+            assert link.startswith('https://') or (page.parent / link).exists(), (page, link)
 
 
 def test_every_registry_that_contributors_need_exists():
