@@ -2,7 +2,7 @@
 
 The full protocol on two CPU cores: every arm tunes its learning rate on a factor-2 grid with its
 own seeds, extended until the optimum is bracketed, and is compared on twelve fresh seeds. Beside
-each arm stands the same variant at the baseline's shape, and arms with a word are trained again
+each arm stands the same variant at the baseline's shape, and decided arms are trained again
 with four times as many tokens. shared_qk stands in two forms: plain, and as in Reformer, with keys
 of unit length and without attention to a token's own position.
 

@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def _matched(config: Study) -> list[MatchedArm]:
-    """The arms, which are printed."""
+    """Builds the arms and prints them."""
     with waiting(config.name, 'matching parameters'):
         arms = build_arms(config)
     print(f'{config.name}: {len(arms)} arms\n{table(arms, config.match)}', flush=True)

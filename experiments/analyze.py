@@ -142,7 +142,7 @@ def main() -> None:
 
 
 def chosen(source: loading.Loaded, trial: int) -> tuple[Transformer, dict[str, Any]]:
-    """A trial of a run, or the one model of another source, and what it is."""
+    """A trial of a run, or the one model of another source, with its description."""
     model = source.models[source.check_trial(trial)]
     about = {'source': str(source.path), 'trial': trial, 'step': source.step}
     return model, about | {'model': model.config}
@@ -171,7 +171,7 @@ def given(source: loading.Loaded, model: Transformer) -> tuple[dict[str, Any], d
 def tokens_of(
     source: loading.Loaded, flag: flags.FlagHolder, context: int
 ) -> tuple[list[int], list[str]]:
-    """The token ids that a flag gives, as a text or as numbers, and the text of each."""
+    """The token ids of a flag, given as a text or as numbers, and the text of each."""
     text, vocab_size = flag.value, source.model_config.vocab_size
     if flag is TOKENS:
         if not all(word.isdecimal() and int(word) < vocab_size for word in text.split()):
@@ -258,7 +258,7 @@ def save(out: Path, stem: str, function: Any, *arguments: Any) -> None:
 
 
 def suffix(site: str) -> str:
-    """What the names of a site's figures end in."""
+    """The suffix of the file names of a site's figures."""
     return '' if site == 'attention' else '_' + site.removesuffix('attention').strip('/_')
 
 

@@ -134,7 +134,7 @@ def _earlier(directory: Path) -> list[ClaimResult]:
 
 
 def _text(claim: ClaimResult) -> str:
-    """A claim with its verdict, and what its verdict depends on, line by line."""
+    """A claim with its verdict and the conditions of the verdict, line by line."""
     lines = [f'{claim.name:<3} {claim.verdict:<14} {claim.statement}', pages.decisive(claim)]
     lines += [f'holds for {claim.condition}'] if claim.condition else []
     lines += [f'false for {claim.refuted}'] if claim.refuted else []

@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def places(workdir: str) -> dict[str, str]:
-    """Where everything of a finished run lies, and what makes the rest."""
+    """Paths of the files of a finished run, and the commands that make the others."""
     path = as_path(workdir)
     files = {'results': 'result.json', 'metrics': 'metrics.jsonl', 'checkpoints': 'checkpoints'}
     return {

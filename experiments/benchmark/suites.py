@@ -1,4 +1,4 @@
-"""What is measured: at which sizes, and beside what. A suite yields groups as they are timed."""
+"""The suites: sizes and peers of each measurement. A suite yields groups as they are timed."""
 
 import dataclasses
 import importlib.util

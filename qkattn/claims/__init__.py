@@ -1,1 +1,1 @@
-"""The claims: what each says, what decides it, and the verdicts."""
+"""The claims: statements, the evidence that decides them, and verdicts."""

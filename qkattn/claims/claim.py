@@ -1,4 +1,4 @@
-"""What a claim declares, the rows that decide it, and the claim as decided."""
+"""A claim as declared, its rows of evidence, and the claim as decided."""
 
 import dataclasses
 import enum
@@ -24,7 +24,7 @@ AS_REPORTED = 'as_reported'  # the interval lies within what is reported
 
 
 class ClaimVerdict(enum.StrEnum):
-    """What is decided about a claim, at its scale; HERE: in one setting where two are needed."""
+    """The verdict on a claim at its scale; HERE: in one setting where two are needed."""
 
     HOLDS = 'holds'
     HOLDS_HERE = 'holds in this setting'
@@ -35,7 +35,7 @@ class ClaimVerdict(enum.StrEnum):
 
 
 class Kind(enum.StrEnum):
-    """What the value of a row is."""
+    """The kind of value that a row holds."""
 
     EXACT = 'exact'  # an algebraic check
     REMOVED = 'removed'  # an arm at the baseline's shape minus the baseline
@@ -45,7 +45,7 @@ class Kind(enum.StrEnum):
 
 
 class Speaks(enum.StrEnum):
-    """What a row says about its claim; one that stands BESIDE others decides nothing."""
+    """Whether a row supports its claim; a row BESIDE others decides nothing."""
 
     FOR = 'for'
     AGAINST = 'against'
@@ -133,7 +133,7 @@ class Expectation:
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """Rows that are no differences between arms: curves, sweeps, drift, times.
+    """Rows that are not differences between arms: curves, sweeps, drift, times.
 
     Without `name`, `read` gets the directory of the study. With it, `record` is called once, after
     training, while the study's checkpoints are there, with that directory and the scale; what it
@@ -152,7 +152,7 @@ Check = Callable[[], list[Row]]  # exact, decided in seconds; verification runs 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Statement:
-    """What is claimed."""
+    """The statement of a claim."""
 
     name: str  # 'B2'; its letter is the group
     title: str  # the statement in a few words, for tables of all claims
@@ -164,7 +164,7 @@ class Statement:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Claim(Statement):
-    """A claim and what decides it: exact checks, expectations of arms, measures."""
+    """A claim with its evidence: exact checks, expectations of arms, measures."""
 
     checks: tuple[Check, ...] = ()
     expectations: tuple[Expectation, ...] = ()
@@ -175,7 +175,7 @@ class Claim(Statement):
 
     @property
     def studies(self) -> tuple[str, ...]:
-        """The names of its studies, in the order of its declaration."""
+        """Names of its studies, in declaration order."""
         parts: tuple[Expectation | Measure, ...] = (*self.expectations, *self.measures)
         return tuple(dict.fromkeys(part.study for part in parts))
 

@@ -33,7 +33,7 @@ _BELOW_MARGIN = (Decision.BETTER_BELOW_MARGIN, Decision.WORSE_BELOW_MARGIN)
 
 
 class Evidence(NamedTuple):
-    """A row that an expectation decides by, with the arm behind it and its verdict."""
+    """A row that decides an expectation, with its arm and the verdict."""
 
     row: Row
     arm: Arm
@@ -42,7 +42,7 @@ class Evidence(NamedTuple):
 
 
 def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
-    """The verdict of a claim on what a directory has; what is missing is named.
+    """Decides a claim from the results in a directory and names the missing ones.
 
     ConfigError if the claim expects an arm that its study does not declare.
     """
@@ -101,7 +101,7 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
 
 
 def evidence(expected: Expectation, loaded: Loaded, family: int = 1) -> list[Evidence]:
-    """What decides an expectation: the verdicts of its arms, as some of `family` comparisons.
+    """The evidence for an expectation: verdicts of its arms, among `family` comparisons.
 
     An arm has a row at its own length of training and, matched, at a longer one.
     """
@@ -116,7 +116,7 @@ def evidence(expected: Expectation, loaded: Loaded, family: int = 1) -> list[Evi
 
 
 def number_of_rows(expected: Expectation, loaded: Loaded | None) -> int:
-    """How many rows decide an expectation once its study is finished, if that is declared."""
+    """Number of rows that decide an expectation once its study is finished, if declared."""
     if loaded is None:
         return 1
     longer = expected.at == 'matched' and loaded.study.controls['longer'] is not None
@@ -140,7 +140,7 @@ def _declared(expected: Expectation, loaded: Loaded) -> list[ArmKey]:
 
 
 def _cases(expected: Expectation, loaded: Loaded) -> Iterator[tuple[Arm, Arm | None, Comparison]]:
-    """The arms of an expectation that have a difference, each with what it differs from."""
+    """The arms of an expectation that have a difference, each with its reference."""
     arms = (*loaded.findings.arms, *loaded.findings.controls)
     others = {
         (arm.group, arm.control): arm

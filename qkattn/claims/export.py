@@ -1,9 +1,9 @@
-"""Keeps claims and answers with what they were decided from, and makes them again.
+"""Exports claims and answers with their evidence, and decides them again.
 
-claims.json holds the claims as decided. answers.json says what each matrix is worth: of each change
-of attention, the difference between an arm and its baseline in the study that shows it best: one
-whose models learned, as their baseline meets its yardsticks, then the one with the most training
-tokens per run, then the one with the largest models.
+claims.json holds the claims as decided. answers.json says what each matrix is worth: for each
+change of attention, the difference between an arm and its baseline in the best study. Studies whose
+baseline meets its yardsticks come first, then those with the most training tokens per run, then
+those with the largest models.
 """
 
 import dataclasses
@@ -103,7 +103,7 @@ def answers(results: Results) -> tuple[Answer, ...]:
 
 
 def _rows(loaded: Loaded, variant: str) -> Iterator[tuple[tuple, Arm, Row]]:
-    """The differences of a variant at each size and corpus, with what they are ranked by."""
+    """The differences of a variant at each size and corpus, with their rank."""
     study, findings = loaded
     learned = {s.arm.key for s in standings(study, findings.arms) if not s.remarks}
     baselines = {arm.group: arm.key for arm in findings.arms if arm.is_baseline}
@@ -131,7 +131,7 @@ def _rows(loaded: Loaded, variant: str) -> Iterator[tuple[tuple, Arm, Row]]:
 
 
 def _attention(loaded: Loaded, arm: Arm, variant: str) -> float:
-    """What the variant adds to attention's parameters in the baseline's shape, as a fraction."""
+    """The change in attention's parameters at the baseline's shape, as a fraction."""
     baseline = next(a for a in loaded.findings.arms if a.group == arm.group and a.is_baseline)
     config = from_json(ModelConfig, baseline.example.config)
     derived = {'num_kv_heads': None, 'head_size': None}  # from num_heads, which a variant may set
@@ -210,7 +210,7 @@ def export(decided: Iterable[ClaimResult], results: Results, destination: str | 
 def check(directory: str | Path) -> int:
     """Makes the claims and answers of an exported directory again; returns how many rows agree.
 
-    ReportError if claims.json or answers.json hold others than are declared, or another result.
+    ReportError if claims.json or answers.json hold undeclared claims or other results.
     """
     directory, known = Path(directory), declared.claims()
     results, count = Results(directory), 0

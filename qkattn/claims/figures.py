@@ -55,7 +55,7 @@ class Compared(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """What the points of one panel of curves have in common."""
+    """The axis that all points of one panel of curves share."""
 
     unit: str
     x_label: str
@@ -131,7 +131,7 @@ def figure_stems(claim: ClaimResult) -> list[str]:
 
 
 def claim_figures(claim: ClaimResult) -> list[Drawing]:
-    """The figures that its rows allow, one for each of `figure_stems`."""
+    """The figures of its rows, one for each of `figure_stems`."""
     drawn = {'differences': _differences, 'curves': _curves}
     with style_sheet():
         return [
@@ -240,7 +240,7 @@ def _curves(rows: Sequence[Row]) -> Figure:
 
 
 def _scales(ax: Axes, rows: Sequence[Row]) -> None:
-    """Logarithmic ones where positive values span decades; x = 0 then stands left of them."""
+    """Sets log scales where positive values span decades; x = 0 is then drawn at the left."""
     if any(row.low is not None and row.low <= 0 <= row.high for row in rows):
         ax.axhline(0.0, label='_zero', **REFERENCE)
     every = sorted({row.x for row in rows if row.x is not None})

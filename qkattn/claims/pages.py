@@ -1,4 +1,4 @@
-"""The claims of a directory as Markdown: claims.json, the scaling laws beside it, nothing else."""
+"""The claims of a directory as Markdown, from claims.json and the scaling study alone."""
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
@@ -94,7 +94,7 @@ def claims_markdown(directory: Path, base: str, part: str, page: str = 'claims_{
 
 
 def answers_markdown(directory: Path, base: str) -> str:
-    """The table of what each matrix is worth, what it is from, and its figure."""
+    """The table of what each matrix is worth, with its sources and figure."""
     made = read_answers(directory)
     titles: list[Heading] = [('', True), ('size of attention', False)]
     for model in MODELS:
@@ -167,7 +167,7 @@ def _laws(study: Study, findings: Findings) -> list[Drawing]:
 
 @functools.cache
 def _template(name: str) -> jinja2.Template:
-    """A template of claims, which may say the parts of a claim as the functions here do."""
+    """A template of claims, with the functions of this module as globals."""
     made = environment(html=False).overlay(loader=jinja2.PackageLoader('qkattn.claims'))
     made.globals |= {
         'phrases': PHRASES,
@@ -186,7 +186,7 @@ def _md(text: str) -> str:
 
 
 def _verdicts(claims: Sequence[ClaimResult], page: str) -> str:
-    """A row for each claim: what it says in short, the verdict, its number; links to `page`."""
+    """A row for each claim: title, verdict and number, with links to `page`."""
     titles: list[Heading] = [(n, True) for n in ('', 'claim', 'verdict', 'number [95 % interval]')]
     rows = []
     for claim in claims:
@@ -203,7 +203,7 @@ def _verdicts(claims: Sequence[ClaimResult], page: str) -> str:
 
 
 def decisive(claim: ClaimResult) -> str:
-    """The number with its unit, and what and where it was measured."""
+    """The decisive number with its unit, quantity and context."""
     row = claim.decisive_row
     if row is None:
         return ''
@@ -213,7 +213,7 @@ def decisive(claim: ClaimResult) -> str:
 
 
 def _facts(claim: ClaimResult) -> dict[str, str]:
-    """Who says it, how it is decided, and what ran where."""
+    """Source, rule and provenance of a claim."""
     facts = {
         'source': claim.source,
         'reported': claim.reported,
@@ -266,7 +266,7 @@ def _expected(row: Row) -> str:
 
 
 def _shared(claim: ClaimResult) -> str:
-    """'model decoder, steps 500': what all contexts have in common."""
+    """'model decoder, steps 500': the factors that all contexts share."""
     first = claim.rows[0].context if claim.rows else {}
     same = [i for i in first.items() if all(i in row.context.items() for row in claim.rows)]
     return ', '.join(f'{words(name)} {value}' for name, value in same)
@@ -288,7 +288,7 @@ def _tables(claim: ClaimResult) -> list[str]:
 
 
 def _parts(claim: ClaimResult) -> tuple[list[Heading], list[list[str]]]:
-    """A row for what is compared in a context, with what was removed and what was reinvested."""
+    """A row for each comparison, with its removed and reinvested parts."""
     lines = compared(claim.rows)
     names = varying(lines)
     units = ', '.join(dict.fromkeys(row.unit for line in lines for row in line.rows.values()))
@@ -313,7 +313,7 @@ def _parts(claim: ClaimResult) -> tuple[list[Heading], list[list[str]]]:
 
 
 def _values(rows: Sequence[Row]) -> tuple[list[Heading], list[list[str]]]:
-    """A row for each value; an arm that it is not named by is a context like others."""
+    """A row for each value; an arm that does not name the row is one of its contexts."""
     arms = [{} if row.arm in (None, row.quantity) else {'arm': row.arm} for row in rows]
     contexts = [{**arm, **row.context} for arm, row in zip(arms, rows, strict=True)]
     every = dict.fromkeys(name for context in contexts for name in context)

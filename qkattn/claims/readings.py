@@ -31,10 +31,10 @@ def untuned(variant: str) -> Callable[[Path], list[Row]]:
 def early(directory: Path) -> list[Row]:
     """What changes when differences are read early: counts of arms by fraction of training.
 
-    Differences of primary arms on the validation split, paired by seed. Those that differ from the
-    annealed ones by more than the margin speak for the claim; against it, that all are equivalent
-    to them. Beside them stand verdicts that turn, to the other side of zero or to equivalence and
-    back, and those that only one of both has, which contradict nothing.
+    Differences of primary arms on the validation split, paired by seed. Early differences that
+    are more than the margin away from the annealed ones support the claim; if all are equivalent,
+    they refute it. Two counts decide nothing: verdicts that turn, to the other side of zero or to
+    or from equivalence, and arms that only one of both decides.
     """
     loaded = load(directory)
     by_arm = {
@@ -136,13 +136,13 @@ def _row(loaded: Loaded, arm: Arm, quantity: str, difference: Difference, speaks
 
 
 def _with_baselines(loaded: Loaded, arms: tuple[Arm, ...]) -> Iterator[tuple[Arm, Arm]]:
-    """Arms whose baseline has results, with it."""
+    """Pairs of an arm and its baseline, where the baseline has results."""
     baselines = {arm.group: arm for arm in loaded.findings.arms if arm.is_baseline}
     return ((arm, baselines[arm.group]) for arm in arms if arm.group in baselines)
 
 
 def _at(rate: float, arm: Arm) -> Arm:
-    """The arm with no other trials than those at a learning rate, in place of those at its best."""
+    """The arm restricted to the trials at one learning rate."""
     trials = tuple(trial for trial in arm.trials if trial.learning_rate == rate)
     finished = tuple(trial for trial in trials if trial.finished)
     chosen = dataclasses.replace(arm, trials=trials, verdict_trials=trials, chosen=finished)
@@ -150,7 +150,7 @@ def _at(rate: float, arm: Arm) -> Arm:
 
 
 def _pairs(loaded: Loaded, arm: Arm, baseline: Arm) -> Iterator[Losses]:
-    """For each seed that both finished, the differences by fraction of the steps."""
+    """For each seed that both arms finished, the differences by fraction of the steps."""
     losses, others = _losses(loaded, arm), _losses(loaded, baseline)
     for seed in sorted(losses.keys() & others.keys()):
         fractions = sorted(losses[seed].keys() & others[seed].keys())

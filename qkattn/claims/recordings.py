@@ -74,8 +74,8 @@ def record_drift(directory: Path, scale: str) -> dict[str, Any]:
 def read_drift(recorded: Mapping[str, Any]) -> list[Row]:
     """Points of the three curves in each precision; the last ones decide.
 
-    The claim is that the difference is numerical; it is not where models trained apart by more than
-    BEYOND times what rounding explains.
+    The claim is that the difference is numerical. It fails if the trained models differ by more
+    than BEYOND times the difference that rounding explains.
     """
     rows = []
     for dtype, curves in recorded['dtypes'].items():
@@ -235,7 +235,7 @@ def _ratios(T: int, D: int, H: int, pairs: int) -> list[float]:
 
 
 def _seconds(run: Any, repeats: int) -> float:
-    """Of one call, the mean of several in a row."""
+    """Seconds of one call, the mean over several."""
     started = time.perf_counter()
     for _ in range(repeats):
         out = run()

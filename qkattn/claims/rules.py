@@ -1,11 +1,11 @@
-"""From the verdicts of arms to the truth of a claim in contexts, and from there to its verdict.
+"""Rules from the verdicts of arms to the truth of a claim in each context, and to its verdict.
 
-RELATIONS and ONE_SIDED hold the table of docs/claims.md: the verdicts (of `qkattn.stats.decision`)
-and the one-sided findings that make a relation true or false; anything else leaves it open. Better
-and worse are so by more than the margin. Below the margin the side of zero is known, but not that
+RELATIONS and ONE_SIDED hold the table of docs/claims.md: the decisions (of `qkattn.stats`) and
+one-sided findings for which a relation is true or false; all others leave it open. "Better" and
+"worse" mean by more than the margin. Below the margin the side of zero is known, but not that
 of the margin: with more seeds such an arm may turn out either better or equivalent.
 
-A claim is one family. "True in every context" and "false in every context" are found if every row
+A claim is one family. "True in every context" and "false in every context" are shown if every row
 rejects at the error rate, without correction: the null hypothesis is a union, that of some context,
 so the test of their intersection errs at most at that rate (Berger 1982, Technometrics 24:295).
 "True here, false there" selects rows, so each is tested at the error rate over their number.
@@ -23,7 +23,7 @@ Context = tuple[tuple[str, str], ...]
 SETTING = ('size', 'corpus', 'steps')  # the factors whose values make another setting
 
 NOT_BETTER, NOT_WORSE = 'not better by the margin', 'not worse by the margin'
-# By relation, the one-sided finding that decides it, and what that says.
+# By relation, the one-sided finding that decides it, and for which side.
 ONE_SIDED = {
     'better': (NOT_BETTER, Speaks.AGAINST),
     'worse': (NOT_WORSE, Speaks.AGAINST),
@@ -35,7 +35,7 @@ ONE_SIDED = {
 def finding(
     row: Row, relation: str, verdict: Verdict, comparison: Comparison
 ) -> tuple[str, Speaks]:
-    """The verdict of, or the one-sided finding about, the arm of a row, and what it says.
+    """The decision or one-sided finding on the arm of a row, and whether it supports the claim.
 
     A one-sided finding decides the relation of an undecided arm. It is tested at the arm's share of
     the error rate, alpha / comparisons (Bonferroni), and the mean of the validation split has to
@@ -63,7 +63,7 @@ def finding(
 
 
 def _as_reported(row: Row, comparison: Comparison) -> Speaks:
-    """Whether the interval of a row lies within what was reported, or outside.
+    """Whether the interval of a row lies within or outside the reported range.
 
     Open where the mean of the validation split lies on the other side of a reported bound.
     """
@@ -78,7 +78,7 @@ def _as_reported(row: Row, comparison: Comparison) -> Speaks:
 
 
 def truths(rows: Iterable[Row]) -> dict[Context, Speaks]:
-    """The truth of a claim by context: false by one row against it, else open by an open one."""
+    """Truth of a claim by context: false if any row is against it, else open if any is open."""
     spoken: dict[Context, set[str]] = {}
     for row in rows:
         if row.speaks != Speaks.BESIDE:
@@ -91,9 +91,9 @@ def truths(rows: Iterable[Row]) -> dict[Context, Speaks]:
 def verdict(rows: Iterable[Row], complete: bool = True) -> ClaimVerdict:
     """Holds if true in all contexts, fails if false in all; holds only if, if both occur.
 
-    What training decides holds or fails in two settings (sizes, corpora, lengths of training) at
-    least, else in this setting. Unless all contexts have results (`complete`), a claim neither
-    holds nor fails.
+    A claim that training decides needs two settings (sizes, corpora, lengths of training) to hold
+    or fail; with one, it holds or fails in this setting. Unless all contexts have results
+    (`complete`), a claim neither holds nor fails.
     """
     rows = [row for row in rows if row.speaks != Speaks.BESIDE]
     spoken = set(truths(rows).values())

@@ -1,4 +1,4 @@
-"""The studies of claims: their configs at a scale, their training, and what a directory has."""
+"""The studies of claims: configs at a scale, training, and the results of a directory."""
 
 import contextlib
 import dataclasses
@@ -41,11 +41,11 @@ class Loaded(NamedTuple):
     findings: Findings
 
     def names(self, label: str, variant: str) -> bool:
-        """Whether a variant, with or without a destination, names the arm of a label."""
+        """Whether a variant, with or without a destination, names the labelled arm."""
         return variant in (label, self.study.bare(label))
 
     def context(self, arm: Arm) -> dict[str, str]:
-        """Where an arm is compared: the kind of its model, its size, corpus and steps."""
+        """The context of an arm: model kind, size, corpus and steps."""
         context = {
             'model': self.study.base['model']['kind'].replace('_', '-'),
             'size': arm.size,
@@ -79,7 +79,7 @@ class Results:
         return None if isinstance(loaded, ReportError) else loaded
 
     def has(self, name: str) -> bool:
-        """Whether there are results of a study, or files that a measure recorded there."""
+        """Whether a study has results or recorded measures."""
         return self.study(name) is not None or (self.directory / name / MEASURES).is_dir()
 
     def unfinished(self, name: str) -> bool:
@@ -107,7 +107,7 @@ class Results:
         return [dataclasses.replace(row, study=measure.study) for row in rows]
 
     def missing(self, claim: Claim, scale: str) -> Iterator[str]:
-        """What a claim lacks, a sentence for each study, with the command that adds it."""
+        """The missing results of a claim: a sentence for each study, with the command to run."""
         command = f'python -m experiments.claims {claim.name} --scale={scale} --workdir=DIR'
         for name in claim.studies:
             loaded = self.study(name)
@@ -143,7 +143,8 @@ def names_of(claims: Iterable[Claim]) -> list[str]:
 def check_workdir(claims: Iterable[Claim], scale: str, directory: Path) -> None:
     """Raises ConfigError for a directory that claims cannot be decided in.
 
-    It is that of one study, holds a study of another scale, or lacks one that is no config.
+    Such a directory belongs to one study, holds a study of another scale, or lacks a study that
+    has no config.
     """
     if (directory / 'study.json').exists():
         raise ConfigError(
@@ -233,7 +234,7 @@ def _record(measure: Measure, scale: str, study: Path) -> None:
 
 
 def report(names: Iterable[str], directory: Path) -> None:
-    """Writes the report of each study whose results are more recent, which is a look at them."""
+    """Writes the report of each study with newer results; each report counts as a look."""
     for name in names:
         results, page = (directory / name / file for file in ('results.jsonl', 'report.html'))
         if not results.exists() or not results.stat().st_size:
@@ -246,7 +247,7 @@ def report(names: Iterable[str], directory: Path) -> None:
 def cost_lines(
     claims: Iterable[Claim], scale: str, flops_per_second: float | None = None
 ) -> Iterator[str]:
-    """The plan of the studies of claims, a line each and one of their sum, as it is made.
+    """Yields the plan of the studies of claims, a line for each and one for the total.
 
     Hours are FLOPs of training over `flops_per_second`, if it is given. Arms that are trained
     longer are counted as if all were.

@@ -1,1 +1,1 @@
-"""Attention worked out on symbols for a few tokens and dimensions, as text, LaTeX and a page."""
+"""Symbolic attention for a few tokens and dimensions, as text, LaTeX and an HTML page."""

@@ -1,4 +1,4 @@
-"""A bench of a few tokens and dimensions: one attention layer on symbols, and what it fixes."""
+"""A bench: one attention layer on symbols, with a few tokens and dimensions."""
 
 import dataclasses
 import functools
@@ -91,7 +91,7 @@ class Bench:
 
     @functools.cached_property
     def parameters(self) -> list[Parameter]:
-        """In the order of reading: those of the score, then those of the value."""
+        """Parameters of the score, then those of the value, in reading order."""
         order = [*self.layer.score.__dict__, *self.layer.value.__dict__]
         leaves = jax.tree_util.tree_flatten_with_path(self.layer)[0]
         parameters = [Parameter(p[0].name, p[1].name, np.asarray(array)) for p, array in leaves]
@@ -130,7 +130,7 @@ class Bench:
         ring, arrays = self.symbols
 
         def rounded(entry: Any) -> Any:
-            """Without what the rounding of constants leaves, so that equal entries are equal."""
+            """Removes the rounding errors of constants, so that equal entries compare equal."""
             real, terms = ring.domain.dtype, ring(entry).terms()
             return ring.from_dict({powers: real(round(float(c), 14)) for powers, c in terms})
 
@@ -185,7 +185,7 @@ def rank(M_DE: np.ndarray) -> int:
 
 
 def dimension(*matrices: np.ndarray) -> int:
-    """In how many independent directions the matrices move when their symbols do."""
+    """Number of independent directions in which the matrices move with their symbols."""
     entries = [entry for array in matrices for entry in array.flat]
     jacobian = [[entry.diff(symbol) for symbol in entry.ring.gens] for entry in entries]
     return int(np.linalg.matrix_rank(_at_random(np.array(jacobian, object)))) if jacobian[0] else 0

@@ -1,8 +1,8 @@
-"""Evaluates a jax function on polynomials, so that no equation of a variant is written twice.
+"""Evaluates JAX functions on polynomials, so that no equation of a variant is written twice.
 
-They are elements of a ring of sympy, in arrays of objects. The function is traced to a jaxpr, whose
-operations are then computed on such arrays. What only moves entries (slice, gather, ...) runs as it
-is on the entries' positions; what acts on constants alone runs as it is.
+Polynomials are elements of a sympy ring, in object arrays. The function is traced to a jaxpr, whose
+operations are evaluated on these arrays. Operations that only move entries (slice, gather, ...) run
+unchanged on the positions of the entries; operations on constants run unchanged.
 """
 
 import string

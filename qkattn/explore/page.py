@@ -1,4 +1,4 @@
-"""The page on which numbers are dragged: self-contained HTML, no server, no network.
+"""The interactive page: self-contained HTML, no server, no network.
 
 Its table holds A[n] and B[n] as polynomials from the variants' own classes. A polynomial is a list
 of terms [coefficient, index, index, ...]: the product of the coefficient and the entries with these
@@ -82,7 +82,7 @@ def _bench(score: str, value: str, dims: int, heads: int) -> Bench | None:
 
 
 def _parameters(bench: Bench, circuit: str) -> list[dict[str, Any]]:
-    """How the page shows them; gains begin with their initial values, matrices with the page's."""
+    """Parameters as the page shows them; gains start at their initial values."""
     shown = []
     for parameter in bench.parameters_of(circuit):
         heads, *place = parameter.by_head.shape
@@ -100,7 +100,7 @@ def _parameters(bench: Bench, circuit: str) -> list[dict[str, Any]]:
 
 
 def _kind(bench: Bench, circuit: str) -> str:
-    """The kind that the matrices of all heads have."""
+    """The common kind of the matrices of all heads."""
     kinds = {kind(matrix) for matrix in bench.AB[circuit == 'value']}
     return kinds.pop() if len(kinds) == 1 else 'general'
 

@@ -1,4 +1,4 @@
-"""A bench worked out: its equations as text or LaTeX."""
+"""The equations of a bench as text or LaTeX."""
 
 import re
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def worked(bench: Bench, *, latex: bool = False) -> str:
 
 
 def _facts(bench: Bench) -> dict[str, Any]:
-    """What the templates show."""
+    """The values that the templates show."""
     N, T, D = bench.heads, bench.tokens, bench.dims
     shapes = {'a': (N, D, D), 's': (N, T, T), 'p': (N, T, T), 'x': (1, T, D), 'b': (N, D, D)}
     ring, (a_NDE, s_NTS, p_NTS, x_1TD, b_NDE) = generators(shapes)
@@ -115,7 +115,7 @@ def polynomial(entry: Any, latex: bool) -> str:
 
 
 def number(value: float, latex: bool) -> str:
-    """A positive number as a fraction or the square root of one, where it is so to float64."""
+    """A positive number as a fraction or its square root, if equal in float64."""
     square = Fraction(float(value) ** 2).limit_denominator(10_000)
     if abs(float(square) - float(value) ** 2) > 1e-12:
         return f'{float(value):g}'

@@ -77,7 +77,7 @@ def losses(arms: Sequence[Arm]) -> tuple[Measure, ...]:
 
 
 def _shown(arms: Sequence[Arm], role: str) -> tuple[Measure, ...]:
-    """The metrics of a role, of the test split if there is one; the main one first."""
+    """The metrics of a role on the test split, or on validation without one; the main one first."""
     trials = [trial for arm in arms for trial in arm.chosen]
     declared = {name: m for trial in trials for name, m in trial.declared_metrics.items()}
     measures: list[Measure] = []
@@ -148,7 +148,7 @@ def printed_in(table: str, study: Study, findings: Findings) -> list[Column]:
 
 
 def columns(study: Study, findings: Findings) -> list[Column]:
-    """The columns of a study; results stand left, in sight on a narrow screen."""
+    """The columns of a study; results come first, to be visible on a narrow screen."""
     main, *_ = metrics = measured(findings)
     compared, tuned = study.baseline is not None, study.tuning is not None
     made = [*_of_arm(study), *_of_difference(study, findings)]
@@ -181,7 +181,7 @@ def _of_arm(study: Study) -> Iterator[Column]:
 
 
 def _of_difference(study: Study, findings: Findings) -> Iterator[Column]:
-    """The difference, the word on it, the tests behind the word, and the parts of it."""
+    """The difference, its verdict, the tests behind the verdict, and its parts."""
     tuned, margin = study.tuning is not None, f'{study.margin:g}'
     intervals = any(arm.difference and arm.difference.low is not None for arm in findings.arms)
     unit = 'nats/token [95 % interval]' if intervals else 'nats/token'
@@ -197,7 +197,7 @@ def _of_difference(study: Study, findings: Findings) -> Iterator[Column]:
         ('p_equivalence_holm', f'p of less than {margin}'),
     ):
         yield Column(key, f'verdict.{key}', f'{heading},|corrected' * tuned, p_value)
-    yield Column('', _p_of_word, 'p,|corrected' * tuned, p_value, tables=(HEADLINE,))
+    yield Column('', _p_of_verdict, 'p,|corrected' * tuned, p_value, tables=(HEADLINE,))
     heading = 'detectable difference,|nats/token' * tuned
     yield Column('detectable_holm', 'verdict.detectable', heading, '.4f')
     parts = {parts.key: parts for parts in findings.decomposition}
@@ -225,16 +225,16 @@ def _difference(arm: Arm) -> str:
     return interval(arm.difference)
 
 
-def _p_of_word(arm: Arm) -> float | None:
-    """The corrected p value of the test that an arm's word rests on, of no difference without one.
+def _p_of_verdict(arm: Arm) -> float | None:
+    """The corrected p value of the test behind an arm's verdict, of no difference if undecided.
 
     `better` and `worse` rest on the margin's test, those below the margin on that of no difference.
     """
     if arm.verdict is None:
         return None
-    by_word = {Decision.EQUIVALENT: arm.verdict.p_equivalence_holm}
-    by_word |= dict.fromkeys((Decision.BETTER, Decision.WORSE), arm.verdict.p_margin_holm)
-    return by_word.get(arm.verdict.decision, arm.verdict.p_holm)
+    by_decision = {Decision.EQUIVALENT: arm.verdict.p_equivalence_holm}
+    by_decision |= dict.fromkeys((Decision.BETTER, Decision.WORSE), arm.verdict.p_margin_holm)
+    return by_decision.get(arm.verdict.decision, arm.verdict.p_holm)
 
 
 def _of_metric(metric: Measure, tables: Sequence[str]) -> Iterator[Column]:
@@ -254,7 +254,7 @@ def _of_knob(knob: str, arms: Sequence[Arm], tuned: bool) -> Iterator[Column]:
         heading = 'learning|rate'
 
     def value(arm: Arm) -> float | None:
-        """What the verdict ran at, or what the screening has chosen so far."""
+        """The value of the verdict runs, or the one that screening has chosen so far."""
         if knob == KNOBS[0] and arm.tuning is None:
             return arm.learning_rate
         if arm.verdict_trials:

@@ -101,7 +101,7 @@ def described(study: Study, findings: Findings, figure: Drawing) -> dict[str, An
 
 
 def _provenance(study: Study) -> dict[str, list[str]]:
-    """What ran where: the recorded values of each name, with the number of runs of each."""
+    """Recorded provenance: the values of each name, with their number of runs."""
     facts: dict[str, dict[str, set[str]]] = {}
     for trial in study.trials:
         about = {'data': trial.data, 'eval tokens': trial.eval_tokens, 'lifting': trial.lifting}
@@ -128,7 +128,7 @@ class Run:
 
     @property
     def trials(self) -> list[str]:
-        """A name for each trial, of the settings in which they differ."""
+        """A name for each trial, from the settings in which they differ."""
         trials = self.config.trials.trials()
         differing = [n for n in trials[0] if len({trial[n] for trial in trials}) > 1] or ['seed']
         return [
@@ -139,7 +139,7 @@ class Run:
 def load_run(directory: str | Path) -> Run:
     """Reads a run directory, finished or not.
 
-    ReportError if it is none or nothing was logged yet, RunDirectoryError if a file is damaged.
+    ReportError if it is not a run or nothing was logged yet, RunDirectoryError for a damaged file.
     """
     path = as_path(directory)
     if not (path / 'config.json').exists():
@@ -173,7 +173,7 @@ def write_run_report(directory: str | Path) -> tuple[Path, Table]:
 
 
 def _facts(run: Run) -> dict[str, str]:
-    """What the run is, in a few names and values."""
+    """The main facts about the run, by name."""
     model, train, steps = run.config.model, run.config.train, run.records[-1]['step']
     about = {
         'model': f'{model.variant}, d_model {model.d_model}, ' + counted(model.num_layers, 'layer'),

@@ -42,7 +42,7 @@ FIELDS = {'logged': {'page', 'log', 'text'}, 'external': {'page', 'text', 'sourc
 
 
 class Entry(NamedTuple):
-    """A sentence of a page as its source gives it."""
+    """A sentence of a page, rendered from its source."""
 
     kind: str
     where: str  # in numbers.toml

@@ -127,7 +127,7 @@ def one_line(text: str) -> str:
 def clause(
     code: Remark | Reason | Problem | NotScaled, comparisons: int = 0, study: Study | None = None
 ) -> str:
-    """A code with its data in words; p is corrected for the number of `comparisons`."""
+    """A code with its data as text; p is corrected for the number of `comparisons`."""
     variables = {'comparisons': comparisons, 'study': study}
     if isinstance(code, NotScaled):
         return _macro(f'not_scaled_{code.name.lower()}', variables)
@@ -149,7 +149,7 @@ def placed(key: ArmKey, study: Study | None = None) -> str:
 
 
 def where(study: Study, group: Any) -> str:
-    """What tells a group of arms apart: 'd_model=128', 'stdlib', 'd_model=128, stdlib', ''."""
+    """What distinguishes a group of arms: 'd_model=128', 'stdlib', 'd_model=128, stdlib', ''."""
     several = (group.size, study.sizes), (group.corpus, study.corpora)
     return ', '.join(name for name, among in several if len(among) > 1)
 
@@ -233,7 +233,7 @@ def device(provenance: Mapping[str, Any]) -> str:
 
 
 def by_where(arms: Iterable[Arm], study: Study) -> dict[str, list[Arm]]:
-    """Arms, which stand size by size and corpus by corpus, of each of both."""
+    """Arms by size and corpus, in their order."""
     groups = itertools.groupby(arms, key=lambda arm: where(study, arm))
     return {name: list(group) for name, group in groups}
 
@@ -264,7 +264,7 @@ def _arm_title(context: jinja2.runtime.Context, arm: Any) -> str:
 
 
 def _details(measure: Any, arms: Iterable[Arm]) -> dict[str, list]:
-    """What is recorded of how a metric was measured, each value once."""
+    """The recorded details of how a metric was measured, each value once."""
     details = {}
     for name in measure.metric.details:
         field = f'{measure.split}_{name}'

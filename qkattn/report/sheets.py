@@ -1,4 +1,4 @@
-"""The tables beside that of the arms: parts, corpora, controls, scaling laws, forms, the ledger.
+"""Further tables: parts, corpora, controls, yardsticks, scaling laws, forms, the ledger.
 
 Each is declared once, as rows of text, and printed in every format.
 """
@@ -34,7 +34,7 @@ class Sheet(NamedTuple):
 
 
 def sheets(study: Study, findings: Findings) -> list[Sheet]:
-    """The tables that this study has, by the order in which they are printed."""
+    """The tables of a study, in the order in which they are printed."""
     made = {
         'parts': _table(_parts(study, findings)),
         'overall': _table(_overall(study, findings), study.corpora),
@@ -110,7 +110,7 @@ def _controls(study: Study, findings: Findings) -> Table:
 
 
 def yardsticks(study: Study, findings: Findings) -> Table:
-    """Each baseline beside what it has to beat."""
+    """Each baseline with the yardsticks that it has to beat."""
     rows = []
     for standing in rules.standings(study, (*findings.arms, *findings.controls)):
         arm, yardstick, best = standing.arm, standing.yardstick, standing.best
@@ -154,7 +154,7 @@ def _positions(study: Study, findings: Findings) -> Iterator[Row]:
 
 
 def _laws(study: Study, findings: Findings) -> Iterator[Row]:
-    """The law of each variant, what one of its parameters is worth, or why there is none."""
+    """The law of each variant and the worth of its parameters, or why there is none."""
     for scaling in findings.scaling:
         law, worth = scaling.fit, scaling.multiplier
         problems = [law.problem, worth.problem if worth else None]

@@ -1,4 +1,4 @@
-"""A report as text: table.md, .csv and .tex, trials.csv, and what a terminal shows."""
+"""A report as text: table.md, .csv and .tex, trials.csv, and terminal output."""
 
 import math
 import re
@@ -79,7 +79,7 @@ _ESCAPES = {'<': '&lt;', '&': '&amp;'} | {char: f'\\{char}' for char in '\\`([:'
 
 
 def headline(study: Study, findings: Findings) -> str:
-    """The result for a README: a Markdown table of few columns, and what was held equal.
+    """The result for a README: a narrow Markdown table and what was held equal.
 
     Arms in the order of their difference, the baseline first, size by size and corpus by corpus.
     """
@@ -106,12 +106,12 @@ def settings(study: Study, findings: Findings) -> list[tuple[str, str]]:
 
 
 def summary(study: Study, findings: Findings, html: bool = False) -> list[str]:
-    """The result in sentences; the last one is what all arms have in common."""
+    """The result in sentences; the last one states what all arms share."""
     return sentences('summary.j2', html=html, study=study, findings=findings)
 
 
 def notes(study: Study, findings: Findings) -> list[str]:
-    """Sentences under the table: what the numbers are, and what they do not show."""
+    """Notes under the table: the meaning of the numbers and their limits."""
     measures = measured(findings)
     numbers = {'level': LEVEL, 'power': POWER}
     return sentences('notes.j2', study=study, findings=findings, measures=measures, numbers=numbers)
@@ -201,8 +201,8 @@ def fitted(titles: Sequence[Heading], rows: Sequence[Sequence[str]], width: int)
 def trials_csv(study: Study, findings: Findings) -> str:
     """CSV with one row per trial, in the order of the plan: arm, settings, end, metrics, run.
 
-    Numbers are unrounded, in the unit of the result files, empty where there is none; what no trial
-    has is left out. `chosen` is 1 for the trials that the results of an arm are the mean of.
+    Numbers are unrounded, in the unit of the result files, empty where there is none; columns
+    without any value are left out. `chosen` is 1 for the trials whose mean is the result of an arm.
     """
     chosen = {id(trial) for arm in (*findings.arms, *findings.controls) for trial in arm.chosen}
     before = ('stage', 'knob', 'seed', *KNOBS, 'status', 'diverged_at', 'num_steps', 'num_tokens')

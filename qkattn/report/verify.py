@@ -14,7 +14,7 @@ The chain from a log to a printed number:
 the first lines in another form (`qkattn.study.stored`).
 
 What a run logged, and what only copies or counts it, is compared exactly: hashes, results, counts,
-words and verdicts. Derived numbers are not the same everywhere: processors and versions of numpy
+texts and verdicts. Derived numbers are not the same everywhere: processors and versions of numpy
 round exp, log and sums differently, and a bootstrapped fit carries the last bits to the ninth
 digit. So a stored number agrees with the one made again, x, if a number within TOLERANCE of x is
 stored (`near`) or printed (`prints_of`) like that.
@@ -89,7 +89,7 @@ def check_study(directory: str | Path) -> int:
 
 
 class Block(NamedTuple):
-    """What stands between `<!-- NAME: DIRECTORY -->` and `<!-- end -->` in a Markdown page."""
+    """The text between `<!-- NAME: DIRECTORY -->` and `<!-- end -->` in a Markdown page."""
 
     text: Callable[[Path, str], str]  # of the directory and its path as the page has it
     study: str = '.'  # where, below the directory, the study lies whose derived numbers are printed
@@ -133,7 +133,7 @@ def check_page(
 
 
 def _ledger_problems(study: Study) -> Iterator[str]:
-    """What the study declares that its ledger does not, and files that changed since a look."""
+    """Declarations that are not in the ledger, and files that changed since a look."""
     declared = read_json(study.directory / 'study.json', {})
     kept = ledger.read(study.directory / ledger.NAME)
     if declared['base_hash'] != fingerprint_of(declared['base']):

@@ -16,7 +16,7 @@ Arm = TypeVar('Arm')
 
 
 class Decision(enum.Enum):
-    """What is decided about an arm against the baseline, in the order in which arms are listed."""
+    """The decision on an arm against the baseline, in the order in which arms are listed."""
 
     BETTER = 'better'
     BETTER_BELOW_MARGIN = 'better (below margin)'
@@ -97,8 +97,8 @@ def judge(
     | equivalent | differs by less than the margin, perhaps by nothing |
     | better, worse (below margin) | differs from zero, neither of the above |
 
-    Each test has to hold with and without the seeds that lie apart (`inference.Difference`), which
-    can only withhold a decision. Divergence never helps: an arm with diverged trials is worse or
+    Each test has to hold with and without outlying seeds (`inference.Difference`), which can only
+    withhold a decision. Divergence never helps: an arm with diverged trials is worse or
     undecided; if trials of its baseline diverged, it is better or undecided.
 
     An arm's difference is None if no seed finished in both. `diverged` holds the numbers of

@@ -24,7 +24,7 @@ class ArmKey(NamedTuple):
 
     @property
     def declared(self) -> 'ArmKey':
-        """As study.json declares it: without the control for an arm that is trained longer."""
+        """The key in study.json, which has no control for arms that are trained longer."""
         return self._replace(control=None) if self.control == LONGER else self
 
     def __str__(self) -> str:
@@ -33,7 +33,7 @@ class ArmKey(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """A positive control: what is decided on a variant if the study finds a known effect."""
+    """A positive control: the expected decision on a variant with a known effect."""
 
     variant: str  # its label
     decision: str  # one of EXPECTED

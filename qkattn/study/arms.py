@@ -41,7 +41,7 @@ Refused = list[tuple[str, MatchError]]  # variants, and why no model matches
 
 
 def problem(config: ModelConfig) -> str | None:
-    """The constraint of a variant that does not fit the sizes of a model; None if all do."""
+    """The constraint of a variant that a model violates; None if all variants fit."""
     try:
         for spec in sites(config).values():
             registry.check(spec())
@@ -51,7 +51,7 @@ def problem(config: ModelConfig) -> str | None:
 
 
 def variant_of(config: ModelConfig) -> str:
-    """The variant in messages, with those of the other sites where they are set."""
+    """The variant as shown in messages, with those of other sites if set."""
     other = ('pattern', 'encoder_variant', 'cross_variant')
     fields = (f'{name}={getattr(config, name)}' for name in other if getattr(config, name))
     return '?'.join(filter(None, (str(config.variant), '&'.join(fields))))
@@ -77,7 +77,7 @@ class Dimension:
 
     @property
     def step(self) -> int:
-        """Values are multiples of this."""
+        """The step between valid values."""
         if self.name == 'num_heads':
             return self.config.num_kv_heads or 1
         # A cache follows N H, which moves in steps of the heads.
@@ -129,12 +129,12 @@ class Match:
 
     @property
     def widened(self) -> int:
-        """What d_model received."""
+        """The growth of d_model."""
         return self.config.d_model - self.given.d_model
 
     @property
     def fill(self) -> int:
-        """What d_ff received beyond its ratio to d_model."""
+        """The growth of d_ff beyond its ratio to d_model."""
         ratio = self.given.mlp_width / self.given.d_model
         return self.config.mlp_width - round(ratio * self.config.d_model)
 
@@ -275,7 +275,7 @@ class MatchedArm:
 
     @property
     def title(self) -> str:
-        """Label, size and control, in words; the corpus is left out."""
+        """Label, size and control as text, without the corpus."""
         return ' '.join(filter(None, (self.label, self.size, self.key.control)))
 
     @property
@@ -312,7 +312,7 @@ def parse_variant(text: str) -> dict[str, Any]:
 
 
 def resolved(study: Study) -> Study:
-    """The study with what empty corpora, looks and controls stand for.
+    """The study with defaults in place of empty corpora, looks and controls.
 
     Without tuning there are no looks and no controls; without a match none of equal shape.
     """
@@ -417,7 +417,7 @@ def _at_size(study: Study, size: str, refused: Refused) -> list[MatchedArm]:
         return config
 
     def unsolved(config: ModelConfig) -> Match:
-        """The model as it is, and by how much it misses the target."""
+        """The unmatched model and its distance from the target."""
         residual = cost.measured(validated(config), which) / target - 1
         return Match(config, target, residual, config)
 

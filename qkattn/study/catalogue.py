@@ -1,4 +1,4 @@
-"""The catalogue of Scores and Values: their declarations, and what is measured on real layers.
+"""The catalogue of Scores and Values: declarations, and measurements on real layers.
 
 `experiments.variants --measure` stores it as JSON, which that command and reports read.
 """
@@ -22,7 +22,7 @@ REFERENCE = ModelConfig(d_model=64, num_layers=1, num_heads=4, context=128)
 
 
 def measured(with_conversions: bool = True) -> dict[str, dict[str, dict[str, Any]]]:
-    """By kind and name, what every registered Score and Value declares and what is measured on it.
+    """Declarations and measurements of every registered Score and Value, by kind and name.
 
     equation   A[n] or B[n]
     options    keyword arguments of the class with their defaults

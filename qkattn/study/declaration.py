@@ -1,9 +1,9 @@
-"""study.json: what a study declares before its first run, and whether a directory continues it.
+"""study.json: the declaration of a study before its first run, and checks that a directory fits it.
 
 A directory keeps the settings that its study began with; variants, sizes and corpora may grow. Any
-other change takes a flag, and the ledger lists it. A run of other settings is another run: none is
-continued with settings that it did not begin with. Seeds that are added are those of further runs,
-which `history` in study.json tells apart from the earlier ones.
+other change takes a flag, and the ledger lists it. No run continues with settings other than its
+own: changed settings make new runs. So do added seeds, and `history` in study.json distinguishes
+them from earlier ones.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ KEY = (*ArmKey._fields, 'stage', 'knob')
 
 
 def require_no_run(path: Path) -> None:
-    """Raises ConfigError where a study is to begin in the directory of a run."""
+    """Raises ConfigError if the directory of a new study holds a run."""
     if (path / 'config.json').exists():
         raise ConfigError(
             f'workdir={path} holds a run, not a study; give a study its own directory, or go on '
@@ -114,7 +114,7 @@ def history(path: Path, study: Study) -> plan.History:
 
 
 def check_continued(path: Path, study: Study, declared: dict[str, Any]) -> None:
-    """Raises ConfigError where another worker has gone on with other settings in the meantime."""
+    """Raises ConfigError if another worker has changed the settings in the meantime."""
     file = path / 'study.json'
     if changes := _extended(file, study, read_json(file, {}), declared)[1]:
         raise ConfigError(
@@ -126,9 +126,9 @@ def check_continued(path: Path, study: Study, declared: dict[str, Any]) -> None:
 def _extended(
     file: Path, study: Study, earlier: Any, declared: dict[str, Any]
 ) -> tuple[dict[str, Any], list[str], list[str]]:
-    """What is declared, with the machine's settings of before; what differs; what is left out.
+    """The new declaration with the earlier machine settings, the changes, and what is left out.
 
-    Raises ConfigError if what was declared before is not known here.
+    Raises ConfigError if the earlier declaration has settings that are unknown here.
     """
     kind: Any = type(study)
     defaults, always = serialize.defaults(kind), serialize.introduced('1', kind)
@@ -195,7 +195,7 @@ def _parsed(line: bytes) -> tuple[str, dict[str, Any]]:
 
 
 def replaced(path: Path, runs: Sequence[PlannedRun], left: Sequence[PlannedRun]) -> list[str]:
-    """How settings differ where a run is to be trained in place of a finished one of plan.jsonl.
+    """Differences in settings between new runs and the finished runs that they replace.
 
     `runs` is the whole plan; those in `left` have no result.
     """

@@ -120,7 +120,7 @@ def run(
 
 @dataclasses.dataclass
 class _Worker:
-    """A worker as its parent sees it; `start` starts its process, again after a crash."""
+    """The state of a worker in its parent; `start` starts its process, again after a crash."""
 
     number: int
     start: Callable[[], children.Child]
@@ -129,7 +129,7 @@ class _Worker:
 
 
 class _Workers:
-    """The workers, and what the parent knows of them."""
+    """The workers and their state in the parent."""
 
     def __init__(self, study: Study, stop: StopRequest):
         self._name, self._stop, self._screen = study.name, stop, Screen()
@@ -176,7 +176,7 @@ class _Workers:
             raise ConfigError('; '.join(dict.fromkeys(self._errors)))
 
     def close(self) -> None:
-        """Kills what is left of the workers."""
+        """Kills the remaining workers."""
         for member in self._workers[:]:
             self._remove(member)
         self._screen.close()
@@ -229,9 +229,9 @@ class _Workers:
 
 
 def work(pipe: Connection) -> None:
-    """Trains the study that the parent sends, and tells it what is left.
+    """Trains the study that the parent sends, and reports progress to it.
 
-    An error that has a sentence is sent as ('error', sentence), and is the exit code.
+    An error with a message is sent as ('error', sentence), and is the exit code.
     """
 
     def send(*message: Any) -> None:

@@ -45,7 +45,7 @@ Stacks = tuple[Seeds, ...]
 
 @dataclasses.dataclass(frozen=True)
 class History:
-    """What the plan keeps of the settings that a study has had, for its runs to stay in the plan.
+    """Earlier settings of a study, which keep its runs in the plan.
 
     A run stays if all of its seeds are declared, for one look; other seeds are those of new runs.
     """
@@ -138,7 +138,7 @@ class PlannedRun:
 
     @property
     def work(self) -> float:
-        """Proportional to the time that it takes: tokens x parameters."""
+        """Proportional to training time: tokens x parameters."""
         return self.tokens * self.arm.match.target
 
 
@@ -182,7 +182,7 @@ def imagined(study: Study, arms: Sequence[MatchedArm]) -> list[PlannedRun]:
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """What the runs of a study follow from, beside its arms."""
+    """The inputs, beside the arms, from which the runs of a study follow."""
 
     study: Study  # resolved
     results: Results
@@ -370,7 +370,7 @@ def lines(study: Study, known: Sequence[PlannedRun]) -> str:
 
 
 def _about(study: Study, run: PlannedRun) -> dict[str, Any]:
-    """The fields of a run that its own directory does not hold."""
+    """The fields of a run that are not in its directory."""
     match = run.arm.match
     return {
         **run.arm.key._asdict(),

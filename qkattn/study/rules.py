@@ -1,4 +1,4 @@
-"""The rules of a study's protocol: functions that give a code and numbers for what breaks them.
+"""The rules of a study's protocol: functions that return a code and numbers if a rule is broken.
 
 `validate` refuses a study before it starts by the first one; whoever reads study.json refuses it by
 `looks`, `grids` and `known`; and `verdict.rules` applies `tuned`, `fresh` and `anneals` to results.
@@ -20,7 +20,7 @@ from qkattn.study.tuning import KNOBS, MODEL_KNOBS, screening_seeds
 
 
 class Rule(enum.Enum):
-    """A rule of the protocol; the value is the sentence that says how it is broken."""
+    """A rule of the protocol; the value is the message if it is broken."""
 
     LEARNING_RATE_NOT_TUNED = (
         'trials.learning_rates={learning_rates} must be a grid with tuning.seeds, as in '
@@ -56,7 +56,7 @@ Broken = Iterator[tuple[Rule, dict[str, Any]]]
 
 
 def sentence(rule: Rule, data: Mapping[str, Any]) -> str:
-    """How the rule is broken."""
+    """The message of a broken rule."""
     return rule.value.format(**data)
 
 
@@ -67,7 +67,7 @@ def tuned(tuning: TuningConfig | None, rates: Sequence[float]) -> Broken:
 
 
 def fresh(screening: Collection[int], verdict: Collection[int]) -> Broken:
-    """Seeds of a verdict are none of the screening, which favour the values chosen on them."""
+    """Verdict seeds are not screening seeds, which favour the values chosen on them."""
     if shared := sorted(set(screening) & set(verdict)):
         yield Rule.SHARED_SEEDS, {'seeds': tuple(shared)}
 
@@ -100,7 +100,7 @@ def grids(values_of: Mapping[str, tuple[float, ...]]) -> Broken:
 
 
 def known(text: str, variant: str, labels: Sequence[str], baseline: str | None) -> Broken:
-    """A positive control is about an arm that is compared with the baseline."""
+    """A positive control names an arm that is compared with the baseline."""
     compared = [label for label in labels if label != baseline]
     if variant not in compared:
         data = {'text': text, 'variant': variant, 'baseline': baseline}
@@ -108,7 +108,7 @@ def known(text: str, variant: str, labels: Sequence[str], baseline: str | None) 
 
 
 def broken(study: Study) -> Broken:
-    """Every rule that the settings of a study break, before it starts."""
+    """Every rule that the settings of a study break, checked before it starts."""
     trials, tuning, controls = study.base.trials, study.tuning, study.controls
     model_grids = {f'tuning.{knob}s': getattr(tuning, f'{knob}s') for knob in MODEL_KNOBS}
     if study.match is None and len(study.destinations) > 1:

@@ -1,12 +1,12 @@
-"""A study in a handful of files, from which its directory is made again byte for byte.
+"""A study in a few files, from which its directory is restored byte for byte.
 
     study.json, ledger.jsonl, yardsticks.json   as in the study's directory
     runs.jsonl      what runs share, then a line per run: its plan, results and evaluations
     documents.npz   nats by document, of all trials but those of screening
 
-A line leaves out what it would repeat: settings that study.json has, provenance and data (which it
-names by their index), columns of evaluations that are columns of its results. The documents.json of
-a screening run leaves its SHA-256 alone, which the ledger needs.
+A line omits what is stored elsewhere: settings in study.json, provenance and data (given by
+index), evaluation columns that its results have. Of the documents.json of a screening run only the
+SHA-256 is kept, which the ledger needs.
 """
 
 import atexit
@@ -67,8 +67,8 @@ def _copy(path: Path, digest: str) -> Path:
 def pack(study: Path, destination: Path) -> None:
     """Writes the stored form of the directory of a study.
 
-    Left out are checkpoints, training records of finished runs, and provenance.json, which names
-    machines and users. ReportError for a file that would not be the same when it is unpacked.
+    It has no checkpoints, no training records of finished runs, and no provenance.json, which
+    names machines and users. ReportError for a file that would not be the same when it is unpacked.
     """
     files: dict[str, bytes] = {}  # that have to come back
     shared: dict[str, list[Any]] = {name: [] for name in (*_INDEXED, 'documents')}

@@ -10,12 +10,12 @@ Catalogue = dict[str, dict[str, dict[str, Any]]]
 
 
 def stored() -> Catalogue:
-    """What `qkattn.study.catalogue.measured` gave, as the package holds it."""
+    """The output of `qkattn.study.catalogue.measured`, as stored in the package."""
     return json.loads(STORED.read_text('utf-8'))
 
 
 def write(catalogue: Catalogue) -> None:
-    """Stores what was measured."""
+    """Stores the output of `measured`."""
     STORED.write_text(json.dumps(catalogue, indent=1) + '\n', 'utf-8')
 
 

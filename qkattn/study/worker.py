@@ -84,7 +84,7 @@ def run(
 
 @dataclasses.dataclass
 class _Worker:
-    """What decides which run is trained next; in a job of several processes, process 0."""
+    """Chooses the next run to train; in a job of several processes, on process 0."""
 
     study: Study
     path: Path
@@ -151,7 +151,7 @@ class _Worker:
         }
 
     def _write_plan(self) -> tuple[list[PlannedRun], list[PlannedRun]]:
-        """Writes what is known to the files of the study; returns runs, those without result."""
+        """Writes the files of the study; returns all known runs and those without result."""
         study, path = self.study, self.path
         # Results are read and the files written under one lock, whoever else writes.
         with locked(path / 'lock'):

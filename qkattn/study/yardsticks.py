@@ -1,4 +1,4 @@
-"""Yardsticks of a study: what its models have to beat before arms are compared, and what they do.
+"""Yardsticks of a study: losses that its baseline has to beat before arms are compared.
 
 Recorded once, when training is finished, from the data that the models saw and from the checkpoints
 of the verdict runs that are still there:
@@ -135,7 +135,7 @@ def _lines(path: Path) -> list[_Record]:
 
 
 def _group(config: Config, result: Mapping[str, Any]) -> _Record:
-    """What models of this config saw, and the losses of counts of it."""
+    """The tokens that models of this config saw, and the losses of counts of them."""
     seen = config.train.num_steps * config.train.batch_size * config.model.context
     about = {'task': 'translation', 'seen': seen, 'tokens': None, 'losses': {}}
     if issubclass(task_of(config), TranslationRows):
@@ -152,7 +152,7 @@ def _group(config: Config, result: Mapping[str, Any]) -> _Record:
 
 
 def _same_rows(config: Config, result: Mapping[str, Any]) -> Rows:
-    """The rows of a config; ConfigError if they are not those that the result is of."""
+    """The rows of a config; ConfigError if they differ from those of the result."""
     rows = rows_of(config)
     here = to_jsonable(rows.identity())
     if any(result['data'].get(name) != value for name, value in here.items()):
@@ -164,14 +164,14 @@ def _same_rows(config: Config, result: Mapping[str, Any]) -> Rows:
 
 
 def _tokens(rows: Rows, batch: Batch) -> np.ndarray:
-    """The text of a batch, whatever of it is hidden."""
+    """The text of a batch before masking."""
     if isinstance(rows, MaskedRows):
         return batch['targets_BT']
     return np.concatenate([batch['tokens_BT'][:, :1], batch['targets_BT']], axis=1)
 
 
 def _counted(config: Config, rows: LanguageRows | MaskedRows) -> _Record:
-    """The training tokens of the first trial, each once, and what their counts give."""
+    """The training tokens of the first trial, each once, and the losses of their counts."""
     number = config.train.num_steps * config.train.batch_size
     number = min(number, rows.count('train'), max(MAX_TOKENS // rows.length, 1))
     size, seed = min(number, 1024), config.trials.seeds[0]
@@ -240,7 +240,7 @@ def _run(path: Path, run: _Record, config: Config, results: list[_Record]) -> _R
 
 
 def _trials(config: Config, rows: Rows, params: dict) -> Iterator[_Record]:
-    """What is measured of each of the stacked trials, on the last split."""
+    """Measurements of each of the stacked trials on the last split."""
 
     def means(rows: Rows, parts: dict[str, slice]) -> dict[str, np.ndarray]:
         """By name of the part of a row, the mean loss of each trial; NaN without targets."""

@@ -51,7 +51,7 @@ class Arm:
 
     @property
     def group(self) -> Group:
-        """What it shares with its baseline, as controls of equal shape do with the primary one."""
+        """The key shared with its baseline; controls of equal shape have their primary arm's."""
         return Group(self.size, self.corpus, self.control == LONGER)
 
     @property
@@ -90,7 +90,7 @@ class Arm:
         return {trial.seed: trial.metrics[f'{split}_loss'] for trial in ascending}
 
     def at(self, seeds: Collection[int]) -> 'Arm':
-        """The arm with no other verdict trials than those of these seeds."""
+        """The arm restricted to the verdict trials of these seeds."""
         judged = tuple(trial for trial in self.verdict_trials if trial.seed in seeds)
         chosen = tuple(trial for trial in self.chosen if trial.seed in seeds)
         return dataclasses.replace(self, verdict_trials=judged, chosen=chosen)
@@ -115,7 +115,7 @@ class Arm:
 
     @property
     def example(self) -> Trial:
-        """A trial that stands for all in what they share: config, parameter counts, costs."""
+        """A trial with the config, parameter counts and costs that all trials share."""
         return (self.chosen or self.verdict_trials or self.trials)[0]
 
     @property
@@ -157,7 +157,7 @@ class Arm:
 
     @property
     def not_scaled(self) -> NotScaled | None:
-        """Why its mean loss is not used in a scaling fit; None if it is.
+        """The reason that a scaling fit does not use its mean loss; None if it does.
 
         The mean over the seeds that did not diverge is biased towards lower losses, and a setting
         that is not the best one gives higher losses.
@@ -245,8 +245,8 @@ def compare(
     """Compares the chosen trials of the pairs, seed by seed; None if they share no seed.
 
     The interval includes the error over documents, taken as independent between corpora, and the
-    error of tuning: the arm may be better than measured by what its own settings may be off, and
-    worse by what the other's may be. Without losses over the same documents the error over
+    error of tuning: the arm may be better than measured by its own error of tuning, and worse
+    by that of the other arm. Without losses over the same documents the error over
     documents is not known: then there is no interval and no test.
     """
     split = TEST if all(arm.split == other.split == TEST for arm, other in pairs) else VALIDATION
@@ -283,7 +283,7 @@ def compare(
 
 
 def _tuning_error(arms: Sequence[Arm]) -> float:
-    """Nats by which the settings may be off, the sum over knobs; where unbounded, none is known."""
+    """Bound of the error of tuning in nats, summed over knobs; a knob without a bound adds 0."""
     return statistics.fmean(sum(s.at_worst or 0.0 for s in arm.sweeps.values()) for arm in arms)
 
 

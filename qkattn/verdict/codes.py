@@ -35,7 +35,7 @@ class RemarkCode(enum.Enum):
 
 
 class ReasonCode(enum.Enum):
-    """The reason of a verdict: the outcome of the tests, or what is missing."""
+    """The reason of a verdict: the outcome of the tests, or missing results."""
 
     DIVERGED, FEW_PAIRS, EQUIVALENT, DIFFERENT, NOT_SHOWN = range(5)
     BEYOND_MARGIN, NOT_BEYOND_MARGIN = range(5, 7)

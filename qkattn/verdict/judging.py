@@ -1,7 +1,7 @@
 """Decides on families of comparisons, look by look, on the test split; validation has to agree.
 
-A family is the comparisons that one correction is for: the primary arms, the means over corpora,
-the positive controls, and pairs of arms that a claim compares.
+A family is a set of comparisons that are corrected together: the primary arms, the means over
+corpora, the positive controls, and pairs of arms that a claim compares.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ class Overall:
 
 @dataclasses.dataclass(frozen=True)
 class PositiveControl:
-    """A known effect that the study has to find, at one size and on one corpus."""
+    """A known effect that the study should show, at one size and on one corpus."""
 
     expected: Expected
     arm: Arm
@@ -103,7 +103,7 @@ def overall(study: Study, arms: Sequence[Arm], blocks: Sequence[Remark]) -> tupl
 def positive(
     study: Study, arms: Sequence[Arm], blocks: Sequence[Remark]
 ) -> tuple[PositiveControl, ...]:
-    """The verdict of every arm of which an effect is expected."""
+    """The verdict of every arm with an expected effect."""
     cases = {
         (expected, pair[0].key): [pair]
         for expected in map(parse_expected, study.expected)
@@ -161,7 +161,7 @@ def judge(
 
 
 def _lacking(study: Study, arm: Arm, baseline: Arm | None) -> Iterator[Reason | Remark]:
-    """What blocks the arm or its baseline, and the results that a verdict needs of them."""
+    """Remarks that block the arm or its baseline, and the results that its verdict lacks."""
     yield from arm.blocks
     if not arm.verdict_trials:
         yield Reason(ReasonCode.NO_VERDICT_TRIALS)
@@ -201,7 +201,7 @@ def _at_look(
 
 
 def _agree(compared: Comparison, decided: Decision) -> bool:
-    """Whether the validation split supports it: the same side, or within the margin."""
+    """Whether the validation split agrees: on the same side, or within the margin."""
     if decided is Decision.EQUIVALENT:
         return abs(compared.validation) < compared.difference.margin
     return (decided not in BELOW_ZERO or compared.validation < 0) and (

@@ -46,7 +46,7 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Yardstick:
-    """What the models of one group have to beat."""
+    """The losses that the models of one group have to beat."""
 
     run: str  # the baseline's run whose data it was counted on
     task: str
@@ -74,7 +74,7 @@ class Missing:
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """A study as its files describe it."""
+    """A study as described by its files."""
 
     name: str
     question: str | None
@@ -295,7 +295,7 @@ def _with_yardsticks(study: Study, path: Path) -> Study:
 
 
 def _mismatches(trials: Sequence[Trial]) -> Iterator[str]:
-    """Trials whose numbers do not compare; of each kind the first one."""
+    """Trials whose numbers are not comparable; the first one of each kind."""
     firsts: dict[Hashable, tuple[Trial, Any]] = {}
     differ: set[Hashable] = set()
     for trial in trials:
@@ -310,7 +310,7 @@ def _mismatches(trials: Sequence[Trial]) -> Iterator[str]:
 
 
 def _comparable(trial: Trial) -> Iterator[tuple[tuple, Any]]:
-    """Facts of a trial that are equal wherever their keys are: a name, and what shares it."""
+    """Facts of a trial by key; trials with equal keys must have equal facts."""
     yield ('parameters or config', trial.key), (trial.parameters, trial.config)
     for split, documents in trial.documents.items() if trial.stage != SCREENING else ():
         group = trial.key.size, trial.key.corpus

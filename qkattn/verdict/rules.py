@@ -122,7 +122,7 @@ def _matching(study: Study, arm: Arm) -> Iterator[Remark]:
 
 
 def _post_hoc(study: Study, arm: Arm) -> Iterator[Remark]:
-    """An arm that was added after a look at results was chosen by them, and gets no verdict."""
+    """An arm that was added after a look depends on its results, and gets no verdict."""
     if study.ledger and arm.key.declared in study.ledger.post_hoc:
         yield _block(RemarkCode.POST_HOC, first_look=study.ledger.first_look)
 
@@ -146,7 +146,7 @@ def _seeds(study: Study, arm: Arm) -> Iterator[Remark]:
 
 
 def _settings(study: Study, arm: Arm) -> Iterator[Remark]:
-    """The verdict is run at the settings that the screening chooses; these are known well."""
+    """Verdict runs use the settings that screening chooses, which are well determined."""
     for knob, sweep in arm.sweeps.items():
         if not sweep.bracketed:
             ends = {'low': sweep.values[0], 'high': sweep.values[-1]}
@@ -166,7 +166,7 @@ def _settings(study: Study, arm: Arm) -> Iterator[Remark]:
 
 
 def _splits(study: Study, arm: Arm) -> Iterator[Remark]:
-    """The loss that decides is that of a test split, and splits of text have many documents."""
+    """Arms are decided on a test split, and splits of text have many documents."""
     if arm.chosen and arm.split != TEST:
         yield _block(RemarkCode.NO_TEST)
     for split, documents in arm.example.documents.items() if arm.chosen else ():
@@ -226,7 +226,7 @@ def _standing(study: Study, arm: Arm, groups: Mapping[Group, Yardstick]) -> Stan
 
 
 def _trained(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
-    """Baselines beat their yardsticks, and the seeds of an arm do not end far from each other."""
+    """Baselines beat their yardsticks, and the seeds of an arm end close to each other."""
     if study.tuning is None:
         return
     if study.yardsticks is None and any(arm.is_baseline and arm.chosen for arm in arms):
@@ -243,7 +243,7 @@ def _trained(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
 
 
 def _differences(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
-    """Settings and data that differ between the arms of one baseline, and are no factors.
+    """Settings and data that differ between the arms of one baseline without being factors.
 
     One remark for each setting or fact that differs, with its values and arms. If it can affect
     results, each arm that differs from the baseline gets a blocking remark as well.
@@ -286,7 +286,7 @@ def _differences(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
 def _software(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
     """Versions and devices, which seldom affect results; and the code, which may.
 
-    Results of several commits, or of changes that no commit holds, withhold every verdict unless
+    Results of several commits, or of uncommitted changes, withhold every verdict unless
     the ledger accepts them.
     """
     facts: dict[str, dict[str, set[tuple[ArmKey, str]]]] = {}
@@ -348,7 +348,7 @@ def _diverged(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
 
 
 def _evaluation(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
-    """How much text losses are over; the error over documents is part of every interval."""
+    """The amount of text behind losses; the error over documents is part of every interval."""
     chosen = [trial for arm in arms for trial in arm.chosen]
     data = {
         'tokens': {trial.eval_tokens for trial in chosen},

@@ -1,4 +1,4 @@
-"""Runs of a study: a line of plan.jsonl, its trials, and what the run's directory holds of them."""
+"""Runs of a study: a line of plan.jsonl, its trials, and the files of the run's directory."""
 
 import dataclasses
 import math
@@ -204,7 +204,7 @@ def corpora(data: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
 
 
 def with_files(run: Run, study: Path, problems: list[str]) -> Run:
-    """The run with what its directory holds; sentences about the rest are added to `problems`.
+    """The run with the files of its directory; `problems` gets a sentence for each bad one.
 
     That is its last step and, if no result of it is missing, its curve and losses by document.
     """

@@ -94,7 +94,7 @@ def ranks() -> list[Row]:
 
 @float64
 def what_stands_between() -> list[Row]:
-    """The error of the best one matrix, fitted to the softmax input, where more acts on q and k.
+    """Error of the best single W_QK, fitted to the softmax input, where q or k are transformed.
 
     min over A of |x A x^T - s| / |s|, by least squares over all pairs of 24 tokens, N = 1.
     """

@@ -43,7 +43,7 @@ _METADATA = {'png': {'Software': None}, 'pdf': {'CreationDate': None}, 'svg': {'
 
 @dataclasses.dataclass(frozen=True)
 class Drawing:
-    """A figure; `stem` names its files, `values` are what its heading and caption need."""
+    """A figure; `stem` names its files, `values` fill its heading and caption."""
 
     figure: Figure
     stem: str
