@@ -8,14 +8,8 @@ import pytest
 from qkattn.attention import registry
 from qkattn.attention.scores import identity, qk, symmetric
 from qkattn.claims import declared
-from qkattn.claims.checks import (
-    counts,
-    free_numbers,
-    published_layouts,
-    rewrites,
-    small_layers,
-    spectra,
-)
+from qkattn.claims.checks import counts, free_numbers, rewrites, small_layers, spectra
+from qkattn.claims.checks import published_layouts as layouts
 from qkattn.claims.claim import Speaks, exact
 from qkattn.claims.export import read_claims
 from qkattn.convert import circuits, whole_layer
@@ -33,8 +27,8 @@ FAST = (
     rewrites.queries_of_many_heads,
     counts.merged_against_factored,
     counts.multiply_adds,
-    published_layouts.imports,
-    published_layouts.one_matrix_per_head,
+    layouts.imports,
+    layouts.one_matrix_per_head,
     free_numbers.symmetry,
     free_numbers.worked_by_hand,
     free_numbers.gauge,
@@ -152,59 +146,32 @@ class Twice(qk.Double):
         return 2 * super().queries(x_BTD)
 
 
-square_attention, load_gpt2 = published_layouts.square_attention, published_layouts.load_gpt2
-imported, of_rank = published_layouts.imported, spectra.of_rank
+square_attention, load_gpt2, imported = (
+    layouts.square_attention,
+    layouts.load_gpt2,
+    layouts.imported,
+)
 softmax_input, logit_matrices = small_layers.softmax_input, Factors.logit_matrices
-SCORES, SHARED = registry.SCORES, 'shared_qk'
+of_rank, crossover, SCORES, SHARED = spectra.of_rank, counts.crossover, registry.SCORES, 'shared_qk'
 # By what is wrong: a check that finds it, and the object, attribute and value that make it so.
 WRONG = {
     'W_QK is W_K W_Q^T': (rewrites.one_matrix, Factors, 'logit_matrices', exchanged),
     'the rank exceeds H': (rewrites.ranks, qk.QK, 'matrix', lambda self: np.eye(32)[None]),
     'RoPE left out': (rewrites.what_stands_between, rewrites, 'softmax_input', from_matrix),
     "W_K' is W_Q W_K^T": (rewrites.queries_of_one_head, rewrites, 'extract_factors', swapped),
-    'Q = X is free in W_Q': (
-        rewrites.queries_of_many_heads,
-        rewrites,
-        'slices_DNH',
-        lambda spec: np.eye(32)[:, None],
-    ),
+    'X': (rewrites.queries_of_many_heads, rewrites, 'slices_DNH', lambda _: np.eye(32)[:, None]),
     'heads in another order': (rewrites.folded, whole_layer, 'extract_factors', reordered),
     'twice the queries': (rewrites.folded, SCORES, 'double', Twice),
     'W_QK is two matrices': (counts.merged_against_factored, SCORES, 'merged', qk.FullSize),
     'one pattern': (counts.heads_of_a_fixed_width, counts, 'softmax_input', first_head),
     'no T^2 D': (counts.multiply_adds, counts, 'merged', lambda T, D: T * D * D),
-    'D and H exchanged': (
-        counts.where_they_cross,
-        counts,
-        'crossover',
-        lambda D, H: H * (2 * D - H) / (D - H),
-    ),
-    'heads interleaved': (
-        published_layouts.side_by_side,
-        published_layouts,
-        'square_attention',
-        interleaved,
-    ),
-    'rows for columns': (published_layouts.imports, published_layouts.IMPORTS, 'GPT-2', transposed),
-    'W_Q is W_K': (
-        published_layouts.one_matrix_per_head,
-        published_layouts,
-        'imported',
-        one_for_two,
-    ),
+    'D for H': (counts.where_they_cross, counts, 'crossover', lambda D, H: crossover(H, D)),
+    'heads interleaved': (layouts.side_by_side, layouts, 'square_attention', interleaved),
+    'rows for columns': (layouts.imports, layouts.IMPORTS, 'GPT-2', transposed),
+    'W_Q is W_K': (layouts.one_matrix_per_head, layouts, 'imported', one_for_two),
     'the smallest are kept': (spectra.least_error, circuits, 'balanced_factors', smallest_first),
-    'rank r - 1 for r': (
-        spectra.every_rank,
-        spectra,
-        'of_rank',
-        lambda r: of_rank(max(1, r - 1)),
-    ),
-    'half of the penalty': (
-        spectra.least_penalty,
-        spectra,
-        'penalty',
-        lambda m: (m[0] ** 2).sum() / 2,
-    ),
+    'r - 1 for r': (spectra.every_rank, spectra, 'of_rank', lambda r: of_rank(max(1, r - 1))),
+    'half': (spectra.least_penalty, spectra, 'penalty', lambda m: (m[0] ** 2).sum() / 2),
     'Q K^T for Q Q^T': (free_numbers.symmetry, SCORES, SHARED, qk.QK),
     'half of Q K^T': (free_numbers.half_the_numbers, SCORES, SHARED, symmetric.Pairwise),
     'indefinite for Q Q^T': (free_numbers.dominant_diagonal, SCORES, SHARED, symmetric.Symmetric),

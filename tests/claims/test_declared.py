@@ -1,4 +1,4 @@
-"""Which claims there are, and that their studies can be built at every scale."""
+"""Which claims there are, that their studies can be built at every scale, and their training."""
 
 import dataclasses
 import runpy
@@ -7,12 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from qkattn.claims import declared, protocol
-from qkattn.claims.claim import Claim, Expectation, Speaks
+from qkattn.claims import declared, protocol, studies
+from qkattn.claims.claim import Claim, Expectation, Measure, Speaks
 from qkattn.claims.protocol import SCALES
-from qkattn.claims.studies import study_of
-from qkattn.config import from_config_dict
-from qkattn.errors import ConfigError
+from qkattn.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    Study,
+    TrainConfig,
+    TrialsConfig,
+    from_config_dict,
+)
+from qkattn.errors import ConfigError, DiskError, ProcessError
+from qkattn.storage.records import START
 from qkattn.study.arms import build_arms
 from qkattn.study.tuning import screening_seeds
 
@@ -62,10 +71,10 @@ def test_claims_are_found_in_files_and_by_import_path(folder):
         declared.claims()
 
 
-@pytest.mark.parametrize('name', ['C11', 'c1x'])
-def test_the_claim_most_like_an_unknown_one_is_named(name):
-    with pytest.raises(ConfigError, match=f"unknown claim {name!r}, did you mean 'C1'?"):
-        declared.chosen([name])
+def test_the_claim_most_like_an_unknown_one_is_named():
+    for name in ('C11', 'c1x'):
+        with pytest.raises(ConfigError, match=f"unknown claim {name!r}, did you mean 'C1'?"):
+            declared.chosen([name])
 
 
 def test_an_expectation_of_another_relation_or_shape_is_refused():
@@ -74,17 +83,11 @@ def test_an_expectation_of_another_relation_or_shape_is_refused():
             Expectation(**{'study': 'lm', 'variant': 'qk/no_v', 'relation': 'better'} | fields)
 
 
-def test_the_studies_of_a_claim_are_listed_once():
-    texts = dict.fromkeys(('name', 'title', 'statement', 'source', 'rule'), 'Z')
-    expected = tuple(Expectation(name, 'qk/no_o', 'worse') for name in ('a', 'b', 'a'))
-    assert Claim(**texts, expectations=expected).studies == ('a', 'b')
-
-
 @pytest.mark.parametrize('scale', SCALES)
 def test_studies_have_the_arms_that_claims_expect(scale):
     for name, claim in declared.claims().items():
         for expected in claim.expected_at(scale):
-            study = study_of(expected.study, scale)
+            study = studies.study_of(expected.study, scale)
             for variant in filter(None, (expected.variant, expected.versus)):
                 bare, _, destination = variant.partition(' [')
                 assert bare in study.variants, (name, variant)
@@ -113,3 +116,74 @@ def test_fields_of_a_protocol():
     assert protocol.protocol('cpu', longer=True)['controls'].longer == 4
     with pytest.raises(ConfigError, match="scale='huge' must be one of smoke, cpu, gpu"):
         protocol.language_model('huge')
+
+
+RECORDED = []
+EVERY = dict.fromkeys(('steps_per_dispatch', 'log_every'), 1)
+EVERY |= dict.fromkeys(('num_steps', 'batch_size', 'eval_every', 'checkpoint_every'), 2)
+
+
+def record(directory, scale):
+    RECORDED.append((directory.name, (directory.parent / 'last/results.jsonl').exists()))
+    return {'scale': scale}
+
+
+def trained_claim(name):
+    texts = dict.fromkeys(('title', 'statement', 'source', 'rule'), 'A.')
+    measures = tuple(Measure(study, lambda _: [], 'a', record) for study in ('first', 'own'))
+    expected = tuple(Expectation(s, 'qk/no_o', 'worse') for s in ('first', 'broken', 'last'))
+    return Claim(name=name, **texts, expectations=expected, measures=measures)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """study_of, which gives small studies, the data of one of which do not exist."""
+
+    def study_of(name, scale):
+        broken = {'name': 'multi30k', 'path': '/nowhere'} if name == 'broken' else {}
+        base = Config(
+            model=ModelConfig(num_layers=1, num_heads=1, context=8),
+            data=DataConfig(**{'name': 'stdlib', 'eval_sequences': 4} | broken),
+            optimizer=OptimizerConfig(warmup_steps=0),
+            train=TrainConfig(lifting='map', **EVERY),
+            trials=TrialsConfig(seeds=(0,), learning_rates=(1e-3,)),
+        )
+        variants = ('qk/vo', 'qk/no_o')
+        study = Study(name=name, base=base, variants=variants, sizes=('d_model=16',), match=None)
+        return None if name == 'own' else study
+
+    monkeypatch.setattr(studies, 'study_of', study_of)
+    RECORDED.clear()
+
+
+def test_studies_are_trained_once_and_measures_recorded_once(small, tmp_path):
+    claims = [trained_claim('Z1'), trained_claim('Z2')]
+    assert claims[0].studies == ('first', 'broken', 'last', 'own')
+    for _ in range(2):
+        failed = studies.train(claims, 'smoke', tmp_path, 1)
+        assert list(failed) == ['broken'] and 'multi30k' in str(failed['broken'])
+        assert RECORDED == [('first', True), ('own', True)]
+    results = studies.Results(tmp_path)
+    assert len(results.study('first').study.trials) == 2
+    assert [results.has(name) for name in ('first', 'broken', 'own')] == [True, False, True]
+    recorded = results.recorded(claims[0].measures[1])
+    assert recorded['scale'] == 'smoke' and recorded['seconds'] >= 0
+    assert recorded['start'].keys() == START.keys()  # no user, no host, no path
+
+
+def test_what_stops_the_other_studies(small, tmp_path, monkeypatch):
+    trained = []
+
+    def run(study, *args, **options):
+        trained.append(study.name)
+        raise error
+
+    monkeypatch.setattr(studies.local_workers, 'run', run)
+    error = ProcessError('workers died')
+    assert studies.train([trained_claim('Z1')], 'smoke', tmp_path, 1)['last'] is error
+    assert trained == ['first', 'broken', 'last']
+    trained.clear()
+    error = DiskError('full')
+    with pytest.raises(DiskError):
+        studies.train([trained_claim('Z1')], 'smoke', tmp_path, 1)
+    assert trained == ['first']

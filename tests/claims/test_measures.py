@@ -53,21 +53,23 @@ def test_what_changes_after_an_early_reading_is_counted_by_fraction(committed, t
 
 def test_growth_is_the_last_difference_minus_the_first(committed):
     (row,) = readings.growth(committed / 'fair_small', 'shared_qk/vo')
-    found = load(committed / 'fair_small').findings
-    keys = [(arm.variant, arm.control) for arm in found.controls]
-    control = found.controls[keys.index(('shared_qk/vo', 'equal_shape'))]
-    first = control.val_loss.mean - found.arms[0].val_loss.mean - row.value
+    findings = load(committed / 'fair_small').findings
+    arms = {(arm.variant, arm.control): arm for arm in findings.controls}
+    last = arms['shared_qk/vo', 'equal_shape'].val_loss.mean - findings.arms[0].val_loss.mean
+    first = last - row.value
     assert 0.01 < first < 0.5 and row.low < row.value < row.high
     assert row.arm == 'shared_qk/vo' and row.context['steps'] == '500'
 
 
-@pytest.mark.parametrize(
-    ('low', 'high', 'bound', 'speaks'),
-    [(-2, -1, 0, 'for'), (1, 2, 0, 'against'), (-1, 1, 0, 'open'), (-1, 1, 2, 'for')],
-)
-def test_an_interval_speaks_by_its_ends(low, high, bound, speaks):
-    assert readings._speaks(SimpleNamespace(low=low, high=high), bound) == speaks
-    assert readings._speaks(SimpleNamespace(low=None, high=None), bound) == Speaks.OPEN
+def test_an_interval_speaks_by_its_ends():
+    for low, high, bound, speaks in (
+        (-2, -1, 0, Speaks.FOR),
+        (1, 2, 0, Speaks.AGAINST),
+        (-1, 1, 0, Speaks.OPEN),
+        (-1, 1, 2, Speaks.FOR),
+        (None, None, 0, Speaks.OPEN),
+    ):
+        assert readings._speaks(SimpleNamespace(low=low, high=high), bound) == speaks
 
 
 def test_untuned_differences_are_paired_over_seeds_and_the_lowest_rate_decides(committed, tmp_path):
@@ -92,16 +94,16 @@ def test_untuned_differences_are_paired_over_seeds_and_the_lowest_rate_decides(c
     assert rows[0].low is not None and rows[1].low is None
 
 
-@pytest.mark.parametrize('measure', [recordings.DRIFT, recordings.TIMES, recordings.NORMS])
-def test_what_is_recorded_is_read_unless_it_was_edited(measure, tmp_path):
-    assert Results(tmp_path).rows(measure) == []
-    file = f'{measure.study}/measures/{measure.name}.json'
-    (tmp_path / file).parent.mkdir(parents=True)
-    text = (CLAIMS / file).read_text()
-    cases = {'{"a"': 'it is not JSON', '{}': 'field', text.replace('0.', '0.5', 1): 'checksum'}
-    (tmp_path / file).write_text(text)
-    assert len(Results(tmp_path).rows(measure)) > 10
-    for damaged, reason in cases.items():
+def test_what_is_recorded_is_read_unless_it_was_edited(tmp_path):
+    for measure in (recordings.DRIFT, recordings.TIMES, recordings.NORMS):
+        assert Results(tmp_path).rows(measure) == []
+        file = f'{measure.study}/measures/{measure.name}.json'
+        (tmp_path / file).parent.mkdir(parents=True)
+        text = (CLAIMS / file).read_text()
+        (tmp_path / file).write_text(text)
+        assert len(Results(tmp_path).rows(measure)) > 10
+    edited = text.replace('0.', '0.5', 1)
+    for damaged, reason in (('{"a"', 'it is not JSON'), ('{}', 'field'), (edited, 'checksum')):
         (tmp_path / file).write_text(damaged)
         with pytest.raises(RunDirectoryError, match=f'{file} is damaged .*{reason}.*; restore it'):
             Results(tmp_path).rows(measure)

@@ -21,7 +21,6 @@ from tests.report.conftest import row_names
 from tests.report.test_golden import described
 
 STORED = {claim.name: claim for claim in read_claims(conftest.CLAIMS)}
-HOSTILE = '<b>x</b> & $y$ | `z`'
 ABOUT = {'model': 'decoder', 'size': 'd_model=64', 'corpus': 'stdlib', 'tokens': '9'}
 ROWS = [
     Row(variant, kind, ABOUT | {'model': model}, x, Speaks.BESIDE, 'nats/token', low, high,
@@ -36,9 +35,7 @@ MADE = (
     Answer('Q = K', 'shared_qk/vo', -0.25, (ROWS[0], ROWS[1])),
     Answer('full size', 'full_size/vo', 1.5, (ROWS[2],)),
 )
-FAILS = dataclasses.replace(
-    STORED['C1'], verdict=ClaimVerdict.FAILS, statement=HOSTILE, condition=None
-)
+FAILS = {'verdict': ClaimVerdict.FAILS, 'statement': '<b>x</b> & $y$ | `z`', 'condition': None}
 MISSING = dataclasses.replace(
     STORED['B2'],
     lacking='needs 48 seeds',
@@ -47,8 +44,9 @@ MISSING = dataclasses.replace(
     seconds=5025.0,
 )
 # One of each verdict and kind, in the order of their names.
-SHOWN = tuple(
-    (STORED | {'C1': FAILS, 'B2': MISSING})[n] for n in ('A1', 'A2', 'B2', 'B3', 'C1', 'E4')
+SHOWN = (
+    *(STORED['A1'], STORED['A2'], MISSING, STORED['B3']),
+    *(dataclasses.replace(STORED['C1'], **FAILS), STORED['E4']),
 )
 LINES = {
     'claims_verdicts': f'| [B2](claims_b.md#b2) | {MISSING.title} | ○ undecided: needs 48 seeds | '
@@ -77,15 +75,6 @@ def page(written):
     return (written / 'claims.md').read_text()
 
 
-@pytest.fixture
-def kept(written, tmp_path):
-    """A directory of claims, and a page with each block."""
-    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
-    for name in LINES:
-        (tmp_path / f'{name}.md').write_text(f'before 1.5\n<!-- {name}: . -->\n<!-- end -->\n')
-    return tmp_path
-
-
 def section(page, name):
     return page.split(f'## {name}\n')[1].split('\n## ')[0]
 
@@ -103,62 +92,64 @@ def test_files_are_read_as_they_were_written_in_six_digits(tmp_path):
     row = dataclasses.replace(ROWS[0], value=1234567.0, low=0.01234567891, high=1234567.891)
     write(tmp_path, ANSWERS, [Answer('a', 'b', 0.1234567, (row,))])
     (answer,) = read_answers(tmp_path)
-    (found,) = answer.rows
-    assert (found.value, found.low, found.high) == (1234567.0, 0.0123457, 1234567.9)
+    kept = answer.rows[0]
+    assert (kept.value, kept.low, kept.high) == (1234567.0, 0.0123457, 1234567.9)
     assert answer.attention == 0.1234567
     with pytest.raises(ReportError, match='claims.json does not exist; make it again with python'):
         read_claims(tmp_path / 'none')
 
 
-@pytest.mark.parametrize('number', ['"value": 3', '"low": -0', '"seconds": 1', '"decisive": 0'])
-def test_an_altered_number_is_found(tmp_path, number):
+def test_an_altered_number_is_found(tmp_path):
     path = write(tmp_path, CLAIMS, STORED.values())
     text = path.read_text()
-    assert number in text
-    path.write_text(text.replace(number, f'{number}1', 1))
-    with pytest.raises(RunDirectoryError, match='is damaged .*; make it again with'):
-        read_claims(tmp_path)
+    for number in ('"value": 3', '"low": -0', '"seconds": 1', '"decisive": 0'):
+        path.write_text(text.replace(number, f'{number}1', 1))
+        assert path.read_text() != text
+        with pytest.raises(RunDirectoryError, match='is damaged .*; make it again with'):
+            read_claims(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ('where', 'values', 'sentence'),
-    [
-        ('rows', {'speaks': 'yes'}, "B2: row 0: 'yes' is not a valid Speaks"),
-        ('rows', {'kind': 'both'}, "B2: row 0: 'both' is not a valid Kind"),
-        ('rows', {'value': None}, "B2: row 0: field 'value' is None, expected float"),
-        ('claim', {'verdict': 'true'}, "B2: 'true' is not a valid ClaimVerdict"),
-        ('claim', {'decisive': 4}, 'B2: decisive is 4, but there are 4 rows'),
-        ('claim', {'rule': 3}, "B2: field 'rule' is 3, expected str"),
-    ],
-)
-def test_what_does_not_fit_is_named_by_claim_and_row(tmp_path, where, values, sentence):
-    claim = dataclasses.asdict(STORED['B2'])
-    (claim if where == 'claim' else claim['rows'][0]).update(values)
-    (tmp_path / CLAIMS).write_text(json.dumps([claim]))
-    with pytest.raises(RunDirectoryError, match=re.escape(sentence)):
-        read_claims(tmp_path)
+def test_what_does_not_fit_is_named_by_claim_and_row(tmp_path):
+    for in_row, values, sentence in (
+        (True, {'speaks': 'yes'}, "B2: row 0: 'yes' is not a valid Speaks"),
+        (True, {'value': None}, "B2: row 0: field 'value' is None, expected float"),
+        (False, {'verdict': 'true'}, "B2: 'true' is not a valid ClaimVerdict"),
+        (False, {'decisive': 4}, 'B2: decisive is 4, but there are 4 rows'),
+        (False, {'rule': 3}, "B2: field 'rule' is 3, expected str"),
+    ):
+        claim = dataclasses.asdict(STORED['B2'])
+        (claim['rows'][0] if in_row else claim).update(values)
+        (tmp_path / CLAIMS).write_text(json.dumps([claim]))
+        with pytest.raises(RunDirectoryError, match=re.escape(sentence)):
+            read_claims(tmp_path)
 
 
 def test_what_is_made_again_differs_by_rounding_alone():
-    old, exact = STORED['B2'], STORED['A1']
-
-    def changed(claim, row=None, **values):
-        if row is not None:
+    def changed(name, **values):
+        """What of row 1, where it has such fields, or of the claim is not the same."""
+        claim = dataclasses.replace(STORED[name], needed='48 seeds')
+        if values.keys() <= {'value', 'decision'}:
             rows = list(claim.rows)
-            rows[row] = dataclasses.replace(rows[row], **values)
+            rows[1] = dataclasses.replace(rows[1], **values)
             values = {'rows': tuple(rows)}
         return export.mismatch(claim, dataclasses.replace(claim, **values))
 
-    assert changed(old, seconds=1.0, commit='b', hardware='c', command='d') is None
-    assert changed(old, 1, value=old.rows[1].value * (1 + 1e-7)) is None
-    assert changed(old, 1, value=old.rows[1].value * (1 + 1e-4)).startswith('value of row 1 of B2')
-    assert changed(exact, 0, value=9e-13) is None  # within the tolerance of the check
-    assert changed(exact, 0, value=9e-12).startswith('value of row 0 of A1')
-    assert changed(old, 0, decision='worse').startswith('decision of row 0 of B2')
-    assert changed(old, verdict=ClaimVerdict.FAILS).startswith('verdict of B2')
-    assert changed(old, rows=old.rows[:-1], decisive=0).startswith('number of rows of B2')
-    short = dataclasses.replace(old, needed='48 seeds')
-    assert changed(short, needed='49 seeds') is None and changed(short, needed='60 seeds')
+    value = STORED['B2'].rows[1].value
+    rows = STORED['B2'].rows[:-1]
+    for name, values, start in (
+        ('B2', {'seconds': 1.0, 'commit': 'b', 'hardware': 'c', 'command': 'd'}, None),
+        ('B2', {'value': value * (1 + 1e-7)}, None),
+        ('B2', {'value': value * (1 + 1e-4)}, 'value of row 1 of B2'),
+        ('A1', {'value': 9e-13}, None),  # within the tolerance of the check
+        ('A1', {'value': 9e-12}, 'value of row 1 of A1'),
+        ('B2', {'decision': 'worse'}, 'decision of row 1 of B2'),
+        ('B2', {'verdict': ClaimVerdict.FAILS}, 'verdict of B2'),
+        ('B2', {'rows': rows, 'decisive': 0}, 'number of rows of B2'),
+        ('B2', {'needed': '49 seeds'}, None),
+        ('B2', {'needed': '60 seeds'}, 'needed of B2'),
+    ):
+        message = changed(name, **values)
+        assert message.startswith(start) if start else message is None
 
 
 @pytest.fixture(scope='module')
@@ -178,12 +169,10 @@ def test_answers_are_from_the_study_that_shows_them_best(results):
     assert [row.study for row in cells] == ['sharing', 'lm_dropped', 'decoder', 'lm_dropped']
     assert [row.decision for row in cells] == [None, 'worse', 'no verdict', 'undecided']
     assert shared.row('masked LM', Kind.MATCHED) is None
-    for arm in results.study('lm_dropped').findings.arms:
-        if not arm.is_baseline:
-            row, difference = made[arm.variant].row('decoder', Kind.MATCHED), arm.difference
-            expected = [difference.mean, difference.low, difference.high]
-            assert [row.value, row.low, row.high] == expected
-            assert row.context['tokens'] == '4,096,000' and row.context['corpus'] == 'stdlib'
+    (arm,) = (a for a in results.study('lm_dropped').findings.arms if a.variant == 'qk/no_o')
+    row, difference = dropped.row('decoder', Kind.MATCHED), arm.difference
+    assert (row.value, row.low, row.high) == (difference.mean, difference.low, difference.high)
+    assert (row.context['tokens'], row.context['corpus']) == ('4,096,000', 'stdlib')
     quarter = ('query_free/vo', 'key_free/vo', 'shared_qk/vo', 'qk/no_v', 'qk/no_o', 'qk/k_is_v')
     assert {variant: answer.attention for variant, answer in made.items()} == {
         **dict.fromkeys((*quarter, 'qk/vo?num_kv_heads=2'), -1 / 4),
@@ -246,20 +235,17 @@ def test_figures_show_the_numbers_of_the_rows(written):
     assert stems == ['answers', 'b2_differences', 'b3_curves', 'e4_differences']
     assert files == {f'{stem}.png' for stem in stems}
     (figure,) = claim_figures(STORED['E4'])
-    means = [
-        points.get_offsets()[0][0]
-        for ax in figure.figure.axes
-        for points in ax.collections
-        if points.get_label() == 'mean'
-    ]
-    lines = compared(STORED['E4'].rows)
-    drawn = [line.rows[kind].value for kind in (Kind.REMOVED, Kind.MATCHED) for line in lines
-             if kind in line.rows]  # fmt: skip
+    marks = [points for ax in figure.figure.axes for points in ax.collections]
+    means = [points.get_offsets()[0][0] for points in marks if points.get_label() == 'mean']
+    lines, kinds = compared(STORED['E4'].rows), (Kind.REMOVED, Kind.MATCHED)
+    drawn = [line.rows[kind].value for kind in kinds for line in lines if kind in line.rows]
     assert means == drawn and len(drawn) > 10
     (figure,) = claim_figures(STORED['B3'])
     with style_sheet():
         figure.figure.draw_without_rendering()
     axes = figure.figure.axes
+    few = [row for row in STORED['B3'].rows if row.context['precision'] != 'float64']
+    assert [len(lines) for lines in curves(few).values()] == [6]  # few enough for one panel
     assert [ax.get_title(loc='left') for ax in axes] == ['float64', 'float32', 'bfloat16']
     assert {(ax.get_xscale(), ax.get_yscale()) for ax in axes} == {('symlog', 'log')}
     assert len({(ax.get_xlim(), ax.get_ylim()) for ax in axes}) == 1
@@ -268,20 +254,14 @@ def test_figures_show_the_numbers_of_the_rows(written):
     assert names == ['rounding alone', 'rounding, trained', 'trained apart']
 
 
-def test_lines_of_a_figure_have_the_shortest_names_that_tell_them_apart():
-    about = {'kind': Kind.MATCHED, 'value': 0.1, 'speaks': Speaks.OPEN, 'unit': 'nats/token'}
-    contexts = [
-        {'model': m, 'size': s, 'again': m} for m, s in (('a', '1'), ('b', '2'), ('b', '3'))
-    ]
-    rows = tuple(Row('x', context=context, **about) for context in contexts)
-    (figure,) = claim_figures(dataclasses.replace(STORED['B4'], rows=rows, decisive=None))
+def test_lines_of_a_figure_have_the_shortest_names_and_the_row_that_decides():
+    def row(kind=Kind.MATCHED, speaks=Speaks.OPEN, value=0.1, decision=None, **context):
+        about = {'arm': 'qk/no_o', 'decision': decision}
+        return Row('x', kind, context, value, speaks, 'nats/token', **about)
+
+    rows = [row(model=m, size=s, again=m) for m, s in (('a', '1'), ('b', '2'), ('b', '3'))]
+    (figure,) = claim_figures(dataclasses.replace(STORED['B4'], rows=tuple(rows), decisive=None))
     assert row_names(figure.figure.axes[0]) == ['size 1', 'size 2', 'size 3']
-
-
-def test_rows_of_both_shapes_are_one_line_and_the_deciding_row_is_shown():
-    def row(kind, speaks, value, decision=None, **context):
-        return Row('arm', kind, context, value, speaks, arm='qk/no_o', decision=decision)
-
     rows = [
         row(Kind.REMOVED, Speaks.FOR, 0.1, 'worse', shape='equal'),
         row(Kind.MATCHED, Speaks.BESIDE, 0.2, shape='equal'),
@@ -293,32 +273,26 @@ def test_rows_of_both_shapes_are_one_line_and_the_deciding_row_is_shown():
     assert (line.context, line.decision) == ({}, 'worse / undecided')
 
 
-def test_many_lines_have_a_panel_for_each_value_of_a_context():
-    rows = STORED['B3'].rows
-    assert [axis.context for axis in curves(rows)] == ['float64', 'float32', 'bfloat16']
-    few = [row for row in rows if row.context['precision'] != 'float64']
-    assert [len(lines) for lines in curves(few).values()] == [6]
-
-
-@pytest.mark.parametrize(
-    ('block', 'old', 'changed'),
-    [('claims_verdicts', 'B2', 'B9'), ('claims_b', '-0.0052', '-0.0053'), ('answers', '62', '63')],
-)
-def test_blocks_of_markdown_pages_are_written_and_checked(kept, block, old, changed):
-    page = kept / f'{block}.md'
-    with pytest.raises(ReportError, match=f'{block}.md is not what its studies give'):
-        check_page(page, pages.BLOCKS)
-    assert check_page(page, pages.BLOCKS, write=True) == 1
-    text = page.read_text()
-    assert text.startswith('before 1.5\n') and LINES[block] in text
-    assert check_page(page, pages.BLOCKS) == 1
-    page.write_text(text.replace(old, changed, 1))
-    with pytest.raises(ReportError, match='not what its studies give'):
-        check_page(page, pages.BLOCKS)
+def test_blocks_of_markdown_pages_are_written_and_checked(written, tmp_path):
+    kept = shutil.copytree(written, tmp_path / 'kept')
+    changes = {'claims_verdicts': ('B2', 'B9'), 'claims_b': ('52', '53'), 'answers': ('62', '63')}
+    for block, change in changes.items():
+        page = kept / f'{block}.md'
+        page.write_text(f'before 1.5\n<!-- {block}: . -->\n<!-- end -->\n')
+        with pytest.raises(ReportError, match=f'{block}.md is not what its studies give'):
+            check_page(page, pages.BLOCKS)
+        assert check_page(page, pages.BLOCKS, write=True) == 1
+        text = page.read_text()
+        assert text.startswith('before 1.5\n') and LINES[block] in text
+        assert check_page(page, pages.BLOCKS) == 1
+        page.write_text(text.replace(*change, 1))
+        with pytest.raises(ReportError, match='not what its studies give'):
+            check_page(page, pages.BLOCKS)
     (kept / CLAIMS).unlink()
     (kept / ANSWERS).unlink()  # an empty block before there are results
-    page.write_text(f'<!-- {block}: . -->\n<!-- end -->\n')
-    assert check_page(page, pages.BLOCKS) == 1
+    for block in changes:
+        page.write_text(f'<!-- {block}: . -->\n<!-- end -->\n')
+        assert check_page(page, pages.BLOCKS) == 1
 
 
 def test_cells_have_signs_of_differences_and_what_decides():
@@ -327,11 +301,5 @@ def test_cells_have_signs_of_differences_and_what_decides():
     decided = dataclasses.replace(row, speaks=Speaks.OPEN, relation='not_worse')
     assert pages._spoken([row, decided]) == 'open "not worse"'
     assert pages.amount(dataclasses.replace(row, kind=Kind.MEASURED, low=None)) == '0.0620'
-
-
-@pytest.mark.parametrize(
-    ('seconds', 'text'),
-    [(0.2, '< 1 s'), (3.4, '3 s'), (59.2, '59 s'), (90, '2 min'), (5025, '1 h 24 min')],
-)
-def test_durations(seconds, text):
-    assert pages.duration(seconds) == text
+    durations = {0.2: '< 1 s', 3.4: '3 s', 59.2: '59 s', 90: '2 min', 5025: '1 h 24 min'}
+    assert [pages.duration(seconds) for seconds in durations] == [*durations.values()]

@@ -1,25 +1,16 @@
 """Synthetic studies and a strict reader of HTML."""
 
-import contextlib
 import json
 import math
 from html.parser import HTMLParser
 
-import pytest
-
-from qkattn import report
-from qkattn.config import fingerprint_of
-from qkattn.report import export
-from qkattn.report.figures import style
 from qkattn.storage import ledger
-from qkattn.study import stored
 from qkattn.verdict import find, load_study
-from tests.studies import outside_record, tuned_arm, write_lines, write_tuned
+from tests.studies import tuned_arm, write_tuned
 
 BASE = tuple(2 + 0.01 * math.sin(seed) for seed in range(8))
 SIZES = {f'd_model={d}': d for d in (32, 64, 96, 128)}
 LONG = 'my_package.my_module:MyScore/my_package.other:MyValue?num_kv_heads=1'
-HOSTILE = '<script>alert("x")</script>--><b>&amp;$\\frac$|a_b\n%'
 
 
 def read(directory):
@@ -31,7 +22,7 @@ def shifted(mean, spread=0.001):
     return [loss + mean + spread * (-1) ** seed for seed, loss in enumerate(BASE)]
 
 
-def arms(size='d_model=128', **changes):
+def arms():
     """A baseline and one arm of each decision."""
     made = {
         'qk/vo': BASE,
@@ -40,7 +31,7 @@ def arms(size='d_model=128', **changes):
         'same/vo': shifted(0.0005),
         'wide/vo': shifted(0.006, 0.012),
     }
-    return [r for v, losses in made.items() for r in tuned_arm(v, size, losses, **changes)]
+    return [r for v, losses in made.items() for r in tuned_arm(v, losses=losses)]
 
 
 def scaled(multiplier):
@@ -81,7 +72,7 @@ def controlled(directory):
         for record in arms[variant, control]:
             record |= {'parameters': counts, 'target_parameters': target, 'residual': more / target}
     late = arms.pop(('qk/no_v', None))
-    records = [record for of in arms.values() for record in of]
+    records = [record for trials in arms.values() for record in trials]
     controls = {'equal_shape': True, 'longer': 4, 'longer_seeds': []}
     write_tuned(directory, records, controls=controls)
     ledger.look(directory)
@@ -121,63 +112,3 @@ class Page(HTMLParser):
 
     def handle_data(self, data):
         self.words.append(data)
-
-
-def renamed(directory):
-    """The runs named by the hashes of their configs, as the planner names them."""
-    lines = [json.loads(line) for line in (directory / 'plan.jsonl').read_text().splitlines()]
-    names = {line['run']: fingerprint_of(line['config']) for line in lines}
-    for line in lines:
-        line['run'] = names[line['run']]
-    write_lines(directory / 'plan.jsonl', lines)
-    results = [json.loads(line) for line in (directory / 'results.jsonl').read_text().splitlines()]
-    for result in results:
-        result['run'] = result['config_hash'] = names[result['run']]
-    write_lines(directory / 'results.jsonl', results)
-    content = json.loads((directory / ledger.YARDSTICKS).read_text())
-    for of in (*content['groups'], *content['runs']):
-        of['run'] = names[of['run']]
-    (directory / ledger.YARDSTICKS).write_text(json.dumps(content))
-    return directory
-
-
-@contextlib.contextmanager
-def unrendered():
-    """Pictures are no part of a check: they are not rendered."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(style, 'render', lambda figure, kind: b'<svg></svg>')
-        yield
-
-
-@pytest.fixture(scope='module')
-def blank():
-    with unrendered():
-        yield
-
-
-@pytest.fixture(scope='package')
-def written(tmp_path_factory):
-    """A tuned study with its report, to be copied."""
-    arms = {'qk/vo': 2.0, 'qk/no_o': 2.1, 'qk/no_v': 1.9}
-    records = [
-        record
-        for place, (variant, loss) in enumerate(arms.items())
-        for record in tuned_arm(
-            variant, losses=[loss + 0.001 * seed + 0.003 * place * (seed % 3) for seed in range(8)]
-        )
-    ]
-    for record in records:
-        own = outside_record('qk/vo', 1 / record['val_loss'])
-        record |= {name: own[name] for name in own if name not in record}
-    directory = renamed(write_tuned(tmp_path_factory.mktemp('verify') / 'study', records))
-    with unrendered():
-        report.write_report(directory)
-    return directory
-
-
-@pytest.fixture
-def study(written, tmp_path):
-    """A copy of it that was stored and is a working directory again."""
-    kept = export(written, tmp_path / 'kept')
-    stored.unpack_in_place(kept)
-    return kept

@@ -8,14 +8,7 @@ from matplotlib.text import Text
 from qkattn.report.columns import probes
 from qkattn.report.figures import attention_figure, figures
 from qkattn.report.figures.forest import Line, Panel, forest
-from qkattn.report.figures.style import (
-    INK,
-    Drawing,
-    short,
-    style_sheet,
-    styles,
-    write_plots,
-)
+from qkattn.report.figures.style import INK, Drawing, short, style_sheet, styles, write_plots
 from qkattn.report.page import described
 from tests.report.conftest import LONG, SIZES, arms, read, row_names, scaled, shifted
 from tests.studies import (
@@ -162,10 +155,9 @@ def test_text_is_legible_on_a_narrow_screen_and_nothing_overlaps(drawn):
 
 
 def test_every_format_is_written_and_no_other_figure_stays(tmp_path):
+    panel = Panel([Line('a/vo', absent='no result yet')], 'x')
     with style_sheet():
-        figure = forest(
-            [Panel([Line('a/vo', absent='no result yet')], 'x')], styles(['a/vo'], None)
-        )
+        figure = forest([panel], styles(['a/vo'], None))
     (tmp_path / 'old.svg').write_text('<svg></svg>')
     svg = write_plots(tmp_path, [Drawing(figure, 'new')])['new']
     files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -176,9 +168,8 @@ def test_every_format_is_written_and_no_other_figure_stays(tmp_path):
     assert np.mean(np.any(image < 0.9, axis=-1)) > 0.01 and np.all(edge > 0.99)
     # Fonts that journals take, no bitmap, and no date.
     assert b'/CIDFontType2' in files['new.pdf']
-    assert not any(
-        word in files['new.pdf'] for word in (b'/Type3', b'Subtype /Image', b'/CreationDate')
-    )
+    for mark in (b'/Type3', b'Subtype /Image', b'/CreationDate'):
+        assert mark not in files['new.pdf']
     write_plots(tmp_path, [Drawing(figure, 'new')])
     assert files == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
@@ -254,18 +245,15 @@ def test_singular_values_are_relative_to_the_largest_without_rounding_errors():
     assert np.isnan(line(ax, 'head 1').get_ydata()).all()
 
 
-@pytest.mark.parametrize('length', [40, 41])
-def test_outer_maps_name_the_tokens_where_they_are_few(length):
-    words = [f'{place}.' for place in range(length)]
-    maps_NTS = np.zeros((3, 4, length))
-    figure = attention_figure.attention_maps({0: maps_NTS, 2: maps_NTS}, words[:4], words)
-    few = length == 40
-    for place, ax in enumerate(figure.axes[:6]):
-        sides = (
+def test_outer_maps_name_the_tokens_where_they_are_few():
+    for length, few in ((40, True), (41, False)):
+        words = [f'{place}.' for place in range(length)]
+        maps_NTS = np.zeros((2, 4, length))
+        figure = attention_figure.attention_maps({0: maps_NTS, 2: maps_NTS}, words[:4], words)
+        named = [
             [t.get_text() for t in axis.get_ticklabels() if axis.get_tick_params()[side]]
+            for ax in figure.axes[:4]
             for axis, side in ((ax.yaxis, 'labelleft'), (ax.xaxis, 'labelbottom'))
-        )
-        assert list(sides) == [
-            words[:4] if few and place % 3 == 0 else [],
-            words if few and place >= 3 else [],
         ]
+        left, below = (words[:4], words) if few else ([], [])
+        assert named == [left, [], [], [], left, below, [], below]

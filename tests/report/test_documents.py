@@ -1,0 +1,497 @@
+"""Pages and tables: structure, numbers recomputed from records, names as text in every format."""
+
+import csv
+import dataclasses
+import io
+import json
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from qkattn.config import Config, TrainConfig, TrialsConfig, fingerprint, to_json
+from qkattn.errors import ReportError
+from qkattn.report import documents, headline, show_run_report, tables, write_report
+from qkattn.report.columns import HEADLINE, PAGE, losses, printed_in, probes, scores
+from qkattn.report.figures import figures
+from qkattn.report.page import load_run, loss_curves, trial_table
+from qkattn.report.sheets import sheets
+from qkattn.stats.decision import Decision
+from qkattn.storage import ledger
+from qkattn.storage.records import write_json
+from qkattn.verdict import load_study
+from qkattn.verdict.arms import arms_of
+from tests import studies
+from tests.report.conftest import BASE, Page, controlled, read, scaled, shifted
+from tests.studies import (
+    edit_plan,
+    outside_record,
+    probe_record,
+    translation_record,
+    trial_record,
+    tuned_arm,
+    write_study,
+    write_tuned,
+)
+
+ROOT = Path(__file__).parents[2]
+LOSSES = {'qk/vo': (2.00, 2.10, 2.30), 'merged_qk/vo': (2.05, 2.12, 2.38)}
+
+
+@pytest.fixture
+def single(study_dir):
+    """A study without tuning, one of whose trials diverged."""
+    records = [
+        trial_record(variant, seed=seed, val_loss=loss)
+        for variant, losses in LOSSES.items()
+        for seed, loss in enumerate(losses)
+    ]
+    records.append(trial_record('merged_qk/vo', seed=3, learning_rate=3e-3, val_loss=None))
+    return read(write_study(study_dir, records, declared=[('qk/merged_vo', 'd_model=128')]))
+
+
+@pytest.fixture(scope='module')
+def of_controls(tmp_path_factory):
+    return read(controlled(tmp_path_factory.mktemp('controlled') / 'study'))
+
+
+def two_arms(size='d_model=128'):
+    return [*tuned_arm('qk/vo', size, BASE), *tuned_arm('b/vo', size, shifted(0.1))]
+
+
+def row(study, findings, number):
+    """The printed cells of an arm, by their headings."""
+    of_study = printed_in(PAGE, study, findings)
+    names = [column.heading.replace('|', ' ') for column in of_study]
+    return dict(zip(names, tables.cells(of_study, findings.arms)[number], strict=True))
+
+
+def sheet(study, findings, name):
+    """The rows of a sheet by their first cell, each by its headings."""
+    (match,) = [sheet for sheet in sheets(study, findings) if sheet.name == name]
+    titles = [heading for heading, _ in match.headings]
+    return {cells[0]: dict(zip(titles, cells, strict=True)) for cells in match.rows}
+
+
+def page_of(path):
+    """The page of a study without figures."""
+    return documents(*read(path), (), {})['report.html']
+
+
+def records_of(text):
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+def test_every_number_of_the_table(single):
+    record, losses = trial_record('merged_qk/vo'), LOSSES['merged_qk/vo']
+    spread, parameters = statistics.stdev(losses), record['parameters']
+    correlation = statistics.correlation(LOSSES['qk/vo'], losses)
+    assert row(*single, 1) == {
+        'variant': 'merged_qk/vo',
+        'size': 'd_model=128',
+        # Differences 0.05, 0.02, 0.08; half width 4.3027 * 0.03 / sqrt(3).
+        'difference in test loss, nats/token [95 % interval]': '+0.0500 [-0.0245, +0.1245]',
+        'test loss, nats/token mean ± sd': f'{statistics.mean(losses) + 0.1:.4f} ± {spread:.4f}',
+        'val loss, nats/token mean ± sd': f'{statistics.mean(losses):.4f} ± {spread:.4f}',
+        'learning rate': '0.001*',
+        'correlation over seeds': f'{correlation:+.2f}',
+        'seeds': '3',
+        'parameters': f'{parameters["total"]:,}',
+        'residual, %': f'{100 * record["residual"]:+.3f}',
+        'attention parameters': f'{parameters["attention"]:,}',
+        'd_model': '128',
+        'd_ff': '512',
+        'FLOPs /token': f'{6 * parameters["total"] / 1e6:.2f}M',
+        'cache floats/token': '1.02k',
+        'tokens /s': '123k',
+        'run time, s': '12.5',
+        'diverged': '1/4',
+    }
+
+
+def test_the_headline_has_the_p_value_of_the_test_behind_the_word(of_controls):
+    (column,) = [c for c in printed_in(HEADLINE, *of_controls) if c.heading.startswith('p,')]
+    arm = of_controls[1].arms[1]
+    numbers = {'p_holm': 0.1, 'p_margin_holm': 0.2, 'p_equivalence_holm': 0.3}
+    for decision, p in (('WORSE', '0.200'), ('EQUIVALENT', '0.300'), ('UNDECIDED', '0.100')):
+        verdict = dataclasses.replace(arm.verdict, decision=Decision[decision], **numbers)
+        assert column.print(dataclasses.replace(arm, verdict=verdict)) == p
+
+
+def test_csv_has_every_column_once_in_the_unit_of_results_to_six_digits(single):
+    assert tables.frame(*single).columns.is_unique
+    first, second = records_of(tables.csv_table(*single))
+    assert first['is_baseline'] == '1' and first['difference_mean'] == ''
+    assert float(second['difference_mean']) == pytest.approx(0.05)
+    assert float(second['val_loss_mean']) == round(statistics.fmean(LOSSES['merged_qk/vo']), 5)
+    assert float(second['compile_seconds']) == 3.25
+    assert second['seeds'] == '0 1 2' and second['learning_rates_run'] == '0.001 0.003'
+
+
+NO_TEST = dict.fromkeys(
+    f'test_{name}' for name in ('loss', 'bits_per_byte', 'accuracy', 'solved', 'bleu', 'chrf')
+) | {'test_exact_match': None}
+INDUCTION = {'val_induction_gain': 1.0, 'val_induction_accuracy': 0.5}
+
+
+@pytest.mark.parametrize(
+    ('record', 'split', 'scored', 'probed'),
+    [
+        # A language model has an accuracy too; its loss says more.
+        (trial_record('qk/vo', val_accuracy=0.5, val_solved=0.0), 'test', '', []),
+        (trial_record('qk/vo', **NO_TEST, **INDUCTION), 'val', '', list(INDUCTION)),
+        (probe_record('qk/vo'), 'test', 'accuracy solved', []),
+        (probe_record('qk/vo') | NO_TEST, 'val', 'accuracy solved', []),
+        (translation_record('qk/vo'), 'test', 'bleu chrf exact_match', []),
+        (translation_record('qk/vo') | NO_TEST, 'val', 'bleu chrf exact_match', []),
+        (translation_record('qk/vo', bleu=None), 'val', '', []),
+    ],
+)
+def test_metrics_are_shown_that_trials_have(study_dir, record, split, scored, probed):
+    arms = arms_of(load_study(write_study(study_dir, [record])))
+    shown = ['val_loss', 'test_loss'][: 1 if split == 'val' else 2]
+    scored = [f'{split}_{name}' for name in scored.split()]
+    for chosen, fields in ((losses, shown), (scores, scored), (probes, probed)):
+        assert [measure.field for measure in chosen(arms)] == fields
+
+
+def test_scores_are_printed_in_their_unit_and_with_how_they_were_measured(study_dir):
+    records = [
+        translation_record(variant, seed=seed, bleu=bleu)
+        for variant in ('qk/vo', 'b/vo')
+        for seed, bleu in enumerate((20.5, 21.5))
+    ]
+    pair = read(write_study(study_dir, records))
+    printed = row(*pair, 1)
+    assert printed['test BLEU mean ± sd'] == '21.00 ± 0.71'
+    assert printed['test exact match, % mean ± sd'] == '10.50 ± 0.35'
+    text = ' '.join(tables.notes(*pair))
+    assert text.count('signature nrefs:1|case:lc|tok:13a|version:2.5.1.') == 1
+    record = records_of(tables.csv_table(*pair))[1]
+    assert (record['test_bleu_mean'], record['test_exact_match_mean']) == ('21.0', '0.105')
+
+
+def test_a_metric_from_outside_is_a_column_without_its_module(study_dir, tmp_path, monkeypatch):
+    (tmp_path / 'evil.py').write_text('raise AssertionError("imported")')
+    monkeypatch.syspath_prepend(tmp_path)
+    values = {'qk/vo': (0.5, 0.75), 'b/vo': (0.25, None)}
+    records = [
+        outside_record(variant, value, seed=seed)
+        for variant, numbers in values.items()
+        for seed, value in enumerate(numbers)
+    ]
+    write_study(study_dir, records)
+    for run in {record['run'] for record in records}:
+        edit_plan(study_dir, run, train__metrics=['evil:TOP_3'])
+    pair = read(study_dir)
+    title = 'test top 3, % mean ± sd'
+    assert [row(*pair, number)[title] for number in (0, 1)] == ['62.5000 ± 17.6777', '-']
+    assert 'Test top 3: Share of the first three.' in tables.notes(*pair)
+    assert records_of(tables.csv_table(*pair))[0]['test_top_3_mean'] == '0.625'
+    trials = [trial['val_top_3'] for trial in records_of(tables.trials_csv(*pair))]
+    assert trials == ['0.5', '0.75', '0.25', '']
+    # Another description is a problem; results that lack the metric have no number.
+    described = records[0]['outside_metrics']['top_3'] | {'decimals': 2}
+    records[0]['outside_metrics'] = {'top_3': described}
+    pair = read(write_study(study_dir, [*records, trial_record('c/vo')]))
+    (problem,) = pair[0].problems
+    assert "descriptions of metric 'top_3' differ" in problem and row(*pair, 2)[title] == '-'
+
+
+def test_what_is_wrong_with_a_control_is_in_the_way_of_no_verdict(study_dir):
+    records = [*two_arms(), *tuned_arm('b/vo', control='equal_shape', optimum=16e-3)]
+    html = page_of(write_tuned(study_dir, records))
+    assert 'b/vo at d_model=128 (equal shape): learning rate not bracketed' in html
+    assert 'In the way of a verdict' not in html
+
+
+def test_changes_of_settings_are_printed(study_dir):
+    path = write_tuned(study_dir, two_arms())
+    ledger.look(path)
+    study = json.loads((path / 'study.json').read_text()) | {'margin': 0.01}
+    ledger.declare(path, study, ['margin: 0.005 -> 0.01', 'looks: [4, 8] -> [8]'])
+    (path / 'study.json').write_text(json.dumps(study))
+    changed = [entry['details'] for entry in sheet(*read(path), 'ledger').values()][-1]
+    assert changed.startswith('post hoc: margin: 0.005 -> 0.01; looks: [4, 8] -> [8]; declaration ')
+
+
+def test_settings_are_those_of_the_runs(study_dir):
+    path = write_tuned(study_dir, tuned_arm('qk/vo'))
+    run = studies.run_name('qk/vo', 'd_model=128', 'verdict')
+    edit_plan(path, run, optimizer__decay='coupled', model__dropout=0.1, model__init='nanogpt')
+    edit_plan(path, run, optimizer__name='my:opt', model__normalizer='my:n', model__logit_cap=9.0)
+    values = dict(tables.settings(*read(path)))
+    assert values['weight decay'].startswith('coupled to the learning rate')
+    assert values['dropout'].startswith('0.1, of attention probabilities 0.1')
+    assert values['initialization'].startswith('nanogpt, init embedding 1')
+    assert values['optimizer'].startswith('my:opt; gradients')
+    assert values['model'].endswith('normalizer my:n, logits capped at 9')
+
+
+def test_several_corpora_have_a_word_each_and_one_over_all(study_dir):
+    made = {'qk/vo': (0.0, 0.0), 'b/vo': (-0.03, -0.02), 'c/vo': (0.0002, 0.02)}
+    records = [
+        record
+        for variant, shifts in made.items()
+        for corpus, shift in zip(('stdlib', 'packages'), shifts, strict=True)
+        for record in tuned_arm(variant, losses=shifted(shift), corpus=corpus)
+    ]
+    pair = read(write_tuned(study_dir, records))
+    overall = sheet(*pair, 'overall')['c/vo']
+    words = (overall['verdict'], overall['stdlib'], overall['packages'])
+    assert words == ('worse', 'equivalent', 'worse')
+    text = tables.report_markdown(*pair)
+    assert 'Over all corpora: b/vo (-0.0250 [' in text
+    assert 'At equal total parameters (820k, packages)' in text
+    assert 'Over all corpora: b/vo -0.0250 [' in headline(*pair)
+    titles = [ax.get_title(loc='left') for ax in figures(*pair)[0].figure.axes]
+    assert titles == ['stdlib', 'packages']
+
+
+def test_each_baseline_stands_beside_its_yardstick(study_dir):
+    """What was measured of a baseline, what was not, and whether it is trained enough."""
+    sizes = ('d_model=64', 'd_model=128')
+    records = [r for size in sizes for r in two_arms(size=size)]
+    trial = {'seed': 0, 'loss': 2.1, 'positions': {'1': 2.5, '2': None}, 'shuffled': None}
+    trials = {'qk/vo': [trial | {'early': 2.2, 'late': late} for late in (1.9, 2.0)]}
+    counts = {'val': {'4-gram': 3.0}, 'test': {'3-gram': 2.5, '4-gram': 2.25}}
+    pair = read(write_tuned(study_dir, records, yardsticks={'losses': counts, 'trials': trials}))
+    row = list(sheet(*pair, 'yardsticks')['d_model=128'].values())
+    assert row[2:] == ['yes', '307k', '2.101', '4-gram', '2.250', '0.250', '-', '-']
+    position = sheet(*pair, 'positions')['qk/vo']
+    assert (position['1'], position['2'], position['sources|shuffled']) == ('2.500', '-', '-')
+    studies.write_yardsticks(study_dir, records, losses={'test': {'4-gram': 2.0}})
+    row = sheet(*read(study_dir), 'yardsticks')['d_model=64']
+    assert (row['trained|enough'], row['gain by|position']) == ('no', 'not recorded')
+
+
+def test_names_are_text_in_tables():
+    for name, escaped in (
+        ('a|b', r'a\|b'),
+        ('<script>alert(1)</script>', '&lt;script>alert(1)&lt;/script>'),
+        ('<!-- a --> &amp; &#60;', '&lt;!-- a --> &amp;amp; &amp;#60;'),
+        ('a < b & c > d', 'a < b & c > d'),
+        ('![a](http://b) [c][d]', r'![a]\(http://b) [c]\[d]'),
+        ('`a` \\frac', r'\`a\` \\frac'),
+        ('one\ntwo\r\n# three', 'one two # three'),
+        ('\x1b[31mred \u202egro', r'\\x1b[31mred \\u202egro'),
+    ):
+        titles, _, row = tables.markdown_table([(name, True)], [[name]]).splitlines()
+        assert row == f'| {escaped} |' and titles == row.replace(r'\|', ' ')
+    for name, escaped in (
+        ('a_b\n50 %', r'a\_b 50 \%'),
+        ('-0.1 [-0.2, +0.3]', r'\ensuremath{-}0.1 [\ensuremath{-}0.2, +0.3]'),
+        ('8-9 p-value', '8-9 p-value'),
+        ('\\x{', r'\textbackslash{}x\{'),
+        ('1 ± 2', r'1 \ensuremath{\pm} 2'),
+    ):
+        assert tables.latex(name) == escaped
+
+
+def test_names_are_text_everywhere(study_dir):
+    name = '<script>alert("x")</script>--><b>&amp;$\\frac$|a_b\n%\x1b[2J\u202e'
+    records = [trial_record(variant) for variant in ('qk/vo', name)]
+    changes = {'question': f'<img src=x onerror=alert(1)>{name}', 'name': f'</title>{name}'}
+    pair = read(write_study(study_dir, records, **changes))
+    page = Page(documents(*pair, (), {})['report.html'])
+    assert not {tag for tag, _ in page.tags} & {'script', 'b', 'img'}
+    assert name.split('\n')[0] in page.text and '<img src=x onerror=alert(1)>' in page.text
+    text = tables.terminal_text(*pair, study_dir / 'report.html', 120)
+    for printed in (text, tables.report_markdown(*pair), headline(*pair)):
+        assert not re.search('[\x1b\u202e]', printed)
+    assert not re.search('<[a-z/!]', tables.report_markdown(*pair))
+    table = tables.latex_table(*pair)
+    plain = re.sub(r'\\[{}%&#$_\\]', '', table)
+    assert plain.count('{') == plain.count('}')
+    assert not re.search(r'[_#^~|<>$%]', plain.partition('\n')[2])
+    lines = [line for line in table.splitlines() if line.endswith(r'\\')]
+    assert {len(re.split(r'(?<!\\)&', line)) for line in lines} == {2}
+
+
+def test_text_tables_are_aligned():
+    text = tables.text_table([('name', True), ('loss,|nats', False)], [['a\n', '1'], ['b', '23']])
+    rows = ['name  loss,', '       nats', '----  -----', r'a\n       1', 'b        23']
+    assert text.splitlines() == rows
+
+
+def test_a_study_fits_a_terminal(of_controls, monkeypatch):
+    for columns, width in ((80, 80), (200, tables.WIDTH)):
+        monkeypatch.setenv('COLUMNS', str(columns))
+        assert tables.width_of_terminal() == width
+        lines = tables.terminal_text(
+            *of_controls, Path('runs/study/report.html'), width
+        ).splitlines()
+        assert max(map(len, lines)) <= width
+        (titles,) = (line for line in lines if line.startswith('variant  '))
+        assert 'difference in test loss' in titles and 'verdict' in titles
+        assert titles.count('variant') == 1
+        table, report = lines[-2:]
+        assert table.endswith('runs/study/table.md') and report == 'report: runs/study/report.html'
+
+
+def test_columns_that_do_not_fit_are_left_out():
+    titles = [('name', True), ('a' * 30, False), ('b' * 36, False), ('c' * 10, False)]
+    rows = [['x' * 80, '1', '2', '3'], ['y', '4', '5', '6']]
+    for width, kept in ((60, 2), (95, 3), (120, 4)):
+        lines = tables.fitted(titles, rows, width).splitlines()
+        assert max(map(len, lines)) <= width and lines[-1].split() == rows[1][:kept]
+        assert len(lines[-2].split()[0]) <= width // 4
+
+
+def test_a_row_for_every_trial_with_the_numbers_of_its_result(of_controls):
+    study, findings = of_controls
+    results = (study.directory / 'results.jsonl').read_text().splitlines()
+    table = records_of(tables.trials_csv(study, findings))
+    for row, result in zip(table, map(json.loads, results), strict=True):
+        for name in ('variant', 'size', 'corpus', 'stage', 'status', 'run'):
+            assert row[name] == result[name]
+        assert (row['control'], row['knob']) == (result['control'] or '', result['knob'] or '')
+        for name in ('seed', 'learning_rate', 'weight_decay'):
+            assert float(row[name]) == result['trial'][name]
+        for name in ('num_steps', 'val_loss', 'test_loss', 'test_bits_per_byte', 'residual'):
+            assert float(row[name]) == result[name]
+        assert (study.directory / row['directory']).is_dir()
+    assert float(table[0]['score_scale']) == 1.0
+    assert not [name for name in table[0] if 'bleu' in name]  # nothing has translated here
+
+
+def test_diverged_trials_and_those_that_results_are_from_are_marked(study_dir):
+    records = tuned_arm('qk/vo', losses=[2.0, None, 2.2], diverged_rates=studies.RATES[-1:])
+    table = records_of(tables.trials_csv(*read(write_tuned(study_dir, records))))
+    verdict = [(r['status'], r['val_loss'], r['chosen']) for r in table if r['stage'] == 'verdict']
+    assert verdict == [('finished', '2.0', '1'), ('diverged', '', '0'), ('finished', '2.2', '1')]
+    assert {row['chosen'] for row in table if row['stage'] == 'screening'} == {'0'}
+
+
+def test_a_report_is_complete_well_formed_and_self_contained(study_dir):
+    records = [trial_record(variant, seed=s) for variant in ('qk/vo', 'b/vo') for s in (0, 1)]
+    write_study(study_dir, records)
+    command = [sys.executable, '-m', 'experiments.report', f'--study={study_dir}']
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f'report: {study_dir / "report.html"}'
+    files = {path.name for path in study_dir.iterdir()}
+    assert files >= {'report.html', 'table.md', 'table.csv', 'table.tex', 'trials.csv', 'plots'}
+    html = (study_dir / 'report.html').read_text()
+    page = Page(html)
+    assert not {tag for tag, _ in page.tags} & {'script', 'link', 'iframe', 'object'}
+    attributes = [pair for _, attrs in page.tags for pair in attrs.items()]
+    links = {value for name, value in attributes if name in ('src', 'href', 'action')}
+    assert all(link.startswith(('#', 'data:image/svg+xml;base64,')) for link in links)
+    assert {link[1:] for link in links if link[0] == '#'} <= set(page.ids)
+    assert len(page.ids) == len(set(page.ids)) and 'http' not in html and '@import' not in html
+    assert [tag for tag, _ in page.tags].count('img') == len(list(study_dir.glob('plots/*.png')))
+    before = {path: path.read_bytes() for path in study_dir.glob('**/*') if path.is_file()}
+    assert write_report(study_dir).read_text() == html
+    assert before == {path: path.read_bytes() for path in before}
+
+
+def test_scaling_gives_the_reason_where_there_is_no_law(study_dir):
+    few = [r for r in scaled(1.2) if r['size'] in ('d_model=32', 'd_model=64')]
+    html = page_of(write_tuned(study_dir / 'few', few))
+    assert 'a scaling law needs 4 sizes or more, there are 2' in html
+    sizes = ('small', 'large')
+    lost = [trial_record(v, size, val_loss=None) for size in sizes for v in ('qk/vo', 'b/vo')]
+    text = Page(page_of(write_study(study_dir / 'lost', lost))).text
+    assert 'No scaling law: no arm has a size' in text and 'diverged 4 of 4 trials' in text
+
+
+def test_a_baseline_without_results_is_named(study_dir):
+    records = [trial_record(variant) for variant in ('b/vo', 'c/vo')]
+    variants = ['absent/vo', 'b/vo', 'c/vo']
+    html = page_of(write_study(study_dir, records, baseline='absent/vo', variants=variants))
+    text = 'No difference at d_model=128: the baseline absent/vo has no finished trial there.'
+    assert text in html
+
+
+def test_provenance_is_flat_and_short(study_dir):
+    devices = {'platform': 'gpu', 'kind': 'H200', 'count': 8}
+    records = [
+        translation_record(f'v{i}/vo', provenance={'started': f'12:0{i}', 'devices': devices})
+        for i in range(5)
+    ]
+    text = Page(page_of(write_study(study_dir, records))).text
+    assert 'device 8 x H200' in text and 'devices: count 8' in text
+    assert 'data pairs-de-en/de → pairs-de-en/en 1.0.0 parameters' in text
+    assert '12:02 (1 run); and 2 more' in text and '12:03' not in text
+
+
+def test_a_report_that_fails_leaves_nothing(study_dir):
+    study_dir.mkdir()
+    with pytest.raises(ReportError, match='does not exist'):
+        write_report(study_dir)
+    assert list(study_dir.iterdir()) == []
+
+
+CONFIG = Config(train=TrainConfig(num_steps=400), trials=TrialsConfig(seeds=(3, 4)))
+
+
+def written(path, steps=400, finished=True):
+    """A run of two trials, the second of which diverges after step 200."""
+    path.mkdir()
+    write_json(path / 'config.json', {'hash': fingerprint(CONFIG), 'config': to_json(CONFIG)})
+    start = {'command': ['qkattn', 'train'], 'git': {'commit': 'abc<d>'}, 'python': '3.11'}
+    write_json(path / 'provenance.json', {'starts': [start | {'versions': {}, 'devices': {}}]})
+    records = []
+    for step in range(100, steps + 1, 100):
+        second = 6 - step / 100 if step <= 200 else None
+        records.append({'kind': 'train', 'step': step, 'loss': [5 - step / 100, second]})
+        if step % 200 == 0:
+            records.append({'kind': 'eval', 'step': step, 'val_loss': [5.5 - step / 100, second]})
+    (path / 'metrics.jsonl').write_text(''.join(json.dumps(r) + '\n' for r in records))
+    if finished:
+        trials = CONFIG.trials.trials()
+        ended = studies.result_record(trial=trials[0], val_loss=1.5, test_loss=1.625)
+        diverged = studies.result_record(trial=trials[1], val_loss=None, test_loss=None)
+        result = [ended, diverged | {'status': 'diverged', 'diverged_at': 201}]
+        data = {'name': 'own', 'version': '1-carved-test', 'carved': {'test': 0.1}}
+        common = {'train_seconds': 61.0, 'data': data}
+        write_json(path / 'result.json', [r | common for r in result])
+    return path
+
+
+def test_a_finished_run_has_curves_numbers_settings_and_provenance(tmp_path, monkeypatch):
+    monkeypatch.setenv('COLUMNS', '100')
+    lines = show_run_report(written(tmp_path / 'run')).splitlines()
+    assert max(map(len, lines[:-1])) <= 100
+    assert lines[3].split()[:5] == ['seed', '3', 'finished', '1.5000', '1.6250']
+    assert lines[4].split()[:7] == ['seed', '4', 'diverged', 'at', 'step', '201', '-']
+    html = (tmp_path / 'run/report.html').read_text()
+    page = Page(html)
+    assert [tag for tag, _ in page.tags].count('img') == 1 and 'http' not in html
+    for shown in ('1.6250', 'diverged at step 201', 'train.num_steps', 'git.commit abc<d>', '61 s'):
+        assert shown in page.text
+    assert 'own 1-carved-test (10 % of train carved as test split)' in page.text
+    with pytest.raises(ReportError, match='is the directory of a run; give it as --run'):
+        load_study(tmp_path / 'run')
+
+
+def test_the_curves_are_those_of_the_log(tmp_path):
+    (axes,) = loss_curves(load_run(written(tmp_path / 'run'))).axes
+    lines = {line.get_label(): line.get_xydata() for line in axes.lines}
+    train = [[100, 5], [200, 4], [300, np.nan], [400, np.nan]]
+    np.testing.assert_array_equal(lines['seed 4, training'], train)
+    np.testing.assert_array_equal(lines['seed 3, validation'], [[200, 3.5], [400, 1.5]])
+
+
+def test_an_unfinished_run_shows_its_last_losses(tmp_path):
+    path = written(tmp_path / 'run', steps=300, finished=False)
+    titles, rows = trial_table(load_run(path))
+    assert [title.split()[0] for title, _ in titles[2:]] == ['training', 'val']
+    assert rows == [
+        ['seed 3', 'unfinished', '2.0000', '3.5000'],
+        ['seed 4', 'unfinished', '-', '4.0000'],
+    ]
+    show_run_report(path)
+    assert '300 of 400' in (path / 'report.html').read_text()
+
+
+def test_what_is_no_run_with_a_log_is_refused(tmp_path):
+    with pytest.raises(ReportError, match='not a run directory'):
+        show_run_report(tmp_path / 'run')
+    with pytest.raises(ReportError, match='no logged step yet'):
+        show_run_report(written(tmp_path / 'run', steps=0, finished=False))
