@@ -116,7 +116,7 @@ def span(numbers: Iterable[int]) -> str:
 
 
 def words(name: str) -> str:
-    """A field as words: 'learning_rate' -> 'learning rate'; words stay, as 'after W_Q' does."""
+    """A field name as text: 'learning_rate' -> 'learning rate'; 'after W_Q' is unchanged."""
     return name if ' ' in name else name.replace('_', ' ')
 
 
