@@ -1,6 +1,5 @@
 """A synthetic study: files as training writes them, with numbers a test can recompute by hand."""
 
-import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -27,9 +26,6 @@ RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
 SCREENING_SEEDS, VERDICT_SEEDS = (100, 101), tuple(range(8))
 # What a line of results.jsonl has beside an entry of result.json.
 OF_STUDY = ('study', 'run', *ARM_KEY, 'stage', 'knob', 'target_parameters', 'residual')
-
-
-# Trials
 
 
 def trial_record(
@@ -98,11 +94,10 @@ def result_record(**changes: object) -> dict:
 def translation_record(variant: str, bleu: float | None = 30.0, **changes: object) -> dict:
     """A trial that was scored on translations; None is one that diverged, which has no scores."""
     record = trial_record(variant, **{'val_loss': None if bleu is None else 2.0} | changes)
-    sides = {
-        side: {'name': f'pairs-de-en/{language}', 'version': '1.0.0', 'tokenizer': 'bpe'}
-        for side, language in (('source', 'de'), ('target', 'en'))
-    }
-    record['data'] = sides | {
+    about = {'version': '1.0.0', 'tokenizer': 'bpe'}
+    record['data'] = {
+        'source': {'name': 'pairs-de-en/de'} | about,
+        'target': {'name': 'pairs-de-en/en'} | about,
         'packing': {'version': 1, 'source_length': 64, 'length': 64},
         'dropped_pairs': {'train': 7},
         **{'unigram_loss': 6.1, 'unigram_bits_per_byte': 2.5},
@@ -170,9 +165,6 @@ def tuned_arm(
         trial_record(variant, size, seed, rate, loss, stage='verdict', **changes)
         for seed, loss in zip(seeds, losses, strict=False)
     ]
-
-
-# Files
 
 
 def write_tuned(directory: Path, records: list[dict], **keywords: object) -> Path:
@@ -272,23 +264,17 @@ def run_name(
 
 def run_config(variant: str, records: Sequence[dict], corpus: str = 'stdlib') -> Config:
     """The resolved config of a run with these trials; without any, of one that has not begun."""
-
-    def each(setting: str, default: Sequence[float]) -> tuple:
-        return tuple(dict.fromkeys(r['trial'][setting] for r in records)) or tuple(default)
-
+    trials = {'seed': VERDICT_SEEDS, 'learning_rate': RATES, 'weight_decay': (0.1,)}
+    if records:
+        trials = {name: tuple(dict.fromkeys(r['trial'][name] for r in records)) for name in trials}
     score, _, value = variant.partition('?')[0].partition(' ')[0].partition('/')
     first = records[0] if records else {'config': {'d_model': 128, 'd_ff': 512}, 'num_steps': 400}
-    model = ModelConfig(score=score, value=value, context=48)
     return Config(
-        model=dataclasses.replace(model, **first['config']),
+        model=ModelConfig(**{'score': score, 'value': value, 'context': 48} | first['config']),
         data=DataConfig(name=corpus),
         optimizer=OptimizerConfig(schedule='linear'),
         train=TrainConfig(num_steps=first['num_steps']),
-        trials=TrialsConfig(
-            seeds=each('seed', VERDICT_SEEDS),
-            learning_rates=each('learning_rate', RATES),
-            weight_decays=each('weight_decay', (0.1,)),
-        ),
+        trials=TrialsConfig(**{f'{name}s': values for name, values in trials.items()}),
     )
 
 

@@ -111,18 +111,6 @@ def test_workers_that_end_in_any_way(tmp_path):
     assert logs['done'].count('3 of 3 runs done\n') == 1 and '[2] no end of line\n' in logs['done']
 
 
-@pytest.fixture
-def have(monkeypatch):
-    """have(8, gpus=[...], free=1e9) -> so many cores, accelerators and bytes."""
-
-    def have(number: int, gpus: list[str] | None, free: float = math.inf) -> None:
-        monkeypatch.setattr(machine, 'free_memory', lambda: free)
-        monkeypatch.setattr(machine, 'usable_cores', lambda: list(range(number)))
-        monkeypatch.setattr(machine, 'accelerators', lambda platforms: gpus)
-
-    return have
-
-
 @pytest.mark.parametrize(
     ('number', 'gpus', 'wanted', 'runs', 'free', 'most', 'note'),
     [
@@ -138,15 +126,16 @@ def have(monkeypatch):
     ],
 )
 def test_workers_are_no_more_than_there_is_room_and_work_for(
-    have, number, gpus, wanted, runs, free, most, note
+    monkeypatch, number, gpus, wanted, runs, free, most, note
 ):
-    have(number, gpus, free)
+    """So many cores, accelerators and bytes; None: not known."""
+    monkeypatch.setattr(machine, 'free_memory', lambda: free)
+    monkeypatch.setattr(machine, 'usable_cores', lambda: list(range(number)))
+    monkeypatch.setattr(machine, 'accelerators', lambda platforms: gpus)
     mesh = MeshConfig(data=2 if gpus and len(gpus) > 1 else 1)
-    study = dataclasses.replace(
-        STUDY,
-        variants=('qk/vo', 'shared_qk/vo', 'merged/vo'),
-        base=dataclasses.replace(STUDY.base, mesh=mesh),
-    )
+    base = dataclasses.replace(STUDY.base, mesh=mesh)
+    variants = ('qk/vo', 'shared_qk/vo', 'merged/vo')
+    study = dataclasses.replace(STUDY, variants=variants, base=base)
     arms = build_arms(study)
     left = plan.runs(study, arms, lambda run: None)[:runs]
     assert local_workers.limit(study, arms, wanted, left) == (most, note)
@@ -156,7 +145,7 @@ def test_workers_are_no_more_than_there_is_room_and_work_for(
 def test_a_number_of_workers_that_is_none_is_refused(text):
     with pytest.raises(ConfigError, match=f'--workers={text} must be auto or a number'):
         local_workers.parse(text)
-    assert local_workers.parse('auto') is None and local_workers.parse('12') == 12
+    assert [local_workers.parse(text) for text in ('auto', '12')] == [None, 12]
 
 
 def test_time_left_follows_from_the_runs_that_are_done(monkeypatch):

@@ -37,10 +37,9 @@ def trained(tiny, tmp_path_factory):
 def study(trained, tmp_path):
     """The study with a link to the run; and its config."""
     config, path = trained
-    for name in ('study.json', 'plan.jsonl', 'results.jsonl'):
-        (tmp_path / name).write_text((path / name).read_text())
-    (tmp_path / 'runs').mkdir()
-    (tmp_path / 'runs/a').symlink_to(path / 'runs/a')
+    for file in path.glob('*.json*'):
+        (tmp_path / file.name).write_text(file.read_text())
+    (tmp_path / 'runs').symlink_to(path / 'runs')
     return config, tmp_path
 
 
@@ -48,12 +47,13 @@ def recorded(path):
     return read_json(path / YARDSTICKS, {'groups': tuple[dict, ...], 'runs': tuple[dict, ...]})
 
 
-def test_counts_are_of_the_rows_that_the_first_trial_saw(study):
+def test_counts_are_of_the_rows_that_the_first_trial_saw_and_positions_average_to_the_loss(study):
     config, path = study
     assert yardsticks.record(path) == []
-    (group,) = recorded(path)['groups']
-    assert group.items() >= {'run': 'a', 'size': 'd_model=32', 'longer': False}.items()
-    assert group.items() >= {'task': 'language', 'seen': 2304, 'tokens': 2304}.items()
+    content = recorded(path)
+    (group,), (run,) = content['groups'], content['runs']
+    place = {'run': 'a', 'size': 'd_model=32', 'longer': False, 'task': 'language'}
+    assert group.items() >= (place | {'seen': 2304, 'tokens': 2304}).items()
     rows = rows_of(config)
 
     def text(batches):
@@ -69,20 +69,12 @@ def test_counts_are_of_the_rows_that_the_first_trial_saw(study):
     expected = {f'{order}-gram': nats_M.mean() for order, nats_M in enumerate(nats_OM, start=1)}
     assert group['losses']['test'] == pytest.approx(expected)
     assert list(group['losses']) == ['val', 'test']
-
-
-def test_the_loss_by_position_is_that_of_the_result(study):
-    config, path = study
-    yardsticks.record(path)
-    (run,) = recorded(path)['runs']
     results = [json.loads(line) for line in (path / 'results.jsonl').read_text().splitlines()]
     assert [trial['seed'] for trial in run['trials']] == [0, 1]
     for trial, result in zip(run['trials'], results, strict=True):
-        assert trial['loss'] == pytest.approx(result['test_loss'], abs=1e-5)
-        widths = [1, 1, 1, 1, 4, 8, 8]  # all rows are full
         assert list(trial['positions']) == ['1', '2', '3', '4', '5-8', '9-16', '17-24']
-        mean = np.average(list(trial['positions'].values()), weights=widths)
-        assert mean == pytest.approx(result['test_loss'], abs=1e-5)
+        mean = np.average([*trial['positions'].values()], weights=[1, 1, 1, 1, 4, 8, 8])
+        assert (trial['loss'], mean) == pytest.approx([result['test_loss']] * 2, abs=1e-5)
         assert trial['early'] == trial['positions']['4'] and trial['shuffled'] is None
 
 
@@ -90,7 +82,7 @@ def test_what_is_recorded_is_kept(study, monkeypatch):
     _, path = study
     yardsticks.record(path)
     before = (path / YARDSTICKS).read_bytes()
-    (path / 'runs/a').unlink()  # as of a study that was copied without its checkpoints
+    (path / 'runs').unlink()  # as of a study that was copied without its checkpoints
     with monkeypatch.context() as patch:
         patch.setattr(yardsticks, '_group', None)
         assert yardsticks.record(path) == [] and (path / YARDSTICKS).read_bytes() == before
