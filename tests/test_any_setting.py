@@ -19,6 +19,7 @@ from qkattn.study import worker
 from qkattn.study.arms import build_arms, table
 from qkattn.train import program
 from qkattn.train.loop import train
+from tests.lanes import only
 
 RUN = {
     'data': {'name': 'text'},
@@ -87,6 +88,7 @@ def accepted(tmp_path_factory):
     that is prepared at once, in as many documents as a study asks for.
     """
     directory, numbers, compilations = tmp_path_factory.mktemp('any'), itertools.count(), []
+    data = {'path': str(directory / 'texts'), 'data_dir': str(directory / 'data')}
     for split in ('train', 'validation', 'test'):
         (directory / 'texts' / split).mkdir(parents=True)
         for number in range(100):
@@ -103,15 +105,14 @@ def accepted(tmp_path_factory):
 
     def checked(kind, changes, text) -> bool:
         section = 'base.data' if kind == 'study' else 'data'
-        data = {'path': str(directory / 'texts'), 'data_dir': str(directory / 'data')}
         changes = {f'{section}.{name}': value for name, value in data.items()} | changes
         try:
             config = (parsed if text else replaced)(CONFIGS[kind], changes)
+            start = train
             if isinstance(config, Study):
                 table(build_arms(config), config.match)
-                worker.run(config, directory / str(next(numbers)))
-            else:
-                train(config, directory / str(next(numbers)))
+                start = worker.run
+            start(config, directory / str(next(numbers)))
             raise AssertionError(f'{changes} ended without a program')
         except Accepted:
             return True
@@ -176,13 +177,12 @@ def changes_of(kind: str):
     return st.tuples(st.just(kind), changes, st.booleans())
 
 
-@pytest.mark.parametrize('examples', [40, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('examples', only([40], [40, 5000]))
 def test_any_values_are_accepted_or_refused(accepted, examples):
-    @settings(
-        max_examples=examples,
-        **{'derandomize': True, 'database': None, 'deadline': None},
-        suppress_health_check=list(HealthCheck),
-    )
+    fixed = {'derandomize': True, 'database': None, 'deadline': None}
+    options = settings(max_examples=examples, suppress_health_check=list(HealthCheck), **fixed)
+
+    @options
     @given(st.one_of(*map(changes_of, CONFIGS)))
     def check(changes):
         accepted(*changes)

@@ -7,7 +7,7 @@ import pytest
 
 import qkattn
 from qkattn.__main__ import main
-from tests.experiments.conftest import ROOT, added_flags_removed
+from tests.experiments.conftest import ROOT, exit_code
 
 
 def test_every_name_of_the_package_is_exported_and_listed():
@@ -26,14 +26,8 @@ def command(tmp_path, monkeypatch, capsys):
 
     def run(*arguments: str) -> tuple[int, str]:
         monkeypatch.setattr(sys, 'argv', ['/bin/qkattn', *arguments])
-        code = 0
-        with added_flags_removed():
-            try:
-                main()
-            except SystemExit as stopped:
-                code = stopped.code or 0
-        captured = capsys.readouterr()
-        return code, captured.out + captured.err
+        code = exit_code(main)
+        return code, ''.join(capsys.readouterr())
 
     return run
 

@@ -43,18 +43,16 @@ def changed(study, random=np.random.default_rng(0)):  # noqa: B008, one sequence
     def off(value):
         return value * (1 + 1e-15 * random.uniform(-1, 1)) if isinstance(value, float) else value
 
-    def changed_trial(trial):
-        documents = {
-            split: dataclasses.replace(losses, nats_C=np.array([*map(off, losses.nats_C.tolist())]))
-            for split, losses in trial.documents.items()
-        }
+    def documents_off(losses):
+        return dataclasses.replace(losses, nats_C=np.array([*map(off, losses.nats_C.tolist())]))
+
+    def trial_off(trial):
+        documents = {split: documents_off(losses) for split, losses in trial.documents.items()}
         metrics = {name: off(value) for name, value in trial.metrics.items()}
         return dataclasses.replace(trial, documents=documents, metrics=metrics)
 
-    runs = tuple(
-        dataclasses.replace(run, trials=tuple(map(changed_trial, run.trials))) for run in study.runs
-    )
-    return dataclasses.replace(study, runs=runs)
+    runs = (dataclasses.replace(run, trials=(*map(trial_off, run.trials),)) for run in study.runs)
+    return dataclasses.replace(study, runs=(*runs,))
 
 
 @pytest.fixture
@@ -92,13 +90,13 @@ def test_claims_and_pages_agree_where_the_last_bits_differ(disturbed, monkeypatc
     monkeypatch.setattr(findings, 'find', FIND)
     monkeypatch.setattr(findings, 'load_study', lambda directory: changed(load(directory)))
     known, results = declared.claims(), Results(CLAIMS)
-    compared = [
+    stored_claims = [
         claim
         for claim in export.read_claims(CLAIMS)
         if not (known[claim.name].checks or known[claim.name].premises)
     ]
-    assert len(compared) > 10
-    for claim in compared:
+    assert len(stored_claims) > 10
+    for claim in stored_claims:
         assert export.mismatch(claim, decide(known[claim.name], claim.scale, results)) is None
     for page in ('README.md', *(f'docs/{p}.md' for p in ('claims', 'claims_b', 'protocol'))):
         assert verify.check_page(ROOT / page, BLOCKS) > 0
@@ -147,9 +145,8 @@ def test_differences_and_verdicts(tmp_path):
     for parts in found.decomposition:
         name = parts.key.variant
         assert parts.removing.difference.mean == pytest.approx((controls[name] - baseline).mean())
-        assert parts.reinvesting.difference.mean == pytest.approx(
-            (losses[name] - controls[name]).mean()
-        )
+        expected = (losses[name] - controls[name]).mean()
+        assert parts.reinvesting.difference.mean == pytest.approx(expected)
         if parts.longer is not None:
             expected = (longer.pop(name) - baseline_longer).mean()
             assert parts.longer.difference.mean == pytest.approx(expected)

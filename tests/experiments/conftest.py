@@ -1,11 +1,13 @@
 """Runs the scripts as a user does, in a process, on a study that takes seconds."""
 
 import contextlib
+import json
 import logging
 import os
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -15,6 +17,7 @@ from absl import app, flags
 from flax import nnx
 
 from qkattn.config import ModelConfig
+from qkattn.jobs.display import Progress
 from qkattn.model import build
 from qkattn.train import exported
 from qkattn.train.loop import train
@@ -76,6 +79,10 @@ def save_model(path: Path, config: ModelConfig) -> None:
     exported.save(path, config, params, origin={})
 
 
+def lines(path: Path) -> list[dict]:
+    return [*map(json.loads, path.read_text().splitlines())]
+
+
 @pytest.fixture
 def start(files):
     """start('ablate', '--flag=1', ...) -> the process, just started."""
@@ -93,18 +100,6 @@ def start(files):
         process.kill()
 
 
-@pytest.fixture
-def script(start):
-    """script('ablate', '--flag=1', ...) -> the finished process."""
-
-    def run(name: str, *flags: str) -> subprocess.CompletedProcess:
-        process = start(name, *flags)
-        stdout, stderr = process.communicate(timeout=300)
-        return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
-
-    return run
-
-
 @contextlib.contextmanager
 def added_flags_removed():
     """Scripts define flags of the same names: what the block defines and logs to is undone."""
@@ -120,18 +115,49 @@ def added_flags_removed():
         logger.handlers, logger.level, logger.propagate = handlers, level, propagate
 
 
+def exit_code(main: Callable[[], object]) -> int:
+    """The exit code of a script, whose flags are forgotten."""
+    with added_flags_removed():
+        try:
+            main()
+        except SystemExit as stopped:
+            return stopped.code or 0
+    return 0
+
+
 @pytest.fixture
 def script_here(files, monkeypatch, capsys):
-    """As `script`, but in this process, where imports and compiled programs are kept."""
+    """script_here('ablate', '--flag=1', ...) -> what a process gives; programs are kept."""
 
     def run(name: str, *arguments: str) -> subprocess.CompletedProcess:
         monkeypatch.setattr(sys, 'argv', [name, *arguments])
-        code = 0
-        with added_flags_removed():
-            try:
-                runpy.run_module(f'experiments.{name}', run_name='__main__')
-            except SystemExit as stopped:
-                code = stopped.code or 0
+        code = exit_code(lambda: runpy.run_module(f'experiments.{name}', run_name='__main__'))
         return subprocess.CompletedProcess(arguments, code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def printed(script_here):
+    """What a script prints that succeeds."""
+
+    def run(*command: str) -> str:
+        done = script_here(*command)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture
+def refusal(script_here, monkeypatch):
+    """The one sentence of a script that refuses its settings."""
+    monkeypatch.setattr(Progress, 'tick', lambda display: None)  # shows waits
+
+    def run(*command: str) -> str:
+        done = script_here(*command)
+        assert done.returncode == 2 and 'Traceback' not in done.stderr, done.stderr
+        (sentence,) = filter(None, done.stderr.splitlines())
+        return sentence
 
     return run

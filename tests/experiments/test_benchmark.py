@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ import optax
 import pytest
 
 from experiments.benchmark import jax_gpt, record, suites, works
-from experiments.benchmark.race import Row, Work, race
+from experiments.benchmark.race import Row, race
 from experiments.benchmark.record import Group
 from qkattn.config import Config, ModelConfig, from_json
 from qkattn.errors import ReportError
@@ -19,31 +18,9 @@ from qkattn.jobs.machine import usable_cores
 from qkattn.model import cost
 from qkattn.model.sites import validate
 from qkattn.train import step
+from tests.processes import ended
 
 RUN = suites.decoder(2, 16, 2, 12, 11, 2)
-
-
-# Works of rows.
-
-
-def noted(file: str, letter: str, steps: float = 1) -> Work:
-    """Appends its letter to a file with every call."""
-
-    def run(calls: int) -> None:
-        with open(file, 'a') as opened:
-            opened.write(letter * calls)
-
-    return Work(run, steps, {'here': [os.getpid(), *usable_cores()]})
-
-
-def broken() -> Work:
-    raise ValueError('no such kernel\nand more')
-
-
-def dying() -> Work:
-    """Ends its process in the second round, after a call to warm up and a timed one."""
-    left = iter(range(3))
-    return Work(lambda calls: next(left, None) is None and os._exit(3))
 
 
 @pytest.fixture
@@ -53,7 +30,7 @@ def row(tmp_path):
     def make(name, work='noted', **settings):
         if work == 'noted':
             settings |= {'file': str(tmp_path / 'calls'), 'letter': name}
-        work = f'tests.experiments.test_benchmark:{work}'
+        work = f'tests.experiments.works:{work}'
         return Row(name, settings, extra={'tokens': 10}, work=work)
 
     return make
@@ -95,22 +72,17 @@ def test_a_table_has_medians_quartiles_and_ratios_round_by_round():
     assert (slow['ratio'], slow['ratio / by FLOPs']) == ('2.000', '1.000')  # of 4, 2 and 4/3
 
 
-@pytest.mark.parametrize(
-    ('target', 'line'),
-    [
+def test_a_target_is_about_the_worst_row(monkeypatch):
+    fields = {'text': 'x', 'suite': 'steps', 'row': '*', 'number': record._over('fast'), 'limit': 1}
+    for target, line in (
         ({'row': 'slow', 'limit': 1.9}, 'x: 2, at most 1.9: missed by 5.3%'),
         ({'row': '*', 'limit': 2}, 'x: 2, at most 2: met'),
         ({'number': lambda row, group: row.median, 'limit': 1}, 'x: 0.4, at most 1: met'),
-        ({'machine': 'gpu'}, None),
-        ({'row': 'gone'}, None),
-        ({'suite': 'other'}, None),
+        *((other, None) for other in ({'machine': 'gpu'}, {'row': 'gone'}, {'suite': 'other'})),
         ({'number': record._over('gone')}, None),
-    ],
-)
-def test_a_target_is_about_the_worst_row(target, line, monkeypatch):
-    fields = {'text': 'x', 'suite': 'steps', 'row': '*', 'number': record._over('fast'), 'limit': 1}
-    monkeypatch.setattr(record, 'TARGETS', [record.Target(**fields | target)])
-    assert [*record.target_lines([GROUP], 'cpu')] == [line] * (line is not None)
+    ):
+        monkeypatch.setattr(record, 'TARGETS', [record.Target(**fields | target)])
+        assert [*record.target_lines([GROUP], 'cpu')] == [line] * (line is not None), target
 
 
 def test_pages_print_the_tables_of_a_benchmark(tmp_path):
@@ -127,15 +99,14 @@ def test_pages_print_the_tables_of_a_benchmark(tmp_path):
         record.check_page(page)
 
 
-@pytest.mark.parametrize(
-    ('damage', 'message'),
-    [('{', 'is not a benchmark'), ('{}', 'KeyError'), ('[]', 'is not a benchmark')]
-    + [('{"schema": 2, "machine": {}, "groups": []}', 'schema 2')],
-)
-def test_a_damaged_file_is_refused(damage, message, tmp_path):
-    (tmp_path / record.FILE).write_text(damage)
-    with pytest.raises(ReportError, match=message):
-        record.read(tmp_path)
+def test_a_damaged_file_is_refused(tmp_path):
+    for damage, message in (
+        *(('{', 'is not a benchmark'), ('{}', 'KeyError'), ('[]', 'is not a benchmark')),
+        ('{"schema": 2, "machine": {}, "groups": []}', 'schema 2'),
+    ):
+        (tmp_path / record.FILE).write_text(damage)
+        with pytest.raises(ReportError, match=message):
+            record.read(tmp_path)
 
 
 @pytest.mark.parametrize('scale', suites.SCALES)
@@ -180,18 +151,29 @@ def reference():
 def renamed(params):
     """The arrays as `jax_gpt` names them."""
     blocks = params['blocks']
-    score, value = blocks['attention']['score'], blocks['attention']['value']
+    score, value, mlp = (*(blocks['attention'][part] for part in ('score', 'value')), blocks['mlp'])
     names = {'q': score['w_q_DNH'], 'k': score['w_k_DKH'], 'v': value['w_v_DKH']}
-    names |= {'o': value['w_o_NHD'], 'in': blocks['mlp']['w_in_DF']}
-    names['out'] = blocks['mlp']['w_out_FD']
-    names['attention_gain'] = blocks['attention_norm']['g_D']
-    names['mlp_gain'] = blocks['mlp_norm']['g_D']
+    names |= {'o': value['w_o_NHD'], 'in': mlp['w_in_DF'], 'out': mlp['w_out_FD']}
+    names |= {f'{part}_gain': blocks[f'{part}_norm']['g_D'] for part in ('attention', 'mlp')}
     return {
         'embedding': params['w_embedding_VD'],
         'position': params['w_position_TD'],
         'layers': [{n: a[layer] for n, a in names.items()} for layer in range(2)],
         'gain': params['final_norm']['g_D'],
     }
+
+
+def of_torch(params):
+    """The arrays of `jax_gpt` as `torch_gpt` names and transposes them: linear layers [out, in]."""
+    arrays = {'embedding': params['embedding'], 'position': params['position']}
+    arrays['norm'] = params['gain']
+    for number, layer in enumerate(params['layers']):
+        block = {'attention_norm': layer['attention_gain'], 'mlp_norm': layer['mlp_gain']}
+        block['qkv'] = np.concatenate([layer[name].reshape(16, 16).T for name in 'qkv'])
+        block['out'] = layer['o'].reshape(16, 16).T
+        block |= {'mlp_in': layer['in'].T, 'mlp_out': layer['out'].T}
+        arrays |= {f'blocks.{number}.{name}': array for name, array in block.items()}
+    return {f'{name}.weight': np.asarray(array) for name, array in arrays.items()}
 
 
 def agree(result, expected):
@@ -232,19 +214,6 @@ def test_torch_computes_the_same_loss_and_gradients(reference):
     agree({n: p.grad.numpy() for n, p in model.named_parameters()}, of_torch(renamed(grads)))
 
 
-def of_torch(params):
-    """The arrays as `torch_gpt` names and transposes them: a linear layer has [out, in]."""
-    arrays = {'embedding': params['embedding'], 'position': params['position']}
-    arrays['norm'] = params['gain']
-    for number, layer in enumerate(params['layers']):
-        block = {'attention_norm': layer['attention_gain'], 'mlp_norm': layer['mlp_gain']}
-        block['qkv'] = np.concatenate([layer[name].reshape(16, 16).T for name in 'qkv'])
-        block['out'] = layer['o'].reshape(16, 16).T
-        block |= {'mlp_in': layer['in'].T, 'mlp_out': layer['out'].T}
-        arrays |= {f'blocks.{number}.{name}': array for name, array in block.items()}
-    return {f'{name}.weight': np.asarray(array) for name, array in arrays.items()}
-
-
 def test_a_step_of_a_stack_is_one_of_one_of_its_trials():
     stack = works.train(suites.settings(RUN, dispatch=2, trials=3, lifting='map'))
     assert stack.steps == 2 * 3 and stack.extra['tokens'] == 2 * 12
@@ -260,9 +229,10 @@ def test_the_cache_holds_what_the_cost_of_a_variant_predicts():
 
 
 @pytest.mark.slow
-def test_the_smallest_run_measures_every_row(script, tmp_path):
-    done = script('benchmark', f'--suite={",".join(suites.SUITES)}', '--scale=smoke', '--out=out')
-    assert done.returncode == 0, done.stderr
+def test_the_smallest_run_measures_every_row(start, tmp_path):
+    flags = (f'--suite={",".join(suites.SUITES)}', '--scale=smoke', '--out=out')
+    ((code, _, errors),) = ended([start('benchmark', *flags)], timeout=600)
+    assert code == 0, errors
     groups = json.loads((tmp_path / 'out/benchmark.json').read_text())['groups']
     assert {group['suite'] for group in groups} == {*suites.SUITES}
     rows = [row for group in groups for row in group['rows']]

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 
-import jax
 import numpy as np
 import pandas as pd
 import pytest
@@ -20,30 +19,18 @@ from qkattn.explore.worked import worked
 from qkattn.jobs.cli import shipped
 from qkattn.jobs.output import EXIT_UNREAD
 from qkattn.model import cost
-from qkattn.model.cost import abstract_params
 from qkattn.report.verify import NOT_COVERED
 from qkattn.storage import ledger
 from qkattn.train import exported
 from qkattn.train.loop import train
 from tests.convert.test_published import make_tensors, write
 from tests.data.datasets import contents, write_texts
-from tests.experiments.conftest import ROOT, save_model
+from tests.experiments.conftest import ROOT, lines, save_model
 from tests.lanes import only
+from tests.processes import ended
 from tests.studies import run_config, trial_record, write_lines, write_study
 
 SCRIPTS = [name for name in shipped('experiments') if not name.startswith('_')]
-
-
-@pytest.fixture
-def printed(script_here):
-    """What a script prints that succeeds."""
-
-    def run(*command: str) -> str:
-        done = script_here(*command)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    return run
 
 
 @pytest.fixture
@@ -74,15 +61,17 @@ def test_every_flag_has_a_type_and_a_default(printed, name):
         assert all(f'{name}: {c.summary}' in text for name, c in CONVERSIONS.items())
 
 
-@pytest.mark.parametrize(('name', 'kind'), [('train', Config), ('ablate', Study)])
-def test_every_field_has_type_bounds_default_and_description(printed, name, kind):
+@pytest.mark.parametrize(
+    ('name', 'kind', 'prefix'),
+    [('train', Config, 'config.'), ('ablate', Study, 'config.base.')],
+)
+def test_every_field_has_type_bounds_default_and_description(printed, name, kind, prefix):
     text = printed(name, '-h')
     flags, fields = entries(text), settings(kind)
-    assert len(fields) > 60
+    assert len(fields) > 60 and f'\n{prefix}model: A transformer.\n' in text
     for field, setting in fields.items():
         head, _, rest = flags[f'config.{field}'].partition('; default ')
         assert head and rest == f'{setting.default!r} {" ".join(setting.doc.split())}'
-    prefix = 'config.base.' if kind is Study else 'config.'
     for field, start in (
         ('model.num_kv_heads', 'int or None, at least 1'),
         ('model.dropout', 'float, at least 0 and below 1; default 0.0'),
@@ -90,7 +79,6 @@ def test_every_field_has_type_bounds_default_and_description(printed, name, kind
         ('model.norm', "'layernorm' or 'rmsnorm'; default 'layernorm'"),
     ):
         assert flags[prefix + field].startswith(start)
-    assert f'\n{prefix}model: A transformer.\n' in text
 
 
 @pytest.mark.parametrize('name', only(['train', 'report'], SCRIPTS))
@@ -100,10 +88,9 @@ def test_help_that_nobody_reads_ends_quietly(name, script_here, unread, monkeypa
     assert (done.returncode, done.stderr) == (EXIT_UNREAD, '')
 
 
-QUICK = ['experiments.report --help', 'qkattn --help']
-
-
-@pytest.mark.parametrize('command', only(QUICK, ['experiments.variants --markdown', *QUICK]))
+@pytest.mark.parametrize(
+    'command', only(['qkattn --help'], ['experiments.variants --markdown', 'qkattn --help'])
+)
 def test_a_process_ends_quietly(command, unread):
     line = [sys.executable, '-m', *command.split()]
     done = subprocess.run(line, cwd=ROOT, stdout=unread, stderr=subprocess.PIPE)
@@ -154,19 +141,21 @@ def test_training_prints_its_losses_and_where_everything_lies(
     assert (tmp_path / 'exported/model.safetensors').exists()
     (report,) = re.findall(r'^to report +qkattn report (.*)$', done.stdout, re.MULTILINE)
     assert 'seed 1' in printed('report', *report.split())
-    assert 'validation top 3' in (tmp_path / 'out/report.html').read_text()
+    assert 'val top 3' in (tmp_path / 'out/report.html').read_text()
 
 
-def test_a_config_is_described_on_a_pod_without_accelerators(script, tmp_path):
+@pytest.mark.slow
+def test_a_config_is_described_on_a_pod_without_accelerators(start, tmp_path):
+    """In a process, which has as many fake devices as the pod."""
     smaller = ('--config.model.num_layers=1', '--config.train.lifting=map')
     pod = ('--topology=v5e-16', '--config.mesh.data=16')
-    done = script('train', '--config=small', '--dry_run', *pod, *smaller)
-    assert done.returncode == 0, done.stderr
-    lines = [line.split() for line in done.stdout.splitlines()]
-    assert ['parameters', '237,952', 'of', '3', 'trials', 'each'] in lines
-    assert ['parameters', f'{3 * 4 * 237_952:,}', '2.72', 'MiB'] in lines
-    assert done.stdout.startswith('v5e-16: 16 v5e TPU chips on 4 hosts (4x4)')
-    assert ['HBM', 'per', 'device', f'{2**34:,}', '16.00', 'GiB,'] in [line[:6] for line in lines]
+    ((code, text, errors),) = ended([start('train', '--config=small', '--dry_run', *pod, *smaller)])
+    assert code == 0, errors
+    lines = [' '.join(line.split()) for line in text.splitlines()]
+    assert lines[0].startswith('v5e-16: 16 v5e TPU chips on 4 hosts (4x4)')
+    assert 'parameters 237,952 of 3 trials each' in lines
+    assert f'parameters {3 * 4 * 237_952:,} 2.72 MiB' in lines
+    assert any(line.startswith(f'HBM per device {2**34:,} 16.00 GiB,') for line in lines)
     assert {path.name for path in tmp_path.iterdir()} == {'run.py', 'study.py'}
 
 
@@ -180,16 +169,14 @@ def test_a_run_continues_a_prompt(script_here, printed, run):
     )
     # A new document that fills the context of 24, beside the separator; its last token is not fed.
     assert done.stdout == text('--num_tokens=24', '--temperature=0.8') and done.stdout.strip()
-    seeded = text('--prompt=def f', '--seed=5')
-    assert seeded.startswith('def f') and len(seeded.encode()) > len('def f') + 1
-    assert text('--prompt=def f', '--seed=5', '--trial=1') != seeded
-    assert text('--prompt=def f', '--seed=6') != seeded
+    one, other, third = (
+        text('--prompt=def f', *flags) for flags in (['--seed=5'], ['--seed=5', '--trial=1'], [])
+    )
+    assert one.startswith('def f') and len(one.encode()) > 6 and other != one != third
     assert len(text('--prompt_tokens=100 101').split()) == 16
 
 
-def test_a_run_is_converted_generates_the_same_text_and_trains_on(
-    script_here, printed, run, tmp_path
-):
+def test_a_run_is_converted_generates_the_same_text_and_trains_on(refusal, printed, run, tmp_path):
     config, _ = run
     flags = ('convert', '--source=run', '--trial=1', '--apply=merge', '--out=merged')
     text = printed(*flags)
@@ -199,8 +186,7 @@ def test_a_run_is_converted_generates_the_same_text_and_trains_on(
     greedy = ('--prompt=def f(', '--num_tokens=12', '--temperature=0', f'--data={config.data.name}')
     text = printed('generate', '--source=run', '--trial=1', *greedy)
     assert printed('generate', '--source=merged', *greedy) == text
-    again = script_here(*flags)
-    assert again.returncode == 2 and again.stdout == '' and 'already holds' in again.stderr
+    assert 'already holds' in refusal(*flags)
     init_from = dataclasses.replace(config.train, init_from=str(tmp_path / 'merged'))
     with pytest.raises(ConfigError, match='parameter blocks.attention.score'):
         train(dataclasses.replace(config, train=init_from), tmp_path / 'other')
@@ -209,7 +195,7 @@ def test_a_run_is_converted_generates_the_same_text_and_trains_on(
     assert all(result['status'] == 'finished' for result in results)
 
 
-def test_a_gpt2_model_is_merged_and_generates_the_same_text(script_here, printed, tmp_path):
+def test_a_gpt2_model_is_merged_and_generates_the_same_text(refusal, printed, tmp_path):
     write(tmp_path / 'gpt2', make_tensors())
     text = printed('convert', '--source=gpt2', '--apply=merge', '--out=merged')
     assert 'wrote merged' in text and 'optimizer' not in text
@@ -219,37 +205,30 @@ def test_a_gpt2_model_is_merged_and_generates_the_same_text(script_here, printed
     assert len(text.split()) == 7 and printed('generate', '--source=merged', *greedy) == text
     text = printed('convert', '--source=gpt2', '--apply=truncate(rank=2)')
     assert 'layer 1: truncate(rank=2) leaves out' in text and 'wrote' not in text
-    done = script_here('convert', '--source=gpt2', '--apply=unmerge(rank=1)')
-    assert done.returncode == 2 and 'unmerge(rank=1) is refused: layer 0' in done.stderr
+    sentence = refusal('convert', '--source=gpt2', '--apply=unmerge(rank=1)')
+    assert 'unmerge(rank=1) is refused: layer 0' in sentence
 
 
-@pytest.mark.parametrize(
-    ('conversion', 'message'),
-    [
-        ('merge_vo', 'merge_vo is refused: it moves logits by '),
-        ('fold_gains', 'fold_gains is refused: in a post-norm model'),
-    ],
-)
 def test_nothing_is_written_where_an_exact_conversion_moves_the_logits(
-    script_here, tmp_path, monkeypatch, conversion, message
+    refusal, tmp_path, monkeypatch
 ):
     def doubled(layer):
         layer.value.w_o_NHD[...] *= 2
         return layer
 
-    config = ModelConfig(d_model=16, num_layers=1, context=8, vocab_size=20, norm_position='post')
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda a: rng.standard_normal(a.shape).astype(np.float32), abstract_params(config)
-    )
-    exported.save(tmp_path / 'source', config, params, origin={})
+    sizes = {'d_model': 16, 'num_layers': 1, 'context': 8, 'vocab_size': 20}
+    save_model(tmp_path / 'source', ModelConfig(norm_position='post', **sizes))
     monkeypatch.setitem(CONVERSIONS, 'merge_vo', Conversion(doubled, 'OV'))
-    flags = ('--apply=merge', f'--apply={conversion}', '--out=no')
-    done = script_here('convert', '--source=source', *flags)
-    assert done.returncode == 2 and message in done.stderr and not (tmp_path / 'no').exists()
+    for conversion, message in (
+        ('merge_vo', 'merge_vo is refused: it moves logits by '),
+        ('fold_gains', 'fold_gains is refused: in a post-norm model'),
+    ):
+        flags = ('--apply=merge', f'--apply={conversion}', '--out=no')
+        assert message in refusal('convert', '--source=source', *flags)
+        assert not (tmp_path / 'no').exists()
 
 
-def test_a_run_is_measured_on_its_own_data_or_on_a_text(script_here, printed, run, tmp_path):
+def test_a_run_is_measured_on_its_own_data_or_on_a_text(refusal, printed, run, tmp_path):
     text = printed('analyze', 'run')
     assert text.startswith('run: qk/vo, 1 layers\n') and 'attention 0' in text
     flags = ('--text=def f(x):', '--reference=run', '--out=out')
@@ -257,10 +236,8 @@ def test_a_run_is_measured_on_its_own_data_or_on_a_text(script_here, printed, ru
     other = printed('analyze', '--source=run', '--text=def f(x):', '--trial=1')
     assert one != other and 'drift' not in other
     out = tmp_path / 'out'
-    table, written = (
-        pd.read_csv(out / 'analysis.csv'),
-        json.loads((out / 'analysis.json').read_text()),
-    )
+    table, maps = (pd.read_csv(out / f'{name}.csv') for name in ('analysis', 'maps'))
+    written = json.loads((out / 'analysis.json').read_text())
     assert len(table) == len(written['rows']) and written['step'] == 12
     assert written['reference'] == {k: written[k] for k in ('source', 'trial', 'step', 'model')}
     assert np.shape(written['spectra'][0]['singular_values']) == (2, 32)
@@ -277,13 +254,11 @@ def test_a_run_is_measured_on_its_own_data_or_on_a_text(script_here, printed, ru
     assert {path.stem for path in out.glob('*.png')} == {
         *('singular_values_A', 'singular_values_B', 'matrices', 'ov_matrices', 'patterns', 'maps')
     }
-    maps = pd.read_csv(out / 'maps.csv')
     assert len(maps) == 2 * 9 * 10 // 2 and (maps['key'] <= maps['query']).all()
     assert ''.join(maps[(maps['head'] == 1) & (maps['query'] == 8)]['key_token']) == 'def f(x):'
     sums = maps.groupby(['site', 'layer', 'head', 'query_token', 'query'])['probability'].sum()
     assert len(sums) == 2 * 9 and sums.between(0.9999, 1.0001).all()
-    again = script_here('analyze', '--source=run', '--out=out')
-    assert again.returncode == 2 and 'already holds an analysis' in again.stderr
+    assert 'already holds an analysis' in refusal('analyze', '--source=run', '--out=out')
 
 
 @pytest.mark.slow
@@ -327,18 +302,15 @@ def test_shards_are_made_checked_trained_on_and_decoded(script_here, printed, ti
     assert script_here('prepare_data', '--out=shards', '--verify').returncode == 2
 
 
-def test_a_bench_is_printed_and_the_package_that_it_needs_is_named(
-    script_here, printed, monkeypatch
-):
+def test_a_bench_is_printed_and_the_package_that_it_needs_is_named(refusal, printed, monkeypatch):
     pytest.importorskip('sympy', reason="pip install -e '.[explore]'")
     expected = worked(bench.Bench('shared_qk/no_vo'))
     assert printed('explore', '--variant=shared_qk/no_vo') == expected
     monkeypatch.setitem(sys.modules, 'sympy', None)
     bench.sympy.cache_clear()
-    done = script_here('explore', '--variant=qk/vo')
+    sentence = refusal('explore', '--variant=qk/vo')
     bench.sympy.cache_clear()
-    assert (done.returncode, done.stdout) == (2, '')
-    assert done.stderr == "explore needs the package sympy: pip install -e '.[explore]'\n"
+    assert sentence == "explore needs the package sympy: pip install -e '.[explore]'"
 
 
 # Studies
@@ -349,16 +321,12 @@ def study(tmp_path):
     """One arm whose counts are those of its config."""
     config = run_config('qk/vo', [trial_record('qk/vo')])
     parameters = cost.count(config.model)
-    counts = {
-        'parameters': parameters,
-        'target_parameters': parameters['total'],
-        'residual': 0.0,
-        'flops_per_token': cost.flops_per_token(config.model),
-        'cache_floats_per_token': cost.cache_floats_per_token(config.model),
-    }
+    counts = {'parameters': parameters, 'target_parameters': parameters['total'], 'residual': 0.0}
+    for count in (cost.flops_per_token, cost.cache_floats_per_token):
+        counts[count.__name__] = count(config.model)
     records = [trial_record('qk/vo', seed=seed, **counts) for seed in (0, 1)]
     directory = write_study(tmp_path / 'study', records)
-    (line,) = [json.loads(line) for line in (directory / 'plan.jsonl').read_text().splitlines()]
+    (line,) = lines(directory / 'plan.jsonl')
     line['run'] = fingerprint_of(line['config'])
     write_lines(directory / 'plan.jsonl', [line])
     named = {'run': line['run'], 'config_hash': line['run']}
@@ -376,28 +344,22 @@ def test_a_study_is_accepted_kept_and_checked(study, printed):
     assert all(sentence in text for sentence in NOT_COVERED)
 
 
-@pytest.mark.parametrize('name', ['parameters', 'flops_per_token', 'cache_floats_per_token'])
-def test_counts_that_the_config_does_not_give_are_found(study, script_here, name):
-    def other(value):
-        return value | {'mlp': value['mlp'] + 1} if name == 'parameters' else value + 1
-
-    results = [json.loads(line) for line in (study / 'results.jsonl').read_text().splitlines()]
-    edited = [result | {name: other(result[name])} for result in results]
-    write_lines(study / 'results.jsonl', edited)
-    done = script_here('verify', '--results=.', '--pages=')
-    assert done.returncode == 2
-    assert f'has {name} ' in done.stderr and 'but its config gives' in done.stderr
+def test_counts_that_the_config_does_not_give_are_found(study, refusal):
+    results = lines(study / 'results.jsonl')
+    parameters = results[0]['parameters']
+    other = parameters | {'mlp': parameters['mlp'] + 1}
+    numbers = {n: results[0][n] + 1 for n in ('flops_per_token', 'cache_floats_per_token')}
+    for name, value in {'parameters': other, **numbers}.items():
+        write_lines(study / 'results.jsonl', [result | {name: value} for result in results])
+        sentence = refusal('verify', '--results=.', '--pages=')
+        assert f'has {name} ' in sentence and 'but its config gives' in sentence
 
 
-@pytest.mark.parametrize(
-    ('flags', 'message'),
-    [
+def test_what_cannot_be_accepted_is_one_sentence(study, refusal):
+    before = (study / 'ledger.jsonl').read_bytes()
+    for flags, message in (
         (['--accept=commits'], "accept='commits' with the reason '': it takes"),
         (['--accept=dirty', '--why=x'], "accept='dirty' with the reason 'x': it takes uncommitted"),
-    ],
-)
-def test_what_cannot_be_accepted_is_one_sentence(study, script_here, flags, message):
-    before = (study / 'ledger.jsonl').read_bytes()
-    done = script_here('report', '--study=study', *flags)
-    assert done.returncode == 2 and message in done.stderr
+    ):
+        assert message in refusal('report', '--study=study', *flags)
     assert (study / 'ledger.jsonl').read_bytes() == before

@@ -7,38 +7,14 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
 import experiments
 from qkattn.jobs import display, machine, signals
 from qkattn.jobs.display import Progress
-
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
-
-
-def test_slow_imports_are_named(tmp_path):
-    """An import takes seconds, of a clock that goes 20 times as fast."""
-    (tmp_path / 'sitecustomize.py').write_text(
-        'import time\n'
-        'monotonic, slept = time.monotonic, time.sleep\n'
-        'time.monotonic = lambda: 20 * monotonic()\n'
-        'class Slow:\n'
-        '    def find_spec(self, name, *_):\n'
-        "        if name == 'qkattn.report': slept(1.6)\n"
-        'import sys; sys.meta_path.insert(0, Slow())\n'
-    )
-    env = {**os.environ, 'PYTHONPATH': f'{tmp_path}{os.pathsep}{ROOT}'}
-    done = subprocess.run(
-        [sys.executable, '-m', 'qkattn', 'report', '--unknown'],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-    )
-    first, *_ = done.stderr.splitlines()
-    assert first.startswith('qkattn: starting ... ') and done.returncode == 2, done.stderr
+from tests.experiments.conftest import ROOT
+from tests.processes import ended, start_python
 
 
 def test_the_main_function_runs_without_the_display(script_here, monkeypatch):
@@ -68,8 +44,11 @@ def test_memory_is_kept_before_the_display_starts_a_thread(monkeypatch):
     assert order == ['signals', 'memory', 'display']
 
 
+# An import takes seconds, of a clock that goes 20 times as fast.
 WAITING = """
 import signal, sys, time
+monotonic = time.monotonic
+time.monotonic = lambda: 20 * monotonic()
 class Waiting:
     def find_spec(self, name, *_):
         if name == {module!r}:
@@ -84,14 +63,17 @@ sys.meta_path.insert(0, Waiting())
 
 
 @pytest.mark.parametrize(
-    ('command', 'module', 'stop', 'code', 'words'),
+    ('command', 'module', 'awaited', 'stop', 'code', 'words'),
     [
-        ('experiments.ablate', 'jax', signal.SIGTERM, signals.EXIT_REQUEUE, 'the same command'),
-        ('qkattn train', 'absl', signal.SIGINT, signals.EXIT_REQUEUE, 'the same command'),
-        ('experiments.verify', 'rich', signal.SIGINT, -signal.SIGINT, 'interrupted'),
+        ('qkattn report', 'jax', 'qkattn: starting ... ', signal.SIGINT, -2, 'interrupted'),
+        ('experiments.ablate', 'jax', 'qkattn: starting ... ', signal.SIGTERM, 75, 'same command'),
+        ('qkattn train', 'absl', 'importing', signal.SIGINT, 75, 'the same command'),
+        ('experiments.verify', 'rich', 'importing', signal.SIGINT, -2, 'interrupted'),
     ],
 )
-def test_a_signal_ends_the_imports_in_one_line(tmp_path, command, module, stop, code, words):
+def test_slow_imports_are_named_and_a_signal_ends_them_in_one_line(
+    tmp_path, command, module, awaited, stop, code, words
+):
     """Also where an import swallows the interrupt."""
     (tmp_path / 'sitecustomize.py').write_text(WAITING.format(module=module))
     process = subprocess.Popen(
@@ -102,12 +84,14 @@ def test_a_signal_ends_the_imports_in_one_line(tmp_path, command, module, stop, 
         text=True,
     )
     with process:
-        assert process.stderr.readline() == 'importing\n'
+        while not (line := process.stderr.readline()).startswith(awaited):
+            assert line
         process.send_signal(stop)
         errors = process.communicate(timeout=60)[1]
     assert process.returncode == code, errors
-    lines = [line for line in errors.splitlines() if not line.startswith('qkattn: starting')]
-    assert len(lines) == 1 and words in lines[0], errors
+    shown = ('qkattn: starting', 'importing')
+    (line,) = [line for line in errors.splitlines() if not line.startswith(shown)]
+    assert words in line
 
 
 def test_an_interrupt_behind_the_imports_has_no_traceback():
@@ -121,14 +105,13 @@ try:
 finally:
     print('cleaned up')
 """
-    done = subprocess.run([sys.executable, '-c', program], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (-signal.SIGINT, 'cleaned up\n')
-    assert done.stderr == 'interrupted\n'
+    (result,) = ended([start_python(program)])
+    assert result == (-signal.SIGINT, 'cleaned up\n', 'interrupted\n')
 
 
 def test_resumable_scripts_are_those_that_leave_at_once():
-    sources = {path.stem: path.read_text() for path in Path(ROOT, 'experiments').glob('*.py')}
-    exiting = [
-        n for n, text in sources.items() if re.search('^@signals.exit_on_signal', text, re.M)
-    ]
-    assert sorted(exiting) == sorted(signals.RESUMABLE)
+    sources = {path.stem: path.read_text() for path in ROOT.glob('experiments/*.py')}
+    pattern = re.compile('^@signals.exit_on_signal', re.MULTILINE)
+    assert sorted(filter(lambda name: pattern.search(sources[name]), sources)) == sorted(
+        signals.RESUMABLE
+    )
