@@ -45,6 +45,7 @@ CASES = [
     (*ABLATE, '--dry_run', '--config.variants=("..:x/vo",)', 'must be wr'),
     (*ABLATE, '--dry_run', '--config.looks=' + '-' * 20000 + '1', 'Memory'),
     (*ABLATE, '--dry_run', '--config.fill=heads', "fill='heads'"),
+    (*ABLATE, '--dry_run', '--config.tuning.seeds=(7,)', 'must be a grid'),
     (*ABLATE, '--dry_run', '--lease_expiry=0', '--lease_expiry=0.0 must'),
     (*ABLATE, '--config.model.d_model=3', '--config.base.model.d_model?'),
     (*ABLATE, '--config.xyzzy=3', 'unknown field --config.xyzzy (--help'),
