@@ -302,9 +302,9 @@ def main(argv: Sequence[str]) -> None:
         counts = looks(2 * studies, at, spent=spent)
         print(f'{name}: {share(*counts, "studies decided falsely")}')
     for first, declared in ((1, False), (7, True)):
-        name = f'arms added to {first}, {"not decided" if declared else "until one is decided"}'
+        name = 'not decided' if declared else 'until one is decided'
         counts = added_arms(2 * studies, first, 15, declared=declared)
-        print(f'{name}: {share(*counts, "studies decided falsely")}')
+        print(f'arms added from {first} to 15, {name}: {share(*counts, "studies decided falsely")}')
     for case, choice, num_seeds in itertools.product(CASES, CHOICES, (8, 16, MANY)):
         whole, plain = simulate(case, num_seeds, studies, choice=choice)
         per_arm = whole.screened / (ARMS + 1) / studies
