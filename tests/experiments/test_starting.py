@@ -65,7 +65,14 @@ sys.meta_path.insert(0, Waiting())
 @pytest.mark.parametrize(
     ('command', 'module', 'awaited', 'stop', 'code', 'words'),
     [
-        ('qkattn report', 'jax', 'qkattn: starting ... ', signal.SIGINT, -2, 'interrupted'),
+        (
+            'qkattn report',
+            'qkattn.report',
+            'qkattn: starting ... ',
+            signal.SIGINT,
+            -2,
+            'interrupted',
+        ),
         ('experiments.ablate', 'jax', 'qkattn: starting ... ', signal.SIGTERM, 75, 'same command'),
         ('qkattn train', 'absl', 'importing', signal.SIGINT, 75, 'the same command'),
         ('experiments.verify', 'rich', 'importing', signal.SIGINT, -2, 'interrupted'),
