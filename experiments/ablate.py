@@ -26,9 +26,6 @@ DRY_RUN = flags.DEFINE_bool('dry_run', False, 'Print the plan and its cost, then
 EXPIRY = flags.DEFINE_float(
     'lease_expiry', leases.EXPIRY, 'Seconds without a heartbeat before a worker counts as dead.'
 )
-ACCEPT_CHANGES = flags.DEFINE_bool(
-    'accept_changes', False, 'Continue a study with other settings; its ledger lists them.'
-)
 WORKERS = flags.DEFINE_string(
     'workers',
     '1',
@@ -56,12 +53,7 @@ def main() -> None:
     if WORKDIR.value is None:
         raise ConfigError('--workdir=DIRECTORY is required')
     path = local_workers.run(
-        config,
-        lambda: _matched(config),
-        WORKDIR.value,
-        workers,
-        expiry=EXPIRY.value,
-        accept_changes=ACCEPT_CHANGES.value,
+        config, lambda: _matched(config), WORKDIR.value, workers, expiry=EXPIRY.value
     )
     if not agreement.owner():
         return

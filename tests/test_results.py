@@ -66,7 +66,7 @@ def disturbed(monkeypatch):
 def test_the_disturbance_reaches_every_interval(request):
     def bounds():
         differences = (arm.difference for arm in load_findings(QUICK[1])[1].arms)
-        return [bound for d in differences if d for bound in (d.low, d.bootstrap_low)]
+        return [bound for d in differences if d for bound in (d.low, d.high)]
 
     before, _ = bounds(), request.getfixturevalue('disturbed')
     after = bounds()

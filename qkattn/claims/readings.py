@@ -107,7 +107,7 @@ def at_one_rate(directory: Path, variant: str) -> list[Row]:
         by_rate = {}
         for rate in arm.learning_rates:
             pair = _at(rate, arm), _at(rate, baseline)
-            if comparison := compare([pair], loaded.study, resamples=None):
+            if comparison := compare([pair], loaded.study):
                 by_rate[rate] = comparison.difference
         for rate, difference in by_rate.items():
             quantity = f'{variant} at one learning rate for both'
@@ -173,7 +173,7 @@ def _decisions(loaded: Loaded, differences: Mapping[ArmKey, list[float]]) -> dic
     """The decisions of the tests of a verdict, without the errors of documents and tuning."""
     margin = loaded.study.margin
     tested = {
-        arm: inference.paired(values, margin, resamples=None) if values else None
+        arm: inference.paired(values, margin) if values else None
         for arm, values in differences.items()
     }
     judged = decision.judge(tested, planned=loaded.findings.num_comparisons)

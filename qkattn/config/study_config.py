@@ -91,9 +91,6 @@ class Study:
     tolerance: float = setting(1e-3, 'Largest |residual|, relative to the target.', above=0)
     tuning: TuningConfig = TuningConfig()
     controls: ControlsConfig = ControlsConfig()
-    looks: tuple[int, ...] = setting(
-        (), 'Seeds at each interim analysis, ascending, at last all; empty is one look.', least=1
-    )
     margin: float = setting(
         0.005, 'Largest difference that counts as none, nats per token.', above=0
     )

@@ -26,7 +26,7 @@ PAGE, HEADLINE, CONTROL = 'page', 'headline', 'control'
 EVERYWHERE = (PAGE, HEADLINE, CONTROL)
 ESTIMATE = tuple(field.name for field in dataclasses.fields(Estimate))
 DIFFERENCE = (
-    *('mean', 'sd', 'low', 'high', 'n', 'bootstrap_low', 'bootstrap_high', 'p', 'p_margin'),
+    *('mean', 'sd', 'low', 'high', 'n', 'p', 'p_margin'),
     *('error_seeds', 'error_evaluation', 'tuning_low', 'tuning_high'),
 )
 _SWEEP = ('optimum', 'optimum_low', 'optimum_high', 'sensitivity', 'at_worst', 'bracketed')

@@ -2,17 +2,16 @@
 
 import dataclasses
 import enum
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
-import scipy  # whose submodules are imported on first use
 
 from qkattn.stats.inference import LEVEL, MIN_PAIRS, Difference, detectable_difference
 
 Arm = TypeVar('Arm')
+ALPHA = 1 - LEVEL  # the probability that a study decides any arm falsely, at most
 
 
 class Decision(enum.Enum):
@@ -41,20 +40,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted_M.tolist()
 
 
-def spending(looks: Sequence[int], level: float = LEVEL) -> tuple[float, ...]:
-    """The error rate that each look may spend, where `looks` are ascending numbers of seeds.
-
-    With the fraction t_k = looks_k / looks_K of the information, the spending function of Lan and
-    DeMets (1983) of the type of O'Brien and Fleming, f(t) = 2 - 2 Phi(z / sqrt(t)) with z the two-
-    sided normal quantile of 1 - level, so f(1) = 1 - level. Look k is tested at the increment
-    f(t_k) - f(t_{k-1}); as these add up to 1 - level, so do at most the false decisions of all
-    looks together, however the looks depend on each other.
-    """
-    z = scipy.special.ndtri((1 - level) / 2)
-    spent = [0.0, *(2 * float(scipy.special.ndtr(z / (n / looks[-1]) ** 0.5)) for n in looks)]
-    return tuple(b - a for a, b in itertools.pairwise(spent))
-
-
 @dataclasses.dataclass(frozen=True)
 class Judgement:
     """The decision on an arm, and the numbers behind it, which are None if it was not tested."""
@@ -75,7 +60,6 @@ def judge(
     *,
     diverged: Mapping[Arm, tuple[int, int]] | None = None,
     planned: int = 0,
-    alpha_of_look: float = 1 - LEVEL,
 ) -> dict[Arm, Judgement]:
     """Decides on every arm with at least 3 pairs against the same baseline.
 
@@ -104,8 +88,7 @@ def judge(
     An arm's difference is None if no seed finished in both. `diverged` holds the numbers of
     diverged verdict trials (the arm's, the baseline's) of the arms that had any. `planned` is the
     number of comparisons of the finished study: missing ones are corrected for as p = 1, so that no
-    decision is lost when further arms finish. `alpha_of_look` is the error rate of this look, of
-    `spending`.
+    decision is lost when further arms finish.
     """
     # Any: no field of a difference of so many pairs is None, where all errors are known.
     tested: dict[Arm, Any] = {
@@ -124,7 +107,7 @@ def judge(
     judgements = dict.fromkeys(differences, Judgement(Decision.UNDECIDED))
     for (arm, d), p_margin in zip(tested.items(), margins, strict=False):
         p_differs, p_same = corrected(d.p), corrected(d.p_equivalence)
-        differs, beyond, same = (p <= alpha_of_look for p in (p_differs, p_margin, p_same))
+        differs, beyond, same = (p <= ALPHA for p in (p_differs, p_margin, p_same))
         arm_diverged, baseline_diverged = (diverged or {}).get(arm, (0, 0))
         decision = Decision.UNDECIDED
         if same and not arm_diverged and not baseline_diverged:
@@ -135,7 +118,7 @@ def judge(
             decision = Decision.WORSE if beyond else Decision.WORSE_BELOW_MARGIN
         detectable = max(
             detectable_difference(
-                math.hypot(one.error_seeds, one.error_evaluation), one.df, alpha_of_look / family
+                math.hypot(one.error_seeds, one.error_evaluation), one.df, ALPHA / family
             )
             for one in filter(None, (d, d.typical))
         )

@@ -20,7 +20,6 @@ MIN_PAIRS = 3  # fewer seeds decide nothing
 MIN_TO_LEAVE_OUT = 4  # the spread of fewer values is not known without the one that lies apart
 APART = 5.0  # standard deviations, estimated from the median absolute deviation
 MIN_DOCUMENTS = 100  # of text in an evaluation; fewer do not stand for the text they are from
-RESAMPLES = 9999
 ROUNDING = 1e-12  # a spread below this fraction of the mean is that of rounding, and taken as 0
 
 _MANY = 1_000_000  # degrees of freedom: a t variable is normal; and more pairs than any study has
@@ -70,10 +69,6 @@ class Difference:
     `detectable`: the |difference| found by `p` < 0.05 in its direction with probability 0.8 or
     more if these errors were the true ones; for one test, before correction for several arms.
 
-    `bootstrap_low`, `bootstrap_high`: the 95 % bootstrap interval over seeds alone, a check of the
-    normality that the t interval assumes; None with n < 3 or if turned off. It is too narrow at few
-    seeds: with 8 normal values it covers the truth in 89 %, with 30 in 93 % of cases.
-
     A few seeds that lie apart, such as trials that nearly diverged, may shift a mean, or hide by
     the variance that they add what the others show. `typical` is the same difference without the
     seeds that lie apart; None if none does. A finding holds with and without them: each p value is
@@ -95,8 +90,6 @@ class Difference:
     sd: float | None = None
     low: float | None = None
     high: float | None = None
-    bootstrap_low: float | None = None
-    bootstrap_high: float | None = None
     p: float | None = None
     p_margin: float | None = None
     p_equivalence: float | None = None
@@ -121,15 +114,14 @@ def paired(
     evaluation_error: float | None = 0.0,
     evaluation_df: float | None = None,
     tuning: tuple[float, float] = (0.0, 0.0),
-    resamples: int | None = RESAMPLES,
 ) -> Difference:
     """The mean of `differences`, arm minus baseline of the same seed (nats per token).
 
     `margin` and `tuning`, the largest losses by which arm and baseline may miss their optimum, are
     in nats per token. `evaluation_error` and `evaluation_df` are what the function
     `evaluation_error` gives; a df of None means that the error is known exactly, an error of None
-    that it is not known. With `resamples=None` there is no bootstrap. Raises ValueError for no
-    differences, one that is not finite, a margin that is not positive, or a negative error.
+    that it is not known. Raises ValueError for no differences, one that is not finite, a margin
+    that is not positive, or a negative error.
     """
     values = tuple(map(float, differences))
     if not values or not all(map(math.isfinite, values)):
@@ -142,13 +134,8 @@ def paired(
         )
     evaluation = None if evaluation_error is None else (evaluation_error, evaluation_df)
     every = _difference(values, margin, evaluation, tuning)
-    if every.p is None:
-        return every
-    if resamples is not None and len(values) >= MIN_PAIRS:
-        low, high = bootstrap(values, resamples)
-        every = dataclasses.replace(every, bootstrap_low=low, bootstrap_high=high)
     kept = typical(values)
-    if len(kept) == len(values):
+    if every.p is None or len(kept) == len(values):
         return every
     others = _difference(kept, margin, evaluation, tuning)
     fields = {name: min(getattr(every, name), getattr(others, name)) for name in _SMALLER}
@@ -164,7 +151,7 @@ def _difference(
     evaluation: tuple[float, float | None] | None,
     tuning: tuple[float, float],
 ) -> Difference:
-    """The difference of all values, whether they lie apart or not, without a bootstrap."""
+    """The difference of all values, whether they lie apart or not."""
     mean, n = statistics.fmean(values), len(values)
     plain = Difference(mean, n, margin, *tuning)
     if n < 2 or evaluation is None:
@@ -259,34 +246,6 @@ def detectable_difference(error: float, df: float, alpha: float = 1 - LEVEL) -> 
     critical = scipy.special.stdtrit(df, 1 - alpha / 2)
     unbiased = error * (df / scipy.special.chdtri(df, 0.5)) ** 0.5
     return float(scipy.special.nctdtrinc(df, 1 - POWER, critical) * unbiased)
-
-
-def bootstrap(values: Sequence[float], resamples: int = RESAMPLES) -> tuple[float, float]:
-    """95 % bootstrap interval of a mean.
-
-    Bias-corrected and accelerated (BCa, Efron 1987), with the same random draws at every call; the
-    mean itself where the values do not differ.
-    """
-    mean = float(np.mean(values))
-    if not _sd(values):
-        return mean, mean
-    rounding = ROUNDING * np.max(np.abs(values))
-
-    def statistic(sample: np.ndarray, axis: int) -> np.ndarray:
-        # Permutations of the values have their mean, however it is rounded: BCa counts ties.
-        away = np.mean(sample, axis=axis)
-        return np.where(np.abs(away) <= rounding, 0.0, away)
-
-    ends = scipy.stats.bootstrap(
-        [np.subtract(values, mean)],
-        statistic,
-        n_resamples=resamples,
-        confidence_level=LEVEL,
-        method='BCa',
-        vectorized=True,
-        rng=np.random.default_rng(0),
-    ).confidence_interval
-    return mean + float(ends.low), mean + float(ends.high)
 
 
 def _sd(values: Sequence[float]) -> float:

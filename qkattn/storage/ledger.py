@@ -5,9 +5,10 @@ other fields, `previous` the hash of the line before: an edited, moved or missin
 chain, a missing last one shows in the files it describes. It protects from mistakes, not fraud.
 
     declared     declaration (SHA-256 of study.json without its command), family, arms, seeds,
-                 looks, margin; again where a field that may change, such as the question, does
+                 margin, post_hoc (whether seeds were added after a look); again where seeds are
+                 added, or a field that may change, such as the question, does
     arms_added   arms, family, post_hoc (whether a look came before verdicts), declaration
-    changed      changes (settings and their old and new values), and as arms_added with all arms
+    changed      as arms_added with all arms, and changes of settings; by earlier versions
     looked       look (1, 2, ...), files: `digests`; runs: `seen`
     accepted     code of what would withhold every verdict, and why it does not
 
@@ -21,7 +22,7 @@ import datetime
 import functools
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +63,9 @@ class Ledger:
 
     @functools.cached_property
     def post_hoc(self) -> ArmKeys:
-        """The arms that were added, or whose settings changed, after the first look.
+        """The arms that were added, or whose seeds or settings changed, after the first look.
 
-        None of a study without tuning, which has no verdicts; all, once it is tuned after a look.
+        None of a study without tuning, which has no verdicts.
         """
         later = [e for e in self.entries if e.get('post_hoc')]
         return frozenset(arm_key(a) for e in later for a in e['arms'])
@@ -75,13 +76,14 @@ class Ledger:
         return [e['declaration'] for e in self.entries if 'declaration' in e][-1]
 
     @property
+    def seeds(self) -> list[int]:
+        """Verdict seeds as they were declared last."""
+        return [e['seeds'] for e in self.entries if 'seeds' in e][-1]
+
+    @property
     def first_look(self) -> str | None:
         """Time of the first look; None before it."""
         return next((e['time'] for e in self.entries if e['event'] == LOOKED), None)
-
-    def marks(self, declared: Mapping[str, Any]) -> bool:
-        """Whether what changes now is post hoc: `declared` has verdicts, and a look came before."""
-        return self.first_look is not None and declared['tuning'] is not None
 
     @property
     def looked_files(self) -> dict[str, str | None]:
@@ -140,11 +142,11 @@ def append(path: Path, event: str, **data: Any) -> None:
     write_atomic(path, text + json.dumps(entry) + '\n')
 
 
-def declare(directory: Path, declared: Mapping[str, Any], changes: Sequence[str] = ()) -> None:
-    """Enters a study (as in study.json) or its `changes` ('name: old -> new'), under its lock."""
+def declare(directory: Path, declared: Mapping[str, Any]) -> None:
+    """Enters a study (as in study.json), or what was added to it, under its lock."""
     path = directory / NAME
     before = read(path) if path.exists() else None
-    if before is not None and before.declaration == digest(declared) and not changes:
+    if before is not None and before.declaration == digest(declared):
         return
     arms = declared['arms']
     primary = [arm for arm in arms if arm['control'] is None]
@@ -153,14 +155,14 @@ def declare(directory: Path, declared: Mapping[str, Any], changes: Sequence[str]
         'family': sum(arm['variant'] != declared['baseline'] for arm in primary),
     }
     added = [arm for arm in arms if before is not None and arm_key(arm) not in before.arms]
-    post_hoc = before is not None and before.marks(declared)
-    if changes:
-        append(path, CHANGED, changes=changes, arms=arms, post_hoc=post_hoc, **common)
-    elif added:
-        append(path, ARMS_ADDED, arms=added, post_hoc=post_hoc, **common)
+    # What is added depends on results if there are verdicts, and a look came before.
+    late = before is not None and before.first_look is not None and declared['tuning'] is not None
+    same_seeds = before is None or before.seeds == declared['seeds']
+    if added and same_seeds:
+        append(path, ARMS_ADDED, arms=added, post_hoc=late, **common)
     else:
-        rest = {name: declared[name] for name in ('arms', 'seeds', 'looks', 'margin')}
-        append(path, DECLARED, **common, **rest)
+        rest = {name: declared[name] for name in ('arms', 'seeds', 'margin')}
+        append(path, DECLARED, **common, **rest, post_hoc=late and not same_seeds)
 
 
 def look(directory: Path, logs: Path | None = None) -> bool:

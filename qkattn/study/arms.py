@@ -312,22 +312,21 @@ def parse_variant(text: str) -> dict[str, Any]:
 
 
 def resolved(study: Study) -> Study:
-    """The study with defaults in place of empty corpora, looks and controls.
+    """The study with defaults in place of empty corpora and controls.
 
-    Without tuning there are no looks and no controls; without a match none of equal shape.
+    Without tuning there are no controls; without a match none of equal shape.
     """
     corpora, seeds = study.corpora or (study.base.data.name,), study.base.trials.seeds
     if not study.tuning.seeds:
         controls = ControlsConfig(equal_shape=False, longer=None)
-        return dataclasses.replace(study, corpora=corpora, looks=(), controls=controls)
+        return dataclasses.replace(study, corpora=corpora, controls=controls)
     given = study.controls
     controls = dataclasses.replace(
         given,
         equal_shape=given.equal_shape and study.match is not None,
         longer_seeds=given.longer_seeds or seeds if given.longer else (),
     )
-    looks = study.looks or (len(seeds),)
-    return dataclasses.replace(study, corpora=corpora, looks=looks, controls=controls)
+    return dataclasses.replace(study, corpora=corpora, controls=controls)
 
 
 def build_arms(study: Study) -> list[MatchedArm]:

@@ -1,13 +1,11 @@
 """study.json: the declaration of a study before its first run, and checks that a directory fits it.
 
-A directory keeps the settings that its study began with; variants, sizes and corpora may grow. Any
-other change takes a flag, and the ledger lists it. No run continues with settings other than its
-own: changed settings make new runs. So do added seeds, and `history` in study.json distinguishes
-them from earlier ones.
+A directory keeps the settings that its study began with. Variants, sizes and corpora may grow, and
+seeds of the verdict may be added at the end: `stacks` in study.json then holds those that are
+trained together. Any other change takes another directory.
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,17 +23,26 @@ from qkattn.config import (
 from qkattn.errors import ConfigError, UnknownFieldError
 from qkattn.storage import ledger
 from qkattn.storage.leases import locked
-from qkattn.storage.records import ARM_KEY, STUDY, check, damaged, parse_json, read_json, write_json
-from qkattn.study import plan, stored
+from qkattn.storage.records import (
+    ARM_KEY,
+    STUDY,
+    check,
+    damaged,
+    parse_file,
+    parse_json,
+    read_json,
+    write_json,
+)
+from qkattn.study import stored
 from qkattn.study.arm_key import ArmKey
-from qkattn.study.plan import PlannedRun
+from qkattn.study.arms import MatchedArm
+from qkattn.study.plan import Stacks
+from qkattn.study.tuning import MODEL_KNOBS
 
 # Fields of study.json that may gain values when a directory is used again, and those that may
-# differ altogether; those that follow from the base; and those that tell runs of a plan apart.
+# differ altogether or follow from others.
 GROWING = ('variants', 'sizes', 'corpora', 'arms')
-EXTENSIBLE = (*GROWING, 'question', 'command')
-DERIVED = ('seeds', 'base_hash')
-KEY = (*ArmKey._fields, 'stage', 'knob')
+EXTENSIBLE = (*GROWING, 'question', 'command', 'seeds', 'looks', 'base_hash')
 
 
 def require_no_run(path: Path) -> None:
@@ -47,41 +54,40 @@ def require_no_run(path: Path) -> None:
         )
 
 
+def stacks(path: Path, study: Study) -> Stacks:
+    """The seeds that are trained together: those that the study began with, then those added.
+
+    Raises RunDirectoryError if study.json is damaged.
+    """
+    file, seeds = path / 'study.json', study.base.trials.seeds
+    if not file.exists():
+        return (seeds,)
+    try:
+        earlier = parse_file(file, {'seeds': tuple[int, ...]})
+        earlier = {'stacks': [earlier['seeds']]} | earlier
+        check(earlier, {'stacks': tuple[tuple[int, ...], ...]})
+    except ValueError as error:
+        raise damaged(file, error) from error
+    before = tuple(map(tuple, earlier['stacks']))
+    added = seeds[sum(map(len, before)) :]
+    return (*before, added) if added else before
+
+
 def declare(
-    path: Path,
-    study: Study,
-    declared: dict[str, Any],
-    replaced: Sequence[str],
-    accept_changes: bool,
-) -> None:
+    path: Path, study: Study, arms: Sequence[MatchedArm], declared: dict[str, Any]
+) -> dict[str, Any]:
     """Writes study.json and the ledger where they are not those of this study yet.
 
-    `declared` is the content of study.json, `replaced` what the function of this name gives for the
-    runs that are left. With `accept_changes` settings may change; the ledger keeps each change.
+    `declared` is the content of study.json in a new directory; returns what it holds in this one.
     Raises ConfigError if the directory holds another study, or a part of one.
     """
     with locked(path / 'lock'):
         stored.unpack_in_place(path)
         file, entries = path / 'study.json', path / ledger.NAME
         earlier = read_json(file, {}) if file.exists() else None
-        changes: list[str] = []
         known = {ledger.digest(declared)}
         if earlier is not None:
-            declared, changes, gone = _extended(file, study, earlier, declared)
-            changes = changes or list(replaced)
-            if gone or (changes and not accept_changes):
-                flag = (
-                    ', or add --accept_changes: the ledger then lists these changes, seeds that '
-                    'are added are trained alone, and runs of other settings are trained beside '
-                    'those of before, which are kept'
-                )
-                if entries.exists() and ledger.read(entries).marks(declared):
-                    flag += '; as results were looked at, no arm gets a verdict then'
-                raise ConfigError(
-                    f'workdir={path} holds a study of other settings:\n  '
-                    + '\n  '.join([*changes, *gone])
-                    + f'\nSet them back or give another workdir{"" if gone else flag}.'
-                )
+            declared = _continued(file, study, earlier, declared)
             known = {ledger.digest(earlier), ledger.digest(declared)}
         # A worker may have died between the two; then the ledger is ahead.
         lost = earlier is None and (path / 'runs').exists()
@@ -91,50 +97,25 @@ def declare(
                 f'{file} is missing, or is not what {entries} declares last; restore both from a '
                 'copy, or give another workdir'
             )
-        ledger.declare(path, declared, changes)
+        _check_runs(path, arms)
+        ledger.declare(path, declared)
         if earlier is None or ledger.digest(earlier) != ledger.digest(declared):
             write_json(file, declared)
+    return declared
 
 
-def history(path: Path, study: Study) -> plan.History:
-    """The history of a study in its directory, where it may have had other settings.
+def _continued(
+    file: Path, study: Study, earlier: dict[str, Any], declared: dict[str, Any]
+) -> dict[str, Any]:
+    """The new declaration with the earlier machine settings.
 
-    Raises RunDirectoryError if study.json is damaged.
-    """
-    file = path / 'study.json'
-    if not file.exists():
-        return plan.history(study)
-    earlier, ints = read_json(file, {}), tuple[int, ...]
-    try:
-        fields = {'margin': float, 'seeds': ints, 'looks': ints, 'controls': {'longer_seeds': ints}}
-        check(earlier, fields)
-        return plan.history(study, earlier)
-    except ValueError as error:
-        raise damaged(file, error) from error
-
-
-def check_continued(path: Path, study: Study, declared: dict[str, Any]) -> None:
-    """Raises ConfigError if another worker has changed the settings in the meantime."""
-    file = path / 'study.json'
-    if changes := _extended(file, study, read_json(file, {}), declared)[1]:
-        raise ConfigError(
-            f'another worker goes on with other settings of the study in {path}, by '
-            f'--accept_changes: {"; ".join(changes)}'
-        )
-
-
-def _extended(
-    file: Path, study: Study, earlier: Any, declared: dict[str, Any]
-) -> tuple[dict[str, Any], list[str], list[str]]:
-    """The new declaration with the earlier machine settings, the changes, and what is left out.
-
-    Raises ConfigError if the earlier declaration has settings that are unknown here.
+    Raises ConfigError if the earlier declaration has other settings, or unknown ones.
     """
     kind: Any = type(study)
     defaults, always = serialize.defaults(kind), serialize.introduced('1', kind)
     later = {name: value for name, value in defaults.items() if name not in always}
-    kept = history(file.parent, study)
-    earlier = later | {name: value for name, value in earlier.items() if name != 'history'}
+    together = stacks(file.parent, study)
+    earlier = later | {name: value for name, value in earlier.items() if name != 'stacks'}
     if unlike := (declared.keys() - earlier.keys()) or (earlier.keys() - (later | declared).keys()):
         has = 'a field' if min(unlike) in earlier else 'no field'
         raise ConfigError(
@@ -142,72 +123,66 @@ def _extended(
             'be continued; use the version of qkattn that wrote it, or give another workdir'
         )
     try:
-        check(earlier, STUDY)
+        check(earlier, STUDY | {'controls': {'longer_seeds': tuple[int, ...]}})
         before: Config = from_json(type(study.base), earlier['base'], 'base.')
     except UnknownFieldError as error:
         raise ConfigError(f'{file} has an {error}') from error
     except ValueError as error:  # a ConfigError, too
         raise damaged(file, error) from error
     now: Config = with_machine_of(study.base, before)
-    gone = [
-        f'{name}: {value!r} is left out, but {name} may only grow'
+    changes = [
+        f'{name}: {value!r} is left out'
         for name in GROWING
         for value in earlier[name]
         if value not in declared[name]
-    ]
+    ][:1]
 
-    def compared(fields: Mapping[str, Any], base: Config) -> dict[str, Any]:
-        kept = {name: v for name, v in fields.items() if name not in (*EXTENSIBLE, *DERIVED)}
-        return kept | {'base': dataclasses.asdict(base)}
+    def fixed(fields: Mapping[str, Any], base: Config) -> dict[str, Any]:
+        """The settings that have to stay, of the seeds those that the study had before."""
+        kept = {name: v for name, v in fields.items() if name not in EXTENSIBLE}
+        if fields['controls']['longer_seeds'] == fields['seeds']:
+            kept['controls'] = fields['controls'] | {'longer_seeds': []}
+        seeds = base.trials.seeds[: len(before.trials.seeds)]
+        trials = dataclasses.replace(base.trials, seeds=seeds)
+        return kept | {'base': dataclasses.asdict(dataclasses.replace(base, trials=trials))}
 
-    changes = differences(compared(earlier, before), compared(later | declared, now))
-    added = {} if kept == plan.history(study) else {'history': dataclasses.asdict(kept)}
-    return declared | {'base': to_json(now)} | added, changes, gone[:1]
+    changes += differences(fixed(earlier, before), fixed(later | declared, now))
+    if changes:
+        raise ConfigError(
+            f'workdir={file.parent} holds a study of other settings:\n  '
+            + '\n  '.join(changes)
+            + '\nSet them back or give another workdir; a study may only gain variants, sizes, '
+            'corpora and, at the end, trials.seeds.'
+        )
+    added = {'stacks': list(map(list, together))} if len(together) > 1 else {}
+    return declared | {'base': to_json(now)} | added
 
 
-def planned(path: Path) -> dict[str, dict[str, Any]]:
-    """The lines of plan.jsonl by the fingerprint of their config.
+def _check_runs(path: Path, arms: Sequence[MatchedArm]) -> None:
+    """Raises ConfigError if a finished run is of another model, or hash, than its arm has here.
 
-    Raises RunDirectoryError for a damaged line, as a run may be missed that has a result, and
-    ConfigError for a config with a field that this version does not know.
+    Another version of qkattn may match an arm to another size; it would train the run again.
+    RunDirectoryError for a damaged line of plan.jsonl.
     """
-    file = path / 'plan.jsonl'
+    file, models, again = path / 'plan.jsonl', {arm.key: arm.model for arm in arms}, []
     try:
-        lines = file.read_bytes().splitlines() if file.exists() else []
-        return dict(map(_parsed, lines))
+        for line in file.read_bytes().splitlines() if file.exists() else []:
+            record = parse_json(line)
+            check(record, ARM_KEY | {'run': str, 'directory': str, 'config': dict})
+            key = ArmKey(*(record[name] for name in ARM_KEY)).declared
+            config: Config = from_json(Config, record['config'])
+            knobs = {name: getattr(config.model, name) for name in MODEL_KNOBS}
+            model = dataclasses.replace(models.get(key, config.model), **knobs)
+            alike = fingerprint(dataclasses.replace(config, model=model)) == record['run']
+            if not alike and (path / record['directory'] / 'result.json').exists():
+                again.append(record['directory'])
     except UnknownFieldError as error:
         raise ConfigError(f'{file} has an {error}') from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         advice = 'restore it from a copy, or remove it: it is then made again from the results'
         raise damaged(file, error, advice) from error
-
-
-@functools.cache
-def _parsed(line: bytes) -> tuple[str, dict[str, Any]]:
-    record = parse_json(line)
-    check(record, ARM_KEY | {'stage': str, 'knob': str | None, 'directory': str, 'config': dict})
-    try:
-        return fingerprint(from_json(Config, record['config'])), record
-    except UnknownFieldError:
-        raise
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
-        raise ValueError(f'the config of run {record["directory"]} cannot be read') from error
-
-
-def replaced(path: Path, runs: Sequence[PlannedRun], left: Sequence[PlannedRun]) -> list[str]:
-    """Differences in settings between new runs and the finished runs that they replace.
-
-    `runs` is the whole plan; those in `left` have no result.
-    """
-    ids = {run.id for run in runs}
-    again = {(*run.arm.key, run.stage, run.knob): run for run in reversed(left)}
-    changes = []
-    for name, line in planned(path).items():
-        if name in ids or not (path / line['directory'] / 'result.json').exists():
-            continue
-        if (run := again.pop(tuple(line[field] for field in KEY), None)) is not None:
-            old = from_json(Config, line['config'])
-            new = with_machine_of(run.config, old)
-            differing = differences(dataclasses.asdict(old), dataclasses.asdict(new))
-            changes += [f'{line["directory"]}: {change}' for change in differing]
-    return changes
+    if again:
+        raise ConfigError(
+            f'this version of qkattn would train {again[0]} of workdir={path} again; use the '
+            'version that trained it, or give another workdir'
+        )

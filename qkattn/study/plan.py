@@ -1,15 +1,14 @@
 """The plan of a study: its runs, and the files that list them.
 
     every arm: screening of the learning rate, with larger grids and further seeds until bracketed
-    -> the same for the other settings that are tuned -> the verdict up to the first look,
-    then all arms up to the next look, and so on, and the controls that are trained longer.
+    -> the same for the other settings that are tuned -> the verdict;
+    then the controls that are trained longer.
 
-The plan is a function of the study, of its history in study.json and of the results of finished
-runs, so all workers derive the same plan.
+The plan is a function of the study, of the stacks in which its seeds are trained and of the results
+of finished runs, so all workers derive the same plan.
 """
 
 import dataclasses
-import itertools
 import json
 import math
 import re
@@ -19,7 +18,7 @@ from typing import Any
 from qkattn.config import Config, Study, fingerprint, to_json
 from qkattn.stats import decision, inference
 from qkattn.stats.decision import Decision
-from qkattn.storage.records import FINISHED, read, to_jsonable
+from qkattn.storage.records import FINISHED, to_jsonable
 from qkattn.storage.run_directory import command_line
 from qkattn.study.arm_key import LONGER, ArmKey
 from qkattn.study.arms import MatchedArm, resolved
@@ -38,72 +37,8 @@ from qkattn.study.tuning import (
 # The results of a run, one per trial; None until it is finished.
 Results = Callable[['PlannedRun'], list[dict[str, Any]] | None]
 Grids = Mapping[str, tuple[float, ...]]
-# The seeds of a run, and of several.
 Seeds = tuple[int, ...]
-Stacks = tuple[Seeds, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class History:
-    """Earlier settings of a study, which keep its runs in the plan.
-
-    A run stays if all of its seeds are declared, for one look; other seeds are those of new runs.
-    """
-
-    # With which the study began: they decide which arms are trained longer.
-    margin: float
-    seeds: Seeds
-    # Of every run at tuned settings, or of an untuned study, that was ever planned, in order.
-    stacks: Stacks
-    longer_stacks: Stacks  # of longer training
-
-
-def history(study: Study, earlier: Mapping[str, Any] | None = None) -> History:
-    """The history of a study; `earlier` is what study.json declared before, if anything."""
-    study, seeds = resolved(study), study.base.trials.seeds
-    now = _begun(study.margin, seeds, study.looks, study.controls.longer_seeds)
-    if earlier is None:
-        return now
-    if 'history' in earlier:
-        before = read(History, earlier['history'])
-    else:
-        longer_seeds = earlier['controls']['longer_seeds']
-        before = _begun(earlier['margin'], earlier['seeds'], earlier['looks'], longer_seeds)
-    return dataclasses.replace(
-        before,
-        stacks=_with_missing(before.stacks, now.stacks),
-        longer_stacks=_with_missing(before.longer_stacks, now.longer_stacks),
-    )
-
-
-def _begun(
-    margin: float, seeds: Sequence[int], looks: Sequence[int], longer_seeds: Sequence[int]
-) -> History:
-    return History(margin, tuple(seeds), _by_look(seeds, looks), _by_look(longer_seeds))
-
-
-def _by_look(seeds: Sequence[int], looks: Sequence[int] = ()) -> Stacks:
-    """The seeds that each look adds; without looks, all."""
-    ends = itertools.pairwise((0, *(looks or (len(seeds),))))
-    return tuple(tuple(seeds[start:end]) for start, end in ends if start < end)
-
-
-def _with_missing(stacks: Stacks, by_look: Stacks) -> Stacks:
-    """The stacks, and one more for the seeds of each look that none of them trains."""
-    more = []
-    for seeds in by_look:
-        trained = set(itertools.chain(*_cover(stacks, seeds)))
-        more.append(tuple(seed for seed in seeds if seed not in trained))
-    return (*stacks, *filter(None, more))
-
-
-def _cover(stacks: Stacks, seeds: Seeds) -> Iterator[Seeds]:
-    """The first of the stacks that train these seeds, each once, and no others."""
-    left = set(seeds)
-    for stack in stacks:
-        if left.issuperset(stack):
-            left.difference_update(stack)
-            yield stack
+Stacks = tuple[Seeds, ...]  # of verdict seeds: those that the study began with, then those added
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +49,6 @@ class PlannedRun:
     stage: str  # 'screening', 'verdict' at the tuned settings, or 'single' in an untuned study
     knob: str | None  # the setting that is screened
     config: Config  # resolved
-    kept: str | None = None  # the directory, where an earlier plan named it otherwise
 
     @property
     def id(self) -> str:
@@ -123,8 +57,6 @@ class PlannedRun:
     @property
     def directory(self) -> str:
         """Relative to the study: readable, and one per configuration."""
-        if self.kept is not None:
-            return self.kept
         stage = '' if self.stage == SINGLE else f' {self.stage}'
         title = re.sub(r'[^\w.=]+', '-', self.arm.title + stage).strip('-')
         return f'runs/{title}-{self.id}'
@@ -152,10 +84,10 @@ def grids(study: Study, arm: MatchedArm) -> dict[str, tuple[float, ...]]:
 
 
 def runs(
-    study: Study, arms: Sequence[MatchedArm], results: Results, kept: History | None = None
+    study: Study, arms: Sequence[MatchedArm], results: Results, stacks: Stacks | None = None
 ) -> list[PlannedRun]:
-    """Every run known so far; `kept` is the history of the study, if it has had other settings."""
-    return _Plan(resolved(study), results, kept or history(study)).runs(arms)
+    """Every run known so far; `stacks` are those of the study, if seeds were added to it."""
+    return _Plan(resolved(study), results, stacks or (study.base.trials.seeds,)).runs(arms)
 
 
 def imagined(study: Study, arms: Sequence[MatchedArm]) -> list[PlannedRun]:
@@ -186,36 +118,31 @@ class _Plan:
 
     study: Study  # resolved
     results: Results
-    history: History
+    stacks: Stacks
 
     def runs(self, arms: Sequence[MatchedArm]) -> list[PlannedRun]:
-        """Every run known so far: screening and verdicts arm by arm, later looks, longer runs."""
-        study, seeds = self.study, self.study.base.trials.seeds
+        """Every run known so far: screening and verdicts arm by arm, then longer runs."""
+        study = self.study
         if not study.tuning.seeds:
-            stacks = list(_cover(self.history.stacks, seeds))
-            return [self._run(arm, SINGLE, None, {'seeds': s}) for arm in arms for s in stacks]
+            return [self._run(a, SINGLE, None, {'seeds': s}) for a in arms for s in self.stacks]
         known: list[PlannedRun] = []
         chosen: dict[ArmKey, Settings] = {}
-        verdicts: dict[ArmKey, list[list[PlannedRun]]] = {}
+        begun: dict[ArmKey, PlannedRun] = {}  # the verdict on the seeds that the study began with
         for arm in arms:
             screening, settings = self._screening(arm, grids(study, arm))
             known += screening
             if settings is not None:
                 chosen[arm.key] = settings
-                verdicts[arm.key] = self._verdicts(arm, settings)
-                known += verdicts[arm.key][0]
-        for look in range(1, len(study.looks)):
-            before = [run for of_arm in verdicts.values() for run in of_arm[look - 1]]
-            if len(verdicts) < len(arms) or None in map(self.results, before):
-                break
-            known += [run for of_arm in verdicts.values() for run in of_arm[look]]
-        for arm in self._decided(arms, verdicts) if study.controls.longer else ():
+                verdicts = self._verdicts(arm, settings)
+                begun[arm.key] = verdicts[0]
+                known += verdicts
+        for arm in self._decided(arms, begun) if study.controls.longer else ():
             longer = dataclasses.replace(arm, key=arm.key._replace(control=LONGER))
             around = grids_around(grids(study, arm), chosen[arm.key])
             screening, settings = self._screening(longer, around)
             known += screening
             if settings is not None:
-                known += itertools.chain(*self._verdicts(longer, settings))
+                known += self._verdicts(longer, settings)
         return known
 
     def _screening(self, arm: MatchedArm, grids: Grids) -> tuple[list[PlannedRun], Settings | None]:
@@ -240,17 +167,12 @@ class _Plan:
                     of_seed |= _losses([trial], 'val_loss')
         return known, tuning.settings
 
-    def _verdicts(self, arm: MatchedArm, settings: Settings) -> list[list[PlannedRun]]:
-        """For each look at the study, the runs with the seeds since the look before."""
-        by_look = _by_look(self.study.base.trials.seeds, self.study.looks)
-        stacks = self.history.stacks
-        if arm.key.control == LONGER:
-            by_look = (self.study.controls.longer_seeds,)
-            stacks = self.history.longer_stacks
-        return [
-            [self._at(arm, VERDICT, None, [settings], stack) for stack in _cover(stacks, seeds)]
-            for seeds in by_look
-        ]
+    def _verdicts(self, arm: MatchedArm, settings: Settings) -> list[PlannedRun]:
+        """The verdict runs of an arm, one for each stack of seeds."""
+        stacks, longer_seeds = self.stacks, self.study.controls.longer_seeds
+        if arm.key.control == LONGER and longer_seeds != self.study.base.trials.seeds:
+            stacks = (longer_seeds,)
+        return [self._at(arm, VERDICT, None, [settings], stack) for stack in stacks]
 
     def _at(
         self, arm: MatchedArm, stage: str, knob: str | None, stack: list[Settings], seeds: Seeds
@@ -285,30 +207,25 @@ class _Plan:
         return PlannedRun(arm, stage, knob, config)
 
     def _decided(
-        self, arms: Sequence[MatchedArm], verdicts: Mapping[ArmKey, list[list[PlannedRun]]]
+        self, arms: Sequence[MatchedArm], verdicts: Mapping[ArmKey, PlannedRun]
     ) -> Iterator[MatchedArm]:
         """The baseline and the decided arms of each size and corpus whose verdicts are finished.
 
-        They are decided by the tests alone, on test losses paired over seeds, corrected for the
-        comparisons of the whole study: other reasons are not known before the report. The margin
-        and the seeds that the study began with decide, so that others train nothing longer.
+        They are decided by the tests alone, on test losses paired over the seeds that the study
+        began with, corrected for the comparisons of the whole study: other reasons are not known
+        before the report, and seeds that are added train no other arm longer.
         """
-        study, begun, margin = self.study, set(self.history.seeds), self.history.margin
+        study = self.study
         primary = [arm for arm in arms if arm.key.control is None]
         comparisons = sum(arm.variant != study.baseline for arm in primary)
-        declared = set(study.base.trials.seeds)
-        seeds = begun if begun <= declared else declared
+        losses = {}
+        for key, run in verdicts.items():
+            if (trials := self.results(run)) is not None:
+                losses[key] = _losses(trials, 'test_loss')
         for corpus, size in dict.fromkeys((arm.key.corpus, arm.size) for arm in primary):
             group = [arm for arm in primary if (arm.key.corpus, arm.size) == (corpus, size)]
             (baseline,) = (arm for arm in group if arm.variant == study.baseline)
-            losses: dict[ArmKey, dict[int, float | None]] = {}
-            for arm in group:
-                of_arm = itertools.chain(*verdicts.get(arm.key, ()))
-                deciding = [run for run in of_arm if seeds & set(run.config.trials.seeds)]
-                finished = [self.results(run) for run in deciding]
-                if finished and None not in finished:
-                    losses[arm.key] = _losses(itertools.chain(*filter(None, finished)), 'test_loss')
-            if len(losses) < len(group):
+            if not losses.keys() >= {arm.key for arm in group}:
                 continue
             tests, diverged = {}, {}
             for key in (arm.key for arm in group if arm is not baseline):
@@ -316,10 +233,9 @@ class _Plan:
                 one, other = zip(*pairs, strict=True)
                 diverged[key] = one.count(None), other.count(None)
                 both = [one - other for one, other in pairs if None not in (one, other)]
-                tests[key] = inference.paired(both, margin, resamples=None) if both else None
+                tests[key] = inference.paired(both, study.margin) if both else None
             judged = decision.judge(tests, diverged=diverged, planned=comparisons)
-            silent = (Decision.UNDECIDED, Decision.NO_VERDICT)
-            decided = {key for key, one in judged.items() if one.decision not in silent}
+            decided = {k for k, one in judged.items() if one.decision is not Decision.UNDECIDED}
             if decided:
                 yield from (arm for arm in group if arm is baseline or arm.key in decided)
 
@@ -346,6 +262,9 @@ def declaration(study: Study, arms: Sequence[MatchedArm]) -> dict[str, Any]:
         'variants': list(dict.fromkeys(a.label for a in arms if a.key.control is None)),
         'matched': matched,
         'seeds': study.base.trials.seeds,
+        # Numbers of seeds at interim analyses, of a time when there could be several. It is in the
+        # hash by which ledgers know a study.
+        'looks': [len(study.base.trials.seeds)] if study.tuning.seeds else [],
         'tuning': tuning,
         'base_hash': fingerprint(study.base),
         'arms': [arm.key._asdict() for arm in arms],
@@ -387,7 +306,5 @@ def result_lines(study: Study, known: Sequence[PlannedRun], results: Results) ->
     for run in known:
         fields = {'study': study.name, 'run': run.id, **_about(study, run)}
         fields['target_parameters'] = fields.pop('target')
-        # The hash of a config may have been another one when its run was made.
-        current = {} if run.kept is None else {'config_hash': run.id}
-        text += [json.dumps({**fields, **trial, **current}) + '\n' for trial in results(run) or []]
+        text += [json.dumps({**fields, **trial}) + '\n' for trial in results(run) or []]
     return ''.join(text)

@@ -1,7 +1,7 @@
 """The rules of a study's protocol: functions that return a code and numbers if a rule is broken.
 
 `validate` refuses a study before it starts by the first one; whoever reads study.json refuses it by
-`looks`, `grids` and `known`; and `verdict.rules` applies `tuned`, `fresh` and `anneals` to results.
+`grids` and `known`; and `verdict.rules` applies `tuned`, `fresh` and `anneals` to results.
 """
 
 import enum
@@ -34,7 +34,6 @@ class Rule(enum.Enum):
         'optimizer.schedule={schedule} with final_fraction={final_fraction} does not anneal, which '
         'a verdict needs; use linear or cosine with final_fraction={limit} or less'
     )
-    LOOKS = 'looks={looks} must ascend from at least 1 to {seeds}, the number of trials.seeds'
     GRID = '{name}={values} must ascend by a constant factor, as in (0.001, 0.002, 0.004)'
     SINGLE_VALUE = (
         "{name}={values} must be a grid, or empty for the model's own; set a single value as "
@@ -80,12 +79,6 @@ def anneals(optimizer: OptimizerConfig) -> Broken:
         yield Rule.NOT_ANNEALED, data
 
 
-def looks(declared: Sequence[int], seeds: int) -> Broken:
-    """Looks ascend to all seeds of the verdict."""
-    if declared[-1] != seeds or any(b <= a for a, b in itertools.pairwise((0, *declared))):
-        yield Rule.LOOKS, {'looks': tuple(declared), 'seeds': seeds}
-
-
 def grids(values_of: Mapping[str, tuple[float, ...]]) -> Broken:
     """Grids of more than one value ascend by one factor from above 0."""
     for name, values in values_of.items():
@@ -114,7 +107,7 @@ def broken(study: Study) -> Broken:
     if study.match is None and len(study.destinations) > 1:
         yield Rule.NO_EFFECT, {'destinations': study.destinations}
     if not tuning.seeds:
-        needs = {'looks': study.looks, 'expected': study.expected} | model_grids
+        needs = {'expected': study.expected} | model_grids
         for name, values in needs.items():
             if values:
                 yield Rule.NEEDS_TUNING, {'name': name, 'values': values}
@@ -130,7 +123,6 @@ def broken(study: Study) -> Broken:
     if study.baseline not in study.variants:
         yield Rule.NO_BASELINE, {'variants': study.variants, 'baseline': study.baseline}
     yield from anneals(study.base.optimizer)
-    yield from looks(study.looks or (len(trials.seeds),), len(trials.seeds))
     drawn = {'trials.seeds': trials.seeds, 'controls.longer_seeds': controls.longer_seeds}
     for name, seeds in drawn.items():
         for rule, data in fresh(screening_seeds(tuning), seeds):
@@ -160,7 +152,7 @@ def broken(study: Study) -> Broken:
         'tuning.max_seeds': tuning.max_seeds,
         'the number of trials.seeds': len(trials.seeds),
         'the number of controls.longer_seeds': len(controls.longer_seeds),
-    } | {f'look {number} of looks': look for number, look in enumerate(study.looks, start=1)}
+    }
     for name, number in numbers.items():
         if number % study.base.mesh.trial:
             data = {'trial': study.base.mesh.trial, 'name': name, 'number': number}

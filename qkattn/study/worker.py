@@ -23,11 +23,11 @@ from qkattn.jobs import agreement
 from qkattn.jobs.agreement import owned
 from qkattn.jobs.display import StudyLeft, waiting
 from qkattn.jobs.signals import StopRequest
-from qkattn.storage import leases
+from qkattn.storage import leases, ledger
 from qkattn.storage.buckets import is_url
 from qkattn.storage.files import check_directory, make_directory, write_atomic
 from qkattn.storage.leases import locked
-from qkattn.storage.records import read_results, to_jsonable
+from qkattn.storage.records import read_json, read_results, to_jsonable
 from qkattn.study import declaration, plan
 from qkattn.study.arms import MatchedArm, build_arms
 from qkattn.study.plan import PlannedRun
@@ -45,7 +45,6 @@ def run(
     workdir: str | Path,
     *,
     expiry: float = leases.EXPIRY,
-    accept_changes: bool = False,
     arms: list[MatchedArm] | None = None,
     tell: Callable[..., None] | None = None,
 ) -> Path:
@@ -54,9 +53,8 @@ def run(
     The same call resumes, and may run beside other workers; while they hold all runs that are left,
     it waits. A run that cannot be trained does not stop the others.
 
-    A worker counts as dead after `expiry` seconds without a heartbeat. With `accept_changes` the
-    study of the directory may have had other settings; the ledger lists them. `arms` are those of
-    the study, where they are known. `tell` is of a parent that shows what is left of the study,
+    A worker counts as dead after `expiry` seconds without a heartbeat. `arms` are those of the
+    study, where they are known. `tell` is of a parent that shows what is left of the study,
     and is called as tell('done', number of runs that are done, number of runs).
 
     Raises ConfigError for an impossible setting or directory, and at the end if runs could not be
@@ -68,7 +66,7 @@ def run(
     path = check_directory(workdir)
     failed: dict[str, str] = {}
     with StopRequest() as stop:
-        worker = owned(lambda: _Worker(study, path, expiry, accept_changes, arms, stop, tell))
+        worker = owned(lambda: _Worker(study, path, expiry, arms, stop, tell))
         while (leased := agreement.on_owner(lambda: worker.lease_next(failed))) is not None:
             if leased:
                 _train(path, leased, worker, failed)
@@ -89,7 +87,6 @@ class _Worker:
     study: Study
     path: Path
     expiry: float
-    accept_changes: bool
     arms: list[MatchedArm] | None
     stop: StopRequest
     tell: Callable[..., None] | None
@@ -104,7 +101,7 @@ class _Worker:
         with waiting(study.name, 'matching parameters'):
             self._arms = build_arms(study) if self.arms is None else self.arms
         # Before the directory is created, so that a refused study leaves nothing behind.
-        runs, left, _ = _known(study, self._arms, path)
+        left = left_of(study, self._arms, path)
         for run in {run.config.data: run for run in left}.values():
             sharding.require_devices(run.config.mesh)
             require_memory(run.config)
@@ -113,9 +110,9 @@ class _Worker:
             if study.tuning.seeds:
                 check_documents(rows, run.config.data)
         make_directory(path)
-        self._declared = to_jsonable(plan.declaration(study, self._arms))
-        changes = declaration.replaced(path, runs, left)
-        declaration.declare(path, study, self._declared, changes, self.accept_changes)
+        declared = to_jsonable(plan.declaration(study, self._arms))
+        declared = declaration.declare(path, study, self._arms, declared)
+        self._declared = ledger.digest(declared)
 
     def lease_next(self, failed: Collection[str]) -> dict[str, Any] | None:
         """The next run that is not in `failed`, whose lease this process then holds; JSON.
@@ -151,15 +148,18 @@ class _Worker:
         }
 
     def _write_plan(self) -> tuple[list[PlannedRun], list[PlannedRun]]:
-        """Writes the files of the study; returns all known runs and those without result."""
+        """Writes the files of the study; returns all known runs and those without result.
+
+        Where arms or seeds were added meanwhile, the workers that know them write the files.
+        """
         study, path = self.study, self.path
         # Results are read and the files written under one lock, whoever else writes.
         with locked(path / 'lock'):
-            declaration.check_continued(path, study, self._declared)
             runs, left, results = _known(study, self._arms, path)
-            write_atomic(path / 'plan.jsonl', plan.lines(study, runs))
-            write_atomic(path / 'results.jsonl', plan.result_lines(study, runs, results))
-            _list_orphans(path, {run.directory for run in runs})
+            if ledger.digest(read_json(path / 'study.json', {})) == self._declared:
+                write_atomic(path / 'plan.jsonl', plan.lines(study, runs))
+                write_atomic(path / 'results.jsonl', plan.result_lines(study, runs, results))
+                _list_orphans(path, {run.directory for run in runs})
         return runs, left
 
     def _wait(self, left: list[PlannedRun]) -> dict[str, Any]:
@@ -207,20 +207,16 @@ def _known(
     The longest are taken first, so that workers end at about the same time.
     """
     read: dict[str, list[dict[str, Any]] | None] = {}
-    before = {run: line['directory'] for run, line in declaration.planned(path).items()}
 
     def results(run: PlannedRun) -> list[dict[str, Any]] | None:
         # Each file is read once, so that the plan and the runs left are of the same moment.
         if run.id not in read:
-            file = path / before.get(run.id, run.directory) / 'result.json'
+            file = path / run.directory / 'result.json'
             trials = run.config.trials.trials()
             read[run.id] = read_results(file, trials) if file.exists() else None
         return read[run.id]
 
-    runs = plan.runs(study, arms, results, declaration.history(path, study))
-    for number, run in enumerate(runs):
-        if before.get(run.id, run.directory) != run.directory:
-            runs[number] = dataclasses.replace(run, kept=before[run.id])
+    runs = plan.runs(study, arms, results, declaration.stacks(path, study))
     left = sorted((run for run in runs if results(run) is None), key=lambda run: -run.work)
     return runs, left, results
 

@@ -239,9 +239,7 @@ def _tuning(study: Study, key: ArmKey, trials: Sequence[Trial], primary: Arm | N
 Pair = tuple[Arm, Arm]
 
 
-def compare(
-    pairs: Sequence[Pair], study: Study, resamples: int | None = inference.RESAMPLES
-) -> Comparison | None:
+def compare(pairs: Sequence[Pair], study: Study) -> Comparison | None:
     """Compares the chosen trials of the pairs, seed by seed; None if they share no seed.
 
     The interval includes the error over documents, taken as independent between corpora, and the
@@ -267,7 +265,6 @@ def compare(
         evaluation_error=error,
         evaluation_df=df,
         tuning=(_tuning_error([a for a, _ in pairs]), _tuning_error([b for _, b in pairs])),
-        resamples=resamples,
     )
     correlation = None
     if len(seeds) >= inference.MIN_PAIRS and np.ptp(arm_S) > 0 and np.ptp(other_S) > 0:

@@ -147,7 +147,7 @@ def judge(
             verdicts[key] = Verdict(
                 Decision.NO_VERDICT, (Reason(ReasonCode.NO_VERDICT_TRIALS),)
             )  # until its first look
-    for count, alpha in zip(study.looks, decision.spending(study.looks), strict=True):
+    for count, alpha in ((len(study.seeds), decision.ALPHA),):
         seeds = study.seeds[:count]
         at_look = {
             key: [(arm.at(seeds), baseline.at(seeds)) for arm, baseline in pairs]
@@ -176,7 +176,7 @@ def _at_look(
     study: Study, cases: Mapping[Key, list[Pair]], family: int, alpha: float
 ) -> Iterator[tuple[Key, Verdict]]:
     """The verdicts of the arms that have results at this look, and of these results alone."""
-    compared = {key: compare(pairs, study, None) for key, pairs in cases.items()}
+    compared = {key: compare(pairs, study) for key, pairs in cases.items()}
     diverged = {
         key: (sum(a.num_diverged for a, _ in pairs), sum(b.num_diverged for _, b in pairs))
         for key, pairs in cases.items()
@@ -185,7 +185,6 @@ def _at_look(
         {key: one.difference if one else None for key, one in compared.items()},
         diverged=diverged,
         planned=family,
-        alpha_of_look=alpha,
     )
     for key, judgement in judged.items():
         decided, comparison = judgement.decision, compared[key]

@@ -29,7 +29,7 @@ def row(speaks, value=0.0, **context):
 
 
 def compared(values, margin, validation=None):
-    difference = inference.paired(list(values), margin, resamples=None)
+    difference = inference.paired(list(values), margin)
     mean = difference.mean if validation is None else validation
     return Comparison('test', {}, difference, mean, None, 100)
 

@@ -43,7 +43,7 @@ CASES = [
     (*TRAIN, '--workdir=w', 'extra', "unknown argument 'extra'"),
     (*TRAIN, '--workdri=w', 'workdri'),
     (*ABLATE, '--dry_run', '--config.variants=("..:x/vo",)', 'must be wr'),
-    (*ABLATE, '--dry_run', '--config.looks=' + '-' * 20000 + '1', 'Memory'),
+    (*ABLATE, '--dry_run', '--config.tuning.seeds=' + '-' * 20000 + '1', 'Memory'),
     (*ABLATE, '--dry_run', '--config.fill=heads', "fill='heads'"),
     (*ABLATE, '--dry_run', '--config.tuning.seeds=(7,)', 'must be a grid'),
     (*ABLATE, '--dry_run', '--lease_expiry=0', '--lease_expiry=0.0 must'),

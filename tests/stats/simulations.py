@@ -196,7 +196,7 @@ def study(
     for counts in (whole, plain):
         tuning = [(miss, misses[0]) if counts is whole else (0.0, 0.0) for miss in misses]
         differences = {
-            i: inference.paired(losses[i] - losses[0], tuning=tuning[i], resamples=None)
+            i: inference.paired(losses[i] - losses[0], tuning=tuning[i])
             for i in range(1, len(arms))
             if max(tuning[i]) < math.inf
         }
@@ -260,7 +260,7 @@ def added_arms(studies: int, first: int, last: int, *, declared: bool) -> tuple[
 def _decided(losses_AS: np.ndarray, alpha: float) -> bool:
     """Whether any arm is better or worse than the first one."""
     differences = {
-        i: inference.paired(row - losses_AS[0], resamples=None)
+        i: inference.paired(row - losses_AS[0])
         for i, row in enumerate(losses_AS[1:])
     }
     judged = decision.judge(differences, alpha_of_look=alpha)
@@ -286,8 +286,8 @@ def crossed(
         nats_SC = (noise_SC + rng.normal(0, 0.01, (num_seeds, 1))) * tokens_C
         means_S = nats_SC.sum(axis=1) / tokens_C.sum()
         error, df = inference.evaluation_error(nats_SC, tokens_C)
-        seeds = inference.paired(means_S, resamples=None)
-        both = inference.paired(means_S, evaluation_error=error, evaluation_df=df, resamples=None)
+        seeds = inference.paired(means_S)
+        both = inference.paired(means_S, evaluation_error=error, evaluation_df=df)
         for name, d in zip(covered, (both, seeds), strict=True):
             covered[name] += d.low <= 0 <= d.high
     return {name: (int(number), studies) for name, number in covered.items()}
