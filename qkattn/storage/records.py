@@ -151,6 +151,14 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError(f'it is not JSON ({error})') from error
 
 
+def read_lines(path: Path, advice: str = ADVICE) -> list[Any]:
+    """The values of a file's lines, [] where there is none; RunDirectoryError if it is damaged."""
+    try:
+        return [*map(parse_json, path.read_bytes().splitlines())] if path.exists() else []
+    except (OSError, ValueError) as error:
+        raise damaged(path, error, advice) from error
+
+
 def for_each_line(
     path: Path, label: str, problems: list[str], take: Callable[[Any], object]
 ) -> None:

@@ -29,8 +29,8 @@ from qkattn.storage.records import (
     check,
     damaged,
     parse_file,
-    parse_json,
     read_json,
+    read_lines,
     write_json,
 )
 from qkattn.study import stored
@@ -165,9 +165,10 @@ def _check_runs(path: Path, arms: Sequence[MatchedArm]) -> None:
     RunDirectoryError for a damaged line of plan.jsonl.
     """
     file, models, again = path / 'plan.jsonl', {arm.key: arm.model for arm in arms}, []
+    advice = 'restore it from a copy, or remove it: it is then made again from the results'
+    records = read_lines(file, advice)
     try:
-        for line in file.read_bytes().splitlines() if file.exists() else []:
-            record = parse_json(line)
+        for record in records:
             check(record, ARM_KEY | {'run': str, 'directory': str, 'config': dict})
             key = ArmKey(*(record[name] for name in ARM_KEY)).declared
             config: Config = from_json(Config, record['config'])
@@ -178,8 +179,7 @@ def _check_runs(path: Path, arms: Sequence[MatchedArm]) -> None:
                 again.append(record['directory'])
     except UnknownFieldError as error:
         raise ConfigError(f'{file} has an {error}') from error
-    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-        advice = 'restore it from a copy, or remove it: it is then made again from the results'
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise damaged(file, error, advice) from error
     if again:
         raise ConfigError(

@@ -7,6 +7,7 @@ their lines and what is left, starts one that crashed again, and ends with the s
 import contextlib
 import dataclasses
 import functools
+import logging
 import math
 import multiprocessing.connection
 import sys
@@ -23,12 +24,15 @@ from qkattn.errors import ConfigError, ProcessError, Stopped
 from qkattn.jobs import children, cli, machine, signals
 from qkattn.jobs.display import Row, Screen, interval
 from qkattn.jobs.signals import EXIT_CONFIG, EXIT_REQUEUE, StopRequest
+from qkattn.storage import leases
 from qkattn.storage.files import check_directory
 from qkattn.study import declaration, worker
 from qkattn.study.arms import MatchedArm
 from qkattn.study.plan import PlannedRun
 from qkattn.train.program_cache import keep_programs
 from qkattn.train.sharding import least_memory
+
+log = logging.getLogger(__name__)
 
 AUTO = 'auto'
 COMMAND = [sys.executable, '-m', 'qkattn.study.local_workers']
@@ -51,17 +55,6 @@ def _gpus() -> list[str] | None:
     return machine.accelerators(jax.config.jax_platforms)  # type: ignore[attr-defined]
 
 
-def capacity(study: Study) -> tuple[int, str]:
-    """The most workers that the machine has cores or GPUs for, one per mesh, and their number."""
-    cores, gpus = len(machine.usable_cores()), _gpus()
-    if gpus is None:
-        return 1, 'an accelerator whose chips one process drives together'
-    if gpus:
-        meshes = len(gpus) // math.prod(dataclasses.astuple(study.base.mesh))
-        return max(1, meshes), f'GPUs: {len(gpus)}'
-    return cores, f'cores: {cores}'
-
-
 def limit(
     study: Study, arms: list[MatchedArm], wanted: int | None, left: list[PlannedRun]
 ) -> tuple[int, str]:
@@ -69,12 +62,18 @@ def limit(
 
     By default, one per mesh of GPUs, else one per core, and as many as memory may hold.
     """
+    cores, gpus = len(machine.usable_cores()), _gpus()
     # The plan of a tuned study grows: an arm goes on from run to run.
     runs = max(len(left), len(arms)) if left and study.tuning.seeds else len(left)
-    limits = [capacity(study), (max(1, runs), f'runs at a time: {runs}')]
+    limits = [(cores, f'cores: {cores}'), (max(1, runs), f'runs at a time: {runs}')]
+    if gpus is None:
+        limits[0] = 1, 'an accelerator whose chips one process drives together'
+    elif gpus:
+        meshes = len(gpus) // math.prod(dataclasses.astuple(study.base.mesh))
+        limits[0] = max(1, meshes), f'GPUs: {len(gpus)}'
     if wanted is not None:
         limits.append((wanted, ''))
-    elif left and not _gpus():
+    elif left and not gpus:
         each = _PROCESS + _TRAINING * least_memory(left[0].config)
         fit = max(1, int(min(machine.free_memory() / each, 2**20)))
         limits.append((fit, f'each needs {each / 2**30:.1f} GiB of memory'))
@@ -85,32 +84,29 @@ def limit(
 
 def run(
     study: Study,
-    match: Callable[[], list[MatchedArm]],
+    arms: list[MatchedArm],
     workdir: str | Path,
     wanted: int | None,
-    **options: Any,
+    *,
+    expiry: float = leases.EXPIRY,
 ) -> Path:
     """Trains until every run of the study has its result, and returns the study's directory.
 
-    Starts `wanted` workers; None for as many as there is room for. `match` makes the arms, and is
-    called while they start. `options` are those of `worker.run`. Raises ConfigError and Stopped as
-    `worker.run`, and ProcessError if runs are left because workers crashed.
+    Starts `wanted` workers; None for as many as there is room for. `expiry` is that of
+    `worker.run`. Raises ConfigError and Stopped as `worker.run`, and ProcessError if runs are left
+    because workers crashed.
     """
-    if wanted == 1 or (largest := capacity(study)[0]) == 1:
-        return worker.run(study, workdir, arms=match(), **options)
-    path = check_directory(workdir)
-    declaration.require_no_run(path)
-    with StopRequest() as stop, contextlib.closing(_Workers(study, stop)) as workers:
-        stop.defer_exit()
-        workers.start(min(wanted or largest, largest))
-        options['arms'] = arms = match()
+    path, most = check_directory(workdir), 1
+    if wanted != 1:
+        declaration.require_no_run(path)
         most, note = limit(study, arms, wanted, worker.left_of(study, arms, path))
         if note:
-            workers.say(note)
-        if most > 1:
-            workers.train(most, (study, path, options, sys.orig_argv))
+            log.info('%s: %s', study.name, note)
     if most == 1:
-        return worker.run(study, path, **options)
+        return worker.run(study, path, arms=arms, expiry=expiry)
+    with StopRequest() as stop, contextlib.closing(_Workers(study, stop)) as workers:
+        stop.defer_exit()
+        workers.train(most, (study, path, {'arms': arms, 'expiry': expiry}, sys.orig_argv))
     if rest := worker.left_of(study, arms, path):
         raise ProcessError(
             f'runs without a result: {len(rest)}; {workers.failure}; the same command resumes'
@@ -134,7 +130,6 @@ class _Workers:
     def __init__(self, study: Study, stop: StopRequest):
         self._name, self._stop, self._screen = study.name, stop, Screen()
         self._workers: list[_Worker] = []
-        self._task: tuple[Any, ...] = ()  # what a worker is to train
         self._counts, self._first = (0, 0), (0, 0.0)  # runs done and all; runs done at a time
         self._stopping = False
         self._errors: list[str] = []
@@ -143,21 +138,25 @@ class _Workers:
     def say(self, text: str) -> None:
         self._screen.print(f'{self._name}: {text}')
 
-    def start(self, number: int) -> None:
-        """Starts workers, which share the cores and the GPUs, and wait until they are to train."""
-        gpus = machine.shares(_gpus() or [], number)
-        for i, cores in enumerate(machine.shares(machine.usable_cores(), number)):
-            variables = {'CUDA_VISIBLE_DEVICES': ','.join(gpus[i])} if gpus[i] else {}
-            start = functools.partial(children.Child, COMMAND, cores, variables)
-            self._workers.append(_Worker(i, start, start()))
-
     def train(self, number: int, task: tuple[Any, ...]) -> None:
-        """Has `number` workers train until the study has its results or none of them is left."""
-        self._task = task
-        for member in self._workers[number:]:
-            self._remove(member)
-        for member in self._workers:
-            member.child.send(*task)
+        """Has `number` workers train until the study has its results or none of them is left.
+
+        They share the cores and the GPUs.
+        """
+
+        def start(cores: list[int], gpus: list[str]) -> children.Child:
+            variables = {'CUDA_VISIBLE_DEVICES': ','.join(gpus)} if gpus else {}
+            child = children.Child(COMMAND, cores, variables)
+            child.send(*task)
+            return child
+
+        shares = (
+            machine.shares(machine.usable_cores(), number),
+            machine.shares(_gpus() or [], number),
+        )
+        for i, share in enumerate(zip(*shares, strict=True)):
+            again = functools.partial(start, *share)
+            self._workers.append(_Worker(i, again, again()))
         while self._workers:
             sources = [source for member in self._workers for source in member.child.sources]
             multiprocessing.connection.wait(sources, _TICK)
@@ -224,7 +223,6 @@ class _Workers:
             return
         self.say(f'{self.failure}; it is started again, retry {member.retries} of {RETRIES}')
         member.child = member.start()
-        member.child.send(*self._task)
         self._workers.append(member)
 
 

@@ -27,7 +27,7 @@ import numpy as np
 from qkattn.errors import ReportError
 from qkattn.storage.files import as_path, write_atomic
 from qkattn.storage.ledger import DOCUMENTS_SHA256, is_training, left_out_documents
-from qkattn.storage.records import ARM_KEY, damaged, parse_json, write_json
+from qkattn.storage.records import ARM_KEY, parse_json, read_lines, write_json
 from qkattn.study.tuning import SCREENING
 
 RUNS, DOCUMENTS = 'runs.jsonl', 'documents.npz'
@@ -37,6 +37,7 @@ _INDEXED = ('provenance', 'data')
 # What a line of results.jsonl has beside an entry of result.json.
 _OF_STUDY = ('study', 'run', *ARM_KEY, 'stage', 'knob', 'target_parameters', 'residual')
 _FORMAT = 1
+_ADVICE = 'restore it from a copy, or remove it'
 Record = dict[str, Any]
 
 
@@ -160,15 +161,12 @@ def unpack_in_place(directory: Path) -> None:
         (directory / RUNS).unlink()
     plan, results = directory / 'plan.jsonl', directory / 'results.jsonl'
     left = []
-    for run in _lines(plan) if plan.is_file() else ():
+    for run in read_lines(plan, _ADVICE):
         path = directory / run['directory']
         made = (path / 'config.json').exists() or (path / 'result.json').exists()
         if not made and (path / 'metrics.jsonl').exists():
             left.append((run['run'], path))
-    try:
-        lines = _lines(results) if left and results.is_file() else []
-    except ValueError as error:
-        raise damaged(results, error, 'restore it from a copy, or remove it') from error
+    lines = read_lines(results, _ADVICE) if left else []
     for name, path in left:
         if of_run := [line for line in lines if line['run'] == name]:
             entries = [{n: v for n, v in line.items() if n not in _OF_STUDY} for line in of_run]

@@ -38,8 +38,8 @@ from qkattn.storage.records import (
     ARM_KEY,
     FINISHED,
     START,
-    parse_json,
     read_json,
+    read_lines,
     to_jsonable,
     write_json,
 )
@@ -72,7 +72,7 @@ def record(directory: str | Path) -> list[str]:
     path, started = absolute(directory), time.perf_counter()
     baseline = read_json(path / 'study.json', {'baseline': str | None})['baseline']
     results: dict[str, list[_Record]] = {}
-    for result in _lines(path / 'results.jsonl'):
+    for result in read_lines(path / 'results.jsonl'):
         results.setdefault(result['run'], []).append(result)
     schema = {'groups': tuple[dict, ...], 'runs': tuple[dict, ...], 'seconds': float}
     before: _Record = {'groups': [], 'runs': [], 'seconds': 0.0}
@@ -83,7 +83,7 @@ def record(directory: str | Path) -> list[str]:
     problems: dict[str, None] = {}
     made: dict[str, list[_Record]] = {'groups': [], 'runs': []}
     counted: dict[Any, _Record] = {}
-    for run in _lines(path / 'plan.jsonl'):
+    for run in read_lines(path / 'plan.jsonl'):
         of_run = results.get(run['run'], [])
         if run['stage'] == SCREENING or FINISHED not in [result['status'] for result in of_run]:
             continue
@@ -125,13 +125,6 @@ def record_finished(directory: Path) -> None:
             '--yardsticks records them',
             *(directory.name, problem, directory),
         )
-
-
-def _lines(path: Path) -> list[_Record]:
-    try:
-        return [parse_json(line) for line in path.read_bytes().splitlines()]
-    except (OSError, ValueError) as error:
-        raise ConfigError(f'{path} cannot be read: {error}') from error
 
 
 def _group(config: Config, result: Mapping[str, Any]) -> _Record:

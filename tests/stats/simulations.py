@@ -259,10 +259,7 @@ def added_arms(studies: int, first: int, last: int, *, declared: bool) -> tuple[
 
 def _decided(losses_AS: np.ndarray, alpha: float) -> bool:
     """Whether any arm is better or worse than the first one."""
-    differences = {
-        i: inference.paired(row - losses_AS[0])
-        for i, row in enumerate(losses_AS[1:])
-    }
+    differences = {i: inference.paired(row - losses_AS[0]) for i, row in enumerate(losses_AS[1:])}
     judged = decision.judge(differences, alpha_of_look=alpha)
     return any(is_false(one.decision, 0.0) for one in judged.values())
 

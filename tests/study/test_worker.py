@@ -164,9 +164,7 @@ def test_a_study_is_planned_trained_and_judged(trained, tmp_path, monkeypatch):
 def test_the_directory_of_a_run_is_refused_before_anything_is_written(tmp_path, workers):
     (tmp_path / 'config.json').write_text('{}')
     with pytest.raises(ConfigError, match=f'workdir={tmp_path} holds a run, not a study; give a'):
-        if workers == 1:
-            worker.run(STUDY, tmp_path)
-        local_workers.run(STUDY, lambda: build_arms(STUDY), tmp_path, workers)
+        local_workers.run(STUDY, build_arms(STUDY), tmp_path, workers)
     assert [path.name for path in tmp_path.iterdir()] == ['config.json']
 
 
@@ -277,23 +275,45 @@ def contents(path):
     return {p: p.read_bytes() for p in path.rglob('*.json*')}
 
 
+def edit(path, name, value):
+    declared = read_json(path / 'study.json', {}) | {name: value}
+    if value is None:
+        del declared[name]
+    write_json(path / 'study.json', declared)
+
+
+def edit_plan(path, **fields):
+    planned = lines(path / 'plan.jsonl')
+    planned[-1] |= fields
+    write_lines(path / 'plan.jsonl', planned)
+
+
+REMATCHED = 'would train runs/shared_qk-vo.* of workdir=.* again; use the version'
+
+
 @pytest.mark.parametrize(
-    ('study', 'message'),
+    ('study', 'damage', 'message'),
     [
-        (
-            changed(margin=0.01),
-            r'other settings:\n  margin: 0.005 -> 0.01\nSet them back or give another .*accept',
-        ),
-        (changed(data={'eval_sequences': 64}), 'base.data.eval_sequences: null -> 64'),
-        (
-            changed(variants=('qk/vo', 'qk/k_is_v')),
-            "\n  variants: 'shared_qk/vo' is left out, .*\nSet them back or give another workdir.$",
-        ),
-        (LaterStudy(**vars(STUDY), correction='none'), r'\n  correction: "holm" -> "none"\n'),
+        (changed(margin=0.01), None, r'settings:\n  margin: 0.005 -> 0.01\nSet them back or give'),
+        (changed(data={'eval_sequences': 64}), None, 'base.data.eval_sequences: null -> 64'),
+        (changed(tuning=TuningConfig()), None, r'\n  tuning.*-> null'),
+        (changed(trials={'seeds': (0, 1, 3, 2)}), None, r'seeds: \[0, 1, 2\] -> \[0, 1, 3\]'),
+        (changed(trials={'seeds': (1, 2, 3)}), None, r'seeds: \[0, 1, 2\] -> \[1, 2, 3\]'),
+        (changed(variants=('qk/vo', 'qk/k_is_v')), None, "\n  variants: 'shared_qk/vo' is left"),
+        (LaterStudy(**vars(STUDY), correction='none'), None, r'correction: "holm" -> "none"\n'),
+        (STUDY, lambda path: (path / 'study.json').unlink(), 'study.json is missing, or is not'),
+        (changed(margin=0.05), lambda path: edit(path, 'margin', 0.05), 'is not what .*declares'),
+        (STUDY, lambda path: edit(path, 'base', None), "has no field 'base'.*another workdir"),
+        (STUDY, lambda path: edit(path, 'history', {}), "has a field 'history'.*another workdir"),
+        (STUDY, lambda path: edit(path, 'stacks', [0]), "damaged .field 'stacks' is"),
+        (STUDY, lambda path: edit_plan(path, run='0'), REMATCHED),
+        (STUDY, lambda path: edit_plan(path, config={'new': 3}), 'field new=3; use'),
+        (STUDY, lambda path: (path / 'plan.jsonl').write_text('{'), 'damaged.* or remove it'),
     ],
-    ids=['margin', 'evaluation rows', 'variants', 'added field'],
 )
-def test_a_directory_keeps_the_study_that_it_began_with(trained, finished, study, message):
+def test_a_directory_keeps_the_study_that_it_began_with(trained, finished, study, damage, message):
+    if damage:
+        damage(finished)
     before = contents(finished)
     with pytest.raises(ConfigError, match=message):
         worker.run(study, finished)
@@ -310,144 +330,43 @@ def test_a_field_that_is_added_and_a_setting_of_the_machine_train_nothing_again(
     assert not ledger.look(finished)  # the same files
 
 
-def test_another_setting_takes_a_flag_which_the_ledger_keeps(trained, finished):
-    path, old = finished, set(finished.glob('runs/*'))
-    other = changed(train={'num_steps': 500})
-    worker.run(other, path, accept_changes=True)
-    entry = ledger.read(path / 'ledger.jsonl').entries[-1]
-    assert (entry['event'], entry['changes']) == ('changed', ['base.train.num_steps: 1000 -> 500'])
-    assert entry['declaration'] == ledger.digest(read_json(path / 'study.json', {}))
-    assert len(entry['arms']) == 2 and entry['post_hoc'] is False
-    # Nothing is continued with other settings: all runs are others, and the old ones are kept.
-    assert len(trained) == len(set(trained)) == 12
-    assert {path / line['directory'] for line in lines(path / 'orphans.jsonl')} == old
-    worker.run(other, path)
-    assert len(trained) == 12 and events(path) == ['declared', 'changed']
-    # Arms whose settings changed after a look are post hoc, and arms are never left out.
-    ledger.look(path)
-    worker.run(dataclasses.replace(other, margin=0.05), path, accept_changes=True)
-    assert len(trained) == 12 and len(ledger.read(path / 'ledger.jsonl').post_hoc) == 2
-    with pytest.raises(ConfigError, match="\n  variants: 'shared_qk/vo' is left out, "):
-        worker.run(dataclasses.replace(other, variants=('qk/vo',)), path, accept_changes=True)
-
-
 @pytest.mark.parametrize('tuned', [True, False])
-def test_seeds_that_are_added_are_trained_alone_and_another_margin_trains_nothing(
-    trained, tmp_path, tuned
-):
-    """A look makes changes of a study that gives verdicts post hoc, and of no other."""
+def test_seeds_that_are_added_are_trained_alone(trained, tmp_path, tuned):
+    """After a look, they make all arms of a study that gives verdicts post hoc."""
     path, tuning = tmp_path / 'out', STUDY.tuning if tuned else TuningConfig()
-
-    def study(*seeds, margin=0.005):
-        return changed(trials={'seeds': seeds}, tuning=tuning, margin=margin)
-
-    worker.run(study(0, 1, 2), path)
-    for looked, other, further in (
-        (False, study(0, 1, 2, 3), [[3], [3]]),
-        (True, study(0, 1, 2, 3, margin=0.05), []),
-        (True, study(0, 1, 2, 3, 4, 5, margin=0.05), [[4, 5], [4, 5]]),
+    for looked, seeds, further in (
+        (False, (0, 1, 2), None),
+        (False, (0, 1, 2, 3), [[3], [3]]),
+        (True, (0, 1, 2, 3, 5, 4), [[5, 4], [5, 4]]),
     ):
         before = len(trained)
-        with pytest.raises(ConfigError, match='seeds that are added are trained alone') as refusal:
-            worker.run(other, path)
-        assert ('no arm gets a verdict then' in str(refusal.value)) == (tuned and looked)
-        for accept in (True, False):
-            worker.run(other, path, accept_changes=accept)
+        for _ in range(2):
+            worker.run(changed(trials={'seeds': seeds}, tuning=tuning), path)
         added = [read_json(path / 'runs' / name / 'result.json', [{}]) for name in trained[before:]]
-        assert [sorted({t['trial']['seed'] for t in trials}) for trials in added] == further
-        kept, declared = ledger.read(path / 'ledger.jsonl'), read_json(path / 'study.json', {})
-        assert kept.entries[-1]['event'] == 'changed' and bool(kept.post_hoc) == (tuned and looked)
-        assert kept.declaration == ledger.digest(declared)
+        seeds_of = [list(dict.fromkeys(t['trial']['seed'] for t in trials)) for trials in added]
+        assert further is None or seeds_of == further
+        kept = ledger.read(path / 'ledger.jsonl')
+        assert kept.seeds == list(seeds) and bool(kept.post_hoc) == (tuned and looked)
+        assert kept.declaration == ledger.digest(read_json(path / 'study.json', {}))
         ledger.look(path)
-    assert not (path / 'orphans.jsonl').exists()
-    history = declared['history']
-    assert (history['margin'], history['stacks']) == (0.005, [[0, 1, 2], [3], [4, 5]])
-    edit(path, 'history', {'margin': 0.005})
-    with pytest.raises(RunDirectoryError, match=r"damaged \(field 'seeds' is missing"):
-        worker.run(study(0, 1, 3), path)
+    assert read_json(path / 'study.json', {})['stacks'] == [[0, 1, 2], [3], [5, 4]]
+    assert not (path / 'orphans.jsonl').exists() and set(events(path)) == {'declared', 'looked'}
 
 
-def test_a_worker_stops_where_another_one_goes_on_with_other_settings(
-    trained, train_first, tmp_path
-):
-    other = changed(margin=0.05)
-    declared = to_jsonable(plan.declaration(other, build_arms(other)))
-    train_first(lambda *_: declaration.declare(tmp_path / 'out', other, declared, [], True))
-    with pytest.raises(ConfigError, match='by --accept_changes: margin: 0.05 -> 0.005'):
-        worker.run(STUDY, tmp_path / 'out')
-    assert len(trained) == 1 and events(tmp_path / 'out') == ['declared', 'changed']
+def test_a_worker_leaves_the_files_to_one_that_adds_arms(trained, train_first, tmp_path):
+    path, grown = tmp_path / 'out', changed(variants=(*STUDY.variants, 'qk/k_is_v'))
 
+    def another(*_):
+        if len(trained) == 2:
+            arms = build_arms(grown)
+            declared = to_jsonable(plan.declaration(grown, arms))
+            declaration.declare(path, grown, arms, declared)
 
-def test_a_run_is_found_whatever_hash_named_it(trained, finished):
-    """A study of a time when configs had a field less and hashes were others."""
-    path, planned = finished, lines(finished / 'plan.jsonl')
-    study = read_json(path / 'study.json', {})
-    for line in planned:
-        named = 'runs/old-' + line['run'][::-1]
-        (path / line['directory']).rename(path / named)
-        line |= {'run': line['run'][::-1], 'directory': named}
-        del line['config']['model']['window']
-    write_lines(path / 'plan.jsonl', planned)
-    del study['base']['model']['window']
-    write_json(path / 'study.json', study | {'base_hash': 'old'})
-    (path / 'ledger.jsonl').unlink()
-    ledger.declare(path, read_json(path / 'study.json', {}))
+    train_first(another)
     worker.run(STUDY, path)
-    assert len(trained) == 6 and not (path / 'orphans.jsonl').exists()
-    again = lines(path / 'plan.jsonl')
-    assert [line['directory'] for line in again] == [line['directory'] for line in planned]
-    assert {(r['run'], r['config_hash']) for r in lines(path / 'results.jsonl')} == {
-        (line['run'], line['run']) for line in again
-    }
-    # One of a later version names the field that is not known.
-    again[0]['config']['model']['lately'] = 3
-    write_lines(path / 'plan.jsonl', again)
-    with pytest.raises(ConfigError, match=r'plan\.jsonl has an unknown field model\.lately=3; use'):
-        worker.run(STUDY, path)
-
-
-def test_a_finished_run_is_not_replaced_unasked_where_arms_come_out_otherwise(
-    trained, finished, monkeypatch
-):
-    def other_arms(study):
-        """As another version might match them."""
-        for arm in build_arms(study):
-            wider = dataclasses.replace(arm.match.config, d_ff=arm.model.mlp_width + 1)
-            match = dataclasses.replace(arm.match, config=wider)
-            yield arm if arm.variant == 'qk/vo' else dataclasses.replace(arm, match=match)
-
-    monkeypatch.setattr(worker, 'build_arms', lambda study: list(other_arms(study)))
-    with pytest.raises(ConfigError, match=r'\n  runs/shared_qk-vo.*: model.d_ff: \d+ -> \d+\nSet'):
-        worker.run(STUDY, finished)
-    assert len(trained) == 6 and events(finished) == ['declared']
-    for _ in range(2):
-        worker.run(STUDY, finished, accept_changes=True)
-        assert len(trained) == 9 and events(finished) == ['declared', 'changed']
-
-
-def edit(path, name, value):
-    declared = read_json(path / 'study.json', {}) | {name: value}
-    if value is None:
-        del declared[name]
-    write_json(path / 'study.json', declared)
-
-
-@pytest.mark.parametrize(
-    ('change', 'message'),
-    [
-        (lambda path: (path / 'study.json').unlink(), 'study.json is missing, or is not what'),
-        (lambda path: edit(path, 'margin', 0.05), r'is not what .*ledger\.jsonl declares'),
-        (lambda path: edit(path, 'base', None), "study.json has no field 'base'.*another workdir"),
-        (lambda path: edit(path, 'steps', 5), "study.json has a field 'steps'.*another workdir"),
-    ],
-    ids=['no study', 'edited study', 'old study', 'unknown study'],
-)
-def test_a_directory_without_a_whole_declaration_says_what_to_do(finished, change, message):
-    change(finished)
-    before = contents(finished)
-    with pytest.raises(ConfigError, match=message):
-        worker.run(changed(margin=0.05) if 'is not what' in message else STUDY, finished)
-    assert contents(finished) == before
+    assert len(trained) == 6 and len(lines(path / 'plan.jsonl')) == 5  # the first arm is decided
+    worker.run(grown, path)
+    assert len(trained) == 9 == len(lines(path / 'plan.jsonl'))
 
 
 def test_a_stored_study_goes_on_where_it_was(trained, finished):
