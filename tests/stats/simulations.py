@@ -229,20 +229,6 @@ def simulate(
     return whole, plain
 
 
-def looks(studies: int, at: Sequence[int], *, spent: bool) -> tuple[int, int]:
-    """Studies of equal arms decided falsely at any of the looks, and their number.
-
-    The looks are `at` these numbers of seeds. With `spent` they share the error rate; otherwise
-    each is made as if it were the only one.
-    """
-    rng, false = np.random.default_rng([len(at), spent, ARMS]), 0
-    alphas = decision.spending(at) if spent else [1 - inference.LEVEL] * len(at)
-    for _ in range(studies):
-        losses = rng.normal(0, NOISE, (ARMS + 1, at[-1]))
-        false += any(_decided(losses[:, :n], alpha) for n, alpha in zip(at, alphas, strict=True))
-    return false, studies
-
-
 def added_arms(studies: int, first: int, last: int, *, declared: bool) -> tuple[int, int]:
     """Studies of equal arms decided falsely, and their number, where arms are added at each look.
 
@@ -251,17 +237,12 @@ def added_arms(studies: int, first: int, last: int, *, declared: bool) -> tuple[
     """
     rng, false = np.random.default_rng([first, last, declared]), 0
     for _ in range(studies):
-        losses = rng.normal(0, NOISE, (last + 1, 16))
+        losses_AS = rng.normal(0, NOISE, (last + 1, 16))
+        differences = [inference.paired(row) for row in losses_AS[1:] - losses_AS[0]]
         counts = [first] if declared else range(first, last + 1)
-        false += any(_decided(losses[: n + 1], 1 - inference.LEVEL) for n in counts)
+        judged = [decision.judge(dict(enumerate(differences[:n]))) for n in counts]
+        false += any(is_false(one.decision, 0.0) for of_n in judged for one in of_n.values())
     return false, studies
-
-
-def _decided(losses_AS: np.ndarray, alpha: float) -> bool:
-    """Whether any arm is better or worse than the first one."""
-    differences = {i: inference.paired(row - losses_AS[0]) for i, row in enumerate(losses_AS[1:])}
-    judged = decision.judge(differences, alpha_of_look=alpha)
-    return any(is_false(one.decision, 0.0) for one in judged.values())
 
 
 def crossed(
@@ -294,10 +275,6 @@ def main(argv: Sequence[str]) -> None:
     studies = int(argv[1]) if len(argv) > 1 else 1000
     for name, (number, total) in crossed(2 * studies).items():
         print(f'error of {name}: {share(number, total, "intervals cover")}')
-    for at, spent in itertools.product(((8, 16), range(4, 33, 4)), (False, True)):
-        name = f'looks at {", ".join(map(str, at))} seeds, {"spending" if spent else "each at 5 %"}'
-        counts = looks(2 * studies, at, spent=spent)
-        print(f'{name}: {share(*counts, "studies decided falsely")}')
     for first, declared in ((1, False), (7, True)):
         name = 'not decided' if declared else 'until one is decided'
         counts = added_arms(2 * studies, first, 15, declared=declared)
