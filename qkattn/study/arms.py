@@ -376,26 +376,22 @@ def _at_size(study: Study, size: str, refused: list[str]) -> list[MatchedArm]:
                 raise ConfigError(f'variant {variant!r} sets {name}, which tuning.{name}s tunes')
         return dataclasses.replace(study.base.model, **at_size, **fields)
 
-    def validated(config: ModelConfig) -> ModelConfig:
-        validate(dataclasses.replace(study.base, model=config))
-        return config
-
-    def unsolved(config: ModelConfig) -> Match:
-        """The unmatched model and its distance from the target."""
-        residual = cost.measured(validated(config), which) / target - 1
-        return Match(config, target, residual, config)
-
     def add(
-        matched: Match,
         variant: str,
+        config: ModelConfig,
+        given: ModelConfig | None = None,
         destination: str | None = None,
-        label: str | None = None,
         control: str | None = None,
     ) -> None:
-        key = ArmKey(label or variant, size, study.corpora[0], control)
+        validate(dataclasses.replace(study.base, model=config))
+        matched = Match(config, target, _cost(config, which) / target - 1, given or config)
+        several = destination is not None and len(study.destinations) > 1
+        label = f'{variant} [{destination}]' if several else variant
+        key = ArmKey(label, size, study.corpora[0], control)
         arms.append(MatchedArm(variant, destination, key, matched))
 
-    baseline = validated(model(study.baseline))
+    baseline = model(study.baseline)
+    validate(dataclasses.replace(study.base, model=baseline))
     if study.match is not None:
         baseline = dataclasses.replace(baseline, d_ff=baseline.mlp_width)
     target = cost.measured(baseline, which)
@@ -404,28 +400,24 @@ def _at_size(study: Study, size: str, refused: list[str]) -> list[MatchedArm]:
     )
     for variant in study.variants:
         if variant == study.baseline:
-            add(Match(baseline, target, 0.0, baseline), variant)
+            add(variant, baseline)
             continue
         config = model(variant)
         check_section(f'variant {variant!r}: model.', config)
         for destination in study.destinations:
-            label = variant if len(study.destinations) == 1 else f'{variant} [{destination}]'
-            if study.match is None:
-                add(unsolved(config), variant, destination, label)
-                continue
-            try:
-                matched = solve(config, destination=destination)
-            except MatchError as error:
-                refused.append(f'variant {variant!r}: {error}')
-                continue
-            validated(matched.config)
-            add(matched, variant, destination, label)
+            solved = config
+            if study.match is not None:
+                try:
+                    solved = solve(config, destination=destination).config
+                except MatchError as error:
+                    refused.append(f'variant {variant!r}: {error}')
+                    continue
+            add(variant, solved, config, destination)
         # A variant at the baseline's shape, if it costs less there.
         config = dataclasses.replace(config, d_ff=config.d_ff or baseline.d_ff)
-        if study.controls.equal_shape and problem(config) is None:
-            alike = unsolved(config)
-            if alike.residual < 0 and config not in [arm.model for arm in arms]:
-                add(alike, variant, control=EQUAL_SHAPE)
+        saves = problem(config) is None and _cost(config, which) < target
+        if study.controls.equal_shape and saves and config not in [arm.model for arm in arms]:
+            add(variant, config, control=EQUAL_SHAPE)
     return arms
 
 

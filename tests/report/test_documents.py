@@ -212,11 +212,11 @@ def test_what_is_wrong_with_a_control_is_in_the_way_of_no_verdict(study_dir):
 def test_changes_of_settings_are_printed(study_dir):
     path = write_tuned(study_dir, two_arms())
     ledger.look(path)
-    study = json.loads((path / 'study.json').read_text()) | {'margin': 0.01}
-    ledger.declare(path, study, ['margin: 0.005 -> 0.01', 'looks: [4, 8] -> [8]'])
-    (path / 'study.json').write_text(json.dumps(study))
+    study = json.loads((path / 'study.json').read_text())
+    declared = {'arms': study['arms'], 'post_hoc': True, 'declaration': ledger.digest(study)}
+    ledger.append(path / ledger.NAME, 'changed', changes=['margin: 1 -> 2'], family=1, **declared)
     changed = [entry['details'] for entry in sheet(*read(path), 'ledger').values()][-1]
-    assert changed.startswith('post hoc: margin: 0.005 -> 0.01; looks: [4, 8] -> [8]; declaration ')
+    assert changed.startswith('post hoc: margin: 1 -> 2; declaration ')
 
 
 def test_settings_are_those_of_the_runs(study_dir):

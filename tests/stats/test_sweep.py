@@ -173,7 +173,7 @@ def test_a_value_at_which_a_seed_diverged_is_worse_than_any_and_not_fitted():
 @pytest.mark.parametrize(
     ('means', 'seeds', 'bracketed', 'needs_seeds', 'expected'),
     [
-        ((2.0,), 2, False, False, (0.0005, 0.002)),
+        ((2.0,), 2, False, True, (0.0005, 0.002)),
         ((2.0, 2.1), 2, False, False, (0.0005,)),
         ((2.1, 2.0), 2, False, False, (0.004,)),
         ((None, 2.0), 2, False, False, (0.004,)),
