@@ -155,7 +155,7 @@ def _decomposed(
             return None
         if any(remark.code not in UNSURE for remark in (*shared, *one.blocks, *other.blocks)):
             return None
-        return compare([(one, other)], study, None)
+        return compare([(one, other)], study)
 
     parts = []
     for arm in (arm for arm in arms if not arm.control and not arm.is_baseline):
