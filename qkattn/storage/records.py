@@ -152,9 +152,9 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_lines(path: Path, advice: str = ADVICE) -> list[Any]:
-    """The values of a file's lines, [] where there is none; RunDirectoryError if it is damaged."""
+    """The values of a file's lines; RunDirectoryError if it is missing or damaged."""
     try:
-        return [*map(parse_json, path.read_bytes().splitlines())] if path.exists() else []
+        return [*map(parse_json, path.read_bytes().splitlines())]
     except (OSError, ValueError) as error:
         raise damaged(path, error, advice) from error
 

@@ -123,7 +123,7 @@ def _continued(
             'be continued; use the version of qkattn that wrote it, or give another workdir'
         )
     try:
-        check(earlier, STUDY | {'controls': {'longer_seeds': tuple[int, ...]}})
+        check(earlier, STUDY | {'controls': {'longer_seeds': tuple[int, ...]}, 'looks': list})
         before: Config = from_json(type(study.base), earlier['base'], 'base.')
     except UnknownFieldError as error:
         raise ConfigError(f'{file} has an {error}') from error
@@ -140,6 +140,7 @@ def _continued(
     def fixed(fields: Mapping[str, Any], base: Config) -> dict[str, Any]:
         """The settings that have to stay, of the seeds those that the study had before."""
         kept = {name: v for name, v in fields.items() if name not in EXTENSIBLE}
+        kept['number of looks'] = len(fields['looks'])  # one; earlier versions had several
         if fields['controls']['longer_seeds'] == fields['seeds']:
             kept['controls'] = fields['controls'] | {'longer_seeds': []}
         seeds = base.trials.seeds[: len(before.trials.seeds)]
@@ -166,7 +167,7 @@ def _check_runs(path: Path, arms: Sequence[MatchedArm]) -> None:
     """
     file, models, again = path / 'plan.jsonl', {arm.key: arm.model for arm in arms}, []
     advice = 'restore it from a copy, or remove it: it is then made again from the results'
-    records = read_lines(file, advice)
+    records = read_lines(file, advice) if file.exists() else []
     try:
         for record in records:
             check(record, ARM_KEY | {'run': str, 'directory': str, 'config': dict})

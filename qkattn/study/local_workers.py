@@ -104,9 +104,10 @@ def run(
             log.info('%s: %s', study.name, note)
     if most == 1:
         return worker.run(study, path, arms=arms, expiry=expiry)
-    with StopRequest() as stop, contextlib.closing(_Workers(study, stop)) as workers:
+    task = study, path, {'arms': arms, 'expiry': expiry}, sys.orig_argv
+    with StopRequest() as stop, contextlib.closing(_Workers(study, stop, task)) as workers:
         stop.defer_exit()
-        workers.train(most, (study, path, {'arms': arms, 'expiry': expiry}, sys.orig_argv))
+        workers.train(most)
     if rest := worker.left_of(study, arms, path):
         raise ProcessError(
             f'runs without a result: {len(rest)}; {workers.failure}; the same command resumes'
@@ -127,8 +128,9 @@ class _Worker:
 class _Workers:
     """The workers and their state in the parent."""
 
-    def __init__(self, study: Study, stop: StopRequest):
+    def __init__(self, study: Study, stop: StopRequest, task: tuple[Any, ...] = ()):
         self._name, self._stop, self._screen = study.name, stop, Screen()
+        self._task = task  # what a worker is to train
         self._workers: list[_Worker] = []
         self._counts, self._first = (0, 0), (0, 0.0)  # runs done and all; runs done at a time
         self._stopping = False
@@ -138,25 +140,18 @@ class _Workers:
     def say(self, text: str) -> None:
         self._screen.print(f'{self._name}: {text}')
 
-    def train(self, number: int, task: tuple[Any, ...]) -> None:
+    def train(self, number: int) -> None:
         """Has `number` workers train until the study has its results or none of them is left.
 
         They share the cores and the GPUs.
         """
-
-        def start(cores: list[int], gpus: list[str]) -> children.Child:
-            variables = {'CUDA_VISIBLE_DEVICES': ','.join(gpus)} if gpus else {}
-            child = children.Child(COMMAND, cores, variables)
-            child.send(*task)
-            return child
-
-        shares = (
-            machine.shares(machine.usable_cores(), number),
-            machine.shares(_gpus() or [], number),
-        )
-        for i, share in enumerate(zip(*shares, strict=True)):
-            again = functools.partial(start, *share)
-            self._workers.append(_Worker(i, again, again()))
+        gpus = machine.shares(_gpus() or [], number)
+        for i, cores in enumerate(machine.shares(machine.usable_cores(), number)):
+            variables = {'CUDA_VISIBLE_DEVICES': ','.join(gpus[i])} if gpus[i] else {}
+            start = functools.partial(children.Child, COMMAND, cores, variables)
+            self._workers.append(_Worker(i, start, start()))
+        for member in self._workers:  # all at once: a child takes seconds to start
+            member.child.send(*self._task)
         while self._workers:
             sources = [source for member in self._workers for source in member.child.sources]
             multiprocessing.connection.wait(sources, _TICK)
@@ -223,6 +218,7 @@ class _Workers:
             return
         self.say(f'{self.failure}; it is started again, retry {member.retries} of {RETRIES}')
         member.child = member.start()
+        member.child.send(*self._task)
         self._workers.append(member)
 
 

@@ -33,10 +33,12 @@ from tests.studies import (
 )
 from tests.study.test_plan import STUDY
 
+OPTIMA = {'learning_rate': 4e-3, 'weight_decay': 0.3, 'score_scale': 1.25}
+
 
 @pytest.fixture
 def trained(monkeypatch):
-    """The directories trained in, in order; a stand-in for training that is best at 4e-3."""
+    """The directories trained in, in order; a stand-in for training that is best at OPTIMA."""
     done = []
 
     def train(config, workdir, *, lost, **_):
@@ -45,10 +47,16 @@ def trained(monkeypatch):
             return
         results = []
         for trial in config.trials.trials():
-            loss = abs(trial['learning_rate'] - 4e-3) + trial['seed']
-            results.append(result_record(trial=trial, val_loss=loss, test_loss=loss))
+            settings = trial | {'score_scale': config.model.score_scale}
+            away = [math.log(settings[knob] / best) for knob, best in OPTIMA.items()]
+            loss = 2 + 0.01 * trial['seed'] + 0.1 * sum(x**2 for x in away)
+            loss += (0.03 + 0.001 * (-1) ** trial['seed']) * (config.model.score != 'qk')
+            about = {'config_hash': fingerprint(config), 'num_steps': config.train.num_steps}
+            results.append(result_record(trial=trial, val_loss=loss, test_loss=loss, **about))
         workdir.mkdir(parents=True, exist_ok=True)
         write_json(workdir / 'result.json', results)
+        write_metrics(workdir, results, 4)
+        write_documents(workdir, results)
         done.append(workdir.name)
 
     monkeypatch.setattr(worker, 'train', train)
@@ -122,31 +130,10 @@ def test_a_worker_follows_every_chain_to_its_verdict(trained, train_first, tmp_p
     assert kept.family == 3 and {variant for variant, *_ in kept.post_hoc} == {'qk/o_is_v'}
 
 
-OPTIMA = {'learning_rate': 2e-3, 'weight_decay': 0.3, 'score_scale': 1.25}
-
-
-def test_a_study_is_planned_trained_and_judged(trained, tmp_path, monkeypatch):
+def test_a_study_is_planned_trained_and_judged(trained, tmp_path):
     """A rate on the grid is chosen, so that one trial belongs to the sweeps of two knobs."""
-
-    def train(config, workdir, **_):
-        results = []
-        for trial in config.trials.trials():
-            settings = trial | {'score_scale': config.model.score_scale}
-            away = [math.log(settings[knob] / best) for knob, best in OPTIMA.items()]
-            loss = 2 + 0.01 * trial['seed'] + 0.1 * sum(x**2 for x in away)
-            loss += (0.03 + 0.001 * (-1) ** trial['seed']) * (config.model.score != 'qk')
-            measured = {'val_loss': loss, 'test_loss': loss, 'num_steps': config.train.num_steps}
-            name = fingerprint(config)
-            results.append(result_record(trial=trial, config_hash=name, **measured))
-        workdir.mkdir(parents=True, exist_ok=True)
-        write_json(workdir / 'result.json', results)
-        write_metrics(workdir, results, 4)
-        write_documents(workdir, results)
-
-    monkeypatch.setattr(worker, 'train', train)
-    grids = {'weight_decays': (0.05, 0.1, 0.2)}
     tuning = dataclasses.replace(STUDY.tuning, score_scales=(0.5, 1.0, 2.0))
-    study = changed(trials=grids, tuning=tuning)
+    study = changed(trials={'weight_decays': (0.05, 0.1, 0.2)}, tuning=tuning)
     path = worker.run(study, tmp_path / 'out')
     write_yardsticks(path, lines(path / 'results.jsonl'))
     findings = load_findings(path)[1]
@@ -156,7 +143,7 @@ def test_a_study_is_planned_trained_and_judged(trained, tmp_path, monkeypatch):
     for one in findings.arms:
         assert one.blocks == one.not_bracketed == () and [*one.sweeps] == [*OPTIMA]
         chosen = {knob: sweep.chosen for knob, sweep in one.sweeps.items()}
-        assert chosen == pytest.approx(OPTIMA, rel=1e-2) and chosen['learning_rate'] == 2e-3
+        assert chosen == pytest.approx(OPTIMA, rel=1e-2) and chosen['learning_rate'] == 4e-3
         assert one.sweeps['weight_decay'].values == (0.05, 0.1, 0.2, 0.4, 0.8)
 
 
@@ -305,6 +292,7 @@ REMATCHED = 'would train runs/shared_qk-vo.* of workdir=.* again; use the versio
         (changed(margin=0.05), lambda path: edit(path, 'margin', 0.05), 'is not what .*declares'),
         (STUDY, lambda path: edit(path, 'base', None), "has no field 'base'.*another workdir"),
         (STUDY, lambda path: edit(path, 'history', {}), "has a field 'history'.*another workdir"),
+        (STUDY, lambda path: edit(path, 'looks', [2, 3]), 'number of looks: 2 -> 1'),
         (STUDY, lambda path: edit(path, 'stacks', [0]), "damaged .field 'stacks' is"),
         (STUDY, lambda path: edit_plan(path, run='0'), REMATCHED),
         (STUDY, lambda path: edit_plan(path, config={'new': 3}), 'field new=3; use'),
@@ -370,21 +358,19 @@ def test_a_worker_leaves_the_files_to_one_that_adds_arms(trained, train_first, t
     assert len(trained) == 9 == len(lines(path / 'plan.jsonl'))
 
 
-def test_a_stored_study_goes_on_where_it_was(trained, finished):
+def test_a_stored_study_goes_on_where_it_was(trained, train_first, finished):
     """It has logs and results.jsonl; of the runs that are left, nothing counts."""
-    before = lines(finished / 'results.jsonl')
+    before, logs = lines(finished / 'results.jsonl'), []
     for file in finished.glob('runs/*/result.json'):
-        (file.parent / 'metrics.jsonl').touch()
         file.unlink()
     (finished / 'results.jsonl').write_text('{')
     with pytest.raises(RunDirectoryError, match=r'results.jsonl is damaged \(.* or remove it'):
         declaration.stored.unpack_in_place(finished)
     lost = before[-1]['run']
-    kept = [line for line in before if line['run'] != lost]
-    write_lines(finished / 'results.jsonl', kept)
+    write_lines(finished / 'results.jsonl', [line for line in before if line['run'] != lost])
+    train_first(lambda config, workdir: logs.append((workdir / 'metrics.jsonl').exists()))
     worker.run(STUDY, finished)
-    assert len(trained) == 7 and trained[-1].endswith(lost)
-    assert not (finished / 'runs' / trained[-1] / 'metrics.jsonl').exists()
+    assert len(trained) == 7 and trained[-1].endswith(lost) and logs == [False]
     assert lines(finished / 'results.jsonl') == before
 
 
