@@ -52,7 +52,9 @@ def main() -> None:
         return
     if WORKDIR.value is None:
         raise ConfigError('--workdir=DIRECTORY is required')
-    path = local_workers.run(config, _matched(config), WORKDIR.value, workers, expiry=EXPIRY.value)
+    path = local_workers.run(
+        config, lambda: _matched(config), WORKDIR.value, workers, expiry=EXPIRY.value
+    )
     if not agreement.owner():
         return
     if config.tuning.seeds:

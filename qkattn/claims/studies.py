@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import runpy
 import time
@@ -202,8 +203,9 @@ def train(
     studies = {name: study for name in names if (study := study_of(name, scale))}
     for number, (name, study) in enumerate(studies.items(), start=1):
         log.info('study %s, %d of %d', name, number, len(studies))
+        arms = functools.partial(build_arms, study)
         with going_on(name):
-            local_workers.run(study, build_arms(study), path / name, workers)
+            local_workers.run(study, arms, path / name, workers)
     # After all training: workers start from a process that has no threads of JAX yet.
     measures = {(m.study, m.name): m for claim in claims for m in claim.measures if m.record}
     for name in names:

@@ -84,7 +84,7 @@ def limit(
 
 def run(
     study: Study,
-    arms: list[MatchedArm],
+    match: Callable[[], list[MatchedArm]],
     workdir: str | Path,
     wanted: int | None,
     *,
@@ -92,11 +92,11 @@ def run(
 ) -> Path:
     """Trains until every run of the study has its result, and returns the study's directory.
 
-    Starts `wanted` workers; None for as many as there is room for. `expiry` is that of
-    `worker.run`. Raises ConfigError and Stopped as `worker.run`, and ProcessError if runs are left
-    because workers crashed.
+    Starts `wanted` workers; None for as many as there is room for. `match` makes the arms. `expiry`
+    is that of `worker.run`. Raises ConfigError and Stopped as `worker.run`, and ProcessError if
+    runs are left because workers crashed.
     """
-    path, most = check_directory(workdir), 1
+    path, arms, most = check_directory(workdir), match(), 1
     if wanted != 1:
         declaration.require_no_run(path)
         most, note = limit(study, arms, wanted, worker.left_of(study, arms, path))

@@ -7,11 +7,10 @@ of the verdict runs that are still there:
       groups   of each size, corpus and length of training: the task, the tokens that its models
                saw, the tokens counted, and on each evaluation split the losses (nats/token) of
                counts of these tokens, by name; of a translation none
-      runs     of each verdict run its trials: loss by position, at position 4 ('early') and over
-               the last half of the context ('late'), and with the sources shuffled; or why not
+      runs     of each verdict run its trials: loss, at position 4 ('early') and over the last half
+               of the context ('late'), and with the sources shuffled; or why not
 """
 
-import itertools
 import logging
 import time
 from collections.abc import Iterator, Mapping
@@ -241,32 +240,16 @@ def _trials(config: Config, rows: Rows, params: dict) -> Iterator[_Record]:
         with np.errstate(invalid='ignore'):
             return {n: nats_XT[:, part].sum(1) / weight_T[part].sum() for n, part in parts.items()}
 
-    T, whole = config.model.context, {'loss': slice(None)}
-    ends = {'early': slice(EARLY - 1, EARLY), 'late': slice(T // 2, None)}
-    measured = means(rows, whole | ends | buckets(T))
-    shuffled_X = np.full_like(measured['loss'], np.nan)
+    T, whole, none = config.model.context, {'loss': slice(None)}, slice(0)
+    ends = {'early': none, 'late': none}
+    if 2 * EARLY <= T:
+        ends = {'early': slice(EARLY - 1, EARLY), 'late': slice(T // 2, None)}
+    measured = means(rows, whole | ends)
+    measured['shuffled'] = np.full_like(measured['loss'], np.nan)
     if isinstance(rows, TranslationRows):
-        shuffled_X = means(rows.with_shuffled_sources(), whole)['loss']
-    for trial, shuffled in enumerate(shuffled_X):
-        of_trial = {name: float(loss_X[trial]) for name, loss_X in measured.items()}
-        yield {
-            'loss': of_trial['loss'],
-            'positions': {name: of_trial[name] for name in buckets(T)},
-            **{name: of_trial[name] if 2 * EARLY <= T else None for name in ends},
-            'shuffled': float(shuffled),
-        }
-
-
-def buckets(length: int) -> dict[str, slice]:
-    """Positions 1, 2, 3, 4, 5-8, 9-16, ... of a row, as slices by name."""
-    ends = [0, 1, 2, 3, 4]
-    while ends[-1] < length:
-        ends.append(2 * ends[-1])
-    ends = list(dict.fromkeys(min(end, length) for end in ends))
-    return {
-        str(end) if end - first == 1 else f'{first + 1}-{end}': slice(first, end)
-        for first, end in itertools.pairwise(ends)
-    }
+        measured['shuffled'] = means(rows.with_shuffled_sources(), whole)['loss']
+    for trial in range(len(measured['loss'])):
+        yield {name: float(loss_X[trial]) for name, loss_X in measured.items()}
 
 
 def _by_position(config: Config, rows: Rows, params: dict) -> tuple[np.ndarray, np.ndarray]:

@@ -181,7 +181,7 @@ def test_what_stops_the_other_studies(small, tmp_path, monkeypatch):
     monkeypatch.setattr(studies.local_workers, 'run', run)
     error = ProcessError('workers died')
     assert studies.train([trained_claim('Z1')], 'smoke', tmp_path, 1)['last'] is error
-    assert trained == ['first', 'last']
+    assert trained == ['first', 'broken', 'last']
     trained.clear()
     error = DiskError('full')
     with pytest.raises(DiskError):

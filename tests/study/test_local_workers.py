@@ -64,7 +64,7 @@ def run_workers(work, path) -> None:
     local_workers.limit = lambda study, arms, wanted, left: (3, '')
     try:
         with signals.exit_on_signal():
-            local_workers.run(STUDY, [], path, wanted=3)
+            local_workers.run(STUDY, lambda: [], path, wanted=3)
     except Exception as error:
         cli.exit_with(*cli.outcome(error))
 

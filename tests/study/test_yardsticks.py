@@ -47,7 +47,7 @@ def recorded(path):
     return read_json(path / YARDSTICKS, {'groups': tuple[dict, ...], 'runs': tuple[dict, ...]})
 
 
-def test_counts_are_of_the_rows_that_the_first_trial_saw_and_positions_average_to_the_loss(study):
+def test_counts_are_of_the_rows_that_the_first_trial_saw_and_the_loss_that_of_the_run(study):
     config, path = study
     assert yardsticks.record(path) == []
     content = recorded(path)
@@ -72,10 +72,8 @@ def test_counts_are_of_the_rows_that_the_first_trial_saw_and_positions_average_t
     results = [json.loads(line) for line in (path / 'results.jsonl').read_text().splitlines()]
     assert [trial['seed'] for trial in run['trials']] == [0, 1]
     for trial, result in zip(run['trials'], results, strict=True):
-        assert list(trial['positions']) == ['1', '2', '3', '4', '5-8', '9-16', '17-24']
-        mean = np.average([*trial['positions'].values()], weights=[1, 1, 1, 1, 4, 8, 8])
-        assert (trial['loss'], mean) == pytest.approx([result['test_loss']] * 2, abs=1e-5)
-        assert trial['early'] == trial['positions']['4'] and trial['shuffled'] is None
+        assert trial['loss'] == pytest.approx(result['test_loss'], abs=1e-5)
+        assert trial['early'] > 0 < trial['late'] and trial['shuffled'] is None
 
 
 def test_what_is_recorded_is_kept(study, monkeypatch):
@@ -141,12 +139,9 @@ def test_means_are_over_parts_of_the_context(tiny, monkeypatch):
     sums = np.append(2 * np.arange(16.0), 0.0)[None], np.append(np.full(16, 2.0), 0.0)
     monkeypatch.setattr(yardsticks, '_by_position', lambda *_: sums)
     (trial,) = yardsticks._trials(tiny(model={'context': 17}), None, {})
-    positions = trial.pop('positions')
-    assert np.isnan(positions.pop('17'))
-    assert positions == {'1': 0, '2': 1, '3': 2, '4': 3, '5-8': 5.5, '9-16': 11.5}
     assert (trial['loss'], trial['early'], trial['late']) == (7.5, 3, 11.5)
     (trial,) = yardsticks._trials(tiny(model={'context': 7}), None, {})
-    assert trial['early'] is trial['late'] is None and '5-7' in trial['positions']
+    assert np.isnan([trial['early'], trial['late']]).all()
 
 
 def test_the_position_of_a_target_counts_from_its_sentence():
