@@ -103,7 +103,7 @@ def pack(study: Path, destination: Path) -> None:
         log, documents = (f'{run["directory"]}/{name}' for name in ('metrics.jsonl', _DOCUMENTS))
         if (study / log).is_file():
             line['log'] = [
-                {name: None if _is_column(columns, name, v) else [v] for name, v in record.items()}
+                {n: None if n in columns and columns[n] == v else [v] for n, v in record.items()}
                 for record in lines_of(log, training=not trials)
             ]
         if (study / documents).is_file():
@@ -249,10 +249,6 @@ def _documents(
 
 def _columns(trials: Sequence[Record]) -> dict[str, list[Any]]:
     return {name: [trial[name] for trial in trials] for name in (trials or [{}])[0]}
-
-
-def _is_column(columns: Mapping[str, list[Any]], name: str, value: Any) -> bool:
-    return isinstance(value, list) and columns.get(name) == value
 
 
 def _index(values: list[Any], value: Any) -> int:

@@ -2,10 +2,7 @@
 
 import dataclasses
 
-import jax
-import numpy as np
 import pytest
-from flax import nnx
 
 from qkattn.config import (
     Config,
@@ -16,7 +13,7 @@ from qkattn.config import (
     TuningConfig,
 )
 from qkattn.errors import ConfigError, MatchError
-from qkattn.model import build, cost
+from qkattn.model import cost
 from qkattn.study import rules
 from qkattn.study.arms import build_arms, table
 
@@ -179,19 +176,3 @@ def test_a_variant_that_saves_parameters_is_also_an_arm_at_the_baselines_shape()
         {'match': None, 'destinations': ('d_model',)},
     ):
         assert not any(a.key.control for a in build_arms(dataclasses.replace(study, **without)))
-
-
-def test_arms_start_from_the_same_values_where_tensors_are_the_same():
-    same_shapes = dataclasses.replace(UNTUNED, match=None, sizes=UNTUNED.sizes[:1])
-    arms = build_arms(same_shapes)
-    assert {arm.model.d_model for arm in arms} == {64} and arms[1].match.residual < -0.05
-    first, *others = (
-        dict(jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(nnx.state(model))))
-        for model in (build(arm.model, key=jax.random.key(5)) for arm in arms)
-    )
-    for other in others:
-        # The initialization of a matrix depends on its variant.
-        shared = [path for path in first if 'attention' not in jax.tree_util.keystr(path)]
-        assert len(shared) >= 5
-        for path in shared:
-            np.testing.assert_array_equal(first[path], other[path])
