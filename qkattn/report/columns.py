@@ -29,7 +29,7 @@ DIFFERENCE = (
     *('mean', 'sd', 'low', 'high', 'n', 'p', 'p_margin'),
     *('error_seeds', 'error_evaluation', 'tuning_low', 'tuning_high'),
 )
-_SWEEP = ('optimum', 'optimum_low', 'optimum_high', 'sensitivity', 'at_worst', 'bracketed')
+_SWEEP = ('optimum', 'optimum_low', 'optimum_high', 'at_worst', 'bracketed')
 
 
 @dataclasses.dataclass(frozen=True)

@@ -68,13 +68,7 @@ class Sweep:
     residuals: where the loss is not a parabola, the error of the vertex exceeds it. `at_worst`
     bounds what that costs.
 
-    `sensitivity` is the mean over the grid of (mean loss - lowest), where lowest is the smaller of
-    the best observed mean and the fitted minimum, and the `num_diverged` values at which a seed
-    diverged count with the worst finite mean; None for a single value or if nothing finished. It
-    follows the learning-rate sensitivity of Wortsman et al. 2023 (arXiv:2309.14322), who average
-    min(loss, loss at initialization) - lowest over a fixed range of three decades. Here the range
-    is the grid, so arms with differently extended grids are not comparable, and divergence is
-    penalised less.
+    `num_diverged` is the number of values at which a seed diverged.
     """
 
     values: tuple[float, ...]
@@ -84,7 +78,6 @@ class Sweep:
     bracketed: bool
     needs_seeds: bool
     fitted: tuple[float, ...]
-    sensitivity: float | None
     num_diverged: int
     choice: str
     curvature: float | None = None
@@ -209,22 +202,16 @@ def fit(losses: Mapping[float, Mapping[int, float | None]], choice: str = 'verte
             parabola['optimum_low'] = max(parabola['optimum_low'], values[below])
             parabola['optimum_high'] = min(parabola['optimum_high'], values[above])
     at_end = (i == 0 and above == 1) or (i == len(values) - 1 and below == i - 1)
-    known = [mean for mean in means if math.isfinite(mean)]
-    sensitivity = None
-    if len(values) > 1 and known:
-        lowest = min(means[i], parabola.get('loss', math.inf))
-        excess = (min(mean, max(known)) - lowest for mean in means)
-        sensitivity = math.fsum(excess) / len(values)
+    known = sum(map(math.isfinite, means))
     return Sweep(
         values=values,
         losses=finite,
         means=means,
         best=values[i],
         bracketed=bracketed,
-        needs_seeds=not (bracketed and bounded) and not at_end and bool(known),
+        needs_seeds=not (bracketed and bounded) and not at_end and known > 0,
         fitted=fitted,
-        sensitivity=sensitivity,
-        num_diverged=len(values) - len(known),
+        num_diverged=len(values) - known,
         choice=choice,
         **parabola,
     )
