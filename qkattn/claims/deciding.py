@@ -56,7 +56,7 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
     loaded = [(e, study) for e in expected if (study := results.study(e.study))]
     beside = [row for pair in loaded for row in _beside(*pair)]
     beside = [row for place, row in enumerate(beside) if row not in beside[:place]]
-    missing = [*results.missing(claim, scale), *(text for pair in loaded for text in _lack(*pair))]
+    missing = [*_missing(claim, results), *(text for pair in loaded for text in _lack(*pair))]
 
     def judged(family: int) -> tuple[list[Row], list[Evidence], ClaimVerdict]:
         items = [item for pair in loaded for item in evidence(*pair, family)]
@@ -148,6 +148,16 @@ def _cases(expected: Expectation, loaded: Loaded) -> Iterator[tuple[Arm, Arm | N
                     yield arm, other, comparison
 
 
+def _missing(claim: Claim, results: Results) -> Iterator[str]:
+    """Names the studies of a claim that lack results."""
+    for name in claim.studies:
+        if problem := results.problem(name):
+            yield f'study {name} {problem.removesuffix(".")}'
+    for measure in claim.measures:
+        if results.has(measure.study) and not results.rows(measure):
+            yield f'the logs of study {measure.study} lack what a measurement reads'
+
+
 def _lack(expected: Expectation, loaded: Loaded) -> Iterator[str]:
     """Names the declared arms that have no difference yet."""
     known = {arm.key for arm, _, _ in _cases(expected, loaded)}
@@ -201,7 +211,7 @@ def _row(
 
 def _needed(claim: Claim, scale: str, results: Results, items: Sequence[Evidence]) -> str:
     """What decides a claim: missing results, more of those it has, or its studies at a scale."""
-    if lacking := [name for name in claim.studies if results.unfinished(name)]:
+    if lacking := [name for name in claim.studies if results.problem(name)]:
         return f'--scale={scale}: {", ".join(lacking)}'
     larger = pick(scale, smoke='cpu', cpu='gpu', gpu='gpu')
     return needed(items) or f'--scale={larger}: {", ".join(claim.studies)}'

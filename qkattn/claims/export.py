@@ -240,8 +240,8 @@ def mismatch(old: Record, new: Record) -> str | None:
     counts of what a claim needs may be one apart.
     """
     pairs: list[tuple[str, Any, Any]] = [(old.name, old, new)]
-    for place, rows in enumerate(zip(old.rows, new.rows, strict=False)):
-        pairs.append((f'row {place} of {old.name}', *rows))
+    for place, (row, again) in enumerate(zip(old.rows, new.rows, strict=False)):
+        pairs.append((f'row {place} of {old.name}', row, again))
     for where, one, other in pairs:
         for name in (f.name for f in dataclasses.fields(one) if f.name not in _OF_MACHINE):
             a, b = getattr(one, name), getattr(other, name)

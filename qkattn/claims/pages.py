@@ -1,5 +1,6 @@
 """The claims of a directory as Markdown, from claims.json and the scaling study alone."""
 
+import datetime
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -77,9 +78,7 @@ def claims_markdown(directory: Path, base: str, part: str, page: str = 'claims_{
 
     Links to files of the directory begin with `base`; those to claims are to the `page` of a group.
     """
-    claims, scaling, laws = read_claims(directory), _scaling(directory), []
-    if part == 'laws' and scaling:
-        laws = [described(*scaling, figure) for figure in _laws(*scaling)]
+    claims, scaling = read_claims(directory), _scaling(directory) if part == 'laws' else None
     counts = {v: [claim.verdict for claim in claims].count(v) for v in PHRASES}
     return _template('claims.md.j2').render(
         part=part,
@@ -90,8 +89,8 @@ def claims_markdown(directory: Path, base: str, part: str, page: str = 'claims_{
         counts=[f'{n} {PHRASES[v][1 if n == 1 else 2]}' for v, n in counts.items() if n],
         missing=list(dict.fromkeys(text for claim in claims for text in claim.missing)),
         verdicts=_md(_verdicts(claims, page)),
-        laws=laws,
-        law_tables=[s for s in sheets(*scaling) if s.name == 'laws'] if laws and scaling else [],
+        laws=[described(*scaling, f) for f in _laws(*scaling)] if scaling else [],
+        law_tables=[s for s in sheets(*scaling) if s.name == 'laws'] if scaling else [],
     )
 
 
@@ -222,20 +221,12 @@ def _facts(claim: ClaimResult) -> dict[str, str]:
         'command': f'`{command} --scale={claim.scale} --workdir=runs/{claim.scale}`',
         'commit': claim.commit,
         'hardware': claim.hardware,
-        'time': None if claim.seconds is None else duration(claim.seconds),
+        'time': str(datetime.timedelta(seconds=round(claim.seconds or 0))),
         'studies': ', '.join(claim.studies),
         'baselines': '; '.join(claim.models),
         'missing': '; '.join(claim.missing),
     }
     return {name: value for name, value in facts.items() if value}
-
-
-def duration(seconds: float) -> str:
-    """'1 h 24 min', '12 min', '3 s', '< 1 s'."""
-    if seconds < 60:
-        return f'{seconds:.0f} s' if seconds >= 1 else '< 1 s'
-    hours, minutes = divmod(round(seconds / 60), 60)
-    return f'{hours:,} h {minutes} min' if hours else f'{minutes} min'
 
 
 def amount(row: Row | None) -> str:

@@ -11,8 +11,7 @@ so the test of their intersection errs at most at that rate (Berger 1982, Techno
 "True here, false there" selects rows, so each is tested at the error rate over their number.
 """
 
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from qkattn.claims.claim import AS_REPORTED, RELATIONS, ClaimResult, ClaimVerdict, Kind, Row, Speaks
 from qkattn.verdict import Decision
@@ -108,7 +107,7 @@ def verdict(rows: Iterable[Row], complete: bool = True) -> ClaimVerdict:
 
 
 def condition(rows: Iterable[Row]) -> str:
-    """Where a claim is true: by one factor whose values no other context has, else by several."""
+    """Where a claim is true: by one factor whose values no other context has, else by all."""
     by_context = truths(rows)
     true = [dict(context) for context, speaks in by_context.items() if speaks == Speaks.FOR]
     other = [dict(context) for context, speaks in by_context.items() if speaks != Speaks.FOR]
@@ -117,26 +116,7 @@ def condition(rows: Iterable[Row]) -> str:
         if None not in holds and not {*holds} & {context.get(factor) for context in other}:
             values = list(dict.fromkeys(map(str, holds)))
             return f'{factor}: {"; ".join(values)}'
-    parts = _covering(true, other)
-    return '; '.join(', '.join(f'{name}: {value}' for name, value in part) for part in parts)
-
-
-def _covering(true: Sequence[dict], other: Sequence[dict]) -> list[Context]:
-    """Values of factors that together are those of all true contexts, each of no other context.
-
-    Greedy: next is that of most contexts left, with the fewest factors.
-    """
-    left, covering = list(true), []
-    while left:
-        parts = [
-            part
-            for size in range(1, len(left[0]) + 1)
-            for part in itertools.combinations(left[0].items(), size)
-            if size == len(left[0]) or not any(context.items() >= {*part} for context in other)
-        ]
-        covering.append(max(parts, key=lambda part: sum(c.items() >= {*part} for c in left)))
-        left = [context for context in left if not context.items() >= {*covering[-1]}]
-    return covering
+    return '; '.join(', '.join(f'{name}: {value}' for name, value in c.items()) for c in true)
 
 
 def decisive(claim: ClaimResult) -> Row | None:

@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import runpy
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -81,10 +81,19 @@ class Results:
         """Whether a study has results, or a measure's own directory what it recorded."""
         return self.study(name) is not None or recording(self.directory / name).exists()
 
-    def unfinished(self, name: str) -> bool:
-        """Whether a study has no results, or lacks runs of its plan."""
+    def problem(self, name: str) -> str | None:
+        """What a study lacks to decide a claim alone; None if it has the results of its plan."""
         loaded = self.study(name)
-        return bool(loaded.study.missing) if loaded else not self.has(name)
+        files = (self.directory / name / file for file in ('results.jsonl', stored.RUNS))
+        if loaded is None and any(f.exists() and f.stat().st_size for f in files):
+            return f'cannot be used: {self._read[name]}'
+        if not self.has(name):
+            return 'has no results'
+        if loaded and (left := loaded.study.missing):
+            return f'lacks the results of {counted(left, "run")}'
+        return (
+            f'is damaged: {loaded.study.problems[0]}' if loaded and loaded.study.problems else None
+        )
 
     def recorded(self, measure: Measure) -> dict[str, Any] | None:
         """What a measure recorded, with `start`, as of a run, and `seconds`; None if it has not.
@@ -103,24 +112,6 @@ class Results:
             source = self.directory / measure.study
         rows = [] if source is None else measure.read(source)
         return [dataclasses.replace(row, study=measure.study) for row in rows]
-
-    def missing(self, claim: Claim, scale: str) -> Iterator[str]:
-        """The missing results of a claim: a sentence for each study, with the command to run."""
-        command = f'python -m experiments.claims {claim.name} --scale={scale} --workdir=DIR'
-        for name in claim.studies:
-            loaded = self.study(name)
-            files = (self.directory / name / file for file in ('results.jsonl', stored.RUNS))
-            if loaded is None and any(f.exists() and f.stat().st_size for f in files):
-                yield f'study {name} cannot be used: {self._read[name]}'
-            elif not self.has(name):
-                yield f'study {name} has no results; {command} trains it into DIR/{name}'
-            elif loaded and (left := loaded.study.missing):
-                yield f'study {name} lacks the results of {counted(left, "run")}; {command} goes on'
-            elif loaded and (problems := loaded.study.problems):
-                yield f'study {name} is damaged: {problems[0].removesuffix(".")}'
-        for measure in claim.measures:
-            if not measure.record and self.study(measure.study) and not self.rows(measure):
-                yield f'the logs of study {measure.study} lack what a measurement reads'
 
 
 def recording(study: Path) -> Path:

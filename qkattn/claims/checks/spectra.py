@@ -66,7 +66,7 @@ def least_error() -> list[Row]:
         for r in range(1, D)
     )
     quantity = f'error of truncating W_QK to r, less that of singular values, r = 1 to {D - 1}'
-    rows = [exact(quantity, off, 0, SAME, **FORM)]
+    rows = [exact(quantity, float(off), 0, SAME, **FORM)]
     for r in (2, 8):
         least = float(np.linalg.norm(s_NR[0, r:]) / np.linalg.norm(s_NR[0]))
         error = fitted_error(A_NDE[0], r)
