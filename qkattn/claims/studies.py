@@ -22,7 +22,7 @@ from qkattn.storage.records import START, read_json, write_json
 from qkattn.storage.run_directory import describe_start
 from qkattn.study import declaration, estimate, local_workers, plan, stored, yardsticks
 from qkattn.study.arms import build_arms
-from qkattn.study.estimate import Cost, Speed
+from qkattn.study.estimate import Speed
 from qkattn.verdict import Findings, load_findings
 from qkattn.verdict import Study as LoadedStudy
 from qkattn.verdict.arms import Arm
@@ -91,9 +91,8 @@ class Results:
             return 'has no results'
         if loaded and (left := loaded.study.missing):
             return f'lacks the results of {counted(left, "run")}'
-        return (
-            f'is damaged: {loaded.study.problems[0]}' if loaded and loaded.study.problems else None
-        )
+        problems = loaded.study.problems if loaded else ()
+        return f'is damaged: {problems[0]}' if problems else None
 
     def recorded(self, measure: Measure) -> dict[str, Any] | None:
         """What a measure recorded, with `start`, as of a run, and `seconds`; None if it has not.
@@ -164,14 +163,16 @@ def train(
     check_workdir(claims, scale, path)
     names = names_of(claims)
     studies = {name: study for name in names if (study := study_of(name, scale))}
-    jobs: list[tuple[str, Callable[[], object]]] = []
-    for name, study in studies.items():
-        arms = partial(build_arms, study)
-        jobs.append((name, partial(local_workers.run, study, arms, path / name, workers)))
+    jobs: list[tuple[str, Callable[[], object]]] = [
+        (name, partial(local_workers.run, study, partial(build_arms, study), path / name, workers))
+        for name, study in studies.items()
+    ]
     # After all training: workers start from a process that has no threads of JAX yet.
-    for name, study in studies.items():
-        if study.tuning.seeds:
-            jobs.append((name, partial(yardsticks.record_finished, path / name)))
+    jobs += [
+        (name, partial(yardsticks.record_finished, path / name))
+        for name, study in studies.items()
+        if study.tuning.seeds
+    ]
     measures = {m.study: m.record for claim in claims for m in claim.measures if m.record}
     jobs += [(name, partial(_record, path / name, r, scale)) for name, r in measures.items()]
     failed: dict[str, Exception] = {}
@@ -217,21 +218,19 @@ def costs(claims: Iterable[Claim], scale: str) -> str:
 
     Arms that are trained longer are counted as if all were.
     """
-    claims, rows, total = list(claims), [], Cost(0, 0, 0, 0.0, 0.0)
+    claims, plans = list(claims), {}
     for name in names_of(claims):
         if study := study_of(name, scale):
             with waiting(name, 'planning'):
                 runs = plan.imagined(study, build_arms(study))
-            cost = estimate.cost(runs, dict.fromkeys(study.sizes, Speed(1.0, 0.0)))
-            rows.append((name, ','.join(c.name for c in claims if name in c.studies), cost))
-            pairs = zip(dataclasses.astuple(total), dataclasses.astuple(cost), strict=True)
-            total = Cost(*(a + b for a, b in pairs))
+            plans[name] = estimate.cost(runs, dict.fromkeys(study.sizes, Speed(1.0, 0.0)))
+    numbers = {name: (c.runs, c.trials, c.tokens, c.flops) for name, c in plans.items()}
+    numbers['total'] = tuple(map(sum, zip((0, 0, 0, 0.0), *numbers.values(), strict=True)))
     titles = [('study', True), ('claims', True)]
     titles += [(name, False) for name in ('runs', 'trials', 'tokens', 'FLOPs')]
-    return text_table(
-        titles,
-        [
-            [name, serves, f'{c.runs:,}', f'{c.trials:,}', f'{c.tokens:.3g}', f'{c.flops:.3g}']
-            for name, serves, c in (*rows, ('total', '', total))
-        ],
-    )
+    serves = {name: ','.join(c.name for c in claims if name in c.studies) for name in numbers}
+    rows = [
+        [name, serves[name], f'{runs:,}', f'{trials:,}', f'{tokens:.3g}', f'{flops:.3g}']
+        for name, (runs, trials, tokens, flops) in numbers.items()
+    ]
+    return text_table(titles, rows)
