@@ -56,7 +56,7 @@ class Speaks(enum.StrEnum):
 class Row:
     """One comparison or measurement."""
 
-    quantity: str  # the variant that is compared, or a phrase for what is measured
+    quantity: str  # what is compared, as the variant, or a phrase for what is measured
     kind: str  # of `Kind`
     context: Mapping[str, str]  # by name: model, size, corpus, steps, destination
     value: float
@@ -108,6 +108,7 @@ class Expectation:
     # What tells it apart from other expectations of the claim, factor by factor.
     context: Mapping[str, str] = dataclasses.field(default_factory=dict)
     reported: tuple[float, float] | None = None  # lowest and highest difference, nats/token
+    label: str | None = None  # what is compared, in place of the variants
     scales: tuple[str, ...] = ()  # at which the study has this variant; all if empty
 
     def __post_init__(self) -> None:

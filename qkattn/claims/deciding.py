@@ -195,7 +195,7 @@ def _row(
 ) -> Row:
     low, high = expected.reported or (None, None)
     return Row(
-        quantity=' - '.join(expected.variants),
+        quantity=expected.label or ' - '.join(expected.variants),
         kind=kind,
         context=loaded.context(arm) | dict(expected.context),
         value=comparison.difference.mean,

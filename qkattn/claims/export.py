@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from qkattn.claims import declared
 from qkattn.claims.claim import ClaimResult, Kind, Row, Speaks
 from qkattn.claims.deciding import decide
-from qkattn.claims.studies import MEASURES, UNIT, Loaded, Results
+from qkattn.claims.studies import MEASURES, UNIT, Loaded, Results, recording
 from qkattn.config import ModelConfig, from_json
 from qkattn.errors import ReportError
 from qkattn.model import cost
@@ -23,6 +23,7 @@ from qkattn.report import export as export_study
 from qkattn.report.prose import rounded
 from qkattn.report.verify import difference, near
 from qkattn.stats.decision import Decision
+from qkattn.storage.files import make_directory
 from qkattn.storage.records import damaged, parse_file, read, write_json
 from qkattn.study.arms import parse_variant
 from qkattn.verdict.arms import Arm
@@ -200,8 +201,9 @@ def export(decided: Iterable[ClaimResult], results: Results, destination: str | 
         source = results.directory / name
         if results.study(name) is not None:
             export_study(source, destination / name)
-        if (source / MEASURES).is_dir():
-            shutil.copytree(source / MEASURES, destination / name / MEASURES, dirs_exist_ok=True)
+        if recording(source).exists():
+            make_directory(destination / name / MEASURES)
+            shutil.copy(recording(source), recording(destination / name))
     write(destination, CLAIMS, decided)
     if made := answers(results):
         write(destination, ANSWERS, made)

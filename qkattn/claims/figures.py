@@ -54,10 +54,14 @@ def compared(rows: Iterable[Row]) -> list[Compared]:
 
 
 def varying(rows: Iterable[Row | Compared]) -> list[str]:
-    """The names in contexts whose values differ between rows."""
-    rows = list(rows)
-    names = dict.fromkeys(name for row in rows for name in row.context)
-    return [name for name in names if len({row.context.get(name) for row in rows}) > 1]
+    """The names in contexts whose values differ between rows, and do not only repeat `quantity`."""
+    rows, names = list(rows), []
+    for name in dict.fromkeys(name for row in rows for name in row.context):
+        pairs = {(row.context.get(name), row.quantity) for row in rows}
+        is_news = any(value not in (None, quantity) for value, quantity in pairs)
+        if len({value for value, _ in pairs}) > 1 and is_news:
+            names.append(name)
+    return names
 
 
 def located(row: Row | Compared, names: Iterable[str]) -> list[str]:

@@ -83,6 +83,8 @@ def test_beside_a_pair_stand_both_against_the_baseline_once(results):
     )
     assert first.verdict is HOLDS and reverse.verdict is ClaimVerdict.FAILS
     assert first.rows[0].value == pytest.approx(0.0672, abs=1e-4)
+    labelled = expect('qk/k_is_v', 'worse', versus='qk/no_o', label='K = V')
+    assert decide(claim(labelled), 'cpu', results).rows[0].quantity == 'K = V'
 
 
 def test_longer_training_is_a_context_of_its_own(results):

@@ -87,6 +87,7 @@ E4 = Claim(
                 at=at,
                 versus=before,
                 context={'shape': shape, 'order': f'after {ASCENDING[before]}'},
+                label=ASCENDING[variant],
             )
             for at, shape in SHAPES
             for variant, before in STEPS
@@ -121,6 +122,7 @@ E6 = Claim(
             'different',
             versus=f'{variant} [d_model]',
             context={'variant': name, 'destination': f'{destination}, not d_model'},
+            label=name,
         )
         for variant, name in (
             ('shared_qk(key_norm=True,self_mask=True)/vo', 'Q = K as in Reformer'),
