@@ -155,12 +155,10 @@ def train(
     """Trains each study of the claims once, then records measures; the same call resumes.
 
     A study that cannot be trained, or whose workers give up, does not stop the others: returns the
-    reasons by name. `workers` as in `local_workers.run`; 1 is this process. ConfigError as
-    `check_workdir`; DiskError if nothing can be written; Stopped on SIGTERM or Ctrl-C, with the
-    state saved.
+    reasons by name. `workers` as in `local_workers.run`; 1 is this process. DiskError if nothing
+    can be written; Stopped on SIGTERM or Ctrl-C, with the state saved.
     """
     claims, path = list(claims), check_directory(directory)
-    check_workdir(claims, scale, path)
     names = names_of(claims)
     studies = {name: study for name in names if (study := study_of(name, scale))}
     jobs: list[tuple[str, Callable[[], object]]] = [
@@ -224,7 +222,9 @@ def costs(claims: Iterable[Claim], scale: str) -> str:
             with waiting(name, 'planning'):
                 runs = plan.imagined(study, build_arms(study))
             plans[name] = estimate.cost(runs, dict.fromkeys(study.sizes, Speed(1.0, 0.0)))
-    numbers = {name: (c.runs, c.trials, c.tokens, c.flops) for name, c in plans.items()}
+    numbers: dict[str, tuple] = {
+        name: (c.runs, c.trials, c.tokens, c.flops) for name, c in plans.items()
+    }
     numbers['total'] = tuple(map(sum, zip((0, 0, 0, 0.0), *numbers.values(), strict=True)))
     titles = [('study', True), ('claims', True)]
     titles += [(name, False) for name in ('runs', 'trials', 'tokens', 'FLOPs')]
