@@ -37,9 +37,6 @@ WORKERS = flags.DEFINE_string(
 )
 TRAIN = flags.DEFINE_bool('train', True, '--notrain decides on what the workdir has.')
 DRY_RUN = flags.DEFINE_bool('dry_run', False, 'Print the plan and its cost, then stop.')
-FLOPS = flags.DEFINE_float(
-    'flops_per_second', None, 'With --dry_run, the speed of training: hours.', lower_bound=1.0
-)
 EXPORT = flags.DEFINE_string(
     'export', None, 'Directory to keep the verdicts on all claims in, with the studies behind them.'
 )
@@ -57,8 +54,7 @@ def main() -> None:
             print(f'{claim.name:<3} {claim.statement}')
         return
     if DRY_RUN.value:
-        for line in studies.cost_lines(claims, SCALE.value, FLOPS.value):
-            print(line, flush=True)
+        print(studies.costs(claims, SCALE.value))
         return
     names, directory = studies.names_of(claims), _directory()
     if WORKDIR.value is None and names:
@@ -137,7 +133,6 @@ def _text(claim: ClaimResult) -> str:
     """A claim with its verdict and the conditions of the verdict, line by line."""
     lines = [f'{claim.name:<3} {claim.verdict:<14} {claim.statement}', pages.decisive(claim)]
     lines += [f'holds for {claim.condition}'] if claim.condition else []
-    lines += [f'false for {claim.refuted}'] if claim.refuted else []
     lines += [f'would be decided by {claim.needed}'] if claim.needed else []
     return '\n      '.join(filter(None, [*lines, *claim.missing]))
 

@@ -3,7 +3,6 @@
 import dataclasses
 import enum
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from qkattn.errors import ConfigError
@@ -41,7 +40,7 @@ class Kind(enum.StrEnum):
     REMOVED = 'removed'  # an arm at the baseline's shape minus the baseline
     REINVESTED = 'reinvested'  # the matched arm minus that
     MATCHED = 'matched'  # the matched arm minus the baseline: the sum of both
-    MEASURED = 'measured'  # anything else, as a point of a curve
+    MEASURED = 'measured'  # anything else
 
 
 class Speaks(enum.StrEnum):
@@ -57,7 +56,7 @@ class Speaks(enum.StrEnum):
 class Row:
     """One comparison or measurement."""
 
-    quantity: str  # what is compared or measured, a phrase
+    quantity: str  # what is compared, as the variant, or a phrase for what is measured
     kind: str  # of `Kind`
     context: Mapping[str, str]  # by name: model, size, corpus, steps, destination
     value: float
@@ -67,11 +66,8 @@ class Row:
     high: float | None = None
     expected: float | None = None  # an exact check asks for |value - expected| <= tolerance
     tolerance: float | None = None
-    arm: str | None = None  # the variant, which chooses colour and marker
     relation: str | None = None  # what the claim expects of the arm, 'not_better'
     decision: str | None = None  # that of the arm's verdict in its study
-    x: float | None = None  # the place on a curve: rows of one claim with it are points of lines
-    x_label: str | None = None
     study: str | None = None  # the one it comes from, a directory beside claims.json
 
     def __post_init__(self) -> None:
@@ -79,18 +75,9 @@ class Row:
 
 
 def exact(
-    quantity: str,
-    value: float,
-    expected: float,
-    tolerance: float = 0.0,
-    at: tuple[str, float] | None = None,
-    **context: Any,
+    quantity: str, value: float, expected: float, tolerance: float = 0.0, **context: Any
 ) -> Row:
-    """The row of an exact check, for the claim if |value - expected| <= tolerance.
-
-    `at` is the name and the value of its place on a curve.
-    """
-    x_label, x = at or (None, None)
+    """The row of an exact check, for the claim if |value - expected| <= tolerance."""
     return Row(
         quantity=quantity,
         kind=Kind.EXACT,
@@ -99,9 +86,13 @@ def exact(
         speaks=Speaks.FOR if abs(value - expected) <= tolerance else Speaks.AGAINST,
         expected=float(expected),
         tolerance=float(tolerance),
-        x=None if x is None else float(x),
-        x_label=x_label,
     )
+
+
+def premise(row: Row) -> Row:
+    """The row of what the studies of a claim presume: it can speak against the claim only."""
+    is_met = row.speaks == Speaks.FOR
+    return dataclasses.replace(row, speaks=Speaks.BESIDE) if is_met else row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,9 +108,7 @@ class Expectation:
     # What tells it apart from other expectations of the claim, factor by factor.
     context: Mapping[str, str] = dataclasses.field(default_factory=dict)
     reported: tuple[float, float] | None = None  # lowest and highest difference, nats/token
-    x: float | None = None  # the place on `curve`, a factor of the context
-    x_label: str | None = None
-    curve: str | None = None  # what is compared, in place of the variant; points share it
+    label: str | None = None  # what is compared, in place of the variants
     scales: tuple[str, ...] = ()  # at which the study has this variant; all if empty
 
     def __post_init__(self) -> None:
@@ -130,20 +119,24 @@ class Expectation:
                     f'{field}={value!r} of an expectation must be one of {", ".join(values)}'
                 )
 
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """Its variant, and the other one of a pair."""
+        return tuple(filter(None, (self.variant, self.versus)))
+
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """Rows that are not differences between arms: curves, sweeps, drift, times.
+    """Rows that are not differences between arms.
 
-    Without `name`, `read` gets the directory of the study. With it, `record` is called once, after
-    training, while the study's checkpoints are there, with that directory and the scale; what it
-    returns is kept as measures/NAME.json, which is exported, and `read` gets it.
+    Without `record`, `read` gets the directory of the study. With it, `study` is a directory of the
+    measure's own: `record` is called once with the scale, what it returns is kept as
+    measures/STUDY.json, which is exported, and `read` gets it.
     """
 
-    study: str  # of configs/claims; without a config there, a directory of the measure's own
+    study: str
     read: Callable[[Any], list[Row]]
-    name: str | None = None
-    record: Callable[[Path, str], dict[str, Any]] | None = None
+    record: Callable[[str], dict[str, Any]] | None = None
     schema: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of what is recorded
 
 
@@ -171,7 +164,6 @@ class Claim(Statement):
     measures: tuple[Measure, ...] = ()
     # Clauses after 'holds only if', in place of the contexts that `rules.condition` names.
     conditions: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    premises: tuple[Check, ...] = ()  # what its studies presume: can speak against it only
 
     @property
     def studies(self) -> tuple[str, ...]:
@@ -192,13 +184,9 @@ class ClaimResult(Statement):
     verdict: str  # of `ClaimVerdict`
     rows: tuple[Row, ...] = ()
     condition: str | None = None  # of a claim that holds only if it is met, a clause
-    refuted: str | None = None  # the contexts in which an undecided claim is false
-    lacking: str | None = None  # what an undecided claim lacks, in a few words
     needed: str | None = None  # seeds, tokens and parameters that would decide an undecided claim
-    decisive: int | None = None  # the place in `rows` of the row whose number stands for the claim
     missing: tuple[str, ...] = ()  # what is missing and how to get it, sentence by sentence
     studies: tuple[str, ...] = ()
-    command: str | None = None
     commit: str | None = None
     hardware: str | None = None
     seconds: float | None = None  # of training and checks together
@@ -206,9 +194,3 @@ class ClaimResult(Statement):
 
     def __post_init__(self) -> None:
         ClaimVerdict(self.verdict)
-        if self.decisive is not None and not 0 <= self.decisive < len(self.rows):
-            raise ValueError(f'decisive is {self.decisive}, but there are {len(self.rows)} rows')
-
-    @property
-    def decisive_row(self) -> Row | None:
-        return None if self.decisive is None else self.rows[self.decisive]

@@ -18,6 +18,7 @@ from qkattn.claims.claim import (
     Speaks,
     Statement,
 )
+from qkattn.claims.protocol import pick
 from qkattn.claims.studies import UNIT, Loaded, Results
 from qkattn.errors import ConfigError
 from qkattn.report.prose import NOT_RECORDED, SPLITS, device, reasons
@@ -47,56 +48,42 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
     ConfigError if the claim expects an arm that its study does not declare.
     """
     started = time.perf_counter()
-    exact = [row for check in claim.checks for row in check()]
-    for row in (row for premise in claim.premises for row in premise()):
-        exact.append(replace(row, speaks=Speaks.BESIDE) if row.speaks == Speaks.FOR else row)
+    checked = [row for check in claim.checks for row in check()]
     measured = [row for measure in claim.measures for row in results.rows(measure)]
+    if scale == 'smoke':  # its studies only show that they run
+        measured = [replace(row, speaks=Speaks.OPEN) for row in measured]
     expected = claim.expected_at(scale)
     loaded = [(e, study) for e in expected if (study := results.study(e.study))]
-    beside: list[Row] = []
-    missing = list(results.missing(claim, scale))
-    for expectation, study in loaded:
-        beside += [row for row in _beside(expectation, study) if row not in beside]
-        missing += [
-            f'study {expectation.study}: {key.variant} at {key.size} on {key.corpus} has no '
-            'difference from the baseline yet'
-            for key in _lacking(expectation, study)
-        ]
+    beside = [row for pair in loaded for row in _beside(*pair)]
+    beside = [row for place, row in enumerate(beside) if row not in beside[:place]]
+    missing = [*_missing(claim, results), *(text for pair in loaded for text in _lack(*pair))]
 
     def judged(family: int) -> tuple[list[Row], list[Evidence], ClaimVerdict]:
-        decided = [item for pair in loaded for item in evidence(*pair, family)]
-        rows = [*exact, *(item.row for item in decided), *beside, *measured]
-        if scale == 'smoke':  # a study shows only that it runs
-            trained = [row.study is not None and row.speaks != Speaks.BESIDE for row in rows]
-            rows = [
-                replace(row, speaks=Speaks.OPEN) if is_trained else row
-                for row, is_trained in zip(rows, trained, strict=True)
-            ]
-        return rows, decided, rules.verdict(rows, complete=not missing)
+        items = [item for pair in loaded for item in evidence(*pair, family)]
+        rows = [*checked, *(item.row for item in items), *beside, *measured]
+        return rows, items, rules.verdict(rows, complete=not missing)
 
     # All rows together are one test at the error rate; single ones are tested at their share.
-    rows, decided, verdict = judged(1)
+    rows, items, verdict = judged(1)
     if verdict in (ClaimVerdict.HOLDS_ONLY_IF, ClaimVerdict.UNDECIDED):
         number = sum(number_of_rows(e, results.study(e.study)) for e in expected)
-        rows, decided, verdict = judged(max(1, number))
+        rows, items, verdict = judged(max(1, number))
     undecided = verdict == ClaimVerdict.UNDECIDED
     condition = rules.condition(rows) if verdict == ClaimVerdict.HOLDS_ONLY_IF else None
-    lacking, wanted = _needed(claim, scale, results, decided) if undecided else (None, None)
+    commit, hardware, seconds = _provenance(claim, results)
     return ClaimResult(
         **{field.name: getattr(claim, field.name) for field in fields(Statement)},
         scale=scale,
         verdict=verdict,
         rows=tuple(rows),
         condition=claim.conditions.get(condition, condition) if condition else None,
-        refuted=rules.condition(rows, Speaks.AGAINST) or None if undecided else None,
-        lacking=lacking,
-        needed=wanted,
-        decisive=rules.decisive(rows, verdict),
+        needed=_needed(claim, scale, results, items) if undecided else None,
         missing=tuple(dict.fromkeys(missing)),
         studies=tuple(name for name in claim.studies if results.has(name)),
+        commit=commit,
+        hardware=hardware,
+        seconds=round(seconds + time.perf_counter() - started, 1),
         models=tuple(_models(claim, results)),
-        command=f'python -m experiments.claims {claim.name} --scale={scale} --workdir=runs/{scale}',
-        **_provenance(claim, results, started),
     )
 
 
@@ -107,8 +94,11 @@ def evidence(expected: Expectation, loaded: Loaded, family: int = 1) -> list[Evi
     """
     made = []
     for arm, other, comparison in _cases(expected, loaded):
+        kind = Kind.REMOVED if arm.control == EQUAL_SHAPE else Kind.MATCHED
+        if loaded.study.matched is None:
+            kind = Kind.MEASURED  # neither removed nor at equal parameter count
         verdict = judging.pair(loaded.study, arm, other, loaded.findings.blocks, family)
-        row = _row(arm, comparison, _kind(arm, loaded), expected, loaded)
+        row = _row(arm, comparison, kind, expected, loaded)
         decision, speaks = rules.finding(row, expected.relation, verdict, comparison)
         row = replace(row, relation=expected.relation, decision=decision, speaks=speaks)
         made.append(Evidence(row, arm, verdict, comparison.difference))
@@ -130,7 +120,7 @@ def _declared(expected: Expectation, loaded: Loaded) -> list[ArmKey]:
     control = EQUAL_SHAPE if expected.at == 'removed' else None
     keys = [key for key in loaded.study.arms if key.control == control]
     variants = list(dict.fromkeys(key.variant for key in keys))
-    for variant in (expected.variant, expected.versus or expected.variant):
+    for variant in expected.variants:
         if not any(loaded.names(label, variant) for label in variants):
             raise ConfigError(
                 f'study {expected.study!r} has no {expected.at} arm of variant {variant!r}; it has '
@@ -158,53 +148,54 @@ def _cases(expected: Expectation, loaded: Loaded) -> Iterator[tuple[Arm, Arm | N
                     yield arm, other, comparison
 
 
-def _lacking(expected: Expectation, loaded: Loaded) -> list[ArmKey]:
-    """Declared arms that have no difference yet."""
+def _missing(claim: Claim, results: Results) -> Iterator[str]:
+    """Names the studies of a claim that lack results."""
+    for name in claim.studies:
+        if problem := results.problem(name):
+            yield f'study {name} {problem.removesuffix(".")}'
+    for measure in claim.measures:
+        if results.has(measure.study) and not results.rows(measure):
+            yield f'the logs of study {measure.study} lack what a measurement reads'
+
+
+def _lack(expected: Expectation, loaded: Loaded) -> Iterator[str]:
+    """Names the declared arms that have no difference yet."""
     known = {arm.key for arm, _, _ in _cases(expected, loaded)}
-    return [key for key in _declared(expected, loaded) if key not in known]
-
-
-def _kind(arm: Arm, loaded: Loaded) -> Kind:
-    if loaded.study.matched is None:
-        return Kind.MEASURED  # neither removed nor at equal parameter count
-    return Kind.REMOVED if arm.control == EQUAL_SHAPE else Kind.MATCHED
+    for key in _declared(expected, loaded):
+        if key not in known:
+            yield (
+                f'study {expected.study}: {key.variant} at {key.size} on {key.corpus} has no '
+                'difference from the baseline yet'
+            )
 
 
 def _beside(expected: Expectation, loaded: Loaded) -> Iterator[Row]:
     """The other parts of the difference: removed, reinvested, matched; of a pair, all of both."""
     study, findings = loaded
     parts = {part.key: part for part in findings.decomposition}
-    for arm, _, _ in _cases(expected, loaded):
-        for primary in findings.arms if arm.control != LONGER else ():
-            bare, shown = study.bare(primary.variant), expected
-            if expected.versus:
-                pair = (expected.variant, expected.versus)
-                same = any(loaded.names(primary.variant, variant) for variant in pair)
-                shown = Expectation(expected.study, bare, expected.relation)
-            else:
-                same = primary.key == arm.key or (
-                    arm.control == EQUAL_SHAPE and bare == arm.variant
-                )
-            if not same or (primary.size, primary.corpus) != (arm.size, arm.corpus):
-                continue
-            part = parts.get(primary.key)
-            comparisons = {
-                Kind.REMOVED: part.removing if part else None,
-                Kind.REINVESTED: part.reinvesting if part else None,
-                Kind.MATCHED: primary.comparison if study.matched is not None else None,
-            }
-            for kind, comparison in comparisons.items():
-                if comparison and (expected.versus or kind != _kind(arm, loaded)):
-                    yield _row(primary, comparison, kind, shown, loaded)
+    decides = Kind.REMOVED if expected.at == 'removed' else Kind.MATCHED
+    for arm in findings.arms:
+        if not any(loaded.names(arm.variant, variant) for variant in expected.variants):
+            continue
+        part, shown = parts.get(arm.key), expected
+        if expected.versus:
+            shown = Expectation(expected.study, study.bare(arm.variant), expected.relation)
+        comparisons = {
+            Kind.REMOVED: part.removing if part else None,
+            Kind.REINVESTED: part.reinvesting if part else None,
+            Kind.MATCHED: arm.comparison if study.matched is not None else None,
+        }
+        for kind, comparison in comparisons.items():
+            if comparison and (expected.versus or kind != decides):
+                yield _row(arm, comparison, kind, shown, loaded)
 
 
 def _row(
     arm: Arm, comparison: Comparison, kind: Kind, expected: Expectation, loaded: Loaded
 ) -> Row:
     low, high = expected.reported or (None, None)
-    pair = f'{expected.variant} - {expected.versus}' if expected.versus else expected.variant
     return Row(
-        quantity=expected.curve or pair,
+        quantity=expected.label or ' - '.join(expected.variants),
         kind=kind,
         context=loaded.context(arm) | dict(expected.context),
         value=comparison.difference.mean,
@@ -214,54 +205,38 @@ def _row(
         high=comparison.difference.high,
         expected=None if low is None else (low + high) / 2,
         tolerance=None if low is None else (high - low) / 2,
-        x=expected.x,
-        x_label=expected.x_label,
-        # The points of a curve have one colour.
-        arm=expected.variant if expected.x is None else None,
         study=expected.study,
     )
 
 
-def _needed(
-    claim: Claim, scale: str, results: Results, decided: Sequence[Evidence]
-) -> tuple[str | None, str | None]:
-    """What a claim lacks, in short, and what decides it: studies, or more of those it has."""
-    short: str | None = 'results are missing'
-    lacking = [name for name in claim.studies if results.unfinished(name)]
-    if scale == 'smoke':
-        wanted = 'cpu'
-    elif lacking:
-        wanted = scale
-    elif needs := needed(decided):
-        return needs
-    else:
-        wanted, short = 'gpu', None
-    studies = lacking or claim.studies
-    return short, f'--scale={wanted}: {", ".join(studies)}' if studies else None
+def _needed(claim: Claim, scale: str, results: Results, items: Sequence[Evidence]) -> str:
+    """What decides a claim: missing results, more of those it has, or its studies at a scale."""
+    if lacking := [name for name in claim.studies if results.problem(name)]:
+        return f'--scale={scale}: {", ".join(lacking)}'
+    larger = pick(scale, smoke='cpu', cpu='gpu', gpu='gpu')
+    return needed(items) or f'--scale={larger}: {", ".join(claim.studies)}'
 
 
-def needed(items: Sequence[Evidence]) -> tuple[str, str] | None:
-    """What open arms lack, in short and whole, of the one that takes most; None without any.
+def needed(items: Sequence[Evidence]) -> str | None:
+    """What would decide open arms, of the one that takes most; None without any.
 
     The seeds find a difference of the measured size, at least of the margin, with probability 0.8
     at the errors measured; of an arm below the margin, the distance from the margin.
     """
     needs = [_needed_by(item) for item in items if item.row.speaks == Speaks.OPEN]
-    return max(needs)[1:] if needs else None
+    return max(needs)[1] if needs else None
 
 
-def _needed_by(item: Evidence) -> tuple[float, str, str]:
-    """What would decide an arm, in short and whole, behind a number that grows with it."""
+def _needed_by(item: Evidence) -> tuple[float, str]:
+    """What would decide an arm, behind a number that grows with it."""
     row, arm, verdict, difference = item
     trial, margin = arm.example, difference.margin
-    point = f' at {row.x_label} {row.x:g}' if row.x is not None else ''
     where = (
-        f'{row.quantity}{point} at {arm.size} on {arm.corpus}, {trial.parameters["total"]:,} '
+        f'{row.quantity} at {arm.size} on {arm.corpus}, {trial.parameters["total"]:,} '
         f'parameters and {trial.num_tokens:,} tokens a run'
     )
     if verdict.decision is Decision.NO_VERDICT:
-        whole = f'a verdict of {where}, withheld: {reasons(item) or "not tuned"}'
-        return math.inf, 'a verdict is withheld', whole
+        return math.inf, f'a verdict of {where}, withheld: {reasons(item) or "not tuned"}'
     if verdict.decision in _BELOW_MARGIN:
         size = abs(abs(difference.mean) - margin)
         apart = f'{difference.mean:+.2g} from the margin of {margin:g} nats/token'
@@ -272,12 +247,10 @@ def _needed_by(item: Evidence) -> tuple[float, str, str]:
     alpha = (verdict.alpha or 1 - LEVEL) / max(1, verdict.num_comparisons)
     if (more := to_find(difference, size, alpha)) is None:
         hidden = difference.tuning_low + difference.tuning_high
-        whole = f'a finer sweep, as this one leaves {hidden:.2g} nats/token open, {about}'
-        return 1e9, 'the sweep is too coarse', whole
+        return 1e9, f'a finer sweep, as this one leaves {hidden:.2g} nats/token open, {about}'
     seeds, documents = more
     held_out = f' and {documents:.2g} times as many held-out documents' if documents > 1 else ''
-    whole = f'{seeds:,} seeds in place of {difference.n}{held_out}, {about}'
-    return seeds, f'needs {seeds:,} seeds', whole
+    return seeds, f'{seeds:,} seeds in place of {difference.n}{held_out}, {about}'
 
 
 def _models(claim: Claim, results: Results) -> Iterator[str]:
@@ -299,28 +272,20 @@ def _models(claim: Claim, results: Results) -> Iterator[str]:
             yield text + ('' if standing.bleu is None else f', BLEU {standing.bleu:.1f}')
 
 
-def _provenance(claim: Claim, results: Results, started: float) -> dict[str, Any]:
-    """The commit, the hardware and the seconds of training and checks together."""
-    trials = [
-        trial
-        for name in claim.studies
-        if (loaded := results.study(name))
-        for run in loaded.study.runs
-        for trial in run.trials[:1]
-    ]
-    # A measure without a study has its own training.
-    untrained = [measure for measure in claim.measures if results.study(measure.study) is None]
-    recorded = [record for record in map(results.recorded, untrained) if record and record['start']]
-    starts = [trial.provenance for trial in trials] + [record['start'] for record in recorded]
+def _provenance(claim: Claim, results: Results) -> tuple[str, str, float]:
+    """Commits and hardware of what was trained, else of this process; seconds of training."""
+    studies = [loaded.study for name in claim.studies if (loaded := results.study(name))]
+    trials = [run.trials[0] for study in studies for run in study.runs if run.trials]
+    records = [record for m in claim.measures if (record := results.recorded(m))]
+    starts = [trial.provenance for trial in trials] + [record['start'] for record in records]
     starts = starts or [_here()]
-    spent = [trial.train_seconds or 0.0 for trial in trials]
-    spent += [record['seconds'] for record in recorded]
     commits = {(start['git']['commit'] or NOT_RECORDED)[:12] for start in starts}
-    return {
-        'commit': ', '.join(sorted(commits)),
-        'hardware': ', '.join(sorted(set(map(device, starts)))),
-        'seconds': round(sum(spent) + time.perf_counter() - started, 1),
-    }
+    seconds = sum(trial.train_seconds or 0.0 for trial in trials)
+    return (
+        ', '.join(sorted(commits)),
+        ', '.join(sorted(set(map(device, starts)))),
+        seconds + sum(record['seconds'] for record in records),
+    )
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from qkattn.claims import declared
 from qkattn.claims.claim import ClaimResult, Kind, Row, Speaks
 from qkattn.claims.deciding import decide
-from qkattn.claims.studies import MEASURES, UNIT, Loaded, Results
+from qkattn.claims.studies import MEASURES, UNIT, Loaded, Results, recording
 from qkattn.config import ModelConfig, from_json
 from qkattn.errors import ReportError
 from qkattn.model import cost
@@ -23,6 +23,7 @@ from qkattn.report import export as export_study
 from qkattn.report.prose import rounded
 from qkattn.report.verify import difference, near
 from qkattn.stats.decision import Decision
+from qkattn.storage.files import make_directory
 from qkattn.storage.records import damaged, parse_file, read, write_json
 from qkattn.study.arms import parse_variant
 from qkattn.verdict.arms import Arm
@@ -31,7 +32,7 @@ from qkattn.verdict.rules import standings
 CLAIMS, ANSWERS = 'claims.json', 'answers.json'
 SCALING = 'scaling'  # a study of no claim, which is exported beside them
 # What another machine or commit changes.
-_OF_MACHINE = ('command', 'commit', 'hardware', 'seconds')
+_OF_MACHINE = ('commit', 'hardware', 'seconds')
 # What is done to attention, and the variant that does it.
 CHANGES = {
     'drop W_Q': 'query_free/vo',
@@ -127,7 +128,7 @@ def _rows(loaded: Loaded, variant: str) -> Iterator[tuple[tuple, Arm, Row]]:
                     getattr(comparison.difference, n) for n in ('mean', 'low', 'high')
                 )
                 row = Row(variant, kind, context, mean, Speaks.BESIDE, UNIT, low, high)
-                yield rank, arm, dataclasses.replace(row, arm=variant, decision=decision)
+                yield rank, arm, dataclasses.replace(row, decision=decision)
 
 
 def _attention(loaded: Loaded, arm: Arm, variant: str) -> float:
@@ -156,7 +157,7 @@ def write(directory: str | Path, name: str, records: Iterable[Record]) -> Path:
 
 
 def read_claims(directory: str | Path, advice: str | None = None) -> tuple[ClaimResult, ...]:
-    """The claims of a directory; raises as `_read`, and ReportError if there is no claims.json."""
+    """The claims of a directory; raises as `_read`."""
     return _read(Path(directory) / CLAIMS, ClaimResult, advice)
 
 
@@ -169,7 +170,7 @@ def read_answers(directory: str | Path) -> tuple[Answer, ...]:
 def _read(path: Path, cls: type[Record], advice: str | None = None) -> tuple[Record, ...]:
     """The records of a file of `write`.
 
-    RunDirectoryError if it was edited or is not what `write` writes, ReportError without a file;
+    ReportError without a file, RunDirectoryError if it was edited or is not what `write` writes;
     both give the `advice`, by default to export it again.
     """
     again = f'make it again with python -m experiments.claims --workdir=DIR --export={path.parent}'
@@ -200,8 +201,9 @@ def export(decided: Iterable[ClaimResult], results: Results, destination: str | 
         source = results.directory / name
         if results.study(name) is not None:
             export_study(source, destination / name)
-        if (source / MEASURES).is_dir():
-            shutil.copytree(source / MEASURES, destination / name / MEASURES, dirs_exist_ok=True)
+        if recording(source).exists():
+            make_directory(destination / name / MEASURES)
+            shutil.copy(recording(source), recording(destination / name))
     write(destination, CLAIMS, decided)
     if made := answers(results):
         write(destination, ANSWERS, made)
@@ -212,27 +214,23 @@ def check(directory: str | Path) -> int:
 
     ReportError if claims.json or answers.json hold undeclared claims or other results.
     """
-    directory, known = Path(directory), declared.claims()
-    results, count = Results(directory), 0
+    directory, results, count = Path(directory), Results(directory), 0
     stored = read_claims(directory)
-    claims = [
-        decide(known[claim.name], claim.scale, results) for claim in stored if claim.name in known
+    claims = [decide(claim, stored[0].scale, results) for claim in declared.claims().values()]
+    pairs: list[tuple[str, Sequence, Sequence]] = [
+        (CLAIMS, stored, claims),
+        (ANSWERS, read_answers(directory), answers(results)),
     ]
-    made = answers(results)
-    files: list[tuple[str, Sequence, Sequence, list[str]]] = [
-        (CLAIMS, stored, claims, list(known)),
-        (ANSWERS, read_answers(directory), made, [answer.name for answer in made]),
-    ]
-    for name, old, new, names in files:
-        if [record.name for record in old] != names:
-            unlike = {record.name for record in old} ^ {*names}
+    for file, old, new in pairs:
+        names, made = ([record.name for record in records] for records in (old, new))
+        if names != made:
             raise ReportError(
-                f'{directory / name} does not hold what is declared and trained, in its order; '
-                f'{", ".join(sorted(unlike))} differ'
+                f'{directory / file} does not hold what is declared and trained, in its order; '
+                f'{", ".join(sorted({*names} ^ {*made}))} differ'
             )
-        for pair in zip(old, new, strict=True):
-            if unequal := mismatch(*pair):
-                raise ReportError(f'{directory / name}: {unequal}')
+        for one, other in zip(old, new, strict=True):
+            if unequal := mismatch(one, other):
+                raise ReportError(f'{directory / file}: {unequal}')
         count += sum(len(record.rows) for record in old)
     return count
 
@@ -240,26 +238,27 @@ def check(directory: str | Path) -> int:
 def mismatch(old: Record, new: Record) -> str | None:
     """The first difference between a stored claim or answer and the same one made again.
 
-    Numbers agree as `report.verify` says, those of exact checks within their tolerance; counts of
-    what a claim needs may be one apart.
+    Numbers of rows agree as `report.verify` says, those of exact checks within their tolerance;
+    counts of what a claim needs may be one apart.
     """
     pairs: list[tuple[str, Any, Any]] = [(old.name, old, new)]
-    if len(old.rows) == len(new.rows):
-        rows = enumerate(zip(old.rows, new.rows, strict=True))
-        pairs += [(f'row {place} of {old.name}', one, other) for place, (one, other) in rows]
+    for place, (row, again) in enumerate(zip(old.rows, new.rows, strict=False)):
+        pairs.append((f'row {place} of {old.name}', row, again))
     for where, one, other in pairs:
-        is_row = isinstance(one, Row)
-        rounding = (one.tolerance or 0.0) if is_row and one.kind == Kind.EXACT else 0.0
         for name in (f.name for f in dataclasses.fields(one) if f.name not in _OF_MACHINE):
             a, b = getattr(one, name), getattr(other, name)
             if name == 'rows':
                 name, a, b = 'number of rows', len(a), len(b)
-            if is_row and isinstance(a, float) and isinstance(b, float):
-                same = near(a, b) or abs(a - b) <= rounding
-            elif name in ('lacking', 'needed') and None not in (a, b):
-                same = difference(a, b, lambda x, y: abs(float(x) - float(y)) <= 1) is None
-            else:
-                same = a == b
-            if not same:
+            if not _same(name, a, b, one):
                 return f'{name} of {where} is {a!r}, but its checks and studies give {b!r}'
     return None
+
+
+def _same(name: str, a: Any, b: Any, record: Any) -> bool:
+    """Whether a field of a record or row, a, agrees with the same one made again, b."""
+    if name == 'needed' and None not in (a, b):
+        return difference(a, b, lambda x, y: abs(float(x) - float(y)) <= 1) is None
+    if isinstance(record, Row) and isinstance(a, float) and isinstance(b, float):
+        rounding = (record.tolerance or 0.0) if record.kind == Kind.EXACT else 0.0
+        return near(a, b) or abs(a - b) <= rounding
+    return a == b

@@ -1,5 +1,6 @@
 """The claims of a directory as Markdown, from claims.json and the scaling study alone."""
 
+import datetime
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -8,18 +9,20 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from qkattn.claims import rules
 from qkattn.claims.claim import ClaimResult, ClaimVerdict, Kind, Row, Speaks
 from qkattn.claims.export import ANSWERS, CLAIMS, MODELS, SCALING, read_answers, read_claims
 from qkattn.claims.figures import (
     PARTS,
+    Compared,
     answers_figure,
-    claim_figures,
+    claim_figure,
     compared,
-    curves,
-    figure_stems,
+    has_figure,
     located,
     varying,
 )
+from qkattn.claims.studies import UNIT
 from qkattn.report.figures import figures
 from qkattn.report.figures.style import Drawing, write_plots
 from qkattn.report.page import described
@@ -60,7 +63,7 @@ def write_page(directory: str | Path) -> Path:
     was edited.
     """
     directory = Path(directory)
-    drawn = [f for claim in read_claims(directory) for f in claim_figures(claim)]
+    drawn = [claim_figure(claim) for claim in read_claims(directory) if has_figure(claim)]
     if figure := answers_figure(read_answers(directory)):
         drawn.append(figure)
     scaling = _scaling(directory)
@@ -75,9 +78,7 @@ def claims_markdown(directory: Path, base: str, part: str, page: str = 'claims_{
 
     Links to files of the directory begin with `base`; those to claims are to the `page` of a group.
     """
-    claims, scaling, laws = read_claims(directory), _scaling(directory), []
-    if part == 'laws' and scaling:
-        laws = [described(*scaling, figure) for figure in _laws(*scaling)]
+    claims, scaling = read_claims(directory), _scaling(directory) if part == 'laws' else None
     counts = {v: [claim.verdict for claim in claims].count(v) for v in PHRASES}
     return _template('claims.md.j2').render(
         part=part,
@@ -88,8 +89,8 @@ def claims_markdown(directory: Path, base: str, part: str, page: str = 'claims_{
         counts=[f'{n} {PHRASES[v][1 if n == 1 else 2]}' for v, n in counts.items() if n],
         missing=list(dict.fromkeys(text for claim in claims for text in claim.missing)),
         verdicts=_md(_verdicts(claims, page)),
-        laws=laws,
-        law_tables=[s for s in sheets(*scaling) if s.name == 'laws'] if laws and scaling else [],
+        laws=[described(*scaling, f) for f in _laws(*scaling)] if scaling else [],
+        law_tables=[s for s in sheets(*scaling) if s.name == 'laws'] if scaling else [],
     )
 
 
@@ -174,8 +175,10 @@ def _template(name: str) -> jinja2.Template:
         'facts': _facts,
         'decisive': decisive,
         'table': markdown_table,
+        'has_figure': has_figure,
+        'tables_of': _tables,
+        'shared': _shared,
     }
-    made.globals |= {'stems_of': figure_stems, 'tables_of': _tables, 'shared': _shared}
     made.filters['md'] = _md
     return made.get_template(name)
 
@@ -194,9 +197,7 @@ def _verdicts(claims: Sequence[ClaimResult], page: str) -> str:
         verdict = f'{PHRASES[ClaimVerdict(claim.verdict)][0]} {claim.verdict}'
         if claim.verdict == ClaimVerdict.HOLDS_ONLY_IF:
             verdict += f' {claim.condition}'
-        elif claim.lacking:
-            verdict += f': {claim.lacking}'
-        row = claim.decisive_row
+        row = rules.decisive(claim)
         number = f'{amount(row)} {row.unit}'.strip() + f', {row.quantity}' if row else NONE
         rows.append([Markup(f'[{claim.name}]({link})'), claim.title, verdict, number])
     return markdown_table(titles, rows)
@@ -204,37 +205,28 @@ def _verdicts(claims: Sequence[ClaimResult], page: str) -> str:
 
 def decisive(claim: ClaimResult) -> str:
     """The decisive number with its unit, quantity and context."""
-    row = claim.decisive_row
-    if row is None:
+    if (row := rules.decisive(claim)) is None:
         return ''
-    at = [f'{row.x_label} {row.x:,g}'] if row.x is not None else []
-    where = ', '.join(dict.fromkeys([row.quantity, *located(row, row.context), *at]))
+    where = ', '.join(dict.fromkeys([row.quantity, *located(row, row.context)]))
     return f'{amount(row)} {row.unit}'.strip() + f' ({where})'
 
 
 def _facts(claim: ClaimResult) -> dict[str, str]:
     """Source, rule and provenance of a claim."""
+    command = f'python -m experiments.claims {claim.name}'
     facts = {
         'source': claim.source,
         'reported': claim.reported,
         'decided by': claim.rule,
-        'command': claim.command and f'`{claim.command}`',
+        'command': f'`{command} --scale={claim.scale} --workdir=runs/{claim.scale}`',
         'commit': claim.commit,
         'hardware': claim.hardware,
-        'time': None if claim.seconds is None else duration(claim.seconds),
+        'time': str(datetime.timedelta(seconds=round(claim.seconds or 0))),
         'studies': ', '.join(claim.studies),
         'baselines': '; '.join(claim.models),
         'missing': '; '.join(claim.missing),
     }
     return {name: value for name, value in facts.items() if value}
-
-
-def duration(seconds: float) -> str:
-    """'1 h 24 min', '12 min', '3 s', '< 1 s'."""
-    if seconds < 60:
-        return f'{seconds:.0f} s' if seconds >= 1 else '< 1 s'
-    hours, minutes = divmod(round(seconds / 60), 60)
-    return f'{hours:,} h {minutes} min' if hours else f'{minutes} min'
 
 
 def amount(row: Row | None) -> str:
@@ -273,32 +265,22 @@ def _shared(claim: ClaimResult) -> str:
 
 
 def _tables(claim: ClaimResult) -> list[str]:
-    """Parts of differences, other values, and the points of each panel of curves."""
-    others = [row for row in claim.rows if row.x is None and row.kind not in PARTS]
-    made = [_parts(claim), _values(others)]
-    for axis, lines in curves(claim.rows).items():
-        points = {name: {row.x: amount(row) for row in line} for name, line in lines.items()}
-        unit = PARTS.get(axis.kind, axis.unit)
-        about = ', '.join(filter(None, [axis.context, unit]))
-        titles = [(axis.x_label, True), *((f'{name}|{about}', False) for name in lines)]
-        every = sorted({x for line in points.values() for x in line if x is not None})
-        cells = [[f'{x:,g}', *(line.get(x, NONE) for line in points.values())] for x in every]
-        made.append((titles, cells))
+    """A table of differences with their parts, and one of the other values."""
+    others = [row for row in claim.rows if row.kind not in PARTS]
+    made = _parts(compared(claim.rows)), _values(others)
     return [markdown_table(titles, rows) for titles, rows in made if rows]
 
 
-def _parts(claim: ClaimResult) -> tuple[list[Heading], list[list[str]]]:
+def _parts(lines: Sequence[Compared]) -> tuple[list[Heading], list[list[str]]]:
     """A row for each comparison, with its removed and reinvested parts."""
-    lines = compared(claim.rows)
     names = varying(lines)
-    units = ', '.join(dict.fromkeys(row.unit for line in lines for row in line.rows.values()))
     titles: list[Heading] = [('arm', True), *((words(name), True) for name in names)]
     for name, about in (
         ('removed', 'same shape'),
         ('reinvested', 'matched - same shape'),
         ('both', 'equal parameter count'),
     ):
-        titles.append((f'{name}, {units}|{about}', False))
+        titles.append((f'{name}, {UNIT}|{about}', False))
     cells = [
         [
             line.quantity,
@@ -313,22 +295,19 @@ def _parts(claim: ClaimResult) -> tuple[list[Heading], list[list[str]]]:
 
 
 def _values(rows: Sequence[Row]) -> tuple[list[Heading], list[list[str]]]:
-    """A row for each value; an arm that does not name the row is one of its contexts."""
-    arms = [{} if row.arm in (None, row.quantity) else {'arm': row.arm} for row in rows]
-    contexts = [{**arm, **row.context} for arm, row in zip(arms, rows, strict=True)]
-    every = dict.fromkeys(name for context in contexts for name in context)
-    names = [n for n in every if len({context.get(n) for context in contexts}) > 1]
+    """A row for each value."""
+    names = varying(rows)
     titles: list[Heading] = [('quantity', True), *((words(name), True) for name in names)]
     titles += [('value', False), ('expected', False), _SPOKEN]
     return titles, [
         [
             row.quantity,
-            *(context.get(name, NONE) for name in names),
+            *(row.context.get(name, NONE) for name in names),
             f'{amount(row)} {row.unit}'.strip(),
             _expected(row),
             _spoken([row]),
         ]
-        for row, context in zip(rows, contexts, strict=True)
+        for row in rows
     ]
 
 

@@ -1,8 +1,7 @@
 """Rows that claims read from the logs of studies: early losses, growth, untuned differences."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from qkattn.claims.claim import Kind, Row, Speaks
@@ -16,16 +15,6 @@ from qkattn.verdict.judging import ABOVE_ZERO, BELOW_ZERO
 
 Losses = Mapping[float, float]  # of a seed, or differences, by the fraction of training
 SIDES = {**dict.fromkeys(BELOW_ZERO, -1), Decision.EQUIVALENT: 0, **dict.fromkeys(ABOVE_ZERO, 1)}
-
-
-def growth_of(variant: str) -> Callable[[Path], list[Row]]:
-    """`growth` of one variant, as a measure reads it."""
-    return functools.partial(growth, variant=variant)
-
-
-def untuned(variant: str) -> Callable[[Path], list[Row]]:
-    """`at_one_rate` of one variant, as a measure reads it."""
-    return functools.partial(at_one_rate, variant=variant)
 
 
 def early(directory: Path) -> list[Row]:
@@ -61,14 +50,13 @@ def early(directory: Path) -> list[Row]:
         speaks = Speaks.FOR if changed else Speaks.AGAINST if same and change else Speaks.OPEN
         turned = sum(None not in pair and pair[0] != pair[1] for pair in sides)
         gained = sum((one is None) != (other is None) for one, other in sides)
+        context = {'arms': str(len(by_arm)), 'fraction of the steps': f'{fraction:g}'}
         for quantity, count, spoken in (
             ('differences that change by more than the margin', changed, speaks),
             ('verdicts that turn', turned, Speaks.BESIDE),
             ('verdicts gained or lost', gained, Speaks.BESIDE),
         ):
-            context = {'arms': str(len(by_arm))}
-            row = Row(quantity, Kind.MEASURED, context, float(count), spoken, 'arms')
-            rows.append(dataclasses.replace(row, x=fraction, x_label='fraction of the steps'))
+            rows.append(Row(quantity, Kind.MEASURED, context, float(count), spoken, 'arms'))
     return rows
 
 
@@ -89,16 +77,15 @@ def growth(directory: Path, variant: str) -> list[Row]:
         first, last = min(pairs[0]), max(pairs[0])
         grown = inference.paired([seed[last] - seed[first] for seed in pairs], loaded.study.margin)
         quantity = f'growth of the difference from {first:.0%} of the steps on'
-        speaks = _speaks(grown, grown.margin)
-        rows.append(_row(loaded, arm, quantity, grown, speaks))
+        rows.append(_row(quantity, loaded.context(arm), grown, _speaks(grown, grown.margin)))
     return rows
 
 
 def at_one_rate(directory: Path, variant: str) -> list[Row]:
     """Differences of a study without tuning, at each learning rate that both arms have.
 
-    A curve over learning rates; that at the lowest one, where published baselines tend to stand,
-    decides: better if its interval is below zero, not so if it is above.
+    That at the lowest one, where published baselines tend to stand, decides: better if its interval
+    is below zero, not so if it is above.
     """
     loaded, rows = load(directory), []
     for arm, baseline in _with_baselines(loaded, loaded.findings.arms):
@@ -110,12 +97,11 @@ def at_one_rate(directory: Path, variant: str) -> list[Row]:
             if comparison := compare([pair], loaded.study):
                 by_rate[rate] = comparison.difference
         for rate, difference in by_rate.items():
-            quantity = f'{variant} at one learning rate for both'
+            context = loaded.context(arm) | {'baseline': 'untuned', 'learning rate': f'{rate:g}'}
             speaks = _speaks(difference, 0.0) if rate == min(by_rate) else Speaks.BESIDE
-            row = _row(loaded, arm, quantity, difference, speaks)
-            context = {**row.context, 'baseline': 'untuned'}
-            row = dataclasses.replace(row, context=context, arm=variant)
-            rows.append(dataclasses.replace(row, x=rate, x_label='learning rate'))
+            rows.append(
+                _row(f'{variant} at one learning rate for both', context, difference, speaks)
+            )
     return rows
 
 
@@ -128,11 +114,9 @@ def _speaks(difference: Difference, bound: float) -> Speaks:
     return Speaks.AGAINST if difference.low > 0 else Speaks.OPEN
 
 
-def _row(loaded: Loaded, arm: Arm, quantity: str, difference: Difference, speaks: Speaks) -> Row:
-    low, high = difference.low, difference.high
-    context = loaded.context(arm)
-    row = Row(quantity, Kind.MEASURED, context, difference.mean, speaks, UNIT, low, high)
-    return dataclasses.replace(row, arm=arm.variant)
+def _row(quantity: str, context: dict[str, str], difference: Difference, speaks: Speaks) -> Row:
+    numbers = difference.mean, speaks, UNIT, difference.low, difference.high
+    return Row(quantity, Kind.MEASURED, context, *numbers)
 
 
 def _with_baselines(loaded: Loaded, arms: tuple[Arm, ...]) -> Iterator[tuple[Arm, Arm]]:
@@ -145,8 +129,7 @@ def _at(rate: float, arm: Arm) -> Arm:
     """The arm restricted to the trials at one learning rate."""
     trials = tuple(trial for trial in arm.trials if trial.learning_rate == rate)
     finished = tuple(trial for trial in trials if trial.finished)
-    chosen = dataclasses.replace(arm, trials=trials, verdict_trials=trials, chosen=finished)
-    return chosen.at({trial.seed for trial in trials})
+    return dataclasses.replace(arm, trials=trials, verdict_trials=trials, chosen=finished)
 
 
 def _pairs(loaded: Loaded, arm: Arm, baseline: Arm) -> Iterator[Losses]:

@@ -11,14 +11,13 @@ so the test of their intersection errs at most at that rate (Berger 1982, Techno
 "True here, false there" selects rows, so each is tested at the error rate over their number.
 """
 
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from qkattn.claims.claim import AS_REPORTED, RELATIONS, ClaimVerdict, Kind, Row, Speaks
+from qkattn.claims.claim import AS_REPORTED, RELATIONS, ClaimResult, ClaimVerdict, Kind, Row, Speaks
 from qkattn.verdict import Decision
 from qkattn.verdict.codes import Comparison, ReasonCode, Verdict
 
-# Factors with their values, in the order of a row; its place on a curve is one of them.
+# Factors with their values, in the order of a row.
 Context = tuple[tuple[str, str], ...]
 SETTING = ('size', 'corpus', 'steps')  # the factors whose values make another setting
 
@@ -82,8 +81,7 @@ def truths(rows: Iterable[Row]) -> dict[Context, Speaks]:
     spoken: dict[Context, set[str]] = {}
     for row in rows:
         if row.speaks != Speaks.BESIDE:
-            point = {row.x_label: f'{row.x:g}'} if row.x_label else {}
-            spoken.setdefault(tuple({**row.context, **point}.items()), set()).add(row.speaks)
+            spoken.setdefault(tuple(row.context.items()), set()).add(row.speaks)
     order = (Speaks.AGAINST, Speaks.OPEN, Speaks.FOR)
     return {context: next(s for s in order if s in each) for context, each in spoken.items()}
 
@@ -108,41 +106,22 @@ def verdict(rows: Iterable[Row], complete: bool = True) -> ClaimVerdict:
     return ClaimVerdict.FAILS if enough else ClaimVerdict.FAILS_HERE
 
 
-def condition(rows: Iterable[Row], truth: Speaks = Speaks.FOR) -> str:
-    """The contexts of a truth: by one factor whose values no other context has, else by several."""
+def condition(rows: Iterable[Row]) -> str:
+    """Where a claim is true: by one factor whose values no other context has, else by all."""
     by_context = truths(rows)
-    true = [dict(context) for context, speaks in by_context.items() if speaks == truth]
-    other = [dict(context) for context, speaks in by_context.items() if speaks != truth]
-    for factor in true[0] if true else ():
+    true = [dict(context) for context, speaks in by_context.items() if speaks == Speaks.FOR]
+    other = [dict(context) for context, speaks in by_context.items() if speaks != Speaks.FOR]
+    for factor in true[0]:
         holds = [context.get(factor) for context in true]
         if None not in holds and not {*holds} & {context.get(factor) for context in other}:
             values = list(dict.fromkeys(map(str, holds)))
             return f'{factor}: {"; ".join(values)}'
-    parts = _covering(true, other)
-    return '; '.join(', '.join(f'{name}: {value}' for name, value in part) for part in parts)
+    return '; '.join(', '.join(f'{name}: {value}' for name, value in c.items()) for c in true)
 
 
-def _covering(true: Sequence[dict], other: Sequence[dict]) -> list[Context]:
-    """Values of factors that together are those of all true contexts, each of no other context.
-
-    Greedy: next is that of most contexts left, with the fewest factors.
-    """
-    left, covering = list(true), []
-    while left:
-        parts = [
-            part
-            for size in range(1, len(left[0]) + 1)
-            for part in itertools.combinations(left[0].items(), size)
-            if size == len(left[0]) or not any(context.items() >= {*part} for context in other)
-        ]
-        covering.append(max(parts, key=lambda part: sum(c.items() >= {*part} for c in left)))
-        left = [context for context in left if not context.items() >= {*covering[-1]}]
-    return covering
-
-
-def decisive(rows: Sequence[Row], verdict: ClaimVerdict) -> int | None:
-    """The place of the first row that speaks as the verdict does."""
-    wanted = dict.fromkeys((ClaimVerdict.FAILS, ClaimVerdict.FAILS_HERE), Speaks.AGAINST)
-    wanted[ClaimVerdict.UNDECIDED] = Speaks.OPEN
-    spoken = wanted.get(verdict, Speaks.FOR)
-    return next((place for place, row in enumerate(rows) if row.speaks == spoken), None)
+def decisive(claim: ClaimResult) -> Row | None:
+    """The first row that speaks as the verdict does, whose number stands for the claim."""
+    speaks = Speaks.OPEN if claim.verdict == ClaimVerdict.UNDECIDED else Speaks.FOR
+    if claim.verdict in (ClaimVerdict.FAILS, ClaimVerdict.FAILS_HERE):
+        speaks = Speaks.AGAINST
+    return next((row for row in claim.rows if row.speaks == speaks), None)

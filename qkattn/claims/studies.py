@@ -1,29 +1,28 @@
 """The studies of claims: configs at a scale, training, and the results of a directory."""
 
-import contextlib
 import dataclasses
-import functools
 import logging
 import runpy
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from qkattn.claims.claim import Claim, Measure, Row
-from qkattn.claims.protocol import SCALES
-from qkattn.config import Study, fingerprint, from_config_dict
+from qkattn.config import Study, from_config_dict
 from qkattn.errors import ConfigError, DiskError, ProcessError, ReportError
 from qkattn.jobs import cli
 from qkattn.jobs.display import waiting
 from qkattn.report import write_report
 from qkattn.report.prose import counted
+from qkattn.report.tables import text_table
 from qkattn.storage.files import check_directory, make_directory
 from qkattn.storage.records import START, read_json, write_json
 from qkattn.storage.run_directory import describe_start
 from qkattn.study import declaration, estimate, local_workers, plan, stored, yardsticks
 from qkattn.study.arms import build_arms
-from qkattn.study.estimate import Cost, Speed
+from qkattn.study.estimate import Speed
 from qkattn.verdict import Findings, load_findings
 from qkattn.verdict import Study as LoadedStudy
 from qkattn.verdict.arms import Arm
@@ -79,24 +78,31 @@ class Results:
         return None if isinstance(loaded, ReportError) else loaded
 
     def has(self, name: str) -> bool:
-        """Whether a study has results or recorded measures."""
-        return self.study(name) is not None or (self.directory / name / MEASURES).is_dir()
+        """Whether a study has results, or a measure's own directory what it recorded."""
+        return self.study(name) is not None or recording(self.directory / name).exists()
 
-    def unfinished(self, name: str) -> bool:
-        """Whether a study has no results, or lacks runs of its plan."""
+    def problem(self, name: str) -> str | None:
+        """What a study lacks to decide a claim alone; None if it has the results of its plan."""
         loaded = self.study(name)
-        return bool(loaded.study.missing) if loaded else not self.has(name)
+        files = (self.directory / name / file for file in ('results.jsonl', stored.RUNS))
+        if loaded is None and any(f.exists() and f.stat().st_size for f in files):
+            return f'cannot be used: {self._read[name]}'
+        if not self.has(name):
+            return 'has no results'
+        if loaded and (left := loaded.study.missing):
+            return f'lacks the results of {counted(left, "run")}'
+        problems = loaded.study.problems if loaded else ()
+        return f'is damaged: {problems[0]}' if problems else None
 
     def recorded(self, measure: Measure) -> dict[str, Any] | None:
         """What a measure recorded, with `start`, as of a run, and `seconds`; None if it has not.
 
-        RunDirectoryError if the file is damaged. A file without provenance has null for both.
+        RunDirectoryError if the file is damaged.
         """
-        path = self.directory / measure.study / MEASURES / f'{measure.name}.json'
+        path = recording(self.directory / measure.study)
         if measure.record is None or not path.exists():
             return None
-        provenance = {'start': dict | None, 'seconds': float | None}
-        return read_json(path, provenance | dict(measure.schema))
+        return read_json(path, {'start': START, 'seconds': float, **measure.schema})
 
     def rows(self, measure: Measure) -> list[Row]:
         """The rows of a measure; none before it has recorded, or before its study has results."""
@@ -106,25 +112,10 @@ class Results:
         rows = [] if source is None else measure.read(source)
         return [dataclasses.replace(row, study=measure.study) for row in rows]
 
-    def missing(self, claim: Claim, scale: str) -> Iterator[str]:
-        """The missing results of a claim: a sentence for each study, with the command to run."""
-        command = f'python -m experiments.claims {claim.name} --scale={scale} --workdir=DIR'
-        for name in claim.studies:
-            loaded = self.study(name)
-            files = (self.directory / name / file for file in ('results.jsonl', stored.RUNS))
-            if loaded is None and any(f.exists() and f.stat().st_size for f in files):
-                yield f'study {name} cannot be used: {self._read[name]}'
-            elif not self.has(name):
-                yield f'study {name} has no results; {command} trains it into DIR/{name}'
-            elif loaded and (left := loaded.study.missing):
-                yield f'study {name} lacks the results of {counted(left, "run")}; {command} goes on'
-            elif loaded and (problems := loaded.study.problems):
-                yield f'study {name} is damaged: {problems[0].removesuffix(".")}'
-        for measure in claim.measures:
-            if measure.record and self.has(measure.study) and not self.recorded(measure):
-                yield f'study {measure.study} lacks a measurement; {command} makes it'
-            elif not measure.record and self.study(measure.study) and not self.rows(measure):
-                yield f'the logs of study {measure.study} lack what a measurement reads'
+
+def recording(study: Path) -> Path:
+    """The file of what the measure of a directory of its own recorded."""
+    return study / MEASURES / f'{study.name}.json'
 
 
 def study_of(name: str, scale: str) -> Study | None:
@@ -141,11 +132,7 @@ def names_of(claims: Iterable[Claim]) -> list[str]:
 
 
 def check_workdir(claims: Iterable[Claim], scale: str, directory: Path) -> None:
-    """Raises ConfigError for a directory that claims cannot be decided in.
-
-    Such a directory belongs to one study, holds a study of another scale, or lacks a study that
-    has no config.
-    """
+    """Raises ConfigError for a directory of one study, or one that lacks a study without config."""
     if (directory / 'study.json').exists():
         raise ConfigError(
             f'workdir={directory} is the directory of one study; claims need another, which has a '
@@ -160,19 +147,6 @@ def check_workdir(claims: Iterable[Claim], scale: str, directory: Path) -> None:
                     f'{cli.script("ablate")} --workdir={directory / name}, then decide with '
                     '--notrain'
                 )
-    for name in names_of(claims):
-        file = directory / name / 'study.json'
-        bases: dict[str, str] = {}
-        if file.exists():
-            made = {other: study_of(name, other) for other in SCALES}
-            bases = {other: fingerprint(study.base) for other, study in made.items() if study}
-        hashed = read_json(file, {'base_hash': str})['base_hash'] if bases else None
-        for other, base in bases.items():
-            if base == hashed != bases[scale]:
-                raise ConfigError(
-                    f'workdir={directory} holds study {name} at scale {other}; give another '
-                    f'workdir, or --scale={other}'
-                )
 
 
 def train(
@@ -181,52 +155,45 @@ def train(
     """Trains each study of the claims once, then records measures; the same call resumes.
 
     A study that cannot be trained, or whose workers give up, does not stop the others: returns the
-    reasons by name. `workers` as in `local_workers.run`; 1 is this process. ConfigError as
-    `check_workdir`; DiskError if nothing can be written; Stopped on SIGTERM or Ctrl-C, with the
-    state saved.
+    reasons by name. `workers` as in `local_workers.run`; 1 is this process. DiskError if nothing
+    can be written; Stopped on SIGTERM or Ctrl-C, with the state saved.
     """
     claims, path = list(claims), check_directory(directory)
-    failed: dict[str, Exception] = {}
     names = names_of(claims)
-    check_workdir(claims, scale, path)
-
-    @contextlib.contextmanager
-    def going_on(name: str) -> Iterator[None]:
-        try:
-            yield
-        except DiskError:
-            raise  # the others could not be saved either
-        except (ConfigError, ProcessError) as error:
-            failed[name] = error
-            log.error('study %s: %s', name, error)
-
     studies = {name: study for name in names if (study := study_of(name, scale))}
-    for number, (name, study) in enumerate(studies.items(), start=1):
-        log.info('study %s, %d of %d', name, number, len(studies))
-        arms = functools.partial(build_arms, study)
-        with going_on(name):
-            local_workers.run(study, arms, path / name, workers)
+    jobs: list[tuple[str, Callable[[], object]]] = [
+        (name, partial(local_workers.run, study, partial(build_arms, study), path / name, workers))
+        for name, study in studies.items()
+    ]
     # After all training: workers start from a process that has no threads of JAX yet.
-    measures = {(m.study, m.name): m for claim in claims for m in claim.measures if m.record}
-    for name in names:
+    jobs += [
+        (name, partial(yardsticks.record_finished, path / name))
+        for name, study in studies.items()
+        if study.tuning.seeds
+    ]
+    measures = {m.study: m.record for claim in claims for m in claim.measures if m.record}
+    jobs += [(name, partial(_record, path / name, r, scale)) for name, r in measures.items()]
+    failed: dict[str, Exception] = {}
+    for name, job in jobs:
         if name not in failed:
-            with going_on(name):
-                if name in studies and studies[name].tuning.seeds:
-                    yardsticks.record_finished(path / name)
-                for measure in measures.values():
-                    if measure.study == name:
-                        _record(measure, scale, path / name)
+            log.info('study %s, %d of %d', name, names.index(name) + 1, len(names))
+            try:
+                job()
+            except DiskError:
+                raise  # the others could not be saved either
+            except (ConfigError, ProcessError) as error:
+                failed[name] = error
+                log.error('study %s: %s', name, error)
     return failed
 
 
-def _record(measure: Measure, scale: str, study: Path) -> None:
+def _record(study: Path, record: Callable[[str], dict[str, Any]], scale: str) -> None:
     """Keeps what a measure records, with how this process started, unless it is there."""
-    path = study / MEASURES / f'{measure.name}.json'
-    if measure.record is None or path.exists():
+    path = recording(study)
+    if path.exists():
         return
-    log.info('study %s: recording %s', study.name, measure.name)
     started = time.perf_counter()
-    recorded = measure.record(study, scale)
+    recorded = record(scale)
     seconds = time.perf_counter() - started
     start = describe_start()  # exported, so that user, host and paths are left out
     make_directory(path.parent)
@@ -244,30 +211,26 @@ def report(names: Iterable[str], directory: Path) -> None:
                 write_report(directory / name)
 
 
-def cost_lines(
-    claims: Iterable[Claim], scale: str, flops_per_second: float | None = None
-) -> Iterator[str]:
-    """Yields the plan of the studies of claims, a line for each and one for the total.
+def costs(claims: Iterable[Claim], scale: str) -> str:
+    """A table of the plans of the studies of claims.
 
-    Hours are FLOPs of training over `flops_per_second`, if it is given. Arms that are trained
-    longer are counted as if all were.
+    Arms that are trained longer are counted as if all were.
     """
-    claims, total = list(claims), Cost(0, 0, 0, 0.0, 0.0)
-
-    def line(name: str, serves: str, cost: Cost) -> str:
-        hours = f'  {cost.seconds / 3600:,.1f} h' if flops_per_second else ''
-        return (
-            f'{name:<20}{serves:<14}{cost.runs:>6,}{cost.trials:>8,}{cost.tokens:>10.3g}'
-            f'{cost.flops:>10.3g}{hours}'
-        )
-
-    yield f'{"study":<20}{"claims":<14}{"runs":>6}{"trials":>8}{"tokens":>10}{"FLOPs":>10}'
+    claims, plans = list(claims), {}
     for name in names_of(claims):
         if study := study_of(name, scale):
-            runs = plan.imagined(study, build_arms(study))
-            speed = Speed(flops_per_second or float('inf'), 0.0)
-            cost = estimate.cost(runs, dict.fromkeys(study.sizes, speed))
-            yield line(name, ','.join(c.name for c in claims if name in c.studies), cost)
-            pairs = zip(dataclasses.astuple(total), dataclasses.astuple(cost), strict=True)
-            total = Cost(*(a + b for a, b in pairs))
-    yield line('total', '', total)
+            with waiting(name, 'planning'):
+                runs = plan.imagined(study, build_arms(study))
+            plans[name] = estimate.cost(runs, dict.fromkeys(study.sizes, Speed(1.0, 0.0)))
+    numbers: dict[str, tuple] = {
+        name: (c.runs, c.trials, c.tokens, c.flops) for name, c in plans.items()
+    }
+    numbers['total'] = tuple(map(sum, zip((0, 0, 0, 0.0), *numbers.values(), strict=True)))
+    titles = [('study', True), ('claims', True)]
+    titles += [(name, False) for name in ('runs', 'trials', 'tokens', 'FLOPs')]
+    serves = {name: ','.join(c.name for c in claims if name in c.studies) for name in numbers}
+    rows = [
+        [name, serves[name], f'{runs:,}', f'{trials:,}', f'{tokens:.3g}', f'{flops:.3g}']
+        for name, (runs, trials, tokens, flops) in numbers.items()
+    ]
+    return text_table(titles, rows)

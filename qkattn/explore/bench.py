@@ -180,23 +180,10 @@ def kind(M_DE: np.ndarray) -> str:
 
 
 def rank(M_DE: np.ndarray) -> int:
-    """The rank for almost all values of the symbols."""
-    return int(np.linalg.matrix_rank(_at_random(M_DE)))
-
-
-def dimension(*matrices: np.ndarray) -> int:
-    """Number of independent directions in which the matrices move with their symbols."""
-    entries = [entry for array in matrices for entry in array.flat]
-    jacobian = [[entry.diff(symbol) for symbol in entry.ring.gens] for entry in entries]
-    return int(np.linalg.matrix_rank(_at_random(np.array(jacobian, object)))) if jacobian[0] else 0
-
-
-def _at_random(polynomials: np.ndarray) -> np.ndarray:
-    """Their values at one random point, the same at every call."""
-    ring = polynomials.flat[0].ring
-    point = np.random.default_rng(0).uniform(0.5, 1.5, ring.ngens)
+    """The rank for almost all values of the symbols: at one random point."""
+    point = np.random.default_rng(0).uniform(0.5, 1.5, M_DE.flat[0].ring.ngens)
     values = [
         sum(float(factor) * np.prod(point**powers) for powers, factor in entry.terms())
-        for entry in polynomials.flat
+        for entry in M_DE.flat
     ]
-    return np.reshape(np.array(values, float), polynomials.shape)
+    return int(np.linalg.matrix_rank(np.reshape(np.array(values, float), M_DE.shape)))

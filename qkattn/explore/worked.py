@@ -8,13 +8,13 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from qkattn.explore.bench import Bench, dimension, generators, kind, rank, sympy
+from qkattn.explore.bench import Bench, generators, kind, rank, sympy
 
 POWERS = {'^-1': '^{-1}', '^-2': '^{-2}', '^-T': r'^{-\top}', '^T': r'^{\top}'}
 
 
 def worked(bench: Bench, *, latex: bool = False) -> str:
-    """Parameters, A, scores, the softmax's input, B, output, and how many change nothing."""
+    """Parameters, A, scores, the softmax's input, B and output."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader('qkattn.explore'),
         trim_blocks=True,
@@ -48,16 +48,11 @@ def _facts(bench: Bench) -> dict[str, Any]:
     A_NDE, B_NDE = (circuit['named'] for circuit in circuits)
     scores = np.einsum('td,nde,se->nts', x_1TD[0], A_NDE, x_1TD[0])
     output = np.einsum('nts,sd,nde->te', p_NTS, x_1TD[0], B_NDE)
-    equal: dict[Any, list[Any]] = {}
-    for symbol, score in zip(s_NTS.flat, scores.flat, strict=True):
-        equal.setdefault(score, []).append(symbol)
     return {
         'bench': bench,
         'circuits': circuits,
         'scores': list(zip(s_NTS.flat, scores.flat, strict=True)),
-        'equal': [group for group in equal.values() if len(group) > 1],
         'output': list(zip(out_1TE.flat, output.flat, strict=True)),
-        'dimension': dimension(*bench.AB),
     }
 
 
@@ -69,7 +64,6 @@ def _circuit(
         'name': name,
         'equation': type(getattr(bench.layer, circuit)).equation,
         'parameters': bench.parameters_of(circuit),
-        'count': sum(parameter.initial.size for parameter in bench.parameters_of(circuit)),
         'named': entries,
         'definitions': [
             (symbol, entry)

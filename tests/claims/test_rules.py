@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from qkattn.claims import rules
-from qkattn.claims.claim import RELATIONS, ClaimVerdict, Kind, Row, Speaks
+from qkattn.claims.claim import RELATIONS, ClaimResult, ClaimVerdict, Kind, Row, Speaks
 from qkattn.stats import decision, inference
 from qkattn.verdict import Decision
 from qkattn.verdict.codes import Comparison, Reason, ReasonCode, Verdict
@@ -126,47 +126,34 @@ def test_another_variant_is_no_other_setting_and_theorems_need_none():
 
 
 @pytest.mark.parametrize(
-    ('names', 'cases', 'expected'),
+    ('cases', 'expected'),
     [
         # The factor that separates; its values may hold commas.
-        ('size corpus', {'8 a': FOR, '8 b': AGAINST, '1 b': OPEN}, 'corpus: a'),
-        ('place', {'T<=D,a': FOR, 'b': FOR, 'c': AGAINST}, 'place: T<=D,a; b'),
+        ({'8 a': FOR, '8 b': AGAINST, '1 b': OPEN}, 'corpus: a'),
+        ({'8 T<=D,a': FOR, '1 b': FOR, '8 c': AGAINST}, 'corpus: T<=D,a; b'),
         # A factor does not separate where a context is open.
-        ('size corpus', {'8 a': FOR, '1 a': OPEN, '1 b': AGAINST}, 'size: 8'),
-        # The contexts, where no factor separates, by the fewest values.
+        ({'8 a': FOR, '1 a': OPEN, '1 b': AGAINST}, 'size: 8'),
+        # The contexts, where no factor separates.
         (
-            'size corpus',
             {'8 a': FOR, '1 b': FOR, '1 a': AGAINST, '8 b': AGAINST},
             'size: 8, corpus: a; size: 1, corpus: b',
         ),
-        (
-            'm s c',
-            dict.fromkeys(('d 2 2', 'd 5 2', 'd 5 3'), FOR)
-            | dict.fromkeys(('e 5 2', 'e 5 3', 'd 2 3'), OPEN),
-            'm: d, c: 2; m: d, s: 5',
-        ),
     ],
 )
-def test_the_condition_names_the_fewest_factors_that_leave_out_every_other_context(
-    names, cases, expected
-):
-    names = names.split()
-    contexts = {case: dict(zip(names, case.split(), strict=True)) for case in cases}
-    rows = [row(speaks, **contexts[case]) for case, speaks in cases.items()]
+def test_the_condition_names_a_factor_that_separates_or_the_contexts(cases, expected):
+    contexts = [dict(zip(('size', 'corpus'), case.split(), strict=True)) for case in cases]
+    rows = [row(speaks, **c) for speaks, c in zip(cases.values(), contexts, strict=True)]
     assert rules.condition(rows) == expected
 
 
-def test_the_place_on_a_curve_is_a_factor():
-    pairs = ((1, AGAINST), (8, FOR))
-    rows = [dataclasses.replace(row(speaks), x=x, x_label='rank') for x, speaks in pairs]
-    assert rules.verdict(rows) is ClaimVerdict.HOLDS_ONLY_IF
-    assert rules.condition(rows) == 'rank: 8' and rules.condition(rows, AGAINST) == 'rank: 1'
-
-
 def test_the_decisive_row_speaks_as_the_verdict():
-    rows = [row(BESIDE), row(OPEN, size='1'), row(FOR, size='2'), row(AGAINST, size='3')]
-    assert [rules.decisive(rows, verdict) for verdict in ClaimVerdict] == [2, 2, 2, 3, 3, 1]
-    assert rules.decisive(rows[:1], ClaimVerdict.UNDECIDED) is None
+    rows = row(BESIDE), row(OPEN, size='1'), row(FOR, size='2'), row(AGAINST, size='3')
+    claim = {'name': 'Z1', **dict.fromkeys(('title', 'statement', 'source', 'rule', 'scale'), 'a')}
+    decisive = [
+        rules.decisive(ClaimResult(verdict=verdict, rows=rows, **claim)) for verdict in ClaimVerdict
+    ]
+    assert decisive == [rows[place] for place in (2, 2, 2, 3, 3, 1)]
+    assert rules.decisive(ClaimResult(verdict='holds', rows=rows[:1], **claim)) is None
 
 
 MARGIN, SD, SEEDS, NUMBER = 0.01, 0.006, 8, 300

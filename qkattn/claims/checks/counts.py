@@ -39,7 +39,7 @@ def merged_against_factored() -> list[Row]:
     """D^2 against 2 D H per head, and where the difference changes its sign."""
     quantity = 'parameters added by merging, D = 64'
     rows = [
-        exact(quantity, added_parameters(64, H), 64**2 - 128 * H, at=('head_size', H))
+        exact(quantity, added_parameters(64, H), 64**2 - 128 * H, head_size=H)
         for H in (8, 16, 24, 32, 40, 64)
     ]
     added = {
@@ -65,14 +65,14 @@ def heads_of_a_fixed_width() -> list[Row]:
     """2 D^2 / N parameters per head of H = D / N, 2 D^2 for every N, which buy N patterns."""
     D, rows, T = 64, [], 12
     for N in (1, 2, 4, 8):
-        counted, at = count('qk/vo', 'score', d_model=D, num_heads=N), ('num_heads', N)
+        counted = count('qk/vo', 'score', d_model=D, num_heads=N)
         s_BNTS = softmax_input(layer(d_model=D, num_heads=N), stream(T, d_model=D))
         p_NBTS = np.moveaxis(oracle.probabilities(s_BNTS, np.ones((1, T, T), bool)), 1, 0)
         patterns = rank(p_NBTS.reshape(N, -1))
         rows += [
-            exact('parameters of W_Q and W_K per head', counted / N, 2 * D**2 / N, at=at),
-            exact('parameters of W_Q and W_K of all heads', counted, 2 * D**2, at=at),
-            exact('linearly independent patterns', patterns, N, at=at),
+            exact('parameters of W_Q and W_K per head', counted / N, 2 * D**2 / N, num_heads=N),
+            exact('parameters of W_Q and W_K of all heads', counted, 2 * D**2, num_heads=N),
+            exact('linearly independent patterns', patterns, N, num_heads=N),
         ]
     return rows
 
@@ -138,7 +138,7 @@ def where_they_cross() -> list[Row]:
     for H in (60, 48, 40, 36, 32, 16, 8):
         costlier = bisect.bisect(range(1, 2048), 0, key=lambda T: added_by_merging(T, D, H))
         first = int(crossover(D, H)) + 1 if D < 2 * H else 1
-        rows.append(exact(quantity, 1 + costlier, first, at=('head_size', H)))
+        rows.append(exact(quantity, 1 + costlier, first, head_size=H))
     cheaper = added_by_merging(4096, D, D)
     quantity = 'multiply-adds added by merging at T = 4096, H = D'
     return [*rows, exact(quantity, cheaper, -4096 * D * D)]

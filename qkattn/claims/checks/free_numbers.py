@@ -98,7 +98,7 @@ def half_the_numbers() -> list[Row]:
         sizes: Options = {'d_model': D, 'num_heads': 1, 'head_size': H}
         tied, free = (free_in_score(f'{name}/vo', **sizes) for name in NAMES)
         stored = [count(f'{name}/vo', 'score', **sizes) for name in NAMES]
-        about: Options = {'part': 'half of A', 'at': ('head_size', H)}
+        about: Options = {'part': 'half of A', 'head_size': H}
         rows += [
             exact('share of the parameters', stored[0] / stored[1], 1 / 2, **about),
             exact('share of the free numbers', tied / free, 1 / 2, 0.1, **about),
@@ -116,7 +116,7 @@ def half_the_pattern() -> list[Row]:
         for T in (2, 8, 24):
             tied, free = (pattern_freedom(name, T, causal=causal) for name in NAMES)
             part = f'half of the pattern, T {"<=" if T <= 8 else ">"} D{mask}'
-            rows.append(exact(quantity, tied / free, 1 / 2, 0.1, at=('tokens', T), part=part))
+            rows.append(exact(quantity, tied / free, 1 / 2, 0.1, part=part, tokens=T))
     return rows
 
 
@@ -139,8 +139,8 @@ def dominant_diagonal() -> list[Row]:
         shares = np.array([diagonal_shares('shared_qk', H, T, seed) for seed in range(8)])
         mean = inference.estimate(list(shares[:, 0]))
         part = f'diagonal the largest of its row, H {"<" if H < np.log(T) else "> 2"} ln T'
-        at, expected = ('head_size', H), expected_share(H, T)
-        row = exact('share of rows', mean.mean, expected, 0.05, at=at, part=part)
+        expected = expected_share(H, T)
+        row = exact('share of rows', mean.mean, expected, 0.05, part=part, head_size=H)
         speaks = Speaks.FOR if mean.low > 1 / 2 else Speaks.AGAINST
         rows.append(dataclasses.replace(row, low=mean.low, high=mean.high, speaks=speaks))
     untied = statistics.mean(diagonal_shares('qk', 16, T, seed)[0] for seed in range(8))
@@ -221,11 +221,12 @@ def where_and_what() -> list[Row]:
         P_TS = pattern(attention, x_TD)
         tied = softmax_input(small('shared_qk/vo', d_model=D), x_TD[None])[0, 0]
         pairs = np.isclose(tied, tied.T, rtol=1e-12)[np.triu_indices(D, 1)].sum()
-        at, quantity = ('tokens and dimensions', D), 'change of the pattern by another W_V and W_O'
+        size: Options = {'tokens and dimensions': D}
+        quantity = 'change of the pattern by another W_V and W_O'
         rows += [
-            same(quantity, pattern(other, x_TD), P_TS, tolerance=1e-10, at=at),
-            exact('largest sum of a row of the pattern', P_TS.sum(-1).max(), 1, 1e-10, at=at),
-            exact('tied pairs of scores, W_Q W_Q^T', pairs, D * (D - 1) / 2, at=at),
+            same(quantity, pattern(other, x_TD), P_TS, tolerance=1e-10, **size),
+            exact('largest sum of a row of the pattern', P_TS.sum(-1).max(), 1, 1e-10, **size),
+            exact('tied pairs of scores, W_Q W_Q^T', pairs, D * (D - 1) / 2, **size),
         ]
     return rows
 

@@ -84,7 +84,7 @@ def ranks() -> list[Row]:
     rows, quantity = [], 'rank of W_Q W_K^T'
     for size in (1, 2, 4, 8, 16, 32):
         measured = rank(layer(num_heads=1, head_size=size).score.matrix())
-        rows.append(exact(quantity, measured, size, at=('head_size', size), **NOTHING))
+        rows.append(exact(quantity, measured, size, **NOTHING, head_size=size))
     spectrum_ND = np.linalg.svd(layer().score.matrix(), compute_uv=False)
     rest = float((spectrum_ND[:, H] / spectrum_ND[:, 0]).max())
     rows.append(exact('singular value H + 1 over the first', rest, 0, 1e-13, **NOTHING))

@@ -17,7 +17,7 @@ from scipy import optimize
 
 from qkattn.attention import Attention
 from qkattn.claims.checks.small_layers import SAME, Options, float64, layer, rank, same
-from qkattn.claims.claim import Row, exact
+from qkattn.claims.claim import Row, exact, premise
 from qkattn.convert.circuits import truncate, unmerge
 from qkattn.convert.factors import balanced_factors
 
@@ -39,17 +39,20 @@ def of_rank(r: int) -> Attention:
 @float64
 def every_rank() -> list[Row]:
     """r from 1 to D: factors of head size r compute the function of a W_QK of rank r."""
-    rows = []
+    changes, others = [], 0
     for r in range(1, D + 1):
         attention = of_rank(r)
         factored = unmerge(attention, rank=r)
         after, before = (
             one.score.scale * np.asarray(one.score.matrix()) for one in (factored, attention)
         )
-        about: Options = {'at': ('r', r), **FORM}
-        rows.append(same('change of A by factors of size r', after, before, **about))
-        rows.append(exact('rank of W_Q W_K^T', rank(factored.score.matrix()), r, **about))
-    return rows
+        changes.append(same('', after, before).value)
+        others += rank(factored.score.matrix()) != r
+    ranks = f'r = 1 to {D}'
+    return [
+        premise(exact(f'change of A by factors of size r, {ranks}', max(changes), 0, SAME, **FORM)),
+        premise(exact(f'factors of size r that have another rank, {ranks}', others, 0, **FORM)),
+    ]
 
 
 @float64
@@ -58,16 +61,17 @@ def least_error() -> list[Row]:
     attention = layer('merged/vo', d_model=D, num_heads=2)
     A_NDE = attention.score.scale * np.asarray(attention.score.matrix())
     s_NR = np.linalg.svd(A_NDE, compute_uv=False)
-    rows, quantity = [], 'error of truncating W_QK to rank r'
-    for r in range(1, D):
-        least = float(np.linalg.norm(s_NR[:, r:]) / np.linalg.norm(s_NR))
-        lost = truncate(attention, rank=r)[1]
-        rows.append(exact(quantity, lost, least, SAME, at=('r', r), **FORM))
+    off = max(
+        abs(truncate(attention, rank=r)[1] - np.linalg.norm(s_NR[:, r:]) / np.linalg.norm(s_NR))
+        for r in range(1, D)
+    )
+    quantity = f'error of truncating W_QK to r, less that of singular values, r = 1 to {D - 1}'
+    rows = [exact(quantity, float(off), 0, SAME, **FORM)]
     for r in (2, 8):
         least = float(np.linalg.norm(s_NR[0, r:]) / np.linalg.norm(s_NR[0]))
         error = fitted_error(A_NDE[0], r)
         rows.append(exact(f'error of fitted factors, r = {r}', error, least, 1e-6, **FORM))
-    return rows
+    return [premise(row) for row in rows]
 
 
 def fitted_error(A_DE: np.ndarray, r: int, num_steps: int = 2000) -> float:
@@ -114,8 +118,8 @@ def shrunk_spectra() -> list[Row]:
             ):
                 A_DD = fitted(strength, factored=factored, adam=adam)
                 off = np.abs(np.linalg.svd(A_DD, compute_uv=False) - expected).max()
-                at, quantity = ('lambda', strength), f'singular values of {form}'
-                rows.append(exact(quantity, off, 0, 2e-3, at=at, **context))
+                quantity, about = f'singular values of {form}', context | {'lambda': strength}
+                rows.append(exact(quantity, off, 0, 2e-3, **about))
     return rows
 
 

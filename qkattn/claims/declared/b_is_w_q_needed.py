@@ -1,5 +1,7 @@
 """Group B: is W_Q needed?"""
 
+from functools import partial
+
 from qkattn.claims import readings, recordings
 from qkattn.claims.checks import rewrites, spectra
 from qkattn.claims.claim import Claim, Expectation, Measure
@@ -33,7 +35,7 @@ B2 = Claim(
             'single_head', 'query_free/vo', 'as_reported', at='removed', reported=(0.005, 0.015)
         ),
     ),
-    measures=(Measure('single_head', readings.growth_of('query_free/vo')),),
+    measures=(Measure('single_head', partial(readings.growth, variant='query_free/vo')),),
 )
 
 B3 = Claim(
@@ -112,15 +114,13 @@ B7 = Claim(
     source='A forum thread: W_Q and W_K allow a low-rank W.',
     rule='Holds if no rank below the head size, which is that of the baseline, is worse; that '
     'low_rank has every rank that it is given is a premise.',
-    premises=(spectra.every_rank, spectra.least_error),
+    checks=(spectra.every_rank, spectra.least_error),
     expectations=tuple(
         Expectation(
             'rank',
             f'low_rank(rank={rank})/vo',
             'not_worse',
-            x=float(rank),
-            x_label='rank',
-            curve='W_Q W_K^T of rank r',
+            context={'rank': str(rank)},
         )
         for rank in (1, 2, 4, 8, 16)
     ),

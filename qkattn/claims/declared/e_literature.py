@@ -1,8 +1,10 @@
 """Group E: what the literature adds."""
 
+from functools import partial
+
+from qkattn.claims import readings
 from qkattn.claims.checks import spectra
 from qkattn.claims.claim import Claim, Expectation, Measure
-from qkattn.claims.readings import untuned
 
 # Each costs more than the one before it, and the first more than the baseline.
 ASCENDING = {
@@ -41,7 +43,9 @@ E2 = Claim(
     expectations=(
         Expectation('nonlinear', 'nonlinear_query/vo', 'better', context={'baseline': 'tuned'}),
     ),
-    measures=(Measure('nonlinear_untuned', untuned('nonlinear_query/vo')),),
+    measures=(
+        Measure('nonlinear_untuned', partial(readings.at_one_rate, variant='nonlinear_query/vo')),
+    ),
 )
 
 E3 = Claim(
@@ -83,7 +87,7 @@ E4 = Claim(
                 at=at,
                 versus=before,
                 context={'shape': shape, 'order': f'after {ASCENDING[before]}'},
-                curve=ASCENDING[variant],
+                label=ASCENDING[variant],
             )
             for at, shape in SHAPES
             for variant, before in STEPS
@@ -118,7 +122,7 @@ E6 = Claim(
             'different',
             versus=f'{variant} [d_model]',
             context={'variant': name, 'destination': f'{destination}, not d_model'},
-            curve=name,
+            label=name,
         )
         for variant, name in (
             ('shared_qk(key_norm=True,self_mask=True)/vo', 'Q = K as in Reformer'),
