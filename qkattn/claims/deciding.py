@@ -228,7 +228,7 @@ def needed(items: Sequence[Evidence]) -> str | None:
 
 
 def _needed_by(item: Evidence) -> tuple[float, str]:
-    """What would decide an arm, behind a number that grows with it."""
+    """What would decide an arm, in short before the first comma; behind a number to sort by."""
     row, arm, verdict, difference = item
     trial, margin = arm.example, difference.margin
     where = (
@@ -236,7 +236,8 @@ def _needed_by(item: Evidence) -> tuple[float, str]:
         f'parameters and {trial.num_tokens:,} tokens a run'
     )
     if verdict.decision is Decision.NO_VERDICT:
-        return math.inf, f'a verdict of {where}, withheld: {reasons(item) or "not tuned"}'
+        why = reasons(item) or 'not tuned'
+        return math.inf, f'a verdict that is not withheld, of {where}: {why}'
     if verdict.decision in _BELOW_MARGIN:
         size = abs(abs(difference.mean) - margin)
         apart = f'{difference.mean:+.2g} from the margin of {margin:g} nats/token'

@@ -197,6 +197,8 @@ def _verdicts(claims: Sequence[ClaimResult], page: str) -> str:
         verdict = f'{PHRASES[ClaimVerdict(claim.verdict)][0]} {claim.verdict}'
         if claim.verdict == ClaimVerdict.HOLDS_ONLY_IF:
             verdict += f' {claim.condition}'
+        elif claim.needed:
+            verdict += f', needs {claim.needed.partition(", ")[0]}'
         row = rules.decisive(claim)
         number = f'{amount(row)} {row.unit}'.strip() + f', {row.quantity}' if row else NONE
         rows.append([Markup(f'[{claim.name}]({link})'), claim.title, verdict, number])
