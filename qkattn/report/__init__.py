@@ -9,13 +9,12 @@ from qkattn.report.figures.style import Drawing, write_plots
 from qkattn.report.page import report_page, write_run_report
 from qkattn.report.tables import (
     csv_table,
-    fitted,
     headline,
     latex_table,
     report_markdown,
     terminal_text,
+    text_table,
     trials_csv,
-    width_of_terminal,
 )
 from qkattn.storage import ledger
 from qkattn.storage.files import write_atomic
@@ -52,7 +51,7 @@ def show_report(study_dir: str | Path) -> str:
     on more than screening is a look, which the study's ledger keeps. ReportError if the directory
     is not a study or holds no result, or if its ledger is damaged.
     """
-    return terminal_text(*_write(study_dir), width_of_terminal())
+    return terminal_text(*_write(study_dir))
 
 
 def show_run_report(run_dir: str | Path) -> str:
@@ -61,8 +60,7 @@ def show_run_report(run_dir: str | Path) -> str:
     ReportError if the directory is not a run, or nothing was logged yet.
     """
     page, table = write_run_report(run_dir)
-    shown = fitted(*table, width_of_terminal())
-    return f'{shown}\n\nall columns, curves and settings: {page}'
+    return f'{text_table(*table)}\n\ncurves and settings: {page}'
 
 
 def _write(study_dir: str | Path) -> tuple[Study, Findings, Path]:

@@ -116,72 +116,54 @@ def _provenance(study: Study) -> dict[str, list[str]]:
     return made
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """The files of a run directory."""
+def write_run_report(directory: str | Path) -> tuple[Path, Table]:
+    """Writes report.html into the directory of a run, finished or not.
 
-    directory: Path
-    config: Config
-    results: list[dict[str, Any]]  # of the trials; empty while the run is not finished
-    records: list[dict[str, Any]]  # of metrics.jsonl
-    starts: list[dict[str, Any]]  # of provenance.json
-
-    @property
-    def trials(self) -> list[str]:
-        """A name for each trial, from the settings in which they differ."""
-        trials = self.config.trials.trials()
-        differing = [n for n in trials[0] if len({trial[n] for trial in trials}) > 1] or ['seed']
-        return [
-            ', '.join(f'{n.replace("_", " ")} {trial[n]:g}' for n in differing) for trial in trials
-        ]
-
-
-def load_run(directory: str | Path) -> Run:
-    """Reads a run directory, finished or not.
-
-    ReportError if it is not a run or nothing was logged yet, RunDirectoryError for a damaged file.
+    Returns its path and the table of the trials. ReportError if it is not a run or nothing was
+    logged yet, RunDirectoryError for a damaged file.
     """
     path = as_path(directory)
     if not (path / 'config.json').exists():
         raise ReportError(f'{path} holds no config.json, so this is not a run directory')
     config = from_json(Config, read_json(path / 'config.json', CONFIG)['config'])
-    metrics, result = path / 'metrics.jsonl', path / 'result.json'
-    records = read_metrics(metrics) if metrics.exists() else []
+    log, result = path / 'metrics.jsonl', path / 'result.json'
+    records = read_metrics(log) if log.exists() else []
     if not records:
         raise ReportError(f'{path} holds no logged step yet')
-    results = read_results(result, config.trials.trials()) if result.exists() else []
-    starts = read_json(path / 'provenance.json', PROVENANCE)['starts']
-    return Run(path, config, results, records, starts)
-
-
-def write_run_report(directory: str | Path) -> tuple[Path, Table]:
-    """Writes report.html into a run directory; returns its path and the table of its trials."""
-    run = load_run(directory)
-    table = trial_table(run)
+    trials = config.trials.trials()
+    results = read_results(result, trials) if result.exists() else []
+    names, starts = trial_names(trials), read_json(path / 'provenance.json', PROVENANCE)['starts']
+    table = trial_table(names, results)
     with style_sheet():
-        source = _source(render(loss_curves(run), 'svg'))
+        source = _source(render(loss_curves(names, records), 'svg'))
     page = _page(
         'run.html.j2',
-        run=run,
-        facts=_facts(run),
+        name=path.name,
+        facts=_facts(config, results, records[-1]['step']),
         source=source,
         table_of_trials=table,
-        settings=[(name, plain(v)) for name, v in flat(dataclasses.asdict(run.config))],
-        starts=[[(name, plain(v)) for name, v in flat(start)] for start in run.starts],
+        settings=[(name, plain(v)) for name, v in flat(dataclasses.asdict(config))],
+        starts=[[(name, plain(v)) for name, v in flat(start)] for start in starts],
     )
-    return write_atomic(run.directory / 'report.html', page), table
+    return write_atomic(path / 'report.html', page), table
 
 
-def _facts(run: Run) -> dict[str, str]:
-    """The main facts about the run, by name."""
-    model, train, steps = run.config.model, run.config.train, run.records[-1]['step']
+def trial_names(trials: Sequence[Mapping[str, float]]) -> list[str]:
+    """A name for each trial, from the settings in which they differ."""
+    differing = [n for n in trials[0] if len({trial[n] for trial in trials}) > 1] or ['seed']
+    return [', '.join(f'{n.replace("_", " ")} {trial[n]:g}' for n in differing) for trial in trials]
+
+
+def _facts(config: Config, results: Sequence[Mapping[str, Any]], steps: int) -> dict[str, str]:
+    """The main facts about a run of so many steps, by name."""
+    model, train = config.model, config.train
     about = {
         'model': f'{model.variant}, d_model {model.d_model}, ' + counted(model.num_layers, 'layer'),
-        'data': run.config.data.name,
+        'data': config.data.name,
         'steps': f'{steps:,} of {train.num_steps:,}',
         'tokens per trial': si(steps * train.batch_size * model.context),
     }
-    for first in run.results[:1]:
+    for first in results[:1]:
         about |= {
             'data': data_name(first['data']),
             'parameters': f'{first["parameters"]["total"]:,}',
@@ -192,35 +174,27 @@ def _facts(run: Run) -> dict[str, str]:
     return about
 
 
-def trial_table(run: Run) -> Table:
-    """Settings, end and metrics of each trial; without results, the last logged losses."""
-
-    def printed(values: Sequence[float | None], decimals: int, scale: float) -> list[str]:
-        return [NONE if v is None else f'{scale * v:.{decimals}f}' for v in values]
-
-    ends = ['unfinished'] * len(run.trials)
-    columns: dict[str, list[str]] = {}
-    if run.results:
-        ends = [
+def trial_table(names: Sequence[str], results: Sequence[Mapping[str, Any]]) -> Table:
+    """The end and the metrics of each trial, once the run has ended."""
+    columns = {'trial': list(names), 'end': ['unfinished'] * len(names)}
+    if results:
+        columns['end'] = [
             result['status'] + (f' at step {at:,}' if (at := result.get('diverged_at')) else '')
-            for result in run.results
+            for result in results
         ]
-        for metric in shown(metrics_of(run.results[0]), run.results):
+        for metric in shown(metrics_of(results[0]), results):
             for measure in (Measure(metric, split) for split in metric.prefixes):
-                values = [result.get(measure.field) for result in run.results]
+                values = [result.get(measure.field) for result in results]
                 if any(value is not None for value in values):
-                    name = f'{measure.name},|{measure.unit}'.rstrip(',|')
-                    columns[name] = printed(values, metric.decimals, metric.scale)
-    else:
-        for kind, field, split in (('train', 'loss', 'training'), ('eval', 'val_loss', 'val')):
-            logged = [record[field] for record in run.records if record['kind'] == kind]
-            values = logged[-1] if logged else [None] * len(ends)
-            columns[f'{split} loss,|nats/token'] = printed(values, 4, 1.0)
-    titles = [('trial', True), ('end', True), *((name, False) for name in columns)]
-    return titles, list(map(list, zip(run.trials, ends, *columns.values(), strict=True)))
+                    columns[f'{measure.name},|{measure.unit}'.rstrip(',|')] = [
+                        NONE if v is None else f'{metric.scale * v:.{metric.decimals}f}'
+                        for v in values
+                    ]
+    titles = [(name, name in ('trial', 'end')) for name in columns]
+    return titles, list(map(list, zip(*columns.values(), strict=True)))
 
 
-def loss_curves(run: Run) -> Figure:
+def loss_curves(names: Sequence[str], records: Sequence[Mapping[str, Any]]) -> Figure:
     """Training loss (thin) and validation loss (a mark at each evaluation) by step."""
     figure = Figure(figsize=(WIDTH, 3.6))
     axes = figure.subplots()
@@ -229,20 +203,19 @@ def loss_curves(run: Run) -> Figure:
         ('train', 'loss', 'training', thin),
         ('eval', 'val_loss', 'validation', {'marker': 'o'}),
     ):
-        records = [record for record in run.records if record['kind'] == kind]
-        losses_EX = np.array([record[field] for record in records], np.float64)
-        for x, name in enumerate(run.trials if records else ()):
-            color = HUES[x] if len(run.trials) <= len(HUES) else MUTED
-            steps = [record['step'] for record in records]
+        logged = [record for record in records if record['kind'] == kind]
+        losses_EX = np.array([record[field] for record in logged], np.float64)
+        steps = [record['step'] for record in logged]
+        for x, name in enumerate(names if logged else ()):
+            color = HUES[x] if len(names) <= len(HUES) else MUTED
             axes.plot(steps, losses_EX[:, x], color=color, label=f'{name}, {label}', **style)
-    # The first steps are far above the rest.
-    train = [record for record in run.records if record['kind'] == 'train']
-    late = [r['loss'] for r in train if r['step'] > 0.1 * train[-1]['step']]
-    if np.isfinite(losses_X := np.array(late, np.float64)).any():
-        low, high = np.nanmin(losses_X), np.nanmax(losses_X)
-        pad = 0.06 * (high - low) + 0.01
-        axes.set_ylim(low - pad, high + pad)
+        # The first steps are far above the rest.
+        late_EX = losses_EX[np.array(steps) > 0.1 * steps[-1]] if kind == 'train' and logged else []
+        if np.isfinite(late_EX).any():
+            low, high = np.nanmin(late_EX), np.nanmax(late_EX)
+            pad = 0.06 * (high - low) + 0.01
+            axes.set_ylim(low - pad, high + pad)
     axes.set(xlabel='training step', ylabel='loss, nats/token')
-    if len(run.trials) <= len(HUES):
+    if len(names) <= len(HUES):
         legend(figure)
     return figure

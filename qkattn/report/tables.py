@@ -2,8 +2,6 @@
 
 import math
 import re
-import shutil
-import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -13,7 +11,6 @@ from markupsafe import Markup
 from qkattn.jobs.output import visible
 from qkattn.report import prose
 from qkattn.report.columns import HEADLINE, PAGE, Column, columns, measured, printed_in
-from qkattn.report.figures.style import short
 from qkattn.report.prose import environment, one_line, rounded, sentences
 from qkattn.report.sheets import Heading, sheets, yardsticks
 from qkattn.stats.inference import LEVEL, POWER
@@ -21,8 +18,6 @@ from qkattn.study.tuning import KNOBS
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings
 from qkattn.verdict.load import Study
-
-WIDTH = 100  # columns that a report fits into, of a terminal or a log
 
 
 def frame(study: Study, findings: Findings) -> pd.DataFrame:
@@ -168,34 +163,16 @@ def latex(text: str) -> str:
     return escaped.replace('\0', r'\ensuremath{-}')
 
 
-def width_of_terminal() -> int:
-    return min(WIDTH, shutil.get_terminal_size((WIDTH, 0)).columns)
-
-
-def terminal_text(study: Study, findings: Findings, page: Path, width: int) -> str:
-    """The result, the columns that fit, those of the headline first, and where the rest is."""
+def terminal_text(study: Study, findings: Findings, page: Path) -> str:
+    """The result, the columns of the headline, the yardsticks, and where the rest is."""
     of_study = printed_in(HEADLINE, study, findings)
-    shown = {column.heading for column in of_study}
-    of_study += [c for c in printed_in(PAGE, study, findings) if c.heading not in shown]
     lines = [f'study {study.name}', *([study.question] if study.question else []), '']
     lines += [*summary(study, findings), *(f'! {problem}' for problem in study.problems)]
-    wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
-    lines = [wrapper.fill(visible(one_line(line))) for line in lines]
-    lines += ['', fitted(headings(of_study), cells(of_study, findings.arms), width), '']
-    beside = yardsticks(study, findings)
-    lines += [fitted(*beside, width), ''] if beside[1] else []
+    made = [(headings(of_study), cells(of_study, findings.arms)), yardsticks(study, findings)]
+    parts = ['\n'.join(visible(one_line(line)) for line in lines)]
+    parts += [text_table(*table) for table in made if table[1]]
     more = f'all columns, notes and settings: {page.with_name("table.md")}'
-    return '\n'.join([*lines, more, f'report: {page}'])
-
-
-def fitted(titles: Sequence[Heading], rows: Sequence[Sequence[str]], width: int) -> str:
-    """The first columns, as many as fit; the first loses its middle beyond a quarter of it."""
-    rows = [[short(visible(row[0]), width // 4), *row[1:]] for row in rows]
-    for number in range(len(titles), 0, -1):
-        table = text_table(titles[:number], [row[:number] for row in rows])
-        if max(map(len, table.splitlines())) <= width:
-            break
-    return table
+    return '\n\n'.join([*parts, f'{more}\nreport: {page}'])
 
 
 def trials_csv(study: Study, findings: Findings) -> str:

@@ -14,7 +14,7 @@ from qkattn.storage.files import as_path
 from qkattn.study import stored
 from qkattn.study.arm_key import EQUAL_SHAPE, LONGER, ArmKey
 from qkattn.verdict import judging, rules
-from qkattn.verdict.arms import Arm, arms_of, compare
+from qkattn.verdict.arms import Arm, arms_of, compare, with_baselines
 from qkattn.verdict.codes import TEST, VALIDATION, Comparison, Remark, RemarkCode
 from qkattn.verdict.judging import Overall, PositiveControl
 from qkattn.verdict.load import Study, load_study
@@ -65,8 +65,8 @@ class Findings:
     arms: tuple[Arm, ...]  # the primary ones: size by size, corpus by corpus, the baseline first
     controls: tuple[Arm, ...]  # the others, in the same order, without a verdict
     remarks: tuple[Remark, ...]  # all hygiene findings, the blocking ones first
-    # One fit per variant and corpus over the arms whose `not_scaled` is None; empty for fewer than
-    # two sizes and if a remark blocks every arm.
+    # One fit per variant and corpus over the arms that `scales`; empty for fewer than two sizes and
+    # if a remark blocks every arm.
     scaling: tuple[Scaling, ...] = ()
     num_comparisons: int = 0  # the family of Holm's correction; 0 in a study without tuning
     decomposition: tuple[Decomposition, ...] = ()  # of the arms that have a control with results
@@ -84,11 +84,6 @@ class Findings:
         """The split of the differences: TEST, or VALIDATION where trials have no test loss."""
         splits = {arm.comparison.split for arm in self.arms if arm.comparison}
         return VALIDATION if VALIDATION in splits else TEST
-
-    @property
-    def lacks_scaling(self) -> bool:
-        """Whether the study has several sizes, but no arm that a scaling fit may use."""
-        return not self.scaling and len({arm.size for arm in self.arms}) > 1
 
 
 def load_findings(directory: str | Path) -> tuple[Study, Findings]:
@@ -126,7 +121,7 @@ def find(study: Study) -> Findings:
             else compare([(arm, baseline)], study),
             remarks=tuple(remark for remark in remarks if remark.arm == arm.key),
         )
-        for arm, baseline in judging.with_baselines(arms)
+        for arm, baseline in with_baselines(arms)
     )
     if study.tuning:
         verdicts = judging.primary(study, arms, blocks)
@@ -177,7 +172,7 @@ def _scaling(study: Study, arms: Sequence[Arm]) -> tuple[Scaling, ...]:
     short = {standing.arm.group for standing in rules.standings(study, arms) if standing.remarks}
     curves: dict[tuple[str, str], scaling.Losses] = {}
     for arm in arms:
-        if arm.control is None and arm.group not in short and arm.not_scaled is None:
+        if arm.control is None and arm.group not in short and arm.scales:
             parameters, losses = curves.setdefault((arm.variant, arm.corpus), ([], []))
             parameters.append(arm.example.parameters['total'])
             losses.append(list(arm.losses(arm.split).values()))

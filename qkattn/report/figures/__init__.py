@@ -15,14 +15,10 @@ from qkattn.verdict.load import Study
 
 def figures(study: Study, findings: Findings) -> tuple[Drawing, ...]:
     """All figures that the results allow, the main ones first."""
+    look = styles(study.variants, study.baseline)
     with style_sheet():
-        return tuple(
-            Drawing(figure, stem, values)
-            for figure, stem, values in _figures(
-                study, findings, styles(study.variants, study.baseline)
-            )
-            if figure is not None
-        )
+        drawn = list(_figures(study, findings, look))
+    return tuple(Drawing(figure, *about) for figure, *about in drawn if figure is not None)
 
 
 def _figures(
