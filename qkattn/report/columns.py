@@ -293,13 +293,12 @@ def _of_costs(study: Study, findings: Findings) -> Iterator[Column]:
     yield Column('flops_per_token', 'example.flops_per_token', 'FLOPs|/token', si)
     heading = 'cache|floats/token'
     yield Column('cache_floats_per_token', 'example.cache_floats_per_token', heading, si)
-    speed = 'tokens_per_second'
-    yield Column(
-        speed,
-        lambda arm: statistics.fmean(v) if (v := arm.of_runs(speed)) else None,
-        'tokens|/s',
-        si,
-    )
+
+    def speed(arm: Arm) -> float | None:
+        values = arm.of_runs('tokens_per_second')
+        return statistics.fmean(values) if values else None
+
+    yield Column('tokens_per_second', speed, 'tokens|/s', si)
     yield Column('train_seconds', lambda arm: sum(arm.of_runs('train_seconds')), 'run time,|s', si)
     diverged = '{0.num_diverged}/{1}'.format
     yield Column('', lambda arm: diverged(arm, len(arm.verdict_trials)), 'diverged', **shared)

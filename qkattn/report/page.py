@@ -52,7 +52,7 @@ from qkattn.verdict.load import Study
 # The macros of figures.j2, with which the names of the figures' files begin.
 KINDS = (
     *('verdicts', 'differences', 'losses', 'scores', 'sweep', 'curves'),
-    *('loss_parameters', 'multipliers', 'retrieval'),
+    *('loss_parameters', 'retrieval'),
 )
 
 

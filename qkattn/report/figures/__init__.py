@@ -44,6 +44,5 @@ def _figures(
     laws = any(not law.fit.problem for law in findings.scaling)
     figure = lines.loss_against_parameters(study, findings, look)
     yield figure, 'loss_parameters', {'split': loss.split, 'laws': laws}
-    yield forest.multipliers(study, findings, look), 'multipliers', {}
     if probes := columns.probes(findings.arms):
         yield forest.levels(study, findings, look, [loss, *probes]), 'retrieval', {}
