@@ -67,8 +67,8 @@ def forest(
 ) -> Figure:
     """Panels below each other, in which name and text of a line stand above its mean.
 
-    Beside the axis, they would leave no room for it on a narrow screen. `reference` is the name
-    of the dashed line in the legend; a mean beyond `limits` is an arrowhead at the edge; names beyond
+    Beside the axis, they would leave no room for it on a narrow screen. `reference` is the name of
+    the dashed line in the legend; a mean beyond `limits` is an arrowhead at the edge; names beyond
     `longest` characters are cut in the middle.
     """
     line_height = _LINE if any(line.right for panel in drawn for line in panel.lines) else 0.46
