@@ -186,7 +186,7 @@ def trials_csv(study: Study, findings: Findings) -> str:
     after = ('target_parameters', 'residual')
     directories, rows = {run.name: run.directory for run in study.runs}, []
     for trial in study.trials:
-        values = vars(trial) | dict(zip(KNOBS, trial.at, strict=True))
+        values = vars(trial) | dict(trial.trial) | dict(zip(KNOBS, trial.at, strict=True))
         row = trial.key._asdict() | {name: values[name] for name in before}
         row |= {'parameters': trial.parameters['total']} | {name: values[name] for name in after}
         place = {'chosen': int(id(trial) in chosen), 'directory': directories[trial.run]}

@@ -243,7 +243,6 @@ def test_prints_may_differ_where_a_number_lies_at_their_boundary(written):
 def test_text_around_numbers_is_exact():
     for one, other, agree in (
         ('p < 0.001, worse', 'p 0.001, worse', True),
-        ('+0.082 better', '+0.083 better', True),
         ('+0.082 better', '+0.083 worse', False),
         ('a\nb', 'a', False),
     ):
