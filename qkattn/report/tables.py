@@ -1,4 +1,4 @@
-"""A report as text: table.md, .csv and .tex, trials.csv, and terminal output."""
+"""A report as text: table.md, .csv and .tex, trials.csv, and what a terminal shows."""
 
 import math
 import re
@@ -8,12 +8,17 @@ from pathlib import Path
 import pandas as pd
 from markupsafe import Markup
 
+from qkattn.config import Config, from_json
+from qkattn.errors import ReportError
 from qkattn.jobs.output import visible
+from qkattn.metrics import shown
 from qkattn.report import prose
-from qkattn.report.columns import HEADLINE, PAGE, Column, columns, measured, printed_in
-from qkattn.report.prose import environment, one_line, rounded, sentences
+from qkattn.report.columns import HEADLINE, PAGE, Column, Measure, columns, measured, printed_in
+from qkattn.report.prose import NONE, environment, one_line, rounded, sentences, words
 from qkattn.report.sheets import Heading, sheets, yardsticks
 from qkattn.stats.inference import LEVEL, POWER
+from qkattn.storage.files import as_path
+from qkattn.storage.records import CONFIG, metrics_of, read_json, read_results
 from qkattn.study.tuning import KNOBS
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings
@@ -173,6 +178,37 @@ def terminal_text(study: Study, findings: Findings, page: Path) -> str:
     parts += [text_table(*table) for table in made if table[1]]
     more = f'all columns, notes and settings: {page.with_name("table.md")}'
     return '\n\n'.join([*parts, f'{more}\nreport: {page}'])
+
+
+def show_run_report(run_dir: str | Path) -> str:
+    """How the trials of a finished run ended and their metrics, as text.
+
+    ReportError if the directory is not a run or has no results, RunDirectoryError if damaged.
+    """
+    path = as_path(run_dir)
+    if not (path / 'config.json').exists():
+        raise ReportError(f'{path} holds no config.json, so this is not a run directory')
+    config = from_json(Config, read_json(path / 'config.json', CONFIG)['config'])
+    if not (path / 'result.json').exists():
+        raise ReportError(f'{path} holds no result.json yet')
+    results = read_results(path / 'result.json', trials := config.trials.trials())
+    differing = [n for n in trials[0] if len({trial[n] for trial in trials}) > 1] or ['seed']
+    table = {
+        'trial': [', '.join(f'{words(n)} {trial[n]:g}' for n in differing) for trial in trials],
+        'end': [
+            result['status'] + (f' at step {at:,}' if (at := result.get('diverged_at')) else '')
+            for result in results
+        ],
+    }
+    for metric in shown(metrics_of(results[0]), results):
+        for measure in (Measure(metric, split) for split in metric.prefixes):
+            values = [result.get(measure.field) for result in results]
+            if any(value is not None for value in values):
+                table[f'{measure.name}|{measure.unit}'] = [
+                    NONE if v is None else f'{metric.scale * v:.{metric.decimals}f}' for v in values
+                ]
+    titles = [(name, name in ('trial', 'end')) for name in table]
+    return text_table(titles, list(zip(*table.values(), strict=True)))
 
 
 def trials_csv(study: Study, findings: Findings) -> str:

@@ -278,8 +278,8 @@ def test_an_export_does_not_overwrite_something_else(written, tmp_path):
     other = write_study(tmp_path / 'other', [trial_record('qk/vo')], name='another')
     for destination, message in (
         (tmp_path, 'holds something else than an export of study'),
-        (tmp_path / 'mine.txt', 'is a file; give a directory'),
-        (written, 'is the study itself'),
+        (tmp_path / 'mine.txt', 'holds something else than an export of study'),
+        (written, 'holds something else than an export of study'),
         (other, 'holds something else than an export of study'),
         (shutil.copytree(written, tmp_path / 'run'), 'holds something else than an export of'),
     ):
