@@ -15,8 +15,10 @@ from qkattn.verdict.findings import Findings
 from qkattn.verdict.load import Study
 
 # The macros of figures.j2, with which the names of the figures' files begin.
-KINDS = ('verdicts', 'differences', 'losses', 'scores', 'sweep', 'curves')
-KINDS += ('loss_parameters', 'retrieval')
+KINDS = (
+    *('verdicts', 'differences', 'losses', 'scores', 'sweep', 'curves'),
+    *('loss_parameters', 'retrieval'),
+)
 
 
 def report_page(

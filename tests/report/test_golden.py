@@ -184,17 +184,14 @@ def test_many_arms_are_counted_and_described_ones_are_a_range(study_dir):
 def test_what_stands_first_or_last(study_dir):
     """Positive controls that fail, what blocks every arm; arms without verdict trials."""
     expected = ['b/vo is worse', 'b/vo is not worse']
-    controls = write_tuned(study_dir / 'controls', pair(), expected=expected)
-    first, verdicts, passed, _ = summary(controls)
+    first, verdicts, passed, _ = summary(write_tuned(study_dir / 'a', pair(), expected=expected))
     assert first.startswith('Positive control fails: b/vo is expected to be not worse than qk/vo, ')
     assert 'and is worse (+0.02' in first and 'b/vo (+0.02' in verdicts
     assert passed.startswith('Positive control: b/vo is worse than qk/vo, as expected (+0.02')
-    shared = {'tuning__seeds': [100, 7]}
-    blocked = write_tuned(study_dir / 'blocked', pair(screening_seeds=(100, 7)), **shared)
-    first, _ = summary(blocked)
-    assert first.startswith('No verdict: screening and verdict share seed 7, which')
+    shared = write_tuned(study_dir / 'b', pair(screening_seeds=(100, 7)), tuning__seeds=[100, 7])
+    assert summary(shared)[0].startswith('No verdict: screening and verdict share seed 7, which')
     records = tuned_arm('qk/vo', losses=BASE) + tuned_arm('b/vo', losses=BASE)[:10]
-    *_, last, _ = summary(write_tuned(study_dir / 'screened', records))
+    *_, last, _ = summary(write_tuned(study_dir / 'c', records))
     assert last == '1 arm of 2 has no verdict trials so far.'
 
 

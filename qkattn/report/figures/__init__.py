@@ -18,7 +18,7 @@ def figures(study: Study, findings: Findings) -> tuple[Drawing, ...]:
     look = styles(study.variants, study.baseline)
     with style_sheet():
         drawn = list(_figures(study, findings, look))
-    return tuple(Drawing(figure, *about) for figure, *about in drawn if figure is not None)
+    return tuple(Drawing(figure, stem, values) for figure, stem, values in drawn if figure)
 
 
 def _figures(
