@@ -14,6 +14,7 @@ from qkattn.storage.records import flat
 from qkattn.verdict.findings import Findings
 from qkattn.verdict.load import Study
 
+_SVG = 'data:image/svg+xml;base64,'
 # The macros of figures.j2, with which the names of the figures' files begin.
 KINDS = (
     *('verdicts', 'differences', 'losses', 'scores', 'sweep', 'curves'),
@@ -26,7 +27,8 @@ def report_page(
 ) -> str:
     """The whole report as an HTML document, with the figures that `svg` has by their stem."""
     figures = [
-        described(study, findings, drawing) | {'source': _source(svg[drawing.stem])}
+        described(study, findings, drawing)
+        | {'source': _SVG + base64.b64encode(svg[drawing.stem]).decode()}
         for drawing in drawn
         if drawing.stem in svg
     ]
@@ -53,10 +55,6 @@ def report_page(
             css=css,
         )
     )
-
-
-def _source(svg: bytes) -> str:
-    return f'data:image/svg+xml;base64,{base64.b64encode(svg).decode()}'
 
 
 def described(study: Study, findings: Findings, figure: Drawing) -> dict[str, Any]:

@@ -270,8 +270,8 @@ def environment(html: bool) -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    functions: list[Any] = [si, mean_sd, interval, p_value, listed, counted, span, words, clause]
-    functions += [remark, reasons, tidy, data_name, device, where, by_where]
+    functions: list[Any] = [si, interval, p_value, listed, counted, span, words, clause, remark]
+    functions += [reasons, data_name, device, by_where]
     made.filters |= {function.__name__: function for function in functions} | {
         'arm_title': _arm_title,
         'by_difference': functools.partial(

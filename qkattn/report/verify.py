@@ -88,9 +88,12 @@ def check_study(directory: str | Path) -> int:
 
 
 class Block(NamedTuple):
-    """The text between `<!-- NAME: DIRECTORY -->` and `<!-- end -->` in a Markdown page."""
+    """The text between `<!-- NAME: DIRECTORY -->` and `<!-- end -->` in a Markdown page.
 
-    text: Callable[[Path, str], str]  # of the directory and its path as the page has it
+    Or after `<!-- NAME: DIRECTORY | PATTERN -->`, of what the pattern selects.
+    """
+
+    text: Callable[[Path, str], str]  # of the directory, and of the pattern or the path as written
     study: str = '.'  # where, below the directory, the study lies whose derived numbers are printed
 
 
@@ -112,11 +115,12 @@ def check_page(
         raise ReportError(f'page {str(path)!r} cannot be read: {error}.') from error
 
     blocks = HEADLINE | dict(more)
-    names = '|'.join(blocks)
-    block = re.compile(rf'(<!-- ({names}): (\S+) -->\n)(.*?)(<!-- end -->)', re.DOTALL)
+    marks = rf'<!-- ({"|".join(blocks)}): (\S+)(?: \| (.+?))? -->\n'
+    block = re.compile(rf'({marks})(.*?)(<!-- end -->)', re.DOTALL)
 
     def made(match: re.Match[str]) -> str:
-        return f'{match[1]}{blocks[match[2]].text(path.parent / match[3], match[3])}{match[5]}'
+        start, name, directory, pattern, _, end = match.groups()
+        return start + blocks[name].text(path.parent / directory, pattern or directory) + end
 
     def studies() -> list[Pair]:
         matches = block.finditer(text)

@@ -5,7 +5,6 @@ Computed once for all tables, figures and pages; the statistics are those of `qk
 
 import dataclasses
 import functools
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -87,25 +86,23 @@ class Findings:
 
 
 def load_findings(directory: str | Path) -> tuple[Study, Findings]:
-    """A study with its findings, read again only if its files changed; raises as `load_study`."""
+    """A study with its findings; a stored one is read again only if its files changed.
+
+    Raises as `load_study`.
+    """
     path = as_path(directory)
-    if (copy := stored.opened(path)) != path:
-        return _load(path, ((str(copy), b''),))
-    # All that a study is read from: its own JSON files, and those of runs in DIR/ or runs/DIR/.
-    files = sorted(
-        (str(file), hashlib.sha256(file.read_bytes()).digest())
-        for where in ('*', '*/*', '*/*/*')
-        for file in path.glob(f'{where}.json*')
-        if file.suffix in ('.json', '.jsonl') and file.is_file()
-    )
-    return _load(path, tuple(files))
+    return _load(path, copy) if (copy := stored.opened(path)) != path else _read(path)
+
+
+def _read(directory: Path) -> tuple[Study, Findings]:
+    study = load_study(directory)
+    return study, find(study)
 
 
 @functools.lru_cache(maxsize=32)
-def _load(directory: Path, files: tuple[tuple[str, bytes], ...]) -> tuple[Study, Findings]:
-    """`files`, with their digests, tell when to read again."""
-    study = load_study(directory)
-    return study, find(study)
+def _load(directory: Path, copy: Path) -> tuple[Study, Findings]:
+    """`copy`, a new one whenever a file of a stored study changed, tells when to read again."""
+    return _read(directory)
 
 
 def find(study: Study) -> Findings:

@@ -10,6 +10,7 @@ import pytest
 from qkattn.errors import ReportError
 from qkattn.metrics import result_fields
 from qkattn.report.prose import clause
+from qkattn.study import stored
 from qkattn.study.arm_key import ArmKey
 from qkattn.verdict import Decision, Missing, ReasonCode, find, load_findings, load_study
 from tests.studies import (
@@ -183,17 +184,15 @@ def test_a_bad_declaration_is_one_sentence(study_dir, changes, field):
     assert field in str(raised.value)
 
 
-def test_findings_are_read_again_only_once_a_file_has_changed(study_dir):
-    write_tuned(study_dir, tuned_arm('qk/vo'))
-    study, findings = load_findings(study_dir)
-    assert findings.arms and load_findings(str(study_dir))[1] is findings
-    run = study_dir / study.runs[0].directory
-    for path in (run / 'config.json', run / 'documents.json', study_dir / 'plan.jsonl'):
-        with path.open('a') as file:
-            file.write('x\n')
-        changed = load_findings(study_dir)[1]
-        assert changed is not findings and load_findings(study_dir)[1] is changed, path
-        findings = changed
+def test_findings_of_a_stored_study_are_read_again_only_once_a_file_has_changed(study_dir):
+    kept = study_dir / 'kept'
+    stored.pack(write_tuned(study_dir, tuned_arm('qk/vo')), kept)
+    before = load_findings(kept)
+    assert load_findings(str(kept)) is before
+    with (kept / 'ledger.jsonl').open('a') as file:
+        file.write('x\n')
+    with pytest.raises(ReportError, match=r'ledger\.jsonl, line 2 is damaged'):
+        load_findings(kept)
 
 
 OF_B = run_name('b/vo', SIZE, 'verdict')
