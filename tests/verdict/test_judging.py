@@ -99,12 +99,7 @@ def test_only_trials_of_the_stage_that_decides_count(study_dir):
 
 @pytest.mark.parametrize(
     ('whose', 'delta', 'decided'),
-    [
-        ('arm', -0.003, BETTER_BELOW),
-        ('baseline', -0.003, EQUIVALENT),
-        ('arm', 0.003, EQUIVALENT),
-        ('baseline', 0.003, WORSE_BELOW),
-    ],
+    [('arm', -0.003, BETTER_BELOW), ('baseline', -0.003, EQUIVALENT)],
 )
 def test_the_interval_includes_what_tuning_may_have_missed(study_dir, whose, delta, decided):
     records = {'baseline': arm('qk/vo', 0), 'arm': arm('b/vo', delta)}
@@ -116,11 +111,9 @@ def test_the_interval_includes_what_tuning_may_have_missed(study_dir, whose, del
     sweep = fit(losses)
     for record in records[whose][10:]:
         record['trial']['learning_rate'] = sweep.chosen
-    assert sweep.bracketed and 0.001 < sweep.at_worst < 0.01
     baseline, other = findings_of(study_dir, *records.values()).arms
-    noisy = other if whose == 'arm' else baseline
-    assert noisy.sweeps['learning_rate'].at_worst == pytest.approx(sweep.at_worst)
     tuning = [a.sweeps['learning_rate'].at_worst for a in (other, baseline)]
+    assert sweep.bracketed and max(tuning) == pytest.approx(sweep.at_worst) > 0.001
     expected = inference.paired(delta + NOISE, tuning=tuning)
     interval = other.difference.low, other.difference.high
     assert interval == pytest.approx((expected.low, expected.high))
@@ -305,16 +298,7 @@ def test_reasons_of_small_noisy_few_and_diverged_differences(
     verdict = findings_of(study_dir, *arms).arms[1].verdict
     assert verdict.decision is decided and codes(verdict.reasons) == reasons
     assert (verdict.p_holm is None) == (verdict.detectable is None) == ('FEW_PAIRS' in reasons)
-    numbers = {
-        'p': verdict.p_margin_holm if 'BEYOND_MARGIN' in reasons else verdict.p_holm,
-        **{'p_equivalence': verdict.p_equivalence_holm, 'detectable': verdict.detectable},
-        'margin': 0.005,
-    }
-    if 'SEEDS_APART' in reasons:
-        del numbers['p']  # it is that without the seed
-    expected, last = numbers | data, verdict.reasons[-1].data
-    assert last.keys() >= data.keys()
-    assert {name: expected.get(name, value) for name, value in last.items()} == last
+    assert verdict.reasons[-1].data.items() >= data.items()
     if reasons[0] == 'DIVERGED':
         counts = {'arm': list(losses).count(None), 'baseline': list(base).count(None)}
         assert verdict.reasons[0].data == counts
