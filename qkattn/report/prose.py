@@ -271,7 +271,7 @@ def environment(html: bool) -> jinja2.Environment:
         lstrip_blocks=True,
     )
     functions: list[Any] = [si, interval, p_value, listed, counted, span, words, clause, remark]
-    functions += [reasons, data_name, device, by_where]
+    functions += [reasons, tidy, data_name, device, by_where]
     made.filters |= {function.__name__: function for function in functions} | {
         'arm_title': _arm_title,
         'by_difference': functools.partial(
