@@ -117,7 +117,8 @@ def pair(
     if study.tuning is None:
         return Verdict(Decision.NO_VERDICT)
     if arm.control == LONGER:
-        study = dataclasses.replace(study, seeds=tuple(study.controls['longer_seeds']))
+        seeds = tuple(study.controls['longer_seeds']) or study.seeds
+        study = dataclasses.replace(study, seeds=seeds)
     return judge(study, {None: [(arm, other)]}, blocks, family)[None]
 
 
