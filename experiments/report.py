@@ -1,4 +1,4 @@
-"""Prints the results of a study or run, and writes tables, figures and report.html beside them.
+"""Prints the results of a study or run; of a study, writes tables, figures and report.html, too.
 
 python -m experiments.report --study=runs/fair_small
 python -m experiments.report --run=runs/small

@@ -6,16 +6,15 @@ from pathlib import Path
 from qkattn.errors import ReportError
 from qkattn.report.figures import figures
 from qkattn.report.figures.style import Drawing, write_plots
-from qkattn.report.page import report_page, write_run_report
+from qkattn.report.page import report_page
 from qkattn.report.tables import (
     csv_table,
-    fitted,
     headline,
     latex_table,
     report_markdown,
+    show_run_report,
     terminal_text,
     trials_csv,
-    width_of_terminal,
 )
 from qkattn.storage import ledger
 from qkattn.storage.files import write_atomic
@@ -52,17 +51,7 @@ def show_report(study_dir: str | Path) -> str:
     on more than screening is a look, which the study's ledger keeps. ReportError if the directory
     is not a study or holds no result, or if its ledger is damaged.
     """
-    return terminal_text(*_write(study_dir), width_of_terminal())
-
-
-def show_run_report(run_dir: str | Path) -> str:
-    """Writes report.html into a run directory; returns what a terminal shows of it.
-
-    ReportError if the directory is not a run, or nothing was logged yet.
-    """
-    page, table = write_run_report(run_dir)
-    shown = fitted(*table, width_of_terminal())
-    return f'{shown}\n\nall columns, curves and settings: {page}'
+    return terminal_text(*_write(study_dir))
 
 
 def _write(study_dir: str | Path) -> tuple[Study, Findings, Path]:
@@ -86,26 +75,17 @@ def export(study_dir: str | Path, destination: str | Path) -> Path:
     there is no study, or `destination` is neither empty nor an earlier export of the same study.
     """
     (study, findings), destination = load_findings(study_dir), Path(destination)
-    _check_destination(study, destination)
-    stored.pack(study.files, destination)
-    write_atomic(destination / 'table.md', report_markdown(study, findings))
-    write_atomic(destination / 'table.csv', csv_table(study, findings))
-    return destination
-
-
-def _check_destination(study: Study, destination: Path) -> None:
-    if destination.resolve() == study.directory.resolve():
-        raise ReportError(f'{str(destination)!r} is the study itself; give another directory.')
-    if destination.exists() and not destination.is_dir():
-        raise ReportError(f'{str(destination)!r} is a file; give a directory.')
-    if not destination.is_dir() or not any(destination.iterdir()):
-        return
     try:
         name = parse_file(destination / 'study.json', {'name': str})['name']
     except ValueError:
         name = None
-    if name != study.name or (destination / 'plan.jsonl').exists():
+    is_empty = not destination.exists() or destination.is_dir() and not any(destination.iterdir())
+    if not is_empty and (name != study.name or (destination / 'plan.jsonl').exists()):
         raise ReportError(
             f'{str(destination)!r} holds something else than an export of study {study.name!r}; '
             'give an empty directory.'
         )
+    stored.pack(study.files, destination)
+    write_atomic(destination / 'table.md', report_markdown(study, findings))
+    write_atomic(destination / 'table.csv', csv_table(study, findings))
+    return destination

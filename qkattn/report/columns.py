@@ -9,7 +9,7 @@ files.
 import dataclasses
 import functools
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from qkattn.metrics import METRICS, Metric, shown
@@ -210,13 +210,9 @@ def _of_difference(study: Study, findings: Findings) -> Iterator[Column]:
         if part != 'longer' and any(map(difference, findings.arms)):
             yield Column('', difference, f'{part},|nats/token', interval, tables=(HEADLINE,))
     yield Column('reason', lambda arm: arm.verdict and reasons(arm))
-    for key in ('p_equivalence', 'detectable', 'margin'):
-        yield Column(key, f'difference.{key}')
     yield Column('split', 'comparison.split')
     yield Column('difference_validation', 'comparison.validation')
     yield Column('num_documents', 'comparison.num_documents')
-    for key in ('alpha', 'num_comparisons', 'num_seeds'):
-        yield Column(key, f'verdict.{key}')
 
 
 def _difference(arm: Arm) -> str:
@@ -275,7 +271,8 @@ def _of_knob(knob: str, arms: Sequence[Arm], tuned: bool) -> Iterator[Column]:
 
     yield Column('', printed, heading, tables=(PAGE, CONTROL) if swept else (PAGE,))
     yield Column(knob, value)
-    yield Column(knob, lambda arm: arm.sweeps.get(knob), parts=_SWEEP)
+    if swept:
+        yield Column(knob, lambda arm: arm.sweeps.get(knob), parts=_SWEEP)
 
 
 def _of_costs(study: Study, findings: Findings) -> Iterator[Column]:
@@ -285,52 +282,31 @@ def _of_costs(study: Study, findings: Findings) -> Iterator[Column]:
     shared: dict[str, Any] = {'tables': (PAGE, CONTROL)}
     yield Column('', lambda arm: len(arm.chosen), 'seeds', **shared)
     yield Column('parameters', 'example.parameters.total', 'parameters', ',', **shared)
-    yield Column('target_parameters', 'example.target_parameters')
     percent = '{:+.3f}'.format
     yield Column(
         'residual', 'example.residual', 'residual,|%', lambda r: percent(100 * r), **shared
     )
-    groups = dict.fromkeys(group for arm in findings.arms for group in arm.example.parameters)
-    for group in [group for group in groups if group != 'total']:
-        heading = 'attention|parameters' * (group == 'attention')
-        yield Column(f'parameters_{group}', f'example.parameters.{group}', heading, ',')
+    heading = 'attention|parameters'
+    yield Column('parameters_attention', 'example.parameters.attention', heading, ',')
     for name in ('d_model', 'd_ff'):
         yield Column(name, f'example.config.{name}', name, **shared)
     yield Column('flops_per_token', 'example.flops_per_token', 'FLOPs|/token', si)
     heading = 'cache|floats/token'
     yield Column('cache_floats_per_token', 'example.cache_floats_per_token', heading, si)
-    speed = 'tokens_per_second'
-    yield Column(speed, lambda arm: _mean(arm.of_runs(speed)), 'tokens|/s', si)
+
+    def speed(arm: Arm) -> float | None:
+        values = arm.of_runs('tokens_per_second')
+        return statistics.fmean(values) if values else None
+
+    yield Column('tokens_per_second', speed, 'tokens|/s', si)
     yield Column('train_seconds', lambda arm: sum(arm.of_runs('train_seconds')), 'run time,|s', si)
-    yield Column('compile_seconds', lambda arm: sum(arm.of_runs('compile_seconds')))
-    yield Column('', 'verdict_trials', 'diverged', _diverged, **shared)
+    diverged = '{0.num_diverged}/{1}'.format
+    yield Column('', lambda arm: diverged(arm, len(arm.verdict_trials)), 'diverged', **shared)
     yield Column('diverged', 'num_diverged')
     yield Column('trials', lambda arm: len(arm.verdict_trials))
     yield Column('steps', 'example.num_steps')
-    screening = 'screening_diverged'
-    yield Column(screening, lambda arm: sum(not t.finished for t in arm.screening_trials))
-    yield Column('screening_trials', lambda arm: len(arm.screening_trials))
-    yield Column('seeds', lambda arm: _seeds(arm.chosen))
-    yield Column('screening_seeds', lambda arm: _seeds(arm.screening_trials))
-    yield Column('learning_rates_run', lambda arm: ' '.join(f'{r:g}' for r in arm.learning_rates))
-    yield Column('learning_rate_at_edge', 'at_edge')
-    yield Column('val_loss_se', lambda arm: _mean(t.metrics['val_loss_se'] for t in arm.chosen))
-    yield Column('eval_tokens', 'example.eval_tokens')
-    yield Column('test_tokens', 'example.test_tokens')
+    yield Column('seeds', lambda arm: ' '.join(str(t.seed) for t in arm.chosen))
     laws = {(law.variant, law.corpus): law.multiplier for law in findings.scaling}
     if laws:
         parts = ('value', 'low', 'high')
         yield Column('multiplier', lambda arm: laws.get((arm.variant, arm.corpus)), parts=parts)
-
-
-def _diverged(trials: Sequence[Any]) -> str:
-    return f'{sum(not trial.finished for trial in trials)}/{len(trials)}'
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
-
-
-def _seeds(trials: Iterable[Any]) -> str:
-    return ' '.join(map(str, sorted({trial.seed for trial in trials})))

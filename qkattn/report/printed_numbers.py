@@ -18,13 +18,14 @@ written with a space. Of a Python file only the docstring is a page.
 """
 
 import ast
-import csv
 import os
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import pandas as pd
 
 from qkattn.errors import ReportError
 from qkattn.storage.records import parse_json
@@ -110,19 +111,9 @@ def _log(path: Path) -> Any:
         return [parse_json(line) for line in text.splitlines()]
     if path.suffix != '.csv':
         return parse_json(text)
-    rows = [
-        {name: _number(value) for name, value in row.items()}
-        for row in csv.DictReader(text.splitlines())
-    ]
-    by_name = {next(iter(row.values())): row for row in rows}
-    return by_name if len(by_name) == len(rows) else rows
-
-
-def _number(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
+    table = pd.read_csv(path)
+    names, rows = table[table.columns[0]], table.to_dict('records')
+    return dict(zip(names, rows, strict=True)) if names.is_unique else rows
 
 
 def _page(path: Path) -> str:

@@ -23,8 +23,8 @@ from qkattn.stats.scaling import Problem
 from qkattn.study import variant_tables
 from qkattn.study.arm_key import ArmKey
 from qkattn.verdict.arms import Arm
-from qkattn.verdict.codes import NotScaled, Reason, Remark, RemarkCode
-from qkattn.verdict.load import Missing, Study
+from qkattn.verdict.codes import Reason, Remark, RemarkCode
+from qkattn.verdict.load import Study
 from qkattn.verdict.runs import corpora
 
 NONE = '-'
@@ -125,20 +125,13 @@ def one_line(text: str) -> str:
 
 
 def clause(
-    code: Remark | Reason | Problem | NotScaled, comparisons: int = 0, study: Study | None = None
+    code: Remark | Reason | Problem, comparisons: int = 0, study: Study | None = None
 ) -> str:
     """A code with its data as text; p is corrected for the number of `comparisons`."""
-    variables = {'comparisons': comparisons, 'study': study}
-    if isinstance(code, NotScaled):
-        return _macro(f'not_scaled_{code.name.lower()}', variables)
+    template = environment(html=False).get_template('clauses.j2')
+    module = template.make_module({'comparisons': comparisons, 'study': study})
     name = f'{type(code).__name__.lower()}_{code.code.name.lower()}'
-    return _macro(name, variables, **code.data)
-
-
-def _macro(name: str, variables: dict[str, Any], /, **arguments: Any) -> str:
-    """A macro of clauses.j2 as plain text."""
-    module = environment(html=False).get_template('clauses.j2').make_module(variables)
-    return tidy(getattr(module, name)(**arguments))
+    return tidy(getattr(module, name)(**code.data))
 
 
 def placed(key: ArmKey, study: Study | None = None) -> str:
@@ -179,12 +172,6 @@ def remark(code: Remark, study: Study | None = None) -> str:
 def reasons(judged: Any) -> str:
     """Why an arm has its verdict, or a variant its one over all corpora."""
     return '; '.join(clause(why, judged.verdict.num_comparisons) for why in judged.verdict.reasons)
-
-
-def progress(missing: Missing) -> str:
-    """'screening of learning rate, step 300 of 800', 'verdict not started', 'step 30 of 80'."""
-    about = {'knob': missing.knob, 'step': missing.step, 'num_steps': missing.num_steps}
-    return _macro('progress', {}, stage=missing.stage, **about)
 
 
 def sentences(template: str, *, html: bool = False, **values: Any) -> list[str]:
@@ -283,8 +270,8 @@ def environment(html: bool) -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    functions: list[Any] = [si, mean_sd, interval, p_value, listed, counted, span, words, clause]
-    functions += [remark, reasons, progress, tidy, data_name, device, where, by_where]
+    functions: list[Any] = [si, interval, p_value, listed, counted, span, words, clause, remark]
+    functions += [reasons, tidy, data_name, device, by_where]
     made.filters |= {function.__name__: function for function in functions} | {
         'arm_title': _arm_title,
         'by_difference': functools.partial(

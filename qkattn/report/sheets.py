@@ -3,7 +3,6 @@
 Each is declared once, as rows of text, and printed in every format.
 """
 
-import statistics
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -40,7 +39,6 @@ def sheets(study: Study, findings: Findings) -> list[Sheet]:
         'overall': _table(_overall(study, findings), study.corpora),
         'controls': _controls(study, findings),
         'yardsticks': yardsticks(study, findings),
-        'positions': _table(_positions(study, findings)),
         'laws': _table(_laws(study, findings), ['no number, because']),
         'forms': _table(_forms(study, findings), ['form', 'A[n]', 'B[n]']),
         'ledger': _table(_ledger(study), ['event', 'details']),
@@ -132,25 +130,6 @@ def yardsticks(study: Study, findings: Findings) -> Table:
             row[name] = measured if yardstick and yardstick.task == task else NONE
         rows.append(row)
     return _table(iter(rows))
-
-
-def _positions(study: Study, findings: Findings) -> Iterator[Row]:
-    """The loss of each arm by position, mean over seeds, and with the sources of other pairs."""
-    measured = study.measured
-    arms = [arm for arm in (*findings.arms, *findings.controls) if measured.get(arm.key)]
-    trials = [trial for arm in arms for trial in measured[arm.key]]
-    names = dict.fromkeys(name for trial in trials for name in trial.positions)
-    for arm in arms:
-        losses = {name: [t.positions.get(name) for t in measured[arm.key]] for name in names}
-        losses['sources|shuffled'] = [trial.shuffled for trial in measured[arm.key]]
-        yield (
-            _place(study, arm)
-            | {'control': words(arm.control or NONE)}
-            | {
-                name: NONE if None in of_seeds else f'{statistics.fmean(of_seeds):.3f}'
-                for name, of_seeds in losses.items()
-            }
-        )
 
 
 def _laws(study: Study, findings: Findings) -> Iterator[Row]:

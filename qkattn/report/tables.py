@@ -1,28 +1,28 @@
-"""A report as text: table.md, .csv and .tex, trials.csv, and terminal output."""
+"""A report as text: table.md, .csv and .tex, trials.csv, and what a terminal shows."""
 
 import math
 import re
-import shutil
-import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pandas as pd
 from markupsafe import Markup
 
+from qkattn.config import Config, from_json
+from qkattn.errors import ReportError
 from qkattn.jobs.output import visible
+from qkattn.metrics import shown
 from qkattn.report import prose
-from qkattn.report.columns import HEADLINE, PAGE, Column, columns, measured, printed_in
-from qkattn.report.figures.style import short
-from qkattn.report.prose import environment, one_line, rounded, sentences
+from qkattn.report.columns import HEADLINE, PAGE, Column, Measure, columns, measured, printed_in
+from qkattn.report.prose import NONE, environment, one_line, rounded, sentences, words
 from qkattn.report.sheets import Heading, sheets, yardsticks
 from qkattn.stats.inference import LEVEL, POWER
+from qkattn.storage.files import as_path
+from qkattn.storage.records import CONFIG, metrics_of, read_json, read_results
 from qkattn.study.tuning import KNOBS
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings
 from qkattn.verdict.load import Study
-
-WIDTH = 100  # columns that a report fits into, of a terminal or a log
 
 
 def frame(study: Study, findings: Findings) -> pd.DataFrame:
@@ -168,34 +168,47 @@ def latex(text: str) -> str:
     return escaped.replace('\0', r'\ensuremath{-}')
 
 
-def width_of_terminal() -> int:
-    return min(WIDTH, shutil.get_terminal_size((WIDTH, 0)).columns)
-
-
-def terminal_text(study: Study, findings: Findings, page: Path, width: int) -> str:
-    """The result, the columns that fit, those of the headline first, and where the rest is."""
+def terminal_text(study: Study, findings: Findings, page: Path) -> str:
+    """The result, the columns of the headline, the yardsticks, and where the rest is."""
     of_study = printed_in(HEADLINE, study, findings)
-    shown = {column.heading for column in of_study}
-    of_study += [c for c in printed_in(PAGE, study, findings) if c.heading not in shown]
     lines = [f'study {study.name}', *([study.question] if study.question else []), '']
     lines += [*summary(study, findings), *(f'! {problem}' for problem in study.problems)]
-    wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
-    lines = [wrapper.fill(visible(one_line(line))) for line in lines]
-    lines += ['', fitted(headings(of_study), cells(of_study, findings.arms), width), '']
-    beside = yardsticks(study, findings)
-    lines += [fitted(*beside, width), ''] if beside[1] else []
+    made = [(headings(of_study), cells(of_study, findings.arms)), yardsticks(study, findings)]
+    parts = ['\n'.join(visible(one_line(line)) for line in lines)]
+    parts += [text_table(*table) for table in made if table[1]]
     more = f'all columns, notes and settings: {page.with_name("table.md")}'
-    return '\n'.join([*lines, more, f'report: {page}'])
+    return '\n\n'.join([*parts, f'{more}\nreport: {page}'])
 
 
-def fitted(titles: Sequence[Heading], rows: Sequence[Sequence[str]], width: int) -> str:
-    """The first columns, as many as fit; the first loses its middle beyond a quarter of it."""
-    rows = [[short(visible(row[0]), width // 4), *row[1:]] for row in rows]
-    for number in range(len(titles), 0, -1):
-        table = text_table(titles[:number], [row[:number] for row in rows])
-        if max(map(len, table.splitlines())) <= width:
-            break
-    return table
+def show_run_report(run_dir: str | Path) -> str:
+    """How the trials of a finished run ended and their metrics, as text.
+
+    ReportError if the directory is not a run or has no results, RunDirectoryError if damaged.
+    """
+    path = as_path(run_dir)
+    if not (path / 'config.json').exists():
+        raise ReportError(f'{path} holds no config.json, so this is not a run directory')
+    config = from_json(Config, read_json(path / 'config.json', CONFIG)['config'])
+    if not (path / 'result.json').exists():
+        raise ReportError(f'{path} holds no result.json yet')
+    results = read_results(path / 'result.json', trials := config.trials.trials())
+    differing = [n for n in trials[0] if len({trial[n] for trial in trials}) > 1] or ['seed']
+    table = {
+        'trial': [', '.join(f'{words(n)} {trial[n]:g}' for n in differing) for trial in trials],
+        'end': [
+            result['status'] + (f' at step {at:,}' if (at := result.get('diverged_at')) else '')
+            for result in results
+        ],
+    }
+    for metric in shown(metrics_of(results[0]), results):
+        for measure in (Measure(metric, split) for split in metric.prefixes):
+            values = [result.get(measure.field) for result in results]
+            if any(value is not None for value in values):
+                table[f'{measure.name}|{measure.unit}'] = [
+                    NONE if v is None else f'{metric.scale * v:.{metric.decimals}f}' for v in values
+                ]
+    titles = [(name, name in ('trial', 'end')) for name in table]
+    return text_table(titles, list(zip(*table.values(), strict=True)))
 
 
 def trials_csv(study: Study, findings: Findings) -> str:
@@ -209,7 +222,7 @@ def trials_csv(study: Study, findings: Findings) -> str:
     after = ('target_parameters', 'residual')
     directories, rows = {run.name: run.directory for run in study.runs}, []
     for trial in study.trials:
-        values = vars(trial) | dict(zip(KNOBS, trial.at, strict=True))
+        values = vars(trial) | dict(trial.trial) | dict(zip(KNOBS, trial.at, strict=True))
         row = trial.key._asdict() | {name: values[name] for name in before}
         row |= {'parameters': trial.parameters['total']} | {name: values[name] for name in after}
         place = {'chosen': int(id(trial) in chosen), 'directory': directories[trial.run]}

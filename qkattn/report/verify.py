@@ -26,7 +26,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from pathlib import Path
 from types import MappingProxyType
@@ -36,15 +36,14 @@ import pandas as pd
 
 from qkattn.config import TrialsConfig, fingerprint_of, from_json
 from qkattn.errors import ReportError
-from qkattn.metrics import PREFIXES, bits_per_byte, logged_fields, perplexity, result_fields
+from qkattn.metrics import PREFIXES, bits_per_byte, perplexity, result_fields
 from qkattn.report import tables
 from qkattn.report.prose import rounded
 from qkattn.storage import ledger
 from qkattn.storage.files import write_atomic
-from qkattn.storage.records import FINISHED, for_each_line, read_json
 from qkattn.study.tuning import SCREENING
 from qkattn.verdict import Findings, Study, load_findings
-from qkattn.verdict.runs import COUNTS, Run
+from qkattn.verdict.runs import COUNTS, Curve, Run, Trial
 
 TOLERANCE = 1e-6  # relative, of derived numbers
 
@@ -89,9 +88,12 @@ def check_study(directory: str | Path) -> int:
 
 
 class Block(NamedTuple):
-    """The text between `<!-- NAME: DIRECTORY -->` and `<!-- end -->` in a Markdown page."""
+    """The text between `<!-- NAME: DIRECTORY -->` and `<!-- end -->` in a Markdown page.
 
-    text: Callable[[Path, str], str]  # of the directory and its path as the page has it
+    Or after `<!-- NAME: DIRECTORY | PATTERN -->`, of what the pattern selects.
+    """
+
+    text: Callable[[Path, str], str]  # of the directory, and of the pattern or the path as written
     study: str = '.'  # where, below the directory, the study lies whose derived numbers are printed
 
 
@@ -113,11 +115,12 @@ def check_page(
         raise ReportError(f'page {str(path)!r} cannot be read: {error}.') from error
 
     blocks = HEADLINE | dict(more)
-    names = '|'.join(blocks)
-    block = re.compile(rf'(<!-- ({names}): (\S+) -->\n)(.*?)(<!-- end -->)', re.DOTALL)
+    marks = rf'<!-- ({"|".join(blocks)}): (\S+)(?: \| (.+?))? -->\n'
+    block = re.compile(rf'({marks})(.*?)(<!-- end -->)', re.DOTALL)
 
     def made(match: re.Match[str]) -> str:
-        return f'{match[1]}{blocks[match[2]].text(path.parent / match[3], match[3])}{match[5]}'
+        start, name, directory, pattern, _, end = match.groups()
+        return start + blocks[name].text(path.parent / directory, pattern or directory) + end
 
     def studies() -> list[Pair]:
         matches = block.finditer(text)
@@ -134,13 +137,12 @@ def check_page(
 
 def _ledger_problems(study: Study) -> Iterator[str]:
     """Declarations that are not in the ledger, and files that changed since a look."""
-    declared = read_json(study.directory / 'study.json', {})
     kept = ledger.read(study.directory / ledger.NAME)
-    if declared['base_hash'] != fingerprint_of(declared['base']):
+    if study.base_hash != fingerprint_of(study.base):
         yield 'base_hash of study.json is not the hash of its base'
-    if kept.declaration != ledger.digest(declared):
+    if kept.declaration != study.declaration:
         yield f'study.json is not what the last declaration in {ledger.NAME} says'
-    if kept.arms != {ledger.arm_key(arm) for arm in declared['arms']}:
+    if kept.arms != set(study.arms):
         yield f'study.json has other arms than {ledger.NAME}'
     if unlike := _changed_files(study):
         altered = [f'run {run} is not what look {n} saw; ' for run, n in study.altered.items()]
@@ -161,86 +163,72 @@ def _changed_files(study: Study) -> list[str]:
 
 def _run_problems(study: Study) -> Iterator[str]:
     """Runs whose results are not those of their plan, their log, or each other."""
-    lines: dict[str, list[dict[str, Any]]] = {run.name: [] for run in study.runs}
-    for_each_line(
-        study.files / 'results.jsonl', '', [], lambda line: lines[line['run']].append(line)
-    )
     for run in study.runs:
         if fingerprint_of(run.config) != run.name:
             yield f'run {run.name} of plan.jsonl is not the hash of its config'
-        if not (records := lines[run.name]):
+        if not run.trials:
             continue
-        if [r['trial'] for r in records] != from_json(TrialsConfig, run.config['trials']).trials():
+        trials = [trial.trial for trial in run.trials]
+        if trials != from_json(TrialsConfig, run.config['trials']).trials():
             yield f'run {run.name} has results that are not the trials of its config in their order'
             return
-        for record in records:
-            about = f'seed {record["trial"]["seed"]} of run {run.name}'
-            for name, (value, expected) in _derived(study, run, record).items():
+        for trial in run.trials:
+            for name, (value, expected) in _derived(study, run, trial).items():
                 if not math.isclose(value, expected, rel_tol=1e-9, abs_tol=1e-12):
-                    yield f'{about} has {name} {value}, which is {expected} by its other fields'
-        directory = study.files / run.directory
-        yield from _unlike_log(directory / 'metrics.jsonl', run, records)
-        documents = directory / 'documents.json'
-        if not documents.is_file() and not ledger.left_out_documents(directory):
-            yield f'run {run.name} has results, but documents.json is missing'
+                    about = f'seed {trial.seed} of run {run.name} has {name} {value}'
+                    yield f'{about}, which is {expected} by its other fields'
+        if run.final is not None and run.curve is not None:  # `load_study` names a log without
+            yield from _unlike_log(run, run.final, run.curve)
 
 
-def _derived(study: Study, run: Run, record: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def _derived(study: Study, run: Run, trial: Trial) -> dict[str, tuple[Any, Any]]:
     """Numbers of a result beside those that its other fields give."""
-    steps, batch_size = record['num_steps'], run.config['train']['batch_size']
-    parameters, target = record['parameters'], record['target_parameters']
+    parameters, batch_size = trial.parameters, run.config['train']['batch_size']
+    tokens = trial.num_steps * batch_size * run.config['model']['context']
     groups = [count for group, count in parameters.items() if group != 'total']
     derived: dict[str, tuple[Any, Any]] = {
-        'num_tokens': (record['num_tokens'], steps * batch_size * run.config['model']['context']),
+        'num_tokens': (trial.num_tokens, tokens),
         'parameters.total': (parameters['total'], sum(groups)),
     }
-    if study.matched is not None and target:
+    if study.matched is not None and trial.target_parameters:
         measured = {
             'total': parameters['total'],
             'non_embedding': parameters['total'] - parameters['embedding'],
-            'flops': record['flops_per_token'],
-            'cache': record['cache_floats_per_token'],
+            'flops': trial.flops_per_token,
+            'cache': trial.cache_floats_per_token,
         }[study.matched]
-        derived['residual'] = record['residual'], measured / target - 1
-    for prefix in PREFIXES.values() if record['status'] == FINISHED else ():
-        loss = record[f'{prefix}_loss']
+        derived['residual'] = trial.residual, measured / trial.target_parameters - 1
+    for prefix in PREFIXES.values() if trial.finished else ():
+        loss = trial.metrics[f'{prefix}_loss']
         numbers = {} if loss is None else {'perplexity': perplexity(loss)}
         if loss is not None and run.config['data']['tokenizer'] == 'bytes':
             numbers['bits_per_byte'] = bits_per_byte(loss, 1.0)
         for name, number in numbers.items():
-            if (value := record.get(f'{prefix}_{name}')) is not None:
+            if (value := trial.metrics.get(f'{prefix}_{name}')) is not None:
                 derived[f'{prefix}_{name}'] = value, number
     return derived
 
 
-def _unlike_log(path: Path, run: Run, records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _unlike_log(run: Run, final: Mapping[str, Any], curve: Curve) -> Iterator[str]:
     """Results that are not those of the last evaluation and of the final record."""
-    if not path.is_file():
-        yield f'run {run.name} has results, but {path.name} is missing'
-        return
-    bad: list[str] = []
-    lines: list[dict] = []
-    for_each_line(path, path.name, bad, lines.append)
-    yield from (f'run {run.name}: {problem}' for problem in bad)
-    final = lines[-1]  # `load_study` names a log without this record
     if final['step'] != run.trials[0].num_steps:
         yield f'run {run.name} has a final record of step {final["step"]}'
-    if final['trials'] != [record['trial'] for record in records]:
+    if final['trials'] != [trial.trial for trial in run.trials]:
         yield f'run {run.name} has other trials in the final record of its log'
-    metrics = run.trials[0].declared_metrics
-    evaluation = [line for line in lines if line['kind'] == 'eval'][-1]
-    logged = [(name, [final.get(name)] * len(records)) for name in COUNTS.values()]
-    logged += [(name, evaluation.get(name)) for name in logged_fields(metrics)]
-    logged += [(name, final.get(name)) for name in result_fields(metrics)]
+    metrics, absent = run.trials[0].declared_metrics, [None] * run.num_trials
+    logged = [(name, [final.get(name)] * run.num_trials) for name in COUNTS.values()]
+    evaluated = {name: values_EX[-1].tolist() for name, values_EX in curve.values_EX.items()}
+    logged += [(name, [v if v == v else None for v in row]) for name, row in evaluated.items()]
+    logged += [(name, final.get(name) or absent) for name in result_fields(metrics)]
     for name, values in logged:
-        values = values or [None] * len(records)
-        if len(values) != len(records):
-            yield f'run {run.name} has {len(records)} trials, but {len(values)} logged'
+        if len(values) != run.num_trials:
+            yield f'run {run.name} has {run.num_trials} trials, but {len(values)} logged'
             return
-        for record, value in zip(records, values, strict=True):
-            if record.get(name) != value:
-                about = f'seed {record["trial"]["seed"]} of run {run.name}'
-                yield f'{about} has {name} {record.get(name)}, but {value} in its log'
+        for trial, value in zip(run.trials, values, strict=True):
+            result = getattr(trial, name) if name in COUNTS.values() else trial.metrics[name]
+            if result != value:
+                about = f'seed {trial.seed} of run {run.name}'
+                yield f'{about} has {name} {result}, but {value} in its log'
 
 
 def near(stored: float, number: float) -> bool:

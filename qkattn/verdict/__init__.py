@@ -1,8 +1,8 @@
 """Reads a study's files, checks its hygiene and decides: codes and numbers, no prose."""
 
-from qkattn.verdict.codes import Decision, NotScaled, Reason, ReasonCode, Remark, RemarkCode
+from qkattn.verdict.codes import Decision, Reason, ReasonCode, Remark, RemarkCode
 from qkattn.verdict.findings import Findings, find, load_findings
 from qkattn.verdict.load import Missing, Study, load_study
 
-__all__ = ['Decision', 'Findings', 'Missing', 'NotScaled', 'Reason', 'ReasonCode', 'Remark']
-__all__ += ['RemarkCode', 'Study', 'find', 'load_findings', 'load_study']
+__all__ = ['Decision', 'Findings', 'Missing', 'Reason', 'ReasonCode', 'Remark', 'RemarkCode']
+__all__ += ['Study', 'find', 'load_findings', 'load_study']

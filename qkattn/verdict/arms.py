@@ -13,7 +13,7 @@ from qkattn.stats.sweep import Sweep
 from qkattn.study import tuning
 from qkattn.study.arm_key import CONTROLS, EQUAL_SHAPE, LONGER, ArmKey
 from qkattn.study.tuning import SCREENING, SINGLE, VERDICT, Tuning
-from qkattn.verdict.codes import TEST, VALIDATION, Comparison, NotScaled, Remark, Verdict
+from qkattn.verdict.codes import TEST, VALIDATION, Comparison, Remark, Verdict
 from qkattn.verdict.load import Group, Study
 from qkattn.verdict.runs import Documents, Trial
 
@@ -55,24 +55,14 @@ class Arm:
         return Group(self.size, self.corpus, self.control == LONGER)
 
     @property
-    def val_loss(self) -> Estimate | None:
-        """Mean over `chosen`, nats/token."""
-        return self.over_seeds('val_loss')
-
-    @property
-    def test_loss(self) -> Estimate | None:
-        """Mean over `chosen`, nats/token; None if a trial has no test loss."""
-        return self.over_seeds('test_loss')
-
-    @property
     def split(self) -> str:
         """The split of its loss: TEST, or VALIDATION if a trial has no test loss."""
-        return VALIDATION if self.test_loss is None else TEST
+        return VALIDATION if self.over_seeds('test_loss') is None else TEST
 
     @property
     def loss(self) -> Estimate | None:
         """Mean over `chosen` on its split, nats/token."""
-        return self.test_loss or self.val_loss
+        return self.over_seeds(f'{self.split}_loss')
 
     def over_seeds(self, field: str, scale: float = 1.0) -> Estimate | None:
         """Mean of `scale` times a metric over the chosen trials; None unless all have it."""
@@ -110,10 +100,6 @@ class Arm:
         return tuple(self.comparison.differences.values()) if self.comparison else ()
 
     @property
-    def screening_trials(self) -> tuple[Trial, ...]:
-        return tuple(trial for trial in self.trials if trial.stage == SCREENING)
-
-    @property
     def example(self) -> Trial:
         """A trial with the config, parameter counts and costs that all trials share."""
         return (self.chosen or self.verdict_trials or self.trials)[0]
@@ -133,12 +119,9 @@ class Arm:
 
     @property
     def at_edge(self) -> bool:
-        """Whether the best of several learning rates is the smallest or the largest one.
-
-        For a study without tuning; with tuning, see `not_bracketed`.
-        """
-        rates = {trial.learning_rate for trial in self.verdict_trials}
-        return len(rates) > 1 and self.learning_rate in (min(rates), max(rates))
+        """Without tuning, whether the best of several learning rates is the first or last one."""
+        rates = self.learning_rates
+        return len(rates) > 1 and self.learning_rate in (rates[0], rates[-1])
 
     @property
     def sweeps(self) -> Mapping[str, Sweep]:
@@ -156,19 +139,20 @@ class Arm:
         return tuple(remark for remark in self.remarks if remark.blocks)
 
     @property
-    def not_scaled(self) -> NotScaled | None:
-        """The reason that a scaling fit does not use its mean loss; None if it does.
+    def scales(self) -> bool:
+        """Whether a scaling fit uses its mean loss.
 
         The mean over the seeds that did not diverge is biased towards lower losses, and a setting
         that is not the best one gives higher losses.
         """
-        reasons = {
-            NotScaled.NO_LOSSES: not self.chosen,
-            NotScaled.DIVERGED: self.num_diverged,
-            NotScaled.NOT_BRACKETED: self.not_bracketed,
-            NotScaled.BLOCKED: self.blocks,
-        }
-        return next((reason for reason, holds in reasons.items() if holds), None)
+        biased = self.num_diverged or self.not_bracketed or self.blocks
+        return bool(self.chosen) and not biased
+
+
+def with_baselines(arms: Sequence[Arm]) -> list[tuple[Arm, Arm | None]]:
+    """Every arm with its baseline."""
+    baselines = {arm.group: arm for arm in arms if arm.is_baseline}
+    return [(arm, baselines.get(arm.group)) for arm in arms]
 
 
 def arms_of(study: Study) -> tuple[Arm, ...]:

@@ -20,18 +20,17 @@ class RemarkCode(enum.Enum):
     """A hygiene finding; those of the protocol are broken rules of `qkattn.study.rules`."""
 
     # Of the study: its seeds, its evaluation, the software of its runs, its ledger.
-    LEARNING_RATE_NOT_TUNED, SHARED_SEEDS, FEW_SEEDS, DIVERGED, EVALUATION = range(5)
-    DIFFERS, SOFTWARE_DIFFERS, UNCOMMITTED_CHANGES = range(5, 8)
-    OTHER_DECLARATION, LOOK_IN_PROGRESS, ORPHANED_RUNS = range(8, 11)
+    LEARNING_RATE_NOT_TUNED, SHARED_SEEDS, EVALUATION = range(3)
+    SOFTWARE_DIFFERS, UNCOMMITTED_CHANGES, OTHER_DECLARATION, ORPHANED_RUNS = range(3, 7)
     # Of an arm: its training, its matching, its seeds and settings.
-    STOPPED_EARLY, NOT_ANNEALED, MISSING_RESULTS = range(11, 14)
-    OVER_TOLERANCE, DIFFERS_FROM_BASELINE, OTHER_SEEDS, OTHER_SETTING = range(14, 18)
-    NOT_BRACKETED, UNBOUNDED_OPTIMUM, SCREENING_INCOMPLETE = range(18, 21)
+    STOPPED_EARLY, NOT_ANNEALED, MISSING_RESULTS, OVER_TOLERANCE = range(7, 11)
+    DIFFERS_FROM_BASELINE, OTHER_SEEDS, OTHER_SETTING = range(11, 14)
+    NOT_BRACKETED, UNBOUNDED_OPTIMUM, SCREENING_INCOMPLETE = range(14, 17)
     # Of an arm: its splits, when it was declared, and whether a look has seen another run.
-    NO_TEST, FEW_DOCUMENTS, POST_HOC, ALTERED = range(21, 25)
+    NO_TEST, FEW_DOCUMENTS, POST_HOC, ALTERED = range(17, 21)
     # Of a baseline, or of the study: whether its models are trained enough to compare.
-    NO_YARDSTICK, BELOW_YARDSTICK, LITTLE_CONTEXT = range(25, 28)
-    LOW_BLEU, SOURCES_UNUSED, BIMODAL_SEEDS = range(28, 31)
+    NO_YARDSTICK, BELOW_YARDSTICK, LITTLE_CONTEXT = range(21, 24)
+    LOW_BLEU, SOURCES_UNUSED, BIMODAL_SEEDS = range(24, 27)
 
 
 class ReasonCode(enum.Enum):
@@ -42,12 +41,6 @@ class ReasonCode(enum.Enum):
     DIFFERENT_WITHIN_MARGIN, DIFFERENT_BUT_DIVERGED, SPLITS_DISAGREE = range(7, 10)
     NO_VERDICT_TRIALS, NO_BASELINE_TRIALS, BASELINE_BLOCKED, NO_DOCUMENTS = range(10, 14)
     SEEDS_APART = 14  # the tests without these seeds, which have to agree
-
-
-class NotScaled(enum.Enum):
-    """Why the mean loss of an arm is not used in a scaling fit."""
-
-    NO_LOSSES, DIVERGED, NOT_BRACKETED, BLOCKED = range(4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +81,7 @@ class Comparison:
 class Verdict:
     """A decision on an arm against its baseline: the same size, corpus and length of training."""
 
-    decision: Decision  # from the first look that decides, else from the last one that was taken
+    decision: Decision
     # The outcome of the tests, or what is missing and the remarks that block it.
     reasons: tuple[Reason | Remark, ...] = ()
     # After Holm's correction, of no difference, of one of at most the margin and of one of at least
@@ -99,5 +92,4 @@ class Verdict:
     # |Difference| (nats/token) found with probability 0.8 after that correction.
     detectable: float | None = None
     num_comparisons: int = 0  # the size of the family that Holm's correction is for
-    alpha: float | None = None  # the level of that look
-    num_seeds: int | None = None  # the declared seeds at that look
+    alpha: float | None = None  # the error rate of the family

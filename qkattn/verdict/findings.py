@@ -5,7 +5,6 @@ Computed once for all tables, figures and pages; the statistics are those of `qk
 
 import dataclasses
 import functools
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from qkattn.storage.files import as_path
 from qkattn.study import stored
 from qkattn.study.arm_key import EQUAL_SHAPE, LONGER, ArmKey
 from qkattn.verdict import judging, rules
-from qkattn.verdict.arms import Arm, arms_of, compare
+from qkattn.verdict.arms import Arm, arms_of, compare, with_baselines
 from qkattn.verdict.codes import TEST, VALIDATION, Comparison, Remark, RemarkCode
 from qkattn.verdict.judging import Overall, PositiveControl
 from qkattn.verdict.load import Study, load_study
@@ -65,8 +64,8 @@ class Findings:
     arms: tuple[Arm, ...]  # the primary ones: size by size, corpus by corpus, the baseline first
     controls: tuple[Arm, ...]  # the others, in the same order, without a verdict
     remarks: tuple[Remark, ...]  # all hygiene findings, the blocking ones first
-    # One fit per variant and corpus over the arms whose `not_scaled` is None; empty for fewer than
-    # two sizes and if a remark blocks every arm.
+    # One fit per variant and corpus over the arms that `scales`; empty for fewer than two sizes and
+    # if a remark blocks every arm.
     scaling: tuple[Scaling, ...] = ()
     num_comparisons: int = 0  # the family of Holm's correction; 0 in a study without tuning
     decomposition: tuple[Decomposition, ...] = ()  # of the arms that have a control with results
@@ -85,32 +84,25 @@ class Findings:
         splits = {arm.comparison.split for arm in self.arms if arm.comparison}
         return VALIDATION if VALIDATION in splits else TEST
 
-    @property
-    def lacks_scaling(self) -> bool:
-        """Whether the study has several sizes, but no arm that a scaling fit may use."""
-        return not self.scaling and len({arm.size for arm in self.arms}) > 1
-
 
 def load_findings(directory: str | Path) -> tuple[Study, Findings]:
-    """A study with its findings, read again only if its files changed; raises as `load_study`."""
+    """A study with its findings; a stored one is read again only if its files changed.
+
+    Raises as `load_study`.
+    """
     path = as_path(directory)
-    if (copy := stored.opened(path)) != path:
-        return _load(path, ((str(copy), b''),))
-    # All that a study is read from: its own JSON files, and those of runs in DIR/ or runs/DIR/.
-    files = sorted(
-        (str(file), hashlib.sha256(file.read_bytes()).digest())
-        for where in ('*', '*/*', '*/*/*')
-        for file in path.glob(f'{where}.json*')
-        if file.suffix in ('.json', '.jsonl') and file.is_file()
-    )
-    return _load(path, tuple(files))
+    return _load(path, copy) if (copy := stored.opened(path)) != path else _read(path)
+
+
+def _read(directory: Path) -> tuple[Study, Findings]:
+    study = load_study(directory)
+    return study, find(study)
 
 
 @functools.lru_cache(maxsize=32)
-def _load(directory: Path, files: tuple[tuple[str, bytes], ...]) -> tuple[Study, Findings]:
-    """`files`, with their digests, tell when to read again."""
-    study = load_study(directory)
-    return study, find(study)
+def _load(directory: Path, copy: Path) -> tuple[Study, Findings]:
+    """`copy`, a new one whenever a file of a stored study changed, tells when to read again."""
+    return _read(directory)
 
 
 def find(study: Study) -> Findings:
@@ -126,7 +118,7 @@ def find(study: Study) -> Findings:
             else compare([(arm, baseline)], study),
             remarks=tuple(remark for remark in remarks if remark.arm == arm.key),
         )
-        for arm, baseline in judging.with_baselines(arms)
+        for arm, baseline in with_baselines(arms)
     )
     if study.tuning:
         verdicts = judging.primary(study, arms, blocks)
@@ -177,7 +169,7 @@ def _scaling(study: Study, arms: Sequence[Arm]) -> tuple[Scaling, ...]:
     short = {standing.arm.group for standing in rules.standings(study, arms) if standing.remarks}
     curves: dict[tuple[str, str], scaling.Losses] = {}
     for arm in arms:
-        if arm.control is None and arm.group not in short and arm.not_scaled is None:
+        if arm.control is None and arm.group not in short and arm.scales:
             parameters, losses = curves.setdefault((arm.variant, arm.corpus), ([], []))
             parameters.append(arm.example.parameters['total'])
             losses.append(list(arm.losses(arm.split).values()))

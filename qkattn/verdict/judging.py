@@ -1,4 +1,4 @@
-"""Decides on families of comparisons, look by look, on the test split; validation has to agree.
+"""Decides on families of comparisons, on the test split; validation has to agree.
 
 A family is a set of comparisons that are corrected together: the primary arms, the means over
 corpora, the positive controls, and pairs of arms that a claim compares.
@@ -12,10 +12,11 @@ from typing import TypeVar
 from qkattn.stats import decision, inference
 from qkattn.stats.decision import Judgement
 from qkattn.study.arm_key import EQUAL_SHAPE, LONGER, ArmKey, Expected, parse_expected
-from qkattn.verdict.arms import Arm, Pair, compare
+from qkattn.verdict.arms import Arm, Pair, compare, with_baselines
 from qkattn.verdict.codes import Comparison, Decision, Reason, ReasonCode, Remark, Verdict
 from qkattn.verdict.load import Study
 
+ALPHA = 1 - inference.LEVEL  # the error rate of a family
 Key = TypeVar('Key', bound=Hashable)
 # An arm and its baseline, which may be missing, on each of the corpora that count together.
 Case = Sequence[tuple[Arm, Arm | None]]
@@ -67,12 +68,6 @@ def family_size(study: Study) -> int:
     return max(declared, study.ledger.family if study.ledger else 0)
 
 
-def with_baselines(arms: Sequence[Arm]) -> list[tuple[Arm, Arm | None]]:
-    """Every arm with its baseline."""
-    baselines = {arm.group: arm for arm in arms if arm.is_baseline}
-    return [(arm, baselines.get(arm.group)) for arm in arms]
-
-
 def primary(study: Study, arms: Sequence[Arm], blocks: Sequence[Remark]) -> dict[ArmKey, Verdict]:
     """The verdicts of the primary arms, against their baselines."""
     cases = {
@@ -122,41 +117,47 @@ def pair(
     if study.tuning is None:
         return Verdict(Decision.NO_VERDICT)
     if arm.control == LONGER:
-        seeds = tuple(study.controls['longer_seeds'])
-        study = dataclasses.replace(study, seeds=seeds, looks=(len(seeds),))
+        seeds = tuple(study.controls['longer_seeds']) or study.seeds
+        study = dataclasses.replace(study, seeds=seeds)
     return judge(study, {None: [(arm, other)]}, blocks, family)[None]
 
 
 def judge(
     study: Study, cases: Mapping[Key, Case], blocks: Sequence[Remark], family: int
 ) -> dict[Key, Verdict]:
-    """The verdict of every case; `blocks` withhold all of them.
+    """The verdict of every case, corrected for `family` comparisons; `blocks` withhold all.
 
-    Each look is tested at its share of the error rate (`decision.spending`), corrected for `family`
-    comparisons, and the first look that decides counts. An arm is tested at the looks for whose
-    seeds it and its baseline have results.
+    A case is tested once its arms and their baselines have results of all seeds of the study.
     """
     verdicts: dict[Key, Verdict] = {}
     tested: dict[Key, list[Pair]] = {}
     for key, case in cases.items():
-        if why := [*blocks, *(reason for pair in case for reason in _lacking(study, *pair))]:
-            distinct = tuple(one for number, one in enumerate(why) if one not in why[:number])
-            verdicts[key] = Verdict(Decision.NO_VERDICT, distinct)
-        else:
-            tested[key] = [(arm, baseline) for arm, baseline in case if baseline is not None]
-            verdicts[key] = Verdict(
-                Decision.NO_VERDICT, (Reason(ReasonCode.NO_VERDICT_TRIALS),)
-            )  # until its first look
-    for count, alpha in ((len(study.seeds), decision.ALPHA),):
-        seeds = study.seeds[:count]
-        at_look = {
-            key: [(arm.at(seeds), baseline.at(seeds)) for arm, baseline in pairs]
-            for key, pairs in tested.items()
-            if all(arm.reached(seeds) for pair in pairs for arm in pair)
-        }
-        for key, verdict in _at_look(study, at_look, family, alpha):
-            if verdicts[key].decision not in DECIDED:
-                verdicts[key] = dataclasses.replace(verdict, num_seeds=count)
+        pairs = [(arm, baseline) for arm, baseline in case if baseline is not None]
+        why = [*blocks, *(reason for pair in case for reason in _lacking(study, *pair))]
+        if not why and not all(arm.reached(study.seeds) for pair in pairs for arm in pair):
+            why = [Reason(ReasonCode.NO_VERDICT_TRIALS)]
+        if not why:
+            tested[key] = pairs
+        distinct = tuple(one for number, one in enumerate(why) if one not in why[:number])
+        verdicts[key] = Verdict(Decision.NO_VERDICT, distinct)
+    compared = {key: compare(pairs, study) for key, pairs in tested.items()}
+    diverged = {
+        key: (sum(a.num_diverged for a, _ in pairs), sum(b.num_diverged for _, b in pairs))
+        for key, pairs in tested.items()
+    }
+    differences = {key: one.difference if one else None for key, one in compared.items()}
+    judged = decision.judge(differences, diverged=diverged, planned=family)
+    for key, judgement in judged.items():
+        decided, comparison = judgement.decision, compared[key]
+        reasons = list(_outcome(comparison, judgement, *diverged[key]))
+        if comparison and comparison.num_documents is None:
+            reasons, decided = [Reason(ReasonCode.NO_DOCUMENTS)], Decision.NO_VERDICT
+        elif comparison and not _agree(comparison, decided):
+            means = {'test': comparison.difference.mean, 'validation': comparison.validation}
+            reasons.append(Reason(ReasonCode.SPLITS_DISAGREE, {'decision': decided} | means))
+            decided = Decision.UNDECIDED
+        numbers = vars(judgement) | {'num_comparisons': family, 'alpha': ALPHA}
+        verdicts[key] = Verdict(**numbers | {'decision': decided, 'reasons': tuple(reasons)})
     return verdicts
 
 
@@ -172,33 +173,6 @@ def _lacking(study: Study, arm: Arm, baseline: Arm | None) -> Iterator[Reason | 
         yield Reason(ReasonCode.BASELINE_BLOCKED, data)
 
 
-def _at_look(
-    study: Study, cases: Mapping[Key, list[Pair]], family: int, alpha: float
-) -> Iterator[tuple[Key, Verdict]]:
-    """The verdicts of the arms that have results at this look, and of these results alone."""
-    compared = {key: compare(pairs, study) for key, pairs in cases.items()}
-    diverged = {
-        key: (sum(a.num_diverged for a, _ in pairs), sum(b.num_diverged for _, b in pairs))
-        for key, pairs in cases.items()
-    }
-    judged = decision.judge(
-        {key: one.difference if one else None for key, one in compared.items()},
-        diverged=diverged,
-        planned=family,
-    )
-    for key, judgement in judged.items():
-        decided, comparison = judgement.decision, compared[key]
-        reasons = list(_outcome(comparison, judgement, alpha, *diverged[key]))
-        if comparison and comparison.num_documents is None:
-            reasons, decided = [Reason(ReasonCode.NO_DOCUMENTS)], Decision.NO_VERDICT
-        elif comparison and not _agree(comparison, decided):
-            means = {'test': comparison.difference.mean, 'validation': comparison.validation}
-            reasons.append(Reason(ReasonCode.SPLITS_DISAGREE, {'decision': decided} | means))
-            decided = Decision.UNDECIDED
-        numbers = vars(judgement) | {'num_comparisons': family, 'alpha': alpha}
-        yield key, Verdict(**numbers | {'decision': decided, 'reasons': tuple(reasons)})
-
-
 def _agree(compared: Comparison, decided: Decision) -> bool:
     """Whether the validation split agrees: on the same side, or within the margin."""
     if decided is Decision.EQUIVALENT:
@@ -209,7 +183,7 @@ def _agree(compared: Comparison, decided: Decision) -> bool:
 
 
 def _outcome(
-    compared: Comparison | None, judged: Judgement, alpha: float, arm: int, baseline: int
+    compared: Comparison | None, judged: Judgement, arm: int, baseline: int
 ) -> Iterator[Reason]:
     """The reasons of the verdict from the tests alone; `arm` and `baseline` trials diverged."""
     if arm or baseline:
@@ -224,7 +198,7 @@ def _outcome(
     margin = difference.margin
     if judged.decision is Decision.EQUIVALENT:
         yield Reason(ReasonCode.EQUIVALENT, {'p': p_same})
-        if p <= alpha:
+        if p <= ALPHA:
             data = {'side': side, 'margin': margin, 'p': p}
             yield Reason(ReasonCode.DIFFERENT_WITHIN_MARGIN, data)
     elif judged.decision in DECIDED:
@@ -232,7 +206,7 @@ def _outcome(
         beyond = judged.decision is side
         code = ReasonCode.BEYOND_MARGIN if beyond else ReasonCode.NOT_BEYOND_MARGIN
         yield Reason(code, {'margin': margin, 'p': p_margin})
-    elif p <= alpha:
+    elif p <= ALPHA:
         yield Reason(ReasonCode.DIFFERENT_BUT_DIVERGED, {'side': side, 'p': p})
     else:
         data = {'p': p, 'p_equivalence': p_same, 'detectable': judged.detectable}

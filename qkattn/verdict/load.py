@@ -37,9 +37,7 @@ class Measured:
     """A trial of a verdict run, measured from its checkpoint; nats/token on the last split."""
 
     loss: float
-    # By position: '1', ..., '5-8', ...; None, as the next three, where there is no such target.
-    positions: Mapping[str, float | None]
-    early: float | None  # at position 4
+    early: float | None  # at position 4; None, as the next two, where there is no such target
     late: float | None  # over the last half of the context
     shuffled: float | None  # with the sources of other pairs
 
@@ -62,14 +60,11 @@ class Yardstick:
 
 @dataclasses.dataclass(frozen=True)
 class Missing:
-    """An arm or a planned run without results."""
+    """A planned run without results, or an arm without such a run and without a result."""
 
-    name: str | None  # of the run, as `stage` and `knob`; None if none is planned yet
     key: ArmKey
-    stage: str | None
+    stage: str | None  # None if no run of the arm is planned yet
     knob: str | None = None
-    step: int | None = None  # the last logged one, of `num_steps`; None if the run has not started
-    num_steps: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +84,6 @@ class Study:
     tuning: TuningConfig | None  # None if nothing is tuned
     grids: Mapping[str, tuple[float, ...]]  # the initial grid of each knob; empty without tuning
     corpora: tuple[str, ...]
-    # Numbers of verdict seeds at which arms are judged, ascending; all seeds are the last.
-    looks: tuple[int, ...]
     controls: Mapping[str, Any]
     arms: tuple[ArmKey, ...]  # the declared ones, controls included but those trained longer
     base: Mapping[str, Any]  # the settings that all arms share, as JSON
@@ -126,12 +119,9 @@ class Study:
         for arm in dict.fromkeys((*self.arms, *(run.key for run in self.runs))):
             of_arm = [run for run in self.runs if run.key == arm]
             waiting = [run for run in of_arm if not run.trials]
-            missing += [
-                Missing(run.name, arm, run.stage, run.knob, run.step, run.num_steps)
-                for run in waiting
-            ]
+            missing += [Missing(arm, run.stage, run.knob) for run in waiting]
             if not waiting and not any(run.stage == last for run in of_arm):
-                missing.append(Missing(None, arm, last if of_arm else None))
+                missing.append(Missing(arm, last if of_arm else None))
         return tuple(missing)
 
     @property
@@ -172,7 +162,12 @@ def load_study(directory: str | Path) -> Study:
     kept = ledger.read(entries) if study.tuning or entries.exists() else None
     orphans: list[str] = []
     if (path := files / 'orphans.jsonl').exists():
-        for_each_line(path, path.name, problems, lambda line: orphans.append(_orphan(line)))
+
+        def add_orphan(line: Any) -> None:
+            check(line, ORPHAN)
+            orphans.append(line['directory'])
+
+        for_each_line(path, path.name, problems, add_orphan)
     problems += _mismatches([trial for run in runs for trial in run.trials])
     study = dataclasses.replace(
         study,
@@ -193,7 +188,7 @@ def _declared(directory: Path, files: Path, record: Any) -> Study:
     """A study as study.json declares it, without runs; ValueError names what is wrong."""
     ints = tuple[int, ...]
     controls = {'equal_shape': bool, 'longer': float | None, 'longer_seeds': ints}
-    fields = {'controls': controls, 'seeds': ints, 'looks': ints, 'tuning': dict | None}
+    fields = {'controls': controls, 'seeds': ints, 'tuning': dict | None}
     check(record, fields | {'arms': tuple[dict, ...]})
     if (tuning := record['tuning']) is not None:
         check(tuning, {f'{knob}s': tuple[float, ...] for knob in KNOBS} | {'seeds': ints})
@@ -203,7 +198,6 @@ def _declared(directory: Path, files: Path, record: Any) -> Study:
         record,
         tuning=None if tuning is None else read(TuningConfig, tuning),
         grids=grids,
-        looks=tuple(record['looks']) or (len(record['seeds']),),
         arms=tuple(map(parse_arm_key, record['arms'])),
         directory=directory,
         files=files,
@@ -270,12 +264,6 @@ def _read_runs(study: Study, problems: list[str]) -> list[Run]:
         dataclasses.replace(run, trials=tuple(trials.get(name, {}).values()))
         for name, run in planned.items()
     ]
-
-
-def _orphan(record: Any) -> str:
-    """The directory of a run that is no part of the plan."""
-    check(record, ORPHAN)
-    return record['directory']
 
 
 def _with_yardsticks(study: Study, path: Path) -> Study:

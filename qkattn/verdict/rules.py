@@ -18,11 +18,10 @@ from qkattn.storage.records import flat
 from qkattn.study import rules
 from qkattn.study.arm_key import EQUAL_SHAPE, LONGER, ArmKey
 from qkattn.study.tuning import KNOBS, MODEL_KNOBS, SCREENING, SINGLE, VERDICT, screening_seeds
-from qkattn.verdict.arms import Arm
+from qkattn.verdict.arms import Arm, with_baselines
 from qkattn.verdict.codes import TEST, Remark, RemarkCode
 from qkattn.verdict.load import Group, Study, Yardstick
 
-ENOUGH_SEEDS = 5
 # Nats/token that a language model gains between position 4 and the last half of its context.
 MIN_GAIN = 0.1
 MIN_BLEU = 15.0
@@ -34,7 +33,7 @@ MAX_SPREAD = 3.0
 UNCOMMITTED, COMMITS = ledger.ACCEPTABLE
 # The factors of every study, and the shapes that matching solves for.
 _FACTORS = ('score', 'value', 'd_model', 'd_ff', 'num_heads', 'head_size', 'num_layers')
-# Settings that do not affect results; trials with shared seeds are paired whatever the others are.
+# Settings that do not affect results; trials are paired by seed whatever the other seeds are.
 _HARMLESS = (
     *('train.steps_per_dispatch', 'train.log_every', 'train.eval_every', 'train.checkpoint_every'),
     *('train.lifting', 'train.logits_chunk', 'model.remat', 'model.scan_unroll', 'trials.seeds'),
@@ -128,17 +127,15 @@ def _post_hoc(study: Study, arm: Arm) -> Iterator[Remark]:
 
 
 def _seeds(study: Study, arm: Arm) -> Iterator[Remark]:
-    """The runs of a stage have the declared seeds, up to a look: they are not selected by results.
+    """The runs of a stage have the declared seeds, which are not selected by results.
 
     Screening seeds beyond the first ones count on from the last of these.
     """
     longer = arm.control == LONGER and study.controls['longer_seeds']
-    seeds = tuple(longer or study.seeds)
-    looks = [seeds] if longer else [seeds[:count] for count in study.looks]
     first = len(study.tuning.seeds)
     drawn = screening_seeds(study.tuning, max(first, study.tuning.max_seeds))
     screening = [drawn[:number] for number in range(first, len(drawn) + 1)]
-    for stage, allowed in ((SCREENING, screening), (VERDICT, looks)):
+    for stage, allowed in ((SCREENING, screening), (VERDICT, [tuple(longer or study.seeds)])):
         runs = [r.seeds for r in study.runs if r.key == arm.key and r.stage == stage]
         actual = tuple(dict.fromkeys(seed for of_run in runs for seed in of_run))
         if actual and sorted(actual) not in map(sorted, allowed):
@@ -243,44 +240,28 @@ def _trained(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
 
 
 def _differences(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
-    """Settings and data that differ between the arms of one baseline without being factors.
-
-    One remark for each setting or fact that differs, with its values and arms. If it can affect
-    results, each arm that differs from the baseline gets a blocking remark as well.
-    """
+    """Settings and data in which an arm differs from its baseline without being factors."""
     of_variants = [name for v in study.variants for name in re.findall(r'[?&](\w+)=', v)]
-    factors = {f'model.{name}' for name in (*_FACTORS, *of_variants)}
+    factors = {*_HARMLESS, *(f'model.{name}' for name in (*_FACTORS, *of_variants))}
     factors |= {f'model.{k}' if k in MODEL_KNOBS else f'trials.{k}s' for k in study.tuned_knobs}
-    groups: dict[Group, dict[ArmKey, dict[str, Any]]] = {}
-    for arm in (arm for arm in arms if arm.verdict_trials):
+
+    def facts(arm: Arm) -> dict[str, Any]:
         trial = arm.example
         settings = flat(study.by_name[trial.run].config)
-        groups.setdefault(arm.group, {})[arm.key] = {
+        return {
             **{n: v for n, v in settings if n not in factors and not n.startswith(OF_MACHINE)},
             **{f'data.{name}': value for name, value in flat(trial.data)},
             **{n: getattr(trial, n) for n in _MEASURED},
         }
-    for group, facts in groups.items():
-        for name in dict.fromkeys(name for of_arm in facts.values() for name in of_arm):
-            values = {key: str(of_arm.get(name, 'absent')) for key, of_arm in facts.items()}
-            if len(set(values.values())) == 1:
-                continue
-            by_value: dict[str, tuple[str, ...]] = {}
-            for key, value in values.items():
-                label = f'{key.variant} ({key.control})' if key.control else key.variant
-                by_value[value] = (*by_value.get(value, ()), label)
-            where = {
-                'name': name,
-                'size': group.size if len(study.sizes) > 1 else None,
-                'corpus': group.corpus if len(study.corpora) > 1 else None,
-            }
-            harmless = name in _HARMLESS
-            yield Remark(RemarkCode.DIFFERS, where | {'values': by_value, 'harmless': harmless})
-            baseline = [value for key, value in values.items() if key.variant == study.baseline]
-            for key, value in values.items() if not harmless and baseline else ():
-                if value != baseline[0]:
-                    data = {'name': name, 'value': value, 'baseline': baseline[0]}
-                    yield Remark(RemarkCode.DIFFERS_FROM_BASELINE, data, True, key)
+
+    for arm, baseline in with_baselines([arm for arm in arms if arm.verdict_trials]):
+        if baseline is not None and baseline is not arm:
+            of_arm, of_baseline = facts(arm), facts(baseline)
+            for name in dict.fromkeys((*of_baseline, *of_arm)):
+                value, other = (str(of.get(name, 'absent')) for of in (of_arm, of_baseline))
+                if value != other:
+                    data = {'name': name, 'value': value, 'baseline': other}
+                    yield Remark(RemarkCode.DIFFERS_FROM_BASELINE, data, True, arm.key)
 
 
 def _software(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
@@ -289,15 +270,14 @@ def _software(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
     Results of several commits, or of uncommitted changes, withhold every verdict unless
     the ledger accepts them.
     """
-    facts: dict[str, dict[str, set[tuple[ArmKey, str]]]] = {}
+    facts: dict[str, dict[str, dict[ArmKey, None]]] = {}
     for trial in (trial for arm in arms for trial in arm.trials):
         for name, value in flat(trial.provenance):
-            where = trial.key, trial.stage
-            facts.setdefault(name, {}).setdefault(str(value), set()).add(where)
+            facts.setdefault(name, {}).setdefault(str(value), {})[trial.key] = None
     accepted = study.ledger.accepted if study.ledger else {}
-    for name, places in facts.items():
-        if len(places) > 1 and (name.startswith(('versions.', 'imported.')) or name in _SOFTWARE):
-            values = {value: tuple(sorted(where, key=str)) for value, where in places.items()}
+    for name, arms_of in facts.items():
+        if len(arms_of) > 1 and (name.startswith(('versions.', 'imported.')) or name in _SOFTWARE):
+            values = {value: tuple(keys) for value, keys in arms_of.items()}
             is_code = name == 'git.commit' or name.startswith('imported.')
             why = accepted.get(COMMITS) if is_code else None
             data = {'name': name, 'values': values, 'accepted': why}
@@ -305,46 +285,6 @@ def _software(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
     if 'True' in facts.get('git.dirty', ()):
         why = accepted.get(UNCOMMITTED)
         yield Remark(RemarkCode.UNCOMMITTED_CHANGES, {'accepted': why}, why is None)
-
-
-def _look(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
-    """The next look, if some of the arms have results for it and others do not."""
-    primary = [key for key in study.arms if key.control is None]
-    for number, count in enumerate(study.looks if study.tuning else (), start=1):
-        seeds = study.seeds[:count]
-        reached = [arm.key for arm in arms if arm.control is None and arm.reached(seeds)]
-        if len(reached) < len(primary) and len(study.looks) > 1:
-            counts = {'look': number, 'looks': len(study.looks), 'seeds': count}
-            counts |= {'reached': len(reached), 'arms': len(primary)}
-            yield Remark(RemarkCode.LOOK_IN_PROGRESS, counts)
-            return
-
-
-def _few_seeds(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
-    few = [arm for arm in arms if arm.verdict_trials and len(arm.chosen) < ENOUGH_SEEDS]
-    if study.tuning and few:
-        counts = tuple(sorted({len(arm.chosen) for arm in few}))
-        keys = None if len(few) == len(arms) else tuple(arm.key for arm in few)
-        data = {'counts': counts, 'enough': ENOUGH_SEEDS, 'arms': keys}
-        yield Remark(RemarkCode.FEW_SEEDS, data)
-
-
-def _diverged(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
-    diverged = []
-    for arm in arms:
-        counts = tuple(
-            (
-                stage if arm.screening_trials else None,
-                sum(not t.finished for t in trials),
-                len(trials),
-                tuple(t.diverged_at for t in trials if t.diverged_at is not None),
-            )
-            for stage, trials in ((SCREENING, arm.screening_trials), (VERDICT, arm.verdict_trials))
-            if not all(trial.finished for trial in trials)
-        )
-        diverged += [(arm.key, counts)] if counts else []
-    if diverged:
-        yield Remark(RemarkCode.DIVERGED, {'arms': tuple(diverged)})
 
 
 def _evaluation(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
@@ -364,4 +304,4 @@ def _evaluation(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
 OF_STUDY = (_tuning, _declaration)
 OF_ARM = (_training, _results, _matching)
 OF_TUNED_ARM = (_post_hoc, _seeds, _settings, _splits)
-OF_ARMS = (_trained, _differences, _software, _look, _few_seeds, _diverged, _evaluation)
+OF_ARMS = (_trained, _differences, _software, _evaluation)

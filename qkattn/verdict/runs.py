@@ -63,8 +63,7 @@ class Trial:
     target_parameters: float | None
     residual: float | None
     planned_steps: int
-    seed: int
-    learning_rate: float
+    trial: Mapping[str, Any]  # its seed and settings, as the config has them
     at: Settings  # the values of all knobs
     status: str
     num_steps: int
@@ -75,9 +74,8 @@ class Trial:
     cache_floats_per_token: float | None
     declared_metrics: Mapping[str, Metric]  # METRICS, and those from outside of its run
     metrics: Mapping[str, Any]  # by their `result_fields`; None if not measured or diverged
-    # These three are of the run, all trials together.
+    # These two are of the run, all trials together.
     train_seconds: float | None
-    compile_seconds: float | None
     tokens_per_second: float | None
     lifting: str | None
     data: Mapping[str, Any]
@@ -88,6 +86,14 @@ class Trial:
     diverged_at: int | None = None  # first step without a finite loss and gradient; None if unknown
     # Losses by document on each split that has them, by the prefix of its metrics.
     documents: Mapping[str, Documents] = dataclasses.field(default_factory=dict)
+
+    @property
+    def seed(self) -> int:
+        return self.trial['seed']
+
+    @property
+    def learning_rate(self) -> float:
+        return self.trial['learning_rate']
 
     @property
     def finished(self) -> bool:
@@ -129,7 +135,7 @@ class Run:
     config: Mapping[str, Any]  # the resolved config as JSON
     trials: tuple[Trial, ...] = ()
     curve: Curve | None = None
-    step: int | None = None  # the last logged one, if any
+    final: Mapping[str, Any] | None = None  # the last record of its log, once it has ended
 
     @property
     def num_steps(self) -> int:
@@ -189,8 +195,6 @@ def parse_trial(record: Any, run: Run) -> Trial:
         **shared,
         key=run.key,
         planned_steps=run.num_steps,
-        seed=seed,
-        learning_rate=record['trial']['learning_rate'],
         at=(*settings, *(model[knob] for knob in MODEL_KNOBS)),
         declared_metrics=declared,
         metrics={name: record.get(name) for name in result_fields(declared)},
@@ -242,14 +246,14 @@ def _with_documents(run: Run, record: Any) -> Run:
         check(record[split], DOCUMENTS)
         names, tokens_C = tuple(record[split]['documents']), np.array(record[split]['tokens'])
         rows = [None if row is None else np.array(row, float) for row in record[split]['nats']]
-        if len(rows) != len(losses):
+        shapes = {row.shape for row in (tokens_C, *rows) if row is not None}
+        if len(rows) != len(losses) or shapes != {(len(set(names)),)}:
             raise ValueError(
-                f'split {split!r} has nats of {len(rows)} trials, not of {len(losses)}'
+                f'split {split!r} does not have one number for each of {len(losses)} trials and '
+                'each of its documents, named once'
             )
-        if any(row is not None and row.shape != (len(names),) for row in (tokens_C, *rows)):
-            raise ValueError(f'split {split!r} does not have one number for each of its documents')
-        if len(set(names)) < len(names) or not names or not (tokens_C > 0).all():
-            raise ValueError(f'split {split!r} repeats a document, or has one without targets')
+        if not names or not (tokens_C > 0).all():
+            raise ValueError(f'split {split!r} has a document without targets')
         count, total = getattr(run.trials[0], COUNTS[prefix]), sum(record[split]['tokens'])
         if count not in (None, total):
             raise ValueError(f'it has {total} tokens of split {split!r}, but its results {count}')
@@ -269,13 +273,13 @@ def _with_documents(run: Run, record: Any) -> Run:
 
 
 def _with_log(run: Run, path: Path, problems: list[str]) -> Run:
-    """With the last step of metrics.jsonl and, if no trial is missing, the curve."""
+    """With the final record of metrics.jsonl and, if no trial is missing, the curve."""
     label = f'{run.directory}/{path.name}'
     metrics = run.trials[0].declared_metrics if run.trials else METRICS
     logged = dict.fromkeys(logged_fields(metrics), tuple[float | None, ...] | None)
     measured = dict.fromkeys(result_fields(metrics), list | None)
-    records: list[dict[str, Any]] = []
     evaluations: dict[int, dict[str, Any]] = {}
+    last: dict[str, Any] = {}
     bad: list[str] = []
 
     def add(record: Any) -> None:
@@ -284,26 +288,27 @@ def _with_log(run: Run, path: Path, problems: list[str]) -> Run:
             check(record, FINAL | {n: hint for n, hint in measured.items() if n in record})
         if record['kind'] == 'eval' and run.trials:
             check(record, {'val_loss': list} | {n: h for n, h in logged.items() if n in record})
-            numbers = {name: len(record[name]) for name in logged if record.get(name)}
-            if other := [name for name in numbers if numbers[name] != run.num_trials]:
-                unlike = f'{numbers[other[0]]} values for {run.num_trials} trials'
-                raise ValueError(f'field {other[0]!r} has {unlike}')
-            if record['step'] <= (last := max(evaluations, default=-1)):
-                raise ValueError(f'step {record["step"]} follows step {last}')
+            for name in logged:
+                if (values := record.get(name)) and len(values) != run.num_trials:
+                    unlike = f'{len(values)} values for {run.num_trials} trials'
+                    raise ValueError(f'field {name!r} has {unlike}')
+            if record['step'] <= (before := max(evaluations, default=-1)):
+                raise ValueError(f'step {record["step"]} follows step {before}')
             evaluations[record['step']] = record
-        records.append(record)
+        last.clear()
+        last.update(record)
 
     for_each_line(path, label, bad, add)
     problems += bad[:MAX_NAMED]
     if more := len(bad[MAX_NAMED:]):
         problems.append(f'{label}: {more} more lines were left out.')
-    ended = bool(records) and records[-1]['kind'] == 'final'
-    evaluated = max(evaluations, default=None)
-    complete = ended and run.trials and evaluated == run.trials[0].num_steps
-    if run.trials and not bad and not complete:
+    final = last if last.get('kind') == 'final' else None
+    if not run.trials:
+        if final:
+            problems.append(f'results.jsonl lacks the results of {run.directory}, which has ended.')
+        return run
+    if not bad and not (final and max(evaluations, default=None) == run.trials[0].num_steps):
         problems.append(f'{label} does not end with the last evaluation and the final record.')
-    if ended and not run.trials:
-        problems.append(f'results.jsonl lacks the results of {run.directory}, which has ended.')
     curve = None
     if evaluations and len(run.trials) == run.num_trials:
         absent = [None] * run.num_trials
@@ -312,5 +317,4 @@ def _with_log(run: Run, path: Path, problems: list[str]) -> Run:
             for name in logged
         }
         curve = Curve(np.array(list(evaluations)), values_EX)
-    step = max((record['step'] for record in records), default=0)
-    return dataclasses.replace(run, curve=curve, step=step)
+    return dataclasses.replace(run, curve=curve, final=final)

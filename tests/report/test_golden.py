@@ -20,17 +20,7 @@ from qkattn.report.verify import difference, prints_of
 from qkattn.stats.decision import Decision
 from qkattn.stats.scaling import Problem, ProblemCode
 from qkattn.study.arm_key import ArmKey
-from qkattn.verdict import (
-    Findings,
-    NotScaled,
-    Reason,
-    ReasonCode,
-    Remark,
-    RemarkCode,
-    Study,
-    load_study,
-)
-from qkattn.verdict.load import Missing
+from qkattn.verdict import Findings, Reason, ReasonCode, Remark, RemarkCode, Study
 from tests.report.conftest import BASE, LONG, Page, arms, controlled, read, scaled, shifted
 from tests.studies import edit_plan, run_name, trial_record, tuned_arm, write_study, write_tuned
 
@@ -88,32 +78,29 @@ A, B = ArmKey('a', 's', 'c'), ArmKey('b', 's', 'c')
 CODES = {Remark: RemarkCode, Reason: ReasonCode, Problem: ProblemCode}
 # What codes hold, by name; below, what some of them hold else.
 DATA = {
-    **{'accepted': None, 'actual': (1, 2), 'apart': 2, 'arm': 1, 'arms': (A, B)},
-    **{'baseline': 'qk/vo', 'best': 1.6e-2, 'bleu': 3.5, 'corpus': 'c', 'cost': 0.05},
-    **{'counts': (1,), 'decision': Decision.BETTER, 'declared': (0, 1, 2), 'detectable': 0.0123},
-    **{'documents': 15, 'end': 'largest', 'enough': 5, 'expected': 2.0, 'factor': 2.5},
-    **{'final_fraction': 0.5, 'first_look': '2025-01-02', 'gain': 0.022, 'harmless': False},
+    **{'accepted': None, 'actual': (1, 2), 'apart': 2, 'arm': 1},
+    **{'baseline': 'qk/vo', 'best': 1.6e-2, 'bleu': 3.5, 'cost': 0.05},
+    **{'decision': Decision.BETTER, 'declared': (0, 1, 2), 'detectable': 0.0123},
+    **{'documents': 15, 'end': 'largest', 'expected': 2.0, 'factor': 2.5},
+    **{'final_fraction': 0.5, 'first_look': '2025-01-02', 'gain': 0.022},
     **{'high': 0.5, 'knob': 'weight_decay', 'learning_rates': (1e-3, 2e-3), 'limit': 0.1},
-    **{'look': 2, 'looks': 3, 'loss': 1.94, 'losses': (2.0, 2.1), 'low': 0.01, 'margin': 0.005},
+    **{'look': 2, 'loss': 1.94, 'losses': (2.0, 2.1), 'low': 0.01, 'margin': 0.005},
     **{'matched': 'total', 'mean': 0.02, 'n': 16, 'name': '5-gram', 'needed': 4, 'num_steps': 4000},
     **{'p': 1e-2, 'p_equivalence': 1e-4, 'parameters': (1000.0, 9000.0), 'planned': 2},
-    **{'problem': Problem(ProblemCode.SINGLE_LOSS, {}), 'r_squared': 0.5, 'reached': 1},
+    **{'problem': Problem(ProblemCode.SINGLE_LOSS, {}), 'r_squared': 0.5},
     **{'readable': 1, 'remarks': (Remark(RemarkCode.NO_TEST),), 'residual': 0.0123},
     **{'rows': (512, 1024), 'run': 'abc', 'runs': ('1', '2', '3', '4'), 'schedule': 'linear'},
-    **{'sd': 0.4, 'seeds': (7, 8), 'side': Decision.WORSE, 'size': 's', 'sizes': 2, 'step': 40},
+    **{'sd': 0.4, 'seeds': (7, 8), 'side': Decision.WORSE, 'sizes': 2, 'step': 40},
     **{'split': 'test', 'stage': 'verdict', 'stopped': 1, 'target': 12000, 'test': -0.01},
     **{'test_tokens': (9,), 'times': 3.0, 'tokens': 512000, 'tolerance': 1e-3, 'trials': 8},
     **{'tuned': False, 'typical': -0.001, 'usual': 0.012, 'validation': 0.002, 'value': 0.25},
     **{'values': (0.1, 0.2), 'yardstick': 1.577},
 }
 OTHER = {
-    'remark_diverged': {'arms': ((A, (('screening', 1, 10, (12,)), ('verdict', 2, 8, (7, 30)))),)},
-    'remark_differs': {'values': {'1': ('a', 'b', 'c', 'd'), 'f' * 40: ('e',)}},
     'remark_differs_from_baseline': {'value': '1'},
     'remark_evaluation': {'tokens': (65536,), 'documents': (99, 120)},
-    'remark_look_in_progress': {'seeds': 12, 'arms': 7},
     'remark_other_setting': {'actual': 1.0},
-    'remark_software_differs': {'values': {'1': ((A, 'screening'),), '2': ((B, 'verdict'),)}},
+    'remark_software_differs': {'values': {'1': (A,), 'f' * 40: (A, B, A, B)}},
     'reason_diverged': {'baseline': 2},
     'problem_extrapolated': {'parameters': 1000.0},
 }
@@ -129,7 +116,7 @@ def clauses() -> str:
             data = DATA | OTHER.get(name, {})
             about = {argument: data[argument] for argument in getattr(module, name).arguments}
             lines.append(f'{name}: {prose.clause(kind(code, about), comparisons=7)}')
-    return '\n'.join([*lines, *(f'{code.name}: {prose.clause(code)}' for code in NotScaled)]) + '\n'
+    return '\n'.join(lines) + '\n'
 
 
 @pytest.mark.stored
@@ -149,24 +136,16 @@ def test_every_code_is_a_clause_with_its_numbers():
 
 def test_every_clause_has_a_code():
     names = {f'{kind.__name__}_{c.name}'.lower() for kind in CODES for c in CODES[kind]}
-    names |= {f'not_scaled_{code.name}'.lower() for code in NotScaled}
     macros = dir(prose.environment(html=False).get_template('clauses.j2').module)
-    kinds = ('remark_', 'reason_', 'problem_', 'not_scaled_')
+    kinds = ('remark_', 'reason_', 'problem_')
     assert {name for name in macros if name.startswith(kinds)} == names
 
 
-def test_a_remark_names_its_arm_and_progress_its_stage():
+def test_a_remark_names_its_arm():
     subjects = {'Its ': {}, 'a at s: its ': {'arm': A}, 'every arm: its ': {'every_arm': True}}
     for subject, about in subjects.items():
         text = prose.remark(Remark(RemarkCode.NO_TEST, **about))
         assert text == f'{subject}trials have no test loss, and the test split decides.'
-    for about, text in (
-        ((None,), 'not started'),
-        (('verdict',), 'verdict not started'),
-        (('single', None, 30, 80), 'step 30 of 80'),
-        (('screening', 'learning_rate', 3, 1800), 'screening of learning rate, step 3 of 1,800'),
-    ):
-        assert prose.progress(Missing(None, A, *about)) == text
 
 
 def summary(directory):
@@ -205,26 +184,15 @@ def test_many_arms_are_counted_and_described_ones_are_a_range(study_dir):
 def test_what_stands_first_or_last(study_dir):
     """Positive controls that fail, what blocks every arm; arms without verdict trials."""
     expected = ['b/vo is worse', 'b/vo is not worse']
-    controls = write_tuned(study_dir / 'controls', pair(), expected=expected)
-    first, verdicts, passed, _ = summary(controls)
+    first, verdicts, passed, _ = summary(write_tuned(study_dir / 'a', pair(), expected=expected))
     assert first.startswith('Positive control fails: b/vo is expected to be not worse than qk/vo, ')
     assert 'and is worse (+0.02' in first and 'b/vo (+0.02' in verdicts
     assert passed.startswith('Positive control: b/vo is worse than qk/vo, as expected (+0.02')
-    shared = {'tuning__seeds': [100, 7]}
-    blocked = write_tuned(study_dir / 'blocked', pair(screening_seeds=(100, 7)), **shared)
-    first, _ = summary(blocked)
-    assert first.startswith('No verdict: screening and verdict share seed 7, which')
+    shared = write_tuned(study_dir / 'b', pair(screening_seeds=(100, 7)), tuning__seeds=[100, 7])
+    assert summary(shared)[0].startswith('No verdict: screening and verdict share seed 7, which')
     records = tuned_arm('qk/vo', losses=BASE) + tuned_arm('b/vo', losses=BASE)[:10]
-    *_, last, _ = summary(write_tuned(study_dir / 'screened', records))
+    *_, last, _ = summary(write_tuned(study_dir / 'c', records))
     assert last == '1 arm of 2 has no verdict trials so far.'
-    # One that waits for its next interim analysis has some.
-    records = [r for v in ('qk/vo', 'b/vo') for r in tuned_arm(v, losses=BASE)[:14]]
-    late = [(v, 'd_model=128', 'verdict', None, f'{v} late') for v in ('qk/vo', 'b/vo')]
-    waiting = write_tuned(study_dir / 'waiting', records, looks=[4, 8], declared=late)
-    for *_, name in late:
-        edit_plan(waiting, name, trials__seeds=[4, 5, 6, 7])
-    assert len(load_study(waiting).missing) == 2
-    assert 'no verdict trials' not in ' '.join(summary(waiting))
 
 
 @pytest.mark.parametrize(

@@ -15,14 +15,10 @@ from qkattn.verdict.load import Study
 
 def figures(study: Study, findings: Findings) -> tuple[Drawing, ...]:
     """All figures that the results allow, the main ones first."""
+    look = styles(study.variants, study.baseline)
     with style_sheet():
-        return tuple(
-            Drawing(figure, stem, values)
-            for figure, stem, values in _figures(
-                study, findings, styles(study.variants, study.baseline)
-            )
-            if figure is not None
-        )
+        drawn = list(_figures(study, findings, look))
+    return tuple(Drawing(figure, stem, values) for figure, stem, values in drawn if figure)
 
 
 def _figures(
@@ -48,6 +44,5 @@ def _figures(
     laws = any(not law.fit.problem for law in findings.scaling)
     figure = lines.loss_against_parameters(study, findings, look)
     yield figure, 'loss_parameters', {'split': loss.split, 'laws': laws}
-    yield forest.multipliers(study, findings, look), 'multipliers', {}
     if probes := columns.probes(findings.arms):
         yield forest.levels(study, findings, look, [loss, *probes]), 'retrieval', {}

@@ -63,14 +63,13 @@ def forest(
     reference: str = '_',
     margin: float | None = None,
     limits: tuple[float, float] | None = None,
-    dot: str = 'one seed',
     longest: int = 44,
 ) -> Figure:
     """Panels below each other, in which name and text of a line stand above its mean.
 
-    Beside the axis, they would leave no room for it on a narrow screen. `reference` and `dot` are
-    the names of the dashed line and of the small dots in the legend; a mean beyond `limits` is an
-    arrowhead at the edge; names beyond `longest` characters are cut in the middle.
+    Beside the axis, they would leave no room for it on a narrow screen. `reference` is the name of
+    the dashed line in the legend; a mean beyond `limits` is an arrowhead at the edge; names beyond
+    `longest` characters are cut in the middle.
     """
     line_height = _LINE if any(line.right for panel in drawn for line in panel.lines) else 0.46
     height = [line_height * len(panel.lines) + 0.7 for panel in drawn]
@@ -84,7 +83,7 @@ def forest(
             ax.axvline(panel.reference, label=reference, **REFERENCE)
         names = [short(line.name or line.arm, longest) for line in panel.lines]
         for y, (line, name) in enumerate(zip(panel.lines, names, strict=True)):
-            _draw(ax, y, line, look, limits, dot)
+            _draw(ax, y, line, look, limits)
             weight = {'weight': 'bold'} if line.is_decided else {'color': MUTED}
             _above(ax, y + _TEXT, line.right, **weight)
             _above(ax, y + (_NAME if line.right else 1.4 * _TEXT), name)
@@ -100,9 +99,7 @@ def forest(
     return figure
 
 
-def _draw(
-    ax: Axes, y: int, line: Line, look: Styles, limits: tuple[float, float] | None, dot: str
-) -> None:
+def _draw(ax: Axes, y: int, line: Line, look: Styles, limits: tuple[float, float] | None) -> None:
     if line.mean is None:
         _above(ax, y, line.absent, style='italic', color=MUTED)
         return
@@ -112,9 +109,8 @@ def _draw(
     color = look[line.arm]['color']
     if line.low is not None:
         ax.hlines(y, line.low, line.high, color, linewidth=2, label='95 % interval')
-    dots = SEEDS | {'label': dot, 'color': color}
     if line.seeds:
-        ax.scatter(line.seeds, [y + _SEEDS] * len(line.seeds), **dots)
+        ax.scatter(line.seeds, [y + _SEEDS] * len(line.seeds), color=color, **SEEDS)
     low, high = limits or (-math.inf, math.inf)
     marker = '<' if line.mean < low else '>' if line.mean > high else look[line.arm]['marker']
     mean = {'s': 42, 'linewidths': 0.8, 'edgecolors': 'white', 'zorder': 4, 'label': 'mean'}
@@ -213,19 +209,3 @@ def limits_of(lines: Sequence[Line], margin: float, far: float = 6.0) -> tuple[f
     shown = np.clip(every, -limit, limit)
     pad = 0.05 * (max(shown) - min(shown))
     return (min(shown) - pad, max(shown) + pad) if pad else None
-
-
-def multipliers(study: Study, findings: Findings, look: Styles) -> Figure | None:
-    """How many baseline parameters one of each arm's is worth, the best first; None if unknown."""
-    lines = []
-    for law in findings.scaling:
-        name, worth = prose.on_corpus(study, law), law.multiplier
-        if worth is not None and worth.problem:
-            lines.append(Line(law.variant, absent='see the table', name=name))
-        elif worth is not None:
-            line = Line(law.variant, worth.value, worth.low, worth.high, worth.by_size)
-            lines.append(line._replace(right=prose.bracketed(worth), name=name))
-    xlabel = 'baseline parameters per parameter of the arm'
-    panel = Panel(_ranked(lines, -1), xlabel, reference=1.0)
-    known = any(line.mean is not None for line in lines)
-    return forest([panel], look, dot='one size') if known else None
