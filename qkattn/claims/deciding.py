@@ -22,7 +22,8 @@ from qkattn.claims.protocol import pick
 from qkattn.claims.studies import UNIT, Loaded, Results
 from qkattn.errors import ConfigError
 from qkattn.report.prose import NOT_RECORDED, SPLITS, device, reasons
-from qkattn.stats.inference import LEVEL, Difference, to_find
+from qkattn.stats.decision import ALPHA
+from qkattn.stats.inference import Difference, to_find
 from qkattn.storage.run_directory import describe_start
 from qkattn.study.arm_key import EQUAL_SHAPE, LONGER, ArmKey
 from qkattn.verdict import Decision, judging
@@ -245,7 +246,7 @@ def _needed_by(item: Evidence) -> tuple[float, str]:
     else:
         size = max(abs(difference.mean), margin)
         about = f'to find a difference of {size:.2g} nats/token in {where}'
-    alpha = (verdict.alpha or 1 - LEVEL) / max(1, verdict.num_comparisons)
+    alpha = ALPHA / max(1, verdict.num_comparisons)
     if (more := to_find(difference, size, alpha)) is None:
         hidden = difference.tuning_low + difference.tuning_high
         return 1e9, f'a finer sweep, as this one leaves {hidden:.2g} nats/token open, {about}'

@@ -51,7 +51,6 @@ PHRASES = {
     ClaimVerdict.FAILS_HERE: ('⊗', 'fails in one setting', 'fail in one setting'),
     ClaimVerdict.UNDECIDED: ('○', 'is undecided', 'are undecided'),
 }
-_LAWS = ('loss_parameters', 'multipliers')
 _SPOKEN = ('for or against|the claim', True)
 _SHAPES = {Kind.REMOVED: 'same shape', Kind.MATCHED: 'equal count'}
 
@@ -163,7 +162,7 @@ def _scaling(directory: Path) -> tuple[Study, Findings] | None:
 
 
 def _laws(study: Study, findings: Findings) -> list[Drawing]:
-    return [figure for figure in figures(study, findings) if figure.stem in _LAWS]
+    return [figure for figure in figures(study, findings) if figure.stem == 'loss_parameters']
 
 
 @functools.cache

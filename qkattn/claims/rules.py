@@ -14,6 +14,7 @@ so the test of their intersection errs at most at that rate (Berger 1982, Techno
 from collections.abc import Iterable
 
 from qkattn.claims.claim import AS_REPORTED, RELATIONS, ClaimResult, ClaimVerdict, Kind, Row, Speaks
+from qkattn.stats.decision import ALPHA
 from qkattn.verdict import Decision
 from qkattn.verdict.codes import Comparison, ReasonCode, Verdict
 
@@ -37,7 +38,7 @@ def finding(
     """The decision or one-sided finding on the arm of a row, and whether it supports the claim.
 
     A one-sided finding decides the relation of an undecided arm. It is tested at the arm's share of
-    the error rate, alpha / comparisons (Bonferroni), and the mean of the validation split has to
+    the error rate, ALPHA / comparisons (Bonferroni), and the mean of the validation split has to
     lie on the same side of the margin. A false one needs a difference beyond the margin, where
     equivalence would be false too: its error rate is that of the verdicts.
     """
@@ -52,10 +53,9 @@ def finding(
         p, sign = difference.p_not_better, -1
         if side == NOT_WORSE:
             p, sign = difference.p_not_worse, 1
-        if p is not None and verdict.alpha is not None:
-            shown = p <= verdict.alpha / max(1, verdict.num_comparisons)
-            if shown and sign * comparison.validation < difference.margin:
-                return side, speaks
+        shown = p is not None and p <= ALPHA / max(1, verdict.num_comparisons)
+        if shown and sign * comparison.validation < difference.margin:
+            return side, speaks
     true, false = RELATIONS[relation]
     against = Speaks.AGAINST if decision in false else Speaks.OPEN
     return decision.value, Speaks.FOR if decision in true else against

@@ -92,4 +92,3 @@ class Verdict:
     # |Difference| (nats/token) found with probability 0.8 after that correction.
     detectable: float | None = None
     num_comparisons: int = 0  # the size of the family that Holm's correction is for
-    alpha: float | None = None  # the error rate of the family

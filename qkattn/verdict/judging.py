@@ -16,7 +16,6 @@ from qkattn.verdict.arms import Arm, Pair, compare, with_baselines
 from qkattn.verdict.codes import Comparison, Decision, Reason, ReasonCode, Remark, Verdict
 from qkattn.verdict.load import Study
 
-ALPHA = 1 - inference.LEVEL  # the error rate of a family
 Key = TypeVar('Key', bound=Hashable)
 # An arm and its baseline, which may be missing, on each of the corpora that count together.
 Case = Sequence[tuple[Arm, Arm | None]]
@@ -156,7 +155,7 @@ def judge(
             means = {'test': comparison.difference.mean, 'validation': comparison.validation}
             reasons.append(Reason(ReasonCode.SPLITS_DISAGREE, {'decision': decided} | means))
             decided = Decision.UNDECIDED
-        numbers = vars(judgement) | {'num_comparisons': family, 'alpha': ALPHA}
+        numbers = vars(judgement) | {'num_comparisons': family}
         verdicts[key] = Verdict(**numbers | {'decision': decided, 'reasons': tuple(reasons)})
     return verdicts
 
@@ -198,7 +197,7 @@ def _outcome(
     margin = difference.margin
     if judged.decision is Decision.EQUIVALENT:
         yield Reason(ReasonCode.EQUIVALENT, {'p': p_same})
-        if p <= ALPHA:
+        if p <= decision.ALPHA:
             data = {'side': side, 'margin': margin, 'p': p}
             yield Reason(ReasonCode.DIFFERENT_WITHIN_MARGIN, data)
     elif judged.decision in DECIDED:
@@ -206,7 +205,7 @@ def _outcome(
         beyond = judged.decision is side
         code = ReasonCode.BEYOND_MARGIN if beyond else ReasonCode.NOT_BEYOND_MARGIN
         yield Reason(code, {'margin': margin, 'p': p_margin})
-    elif p <= ALPHA:
+    elif p <= decision.ALPHA:
         yield Reason(ReasonCode.DIFFERENT_BUT_DIVERGED, {'side': side, 'p': p})
     else:
         data = {'p': p, 'p_equivalence': p_same, 'detectable': judged.detectable}

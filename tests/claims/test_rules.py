@@ -36,7 +36,7 @@ def compared(values, margin, validation=None):
 
 def arm(mean, validation=None, *, sd=0.002, decision=Decision.UNDECIDED, **fields):
     """Verdict and comparison of an arm with 8 pairs around a mean difference."""
-    fields = {'alpha': 0.05, 'num_comparisons': 4} | fields
+    fields = {'num_comparisons': 4} | fields
     return Verdict(decision, **fields), compared([mean - sd, mean + sd] * 4, 0.005, validation)
 
 
@@ -68,7 +68,6 @@ def test_one_side_of_the_margin_suffices():
         {'validation': 0.006},
         {'decision': Decision.NO_VERDICT},
         {'reasons': DIVERGED},
-        {'alpha': None},
         {'num_comparisons': 10**7},
         {'sd': 0.02},
     ):
@@ -164,7 +163,7 @@ SLACK = 3 * (0.05 * 0.95 / NUMBER) ** 0.5
 def simulated(losses, size, relation, family):
     comparison = compared(losses, MARGIN)
     judged = decision.judge({0: comparison.difference}, planned=family)[0]
-    verdict = Verdict(judged.decision, num_comparisons=family, alpha=0.05)
+    verdict = Verdict(judged.decision, num_comparisons=family)
     return row(rules.finding(row(OPEN), relation, verdict, comparison)[1], size=str(size))
 
 

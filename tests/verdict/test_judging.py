@@ -132,7 +132,6 @@ def test_verdicts_by_hand(study_dir):
     holm = [3 * raw[0], 2 * raw[1], raw[2]]
     assert [a.verdict.p_holm for a in findings.arms[1:]] == pytest.approx(holm, rel=1e-6)
     assert findings.num_comparisons == 3 and findings.scaling == ()
-    assert b.verdict.alpha == pytest.approx(0.05)
     assert [(reason.code.name, reason.data) for reason in b.verdict.reasons] == [
         ('DIFFERENT', {'p': b.verdict.p_holm}),
         ('BEYOND_MARGIN', {'margin': 0.005, 'p': b.verdict.p_margin_holm}),
