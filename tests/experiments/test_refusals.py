@@ -60,7 +60,7 @@ CASES = [
     ('convert', 'absent', '--apply=merg', "unknown conversion 'merg'"),
     ('convert', 'run', '--out=pair', 'pair already holds parameters'),
     ('analyze', 'run', '--text=a', '--tokens=1 2', 'exclude each other'),
-    ('analyze', 'run', '--text=a', '--text has 1 tokens; the model reads 2 to 24'),
+    ('analyze', 'run', '--text=a', '--text has 1 tokens; the model reads 2 to 16'),
     ('analyze', 'run', '--text=a\udc80', '--text cannot be encoded'),
     ('analyze', 'run', '--tokens=1 900', "--tokens='1 900' must be whole numbers from 0 to 255"),
     ('analyze', 'run', '--text=abc', '--target=abc', 'no other model reads --target'),
@@ -77,12 +77,12 @@ CASES = [
 
 
 @pytest.fixture(scope='session')
-def sources(trained_run, tmp_path_factory):
+def sources(small_run, tmp_path_factory):
     """Models by name: a run of a decoder, and exported parameters of an encoder-decoder."""
     pair = tmp_path_factory.mktemp('sources') / 'pair'
     sizes = {'d_model': 16, 'num_layers': 1, 'num_heads': 2, 'context': 8}
     save_model(pair, ModelConfig(kind='encoder_decoder', **sizes))
-    return {'run': trained_run[1], 'pair': pair}
+    return {'run': small_run[1], 'pair': pair}
 
 
 @pytest.mark.parametrize('case', CASES, ids=lambda case: ' '.join(case)[-60:])

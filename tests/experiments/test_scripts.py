@@ -21,7 +21,6 @@ from qkattn.jobs.output import EXIT_UNREAD
 from qkattn.model import cost
 from qkattn.report.verify import NOT_COVERED
 from qkattn.storage import ledger
-from qkattn.train import exported
 from qkattn.train.loop import train
 from tests.convert.test_published import make_tensors, write
 from tests.data.datasets import contents, write_texts
@@ -33,10 +32,10 @@ SCRIPTS = [name for name in shipped('experiments') if not name.startswith('_')]
 
 
 @pytest.fixture
-def run(trained_run, tmp_path):
-    """`trained_run`, also as run/ in the working directory."""
-    (tmp_path / 'run').symlink_to(trained_run[1])
-    return trained_run
+def run(small_run, tmp_path):
+    """`small_run`, also as run/ in the working directory."""
+    (tmp_path / 'run').symlink_to(small_run[1])
+    return small_run
 
 
 # Help, and what nobody reads
@@ -93,27 +92,20 @@ def test_what_nobody_reads_ends_quietly(script_here, unread, monkeypatch):
 
 # Runs and their models
 
-RUN = """
-from qkattn.config import *
-
-def get_config():
-    return to_config_dict(Config(
-        model=ModelConfig(num_layers=1, num_heads=2, d_model=16, context=7),
-        data=DataConfig(name='recall(pairs=2)', eval_sequences=8),
-        optimizer=OptimizerConfig(warmup_steps=2),
-        train=TrainConfig(num_steps=20, batch_size=4, steps_per_dispatch=5, log_every=5,
-                          eval_every=10, checkpoint_every=20, lifting='map',
-                          metrics=('confidence:top(k=3)',)),
-        trials=TrialsConfig(seeds=(0, 1)),
-    ))
+RECALL = """
+--config.data.name=recall(pairs=2) --config.data.eval_sequences=8 --config.model.context=7
+--config.model.num_layers=1 --config.model.num_heads=2 --config.model.d_model=16
+--config.optimizer.warmup_steps=2 --config.train.num_steps=20 --config.train.batch_size=4
+--config.train.steps_per_dispatch=5 --config.train.log_every=5 --config.train.eval_every=10
+--config.train.checkpoint_every=20 --config.train.lifting=map --config.trials.seeds=(0,1)
+--config.train.metrics=('confidence:top(k=3)',)
 """
 
 
 def test_training_prints_its_losses_and_where_everything_lies(
     script_here, printed, tmp_path, outside
 ):
-    (tmp_path / 'run.py').write_text(RUN)
-    done = script_here('train', '--config=run.py', '--workdir=out')
+    done = script_here('train', '--config=run.py', '--workdir=out', *RECALL.split())
     assert done.returncode == 0, done.stderr
     loss = r'\d\.\d{4} to \d\.\d{4} nats/token'
     for step in (10, 20):
@@ -152,20 +144,20 @@ def test_a_config_is_described_on_a_pod_without_accelerators(start, tmp_path):
 
 
 def test_a_run_continues_a_prompt(script_here, printed, run):
-    def text(*flags):
-        return printed('generate', '--source=run', '--num_tokens=16', *flags)
+    def text(*flags, num_tokens=12):
+        return printed('generate', '--source=run', f'--num_tokens={num_tokens}', *flags)
 
     done = script_here('generate', 'run')
     assert done.stderr.splitlines()[-1] == (
         'run: qk/vo, step 12, trial 0 of 2 (seed=0 learning_rate=0.01 weight_decay=0.0005)'
     )
-    # A new document that fills the context of 24, beside the separator; its last token is not fed.
-    assert done.stdout == text('--num_tokens=24', '--temperature=0.8') and done.stdout.strip()
+    # A new document that fills the context of 16, beside the separator; its last token is not fed.
+    assert done.stdout == text('--temperature=0.8', num_tokens=16) and done.stdout.strip()
     one, other, third = (
         text('--prompt=def f', *flags) for flags in (['--seed=5'], ['--seed=5', '--trial=1'], [])
     )
     assert one.startswith('def f') and len(one.encode()) > 6 and other != one != third
-    assert len(text('--prompt_tokens=100 101 102 32 102').split()) == 16
+    assert len(text('--prompt_tokens=100 101 102 32 102').split()) == 12
 
 
 def test_a_run_is_converted_generates_the_same_text_and_trains_on(refusal, printed, run, tmp_path):
@@ -175,30 +167,20 @@ def test_a_run_is_converted_generates_the_same_text_and_trains_on(refusal, print
     assert 'merge: merged/vo, largest relative logit change' in text
     assert float(text.split('logit change ')[1].split()[0]) < 1e-4
     assert 'without optimizer state' in text
-    greedy = ('--prompt=def f(', '--num_tokens=12', '--temperature=0', f'--data={config.data.name}')
+    greedy = ('--prompt=def f(', '--num_tokens=10', '--temperature=0', f'--data={config.data.name}')
     text = printed('generate', '--source=run', '--trial=1', *greedy)
     assert printed('generate', '--source=merged', *greedy) == text
     assert 'already holds' in refusal(*flags)
+    text = printed('convert', '--source=run', '--apply=truncate(rank=2)')
+    assert 'layer 0: truncate(rank=2) leaves out' in text and 'wrote' not in text
+    sentence = refusal('convert', '--source=run', '--apply=merge', '--apply=unmerge(rank=1)')
+    assert 'unmerge(rank=1) is refused: layer 0' in sentence
     init_from = dataclasses.replace(config.train, init_from=str(tmp_path / 'merged'))
     with pytest.raises(ConfigError, match='parameter blocks.attention.score'):
         train(dataclasses.replace(config, train=init_from), tmp_path / 'other')
     merged = dataclasses.replace(config.model, score='merged')
     results = train(dataclasses.replace(config, model=merged, train=init_from), tmp_path / 'on')
     assert all(result['status'] == 'finished' for result in results)
-
-
-def test_a_gpt2_model_is_merged_and_generates_the_same_text(refusal, printed, tmp_path):
-    write(tmp_path / 'gpt2', make_tensors())
-    text = printed('convert', '--source=gpt2', '--apply=merge', '--out=merged')
-    assert 'wrote merged' in text and 'optimizer' not in text
-    assert exported.load(tmp_path / 'merged')[0].score == 'merged'
-    greedy = ('--prompt_tokens=5 17 20', '--num_tokens=7', '--temperature=0')
-    text = printed('generate', '--source=gpt2', *greedy)
-    assert len(text.split()) == 7 and printed('generate', '--source=merged', *greedy) == text
-    text = printed('convert', '--source=gpt2', '--apply=truncate(rank=2)')
-    assert 'layer 1: truncate(rank=2) leaves out' in text and 'wrote' not in text
-    sentence = refusal('convert', '--source=gpt2', '--apply=unmerge(rank=1)')
-    assert 'unmerge(rank=1) is refused: layer 0' in sentence
 
 
 def test_nothing_is_written_where_an_exact_conversion_moves_the_logits(
@@ -233,7 +215,7 @@ def test_a_run_is_measured_on_its_own_data_or_on_a_text(refusal, printed, run, t
     )
     assert len(table) == len(written['rows']) and written['step'] == 12
     assert written['reference'] == {k: written[k] for k in ('source', 'trial', 'step', 'model')}
-    assert np.shape(written['spectra'][0]['singular_values']) == (2, 32)
+    assert np.shape(written['spectra'][0]['singular_values']) == (2, 16)
     values = {key: rows['value'] for key, rows in table.groupby(['quantity', 'subject'])}
     assert len(values['symmetric_share', 'A']) == 2
     assert (values['drift', 'A'] == 0).all() and (values['drift', 'B'] == 0).all()
