@@ -52,9 +52,9 @@ os._exit(0 if code == 'leaves' else int(code))
 """
 
 
-def launch(name: str, *arguments: str, folder: Path = LAUNCH, **kwargs):
+def launch(name: str, *arguments: str, **kwargs):
     """Runs a launcher to its end."""
-    command = [sys.executable, str(folder / f'{name}.py'), *arguments]
+    command = [sys.executable, str(LAUNCH / f'{name}.py'), *arguments]
     return subprocess.run(command, capture_output=True, text=True, **kwargs)
 
 
