@@ -8,11 +8,12 @@ python -m experiments.analyze runs/merged --reference=runs/small
 The source is any that experiments.convert reads. Attention patterns and gradients are those of the
 text or tokens; without either, of validation rows of a run. Induction is measured on random tokens.
 With --reference, drift is that of A[n] and B[n] from those of another model. --out receives
-analysis.csv, analysis.json, figures, and for a text or tokens the probabilities, maps.csv.
+analysis.csv, analysis.json and figures, and of a text or tokens the probabilities, maps.npz.
 """
 
 import dataclasses
-from collections.abc import Mapping
+import io
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -68,46 +69,26 @@ COLUMNS = (
     ('induction|(best head)', 'induction_score', 'pattern'),
     ('logit|deviation', 'logit_deviation', 'pattern'),
 )
-# Heat maps: their subject and the quantities that they show.
-FIGURES = {
-    'matrices': (
-        'A',
-        ('effective_rank', 'symmetric_share', 'directionality', 'definiteness', 'drift'),
-    ),
-    'ov_matrices': ('B', ('effective_rank', 'symmetric_share', 'definiteness', 'norm', 'drift')),
-    'patterns': (
-        'pattern',
-        ('entropy', 'diagonal_mass', 'previous_token_mass', 'induction_score', 'logit_deviation'),
-    ),
-}
-# Query tokens and key tokens of a site.
-Words = tuple[list[str], list[str]]
-# Most lines of maps.csv, about 100 MB.
-MAX_LINES = 2_000_000
 NUM_ROWS = 8  # validation rows that a run reads
 
 
 def main() -> None:
     keep_programs()
-    if SOURCE.value is None:
-        raise ConfigError(
-            '--source=DIRECTORY is required, or the directory alone, as in analyze runs/small'
-        )
     if TEXT.value is not None and TOKENS.value is not None:
         raise ConfigError('--text and --tokens exclude each other')
     out = None if OUT.value is None else as_path(OUT.value)
     if out is not None and (out / 'analysis.json').exists():
         raise ConfigError(f'{out} already holds an analysis; give another directory')
-    source = loading.load(SOURCE.value)
+    source = loading.load(cli.required(SOURCE))
     trial = source.check_trial(TRIAL.value)
     model, about = chosen(source, trial)
     reference, about['reference'] = None, None
     if REFERENCE.value is not None:
         other = loading.load(REFERENCE.value)
         reference, about['reference'] = chosen(other, trial if len(other.models) > 1 else 0)
-    batch, words = None, None
+    batch, tokens = None, None
     if TEXT.value is not None or TOKENS.value is not None:
-        batch, words = given(source, model)
+        batch, tokens = given(source, model)
     elif source.config is not None:
         source_rows = rows_of(source.config)
         count = min(NUM_ROWS, source_rows.count('validation'))
@@ -121,24 +102,13 @@ def main() -> None:
         places = [f'{site} {layer}' for site, layer, name in analysis.missing if name == circuit]
         if places:
             print(f'{", ".join(places)}: {why}, so there is no matrix {circuit}[n]')
-    if out is None:
-        return
-    make_directory(out)
-    rows = pd.DataFrame([dataclasses.asdict(row) for row in analysis.rows], dtype=object)
-    write_atomic(out / 'analysis.csv', rows.to_csv(index=False, lineterminator='\n'))
-    spectra = [
-        {'site': site, 'layer': layer, 'circuit': circuit, 'singular_values': s_ND}
-        for (site, layer, circuit), s_ND in analysis.spectra.items()
-    ]
-    missing = [
-        dict(zip(('site', 'layer', 'circuit'), place, strict=True)) for place in analysis.missing
-    ]
-    about |= {'rows': analysis.rows, 'spectra': spectra, 'missing': missing}
-    write_json(out / 'analysis.json', about, indent=None)
-    if words is not None:
-        write_maps(out, model, batch, words)
-    draw(out, analysis)
-    print(f'wrote {out}')
+    if out is not None:
+        make_directory(out)
+        write_numbers(out, analysis, about)
+        draw(out, analysis)
+        if tokens is not None:
+            write_maps(out, model, batch, tokens)
+        print(f'wrote {out}')
 
 
 def chosen(source: loading.Loaded, trial: int) -> tuple[Transformer, dict[str, Any]]:
@@ -148,45 +118,40 @@ def chosen(source: loading.Loaded, trial: int) -> tuple[Transformer, dict[str, A
     return model, about | {'model': model.config}
 
 
-def given(source: loading.Loaded, model: Transformer) -> tuple[dict[str, Any], dict[str, Words]]:
-    """The text or the tokens of the flags, as a batch of one row and as tokens by site."""
+def given(source: loading.Loaded, model: Transformer) -> tuple[dict, dict[str, list[str]]]:
+    """The text or the tokens of the flags: a batch of one row, and tokens by its array."""
     config, translates = model.config, isinstance(model, EncoderDecoder)
     if translates != (TARGET.value is not None) or (translates and TOKENS.value is not None):
         raise ConfigError(
             'an encoder_decoder reads --text and --target, and no other model reads --target'
         )
     if translates:
-        ids, words = tokens_of(source, TEXT, config.encoder.context)
-        targets, target_words = tokens_of(source, TARGET, config.context)
-        batch = {'tokens_BT': np.array([targets], np.int32), 'source_BS': np.array([ids], np.int32)}
-        return batch, {
-            'attention': (target_words, target_words),
-            'encoder/attention': (words, words),
-            'cross_attention': (target_words, words),
-        }
-    ids, words = tokens_of(source, TOKENS if TEXT.value is None else TEXT, config.context)
-    return next_token_batch(model, np.array([ids], np.int32)), {'attention': (words, words)}
+        texts = {'source_BS': (TEXT, config.encoder.context), 'tokens_BT': (TARGET, config.context)}
+    else:
+        texts = {'tokens_BT': (TOKENS if TEXT.value is None else TEXT, config.context)}
+    read = {name: tokens_of(source, *text) for name, text in texts.items()}
+    batch: dict[str, Any] = {name: np.array([ids], np.int32) for name, (ids, _) in read.items()}
+    batch = batch if translates else next_token_batch(model, batch['tokens_BT'])
+    return batch, {name: tokens for name, (_, tokens) in read.items()}
 
 
 def tokens_of(
     source: loading.Loaded, flag: flags.FlagHolder, context: int
 ) -> tuple[list[int], list[str]]:
     """The token ids of a flag, given as a text or as numbers, and the text of each."""
-    text, vocab_size = flag.value, source.model_config.vocab_size
     if flag is TOKENS:
-        if not all(word.isdecimal() and int(word) < vocab_size for word in text.split()):
-            raise ConfigError(f'--tokens={text!r} must be whole numbers from 0 to {vocab_size - 1}')
-        ids, words = [int(word) for word in text.split()], text.split()
+        ids = cli.token_ids(flag, source.model_config.vocab_size)
+        tokens = [*map(str, ids)]
     else:
         tokenizer = loading.tokenizer_for(source, DATA.value, '--tokens')
         try:
-            ids = tokenizer.encode(text).tolist()
+            ids = tokenizer.encode(flag.value).tolist()
         except ValueError as error:
             raise ConfigError(f'--{flag.name} cannot be encoded: {error}') from error
-        words = [tokenizer.decode([number]).replace('\n', '\\n') for number in ids]
+        tokens = [tokenizer.decode([number]).replace('\n', '\\n') for number in ids]
     if not 2 <= len(ids) <= context:
         raise ConfigError(f'--{flag.name} has {len(ids)} tokens; the model reads 2 to {context}')
-    return ids, words
+    return ids, tokens
 
 
 def table(analysis: Analysis) -> str:
@@ -205,50 +170,62 @@ def table(analysis: Analysis) -> str:
     return text_table(titles, [[f'{site} {layer}', *line] for (site, layer), line in lines.items()])
 
 
+def write_numbers(out: Path, analysis: Analysis, about: dict[str, Any]) -> None:
+    """analysis.csv, a line a number; analysis.json, with all singular values."""
+    rows = pd.DataFrame([dataclasses.asdict(row) for row in analysis.rows], dtype=object)
+    write_atomic(out / 'analysis.csv', rows.to_csv(index=False, lineterminator='\n'))
+    keys = ('site', 'layer', 'circuit')
+    spectra = [
+        dict(zip(keys, circuit, strict=True)) | {'singular_values': s_ND}
+        for circuit, s_ND in analysis.spectra.items()
+    ]
+    missing = [dict(zip(keys, circuit, strict=True)) for circuit in analysis.missing]
+    about = about | {'rows': analysis.rows, 'spectra': spectra, 'missing': missing}
+    write_json(out / 'analysis.json', about, indent=None)
+
+
 def write_maps(
-    out: Path, model: Transformer, batch: Mapping[str, Any], words: Mapping[str, Words]
+    out: Path, model: Transformer, batch: dict[str, Any], tokens: dict[str, list[str]]
 ) -> None:
-    """Figures of the probabilities, and maps.csv: a line for a head, query and key it may see."""
-    inputs = {name: batch[name] for name in ('tokens_BT', 'source_BS') if name in batch}
+    """The probabilities p_NTS of each layer, NaN for what a query may not see: figures, maps.npz.
+
+    The file also holds the tokens, under the names of the arrays that hold their ids.
+    """
+    inputs = {name: batch[name] for name in tokens}
     maps: dict[str, dict[int, np.ndarray]] = {}
-    tables = []
     for (site, layer), pattern in jax.jit(attention_patterns)(model, inputs).items():
         p_NTS = np.asarray(pattern.probabilities_BNTS[0], np.float32)
-        p_NTS = np.where(pattern.mask_BTS[0], p_NTS, np.nan)
-        maps.setdefault(site, {})[layer] = p_NTS
-        queries, keys = (np.array(tokens, object) for tokens in words[site])
-        n, t, s = np.nonzero(np.isfinite(p_NTS))
-        places = {'site': site, 'layer': layer, 'head': n, 'query': t, 'key': s}
-        tokens = {'query_token': queries[t], 'key_token': keys[s]}
-        tables.append(pd.DataFrame({**places, **tokens, 'probability': p_NTS[n, t, s]}))
+        maps.setdefault(site, {})[layer] = np.where(pattern.mask_BTS[0], p_NTS, np.nan)
     for site, layers in maps.items():
-        save(out, f'maps{suffix(site)}', attention_maps, layers, *words[site])
-    count = sum(map(len, tables))
-    if count > MAX_LINES:
-        print(f'maps.csv would have {count:,} lines, more than {MAX_LINES:,}; give a shorter text')
-        return
-    text = pd.concat(tables).to_csv(index=False, lineterminator='\n', float_format='%.6g')
-    write_atomic(out / 'maps.csv', text)
+        # Of a model that is no encoder_decoder, the attention is among the only tokens.
+        queries = tokens['source_BS' if site.startswith('encoder') else 'tokens_BT']
+        keys = tokens['source_BS'] if site == 'cross_attention' else queries
+        save(out, f'maps{suffix(site)}', attention_maps, layers, queries, keys)
+    arrays = {f'{site} {layer}': p for site, layers in maps.items() for layer, p in layers.items()}
+    np.savez_compressed(content := io.BytesIO(), **arrays, **tokens)
+    write_atomic(out / 'maps.npz', content.getvalue())
 
 
 def draw(out: Path, analysis: Analysis) -> None:
-    """Singular values and quantities of every site, as PNG."""
+    """Singular values, and heat maps of all quantities of the heads, of every site, as PNG."""
     spectra: dict[tuple[str, str], dict[int, np.ndarray]] = {}
     for (site, layer, circuit), s_ND in analysis.spectra.items():
         spectra.setdefault((site, circuit), {})[layer] = s_ND
     for (site, circuit), layers in spectra.items():
-        stem = f'singular_values_{circuit}{suffix(site)}'
-        save(out, stem, singular_values, layers, f'{circuit}[n]')
-    for site in dict.fromkeys(row.site for row in analysis.rows if row.head is not None):
-        measured = {(row.subject, row.quantity) for row in analysis.rows if row.site == site}
-        for name, (subject, quantities) in FIGURES.items():
-            values = {
-                quantity.replace('_', ' '): analysis.values(quantity, subject, site)
-                for quantity in quantities
-                if (subject, quantity) in measured
-            }
-            if values:
-                save(out, name + suffix(site), heat_maps, values)
+        save(
+            out,
+            f'singular_values_{circuit}{suffix(site)}',
+            singular_values,
+            layers,
+            f'{circuit}[n]',
+        )
+    heads = {(row.site, row.subject, row.quantity) for row in analysis.rows if row.head is not None}
+    for (site, subject), group in itertools.groupby(sorted(heads), key=lambda head: head[:2]):
+        quantities = {
+            quantity.replace('_', ' '): analysis.values(quantity, subject, site)
+            for *_, quantity in group
+        }
+        save(out, f'heads_{subject}{suffix(site)}', heat_maps, quantities)
 
 
 def save(out: Path, stem: str, function: Any, *arguments: Any) -> None:

@@ -50,13 +50,12 @@ OUT = flags.DEFINE_string('out', None, 'Directory to write to.')
 
 def main() -> None:
     keep_programs()
-    if SOURCE.value is None:
-        raise ConfigError(f'--source is required; conversions are {", ".join(CONVERSIONS)}')
+    path = cli.required(SOURCE)
     for text in APPLY.value:
         parse_conversion(text)  # refuses a misspelled conversion before anything is loaded
     if OUT.value is not None and (as_path(OUT.value) / exported.PARAMETERS).exists():
         raise ConfigError(f'{OUT.value} already holds parameters; give another directory')
-    source = loading.load(SOURCE.value, num_heads=NUM_HEADS.value)
+    source = loading.load(path, num_heads=NUM_HEADS.value)
     trial = source.check_trial(TRIAL.value)
     config, params = reference = source.model_config, source.params[trial]
     length = min(config.context, 64)
@@ -64,7 +63,7 @@ def main() -> None:
     diverged = (
         '' if source.alive[trial] else f'; trial {trial} diverged, its last finite parameters'
     )
-    print(f'{SOURCE.value}: {config.variant}, {config.num_layers} layers{diverged}')
+    print(f'{path}: {config.variant}, {config.num_layers} layers{diverged}')
     for text in APPLY.value:
         try:
             config, params, errors = convert_model(text, config, params)
@@ -86,7 +85,7 @@ def main() -> None:
         print(f'{text}: {config.variant}, largest relative logit change {change:.2e}')
     if OUT.value is None:
         return
-    origin = {'source': Path(SOURCE.value).name, 'trial': trial, 'applied': APPLY.value}
+    origin = {'source': Path(path).name, 'trial': trial, 'applied': APPLY.value}
     exported.save(OUT.value, config, params, origin=origin)
     variant = json.dumps({'score': config.score, 'value': config.value})
     without = 'without optimizer state: its moments do not transform with the parameters'

@@ -46,11 +46,7 @@ SEED = flags.DEFINE_integer('seed', 0, 'Random seed of the sampling.')
 
 def main() -> None:
     keep_programs()
-    if SOURCE.value is None:
-        raise ConfigError(
-            '--source=DIRECTORY is required, or the directory alone, as in generate runs/small'
-        )
-    source = loading.load(SOURCE.value)
+    source = loading.load(cli.required(SOURCE))
     trial = source.check_trial(TRIAL.value)
     model = source.models[trial]
     if not isinstance(model, Decoder) or isinstance(model, Encoder):
@@ -60,13 +56,7 @@ def main() -> None:
         )
     tokenizer, vocab_size = None, model.config.vocab_size
     if PROMPT_TOKENS.value is not None:
-        words = PROMPT_TOKENS.value.split()
-        if not words or not all(word.isdecimal() and int(word) < vocab_size for word in words):
-            raise ConfigError(
-                f'--prompt_tokens={PROMPT_TOKENS.value!r} must be whole numbers from 0 to '
-                f'{vocab_size - 1}'
-            )
-        ids = [int(word) for word in words]
+        ids = cli.token_ids(PROMPT_TOKENS, vocab_size)
     else:
         tokenizer = loading.tokenizer_for(source, DATA.value, '--prompt_tokens')
         vocab_size = tokenizer.vocab_size

@@ -28,15 +28,14 @@ VERIFY = flags.DEFINE_bool('verify', False, 'Compare the shards in --out with th
 
 @signals.exit_on_signal()
 def main() -> None:
-    if OUT.value is None:
-        raise ConfigError('--out=DIRECTORY is required')
+    out = cli.required(OUT)
     if VERIFY.value:
-        if problems := verify(OUT.value):
+        if problems := verify(out):
             raise ConfigError('; '.join(problems))
-        print(f'{OUT.value}: all shards have their sha256')
+        print(f'{out}: all shards have their sha256')
         return
     data = cli.read_config(CONFIG).data
-    index = prepare(data, OUT.value, shard_tokens=TOKENS.value)
+    index = prepare(data, out, shard_tokens=TOKENS.value)
     for split, info in index.splits.items():
         count = len(info.shards)
         print(
@@ -44,7 +43,7 @@ def main() -> None:
             f'{info.num_documents:,} documents, {info.num_bytes:,} bytes'
         )
     print(f'{index.tokenizer_name}, {index.vocab_size:,} ids')
-    print(f'to train: --config.data.name=shards --config.data.path={OUT.value}')
+    print(f'to train: --config.data.name=shards --config.data.path={out}')
 
 
 if __name__ == '__main__':

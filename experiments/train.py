@@ -56,16 +56,15 @@ def main() -> None:
         return
     if TOPOLOGY.value is not None:
         raise ConfigError('--topology needs --dry_run')
-    if WORKDIR.value is None:
-        raise ConfigError('--workdir=DIRECTORY is required')
-    for result in train(config, WORKDIR.value, trace=Trace(PROFILE.value)):
+    workdir = cli.required(WORKDIR)
+    for result in train(config, workdir, trace=Trace(PROFILE.value)):
         trial = ' '.join(f'{name}={value}' for name, value in result['trial'].items())
         at = '' if result.get('diverged_at') is None else f' at step {result["diverged_at"]:,}'
         print(f'{trial}: {result["status"]}{at}')
         for split, texts in summary(result).items() if result['status'] == FINISHED else ():
             text = f'{split} {", ".join(texts)}'
             print(textwrap.fill(text, 100, initial_indent='  ', subsequent_indent='    '))
-    print('\n'.join(f'{name:<12}{where}' for name, where in places(WORKDIR.value).items()))
+    print('\n'.join(f'{name:<12}{where}' for name, where in places(workdir).items()))
 
 
 def places(workdir: str) -> dict[str, str]:

@@ -40,9 +40,7 @@ AVERAGE = flags.DEFINE_integer(
 
 def main() -> None:
     keep_programs()
-    if SOURCE.value is None:
-        raise ConfigError('--source=DIRECTORY is required')
-    source = loading.load(SOURCE.value, average=AVERAGE.value)
+    source = loading.load(cli.required(SOURCE), average=AVERAGE.value)
     config, model = source.config, source.models[source.check_trial(TRIAL.value)]
     if config is None:
         raise ConfigError(f'--source={SOURCE.value} is not the directory of a training run')

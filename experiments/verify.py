@@ -41,6 +41,7 @@ NUMBERS = flags.DEFINE_string(
     'Sources of the numbers of pages and config headers.',
 )
 WRITE = flags.DEFINE_bool('write', False, 'Write the blocks of results before checking them.')
+OF_PAGES = {**BLOCKS, 'benchmark': verify.Block(record.block)}
 
 
 @functools.cache
@@ -83,10 +84,8 @@ def main() -> None:
     if RESULTS.value is None:
         raise ConfigError('--results=DIRECTORY is required: an installation has no results')
     if WRITE.value:
-        count = sum(verify.check_page(page, BLOCKS, write=True) for page in PAGES.value)
+        count = sum(verify.check_page(page, OF_PAGES, write=True) for page in PAGES.value)
         print(f'{counted(count, "block")} of results written')
-        count = sum(record.check_page(page, write=True) for page in PAGES.value)
-        print(f'{counted(count, "table")} of benchmarks written')
     results = Path(RESULTS.value)
     declarations = sorted([*results.glob('*/study.json'), *results.glob('claims/*/*/study.json')])
     if not declarations:
@@ -122,14 +121,12 @@ def _pages() -> list[str]:
 
 
 def _check_pages(pages: list[str]) -> None:
-    counts = {page: verify.check_page(page, BLOCKS) for page in pages}
+    counts = {page: verify.check_page(page, OF_PAGES) for page in pages}
     if not any(counts.values()):
         raise ReportError(f'--pages={",".join(counts)} contain no block of results')
     for page, count in counts.items():
         if count:
-            print(f'{Path(page).name}: {counted(count, "block")} checked against the studies')
-    tables = sum(map(record.check_page, pages))
-    print(f'{counted(tables, "table")} of benchmarks checked against their rounds')
+            print(f'{Path(page).name}: {counted(count, "block")} checked against the results')
     entries = check_numbers(NUMBERS.value)
     print(
         f'{Path(NUMBERS.value).name}: {counted(entries["logged"], "sentence")} checked against the '

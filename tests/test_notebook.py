@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+import pytest
 
 NOTEBOOK = Path(__file__).parents[1] / 'docs/notebook.ipynb'
 
@@ -46,6 +47,8 @@ def _outputs(source: str, namespace: dict[str, Any], number: int):
         yield {**result, 'data': data}
 
 
+@pytest.mark.slow
+@pytest.mark.stored
 def test_the_notebook_runs_and_its_text_is_what_is_stored():
     stored, again = json.loads(NOTEBOOK.read_text()), executed(NOTEBOOK.read_text())
     for notebook in (stored, again):

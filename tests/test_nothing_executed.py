@@ -8,7 +8,7 @@ import json
 import pickle
 import re
 import sys
-import types
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,22 +23,16 @@ from tests.refusals import refused
 from tests.test_architecture import FILES, ROOT
 
 
-def test_the_pickle_would_be_noticed():
-    with pytest.raises(SystemExit):
-        pickle.loads(PICKLE)
-
-
-def test_neither_a_file_of_a_run_nor_a_module_beside_it_is_executed(tmp_path):
+def test_no_module_beside_a_run_is_executed(tmp_path):
     """Variants from outside the package come from the path of the interpreter alone."""
-    config = json.dumps({'hash': 'x', 'config': {'model': {'score': 'evil:Score'}}}).encode()
+    with pytest.raises(SystemExit):  # it would be noticed
+        pickle.loads(PICKLE)
+    config = {'hash': 'x', 'config': {'model': {'score': 'evil:Score'}}}
     (tmp_path / 'evil.py').write_text('raise SystemExit')
-    for name in ('provenance.json', 'result.json', 'metrics.jsonl'):
-        (tmp_path / name).write_bytes(PICKLE)
-    for content in (PICKLE, config):
-        (tmp_path / 'config.json').write_bytes(content)
-        for read in (show_run_report, exported.load):
-            with refused('', (ConfigError, SpecError)):
-                read(tmp_path)
+    (tmp_path / 'config.json').write_text(json.dumps(config))
+    for read in (show_run_report, exported.load):
+        with refused('', (ConfigError, SpecError)):
+            read(tmp_path)
 
 
 def test_no_published_weights_are_executed(tmp_path, monkeypatch):
@@ -53,7 +47,7 @@ def test_no_published_weights_are_executed(tmp_path, monkeypatch):
         for read in (load_gpt2, load_nanogpt):
             with pytest.raises(ConfigError):
                 read(tmp_path / 'model.safetensors')
-    monkeypatch.setitem(sys.modules, 'torch', types.SimpleNamespace(load=torch_load))
+    monkeypatch.setitem(sys.modules, 'torch', SimpleNamespace(load=torch_load))
     (tmp_path / 'ckpt.pt').write_bytes(PICKLE)
     with refused('cannot be read as a torch checkpoint: Weights only'):
         load_nanogpt(tmp_path / 'ckpt.pt')
@@ -72,5 +66,3 @@ def test_the_source_calls_nothing_that_executes_data():
         assert not EXECUTING.search(path.read_text()), path
     for bad in ('pickle.load(f)', 'x = eval(y)', 'np.load(p, allow_pickle=True)'):
         assert EXECUTING.search(bad)
-    for good in ('re.compile(p)', 'jax.jit(f).lower(x).compile()', 'literal_eval(x)'):
-        assert not EXECUTING.search(good)

@@ -21,6 +21,7 @@ from qkattn.study import variant_tables
 from qkattn.study.arms import build_arms
 from tests.attention import examples  # noqa: F401, makes the modules of docs/extend.md importable
 from tests.experiments.conftest import added_flags_removed
+from tests.launch.launchers import launch_here
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / 'README.md').read_text()
@@ -107,9 +108,9 @@ def commands() -> list[str]:
 def started_by(launcher: str) -> str:
     """The command that a launcher starts, after a dry run; '' where it starts none."""
     own, separator, started = launcher.partition(' -- ')
+    path, *flags = shlex.split(own)
     behind = ['--', *shlex.split(started)] if separator else []
-    command = [sys.executable, *shlex.split(own), '--dry_run', *behind]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = launch_here(Path(path).stem, *flags, '--dry_run', *behind, env={**os.environ})
     assert done.returncode == 0, done.stderr
     return started and f'.venv/bin/python -m experiments.{started}'
 

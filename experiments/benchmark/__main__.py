@@ -60,31 +60,25 @@ def main() -> None:
             record.write(directory, facts, groups)
             print(f'{record.table(group)}\n', flush=True)
     if SCALE.value != 'smoke':  # whose sizes say nothing about a target
-        kind = record.machine_kind(facts['machine'])
-        print('\n'.join(record.target_lines(groups, kind)))
+        print('\n'.join(record.target_lines(groups, facts['machine'])))
     print(directory / record.FILE)
 
 
 def machine() -> dict[str, Any]:
     """CPU, cores, memory, devices, versions and commit: what a result depends on."""
     installed = {dist.name: dist.version for dist in importlib.metadata.distributions()}
+    query = 'nvidia-smi --query-gpu=name --format=csv,noheader'  # jax would take their memory
+    gpus = subprocess.getoutput(query).splitlines() if shutil.which('nvidia-smi') else []
     return {
         'cpu': cpu(),
         'cores': len(usable_cores()),
         'memory_bytes': os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'),
-        'accelerators': accelerators(),
+        'accelerators': gpus,
         'platform': platform.platform(),
         'python': platform.python_version(),
         'versions': {name: installed.get(name) for name in (*RECORDED_VERSIONS, 'torch')},
         'git': git_state(Path(qkattn.__file__).parent),
     }
-
-
-def accelerators() -> list[str]:
-    """The NVIDIA GPUs by name; initializing jax here would take their memory."""
-    if not shutil.which('nvidia-smi'):
-        return []
-    return subprocess.getoutput('nvidia-smi --query-gpu=name --format=csv,noheader').splitlines()
 
 
 if __name__ == '__main__':

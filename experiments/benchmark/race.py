@@ -59,7 +59,7 @@ class Row:
     name: str
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     rounds: Sequence[float] = ()
-    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
     work: str = ''
 
     @property
@@ -74,16 +74,10 @@ class Row:
         first, _, third = statistics.quantiles(self.rounds, n=4, method='inclusive')
         return first, third
 
-    def ratio(self, reference: 'Row') -> float | None:
+    def ratio(self, reference: 'Row') -> float:
         """The median of ratios of seconds, round by round, so that drift of the machine cancels."""
         pairs = zip(self.rounds, reference.rounds, strict=False)
-        ratios = [seconds / other for seconds, other in pairs]
-        return statistics.median(ratios) if ratios else None
-
-    def per_second(self, name: str) -> float | None:
-        """extra[name] of a step over the median seconds of one."""
-        amount = self.extra.get(name)
-        return amount / self.median if amount and self.rounds else None
+        return statistics.median(seconds / other for seconds, other in pairs)
 
 
 def race(
@@ -97,31 +91,33 @@ def race(
       seconds: that a row is timed for in a round, at least; at least one call.
       shared: whether one process builds and times all rows, in place of one for each.
     """
-    measured: list[tuple[Row, Process, dict[str, Any], list[float]]] = []
+    built: list[tuple[Row, Process, dict[str, Any]]] = []
     with contextlib.ExitStack() as stack:
         for row in rows:
-            if not (shared and measured):
+            if not (shared and built):
                 process = stack.enter_context(Process(usable_cores()[-cores:]))
             with waiting('benchmark', f'building {row.name}'):
-                built = process.ask({'work': row.work, 'settings': row.settings})
-            measured.append((row, process, built, []))
+                answer = process.ask({'work': row.work, 'settings': row.settings})
+            built.append((row, process, answer | {'rounds': []}))
         for number in range(rounds):
             with waiting('benchmark', f'round {number + 1} of {rounds}'):
-                for _, process, built, times in measured:
-                    if 'failed' not in built:
-                        calls = max(1, math.ceil(seconds / built['seconds']))
-                        answer = process.ask({'number': built['number'], 'calls': calls})
+                for _, process, work in built:
+                    if 'failed' not in work:
+                        calls = max(1, math.ceil(seconds / work['seconds']))
+                        answer = process.ask({'number': work['number'], 'calls': calls})
                         if 'failed' in answer:
-                            built['failed'] = answer['failed']
+                            work |= answer | {'rounds': []}
                         else:
-                            times.append(answer['seconds'] / (calls * built['steps']))
-    done = []
-    for row, _, built, times in measured:
-        failed = {'failed': built['failed']} if 'failed' in built else {}
-        extra, times = (failed, []) if failed else ({**row.extra, **built['extra']}, times)
-        settings = {**row.settings, 'cores': cores}
-        done.append(dataclasses.replace(row, settings=settings, rounds=times, extra=extra))
-    return done
+                            work['rounds'].append(answer['seconds'] / (calls * work['steps']))
+    return [
+        dataclasses.replace(
+            row,
+            settings={**row.settings, 'cores': cores},
+            rounds=work['rounds'],
+            extra={'failed': work['failed']} if 'failed' in work else row.extra | work['extra'],
+        )
+        for row, _, work in built
+    ]
 
 
 class Process(contextlib.AbstractContextManager):
@@ -156,6 +152,12 @@ class Process(contextlib.AbstractContextManager):
         return {'failed': f'its process ended with code {self._process.wait()}'}
 
 
+def bind(cores: Sequence[int]) -> None:
+    """Binds this process to cores, where the system can."""
+    if hasattr(os, 'sched_setaffinity'):
+        os.sched_setaffinity(0, cores)
+
+
 def serve(cores: Sequence[int]) -> None:
     """Answers each order, a JSON object on a line of standard input, by one on standard output.
 
@@ -163,8 +165,7 @@ def serve(cores: Sequence[int]) -> None:
     {'number', 'calls'} runs it that often -> 'seconds' of all calls.
     What fails -> 'failed', a sentence.
     """
-    if hasattr(os, 'sched_setaffinity'):
-        os.sched_setaffinity(0, cores)
+    bind(cores)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one ends it
     answers = os.fdopen(os.dup(1), 'w', buffering=1)
     os.dup2(2, 1)  # what libraries print
@@ -172,29 +173,20 @@ def serve(cores: Sequence[int]) -> None:
     for line in sys.stdin:
         order = json.loads(line)
         try:
+            answer = {}
             if 'work' in order:
-                answer = _build(order['work'], order['settings'], works)
-            else:
-                answer = {'seconds': _seconds(works[order['number']], order['calls'])}
+                module, function = order['work'].split(':')
+                if module == OWN:
+                    keep_freed_memory()  # before an import starts a thread
+                work = getattr(importlib.import_module(module), function)(**order['settings'])
+                work.run(1)
+                works.append(work)
+                order = {'number': len(works) - 1, 'calls': 1}
+                answer = {'number': order['number'], 'steps': work.steps, 'extra': work.extra}
+            start = time.perf_counter()
+            works[order['number']].run(order['calls'])
+            answer['seconds'] = time.perf_counter() - start
         except Exception as error:  # whatever a library raises, out of memory too
             traceback.print_exc()
             answer = {'failed': f'{type(error).__name__}: {error}'.splitlines()[0]}
         print(json.dumps(answer), file=answers)
-
-
-def _build(name: str, settings: Mapping[str, Any], works: list[Work]) -> dict[str, Any]:
-    """Appends a work, after its first call, to `works`; the answer that describes it."""
-    module, function = name.split(':')
-    if module == OWN:
-        keep_freed_memory()  # before an import starts a thread
-    work = getattr(importlib.import_module(module), function)(**settings)
-    work.run(1)
-    works.append(work)
-    built = {'number': len(works) - 1, 'steps': work.steps, 'extra': work.extra}
-    return {**built, 'seconds': _seconds(work, 1)}
-
-
-def _seconds(work: Work, calls: int) -> float:
-    start = time.perf_counter()
-    work.run(calls)
-    return time.perf_counter() - start

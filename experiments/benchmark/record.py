@@ -3,7 +3,6 @@
 import dataclasses
 import fnmatch
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,14 +52,13 @@ def write(directory: Path, facts: Mapping[str, Any], groups: Sequence[Group]) ->
     write_atomic(directory / FILE, json.dumps(document, indent=1) + '\n')
 
 
-def read(directory: str | Path) -> tuple[dict[str, Any], list[Group]]:
+def read(directory: Path) -> tuple[dict[str, Any], list[Group]]:
     """The machine of a benchmark, and what it has measured.
 
     Raises:
-      FileNotFoundError: there is none in the directory.
-      ReportError: a file that is damaged, or of another schema.
+      ReportError: a file that is absent, damaged or of another schema.
     """
-    path = Path(directory) / FILE
+    path = directory / FILE
     try:
         document = parse_json(path.read_text('utf-8'))
         groups = [
@@ -68,7 +66,7 @@ def read(directory: str | Path) -> tuple[dict[str, Any], list[Group]]:
             for g in document['groups']
         ]
         machine, schema = dict(document['machine']), document['schema']
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ReportError(f'{path} is not a benchmark: {error!r}; measure it again') from error
     if schema != SCHEMA:
         raise ReportError(f'{path} has schema {schema}; this version reads {SCHEMA}')
@@ -84,32 +82,24 @@ def cells(row: Row, group: Group) -> dict[str, str]:
     """The printed numbers of a row by heading, as far as it has them."""
     if not row.rounds:
         return {'failed': row.extra.get('failed', '')}
-    low, high = row.quartiles
     reference, numbers = group.row(group.reference), row.extra
-    times = {'ms': row.median, 'from': low, 'to': high}
-    printed = {name: _milliseconds(seconds) for name, seconds in times.items()}
+    times = zip(('ms', 'from', 'to'), (row.median, *row.quartiles), strict=True)
+    printed = {
+        name: f'{1e3 * seconds:,.3g}' if seconds < 1 else f'{1e3 * seconds:,.0f}'
+        for name, seconds in times
+    }
     if reference and row is not reference:
         printed['ratio'] = f'{row.ratio(reference):.3f}'
         differ = len({other.extra.get('flops') for other in group.rows}) > 1
         if differ and numbers.get('flops'):
             printed['ratio / by FLOPs'] = f'{_ratio_by_flops(row, reference):.3f}'
-    if rate := row.per_second('tokens'):
-        printed['tokens/s'] = f'{rate:,.0f}'
-    if numbers.get('peak_flops') and (rate := row.per_second('flops')):
-        printed['MFU'] = f'{rate / numbers["peak_flops"]:.1%}'
+    if numbers.get('tokens'):
+        printed['tokens/s'] = f'{numbers["tokens"] / row.median:,.0f}'
+    if numbers.get('flops') and numbers.get('peak_flops'):  # of earlier versions
+        printed['MFU'] = f'{numbers["flops"] / row.median / numbers["peak_flops"]:.1%}'
     if 'cache_bytes' in numbers:
         printed['cache MiB'] = f'{numbers["cache_bytes"] / 2**20:,.2f}'
     return printed
-
-
-def _milliseconds(seconds: float) -> str:
-    return f'{1e3 * seconds:,.3g}' if seconds < 1 else f'{1e3 * seconds:,.0f}'
-
-
-def _ratio_by_flops(row: Row, reference: Row) -> float | None:
-    """Its ratio of times, divided by the ratio that FLOPs predict."""
-    ratio = row.ratio(reference)
-    return ratio and ratio / (row.extra['flops'] / reference.extra['flops'])
 
 
 def table(group: Group, *, markdown: bool = False) -> str:
@@ -127,101 +117,73 @@ def table(group: Group, *, markdown: bool = False) -> str:
     return f'{title}\n{text_table(headings, lines)}'
 
 
-def _over(name: str, ratio: Callable = Row.ratio) -> Callable:
-    """The function from a row to its ratio to another row of its group."""
-
-    def number(row: Row, group: Group) -> float | None:
-        reference = group.row(name)
-        return None if reference is None or row is reference else ratio(row, reference)
-
-    return number
+def _ratio_by_flops(row: Row, reference: Row) -> float:
+    """Its ratio of times, divided by the ratio that FLOPs predict."""
+    return row.ratio(reference) / (row.extra['flops'] / reference.extra['flops'])
 
 
-def _cache(row: Row, group: Group) -> float:
+def _cache(row: Row, _: Row) -> float:
     return row.extra['cache_bytes'] / row.extra['predicted_cache_bytes']
 
 
 class Target(NamedTuple):
-    """A number of the rows of a suite that is at most `limit`; where several have it, the worst."""
+    """A number of rows beside their reference that is at most `limit`; of several, the worst."""
 
     text: str
     suite: str
     row: str  # a pattern: '*' is any
-    number: Callable[[Row, Group], float | None]
+    reference: str  # name of a row of the same group
     limit: float
     machine: str = ''  # 'cpu' or 'gpu'; '' is any
+    number: Callable[[Row, Row], float] = Row.ratio
 
 
 STEP, STUDY = 'a training step over', 'a study of 8 runs by --workers=auto over the same in'
 VARIANT = "a variant's step over qk/vo's, divided by the ratio of their FLOPs"
 TARGETS = (
-    Target(f"{STEP} torch.compile's", 'steps', QKATTN, _over('torch.compile'), 1.1, 'cpu'),
-    Target(f"{STEP} torch.compile's", 'steps', QKATTN, _over('torch.compile'), 1 / 1.1, 'gpu'),
-    Target(f'{STEP} that of functional JAX', 'steps', QKATTN, _over('functional JAX'), 1.03),
-    Target(VARIANT, 'steps', '*', _over('qk/vo', _ratio_by_flops), 1.15, 'cpu'),
-    Target(VARIANT, 'steps', '*', _over('qk/vo', _ratio_by_flops), 1.2, 'gpu'),
-    Target('8 trials by vmap over 8 runs', 'stacks', 'vmap, 8 *', _over(ONE_RUN), 0.25, 'gpu'),
-    Target('bytes of a real cache over those predicted', 'decoding', '*', _cache, 1),
-    Target(f'{STUDY} {ONE_PROCESS}', 'study', WORKERS, _over(ONE_PROCESS), 0.55, 'cpu'),
+    Target(f"{STEP} torch.compile's", 'steps', QKATTN, 'torch.compile', 1.1, 'cpu'),
+    Target(f"{STEP} torch.compile's", 'steps', QKATTN, 'torch.compile', 1 / 1.1, 'gpu'),
+    Target(f'{STEP} that of functional JAX', 'steps', QKATTN, 'functional JAX', 1.03),
+    Target(VARIANT, 'steps', '*', 'qk/vo', 1.15, 'cpu', _ratio_by_flops),
+    Target(VARIANT, 'steps', '*', 'qk/vo', 1.2, 'gpu', _ratio_by_flops),
+    Target('8 trials by vmap over 8 runs', 'stacks', 'vmap, 8 *', ONE_RUN, 0.25, 'gpu'),
+    Target('bytes of a real cache over those predicted', 'decoding', '*', 'qk/vo', 1, '', _cache),
+    Target(f'{STUDY} {ONE_PROCESS}', 'study', WORKERS, ONE_PROCESS, 0.55, 'cpu'),
     # As slow as one process that has two cores, where threads bring nothing.
-    Target(f'{STUDY} {ONE_CORE}', 'study', WORKERS, _over(ONE_CORE), 0.55, 'cpu'),
+    Target(f'{STUDY} {ONE_CORE}', 'study', WORKERS, ONE_CORE, 0.55, 'cpu'),
 )
 
 
-def target_lines(groups: Iterable[Group], machine: str) -> Iterator[str]:
+def target_lines(groups: Iterable[Group], machine: Mapping[str, Any]) -> Iterator[str]:
     """A line for each target of this kind of machine that has been measured, met or missed."""
-    timed = [(group, row) for group in groups for row in group.rows if row.rounds]
+    kind = 'gpu' if machine['accelerators'] else 'cpu'
+    groups = list(groups)
     for target in TARGETS:
         numbers = [
-            target.number(row, group)
-            for group, row in timed
+            target.number(row, reference)
+            for group in groups
+            for row in group.rows
             if group.suite == target.suite and fnmatch.fnmatch(row.name, target.row)
+            if row.rounds and (reference := group.row(target.reference))
         ]
-        worst = max((number for number in numbers if number is not None), default=None)
-        if worst is not None and target.machine in ('', machine):
-            missed = worst / target.limit - 1
+        if numbers and target.machine in ('', kind):
+            missed = max(numbers) / target.limit - 1
             reached = f'missed by {missed:.1%}' if missed > 0 else 'met'
-            yield f'{target.text}: {worst:.3g}, at most {target.limit:g}: {reached}'
+            yield f'{target.text}: {max(numbers):.3g}, at most {target.limit:g}: {reached}'
 
 
-def machine_kind(machine: Mapping[str, Any]) -> str:
-    return 'gpu' if machine['accelerators'] else 'cpu'
+def block(path: Path, _: str = '') -> str:
+    """The tables of DIRECTORY/PATTERN: of groups whose names, 'SUITE: TITLE', match the pattern.
 
-
-BLOCK = re.compile(r'(<!-- benchmark: (\S+) \| (.+?) -->\n)(.*?)(<!-- end -->)', re.DOTALL)
-
-
-def check_page(path: str | Path, *, write: bool = False) -> int:
-    """Checks the tables of benchmarks in a page and returns how many blocks of them there are.
-
-    A block stands between `<!-- benchmark: DIRECTORY | PATTERN -->` (relative to the page) and
-    `<!-- end -->`: the tables of the groups whose names, 'SUITE: TITLE', match the pattern, or the
-    list of targets for 'targets'.
-
-    Args:
-      write: replaces the blocks by what the benchmarks give.
+    `DIRECTORY/targets` is the list of targets. A block of pages, see `report.verify.check_page`.
 
     Raises:
-      ReportError: a block that its benchmark does not give.
+      ReportError: a directory without such a benchmark, or such groups.
     """
-    path = Path(path)
-    text = path.read_text('utf-8')
-    expected = BLOCK.sub(lambda m: f'{m[1]}{_block(path.parent / m[2], m[3])}{m[5]}', text)
-    if write and expected != text:
-        write_atomic(path, expected)
-    elif expected != text:
-        raise ReportError(
-            f'{path} has other tables than its benchmarks give; python -m experiments.verify '
-            '--write writes them'
-        )
-    return len(BLOCK.findall(text))
-
-
-def _block(directory: Path, pattern: str) -> str:
-    machine, groups = read(directory)
-    if pattern == 'targets':
-        return ''.join(f'- {line}\n' for line in target_lines(groups, machine_kind(machine)))
-    matching = [group for group in groups if fnmatch.fnmatch(group.name, pattern)]
+    machine, groups = read(path.parent)
+    if path.name == 'targets':
+        return ''.join(f'- {line}\n' for line in target_lines(groups, machine))
+    matching = [group for group in groups if fnmatch.fnmatch(group.name, path.name)]
     if not matching:
-        raise ReportError(f'{directory} has no group that matches {pattern!r}')
+        raise ReportError(f'{path.parent} has no group that matches {path.name!r}')
     return '\n\n'.join(table(group, markdown=True) for group in matching) + '\n'

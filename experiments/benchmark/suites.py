@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.benchmark.race import OWN, ROOT, Row, race
+from experiments.benchmark.race import OWN, ROOT, Row, bind, race
 from experiments.benchmark.record import ONE_CORE, ONE_PROCESS, ONE_RUN, QKATTN, WORKERS, Group
 from qkattn.config import (
     Config,
@@ -65,24 +65,19 @@ def decoder(
 
 
 def settings(
-    run: Config,
-    variant: str = 'qk/vo',
-    *,
-    dispatch: int = 0,
-    trials: int = 1,
-    lifting: str = 'auto',
+    run: Config, variant: str = 'qk/vo', *, trials: int = 1, **train: Any
 ) -> dict[str, Any]:
-    """The JSON of a run with a variant, steps of a program call if not 0, and trials.
+    """The JSON of a run with a variant, so many trials, and settings of its training.
 
     ConfigError for a variant that is malformed.
     """
-    circuits = Variant.parse(variant)._asdict()
-    dispatch = dispatch or run.train.steps_per_dispatch
-    train = {'num_steps': 1_000_000, 'lifting': lifting, 'steps_per_dispatch': dispatch}
-    train |= dict.fromkeys(('log_every', 'eval_every', 'checkpoint_every'), 10 * dispatch)
+    train = {'steps_per_dispatch': run.train.steps_per_dispatch, 'num_steps': 1_000_000} | train
+    every = dict.fromkeys(
+        ('log_every', 'eval_every', 'checkpoint_every'), 10 * train['steps_per_dispatch']
+    )
     sections = to_json(run)
-    sections['model'] |= circuits
-    sections['train'] |= train
+    sections['model'] |= Variant.parse(variant)._asdict()
+    sections['train'] |= train | every
     sections['trials'] |= {'seeds': [*range(trials)]}
     return sections
 
@@ -199,20 +194,19 @@ def steps(scale: Scale) -> Iterator[Group]:
 
 def _peers(run: Config) -> list[Row]:
     """A step of qkattn and of the same model elsewhere."""
-    several, single = {'config': settings(run)}, {'config': settings(run, dispatch=1)}
-    works = {
-        QKATTN: (TRAIN, several),
-        f'{QKATTN}, 1 step a dispatch': (TRAIN, single),
-        'torch.compile': (TORCH, single),
-        'functional JAX': (JAX, several),
-        'functional JAX, 1 step a dispatch': (JAX, single),
-    }
-    if not importlib.util.find_spec('torch'):
-        log.warning("torch.compile is left out: it needs pip install -e '.[benchmark]'")
-        del works['torch.compile']
+    several, single = {'config': settings(run)}, {'config': settings(run, steps_per_dispatch=1)}
     tokens = run.train.batch_size * run.model.context
     extra = {'tokens': tokens, 'flops': tokens * cost.training_flops_per_token(run.model)}
-    return [Row(name, config, extra=extra, work=work) for name, (work, config) in works.items()]
+    rows = [
+        Row(QKATTN, several, extra=extra, work=TRAIN),
+        Row(f'{QKATTN}, 1 step a dispatch', single, extra=extra, work=TRAIN),
+        Row('functional JAX', several, extra=extra, work=JAX),
+        Row('functional JAX, 1 step a dispatch', single, extra=extra, work=JAX),
+    ]
+    if not importlib.util.find_spec('torch'):
+        log.warning("torch.compile is left out: it needs pip install -e '.[benchmark]'")
+        return rows
+    return [*rows, Row('torch.compile', single, extra=extra, work=TORCH)]
 
 
 def stacks(scale: Scale) -> Iterator[Group]:
@@ -231,9 +225,10 @@ def decoding(scale: Scale) -> Iterator[Group]:
     """Greedy decoding: seconds per new token of all rows, and the bytes that caches really hold."""
     sizes = {'rows': scale.decoding.train.batch_size}
     sizes |= {'prompt': scale.prompt, 'tokens': scale.tokens}
-    names = scale.names or DECODED.split()
-    models = {name: settings(scale.decoding, name)['model'] for name in names}
-    rows = [Row(name, {'model': model, **sizes}, work=GREEDY) for name, model in models.items()]
+    rows = [
+        Row(name, {'model': settings(scale.decoding, name)['model'], **sizes}, work=GREEDY)
+        for name in scale.names or DECODED.split()
+    ]
     title = f'{title_of(scale.decoding)}, {scale.prompt} + {scale.tokens} tokens'
     yield _timed('decoding', title, rows, scale, 'qk/vo', shared=True)
 
@@ -244,21 +239,23 @@ def study(scale: Scale) -> Iterator[Group]:
     The compilation cache is empty every time; data is prepared, and files are read into memory,
     before any time counts.
     """
-    flags = [f'--config.{name}={value}' for name, value in scale.study.items()]
+    overrides = [f'--config.{name}={value}' for name, value in scale.study.items()]
     with tempfile.TemporaryDirectory() as directory:
-        path, cores = Path(directory), usable_cores()
-        _ablate(path / 'first', *flags, '--dry_run')
-        seconds = {
-            ONE_PROCESS: _ablate(path / 'one', *flags),
-            ONE_CORE: _ablate(path / 'slow', *flags, cores=cores[:1]),
-            WORKERS: _ablate(path / 'auto', *flags, '--workers=auto'),
-        }
-    rows = [Row(name, {}, [measured]) for name, measured in seconds.items()]
-    yield Group('study', f'workers, {_counted(len(cores))}', rows, ONE_PROCESS)
+
+        def ablate(name: str, *flags: str, cores: Sequence[int] = usable_cores()) -> float:
+            return _ablate(Path(directory, name), *overrides, *flags, cores=cores)
+
+        ablate('first', '--dry_run')
+        rows = [
+            Row(ONE_PROCESS, rounds=[ablate('one')]),
+            Row(ONE_CORE, rounds=[ablate('slow', cores=usable_cores()[:1])]),
+            Row(WORKERS, rounds=[ablate('auto', '--workers=auto')]),
+        ]
+    yield Group('study', f'workers, {_counted(len(usable_cores()))}', rows, ONE_PROCESS)
 
 
-def _ablate(directory: Path, *flags: str, cores: Sequence[int] = ()) -> float:
-    """Seconds of the quickstart, bound to `cores` if there are any."""
+def _ablate(directory: Path, *flags: str, cores: Sequence[int]) -> float:
+    """Seconds of the quickstart, bound to `cores`."""
     command = [sys.executable, '-m', 'experiments.ablate', '--config=quickstart', *flags]
     paths = [os.environ.get('PYTHONPATH'), ROOT]
     environment = {'JAX_COMPILATION_CACHE_DIR': f'{directory}/compiled'}
@@ -267,9 +264,10 @@ def _ablate(directory: Path, *flags: str, cores: Sequence[int] = ()) -> float:
     done = subprocess.run(
         [*command, f'--workdir={directory}/study'],
         env={**os.environ, **environment},
-        capture_output=True,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
         text=True,
-        preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores else None,
+        preexec_fn=lambda: bind(cores),
     )
     if done.returncode:
         last = done.stderr.strip().rpartition('\n')[2]
@@ -299,8 +297,5 @@ def _counted(cores: int) -> str:
 
 
 SUITES: dict[str, Callable[[Scale], Iterator[Group]]] = {
-    'steps': steps,
-    'stacks': stacks,
-    'decoding': decoding,
-    'study': study,
+    function.__name__: function for function in (steps, stacks, decoding, study)
 }

@@ -142,6 +142,23 @@ def read_config(flag: flags.FlagHolder) -> Any:
     return config
 
 
+def required(flag: flags.FlagHolder) -> str:
+    """The value of a flag that names a directory; ConfigError without one."""
+    if flag.value is None:
+        raise ConfigError(f'--{flag.name}=DIRECTORY is required')
+    return flag.value
+
+
+def token_ids(flag: flags.FlagHolder, vocab_size: int) -> list[int]:
+    """The token ids of a flag, given as in "12 7 301"; ConfigError where one is no token."""
+    words = flag.value.split()
+    if not words or not all(word.isdecimal() and int(word) < vocab_size for word in words):
+        raise ConfigError(
+            f'--{flag.name}={flag.value!r} must be whole numbers from 0 to {vocab_size - 1}'
+        )
+    return [int(word) for word in words]
+
+
 def text_of(text: flags.FlagHolder, file: flags.FlagHolder) -> str:
     """The value of `text`, or the content of the file that `file` names; '' without either."""
     if file.value is None:

@@ -88,12 +88,9 @@ def check_study(directory: str | Path) -> int:
 
 
 class Block(NamedTuple):
-    """The text between `<!-- NAME: DIRECTORY -->` and `<!-- end -->` in a Markdown page.
+    """The text between `<!-- NAME: DIRECTORY -->` and `<!-- end -->` in a Markdown page."""
 
-    Or after `<!-- NAME: DIRECTORY | PATTERN -->`, of what the pattern selects.
-    """
-
-    text: Callable[[Path, str], str]  # of the directory, and of the pattern or the path as written
+    text: Callable[[Path, str], str]  # of the directory, and of its path as written
     study: str = '.'  # where, below the directory, the study lies whose derived numbers are printed
 
 
@@ -115,12 +112,12 @@ def check_page(
         raise ReportError(f'page {str(path)!r} cannot be read: {error}.') from error
 
     blocks = HEADLINE | dict(more)
-    marks = rf'<!-- ({"|".join(blocks)}): (\S+)(?: \| (.+?))? -->\n'
+    marks = rf'<!-- ({"|".join(blocks)}): (\S+) -->\n'
     block = re.compile(rf'({marks})(.*?)(<!-- end -->)', re.DOTALL)
 
     def made(match: re.Match[str]) -> str:
-        start, name, directory, pattern, _, end = match.groups()
-        return start + blocks[name].text(path.parent / directory, pattern or directory) + end
+        start, name, directory, _, end = match.groups()
+        return start + blocks[name].text(path.parent / directory, directory) + end
 
     def studies() -> list[Pair]:
         matches = block.finditer(text)

@@ -31,8 +31,8 @@ def mask_of(lengths: tuple[int, int], **options) -> jax.Array:
     return visible(T, T, valid_BS=valid_BS, **options)
 
 
-def test_it_equals_the_oracle(shown):
-    layers.assert_equals_oracle(make(shown), stream(), mask_of((T, T - 2), causal=True))
+def test_it_equals_the_oracle(some):
+    layers.assert_equals_oracle(make(some), stream(), mask_of((T, T - 2), causal=True))
 
 
 @functools.cache

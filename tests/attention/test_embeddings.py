@@ -9,6 +9,7 @@ from flax import nnx
 
 from qkattn.attention import attend
 from tests.attention.layers import D, H, N, causal, error, make, stream, wide
+from tests.lanes import thinned
 
 GAIN = 0.5  # a residual gain other than 1, which `subspace` applies as its step size
 P_DNH = np.eye(D).reshape(D, N, H)
@@ -123,7 +124,7 @@ def standard(w_q_DNH, w_k_DKH, w_v_DKH, w_o_NHD, *, x_BTD, scale):
     return jnp.einsum('BTNH,NHD->BTD', o_BTNH, w_o_NHD)
 
 
-@pytest.mark.parametrize(('text', 'num_kv_heads'), VARIANTS)
+@pytest.mark.parametrize(('text', 'num_kv_heads'), thinned(VARIANTS, every=3))
 def test_it_is_standard_attention_with_these_matrices(text, num_kv_heads):
     """The gradient of a matrix with several uses is the sum over all of them."""
     score, value = text.split('/')

@@ -20,7 +20,7 @@ from tests.refusals import refused
 
 @pytest.fixture(scope='module')
 def trained(tiny, tmp_path_factory):
-    """A run of two trials after 4 steps, the first of which diverged."""
+    """A run of two trials after 4 steps, the first of which diverged, its config and its state."""
     directory = tmp_path_factory.mktemp('runs') / 'run'
     config = tiny(model={'num_layers': 1}, trials={'seeds': (0, 1)})
     record = {'data': {}, 'train_seconds': 0.0}
@@ -29,11 +29,11 @@ def trained(tiny, tmp_path_factory):
     state['trials']['alive'] = jnp.array([False, True])
     with contextlib.closing(Checkpoints(directory / 'checkpoints')) as checkpoints:
         checkpoints.save(4, {**state, 'step': jnp.int32(4)}, record, 1.0)
-    return directory, config
+    return directory, config, state
 
 
 def test_a_run_loads_with_a_model_per_trial(trained, caplog):
-    directory, config = trained
+    directory, config, _ = trained
     run = load(directory)
     assert (run.path, run.config, run.step) == (directory, config, 4)
     assert run.trials == config.trials.trials() and len(run.models) == 2
@@ -55,15 +55,14 @@ def test_exported_parameters_load_as_one_model(trained, tmp_path):
 
 
 def test_the_newest_checkpoints_of_a_run_are_averaged(trained, tmp_path):
-    directory = shutil.copytree(trained[0], tmp_path / 'run')
-    config, _, stack = exported.load_stack(directory)
+    (source, config, state), directory = trained, tmp_path / 'run'
+    shutil.copytree(source, directory)
     for step, factor in ((6, 3.0), (8, 5.0)):
-        params = jax.tree.map(lambda leaf, factor=factor: factor * leaf, stack['params'])
-        state = init_stack(config, jnp.arange(2, dtype=jnp.uint32))
-        trials = {**state['trials'], 'params': params, 'alive': jnp.array([True, step == 6])}
-        state |= {'trials': trials, 'step': jnp.int32(step)}
+        trials = dict(state['trials'], alive=jnp.array([True, step == 6]))
+        trials['params'] = jax.tree.map(lambda leaf, by=factor: by * leaf, trials['params'])
+        later = {**state, 'trials': trials, 'step': jnp.int32(step)}
         with contextlib.closing(Checkpoints(directory / 'checkpoints', keep=3)) as saved:
-            saved.save(step, state, {'data': {}, 'train_seconds': 0.0}, 1.0)
+            saved.save(step, later, {'data': {}, 'train_seconds': 0.0}, 1.0)
     for average, factor in ((1, 5.0), (2, 4.0), (3, 3.0)):
         run = load(directory, average=average)
         assert run.step == 8 and run.alive == [True, False]

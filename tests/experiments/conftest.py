@@ -20,7 +20,6 @@ from qkattn.config import ModelConfig
 from qkattn.jobs.display import Progress
 from qkattn.model import build
 from qkattn.train import exported
-from qkattn.train.loop import train
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,14 +61,6 @@ def files(tmp_path, tmp_path_factory, monkeypatch):
     (tmp_path / 'run.py').write_text(RUN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv('QKATTN_DATA', str(tmp_path_factory.getbasetemp() / 'scripts-data'))
-
-
-@pytest.fixture(scope='session')
-def trained_run(tiny, tmp_path_factory):
-    """The config of a small run of two trials, and its directory, which tests only read."""
-    config, path = tiny(model={'num_layers': 1, 'context': 24}), tmp_path_factory.mktemp('trained')
-    train(config, path / 'run')
-    return config, path / 'run'
 
 
 def save_model(path: Path, config: ModelConfig) -> None:

@@ -73,40 +73,35 @@ def test_a_table_has_medians_quartiles_and_ratios_round_by_round():
 
 
 def test_a_target_is_about_the_worst_row(monkeypatch):
-    fields = {'text': 'x', 'suite': 'steps', 'row': '*', 'number': record._over('fast'), 'limit': 1}
+    fields = {'text': 'x', 'suite': 'steps', 'row': '*', 'reference': 'fast', 'limit': 1}
     for target, line in (
-        ({'row': 'slow', 'limit': 1.9}, 'x: 2, at most 1.9: missed by 5.3%'),
-        ({'row': '*', 'limit': 2}, 'x: 2, at most 2: met'),
-        ({'number': lambda row, group: row.median, 'limit': 1}, 'x: 0.4, at most 1: met'),
+        ({'limit': 1.9}, 'x: 2, at most 1.9: missed by 5.3%'),
+        ({'limit': 2}, 'x: 2, at most 2: met'),
+        ({'number': lambda row, reference: row.median}, 'x: 0.4, at most 1: met'),
         *((other, None) for other in ({'machine': 'gpu'}, {'row': 'gone'}, {'suite': 'other'})),
-        ({'number': record._over('gone')}, None),
+        ({'reference': 'gone'}, None),
     ):
         monkeypatch.setattr(record, 'TARGETS', [record.Target(**fields | target)])
-        assert [*record.target_lines([GROUP], 'cpu')] == [line] * (line is not None), target
+        lines = [*record.target_lines([GROUP], FACTS['machine'])]
+        assert lines == [line] * (line is not None), target
 
 
-def test_pages_print_the_tables_of_a_benchmark(tmp_path):
-    page = tmp_path / 'page.md'
-    page.write_text('<!-- benchmark: cpu | steps: r* -->\n<!-- end -->')
-    record.write(tmp_path / 'cpu', FACTS, [GROUP])
-    assert record.read(tmp_path / 'cpu') == (FACTS['machine'], [GROUP])
-    with pytest.raises(ReportError, match='has other tables than its benchmarks give'):
-        record.check_page(page)
-    assert record.check_page(page, write=True) == record.check_page(page) == 1
-    assert '| slow | 400 | 400 | 400 | 2.000 | 25 | 25.0% | 1.000 |' in page.read_text()
-    page.write_text(page.read_text().replace('steps: r*', 'steps: b'))
-    with pytest.raises(ReportError, match="no group that matches 'steps: b'"):
-        record.check_page(page)
-
-
-def test_a_damaged_file_is_refused(tmp_path):
+def test_pages_print_the_tables_of_a_benchmark_that_is_whole(tmp_path):
+    record.write(tmp_path, FACTS, [GROUP])
+    assert record.read(tmp_path) == (FACTS['machine'], [GROUP])
+    assert '| slow | 400 | 400 | 400 | 2.000 | 25 | 25.0% | 1.000 |' in (
+        record.block(tmp_path / 'steps:?r*')
+    )
+    assert record.block(tmp_path / 'targets') == ''
     for damage, message in (
+        (None, "no group that matches 'steps:.b'"),
         *(('{', 'is not a benchmark'), ('{}', 'KeyError'), ('[]', 'is not a benchmark')),
         ('{"schema": 2, "machine": {}, "groups": []}', 'schema 2'),
     ):
-        (tmp_path / record.FILE).write_text(damage)
+        if damage:
+            (tmp_path / record.FILE).write_text(damage)
         with pytest.raises(ReportError, match=message):
-            record.read(tmp_path)
+            record.block(tmp_path / 'steps:?b')
 
 
 @pytest.mark.parametrize('scale', suites.SCALES)
@@ -129,7 +124,8 @@ def test_what_a_suite_starts_is_valid_and_every_target_finds_its_rows(scale, mon
     assert all(group.row(group.reference) for group in groups)
     if scale != 'smoke':
         known = [target for target in record.TARGETS if target.machine in ('', scale)]
-        assert len([*record.target_lines(groups, scale)]) == len(known)
+        machine = {'accelerators': ['H100'] * (scale == 'gpu')}
+        assert len([*record.target_lines(groups, machine)]) == len(known)
 
 
 @pytest.fixture(scope='module')
@@ -215,7 +211,7 @@ def test_torch_computes_the_same_loss_and_gradients(reference):
 
 
 def test_a_step_of_a_stack_is_one_of_one_of_its_trials():
-    stack = works.train(suites.settings(RUN, dispatch=2, trials=3, lifting='map'))
+    stack = works.train(suites.settings(RUN, steps_per_dispatch=2, trials=3, lifting='map'))
     assert stack.steps == 2 * 3 and stack.extra['tokens'] == 2 * 12
     assert stack.extra['flops'] == 24 * cost.training_flops_per_token(RUN.model)
     assert stack.run(1)['loss'].shape == (2, 3)

@@ -2,7 +2,6 @@
 
 import importlib
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import experiments
 from qkattn.jobs import display, machine, signals
 from qkattn.jobs.display import Progress
 from tests.experiments.conftest import ROOT
+from tests.lanes import only
 from tests.processes import ended, start_python
 
 
@@ -62,21 +62,17 @@ sys.meta_path.insert(0, Waiting())
 """
 
 
+SHOWN = 'qkattn: starting ... '
+STOPS = [
+    ('qkattn report', 'qkattn.report', SHOWN, signal.SIGINT, -2, 'interrupted'),
+    ('experiments.ablate', 'jax', SHOWN, signal.SIGTERM, 75, 'same command'),
+    ('qkattn train', 'absl', 'importing', signal.SIGINT, 75, 'the same command'),
+    ('experiments.verify', 'rich', 'importing', signal.SIGINT, -2, 'interrupted'),
+]
+
+
 @pytest.mark.parametrize(
-    ('command', 'module', 'awaited', 'stop', 'code', 'words'),
-    [
-        (
-            'qkattn report',
-            'qkattn.report',
-            'qkattn: starting ... ',
-            signal.SIGINT,
-            -2,
-            'interrupted',
-        ),
-        ('experiments.ablate', 'jax', 'qkattn: starting ... ', signal.SIGTERM, 75, 'same command'),
-        ('qkattn train', 'absl', 'importing', signal.SIGINT, 75, 'the same command'),
-        ('experiments.verify', 'rich', 'importing', signal.SIGINT, -2, 'interrupted'),
-    ],
+    ('command', 'module', 'awaited', 'stop', 'code', 'words'), only(STOPS[1::2], STOPS)
 )
 def test_slow_imports_are_named_and_a_signal_ends_them_in_one_line(
     tmp_path, command, module, awaited, stop, code, words
@@ -96,8 +92,7 @@ def test_slow_imports_are_named_and_a_signal_ends_them_in_one_line(
         process.send_signal(stop)
         errors = process.communicate(timeout=60)[1]
     assert process.returncode == code, errors
-    shown = ('qkattn: starting', 'importing')
-    (line,) = [line for line in errors.splitlines() if not line.startswith(shown)]
+    (line,) = [x for x in errors.splitlines() if not x.startswith((SHOWN, 'importing'))]
     assert words in line
 
 
@@ -118,7 +113,5 @@ finally:
 
 def test_resumable_scripts_are_those_that_leave_at_once():
     sources = {path.stem: path.read_text() for path in ROOT.glob('experiments/*.py')}
-    pattern = re.compile('^@signals.exit_on_signal', re.MULTILINE)
-    assert sorted(filter(lambda name: pattern.search(sources[name]), sources)) == sorted(
-        signals.RESUMABLE
-    )
+    leaving = {name for name, text in sources.items() if '\n@signals.exit_on_signal' in text}
+    assert leaving == {*signals.RESUMABLE}

@@ -64,47 +64,35 @@ def test_text_and_files_are_translated_line_by_line(printed, refusal, run, tmp_p
 
 def test_scores_are_those_of_the_run(printed, run):
     path, results = run
-    command = ('translate', f'--source={path}', '--score=validation')
-    scores = json.loads(printed(*command, '--trial=1'))
+    scores = json.loads(printed('translate', f'--source={path}', '--score=validation', '--trial=1'))
     assert scores['split'] == 'validation' and scores['beam'] == 2
     for name in ('bleu', 'chrf', 'exact_match', 'num_sentences'):
         assert scores[name] == pytest.approx(results[1][f'val_{name}'])
-    scores = json.loads(printed(*command, '--beam=1', '--length_penalty=0.5'))
-    assert (scores['num_sentences'], scores['beam'], scores['length_penalty']) == (100, 1, 0.5)
 
 
-@pytest.mark.parametrize(
-    ('flags', 'message'),
-    [
+def test_bad_input_is_one_sentence(refusal, run, tmp_path):
+    for flags, message in (
         ([], 'must hold at least one sentence'),
-        (['--file=absent.txt'], '--file=absent.txt cannot be read'),
         (['--text=a', '--file=in.en'], '--text and --file exclude each other'),
-        (['--text=a', '--trial=2'], 'trial=2 must be in [0, 2)'),
         (['--text=abcdefghabcdefgha'], 'source 1 has 17 tokens, but model.source_context=16'),
         (['--text=a', '--average=2'], 'average=2, but '),
         (['--text=a', '--beam=0'], 'decode.beam=0 must be at least 1'),
         (['--score=test'], '--score=test must be one of train, validation'),
-        (['--score=validation', '--text=a'], '--score and --text exclude each other'),
         (['--score=validation', '--out=x'], '--score and --out exclude each other'),
-    ],
-    ids=str,
-)
-def test_bad_input_is_one_sentence(refusal, run, tmp_path, flags, message):
-    assert message in refusal('translate', f'--source={run[0]}', *flags)
+    ):
+        assert message in refusal('translate', f'--source={run[0]}', *flags)
     assert not (tmp_path / 'x').exists()
 
 
 def test_a_vocabulary_that_the_run_did_not_have_is_refused(script_here, run):
     path, _ = run
-    files = [path.parent / f'train.{language}' for language in ('en', 'xx')]
-    before = [file.read_text() for file in files]
+    files = (path.parent / f'train.{language}' for language in ('en', 'xx'))
+    before = {file: file.read_text() for file in files}
     try:
-        for file, text in zip(files, before, strict=True):
+        for file, text in before.items():
             file.write_text(f'{text}\nzebu')
         done = script_here('translate', f'--source={path}', '--text=a')
     finally:
-        for file, text in zip(files, before, strict=True):
+        for file, text in before.items():
             file.write_text(text)
-    assert done.returncode == 2 and done.stdout == ''
-    (message,) = [line for line in done.stderr.splitlines() if 'was trained with' in line]
-    assert 'tokenizer characters-' in message and 'restore the data' in message
+    assert done.returncode == 2 and 'was trained with the tokenizer characters-' in done.stderr

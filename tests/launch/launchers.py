@@ -1,11 +1,15 @@
 """The launchers, stand-ins for the programs that they start, and hosts on this machine."""
 
 import contextlib
+import io
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from tests.processes import ROOT
 
@@ -48,16 +52,34 @@ os._exit(0 if code == 'leaves' else int(code))
 """
 
 
-def launch(name: str, *arguments: str, folder: Path = LAUNCH, **kwargs):
+def launch(name: str, *arguments: str, **kwargs):
     """Runs a launcher to its end."""
-    command = [sys.executable, str(folder / f'{name}.py'), *arguments]
+    command = [sys.executable, str(LAUNCH / f'{name}.py'), *arguments]
     return subprocess.run(command, capture_output=True, text=True, **kwargs)
+
+
+def launch_here(name: str, *arguments: str, env: dict[str, str]) -> subprocess.CompletedProcess:
+    """What `launch` gives of a launcher that starts nothing, in this process."""
+    code, printed, said = 0, io.StringIO(), io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(said),
+    ):
+        patch.setattr(sys, 'argv', [str(LAUNCH / f'{name}.py'), *arguments])
+        patch.setattr(sys, 'path', [str(LAUNCH), *sys.path])
+        patch.setattr(os, 'environ', env)
+        try:
+            runpy.run_path(sys.argv[0], run_name='__main__')
+        except SystemExit as stopped:
+            code = stopped.code or 0
+    return subprocess.CompletedProcess(arguments, code, printed.getvalue(), said.getvalue())
 
 
 def dry_run(name: str, *flags: str, command: tuple[str, ...] = (), **variables: str) -> str:
     """What the dry run of a launcher prints."""
     behind = ('--', *command) if command else ()
-    done = launch(name, *flags, '--dry_run', *behind, env={**os.environ, **variables})
+    done = launch_here(name, *flags, '--dry_run', *behind, env={**os.environ, **variables})
     assert done.returncode == 0, done.stderr
     return done.stdout
 

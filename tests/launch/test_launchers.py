@@ -1,12 +1,12 @@
 """What the five launchers share: command lines, and sentences about those that are wrong."""
 
+import os
 import shutil
 import subprocess
-import sys
 
 import pytest
 
-from tests.launch.launchers import ROOT, STUDY, TRAIN, WHERE, before_path, launch, stand_in
+from tests.launch.launchers import ROOT, STUDY, TRAIN, WHERE, before_path, launch_here, stand_in
 
 KUBERNETES = ('--name=qk', '--image=r/qkattn:1')
 V6E = '--accelerator=v6e-16'
@@ -69,7 +69,7 @@ def test_a_wrong_command_line_is_one_sentence_and_calls_nothing(name, arguments,
     for tool in TOOLS.values():
         stand_in(tmp_path / tool, f'#!/bin/sh\ntouch {tmp_path}/called\n')
     env = before_path(tmp_path) | {'QKATTN_VENV': '/v', 'CUDA_VISIBLE_DEVICES': '4,5,6'}
-    done = launch(name, *arguments, env=env)
+    done = launch_here(name, *arguments, env=env)
     assert (done.returncode, done.stdout) == (2, ''), done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert all(word in done.stderr for word in words.split(' ')), done.stderr
@@ -78,10 +78,9 @@ def test_a_wrong_command_line_is_one_sentence_and_calls_nothing(name, arguments,
 
 @pytest.mark.parametrize('name', TOOLS)
 def test_a_tool_that_is_missing_is_named(name, tmp_path):
-    (tmp_path / 'bin').mkdir()
-    (tmp_path / 'bin/python').symlink_to(sys.executable)
+    stand_in(tmp_path / 'bin/python', '')
     env = {'PATH': str(tmp_path / 'bin'), 'QKATTN_VENV': str(tmp_path)}
-    done = launch(name, *RIGHT[name], *TRAIN_SMALL, env=env)
+    done = launch_here(name, *RIGHT[name], *TRAIN_SMALL, env=env)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith(f'{TOOLS[name]} is not installed; ')
 
@@ -89,7 +88,8 @@ def test_a_tool_that_is_missing_is_named(name, tmp_path):
 @pytest.mark.parametrize('name', ['tpu', 'kubernetes', 'sky'])
 @pytest.mark.parametrize(('workdir', 'lost'), [('gs://b/w', False), ('runs/w', True)])
 def test_results_that_end_with_the_hosts_are_noted(name, workdir, lost):
-    done = launch(name, *RIGHT[name], '--dry_run', '--', 'train', f'--workdir={workdir}')
+    arguments = (*RIGHT[name], '--dry_run', '--', 'train', f'--workdir={workdir}')
+    done = launch_here(name, *arguments, env={**os.environ})
     assert (done.returncode, 'note: without' in done.stderr) == (0, lost)
 
 

@@ -85,9 +85,10 @@ SCANS = [{}, {'scan_unroll': None}, {'scan_unroll': 3, 'remat': 'dots'}]
 CASES = [(k, f) for i, f in enumerate(FIELDS) for k in ('encoder', 'decoder')[:: (-1) ** i]]
 CASES += [('encoder_decoder', fields) for fields in OF_BOTH]
 CASES += [('decoder', PATTERN | scan) for scan in SCANS]
+QUICK = CASES[::4] + [CASES[18], CASES[-1]]
 
 
-@pytest.mark.parametrize(('kind', 'fields'), only(CASES[:16:3] + CASES[16:], CASES), ids=str)
+@pytest.mark.parametrize(('kind', 'fields'), only(QUICK, CASES), ids=str)
 def test_the_numbers_are_those_of_the_slow_reference(kind, fields):
     if kind == 'encoder_decoder':
         fields, inputs, batch = BOTH | fields, packed(), packed()
@@ -126,7 +127,7 @@ PACKED = [
 ]
 
 
-@pytest.mark.parametrize('fields', only(PACKED[:3], PACKED), ids=str)
+@pytest.mark.parametrize('fields', only(PACKED[1:3], PACKED), ids=str)
 def test_packed_pairs_are_to_the_model_what_they_are_alone(fields):
     model, batch = make(**BOTH | fields), packed()
     alone = unpacked(batch)

@@ -1,7 +1,7 @@
 """kill -9 and SIGTERM at random moments: what is finished is bitwise the undisturbed one.
 
-A run of one process, of two, in a bucket, and a study: the quick tests kill each once while it
-trains, and the slow ones KILLS times, in any phase.
+A run of two processes, a run in a bucket, and a study: the quick tests kill each once while it
+trains. The slow ones do so KILLS times, in any phase, and with a run of one process.
 """
 
 import contextlib
@@ -32,6 +32,7 @@ from qkattn.study import worker
 from qkattn.train.checkpoint import UNFINISHED
 from qkattn.train.loop import train
 from tests.compiled_programs import FLAGS
+from tests.lanes import only
 from tests.processes import environments
 from tests.runs import SMALL, assert_same_run, without_times
 from tests.study.test_plan import STUDY
@@ -179,15 +180,12 @@ def undisturbed(tmp_path_factory):
     return straight
 
 
-@pytest.mark.parametrize('name', ['run', 'two processes', 'study', 'bucket'])
-@pytest.mark.parametrize(
-    ('often', 'number'),
-    [
-        pytest.param(True, signal.SIGKILL, marks=pytest.mark.slow),
-        pytest.param(True, signal.SIGTERM, marks=pytest.mark.slow),
-        (False, signal.SIGKILL),
-    ],
-)
+WAYS = ('run', 'two processes', 'study', 'bucket')
+OFTEN = [(way, True, number) for number in (signal.SIGKILL, signal.SIGTERM) for way in WAYS]
+ONCE = [(way, False, signal.SIGKILL) for way in WAYS[1:]]  # a study trains runs of one process
+
+
+@pytest.mark.parametrize(('name', 'often', 'number'), only(ONCE, OFTEN + ONCE))
 def test_signals_change_nothing(tiny, undisturbed, request, tmp_path, name, often, number):
     """Started again and again, disturbed once each; when it is finished, another one is begun."""
     settings = tiny(

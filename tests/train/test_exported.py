@@ -43,7 +43,7 @@ def test_training_goes_on_from_a_run_and_from_a_directory(small, small_run, tmp_
     with umask(0o002):
         exported.save(tmp_path / 'w', model, params, origin={})
     with umask(0o077):
-        train(small(train={'num_steps': 4, 'init_from': f'{tmp_path}/w'}), tmp_path / 'run')
+        train(small(train={'init_from': f'{tmp_path}/w'}), tmp_path / 'run')
     assert not other_modes(tmp_path / 'w', 0o002) and not other_modes(tmp_path / 'run', 0o077)
     first, again = (read_metrics(run / 'metrics.jsonl') for run in (small_run[1], tmp_path / 'run'))
     assert again[0]['loss'][0] < first[0]['loss'][0] - 0.5  # it starts where the small run ended

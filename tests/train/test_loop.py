@@ -206,7 +206,7 @@ def test_other_data_is_refused(small_run, tmp_path, monkeypatch):
 
 def test_a_diverged_trial_is_recorded_with_its_step_and_leaves_no_losses(small, tmp_path, caplog):
     """Also when the run was resumed after it."""
-    config = small(trials={'seeds': (0,), 'learning_rates': (1e-2, 1e30)}, train={'num_steps': 8})
+    config = small(trials={'seeds': (0,), 'learning_rates': (1e-2, 1e30)})
     with pytest.raises(Lost):
         train(config, tmp_path, lost=at_dispatch(6, lambda: True))
     assert saved_steps(tmp_path) == [4]

@@ -18,6 +18,7 @@ from qkattn.data.tasks.task_registry import rows_of
 from qkattn.model import build
 from qkattn.train import program, sharding, step, trials
 from qkattn.train.optimizer import schedule
+from tests.lanes import only
 
 GOLDEN = {'loss': [6.1501417, 5.9226151], 'grad_norm': [2.7045262, 2.1575873]}
 GOLDEN |= {'update_norm': [0.6097617, 0.6096081]}
@@ -159,9 +160,9 @@ def test_remat_and_unroll_change_no_gradient_and_what_is_kept(four):
     for remat, unroll in (('none', None), ('full', 1), ('dots', 1)):
         config = four(dropout=0.1, remat=remat, scan_unroll=unroll)
         loss = functools.partial(step.loss_sum, config, batch=batch, key=jax.random.key(0))
-        grads[remat] = jax.jit(jax.grad(loss))(params)
+        total, pullback = jax.vjp(jax.jit(loss), params)
+        (grads[remat],) = pullback(jnp.ones_like(total))
         # What the backward pass reads.
-        _, pullback = jax.vjp(jax.jit(loss), params)
         kept[remat] = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(pullback))
     for remat in ('full', 'dots'):
         assert_close(grads[remat], grads['none'], 1e-4)
@@ -193,7 +194,7 @@ def test_the_loss_is_a_mean_by_weight_smoothed_with_the_uniform_distribution(tin
     np.testing.assert_allclose(qkattn.loss(model, batch), sums[0] / weights_BT.sum(), rtol=1e-5)
 
 
-@pytest.mark.parametrize('name', ['translation', 'masked', 'causal probe'])
+@pytest.mark.parametrize('name', only(['translation'], ['translation', 'masked', 'causal probe']))
 def test_padding_and_targets_of_no_weight_enter_no_loss_and_no_gradient(task, name):
     config = task(name)
     three = pipeline.train_batch(rows_of(config), seed=0, step=0, batch_size=3)
@@ -229,15 +230,15 @@ def test_chunks_change_no_result_and_hold_the_logits_of_a_chunk(tiny, compute):
     rng, params, reached = np.random.default_rng(0), params_of(tiny(model=LARGE)), {}
     batch = {name: rng.integers(0, V, (B, T), np.int32) for name in ('tokens_BT', 'targets_BT')}
     batch['loss_weights_BT'] = (rng.random((B, T)) > 0.2).astype(np.float32)
-    for chunk in (None, 5, 1):
+    for chunk in (None, 3):  # which does not divide 16 positions
         config = tiny(model=LARGE, train={'logits_chunk': chunk, 'label_smoothing': 0.1})
         compiled = jax.jit(functools.partial(compute, config)).lower(params, batch).compile()
         memory = compiled.memory_analysis().temp_size_in_bytes
         reached[chunk] = compiled(params, batch), memory
         assert_close(reached[chunk][0], reached[None][0], 1e-5)
     logits = 4 * B * T * V
-    # A chunk of one position has a sixteenth of the logits, and their gradient.
-    assert reached[None][1] > logits and reached[1][1] < logits / 2
+    # A chunk of three positions has three sixteenths of the logits, and their gradient.
+    assert reached[None][1] > logits and reached[3][1] < reached[None][1] / 2
 
 
 def test_no_device_holds_the_whole_vocabulary(tiny):
