@@ -91,14 +91,20 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
 def evidence(expected: Expectation, loaded: Loaded, family: int = 1) -> list[Evidence]:
     """The evidence for an expectation: verdicts of its arms, among `family` comparisons.
 
-    An arm has a row at its own length of training and, matched, at a longer one.
+    An arm has a row at its own length of training and, matched, at a longer one. What a baseline
+    lacks, such as its yardstick, also withholds the verdicts on pairs of the arms beside it.
     """
     made = []
+    arms = (*loaded.findings.arms, *loaded.findings.controls)
     for arm, other, comparison in _cases(expected, loaded):
         kind = Kind.REMOVED if arm.control == EQUAL_SHAPE else Kind.MATCHED
         if loaded.study.matched is None:
             kind = Kind.MEASURED  # neither removed nor at equal parameter count
-        verdict = judging.pair(loaded.study, arm, other, loaded.findings.blocks, family)
+        blocks = list(loaded.findings.blocks)
+        if expected.versus:
+            baselines = (one for one in arms if one.is_baseline and one.group == arm.group)
+            blocks += [remark for baseline in baselines for remark in baseline.blocks]
+        verdict = judging.pair(loaded.study, arm, other, blocks, family)
         row = _row(arm, comparison, kind, expected, loaded)
         decision, speaks = rules.finding(row, expected.relation, verdict, comparison)
         row = replace(row, relation=expected.relation, decision=decision, speaks=speaks)

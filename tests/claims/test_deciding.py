@@ -11,6 +11,7 @@ from qkattn.claims.studies import UNIT, Results
 from qkattn.errors import ConfigError
 from qkattn.storage.records import write_json
 from qkattn.verdict import Decision
+from tests.claims.conftest import CLAIMS
 
 pytestmark = pytest.mark.stored
 PLAIN, REFORMER = 'shared_qk/vo', 'shared_qk(key_norm=True,self_mask=True)/vo'
@@ -85,6 +86,15 @@ def test_beside_a_pair_stand_both_against_the_baseline_once(results):
     assert first.rows[0].value == pytest.approx(0.0672, abs=1e-4)
     labelled = expect('qk/k_is_v', 'worse', versus='qk/no_o', label='K = V')
     assert decide(claim(labelled), 'cpu', results).rows[0].quantity == 'K = V'
+
+
+def test_a_pair_beside_an_untrained_baseline_has_no_verdict():
+    results = Results(CLAIMS)
+    expected = {'sharing': Decision.NO_VERDICT, 'lm_sharing': Decision.WORSE}
+    for study, decision in expected.items():
+        pair = expect('shared_qk/vo', 'worse', study=study, versus='qk/k_is_v')
+        (row,) = deciding(decide(claim(pair), 'cpu', results).rows)
+        assert row.decision == decision.value
 
 
 def test_longer_training_is_a_context_of_its_own(results):
