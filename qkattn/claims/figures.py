@@ -90,26 +90,26 @@ def claim_figure(claim: ClaimResult) -> Drawing:
         others = [other for other in chosen if other != name]
         chosen = others if num_names(others) == num_names(chosen) else chosen
     several = len({line.quantity for line in lines}) > 1 or not chosen
-    kinds = [kind for kind in SHAPES if any(kind in line.rows for line in lines)]
     panels = []
-    for kind in kinds:
+    for kind in SHAPES:
         drawn = []
-        for line in lines:
+        for line in (line for line in lines if kind in line.rows):
+            row, reported = line.rows[kind], None
+            if row.expected is not None and row.tolerance is not None:
+                reported = row.expected - row.tolerance, row.expected + row.tolerance
             where = [short(line.quantity, _QUANTITY)] * several + located(line, chosen)
-            drawn_line = Line('', absent='not measured')
-            if row := line.rows.get(kind):
-                drawn_line = Line(row.quantity, row.value, row.low, row.high)
-                if row.expected is not None and row.tolerance is not None:
-                    ends = row.expected - row.tolerance, row.expected + row.tolerance
-                    drawn_line = drawn_line._replace(reported=ends)
             drawn.append(
-                drawn_line._replace(
+                Line(
+                    row.quantity,
+                    *(row.value, row.low, row.high),
+                    right=row.decision or '',
+                    is_decided=row.speaks in (Speaks.FOR, Speaks.AGAINST),
                     name=', '.join(where),
-                    right=line.decision if kind == kinds[-1] else '',
-                    is_decided=any(r.speaks in ('for', 'against') for r in line.rows.values()),
+                    reported=reported,
                 )
             )
-        panels.append(Panel(drawn, f'difference ({UNIT})', PARTS[kind], 0.0))
+        if drawn:
+            panels.append(Panel(drawn, f'difference ({UNIT})', PARTS[kind], 0.0))
     name = f'{claim.name.lower()}_differences'
     return _drawing(name, panels, [line.quantity for line in lines])
 
