@@ -2,6 +2,8 @@
 
 import math
 import re
+import shutil
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from qkattn.jobs.output import visible
 from qkattn.metrics import shown
 from qkattn.report import prose
 from qkattn.report.columns import HEADLINE, PAGE, Column, Measure, columns, measured, printed_in
+from qkattn.report.figures.style import short
 from qkattn.report.prose import NONE, environment, one_line, rounded, sentences, words
 from qkattn.report.sheets import Heading, sheets, yardsticks
 from qkattn.stats.inference import LEVEL, POWER
@@ -23,6 +26,8 @@ from qkattn.study.tuning import KNOBS
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings
 from qkattn.verdict.load import Study
+
+WIDTH = 100  # columns that a report fits into, of a terminal or a log
 
 
 def frame(study: Study, findings: Findings) -> pd.DataFrame:
@@ -169,15 +174,27 @@ def latex(text: str) -> str:
 
 
 def terminal_text(study: Study, findings: Findings, page: Path) -> str:
-    """The result, the columns of the headline, the yardsticks, and where the rest is."""
+    """The result, the columns of the headline that fit, the yardsticks, and where the rest is."""
     of_study = printed_in(HEADLINE, study, findings)
     lines = [f'study {study.name}', *([study.question] if study.question else []), '']
     lines += [*summary(study, findings), *(f'! {problem}' for problem in study.problems)]
     made = [(headings(of_study), cells(of_study, findings.arms)), yardsticks(study, findings)]
-    parts = ['\n'.join(visible(one_line(line)) for line in lines)]
-    parts += [text_table(*table) for table in made if table[1]]
+    width = min(WIDTH, shutil.get_terminal_size((WIDTH, 0)).columns)
+    wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    parts = ['\n'.join(wrapper.fill(visible(one_line(line))) for line in lines)]
+    parts += [_fitted(*table, width) for table in made if table[1]]
     more = f'all columns, notes and settings: {page.with_name("table.md")}'
     return '\n\n'.join([*parts, f'{more}\nreport: {page}'])
+
+
+def _fitted(titles: Sequence[Heading], rows: Sequence[Sequence[str]], width: int) -> str:
+    """The first columns, as many as fit; the first loses its middle beyond a quarter of it."""
+    rows = [[short(visible(row[0]), width // 4), *row[1:]] for row in rows]
+    for number in range(len(titles), 0, -1):
+        table = text_table(titles[:number], [row[:number] for row in rows])
+        if max(map(len, table.splitlines())) <= width:
+            break
+    return table
 
 
 def show_run_report(run_dir: str | Path) -> str:

@@ -51,11 +51,15 @@ def test_what_changes_after_an_early_reading_is_counted_by_fraction(committed, t
     assert counts(study)[:2] == (changed + 1, 1)
 
 
+def val_loss(arm):
+    return arm.over_seeds('val_loss').mean
+
+
 def test_growth_is_the_last_difference_minus_the_first(committed):
     (row,) = readings.growth(committed / 'fair_small', 'shared_qk/vo')
     findings = load(committed / 'fair_small').findings
     arms = {(arm.variant, arm.control): arm for arm in findings.controls}
-    last = arms['shared_qk/vo', 'equal_shape'].val_loss.mean - findings.arms[0].val_loss.mean
+    last = val_loss(arms['shared_qk/vo', 'equal_shape']) - val_loss(findings.arms[0])
     first = last - row.value
     assert 0.01 < first < 0.5 and row.low < row.value < row.high
     assert row.context['steps'] == '500'
@@ -77,7 +81,7 @@ def test_untuned_differences_are_paired_over_seeds_and_the_lowest_rate_decides(c
     assert (row.context['learning rate'], row.context['baseline']) == ('0.004', 'untuned')
     arm, baseline = (arm for arm in load(committed / 'quickstart').findings.arms[:2][::-1])
     assert (arm.variant, baseline.variant) == ('merged/vo', 'qk/vo')
-    assert row.value == pytest.approx(arm.test_loss.mean - baseline.test_loss.mean)
+    assert row.value == pytest.approx(arm.loss.mean - baseline.loss.mean)
     assert (row.low, row.high) == pytest.approx((arm.difference.low, arm.difference.high))
     # Seed 2 of both arms at twice the rate: differences of two seeds and of one.
     study = tmp_path / 'two_rates'

@@ -47,7 +47,8 @@ SHOWN = (
     *(dataclasses.replace(STORED['C1'], **FAILS), STORED['E4']),
 )
 LINES = {
-    'claims_verdicts': f'| [B2](claims_b.md#b2) | {MISSING.title} | ○ undecided | '
+    'claims_verdicts': f'| [B2](claims_b.md#b2) | {MISSING.title} | '
+    '○ undecided, needs 48 seeds in place of 12 | '
     '-0.0052 [-0.0114, -0.0018] nats/token, query_free/vo |',
     'claims_b': '# B. Is W_Q needed?',
     'answers': '| Q = K | -25 % | - | +0.062<br>±0.010 | worse '
