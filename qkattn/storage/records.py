@@ -151,10 +151,13 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError(f'it is not JSON ({error})') from error
 
 
-def read_lines(path: Path, advice: str = ADVICE) -> list[Any]:
-    """The values of a file's lines; RunDirectoryError if it is missing or damaged."""
+def read_lines(path: Path, schema: Mapping[str, Any], advice: str = ADVICE) -> list[Any]:
+    """The values of a file's lines, which fit a schema; RunDirectoryError if it is damaged."""
     try:
-        return [*map(parse_json, path.read_bytes().splitlines())]
+        records = [*map(parse_json, path.read_bytes().splitlines())]
+        for record in records:
+            check(record, schema)
+        return records
     except (OSError, ValueError) as error:
         raise damaged(path, error, advice) from error
 

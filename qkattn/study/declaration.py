@@ -167,10 +167,10 @@ def _check_runs(path: Path, arms: Sequence[MatchedArm]) -> None:
     """
     file, models, again = path / 'plan.jsonl', {arm.key: arm.model for arm in arms}, []
     advice = 'restore it from a copy, or remove it: it is then made again from the results'
-    records = read_lines(file, advice) if file.exists() else []
+    schema = ARM_KEY | {'run': str, 'directory': str, 'config': dict}
+    records = read_lines(file, schema, advice) if file.exists() else []
     try:
         for record in records:
-            check(record, ARM_KEY | {'run': str, 'directory': str, 'config': dict})
             key = ArmKey(*(record[name] for name in ARM_KEY)).declared
             config: Config = from_json(Config, record['config'])
             knobs = {name: getattr(config.model, name) for name in MODEL_KNOBS}

@@ -161,12 +161,12 @@ def unpack_in_place(directory: Path) -> None:
         (directory / RUNS).unlink()
     plan, results = directory / 'plan.jsonl', directory / 'results.jsonl'
     left = []
-    for run in read_lines(plan, _ADVICE) if plan.exists() else ():
+    for run in read_lines(plan, {'run': str, 'directory': str}, _ADVICE) if plan.exists() else ():
         path = directory / run['directory']
         made = (path / 'config.json').exists() or (path / 'result.json').exists()
         if not made and (path / 'metrics.jsonl').exists():
             left.append((run['run'], path))
-    lines = read_lines(results, _ADVICE) if left and results.exists() else []
+    lines = read_lines(results, {'run': str}, _ADVICE) if left and results.exists() else []
     for name, path in left:
         if of_run := [line for line in lines if line['run'] == name]:
             entries = [{n: v for n, v in line.items() if n not in _OF_STUDY} for line in of_run]

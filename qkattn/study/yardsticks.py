@@ -71,7 +71,7 @@ def record(directory: str | Path) -> list[str]:
     path, started = absolute(directory), time.perf_counter()
     baseline = read_json(path / 'study.json', {'baseline': str | None})['baseline']
     results: dict[str, list[_Record]] = {}
-    for result in read_lines(path / 'results.jsonl'):
+    for result in read_lines(path / 'results.jsonl', {'run': str, 'status': str}):
         results.setdefault(result['run'], []).append(result)
     schema = {'groups': tuple[dict, ...], 'runs': tuple[dict, ...], 'seconds': float}
     before: _Record = {'groups': [], 'runs': [], 'seconds': 0.0}
@@ -82,7 +82,9 @@ def record(directory: str | Path) -> list[str]:
     problems: dict[str, None] = {}
     made: dict[str, list[_Record]] = {'groups': [], 'runs': []}
     counted: dict[Any, _Record] = {}
-    for run in read_lines(path / 'plan.jsonl'):
+    for run in read_lines(
+        path / 'plan.jsonl', ARM_KEY | {'run': str, 'stage': str, 'config': dict}
+    ):
         of_run = results.get(run['run'], [])
         if run['stage'] == SCREENING or FINISHED not in [result['status'] for result in of_run]:
             continue
