@@ -1,6 +1,6 @@
 """launch/slurm.py and launch/slurm.sbatch: command lines, and jobs of a real Slurm on loopback.
 
-Its jobs run stand-ins for qkattn; a slow one trains.
+Its jobs run stand-ins for qkattn; one trains. They mostly wait, which .ci/run does beside other tests.
 """
 
 import contextlib
@@ -79,6 +79,7 @@ def started(jobs: Jobs, job: str, restart: int = 0, processes: int = 2) -> None:
     jobs.cluster.wait(job, lambda _: all(file.exists() for file in files))
 
 
+@pytest.mark.slow
 def test_every_process_gets_the_arguments_unchanged(stand_in):
     script = 'printf "%s\\0" "$@" $JAX_COORDINATOR_PORT >$SLURM_JOB_ID-$SLURM_PROCID'
     jobs = [submit(stand_in, script, '--nodes=2', *TRAIN, *AWKWARD) for _ in range(2)]
@@ -94,6 +95,7 @@ def test_every_process_gets_the_arguments_unchanged(stand_in):
     assert 1024 < min(ports) and max(ports) < 32768
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('rank', 'code', 'restarts', 'words'),
     [(1, 1, 1, 'crashed 2 times'), (0, 2, 0, 'has a wrong setting or directory')],
@@ -110,6 +112,7 @@ def test_crashes_are_retried_and_wrong_settings_are_not(rank, code, restarts, wo
     assert f'job {job} {words} and is not requeued' in log
 
 
+@pytest.mark.slow
 def test_a_job_that_is_asked_to_stop_or_preempted_goes_on_and_may_still_crash(stand_in):
     """Slurm sends SIGTERM to the processes before the time limit, as scancel --signal does."""
     script = f"""
@@ -138,6 +141,7 @@ def test_a_job_is_requeued_three_minutes_before_its_time_limit(stand_in):
     assert f'job {job} stopped with a checkpoint and is requeued' in log
 
 
+@pytest.mark.slow
 def test_a_cancelled_job_stays_cancelled(stand_in):
     job = submit(stand_in, SAVES, *TRAIN)
     started(stand_in, job, processes=1)
@@ -146,6 +150,7 @@ def test_a_cancelled_job_stays_cancelled(stand_in):
     assert 'requeued' not in stand_in.log(job)
 
 
+@pytest.mark.slow
 def test_a_worker_that_crashes_requeues_itself_alone(stand_in):
     """The last task of an array has the array's own number."""
     script = '[[ $SLURM_ARRAY_TASK_ID$SLURM_RESTART_COUNT != 2 ]]'
