@@ -1,6 +1,6 @@
 """launch/slurm.py and launch/slurm.sbatch: command lines, and jobs of a real Slurm on loopback.
 
-Its jobs run stand-ins for qkattn; one trains. They mostly wait: .ci/run has other tests beside them.
+Its jobs run stand-ins for qkattn; one trains. They mostly wait: .ci/run has other tests meanwhile.
 """
 
 import contextlib
