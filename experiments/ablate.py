@@ -50,10 +50,8 @@ def main() -> None:
     if DRY_RUN.value:
         print(f'\n{estimate.text(config, _matched(config))}')
         return
-    if WORKDIR.value is None:
-        raise ConfigError('--workdir=DIRECTORY is required')
     path = local_workers.run(
-        config, lambda: _matched(config), WORKDIR.value, workers, expiry=EXPIRY.value
+        config, lambda: _matched(config), cli.required(WORKDIR), workers, expiry=EXPIRY.value
     )
     if not agreement.owner():
         return
