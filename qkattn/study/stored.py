@@ -179,7 +179,7 @@ def _files(stored: Path) -> Iterator[tuple[str, bytes]]:
     """The name and content of each file that `pack` leaves out."""
     try:
         base = parse_json((stored / 'study.json').read_bytes())['base']
-        shared, *lines = _lines(stored / RUNS)
+        shared, *lines = map(parse_json, (stored / RUNS).read_bytes().splitlines())
         if shared['format'] != _FORMAT:
             raise ValueError(f'format {shared["format"]!r} is not {_FORMAT}')
         arrays = dict(np.load(io.BytesIO((stored / DOCUMENTS).read_bytes())))
@@ -267,10 +267,6 @@ def _changed(config: Record, base: Record) -> Record:
 
 def _merged(changed: Record, base: Record) -> Record:
     return {section: base[section] | fields for section, fields in changed.items()}
-
-
-def _lines(path: Path) -> list[Record]:
-    return [parse_json(line) for line in path.read_bytes().splitlines()]
 
 
 def _text(records: Iterable[Record]) -> bytes:
