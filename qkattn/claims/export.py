@@ -54,8 +54,9 @@ CHANGES = {
 MODELS = {
     'decoder': (
         '{}',
-        ('lm_added', 'lm_dropped', 'lm_sharing', 'lm_stdlib', 'decoder', 'depth_heads')
-        + ('full_heads', 'nonlinear', 'overparameterised', 'rank', 'sharing'),
+        ('lm_added', 'lm_dropped', 'lm_dropped_shape', 'lm_sharing', 'lm_sharing_shape')
+        + ('lm_stdlib', 'decoder', 'depth_heads', 'full_heads', 'nonlinear')
+        + ('overparameterised', 'rank', 'sharing'),
     ),
     'masked LM': ('{}', ('masked_lm', 'masked')),
     'translation': ('qk/vo?encoder_variant={}', ('translation', 'encoder_side')),
@@ -121,7 +122,7 @@ def _rows(loaded: Loaded, variant: str) -> Iterator[tuple[tuple, Arm, Row]]:
         context |= {'parameters': f'{parameters:,}', 'tokens': f'{trial.num_tokens:,}'}
         for kind, comparison, decision in (
             (Kind.REMOVED, part and part.removing, None if has_learned else decided.value),
-            (Kind.MATCHED, arm.comparison, decided.value),
+            (Kind.MATCHED if study.matched else Kind.REMOVED, arm.comparison, decided.value),
         ):
             if comparison:
                 mean, low, high = (

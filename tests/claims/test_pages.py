@@ -144,8 +144,9 @@ def test_what_is_made_again_differs_by_rounding_alone():
 
 @pytest.fixture(scope='module')
 def results(committed, tmp_path_factory):
-    """One study that learned on many tokens, one on few, and one that did not."""
+    """One study that learned on many tokens, one on few, two that did not, one of equal shapes."""
     directory = tmp_path_factory.mktemp('answers')
+    shutil.copytree(conftest.CLAIMS / 'overparameterised', directory / 'overparameterised')
     shutil.copytree(conftest.CLAIMS / 'lm_stdlib', directory / 'lm_dropped')
     shutil.copytree(committed / 'claims/cpu/sharing', directory / 'sharing')
     shutil.copytree(conftest.RESULTS / 'fair_small', directory / 'decoder')
@@ -159,6 +160,7 @@ def test_answers_are_from_the_study_that_shows_them_best(results):
     assert [row.study for row in cells] == ['sharing', 'lm_dropped', 'decoder', 'lm_dropped']
     assert [row.decision for row in cells] == [None, 'worse', 'no verdict', 'undecided']
     assert shared.row('masked LM', Kind.MATCHED) is None
+    assert [row.kind for row in made['double/double'].rows] == [Kind.REMOVED]
     (arm,) = (a for a in results.study('lm_dropped').findings.arms if a.variant == 'qk/no_o')
     row, difference = dropped.row('decoder', Kind.MATCHED), arm.difference
     assert (row.value, row.low, row.high) == (difference.mean, difference.low, difference.high)
@@ -169,6 +171,7 @@ def test_answers_are_from_the_study_that_shows_them_best(results):
         'qk/vo?num_kv_heads=1': -3 / 8,
         'shared_qk/k_is_v': -1 / 2,
         'qk/vo?num_heads=1': 0.0,
+        'double/double': 3 / 4,
     }
 
 
