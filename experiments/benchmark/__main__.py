@@ -7,7 +7,6 @@ python -m experiments.benchmark --suite=steps,stacks,decoding,study --scale=smok
 import dataclasses
 import importlib.metadata
 import os
-import platform
 import shutil
 import subprocess
 from pathlib import Path
@@ -16,15 +15,12 @@ from typing import Any
 import jax
 from absl import flags
 
-import qkattn
 from experiments.benchmark import record
-from experiments.benchmark.suites import SCALES, SUITES, settings
-from qkattn.config import Config, from_json
+from experiments.benchmark.suites import SCALES, SUITES, settings, training_row
 from qkattn.errors import ConfigError
 from qkattn.jobs import cli
 from qkattn.jobs.machine import cpu, usable_cores
-from qkattn.model.sites import validate
-from qkattn.storage.run_directory import RECORDED_VERSIONS, git_state
+from qkattn.storage.run_directory import describe_start
 
 SUITE = flags.DEFINE_list('suite', None, f'What is measured, several of {", ".join(SUITES)}.')
 SCALE = flags.DEFINE_enum('scale', 'cpu', [*SCALES], 'Sizes; the times of smoke mean nothing.')
@@ -46,7 +42,7 @@ def main() -> None:
         scale = dataclasses.replace(scale, names=tuple(dict.fromkeys(['qk/vo', *VARIANTS.value])))
         for name in scale.names:
             try:
-                validate(from_json(Config, settings(scale.variants, name)))
+                training_row(name, settings(scale.variants, name))
             except ValueError as error:
                 raise ConfigError(f'--variants={name}: {error}') from error
     jax.config.update('jax_platforms', 'cpu')  # the accelerator's memory is for the contestants
@@ -66,6 +62,7 @@ def main() -> None:
 
 def machine() -> dict[str, Any]:
     """CPU, cores, memory, devices, versions and commit: what a result depends on."""
+    start = describe_start()
     installed = {dist.name: dist.version for dist in importlib.metadata.distributions()}
     query = 'nvidia-smi --query-gpu=name --format=csv,noheader'  # jax would take their memory
     gpus = subprocess.getoutput(query).splitlines() if shutil.which('nvidia-smi') else []
@@ -74,10 +71,8 @@ def machine() -> dict[str, Any]:
         'cores': len(usable_cores()),
         'memory_bytes': os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'),
         'accelerators': gpus,
-        'platform': platform.platform(),
-        'python': platform.python_version(),
-        'versions': {name: installed.get(name) for name in (*RECORDED_VERSIONS, 'torch')},
-        'git': git_state(Path(qkattn.__file__).parent),
+        **{name: start[name] for name in ('platform', 'python', 'git')},
+        'versions': start['versions'] | {'torch': installed.get('torch')},
     }
 
 

@@ -1,9 +1,9 @@
-"""Rows side by side: each in a process of its own that stays alive, timed in turns.
+"""Rows side by side: each work in a process that stays alive, timed in turns.
 
 Round i goes through all rows before round i + 1 begins, so that what changes on the machine
 in the meantime hits all alike; only one of them computes at a time.
 
-Nothing here imports jax: the process of a row imports what it times, and torch shares none.
+Nothing here imports jax: a process imports what it times, and torch shares none.
 """
 
 import contextlib
@@ -80,22 +80,22 @@ class Row:
         return statistics.median(seconds / other for seconds, other in pairs)
 
 
-def race(
-    rows: Sequence[Row], *, cores: int, rounds: int, seconds: float, shared: bool = False
-) -> list[Row]:
+def race(rows: Sequence[Row], *, cores: int, rounds: int, seconds: float) -> list[Row]:
     """The rows with what is measured: all are built, then timed interleaved.
 
     Args:
+      rows: those of one work share a process.
       cores: number of cores that each process is bound to.
       rounds: times that each row is timed.
       seconds: that a row is timed for in a round, at least; at least one call.
-      shared: whether one process builds and times all rows, in place of one for each.
     """
+    processes: dict[str, Process] = {}
     built: list[tuple[Row, Process, dict[str, Any]]] = []
     with contextlib.ExitStack() as stack:
         for row in rows:
-            if not (shared and built):
-                process = stack.enter_context(Process(usable_cores()[-cores:]))
+            if row.work not in processes:
+                processes[row.work] = stack.enter_context(Process(usable_cores()[-cores:]))
+            process = processes[row.work]
             with waiting('benchmark', f'building {row.name}'):
                 answer = process.ask({'work': row.work, 'settings': row.settings})
             built.append((row, process, answer | {'rounds': []}))
@@ -106,14 +106,14 @@ def race(
                         calls = max(1, math.ceil(seconds / work['seconds']))
                         answer = process.ask({'number': work['number'], 'calls': calls})
                         if 'failed' in answer:
-                            work |= answer | {'rounds': []}
+                            work |= answer
                         else:
                             work['rounds'].append(answer['seconds'] / (calls * work['steps']))
     return [
         dataclasses.replace(
             row,
             settings={**row.settings, 'cores': cores},
-            rounds=work['rounds'],
+            rounds=[] if 'failed' in work else work['rounds'],
             extra={'failed': work['failed']} if 'failed' in work else row.extra | work['extra'],
         )
         for row, _, work in built

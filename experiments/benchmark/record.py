@@ -61,16 +61,15 @@ def read(directory: Path) -> tuple[dict[str, Any], list[Group]]:
     path = directory / FILE
     try:
         document = parse_json(path.read_text('utf-8'))
+        if document['schema'] != SCHEMA:
+            raise ValueError(f'its schema is {document["schema"]}; this version reads {SCHEMA}')
         groups = [
             Group(g['suite'], g['title'], [Row(**r) for r in g['rows']], g['reference'])
             for g in document['groups']
         ]
-        machine, schema = dict(document['machine']), document['schema']
+        return dict(document['machine']), groups
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ReportError(f'{path} is not a benchmark: {error!r}; measure it again') from error
-    if schema != SCHEMA:
-        raise ReportError(f'{path} has schema {schema}; this version reads {SCHEMA}')
-    return machine, groups
 
 
 # Headings of tables in pages, and those that a terminal shows besides.

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,14 @@ def settings(
     return sections
 
 
+def training_row(name: str, config: dict[str, Any], work: str = TRAIN) -> Row:
+    """A row that trains a config (JSON), with tokens and FLOPs of a step; checks the config."""
+    validate(run := from_json(Config, config))
+    tokens = run.train.batch_size * run.model.context
+    flops = tokens * cost.training_flops_per_token(run.model)
+    return Row(name, {'config': config}, extra={'tokens': tokens, 'flops': flops}, work=work)
+
+
 def title_of(run: Config, cores: int = 0) -> str:
     model = run.model
     sizes = f'{model.num_layers} x {model.d_model} x context {model.context}'
@@ -109,7 +117,7 @@ class Scale:
       variants: the shape at which `names`, or all variants, are compared with each other.
       stacks, trials: the shape of a stack, and how many trials are in one program.
       decoding, prompt, tokens: the shape of a decoder, after and of how many tokens it decodes.
-      study: overrides of configs/quickstart.py.
+      study: the name of a config.
       rounds: of a race.
       seconds: of a contestant in a round, at least.
     """
@@ -123,7 +131,7 @@ class Scale:
     decoding: Config
     prompt: int
     tokens: int
-    study: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    study: str = 'quickstart'
     rounds: int = 7
     seconds: float = 0.5
 
@@ -158,13 +166,7 @@ SCALES = {
         decoding=TINY,
         prompt=2,
         tokens=4,
-        study={
-            **{'base.trials.seeds': '(0,)', 'base.train.num_steps': 40, 'sizes': "('d_model=32',)"},
-            **{'base.train.eval_every': 20, 'base.train.checkpoint_every': 20, 'tolerance': 5e-3},
-            **{'base.optimizer.warmup_steps': 2, 'base.data.eval_sequences': 16},
-            **{'base.model.num_layers': 1, 'base.model.num_heads': 2, 'base.model.context': 16},
-            'variants': "('qk/vo', 'shared_qk/vo')",
-        },
+        study='claims/single_head:smoke',
         rounds=2,
         seconds=0.0,
     ),
@@ -177,46 +179,40 @@ def steps(scale: Scale) -> Iterator[Group]:
     counts = sorted({1, all_cores}) if scale.one_core else [all_cores]
     for run in scale.shapes:
         for cores in counts:
-            yield _timed('steps', title_of(run, cores), _peers(run), scale, QKATTN, cores=cores)
+            yield _timed('steps', title_of(run, cores), _peers(run), scale, QKATTN, cores)
     rows = []
     for name in scale.names or map('/'.join, documented_variants()):
-        config = settings(scale.variants, name)
         try:
-            validate(from_json(Config, config))
+            rows.append(training_row(name, settings(scale.variants, name)))
         except ConfigError as error:
             log.info('  %s is left out: %s', name, error)
-        else:
-            rows.append(Row(name, {'config': config}, work=TRAIN))
     title = f'variants, {title_of(scale.variants, counts[0])}'
     step_each = dataclasses.replace(scale, seconds=0)
-    yield _timed('steps', title, rows, step_each, 'qk/vo', cores=counts[0], shared=True)
+    yield _timed('steps', title, rows, step_each, 'qk/vo', cores=counts[0])
 
 
 def _peers(run: Config) -> list[Row]:
     """A step of qkattn and of the same model elsewhere."""
-    several, single = {'config': settings(run)}, {'config': settings(run, steps_per_dispatch=1)}
-    tokens = run.train.batch_size * run.model.context
-    extra = {'tokens': tokens, 'flops': tokens * cost.training_flops_per_token(run.model)}
+    several, single = settings(run), settings(run, steps_per_dispatch=1)
     rows = [
-        Row(QKATTN, several, extra=extra, work=TRAIN),
-        Row(f'{QKATTN}, 1 step a dispatch', single, extra=extra, work=TRAIN),
-        Row('functional JAX', several, extra=extra, work=JAX),
-        Row('functional JAX, 1 step a dispatch', single, extra=extra, work=JAX),
+        training_row(QKATTN, several),
+        training_row(f'{QKATTN}, 1 step a dispatch', single),
+        training_row('functional JAX', several, JAX),
+        training_row('functional JAX, 1 step a dispatch', single, JAX),
     ]
     if not importlib.util.find_spec('torch'):
         log.warning("torch.compile is left out: it needs pip install -e '.[benchmark]'")
         return rows
-    return [*rows, Row('torch.compile', single, extra=extra, work=TORCH)]
+    return [*rows, training_row('torch.compile', single, TORCH)]
 
 
 def stacks(scale: Scale) -> Iterator[Group]:
     """Seconds per step and trial, whose ratio to one run is that of X trials to X runs in turn."""
-    configs = {ONE_RUN: settings(scale.stacks, lifting='vmap')}
+    rows = [training_row(ONE_RUN, settings(scale.stacks, lifting='vmap'))]
     for trials in scale.trials:
         for lifting in ('vmap', 'map'):
             config = settings(scale.stacks, trials=trials, lifting=lifting)
-            configs[f'{lifting}, {trials} trials'] = config
-    rows = [Row(name, {'config': config}, work=TRAIN) for name, config in configs.items()]
+            rows.append(training_row(f'{lifting}, {trials} trials', config))
     title = f'{title_of(scale.stacks)}, seconds per step and trial'
     yield _timed('stacks', title, rows, scale, ONE_RUN)
 
@@ -230,20 +226,19 @@ def decoding(scale: Scale) -> Iterator[Group]:
         for name in scale.names or DECODED.split()
     ]
     title = f'{title_of(scale.decoding)}, {scale.prompt} + {scale.tokens} tokens'
-    yield _timed('decoding', title, rows, scale, 'qk/vo', shared=True)
+    yield _timed('decoding', title, rows, scale, 'qk/vo')
 
 
 def study(scale: Scale) -> Iterator[Group]:
-    """The quickstart in one process, in one process on one core, and by workers.
+    """A study in one process, in one process on one core, and by workers.
 
     The compilation cache is empty every time; data is prepared, and files are read into memory,
     before any time counts.
     """
-    overrides = [f'--config.{name}={value}' for name, value in scale.study.items()]
     with tempfile.TemporaryDirectory() as directory:
 
         def ablate(name: str, *flags: str, cores: Sequence[int] = usable_cores()) -> float:
-            return _ablate(Path(directory, name), *overrides, *flags, cores=cores)
+            return _ablate(scale.study, Path(directory, name), *flags, cores=cores)
 
         ablate('first', '--dry_run')
         rows = [
@@ -254,9 +249,9 @@ def study(scale: Scale) -> Iterator[Group]:
     yield Group('study', f'workers, {_counted(len(usable_cores()))}', rows, ONE_PROCESS)
 
 
-def _ablate(directory: Path, *flags: str, cores: Sequence[int]) -> float:
-    """Seconds of the quickstart, bound to `cores`."""
-    command = [sys.executable, '-m', 'experiments.ablate', '--config=quickstart', *flags]
+def _ablate(config: str, directory: Path, *flags: str, cores: Sequence[int]) -> float:
+    """Seconds of a study, bound to `cores`."""
+    command = [sys.executable, '-m', 'experiments.ablate', f'--config={config}', *flags]
     paths = [os.environ.get('PYTHONPATH'), ROOT]
     environment = {'JAX_COMPILATION_CACHE_DIR': f'{directory}/compiled'}
     environment['PYTHONPATH'] = os.pathsep.join(filter(None, paths))
@@ -276,19 +271,12 @@ def _ablate(directory: Path, *flags: str, cores: Sequence[int]) -> float:
 
 
 def _timed(
-    suite: str,
-    title: str,
-    rows: Sequence[Row],
-    scale: Scale,
-    reference: str,
-    *,
-    cores: int = 0,
-    shared: bool = False,
+    suite: str, title: str, rows: Sequence[Row], scale: Scale, reference: str, cores: int = 0
 ) -> Group:
     """The group of rows that are raced, on all cores unless `cores` says how many."""
     log.info('%s: %s', suite, title)
-    times = {'rounds': scale.rounds, 'seconds': scale.seconds}
-    measured = race(rows, cores=cores or len(usable_cores()), shared=shared, **times)
+    cores = cores or len(usable_cores())
+    measured = race(rows, cores=cores, rounds=scale.rounds, seconds=scale.seconds)
     return Group(suite, title, measured, reference)
 
 

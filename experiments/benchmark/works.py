@@ -37,10 +37,7 @@ def train(config: Any) -> Work:
             state, metrics = built.train(state, batch)
         return jax.block_until_ready((state, metrics))[1]
 
-    steps = config.train.steps_per_dispatch * len(config.trials.trials())
-    tokens = config.train.batch_size * config.model.context
-    flops = tokens * cost.training_flops_per_token(config.model)
-    return Work(run, steps, {'tokens': tokens, 'flops': flops})
+    return Work(run, config.train.steps_per_dispatch * len(config.trials.trials()))
 
 
 def greedy(model: dict[str, Any], rows: int, prompt: int, tokens: int) -> Work:
