@@ -138,9 +138,9 @@ def test_grouped_heads_equal_the_oracle(shown, num_kv_heads):
     layers.assert_equals_oracle(layer, stream(), causal())
 
 
-def test_padding_is_never_read(shown):
+def test_padding_is_never_read(some):
     lengths = (T - 3, T - 1)
-    layer, x_BTD, mask_BTS = make(shown), stream(), mask_of(lengths, causal=False)
+    layer, x_BTD, mask_BTS = make(some), stream(), mask_of(lengths, causal=False)
     valid_BS = np.arange(T)[None, :] < np.array(lengths)[:, None]
     other_BTD = jnp.where(valid_BS[..., None], x_BTD, 100.0)
     got, want = (np.asarray(layer(z_BTD, mask_BTS))[valid_BS] for z_BTD in (other_BTD, x_BTD))

@@ -28,6 +28,7 @@ def test_greedy_tokens_are_those_without_a_cache(model):
     assert len(np.unique(greedy_BT)) > 3
 
 
+@pytest.mark.slow
 def test_continuations_are_the_same_where_64_bit_types_are_allowed(model):
     def continued():
         draws = {'key': jax.random.key(3), 'temperature': 1.0, 'top_k': 9, 'top_p': 0.9}

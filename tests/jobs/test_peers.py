@@ -89,6 +89,7 @@ def test_all_stop_at_the_same_step(to, number):
     assert [out for _, out, _ in results] == ['a result\n', '']  # process 0 alone prints results
 
 
+@pytest.mark.slow
 def test_a_process_that_exits_while_it_looks_at_the_others_exits_with_0():
     source = """
         import time

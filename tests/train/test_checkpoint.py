@@ -232,7 +232,6 @@ def test_checkpoints_whose_descriptions_are_damaged_are_never_started_over(two, 
     assert names_in(path) == ['4.damaged', '8.damaged']
 
 
-@pytest.mark.slow
 def test_an_unfinished_checkpoint_in_a_bucket_is_removed(bucket):
     save(url := as_path('gs://runs/c'), 4, 8)
     del bucket.buckets['runs']['c/8/commit_success.txt']

@@ -14,6 +14,7 @@ from qkattn.model.cost import abstract_params
 from qkattn.train import optimizer as optimizers
 from qkattn.train.optimizer import OPTIMIZERS, SCHEDULES, check_optimizer, decayed, matrix_axes
 from tests.fixtures import chosen
+from tests.lanes import only
 
 MODEL = ModelConfig(d_model=8, num_layers=2, num_heads=2, context=4, vocab_size=16, biases=True)
 RATE, DECAY = 0.1, 0.5
@@ -76,7 +77,7 @@ def by_hand(name, decay, path, p, first, second):
     return p
 
 
-@pytest.mark.parametrize('decay', ['independent', 'coupled'])
+@pytest.mark.parametrize('decay', only(['independent'], ['independent', 'coupled']))
 @pytest.mark.parametrize('name', list(OPTIMIZERS))
 def test_two_steps_are_those_by_hand(name, decay):
     config = OptimizerConfig(name=name, clip_norm=None, decay=decay)
