@@ -120,17 +120,16 @@ def chosen(source: loading.Loaded, trial: int) -> tuple[Transformer, dict[str, A
 
 def given(source: loading.Loaded, model: Transformer) -> tuple[dict, dict[str, list[str]]]:
     """The text or the tokens of the flags: a batch of one row, and tokens by its array."""
-    config, translates = model.config, isinstance(model, EncoderDecoder)
+    translates = isinstance(model, EncoderDecoder)
     if translates != (TARGET.value is not None) or (translates and TOKENS.value is not None):
         raise ConfigError(
             'an encoder_decoder reads --text and --target, and no other model reads --target'
         )
+    flag = TARGET if translates else TOKENS if TEXT.value is None else TEXT
+    read = {'tokens_BT': tokens_of(source, flag, model.config.context)}
     if translates:
-        texts = {'source_BS': (TEXT, config.encoder.context), 'tokens_BT': (TARGET, config.context)}
-    else:
-        texts = {'tokens_BT': (TOKENS if TEXT.value is None else TEXT, config.context)}
-    read = {name: tokens_of(source, *text) for name, text in texts.items()}
-    batch: dict[str, Any] = {name: np.array([ids], np.int32) for name, (ids, _) in read.items()}
+        read['source_BS'] = tokens_of(source, TEXT, model.config.encoder.context)
+    batch = {name: np.array([ids], np.int32) for name, (ids, _) in read.items()}
     batch = batch if translates else next_token_batch(model, batch['tokens_BT'])
     return batch, {name: tokens for name, (_, tokens) in read.items()}
 
@@ -174,13 +173,11 @@ def write_numbers(out: Path, analysis: Analysis, about: dict[str, Any]) -> None:
     """analysis.csv, a line a number; analysis.json, with all singular values."""
     rows = pd.DataFrame([dataclasses.asdict(row) for row in analysis.rows], dtype=object)
     write_atomic(out / 'analysis.csv', rows.to_csv(index=False, lineterminator='\n'))
-    keys = ('site', 'layer', 'circuit')
     spectra = [
-        dict(zip(keys, circuit, strict=True)) | {'singular_values': s_ND}
-        for circuit, s_ND in analysis.spectra.items()
+        {'site': site, 'layer': layer, 'circuit': circuit, 'singular_values': s_ND}
+        for (site, layer, circuit), s_ND in analysis.spectra.items()
     ]
-    missing = [dict(zip(keys, circuit, strict=True)) for circuit in analysis.missing]
-    about = about | {'rows': analysis.rows, 'spectra': spectra, 'missing': missing}
+    about = about | {'rows': analysis.rows, 'spectra': spectra}
     write_json(out / 'analysis.json', about, indent=None)
 
 
@@ -212,13 +209,8 @@ def draw(out: Path, analysis: Analysis) -> None:
     for (site, layer, circuit), s_ND in analysis.spectra.items():
         spectra.setdefault((site, circuit), {})[layer] = s_ND
     for (site, circuit), layers in spectra.items():
-        save(
-            out,
-            f'singular_values_{circuit}{suffix(site)}',
-            singular_values,
-            layers,
-            f'{circuit}[n]',
-        )
+        stem = f'singular_values_{circuit}{suffix(site)}'
+        save(out, stem, singular_values, layers, f'{circuit}[n]')
     heads = {(row.site, row.subject, row.quantity) for row in analysis.rows if row.head is not None}
     for (site, subject), group in itertools.groupby(sorted(heads), key=lambda head: head[:2]):
         quantities = {

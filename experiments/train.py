@@ -64,18 +64,12 @@ def main() -> None:
         for split, texts in summary(result).items() if result['status'] == FINISHED else ():
             text = f'{split} {", ".join(texts)}'
             print(textwrap.fill(text, 100, initial_indent='  ', subsequent_indent='    '))
-    print('\n'.join(f'{name:<12}{where}' for name, where in places(workdir).items()))
-
-
-def places(workdir: str) -> dict[str, str]:
-    """Paths of the files of a finished run, and the commands that make the others."""
     path = as_path(workdir)
-    files = {'results': 'result.json', 'metrics': 'metrics.jsonl', 'checkpoints': 'checkpoints'}
-    return {
-        **{name: str(path / file) for name, file in files.items()},
-        'to export': f'{cli.script("convert")} --source={path} --out=DIRECTORY',
-        'to report': f'{cli.script("report")} --run={path}',
-    }
+    print(f'results     {path / "result.json"}')
+    print(f'metrics     {path / "metrics.jsonl"}')
+    print(f'checkpoints {path / "checkpoints"}')
+    print(f'to export   {cli.script("convert")} --source={path} --out=DIRECTORY')
+    print(f'to report   {cli.script("report")} --run={path}')
 
 
 def summary(result: dict[str, Any]) -> dict[str, list[str]]:

@@ -9,12 +9,9 @@ import numpy as np
 import pytest
 
 from qkattn import metrics
-from qkattn.config import Config, ModelConfig, Study, TrainConfig
+from qkattn.config import Config, ModelConfig, TrainConfig
 from qkattn.errors import ConfigError
 from qkattn.storage.records import described, metrics_of
-from qkattn.study.arms import build_arms
-from qkattn.train import dry_run
-from qkattn.train.loop import train
 from qkattn.train.trials import check_metrics, per_target
 from tests.fixtures import chosen
 from tests.refusals import refused
@@ -114,17 +111,6 @@ def test_a_metric_is_of_targets_alone_and_described_with_its_results(outside, me
     printed = ('name', 'label', 'unit', 'scale', 'decimals', 'direction', 'prefixes', 'for_text')
     assert [getattr(recorded, n) for n in printed] == [getattr(known[name], n) for n in printed]
     assert recorded.text(0.5) == known[name].text(0.5)
-
-
-def test_runs_studies_and_dry_runs_check_metrics_before_they_begin(tmp_path):
-    config = config_of('top_5')
-    for start, *arguments in (
-        *((train, config, tmp_path / 'out'), (build_arms, Study(base=config))),
-        (dry_run.describe, config),
-    ):
-        with refused("train.metrics='top_5' must be an import path"):
-            start(*arguments)
-    assert not (tmp_path / 'out').exists()
 
 
 BAD = """

@@ -120,11 +120,8 @@ def test_differences_and_verdicts(tmp_path):
     sides = {'better': -1, 'worse': 1}
     beyond = sum(arm.verdict.decision.value in sides for arm in decided.values())
     for name, arm in decided.items():
-        d, difference, decision = (
-            losses[name] - baseline,
-            arm.difference,
-            arm.verdict.decision.value,
-        )
+        d, difference = losses[name] - baseline, arm.difference
+        decision = arm.verdict.decision.value
         assert [*arm.comparison.differences.values()] == pytest.approx(d, rel=1e-12), name
         # The errors of the evaluated documents and of tuning can only widen the seeds' interval.
         of_seeds = stats.ttest_1samp(d, 0)

@@ -75,20 +75,17 @@ def lines(path: Path) -> list[dict]:
 
 
 @pytest.fixture
-def start(files):
-    """start('ablate', '--flag=1', ...) -> the process, just started."""
-    started = []
+def in_process(files):
+    """What a script prints that succeeds, in a process of its own."""
 
-    def run(name: str, *flags: str) -> subprocess.Popen:
+    def run(name: str, *flags: str) -> str:
         command = [sys.executable, '-m', f'experiments.{name}', *flags]
-        pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
         env = {**os.environ, 'PYTHONPATH': str(ROOT)}
-        started.append(subprocess.Popen(command, env=env, **pipes))
-        return started[-1]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
-    yield run
-    for process in started:
-        process.kill()
+    return run
 
 
 @contextlib.contextmanager

@@ -40,6 +40,7 @@ CASES = [
     (*TRAIN, '--topology=v5p-64', '--topology needs --dry_run'),
     (*TRAIN, '--dry_run', '--topology=v5q-64', 'did you mean v5p?'),
     (*TRAIN, '--dry_run', '--dry_run_log=/dev/full', '--dry_run_log=/dev/full must be a CSV file'),
+    (*TRAIN, '--dry_run', "--config.train.metrics=('top_5',)", "'top_5' must be an import path"),
     # Claims.
     ('claims', 'E33', "unknown claim 'E33', did you mean 'E3'?"),
     ('claims', 'E3', '--workdir=DIRECTORY is required for E3'),
