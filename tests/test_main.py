@@ -42,18 +42,17 @@ def test_help_names_every_script_and_every_config(command):
         assert f' {name} {path.read_text().splitlines()[0].strip(chr(34))}' in listed
 
 
-def test_a_version_and_an_unknown_command(command):
-    assert command('--version') == (0, f'{qkattn.__version__}\n')
-    code, text = command('trian')
-    assert code == 2 and text.startswith("unknown command 'trian'; known are ablate, analyze, ")
-
-
-def test_a_script_runs_with_its_flags_on_a_config_by_name(command, tmp_path):
-    (tmp_path / 'mine.py').write_text('from qkattn.attention.scores.qk import QK as Mine')
-    assert command('train', '--config=small') == (2, '--workdir=DIRECTORY is required\n')
-    code, text = command('train', '--config=smal', '--workdir=w')
-    assert code == 2 and 'configs that come with qkattn are char_lm_cpu, ' in text
+def test_commands_run_or_are_refused_in_one_line(command, tmp_path):
     # An import path names a file of the working directory.
-    arguments = ('train', '--config=small', '--workdir=w', '--config.model.score=mine:Missing')
-    code, text = command(*arguments)
-    assert code == 2 and "mine has no 'Missing'" in text and not (tmp_path / 'w').exists()
+    (tmp_path / 'mine.py').write_text('from qkattn.attention.scores.qk import QK as Mine')
+    small = ('train', '--config=small')
+    for arguments, code, words in (
+        (['--version'], 0, qkattn.__version__),
+        (['trian'], 2, "unknown command 'trian'; known are ablate, analyze, "),
+        (small, 2, '--workdir=DIRECTORY is required'),
+        (['train', '--config=smal', '--workdir=w'], 2, 'come with qkattn are char_lm_cpu, '),
+        ([*small, '--workdir=w', '--config.model.score=mine:Miss'], 2, "mine has no 'Miss'"),
+    ):
+        ended, text = command(*arguments)
+        assert ended == code and words in text and text.count('\n') == 1
+    assert not (tmp_path / 'w').exists()

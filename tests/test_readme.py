@@ -1,7 +1,6 @@
 """What README.md and docs/ show is what the project does."""
 
 import functools
-import importlib
 import os
 import re
 import runpy
@@ -47,7 +46,6 @@ def example(tmp_path, monkeypatch):
     code = between(README, '<!-- example: signed_diagonal.py -->\n```python', '```')
     (tmp_path / 'signed_diagonal.py').write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    importlib.invalidate_caches()
     yield 'signed_diagonal:SignedDiagonal'
     sys.modules.pop('signed_diagonal', None)
 
