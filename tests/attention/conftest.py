@@ -4,8 +4,8 @@ A check of the Score alone asks for the fixture `score`. In others most variants
 
 shown    what depends on each circuit by itself: each Score and Value once, and docs/extend.md
 variant  what depends on both: also some pairs that share a projection
-some     what compiles or lowers a program, or holds in float64 too: every ninth variant of the
-         documentation
+some     what compiles or lowers a program, or is the layer's work rather than a circuit's: every
+         ninth variant of the documentation
 """
 
 import contextlib

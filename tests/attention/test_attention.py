@@ -105,14 +105,11 @@ def test_keys_that_are_nothing_else_are_cached_rotated():
             np.testing.assert_allclose(ahead[name], array[:, 3:], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ('variant', 'options'),
-    [
-        (('qk', 'vo'), {'num_kv_heads': 1}),
-        *(((score, 'merged_vo'), {}) for score in ('merged', 'collaborative', 'neither_full')),
-    ],
-    ids=str,
-)
+SHARED = [(('qk', 'vo'), {'num_kv_heads': 1})]
+SHARED += [((score, 'merged_vo'), {}) for score in ('merged', 'collaborative', 'neither_full')]
+
+
+@pytest.mark.parametrize(('variant', 'options'), only(SHARED[:2], SHARED), ids=str)
 def test_no_shared_key_or_value_head_is_copied_to_the_query_heads(variant, options):
     """In the compiled gradient no array has the sizes of S = 13 keys in each of N heads."""
     layer = make(variant, head_size=5, **options)

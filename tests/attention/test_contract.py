@@ -159,8 +159,8 @@ def test_the_parameter_count_is_as_declared(variant):
             assert counted == eval(circuit.parameter_count, letters), letters
 
 
-def test_bfloat16_is_near_float32(shown):
-    layer, x_BTD = make(shown, moved=False), stream()
+def test_bfloat16_is_near_float32(some):
+    layer, x_BTD = make(some, moved=False), stream()
     half, x_half_BTD = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (layer, x_BTD))
     got = half(x_half_BTD, causal())
     assert got.dtype == jnp.bfloat16
