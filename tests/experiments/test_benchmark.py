@@ -104,10 +104,11 @@ def test_what_a_suite_starts_is_valid_and_every_target_finds_its_rows(scale, mon
         for row in rows:
             if 'config' not in row.settings:
                 from_json(ModelConfig, row.settings['model'])
-        extra = {'flops': 8, 'cache_bytes': 4, 'predicted_cache_bytes': 4}
+        extra = {'cache_bytes': 4, 'predicted_cache_bytes': 4}
         return [Row(row.name, {}, [1.0], {**row.extra, **extra}) for row in rows]
 
     monkeypatch.setattr(suites, 'race', timed)
+    monkeypatch.setattr(suites.cost, 'training_flops_per_token', lambda model: 8)
     monkeypatch.setattr(suites, '_ablate', lambda *flags, cores=(): 1.0)
     monkeypatch.setattr(suites.importlib.util, 'find_spec', lambda name: name)
     groups = [g for suite in suites.SUITES.values() for g in suite(suites.SCALES[scale])]

@@ -196,12 +196,12 @@ def test_nothing_is_written_where_an_exact_conversion_moves_the_logits(
 def test_a_run_is_measured_on_its_own_data_or_on_a_text(refusal, printed, run, tmp_path):
     text = printed('analyze', 'run')
     assert text.startswith('run: qk/vo, 1 layers\n') and 'attention 0' in text
-    one = printed('analyze', '--source=run', '--text=def f(x):', '--reference=run', '--out=out')
-    other = printed('analyze', '--source=run', '--text=def f(x):', '--trial=1')
-    assert one != other and 'drift' not in other
+    assert 'drift' not in text
+    flags = ('--text=def f(x):', '--trial=1', '--reference=run', '--out=out')
+    one = printed('analyze', '--source=run', *flags)
     out = tmp_path / 'out'
     table, written = pd.read_csv(out / 'analysis.csv'), read_json(out / 'analysis.json', {})
-    assert len(table) == len(written['rows']) and written['step'] == 12
+    assert len(table) == len(written['rows']) and (written['step'], written['trial']) == (12, 1)
     assert written['reference'] == {k: written[k] for k in ('source', 'trial', 'step', 'model')}
     assert np.shape(written['spectra'][0]['singular_values']) == (2, 16)
     values = {key: rows['value'] for key, rows in table.groupby(['quantity', 'subject'])}

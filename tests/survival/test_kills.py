@@ -1,7 +1,7 @@
 """kill -9 and SIGTERM at random moments: what is finished is bitwise the undisturbed one.
 
-The quick test kills a study, whose runs are of one process, once while it trains. The slow ones
-also kill a run of two processes and one in a bucket, KILLS times in any phase.
+The quick test kills a run of one process once while it trains. The slow ones kill runs of one and
+of two processes, a run in a bucket and a study, KILLS times in any phase.
 """
 
 import contextlib
@@ -182,7 +182,7 @@ def undisturbed(tmp_path_factory):
 
 WAYS = ('run', 'two processes', 'study', 'bucket')
 OFTEN = [(way, True, number) for number in (signal.SIGKILL, signal.SIGTERM) for way in WAYS]
-ONCE = [('study', False, signal.SIGKILL)]
+ONCE = [('run', False, signal.SIGKILL)]
 
 
 @pytest.mark.parametrize(('name', 'often', 'number'), only(ONCE, OFTEN + ONCE))
