@@ -58,27 +58,6 @@ GROUP = Group('steps', 'rows', ROWS, 'fast')
 FACTS = {'machine': {'accelerators': []}, 'load': {}}
 
 
-def test_a_table_has_medians_quartiles_and_ratios_round_by_round():
-    fast, slow, gone = (record.cells(row, GROUP) for row in ROWS)
-    assert (fast['ms'], fast['from'], fast['to'], fast['MFU']) == ('200', '150', '250', '25.0%')
-    assert 'ratio' not in fast and fast['tokens/s'] == '50' and gone == {'failed': 'ValueError: no'}
-    assert (slow['ratio'], slow['ratio / by FLOPs']) == ('2.000', '1.000')  # of 4, 2 and 4/3
-
-
-def test_a_target_is_about_the_worst_row(monkeypatch):
-    fields = {'text': 'x', 'suite': 'steps', 'row': '*', 'reference': 'fast', 'limit': 1}
-    for target, line in (
-        ({'limit': 1.9}, 'x: 2, at most 1.9: missed by 5.3%'),
-        ({'limit': 2}, 'x: 2, at most 2: met'),
-        ({'number': lambda row, reference: row.median}, 'x: 0.4, at most 1: met'),
-        *((other, None) for other in ({'machine': 'gpu'}, {'row': 'gone'}, {'suite': 'other'})),
-        ({'reference': 'gone'}, None),
-    ):
-        monkeypatch.setattr(record, 'TARGETS', [record.Target(**fields | target)])
-        lines = [*record.target_lines([GROUP], FACTS['machine'])]
-        assert lines == [line] * (line is not None), target
-
-
 def test_pages_print_the_tables_of_a_benchmark_that_is_whole(tmp_path):
     record.write(tmp_path, FACTS, [GROUP])
     assert record.read(tmp_path) == (FACTS['machine'], [GROUP])
