@@ -1,7 +1,7 @@
 """Translates sentences with a trained encoder-decoder, or scores it on its own data.
 
 python -m experiments.translate runs/phrases --text='Sat, Jan 30, 1926'
-python -m experiments.translate runs/phrases --file=input.en --out=output.de
+python -m experiments.translate runs/phrases --file=input.en > output.de
 python -m experiments.translate runs/phrases --score=test
 
 Input and output have one sentence per line. The newest checkpoint of the run is used, so that a run
@@ -22,14 +22,12 @@ from qkattn.data.tokens import PairDataset
 from qkattn.decode.translate import score_split, translate
 from qkattn.errors import ConfigError
 from qkattn.jobs import cli
-from qkattn.storage.files import as_path, write_atomic
 from qkattn.train.program_cache import keep_programs
 
 SOURCE = flags.DEFINE_string('source', None, 'Run directory of an encoder-decoder.')
 TRIAL = flags.DEFINE_integer('trial', 0, 'Index of the trial of the run.')
 TEXT = flags.DEFINE_string('text', None, 'Sentences to translate, one per line.')
 FILE = flags.DEFINE_string('file', None, 'File of sentences to translate, one per line.')
-OUT = flags.DEFINE_string('out', None, 'File to write translations to; default: standard output.')
 SCORE = flags.DEFINE_string('score', None, 'Split of the data to translate and score.')
 BEAM = flags.DEFINE_integer('beam', None, 'Hypotheses of the beam search; 1 is greedy.')
 LENGTH_PENALTY = flags.DEFINE_float('length_penalty', None, 'a in score / length^a.')
@@ -56,7 +54,7 @@ def main() -> None:
     decode = dataclasses.replace(config.decode, max_sources=None, **overrides)
     check_section('decode.', decode)
     if SCORE.value is not None:
-        for flag in (TEXT, FILE, OUT):
+        for flag in (TEXT, FILE):
             if flag.value is not None:
                 raise ConfigError(f'--score and --{flag.name} exclude each other')
         pairs = load(config.data)
@@ -75,14 +73,8 @@ def main() -> None:
     if config.data.lowercase:
         lines = [line.lower() for line in lines]
     sentences = [line for line in lines if line.strip()]
-    if OUT.value is not None and as_path(OUT.value).exists():
-        raise ConfigError(f'--out={OUT.value} exists; name a file that does not')
     translations = iter(translate(model, tokenizer, sentences, decode))
-    text = ''.join(f'{next(translations) if line.strip() else ""}\n' for line in lines)
-    if OUT.value is None:
-        print(text, end='')
-    else:
-        write_atomic(OUT.value, text)
+    print(*(next(translations) if line.strip() else '' for line in lines), sep='\n')
 
 
 if __name__ == '__main__':
