@@ -21,7 +21,6 @@ from qkattn.storage.records import ARM_KEY, described, metrics_of
 from qkattn.study import stored
 from qkattn.study.tuning import MODEL_KNOBS
 
-NATS_PER_BIT = 0.6931471805599453
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
 SCREENING_SEEDS, VERDICT_SEEDS = (100, 101), tuple(range(8))
 # What a line of results.jsonl has beside an entry of result.json.
@@ -52,7 +51,7 @@ def trial_record(
     measured = {'val_loss': val_loss, 'test_loss': None if val_loss is None else val_loss + 0.1}
     for split in ('val', 'test'):
         nats = measured[f'{split}_loss']
-        measured[f'{split}_bits_per_byte'] = None if nats is None else nats / NATS_PER_BIT
+        measured[f'{split}_bits_per_byte'] = None if nats is None else nats / math.log(2)
     shape = {'num_layers': 4, 'num_heads': 4, 'num_kv_heads': 4, 'head_size': d_model // 4}
     record = {
         'study': 'synthetic',
@@ -205,13 +204,10 @@ def write_study(
     runs: dict[str, list[dict]] = {}
     for record in records:
         runs.setdefault(record['run'], []).append(record)
+    key = (*ARM_KEY, 'stage', 'knob')
     plan = [
-        plan_line(
-            **{name: of_run[0][name] for name in (*ARM_KEY, 'stage', 'knob')},
-            records=of_run,
-            name=run,
-        )
-        for run, of_run in runs.items()
+        plan_line(records=trials, name=run, **{name: trials[0][name] for name in key})
+        for run, trials in runs.items()
     ]
     plan += [plan_line(variant, size, (), *rest) for variant, size, *rest in declared]
     # Arms that are trained longer are planned once others have results, so never declared.
@@ -223,10 +219,8 @@ def write_study(
         'question': 'Does attention need all four matrices at equal parameters?',
         'baseline': baseline,
         **{
-            f'{"corpora" if name == "corpus" else name + "s"}': list(
-                dict.fromkeys(arm[name] for arm in arms)
-            )
-            for name in ('variant', 'size', 'corpus')
+            many: list(dict.fromkeys(arm[name] for arm in arms))
+            for name, many in (('variant', 'variants'), ('size', 'sizes'), ('corpus', 'corpora'))
         },
         **{'matched': 'total', 'fill': 'd_ff', 'tolerance': 1e-3, 'margin': 0.005},
         'destinations': ['d_model'],
@@ -241,10 +235,10 @@ def write_study(
     ledger.declare(directory, study | changes | {'arms': arms})
     write_lines(directory / 'plan.jsonl', plan)
     write_lines(directory / 'results.jsonl', records)
-    for name, of_run in runs.items():
+    for name, trials in runs.items():
         (directory / name).mkdir(exist_ok=True)
-        write_metrics(directory / name, of_run, num_evals)
-        write_documents(directory / name, of_run, num_documents)
+        write_metrics(directory / name, trials, num_evals)
+        write_documents(directory / name, trials, num_documents)
     return directory
 
 
@@ -329,7 +323,7 @@ def write_metrics(directory: Path, records: list[dict], num_evals: int) -> None:
         fall = 2.0 * (first['num_steps'] / step - 1) / num_evals
         finals = [record['val_loss'] for record in records]
         loss = [(3.5 if index < 3 else None) if f is None else f + fall for f in finals]
-        bits = [None if nats is None else nats / NATS_PER_BIT for nats in loss]
+        bits = [None if nats is None else nats / math.log(2) for nats in loss]
         lines.append({'kind': 'train', 'step': step, 'loss': loss, 'grad_norm': loss})
         evaluation = scores | {'val_loss': loss, 'val_bits_per_byte': bits if in_bytes else None}
         lines.append({'kind': 'eval', 'step': step, **evaluation})
@@ -356,19 +350,19 @@ def write_documents(
     """
     weights = [10 + place % 5 for place in range(number)]
     content = {}
-    for split, prefix in (('validation', 'val'), ('test', 'test')):
-        losses = [record[f'{prefix}_loss'] for record in records]
-        total = records[0]['eval_tokens' if prefix == 'val' else 'test_tokens']
+    for split, name, total in (
+        ('validation', 'val_loss', records[0]['eval_tokens']),
+        ('test', 'test_loss', records[0]['test_tokens']),
+    ):
+        losses = [record[name] for record in records]
         if any(loss is not None for loss in losses):
             tokens = [total * weight // sum(weights) for weight in weights]
             tokens[-1] += total - sum(tokens)
             more = (shifts or {}).get(split, [0.0] * number)
             excess = [t * (0.1 * (-1) ** c + more[c]) for c, t in enumerate(tokens)]
-            rest = sum(excess) / sum(tokens)
+            rest, pairs = sum(excess) / sum(tokens), [*zip(tokens, excess, strict=True)]
             nats = [
-                None
-                if loss is None
-                else [t * (loss - rest) + e for t, e in zip(tokens, excess, strict=True)]
+                None if loss is None else [t * (loss - rest) + e for t, e in pairs]
                 for loss in losses
             ]
             names = [f'{split}/{place}.py' for place in range(number)]
