@@ -79,18 +79,15 @@ def train(config: Mapping[str, Any]) -> Work:
         updates, opt_state = transform.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), value
 
-    def steps(state: tuple, tokens: jax.Array) -> tuple[tuple, jax.Array]:
-        return step(state, tokens[0]) if C == 1 else jax.lax.scan(step, state, tokens)
-
     params = init(model, jax.random.key(0))
     state = (params, transform.init(params))
     tokens = jnp.asarray(np.random.default_rng(0).integers(model['vocab_size'], size=shape))
-    compiled = jax.jit(steps, donate_argnums=0)
+    steps = jax.jit(functools.partial(jax.lax.scan, step), donate_argnums=0)
 
     def run(calls: int) -> None:
         nonlocal state
         for _ in range(calls):
-            state, losses = compiled(state, tokens)
+            state, losses = steps(state, tokens)
         jax.block_until_ready((state, losses))
 
     return Work(run, C)

@@ -29,6 +29,7 @@ from qkattn.errors import ConfigError, ProcessError
 from qkattn.jobs.machine import usable_cores
 from qkattn.model import cost
 from qkattn.model.sites import validate
+from qkattn.report.prose import counted
 from qkattn.study.catalogue import documented_variants
 
 log = logging.getLogger('qkattn.benchmark')
@@ -93,7 +94,7 @@ def training_row(name: str, config: dict[str, Any], work: str = TRAIN) -> Row:
 def title_of(run: Config, cores: int = 0) -> str:
     model = run.model
     sizes = f'{model.num_layers} x {model.d_model} x context {model.context}'
-    on = f', {_counted(cores)}' if cores else ''
+    on = f', {counted(cores, "core")}' if cores else ''
     return f'{sizes}, batch {run.train.batch_size}, {model.compute_dtype}{on}'
 
 
@@ -187,8 +188,8 @@ def steps(scale: Scale) -> Iterator[Group]:
         except ConfigError as error:
             log.info('  %s is left out: %s', name, error)
     title = f'variants, {title_of(scale.variants, counts[0])}'
-    step_each = dataclasses.replace(scale, seconds=0)
-    yield _timed('steps', title, rows, step_each, 'qk/vo', cores=counts[0])
+    once = dataclasses.replace(scale, seconds=0)
+    yield _timed('steps', title, rows, once, 'qk/vo', counts[0])
 
 
 def _peers(run: Config) -> list[Row]:
@@ -198,7 +199,6 @@ def _peers(run: Config) -> list[Row]:
         training_row(QKATTN, several),
         training_row(f'{QKATTN}, 1 step a dispatch', single),
         training_row('functional JAX', several, JAX),
-        training_row('functional JAX, 1 step a dispatch', single, JAX),
     ]
     if not importlib.util.find_spec('torch'):
         log.warning("torch.compile is left out: it needs pip install -e '.[benchmark]'")
@@ -246,7 +246,7 @@ def study(scale: Scale) -> Iterator[Group]:
             Row(ONE_CORE, rounds=[ablate('slow', cores=usable_cores()[:1])]),
             Row(WORKERS, rounds=[ablate('auto', '--workers=auto')]),
         ]
-    yield Group('study', f'workers, {_counted(len(usable_cores()))}', rows, ONE_PROCESS)
+    yield Group('study', f'workers, {counted(len(usable_cores()), "core")}', rows, ONE_PROCESS)
 
 
 def _ablate(config: str, directory: Path, *flags: str, cores: Sequence[int]) -> float:
@@ -278,10 +278,6 @@ def _timed(
     cores = cores or len(usable_cores())
     measured = race(rows, cores=cores, rounds=scale.rounds, seconds=scale.seconds)
     return Group(suite, title, measured, reference)
-
-
-def _counted(cores: int) -> str:
-    return f'{cores} core{"s" * (cores > 1)}'
 
 
 SUITES: dict[str, Callable[[Scale], Iterator[Group]]] = {
