@@ -33,10 +33,8 @@ OPTIONAL = {'torch'}
 def by_name(texts, python_version: str) -> dict[str, Requirement]:
     """The requirements in force for one Python, by canonical name; each may occur once."""
     environment = {'python_version': python_version}
-    every = [
-        one for one in map(Requirement, texts) if not one.marker or one.marker.evaluate(environment)
-    ]
-    named = {canonicalize_name(one.name): one for one in every}
+    every = [r for r in map(Requirement, texts) if not r.marker or r.marker.evaluate(environment)]
+    named = {canonicalize_name(requirement.name): requirement for requirement in every}
     assert len(named) == len(every)
     return named
 
@@ -114,27 +112,16 @@ def test_an_installation_has_the_commands_and_the_configs(tmp_path, hook):
     shutil.unpack_archive(built, site, 'zip')
     assert 'qkattn = qkattn.__main__:main' in next(site.glob('*/entry_points.txt')).read_text()
     (elsewhere := tmp_path / 'elsewhere').mkdir()
-
-    def qkattn(*arguments: str) -> tuple[int, str]:
-        command = [sys.executable, '-I', '-c', FROM_ELSEWHERE, site, *arguments]
-        streams = {'stdout': subprocess.PIPE, 'stderr': subprocess.STDOUT, 'text': True}
-        done = subprocess.run(command, cwd=elsewhere, **streams)
-        assert not any(elsewhere.iterdir())
-        return done.returncode, done.stdout
-
+    command = [sys.executable, '-I', '-c', FROM_ELSEWHERE, site, 'train', '--config=small']
+    done = subprocess.run([*command, '--topology=v5e-4'], cwd=elsewhere, capture_output=True)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, b'--topology needs --dry_run')
+    assert not any(elsewhere.iterdir())
     if hook == 'build_wheel':
         assert {path.name.partition('-')[0] for path in site.iterdir()} == {'qkattn'}
         for folder in OURS:
             below = site / 'qkattn' / ('' if folder == 'qkattn' else folder)
             names = [path.relative_to(source / folder) for path in (source / folder).rglob('*.*')]
             assert names and all((below / name).exists() for name in names)
-        code, text = qkattn('train', '--config=small', '--topology=v5e-4')
-        assert (code, text.splitlines()[-1]) == (2, '--topology needs --dry_run')
-    else:
-        code, text = qkattn('--help')
-        paths = (*ROOT.glob('configs/[a-z]*.py'), *ROOT.glob('experiments/[a-z]*.py'))
-        commands = {line.split()[0] for line in text.splitlines() if line}
-        assert code == 0 and {path.stem for path in paths} <= commands
 
 
 # launch/venv.sh, with a python that makes environments out of itself and a pip that only counts
