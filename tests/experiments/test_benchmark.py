@@ -1,4 +1,7 @@
-"""experiments.benchmark: races, tables, targets, pages; what the peers compute; the script."""
+"""experiments.benchmark: races, pages, suites; what the peers compute; the script.
+
+`experiments.verify` holds its tables and targets against the recorded rounds.
+"""
 
 import functools
 import json
@@ -22,48 +25,35 @@ from qkattn.train import step
 RUN = suites.decoder(2, 16, 2, 12, 11, 2)
 
 
-@pytest.fixture
-def row(tmp_path):
-    """row('a') -> one that appends its name to a file."""
-
-    def make(name, work='noted', **settings):
-        if work == 'noted':
-            settings |= {'file': str(tmp_path / 'calls'), 'letter': name}
-        work = f'tests.experiments.works:{work}'
-        return Row(name, settings, extra={'tokens': 10}, work=work)
-
-    return make
-
-
-def test_rows_take_turns_in_bound_processes_and_one_that_fails_leaves_the_others(row, tmp_path):
-    rows = [row('a'), row('b', steps=1e6), row('x', 'broken'), row('y', 'dying')]
+def test_rows_take_turns_in_bound_processes_and_one_that_fails_leaves_the_others(tmp_path):
+    here, calls = 'tests.experiments.works', {'file': str(tmp_path / 'calls')}
+    rows = [
+        Row('a', calls | {'letter': 'a'}, extra={'tokens': 10}, work=f'{here}:noted'),
+        Row('b', calls | {'letter': 'b', 'steps': 1e6}, work=f'{here}:noted'),
+        *(Row(name, work=f'{here}:{name}') for name in ('broken', 'dying')),
+    ]
     a, b, failed, died = race(rows, cores=1, rounds=3, seconds=0)
     # A call to warm up and a timed one of each as it is built; then the rounds.
     assert (tmp_path / 'calls').read_text() == 'aabb' + 3 * 'ab'
-    assert [len(row.rounds) for row in (a, b)] == [3, 3] and a.extra['tokens'] == 10
     process, *cores = a.extra['here']
     assert process != os.getpid() and cores == usable_cores()[-1:] and a.settings['cores'] == 1
-    assert b.extra['here'] == a.extra['here']
+    assert len(a.rounds) == 3 and a.extra == b.extra | {'tokens': 10}
     assert b.median < a.median / 1e3  # seconds are those of a step
-    assert (list(failed.rounds), failed.extra) == ([], {'failed': 'ValueError: no such kernel'})
-    assert (list(died.rounds), died.extra) == ([], {'failed': 'its process ended with code 3'})
-
-
-ROWS = [
-    Row('fast', {}, [0.1, 0.2, 0.3], {'tokens': 10, 'flops': 4e9, 'peak_flops': 8e10}),
-    Row('slow', {}, [0.4, 0.4, 0.4], {'tokens': 10, 'flops': 8e9, 'peak_flops': 8e10}),
-    Row('gone', {}, [], {'failed': 'ValueError: no'}),
-]
-GROUP = Group('steps', 'rows', ROWS, 'fast')
-FACTS = {'machine': {'accelerators': []}, 'load': {}}
+    assert failed.extra == {'failed': 'ValueError: no such kernel'}
+    assert died.extra == {'failed': 'its process ended with code 3'}
+    assert failed.rounds == died.rounds == []
 
 
 def test_pages_print_the_tables_of_a_benchmark_that_is_whole(tmp_path):
-    record.write(tmp_path, FACTS, [GROUP])
-    assert record.read(tmp_path) == (FACTS['machine'], [GROUP])
-    assert '| slow | 400 | 400 | 400 | 2.000 | 25 | 25.0% | 1.000 |' in (
-        record.block(tmp_path / 'steps:?r*')
-    )
+    facts = {'machine': {'accelerators': []}, 'load': {}}
+    rows = [
+        Row('fast', {}, [0.1, 0.2, 0.3], {'tokens': 10, 'flops': 4e9, 'peak_flops': 8e10}),
+        Row('slow', {}, [0.4, 0.4, 0.4], {'tokens': 10, 'flops': 8e9, 'peak_flops': 8e10}),
+    ]
+    record.write(tmp_path, facts, [group := Group('steps', 'rows', rows, 'fast')])
+    assert record.read(tmp_path) == (facts['machine'], [group])
+    table = record.block(tmp_path / 'steps:?r*')
+    assert '| slow | 400 | 400 | 400 | 2.000 | 25 | 25.0% | 1.000 |' in table
     assert record.block(tmp_path / 'targets') == ''
     for damage, message in (
         (None, "no group that matches 'steps:.b'"),
