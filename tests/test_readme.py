@@ -105,8 +105,8 @@ def commands() -> list[str]:
 
 def started_by(launcher: str) -> str:
     """The command that a launcher starts, after a dry run; '' where it starts none."""
-    own, separator, started = launcher.partition(' -- ')
-    path, *flags = shlex.split(own)
+    head, separator, started = launcher.partition(' -- ')
+    path, *flags = shlex.split(head)
     behind = ['--', *shlex.split(started)] if separator else []
     done = launch_here(Path(path).stem, *flags, '--dry_run', *behind, env={**os.environ})
     assert done.returncode == 0, done.stderr
