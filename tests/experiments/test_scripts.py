@@ -211,7 +211,9 @@ def test_a_run_is_measured_on_its_own_data_or_on_a_text(refusal, printed, run, t
     # The table has means over heads, of induction the best head.
     means = [values[key].mean() for key in (('effective_rank', 'A'), ('entropy', 'pattern'))]
     best = values['induction_score', 'pattern'].max()
-    assert {f'{value:.3g}' for value in (*means, best)} <= {*one.splitlines()[-2].split()}
+    line = one.splitlines()[-2].split()
+    assert {f'{value:.3g}' for value in (*means, best)} <= {*line}
+    assert line[2] != text.splitlines()[-1].split()[2]  # of the other trial
     names = 'singular_values_A singular_values_B heads_A heads_B heads_pattern maps'
     assert {path.stem for path in out.glob('*.png')} == {*names.split()}
     maps = np.load(out / 'maps.npz')
