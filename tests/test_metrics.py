@@ -1,4 +1,4 @@
-"""The table of metrics, and metrics against arithmetic by hand."""
+"""The table of metrics, and metrics from outside. (Values by hand: train/test_trials.py.)"""
 
 import functools
 import math
@@ -31,29 +31,6 @@ def test_the_table_is_complete():
         metrics.METRICS['induction_gain'].field('test')
     assert metrics.METRICS['accuracy'].text(2.3) == 'accuracy 230.00 %'
     assert metrics.METRICS['loss'].text(2.3) == 'loss 2.3000 nats/token'
-
-
-def test_values_are_ratios_of_sums_over_all_batches():
-    """Two batches of two rows with one or two targets; the last row is padding."""
-    nats_PBT = np.array([[[1.0, 2.0], [2.0, 3.0]], [[4.0, 9.0], [7.0, 7.0]]])
-    correct_PBT = np.array([[[1, 0], [1, 0]], [[1, 0], [1, 1]]], bool)
-    weights_PBT = np.array([[[1.0, 1.0], [1.0, 0.0]], [[1.0, 0.0], [0.0, 0.0]]])
-    batches = [
-        metrics.row_sums({'loss': nats_BT, 'accuracy': right_BT, 'solved': ~right_BT}, weights_BT)
-        for nats_BT, right_BT, weights_BT in zip(nats_PBT, correct_PBT, weights_PBT, strict=True)
-    ]
-    sums = {n: np.concatenate([b[n] for b in batches])[:, None].astype(float) for n in batches[0]}
-    loss = (1 + 2 + 2 + 4) / 4
-    squares = [(n - loss * w) ** 2 for n, w in ((3, 2), (2, 1), (4, 1))]
-    values = {name: x.item() for name, x in metrics.values(sums, bytes_per_target=2.0).items()}
-    assert values == pytest.approx(
-        {
-            **{'loss': loss, 'bits_per_byte': loss / math.log(2) / 2, 'perplexity': math.exp(loss)},
-            **{'loss_se': math.sqrt(3 / 2 * sum(squares)) / 4, 'accuracy': 3 / 4, 'solved': 2 / 3},
-        }
-    )
-    assert metrics.values(sums, None)['bits_per_byte'] is None
-    assert np.isnan(metrics.standard_error({name: rows[:1] for name, rows in sums.items()}))
 
 
 def test_perplexity_and_bits_per_byte_of_a_uniform_guess(recwarn):
