@@ -11,21 +11,16 @@ from qkattn.jobs import cli
 from qkattn.study.variant_tables import STORED, markdown, stored, text, write
 
 MARKDOWN = flags.DEFINE_bool('markdown', False, 'Print tables in Markdown instead.')
-CONVERSIONS = flags.DEFINE_bool('conversions', False, 'Print measured errors of conversions.')
 MEASURE = flags.DEFINE_bool(
     'measure', False, 'Measure every variant again, and store the catalogue in the package.'
 )
 
 
 def main() -> None:
-    if CONVERSIONS.value or MEASURE.value:
+    if MEASURE.value:
         # Imported here: the stored catalogue is printed without JAX.
-        catalogue = importlib.import_module('qkattn.study.catalogue')
-        if CONVERSIONS.value:
-            print(catalogue.conversion_table())
-        else:
-            write(catalogue.measured())
-            print(f'stored in {STORED}')
+        write(importlib.import_module('qkattn.study.catalogue').measured())
+        print(f'stored in {STORED}')
     else:
         print(markdown(stored()) if MARKDOWN.value else text(stored()))
 

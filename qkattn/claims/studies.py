@@ -22,7 +22,6 @@ from qkattn.storage.records import START, read_json, write_json
 from qkattn.storage.run_directory import describe_start
 from qkattn.study import declaration, estimate, local_workers, plan, stored, yardsticks
 from qkattn.study.arms import build_arms
-from qkattn.study.estimate import Speed
 from qkattn.verdict import Findings, load_findings
 from qkattn.verdict import Study as LoadedStudy
 from qkattn.verdict.arms import Arm
@@ -221,11 +220,9 @@ def costs(claims: Iterable[Claim], scale: str) -> str:
         if study := study_of(name, scale):
             with waiting(name, 'planning'):
                 runs = plan.imagined(study, build_arms(study))
-            plans[name] = estimate.cost(runs, dict.fromkeys(study.sizes, Speed(1.0, 0.0)))
-    numbers: dict[str, tuple] = {
-        name: (c.runs, c.trials, c.tokens, c.flops) for name, c in plans.items()
-    }
-    numbers['total'] = tuple(map(sum, zip((0, 0, 0, 0.0), *numbers.values(), strict=True)))
+            plans[name] = estimate.cost(runs)
+    numbers: dict[str, tuple] = dict(plans)
+    numbers['total'] = tuple(map(sum, zip((0, 0, 0, 0.0), *plans.values(), strict=True)))
     titles = [('study', True), ('claims', True)]
     titles += [(name, False) for name in ('runs', 'trials', 'tokens', 'FLOPs')]
     serves = {name: ','.join(c.name for c in claims if name in c.studies) for name in numbers}

@@ -1,9 +1,9 @@
 """The cost of a study before it starts: tokens, FLOPs, and time from a measured warm-up."""
 
-import dataclasses
 import datetime
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from qkattn.config import Study
 from qkattn.model import cost as model_cost
@@ -17,76 +17,54 @@ from qkattn.train import program
 STEP_PER_FORWARD = 3
 
 
-@dataclasses.dataclass(frozen=True)
-class Cost:
-    """Sums over runs: trials, training tokens, training FLOPs, seconds."""
+class Cost(NamedTuple):
+    """Sums over runs, of training alone."""
 
     runs: int
     trials: int
     tokens: int
-    flops: float
-    seconds: float
+    flops: float  # of matrix products
 
 
-@dataclasses.dataclass(frozen=True)
-class Speed:
-    """Measured by the warm-up of one size: FLOP/s of training, seconds to compile."""
-
-    flops_per_second: float
-    compile_seconds: float
+def cost(runs: Sequence[PlannedRun]) -> Cost:
+    trials = sum(len(run.config.trials.trials()) for run in runs)
+    return Cost(len(runs), trials, sum(run.tokens for run in runs), sum(map(_flops, runs)))
 
 
-def flops(run: PlannedRun) -> float:
-    """Training FLOPs of all trials of a run, matrix products only."""
+def _flops(run: PlannedRun) -> float:
     return STEP_PER_FORWARD * model_cost.flops_per_token(run.config.model) * run.tokens
-
-
-def measure(run: PlannedRun) -> Speed:
-    """Compiles the run's program and times two dispatches on rows of constants."""
-    seconds, compile_seconds = program.warm_up(run.config)
-    per_step = flops(run) / run.config.train.num_steps
-    return Speed(per_step / seconds, compile_seconds)
-
-
-def cost(runs: Sequence[PlannedRun], speeds: Mapping[str, Speed]) -> Cost:
-    """The cost of `runs` at the baseline's speed, by size; without evaluation."""
-    timed = [(flops(run), speeds[run.arm.size]) for run in runs]
-    return Cost(
-        runs=len(runs),
-        trials=sum(len(run.config.trials.trials()) for run in runs),
-        tokens=sum(run.tokens for run in runs),
-        flops=sum(work for work, _ in timed),
-        seconds=sum(work / speed.flops_per_second + speed.compile_seconds for work, speed in timed),
-    )
 
 
 def text(study: Study, arms: Sequence[MatchedArm]) -> str:
     """The least cost of the plan by stage; compiles one program per size.
 
-    Controls that are trained longer are counted apart, as their number depends on results.
+    Controls that are trained longer are counted apart, as their number depends on results. Time is
+    that of compilation and training at the baseline's speed, by size.
     """
     runs = plan.imagined(study, arms)
     first: dict[str, PlannedRun] = {}
     for run in sorted(runs, key=lambda run: run.arm.variant != study.baseline):
         first.setdefault(run.arm.size, run)
-    started = time.perf_counter()
-    speeds = {size: measure(run) for size, run in first.items()}
+    started, compiling, speeds = time.perf_counter(), {}, {}
+    for size, run in first.items():
+        seconds, compiling[size] = program.warm_up(run.config)
+        speeds[size] = _flops(run) / run.config.train.num_steps / seconds
     took = time.perf_counter() - started
     stages: dict[str, list[PlannedRun]] = {}
     for run in runs:
         knob = f'({run.knob})' if run.knob else None
         stage = ' '.join(filter(None, (run.arm.key.control, run.stage, knob)))
-        stages.setdefault(
-            'longer, if every arm is decided' if LONGER in stage else stage, []
-        ).append(run)
-    stages['total'] = runs
+        if run.arm.key.control == LONGER:
+            stage = 'longer, if every arm is decided'
+        stages.setdefault(stage, []).append(run)
     lines = []
-    for name, of_stage in stages.items():
-        total = cost(of_stage, speeds)
+    for stage, of_stage in (stages | {'total': runs}).items():
+        total = cost(of_stage)
+        seconds = sum(_flops(r) / speeds[r.arm.size] + compiling[r.arm.size] for r in of_stage)
         lines.append(
-            f'{name:<33}{total.runs:>4} runs {total.trials:>5} trials  '
+            f'{stage:<33}{total.runs:>4} runs {total.trials:>5} trials  '
             f'{total.tokens:>8.3g} tokens  {total.flops:>8.3g} FLOPs  '
-            f'about {datetime.timedelta(seconds=round(total.seconds))}'
+            f'about {datetime.timedelta(seconds=round(seconds))}'
         )
     if study.tuning.seeds:
         limits = study.tuning
@@ -94,7 +72,7 @@ def text(study: Study, arms: Sequence[MatchedArm]) -> str:
             f'at least; a grid grows to at most {limits.max_points} values, and each value to '
             f'{limits.max_seeds} seeds, while its optimum is unclear'
         )
-    measured = ', '.join(f'{s.flops_per_second:.3g} FLOP/s at {z}' for z, s in speeds.items())
+    measured = ', '.join(f'{speed:.3g} FLOP/s at {size}' for size, speed in speeds.items())
     lines.append(
         f'time is for 1 worker on this machine, from a warm-up of {took:.0f} s ({measured}), '
         'without evaluation'
