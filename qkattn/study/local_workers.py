@@ -1,12 +1,11 @@
 """Several workers of a study on one machine, each on cores or GPUs of its own.
 
 The parent trains nothing. It starts the workers (python -m qkattn.study.local_workers), prints
-their lines and what is left, starts one that crashed again, and ends with the study.
+their lines and what is left, and ends with them; where one crashes, the others go on.
 """
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import math
 import multiprocessing.connection
@@ -23,7 +22,7 @@ from qkattn.config import Study
 from qkattn.errors import ConfigError, ProcessError, Stopped
 from qkattn.jobs import children, cli, machine, signals
 from qkattn.jobs.display import Row, Screen, interval
-from qkattn.jobs.signals import EXIT_CONFIG, EXIT_REQUEUE, StopRequest
+from qkattn.jobs.signals import EXIT_CONFIG, StopRequest
 from qkattn.storage import leases
 from qkattn.storage.files import check_directory
 from qkattn.study import declaration, worker
@@ -36,7 +35,6 @@ log = logging.getLogger(__name__)
 
 AUTO = 'auto'
 COMMAND = [sys.executable, '-m', 'qkattn.study.local_workers']
-RETRIES = 3  # how often each worker that crashed is started again
 _TICK = 0.2
 # Memory of a worker: bytes of a process, and of training as a multiple of its least.
 _PROCESS, _TRAINING = 2**30, 4
@@ -104,10 +102,9 @@ def run(
             log.info('%s: %s', study.name, note)
     if most == 1:
         return worker.run(study, path, arms=arms, expiry=expiry)
-    task = study, path, {'arms': arms, 'expiry': expiry}, sys.orig_argv
-    with StopRequest() as stop, contextlib.closing(_Workers(study, stop, task)) as workers:
+    with StopRequest() as stop, contextlib.closing(_Workers(study, stop)) as workers:
         stop.defer_exit()
-        workers.train(most)
+        workers.train(most, (study, path, {'arms': arms, 'expiry': expiry}, sys.orig_argv))
     if rest := worker.left_of(study, arms, path):
         raise ProcessError(
             f'runs without a result: {len(rest)}; {workers.failure}; the same command resumes'
@@ -115,111 +112,84 @@ def run(
     return path
 
 
-@dataclasses.dataclass
-class _Worker:
-    """The state of a worker in its parent; `start` starts its process, again after a crash."""
-
-    number: int
-    start: Callable[[], children.Child]
-    child: children.Child
-    retries: int = 0
-
-
 class _Workers:
-    """The workers and their state in the parent."""
+    """The workers that have not ended, by number, and what they report, in their parent."""
 
-    def __init__(self, study: Study, stop: StopRequest, task: tuple[Any, ...] = ()):
+    def __init__(self, study: Study, stop: StopRequest):
         self._name, self._stop, self._screen = study.name, stop, Screen()
-        self._task = task  # what a worker is to train
-        self._workers: list[_Worker] = []
+        self._children: dict[int, children.Child] = {}
         self._counts, self._first = (0, 0), (0, 0.0)  # runs done and all; runs done at a time
-        self._stopping = False
         self._errors: list[str] = []
         self.failure = 'no worker is left'
 
-    def say(self, text: str) -> None:
-        self._screen.print(f'{self._name}: {text}')
-
-    def train(self, number: int) -> None:
-        """Has `number` workers train until the study has its results or none of them is left.
-
-        They share the cores and the GPUs.
-        """
+    def train(self, number: int, task: tuple[Any, ...]) -> None:
+        """Sends the task to `number` workers, which share cores and GPUs; returns as all end."""
         gpus = machine.shares(_gpus() or [], number)
         for i, cores in enumerate(machine.shares(machine.usable_cores(), number)):
             variables = {'CUDA_VISIBLE_DEVICES': ','.join(gpus[i])} if gpus[i] else {}
-            start = functools.partial(children.Child, COMMAND, cores, variables)
-            self._workers.append(_Worker(i, start, start()))
-        for member in self._workers:  # all at once: a child takes seconds to start
-            member.child.send(*self._task)
-        while self._workers:
-            sources = [source for member in self._workers for source in member.child.sources]
+            self._children[i] = children.Child(COMMAND, cores, variables)
+        for child in self._children.values():  # all at once: a child takes seconds to start
+            child.send(*task)
+        stopping = False
+        while self._children:
+            sources = [source for child in self._children.values() for source in child.sources]
             multiprocessing.connection.wait(sources, _TICK)
-            for member in self._workers[:]:
-                self._receive(member)
-            if self._stop.requested and not self._stopping:
-                self._stopping = True
-                for member in self._workers:
-                    member.child.stop()
+            if self._stop.requested and not stopping:
+                stopping = True
+                for child in self._children.values():
+                    child.stop()
+            for i in [*self._children]:
+                self._receive(i)
             if self._screen.terminal and self._counts[1]:
                 done, runs = self._counts
                 self._screen.draw([Row(self._name, done / runs, self._progress())])
-        if self._stopping:
+        if stopping:
             raise Stopped('stopped, and the workers have saved')
         if self._errors:
             raise ConfigError('; '.join(dict.fromkeys(self._errors)))
 
     def close(self) -> None:
         """Kills the remaining workers."""
-        for member in self._workers[:]:
-            self._remove(member)
+        for number in [*self._children]:
+            self._remove(number)
         self._screen.close()
 
-    def _remove(self, member: _Worker) -> None:
-        self._print(member, last=True)
-        member.child.close()
-        self._workers.remove(member)
-
-    def _print(self, member: _Worker, last: bool = False) -> None:
-        for line in member.child.lines(last):
-            self._screen.print(f'[{member.number}] {line}')
-
-    def _progress(self) -> str:
-        """'3 of 8 runs done, 02:10 left', if runs go on to take as long."""
-        (done, runs), (first, since) = self._counts, self._first
-        text = f'{done} of {runs} runs done'
-        if first < done < runs:
-            seconds = (time.monotonic() - since) * (runs - done) / (done - first)
-            text += f', {interval(seconds)} left'
-        return text
-
-    def _receive(self, member: _Worker) -> None:
+    def _receive(self, number: int) -> None:
         """Acts on the messages, the lines and the end of a worker."""
-        code = member.child.ended()  # before what it has printed last is read
-        for kind, *values in member.child.messages():
+        child = self._children[number]
+        code = child.ended()  # before what it has printed last is read
+        for kind, *values in child.messages():
             if kind == 'error':
                 self._errors.append(values[0])
             elif self._counts != (counts := (values[0], values[1])):
                 self._first = self._first if self._counts[1] else (counts[0], time.monotonic())
                 self._counts = counts
                 if not self._screen.terminal:
-                    self.say(self._progress())
-        self._print(member)
+                    self._screen.print(f'{self._name}: {self._progress()}')
+        self._print(number)
         if code is None:
             return
-        self._remove(member)
-        if code in (0, EXIT_CONFIG) or self._stopping:
-            return
-        how = f'was ended by signal {-code}' if code < 0 else f'ended with exit code {code}'
-        self.failure = f'worker {member.number} {how}'
-        member.retries += code != EXIT_REQUEUE  # which is no crash
-        if member.retries > RETRIES:
-            self.say(f'{self.failure}; no retry is left of {RETRIES}')
-            return
-        self.say(f'{self.failure}; it is started again, retry {member.retries} of {RETRIES}')
-        member.child = member.start()
-        member.child.send(*self._task)
-        self._workers.append(member)
+        self._remove(number)
+        if code not in (0, EXIT_CONFIG) and not self._stop.requested:
+            how = f'was ended by signal {-code}' if code < 0 else f'ended with exit code {code}'
+            self.failure = f'worker {number} {how}'
+            self._screen.print(f'{self._name}: {self.failure}')
+
+    def _remove(self, number: int) -> None:
+        self._print(number, last=True)
+        self._children.pop(number).close()
+
+    def _print(self, number: int, last: bool = False) -> None:
+        for line in self._children[number].lines(last):
+            self._screen.print(f'[{number}] {line}')
+
+    def _progress(self) -> str:
+        done, runs = self._counts
+        text, (first, since) = f'{done} of {runs} runs done', self._first
+        if first < done < runs:
+            seconds = (time.monotonic() - since) * (runs - done) / (done - first)
+            text += f', {interval(seconds)} left'
+        return text
 
 
 def work(pipe: Connection) -> None:

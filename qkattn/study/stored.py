@@ -27,7 +27,7 @@ import numpy as np
 from qkattn.errors import ReportError
 from qkattn.storage.files import as_path, write_atomic
 from qkattn.storage.ledger import DOCUMENTS_SHA256, is_training, left_out_documents
-from qkattn.storage.records import ARM_KEY, parse_json, read_lines, write_json
+from qkattn.storage.records import ARM_KEY, parse_json, write_json
 from qkattn.study.tuning import SCREENING
 
 RUNS, DOCUMENTS = 'runs.jsonl', 'documents.npz'
@@ -37,7 +37,6 @@ _INDEXED = ('provenance', 'data')
 # What a line of results.jsonl has beside an entry of result.json.
 _OF_STUDY = ('study', 'run', *ARM_KEY, 'stage', 'knob', 'target_parameters', 'residual')
 _FORMAT = 1
-_ADVICE = 'restore it from a copy, or remove it'
 Record = dict[str, Any]
 
 
@@ -77,15 +76,14 @@ def pack(study: Path, destination: Path) -> None:
 
     def lines_of(name: str, training: bool = True) -> list[Record]:
         """The whole lines of a file, without those of training if these are left out."""
-        content = (study / name).read_bytes() if (study / name).is_file() else b''
-        lines = [line for line in content.splitlines(keepends=True) if line.endswith(b'\n')]
+        lines = (study / name).read_bytes().splitlines(True) if (study / name).is_file() else []
+        whole = [line for line in lines if line.endswith(b'\n')]
+        kept = [line for line in whole if training or not is_training(line)]
+        files[name] = b''.join(kept)
         try:
-            records = list(map(parse_json, lines))
+            return list(map(parse_json, kept))
         except ValueError as error:
             raise ReportError(f'{study / name} cannot be stored: {error}') from error
-        kept = [training or not is_training(line) for line in lines]
-        files[name] = b''.join(itertools.compress(lines, kept))
-        return list(itertools.compress(records, kept))
 
     def packed(run: Record, trials: list[Record]) -> Record:
         """The line of a run."""
@@ -155,24 +153,22 @@ def unpack_in_place(directory: Path) -> None:
     Runs get the result.json that workers read; those without results begin anew, as nothing but
     their logs is stored. Raises ReportError if the stored study is damaged.
     """
-    if (directory / RUNS).is_file():
-        unpack(directory, directory)
-        (directory / DOCUMENTS).unlink()
-        (directory / RUNS).unlink()
-    plan, results = directory / 'plan.jsonl', directory / 'results.jsonl'
-    left = []
-    for run in read_lines(plan, {'run': str, 'directory': str}, _ADVICE) if plan.exists() else ():
+    if not (directory / RUNS).is_file():
+        return
+    unpack(directory, directory)
+    plan, results = ((directory / name).read_bytes() for name in ('plan.jsonl', 'results.jsonl'))
+    entries: dict[str, list[Record]] = {}
+    for line in map(parse_json, results.splitlines()):
+        entry = {name: value for name, value in line.items() if name not in _OF_STUDY}
+        entries.setdefault(line['run'], []).append(entry)
+    for run in map(parse_json, plan.splitlines()):
         path = directory / run['directory']
-        made = (path / 'config.json').exists() or (path / 'result.json').exists()
-        if not made and (path / 'metrics.jsonl').exists():
-            left.append((run['run'], path))
-    lines = read_lines(results, {'run': str}, _ADVICE) if left and results.exists() else []
-    for name, path in left:
-        if of_run := [line for line in lines if line['run'] == name]:
-            entries = [{n: v for n, v in line.items() if n not in _OF_STUDY} for line in of_run]
-            write_json(path / 'result.json', entries)
+        if run['run'] in entries:
+            write_json(path / 'result.json', entries[run['run']])
         else:
-            (path / 'metrics.jsonl').unlink()
+            (path / 'metrics.jsonl').unlink(missing_ok=True)
+    for name in (RUNS, DOCUMENTS):  # at last: until then all of this can be done again
+        (directory / name).unlink()
 
 
 def _files(stored: Path) -> Iterator[tuple[str, bytes]]:

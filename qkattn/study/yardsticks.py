@@ -12,7 +12,6 @@ of the verdict runs that are still there:
 """
 
 import logging
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -68,23 +67,22 @@ def record(directory: str | Path) -> list[str]:
     Returns why yardsticks of a size and corpus could not be computed, a sentence each. Raises
     ConfigError for a directory without the files of a study.
     """
-    path, started = absolute(directory), time.perf_counter()
+    path = absolute(directory)
     baseline = read_json(path / 'study.json', {'baseline': str | None})['baseline']
     results: dict[str, list[_Record]] = {}
     for result in read_lines(path / 'results.jsonl', {'run': str, 'status': str}):
         results.setdefault(result['run'], []).append(result)
-    schema = {'groups': tuple[dict, ...], 'runs': tuple[dict, ...], 'seconds': float}
-    before: _Record = {'groups': [], 'runs': [], 'seconds': 0.0}
+    before: _Record = {'groups': [], 'runs': []}
     if (path / YARDSTICKS).exists():
-        before = read_json(path / YARDSTICKS, schema)
-    groups = {group['run']: group for group in before['groups']}
+        before = read_json(path / YARDSTICKS, dict.fromkeys(before, tuple[dict, ...]))
+    known = {group['run']: group for group in before['groups']}
     measured = {run['run']: run for run in before['runs'] if run['trials'] is not None}
     problems: dict[str, None] = {}
-    made: dict[str, list[_Record]] = {'groups': [], 'runs': []}
-    counted: dict[Any, _Record] = {}
-    for run in read_lines(
-        path / 'plan.jsonl', ARM_KEY | {'run': str, 'stage': str, 'config': dict}
-    ):
+    groups: dict[tuple, _Record] = {}
+    runs: list[_Record] = []
+    counted: dict[tuple, _Record] = {}
+    schema = ARM_KEY | {'run': str, 'stage': str, 'config': dict}
+    for run in read_lines(path / 'plan.jsonl', schema):
         of_run = results.get(run['run'], [])
         if run['stage'] == SCREENING or FINISHED not in [result['status'] for result in of_run]:
             continue
@@ -94,20 +92,20 @@ def record(directory: str | Path) -> list[str]:
         # What the losses of counts depend on.
         key = config.data, config.model.context, config.train.num_steps, config.trials.seeds[0]
         try:
-            if is_baseline and not any(one.items() >= group.items() for one in made['groups']):
-                if name not in groups and key not in counted:
+            if is_baseline and (place := tuple(group.values())) not in groups:
+                if name not in known and key not in counted:
                     counted[key] = _group(config, of_run[0])
-                made['groups'].append(groups.get(name) or {'run': name} | group | counted[key])
+                groups[place] = known.get(name) or {'run': name} | group | counted[key]
             if run['stage'] == VERDICT:
                 about = {'run': name} | {field: run[field] for field in ARM_KEY}
-                made['runs'].append(measured.get(name) or about | _run(path, run, config, of_run))
+                runs.append(measured.get(name) or about | _run(path, run, config, of_run))
         except ConfigError as error:
             problems[f'{run["size"]}, {run["corpus"]}: {error}'] = None
+    made = {'groups': [*groups.values()], 'runs': runs}
     if any(made[name] != before[name] for name in made):
         start = describe_start()
         about = {'recorded': start['started'], 'start': {key: start[key] for key in START}}
-        seconds = before['seconds'] + time.perf_counter() - started
-        write_json(path / YARDSTICKS, about | {'seconds': seconds} | to_jsonable(made))
+        write_json(path / YARDSTICKS, about | to_jsonable(made))
     return list(problems)
 
 
@@ -234,35 +232,28 @@ def _run(path: Path, run: _Record, config: Config, results: list[_Record]) -> _R
 
 
 def _trials(config: Config, rows: Rows, params: dict) -> Iterator[_Record]:
-    """Measurements of each of the stacked trials on the last split."""
-
-    def means(rows: Rows, parts: dict[str, slice]) -> dict[str, np.ndarray]:
-        """By name of the part of a row, the mean loss of each trial; NaN without targets."""
-        nats_XT, weight_T = _by_position(config, rows, params)
-        with np.errstate(invalid='ignore'):
-            return {n: nats_XT[:, part].sum(1) / weight_T[part].sum() for n, part in parts.items()}
-
-    T, whole, none = config.model.context, {'loss': slice(None)}, slice(0)
-    ends = {'early': none, 'late': none}
+    """Measurements of each of the stacked trials on the last split; None or NaN without targets."""
+    T, whole, ends = config.model.context, {'loss': slice(None)}, {}
     if 2 * EARLY <= T:
         ends = {'early': slice(EARLY - 1, EARLY), 'late': slice(T // 2, None)}
-    measured = means(rows, whole | ends)
-    measured['shuffled'] = np.full_like(measured['loss'], np.nan)
+    means = _means(config, rows, params, whole | ends)
     if isinstance(rows, TranslationRows):
-        measured['shuffled'] = means(rows.with_shuffled_sources(), whole)['loss']
-    for trial in range(len(measured['loss'])):
-        yield {name: float(loss_X[trial]) for name, loss_X in measured.items()}
+        means['shuffled'] = _means(config, rows.with_shuffled_sources(), params, whole)['loss']
+    for losses in zip(*means.values(), strict=True):
+        absent = dict.fromkeys(('early', 'late', 'shuffled'))
+        yield absent | dict(zip(means, map(float, losses), strict=True))
 
 
-def _by_position(config: Config, rows: Rows, params: dict) -> tuple[np.ndarray, np.ndarray]:
-    """Sums over the last split by the position of a target in its sentence or row.
+def _means(
+    config: Config, rows: Rows, params: dict, parts: dict[str, slice]
+) -> dict[str, np.ndarray]:
+    """The mean loss of each trial over the last split, by part of the positions of targets.
 
-    nats_XT and the weight of targets at each position, weight_T; float64.
+    A position counts from the start of its sentence or row.
     """
     mesh = make_mesh(MeshConfig(), jax.local_devices()[:1])
     measure = stack_program(config, 'map', mesh, _weighted_nats)
-    X = len(jax.tree.leaves(params)[0])
-    T = config.model.context
+    X, T = len(jax.tree.leaves(params)[0]), config.model.context
     nats_XT, weight_T = np.zeros((X, T)), np.zeros(T)
     size, most = config.train.batch_size, config.data.eval_sequences
     for batch in pipeline.eval_batches(rows, rows.splits[-1], batch_size=size, max_rows=most):
@@ -270,7 +261,8 @@ def _by_position(config: Config, rows: Rows, params: dict) -> tuple[np.ndarray, 
         weight_T += np.bincount(at_N, batch['loss_weights_BT'].ravel(), minlength=T)
         nats_XBT = np.asarray(measure(params, batch)['nats_BT'])
         nats_XT += [np.bincount(at_N, nats_BT.ravel(), minlength=T) for nats_BT in nats_XBT]
-    return nats_XT, weight_T
+    with np.errstate(invalid='ignore'):
+        return {n: nats_XT[:, part].sum(1) / weight_T[part].sum() for n, part in parts.items()}
 
 
 def _weighted_nats(config: Config, params: dict, batch: Batch) -> dict[str, jax.Array]:
