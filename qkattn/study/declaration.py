@@ -31,11 +31,13 @@ from qkattn.storage.records import (
     parse_file,
     read_json,
     read_lines,
+    to_jsonable,
     write_json,
 )
-from qkattn.study import stored
+from qkattn.storage.run_directory import command_line
+from qkattn.study import plan, stored
 from qkattn.study.arm_key import ArmKey
-from qkattn.study.arms import MatchedArm
+from qkattn.study.arms import MatchedArm, resolved
 from qkattn.study.plan import Stacks
 from qkattn.study.tuning import MODEL_KNOBS
 
@@ -73,14 +75,37 @@ def stacks(path: Path, study: Study) -> Stacks:
     return (*before, added) if added else before
 
 
-def declare(
-    path: Path, study: Study, arms: Sequence[MatchedArm], declared: dict[str, Any]
-) -> dict[str, Any]:
+def content(study: Study, arms: Sequence[MatchedArm]) -> dict[str, Any]:
+    """The content of study.json in a new directory."""
+    study = resolved(study)
+    values, tuning = to_json(study), None
+    matched = values.pop('match')
+    if study.tuning.seeds:
+        tuning = values['tuning'] | {
+            f'{k}s': grid for k, grid in plan.grids(study, arms[0]).items()
+        }
+    declared = values | {
+        'variants': list(dict.fromkeys(a.label for a in arms if a.key.control is None)),
+        'matched': matched,
+        'seeds': study.base.trials.seeds,
+        # Numbers of seeds at interim analyses, of a time when there could be several. It is in the
+        # hash by which ledgers know a study.
+        'looks': [len(study.base.trials.seeds)] if study.tuning.seeds else [],
+        'tuning': tuning,
+        'base_hash': fingerprint(study.base),
+        'arms': [arm.key._asdict() for arm in arms],
+        'command': ' '.join(command_line()),
+    }
+    return to_jsonable(declared)
+
+
+def declare(path: Path, study: Study, arms: Sequence[MatchedArm]) -> dict[str, Any]:
     """Writes study.json and the ledger where they are not those of this study yet.
 
-    `declared` is the content of study.json in a new directory; returns what it holds in this one.
-    Raises ConfigError if the directory holds another study, or a part of one.
+    Returns the content of study.json. Raises ConfigError if the directory holds another study, or a
+    part of one.
     """
+    declared = content(study, arms)
     with locked(path / 'lock'):
         stored.unpack_in_place(path)
         file, entries = path / 'study.json', path / ledger.NAME
@@ -123,7 +148,7 @@ def _continued(
             'be continued; use the version of qkattn that wrote it, or give another workdir'
         )
     try:
-        check(earlier, STUDY | {'controls': {'longer_seeds': tuple[int, ...]}, 'looks': list})
+        check(earlier, STUDY | {'controls': {'longer_seeds': tuple[int, ...]}})
         before: Config = from_json(type(study.base), earlier['base'], 'base.')
     except UnknownFieldError as error:
         raise ConfigError(f'{file} has an {error}') from error
@@ -140,7 +165,6 @@ def _continued(
     def fixed(fields: Mapping[str, Any], base: Config) -> dict[str, Any]:
         """The settings that have to stay, of the seeds those that the study had before."""
         kept = {name: v for name, v in fields.items() if name not in EXTENSIBLE}
-        kept['number of looks'] = len(fields['looks'])  # one; earlier versions had several
         if fields['controls']['longer_seeds'] == fields['seeds']:
             kept['controls'] = fields['controls'] | {'longer_seeds': []}
         seeds = base.trials.seeds[: len(before.trials.seeds)]

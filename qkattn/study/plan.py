@@ -19,7 +19,6 @@ from qkattn.config import Config, Study, fingerprint, to_json
 from qkattn.stats import decision, inference
 from qkattn.stats.decision import Decision
 from qkattn.storage.records import FINISHED, to_jsonable
-from qkattn.storage.run_directory import command_line
 from qkattn.study.arm_key import LONGER, ArmKey
 from qkattn.study.arms import MatchedArm, resolved
 from qkattn.study.tuning import (
@@ -98,11 +97,10 @@ def imagined(study: Study, arms: Sequence[MatchedArm]) -> list[PlannedRun]:
     """
 
     def results(run: PlannedRun) -> list[dict[str, Any]]:
-        middle = {knob: values[len(values) // 2] for knob, values in grids(study, run.arm).items()}
+        middle = [values[len(values) // 2] for values in grids(study, run.arm).values()]
         trials = []
         for trial in run.config.trials.trials():
-            settings = _settings(run.config, trial)
-            pairs = zip(settings, middle.values(), strict=True)
+            pairs = zip(_settings(run.config, trial), middle, strict=True)
             away = sum(math.log(one / other) ** 2 for one, other in pairs if one != other)
             losses = {'val_loss': away, 'test_loss': 0.0}
             trials.append({'trial': trial, 'status': FINISHED} | losses)
@@ -249,27 +247,6 @@ def _settings(config: Config, trial: Mapping[str, Any]) -> Settings:
 def _losses(trials: Iterable[Mapping[str, Any]], field: str) -> dict[int, float | None]:
     """A loss of results by seed; None for a diverged trial."""
     return {t['trial']['seed']: t[field] if t['status'] == FINISHED else None for t in trials}
-
-
-def declaration(study: Study, arms: Sequence[MatchedArm]) -> dict[str, Any]:
-    """The content of study.json."""
-    study = resolved(study)
-    values, tuning = to_json(study), None
-    matched = values.pop('match')
-    if study.tuning.seeds:
-        tuning = values['tuning'] | {f'{k}s': grid for k, grid in grids(study, arms[0]).items()}
-    return values | {
-        'variants': list(dict.fromkeys(a.label for a in arms if a.key.control is None)),
-        'matched': matched,
-        'seeds': study.base.trials.seeds,
-        # Numbers of seeds at interim analyses, of a time when there could be several. It is in the
-        # hash by which ledgers know a study.
-        'looks': [len(study.base.trials.seeds)] if study.tuning.seeds else [],
-        'tuning': tuning,
-        'base_hash': fingerprint(study.base),
-        'arms': [arm.key._asdict() for arm in arms],
-        'command': ' '.join(command_line()),
-    }
 
 
 def lines(study: Study, known: Sequence[PlannedRun]) -> str:

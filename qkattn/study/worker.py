@@ -27,7 +27,7 @@ from qkattn.storage import leases, ledger
 from qkattn.storage.buckets import is_url
 from qkattn.storage.files import check_directory, make_directory, write_atomic
 from qkattn.storage.leases import locked
-from qkattn.storage.records import read_json, read_results, to_jsonable
+from qkattn.storage.records import read_json, read_results
 from qkattn.study import declaration, plan
 from qkattn.study.arms import MatchedArm, build_arms
 from qkattn.study.plan import PlannedRun
@@ -110,9 +110,7 @@ class _Worker:
             if study.tuning.seeds:
                 check_documents(rows, run.config.data)
         make_directory(path)
-        declared = to_jsonable(plan.declaration(study, self._arms))
-        declared = declaration.declare(path, study, self._arms, declared)
-        self._declared = ledger.digest(declared)
+        self._declared = ledger.digest(declaration.declare(path, study, self._arms))
 
     def lease_next(self, failed: Collection[str]) -> dict[str, Any] | None:
         """The next run that is not in `failed`, whose lease this process then holds; JSON.
@@ -225,11 +223,9 @@ def _list_orphans(path: Path, planned: set[str]) -> None:
     """Writes orphans.jsonl: the run directories that do not belong to the plan; they are kept."""
     names = [directory.relative_to(path).as_posix() for directory in sorted(path.glob('runs/*'))]
     orphans = [name for name in names if name not in planned]
-    # Earlier versions read three fields more.
-    empty = dict.fromkeys(('run', 'config', 'results'))
-    text = ''.join(json.dumps({'directory': name} | empty) + '\n' for name in orphans)
+    text = ''.join(json.dumps({'directory': name}) + '\n' for name in orphans)
     file = path / 'orphans.jsonl'
-    if file.is_dir() or text.encode() != (file.read_bytes() if file.exists() else b''):
+    if text.encode() != (file.read_bytes() if file.is_file() else b''):
         write_atomic(file, text)
         log.warning(
             '%d of the run directories in %s do not belong to the plan; orphans.jsonl lists them',
