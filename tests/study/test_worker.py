@@ -17,12 +17,11 @@ from qkattn.errors import (
     DiskError,
     InUseError,
     Lost,
-    RunDirectoryError,
     Stopped,
 )
 from qkattn.storage import leases, ledger
-from qkattn.storage.records import read_json, to_jsonable, write_json
-from qkattn.study import declaration, local_workers, plan, worker
+from qkattn.storage.records import read_json, write_json
+from qkattn.study import declaration, local_workers, plan, stored, worker
 from qkattn.study.arms import build_arms
 from qkattn.verdict import Decision, load_findings
 from tests.studies import (
@@ -37,12 +36,20 @@ from tests.study.test_plan import STUDY
 OPTIMA = {'learning_rate': 4e-3, 'weight_decay': 0.3, 'score_scale': 1.25}
 
 
+class Trained(list):
+    """The directories trained in, in order; `before` is called with a config and its directory."""
+
+    def before(self, config, workdir):
+        pass
+
+
 @pytest.fixture
 def trained(monkeypatch):
-    """The directories trained in, in order; a stand-in for training that is best at OPTIMA."""
-    done = []
+    """A stand-in for training that is best at OPTIMA."""
+    done = Trained()
 
     def train(config, workdir, *, lost, **_):
+        done.before(config, workdir)
         assert not lost()
         if (workdir / 'result.json').exists():
             return
@@ -66,21 +73,6 @@ def trained(monkeypatch):
     return done
 
 
-@pytest.fixture
-def train_first(monkeypatch, trained):
-    """Sets what happens before a run is trained, given its config and directory."""
-    train = worker.train
-
-    def replace(first):
-        def both(config, workdir, **keywords):
-            first(config, workdir)
-            train(config, workdir, **keywords)
-
-        monkeypatch.setattr(worker, 'train', both)
-
-    return replace
-
-
 def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -98,9 +90,9 @@ def events(path):
     return [entry['event'] for entry in ledger.read(path / 'ledger.jsonl').entries]
 
 
-def test_a_worker_follows_every_chain_to_its_verdict(trained, train_first, tmp_path):
+def test_a_worker_follows_every_chain_to_its_verdict(trained, tmp_path):
     begun = []
-    train_first(lambda *_: begun.append(events(tmp_path / 'out')))
+    trained.before = lambda *_: begun.append(events(tmp_path / 'out'))
     path = worker.run(STUDY, tmp_path / 'out')
     planned = lines(path / 'plan.jsonl')
     stages = ('screening', 'screening', 'verdict')
@@ -192,7 +184,7 @@ def test_a_held_run_is_left_alone_and_taken_when_it_is_given_up(trained, tmp_pat
     ],
 )
 def test_a_run_that_cannot_be_trained_does_not_stop_the_others_but_a_full_disk_does(
-    trained, train_first, tmp_path, monkeypatch, error, raised, number
+    trained, tmp_path, monkeypatch, error, raised, number
 ):
     """One that was in use, or was lost, is tried again after the others."""
     refused = []
@@ -202,7 +194,7 @@ def test_a_run_that_cannot_be_trained_does_not_stop_the_others_but_a_full_disk_d
             refused.append(workdir.name)
             raise error
 
-    train_first(broken)
+    trained.before = broken
     monkeypatch.setattr(worker.time, 'sleep', lambda _: None)
     with pytest.raises(raised, match=str(error)) if raised else contextlib.nullcontext():
         worker.run(STUDY, tmp_path / 'out', expiry=0.4)
@@ -285,11 +277,9 @@ REMATCHED = 'would train runs/shared_qk-vo.* of workdir=.* again; use the versio
         (changed(margin=0.05), lambda path: edit(path, 'margin', 0.05), 'is not what .*declares'),
         (STUDY, lambda path: edit(path, 'base', None), "has no field 'base'.*another workdir"),
         (STUDY, lambda path: edit(path, 'history', {}), "has a field 'history'.*another workdir"),
-        (STUDY, lambda path: edit(path, 'looks', [2, 3]), 'number of looks: 2 -> 1'),
         (STUDY, lambda path: edit(path, 'stacks', [0]), "damaged .field 'stacks' is"),
         (STUDY, lambda path: edit_plan(path, run='0'), REMATCHED),
         (STUDY, lambda path: edit_plan(path, config={'new': 3}), 'field new=3; use'),
-        (STUDY, lambda path: (path / 'plan.jsonl').write_text('{'), 'damaged.* or remove it'),
     ],
 )
 def test_a_directory_keeps_the_study_that_it_began_with(trained, finished, study, damage, message):
@@ -335,36 +325,31 @@ def test_seeds_that_are_added_are_trained_alone(trained, tmp_path, tuned):
     assert not (path / 'orphans.jsonl').exists() and set(events(path)) == {'declared', 'looked'}
 
 
-def test_a_worker_leaves_the_files_to_one_that_adds_arms(trained, train_first, tmp_path):
+def test_a_worker_leaves_the_files_to_one_that_adds_arms(trained, tmp_path):
     path, grown = tmp_path / 'out', changed(variants=(*STUDY.variants, 'qk/k_is_v'))
 
     def another(*_):
         if len(trained) == 2:
-            arms = build_arms(grown)
-            declared = to_jsonable(plan.declaration(grown, arms))
-            declaration.declare(path, grown, arms, declared)
+            declaration.declare(path, grown, build_arms(grown))
 
-    train_first(another)
+    trained.before = another
     worker.run(STUDY, path)
     assert len(trained) == 6 and len(lines(path / 'plan.jsonl')) == 4  # as it was then
     worker.run(grown, path)
     assert len(trained) == 9 == len(lines(path / 'plan.jsonl'))
 
 
-def test_a_stored_study_goes_on_where_it_was(trained, train_first, finished):
-    """It has logs and results.jsonl; of the runs that are left, nothing counts."""
-    before, logs = lines(finished / 'results.jsonl'), []
-    for file in finished.glob('runs/*/result.json'):
-        file.unlink()
-    (finished / 'results.jsonl').write_text('{')
-    with pytest.raises(RunDirectoryError, match=r'results.jsonl is damaged \(.* or remove it'):
-        declaration.stored.unpack_in_place(finished)
+def test_a_stored_study_goes_on_where_it_was(trained, finished, tmp_path):
+    """Of the run that is left, nothing counts."""
+    results, kept, logs = finished / 'results.jsonl', tmp_path / 'kept', []
+    before = lines(results)
     lost = before[-1]['run']
-    write_lines(finished / 'results.jsonl', [line for line in before if line['run'] != lost])
-    train_first(lambda config, workdir: logs.append((workdir / 'metrics.jsonl').exists()))
-    worker.run(STUDY, finished)
+    write_lines(results, [line for line in before if line['run'] != lost])
+    stored.pack(finished, kept)
+    trained.before = lambda config, workdir: logs.append((workdir / 'metrics.jsonl').exists())
+    worker.run(STUDY, kept)
     assert len(trained) == 7 and trained[-1].endswith(lost) and logs == [False]
-    assert lines(finished / 'results.jsonl') == before
+    assert lines(kept / 'results.jsonl') == before
 
 
 def test_runs_outside_the_plan_are_listed_and_kept(finished, caplog):

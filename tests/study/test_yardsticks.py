@@ -97,20 +97,17 @@ def edit(path, **changes):
     path.write_text(''.join(json.dumps(line) + '\n' for line in lines))
 
 
-def test_other_data_is_refused(study):
+def test_other_data_and_a_checkpoint_of_another_training_are_not_measured(study):
     _, path = study
-    edit(path / 'results.jsonl', data={'name': 'stdlib', 'version': '2', 'fingerprints': {}})
+    data = read_json(path / 'runs/a/result.json', [{}])[0]['data']
+    edit(path / 'results.jsonl', data=data | {'version': '2'})
     (problem,) = yardsticks.record(path)
     assert problem == (
         "d_model=32, stdlib: data.name='stdlib' gives other data on this machine than the study "
         'was trained on; record its yardsticks where the same versions are installed'
     )
     assert not (path / YARDSTICKS).exists()
-
-
-def test_a_checkpoint_of_another_training_is_not_measured(study):
-    _, path = study
-    edit(path / 'results.jsonl', test_loss=1.0)
+    edit(path / 'results.jsonl', data=data, test_loss=1.0)
     assert yardsticks.record(path) == []
     (run,) = recorded(path)['runs']
     assert run['trials'] is None and run['why'].endswith(', its result 1.0000')
@@ -134,14 +131,17 @@ def test_a_masked_text_is_counted_by_its_neighbours(tiny):
     assert losses[1] < losses[0] - 0.1
 
 
-def test_means_are_over_parts_of_the_context(tiny, monkeypatch):
-    """The sums of one trial, whose last position has no target."""
-    sums = np.append(2 * np.arange(16.0), 0.0)[None], np.append(np.full(16, 2.0), 0.0)
-    monkeypatch.setattr(yardsticks, '_by_position', lambda *_: sums)
-    (trial,) = yardsticks._trials(tiny(model={'context': 17}), None, {})
-    assert (trial['loss'], trial['early'], trial['late']) == (7.5, 3, 11.5)
-    (trial,) = yardsticks._trials(tiny(model={'context': 7}), None, {})
-    assert np.isnan([trial['early'], trial['late']]).all()
+@pytest.mark.parametrize(('context', 'expected'), [(17, (8, 3, 12)), (7, (3, None, None))])
+def test_means_are_over_parts_of_the_context(tiny, monkeypatch, context, expected):
+    """The loss of a target is its position."""
+
+    def measure(params, batch):
+        return {'nats_BT': (batch['loss_weights_BT'] * np.arange(context))[None]}
+
+    monkeypatch.setattr(yardsticks, 'stack_program', lambda *_: measure)
+    config = tiny(model={'context': context})
+    (trial,) = yardsticks._trials(config, rows_of(config), {'w': np.zeros(1)})
+    assert (trial['loss'], trial['early'], trial['late']) == pytest.approx(expected)
 
 
 def test_the_position_of_a_target_counts_from_its_sentence():
