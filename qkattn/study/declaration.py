@@ -28,7 +28,6 @@ from qkattn.storage.records import (
     STUDY,
     check,
     damaged,
-    parse_file,
     read_json,
     read_lines,
     to_jsonable,
@@ -64,13 +63,14 @@ def stacks(path: Path, study: Study) -> Stacks:
     file, seeds = path / 'study.json', study.base.trials.seeds
     if not file.exists():
         return (seeds,)
+    declared = read_json(file, {'seeds': tuple[int, ...]})
+    if 'stacks' not in declared:
+        declared['stacks'] = [declared['seeds']]
     try:
-        earlier = parse_file(file, {'seeds': tuple[int, ...]})
-        earlier = {'stacks': [earlier['seeds']]} | earlier
-        check(earlier, {'stacks': tuple[tuple[int, ...], ...]})
+        check(declared, {'stacks': tuple[tuple[int, ...], ...]})
     except ValueError as error:
         raise damaged(file, error) from error
-    before = tuple(map(tuple, earlier['stacks']))
+    before = tuple(map(tuple, declared['stacks']))
     added = seeds[sum(map(len, before)) :]
     return (*before, added) if added else before
 

@@ -60,24 +60,24 @@ def limit(
 
     By default, one per mesh of GPUs, else one per core, and as many as memory may hold.
     """
-    cores, gpus = len(machine.usable_cores()), _gpus()
-    # The plan of a tuned study grows: an arm goes on from run to run.
-    runs = max(len(left), len(arms)) if left and study.tuning.seeds else len(left)
-    limits = [(cores, f'cores: {cores}'), (max(1, runs), f'runs at a time: {runs}')]
+    gpus, cores = _gpus(), machine.usable_cores()
+    room = len(cores), f'cores: {len(cores)}'
     if gpus is None:
-        limits[0] = 1, 'an accelerator whose chips one process drives together'
+        room = 1, 'an accelerator whose chips one process drives together'
     elif gpus:
         meshes = len(gpus) // math.prod(dataclasses.astuple(study.base.mesh))
-        limits[0] = max(1, meshes), f'GPUs: {len(gpus)}'
-    if wanted is not None:
-        limits.append((wanted, ''))
-    elif left and not gpus:
+        room = max(1, meshes), f'GPUs: {len(gpus)}'
+    # The plan of a tuned study grows: an arm goes on from run to run.
+    runs = max(len(left), len(arms)) if left and study.tuning.seeds else len(left)
+    limits = [room, (max(1, runs), f'runs at a time: {runs}')]
+    if wanted is None and left and not gpus:
         each = _PROCESS + _TRAINING * least_memory(left[0].config)
         fit = max(1, int(min(machine.free_memory() / each, 2**20)))
         limits.append((fit, f'each needs {each / 2**30:.1f} GiB of memory'))
     most, reason = min(limits, key=lambda limit: limit[0])
-    enough = most == (limits[0][0] if wanted is None else wanted)
-    return most, '' if enough else f'--workers={wanted or AUTO} starts {most} ({reason})'
+    if most >= (wanted or room[0]):
+        return wanted or most, ''
+    return most, f'--workers={wanted or AUTO} starts {most} ({reason})'
 
 
 def run(
@@ -184,6 +184,7 @@ class _Workers:
             self._screen.print(f'[{number}] {line}')
 
     def _progress(self) -> str:
+        """'3 of 8 runs done, 02:10 left', if runs go on to take as long."""
         done, runs = self._counts
         text, (first, since) = f'{done} of {runs} runs done', self._first
         if first < done < runs:

@@ -6,6 +6,7 @@ processes, of which process 0 holds the leases and writes the files of the study
 """
 
 import dataclasses
+import functools
 import json
 import logging
 import time
@@ -204,15 +205,11 @@ def _known(
 
     The longest are taken first, so that workers end at about the same time.
     """
-    read: dict[str, list[dict[str, Any]] | None] = {}
 
+    @functools.cache  # each file is read once, so that the plan and the runs left are of one moment
     def results(run: PlannedRun) -> list[dict[str, Any]] | None:
-        # Each file is read once, so that the plan and the runs left are of the same moment.
-        if run.id not in read:
-            file = path / run.directory / 'result.json'
-            trials = run.config.trials.trials()
-            read[run.id] = read_results(file, trials) if file.exists() else None
-        return read[run.id]
+        file = path / run.directory / 'result.json'
+        return read_results(file, run.config.trials.trials()) if file.exists() else None
 
     runs = plan.runs(study, arms, results, declaration.stacks(path, study))
     left = sorted((run for run in runs if results(run) is None), key=lambda run: -run.work)
