@@ -7,7 +7,6 @@ each worker trains runs that no other worker holds a lease on.
 """
 
 import importlib
-import math
 
 from absl import flags
 
@@ -15,7 +14,6 @@ from qkattn.config import Study
 from qkattn.errors import ConfigError
 from qkattn.jobs import agreement, bootstrap, cli, signals
 from qkattn.jobs.display import waiting
-from qkattn.storage import leases
 from qkattn.study import estimate, local_workers, yardsticks
 from qkattn.study.arms import MatchedArm, build_arms, table
 from qkattn.train.program_cache import keep_programs
@@ -23,9 +21,6 @@ from qkattn.train.program_cache import keep_programs
 CONFIG = cli.define_config(Study)
 WORKDIR = flags.DEFINE_string('workdir', None, 'Study directory; the same directory resumes.')
 DRY_RUN = flags.DEFINE_bool('dry_run', False, 'Print the plan and its cost, then stop.')
-EXPIRY = flags.DEFINE_float(
-    'lease_expiry', leases.EXPIRY, 'Seconds without a heartbeat before a worker counts as dead.'
-)
 WORKERS = flags.DEFINE_string(
     'workers',
     '1',
@@ -39,8 +34,6 @@ WORKERS = flags.DEFINE_string(
 def main() -> None:
     keep_programs()
     config = cli.read_config(CONFIG)
-    if not 0 < EXPIRY.value < math.inf:
-        raise ConfigError(f'--lease_expiry={EXPIRY.value} must be above 0 seconds and finite')
     workers = local_workers.parse(WORKERS.value)
     if workers != 1 and bootstrap.start().num_processes > 1:
         raise ConfigError(
@@ -50,9 +43,7 @@ def main() -> None:
     if DRY_RUN.value:
         print(f'\n{estimate.text(config, _matched(config))}')
         return
-    path = local_workers.run(
-        config, lambda: _matched(config), cli.required(WORKDIR), workers, expiry=EXPIRY.value
-    )
+    path = local_workers.run(config, lambda: _matched(config), cli.required(WORKDIR), workers)
     if not agreement.owner():
         return
     if config.tuning.seeds:

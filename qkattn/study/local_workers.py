@@ -23,7 +23,6 @@ from qkattn.errors import ConfigError, ProcessError, Stopped
 from qkattn.jobs import children, cli, machine, signals
 from qkattn.jobs.display import Row, Screen, interval
 from qkattn.jobs.signals import EXIT_CONFIG, StopRequest
-from qkattn.storage import leases
 from qkattn.storage.files import check_directory
 from qkattn.study import declaration, worker
 from qkattn.study.arms import MatchedArm
@@ -85,14 +84,12 @@ def run(
     match: Callable[[], list[MatchedArm]],
     workdir: str | Path,
     wanted: int | None,
-    *,
-    expiry: float = leases.EXPIRY,
 ) -> Path:
     """Trains until every run of the study has its result, and returns the study's directory.
 
-    Starts `wanted` workers; None for as many as there is room for. `match` makes the arms. `expiry`
-    is that of `worker.run`. Raises ConfigError and Stopped as `worker.run`, and ProcessError if
-    runs are left because workers crashed.
+    Starts `wanted` workers; None for as many as there is room for. `match` makes the arms. Raises
+    ConfigError and Stopped as `worker.run`, and ProcessError if runs are left because workers
+    crashed.
     """
     path, arms, most = check_directory(workdir), match(), 1
     if wanted != 1:
@@ -101,10 +98,10 @@ def run(
         if note:
             log.info('%s: %s', study.name, note)
     if most == 1:
-        return worker.run(study, path, arms=arms, expiry=expiry)
+        return worker.run(study, path, arms=arms)
     with StopRequest() as stop, contextlib.closing(_Workers(study, stop)) as workers:
         stop.defer_exit()
-        workers.train(most, (study, path, {'arms': arms, 'expiry': expiry}, sys.orig_argv))
+        workers.train(most, (study, path, arms, sys.orig_argv))
     if rest := worker.left_of(study, arms, path):
         raise ProcessError(
             f'runs without a result: {len(rest)}; {workers.failure}; the same command resumes'
@@ -205,8 +202,8 @@ def work(pipe: Connection) -> None:
 
     try:
         # The command that is recorded is that of the parent.
-        study, workdir, options, sys.orig_argv = pipe.recv()
-        worker.run(study, workdir, tell=send, **options)
+        study, workdir, arms, sys.orig_argv = pipe.recv()
+        worker.run(study, workdir, arms=arms, tell=send)
     except Exception as error:
         if (expected := cli.outcome(error)) is None:
             raise

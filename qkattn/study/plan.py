@@ -216,10 +216,8 @@ class _Plan:
         study = self.study
         primary = [arm for arm in arms if arm.key.control is None]
         comparisons = sum(arm.variant != study.baseline for arm in primary)
-        losses = {}
-        for key, run in verdicts.items():
-            if (trials := self.results(run)) is not None:
-                losses[key] = _losses(trials, 'test_loss')
+        results = {key: self.results(run) for key, run in verdicts.items()}
+        losses = {key: _losses(r, 'test_loss') for key, r in results.items() if r is not None}
         for corpus, size in dict.fromkeys((arm.key.corpus, arm.size) for arm in primary):
             group = [arm for arm in primary if (arm.key.corpus, arm.size) == (corpus, size)]
             (baseline,) = (arm for arm in group if arm.variant == study.baseline)

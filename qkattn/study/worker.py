@@ -45,7 +45,6 @@ def run(
     study: Study,
     workdir: str | Path,
     *,
-    expiry: float = leases.EXPIRY,
     arms: list[MatchedArm] | None = None,
     tell: Callable[..., None] | None = None,
 ) -> Path:
@@ -54,9 +53,8 @@ def run(
     The same call resumes, and may run beside other workers; while they hold all runs that are left,
     it waits. A run that cannot be trained does not stop the others.
 
-    A worker counts as dead after `expiry` seconds without a heartbeat. `arms` are those of the
-    study, where they are known. `tell` is of a parent that shows what is left of the study,
-    and is called as tell('done', number of runs that are done, number of runs).
+    `arms` are those of the study, where they are known. `tell` is of a parent that shows what is
+    left of the study, and is called as tell('done', number of runs that are done, number of runs).
 
     Raises ConfigError for an impossible setting or directory, and at the end if runs could not be
     trained; Stopped on SIGTERM or Ctrl-C, with the state saved.
@@ -67,7 +65,7 @@ def run(
     path = check_directory(workdir)
     failed: dict[str, str] = {}
     with StopRequest() as stop:
-        worker = owned(lambda: _Worker(study, path, expiry, arms, stop, tell))
+        worker = owned(lambda: _Worker(study, path, arms, stop, tell))
         while (leased := agreement.on_owner(lambda: worker.lease_next(failed))) is not None:
             if leased:
                 _train(path, leased, worker, failed)
@@ -87,7 +85,6 @@ class _Worker:
 
     study: Study
     path: Path
-    expiry: float
     arms: list[MatchedArm] | None
     stop: StopRequest
     tell: Callable[..., None] | None
@@ -123,7 +120,7 @@ class _Worker:
         for run in left:
             if run.id in self.refused:
                 continue
-            self.lease = leases.acquire(self.path / 'leases', run.id, expiry=self.expiry)
+            self.lease = leases.acquire(self.path / 'leases', run.id)
             if self.lease is not None:
                 break
         else:
@@ -135,7 +132,7 @@ class _Worker:
             return self._wait(left) if left else None
         after = StudyLeft(0, 0.0)
         if self.tell is None:  # a parent has a row for what is left
-            workers = len(leases.holders(self.path / 'leases', expiry=self.expiry))
+            workers = len(leases.holders(self.path / 'leases'))
             others = sum(one.work for one in left) - run.work
             after = StudyLeft(len(left) - 1, others / run.work / workers)
         return {
@@ -163,13 +160,13 @@ class _Worker:
 
     def _wait(self, left: list[PlannedRun]) -> dict[str, Any]:
         """Waits until a result has come, a lease may have been given up, or 10 s have passed."""
-        held = leases.holders(self.path / 'leases', expiry=self.expiry)
+        held = leases.holders(self.path / 'leases')
         if held and held != self._held:
             by_run = '; '.join(f'{run}, held by {holder}' for run, holder in held.items())
             log.info('waiting for %s', by_run)
         self._held = held
         results = [self.path / run.directory / 'result.json' for run in left]
-        until = time.monotonic() + min(10.0 if held else 1.0, self.expiry / 4)
+        until = time.monotonic() + (10.0 if held else 1.0)
         while time.monotonic() < until and not self.stop.requested:
             if not is_url(self.path) and any(result.exists() for result in results):
                 break

@@ -167,9 +167,9 @@ def test_the_longest_runs_are_taken_first(tmp_path):
 
 def test_a_held_run_is_left_alone_and_taken_when_it_is_given_up(trained, tmp_path, monkeypatch):
     first = plan.runs(STUDY, build_arms(STUDY), lambda run: None)[0]
-    held = leases.acquire(tmp_path / 'out/leases', first.id, expiry=600.0)
+    held = leases.acquire(tmp_path / 'out/leases', first.id)
     monkeypatch.setattr(worker._Worker, '_wait', lambda *_: held.release() or {})
-    worker.run(STUDY, tmp_path / 'out', expiry=600.0)
+    worker.run(STUDY, tmp_path / 'out')
     # The other arm came first, to its end; then one look at the run that was given up sufficed.
     assert [name.startswith('shared_qk') for name in trained] == [True] * 3 + [False] * 3
 
@@ -184,7 +184,7 @@ def test_a_held_run_is_left_alone_and_taken_when_it_is_given_up(trained, tmp_pat
     ],
 )
 def test_a_run_that_cannot_be_trained_does_not_stop_the_others_but_a_full_disk_does(
-    trained, tmp_path, monkeypatch, error, raised, number
+    trained, tmp_path, error, raised, number
 ):
     """One that was in use, or was lost, is tried again after the others."""
     refused = []
@@ -195,9 +195,8 @@ def test_a_run_that_cannot_be_trained_does_not_stop_the_others_but_a_full_disk_d
             raise error
 
     trained.before = broken
-    monkeypatch.setattr(worker.time, 'sleep', lambda _: None)
     with pytest.raises(raised, match=str(error)) if raised else contextlib.nullcontext():
-        worker.run(STUDY, tmp_path / 'out', expiry=0.4)
+        worker.run(STUDY, tmp_path / 'out')
     assert len(trained) == len(set(trained)) == number
     assert raised or refused[0] in trained[1:]
     assert not leases.holders(tmp_path / 'out/leases')
@@ -208,8 +207,8 @@ def test_waiting_ends_on_request(trained, tmp_path, monkeypatch):
     single = changed(tuning=TuningConfig(), variants=('qk/vo',))
     (run,) = plan.runs(single, build_arms(single), lambda run: None)
     monkeypatch.setattr(worker.time, 'sleep', lambda _: signal.raise_signal(signal.SIGTERM))
-    with leases.acquire(path / 'leases', run.id, expiry=60.0), pytest.raises(Stopped):
-        worker.run(single, path, expiry=60.0)
+    with leases.acquire(path / 'leases', run.id), pytest.raises(Stopped):
+        worker.run(single, path)
     assert not trained
 
 
