@@ -130,11 +130,9 @@ class _Worker:
         if self.lease is None:
             self.refused.clear()
             return self._wait(left) if left else None
-        after = StudyLeft(0, 0.0)
-        if self.tell is None:  # a parent has a row for what is left
-            workers = len(leases.holders(self.path / 'leases'))
-            others = sum(one.work for one in left) - run.work
-            after = StudyLeft(len(left) - 1, others / run.work / workers)
+        workers = len(leases.holders(self.path / 'leases'))
+        others = sum(one.work for one in left) - run.work
+        after = StudyLeft(len(left) - 1, others / run.work / workers)
         return {
             'run': run.id,
             'config': to_json(run.config),

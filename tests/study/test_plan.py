@@ -1,6 +1,7 @@
 """The runs of a study: what is known grows with the results, and never otherwise."""
 
 import dataclasses
+import itertools
 import json
 import math
 
@@ -231,78 +232,47 @@ def test_seeds_that_are_added_make_further_runs_and_decide_no_other_arm(study, s
     assert [run.config.trials.seeds for run in runs] == len(arms) * [*stacks]
 
 
-# The tuning of an arm: settings one after another, from nothing but what was measured.
-
-SCALES = dict.fromkeys(KNOBS, (1.0,)) | {'learning_rate': GRID, 'score_scale': (0.5, 1.0, 2.0)}
+# The tuning of an arm, from nothing but what was measured.
 
 
-def tuned(grids, limits, loss_at):
-    """Measures what is asked for until nothing is: the tuning, its measurements, what was asked."""
+def tuned(limits, sd, diverged=lambda rate, seed: False):
+    """Measures what is asked for until nothing is: the sweep, its measurements, what was asked."""
+    grids = dict.fromkeys(KNOBS, (1.0,)) | {'learning_rate': GRID}
     measured, asked = {}, []
     while (tuning := tune(grids, limits, measured)).knob:
-        asked.append((tuning.knob, tuning.values, tuning.seeds))
-        for value in tuning.values:
+        asked.append((tuning.values, tuning.seeds))
+        for value, seed in itertools.product(tuning.values, tuning.seeds):
             losses = measured.setdefault(tuning.at(value), {})
-            for seed in tuning.seeds:
-                assert seed not in losses  # nothing is measured twice
-                losses[seed] = loss_at(tuning.at(value), seed)
-    return tuning, measured, asked
-
-
-def bowl(*optimum):
-    def loss(settings, seed):
-        away = sum(math.log(s / o) ** 2 for s, o in zip(settings, optimum, strict=False))
-        return 2 + 0.01 * seed + 0.1 * away
-
-    return loss
-
-
-def test_each_knob_is_tuned_at_the_chosen_values_of_those_before():
-    limits = TuningConfig(seeds=(10, 11), max_points=9)
-    tuning, measured, _ = tuned(SCALES, limits, bowl(2.2e-3, 1.0, 0.9))
-    assert tuning.settings[:3] == pytest.approx((2.2e-3, 1.0, 0.9), rel=1e-9)
+            assert seed not in losses  # nothing is measured twice
+            noise = sd * np.random.default_rng([seed, round(1e7 * value)]).normal()
+            loss = 2 + 0.11 * seed + 0.1 * math.log(value / 2.2e-3) ** 2 + noise
+            losses[seed] = None if diverged(value, seed) else loss
     # More measurements than asked for change nothing.
-    other = {(3e-3, *tuning.settings[1:]): {10: 0.0, 11: 0.0}}
-    assert tune(SCALES, limits, measured | other) == tuning
-    # The best rate is the last one that may be tried: its point at scale 1 is known.
-    limits = dataclasses.replace(limits, max_points=4)
-    tuning, _, asked = tuned(SCALES, limits, bowl(1.0, 1.0, 1.1))
-    assert [values for _, values, _ in asked] == [GRID, (8e-3,), (0.5, 2.0)]
-    assert not tuning.sweeps['learning_rate'].bracketed and tuning.settings[0] == 8e-3
-    assert tuning.settings[2] == pytest.approx(1.1, rel=1e-9)
+    other = {(5e-3, *tuning.settings[1:]): {10: 0.0, 11: 0.0}}
+    assert tune(grids, limits, measured | other) == tuning
+    return tuning.sweeps['learning_rate'], measured, asked
 
 
 def test_further_seeds_are_drawn_until_the_bracket_is_significant():
-    grids = SCALES | {'score_scale': (1.0,)}
-
-    def noisy(sd, diverged=lambda rate, seed: False):
-        def loss(settings, seed):
-            noise = sd * np.random.default_rng([seed, round(1e7 * settings[0])]).normal()
-            loss = bowl(2.2e-3)(settings, seed) + 0.1 * seed + noise
-            return None if diverged(settings[0], seed) else loss
-
-        return loss
-
     limits = TuningConfig(seeds=(10, 11), max_points=5, max_seeds=12)
-    _, _, asked = tuned(grids, limits, noisy(1e-4))
-    assert asked == [('learning_rate', GRID, (10, 11))]
-    tuning, measured, asked = tuned(grids, limits, noisy(0.08))
-    drawn = [seeds for *_, seeds in asked]
+    sweep, _, asked = tuned(limits, 1e-4)
+    assert asked == [(GRID, (10, 11))] and sweep.chosen == pytest.approx(2.2e-3, rel=1e-2)
+    sweep, measured, asked = tuned(limits, 0.08)
+    drawn = [seeds for _, seeds in asked]
     assert drawn[0] == (10, 11) and (12, 13) in drawn and drawn[-1][-1] < 21
-    assert tuning.sweeps['learning_rate'].bracketed and tuning.sweeps['learning_rate'].optimum_low
+    assert sweep.bracketed and sweep.optimum_low
     # All values of the grid get them, so that a seed's level cancels.
     assert {tuple(losses) for losses in measured.values()} == {tuple(range(10, drawn[-1][-1] + 1))}
     # The same for a loss that may lie too far above the optimum.
-    tuning, _, _ = tuned(grids, limits, noisy(0.01))
-    bound = tuning.sweeps['learning_rate'].at_worst / 2
+    bound = tuned(limits, 0.01)[0].at_worst / 2
     bounded = dataclasses.replace(limits, max_excess=bound, max_seeds=16)
-    tuning, _, asked = tuned(grids, bounded, noisy(0.01))
-    assert len(asked) > 1 and tuning.sweeps['learning_rate'].at_worst <= bound
+    sweep, _, asked = tuned(bounded, 0.01)
+    assert len(asked) > 1 and sweep.at_worst <= bound
     limited = dataclasses.replace(limits, max_excess=1e-9, max_seeds=4)
-    assert tuned(grids, limited, noisy(0.01))[2][-1][2] == (12, 13)
+    assert tuned(limited, 0.01)[2][-1][1] == (12, 13)
     # A value at which a seed diverged gets no further seeds.
-    loss = noisy(0.1, diverged=lambda rate, seed: rate > 3e-3 and seed == 11)
-    _, measured, _ = tuned(grids, dataclasses.replace(limits, max_seeds=6), loss)
+    limited = dataclasses.replace(limits, max_seeds=6)
+    _, measured, _ = tuned(limited, 0.1, lambda rate, seed: rate > 3e-3 and seed == 11)
     seeds = {at[0]: len(losses) for at, losses in measured.items()}
     assert {rate: n for rate, n in seeds.items() if rate > 3e-3} == {4e-3: 2}
     assert max(seeds.values()) > 2
