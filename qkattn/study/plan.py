@@ -122,77 +122,65 @@ class _Plan:
         """Every run known so far: screening and verdicts arm by arm, then longer runs."""
         study = self.study
         if not study.tuning.seeds:
-            return [self._run(a, SINGLE, None, {'seeds': s}) for a in arms for s in self.stacks]
+            return [self._run(arm, SINGLE, None, seeds) for arm in arms for seeds in self.stacks]
         known: list[PlannedRun] = []
         chosen: dict[ArmKey, Settings] = {}
-        begun: dict[ArmKey, PlannedRun] = {}  # the verdict on the seeds that the study began with
         for arm in arms:
-            screening, settings = self._screening(arm, grids(study, arm))
-            known += screening
-            if settings is not None:
-                chosen[arm.key] = settings
-                verdicts = self._verdicts(arm, settings)
-                begun[arm.key] = verdicts[0]
-                known += verdicts
-        for arm in self._decided(arms, begun) if study.controls.longer else ():
+            of_arm, chosen[arm.key] = self._tuned(arm, grids(study, arm))
+            known += of_arm
+        for arm in [*self._decided(arms, known)] if study.controls.longer else ():
             longer = dataclasses.replace(arm, key=arm.key._replace(control=LONGER))
-            around = grids_around(grids(study, arm), chosen[arm.key])
-            screening, settings = self._screening(longer, around)
-            known += screening
-            if settings is not None:
-                known += self._verdicts(longer, settings)
+            known += self._tuned(longer, grids_around(grids(study, arm), chosen[arm.key]))[0]
         return known
 
-    def _screening(self, arm: MatchedArm, grids: Grids) -> tuple[list[PlannedRun], Settings | None]:
-        """The screening known so far, and what it chose once all of its runs are finished.
+    def _tuned(self, arm: MatchedArm, grid_of: Grids) -> tuple[list[PlannedRun], Settings]:
+        """The runs of an arm known so far, and its settings, chosen once it has verdict runs.
 
-        Ends: a grid holds at most max_points values, each with at most max_seeds seeds.
+        Screening ends: a grid holds at most max_points values, each with at most max_seeds seeds.
         """
         known: list[PlannedRun] = []
         measured: dict[Settings, dict[int, float | None]] = {}
-        while (tuning := tune(grids, self.study.tuning, measured)).knob is not None:
+        while (tuning := tune(grid_of, self.study.tuning, measured)).knob is not None:
             stack = [tuning.at(value) for value in tuning.values]
             # The values of a trial's knob share a run; those of a model's field are compiled in.
             stacks = [stack] if tuning.knob in TRIAL_KNOBS else [[settings] for settings in stack]
-            new = [self._at(arm, SCREENING, tuning.knob, s, tuning.seeds) for s in stacks]
+            new = [self._run(arm, SCREENING, tuning.knob, tuning.seeds, s) for s in stacks]
             known += new
             finished = [self.results(run) for run in new]
             if None in finished:
-                return known, None
+                return known, tuning.settings
             for run, trials in zip(new, finished, strict=True):
                 for trial in trials or ():
                     of_seed = measured.setdefault(_settings(run.config, trial['trial']), {})
                     of_seed |= _losses([trial], 'val_loss')
-        return known, tuning.settings
-
-    def _verdicts(self, arm: MatchedArm, settings: Settings) -> list[PlannedRun]:
-        """The verdict runs of an arm, one for each stack of seeds."""
-        stacks, longer_seeds = self.stacks, self.study.controls.longer_seeds
+        of_seeds, longer_seeds, best = (
+            self.stacks,
+            self.study.controls.longer_seeds,
+            tuning.settings,
+        )
         if arm.key.control == LONGER and longer_seeds != self.study.base.trials.seeds:
-            stacks = (longer_seeds,)
-        return [self._at(arm, VERDICT, None, [settings], stack) for stack in stacks]
-
-    def _at(
-        self, arm: MatchedArm, stage: str, knob: str | None, stack: list[Settings], seeds: Seeds
-    ) -> PlannedRun:
-        """The run of these settings, each with these seeds."""
-        columns = zip(KNOBS, zip(*stack, strict=True), strict=True)
-        values = {name: tuple(dict.fromkeys(column)) for name, column in columns}
-        model = dataclasses.replace(arm.model, **{name: values[name][0] for name in MODEL_KNOBS})
-        trials = {'seeds': seeds} | {f'{name}s': values[name] for name in TRIAL_KNOBS}
-        return self._run(arm, stage, knob, trials, model=model)
+            of_seeds = (longer_seeds,)
+        return known + [self._run(arm, VERDICT, None, seeds, [best]) for seeds in of_seeds], best
 
     def _run(
-        self, arm: MatchedArm, stage: str, knob: str | None, trials: Mapping[str, Any], **model: Any
+        self,
+        arm: MatchedArm,
+        stage: str,
+        knob: str | None,
+        seeds: Seeds,
+        stack: Sequence[Settings] = (),
     ) -> PlannedRun:
+        """The run of a stack of settings, by default those of the study, each with these seeds."""
         study, base = self.study, self.study.base
+        model, trials = arm.model, dataclasses.replace(base.trials, seeds=seeds)
+        if stack:
+            columns = zip(KNOBS, zip(*stack, strict=True), strict=True)
+            values = {name: tuple(dict.fromkeys(column)) for name, column in columns}
+            fields = {f'{name}s': values[name] for name in TRIAL_KNOBS}
+            trials = dataclasses.replace(trials, **fields)
+            model = dataclasses.replace(model, **{name: values[name][0] for name in MODEL_KNOBS})
         data = dataclasses.replace(base.data, name=arm.key.corpus)
-        config = dataclasses.replace(
-            base,
-            data=data,
-            trials=dataclasses.replace(base.trials, **trials),
-            **{'model': arm.model} | model,
-        )
+        config = dataclasses.replace(base, data=data, trials=trials, model=model)
         if arm.key.control == LONGER:
             times, names = study.controls.longer, ('num_steps', 'eval_every', 'checkpoint_every')
             steps = {name: times * getattr(base.train, name) for name in names}
@@ -205,7 +193,7 @@ class _Plan:
         return PlannedRun(arm, stage, knob, config)
 
     def _decided(
-        self, arms: Sequence[MatchedArm], verdicts: Mapping[ArmKey, PlannedRun]
+        self, arms: Sequence[MatchedArm], known: Sequence[PlannedRun]
     ) -> Iterator[MatchedArm]:
         """The baseline and the decided arms of each size and corpus whose verdicts are finished.
 
@@ -216,6 +204,7 @@ class _Plan:
         study = self.study
         primary = [arm for arm in arms if arm.key.control is None]
         comparisons = sum(arm.variant != study.baseline for arm in primary)
+        verdicts = {run.arm.key: run for run in reversed(known) if run.stage == VERDICT}
         results = {key: self.results(run) for key, run in verdicts.items()}
         losses = {key: _losses(r, 'test_loss') for key, r in results.items() if r is not None}
         for corpus, size in dict.fromkeys((arm.key.corpus, arm.size) for arm in primary):
