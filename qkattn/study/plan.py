@@ -153,14 +153,10 @@ class _Plan:
                 for trial in trials or ():
                     of_seed = measured.setdefault(_settings(run.config, trial['trial']), {})
                     of_seed |= _losses([trial], 'val_loss')
-        of_seeds, longer_seeds, best = (
-            self.stacks,
-            self.study.controls.longer_seeds,
-            tuning.settings,
-        )
-        if arm.key.control == LONGER and longer_seeds != self.study.base.trials.seeds:
-            of_seeds = (longer_seeds,)
-        return known + [self._run(arm, VERDICT, None, seeds, [best]) for seeds in of_seeds], best
+        best, longer_seeds = tuning.settings, self.study.controls.longer_seeds
+        other = arm.key.control == LONGER and longer_seeds != self.study.base.trials.seeds
+        each = (longer_seeds,) if other else self.stacks
+        return known + [self._run(arm, VERDICT, None, seeds, [best]) for seeds in each], best
 
     def _run(
         self,
