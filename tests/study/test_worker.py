@@ -106,7 +106,6 @@ def test_a_worker_follows_every_chain_to_its_verdict(trained, tmp_path):
     # The ledger is begun before the first run.
     assert begun == [['declared']] * 6 and not leases.holders(path / 'leases')
     entry = ledger.read(path / 'ledger.jsonl').entries[0]
-    assert (entry['family'], entry['seeds'], entry['margin']) == (1, [0, 1, 2], 0.005)
     assert entry['declaration'] == ledger.digest(read_json(path / 'study.json', {}))
     # The same study again has nothing to train, and a study may grow and ask something else.
     worker.run(dataclasses.replace(STUDY, question='Which?'), path)
@@ -119,8 +118,6 @@ def test_a_worker_follows_every_chain_to_its_verdict(trained, tmp_path):
     ledger.look(path)
     worker.run(changed(variants=(*grown.variants, 'qk/o_is_v')), path)
     assert len(trained) == 12 and events(path)[2:] == ['arms_added', 'looked', 'arms_added']
-    kept = ledger.read(path / 'ledger.jsonl')
-    assert kept.family == 3 and {variant for variant, *_ in kept.post_hoc} == {'qk/o_is_v'}
 
 
 def test_a_study_is_planned_trained_and_judged(trained, tmp_path):
