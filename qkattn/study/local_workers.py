@@ -10,7 +10,6 @@ import logging
 import math
 import multiprocessing.connection
 import sys
-import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,7 +20,7 @@ import jax
 from qkattn.config import Study
 from qkattn.errors import ConfigError, ProcessError, Stopped
 from qkattn.jobs import children, cli, machine, signals
-from qkattn.jobs.display import Row, Screen, interval
+from qkattn.jobs.display import Row, Screen
 from qkattn.jobs.signals import EXIT_CONFIG, StopRequest
 from qkattn.storage.files import check_directory
 from qkattn.study import declaration, worker
@@ -115,7 +114,7 @@ class _Workers:
     def __init__(self, study: Study, stop: StopRequest):
         self._name, self._stop, self._screen = study.name, stop, Screen()
         self._children: dict[int, children.Child] = {}
-        self._counts, self._first = (0, 0), (0, 0.0)  # runs done and all; runs done at a time
+        self._done, self._runs = 0, 0
         self._errors: list[str] = []
         self.failure = 'no worker is left'
 
@@ -137,9 +136,8 @@ class _Workers:
                     child.stop()
             for i in [*self._children]:
                 self._receive(i)
-            if self._screen.terminal and self._counts[1]:
-                done, runs = self._counts
-                self._screen.draw([Row(self._name, done / runs, self._progress())])
+            if self._screen.terminal and self._runs:
+                self._screen.draw([Row(self._name, self._done / self._runs, self._progress())])
         if stopping:
             raise Stopped('stopped, and the workers have saved')
         if self._errors:
@@ -158,9 +156,8 @@ class _Workers:
         for kind, *values in child.messages():
             if kind == 'error':
                 self._errors.append(values[0])
-            elif self._counts != (counts := (values[0], values[1])):
-                self._first = self._first if self._counts[1] else (counts[0], time.monotonic())
-                self._counts = counts
+            elif values != [self._done, self._runs]:
+                self._done, self._runs = values
                 if not self._screen.terminal:
                     self._screen.print(f'{self._name}: {self._progress()}')
         self._print(number)
@@ -172,6 +169,9 @@ class _Workers:
             self.failure = f'worker {number} {how}'
             self._screen.print(f'{self._name}: {self.failure}')
 
+    def _progress(self) -> str:
+        return f'{self._done} of {self._runs} runs done'
+
     def _remove(self, number: int) -> None:
         self._print(number, last=True)
         self._children.pop(number).close()
@@ -179,15 +179,6 @@ class _Workers:
     def _print(self, number: int, last: bool = False) -> None:
         for line in self._children[number].lines(last):
             self._screen.print(f'[{number}] {line}')
-
-    def _progress(self) -> str:
-        """'3 of 8 runs done, 02:10 left', if runs go on to take as long."""
-        done, runs = self._counts
-        text, (first, since) = f'{done} of {runs} runs done', self._first
-        if first < done < runs:
-            seconds = (time.monotonic() - since) * (runs - done) / (done - first)
-            text += f', {interval(seconds)} left'
-        return text
 
 
 def work(pipe: Connection) -> None:

@@ -129,16 +129,3 @@ def test_workers_are_no_more_than_there_is_room_and_work_for(
     arms = build_arms(study)
     left = plan.runs(study, arms, lambda run: None)[:runs]
     assert local_workers.limit(study, arms, wanted, left) == (most, note)
-
-
-def test_time_left_follows_from_the_runs_that_are_done(monkeypatch, capsys):
-    times = iter([10.0, 30.0])
-    monkeypatch.setattr(local_workers.time, 'monotonic', lambda: next(times))
-    workers = local_workers._Workers(STUDY, None)
-    child = types.SimpleNamespace(ended=lambda: None, lines=lambda last: [])
-    workers._children[0] = child
-    for counts in ((1, 4), (1, 4), (3, 5), (5, 5)):
-        child.messages = lambda counts=counts: [('done', *counts)]
-        workers._receive(0)
-    shown = ['1 of 4 runs done', '3 of 5 runs done, 00:20 left', '5 of 5 runs done']
-    assert capsys.readouterr().err.splitlines() == [f'small: {text}' for text in shown]
