@@ -459,23 +459,23 @@ def table(arms: Sequence[MatchedArm], equal: str | None) -> str:
 
     `equal`: the cost that was made equal, as `which` of `match`, for a first line that states it.
     """
-    one_size = len({arm.size for arm in arms}) == 1
-    shape = ('d_model', 'widened', 'd_ff', 'fill', 'heads', 'head_size', 'layers')
-    lines = [['variant', *shape, *cost.GROUPS, 'total', 'residual', 'FLOP/token', 'cache/token']]
+    one_size, rows = len({arm.size for arm in arms}) == 1, []
     for arm in arms:
-        config, matched, parameters = arm.model, arm.match, cost.count(arm.model)
+        config, matched = arm.model, arm.match
         control = ' (equal shape)' if arm.key.control == EQUAL_SHAPE else ''
-        heads = config.num_heads, attention_spec(config).head_size, config.num_layers
-        costs = f'{cost.flops_per_token(config):,.0f}', f'{cost.cache_floats_per_token(config):,}'
-        lines.append(
-            [
-                f'{arm.label}{control}{"" if one_size else f" {arm.size}"}',
-                *(f'{config.d_model}', f'{matched.widened:+d}'),
-                *(f'{config.mlp_width}', f'{matched.fill:+d}', *map(str, heads)),
-                *(f'{parameters[group]:,}' for group in (*cost.GROUPS, 'total')),
-                *(f'{matched.residual:+.4%}', *costs),
-            ]
-        )
+        row = {
+            'variant': f'{arm.label}{control}{"" if one_size else f" {arm.size}"}',
+            **{'d_model': f'{config.d_model}', 'widened': f'{matched.widened:+d}'},
+            **{'d_ff': f'{config.mlp_width}', 'fill': f'{matched.fill:+d}'},
+            **{'heads': f'{config.num_heads}', 'head_size': f'{attention_spec(config).head_size}'},
+            'layers': f'{config.num_layers}',
+            **{group: f'{number:,}' for group, number in cost.count(config).items()},
+            'residual': f'{matched.residual:+.4%}',
+            'FLOP/token': f'{cost.flops_per_token(config):,.0f}',
+            'cache/token': f'{cost.cache_floats_per_token(config):,}',
+        }
+        rows.append(row)
+    lines = [[*rows[0]], *([*row.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = '\n'.join(
         '  '.join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
