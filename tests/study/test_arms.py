@@ -292,12 +292,9 @@ ALL_SHARED = {'score': 'shared_qk'} | OTHERS
         ({}, {'score': 'merged'}, 'd_ff', {'which': 'flops'}, {'d_ff': 192}),
         # What saves nothing stays as it is.
         ({}, {'score': 'frozen'}, 'd_model', {}, {}),
-        ({}, {'score': 'frozen'}, 'd_ff', {}, {}),
         ({}, {'score': 'frozen'}, 'num_heads', {}, {'head_size': 24}),
-        ({}, {'score': 'frozen'}, 'num_layers', {}, {}),
         # Where the search starts does not matter.
         ({}, {'num_layers': 1}, 'num_layers', {}, {'num_layers': 2}),
-        ({}, {'num_layers': 12}, 'num_layers', {}, {'num_layers': 2}),
         # The encoder follows the decoder unless its depth is given.
         (ENCODER_DECODER, ALL_SHARED, 'num_layers', {}, {'num_layers': 13, 'd_ff': 404}),
         (FIVE_LAYERS, ALL_SHARED, 'num_layers', {}, {'num_layers': 14, 'd_ff': 386}),
