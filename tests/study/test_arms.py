@@ -261,9 +261,9 @@ def test_every_circuit_is_matched(base, which, variant, widths):
     if size is None and d_model % (whole * base.num_heads):
         size = whole * round(d_model / base.num_heads / whole)
     assert matched.config == dataclasses.replace(config, d_model=d_model, d_ff=d_ff, head_size=size)
-    # d_ff keeps its ratio but for the rounding residual.
+    # d_ff keeps its ratio but for the rounding residual, of half a step of the heads.
     assert matched.fill == d_ff - round(base.mlp_width / base.d_model * d_model)
-    assert abs(matched.fill) < 0.2 * d_model
+    assert abs(matched.fill) < 0.2 * whole * d_model
 
 
 CACHE = {'which': 'cache'}
