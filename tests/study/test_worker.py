@@ -5,32 +5,21 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import signal
 
 import pytest
 
 from qkattn.config import Config, DataConfig, Study, TuningConfig, fingerprint, from_json
 from qkattn.config.setting import setting
-from qkattn.errors import (
-    CheckpointError,
-    ConfigError,
-    DiskError,
-    InUseError,
-    Lost,
-    Stopped,
-)
+from qkattn.errors import CheckpointError, ConfigError, DiskError, InUseError, Lost, Stopped
 from qkattn.storage import leases, ledger
 from qkattn.storage.records import read_json, write_json
 from qkattn.study import declaration, local_workers, plan, stored, worker
 from qkattn.study.arms import build_arms
 from qkattn.verdict import Decision, load_findings
-from tests.studies import (
-    result_record,
-    write_documents,
-    write_lines,
-    write_metrics,
-    write_yardsticks,
-)
+from tests import studies
+from tests.studies import result_record, write_lines
 from tests.study.test_plan import STUDY
 
 OPTIMA = {'learning_rate': 4e-3, 'weight_decay': 0.3, 'score_scale': 1.25}
@@ -43,9 +32,8 @@ class Trained(list):
         pass
 
 
-@pytest.fixture
-def trained(monkeypatch):
-    """A stand-in for training that is best at OPTIMA."""
+def stand_in(patch):
+    """Replaces training by one that is best at OPTIMA; what it has trained."""
     done = Trained()
 
     def train(config, workdir, *, lost, **_):
@@ -63,14 +51,32 @@ def trained(monkeypatch):
             results.append(result_record(trial=trial, val_loss=loss, test_loss=loss, **about))
         workdir.mkdir(parents=True, exist_ok=True)
         write_json(workdir / 'result.json', results)
-        write_metrics(workdir, results, 4)
-        write_documents(workdir, results)
+        studies.write_metrics(workdir, results, 4)
+        studies.write_documents(workdir, results)
         done.append(workdir.name)
 
-    monkeypatch.setattr(worker, 'train', train)
-    monkeypatch.setattr(worker, 'rows_of', lambda config: None)
-    monkeypatch.setattr(worker, 'check_documents', lambda rows, data: None)
+    patch.setattr(worker, 'train', train)
+    patch.setattr(worker, 'rows_of', lambda config: None)
+    patch.setattr(worker, 'check_documents', lambda rows, data: None)
     return done
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    return stand_in(monkeypatch)
+
+
+@pytest.fixture(scope='module')
+def once(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        stand_in(patch)
+        return worker.run(STUDY, tmp_path_factory.mktemp('once') / 'out')
+
+
+@pytest.fixture
+def finished(once, tmp_path):
+    """A copy of the directory of the finished study."""
+    return shutil.copytree(once, tmp_path / 'out')
 
 
 def lines(path):
@@ -125,7 +131,7 @@ def test_a_study_is_planned_trained_and_judged(trained, tmp_path):
     tuning = dataclasses.replace(STUDY.tuning, score_scales=(0.5, 1.0, 2.0))
     study = changed(trials={'weight_decays': (0.05, 0.1, 0.2)}, tuning=tuning)
     path = worker.run(study, tmp_path / 'out')
-    write_yardsticks(path, lines(path / 'results.jsonl'))
+    studies.write_yardsticks(path, lines(path / 'results.jsonl'))
     findings = load_findings(path)[1]
     baseline, arm = findings.arms
     assert arm.difference.mean == pytest.approx(0.03 + 0.001 / 3)
@@ -181,7 +187,7 @@ def test_a_held_run_is_left_alone_and_taken_when_it_is_given_up(trained, tmp_pat
     ],
 )
 def test_a_run_that_cannot_be_trained_does_not_stop_the_others_but_a_full_disk_does(
-    trained, tmp_path, error, raised, number
+    trained, tmp_path, monkeypatch, error, raised, number
 ):
     """One that was in use, or was lost, is tried again after the others."""
     refused = []
@@ -192,6 +198,7 @@ def test_a_run_that_cannot_be_trained_does_not_stop_the_others_but_a_full_disk_d
             raise error
 
     trained.before = broken
+    monkeypatch.setattr(worker._Worker, '_wait', lambda *_: {})
     with pytest.raises(raised, match=str(error)) if raised else contextlib.nullcontext():
         worker.run(STUDY, tmp_path / 'out')
     assert len(trained) == len(set(trained)) == number
@@ -231,12 +238,6 @@ class LaterStudy(Study):
     """The study as a version would have it that has one field more."""
 
     correction: str = setting('holm', 'For several comparisons.')
-
-
-@pytest.fixture
-def finished(trained, tmp_path):
-    """The directory of the finished study."""
-    return worker.run(STUDY, tmp_path / 'out')
 
 
 def contents(path):
@@ -279,7 +280,7 @@ def test_a_directory_keeps_the_study_that_it_began_with(trained, finished, study
     before = contents(finished)
     with pytest.raises(ConfigError, match=message):
         worker.run(study, finished)
-    assert contents(finished) == before and len(trained) == 6
+    assert contents(finished) == before and not trained
 
 
 def test_a_field_that_is_added_and_a_setting_of_the_machine_train_nothing_again(trained, finished):
@@ -288,7 +289,7 @@ def test_a_field_that_is_added_and_a_setting_of_the_machine_train_nothing_again(
     machine = {'mesh': {'trial': 1, 'data': 1}, 'train': {'sinks': ('tensorboard',)}}
     for study in (changed(data={'data_dir': '/other'}, **machine), LaterStudy(**vars(STUDY))):
         worker.run(study, finished)
-    assert len(trained) == 6 and contents(finished) == before
+    assert not trained and contents(finished) == before
     assert not ledger.look(finished)  # the same files
 
 
@@ -338,11 +339,11 @@ def test_a_stored_study_goes_on_where_it_was(trained, finished, tmp_path):
     stored.pack(finished, kept)
     trained.before = lambda config, workdir: logs.append((workdir / 'metrics.jsonl').exists())
     worker.run(STUDY, kept)
-    assert len(trained) == 7 and trained[-1].endswith(lost) and logs == [False]
+    assert len(trained) == 1 and trained[0].endswith(lost) and logs == [False]
     assert lines(kept / 'results.jsonl') == before
 
 
-def test_runs_outside_the_plan_are_listed_and_kept(finished, caplog):
+def test_runs_outside_the_plan_are_listed_and_kept(trained, finished, caplog):
     runs = sorted(finished.glob('runs/*'))
     others = [finished / 'runs' / name for name in 'ab']
     for path in others:
