@@ -4,11 +4,12 @@ python -m experiments.variants
 """
 
 import importlib
+import json
 
 from absl import flags
 
 from qkattn.jobs import cli
-from qkattn.study.variant_tables import STORED, markdown, stored, text, write
+from qkattn.study.variant_tables import STORED, markdown, stored, text
 
 MARKDOWN = flags.DEFINE_bool('markdown', False, 'Print tables in Markdown instead.')
 MEASURE = flags.DEFINE_bool(
@@ -19,7 +20,8 @@ MEASURE = flags.DEFINE_bool(
 def main() -> None:
     if MEASURE.value:
         # Imported here: the stored catalogue is printed without JAX.
-        write(importlib.import_module('qkattn.study.catalogue').measured())
+        measured = importlib.import_module('qkattn.study.catalogue').measured()
+        STORED.write_text(json.dumps(measured, indent=1) + '\n', 'utf-8')
         print(f'stored in {STORED}')
     else:
         print(markdown(stored()) if MARKDOWN.value else text(stored()))

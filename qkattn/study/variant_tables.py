@@ -14,11 +14,6 @@ def stored() -> Catalogue:
     return json.loads(STORED.read_text('utf-8'))
 
 
-def write(catalogue: Catalogue) -> None:
-    """Stores the output of `measured`."""
-    STORED.write_text(json.dumps(catalogue, indent=1) + '\n', 'utf-8')
-
-
 def text(catalogue: Catalogue) -> str:
     """The whole catalogue for a terminal, a paragraph per Score or Value."""
     paragraphs = [

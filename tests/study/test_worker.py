@@ -10,7 +10,7 @@ import signal
 
 import pytest
 
-from qkattn.config import Config, DataConfig, Study, TuningConfig, fingerprint, from_json
+from qkattn.config import DataConfig, Study, TuningConfig, fingerprint
 from qkattn.config.setting import setting
 from qkattn.errors import CheckpointError, ConfigError, DiskError, InUseError, Lost, Stopped
 from qkattn.storage import leases, ledger
@@ -218,17 +218,17 @@ def test_waiting_ends_on_request(trained, tmp_path, monkeypatch):
 
 def test_what_is_planned_and_what_is_left_are_of_one_moment(trained, tmp_path, monkeypatch):
     """Another worker ends the last open run just after the plan was made without it."""
-    one, write_atomic = dataclasses.replace(STUDY, variants=('qk/vo',)), worker.write_atomic
+    path, known = tmp_path / 'out', plan.runs
 
-    def others_are_quick(path, text):
-        write_atomic(path, text)
-        for planned in lines(path) if path.name == 'plan.jsonl' else ():
-            if planned['stage'] == 'screening':
-                config, directory = planned['config'], path.parent / planned['directory']
-                worker.train(from_json(Config, config), directory, lost=lambda: False)
+    def others_are_quick(*args):
+        runs = known(*args)
+        for run in runs if (path / 'study.json').exists() else ():
+            if run.stage == 'screening':
+                worker.train(run.config, path / run.directory, lost=lambda: False)
+        return runs
 
-    monkeypatch.setattr(worker, 'write_atomic', others_are_quick)
-    path = worker.run(one, tmp_path / 'out')
+    monkeypatch.setattr(plan, 'runs', others_are_quick)
+    worker.run(dataclasses.replace(STUDY, variants=('qk/vo',)), path)
     stages = [line['stage'] for line in lines(path / 'plan.jsonl')]
     assert stages == ['screening', 'screening', 'verdict']
 
