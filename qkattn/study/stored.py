@@ -33,6 +33,7 @@ from qkattn.study.tuning import SCREENING
 RUNS, DOCUMENTS = 'runs.jsonl', 'documents.npz'
 _DOCUMENTS = 'documents.json'  # of a run
 WHOLE_FILES = ('study.json', 'ledger.jsonl', 'yardsticks.json', 'orphans.jsonl')
+STORED = (RUNS, DOCUMENTS, *WHOLE_FILES)
 _INDEXED = ('provenance', 'data')
 # What a line of results.jsonl has beside an entry of result.json.
 _OF_STUDY = ('study', 'run', *ARM_KEY, 'stage', 'knob', 'target_parameters', 'residual')
@@ -48,12 +49,8 @@ def opened(directory: str | Path) -> Path:
     path = as_path(directory)
     if not (path / RUNS).is_file():
         return path
-    names = (RUNS, DOCUMENTS, *WHOLE_FILES)
-    digest = hashlib.sha256()
-    for name in names:
-        file = path / name
-        digest.update(file.read_bytes() if file.is_file() else b'absent')
-    return _copy(path, digest.hexdigest())
+    digests = {name: _sha256(content) for name, content in _read(path, STORED).items()}
+    return _copy(path, _sha256(repr(digests).encode()))
 
 
 @functools.lru_cache(maxsize=64)
@@ -106,7 +103,7 @@ def pack(study: Path, destination: Path) -> None:
             ]
         if (study / documents).is_file():
             content = (study / documents).read_bytes()
-            line['documents'] = {'sha256': hashlib.sha256(content).hexdigest()}
+            line['documents'] = {'sha256': _sha256(content)}
             if run['stage'] != SCREENING:
                 files[documents] = content
                 record = parse_json(content)
@@ -123,28 +120,24 @@ def pack(study: Path, destination: Path) -> None:
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **arrays)
     made = {RUNS: _text([{'format': _FORMAT} | shared, *lines]), DOCUMENTS: buffer.getvalue()}
-    for name in WHOLE_FILES:
-        if (study / name).is_file():
-            made[name] = (study / name).read_bytes()
-    with tempfile.TemporaryDirectory() as temporary:
-        for name, content in made.items():
-            Path(temporary, name).write_bytes(content)
-        for name, content in _files(Path(temporary)):
-            if files.get(name, content) != content:
-                raise ReportError(
-                    f'{study / name} cannot be stored: it would not come back as it is'
-                )
+    made |= _read(study, WHOLE_FILES)
+    for name, content in _files(made):
+        if files.get(name, content) != content:
+            raise ReportError(f'{study / name} cannot be stored: it would not come back as it is')
     for name, content in made.items():
         write_atomic(destination / name, content)
 
 
 def unpack(stored: Path, destination: Path) -> None:
     """Writes the directory of a stored study; ReportError where that is damaged."""
-    for name, content in _files(stored):
+    try:
+        files = dict(_files(_read(stored, STORED)))
+    except (OSError, EOFError, BadZipFile, ValueError, KeyError, TypeError, IndexError) as error:
+        raise ReportError(
+            f'the stored study {str(stored)!r} is damaged ({error}); restore it from a copy'
+        ) from error
+    for name, content in files.items():
         write_atomic(destination / name, content)
-    for name in WHOLE_FILES:
-        if (stored / name).is_file():
-            write_atomic(destination / name, (stored / name).read_bytes())
 
 
 def unpack_in_place(directory: Path) -> None:
@@ -171,38 +164,39 @@ def unpack_in_place(directory: Path) -> None:
         (directory / name).unlink()
 
 
-def _files(stored: Path) -> Iterator[tuple[str, bytes]]:
-    """The name and content of each file that `pack` leaves out."""
-    try:
-        base = parse_json((stored / 'study.json').read_bytes())['base']
-        shared, *lines = map(parse_json, (stored / RUNS).read_bytes().splitlines())
-        if shared['format'] != _FORMAT:
-            raise ValueError(f'format {shared["format"]!r} is not {_FORMAT}')
-        arrays = dict(np.load(io.BytesIO((stored / DOCUMENTS).read_bytes())))
-        plans = [line['plan'] | {'config': _merged(line['plan']['config'], base)} for line in lines]
-        yield 'plan.jsonl', _text(plans)
-        results = [list(_results(line, shared)) for line in lines]
-        yield 'results.jsonl', _text(itertools.chain(*results))
-        for line, trials in zip(lines, results, strict=True):
-            directory = line['plan']['directory']
-            if line['log'] is not None:
-                columns = _columns(trials)
-                log = (
-                    {name: columns[name] if v is None else v[0] for name, v in record.items()}
-                    for record in line['log']
-                )
-                yield f'{directory}/metrics.jsonl', _text(log)
-            if (documents := line.get('documents')) is None:
-                continue
-            if len(documents) == 1:
-                yield f'{directory}/{DOCUMENTS_SHA256}', documents['sha256'].encode() + b'\n'
-            else:
-                record = _documents(line['plan']['run'], documents, shared['documents'], arrays)
-                yield f'{directory}/{_DOCUMENTS}', _text([record])
-    except (OSError, EOFError, BadZipFile, ValueError, KeyError, TypeError, IndexError) as error:
-        raise ReportError(
-            f'the stored study {str(stored)!r} is damaged ({error}); restore it from a copy'
-        ) from error
+def _read(directory: Path, names: Iterable[str]) -> dict[str, bytes]:
+    """The content of those files that exist, by name."""
+    return {name: (directory / name).read_bytes() for name in names if (directory / name).is_file()}
+
+
+def _files(stored: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
+    """The name and content of each file that the files of a stored study make up."""
+    yield from ((name, stored[name]) for name in WHOLE_FILES if name in stored)
+    base = parse_json(stored['study.json'])['base']
+    shared, *lines = map(parse_json, stored[RUNS].splitlines())
+    if shared['format'] != _FORMAT:
+        raise ValueError(f'format {shared["format"]!r} is not {_FORMAT}')
+    arrays = dict(np.load(io.BytesIO(stored[DOCUMENTS])))
+    plans = [line['plan'] | {'config': _merged(line['plan']['config'], base)} for line in lines]
+    yield 'plan.jsonl', _text(plans)
+    results = [list(_results(line, shared)) for line in lines]
+    yield 'results.jsonl', _text(itertools.chain(*results))
+    for line, trials in zip(lines, results, strict=True):
+        directory = line['plan']['directory']
+        if line['log'] is not None:
+            columns = _columns(trials)
+            log = (
+                {name: columns[name] if v is None else v[0] for name, v in record.items()}
+                for record in line['log']
+            )
+            yield f'{directory}/metrics.jsonl', _text(log)
+        if (documents := line.get('documents')) is None:
+            continue
+        if len(documents) == 1:
+            yield f'{directory}/{DOCUMENTS_SHA256}', documents['sha256'].encode() + b'\n'
+        else:
+            record = _documents(line['plan']['run'], documents, shared['documents'], arrays)
+            yield f'{directory}/{_DOCUMENTS}', _text([record])
 
 
 def _results(line: Record, shared: Record) -> Iterator[Record]:
@@ -263,6 +257,10 @@ def _changed(config: Record, base: Record) -> Record:
 
 def _merged(changed: Record, base: Record) -> Record:
     return {section: base[section] | fields for section, fields in changed.items()}
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _text(records: Iterable[Record]) -> bytes:
