@@ -45,7 +45,9 @@ def text(study: Study, arms: Sequence[MatchedArm]) -> str:
     first: dict[str, PlannedRun] = {}
     for run in sorted(runs, key=lambda run: run.arm.variant != study.baseline):
         first.setdefault(run.arm.size, run)
-    started, compiling, speeds = time.perf_counter(), {}, {}
+    started = time.perf_counter()
+    compiling: dict[str, float] = {}  # seconds, by size
+    speeds: dict[str, float] = {}  # FLOP/s
     for size, run in first.items():
         seconds, compiling[size] = program.warm_up(run.config)
         speeds[size] = _flops(run) / run.config.train.num_steps / seconds

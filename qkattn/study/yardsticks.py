@@ -233,10 +233,11 @@ def _run(path: Path, run: _Record, config: Config, results: list[_Record]) -> _R
 
 def _trials(config: Config, rows: Rows, params: dict) -> Iterator[_Record]:
     """Measurements of each of the stacked trials on the last split; None or NaN without targets."""
-    T, whole, ends = config.model.context, {'loss': slice(None)}, {}
+    T, whole = config.model.context, {'loss': slice(None)}
+    parts = whole
     if 2 * EARLY <= T:
-        ends = {'early': slice(EARLY - 1, EARLY), 'late': slice(T // 2, None)}
-    means = _means(config, rows, params, whole | ends)
+        parts = whole | {'early': slice(EARLY - 1, EARLY), 'late': slice(T // 2, None)}
+    means = _means(config, rows, params, parts)
     if isinstance(rows, TranslationRows):
         means['shuffled'] = _means(config, rows.with_shuffled_sources(), params, whole)['loss']
     for losses in zip(*means.values(), strict=True):
