@@ -233,7 +233,8 @@ def _run(path: Path, run: _Record, config: Config, results: list[_Record]) -> _R
 
 def _trials(config: Config, rows: Rows, params: dict) -> Iterator[_Record]:
     """Measurements of each of the stacked trials on the last split; None or NaN without targets."""
-    T, whole = config.model.context, {'loss': slice(None)}
+    T = config.model.context
+    whole: dict[str, slice] = {'loss': slice(None)}
     parts = whole
     if 2 * EARLY <= T:
         parts = whole | {'early': slice(EARLY - 1, EARLY), 'late': slice(T // 2, None)}
