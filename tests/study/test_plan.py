@@ -56,20 +56,20 @@ def with_seeds(study, seeds):
     return dataclasses.replace(study, base=dataclasses.replace(study.base, trials=trials))
 
 
-def landscape(optimum, diverged=lambda trial: False, effect=lambda run, seed: 0.0):
+def landscape(optimum, effect=lambda run, trial: 0.0):
     """Results whose loss is a parabola in ln(learning rate), with a level per seed.
 
-    The test loss is larger by the effect of a run and seed, None of a diverged trial. Trials that
-    diverge have losses that would be the best.
+    The test loss is larger by the effect of a run and trial, None of one that diverges, which has
+    losses that would be the best.
     """
 
     def results(run):
         trials = []
         for trial in run.config.trials.trials():
             away = math.log(trial['learning_rate'] / optimum)
-            loss, change = 2 + 0.01 * trial['seed'] + 0.1 * away**2, effect(run, trial['seed'])
+            loss, change = 2 + 0.01 * trial['seed'] + 0.1 * away**2, effect(run, trial)
             fields = {'status': 'diverged', 'val_loss': 0.0, 'test_loss': 0.0}
-            if change is not None and not diverged(trial):
+            if change is not None:
                 fields = {'status': 'finished', 'val_loss': loss, 'test_loss': loss + change}
             trials.append({'trial': trial} | fields)
         return trials
@@ -77,7 +77,8 @@ def landscape(optimum, diverged=lambda trial: False, effect=lambda run, seed: 0.
     return results
 
 
-DIVERGED = landscape(7e-3, diverged=lambda t: (t['seed'], t['learning_rate']) == (11, 4e-3))
+def one_diverges(run, trial):
+    return None if (trial['seed'], trial['learning_rate']) == (11, 4e-3) else 0.0
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ DIVERGED = landscape(7e-3, diverged=lambda t: (t['seed'], t['learning_rate']) ==
         (landscape(2.3e-3), [GRID, (0.0023,)]),
         (landscape(7e-3), [GRID, (8e-3,), (1.6e-2,), (0.007,)]),  # the grid is extended
         (landscape(1e-6), [GRID, (5e-4,), (2.5e-4,), (1.25e-4,), (1.25e-4,)]),  # to max_points
-        (DIVERGED, [GRID, (2e-3,)]),  # one of two seeds, at the last value
+        (landscape(7e-3, one_diverges), [GRID, (2e-3,)]),  # of two seeds, at the last value
     ],
     ids=['unfinished', 'bracketed', 'extended', 'bounded', 'diverged'],
 )
@@ -118,18 +119,13 @@ def test_the_files_of_a_study_describe_its_runs(arms):
     assert single.directory == f'runs/qk-vo-d_model=32-{single.id}'
 
 
-def with_controls(**fields):
-    fields = {'controls': ControlsConfig(), 'sizes': ('d_model=64',)} | fields
-    return dataclasses.replace(STUDY, **fields)
-
-
-def better_without_w_q(run, seed):
+def better_without_w_q(run, trial):
     """Test losses: one variant is better by 0.5 with little noise, the others by nothing."""
-    noise = 0.02 * math.sin(seed + 10 * len(run.arm.label))
+    noise = 0.02 * math.sin(trial['seed'] + 10 * len(run.arm.label))
     return noise - 0.5 * (run.config.model.score == 'query_free')
 
 
-DECIDING = landscape(2.5e-3, effect=better_without_w_q)
+DECIDING = landscape(2.5e-3, better_without_w_q)
 
 
 def longer(runs):
@@ -138,7 +134,9 @@ def longer(runs):
 
 @pytest.fixture(scope='module')
 def study():
-    return with_controls(variants=('qk/vo', 'shared_qk/vo', 'query_free/vo'))
+    """One of three arms with controls."""
+    fields = {'controls': ControlsConfig(), 'sizes': ('d_model=64',)}
+    return dataclasses.replace(STUDY, variants=('qk/vo', 'shared_qk/vo', 'query_free/vo'), **fields)
 
 
 @pytest.fixture(scope='module')
@@ -181,15 +179,16 @@ NOISE = (0.010, -0.012, 0.004, -0.008, 0.011, -0.005)
 def test_what_is_decided_is_corrected_for_the_whole_study(changes, sizes, number):
     """At other sizes than the first, seeds differ too much for any decision."""
 
-    def effect(run, seed):
+    def effect(run, trial):
+        seed = trial['seed']
         if seed > 5 or run.arm.variant == 'qk/vo':
             return 0.0
         return changes[seed] if run.arm.size == 'd_model=64' else 3.0 * (-1) ** seed
 
     sizes = ('d_model=64', 'd_model=72', 'd_model=80')[:sizes]
-    study = with_controls(sizes=sizes, controls=ControlsConfig(equal_shape=False))
+    study = dataclasses.replace(STUDY, sizes=sizes, controls=ControlsConfig(equal_shape=False))
     study = with_seeds(study, tuple(range(6)))
-    runs = longer(plan.runs(study, build_arms(study), landscape(2.5e-3, effect=effect)))
+    runs = longer(plan.runs(study, build_arms(study), landscape(2.5e-3, effect)))
     assert len({run.arm.key for run in runs}) == number
 
 
@@ -212,11 +211,11 @@ def test_the_plan_does_not_depend_on_the_order_in_which_runs_finish(study, study
 def test_seeds_that_are_added_make_further_runs_and_decide_no_other_arm(study, study_arms):
     """The difference that is clear with three seeds drowns in that of a fourth."""
 
-    def effect(run, seed):
-        more = 40 * (seed == 3 and run.config.model.score == 'query_free')
-        return better_without_w_q(run, seed) + more
+    def effect(run, trial):
+        more = 40 * (trial['seed'] == 3 and run.config.model.score == 'query_free')
+        return better_without_w_q(run, trial) + more
 
-    arms, results, stacks = study_arms, landscape(2.5e-3, effect=effect), ((0, 1, 2), (3,))
+    arms, results, stacks = study_arms, landscape(2.5e-3, effect), ((0, 1, 2), (3,))
     before, grown = plan.runs(study, arms, results), with_seeds(study, (0, 1, 2, 3))
     assert longer(before) and not longer(plan.runs(grown, arms, results))
     after = plan.runs(grown, arms, results, stacks)
