@@ -1,14 +1,14 @@
 """Yardsticks of a study: losses that its baseline has to beat before arms are compared.
 
 Recorded once, when training is finished, from the data that the models saw and from the checkpoints
-of the verdict runs that are still there:
+of the baseline's verdict runs that are still there:
 
     yardsticks.json
       groups   of each size, corpus and length of training: the task, the tokens that its models
                saw, the tokens counted, and on each evaluation split the losses (nats/token) of
                counts of these tokens, by name; of a translation none
-      runs     of each verdict run its trials: loss, at position 4 ('early') and over the last half
-               of the context ('late'), and with the sources shuffled; or why not
+      runs     of each of its verdict runs the trials: loss, at position 4 ('early') and over the
+               last half of the context ('late'), and with the sources shuffled; or why not
 """
 
 import logging
@@ -83,16 +83,17 @@ def record(directory: str | Path) -> list[str]:
     counted: dict[tuple, _Record] = {}
     schema = ARM_KEY | {'run': str, 'stage': str, 'config': dict}
     for run in read_lines(path / 'plan.jsonl', schema):
-        of_run = results.get(run['run'], [])
-        if run['stage'] == SCREENING or FINISHED not in [result['status'] for result in of_run]:
-            continue
-        name, config = run['run'], from_json(Config, run['config'])
-        group = {'size': run['size'], 'corpus': run['corpus'], 'longer': run['control'] == LONGER}
+        name, of_run = run['run'], results.get(run['run'], [])
         is_baseline = run['variant'] == baseline and run['control'] != EQUAL_SHAPE
+        finished = FINISHED in [result['status'] for result in of_run]
+        if run['stage'] == SCREENING or not is_baseline or not finished:
+            continue
+        config: Config = from_json(Config, run['config'])
+        group = {'size': run['size'], 'corpus': run['corpus'], 'longer': run['control'] == LONGER}
         # What the losses of counts depend on.
         key = config.data, config.model.context, config.train.num_steps, config.trials.seeds[0]
         try:
-            if is_baseline and (place := tuple(group.values())) not in groups:
+            if (place := tuple(group.values())) not in groups:
                 if name not in known and key not in counted:
                     counted[key] = _group(config, of_run[0])
                 groups[place] = known.get(name) or {'run': name} | group | counted[key]
@@ -102,7 +103,7 @@ def record(directory: str | Path) -> list[str]:
         except ConfigError as error:
             problems[f'{run["size"]}, {run["corpus"]}: {error}'] = None
     made = {'groups': [*groups.values()], 'runs': runs}
-    if any(made[name] != before[name] for name in made):
+    if any(one not in before[name] for name, records in made.items() for one in records):
         start = describe_start()
         about = {'recorded': start['started'], 'start': {key: start[key] for key in START}}
         write_json(path / YARDSTICKS, about | to_jsonable(made))
@@ -209,7 +210,7 @@ def _between(rows: MaskedRows, text_RT: np.ndarray, splits: list[Batch]) -> list
 
 
 def _run(path: Path, run: _Record, config: Config, results: list[_Record]) -> _Record:
-    """The trials of a verdict run, or why they are not measured."""
+    """The trials of a verdict run of the baseline, or why they are not measured."""
     try:
         if not (path / run['directory'] / 'checkpoints').is_dir():
             raise CheckpointError('it has no checkpoint')
