@@ -43,9 +43,10 @@ from qkattn.storage import ledger
 from qkattn.storage.files import write_atomic
 from qkattn.study.tuning import SCREENING
 from qkattn.verdict import Findings, Study, load_findings
-from qkattn.verdict.runs import COUNTS, Curve, Run, Trial
+from qkattn.verdict.runs import Curve, Run, Trial
 
 TOLERANCE = 1e-6  # relative, of derived numbers
+COUNTS = ('eval_tokens', 'test_tokens')  # of targets, in results and final records
 
 # What a change by hand may touch without being found.
 NOT_COVERED = (
@@ -213,7 +214,7 @@ def _unlike_log(run: Run, final: Mapping[str, Any], curve: Curve) -> Iterator[st
     if final['trials'] != [trial.trial for trial in run.trials]:
         yield f'run {run.name} has other trials in the final record of its log'
     metrics, absent = run.trials[0].declared_metrics, [None] * run.num_trials
-    logged = [(name, [final.get(name)] * run.num_trials) for name in COUNTS.values()]
+    logged = [(name, [final.get(name)] * run.num_trials) for name in COUNTS]
     evaluated = {name: values_EX[-1].tolist() for name, values_EX in curve.values_EX.items()}
     logged += [(name, [v if v == v else None for v in row]) for name, row in evaluated.items()]
     logged += [(name, final.get(name) or absent) for name in result_fields(metrics)]
@@ -222,7 +223,7 @@ def _unlike_log(run: Run, final: Mapping[str, Any], curve: Curve) -> Iterator[st
             yield f'run {run.name} has {run.num_trials} trials, but {len(values)} logged'
             return
         for trial, value in zip(run.trials, values, strict=True):
-            result = getattr(trial, name) if name in COUNTS.values() else trial.metrics[name]
+            result = getattr(trial, name) if name in COUNTS else trial.metrics[name]
             if result != value:
                 about = f'seed {trial.seed} of run {run.name}'
                 yield f'{about} has {name} {result}, but {value} in its log'

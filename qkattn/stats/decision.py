@@ -26,6 +26,11 @@ class Decision(enum.Enum):
     NO_VERDICT = 'no verdict'
 
 
+BELOW_ZERO = (Decision.BETTER, Decision.BETTER_BELOW_MARGIN)
+ABOVE_ZERO = (Decision.WORSE, Decision.WORSE_BELOW_MARGIN)
+DECIDED = (*BELOW_ZERO, Decision.EQUIVALENT, *ABOVE_ZERO)
+
+
 def holm(p_values: Sequence[float]) -> list[float]:
     """Holm's (1979) adjusted p values, in the order given.
 

@@ -162,21 +162,18 @@ def read_lines(path: Path, schema: Mapping[str, Any], advice: str = ADVICE) -> l
         raise damaged(path, error, advice) from error
 
 
-def for_each_line(
-    path: Path, label: str, problems: list[str], take: Callable[[Any], object]
-) -> None:
-    """Calls `take` with the value of each line; where that raises ValueError, names the line."""
+def for_each_line(path: Path, take: Callable[[Any], object], advice: str = ADVICE) -> None:
+    """Calls `take` with the value of each line of a file, if there is one.
+
+    RunDirectoryError names the first line that is damaged or for which `take` raises ValueError.
+    """
+    place = str(path)
     try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        problems.append(f'{label} cannot be read ({error.strerror}).')
-        return
-    for number, line in enumerate(lines, start=1):
-        try:
-            if line.strip():
-                take(_parse_checked(line))
-        except ValueError as error:
-            problems.append(f'{label}:{number} was left out: {error}.')
+        for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else ()):
+            place = f'{path}, line {number + 1}'
+            take(parse_json(line))
+    except (OSError, ValueError) as error:
+        raise damaged(place, error, advice) from error
 
 
 def damaged(path: str | os.PathLike, error: Exception, advice: str = ADVICE) -> RunDirectoryError:

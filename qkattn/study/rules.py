@@ -1,7 +1,7 @@
 """The rules of a study's protocol: functions that return a code and numbers if a rule is broken.
 
-`validate` refuses a study before it starts by the first one; whoever reads study.json refuses it by
-`grids` and `known`; and `verdict.rules` applies `tuned`, `fresh` and `anneals` to results.
+`validate` refuses a study before it starts by the first one; `verdict.rules` applies `tuned`,
+`fresh` and `anneals` to results.
 """
 
 import enum

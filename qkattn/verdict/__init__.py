@@ -1,6 +1,7 @@
 """Reads a study's files, checks its hygiene and decides: codes and numbers, no prose."""
 
-from qkattn.verdict.codes import Decision, Reason, ReasonCode, Remark, RemarkCode
+from qkattn.stats.decision import Decision
+from qkattn.verdict.codes import Reason, ReasonCode, Remark, RemarkCode
 from qkattn.verdict.findings import Findings, find, load_findings
 from qkattn.verdict.load import Missing, Study, load_study
 

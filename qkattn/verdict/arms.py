@@ -2,8 +2,7 @@
 
 import dataclasses
 import statistics
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -11,11 +10,11 @@ from qkattn.stats import inference
 from qkattn.stats.inference import Difference, Estimate, estimate
 from qkattn.stats.sweep import Sweep
 from qkattn.study import tuning
-from qkattn.study.arm_key import CONTROLS, EQUAL_SHAPE, LONGER, ArmKey
+from qkattn.study.arm_key import CONTROLS, LONGER, ArmKey
 from qkattn.study.tuning import SCREENING, SINGLE, VERDICT, Tuning
 from qkattn.verdict.codes import TEST, VALIDATION, Comparison, Remark, Verdict
-from qkattn.verdict.load import Group, Study
-from qkattn.verdict.runs import Documents, Trial
+from qkattn.verdict.load import Study
+from qkattn.verdict.runs import Trial
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +22,7 @@ class Arm:
     """One variant at one size on one corpus, at its tuned settings; or a control of it."""
 
     key: ArmKey
-    is_baseline: bool  # of its size and corpus, at its length of training
+    group: ArmKey  # the key of its baseline: of its size, corpus and length of training
     trials: tuple[Trial, ...]
     verdict_trials: tuple[Trial, ...]  # those of the verdict run; without tuning, all
     chosen: tuple[Trial, ...]  # finished verdict_trials, without tuning only at the best setting
@@ -50,9 +49,8 @@ class Arm:
         return self.key.control
 
     @property
-    def group(self) -> Group:
-        """The key shared with its baseline; controls of equal shape have their primary arm's."""
-        return Group(self.size, self.corpus, self.control == LONGER)
+    def is_baseline(self) -> bool:
+        return self.key == self.group
 
     @property
     def split(self) -> str:
@@ -74,20 +72,14 @@ class Arm:
         values = {trial.run: getattr(trial, field) for trial in self.verdict_trials}
         return [value for value in values.values() if value is not None]
 
+    @property
+    def by_seed(self) -> dict[int, Trial]:
+        """`chosen`, seeds ascending."""
+        return {trial.seed: trial for trial in sorted(self.chosen, key=lambda trial: trial.seed)}
+
     def losses(self, split: str) -> dict[int, float]:
         """Losses of `chosen` on a split by seed, ascending; nats/token."""
-        ascending = sorted(self.chosen, key=lambda trial: trial.seed)
-        return {trial.seed: trial.metrics[f'{split}_loss'] for trial in ascending}
-
-    def at(self, seeds: Collection[int]) -> 'Arm':
-        """The arm restricted to the verdict trials of these seeds."""
-        judged = tuple(trial for trial in self.verdict_trials if trial.seed in seeds)
-        chosen = tuple(trial for trial in self.chosen if trial.seed in seeds)
-        return dataclasses.replace(self, verdict_trials=judged, chosen=chosen)
-
-    def reached(self, seeds: Collection[int]) -> bool:
-        """Whether it has verdict trials with all of these seeds, diverged ones included."""
-        return {trial.seed for trial in self.verdict_trials} >= set(seeds)
+        return {seed: trial.metrics[f'{split}_loss'] for seed, trial in self.by_seed.items()}
 
     @property
     def difference(self) -> Difference | None:
@@ -138,21 +130,11 @@ class Arm:
         """The remarks that withhold the verdict of this arm."""
         return tuple(remark for remark in self.remarks if remark.blocks)
 
-    @property
-    def scales(self) -> bool:
-        """Whether a scaling fit uses its mean loss.
-
-        The mean over the seeds that did not diverge is biased towards lower losses, and a setting
-        that is not the best one gives higher losses.
-        """
-        biased = self.num_diverged or self.not_bracketed or self.blocks
-        return bool(self.chosen) and not biased
-
 
 def with_baselines(arms: Sequence[Arm]) -> list[tuple[Arm, Arm | None]]:
     """Every arm with its baseline."""
-    baselines = {arm.group: arm for arm in arms if arm.is_baseline}
-    return [(arm, baselines.get(arm.group)) for arm in arms]
+    by_key = {arm.key: arm for arm in arms}
+    return [(arm, by_key.get(arm.group)) for arm in arms]
 
 
 def arms_of(study: Study) -> tuple[Arm, ...]:
@@ -175,9 +157,10 @@ def arms_of(study: Study) -> tuple[Arm, ...]:
         trials, primary = by_key[key], arms.get(key._replace(control=None))
         judged = tuple(t for t in trials if t.stage == (VERDICT if study.tuning else SINGLE))
         complete = tuple(t for t in judged if t.finished and not t.stopped_early)
+        longer = LONGER if key.control == LONGER else None
         arms[key] = Arm(
             key=key,
-            is_baseline=key.variant == study.baseline and key.control != EQUAL_SHAPE,
+            group=ArmKey(study.baseline or '', key.size, key.corpus, longer),
             trials=tuple(trials),
             verdict_trials=judged,
             chosen=complete if study.tuning else _best_setting(judged),
@@ -276,15 +259,12 @@ def _evaluation_error(
     None without losses by document, or if those of the two arms are of other targets.
     """
     errors, number = [], 0
-    for arms in pairs:
-        sides: list[list[Any]] = [
-            [trial.documents.get(split) for trial in arm.at(seeds).chosen] for arm in arms
-        ]
-        first: Documents | None = sides[0][0]
-        every = [documents for side in sides for documents in side]
-        if first is None or not all(d and d.alike(first) for d in every) or len(first.names) < 2:
+    for pair in pairs:
+        sides = [[arm.by_seed[seed].documents.get(split) for seed in seeds] for arm in pair]
+        first, *others = [documents for side in sides for documents in side]
+        if first is None or not all(d and d.alike(first) for d in others) or len(first.names) < 2:
             return None, None, None
-        arm_SC, other_SC = (np.array([d.nats_C for d in side]) for side in sides)
+        arm_SC, other_SC = (np.array([d.nats_C for d in side if d]) for side in sides)
         errors.append(inference.evaluation_error(arm_SC - other_SC, first.tokens_C))
         number += len(first.names)
     total, df = inference.combined(errors)

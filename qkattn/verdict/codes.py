@@ -8,7 +8,7 @@ import enum
 from collections.abc import Mapping
 from typing import Any
 
-from qkattn.stats.decision import Decision
+from qkattn.stats.decision import Judgement
 from qkattn.stats.inference import Difference
 from qkattn.study.arm_key import ArmKey
 
@@ -78,17 +78,9 @@ class Comparison:
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class Verdict(Judgement):
     """A decision on an arm against its baseline: the same size, corpus and length of training."""
 
-    decision: Decision
     # The outcome of the tests, or what is missing and the remarks that block it.
     reasons: tuple[Reason | Remark, ...] = ()
-    # After Holm's correction, of no difference, of one of at most the margin and of one of at least
-    # the margin; None where nothing was tested.
-    p_holm: float | None = None
-    p_margin_holm: float | None = None
-    p_equivalence_holm: float | None = None
-    # |Difference| (nats/token) found with probability 0.8 after that correction.
-    detectable: float | None = None
-    num_comparisons: int = 0  # the size of the family that Holm's correction is for
+    num_comparisons: int = 0  # the size of the family that the p values are corrected for

@@ -91,18 +91,15 @@ def load_findings(directory: str | Path) -> tuple[Study, Findings]:
     Raises as `load_study`.
     """
     path = as_path(directory)
-    return _load(path, copy) if (copy := stored.opened(path)) != path else _read(path)
-
-
-def _read(directory: Path) -> tuple[Study, Findings]:
-    study = load_study(directory)
-    return study, find(study)
+    copy = stored.opened(path)
+    return (_load if copy != path else _load.__wrapped__)(path, copy)
 
 
 @functools.lru_cache(maxsize=32)
 def _load(directory: Path, copy: Path) -> tuple[Study, Findings]:
     """`copy`, a new one whenever a file of a stored study changed, tells when to read again."""
-    return _read(directory)
+    study = load_study(directory)
+    return study, find(study)
 
 
 def find(study: Study) -> Findings:
@@ -155,8 +152,10 @@ def _decomposed(
         bare = arm.key._replace(variant=study.bare(arm.variant), control=EQUAL_SHAPE)
         same, longer = by_key.get(bare), by_key.get(arm.key._replace(control=LONGER))
         if same or longer:
-            key = arm.key._replace(variant=study.baseline or '')
-            baseline, longest = by_key.get(key), by_key.get(key._replace(control=LONGER))
+            baseline, longest = (
+                by_key.get(arm.group),
+                by_key.get(arm.group._replace(control=LONGER)),
+            )
             three = part(same, baseline), part(arm, same), part(longer, longest)
             parts.append(Decomposition(arm.key, *three))
     return tuple(parts)
@@ -169,7 +168,10 @@ def _scaling(study: Study, arms: Sequence[Arm]) -> tuple[Scaling, ...]:
     short = {standing.arm.group for standing in rules.standings(study, arms) if standing.remarks}
     curves: dict[tuple[str, str], scaling.Losses] = {}
     for arm in arms:
-        if arm.control is None and arm.group not in short and arm.scales:
+        # The mean over the seeds that did not diverge is biased towards lower losses, and a setting
+        # that is not the best one gives higher losses.
+        biased = arm.num_diverged or arm.not_bracketed or arm.blocks
+        if arm.control is None and arm.chosen and not biased and arm.group not in short:
             parameters, losses = curves.setdefault((arm.variant, arm.corpus), ([], []))
             parameters.append(arm.example.parameters['total'])
             losses.append(list(arm.losses(arm.split).values()))

@@ -10,19 +10,16 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from qkattn.stats import decision, inference
-from qkattn.stats.decision import Judgement
+from qkattn.stats.decision import ABOVE_ZERO, BELOW_ZERO, DECIDED, Decision, Judgement
 from qkattn.study.arm_key import EQUAL_SHAPE, LONGER, ArmKey, Expected, parse_expected
 from qkattn.verdict.arms import Arm, Pair, compare, with_baselines
-from qkattn.verdict.codes import Comparison, Decision, Reason, ReasonCode, Remark, Verdict
+from qkattn.verdict.codes import Comparison, Reason, ReasonCode, Remark, Verdict
 from qkattn.verdict.load import Study
 
 Key = TypeVar('Key', bound=Hashable)
 # An arm and its baseline, which may be missing, on each of the corpora that count together.
 Case = Sequence[tuple[Arm, Arm | None]]
 
-BELOW_ZERO = (Decision.BETTER, Decision.BETTER_BELOW_MARGIN)
-ABOVE_ZERO = (Decision.WORSE, Decision.WORSE_BELOW_MARGIN)
-DECIDED = (*BELOW_ZERO, Decision.EQUIVALENT, *ABOVE_ZERO)
 # The decisions with which a positive control passes.
 _PASSES = {
     'better': BELOW_ZERO,
@@ -132,13 +129,14 @@ def judge(
     tested: dict[Key, list[Pair]] = {}
     for key, case in cases.items():
         pairs = [(arm, baseline) for arm, baseline in case if baseline is not None]
-        why = [*blocks, *(reason for pair in case for reason in _lacking(study, *pair))]
-        if not why and not all(arm.reached(study.seeds) for pair in pairs for arm in pair):
+        finished = [{t.seed for t in arm.verdict_trials} for pair in pairs for arm in pair]
+        why = [*blocks, *_lacking(study, case)]
+        if not why and not all(seeds >= set(study.seeds) for seeds in finished):
             why = [Reason(ReasonCode.NO_VERDICT_TRIALS)]
         if not why:
             tested[key] = pairs
         distinct = tuple(one for number, one in enumerate(why) if one not in why[:number])
-        verdicts[key] = Verdict(Decision.NO_VERDICT, distinct)
+        verdicts[key] = Verdict(Decision.NO_VERDICT, reasons=distinct)
     compared = {key: compare(pairs, study) for key, pairs in tested.items()}
     diverged = {
         key: (sum(a.num_diverged for a, _ in pairs), sum(b.num_diverged for _, b in pairs))
@@ -160,16 +158,17 @@ def judge(
     return verdicts
 
 
-def _lacking(study: Study, arm: Arm, baseline: Arm | None) -> Iterator[Reason | Remark]:
-    """Remarks that block the arm or its baseline, and the results that its verdict lacks."""
-    yield from arm.blocks
-    if not arm.verdict_trials:
-        yield Reason(ReasonCode.NO_VERDICT_TRIALS)
-    if baseline is None or not baseline.verdict_trials:
-        yield Reason(ReasonCode.NO_BASELINE_TRIALS, {'baseline': study.baseline})
-    elif why := baseline.blocks:
-        data = {'baseline': study.baseline, 'remarks': why}
-        yield Reason(ReasonCode.BASELINE_BLOCKED, data)
+def _lacking(study: Study, case: Case) -> Iterator[Reason | Remark]:
+    """Remarks that block the arms or their baselines, and the results that the verdict lacks."""
+    for arm, baseline in case:
+        yield from arm.blocks
+        if not arm.verdict_trials:
+            yield Reason(ReasonCode.NO_VERDICT_TRIALS)
+        if baseline is None or not baseline.verdict_trials:
+            yield Reason(ReasonCode.NO_BASELINE_TRIALS, {'baseline': study.baseline})
+        elif why := baseline.blocks:
+            data = {'baseline': study.baseline, 'remarks': why}
+            yield Reason(ReasonCode.BASELINE_BLOCKED, data)
 
 
 def _agree(compared: Comparison, decided: Decision) -> bool:

@@ -1,4 +1,6 @@
-"""Reads a study directory, finished or not; a bad line is left out and named.
+"""Reads a study directory, finished or not.
+
+A bad file of the study is refused, a bad file of a run is left out and named.
 
 A study is `study.json` (the declared arms), `plan.jsonl` (one object per run known so far),
 `results.jsonl` (one object per trial, those of a run in order), `ledger.jsonl` (what was declared
@@ -7,29 +9,23 @@ and when), `orphans.jsonl` (runs outside the plan), `yardsticks.json` and one di
 """
 
 import dataclasses
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from qkattn.config import TuningConfig
-from qkattn.errors import ReportError
-from qkattn.metrics import outside
+from qkattn.errors import ReportError, RunDirectoryError
 from qkattn.storage import ledger
 from qkattn.storage.files import as_path
 from qkattn.storage.ledger import Ledger
 from qkattn.storage.records import ORPHAN, check, for_each_line, parse_file, read
-from qkattn.study import rules, stored
-from qkattn.study.arm_key import CONTROLS, ArmKey, parse_expected
-from qkattn.study.tuning import KNOBS, SCREENING, SINGLE, VERDICT
+from qkattn.study import stored
+from qkattn.study.arm_key import CONTROLS, LONGER, ArmKey
+from qkattn.study.tuning import KNOBS, SINGLE, VERDICT
 from qkattn.verdict.runs import Run, Trial, parse_arm_key, parse_run, parse_trial, with_files
 
-
-class Group(NamedTuple):
-    """Arms that are compared with one baseline."""
-
-    size: str
-    corpus: str
-    longer: bool
+# plan.jsonl, results.jsonl and orphans.jsonl are made from the runs.
+_ADVICE = 'restore it from a copy, or remove it and resume the study, which makes it again'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,14 +40,15 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Yardstick:
-    """The losses that the models of one group have to beat."""
+    """The losses that a baseline has to beat, and what its models are measured to do."""
 
     run: str  # the baseline's run whose data it was counted on
     task: str
-    seen: int  # tokens that the models of the group are trained on
+    seen: int  # tokens that its models are trained on
     tokens: int | None  # those that were counted, if any
     # Nats/token by split ('val', 'test') and name; empty for a translation.
     losses: Mapping[str, Mapping[str, float]]
+    measured: tuple[Measured, ...] = ()
 
     def best(self, split: str) -> tuple[str, float] | None:
         """The name and the loss of the lowest on a split; None where nothing was counted."""
@@ -97,9 +94,9 @@ class Study:
     altered: Mapping[str, int] = dataclasses.field(default_factory=dict)
     orphans: tuple[str, ...] = ()  # directories of runs that are no part of the plan
     runs: tuple[Run, ...] = ()
-    problems: tuple[str, ...] = ()  # sentences about what could not be read
-    yardsticks: Mapping[Group, Yardstick] | None = None  # None if they are not recorded
-    measured: Mapping[ArmKey, tuple[Measured, ...]] = dataclasses.field(default_factory=dict)
+    problems: tuple[str, ...] = ()  # sentences about files of runs that could not be read
+    # By the key of the baseline; None if they are not recorded.
+    yardsticks: Mapping[ArmKey, Yardstick] | None = None
     expected: tuple[str, ...] = ()
 
     @property
@@ -138,8 +135,8 @@ class Study:
 def load_study(directory: str | Path) -> Study:
     """Reads the study in `directory`.
 
-    Raises ReportError if the directory, `study.json` or its ledger is missing or unreadable, and if
-    no trial has a result. Other errors are listed in `Study.problems`.
+    Raises ReportError if the directory, `study.json` or its ledger is missing, if a file of the
+    study is unreadable, and if no trial has a result. `Study.problems` names bad files of runs.
     """
     directory = as_path(directory)
     path, files = directory / 'study.json', stored.opened(directory)
@@ -151,37 +148,35 @@ def load_study(directory: str | Path) -> Study:
         raise ReportError(f'{str(path)!r} does not exist, so this is not a study directory.')
     try:
         study = _declared(directory, files, parse_file(path, {}))
+        path = directory / ledger.YARDSTICKS
+        yardsticks = _yardsticks(path, study.baseline) if path.exists() else None
     except ValueError as error:
         raise ReportError(f'{str(path)!r} cannot be read: {error}.') from error
     problems: list[str] = []
-    runs = [with_files(run, files, problems) for run in _read_runs(study, problems)]
+    orphans: list[str] = []
+
+    def add_orphan(record: Any) -> None:
+        check(record, ORPHAN)
+        orphans.append(record['directory'])
+
+    try:
+        runs = [with_files(run, files, problems) for run in _read_runs(study)]
+        for_each_line(files / 'orphans.jsonl', add_orphan, _ADVICE)
+    except RunDirectoryError as error:
+        raise ReportError(f'{error}') from error
     if not any(run.trials for run in runs):
-        detail = f' ({problems[0].removesuffix(".")})' if problems else ''
-        raise ReportError(f'study {str(directory)!r} has no results yet{detail}.')
+        raise ReportError(f'study {str(directory)!r} has no results yet.')
     entries = directory / ledger.NAME
     kept = ledger.read(entries) if study.tuning or entries.exists() else None
-    orphans: list[str] = []
-    if (path := files / 'orphans.jsonl').exists():
-
-        def add_orphan(line: Any) -> None:
-            check(line, ORPHAN)
-            orphans.append(line['directory'])
-
-        for_each_line(path, path.name, problems, add_orphan)
-    problems += _mismatches([trial for run in runs for trial in run.trials])
-    study = dataclasses.replace(
+    return dataclasses.replace(
         study,
         runs=tuple(runs),
         ledger=kept,
         altered=kept.altered(ledger.seen(files)) if kept else {},
         orphans=tuple(orphans),
+        yardsticks=yardsticks,
+        problems=tuple(problems),
     )
-    if (path := directory / ledger.YARDSTICKS).exists():
-        try:
-            study = _with_yardsticks(study, path)
-        except (OSError, ValueError) as error:
-            problems.append(f'{path.name} is damaged: {error}.')
-    return dataclasses.replace(study, problems=tuple(problems))
 
 
 def _declared(directory: Path, files: Path, record: Any) -> Study:
@@ -202,21 +197,12 @@ def _declared(directory: Path, files: Path, record: Any) -> Study:
         directory=directory,
         files=files,
         declaration=ledger.digest(record),
-        ledger=None,
-        yardsticks=None,
-        measured={},
         altered={},
     )
     if not study.seeds or study.tuning and not study.tuning.seeds:
         raise ValueError("field 'seeds' is [], expected at least one whole number")
     if not study.margin > 0:
         raise ValueError(f"field 'margin' is {study.margin}, expected nats per token above 0")
-    broken = [*rules.grids({f'tuning.{knob}s': values for knob, values in grids.items()})]
-    labels = tuple(dict.fromkeys(arm.variant for arm in study.arms))
-    for text in study.expected:
-        broken += rules.known(text, parse_expected(text).variant, labels, study.baseline)
-    for code, data in broken:
-        raise ValueError(rules.sentence(code, data))
     valid = {'size': study.sizes, 'corpus': study.corpora, 'control': (None, *CONTROLS)}
     for arm in study.arms:
         for field, among in valid.items():
@@ -225,87 +211,46 @@ def _declared(directory: Path, files: Path, record: Any) -> Study:
     return study
 
 
-def _read_runs(study: Study, problems: list[str]) -> list[Run]:
+def _read_runs(study: Study) -> list[Run]:
     """The planned runs in the plan's order, with the trials of results.jsonl in that of logs."""
     planned: dict[str, Run] = {}
     trials: dict[str, dict[Hashable, Trial]] = {}
-    deciding: dict[Hashable, str] = {}  # the run of each seed of an arm that decides on it
-
-    def once(key: Hashable, about: str, run: str) -> None:
-        if (first := deciding.setdefault(key, run)) != run:
-            raise ValueError(f'{about} is in run {first!r} already, {run!r} would count it twice')
 
     def add_run(record: Any) -> None:
         run = parse_run(record)
         if run.key.declared not in study.arms:
             raise ValueError(f'{run.key} is no arm that study.json declares')
-        if planned.get(run.name, run) != run:
+        if planned.setdefault(run.name, run) != run:
             raise ValueError(f'run {run.name!r} is planned twice, differently')
-        for seed in run.seeds if run.stage == VERDICT else ():
-            once((run.key, seed), f'the verdict of {run.key} on seed {seed}', run.name)
-        planned[run.name] = run
 
     def add_trial(record: Any) -> None:
         check(record, {'run': str})
         if (name := record['run']) not in planned:
             raise ValueError(f'run {name!r} is not in plan.jsonl')
         trial = parse_trial(record, planned[name])
-        about = f'seed {trial.seed} of {trial.key} at its settings'
-        if trial.stage == SINGLE:
-            once((trial.key, trial.seed, trial.at), about, name)
         if trials.setdefault(name, {}).setdefault((trial.seed, trial.at), trial) != trial:
-            raise ValueError(
-                f'run {name!r} seed {trial.seed} repeats an earlier line with other numbers'
-            )
+            raise ValueError(f'run {name!r} seed {trial.seed} has two results, which differ')
 
-    for name, add in (('plan.jsonl', add_run), ('results.jsonl', add_trial)):
-        for_each_line(study.files / name, name, problems, add)
+    for_each_line(study.files / 'plan.jsonl', add_run, _ADVICE)
+    for_each_line(study.files / 'results.jsonl', add_trial, _ADVICE)
     return [
         dataclasses.replace(run, trials=tuple(trials.get(name, {}).values()))
         for name, run in planned.items()
     ]
 
 
-def _with_yardsticks(study: Study, path: Path) -> Study:
-    """The study with yardsticks.json; ValueError where that is damaged."""
+def _yardsticks(path: Path, baseline: str | None) -> dict[ArmKey, Yardstick]:
+    """Those of yardsticks.json by the key of the baseline; ValueError where it is damaged."""
     record = parse_file(path, {'groups': tuple[dict, ...], 'runs': tuple[dict, ...]})
-    groups: dict[Group, Yardstick] = {}
-    measured: dict[ArmKey, tuple[Measured, ...]] = {}
-    for group in record['groups']:
-        check(group, {'size': str, 'corpus': str, 'longer': bool})
-        groups[Group(group['size'], group['corpus'], group['longer'])] = read(Yardstick, group)
+    measured: dict[ArmKey, list[Measured]] = {}
     for run in record['runs']:
         check(run, {'trials': tuple[dict, ...] | None})
-        key, trials = parse_arm_key(run), run['trials'] or ()
-        measured[key] = (*measured.get(key, ()), *(read(Measured, trial) for trial in trials))
-    return dataclasses.replace(study, yardsticks=groups, measured=measured)
-
-
-def _mismatches(trials: Sequence[Trial]) -> Iterator[str]:
-    """Trials whose numbers are not comparable; the first one of each kind."""
-    firsts: dict[Hashable, tuple[Trial, Any]] = {}
-    differ: set[Hashable] = set()
-    for trial in trials:
-        for about, value in _comparable(trial):
-            first, expected = firsts.setdefault(about, (trial, value))
-            if value != expected and about not in differ:
-                differ.add(about)
-                yield (
-                    f'results are not comparable, {about[0]} differ: runs {first.run!r} '
-                    f'({first.key}) and {trial.run!r} ({trial.key}).'
-                )
-
-
-def _comparable(trial: Trial) -> Iterator[tuple[tuple, Any]]:
-    """Facts of a trial by key; trials with equal keys must have equal facts."""
-    yield ('parameters or config', trial.key), (trial.parameters, trial.config)
-    for split, documents in trial.documents.items() if trial.stage != SCREENING else ():
-        group = trial.key.size, trial.key.corpus
-        yield (f'documents of {split}', *group), (documents.names, documents.tokens_C.tobytes())
-    for name, metric in outside(trial.declared_metrics).items():
-        yield (f'descriptions of metric {name!r}',), metric
-    for metric in trial.declared_metrics.values():
-        for name, kind in metric.details.items():
-            for prefix in metric.prefixes:
-                if (value := trial.metrics[field := f'{prefix}_{name}']) is not None:
-                    yield (name if kind is str else field,), value
+        trials = [read(Measured, trial) for trial in run['trials'] or ()]
+        measured.setdefault(parse_arm_key(run), []).extend(trials)
+    yardsticks = {}
+    for group in record['groups']:
+        check(group, {'size': str, 'corpus': str, 'longer': bool})
+        control = LONGER if group['longer'] else None
+        key = ArmKey(baseline or '', group['size'], group['corpus'], control)
+        yardsticks[key] = read(Yardstick, group, measured=tuple(measured.get(key, ())))
+    return yardsticks

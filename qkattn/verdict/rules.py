@@ -7,7 +7,7 @@ training losses are not read.
 import dataclasses
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from qkattn.config import OptimizerConfig
@@ -20,7 +20,7 @@ from qkattn.study.arm_key import EQUAL_SHAPE, LONGER, ArmKey
 from qkattn.study.tuning import KNOBS, MODEL_KNOBS, SCREENING, SINGLE, VERDICT, screening_seeds
 from qkattn.verdict.arms import Arm, with_baselines
 from qkattn.verdict.codes import TEST, Remark, RemarkCode
-from qkattn.verdict.load import Group, Study, Yardstick
+from qkattn.verdict.load import Study, Yardstick
 
 # Nats/token that a language model gains between position 4 and the last half of its context.
 MIN_GAIN = 0.1
@@ -60,9 +60,9 @@ def check(study: Study, arms: Sequence[Arm]) -> tuple[Remark, ...]:
     return tuple(sorted(merged, key=lambda remark: not remark.blocks))
 
 
-def _block(code: RemarkCode, **data: Any) -> Remark:
+def _block(code: RemarkCode, arm: ArmKey | None = None, /, **data: Any) -> Remark:
     """A remark that withholds verdicts; rules of an arm leave the arm out."""
-    return Remark(code, data, blocks=True)
+    return Remark(code, data, True, arm)
 
 
 def _broken(protocol: rules.Broken) -> Iterator[Remark]:
@@ -86,7 +86,7 @@ def _declaration(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
         yield _block(RemarkCode.OTHER_DECLARATION)
     for run, look in study.altered.items():
         arm = study.by_name[run].key if run in study.by_name else None
-        yield Remark(RemarkCode.ALTERED, {'run': run, 'look': look}, True, arm)
+        yield _block(RemarkCode.ALTERED, arm, run=run, look=look)
     if study.orphans:
         yield Remark(RemarkCode.ORPHANED_RUNS, {'runs': study.orphans})
 
@@ -137,9 +137,12 @@ def _seeds(study: Study, arm: Arm) -> Iterator[Remark]:
     screening = [drawn[:number] for number in range(first, len(drawn) + 1)]
     for stage, allowed in ((SCREENING, screening), (VERDICT, [tuple(longer or study.seeds)])):
         runs = [r.seeds for r in study.runs if r.key == arm.key and r.stage == stage]
-        actual = tuple(dict.fromkeys(seed for of_run in runs for seed in of_run))
+        actual = [seed for of_run in runs for seed in of_run]
+        if stage == SCREENING:  # every knob has runs of its own
+            actual = list(dict.fromkeys(actual))
         if actual and sorted(actual) not in map(sorted, allowed):
-            yield _block(RemarkCode.OTHER_SEEDS, stage=stage, actual=actual, declared=allowed[-1])
+            data = {'stage': stage, 'actual': tuple(actual), 'declared': allowed[-1]}
+            yield _block(RemarkCode.OTHER_SEEDS, **data)
 
 
 def _settings(study: Study, arm: Arm) -> Iterator[Remark]:
@@ -190,36 +193,36 @@ def standings(study: Study, arms: Sequence[Arm]) -> list[Standing]:
     """One for each baseline that has results; none of a study whose yardsticks are not recorded."""
     groups = study.yardsticks
     baselines = [arm for arm in arms if arm.is_baseline and arm.loss]
-    return [] if groups is None else [_standing(study, arm, groups) for arm in baselines]
+    return [] if groups is None else [_standing(arm, groups.get(arm.key)) for arm in baselines]
 
 
-def _standing(study: Study, arm: Arm, groups: Mapping[Group, Yardstick]) -> Standing:
-    def mean(differences: list[float]) -> float | None:
-        return statistics.fmean(differences) if differences else None
-
-    yardstick, measured = groups.get(arm.group), study.measured.get(arm.key, ())
-    gain = mean([m.early - m.late for m in measured if m.early and m.late])
-    sources = mean([m.shuffled - m.loss for m in measured if m.shuffled])
+def _standing(arm: Arm, yardstick: Yardstick | None) -> Standing:
     estimate = arm.over_seeds(f'{arm.split}_bleu')
     bleu = estimate.mean if estimate else None
     if yardstick is None or yardstick.run not in {trial.run for trial in arm.verdict_trials}:
-        lacks: dict[RemarkCode, dict] = {RemarkCode.NO_YARDSTICK: {}}
-        yardstick = best = None
-    else:
-        best, lacks = yardstick.best(arm.split), {}
-        if best and arm.loss and arm.loss.mean >= best[1]:
-            data = {'split': arm.split, 'loss': arm.loss.mean, 'tokens': yardstick.tokens}
-            lacks[RemarkCode.BELOW_YARDSTICK] = data | {'name': best[0], 'yardstick': best[1]}
-        for code, name, value, needed in (
-            (RemarkCode.LITTLE_CONTEXT, 'gain', gain, MIN_GAIN),
-            (RemarkCode.LOW_BLEU, 'bleu', bleu, MIN_BLEU),
-            (RemarkCode.SOURCES_UNUSED, 'cost', sources, MIN_SOURCES),
-        ):
-            applies = code is not RemarkCode.LITTLE_CONTEXT or yardstick.task == 'language'
-            if applies and value is not None and value < needed:
-                lacks[code] = {name: value, 'needed': needed}
-    remarks = tuple(Remark(code, data, True, arm.key) for code, data in lacks.items())
-    return Standing(arm, yardstick, best, gain, bleu, sources, remarks)
+        remark = _block(RemarkCode.NO_YARDSTICK, arm.key)
+        return Standing(arm, None, None, None, bleu, None, (remark,))
+
+    def mean(differences: list[float]) -> float | None:
+        return statistics.fmean(differences) if differences else None
+
+    measured, best = yardstick.measured, yardstick.best(arm.split)
+    gain = mean([m.early - m.late for m in measured if m.early and m.late])
+    sources = mean([m.shuffled - m.loss for m in measured if m.shuffled])
+    remarks = []
+    if best and arm.loss and arm.loss.mean >= best[1]:
+        data = {'split': arm.split, 'loss': arm.loss.mean, 'tokens': yardstick.tokens}
+        data |= {'name': best[0], 'yardstick': best[1]}
+        remarks.append(_block(RemarkCode.BELOW_YARDSTICK, arm.key, **data))
+    for code, name, value, needed in (
+        (RemarkCode.LITTLE_CONTEXT, 'gain', gain, MIN_GAIN),
+        (RemarkCode.LOW_BLEU, 'bleu', bleu, MIN_BLEU),
+        (RemarkCode.SOURCES_UNUSED, 'cost', sources, MIN_SOURCES),
+    ):
+        applies = code is not RemarkCode.LITTLE_CONTEXT or yardstick.task == 'language'
+        if applies and value is not None and value < needed:
+            remarks.append(_block(code, arm.key, **{name: value, 'needed': needed}))
+    return Standing(arm, yardstick, best, gain, bleu, sources, tuple(remarks))
 
 
 def _trained(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
@@ -236,7 +239,7 @@ def _trained(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
         for arm, sd in spreads:
             if sd > MAX_SPREAD * usual:
                 data = {'sd': sd, 'usual': usual, 'times': MAX_SPREAD}
-                yield Remark(RemarkCode.BIMODAL_SEEDS, data, True, arm.key)
+                yield _block(RemarkCode.BIMODAL_SEEDS, arm.key, **data)
 
 
 def _differences(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
@@ -261,7 +264,7 @@ def _differences(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
                 value, other = (str(of.get(name, 'absent')) for of in (of_arm, of_baseline))
                 if value != other:
                     data = {'name': name, 'value': value, 'baseline': other}
-                    yield Remark(RemarkCode.DIFFERS_FROM_BASELINE, data, True, arm.key)
+                    yield _block(RemarkCode.DIFFERS_FROM_BASELINE, arm.key, **data)
 
 
 def _software(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:

@@ -1,15 +1,18 @@
 """Runs of a study: a line of plan.jsonl, its trials, and the files of the run's directory."""
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from qkattn.metrics import METRICS, PREFIXES, Metric, logged_fields, result_fields
+from qkattn.errors import RunDirectoryError
+from qkattn.metrics import PREFIXES, Metric, logged_fields, result_fields
 from qkattn.storage.ledger import left_out_documents
+from qkattn.storage.metrics_log import read_metrics
 from qkattn.storage.records import (
     ARM_KEY,
     DOCUMENTS,
@@ -18,7 +21,6 @@ from qkattn.storage.records import (
     RUN_FILES,
     check,
     check_result,
-    for_each_line,
     metrics_of,
     parse_file,
     read,
@@ -26,10 +28,6 @@ from qkattn.storage.records import (
 from qkattn.study.arm_key import ArmKey
 from qkattn.study.tuning import MODEL_KNOBS, TRIAL_KNOBS, Settings
 
-LOG, DOCUMENTS_FILE = 'metrics.jsonl', 'documents.json'
-# The field of a result that counts the targets of a split.
-COUNTS = {'val': 'eval_tokens', 'test': 'test_tokens'}
-MAX_NAMED = 2  # bad lines of a log that are named; the others are counted
 _ROUNDING = 1e-5  # relative; losses are sums of the same numbers in another order
 
 
@@ -134,8 +132,8 @@ class Run:
     residual: float | None
     config: Mapping[str, Any]  # the resolved config as JSON
     trials: tuple[Trial, ...] = ()
-    curve: Curve | None = None
-    final: Mapping[str, Any] | None = None  # the last record of its log, once it has ended
+    curve: Curve | None = None  # None, as `final`, without all results or with a bad log
+    final: Mapping[str, Any] | None = None  # the last record of its log
 
     @property
     def num_steps(self) -> int:
@@ -168,17 +166,7 @@ def parse_run(record: Any) -> Run:
 
 
 def parse_trial(record: Any, run: Run) -> Trial:
-    """Reads a trial of `run`; ValueError names the field that is bad or contradicts the plan."""
-    shared = {'stage': run.stage, 'knob': run.knob, 'residual': run.residual, 'run': run.name}
-    shared['target_parameters'] = run.target
-    planned = run.key._asdict() | shared | {'config_hash': run.name}
-    check(record, dict.fromkeys(planned, object))
-    for field, value in planned.items():
-        if record[field] != value:
-            raise ValueError(
-                f'{field} {record[field]!r} contradicts plan.jsonl, where run {run.name!r} has '
-                f'{value!r}'
-            )
+    """Reads the result of a trial of `run`; ValueError names the bad field."""
     check_result(record)
     if 'source' in record['data'] or 'target' in record['data']:
         check(record['data'], {'source': dict, 'target': dict})
@@ -192,8 +180,12 @@ def parse_trial(record: Any, run: Run) -> Trial:
     return read(
         Trial,
         record,
-        **shared,
+        run=run.name,
         key=run.key,
+        stage=run.stage,
+        knob=run.knob,
+        target_parameters=run.target,
+        residual=run.residual,
         planned_steps=run.num_steps,
         at=(*settings, *(model[knob] for knob in MODEL_KNOBS)),
         declared_metrics=declared,
@@ -210,27 +202,30 @@ def corpora(data: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
 def with_files(run: Run, study: Path, problems: list[str]) -> Run:
     """The run with the files of its directory; `problems` gets a sentence for each bad one.
 
-    That is its last step and, if no result of it is missing, its curve and losses by document.
+    They are its log and losses by document, which are read once no result of it is missing.
     """
-    directory = study / run.directory
-    for name, schema in RUN_FILES.items():  # which no number of a report comes from
+
+    @contextlib.contextmanager
+    def named(name: str) -> Iterator[Path]:
         try:
-            if (directory / name).exists():
-                parse_file(directory / name, schema)
-        except (OSError, ValueError) as error:
-            problems.append(f'{run.directory}/{name} is damaged: {error}.')
-    for name in (LOG, DOCUMENTS_FILE):
-        left_out = name == DOCUMENTS_FILE and left_out_documents(directory)
-        if run.trials and not (directory / name).exists() and not left_out:
-            problems.append(f'{run.directory} has results, but {name} is missing.')
-    if (directory / LOG).exists():
-        run = _with_log(run, directory / LOG, problems)
-    path = directory / DOCUMENTS_FILE
-    if path.exists() and len(run.trials) == run.num_trials:
-        try:
-            run = _with_documents(run, parse_file(path, {'validation': DOCUMENTS}))
+            yield study / run.directory / name
+        except RunDirectoryError as error:
+            problems.append(f'{error}.')
         except ValueError as error:
-            problems.append(f'{run.directory}/{path.name} was left out: {error}.')
+            problems.append(f'{run.directory}/{name} is damaged: {error}.')
+
+    for name, schema in RUN_FILES.items():  # which no number of a report comes from
+        with named(name) as path:
+            if path.exists():
+                parse_file(path, schema)
+    if not run.trials and (study / run.directory / 'documents.json').exists():
+        problems.append(f'results.jsonl lacks the results of {run.directory}, which has ended.')
+    if len(run.trials) == run.num_trials:
+        with named('metrics.jsonl') as path:
+            run = _with_log(run, read_metrics(path))
+        if not left_out_documents(study / run.directory):
+            with named('documents.json') as path:
+                run = _with_documents(run, parse_file(path, {'validation': DOCUMENTS}))
     return run
 
 
@@ -254,11 +249,8 @@ def _with_documents(run: Run, record: Any) -> Run:
             )
         if not names or not (tokens_C > 0).all():
             raise ValueError(f'split {split!r} has a document without targets')
-        count, total = getattr(run.trials[0], COUNTS[prefix]), sum(record[split]['tokens'])
-        if count not in (None, total):
-            raise ValueError(f'it has {total} tokens of split {split!r}, but its results {count}')
         for number, (row, loss) in enumerate(zip(rows, losses, strict=True)):
-            mean = math.nan if row is None else float(row.sum() / total)
+            mean = math.nan if row is None else float(row.sum() / tokens_C.sum())
             expected = math.nan if loss is None else loss
             if not np.isclose(mean, expected, _ROUNDING, 0.0, equal_nan=True):
                 raise ValueError(
@@ -272,49 +264,24 @@ def _with_documents(run: Run, record: Any) -> Run:
     return dataclasses.replace(run, trials=tuple(trials))
 
 
-def _with_log(run: Run, path: Path, problems: list[str]) -> Run:
-    """With the final record of metrics.jsonl and, if no trial is missing, the curve."""
-    label = f'{run.directory}/{path.name}'
-    metrics = run.trials[0].declared_metrics if run.trials else METRICS
-    logged = dict.fromkeys(logged_fields(metrics), tuple[float | None, ...] | None)
+def _with_log(run: Run, records: list[dict[str, Any]]) -> Run:
+    """With what the records of metrics.jsonl end with and evaluate; ValueError without it."""
+    metrics, absent = run.trials[0].declared_metrics, [None] * run.num_trials
     measured = dict.fromkeys(result_fields(metrics), list | None)
-    evaluations: dict[int, dict[str, Any]] = {}
-    last: dict[str, Any] = {}
-    bad: list[str] = []
-
-    def add(record: Any) -> None:
-        check(record, {'kind': str, 'step': int})
-        if record['kind'] == 'final':
-            check(record, FINAL | {n: hint for n, hint in measured.items() if n in record})
-        if record['kind'] == 'eval' and run.trials:
-            check(record, {'val_loss': list} | {n: h for n, h in logged.items() if n in record})
-            for name in logged:
-                if (values := record.get(name)) and len(values) != run.num_trials:
-                    unlike = f'{len(values)} values for {run.num_trials} trials'
-                    raise ValueError(f'field {name!r} has {unlike}')
-            if record['step'] <= (before := max(evaluations, default=-1)):
-                raise ValueError(f'step {record["step"]} follows step {before}')
-            evaluations[record['step']] = record
-        last.clear()
-        last.update(record)
-
-    for_each_line(path, label, bad, add)
-    problems += bad[:MAX_NAMED]
-    if more := len(bad[MAX_NAMED:]):
-        problems.append(f'{label}: {more} more lines were left out.')
-    final = last if last.get('kind') == 'final' else None
-    if not run.trials:
-        if final:
-            problems.append(f'results.jsonl lacks the results of {run.directory}, which has ended.')
-        return run
-    if not bad and not (final and max(evaluations, default=None) == run.trials[0].num_steps):
-        problems.append(f'{label} does not end with the last evaluation and the final record.')
-    curve = None
-    if evaluations and len(run.trials) == run.num_trials:
-        absent = [None] * run.num_trials
-        values_EX = {
-            name: np.array([row.get(name) or absent for row in evaluations.values()], float)
-            for name in logged
-        }
-        curve = Curve(np.array(list(evaluations)), values_EX)
-    return dataclasses.replace(run, curve=curve, final=final)
+    logged = dict.fromkeys(logged_fields(metrics), tuple[float | None, ...] | None)
+    evaluations = [record for record in records if record.get('kind') == 'eval']
+    final = records[-1] if evaluations else {}
+    steps = [record['step'] for record in evaluations]
+    if final.get('kind') != 'final' or steps[-1] != run.trials[0].num_steps:
+        raise ValueError('it does not end with the last evaluation and the final record')
+    check(final, FINAL | {name: hint for name, hint in measured.items() if name in final})
+    for record in evaluations:
+        check(record, {'val_loss': list} | {n: h for n, h in logged.items() if n in record})
+        if any(len(record.get(name) or absent) != run.num_trials for name in logged):
+            trials = f'{run.num_trials} trials'
+            raise ValueError(f'step {record["step"]} does not have one value for each of {trials}')
+    values_EX = {
+        name: np.array([record.get(name) or absent for record in evaluations], float)
+        for name in logged
+    }
+    return dataclasses.replace(run, curve=Curve(np.array(steps), values_EX), final=final)
