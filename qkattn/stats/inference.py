@@ -66,16 +66,13 @@ class Difference:
     (Schuirmann 1987) of a difference of `margin` or more in either direction; the larger p value.
     The two alone: `p_not_better`, of a mean of -`margin` or less, and `p_not_worse`, of one of
     `margin` or more (a test of non-inferiority, as a lower loss is better).
-    `detectable`: the |difference| found by `p` < 0.05 in its direction with probability 0.8 or
-    more if these errors were the true ones; for one test, before correction for several arms.
 
     A few seeds that lie apart, such as trials that nearly diverged, may shift a mean, or hide by
     the variance that they add what the others show. `typical` is the same difference without the
     seeds that lie apart; None if none does. A finding holds with and without them: each p value is
     the larger one of both, and 1 for a side that they do not share; `low` and `high` are the outer
-    ends of both intervals and `detectable` is the larger one. `mean`, `sd`, `df` and the errors are
-    those of all seeds. Among values without outliers `typical` costs no power: less than 0.01 from
-    4 normal values on.
+    ends of both intervals. `mean`, `sd`, `df` and the errors are those of all seeds. Among values
+    without outliers `typical` costs no power: less than 0.01 from 4 normal values on.
 
     With a single seed, or an error of evaluation that is not known, there are no errors, intervals
     and tests. If se is 0, or sd as small as the rounding of the values, the mean is taken as exact:
@@ -95,16 +92,14 @@ class Difference:
     p_equivalence: float | None = None
     p_not_better: float | None = None
     p_not_worse: float | None = None
-    detectable: float | None = None
     error_seeds: float | None = None
     error_evaluation: float | None = None
     df: float | None = None
     typical: 'Difference | None' = None
 
 
-# What is the smaller and the larger one with and without the seeds that lie apart.
-_SMALLER = ('low',)
-_LARGER = ('high', 'detectable', 'p', 'p_margin', 'p_equivalence', 'p_not_better', 'p_not_worse')
+# What is the larger one with and without the seeds that lie apart.
+_LARGER = ('high', 'p', 'p_margin', 'p_equivalence', 'p_not_better', 'p_not_worse')
 
 
 def paired(
@@ -120,26 +115,20 @@ def paired(
     `margin` and `tuning`, the largest losses by which arm and baseline may miss their optimum, are
     in nats per token. `evaluation_error` and `evaluation_df` are what the function
     `evaluation_error` gives; a df of None means that the error is known exactly, an error of None
-    that it is not known. Raises ValueError for no differences, one that is not finite, a margin
-    that is not positive, or a negative error.
+    that it is not known. Raises ValueError for no differences, or one that is not finite.
     """
     values = tuple(map(float, differences))
     if not values or not all(map(math.isfinite, values)):
         raise ValueError(f'differences is {list(values)}; finite ones, at least one, are needed.')
-    if not 0 < margin < math.inf:
-        raise ValueError(f'margin is {margin}; equivalence needs a positive margin in nats.')
-    if not (0 <= (evaluation_error or 0.0) < math.inf and all(miss >= 0 for miss in tuning)):
-        raise ValueError(
-            f'evaluation_error, tuning are {evaluation_error}, {tuning}; neither is negative.'
-        )
     evaluation = None if evaluation_error is None else (evaluation_error, evaluation_df)
     every = _difference(values, margin, evaluation, tuning)
     kept = typical(values)
     if every.p is None or len(kept) == len(values):
         return every
     others = _difference(kept, margin, evaluation, tuning)
-    fields = {name: min(getattr(every, name), getattr(others, name)) for name in _SMALLER}
-    fields |= {name: max(getattr(every, name), getattr(others, name)) for name in _LARGER}
+    both = vars(every), vars(others)
+    fields = {name: max(one[name] for one in both) for name in _LARGER}
+    fields['low'] = min(one['low'] for one in both)
     if every.mean * others.mean <= 0:
         fields |= {'p': 1.0, 'p_margin': 1.0}
     return dataclasses.replace(every, typical=others, **fields)
@@ -177,7 +166,6 @@ def _difference(
         p_equivalence=max(not_better, not_worse),
         p_not_better=not_better,
         p_not_worse=not_worse,
-        detectable=detectable_difference(error, df) + sum(tuning),
         error_seeds=sd / n**0.5,
         error_evaluation=evaluation[0],
         df=df,

@@ -72,14 +72,13 @@ class Interval:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """L(N) = E + A N^-a over `sizes` (parameters, ascending) with mean `losses` (nats per token).
+    """L(N) = E + A N^-a over `sizes` (parameters, ascending).
 
     E is in nats, A in nats * parameters^a; `r_squared` is of the mean losses. If there is a
     `problem`, these are all None.
     """
 
     sizes: tuple[float, ...]
-    losses: tuple[float, ...]
     problem: Problem | None = None
     E: Interval | None = None
     A: Interval | None = None
@@ -97,14 +96,12 @@ class Fit:
 class Multiplier:
     """How many of the baseline's parameters one of the arm's is worth, with a 95 % interval.
 
-    `by_size` holds the ratio at each of the arm's sizes, ascending; `value` is their median. If
-    there is a `problem`, the numbers are None and `by_size` is empty.
+    It is the median over the arm's sizes. If there is a `problem`, the numbers are None.
     """
 
     value: float | None = None
     low: float | None = None
     high: float | None = None
-    by_size: tuple[float, ...] = ()
     problem: Problem | None = None
 
 
@@ -171,8 +168,7 @@ def multiplier(arm: Losses, baseline: Losses, *, replicates: int = REPLICATES) -
         end, factor = ('smallest', 1 / REACH) if equivalent_N[i] < low else ('largest', REACH)
         at = {'loss': float(sizes.means[i]), 'parameters': float(sizes.parameters[i])}
         return refused(ProblemCode.EXTRAPOLATED, **at, end=end, factor=factor)
-    ratio_N = equivalent_N - np.log(sizes.parameters)
-    value = float(np.median(ratio_N))
+    value = float(np.median(equivalent_N - np.log(sizes.parameters)))
 
     noise_XN = _arm_noise(sizes, others, replica, np.exp(value))
     equivalent_XN = replica.laws.log_parameters(sizes.means + noise_XN)
@@ -183,8 +179,7 @@ def multiplier(arm: Losses, baseline: Losses, *, replicates: int = REPLICATES) -
     ends = _interval(value, np.where(np.isnan(value_X), np.inf, value_X))
     if not np.isfinite([ends.low, ends.high]).all():
         return refused(ProblemCode.INTERVAL_EXTRAPOLATED, value=float(np.exp(value)))
-    number, low, high = (float(np.exp(end)) for end in (ends.value, ends.low, ends.high))
-    return Multiplier(number, low, high, tuple(np.exp(ratio_N).tolist()))
+    return Multiplier(*(float(np.exp(end)) for end in (ends.value, ends.low, ends.high)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,18 +294,17 @@ class _Replica:
 
 
 def _fit(data: _Sizes, replicates: int) -> tuple[Fit, _Replica | None]:
-    means_N, ends = data.means, data.parameters[[0, -1]].tolist()
-    sizes, losses = tuple(data.parameters.tolist()), tuple(means_N.tolist())
+    sizes, means_N = tuple(data.parameters.tolist()), data.means
 
     def refused(code: ProblemCode, **data: Any) -> tuple[Fit, None]:
-        return Fit(sizes, losses, Problem(code, data)), None
+        return Fit(sizes, Problem(code, data)), None
 
     if (number := len(set(sizes))) < MIN_SIZES:
         return refused(ProblemCode.FEW_SIZES, sizes=number, needed=MIN_SIZES)
-    if ends[1] < MIN_SPAN * ends[0]:
-        return refused(ProblemCode.NARROW_SPAN, factor=ends[1] / ends[0], needed=MIN_SPAN)
-    if losses[-1] >= losses[0]:
-        outer = [losses[0], losses[-1]]
+    if (factor := sizes[-1] / sizes[0]) < MIN_SPAN:
+        return refused(ProblemCode.NARROW_SPAN, factor=factor, needed=MIN_SPAN)
+    if means_N[-1] >= means_N[0]:
+        outer, ends = means_N[[0, -1]].tolist(), [sizes[0], sizes[-1]]
         return refused(ProblemCode.NOT_FALLING, losses=outer, parameters=ends)
     law = _least_squares(data.parameters, means_N[None])
     fitted_N = law.loss(data.parameters)[0]
@@ -332,8 +326,7 @@ def _fit(data: _Sizes, replicates: int) -> tuple[Fit, _Replica | None]:
         return refused(ProblemCode.EXPONENT_NEAR_ZERO, **vars(a))
     if a.high >= 0.99 * MAX_EXPONENT or a.high - a.low > a.value:
         return refused(ProblemCode.EXPONENT_LOOSE, **vars(a))
-    result = Fit(sizes, losses, None, E, A, a, r_squared)
-    return result, _Replica(law, laws, residuals, picks, tail_X, rng)
+    return Fit(sizes, None, E, A, a, r_squared), _Replica(law, laws, residuals, picks, tail_X, rng)
 
 
 def _size_noise(

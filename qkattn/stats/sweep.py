@@ -67,8 +67,6 @@ class Sweep:
     as with one seed at three values. The interval accounts for noise and misfit only through
     residuals: where the loss is not a parabola, the error of the vertex exceeds it. `at_worst`
     bounds what that costs.
-
-    `num_diverged` is the number of values at which a seed diverged.
     """
 
     values: tuple[float, ...]
@@ -78,7 +76,6 @@ class Sweep:
     bracketed: bool
     needs_seeds: bool
     fitted: tuple[float, ...]
-    num_diverged: int
     choice: str
     curvature: float | None = None
     optimum: float | None = None
@@ -202,16 +199,14 @@ def fit(losses: Mapping[float, Mapping[int, float | None]], choice: str = 'verte
             parabola['optimum_low'] = max(parabola['optimum_low'], values[below])
             parabola['optimum_high'] = min(parabola['optimum_high'], values[above])
     at_end = (i == 0 and above == 1) or (i == len(values) - 1 and below == i - 1)
-    known = sum(map(math.isfinite, means))
     return Sweep(
         values=values,
         losses=finite,
         means=means,
         best=values[i],
         bracketed=bracketed,
-        needs_seeds=not (bracketed and bounded) and not at_end and known > 0,
+        needs_seeds=not (bracketed and bounded) and not at_end and math.isfinite(means[i]),
         fitted=fitted,
-        num_diverged=len(values) - known,
         choice=choice,
         **parabola,
     )

@@ -130,6 +130,16 @@ class Arm:
         """The remarks that withhold the verdict of this arm."""
         return tuple(remark for remark in self.remarks if remark.blocks)
 
+    @property
+    def scales(self) -> bool:
+        """Whether a scaling fit uses its mean loss.
+
+        The mean over the seeds that did not diverge is biased towards lower losses, and a setting
+        that is not the best one gives higher losses.
+        """
+        biased = self.num_diverged or self.not_bracketed or self.blocks
+        return bool(self.chosen) and not biased
+
 
 def with_baselines(arms: Sequence[Arm]) -> list[tuple[Arm, Arm | None]]:
     """Every arm with its baseline."""

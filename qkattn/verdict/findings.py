@@ -152,11 +152,8 @@ def _decomposed(
         bare = arm.key._replace(variant=study.bare(arm.variant), control=EQUAL_SHAPE)
         same, longer = by_key.get(bare), by_key.get(arm.key._replace(control=LONGER))
         if same or longer:
-            baseline, longest = (
-                by_key.get(arm.group),
-                by_key.get(arm.group._replace(control=LONGER)),
-            )
-            three = part(same, baseline), part(arm, same), part(longer, longest)
+            longest = by_key.get(arm.group._replace(control=LONGER))
+            three = part(same, by_key.get(arm.group)), part(arm, same), part(longer, longest)
             parts.append(Decomposition(arm.key, *three))
     return tuple(parts)
 
@@ -168,10 +165,7 @@ def _scaling(study: Study, arms: Sequence[Arm]) -> tuple[Scaling, ...]:
     short = {standing.arm.group for standing in rules.standings(study, arms) if standing.remarks}
     curves: dict[tuple[str, str], scaling.Losses] = {}
     for arm in arms:
-        # The mean over the seeds that did not diverge is biased towards lower losses, and a setting
-        # that is not the best one gives higher losses.
-        biased = arm.num_diverged or arm.not_bracketed or arm.blocks
-        if arm.control is None and arm.chosen and not biased and arm.group not in short:
+        if arm.control is None and arm.group not in short and arm.scales:
             parameters, losses = curves.setdefault((arm.variant, arm.corpus), ([], []))
             parameters.append(arm.example.parameters['total'])
             losses.append(list(arm.losses(arm.split).values()))
