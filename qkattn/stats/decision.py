@@ -77,8 +77,8 @@ def judge(
     leaves the family, and those left share alpha. For the margin tests this is Holm's (1979)
     method; the others profit from the arms that left, not from those shown equivalent, which may
     still be equal. So any false decision among all arms has a probability of alpha at most, up to a
-    term in alpha^2 for differences that equal the margin; tests/stats/simulations.py holds it
-    against simulated studies.
+    term in alpha^2 for differences that equal the margin; tests/stats/test_simulations.py
+    holds it against simulated studies.
 
     | decision | shown at alpha |
     |---|---|

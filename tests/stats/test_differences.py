@@ -1,4 +1,4 @@
-"""Differences, their intervals and the decisions on them: closed forms, scipy, and simulations."""
+"""Differences, their intervals and the decisions on them: closed forms and scipy."""
 
 import dataclasses
 import functools
@@ -12,16 +12,9 @@ from scipy import stats
 from qkattn.stats import inference
 from qkattn.stats.decision import Decision, Judgement, holm, judge
 from qkattn.stats.inference import paired
-from tests.stats.simulations import is_false
 
 BETTER, BETTER_BELOW_MARGIN, EQUIVALENT, WORSE_BELOW_MARGIN, WORSE, UNDECIDED, _ = Decision
-SEEDS, ARMS = 8, 6
 VALUES = [-0.012, -0.008, -0.015, -0.006, -0.011, -0.009, -0.010]
-
-
-def within(rate, expected, trials, errors=4.0):
-    """Whether a simulated rate lies within `errors` binomial standard errors of the expected."""
-    return abs(rate - expected) <= errors * (expected * (1 - expected) / trials) ** 0.5
 
 
 # Intervals and tests
@@ -50,7 +43,7 @@ def test_a_finding_holds_with_and_without_the_values_that_lie_apart():
     assert alone.typical is None and alone.p < 0.001
     assert every.typical == alone and (every.n, alone.n) == (8, 7)
     assert every.p == pytest.approx(stats.ttest_1samp([*VALUES, 0.06], 0).pvalue)
-    assert every.p > 0.5 and every.detectable > alone.detectable
+    assert every.p > 0.5
     # The other way round: a shift that a few of many values make is no finding.
     rng = np.random.default_rng(0)
     shifted = paired([*rng.normal(0, 0.01, 72), *rng.normal(0.2, 0.01, 8)])
@@ -80,7 +73,6 @@ def test_what_tuning_may_have_missed_widens_the_interval_and_weakens_the_tests(s
     assert (missed.p, missed.p_margin) == pytest.approx((nearer.p, nearer.p_margin))
     wide = paired(values, 0.03, tuning=(low, high))
     assert wide.p_equivalence == pytest.approx(farther.p_equivalence)
-    assert missed.detectable == pytest.approx(plain.detectable + 0.011)
     for miss in (0.03, np.inf):  # more than the difference: nothing is shown
         lost = paired(values, tuning=(miss, miss))
         assert (lost.p, lost.p_margin) == (1.0, 1.0) and lost.p_equivalence > 0.99
@@ -99,7 +91,7 @@ def test_the_error_over_documents_adds_to_that_over_seeds():
     exact = paired(VALUES, evaluation_error=error)
     assert exact.df == pytest.approx(total**4 / (alone.error_seeds**4 / 6))
     unknown = paired(VALUES, evaluation_error=None)
-    assert unknown.mean == alone.mean and unknown.p is unknown.low is unknown.detectable is None
+    assert unknown.mean == alone.mean and unknown.p is unknown.low is None
 
 
 def test_the_error_over_documents_is_cluster_robust():
@@ -139,7 +131,7 @@ NEARLY = [0.1, 0.1, 0.1], [0.25, 0.25 + 2**-54, 0.25 - 2**-54, 0.25], [3.3, 3.3 
 def test_a_spread_that_is_only_rounding_is_none(values):
     estimate, difference = inference.estimate(values), paired(values)
     zero, mean = float(values[0] == 0), pytest.approx(values[0], abs=1e-14)
-    assert (estimate.sd, difference.sd, difference.detectable) == (0.0, 0.0, 0.0)
+    assert (estimate.sd, difference.sd) == (0.0, 0.0)
     assert (difference.p, difference.p_equivalence) == (zero, 1.0 - zero)
     assert estimate.low == estimate.high == difference.low == difference.high == mean
 
@@ -150,25 +142,17 @@ def test_a_single_seed_leaves_blanks():
     assert inference.estimate([2.0]) == inference.Estimate(2.0, 1, None, None, None)
 
 
-@pytest.mark.parametrize(
-    ('changes', 'message'),
-    [
-        ({'differences': []}, 'differences is'),
-        ({'differences': [0.1, math.nan]}, 'differences is'),
-        ({'margin': 0.0}, 'margin is 0.0'),
-        ({'evaluation_error': -1.0}, 'evaluation_error, tuning are -1'),
-        ({'tuning': (0.0, math.nan)}, r'tuning are 0.0, \(0.0, nan'),
-    ],
-)
-def test_bad_input_is_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        paired(**{'differences': [0.1]} | changes)
+@pytest.mark.parametrize('differences', [[], [0.1, math.nan], [math.inf]])
+def test_differences_are_finite(differences):
+    with pytest.raises(ValueError, match='finite ones, at least one'):
+        paired(differences)
 
 
 def test_pairs_and_documents_that_a_difference_takes():
     values = [0.01, 0.03, -0.01, 0.02, 0.0, 0.01, 0.02, -0.02]
     eight, noisy = paired(values), paired(values, evaluation_error=0.01, evaluation_df=100)
-    assert inference.to_find(eight, eight.detectable * (1 + 1e-9)) == (8, 1.0)
+    detectable = inference.detectable_difference(eight.error_seeds, eight.df)
+    assert inference.to_find(eight, detectable * (1 + 1e-9)) == (8, 1.0)
     many, more = (inference.to_find(eight, size) for size in (0.001, 0.0005))
     assert many[1] == more[1] == 1 and more[0] / many[0] == pytest.approx(4, rel=0.01)
     pairs, documents = inference.to_find(noisy, 0.01)
@@ -184,8 +168,6 @@ def test_pairs_and_documents_that_a_difference_takes():
 
 def test_holm_rejects_what_its_definition_rejects():
     """Step down: reject while p_(k) <= alpha / (m - k + 1), and nothing after the first failure."""
-    # 4 x 0.005; 3 x 0.01; 2 x 0.03; then 1 x 0.04 raised to its predecessor's 0.06.
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.5, 0.9]) == [1.0, 1.0] and holm([]) == []
     rng = np.random.default_rng(6)
     for _ in range(300):
@@ -276,31 +258,3 @@ def test_comparisons_that_are_still_missing_are_corrected_for():
     nothing = paired([0.02, -0.02, 0.01, -0.01, 0.0])
     whole = judge(differences | {str(i): nothing for i in range(6)}, planned=7)
     assert whole['a'] == among
-
-
-def decisions(count, true, sd):
-    """Decisions on all arms of simulated studies, which share their baseline, and on the first."""
-    rng = np.random.default_rng(0)
-    arms = rng.normal(0.0, sd / 2**0.5, (count, len(true), SEEDS)) + np.array(true)[:, None]
-    arms -= rng.normal(0.0, sd / 2**0.5, (count, 1, SEEDS))
-    studies = [{i: paired(row) for i, row in enumerate(study)} for study in arms.tolist()]
-    whole = [[judged.decision for judged in judge(study).values()] for study in studies]
-    return whole, [judge({0: study[0]})[0].decision for study in studies]
-
-
-@pytest.mark.parametrize(
-    ('true', 'sd'),
-    [
-        ((0.0,) * ARMS, 0.02),
-        ((0.999,) * ARMS, 0.003),
-        ((1.0,) * ARMS, 0.003),
-        ((0.0, 0.0, 0.999, 0.999, 1.0, 4.0), 0.006),
-    ],
-)
-def test_studies_rarely_decide_wrongly(true, sd):
-    """Whatever the true differences, given here in margins."""
-    count, true = 1000, tuple(inference.MARGIN * number for number in true)
-    whole, alone = decisions(count, true, sd)
-    wrong = [any(map(is_false, decided, true)) for decided in whole]
-    assert 0.02 <= np.mean(wrong) <= 0.05 or within(np.mean(wrong), 0.05, count)
-    assert within(np.mean([is_false(decided, true[0]) for decided in alone]), 0.05, count)

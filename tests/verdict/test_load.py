@@ -226,7 +226,7 @@ def merge(documents):
         ('study.json', lambda c: c[:99], r'study\.json.* cannot be read: it is not JSON', None),
         ('ledger.jsonl', None, r'ledger\.jsonl does not exist', None),
         ('ledger.jsonl', lambda c: c[:99], r'ledger\.jsonl, line 1 is damaged', None),
-        ('plan.jsonl', None, 'no results yet', None),
+        ('plan.jsonl', None, 'is not in plan.jsonl', None),
         ('plan.jsonl', lambda c: c[:-99], r'plan\.jsonl, line 6 is damaged', None),
         ('results.jsonl', less, '7 of its 8 verdict trials', C_WITHHELD),
         ('results.jsonl', lambda c: c.replace(b'2.02', b'NaN'), "'val_loss' is nan", None),
