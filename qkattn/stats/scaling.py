@@ -109,9 +109,7 @@ class Multiplier:
 Losses = tuple[list[float], list[list[float]]]
 
 
-def fit(
-    parameters: Sequence[float], losses: Sequence[Sequence[float]], *, replicates: int = REPLICATES
-) -> Fit:
+def fit(parameters: Sequence[float], losses: Sequence[Sequence[float]]) -> Fit:
     """Fits the law to `losses[i]`, one loss per seed (nats per token), at `parameters[i]`.
 
     Refused with a `problem`: fewer than 4 sizes; sizes within a factor of 4; a loss not lower at
@@ -133,10 +131,10 @@ def fit(
 
     A diverged seed has no loss: leave out its size, since the mean of the others is biased low.
     """
-    return _fit(_Sizes.ascending(parameters, losses), replicates)[0]
+    return _fit(_Sizes.ascending(parameters, losses))[0]
 
 
-def multiplier(arm: Losses, baseline: Losses, *, replicates: int = REPLICATES) -> Multiplier:
+def multiplier(arm: Losses, baseline: Losses) -> Multiplier:
     """Median over the arm's sizes of N_eq / N, where the baseline's law at N_eq has the arm's loss.
 
     Both are (parameters, losses per size and seed) as in `fit`; above 1, the arm makes more of a
@@ -152,7 +150,7 @@ def multiplier(arm: Losses, baseline: Losses, *, replicates: int = REPLICATES) -
     smallest and twice the largest size of the baseline, where the law would be extrapolated.
     """
     sizes, others = _Sizes.ascending(*arm), _Sizes.ascending(*baseline)
-    curve, replica = _fit(others, replicates)
+    curve, replica = _fit(others)
 
     def refused(code: ProblemCode, **data: Any) -> Multiplier:
         return Multiplier(problem=Problem(code, data))
@@ -213,13 +211,13 @@ class _Sizes:
         pool = [values for values in scaled if len(values) > 1] or [np.zeros(1)]
         return [values if len(values) > 1 else np.concatenate(pool) for values in scaled]
 
-    def picks(self, replicates: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """The deviations that make the mean of each replicate, by size: (replicates, seeds)."""
+    def picks(self, rng: np.random.Generator) -> list[np.ndarray]:
+        """The deviations that make the mean of each replicate, by size: (REPLICATES, seeds)."""
         numbers = zip(map(len, self.deviations()), map(len, self.losses), strict=True)
-        return [rng.integers(pool, size=(replicates, seeds)) for pool, seeds in numbers]
+        return [rng.integers(pool, size=(REPLICATES, seeds)) for pool, seeds in numbers]
 
     def noise(self, picks: list[np.ndarray]) -> np.ndarray:
-        """The mean of the deviations picked, (replicates, sizes)."""
+        """The mean of the deviations picked, (REPLICATES, sizes)."""
         sizes = zip(self.deviations(), picks, strict=True)
         return np.stack([pool[pick].mean(1) for pool, pick in sizes], axis=1)
 
@@ -293,7 +291,7 @@ class _Replica:
     rng: np.random.Generator
 
 
-def _fit(data: _Sizes, replicates: int) -> tuple[Fit, _Replica | None]:
+def _fit(data: _Sizes) -> tuple[Fit, _Replica | None]:
     sizes, means_N = tuple(data.parameters.tolist()), data.means
 
     def refused(code: ProblemCode, **data: Any) -> tuple[Fit, None]:
@@ -314,9 +312,9 @@ def _fit(data: _Sizes, replicates: int) -> tuple[Fit, _Replica | None]:
         return refused(ProblemCode.POOR_FIT, r_squared=r_squared, needed=MIN_R_SQUARED)
 
     rng = np.random.default_rng(0)
-    picks, tail_X = data.picks(replicates, rng), _tail(data.df, replicates, rng)
+    picks, tail_X = data.picks(rng), _tail(data.df, rng)
     noise_XN = tail_X[:, None] * data.noise(picks)
-    noise_XN += _size_noise(residuals, len(residuals) - 3, data.variance(), noise_XN.shape, rng)
+    noise_XN += _size_noise(residuals, len(residuals) - 3, data.variance(), len(means_N), rng)
     laws = _least_squares(data.parameters, fitted_N + noise_XN)
     E, A, a = (
         _interval(float(one[0, 0]), many[:, 0])
@@ -330,29 +328,25 @@ def _fit(data: _Sizes, replicates: int) -> tuple[Fit, _Replica | None]:
 
 
 def _size_noise(
-    residuals: np.ndarray,
-    df: int,
-    variance: float,
-    shape: tuple[int, ...],
-    rng: np.random.Generator,
+    residuals: np.ndarray, df: int, variance: float, num_sizes: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Residuals drawn for (replicates, sizes), scaled to their variance in excess of `variance`."""
+    """Residuals drawn for (REPLICATES, sizes), scaled to their variance in excess of `variance`."""
     square = np.square(residuals).sum()
     excess = max(square / df - variance, 0)
     unit = residuals / np.sqrt(square / len(residuals)) if excess else residuals
-    return np.sqrt(excess) * _tail(df, shape[0], rng)[:, None] * rng.choice(unit, shape)
+    tail_X = _tail(df, rng)
+    return np.sqrt(excess) * tail_X[:, None] * rng.choice(unit, (REPLICATES, num_sizes))
 
 
-def _tail(df: int, replicates: int, rng: np.random.Generator) -> np.ndarray:
+def _tail(df: int, rng: np.random.Generator) -> np.ndarray:
     """sqrt(df / chi2(df)), which turns a normal into a t variable; 1 for df = 0."""
-    return np.sqrt(df / rng.chisquare(df, replicates)) if df else np.ones(replicates)
+    return np.sqrt(df / rng.chisquare(df, REPLICATES)) if df else np.ones(REPLICATES)
 
 
 def _arm_noise(arm: _Sizes, baseline: _Sizes, replica: _Replica, value: float) -> np.ndarray:
-    """Noise of the arm's means, nats, (replicates, sizes); `value` is its multiplier."""
-    rng, replicates = replica.rng, len(replica.tail_X)
-    picks = arm.picks(replicates, rng)
-    tails = [_tail(arm.df, replicates, rng)] * len(picks)
+    """Noise of the arm's means, nats, (REPLICATES, sizes); `value` is its multiplier."""
+    picks = arm.picks(replica.rng)
+    tails = [_tail(arm.df, replica.rng)] * len(picks)
     for i, (parameters, values) in enumerate(zip(arm.parameters, arm.losses, strict=True)):
         j = np.abs(np.log(baseline.parameters / parameters)).argmin()
         same_size = abs(baseline.parameters[j] / parameters - 1) < _SAME_SIZE
@@ -364,7 +358,7 @@ def _arm_noise(arm: _Sizes, baseline: _Sizes, replica: _Replica, value: float) -
     if len(picks) > 1:
         residuals, df = arm.means - replica.law.loss(arm.parameters * value)[0], len(picks) - 1
         variance = arm.variance()
-    return noise_XN + _size_noise(residuals, df, variance, noise_XN.shape, rng)
+    return noise_XN + _size_noise(residuals, df, variance, len(picks), replica.rng)
 
 
 def _interval(value: float, value_X: np.ndarray) -> Interval:
