@@ -50,17 +50,6 @@ def test_a_noiseless_law_is_recovered_with_narrow_intervals_in_any_order_of_size
     assert (fit.loss(7e5), *fit.sizes) == pytest.approx((law(7e5), *SIZES))
 
 
-@pytest.mark.parametrize('exponent', [0.08, 1.5])
-def test_the_optimum_is_that_of_a_general_solver(exponent):
-    sizes = np.geomspace(1e4, 1e7, 8)
-    losses = 0.7 + 1.5 * (sizes / 1e5) ** -exponent
-    losses += 0.001 * np.random.default_rng(1).normal(size=len(sizes))
-    (floor, _, expected), _ = solved(sizes, losses, (0.7, 1.5, exponent))
-    fit = scaling.fit(sizes, losses[:, None])
-    assert fit.a.value == pytest.approx(expected, rel=1e-4)
-    assert fit.E.value == pytest.approx(floor, rel=1e-3)
-
-
 def test_the_floor_is_never_negative():
     """Without the bound, a curve that bends down in ln N has a floor below zero."""
     losses = 20 * SIZES**-0.25 - 0.003 * np.log(SIZES / SIZES[0]) ** 2
@@ -101,9 +90,10 @@ def test_one_seed_per_size_makes_the_interval_of_residuals_alone():
     losses = noisy(np.random.default_rng(3), SIZES)
     means = losses.mean(axis=1, keepdims=True)
     alone, seeds = scaling.fit(SIZES, means), scaling.fit(SIZES, losses)
-    _, covariance = solved(SIZES, means[:, 0], (1.2, 1.0, EXPONENT))
+    (floor, _, exponent), covariance = solved(SIZES, means[:, 0], (1.2, 1.0, EXPONENT))
     expected = pytest.approx(2 * stats.t.ppf(0.975, 2) * covariance[2, 2] ** 0.5, rel=0.1)
-    assert alone.a.value == pytest.approx(seeds.a.value)
+    assert alone.a.value == pytest.approx(seeds.a.value) == pytest.approx(exponent, rel=1e-4)
+    assert alone.E.value == pytest.approx(floor, rel=1e-4)
     assert width(alone.a) == expected != width(seeds.a)
 
 
@@ -161,7 +151,6 @@ def test_an_arm_whose_worth_differs_by_size_has_a_wider_interval():
 
 
 NOISE = 0.01 * np.random.default_rng(0).normal(size=5)
-TWICE = np.array([1e5, 1e5, 2e5, 9e5])
 FALLING = {'losses': law(SIZES[[-1, 0]]).tolist(), 'parameters': [1e5, 3.2e6]}
 
 
@@ -169,10 +158,8 @@ FALLING = {'losses': law(SIZES[[-1, 0]]).tolist(), 'parameters': [1e5, 3.2e6]}
     ('sizes', 'losses', 'code', 'data'),
     [
         (SIZES[:3], law(SIZES[:3]), 'FEW_SIZES', {'sizes': 3, 'needed': 4}),
-        (TWICE, law(TWICE), 'FEW_SIZES', {'sizes': 3, 'needed': 4}),
         (SIZES**0.3, law(SIZES), 'NARROW_SPAN', {'factor': 32**0.3, 'needed': 4}),
         (SIZES, law(SIZES[::-1]), 'NOT_FALLING', FALLING),
-        (SIZES, np.full(5, 1.5), 'NOT_FALLING', {}),
         (SIZES, (2.0, 1.6, 1.9, 1.5, 1.7), 'POOR_FIT', {'needed': 0.95}),
         (SIZES, 3 - np.log(SIZES / 1e5) * 0.1 + NOISE, 'EXPONENT_LOOSE', {}),
         (SIZES, (2.0, 1.2, 1.2, 1.2, 1.2), 'EXPONENT_LOOSE', {'value': 4.0}),

@@ -78,27 +78,6 @@ def test_an_optimum_at_the_end_of_the_grid_is_kept_whatever_the_rounding(optimum
     assert swept.best == GRID[-1] and swept.optimum == pytest.approx(GRID[-1], rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ('means', 'seeds', 'number'),
-    [
-        ((2.0,), 2, 0),
-        ((2.1, 2.0), 2, 0),
-        ((2.0, 2.2, 2.25, 2.2, 2.1), 2, 1),  # a ridge
-        ((2.30, 2.20, 2.12, 2.06, 2.02), 2, 1),  # it still falls
-        ((2.4, 2.2, 2.1, None), 2, 1),  # its vertex in a gap
-        ((2.2, 2.0, 2.1), 1, 3),
-        ((2.05, 2.07, 2.00, 2.07, 2.06), 2, 3),  # far from the points
-        ((None, None), 2, 0),
-    ],
-)
-def test_what_the_data_do_not_determine_is_none(means, seeds, number):
-    """The number of estimates that are known, each of which needs those before it."""
-    swept = of_means(*means, seeds=seeds)
-    names = ('curvature', 'optimum', 'loss', 'optimum_low', 'at_worst')
-    assert tuple(name for name in names if getattr(swept, name) is not None) == names[:number]
-    assert swept.excess(0.001) == math.inf and (swept.chosen == swept.best or number == 3)
-
-
 def allowed(swept, value):
     """The largest excess at `value` of curves on a fixed grid of optima and skews."""
     x = np.log(np.array(swept.fitted) / value)
@@ -164,26 +143,32 @@ def test_a_value_at_which_a_seed_diverged_is_worse_than_any_and_not_fitted():
 
 
 @pytest.mark.parametrize(
-    ('means', 'seeds', 'bracketed', 'needs_seeds', 'expected'),
+    ('means', 'seeds', 'number', 'bracketed', 'needs_seeds', 'expected'),
     [
-        ((2.0,), 2, False, True, (0.0005, 0.002)),
-        ((2.0, 2.1), 2, False, False, (0.0005,)),
-        ((2.1, 2.0), 2, False, False, (0.004,)),
-        ((None, 2.0), 2, False, False, (0.004,)),
-        ((None, None, None), 2, False, False, (0.0005,)),
-        ((2.1, 2.0, 2.0), 2, False, True, (0.008,)),  # equals do not bracket
-        ((2.0, 2.0), 2, False, True, (0.0005, 0.004)),
-        ((2.1, 2.0, 2.0, 2.1), 2, True, False, ()),
-        ((2.3, 2.1, 2.0, 2.1, 2.3), 2, True, False, ()),
-        ((2.2, 2.0, 2.1), 1, False, True, ()),  # one seed brackets nothing
-        ((2.0, 2.1, 2.2), 2, False, False, (0.0005,)),  # at the end, beyond doubt
-        ((2.1, 2.0, None), 2, True, True, ()),  # two values, no parabola
+        ((2.0,), 2, 0, False, True, (0.0005, 0.002)),
+        ((2.1, 2.0), 2, 0, False, False, (0.004,)),
+        ((None, 2.0), 2, 0, False, False, (0.004,)),
+        ((None, None, None), 2, 0, False, False, (0.0005,)),
+        ((2.1, 2.0, 2.0), 2, 5, False, True, (0.008,)),  # equals do not bracket
+        ((2.1, 2.0, 2.0, 2.1), 2, 5, True, False, ()),
+        ((2.3, 2.1, 2.0, 2.1, 2.3), 2, 5, True, False, ()),
+        ((2.2, 2.0, 2.1), 1, 3, False, True, ()),  # one seed brackets nothing
+        ((2.0, 2.1, 2.2), 2, 1, False, False, (0.0005,)),  # at the end, beyond doubt
+        ((2.1, 2.0, None), 2, 0, True, True, ()),  # two values, no parabola
+        ((2.4, 2.2, 2.1, None), 2, 1, True, True, ()),  # its vertex in a gap
+        ((2.0, 2.2, 2.25, 2.2, 2.1), 2, 1, False, False, (0.0005,)),  # a ridge
+        ((2.05, 2.07, 2.00, 2.07, 2.06), 2, 3, True, True, ()),  # far from the points
     ],
 )
 def test_the_grid_grows_where_no_worse_value_stands_and_seeds_are_drawn_where_they_help(
-    means, seeds, bracketed, needs_seeds, expected
+    means, seeds, number, bracketed, needs_seeds, expected
 ):
+    """`number` estimates are known, each of which needs those before it."""
     swept = of_means(*means, seeds=seeds)
+    names = ('curvature', 'optimum', 'loss', 'optimum_low', 'at_worst')
+    assert tuple(name for name in names if getattr(swept, name) is not None) == names[:number]
+    assert (swept.excess(0.001) < math.inf) == (number == 5)
+    assert swept.chosen == swept.best or number >= 3
     assert (swept.bracketed, swept.needs_seeds) == (bracketed, needs_seeds)
     for most, values in ((9, expected), (len(means), ()), (len(means) + 1, expected[:1])):
         assert sweep.next_values(swept, 2.0, most) == values

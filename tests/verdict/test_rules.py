@@ -126,6 +126,44 @@ FREE |= {'model__score': 'x', 'model__value': 'y', 'train__lifting': 'vmap'}
 FREE |= {'trials__learning_rates': [1.0], 'data__data_dir': '/elsewhere'}
 
 
+def on_seed(stage, old, new):
+    """Results of another seed than the runs of a stage declare."""
+    records = records_of()
+    for record in records:
+        if (record['stage'], record['trial']['seed']) == (stage, old):
+            record['trial']['seed'] = new
+    return records
+
+
+NO_TEST = [record | {'test_loss': None, 'test_bits_per_byte': None} for record in records_of()]
+ONE_RATE = {'tuning__learning_rates': [4e-3], 'tuning__weight_decays': [0.1, 0.2]}
+
+
+@pytest.mark.parametrize(
+    ('records', 'study', 'code', 'data'),
+    [
+        (
+            on_seed('screening', 101, 7),
+            {'tuning__seeds': [100, 7]},
+            'SHARED_SEEDS',
+            {'seeds': (7,)},
+        ),
+        (on_seed('verdict', 3, 101), {}, 'SHARED_SEEDS', {'seeds': (101,)}),
+        (records_of(), ONE_RATE, 'LEARNING_RATE_NOT_TUNED', {'learning_rates': (4e-3,)}),
+        (records_of(), {'num_documents': 99}, 'FEW_DOCUMENTS', {'documents': 99, 'needed': 100}),
+        (NO_TEST, {}, 'NO_TEST', {}),
+    ],
+)
+def test_a_rule_that_every_arm_breaks_withholds_every_verdict(
+    study_dir, records, study, code, data
+):
+    findings, decisions, _ = checked(write_tuned(study_dir, records, **study))
+    assert decisions == ALL_WITHHELD and findings.split == ('val' if code == 'NO_TEST' else 'test')
+    assert any(r.code.name == code and r.data.items() >= data.items() for r in findings.blocks)
+    assert all(r.every_arm == (code in ('FEW_DOCUMENTS', 'NO_TEST')) for r in findings.blocks[:1])
+
+
+PROBE = [r | {'val_bits_per_byte': None, 'test_bits_per_byte': None} for r in records_of()]
 UNMATCHED = [r | {'target_parameters': None, 'residual': None} for r in records_of()]
 DIVERGED = with_b(losses=[None, *(BASE[1:] + 0.02)], diverged_rates=(16e-3,))
 
@@ -138,6 +176,7 @@ DIVERGED = with_b(losses=[None, *(BASE[1:] + 0.02)], diverged_rates=(16e-3,))
         (records_of(), {}, ['b/vo'], FREE),
         (DIVERGED, {}, [], {}),
         (UNMATCHED, {'matched': None}, [], {}),
+        (PROBE, {'num_documents': 99}, [], {}),  # those of text have to be many
     ],
 )
 def test_what_may_differ_anneals_enough_or_diverges_is_judged(
@@ -148,7 +187,8 @@ def test_what_may_differ_anneals_enough_or_diverges_is_judged(
         edit_plan(study_dir, VERDICT[variant], **changes)
     findings, *others = checked(study_dir)
     assert others == [JUDGED, []]
-    assert Remark(RemarkCode.EVALUATION, EVALUATION) in findings.remarks
+    evaluation = EVALUATION | {'documents': (study.get('num_documents', 100),)}
+    assert Remark(RemarkCode.EVALUATION, evaluation) in findings.remarks
 
 
 def test_fields_of_a_variant_may_differ_and_values_are_compared_at_one_size(study_dir):
@@ -214,34 +254,6 @@ def test_code_that_differs_or_that_no_commit_holds_blocks_until_it_is_accepted(s
     assert decisions == JUDGED
 
 
-@pytest.mark.parametrize(
-    ('stage', 'old', 'new', 'declared'),
-    [('screening', 101, 7, [100, 7]), ('verdict', 3, 101, None)],
-)
-def test_seeds_of_both_screening_and_verdict_give_no_verdict(study_dir, stage, old, new, declared):
-    """Whether the study declares them or only the results share them."""
-    records = records_of()
-    for record in records:
-        if record['stage'] == stage and record['trial']['seed'] == old:
-            record['trial']['seed'] = new
-    write_tuned(study_dir, records, tuning__seeds=declared or SCREENING_SEEDS)
-    findings, decisions, _ = checked(study_dir)
-    shared = Remark(RemarkCode.SHARED_SEEDS, {'seeds': (new,)}, True)
-    assert decisions == ALL_WITHHELD and shared in findings.arms[1].verdict.reasons
-
-
-def test_tuning_that_has_one_rate_or_has_not_ended_gives_no_verdict(study_dir):
-    grids = {'tuning__learning_rates': [4e-3], 'tuning__weight_decays': [0.1, 0.2]}
-    findings, decisions, _ = checked(write_tuned(study_dir / 'a', records_of(), **grids))
-    data = {'learning_rates': (4e-3,)}
-    assert findings.blocks[0] == Remark(RemarkCode.LEARNING_RATE_NOT_TUNED, data, True)
-    assert decisions == ALL_WITHHELD
-    path = write_tuned(study_dir / 'b', with_b(optimum=16e-3), tuning__max_points=9)
-    _, decisions, remarks = checked(path)
-    incomplete = {'knob': 'learning_rate', 'values': (0.032,)}
-    assert blocking('SCREENING_INCOMPLETE', **incomplete) in remarks and decisions == WITHHELD
-
-
 def test_a_study_without_tuning_is_checked_too(study_dir):
     records = [trial_record('qk/vo', seed=seed) for seed in (0, 1)]
     records += [trial_record('b/vo', seed=seed, eval_tokens=4096) for seed in (0, 1)]
@@ -289,27 +301,6 @@ def test_a_run_that_was_altered_after_a_look_gives_no_verdict(study_dir):
     assert arm.blocks[-1] == blocking('ALTERED', run=VERDICT['b/vo'], look=1)
     assert remarks[-1] == Remark(RemarkCode.ORPHANED_RUNS, {'runs': ('runs/x',)})
     assert not ledger.look(path) and (path / ledger.NAME).read_text() == entries
-
-
-@pytest.mark.parametrize(('number', 'few'), [(99, True), (100, False)])
-def test_texts_without_a_test_split_or_of_few_documents_give_no_verdict(study_dir, number, few):
-    records = records_of()
-    findings, decisions, _ = checked(write_tuned(study_dir / 'a', records, num_documents=number))
-    data = {'documents': number, 'needed': 100}
-    assert list(findings.blocks) == few * [
-        Remark(RemarkCode.FEW_DOCUMENTS, {'split': split} | data, True, every_arm=True)
-        for split in ('val', 'test')
-    ]
-    assert decisions == (ALL_WITHHELD if few else JUDGED)
-    for record in records:
-        record |= {'val_bits_per_byte': None, 'test_bits_per_byte': None}
-    probe = write_tuned(study_dir / 'probe', records, num_documents=number)
-    assert checked(probe)[1] == JUDGED
-    for record in records:
-        record['test_loss'] = None
-    findings, decisions, _ = checked(write_tuned(study_dir / 'no_test', records))
-    assert findings.split == 'val' and decisions == ALL_WITHHELD
-    assert findings.blocks == (Remark(RemarkCode.NO_TEST, {}, True, every_arm=True),)
 
 
 def measured(early=2.0, late=1.8, loss=1.9, shuffled=None):
