@@ -18,7 +18,7 @@ from qkattn.errors import ReportError, RunDirectoryError
 from qkattn.storage import ledger
 from qkattn.storage.files import as_path
 from qkattn.storage.ledger import Ledger
-from qkattn.storage.records import ORPHAN, check, for_each_line, parse_file, read
+from qkattn.storage.records import ORPHAN, check, for_each_line, parse_file, read, read_lines
 from qkattn.study import stored
 from qkattn.study.arm_key import CONTROLS, LONGER, ArmKey
 from qkattn.study.tuning import KNOBS, SINGLE, VERDICT
@@ -153,15 +153,10 @@ def load_study(directory: str | Path) -> Study:
     except ValueError as error:
         raise ReportError(f'{str(path)!r} cannot be read: {error}.') from error
     problems: list[str] = []
-    orphans: list[str] = []
-
-    def add_orphan(record: Any) -> None:
-        check(record, ORPHAN)
-        orphans.append(record['directory'])
-
     try:
         runs = [with_files(run, files, problems) for run in _read_runs(study)]
-        for_each_line(files / 'orphans.jsonl', add_orphan, _ADVICE)
+        path = files / 'orphans.jsonl'
+        orphans = read_lines(path, ORPHAN, _ADVICE) if path.exists() else []
     except RunDirectoryError as error:
         raise ReportError(f'{error}') from error
     if not any(run.trials for run in runs):
@@ -173,7 +168,7 @@ def load_study(directory: str | Path) -> Study:
         runs=tuple(runs),
         ledger=kept,
         altered=kept.altered(ledger.seen(files)) if kept else {},
-        orphans=tuple(orphans),
+        orphans=tuple(record['directory'] for record in orphans),
         yardsticks=yardsticks,
         problems=tuple(problems),
     )

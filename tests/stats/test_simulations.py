@@ -147,53 +147,50 @@ def is_false(decided, true):
     return decided is Decision.EQUIVALENT and abs(true) >= MARGIN
 
 
-def study(tuned_arms, rng, num_seeds, effect, whole, plain):
-    """Adds a study to `whole`, and what it decides without regard to its tuning to `plain`.
-
-    The first arm differs by `effect`, which is found if it is decided in the right direction. A
-    decision is false if it contradicts the difference of the means, or that without bad trials.
-    """
-    levels_S = rng.normal(0, LEVEL_NOISE, num_seeds)
-    arms = [copy.copy(arm) for arm, _ in tuned_arms]
-    for arm in arms:
-        arm.rng = rng
-    arms[1].level = effect
-    sweeps = [sweep for _, sweep in tuned_arms]
-    losses = [
-        arm.loss(sweep.chosen, levels_S, arm.aparts(num_seeds))
-        for arm, sweep in zip(arms, sweeps, strict=True)
-    ]
-    misses = [s.at_worst if s.bracketed and s.at_worst is not None else math.inf for s in sweeps]
-    for counts in (whole, plain):
-        tuning = [(miss, misses[0]) if counts is whole else (0.0, 0.0) for miss in misses]
-        differences = {
-            i: inference.paired(losses[i] - losses[0], tuning=tuning[i])
-            for i in range(1, len(arms))
-            if max(tuning[i]) < math.inf
-        }
-        judged = decision.judge(differences, planned=len(arms) - 1)
-        means = {i: arms[i].mean - arms[0].mean for i in differences}
-        counts.studies += 1
-        counts.false += any(
-            is_false(one.decision, true)
-            for i, one in judged.items()
-            for true in {arms[i].level, means[i]}
-        )
-        counts.arms += len(arms) - 1
-        counts.tested += len(differences)
-        counts.covered += sum(d.low <= means[i] <= d.high for i, d in differences.items())
-        counts.detectable += [one.detectable for one in judged.values()]
-        if effect and 1 in judged:
-            counts.sought += 1
-            counts.found += judged[1].decision in (BELOW_ZERO if effect < 0 else ABOVE_ZERO)
-
-
 def simulate(case, num_seeds, studies, effect=0.0, choice='vertex'):
-    """Counts over `studies`, with the tuning's error and without any regard to it."""
+    """Counts over `studies`, with the tuning's error and without any regard to it.
+
+    The first arm differs by `effect`, up and down in turns, which is found if it is decided in the
+    right direction. A decision is false if it contradicts the difference of the means, or that
+    without bad trials.
+    """
     rng = np.random.default_rng([list(CASES).index(case), num_seeds, int(effect != 0)])
     whole, plain = Counts(), Counts()
-    for i, arms in enumerate(tuned(case, studies, choice)):
-        study(arms, rng, num_seeds, effect * (-1) ** i, whole, plain)
+    for number, pairs in enumerate(tuned(case, studies, choice)):
+        levels_S, shift = rng.normal(0, LEVEL_NOISE, num_seeds), effect * (-1) ** number
+        arms, sweeps = [copy.copy(arm) for arm, _ in pairs], [sweep for _, sweep in pairs]
+        for arm in arms:
+            arm.rng = rng
+        arms[1].level = shift
+        losses = [
+            arm.loss(sweep.chosen, levels_S, arm.aparts(num_seeds))
+            for arm, sweep in zip(arms, sweeps, strict=True)
+        ]
+        misses = [
+            s.at_worst if s.bracketed and s.at_worst is not None else math.inf for s in sweeps
+        ]
+        for counts in (whole, plain):
+            tuning = [(miss, misses[0]) if counts is whole else (0.0, 0.0) for miss in misses]
+            differences = {
+                i: inference.paired(losses[i] - losses[0], tuning=tuning[i])
+                for i in range(1, len(arms))
+                if max(tuning[i]) < math.inf
+            }
+            judged = decision.judge(differences, planned=ARMS)
+            means = {i: arms[i].mean - arms[0].mean for i in differences}
+            counts.studies += 1
+            counts.false += any(
+                is_false(one.decision, true)
+                for i, one in judged.items()
+                for true in {arms[i].level, means[i]}
+            )
+            counts.arms += ARMS
+            counts.tested += len(differences)
+            counts.covered += sum(d.low <= means[i] <= d.high for i, d in differences.items())
+            counts.detectable += [one.detectable for one in judged.values()]
+            if effect and 1 in judged:
+                counts.sought += 1
+                counts.found += judged[1].decision in (BELOW_ZERO if shift < 0 else ABOVE_ZERO)
     return whole, plain
 
 
