@@ -153,24 +153,25 @@ def parse_json(text: str | bytes) -> Any:
 
 def read_lines(path: Path, schema: Mapping[str, Any], advice: str = ADVICE) -> list[Any]:
     """The values of a file's lines, which fit a schema; RunDirectoryError if it is damaged."""
-    try:
-        records = [*map(parse_json, path.read_bytes().splitlines())]
-        for record in records:
-            check(record, schema)
-        return records
-    except (OSError, ValueError) as error:
-        raise damaged(path, error, advice) from error
+    records: list[Any] = []
+
+    def add(record: Any) -> None:
+        check(record, schema)
+        records.append(record)
+
+    for_each_line(path, add, advice)
+    return records
 
 
 def for_each_line(path: Path, take: Callable[[Any], object], advice: str = ADVICE) -> None:
-    """Calls `take` with the value of each line of a file, if there is one.
+    """Calls `take` with the value of each line of a file.
 
     RunDirectoryError names the first line that is damaged or for which `take` raises ValueError.
     """
     place = str(path)
     try:
-        for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else ()):
-            place = f'{path}, line {number + 1}'
+        for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+            place = f'{path}, line {number}'
             take(parse_json(line))
     except (OSError, ValueError) as error:
         raise damaged(place, error, advice) from error

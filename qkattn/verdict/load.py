@@ -226,8 +226,9 @@ def _read_runs(study: Study) -> list[Run]:
         if trials.setdefault(name, {}).setdefault((trial.seed, trial.at), trial) != trial:
             raise ValueError(f'run {name!r} seed {trial.seed} has two results, which differ')
 
-    for_each_line(study.files / 'plan.jsonl', add_run, _ADVICE)
-    for_each_line(study.files / 'results.jsonl', add_trial, _ADVICE)
+    for name, add in (('plan.jsonl', add_run), ('results.jsonl', add_trial)):
+        if (study.files / name).exists():  # as soon as a worker has planned
+            for_each_line(study.files / name, add, _ADVICE)
     return [
         dataclasses.replace(run, trials=tuple(trials.get(name, {}).values()))
         for name, run in planned.items()
