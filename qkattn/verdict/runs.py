@@ -207,12 +207,16 @@ def with_files(run: Run, study: Path, problems: list[str]) -> Run:
 
     @contextlib.contextmanager
     def named(name: str) -> Iterator[Path]:
+        path = study / run.directory / name
         try:
-            yield study / run.directory / name
-        except RunDirectoryError as error:
-            problems.append(f'{error}.')
+            yield path
         except ValueError as error:
-            problems.append(f'{run.directory}/{name} is damaged: {error}.')
+            if not path.exists():
+                problems.append(f'{run.directory} has results, but {name} is missing.')
+            elif isinstance(error, RunDirectoryError):  # which names the file
+                problems.append(f'{error}.')
+            else:
+                problems.append(f'{run.directory}/{name} is damaged: {error}.')
 
     for name, schema in RUN_FILES.items():  # which no number of a report comes from
         with named(name) as path:
