@@ -91,8 +91,9 @@ def load_findings(directory: str | Path) -> tuple[Study, Findings]:
     Raises as `load_study`.
     """
     path = as_path(directory)
-    copy = stored.opened(path)
-    return (_load if copy != path else _load.__wrapped__)(path, copy)
+    if (copy := stored.opened(path)) == path:
+        return _load.__wrapped__(path, copy)
+    return _load(path, copy)
 
 
 @functools.lru_cache(maxsize=32)

@@ -64,13 +64,15 @@ def family_size(study: Study) -> int:
     return max(declared, study.ledger.family if study.ledger else 0)
 
 
+def _compared(arms: Sequence[Arm]) -> list[tuple[Arm, Arm | None]]:
+    """The primary arms but baselines, each with its baseline."""
+    pairs = with_baselines(arms)
+    return [pair for pair in pairs if pair[0].control is None and not pair[0].is_baseline]
+
+
 def primary(study: Study, arms: Sequence[Arm], blocks: Sequence[Remark]) -> dict[ArmKey, Verdict]:
     """The verdicts of the primary arms, against their baselines."""
-    cases = {
-        pair[0].key: [pair]
-        for pair in with_baselines(arms)
-        if pair[0].control is None and not pair[0].is_baseline
-    }
+    cases = {pair[0].key: [pair] for pair in _compared(arms)}
     return judge(study, cases, blocks, family_size(study))
 
 
@@ -78,9 +80,8 @@ def overall(study: Study, arms: Sequence[Arm], blocks: Sequence[Remark]) -> tupl
     """The variants that have results on every one of several corpora, at each size."""
     number = len(study.corpora)
     cases: dict[tuple[str, str], list[tuple[Arm, Arm | None]]] = {}
-    for arm, baseline in with_baselines(arms) if number > 1 else ():
-        if arm.control is None and not arm.is_baseline:
-            cases.setdefault((arm.variant, arm.size), []).append((arm, baseline))
+    for arm, baseline in _compared(arms) if number > 1 else ():
+        cases.setdefault((arm.variant, arm.size), []).append((arm, baseline))
     cases = {key: case for key, case in cases.items() if len(case) == number}
     verdicts = judge(study, cases, blocks, math.ceil(family_size(study) / number))
     made = []
