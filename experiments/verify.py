@@ -1,4 +1,4 @@
-"""Checks every number of committed reports and pages against the logs, and lists what it cannot.
+"""Checks every number of committed reports and pages against the logs; says what it cannot check.
 
 python -m experiments.verify                        # all studies under experiments/results
 python -m experiments.verify --write                # writes the blocks of results into the pages
@@ -18,7 +18,6 @@ from qkattn.errors import ConfigError, ReportError, SpecError
 from qkattn.jobs import cli
 from qkattn.model import cost
 from qkattn.report import verify
-from qkattn.report.printed_numbers import check_numbers, uncovered
 from qkattn.report.prose import counted
 from qkattn.verdict import load_findings
 
@@ -111,13 +110,6 @@ def main() -> None:
     print('not covered:')
     for sentence in verify.NOT_COVERED:
         print(f'  {sentence}')
-    for page, numbers in uncovered(NUMBERS.value, _pages()).items() if PAGES.value else ():
-        print(f'  numbers of {page} without a source in {NUMBERS.value}: {", ".join(numbers)}')
-
-
-def _pages() -> list[str]:
-    """Pages and configs, whose headers print numbers too."""
-    return [*PAGES.value, *map(str, sorted((ROOT / 'configs').glob('*.py')))]
 
 
 def _check_pages(pages: list[str]) -> None:
@@ -127,7 +119,7 @@ def _check_pages(pages: list[str]) -> None:
     for page, count in counts.items():
         if count:
             print(f'{Path(page).name}: {counted(count, "block")} checked against the results')
-    entries = check_numbers(NUMBERS.value)
+    entries = verify.check_numbers(NUMBERS.value)
     print(
         f'{Path(NUMBERS.value).name}: {counted(entries["logged"], "sentence")} checked against the '
         f'logs, {entries["external"]} with a source elsewhere'

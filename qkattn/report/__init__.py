@@ -39,22 +39,18 @@ def documents(
     }
 
 
-def write_report(study_dir: str | Path) -> Path:
-    """As `show_report`, but returns the path of report.html, which is written last."""
-    return _write(study_dir)[2]
-
-
 def show_report(study_dir: str | Path) -> str:
-    """Writes the report of a study; returns what a terminal shows of it.
+    """Writes the report of a study, as `write_report`; returns what a terminal shows of it."""
+    return terminal_text(*write_report(study_dir))
+
+
+def write_report(study_dir: str | Path) -> tuple[Study, Findings, Path]:
+    """Writes the report of a study; returns it with the path of report.html, written last.
 
     Writes report.html, table.md, .csv and .tex, trials.csv and plots/ into the directory. A report
     on more than screening is a look, which the study's ledger keeps. ReportError if the directory
     is not a study or holds no result, or if its ledger is damaged.
     """
-    return terminal_text(*_write(study_dir))
-
-
-def _write(study_dir: str | Path) -> tuple[Study, Findings, Path]:
     study = load_study(study_dir)
     judged = any(run.stage != SCREENING and run.trials for run in study.runs)
     if judged and ledger.look(study.directory, study.files):

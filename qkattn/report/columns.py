@@ -2,21 +2,23 @@
 
 A column with a heading is printed in its `tables`: the page and table.md (PAGE), the headline of a
 Markdown page and the LaTeX table (HEADLINE), the table of controls (CONTROL). Every column with a
-key stands in the data frame, unrounded, and in table.csv, to six digits, in the unit of the result
-files.
+key stands in the data frame and in table.csv, in the unit of the result files.
 """
 
 import dataclasses
 import functools
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from qkattn.metrics import METRICS, Metric, shown
+import pandas as pd
+
+from qkattn.metrics import METRICS, PREFIXES, Metric, shown
 from qkattn.report import prose
 from qkattn.report.prose import NONE, interval, mean_sd, one_line, p_value, reasons, si, words
 from qkattn.stats.decision import Decision
-from qkattn.stats.inference import Estimate
+from qkattn.stats.inference import Difference, Estimate
+from qkattn.study.arm_key import ArmKey
 from qkattn.study.tuning import KNOBS
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings
@@ -24,12 +26,16 @@ from qkattn.verdict.load import Study
 
 PAGE, HEADLINE, CONTROL = 'page', 'headline', 'control'
 EVERYWHERE = (PAGE, HEADLINE, CONTROL)
+# Text, '|' breaks it into two lines; and whether its column is aligned to the left.
+Heading = tuple[str, bool]
+Table = tuple[list[Heading], list[list[str]]]
+PARTS = ('removing', 'reinvesting', 'longer')  # of a difference
 ESTIMATE = tuple(field.name for field in dataclasses.fields(Estimate))
 DIFFERENCE = (
     *('mean', 'sd', 'low', 'high', 'n', 'p', 'p_margin'),
     *('error_seeds', 'error_evaluation', 'tuning_low', 'tuning_high'),
 )
-_SWEEP = ('optimum', 'optimum_low', 'optimum_high', 'at_worst', 'bracketed')
+SWEEP = ('optimum', 'optimum_low', 'optimum_high', 'at_worst', 'bracketed')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +64,15 @@ class Measure:
     def axis(self) -> str:
         return f'{self.name} ({self.unit})' if self.unit else self.name
 
+    def unscaled(self, arm: Arm) -> Estimate | None:
+        """Over seeds, in the unit of the result files."""
+        return arm.over_seeds(self.field)
+
     def over_seeds(self, arm: Arm) -> Estimate | None:
         return arm.over_seeds(self.field, self.metric.scale)
+
+    def printed(self, arm: Arm) -> str:
+        return mean_sd(self.over_seeds(arm), self.metric.decimals)
 
     def of_seeds(self, arm: Arm) -> list[float]:
         """The values of all chosen trials that have it."""
@@ -112,21 +125,22 @@ class Column:
     left: bool = False
     # Attributes of the value that the data frame has as key_part; () for the value itself.
     parts: Sequence[str] = ()
+    of_arm: Callable[[Arm], str] | None = None  # prints an arm, in the place of `text`
 
     def get(self, arm: Arm) -> Any:
         return self.value(arm) if callable(self.value) else follow(arm, self.value)
 
-    def cells(self, arm: Arm) -> Iterator[tuple[str, Any]]:
-        """Names and values in the data frame."""
+    def cells(self, arm: Arm) -> dict[str, Any]:
+        """Values by their names in the data frame."""
         value = self.get(arm)
-        for part in self.parts:
-            yield f'{self.key}_{part}', follow(value, part)
-        if self.key and not self.parts:
-            yield self.key, value
+        if self.parts:
+            return {f'{self.key}_{part}': follow(value, part) for part in self.parts}
+        return {self.key: value} if self.key else {}
 
     def print(self, arm: Arm) -> str:
-        value = self.get(arm)
-        if value is None:
+        if self.of_arm is not None:
+            return one_line(self.of_arm(arm))
+        if (value := self.get(arm)) is None:
             return NONE
         return one_line(self.text(value) if callable(self.text) else format(value, self.text))
 
@@ -141,43 +155,66 @@ def follow(value: Any, path: str) -> Any:
     return int(value) if isinstance(value, bool) else value
 
 
-def printed_in(table: str, study: Study, findings: Findings) -> list[Column]:
-    """The columns that PAGE, HEADLINE or CONTROL prints."""
-    of_study = columns(study, findings)
-    return [column for column in of_study if column.heading and table in column.tables]
+def frame(study: Study, findings: Findings) -> pd.DataFrame:
+    """Unrounded numbers, one row per arm, controls last; None where there is no such number."""
+    of_study, arms = columns(study, findings), (*findings.arms, *findings.controls)
+    rows = [{k: v for c in of_study for k, v in c.cells(arm).items()} for arm in arms]
+    return pd.DataFrame(rows, dtype=object)
 
 
-def columns(study: Study, findings: Findings) -> list[Column]:
+def printed(table: str, study: Study, findings: Findings, arms: Iterable[Arm]) -> Table:
+    """The columns that PAGE, HEADLINE or CONTROL prints, with a row for each arm."""
+    of_study = [c for c in columns(study, findings) if c.heading and table in c.tables]
+    rows = [[column.print(arm) for column in of_study] for arm in arms]
+    return [(column.heading, column.left) for column in of_study], rows
+
+
+def columns(study: Study, findings: Findings) -> Iterator[Column]:
     """The columns of a study; results come first, to be visible on a narrow screen."""
-    main, *_ = metrics = measured(findings)
     compared, tuned = study.baseline is not None, study.tuning is not None
-    made = [*_of_arm(study), *_of_difference(study, findings)]
-    for metric in metrics:
-        of_main = (PAGE, CONTROL) if compared else EVERYWHERE
-        made += _of_metric(metric, of_main if metric == main else (PAGE,))
-    for field in ('val_bits_per_byte', 'test_bits_per_byte'):
-        if any(arm.over_seeds(field) for arm in findings.arms):
-            over_seeds = functools.partial(Arm.over_seeds, field=field)
-            made.append(Column(field, over_seeds, parts=ESTIMATE))
-    made += [column for knob in KNOBS for column in _of_knob(knob, findings.arms, tuned)]
-    return made + [*_of_costs(study, findings)]
-
-
-def _of_arm(study: Study) -> Iterator[Column]:
-    """Variant, size and corpus; those that distinguish arms of this study are in every table."""
-    yield Column('variant', 'variant')
-    name = functools.partial(prose.shown, study)
-    yield Column('', lambda arm: name(arm.key), 'variant', tables=EVERYWHERE, left=True)
+    left: dict[str, Any] = {'tables': EVERYWHERE, 'left': True}
+    yield Column(
+        'variant', 'variant', 'variant', of_arm=lambda arm: prose.shown(arm.key, study), **left
+    )
+    # The size and the corpus are in every table if they distinguish arms of this study.
     tables = EVERYWHERE if len(study.sizes) > 1 else (PAGE,)
     yield Column('size', 'size', 'size', tables=tables, left=True)
-    heading = 'corpus' if len(study.corpora) > 1 else ''
-    yield Column('corpus', 'corpus', heading, tables=EVERYWHERE, left=True)
-    yield Column('control', 'control')
-    yield Column(
-        '', lambda arm: arm.control and words(arm.control), 'control', tables=(CONTROL,), left=True
-    )
+    yield Column('corpus', 'corpus', 'corpus' * (len(study.corpora) > 1), **left)
+    yield Column('control', 'control', 'control', words, tables=(CONTROL,), left=True)
     yield Column('is_baseline', 'is_baseline')
     yield Column('post_hoc', lambda arm: int(prose.is_post_hoc(study, arm.key)))
+    yield from _of_difference(study, findings)
+    for place, metric in enumerate(measured(findings)):
+        heading = f'{", ".join(filter(None, (metric.name, metric.unit)))}|mean ± sd'
+        tables = (PAGE,) if place else (PAGE, CONTROL) if compared else EVERYWHERE
+        shown: dict[str, Any] = {'tables': tables, 'of_arm': metric.printed}
+        yield Column(metric.field, metric.unscaled, heading, parts=ESTIMATE, **shown)
+    for split in PREFIXES.values():
+        per_byte = Measure(METRICS['bits_per_byte'], split)
+        if any(per_byte.unscaled(arm) for arm in findings.arms):
+            yield Column(per_byte.field, per_byte.unscaled, parts=ESTIMATE)
+    for knob in KNOBS:
+        value, text = functools.partial(setting, knob), functools.partial(_setting, knob)
+        if any(knob in arm.sweeps for arm in findings.arms):
+            heading = f'tuned {words(knob)}|[95 % interval]'
+            yield Column(knob, value, heading, tables=(PAGE, CONTROL), of_arm=text)
+            yield Column(knob, f'sweeps.{knob}', parts=SWEEP)
+        else:
+            heading = 'learning|rate' * (knob == KNOBS[0] and not tuned)
+            yield Column(knob, value, heading, of_arm=text)
+    correlation = 'correlation|over seeds' * compared
+    yield Column('correlation', 'comparison.correlation', correlation, '+.2f')
+    yield from COSTS
+    if findings.scaling:
+        laws = {(law.variant, law.corpus): law.multiplier for law in findings.scaling}
+        parts = ('value', 'low', 'high')
+        yield Column('multiplier', lambda arm: laws.get((arm.variant, arm.corpus)), parts=parts)
+
+
+def parts_of(findings: Findings, name: str) -> dict[ArmKey, Difference]:
+    """The `removing`, `reinvesting` or `longer` part of each arm that has it."""
+    parts = {parts.key: getattr(parts, name) for parts in findings.decomposition}
+    return {key: part.difference for key, part in parts.items() if part}
 
 
 def _of_difference(study: Study, findings: Findings) -> Iterator[Column]:
@@ -187,8 +224,8 @@ def _of_difference(study: Study, findings: Findings) -> Iterator[Column]:
     unit = 'nats/token [95 % interval]' if intervals else 'nats/token'
     heading = f'difference in {findings.split} loss,|{unit}'
     tables = EVERYWHERE if study.baseline is not None else (PAGE,)
-    yield Column('', _difference, heading, tables=tables)
-    yield Column('difference', 'difference', parts=DIFFERENCE)
+    shown: dict[str, Any] = {'tables': tables, 'of_arm': _difference}
+    yield Column('difference', 'difference', heading, parts=DIFFERENCE, **shown)
     heading = f'verdict,|margin {margin}' * tuned
     yield Column('verdict', 'verdict.decision.value', heading, tables=(PAGE, HEADLINE), left=True)
     for key, heading in (
@@ -200,15 +237,17 @@ def _of_difference(study: Study, findings: Findings) -> Iterator[Column]:
     yield Column('', _p_of_verdict, 'p,|corrected' * tuned, p_value, tables=(HEADLINE,))
     heading = 'detectable difference,|nats/token' * tuned
     yield Column('detectable_holm', 'verdict.detectable', heading, '.4f')
-    parts = {parts.key: parts for parts in findings.decomposition}
-    for part in ('removing', 'reinvesting', 'longer'):
-
-        def difference(arm: Arm, part: str = part) -> Any:
-            return follow(parts.get(arm.key), f'{part}.difference')
-
-        yield Column(part, difference, parts=('mean', 'low', 'high'))
-        if part != 'longer' and any(map(difference, findings.arms)):
-            yield Column('', difference, f'{part},|nats/token', interval, tables=(HEADLINE,))
+    for name in PARTS:
+        parts = parts_of(findings, name)
+        heading = f'{name},|nats/token' * (name != 'longer' and bool(parts))
+        yield Column(
+            name,
+            lambda arm, parts=parts: parts.get(arm.key),
+            heading,
+            interval,
+            tables=(HEADLINE,),
+            parts=('mean', 'low', 'high'),
+        )
     yield Column('reason', lambda arm: arm.verdict and reasons(arm))
     yield Column('split', 'comparison.split')
     yield Column('difference_validation', 'comparison.validation')
@@ -233,80 +272,52 @@ def _p_of_verdict(arm: Arm) -> float | None:
     return by_decision.get(arm.verdict.decision, arm.verdict.p_holm)
 
 
-def _of_metric(metric: Measure, tables: Sequence[str]) -> Iterator[Column]:
-    def printed(arm: Arm) -> str:
-        return mean_sd(metric.over_seeds(arm), metric.metric.decimals)
-
-    heading = ', '.join(filter(None, (metric.name, metric.unit)))
-    yield Column('', printed, f'{heading}|mean ± sd', tables=tables)
-    yield Column(metric.field, lambda arm: arm.over_seeds(metric.field), parts=ESTIMATE)
-
-
-def _of_knob(knob: str, arms: Sequence[Arm], tuned: bool) -> Iterator[Column]:
-    """The chosen value, marked where it is not bracketed, and the results of its sweep."""
-    swept = any(knob in arm.sweeps for arm in arms)
-    heading = f'tuned {words(knob)}|[95 % interval]' * swept
-    if knob == KNOBS[0] and not tuned:
-        heading = 'learning|rate'
-
-    def value(arm: Arm) -> float | None:
-        """The value of the verdict runs, or the one that screening has chosen so far."""
-        if knob == KNOBS[0] and arm.tuning is None:
-            return arm.learning_rate
-        if arm.verdict_trials:
-            return arm.verdict_trials[0].at[KNOBS.index(knob)]
-        return arm.sweeps[knob].chosen if knob in arm.sweeps else None
-
-    def printed(arm: Arm) -> str | None:
-        """'0.0042 [0.0038, 0.0047]', '0.016*' where it is not bracketed."""
-        sweep, chosen = arm.sweeps.get(knob), value(arm)
-        if chosen is None:
-            return None
-        if sweep is None:
-            return f'{chosen:g}{"*" if knob == KNOBS[0] and not tuned and arm.at_edge else ""}'
-        text = f'{chosen:g}{"" if sweep.bracketed else "*"}'
-        if sweep.optimum_low is None or sweep.optimum_high is None:
-            return text
-        return f'{text} [{sweep.optimum_low:.3g}, {sweep.optimum_high:.3g}]'
-
-    yield Column('', printed, heading, tables=(PAGE, CONTROL) if swept else (PAGE,))
-    yield Column(knob, value)
-    if swept:
-        yield Column(knob, lambda arm: arm.sweeps.get(knob), parts=_SWEEP)
+def setting(knob: str, arm: Arm) -> float | None:
+    """The value of the verdict runs, or the one that screening has chosen so far."""
+    if knob == KNOBS[0] and arm.tuning is None:
+        return arm.learning_rate
+    if arm.verdict_trials:
+        return arm.verdict_trials[0].at[KNOBS.index(knob)]
+    return arm.sweeps[knob].chosen if knob in arm.sweeps else None
 
 
-def _of_costs(study: Study, findings: Findings) -> Iterator[Column]:
-    """Seeds, parameters, shape, costs, and how trials ended."""
-    heading = 'correlation|over seeds' * (study.baseline is not None)
-    yield Column('correlation', 'comparison.correlation', heading, '+.2f')
-    shared: dict[str, Any] = {'tables': (PAGE, CONTROL)}
-    yield Column('', lambda arm: len(arm.chosen), 'seeds', **shared)
-    yield Column('parameters', 'example.parameters.total', 'parameters', ',', **shared)
-    percent = '{:+.3f}'.format
-    yield Column(
-        'residual', 'example.residual', 'residual,|%', lambda r: percent(100 * r), **shared
-    )
-    heading = 'attention|parameters'
-    yield Column('parameters_attention', 'example.parameters.attention', heading, ',')
-    for name in ('d_model', 'd_ff'):
-        yield Column(name, f'example.config.{name}', name, **shared)
-    yield Column('flops_per_token', 'example.flops_per_token', 'FLOPs|/token', si)
-    heading = 'cache|floats/token'
-    yield Column('cache_floats_per_token', 'example.cache_floats_per_token', heading, si)
+def _setting(knob: str, arm: Arm) -> str:
+    """'0.0042 [0.0038, 0.0047]', '0.016*' where it is not bracketed."""
+    if (value := setting(knob, arm)) is None:
+        return NONE
+    sweep = arm.sweeps.get(knob)
+    loose = not sweep.bracketed if sweep else arm.tuning is None and arm.at_edge
+    return f'{value:g}{"*" * loose} {prose.optimum(sweep)}'
 
-    def speed(arm: Arm) -> float | None:
-        values = arm.of_runs('tokens_per_second')
-        return statistics.fmean(values) if values else None
 
-    yield Column('tokens_per_second', speed, 'tokens|/s', si)
-    yield Column('train_seconds', lambda arm: sum(arm.of_runs('train_seconds')), 'run time,|s', si)
-    diverged = '{0.num_diverged}/{1}'.format
-    yield Column('', lambda arm: diverged(arm, len(arm.verdict_trials)), 'diverged', **shared)
-    yield Column('diverged', 'num_diverged')
-    yield Column('trials', lambda arm: len(arm.verdict_trials))
-    yield Column('steps', 'example.num_steps')
-    yield Column('seeds', lambda arm: ' '.join(str(t.seed) for t in arm.chosen))
-    laws = {(law.variant, law.corpus): law.multiplier for law in findings.scaling}
-    if laws:
-        parts = ('value', 'low', 'high')
-        yield Column('multiplier', lambda arm: laws.get((arm.variant, arm.corpus)), parts=parts)
+def _speed(arm: Arm) -> float | None:
+    values = arm.of_runs('tokens_per_second')
+    return statistics.fmean(values) if values else None
+
+
+def _seconds(arm: Arm) -> float:
+    return sum(arm.of_runs('train_seconds'))
+
+
+def _diverged(arm: Arm) -> str:
+    return f'{arm.num_diverged}/{len(arm.verdict_trials)}'
+
+
+# Seeds, parameters, shape, costs, and how trials ended.
+_BOTH: Mapping[str, Any] = {'tables': (PAGE, CONTROL)}
+COSTS = (
+    Column('', lambda arm: len(arm.chosen), 'seeds', **_BOTH),
+    Column('parameters', 'example.parameters.total', 'parameters', ',', **_BOTH),
+    Column('residual', 'example.residual', 'residual,|%', lambda r: f'{100 * r:+.3f}', **_BOTH),
+    Column('parameters_attention', 'example.parameters.attention', 'attention|parameters', ','),
+    Column('d_model', 'example.config.d_model', 'd_model', **_BOTH),
+    Column('d_ff', 'example.config.d_ff', 'd_ff', **_BOTH),
+    Column('flops_per_token', 'example.flops_per_token', 'FLOPs|/token', si),
+    Column('cache_floats_per_token', 'example.cache_floats_per_token', 'cache|floats/token', si),
+    Column('tokens_per_second', _speed, 'tokens|/s', si),
+    Column('train_seconds', _seconds, 'run time,|s', si),
+    Column('diverged', 'num_diverged', 'diverged', of_arm=_diverged, **_BOTH),
+    Column('trials', lambda arm: len(arm.verdict_trials)),
+    Column('steps', 'example.num_steps'),
+    Column('seeds', lambda arm: ' '.join(str(trial.seed) for trial in arm.chosen)),
+)

@@ -5,21 +5,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qkattn.report.columns import PAGE, printed_in
+from qkattn.report.columns import PAGE, printed
 from qkattn.report.figures.style import DARK, LIGHT, Drawing
-from qkattn.report.prose import counted, environment, macro_sentences, plain, sentences
+from qkattn.report.prose import counted, environment, macro, plain, sentences
 from qkattn.report.sheets import sheets
-from qkattn.report.tables import cells, headings, notes, settings, summary
+from qkattn.report.tables import notes, settings, summary
 from qkattn.storage.records import flat
 from qkattn.verdict.findings import Findings
 from qkattn.verdict.load import Study
 
 _SVG = 'data:image/svg+xml;base64,'
-# The macros of figures.j2, with which the names of the figures' files begin.
-KINDS = (
-    *('verdicts', 'differences', 'losses', 'scores', 'sweep', 'curves'),
-    *('loss_parameters', 'retrieval'),
-)
 
 
 def report_page(
@@ -32,7 +27,7 @@ def report_page(
         for drawing in drawn
         if drawing.stem in svg
     ]
-    of_study = printed_in(PAGE, study, findings)
+    titles, rows = printed(PAGE, study, findings, findings.arms)
     facts = sentences('facts.j2', study=study, findings=findings)
     css = Path(__file__).with_name('templates').joinpath('style.css').read_text('utf-8')
     return (
@@ -44,8 +39,8 @@ def report_page(
             figures=figures,
             summary=summary(study, findings, html=True),
             facts=[fact.partition(': ')[::2] for fact in facts],
-            headings=headings(of_study),
-            rows=cells(of_study, findings.arms),
+            headings=titles,
+            rows=rows,
             notes=notes(study, findings),
             sheets=sheets(study, findings),
             settings=settings(study, findings),
@@ -58,9 +53,9 @@ def report_page(
 
 
 def described(study: Study, findings: Findings, figure: Drawing) -> dict[str, Any]:
-    """A figure as pages show it: its kind names a macro of figures.j2."""
-    kind = next(name for name in KINDS if figure.stem.startswith(name))
-    title, caption = macro_sentences('figures.j2', kind, study, findings=findings, **figure.values)
+    """A figure as pages show it: its kind, the first word of its stem, is a macro of figures.j2."""
+    kind, about = figure.stem.partition('_')[0], {'study': study}
+    title, caption = macro('figures.j2', kind, about, findings=findings, **figure.values)
     return {'stem': figure.stem, 'kind': kind, 'title': title, 'caption': caption}
 
 
@@ -71,10 +66,8 @@ def _provenance(study: Study) -> dict[str, list[str]]:
         about = {'data': trial.data, 'eval tokens': trial.eval_tokens, 'lifting': trial.lifting}
         for name, value in flat({**about, **trial.provenance}, ': '):
             facts.setdefault(name, {}).setdefault(plain(value), set()).add(trial.run)
-    if study.command:
-        facts |= {'command': {study.command: set()}}
-    made = {}
-    for name, values in facts.items():
-        several = len(values) > 1
-        made[name] = [f'{t} ({counted(r, "run")})' if several else t for t, r in values.items()]
-    return made
+    made = {
+        name: [f'{t} ({counted(r, "run")})' for t, r in runs.items()] if len(runs) > 1 else [*runs]
+        for name, runs in facts.items()
+    }
+    return made | ({'command': [study.command]} if study.command else {})

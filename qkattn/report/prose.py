@@ -20,6 +20,7 @@ from qkattn.metrics import PREFIXES
 from qkattn.stats.decision import Decision
 from qkattn.stats.inference import Difference, Estimate
 from qkattn.stats.scaling import Problem
+from qkattn.stats.sweep import Sweep
 from qkattn.study import variant_tables
 from qkattn.study.arm_key import ArmKey
 from qkattn.verdict.arms import Arm
@@ -85,9 +86,11 @@ def interval(difference: Difference | None, decimals: int = 4) -> str:
     return f'{mean} [{difference.low:+.{decimals}f}, {difference.high:+.{decimals}f}]'
 
 
-def bracketed(number: Any, spec: str = '.3f') -> str:
-    """'1.200 [1.100, 1.300]' of what has a value, low and high."""
-    return f'{number.value:{spec}} [{number.low:{spec}}, {number.high:{spec}}]'
+def optimum(sweep: Sweep | None) -> str:
+    """'[0.0038, 0.0047]', the interval of the optimum; '' where nothing bounds it."""
+    if sweep is None or sweep.optimum_low is None:
+        return ''
+    return f'[{sweep.optimum_low:.3g}, {sweep.optimum_high:.3g}]'
 
 
 def p_value(p: float | None) -> str:
@@ -128,10 +131,9 @@ def clause(
     code: Remark | Reason | Problem, comparisons: int = 0, study: Study | None = None
 ) -> str:
     """A code with its data as text; p is corrected for the number of `comparisons`."""
-    template = environment(html=False).get_template('clauses.j2')
-    module = template.make_module({'comparisons': comparisons, 'study': study})
     name = f'{type(code).__name__.lower()}_{code.code.name.lower()}'
-    return tidy(getattr(module, name)(**code.data))
+    about = {'comparisons': comparisons, 'study': study}
+    return macro('clauses.j2', name, about, **code.data)[0]
 
 
 def placed(key: ArmKey, study: Study | None = None) -> str:
@@ -147,17 +149,12 @@ def where(study: Study, group: Any) -> str:
     return ', '.join(name for name, among in several if len(among) > 1)
 
 
-def on_corpus(study: Study, arm: Any) -> str:
-    """A variant of the study, with the corpus if there are several."""
-    return arm.variant + (f', {arm.corpus}' if len(study.corpora) > 1 else '')
-
-
 def is_post_hoc(study: Study, key: ArmKey) -> bool:
     """Whether the arm was added after the first look at results."""
     return study.ledger is not None and key.declared in study.ledger.post_hoc
 
 
-def shown(study: Study, key: ArmKey) -> str:
+def shown(key: ArmKey, study: Study) -> str:
     """The name of an arm's variant in tables and figures, marked if it is post hoc."""
     return key.variant + ' (post hoc)' * is_post_hoc(study, key)
 
@@ -181,10 +178,10 @@ def sentences(template: str, *, html: bool = False, **values: Any) -> list[str]:
     return [Markup(line) for line in lines] if html else lines
 
 
-def macro_sentences(template: str, name: str, study: Study, /, **values: Any) -> list[str]:
-    """The sentences of a macro, whose first argument is the study, as plain text."""
-    module = environment(html=False).get_template(template).make_module({'study': study})
-    return [tidy(part) for part in getattr(module, name)(study, **values).split(END)]
+def macro(template: str, name: str, about: Mapping[str, Any], /, **values: Any) -> list[str]:
+    """The sentences of a macro as plain text; `about` are values that all its macros see."""
+    module = environment(html=False).get_template(template).make_module(about)
+    return [tidy(part) for part in getattr(module, name)(**values).split(END)]
 
 
 def tidy(text: str) -> str:
@@ -230,19 +227,16 @@ def form(config: Mapping[str, Any]) -> tuple[str, str, str]:
 
     'shared_qk(self_mask=False)/vo'; an equation is NONE for a class outside the package.
     """
-    names, equations = [], []
+    forms = []
     for kind, known in variant_tables.stored().items():  # Score, Value
-        text = config['model'][kind.lower()]
-        if (entry := known.get(text.partition('(')[0])) is None:
-            names.append(text)
-            equations.append(NONE)
-            continue
-        name, options = parse_call(text, kind)
-        every = ', '.join(f'{key}={value!r}' for key, value in (entry['options'] | options).items())
-        names.append(name + f'({every})' * bool(every))
-        equations.append(entry['equation'])
-    score, value = equations
-    return '/'.join(names), score, value
+        text, equation = config['model'][kind.lower()], NONE
+        if entry := known.get(text.partition('(')[0]):
+            text, options = parse_call(text, kind)
+            options = [f'{key}={value!r}' for key, value in (entry['options'] | options).items()]
+            text, equation = text + f'({", ".join(options)})' * bool(options), entry['equation']
+        forms.append((text, equation))
+    (score, A), (value, B) = forms
+    return f'{score}/{value}', A, B
 
 
 @jinja2.pass_context
@@ -252,12 +246,10 @@ def _arm_title(context: jinja2.runtime.Context, arm: Any) -> str:
 
 def _details(measure: Any, arms: Iterable[Arm]) -> dict[str, list]:
     """The recorded details of how a metric was measured, each value once."""
-    details = {}
-    for name in measure.metric.details:
-        field = f'{measure.split}_{name}'
-        values = dict.fromkeys(trial.metrics[field] for arm in arms for trial in arm.chosen)
-        details[name] = [value for value in values if value is not None]
-    return details
+    trials = [trial for arm in arms for trial in arm.chosen]
+    details = {name: f'{measure.split}_{name}' for name in measure.metric.details}
+    values = {name: dict.fromkeys(t.metrics[f] for t in trials) for name, f in details.items()}
+    return {name: [x for x in several if x is not None] for name, several in values.items()}
 
 
 @functools.cache
@@ -271,7 +263,7 @@ def environment(html: bool) -> jinja2.Environment:
         lstrip_blocks=True,
     )
     functions: list[Any] = [si, interval, p_value, listed, counted, span, words, clause, remark]
-    functions += [reasons, tidy, data_name, device, by_where]
+    functions += [reasons, tidy, data_name, device, by_where, shown]
     made.filters |= {function.__name__: function for function in functions} | {
         'arm_title': _arm_title,
         'by_difference': functools.partial(
@@ -284,7 +276,6 @@ def environment(html: bool) -> jinja2.Environment:
         'quantity': QUANTITIES.__getitem__,
         'rates': lambda arms: sorted({rate for arm in arms for rate in arm.learning_rates}),
         'shortened': lambda text: f'{text[:12]}…' if HASH.fullmatch(text) else text,
-        'shown': lambda key, study: shown(study, key),
         'split': SPLITS.__getitem__,
         'strong': lambda text: Markup('<strong>{}</strong>').format(text) if html else text,
         'withholding': lambda remarks: [

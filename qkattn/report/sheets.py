@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from qkattn.report import prose
-from qkattn.report.columns import CONTROL, printed_in
-from qkattn.report.prose import NONE, NOT_RECORDED, bracketed, clause, interval, p_value, si, words
+from qkattn.report.columns import CONTROL, PARTS, Heading, Table, parts_of, printed
+from qkattn.report.prose import NONE, NOT_RECORDED, clause, interval, p_value, si, words
 from qkattn.storage import ledger
 from qkattn.study.arm_key import ArmKey
 from qkattn.verdict import rules
@@ -16,9 +16,6 @@ from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings
 from qkattn.verdict.load import Study
 
-# Text, '|' breaks it into two lines; and whether its column is aligned to the left.
-Heading = tuple[str, bool]
-Table = tuple[list[Heading], list[list[str]]]
 Row = dict[str, str]  # cells by heading
 
 
@@ -37,14 +34,14 @@ def sheets(study: Study, findings: Findings) -> list[Sheet]:
     made = {
         'parts': _table(_parts(study, findings)),
         'overall': _table(_overall(study, findings), study.corpora),
-        'controls': _controls(study, findings),
+        'controls': printed(CONTROL, study, findings, findings.controls),
         'yardsticks': yardsticks(study, findings),
         'laws': _table(_laws(study, findings), ['no number, because']),
         'forms': _table(_forms(study, findings), ['form', 'A[n]', 'B[n]']),
         'ledger': _table(_ledger(study), ['event', 'details']),
     }
     return [
-        Sheet(name, *table, *prose.macro_sentences('sheets.j2', name, study, findings=findings))
+        Sheet(name, *table, *prose.macro('sheets.j2', name, {'study': study}, findings=findings))
         for name, table in made.items()
         if table[1]
     ]
@@ -62,7 +59,7 @@ def _table(rows: Iterator[Row], left: Collection[str] = ()) -> Table:
 
 def _place(study: Study, row: Any) -> Row:
     """The cells that identify an arm, or a variant over sizes or corpora, in this study."""
-    place = {'variant': prose.shown(study, row.key) if isinstance(row, Arm) else row.variant}
+    place = {'variant': prose.shown(row.key, study) if isinstance(row, Arm) else row.variant}
     for name, among in (('size', study.sizes), ('corpus', study.corpora)):
         if len(among) > 1 and hasattr(row, name):
             place[name] = getattr(row, name)
@@ -71,20 +68,18 @@ def _place(study: Study, row: Any) -> Row:
 
 def _parts(study: Study, findings: Findings) -> Iterator[Row]:
     """Removing and reinvesting, which add up to the difference, and the longer budget."""
-    by_arm = {parts.key: parts for parts in findings.decomposition}
-    longer = f'at {study.controls["longer"]} x the steps|matched - baseline'
-    for arm in [arm for arm in findings.arms if by_arm and not arm.is_baseline]:
-        parts = by_arm.get(arm.key)
-        compared = {
-            'removing|equal shape - baseline': parts and parts.removing,
-            'reinvesting|matched - equal shape': parts and parts.reinvesting,
-            'both|matched - baseline': arm.comparison,
-        }
-        if study.controls['longer']:
-            compared[longer] = parts and parts.longer
-        yield _place(study, arm) | {
-            name: interval(part.difference) if part else NONE for name, part in compared.items()
-        }
+    removing, reinvesting, longer = (parts_of(findings, name) for name in PARTS)
+    for arm in findings.arms:
+        if findings.decomposition and not arm.is_baseline:
+            differences = {
+                'removing|equal shape - baseline': removing.get(arm.key),
+                'reinvesting|matched - equal shape': reinvesting.get(arm.key),
+                'both|matched - baseline': arm.difference,
+            }
+            if times := study.controls['longer']:
+                heading = f'at {times} x the steps|matched - baseline'
+                differences[heading] = longer.get(arm.key)
+            yield _place(study, arm) | {name: interval(d) for name, d in differences.items()}
 
 
 def _overall(study: Study, findings: Findings) -> Iterator[Row]:
@@ -99,12 +94,6 @@ def _overall(study: Study, findings: Findings) -> Iterator[Row]:
             f'p of more than {study.margin:g},|corrected': p_value(verdict.p_margin_holm),
             **{arm.corpus: arm.verdict.decision.value for arm in overall.arms},
         }
-
-
-def _controls(study: Study, findings: Findings) -> Table:
-    of_study = printed_in(CONTROL, study, findings)
-    rows = [[column.print(arm) for column in of_study] for arm in findings.controls]
-    return [(column.heading, column.left) for column in of_study], rows
 
 
 def yardsticks(study: Study, findings: Findings) -> Table:
@@ -136,23 +125,29 @@ def _laws(study: Study, findings: Findings) -> Iterator[Row]:
     """The law of each variant and the worth of its parameters, or why there is none."""
     for scaling in findings.scaling:
         law, worth = scaling.fit, scaling.multiplier
-        problems = [law.problem, worth.problem if worth else None]
-        yield _place(study, scaling) | {
-            'E,|nats/token': NONE if law.problem else bracketed(law.E),
-            'A': NONE if law.problem else bracketed(law.A, '.3g'),
-            'a': NONE if law.problem else bracketed(law.a),
-            'R²': NONE if law.problem else f'{law.r_squared:.3f}',
-            'baseline parameters|per parameter': NONE
-            if worth is None or worth.problem
-            else bracketed(worth),
-            'no number, because': '; '.join(dict.fromkeys(clause(p) for p in problems if p))
-            or NONE,
-        }
+        problems = [fit.problem for fit in (law, worth) if fit and fit.problem]
+
+        def bounded(value: Any, spec: str = '.3f') -> str:
+            return f'{value.value:{spec}} [{value.low:{spec}}, {value.high:{spec}}]'
+
+        fitted = {'E,|nats/token': NONE, 'A': NONE, 'a': NONE, 'R²': NONE}
+        if not law.problem:
+            numbers = bounded(law.E), bounded(law.A, '.3g'), bounded(law.a), f'{law.r_squared:.3f}'
+            fitted = dict(zip(fitted, numbers, strict=True))
+        multiplier = NONE if worth is None or worth.problem else bounded(worth)
+        yield (
+            _place(study, scaling)
+            | fitted
+            | {
+                'baseline parameters|per parameter': multiplier,
+                'no number, because': '; '.join(dict.fromkeys(map(clause, problems))) or NONE,
+            }
+        )
 
 
 def _forms(study: Study, findings: Findings) -> Iterator[Row]:
     """The equations of each variant, with all options."""
-    for name, arm in {prose.shown(study, arm.key): arm for arm in findings.arms}.items():
+    for name, arm in {prose.shown(arm.key, study): arm for arm in findings.arms}.items():
         form, score, value = prose.form(study.by_name[arm.example.run].config)
         yield {'variant': name, 'form': form, 'A[n]': score, 'B[n]': value}
 
@@ -160,11 +155,11 @@ def _forms(study: Study, findings: Findings) -> Iterator[Row]:
 def _ledger(study: Study) -> Iterator[Row]:
     for entry in study.ledger.entries if study.ledger else ():
         arms = [ArmKey(*ledger.arm_key(arm)) for arm in entry.get('arms', ())]
-        (sentence,) = prose.macro_sentences('sheets.j2', 'entered', study, entry=entry, arms=arms)
+        (details,) = prose.macro('sheets.j2', 'entered', {'study': study}, entry=entry, arms=arms)
         yield {
             'time, UTC': str(entry['time']).removesuffix('+00:00').replace('T', ' '),
             'event': words(entry['event']),
             'look': str(entry.get('look', NONE)),
             'family': str(entry.get('family', NONE)),
-            'details': sentence,
+            'details': details,
         }

@@ -15,10 +15,10 @@ from qkattn.errors import ReportError
 from qkattn.jobs.output import visible
 from qkattn.metrics import shown
 from qkattn.report import prose
-from qkattn.report.columns import HEADLINE, PAGE, Column, Measure, columns, measured, printed_in
+from qkattn.report.columns import HEADLINE, PAGE, Heading, Measure, frame, measured, printed
 from qkattn.report.figures.style import short
 from qkattn.report.prose import NONE, environment, one_line, rounded, sentences, words
-from qkattn.report.sheets import Heading, sheets, yardsticks
+from qkattn.report.sheets import sheets, yardsticks
 from qkattn.stats.inference import LEVEL, POWER
 from qkattn.storage.files import as_path
 from qkattn.storage.records import CONFIG, metrics_of, read_json, read_results
@@ -30,27 +30,11 @@ from qkattn.verdict.load import Study
 WIDTH = 100  # columns that a report fits into, of a terminal or a log
 
 
-def frame(study: Study, findings: Findings) -> pd.DataFrame:
-    """Unrounded numbers, one row per arm, controls last; None where there is no such number."""
-    of_study, arms = columns(study, findings), (*findings.arms, *findings.controls)
-    records = [dict(cell for c in of_study for cell in c.cells(arm)) for arm in arms]
-    return pd.DataFrame(records, dtype=object)
-
-
 def csv_table(study: Study, findings: Findings) -> str:
     """The data frame as CSV, with the digits of `rounded`; an empty field where it has None."""
     table = frame(study, findings)
     stored = pd.DataFrame({name: map(rounded, table[name]) for name in table}, dtype=object)
     return stored.to_csv(index=False, lineterminator='\n')
-
-
-def cells(of_study: Sequence[Column], arms: Iterable[Arm]) -> list[list[str]]:
-    """The cells of each arm as printed."""
-    return [[column.print(arm) for column in of_study] for arm in arms]
-
-
-def headings(of_study: Sequence[Column]) -> list[Heading]:
-    return [(column.heading, column.left) for column in of_study]
 
 
 def text_table(titles: Sequence[Heading], rows: Sequence[Sequence[str]]) -> str:
@@ -94,10 +78,9 @@ def headline(study: Study, findings: Findings) -> str:
 
     groups = prose.by_where(findings.arms, study).values()
     arms = [arm for group in groups for arm in sorted(group, key=rank)]
-    of_study = printed_in(HEADLINE, study, findings)
     lines = sentences('headline.j2', study=study, findings=findings)
     text = markdown(' '.join([*lines, summary(study, findings)[-1]]))
-    return f'{markdown_table(headings(of_study), cells(of_study, arms))}\n\n{text}\n'
+    return f'{markdown_table(*printed(HEADLINE, study, findings, arms))}\n\n{text}\n'
 
 
 def settings(study: Study, findings: Findings) -> list[tuple[str, str]]:
@@ -117,17 +100,15 @@ def summary(study: Study, findings: Findings, html: bool = False) -> list[str]:
 
 def notes(study: Study, findings: Findings) -> list[str]:
     """Notes under the table: the meaning of the numbers and their limits."""
-    measures = measured(findings)
-    numbers = {'level': LEVEL, 'power': POWER}
-    return sentences('notes.j2', study=study, findings=findings, measures=measures, numbers=numbers)
+    about = {'study': study, 'findings': findings, 'measures': measured(findings)}
+    return sentences('notes.j2', **about, numbers={'level': LEVEL, 'power': POWER})
 
 
 def report_markdown(study: Study, findings: Findings) -> str:
     """The result, the tables and their notes as a Markdown document."""
     question = [study.question] if study.question else []
-    of_study = printed_in(PAGE, study, findings)
     parts = [f'# {markdown(study.name)}', *map(markdown, [*question, *summary(study, findings)])]
-    parts.append(markdown_table(headings(of_study), cells(of_study, findings.arms)))
+    parts.append(markdown_table(*printed(PAGE, study, findings, findings.arms)))
     parts.append(_bullets([*notes(study, findings), *study.problems]))
     for sheet in sheets(study, findings):
         table = markdown_table(sheet.headings, sheet.rows)
@@ -153,13 +134,13 @@ _LATEX = {character: f'\\{character}' for character in '{}$&#%_'} | {
 
 def latex_table(study: Study, findings: Findings) -> str:
     """A table environment with a row per arm; what all arms have in common is in its caption."""
-    of_study = printed_in(HEADLINE, study, findings)
-    rows = [list(map(latex, row)) for row in cells(of_study, findings.arms)]
-    table = pd.DataFrame(rows, columns=[latex(c.heading.replace('|', ' ')) for c in of_study])
+    titles, rows = printed(HEADLINE, study, findings, findings.arms)
+    names = [latex(title.replace('|', ' ')) for title, _ in titles]
+    table = pd.DataFrame([list(map(latex, row)) for row in rows], columns=names)
     template = environment(html=False).get_template('table.tex.j2')
     text = table.style.hide(axis='index').to_latex(
         caption=latex(template.render(study=study, findings=findings)),
-        column_format=''.join('l' if column.left else 'r' for column in of_study),
+        column_format=''.join('l' if left else 'r' for _, left in titles),
         hrules=True,
         position_float='centering',
     )
@@ -175,10 +156,9 @@ def latex(text: str) -> str:
 
 def terminal_text(study: Study, findings: Findings, page: Path) -> str:
     """The result, the columns of the headline that fit, the yardsticks, and where the rest is."""
-    of_study = printed_in(HEADLINE, study, findings)
     lines = [f'study {study.name}', *([study.question] if study.question else []), '']
     lines += [*summary(study, findings), *(f'! {problem}' for problem in study.problems)]
-    made = [(headings(of_study), cells(of_study, findings.arms)), yardsticks(study, findings)]
+    made = [printed(HEADLINE, study, findings, findings.arms), yardsticks(study, findings)]
     width = min(WIDTH, shutil.get_terminal_size((WIDTH, 0)).columns)
     wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
     parts = ['\n'.join(wrapper.fill(visible(one_line(line))) for line in lines)]
@@ -235,15 +215,16 @@ def trials_csv(study: Study, findings: Findings) -> str:
     without any value are left out. `chosen` is 1 for the trials whose mean is the result of an arm.
     """
     chosen = {id(trial) for arm in (*findings.arms, *findings.controls) for trial in arm.chosen}
-    before = ('stage', 'knob', 'seed', *KNOBS, 'status', 'diverged_at', 'num_steps', 'num_tokens')
-    after = ('target_parameters', 'residual')
-    directories, rows = {run.name: run.directory for run in study.runs}, []
+    directories = {run.name: run.directory for run in study.runs}
+    fields = ('stage', 'knob', 'seed', *KNOBS, 'status', 'diverged_at', 'num_steps', 'num_tokens')
+    fields += ('parameters', 'target_parameters', 'residual')
+    rows = []
     for trial in study.trials:
         values = vars(trial) | dict(trial.trial) | dict(zip(KNOBS, trial.at, strict=True))
-        row = trial.key._asdict() | {name: values[name] for name in before}
-        row |= {'parameters': trial.parameters['total']} | {name: values[name] for name in after}
-        place = {'chosen': int(id(trial) in chosen), 'directory': directories[trial.run]}
-        rows.append(row | dict(trial.metrics) | {'run': trial.run} | place)
+        values['parameters'] = trial.parameters['total']
+        row = trial.key._asdict() | {name: values[name] for name in fields} | dict(trial.metrics)
+        row |= {'run': trial.run, 'chosen': int(id(trial) in chosen)}
+        rows.append(row | {'directory': directories[trial.run]})
     table = pd.DataFrame(rows, dtype=object)
     optional = {'diverged_at', *(name for trial in study.trials for name in trial.metrics)}
     unmeasured = [name for name in optional if table[name].isna().all()]

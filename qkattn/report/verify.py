@@ -5,10 +5,11 @@ The chain from a log to a printed number:
     ledger.jsonl -> study.json, plan.jsonl, results.jsonl, documents.json    by their hashes
     plan.jsonl     a run's name is the hash of its config, its trials are the config's, in order
     metrics.jsonl  the last evaluation and the final record hold what results.jsonl does
-    results.jsonl  tokens, residual, perplexity, bits per byte follow from the other fields
+    results.jsonl  tokens, residual and the parameter count follow from the other fields
     results.jsonl -> table.md, table.csv, a page's headline                  made again
     results.jsonl -> claims.json                             decided again, see qkattn.claims.export
     claims.json -> the blocks of pages                                       made again
+    logs -> sentences of pages, by docs/numbers.toml, see `check_numbers`    made again
 
 `load_study` compares the sums of documents.json with the losses. A stored study has the files of
 the first lines in another form (`qkattn.study.stored`).
@@ -20,12 +21,14 @@ digit. So a stored number agrees with the one made again, x, if a number within 
 stored (`near`) or printed (`prints_of`) like that.
 """
 
+import ast
 import dataclasses
 import functools
 import itertools
 import math
 import os
 import re
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from pathlib import Path
@@ -36,11 +39,13 @@ import pandas as pd
 
 from qkattn.config import TrialsConfig, fingerprint_of, from_json
 from qkattn.errors import ReportError
-from qkattn.metrics import PREFIXES, bits_per_byte, perplexity, result_fields
+from qkattn.metrics import result_fields
 from qkattn.report import tables
-from qkattn.report.prose import rounded
+from qkattn.report.columns import frame
+from qkattn.report.prose import one_line, rounded
 from qkattn.storage import ledger
 from qkattn.storage.files import write_atomic
+from qkattn.storage.records import parse_json
 from qkattn.study.tuning import SCREENING
 from qkattn.verdict import Findings, Study, load_findings
 from qkattn.verdict.runs import Curve, Run, Trial
@@ -107,11 +112,7 @@ def check_page(
     their directories give; else ReportError names one that its directory does not give.
     """
     path = Path(path)
-    try:
-        text = path.read_text(encoding='utf-8')
-    except (OSError, UnicodeDecodeError) as error:
-        raise ReportError(f'page {str(path)!r} cannot be read: {error}.') from error
-
+    text = _page(path)
     blocks = HEADLINE | dict(more)
     marks = rf'<!-- ({"|".join(blocks)}): (\S+) -->\n'
     block = re.compile(rf'({marks})(.*?)(<!-- end -->)', re.DOTALL)
@@ -182,10 +183,9 @@ def _run_problems(study: Study) -> Iterator[str]:
 def _derived(study: Study, run: Run, trial: Trial) -> dict[str, tuple[Any, Any]]:
     """Numbers of a result beside those that its other fields give."""
     parameters, batch_size = trial.parameters, run.config['train']['batch_size']
-    tokens = trial.num_steps * batch_size * run.config['model']['context']
     groups = [count for group, count in parameters.items() if group != 'total']
     derived: dict[str, tuple[Any, Any]] = {
-        'num_tokens': (trial.num_tokens, tokens),
+        'num_tokens': (trial.num_tokens, trial.num_steps * batch_size * trial.config['context']),
         'parameters.total': (parameters['total'], sum(groups)),
     }
     if study.matched is not None and trial.target_parameters:
@@ -196,14 +196,6 @@ def _derived(study: Study, run: Run, trial: Trial) -> dict[str, tuple[Any, Any]]
             'cache': trial.cache_floats_per_token,
         }[study.matched]
         derived['residual'] = trial.residual, measured / trial.target_parameters - 1
-    for prefix in PREFIXES.values() if trial.finished else ():
-        loss = trial.metrics[f'{prefix}_loss']
-        numbers = {} if loss is None else {'perplexity': perplexity(loss)}
-        if loss is not None and run.config['data']['tokenizer'] == 'bytes':
-            numbers['bits_per_byte'] = bits_per_byte(loss, 1.0)
-        for name, number in numbers.items():
-            if (value := trial.metrics.get(f'{prefix}_{name}')) is not None:
-                derived[f'{prefix}_{name}'] = value, number
     return derived
 
 
@@ -227,6 +219,75 @@ def _unlike_log(run: Run, final: Mapping[str, Any], curve: Curve) -> Iterator[st
             if result != value:
                 about = f'seed {trial.seed} of run {run.name}'
                 yield f'{about} has {name} {result}, but {value} in its log'
+
+
+# What numbers.toml says of a sentence: the page and the text, and where the text is from.
+ENTRIES = {'logged': {'page', 'log', 'text'}, 'external': {'page', 'text', 'source'}}
+
+
+def check_numbers(path: str | Path) -> dict[str, int]:
+    """Checks the sentences of a numbers.toml; returns how many there are of each kind.
+
+        [[logged]]
+        page = "docs/recipes.md"
+        log = "experiments/results/char_lm_cpu/result.json"
+        text = "**{log[0][val_loss]:.4f}** nats"      # a format string of the parsed log
+
+        [[external]]
+        page = "docs/recipes.md"
+        text = "1.88 nats/character"
+        source = "https://github.com/karpathy/nanoGPT"
+
+    A page has to contain the text, whatever its line breaks. A log is JSON, JSON Lines (a list), or
+    CSV: rows by their first column, or a list where that names several rows alike. A percentage is
+    written with a space. Of a Python file only the docstring is a page. ReportError if an entry is
+    malformed, or its page does not contain it.
+    """
+    path, root = Path(path), Path(path).parents[1]
+    try:
+        content = tomllib.loads(path.read_text(encoding='utf-8'))
+    except (OSError, ValueError) as error:
+        raise ReportError(f'{path} cannot be read: {error}') from error
+    for kind, entries in content.items():
+        for number, entry in enumerate(entries, start=1):
+            where = f'{path}, [[{kind}]] entry {number}'
+            if kind not in ENTRIES or entry.keys() != ENTRIES[kind]:
+                valid = [f'[[{kind}]] of {", ".join(sorted(x))}' for kind, x in ENTRIES.items()]
+                raise ReportError(f'{where} has {", ".join(entry)}; valid is {" and ".join(valid)}')
+            text, source = entry['text'], entry['log' if kind == 'logged' else 'source']
+            if kind == 'logged':
+                try:
+                    text = text.format(log=_log(root / source))
+                except (OSError, ValueError, LookupError, TypeError) as error:
+                    raise ReportError(
+                        f'{where} cannot be made from {source} ({error!r}); correct the entry'
+                    ) from error
+            text = one_line(re.sub(r'(?<=\d)%', ' %', text))
+            if text not in one_line(_page(root / entry['page'])):
+                raise ReportError(
+                    f'{entry["page"]} does not contain {text!r}, which is what {source} gives; '
+                    f'correct the page, or {where}'
+                )
+    return {kind: len(content.get(kind, ())) for kind in ENTRIES}
+
+
+def _log(path: Path) -> Any:
+    text = path.read_text(encoding='utf-8')
+    if path.suffix == '.jsonl':
+        return [parse_json(line) for line in text.splitlines()]
+    if path.suffix != '.csv':
+        return parse_json(text)
+    table = pd.read_csv(path)
+    names, rows = table[table.columns[0]], table.to_dict('records')
+    return dict(zip(names, rows, strict=True)) if names.is_unique else rows
+
+
+def _page(path: Path) -> str:
+    try:
+        text = path.read_text(encoding='utf-8')
+        return ast.get_docstring(ast.parse(text)) or '' if path.suffix == '.py' else text
+    except (OSError, ValueError, SyntaxError) as error:
+        raise ReportError(f'page {str(path)!r} cannot be read: {error}.') from error
 
 
 def near(stored: float, number: float) -> bool:
@@ -262,7 +323,7 @@ def prints_of(studies: Callable[[], Iterable[Pair]]) -> Callable[[str, str], boo
 
     @functools.cache
     def logarithms() -> list[float]:
-        numbers = (x for pair in studies() for x in _numbers((pair[1], tables.frame(*pair))))
+        numbers = (x for pair in studies() for x in _numbers((pair[1], frame(*pair))))
         return [math.log10(abs(x)) for x in numbers if x and math.isfinite(x)]
 
     def agree(one: str, other: str) -> bool:

@@ -153,7 +153,7 @@ def levels(study: Study, findings: Findings, look: Styles, measures: Sequence[Me
     for (title, arms), measure in itertools.product(_arms(study, findings).items(), measures):
         lines, reference = [], None
         for key, arm in arms.items():
-            name, value = prose.shown(study, key), measure.over_seeds(arm) if arm else None
+            name, value = prose.shown(key, study), measure.over_seeds(arm) if arm else None
             if arm is None or value is None:
                 why = _why_absent(arm, 'not measured for every seed')
                 lines.append(Line(key.variant, absent=why, name=name))
@@ -177,7 +177,7 @@ def differences(study: Study, findings: Findings, look: Styles) -> Figure | None
         for key, arm in arms.items():
             if key.variant == study.baseline:
                 continue
-            why, name = _why_absent(arm, absent), prose.shown(study, key)
+            why, name = _why_absent(arm, absent), prose.shown(key, study)
             line, texts = Line(key.variant, absent=why, name=name), []
             if arm and (difference := arm.difference):
                 mean, low, high = difference.mean, difference.low, difference.high

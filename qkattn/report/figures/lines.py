@@ -49,7 +49,7 @@ def learning_curves(study: Study, arms: Sequence[Arm], look: Styles) -> Figure |
     columns = min(COLUMNS, len(variants))
     figure = Figure(figsize=(WIDTH, (3.2 / columns) * -(-len(variants) // columns) + 0.9))
     axes = panels(figure, columns, len(variants), sharex=True, sharey=True)
-    names = {arm.variant: prose.shown(study, arm.key) for arm in arms}
+    names = {arm.variant: prose.shown(arm.key, study) for arm in arms}
     for ax, variant in zip(axes, variants, strict=True):
         if last is not None and variant != study.baseline:
             _line(ax, last, look, study.baseline, f'baseline {short(study.baseline)}')
@@ -108,7 +108,7 @@ def sweep_panels(study: Study, knob: str, arms: Sequence[Arm], look: Styles) -> 
     values = sorted({value for arm in arms for value in arm.sweeps[knob].values})
     for ax, arm in zip(axes, arms, strict=True):
         sweep, style = arm.sweeps[knob], look[arm.variant]
-        name = short(prose.shown(study, arm.key), 36 // columns)
+        name = short(prose.shown(arm.key, study), 36 // columns)
         interval = _interval(sweep) if sweep.bracketed else 'not bracketed'
         title = f'{name}\n{sweep.chosen:.3g}\n{interval}'
         ax.set_title(title, fontsize=8, fontweight='normal')
