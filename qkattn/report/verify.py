@@ -182,10 +182,11 @@ def _run_problems(study: Study) -> Iterator[str]:
 
 def _derived(study: Study, run: Run, trial: Trial) -> dict[str, tuple[Any, Any]]:
     """Numbers of a result beside those that its other fields give."""
-    parameters, batch_size = trial.parameters, run.config['train']['batch_size']
+    parameters, context = trial.parameters, run.config['model']['context']
+    tokens = trial.num_steps * run.config['train']['batch_size'] * context
     groups = [count for group, count in parameters.items() if group != 'total']
     derived: dict[str, tuple[Any, Any]] = {
-        'num_tokens': (trial.num_tokens, trial.num_steps * batch_size * trial.config['context']),
+        'num_tokens': (trial.num_tokens, tokens),
         'parameters.total': (parameters['total'], sum(groups)),
     }
     if study.matched is not None and trial.target_parameters:

@@ -23,6 +23,7 @@ from qkattn.report.figures.style import (
     panels,
     short,
 )
+from qkattn.stats.inference import Difference, Estimate
 from qkattn.study.arm_key import ArmKey
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings
@@ -46,6 +47,9 @@ class Line(NamedTuple):
     is_decided: bool = False
     name: str = ''  # what stands on the axis, if that is not `arm`
     reported: tuple[float, float] | None = None  # the ends of what others report
+
+    def at(self, value: Estimate | Difference, seeds: Sequence[float]) -> 'Line':
+        return self._replace(mean=value.mean, low=value.low, high=value.high, seeds=seeds)
 
 
 class Panel(NamedTuple):
@@ -125,21 +129,24 @@ def _above(ax: Axes, y: float, text: str, **font: Any) -> None:
         ax.text(0, y, text, **place, **font)
 
 
-def _arms(study: Study, findings: Findings) -> Mapping[str, Mapping[ArmKey, Arm | None]]:
-    """The declared arms of each size and corpus, None for one without results."""
+def _lines(
+    study: Study, findings: Findings, absent: str
+) -> Mapping[str, list[tuple[Line, Arm | None]]]:
+    """A line without numbers for each declared arm, with its results, by size and corpus.
+
+    `absent` is why an arm has no number if it has finished trials.
+    """
     results = {arm.key: arm for arm in findings.arms}
-    groups: dict[str, dict[ArmKey, Arm | None]] = {}
+    groups: dict[str, list[tuple[Line, Arm | None]]] = {}
     for size, corpus, variant in itertools.product(study.sizes, study.corpora, study.variants):
-        key = ArmKey(variant, size, corpus)
-        groups.setdefault(prose.where(study, key), {})[key] = results.get(key)
+        arm, why = results.get(key := ArmKey(variant, size, corpus)), absent
+        if arm is None or not arm.verdict_trials:
+            why = 'no result yet'
+        elif not arm.chosen:
+            why = 'diverged or stopped early'
+        line = Line(variant, absent=why, name=prose.shown(key, study))
+        groups.setdefault(prose.where(study, key), []).append((line, arm))
     return groups
-
-
-def _why_absent(arm: Arm | None, otherwise: str) -> str:
-    """Why an arm has no number; `otherwise` if it has finished trials."""
-    if arm is None or not arm.verdict_trials:
-        return 'no result yet'
-    return otherwise if arm.chosen else 'diverged or stopped early'
 
 
 def _ranked(lines: Sequence[Line], direction: int = 1) -> list[Line]:
@@ -150,17 +157,15 @@ def _ranked(lines: Sequence[Line], direction: int = 1) -> list[Line]:
 def levels(study: Study, findings: Findings, look: Styles, measures: Sequence[Measure]) -> Figure:
     """Metrics of every arm, a panel for each and each size and corpus; the best arm at the top."""
     drawn = []
-    for (title, arms), measure in itertools.product(_arms(study, findings).items(), measures):
-        lines, reference = [], None
-        for key, arm in arms.items():
-            name, value = prose.shown(key, study), measure.over_seeds(arm) if arm else None
-            if arm is None or value is None:
-                why = _why_absent(arm, 'not measured for every seed')
-                lines.append(Line(key.variant, absent=why, name=name))
-                continue
-            numbers = value.mean, value.low, value.high, measure.of_seeds(arm)
-            lines.append(Line(key.variant, *numbers, name=name))
-            reference = value.mean if arm.is_baseline else reference
+    groups = _lines(study, findings, 'not measured for every seed')
+    for (title, arms), measure in itertools.product(groups.items(), measures):
+        lines = [
+            line.at(value, measure.of_seeds(arm))
+            if arm and (value := measure.over_seeds(arm))
+            else line
+            for line, arm in arms
+        ]
+        reference = next((line.mean for line in lines if line.arm == study.baseline), None)
         lines = _ranked(lines, -1 if measure.metric.direction == 'higher' else 1)
         drawn.append(Panel(lines, measure.axis, title, reference))
     return forest(drawn, look, f'baseline mean ({short(study.baseline or "")})')
@@ -172,17 +177,15 @@ def differences(study: Study, findings: Findings, look: Styles) -> Figure | None
     absent = 'the baseline has not finished' if tuned else 'no seed in common with the baseline'
     xlabel = f'difference in {findings.split} loss (nats/token)'
     drawn = []
-    for title, arms in _arms(study, findings).items():
+    for title, arms in _lines(study, findings, absent).items():
         lines = []
-        for key, arm in arms.items():
-            if key.variant == study.baseline:
+        for line, arm in arms:
+            if line.arm == study.baseline:
                 continue
-            why, name = _why_absent(arm, absent), prose.shown(key, study)
-            line, texts = Line(key.variant, absent=why, name=name), []
-            if arm and (difference := arm.difference):
-                mean, low, high = difference.mean, difference.low, difference.high
-                line = line._replace(mean=mean, low=low, high=high, seeds=arm.differences)
-                texts.append(prose.interval(difference))
+            texts = []
+            if arm and arm.difference:
+                line = line.at(arm.difference, arm.differences)
+                texts.append(prose.interval(arm.difference))
             decision = arm.verdict.decision if arm and arm.verdict else None
             texts += [decision.value] if decision else []
             texts += [f'{arm.num_diverged} diverged'] if arm and arm.num_diverged else []
