@@ -16,6 +16,7 @@ from qkattn.attention import SCORES, VALUES
 from qkattn.errors import ConfigError
 from qkattn.explore.bench import Bench, kind
 from qkattn.report.figures.style import DARK, LIGHT
+from qkattn.report.prose import environment
 
 # d_model and heads that the page offers.
 SIZES = ((2, 1), (2, 2), (3, 1), (4, 1), (4, 2))
@@ -23,20 +24,13 @@ SIZES = ((2, 1), (2, 2), (3, 1), (4, 1), (4, 2))
 
 def page(sizes: Iterable[tuple[int, int]] = SIZES) -> str:
     """The page as an HTML document that offers these pairs of d_model and number of heads."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader('qkattn.explore'),
-        autoescape=jinja2.select_autoescape(),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
+    loader = jinja2.PackageLoader('qkattn.explore')
+    made = environment(html=True).overlay(loader=loader)
     # '<' inside a string of JSON would end the script element early.
     data = json.dumps(table(sizes), separators=(',', ':')).replace('<', '\\u003c')
-    css, *scripts = (
-        environment.loader.get_source(environment, f'explorer.{name}')[0]
-        for name in ('css', 'compute.js', 'show.js', 'act.js')
-    )
-    template = environment.get_template('explorer.html.j2')
+    names = ('explorer.css', 'explorer.compute.js', 'explorer.show.js', 'explorer.act.js')
+    css, *scripts = (loader.get_source(made, name)[0] for name in names)
+    template = made.get_template('explorer.html.j2')
     return template.render(data=data, light=LIGHT, dark=DARK, css=css, scripts=scripts)
 
 

@@ -9,75 +9,61 @@ import jinja2
 import numpy as np
 
 from qkattn.explore.bench import Bench, generators, kind, rank, sympy
+from qkattn.report.prose import environment
 
+# Marks of templates, which LaTeX has others of.
+MARKS = ('block_start_string', 'block_end_string', 'variable_start_string', 'variable_end_string')
 POWERS = {'^-1': '^{-1}', '^-2': '^{-2}', '^-T': r'^{-\top}', '^T': r'^{\top}'}
 
 
 def worked(bench: Bench, *, latex: bool = False) -> str:
     """Parameters, A, scores, the softmax's input, B and output."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader('qkattn.explore'),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-        block_start_string='<%' if latex else '{%',
-        block_end_string='%>' if latex else '%}',
-        variable_start_string='<<' if latex else '{{',
-        variable_end_string='>>' if latex else '}}',
-    )
-    environment.filters |= {
+    marks = dict(zip(MARKS, ('<%', '%>', '<<', '>>'), strict=True)) if latex else {}
+    made = environment(html=False).overlay(loader=jinja2.PackageLoader('qkattn.explore'), **marks)
+    made.filters = {
+        **made.filters,
         'polynomial': lambda entry: polynomial(entry, latex),
         'number': lambda value: number(value, latex),
         'equation': equation_latex if latex else str,
         'matrix': matrix_latex if latex else matrix_text,
     }
-    template = environment.get_template('bench.tex.j2' if latex else 'bench.txt.j2')
-    return template.render(**_facts(bench))
-
-
-def _facts(bench: Bench) -> dict[str, Any]:
-    """The values that the templates show."""
+    template = made.get_template('bench.tex.j2' if latex else 'bench.txt.j2')
     N, T, D = bench.heads, bench.tokens, bench.dims
     shapes = {'a': (N, D, D), 's': (N, T, T), 'p': (N, T, T), 'x': (1, T, D), 'b': (N, D, D)}
-    ring, (a_NDE, s_NTS, p_NTS, x_1TD, b_NDE) = generators(shapes)
+    ring, (a_NDE, s_NTS, p_NTS, (x_TD,), b_NDE) = generators(shapes)
     _, (out_1TE,) = generators({'out': (1, T, D)})
-    circuits = [
-        _circuit(bench, 'A', 'score', bench.AB[0], ring, a_NDE),
-        _circuit(bench, 'B', 'value', bench.AB[1], ring, b_NDE),
-    ]
-    A_NDE, B_NDE = (circuit['named'] for circuit in circuits)
-    scores = np.einsum('td,nde,se->nts', x_1TD[0], A_NDE, x_1TD[0])
-    output = np.einsum('nts,sd,nde->te', p_NTS, x_1TD[0], B_NDE)
-    return {
-        'bench': bench,
-        'circuits': circuits,
-        'scores': list(zip(s_NTS.flat, scores.flat, strict=True)),
-        'output': list(zip(out_1TE.flat, output.flat, strict=True)),
-    }
+    A_NDE, B_NDE = (named(*m, ring) for m in zip(bench.AB, (a_NDE, b_NDE), strict=True))
+    scores = np.einsum('td,nde,se->nts', x_TD, A_NDE, x_TD)
+    output = np.einsum('nts,sd,nde->te', p_NTS, x_TD, B_NDE)
+    return template.render(
+        bench=bench,
+        circuits=[
+            _circuit(bench, 'A', 'score', A_NDE, a_NDE),
+            _circuit(bench, 'B', 'value', B_NDE, b_NDE),
+        ],
+        scores=list(zip(s_NTS.flat, scores.flat, strict=True)),
+        output=list(zip(out_1TE.flat, output.flat, strict=True)),
+    )
 
 
 def _circuit(
-    bench: Bench, name: str, circuit: str, M_NDE: np.ndarray, ring: Any, symbols_NDE: np.ndarray
+    bench: Bench, name: str, circuit: str, named_NDE: np.ndarray, symbols_NDE: np.ndarray
 ) -> dict[str, Any]:
-    entries = named(M_NDE, ring, symbols_NDE)
+    M_NDE = bench.AB[circuit == 'value']
+    entries = zip(symbols_NDE.flat, named_NDE.flat, M_NDE.flat, strict=True)
     return {
         'name': name,
         'equation': type(getattr(bench.layer, circuit)).equation,
         'parameters': bench.parameters_of(circuit),
-        'named': entries,
-        'definitions': [
-            (symbol, entry)
-            for symbol, label, entry in zip(symbols_NDE.flat, entries.flat, M_NDE.flat, strict=True)
-            if symbol == label
-        ],
+        'definitions': [(symbol, entry) for symbol, label, entry in entries if symbol == label],
         'heads': [
             {'kind': kind(M_DE), 'rank': rank(M_DE), 'rows': rows.tolist()}
-            for M_DE, rows in zip(M_NDE, entries, strict=True)
+            for M_DE, rows in zip(M_NDE, named_NDE, strict=True)
         ],
     }
 
 
-def named(M_NDE: np.ndarray, ring: Any, symbols_NDE: np.ndarray) -> np.ndarray:
+def named(M_NDE: np.ndarray, symbols_NDE: np.ndarray, ring: Any) -> np.ndarray:
     """The matrices in the symbols of `ring`; equal entries share one, numbers stay numbers."""
     known: dict[Any, Any] = {}
     out = np.empty_like(M_NDE)

@@ -157,7 +157,7 @@ def follow(value: Any, path: str) -> Any:
 
 def frame(study: Study, findings: Findings) -> pd.DataFrame:
     """Unrounded numbers, one row per arm, controls last; None where there is no such number."""
-    of_study, arms = columns(study, findings), (*findings.arms, *findings.controls)
+    of_study, arms = [*columns(study, findings)], (*findings.arms, *findings.controls)
     rows = [{k: v for c in of_study for k, v in c.cells(arm).items()} for arm in arms]
     return pd.DataFrame(rows, dtype=object)
 

@@ -88,7 +88,7 @@ def test_equal_entries_share_a_symbol_and_opposite_ones_a_sign():
     x, y = x_12[0]
     _, (a_122,) = generators({'a': (1, 2, 2)})
     M_122 = np.array([[[x * y, -x], [x, ring(2.0)]]], object)
-    names = named(M_122, a_122.flat[0].ring, a_122)
+    names = named(M_122, a_122, a_122.flat[0].ring)
     assert list(names.flat) == [a_122[0, 0, 0], a_122[0, 0, 1], -a_122[0, 0, 1], 2]
 
 
