@@ -109,7 +109,7 @@ def sweep_panels(study: Study, knob: str, arms: Sequence[Arm], look: Styles) -> 
     for ax, arm in zip(axes, arms, strict=True):
         sweep, style = arm.sweeps[knob], look[arm.variant]
         name = short(prose.shown(arm.key, study), 36 // columns)
-        interval = _interval(sweep) if sweep.bracketed else 'not bracketed'
+        interval = prose.optimum(sweep) if sweep.bracketed else 'not bracketed'
         title = f'{name}\n{sweep.chosen:.3g}\n{interval}'
         ax.set_title(title, fontsize=8, fontweight='normal')
         ax.set(xscale='log', ylim=_limits(sweep))
@@ -122,21 +122,18 @@ def sweep_panels(study: Study, knob: str, arms: Sequence[Arm], look: Styles) -> 
         for value, losses in zip(sweep.values, sweep.losses, strict=True):
             ax.scatter([value] * len(losses), losses, color=style['color'], **SEEDS)
         ax.plot(sweep.values, sweep.means, label='mean', **style | {'linestyle': 'none'})
-        above = [
-            value
-            for value, mean in zip(sweep.values, sweep.means, strict=True)
-            if mean > ax.get_ylim()[1]
-        ]
-        top = {'transform': ax.get_xaxis_transform(), 'linestyle': 'none', 'color': INK}
-        top |= {'marker': 'x', 'markeredgecolor': INK, 'label': 'higher, or a seed diverged'}
+        top = ax.get_ylim()[1]
+        above = [v for v, mean in zip(sweep.values, sweep.means, strict=True) if mean > top]
         if above:
-            ax.plot(above, [0.94] * len(above), **top)
+            cross = {'marker': 'x', 'markeredgecolor': INK, 'linestyle': 'none', 'color': INK}
+            cross |= {'transform': ax.get_xaxis_transform(), 'label': 'higher, or a seed diverged'}
+            ax.plot(above, [0.94] * len(above), **cross)
         if sweep.loss is not None:
             x = np.geomspace(sweep.fitted[0], sweep.fitted[-1], 60)
             fit = sweep.loss + sweep.curvature / 2 * np.log(x / sweep.optimum) ** 2
             ax.plot(x, fit, color=style['color'], zorder=3, label='parabola')
         ax.axvline(sweep.chosen, label='chosen value', **REFERENCE)
-        if _interval(sweep):
+        if prose.optimum(sweep):
             band = {'color': INK, 'alpha': 0.1, 'linewidth': 0, 'zorder': 0}
             label = '95 % interval of the optimum'
             ax.axvspan(sweep.optimum_low, sweep.optimum_high, label=label, **band)
@@ -144,12 +141,6 @@ def sweep_panels(study: Study, knob: str, arms: Sequence[Arm], look: Styles) -> 
     figure.supylabel(VAL_LOSS.axis)
     legend(figure)
     return figure
-
-
-def _interval(sweep: Sweep) -> str:
-    if sweep.optimum_low is None or sweep.optimum_high is None:
-        return ''
-    return f'[{sweep.optimum_low:.3g}, {sweep.optimum_high:.3g}]'
 
 
 def _limits(sweep: Sweep) -> tuple[float, float] | None:
@@ -171,26 +162,27 @@ def loss_against_parameters(study: Study, findings: Findings, look: Styles) -> F
 
     None where all parameter counts are equal.
     """
-    totals = [arm.example.parameters['total'] for arm in findings.arms]
-    lines: dict[str, list[Arm]] = {}
-    for arm in sorted(findings.arms, key=lambda arm: arm.example.parameters['total']):
+    total = {arm.key: arm.example.parameters['total'] for arm in findings.arms}
+    lines: dict[tuple[str, str], list[Arm]] = {}
+    for arm in sorted(findings.arms, key=lambda arm: total[arm.key]):
         if arm.chosen:
-            lines.setdefault(prose.on_corpus(study, arm), []).append(arm)
-    if not lines or max(totals) <= EQUAL * min(totals):
+            lines.setdefault((arm.variant, arm.corpus), []).append(arm)
+    ends = min(total.values()), max(total.values())
+    if not lines or ends[1] <= EQUAL * ends[0]:
         return None
-    laws = {prose.on_corpus(study, law): law.fit for law in findings.scaling}
+    laws = {(law.variant, law.corpus): law.fit for law in findings.scaling}
     figure = Figure(figsize=(WIDTH, 3.4 + 0.2 * len(lines)))
     ax = figure.subplots()
-    for name, arms in lines.items():
-        style, law = look[arms[0].variant], laws.get(name)
-        x = [arm.example.parameters['total'] for arm in arms]
-        means = [np.mean(list(arm.losses(arm.split).values())) for arm in arms]
-        for total, arm in zip(x, arms, strict=True):
-            losses = list(arm.losses(arm.split).values())
+    for (variant, corpus), arms in lines.items():
+        style, law = look[variant], laws.get((variant, corpus))
+        name = variant + f', {corpus}' * (len(study.corpora) > 1)
+        losses = [list(arm.losses(arm.split).values()) for arm in arms]
+        for arm, of_seeds in zip(arms, losses, strict=True):
             dots = SEEDS | {'label': '_', 'color': style['color']}
-            ax.scatter([total] * len(losses), losses, **dots)
+            ax.scatter([total[arm.key]] * len(of_seeds), of_seeds, **dots)
         joined = law is None or law.problem
         thin = {'linewidth': 0.8} if joined else {'linestyle': 'none'}
+        x, means = [total[arm.key] for arm in arms], [*map(np.mean, losses)]
         ax.plot(x, means, label=short(name, 40), **style | thin)
         if not joined:
             sizes = np.geomspace(law.sizes[0], law.sizes[-1], 80)
@@ -198,7 +190,7 @@ def loss_against_parameters(study: Study, findings: Findings, look: Styles) -> F
             ax.plot(sizes, [law.loss(size) for size in sizes], **curve)
     ax.set(xscale='log', xlabel='total parameters (log scale)')
     ax.set_ylabel(f'{findings.split} loss (nats/token)')
-    ax.set_xticks(np.geomspace(min(totals), max(totals), 4))
+    ax.set_xticks(np.geomspace(*ends, 4))
     ax.xaxis.set_minor_locator(NullLocator())
     ax.xaxis.set_major_formatter(lambda value, _: prose.si(value))
     legend(figure)
