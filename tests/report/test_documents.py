@@ -12,7 +12,6 @@ from qkattn.config import Config, TrialsConfig, fingerprint, to_json
 from qkattn.errors import ReportError
 from qkattn.report import documents, headline, show_report, show_run_report, tables
 from qkattn.report.columns import PAGE, losses, printed, probes, scores
-from qkattn.report.figures import figures
 from qkattn.report.sheets import sheets
 from qkattn.storage import ledger
 from qkattn.storage.records import write_json
@@ -115,15 +114,6 @@ def test_metrics_are_shown_that_trials_have(study_dir, record, split, scored, pr
         assert [measure.field for measure in chosen(arms)] == fields
 
 
-def test_scores_are_printed_in_their_unit_and_with_how_they_were_measured(study_dir):
-    records = [translation_record('qk/vo', seed=s, bleu=x) for s, x in enumerate((20.5, 21.5))]
-    pair = read(write_study(study_dir, records))
-    assert row(*pair, 0)['test BLEU mean ± sd'] == '21.00 ± 0.71'
-    assert row(*pair, 0)['test exact match, % mean ± sd'] == '10.50 ± 0.35'
-    text = ' '.join(tables.notes(*pair))
-    assert text.count('signature nrefs:1|case:lc|tok:13a|version:2.5.1.') == 1
-
-
 def test_a_metric_from_outside_is_a_column_without_its_module(study_dir, tmp_path, monkeypatch):
     (tmp_path / 'evil.py').write_text('raise AssertionError("imported")')
     monkeypatch.syspath_prepend(tmp_path)
@@ -157,48 +147,6 @@ def test_what_is_wrong_with_a_control_is_in_the_way_of_no_verdict(study_dir):
     ledger.append(path / ledger.NAME, 'changed', changes=['margin: 1 -> 2'], family=1, **declared)
     changed = [entry['details'] for entry in sheet(*read(path), 'ledger').values()][-1]
     assert changed.startswith('post hoc: margin: 1 -> 2; declaration ')
-
-
-def test_settings_are_those_of_the_runs(study_dir):
-    path = write_tuned(study_dir, tuned_arm('qk/vo'))
-    run, model = studies.run_name('qk/vo', 'd_model=128', 'verdict'), {'model__logit_cap': 9.0}
-    edit_plan(path, run, optimizer__decay='coupled', model__normalizer='my:n', **model)
-    values = dict(tables.settings(*read(path)))
-    assert values['weight decay'].startswith('coupled to the learning rate')
-    assert values['model'].endswith('normalizer my:n, logits capped at 9')
-
-
-def test_several_corpora_have_a_word_each_and_one_over_all(study_dir):
-    made = {'qk/vo': (0.0, 0.0), 'b/vo': (-0.03, -0.02), 'c/vo': (0.0002, 0.02)}
-    records = []
-    for variant, (one, other) in made.items():
-        records += tuned_arm(variant, losses=shifted(one), corpus='stdlib')
-        records += tuned_arm(variant, losses=shifted(other), corpus='packages')
-    pair = read(write_tuned(study_dir, records))
-    overall = sheet(*pair, 'overall')['c/vo']
-    words = (overall['verdict'], overall['stdlib'], overall['packages'])
-    assert words == ('worse', 'equivalent', 'worse')
-    text = tables.report_markdown(*pair)
-    assert 'Over all corpora: b/vo (-0.0250 [' in text
-    assert 'At equal total parameters (820k, packages)' in text
-    assert 'Over all corpora: b/vo -0.0250 [' in headline(*pair)
-    titles = [ax.get_title(loc='left') for ax in figures(*pair)[0].figure.axes]
-    assert titles == ['stdlib', 'packages']
-
-
-def test_each_baseline_stands_beside_its_yardstick(study_dir):
-    """What was measured of a baseline, what was not, and whether it is trained enough."""
-    sizes = ('d_model=64', 'd_model=128')
-    records = [r for size in sizes for r in two_arms(size=size)]
-    trial = {'seed': 0, 'loss': 2.1, 'positions': {'1': 2.5}, 'shuffled': None}
-    trials = {'qk/vo': [trial | {'early': 2.2, 'late': late} for late in (1.9, 2.0)]}
-    counts = {'val': {'4-gram': 3.0}, 'test': {'3-gram': 2.5, '4-gram': 2.25}}
-    pair = read(write_tuned(study_dir, records, yardsticks={'losses': counts, 'trials': trials}))
-    row = list(sheet(*pair, 'yardsticks')['d_model=128'].values())
-    assert row[2:] == ['yes', '307k', '2.101', '4-gram', '2.250', '0.250', '-', '-']
-    studies.write_yardsticks(study_dir, records, losses={'test': {'4-gram': 2.0}})
-    row = sheet(*read(study_dir), 'yardsticks')['d_model=64']
-    assert (row['trained|enough'], row['gain by|position']) == ('no', 'not recorded')
 
 
 def test_names_are_text_in_tables():
