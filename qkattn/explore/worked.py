@@ -18,7 +18,7 @@ POWERS = {'^-1': '^{-1}', '^-2': '^{-2}', '^-T': r'^{-\top}', '^T': r'^{\top}'}
 
 def worked(bench: Bench, *, latex: bool = False) -> str:
     """Parameters, A, scores, the softmax's input, B and output."""
-    marks = dict(zip(MARKS, ('<%', '%>', '<<', '>>'), strict=True)) if latex else {}
+    marks: dict[str, Any] = dict(zip(MARKS, ('<%', '%>', '<<', '>>'), strict=True)) if latex else {}
     made = environment(html=False).overlay(loader=jinja2.PackageLoader('qkattn.explore'), **marks)
     made.filters = {
         **made.filters,

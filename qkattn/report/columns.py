@@ -240,18 +240,16 @@ def _of_difference(study: Study, findings: Findings) -> Iterator[Column]:
     for name in PARTS:
         parts = parts_of(findings, name)
         heading = f'{name},|nats/token' * (name != 'longer' and bool(parts))
-        yield Column(
-            name,
-            lambda arm, parts=parts: parts.get(arm.key),
-            heading,
-            interval,
-            tables=(HEADLINE,),
-            parts=('mean', 'low', 'high'),
-        )
+        headline: dict[str, Any] = {'tables': (HEADLINE,), 'parts': ('mean', 'low', 'high')}
+        yield Column(name, functools.partial(_part, parts), heading, interval, **headline)
     yield Column('reason', lambda arm: arm.verdict and reasons(arm))
     yield Column('split', 'comparison.split')
     yield Column('difference_validation', 'comparison.validation')
     yield Column('num_documents', 'comparison.num_documents')
+
+
+def _part(parts: Mapping[ArmKey, Difference], arm: Arm) -> Difference | None:
+    return parts.get(arm.key)
 
 
 def _difference(arm: Arm) -> str:

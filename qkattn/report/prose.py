@@ -232,8 +232,8 @@ def form(config: Mapping[str, Any]) -> tuple[str, str, str]:
         text, equation = config['model'][kind.lower()], NONE
         if entry := known.get(text.partition('(')[0]):
             text, options = parse_call(text, kind)
-            options = [f'{key}={value!r}' for key, value in (entry['options'] | options).items()]
-            text, equation = text + f'({", ".join(options)})' * bool(options), entry['equation']
+            every = ', '.join(f'{key}={x!r}' for key, x in (entry['options'] | options).items())
+            text, equation = text + f'({every})' * bool(every), entry['equation']
         forms.append((text, equation))
     (score, A), (value, B) = forms
     return f'{score}/{value}', A, B

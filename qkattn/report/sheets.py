@@ -125,7 +125,7 @@ def _laws(study: Study, findings: Findings) -> Iterator[Row]:
     """The law of each variant and the worth of its parameters, or why there is none."""
     for scaling in findings.scaling:
         law, worth = scaling.fit, scaling.multiplier
-        problems = [fit.problem for fit in (law, worth) if fit and fit.problem]
+        problems = [law.problem, worth.problem if worth else None]
 
         def bounded(value: Any, spec: str = '.3f') -> str:
             return f'{value.value:{spec}} [{value.low:{spec}}, {value.high:{spec}}]'
@@ -140,7 +140,8 @@ def _laws(study: Study, findings: Findings) -> Iterator[Row]:
             | fitted
             | {
                 'baseline parameters|per parameter': multiplier,
-                'no number, because': '; '.join(dict.fromkeys(map(clause, problems))) or NONE,
+                'no number, because': '; '.join(dict.fromkeys(clause(p) for p in problems if p))
+                or NONE,
             }
         )
 

@@ -15,34 +15,32 @@ from qkattn.verdict.load import Study
 
 def figures(study: Study, findings: Findings) -> tuple[Drawing, ...]:
     """All figures that the results allow, the main ones first."""
-    look = styles(study.variants, study.baseline)
     with style_sheet():
-        drawn = list(_figures(study, findings, look))
-    return tuple(Drawing(figure, stem, values) for figure, stem, values in drawn if figure)
+        made = _figures(study, findings, styles(study.variants, study.baseline))
+        return tuple(Drawing(figure, stem, about) for stem, figure, about in made if figure)
 
 
 def _figures(
     study: Study, findings: Findings, look: Styles
-) -> Iterator[tuple[Figure | None, str, Mapping[str, Any]]]:
+) -> Iterator[tuple[str, Figure | None, Mapping[str, Any]]]:
     stem = 'verdicts' if study.tuning else 'differences'
-    yield forest.differences(study, findings, look), stem, {}
+    yield stem, forest.differences(study, findings, look), {}
     # One of the scores: what else there is stands in the table.
     for score in columns.scores(findings.arms)[:1]:
         about = {'name': score.name, 'direction': score.metric.direction}
-        yield forest.levels(study, findings, look, [score]), 'scores', about
+        yield 'scores', forest.levels(study, findings, look, [score]), about
     loss = columns.losses(findings.arms)[-1]
     if any(arm.chosen for arm in findings.arms):
-        yield forest.levels(study, findings, look, [loss]), 'losses', {'split': loss.split}
+        yield 'losses', forest.levels(study, findings, look, [loss]), {'split': loss.split}
     groups = prose.by_where(findings.arms, study)
     for number, (name, arms) in enumerate(groups.items(), start=1):
         about, place = {'size': name or None}, f'_{number}' if name else ''
         for knob in KNOBS:
             if swept := [arm for arm in arms if knob in arm.sweeps]:
                 figure = lines.sweep_panels(study, knob, swept, look)
-                yield figure, f'sweep_{knob}{place}', {'knob': knob} | about
-        yield lines.learning_curves(study, arms, look), f'curves{place}', about
-    laws = any(not law.fit.problem for law in findings.scaling)
-    figure = lines.loss_against_parameters(study, findings, look)
-    yield figure, 'loss_parameters', {'split': loss.split, 'laws': laws}
+                yield f'sweep_{knob}{place}', figure, {'knob': knob} | about
+        yield f'curves{place}', lines.learning_curves(study, arms, look), about
+    about = {'split': loss.split, 'laws': any(not law.fit.problem for law in findings.scaling)}
+    yield 'loss_parameters', lines.loss_against_parameters(study, findings, look), about
     if probes := columns.probes(findings.arms):
-        yield forest.levels(study, findings, look, [loss, *probes]), 'retrieval', {}
+        yield 'retrieval', forest.levels(study, findings, look, [loss, *probes]), {}
