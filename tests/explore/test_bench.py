@@ -12,7 +12,7 @@ from qkattn.attention.scores.qk import QK
 from qkattn.errors import ConfigError, SpecError
 from qkattn.explore.bench import Bench, generators, kind, rank
 from qkattn.explore.interpreter import evaluate
-from qkattn.explore.worked import equation_latex, number, worked
+from qkattn.explore.worked import equation_latex, named, number, worked
 from tests.refusals import refused
 
 pytest.importorskip('sympy', reason="pip install -e '.[explore]'")
@@ -81,6 +81,14 @@ def test_kinds_and_ranks_are_those_of_the_factors():
         assert tuple(kind(matrices[0]) for matrices in Bench(variant).AB) == expected, variant
     ranks = [rank(Bench(f'low_rank(rank={r})/vo', 3, 4).AB[0][0]) for r in (1, 2, 3)]
     assert ranks == [1, 2, 3]
+
+
+def test_equal_entries_share_a_symbol_and_opposite_ones_a_sign():
+    ring, (x_12,) = generators({'x': (1, 2)})
+    (x, y), (_, (a_122,)) = x_12[0], generators({'a': (1, 2, 2)})
+    M_122 = np.array([[[x * y, -x], [x, ring(2.0)]]], object)
+    a, b = a_122[0, 0]
+    assert list(named(M_122, a_122, a.ring).flat) == [a, b, -b, 2]
 
 
 def test_an_unknown_operation_is_named(monkeypatch):
