@@ -7,12 +7,13 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-from qkattn.report.figures.style import DASHES, GRID, HUES, legend, panels
+from qkattn.report.figures.style import GRID, HUES, legend, panels
 
 # Layers and heads that a figure has room for; of more, it shows some, evenly spaced.
 MAX_LAYERS, MAX_HEADS = 12, 16
 # Tokens that attention maps name.
 MAX_TOKENS = 40
+DASHES = ('solid', 'dashed', 'dotted', 'dashdot')
 _WIDTH = 6.6  # inches
 
 

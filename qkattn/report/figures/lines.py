@@ -13,7 +13,6 @@ from qkattn.report import prose
 from qkattn.report.columns import VAL_LOSS
 from qkattn.report.figures.style import (
     INK,
-    MUTED,
     REFERENCE,
     SEEDS,
     WIDTH,
@@ -24,7 +23,6 @@ from qkattn.report.figures.style import (
 )
 from qkattn.stats.sweep import Sweep
 from qkattn.verdict.arms import Arm
-from qkattn.verdict.codes import VALIDATION
 from qkattn.verdict.findings import Findings
 from qkattn.verdict.load import Study
 
@@ -60,15 +58,8 @@ def learning_curves(study: Study, arms: Sequence[Arm], look: Styles) -> Figure |
     low = min(curve.min(axis=None) for curve in curves.values())
     late = [curve[curve.index >= 0.2 * curve.index[-1]] for curve in curves.values()]
     high = max(curve.max(axis=None) for curve in late)
-    yardsticks = study.yardsticks or {}
-    if arms[0].group in yardsticks and (best := yardsticks[arms[0].group].best(VALIDATION)):
-        name, loss = best
-        low = min(low, loss)
-        for ax in axes:
-            style = REFERENCE | {'color': MUTED, 'linestyle': 'dotted'}
-            ax.axhline(loss, label=f'{name}, {loss:.3f}', **style)
     pad = 0.06 * (high - low) or 0.05
-    axes[0].set_ylim(low - pad, max(high, low) + pad)
+    axes[0].set_ylim(low - pad, high + pad)
     legend(figure)
     figure.supxlabel('training tokens')
     figure.supylabel(VAL_LOSS.axis)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import io
-import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -16,7 +15,7 @@ from qkattn.storage.files import write_atomic
 
 # Six hues chosen for distance under simulated deuteranopia and protanopia (Machado, Oliveira and
 # Fernandes 2009: at least 16 CIELAB units between any two on white, 20 on dark) and for 3:1
-# contrast with the page. Beyond six, marker and dashes tell apart.
+# contrast with the page. Beyond six, markers tell apart.
 HUES = ('#1d4fa0', '#b93a1a', '#1f9f8c', '#c46be7', '#999710', '#6d2138')
 HUES_DARK = ('#4f8df0', '#f0824a', '#35d0b5', '#dba6f5', '#f0e27a', '#c0566e')
 INK, MUTED, GRID = '#1b1f24', '#5d6570', '#dfe3e8'
@@ -26,11 +25,6 @@ LIGHT |= {f'hue-{index}': hue for index, hue in enumerate(HUES)}
 DARK = {'ink': '#e6e9ed', 'muted': '#9aa4b0', 'grid': '#343b45', 'surface': '#15181d'}
 DARK |= {f'hue-{index}': hue for index, hue in enumerate(HUES_DARK)}
 MARKERS = ('o', 's', '^', 'v', 'P', 'X')
-DASHES: tuple[Any, ...] = (
-    'solid',
-    *((0, dashes) for dashes in ((4, 1.5), (1.2, 1.2), (6, 1.5, 1.2, 1.5), (8, 2))),
-    (0, (2.5, 1, 1, 1, 1, 1)),
-)
 # Inches of every figure of a study, whose text has 11 pixels or more on a screen of 400 CSS pixels.
 WIDTH = 3.6
 # The keywords of `Axes.plot` of each variant, the same in every figure of a report.
@@ -57,13 +51,12 @@ def style_sheet() -> AbstractContextManager[None]:
 
 def styles(variants: Sequence[str], baseline: str | None) -> dict[str, dict[str, Any]]:
     """A style for each variant, from the palette in order; the baseline is black and thick."""
-    looks = (
-        {'color': hue, 'marker': MARKERS[(place + turn) % len(MARKERS)], 'linestyle': dashes}
-        for turn, dashes in enumerate(itertools.cycle(DASHES))
-        for place, hue in enumerate(HUES)
-    )
-    chosen = {name: next(looks) for name in variants if name != baseline}
-    return chosen | {baseline or '': {'color': INK, 'marker': 'D', 'linewidth': 2.0}}
+    looks: dict[str, dict[str, Any]] = {}
+    for place, name in enumerate(name for name in variants if name != baseline):
+        turn = place // len(HUES)
+        marker = MARKERS[(place + turn) % len(MARKERS)]
+        looks[name] = {'color': HUES[place % len(HUES)], 'marker': marker}
+    return looks | {baseline or '': {'color': INK, 'marker': 'D', 'linewidth': 2.0}}
 
 
 def short(name: str, limit: int = 34) -> str:
