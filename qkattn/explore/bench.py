@@ -182,8 +182,13 @@ def kind(M_DE: np.ndarray) -> str:
 def rank(M_DE: np.ndarray) -> int:
     """The rank for almost all values of the symbols: at one random point."""
     point = np.random.default_rng(0).uniform(0.5, 1.5, M_DE.flat[0].ring.ngens)
-    values = [
-        sum(float(factor) * np.prod(point**powers) for powers, factor in entry.terms())
-        for entry in M_DE.flat
-    ]
-    return int(np.linalg.matrix_rank(np.reshape(np.array(values, float), M_DE.shape)))
+    return int(np.linalg.matrix_rank(numbers(M_DE, point)))
+
+
+def numbers(polynomials: np.ndarray, point: np.ndarray) -> np.ndarray:
+    """The values of polynomials where the generators of their ring are `point`."""
+
+    def value(entry: Any) -> float:
+        return sum(float(factor) * np.prod(point**powers) for powers, factor in entry.terms())
+
+    return np.vectorize(value, otypes=[float])(polynomials)

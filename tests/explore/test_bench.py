@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qkattn.attention import SCORES, VALUES, Mask, oracle
+from qkattn.attention import SCORES, VALUES
 from qkattn.attention.scores.qk import QK
 from qkattn.errors import ConfigError, SpecError
-from qkattn.explore.bench import Bench, generators, kind, rank
+from qkattn.explore.bench import Bench, generators, kind, numbers, rank
 from qkattn.explore.interpreter import evaluate
 from qkattn.explore.worked import equation_latex, named, number, worked
 from tests.refusals import refused
@@ -20,16 +20,8 @@ pytest.importorskip('sympy', reason="pip install -e '.[explore]'")
 VARIANTS = [f'{score}/vo' for score in SCORES] + [f'{VALUES[v].partner}/{v}' for v in VALUES]
 
 
-def numbers(polynomials: np.ndarray, point: np.ndarray) -> np.ndarray:
-    """Their values where the generators of their ring are `point`."""
-    return np.vectorize(lambda entry: float(entry(*point)), otypes=[float])(polynomials)
-
-
-@pytest.mark.parametrize(
-    ('dims', 'heads'),
-    [(2, 2), *(pytest.param(*size, marks=pytest.mark.slow) for size in ((2, 1), (3, 1), (4, 2)))],
-)
-def test_symbols_become_the_numbers_of_the_layer(dims, heads):
+@pytest.mark.parametrize(('dims', 'heads'), [(2, 2), (3, 1)])
+def test_symbols_become_the_numbers_of_the_matrices(dims, heads):
     benches, without = {}, set()
     for variant in VARIANTS:
         try:
@@ -41,19 +33,17 @@ def test_symbols_become_the_numbers_of_the_layer(dims, heads):
     assert without == expected | {*['qk/hadamard'] * (dims == 3)}
 
     rng = np.random.default_rng(0)
-    x_TD = rng.standard_normal((3, dims))
     arrays = {
         v: [rng.standard_normal(p.initial.shape) for p in b.parameters] for v, b in benches.items()
     }
 
     @jax.jit
-    def computed(arrays):
-        layers = {variant: benches[variant].filled(leaves) for variant, leaves in arrays.items()}
-        return {v: (a.matrix(), a(jnp.asarray(x_TD)[None], Mask())[0]) for v, a in layers.items()}
+    def matrices(arrays):
+        return {v: benches[v].filled(leaves).matrix() for v, leaves in arrays.items()}
 
     with jax.enable_x64(True):
-        results = jax.tree.map(np.asarray, computed(arrays))
-    for variant, ((A_NDE, B_NDE), out_TE) in results.items():
+        results = jax.tree.map(np.asarray, matrices(arrays))
+    for variant, expected in results.items():
         bench = benches[variant]
         point = {
             str(symbol): value
@@ -61,13 +51,8 @@ def test_symbols_become_the_numbers_of_the_layer(dims, heads):
             for symbol, value in zip(symbols.flat, np.ravel(array), strict=True)
         }
         at = np.array([point[str(symbol)] for symbol in bench.symbols[0].gens])
-        for symbolic, numeric in zip(bench.AB, (A_NDE, B_NDE), strict=True):
+        for symbolic, numeric in zip(bench.AB, expected, strict=True):
             np.testing.assert_allclose(numbers(symbolic, at), numeric, rtol=0, atol=1e-12)
-        # The whole layer, which computes queries, keys and values, has the bench's scale.
-        s_BNTS = oracle.logits(A_NDE, x_TD[None], x_TD[None], scale=bench.scale)
-        p_NTS = oracle.probabilities(s_BNTS, np.ones((1, 3, 3), bool))[0]
-        own_TE = np.einsum('nts,sd,nde->te', p_NTS, x_TD, B_NDE)
-        np.testing.assert_allclose(own_TE, out_TE, rtol=0, atol=1e-12)
 
 
 def test_kinds_and_ranks_are_those_of_the_factors():
