@@ -5,7 +5,8 @@ The chain from a log to a printed number:
     ledger.jsonl -> study.json, plan.jsonl, results.jsonl, documents.json    by their hashes
     plan.jsonl     a run's name is the hash of its config, its trials are the config's, in order
     metrics.jsonl  the last evaluation and the final record hold what results.jsonl does
-    results.jsonl  tokens, residual and the parameter count follow from the other fields
+    results.jsonl  tokens and residual follow from the other fields, parameter counts, FLOPs and
+                   the cache from the config (which `experiments.verify` counts again)
     results.jsonl -> table.md, table.csv, a page's headline                  made again
     results.jsonl -> claims.json                             decided again, see qkattn.claims.export
     claims.json -> the blocks of pages                                       made again
@@ -172,31 +173,27 @@ def _run_problems(study: Study) -> Iterator[str]:
             yield f'run {run.name} has results that are not the trials of its config in their order'
             return
         for trial in run.trials:
-            for name, (value, expected) in _derived(study, run, trial).items():
-                if not math.isclose(value, expected, rel_tol=1e-9, abs_tol=1e-12):
-                    about = f'seed {trial.seed} of run {run.name} has {name} {value}'
+            for name, expected in _derived(study, run, trial).items():
+                if not math.isclose(getattr(trial, name), expected, rel_tol=1e-9, abs_tol=1e-12):
+                    about = f'seed {trial.seed} of run {run.name} has {name} {getattr(trial, name)}'
                     yield f'{about}, which is {expected} by its other fields'
         if run.final is not None and run.curve is not None:  # `load_study` names a log without
             yield from _unlike_log(run, run.final, run.curve)
 
 
-def _derived(study: Study, run: Run, trial: Trial) -> dict[str, tuple[Any, Any]]:
-    """Numbers of a result beside those that its other fields give."""
-    parameters, context = trial.parameters, run.config['model']['context']
-    tokens = trial.num_steps * run.config['train']['batch_size'] * context
-    groups = [count for group, count in parameters.items() if group != 'total']
-    derived: dict[str, tuple[Any, Any]] = {
-        'num_tokens': (trial.num_tokens, tokens),
-        'parameters.total': (parameters['total'], sum(groups)),
-    }
+def _derived(study: Study, run: Run, trial: Trial) -> dict[str, float]:
+    """Numbers of a result as its other fields give them, which the config determines."""
+    total, config = trial.parameters['total'], run.config
+    tokens = config['train']['batch_size'] * config['model']['context']  # of a step
+    derived = {'num_tokens': trial.num_steps * tokens}
     if study.matched is not None and trial.target_parameters:
         measured = {
-            'total': parameters['total'],
-            'non_embedding': parameters['total'] - parameters['embedding'],
+            'total': total,
+            'non_embedding': total - trial.parameters['embedding'],
             'flops': trial.flops_per_token,
             'cache': trial.cache_floats_per_token,
         }[study.matched]
-        derived['residual'] = trial.residual, measured / trial.target_parameters - 1
+        derived['residual'] = measured / trial.target_parameters - 1
     return derived
 
 
