@@ -1,7 +1,7 @@
 """What does sharing cost a decoder that has learned, at the same shape?
 
-GQA, MQA, K = V, Q = K and Q = K = V, with nothing in place of what they save; `lm_sharing` spends it
-on width. Q = K, which costs 0.06 nats there, is the positive control.
+GQA, MQA, K = V, Q = K and Q = K = V, with nothing in place of what they save; `lm_sharing` spends
+it on width. Q = K, which costs 0.06 nats there, is the positive control.
 
     python -m experiments.ablate --config=configs/claims/lm_sharing_shape.py:cpu \\
         --workdir=runs/lm_sharing_shape
