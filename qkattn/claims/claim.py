@@ -89,12 +89,6 @@ def exact(
     )
 
 
-def premise(row: Row) -> Row:
-    """The row of what the studies of a claim presume: it can speak against the claim only."""
-    is_met = row.speaks == Speaks.FOR
-    return dataclasses.replace(row, speaks=Speaks.BESIDE) if is_met else row
-
-
 @dataclasses.dataclass(frozen=True)
 class Expectation:
     """What a claim expects of an arm of a study, at each size, corpus and length of training."""

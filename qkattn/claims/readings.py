@@ -9,54 +9,43 @@ from qkattn.claims.studies import UNIT, Loaded, load
 from qkattn.stats import decision, inference
 from qkattn.stats.decision import Decision
 from qkattn.stats.inference import Difference
-from qkattn.study.arm_key import EQUAL_SHAPE, ArmKey
-from qkattn.verdict.arms import Arm, compare
-from qkattn.verdict.judging import ABOVE_ZERO, BELOW_ZERO
+from qkattn.study.arm_key import EQUAL_SHAPE
+from qkattn.verdict.arms import Arm, compare, with_baselines
 
 Losses = Mapping[float, float]  # of a seed, or differences, by the fraction of training
-SIDES = {**dict.fromkeys(BELOW_ZERO, -1), Decision.EQUIVALENT: 0, **dict.fromkeys(ABOVE_ZERO, 1)}
 
 
 def early(directory: Path) -> list[Row]:
-    """What changes when differences are read early: counts of arms by fraction of training.
+    """How many differences change after they are read early, by fraction of training.
 
-    Differences of primary arms on the validation split, paired by seed. Early differences that
-    are more than the margin away from the annealed ones support the claim; if all are equivalent,
-    they refute it. Two counts decide nothing: verdicts that turn, to the other side of zero or to
-    or from equivalence, and arms that only one of both decides.
+    Differences of primary arms on the validation split, paired by seed. An early difference that
+    is more than the margin away from the annealed one supports the claim; if all are equivalent,
+    they refute it. The tests are those of a verdict, without the errors of documents and tuning.
     """
     loaded = load(directory)
+    margin, planned = loaded.study.margin, loaded.findings.num_comparisons
     by_arm = {
-        arm.key: list(_pairs(loaded, arm, baseline))
-        for arm, baseline in _with_baselines(loaded, loaded.findings.arms)
-        if not arm.is_baseline
+        arm.key: list(_by_seed(arm, baseline, loaded))
+        for arm, baseline in _compared(loaded)
+        if arm.control is None
     }
-    fractions = sorted({f for seeds in by_arm.values() for seed in seeds for f in seed} - {1.0})
-    annealed = _decisions(
-        loaded,
-        {arm: [seed[1.0] for seed in seeds if 1.0 in seed] for arm, seeds in by_arm.items()},
-    )
     rows = []
-    for fraction in fractions:
-        pairs = {
-            arm: [(seed[fraction], seed[1.0]) for seed in seeds if {fraction, 1.0} <= seed.keys()]
+    for fraction in sorted(
+        {f for seeds in by_arm.values() for seed in seeds for f in seed} - {1.0}
+    ):
+        changes = {
+            arm: [seed[fraction] - seed[1.0] for seed in seeds if {fraction, 1.0} <= seed.keys()]
             for arm, seeds in by_arm.items()
         }
-        at_once = _decisions(loaded, {arm: [a for a, _ in both] for arm, both in pairs.items()})
-        change = _decisions(loaded, {arm: [a - b for a, b in both] for arm, both in pairs.items()})
-        sides = [(SIDES.get(at_once[arm]), SIDES.get(annealed[arm])) for arm in at_once]
-        changed = sum(verdict in (Decision.BETTER, Decision.WORSE) for verdict in change.values())
-        same = all(verdict is Decision.EQUIVALENT for verdict in change.values())
-        speaks = Speaks.FOR if changed else Speaks.AGAINST if same and change else Speaks.OPEN
-        turned = sum(None not in pair and pair[0] != pair[1] for pair in sides)
-        gained = sum((one is None) != (other is None) for one, other in sides)
+        tested = {arm: inference.paired(x, margin) if x else None for arm, x in changes.items()}
+        decided = [d.decision for d in decision.judge(tested, planned=planned).values()]
+        changed = sum(one in (Decision.BETTER, Decision.WORSE) for one in decided)
+        speaks = Speaks.FOR if changed else Speaks.OPEN
+        if {*decided} == {Decision.EQUIVALENT}:
+            speaks = Speaks.AGAINST
         context = {'arms': str(len(by_arm)), 'fraction of the steps': f'{fraction:g}'}
-        for quantity, count, spoken in (
-            ('differences that change by more than the margin', changed, speaks),
-            ('verdicts that turn', turned, Speaks.BESIDE),
-            ('verdicts gained or lost', gained, Speaks.BESIDE),
-        ):
-            rows.append(Row(quantity, Kind.MEASURED, context, float(count), spoken, 'arms'))
+        quantity = 'differences that change by more than the margin'
+        rows.append(Row(quantity, Kind.MEASURED, context, float(changed), speaks, 'arms'))
     return rows
 
 
@@ -68,16 +57,15 @@ def growth(directory: Path, variant: str) -> list[Row]:
     grow; above zero speaks against it.
     """
     loaded, rows = load(directory), []
-    for arm, baseline in _with_baselines(loaded, loaded.findings.controls):
+    for arm, baseline in _compared(loaded):
         if (arm.variant, arm.control) != (variant, EQUAL_SHAPE):
             continue
-        pairs = list(_pairs(loaded, arm, baseline))
-        if not pairs or len(pairs[0]) < 2:
-            continue
-        first, last = min(pairs[0]), max(pairs[0])
-        grown = inference.paired([seed[last] - seed[first] for seed in pairs], loaded.study.margin)
-        quantity = f'growth of the difference from {first:.0%} of the steps on'
-        rows.append(_row(quantity, loaded.context(arm), grown, _speaks(grown, grown.margin)))
+        seeds = list(_by_seed(arm, baseline, loaded))
+        if seeds and len(seeds[0]) > 1:
+            first, last, margin = min(seeds[0]), max(seeds[0]), loaded.study.margin
+            grown = inference.paired([seed[last] - seed[first] for seed in seeds], margin)
+            quantity = f'growth of the difference from {first:.0%} of the steps on'
+            rows.append(_row(quantity, loaded.context(arm), grown, _speaks(grown, margin)))
     return rows
 
 
@@ -88,20 +76,17 @@ def at_one_rate(directory: Path, variant: str) -> list[Row]:
     is below zero, not so if it is above.
     """
     loaded, rows = load(directory), []
-    for arm, baseline in _with_baselines(loaded, loaded.findings.arms):
+    for arm, baseline in _compared(loaded):
         if loaded.study.bare(arm.variant) != variant:
             continue
-        by_rate = {}
+        speaks = None
         for rate in arm.learning_rates:
-            pair = _at(rate, arm), _at(rate, baseline)
-            if comparison := compare([pair], loaded.study):
-                by_rate[rate] = comparison.difference
-        for rate, difference in by_rate.items():
-            context = loaded.context(arm) | {'baseline': 'untuned', 'learning rate': f'{rate:g}'}
-            speaks = _speaks(difference, 0.0) if rate == min(by_rate) else Speaks.BESIDE
-            rows.append(
-                _row(f'{variant} at one learning rate for both', context, difference, speaks)
-            )
+            if comparison := compare([(_at(rate, arm), _at(rate, baseline))], loaded.study):
+                difference = comparison.difference
+                speaks = Speaks.BESIDE if speaks else _speaks(difference, 0.0)
+                context = {'baseline': 'untuned', 'learning rate': f'{rate:g}'}
+                quantity = f'{variant} at one learning rate for both'
+                rows.append(_row(quantity, loaded.context(arm) | context, difference, speaks))
     return rows
 
 
@@ -119,10 +104,11 @@ def _row(quantity: str, context: dict[str, str], difference: Difference, speaks:
     return Row(quantity, Kind.MEASURED, context, *numbers)
 
 
-def _with_baselines(loaded: Loaded, arms: tuple[Arm, ...]) -> Iterator[tuple[Arm, Arm]]:
-    """Pairs of an arm and its baseline, where the baseline has results."""
-    baselines = {arm.group: arm for arm in loaded.findings.arms if arm.is_baseline}
-    return ((arm, baselines[arm.group]) for arm in arms if arm.group in baselines)
+def _compared(loaded: Loaded) -> Iterator[tuple[Arm, Arm]]:
+    """All arms and controls but the baselines, each with its baseline, if that has results."""
+    arms = (*loaded.findings.arms, *loaded.findings.controls)
+    pairs = with_baselines(arms)
+    return ((arm, other) for arm, other in pairs if other and not arm.is_baseline)
 
 
 def _at(rate: float, arm: Arm) -> Arm:
@@ -132,7 +118,7 @@ def _at(rate: float, arm: Arm) -> Arm:
     return dataclasses.replace(arm, trials=trials, verdict_trials=trials, chosen=finished)
 
 
-def _pairs(loaded: Loaded, arm: Arm, baseline: Arm) -> Iterator[Losses]:
+def _by_seed(arm: Arm, baseline: Arm, loaded: Loaded) -> Iterator[Losses]:
     """For each seed that both arms finished, the differences by fraction of the steps."""
     losses, others = _losses(loaded, arm), _losses(loaded, baseline)
     for seed in sorted(losses.keys() & others.keys()):
@@ -150,14 +136,3 @@ def _losses(loaded: Loaded, arm: Arm) -> dict[int, Losses]:
             pairs = zip(run.curve.steps_E, losses_E, strict=True)
             by_seed[trial.seed] = {float(s) / run.num_steps: float(x) for s, x in pairs if x == x}
     return by_seed
-
-
-def _decisions(loaded: Loaded, differences: Mapping[ArmKey, list[float]]) -> dict[ArmKey, Decision]:
-    """The decisions of the tests of a verdict, without the errors of documents and tuning."""
-    margin = loaded.study.margin
-    tested = {
-        arm: inference.paired(values, margin) if values else None
-        for arm, values in differences.items()
-    }
-    judged = decision.judge(tested, planned=loaded.findings.num_comparisons)
-    return {arm: verdict.decision for arm, verdict in judged.items()}

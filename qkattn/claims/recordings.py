@@ -31,7 +31,6 @@ from qkattn.data.tasks.rows import Rows
 from qkattn.data.tasks.task_registry import rows_of
 from qkattn.errors import ConfigError
 from qkattn.model import with_params
-from qkattn.train.optimizer import optimizer
 from qkattn.train.step import init_trial, train_trial
 
 DTYPES = ('float64', 'float32', 'bfloat16')
@@ -41,6 +40,7 @@ COMPARED = {
     'apart': 'trained apart',
 }
 BEYOND = 3.0  # times rounding: a larger difference is not explained by it
+Factors = dict[str, Any]  # by name, of all layers: w_q_DNH and w_k_DKH, or w_k_DKH alone
 
 
 def record_drift(scale: str) -> dict[str, Any]:
@@ -51,7 +51,11 @@ def record_drift(scale: str) -> dict[str, Any]:
     for dtype in DTYPES:
         qk, free = (_trained(config, rows, score, dtype) for score in ('qk', 'query_free'))
         reference = reference or qk
-        by_dtype[dtype] = _compared(x_LBTD, qk, free, reference, dtype)
+        by_dtype[dtype] = {
+            'products': [_difference(x_LBTD, a, merged(a, dtype), dtype) for a in qk],
+            'rounding': [_difference(x_LBTD, *pair) for pair in zip(reference, qk, strict=True)],
+            'apart': [_difference(x_LBTD, *pair) for pair in zip(qk, free, strict=True)],
+        }
     return {'scale': scale, 'steps': [0, config.train.num_steps], 'dtypes': by_dtype}
 
 
@@ -84,36 +88,33 @@ DRIFT = Measure(
 
 def drift_config(scale: str) -> Config:
     """A decoder of single heads and its training."""
-    config = language_model('smoke' if scale == 'smoke' else 'cpu', num_heads=1, seeds=1)
-    model = dataclasses.replace(config.model, d_model=pick(scale, smoke=16, cpu=48, gpu=48))
-    train = dataclasses.replace(config.train, num_steps=pick(scale, smoke=20, cpu=500, gpu=500))
-    return dataclasses.replace(config, model=model, train=train)
+    d_model = pick(scale, smoke=16, cpu=48, gpu=48)
+    scale = 'smoke' if scale == 'smoke' else 'cpu'
+    return language_model(scale, num_heads=1, seeds=1, d_model=d_model)
 
 
-def as_query_free(params: dict[str, Any]) -> dict[str, Any]:
-    """Parameters of single heads of `qk` as those of `query_free`: W_K' = W_K W_Q^T, exactly."""
-    score = params['blocks']['attention']['score']
-    w_k_LDKH = jnp.einsum('LDNH,LENH->LDNE', score['w_k_DKH'], score['w_q_DNH'])
-    attention = {**params['blocks']['attention'], 'score': {'w_k_DKH': w_k_LDKH}}
-    return {**params, 'blocks': {**params['blocks'], 'attention': attention}}
+def merged(factors: Factors, dtype: str) -> Factors:
+    """Single heads of `qk` as those of `query_free`: W_K' = W_K W_Q^T, computed in `dtype`."""
+    with jax.enable_x64(dtype == 'float64'):
+        w_q_LDNH, w_k_LDKH = (jnp.asarray(factors[n], dtype) for n in ('w_q_DNH', 'w_k_DKH'))
+        return {'w_k_DKH': jnp.einsum('LDNH,LENH->LDNE', w_k_LDKH, w_q_LDNH)}
 
 
-def _trained(config: Config, rows: Rows, score: str, dtype: Any) -> list[dict[str, np.ndarray]]:
-    """The parameters of the Score in float64, before and after training."""
+def _trained(config: Config, rows: Rows, score: str, dtype: str) -> list[Factors]:
+    """The factors of the Score in float64, before and after training."""
+    wide = 'float64' if dtype == 'float64' else 'float32'
     with jax.enable_x64(dtype == 'float64'):
         start = init_trial(config, jnp.uint32(0))['params']
+        params = jax.tree.map(lambda p: jnp.asarray(p, wide), start)
+        if score == 'query_free':
+            attention = params['blocks']['attention']
+            attention['score'] = merged(attention['score'], wide)
         model = dataclasses.replace(config.model, score=score, compute_dtype=dtype)
         config = dataclasses.replace(config, model=model)
-        wide = jnp.float64 if dtype == 'float64' else jnp.float32
-        params = jax.tree.map(lambda p: jnp.asarray(p, wide), start)
-        params = params if score == 'qk' else as_query_free(params)
-        zero = jnp.float32(0)
-        state = optimizer(config.optimizer, zero, zero).init(params)
-        trial = {'params': params, 'opt_state': state, 'alive': jnp.bool(True)}
+        untrained = trial = init_trial(config, jnp.uint32(0)) | {'params': params}
         rate = jnp.float32(config.trials.learning_rates[0])
-        hyper = {'seed': jnp.uint32(0), 'learning_rate': rate, 'weight_decay': zero}
+        hyper = {'seed': jnp.uint32(0), 'learning_rate': rate, 'weight_decay': jnp.float32(0)}
         step = jax.jit(lambda k, trial, batch: train_trial(config, k, trial, hyper, batch)[0])
-        untrained = trial
         for number in range(config.train.num_steps):
             batch = train_batch(rows, seed=0, step=number, batch_size=config.train.batch_size)
             trial = step(jnp.int32(number), trial, jax.tree.map(lambda a: a[None], batch))
@@ -121,27 +122,6 @@ def _trained(config: Config, rows: Rows, score: str, dtype: Any) -> list[dict[st
             raise ConfigError(f'{score} in {dtype} diverged; lower the learning rate of the drift')
         factors = [one['params']['blocks']['attention']['score'] for one in (untrained, trial)]
         return [{n: np.asarray(w, np.float64) for n, w in one.items()} for one in factors]
-
-
-def _compared(
-    x_LBTD: np.ndarray,
-    trained: list[dict[str, np.ndarray]],
-    apart: list[dict[str, np.ndarray]],
-    reference: list[dict[str, np.ndarray]],
-    dtype: str,
-) -> dict[str, list[float]]:
-    """COMPARED by step, of factors of qk, of query_free, and of qk trained in float64."""
-    differences: dict[str, list[float]] = {name: [] for name in COMPARED}
-    for qk, free, exact in zip(trained, apart, reference, strict=True):
-        pairs = {
-            'products': (logits(x_LBTD, qk, dtype, 2), logits(x_LBTD, qk, dtype, 1)),
-            'rounding': (logits(x_LBTD, exact, 'float64', 2), logits(x_LBTD, qk, 'float64', 2)),
-            'apart': (logits(x_LBTD, qk, 'float64', 2), logits(x_LBTD, free, 'float64', 1)),
-        }
-        for name, pair in pairs.items():
-            layers = [drift(a, b) for a, b in zip(*pair, strict=True)]
-            differences[name].append(float(np.mean(layers)))
-    return differences
 
 
 def _sample(config: Config, rows: Rows) -> np.ndarray:
@@ -160,24 +140,22 @@ def _sample(config: Config, rows: Rows) -> np.ndarray:
     return np.stack(read_by_layers(params)).astype(np.float64)
 
 
-def logits(
-    x_LBTD: np.ndarray, factors: Mapping[str, np.ndarray], dtype: str, products: int
-) -> list[np.ndarray]:
-    """Causal logits of each layer in `dtype`, as float64.
+def _difference(
+    x_LBTD: np.ndarray, reference: Factors, other: Factors, dtype: str = 'float64'
+) -> float:
+    """|other - reference| / |reference| of logits computed in `dtype`, mean over the layers."""
+    pairs = zip(*(logits(x_LBTD, one, dtype) for one in (reference, other)), strict=True)
+    return float(np.mean([drift(a, b) for a, b in pairs]))
 
-    With one product the keys are X W_K', where W_K' = W_K W_Q^T for factors of qk; with two, the
-    keys are X W_K and the queries X W_Q.
-    """
+
+def logits(x_LBTD: np.ndarray, factors: Factors, dtype: str) -> list[np.ndarray]:
+    """Causal logits x W_Q (x W_K)^T of each layer in `dtype`, or x (x W_K)^T, as float64."""
     with jax.enable_x64(dtype == 'float64'):
-        y_LBSD = jnp.asarray(x_LBTD, dtype)
-        w_k_LDH = jnp.asarray(factors['w_k_DKH'][:, :, 0], dtype)
-        q_LBTH = y_LBSD
-        if 'w_q_DNH' in factors:
-            w_q_LDH = jnp.asarray(factors['w_q_DNH'][:, :, 0], dtype)
-            if products == 2:
-                q_LBTH = jnp.einsum('LBTD,LDH->LBTH', y_LBSD, w_q_LDH)
-            else:
-                w_k_LDH = jnp.einsum('LDH,LEH->LDE', w_k_LDH, w_q_LDH)
-        k_LBSH = jnp.einsum('LBSD,LDH->LBSH', y_LBSD, w_k_LDH)
+        x_LBTD = jnp.asarray(x_LBTD, dtype)
+        w_LDH = {name: jnp.asarray(w[:, :, 0], dtype) for name, w in factors.items()}
+        k_LBSH = jnp.einsum('LBSD,LDH->LBSH', x_LBTD, w_LDH['w_k_DKH'])
+        q_LBTH = x_LBTD
+        if 'w_q_DNH' in w_LDH:
+            q_LBTH = jnp.einsum('LBTD,LDH->LBTH', x_LBTD, w_LDH['w_q_DNH'])
         s_LBTS = np.asarray(jnp.einsum('LBTH,LBSH->LBTS', q_LBTH, k_LBSH), np.float64)
     return list(s_LBTS[..., np.tri(s_LBTS.shape[-1], dtype=bool)])

@@ -1,4 +1,4 @@
-"""Singular values of W_QK: factors of rank r (B7), and what weight decay does to them (E5).
+"""What weight decay does to the singular values of W_QK (E5).
 
 min over W_Q W_K^T = A of (|W_Q|^2 + |W_K|^2) / 2 is the sum of the singular values of A, reached by
 balanced factors (Srebro et al. 2005, lemma 1). For the fit |A - target|^2 / 2 with L2 penalty
@@ -15,72 +15,13 @@ import numpy as np
 import optax
 from scipy import optimize
 
-from qkattn.attention import Attention
-from qkattn.claims.checks.small_layers import SAME, Options, float64, layer, rank, same
-from qkattn.claims.claim import Row, exact, premise
-from qkattn.convert.circuits import truncate, unmerge
+from qkattn.claims.checks.small_layers import SAME, Options, float64
+from qkattn.claims.claim import Row, exact
 from qkattn.convert.factors import balanced_factors
 
-D = 16
-FORM: Options = {'form': 'W_QK in factors of head size r'}
 L2: Options = {'decay': 'in the loss'}
 DECOUPLED: Options = {'decay': 'AdamW without gradient noise'}
 SPECTRUM = np.array([1.0, 0.8, 0.6, 0.4, 0.2])
-
-
-def of_rank(r: int) -> Attention:
-    """A `merged` layer whose W_QK[n] have rank r."""
-    attention = layer('merged/vo', d_model=D, num_heads=2)
-    left_DNR, right_ENR = np.random.default_rng(r).normal(size=(2, D, 2, r))
-    attention.score.w_qk_DNE[...] = jnp.einsum('DNR,ENR->DNE', left_DNR, right_ENR) / D
-    return attention
-
-
-@float64
-def every_rank() -> list[Row]:
-    """r from 1 to D: factors of head size r compute the function of a W_QK of rank r."""
-    changes, others = [], 0
-    for r in range(1, D + 1):
-        attention = of_rank(r)
-        factored = unmerge(attention, rank=r)
-        after, before = (
-            one.score.scale * np.asarray(one.score.matrix()) for one in (factored, attention)
-        )
-        changes.append(same('', after, before).value)
-        others += rank(factored.score.matrix()) != r
-    ranks = f'r = 1 to {D}'
-    return [
-        premise(exact(f'change of A by factors of size r, {ranks}', max(changes), 0, SAME, **FORM)),
-        premise(exact(f'factors of size r that have another rank, {ranks}', others, 0, **FORM)),
-    ]
-
-
-@float64
-def least_error() -> list[Row]:
-    """The error of truncating a W_QK of full rank, which fitted factors reach and do not beat."""
-    attention = layer('merged/vo', d_model=D, num_heads=2)
-    A_NDE = attention.score.scale * np.asarray(attention.score.matrix())
-    s_NR = np.linalg.svd(A_NDE, compute_uv=False)
-    off = max(
-        abs(truncate(attention, rank=r)[1] - np.linalg.norm(s_NR[:, r:]) / np.linalg.norm(s_NR))
-        for r in range(1, D)
-    )
-    quantity = f'error of truncating W_QK to r, less that of singular values, r = 1 to {D - 1}'
-    rows = [exact(quantity, float(off), 0, SAME, **FORM)]
-    for r in (2, 8):
-        least = float(np.linalg.norm(s_NR[0, r:]) / np.linalg.norm(s_NR[0]))
-        error = fitted_error(A_NDE[0], r)
-        rows.append(exact(f'error of fitted factors, r = {r}', error, least, 1e-6, **FORM))
-    return [premise(row) for row in rows]
-
-
-def fitted_error(A_DE: np.ndarray, r: int, num_steps: int = 2000) -> float:
-    """|A - W_Q W_K^T| / |A| after alternating least squares from random factors."""
-    k_DR = np.random.default_rng(0).normal(size=(len(A_DE), r))
-    for _ in range(num_steps):
-        q_DR = np.linalg.qr(A_DE @ k_DR)[0]
-        k_DR = A_DE.T @ q_DR
-    return float(np.linalg.norm(A_DE - q_DR @ k_DR.T) / np.linalg.norm(A_DE))
 
 
 def penalty(matrices: Any) -> Any:

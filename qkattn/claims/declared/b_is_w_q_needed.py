@@ -3,7 +3,7 @@
 from functools import partial
 
 from qkattn.claims import readings, recordings
-from qkattn.claims.checks import rewrites, spectra
+from qkattn.claims.checks import rewrites
 from qkattn.claims.claim import Claim, Expectation, Measure
 
 SLICES, WHOLE = {'reading': 'slices of X'}, {'reading': 'all of X in every head'}
@@ -102,7 +102,7 @@ B6 = Claim(
     source='A forum thread: removing a matrix acts like a lower learning rate.',
     rule='Holds if, at every fraction of the steps, the difference of some arm from the baseline '
     'is another than after annealing, by more than the margin, on the same seeds, each arm at its '
-    'own learning rate; verdicts that turn stand beside it.',
+    'own learning rate.',
     measures=(Measure('decoder', readings.early),),
 )
 
@@ -112,16 +112,9 @@ B7 = Claim(
     statement='W_Q W_K^T may have a low rank: below the head size the loss at equal parameter '
     'count is not worse.',
     source='A forum thread: W_Q and W_K allow a low-rank W.',
-    rule='Holds if no rank below the head size, which is that of the baseline, is worse; that '
-    'low_rank has every rank that it is given is a premise.',
-    checks=(spectra.every_rank, spectra.least_error),
+    rule='Holds if no rank below the head size, which is that of the baseline, is worse.',
     expectations=tuple(
-        Expectation(
-            'rank',
-            f'low_rank(rank={rank})/vo',
-            'not_worse',
-            context={'rank': str(rank)},
-        )
+        Expectation('rank', f'low_rank(rank={rank})/vo', 'not_worse', context={'rank': str(rank)})
         for rank in (1, 2, 4, 8, 16)
     ),
 )
