@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from qkattn.errors import ConfigError
@@ -121,17 +122,15 @@ class Expectation:
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """Rows that are not differences between arms.
+    """Rows that are not differences between arms, read from the directory of a study.
 
-    Without `record`, `read` gets the directory of the study. With it, `study` is a directory of the
-    measure's own: `record` is called once with the scale, what it returns is kept as
-    measures/STUDY.json, which is exported, and `read` gets it.
+    With `record`, the directory is the measure's own: what `record` returns for a scale is kept
+    there, as measures/STUDY.json, which is exported.
     """
 
     study: str
-    read: Callable[[Any], list[Row]]
+    read: Callable[[Path], list[Row]]
     record: Callable[[str], dict[str, Any]] | None = None
-    schema: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of what is recorded
 
 
 Check = Callable[[], list[Row]]  # exact, decided in seconds; verification runs it again

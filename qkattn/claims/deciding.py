@@ -1,11 +1,10 @@
 """Decides a claim from its checks and from the studies of a directory."""
 
-import functools
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from qkattn.claims import rules
 from qkattn.claims.claim import (
@@ -34,6 +33,17 @@ from qkattn.verdict.rules import standings
 _BELOW_MARGIN = (Decision.BETTER_BELOW_MARGIN, Decision.WORSE_BELOW_MARGIN)
 
 
+class Case(NamedTuple):
+    """An arm that an expectation is about, and its reference; None without results."""
+
+    expected: Expectation
+    loaded: Loaded | None
+    key: ArmKey | None = None
+    arm: Arm | None = None
+    other: Arm | None = None
+    comparison: Comparison | None = None
+
+
 class Evidence(NamedTuple):
     """A row that decides an expectation, with its arm and the verdict."""
 
@@ -53,22 +63,21 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
     measured = [row for measure in claim.measures for row in results.rows(measure)]
     if scale == 'smoke':  # its studies only show that they run
         measured = [replace(row, speaks=Speaks.OPEN) for row in measured]
-    expected = claim.expected_at(scale)
-    loaded = [(e, study) for e in expected if (study := results.study(e.study))]
-    beside = [row for pair in loaded for row in _beside(*pair)]
+    expected = [(e, results.study(e.study)) for e in claim.expected_at(scale)]
+    every = [case for pair in expected for case in cases(*pair)]
+    beside = [row for e, loaded in expected if loaded for row in _beside(e, loaded)]
     beside = [row for place, row in enumerate(beside) if row not in beside[:place]]
-    missing = [*_missing(claim, results), *(text for pair in loaded for text in _lack(*pair))]
+    missing = tuple(dict.fromkeys(_missing(claim, results, every)))
 
     def judged(family: int) -> tuple[list[Row], list[Evidence], ClaimVerdict]:
-        items = [item for pair in loaded for item in evidence(*pair, family)]
+        items = evidence(every, family)
         rows = [*checked, *(item.row for item in items), *beside, *measured]
         return rows, items, rules.verdict(rows, complete=not missing)
 
     # All rows together are one test at the error rate; single ones are tested at their share.
     rows, items, verdict = judged(1)
     if verdict in (ClaimVerdict.HOLDS_ONLY_IF, ClaimVerdict.UNDECIDED):
-        number = sum(number_of_rows(e, results.study(e.study)) for e in expected)
-        rows, items, verdict = judged(max(1, number))
+        rows, items, verdict = judged(max(1, len(every)))
     undecided = verdict == ClaimVerdict.UNDECIDED
     condition = rules.condition(rows) if verdict == ClaimVerdict.HOLDS_ONLY_IF else None
     commit, hardware, seconds = _provenance(claim, results)
@@ -79,7 +88,7 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
         rows=tuple(rows),
         condition=claim.conditions.get(condition, condition) if condition else None,
         needed=_needed(claim, scale, results, items) if undecided else None,
-        missing=tuple(dict.fromkeys(missing)),
+        missing=missing,
         studies=tuple(name for name in claim.studies if results.has(name)),
         commit=commit,
         hardware=hardware,
@@ -88,44 +97,19 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
     )
 
 
-def evidence(expected: Expectation, loaded: Loaded, family: int = 1) -> list[Evidence]:
-    """The evidence for an expectation: verdicts of its arms, among `family` comparisons.
+def cases(expected: Expectation, loaded: Loaded | None) -> list[Case]:
+    """One for each row that decides an expectation once its study is finished.
 
-    An arm has a row at its own length of training and, matched, at a longer one. What a baseline
-    lacks, such as its yardstick, also withholds the verdicts on pairs of the arms beside it.
+    An arm has a row at its own length of training and, matched, at a longer one; a study without
+    results counts as one row. ConfigError if the study does not declare the arm.
     """
-    made = []
-    arms = (*loaded.findings.arms, *loaded.findings.controls)
-    for arm, other, comparison in _cases(expected, loaded):
-        kind = Kind.REMOVED if arm.control == EQUAL_SHAPE else Kind.MATCHED
-        if loaded.study.matched is None:
-            kind = Kind.MEASURED  # neither removed nor at equal parameter count
-        blocks = list(loaded.findings.blocks)
-        if expected.versus:
-            baselines = (one for one in arms if one.is_baseline and one.group == arm.group)
-            blocks += [remark for baseline in baselines for remark in baseline.blocks]
-        verdict = judging.pair(loaded.study, arm, other, blocks, family)
-        row = _row(arm, comparison, kind, expected, loaded)
-        decision, speaks = rules.finding(row, expected.relation, verdict, comparison)
-        row = replace(row, relation=expected.relation, decision=decision, speaks=speaks)
-        made.append(Evidence(row, arm, verdict, comparison.difference))
-    return made
-
-
-def number_of_rows(expected: Expectation, loaded: Loaded | None) -> int:
-    """Number of rows that decide an expectation once its study is finished, if declared."""
     if loaded is None:
-        return 1
-    longer = expected.at == 'matched' and loaded.study.controls['longer'] is not None
-    return len(_declared(expected, loaded)) * (2 if longer else 1)
-
-
-def _declared(expected: Expectation, loaded: Loaded) -> list[ArmKey]:
-    """The arms that the study declares for an expectation; ConfigError if there is none."""
-    if loaded.study.tuning is None and expected.at == 'removed':
+        return [Case(expected, None)]
+    study, findings = loaded
+    if study.tuning is None and expected.at == 'removed':
         return []  # a study without tuning has no controls
     control = EQUAL_SHAPE if expected.at == 'removed' else None
-    keys = [key for key in loaded.study.arms if key.control == control]
+    keys = [key for key in study.arms if key.control == control]
     variants = list(dict.fromkeys(key.variant for key in keys))
     for variant in expected.variants:
         if not any(loaded.names(label, variant) for label in variants):
@@ -133,47 +117,68 @@ def _declared(expected: Expectation, loaded: Loaded) -> list[ArmKey]:
                 f'study {expected.study!r} has no {expected.at} arm of variant {variant!r}; it has '
                 f'{", ".join(variants) or "none"}'
             )
-    return [key for key in keys if loaded.names(key.variant, expected.variant)]
+    keys = [key for key in keys if loaded.names(key.variant, expected.variant)]
+    keys.sort(key=lambda key: (study.sizes.index(key.size), study.corpora.index(key.corpus)))
+    if control is None and study.controls['longer'] is not None:
+        keys += [key._replace(control=LONGER) for key in keys]
+    arms = {arm.key: arm for arm in (*findings.arms, *findings.controls)}
+    return [_case(expected, loaded, key, arms.get(key)) for key in keys]
 
 
-def _cases(expected: Expectation, loaded: Loaded) -> Iterator[tuple[Arm, Arm | None, Comparison]]:
-    """The arms of an expectation that have a difference, each with its reference."""
-    arms = (*loaded.findings.arms, *loaded.findings.controls)
-    others = {
-        (arm.group, arm.control): arm
-        for arm in arms
-        if (loaded.names(arm.variant, expected.versus) if expected.versus else arm.is_baseline)
-    }
-    for control in (EQUAL_SHAPE,) if expected.at == 'removed' else (None, LONGER):
-        against = control if expected.versus or control == LONGER else None
-        for arm in arms:
-            if arm.control == control and loaded.names(arm.variant, expected.variant):
-                other, comparison = others.get((arm.group, against)), arm.comparison
-                if expected.versus:
-                    comparison = compare([(arm, other)], loaded.study) if other else None
-                if comparison is not None:
-                    yield arm, other, comparison
+def _case(expected: Expectation, loaded: Loaded, key: ArmKey, arm: Arm | None) -> Case:
+    other = arm and _reference(arm, expected.versus, loaded)
+    comparison = arm and arm.comparison
+    if expected.versus:
+        comparison = compare([(arm, other)], loaded.study) if arm and other else None
+    return Case(expected, loaded, key, arm, other, comparison)
 
 
-def _missing(claim: Claim, results: Results) -> Iterator[str]:
-    """Names the studies of a claim that lack results."""
+def _reference(arm: Arm, versus: str | None, loaded: Loaded) -> Arm | None:
+    """The arm of another variant beside an arm, else its baseline; None without results."""
+    for other in (*loaded.findings.arms, *loaded.findings.controls):
+        is_named = other.control == arm.control and versus and loaded.names(other.variant, versus)
+        if other.group == arm.group and (is_named if versus else other.is_baseline):
+            return other
+    return None
+
+
+def evidence(every: Iterable[Case], family: int = 1) -> list[Evidence]:
+    """The verdicts on the cases that have results, among `family` comparisons.
+
+    What a baseline lacks, such as its yardstick, also withholds the verdicts on pairs of the arms
+    beside it.
+    """
+    made = []
+    for expected, loaded, _, arm, other, comparison in every:
+        if loaded is None or arm is None or comparison is None:
+            continue
+        study = loaded.study
+        kind = Kind.REMOVED if arm.control == EQUAL_SHAPE else Kind.MATCHED
+        if study.matched is None:
+            kind = Kind.MEASURED  # neither removed nor at equal parameter count
+        blocks = list(loaded.findings.blocks)
+        if expected.versus and (baseline := _reference(arm, None, loaded)):
+            blocks += baseline.blocks
+        verdict = judging.pair(study, arm, other, blocks, family)
+        row = _row(arm, comparison, kind, expected, loaded)
+        decision, speaks = rules.finding(row, expected.relation, verdict, comparison)
+        row = replace(row, relation=expected.relation, decision=decision, speaks=speaks)
+        made.append(Evidence(row, arm, verdict, comparison.difference))
+    return made
+
+
+def _missing(claim: Claim, results: Results, every: Iterable[Case]) -> Iterator[str]:
+    """Names the studies of a claim that lack results, then the arms that have no difference yet."""
     for name in claim.studies:
         if problem := results.problem(name):
             yield f'study {name} {problem.removesuffix(".")}'
     for measure in claim.measures:
         if results.has(measure.study) and not results.rows(measure):
             yield f'the logs of study {measure.study} lack what a measurement reads'
-
-
-def _lack(expected: Expectation, loaded: Loaded) -> Iterator[str]:
-    """Names the declared arms that have no difference yet."""
-    known = {arm.key for arm, _, _ in _cases(expected, loaded)}
-    for key in _declared(expected, loaded):
-        if key not in known:
-            yield (
-                f'study {expected.study}: {key.variant} at {key.size} on {key.corpus} has no '
-                'difference from the baseline yet'
-            )
+    for expected, _, key, _, _, comparison in every:
+        if key and key.control != LONGER and comparison is None:
+            arm = f'{key.variant} at {key.size} on {key.corpus}'
+            yield f'study {expected.study}: {arm} has no difference from the baseline yet'
 
 
 def _beside(expected: Expectation, loaded: Loaded) -> Iterator[Row]:
@@ -284,9 +289,9 @@ def _provenance(claim: Claim, results: Results) -> tuple[str, str, float]:
     """Commits and hardware of what was trained, else of this process; seconds of training."""
     studies = [loaded.study for name in claim.studies if (loaded := results.study(name))]
     trials = [run.trials[0] for study in studies for run in study.runs if run.trials]
-    records = [record for m in claim.measures if (record := results.recorded(m))]
+    records = [record for m in claim.measures if (record := results.recorded(m.study))]
     starts = [trial.provenance for trial in trials] + [record['start'] for record in records]
-    starts = starts or [_here()]
+    starts = starts or [describe_start()]
     commits = {(start['git']['commit'] or NOT_RECORDED)[:12] for start in starts}
     seconds = sum(trial.train_seconds or 0.0 for trial in trials)
     return (
@@ -294,8 +299,3 @@ def _provenance(claim: Claim, results: Results) -> tuple[str, str, float]:
         ', '.join(sorted(set(map(device, starts)))),
         seconds + sum(record['seconds'] for record in records),
     )
-
-
-@functools.cache
-def _here() -> Mapping[str, Any]:
-    return describe_start()

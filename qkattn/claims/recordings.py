@@ -15,6 +15,7 @@ A difference is |other - reference| / |reference| over all causal pairs, mean ov
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,12 +26,14 @@ from qkattn.analysis.matrices import drift
 from qkattn.analysis.patterns import walk
 from qkattn.claims.claim import Kind, Measure, Row, Speaks
 from qkattn.claims.protocol import language_model, pick
+from qkattn.claims.studies import recording
 from qkattn.config import Config
 from qkattn.data.pipeline import eval_batches, train_batch
 from qkattn.data.tasks.rows import Rows
 from qkattn.data.tasks.task_registry import rows_of
 from qkattn.errors import ConfigError
 from qkattn.model import with_params
+from qkattn.storage.records import read_json
 from qkattn.train.step import init_trial, train_trial
 
 DTYPES = ('float64', 'float32', 'bfloat16')
@@ -39,6 +42,7 @@ COMPARED = {
     'rounding': 'rounding, trained',
     'apart': 'trained apart',
 }
+SCHEMA = {'steps': tuple[int, ...], 'dtypes': Mapping[str, Mapping[str, tuple[float, ...]]]}
 BEYOND = 3.0  # times rounding: a larger difference is not explained by it
 Factors = dict[str, Any]  # by name, of all layers: w_q_DNH and w_k_DKH, or w_k_DKH alone
 
@@ -59,13 +63,13 @@ def record_drift(scale: str) -> dict[str, Any]:
     return {'scale': scale, 'steps': [0, config.train.num_steps], 'dtypes': by_dtype}
 
 
-def read_drift(recorded: Mapping[str, Any]) -> list[Row]:
+def read_drift(directory: Path) -> list[Row]:
     """The differences in each precision at the first and the last step recorded.
 
     The claim is that the difference is numerical. It fails if the trained models differ by more
     than BEYOND times the difference that rounding explains.
     """
-    rows = []
+    recorded, rows = read_json(recording(directory), SCHEMA), []
     for dtype, values in recorded['dtypes'].items():
         explained = max(values['products'][-1], values['rounding'][-1])
         decides = Speaks.AGAINST if values['apart'][-1] > BEYOND * explained else Speaks.FOR
@@ -78,12 +82,7 @@ def read_drift(recorded: Mapping[str, Any]) -> list[Row]:
     return rows
 
 
-DRIFT = Measure(
-    'drift',
-    read_drift,
-    record_drift,
-    {'steps': tuple[int, ...], 'dtypes': Mapping[str, Mapping[str, tuple[float, ...]]]},
-)
+DRIFT = Measure('drift', read_drift, record_drift)
 
 
 def drift_config(scale: str) -> Config:

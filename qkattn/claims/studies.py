@@ -93,22 +93,17 @@ class Results:
         problems = loaded.study.problems if loaded else ()
         return f'is damaged: {problems[0]}' if problems else None
 
-    def recorded(self, measure: Measure) -> dict[str, Any] | None:
-        """What a measure recorded, with `start`, as of a run, and `seconds`; None if it has not.
+    def recorded(self, name: str) -> dict[str, Any] | None:
+        """How the process that recorded a measure started, and `seconds`; None if none did.
 
         RunDirectoryError if the file is damaged.
         """
-        path = recording(self.directory / measure.study)
-        if measure.record is None or not path.exists():
-            return None
-        return read_json(path, {'start': START, 'seconds': float, **measure.schema})
+        path = recording(self.directory / name)
+        return read_json(path, {'start': START, 'seconds': float}) if path.exists() else None
 
     def rows(self, measure: Measure) -> list[Row]:
         """The rows of a measure; none before it has recorded, or before its study has results."""
-        source: Any = self.recorded(measure)
-        if measure.record is None and self.study(measure.study):
-            source = self.directory / measure.study
-        rows = [] if source is None else measure.read(source)
+        rows = measure.read(self.directory / measure.study) if self.has(measure.study) else []
         return [dataclasses.replace(row, study=measure.study) for row in rows]
 
 
