@@ -26,7 +26,7 @@ from qkattn.stats.decision import Decision
 from qkattn.storage.files import make_directory
 from qkattn.storage.records import damaged, parse_file, read, write_json
 from qkattn.study.arms import parse_variant
-from qkattn.verdict.arms import Arm
+from qkattn.verdict.arms import Arm, with_baselines
 from qkattn.verdict.rules import standings
 
 CLAIMS, ANSWERS = 'claims.json', 'answers.json'
@@ -88,33 +88,36 @@ def answers(results: Results) -> tuple[Answer, ...]:
     """One answer for each change that a study of the directory has trained."""
     made = []
     for name, variant in CHANGES.items():
-        best: dict[tuple[str, str], tuple[tuple, Row, Loaded, Arm]] = {}
+        shown: dict[tuple[str, str], list[tuple[tuple, Arm, Row]]] = {}
         for model, (template, studies) in MODELS.items():
             for study in studies:
                 loaded = results.study(study)
-                for rank, arm, row in _rows(loaded, template.format(variant)) if loaded else ():
-                    if (model, row.kind) not in best or rank > best[model, row.kind][0]:
-                        context = {'model': model, **row.context}
-                        row = dataclasses.replace(row, context=context, study=study)
-                        best[model, row.kind] = rank, row, loaded, arm
-        decoders = [chosen for (model, _), chosen in best.items() if model == 'decoder']
-        share = _attention(*decoders[0][2:], variant) if decoders else None
+                for rank, baseline, row in (
+                    _rows(loaded, template.format(variant)) if loaded else ()
+                ):
+                    row = dataclasses.replace(
+                        row, context={'model': model, **row.context}, study=study
+                    )
+                    shown.setdefault((model, row.kind), []).append((rank, baseline, row))
+        best = {key: max(rows, key=lambda ranked: ranked[0]) for key, rows in shown.items()}
+        baselines = [
+            baseline for (model, _), (_, baseline, _) in best.items() if model == 'decoder'
+        ]
+        share = _attention(baselines[0], variant) if baselines else None
         if best:
-            made.append(Answer(name, variant, share, tuple(row for _, row, *_ in best.values())))
+            made.append(Answer(name, variant, share, tuple(row for *_, row in best.values())))
     return tuple(made)
 
 
 def _rows(loaded: Loaded, variant: str) -> Iterator[tuple[tuple, Arm, Row]]:
-    """The differences of a variant at each size and corpus, with their rank."""
+    """The differences of a variant at each size and corpus, with their rank and baseline."""
     study, findings = loaded
     learned = {s.arm.key for s in standings(study, findings.arms) if not s.remarks}
-    baselines = {arm.group: arm.key for arm in findings.arms if arm.is_baseline}
     parts = {part.key: part for part in findings.decomposition}
-    for arm in findings.arms:
-        if arm.variant != variant or arm.is_baseline or not arm.chosen:
+    for arm, baseline in with_baselines(findings.arms):
+        if arm.variant != variant or arm.is_baseline or baseline is None or not arm.chosen:
             continue
-        trial, part = arm.example, parts.get(arm.key)
-        has_learned = baselines.get(arm.group) in learned
+        trial, part, has_learned = arm.example, parts.get(arm.key), baseline.key in learned
         parameters = trial.parameters['total']
         rank = has_learned, trial.num_tokens, parameters, study.corpora.index(arm.corpus)
         decided = arm.verdict.decision if arm.verdict and has_learned else Decision.NO_VERDICT
@@ -125,16 +128,13 @@ def _rows(loaded: Loaded, variant: str) -> Iterator[tuple[tuple, Arm, Row]]:
             (Kind.MATCHED if study.matched else Kind.REMOVED, arm.comparison, decided.value),
         ):
             if comparison:
-                mean, low, high = (
-                    getattr(comparison.difference, n) for n in ('mean', 'low', 'high')
-                )
-                row = Row(variant, kind, context, mean, Speaks.BESIDE, UNIT, low, high)
-                yield rank, arm, dataclasses.replace(row, decision=decision)
+                d = comparison.difference
+                row = Row(variant, kind, context, d.mean, Speaks.BESIDE, UNIT, d.low, d.high)
+                yield rank, baseline, dataclasses.replace(row, decision=decision)
 
 
-def _attention(loaded: Loaded, arm: Arm, variant: str) -> float:
+def _attention(baseline: Arm, variant: str) -> float:
     """The change in attention's parameters at the baseline's shape, as a fraction."""
-    baseline = next(a for a in loaded.findings.arms if a.group == arm.group and a.is_baseline)
     config = from_json(ModelConfig, baseline.example.config)
     derived = {'num_kv_heads': None, 'head_size': None}  # from num_heads, which a variant may set
     changed = dataclasses.replace(config, **derived | parse_variant(variant))
@@ -149,11 +149,11 @@ def write(directory: str | Path, name: str, records: Iterable[Record]) -> Path:
         pairs = ((f, getattr(record, f.name)) for f in dataclasses.fields(record))
         return {f.name: value for f, value in pairs if value != f.default}
 
-    def row_fields(row: Row) -> dict[str, Any]:
-        return {name: rounded(value) for name, value in fields(row).items()}
-
-    path = Path(directory) / name
-    write_json(path, [fields(one) | {'rows': list(map(row_fields, one.rows))} for one in records])
+    made = []
+    for record in records:
+        rows = [{name: rounded(x) for name, x in fields(row).items()} for row in record.rows]
+        made.append(fields(record) | {'rows': rows})
+    write_json(path := Path(directory) / name, made)
     return path
 
 
@@ -180,12 +180,9 @@ def _read(path: Path, cls: type[Record], advice: str | None = None) -> tuple[Rec
     made, where = [], ''
     try:
         for record in parse_file(path, [{'name': str, 'rows': list}]):
-            rows = []
-            for place, row in enumerate(record['rows']):
-                where = f'{record["name"]}: row {place}: '
-                rows.append(read(Row, row))
             where = f'{record["name"]}: '
-            made.append(read(cls, record, rows=tuple(rows)))
+            rows = tuple(read(Row, row) for row in record['rows'])
+            made.append(read(cls, record, rows=rows))
     except ValueError as error:
         raise damaged(path, ValueError(f'{where}{error}'), advice or again) from error
     return tuple(made)
@@ -242,24 +239,20 @@ def mismatch(old: Record, new: Record) -> str | None:
     Numbers of rows agree as `report.verify` says, those of exact checks within their tolerance;
     counts of what a claim needs may be one apart.
     """
-    pairs: list[tuple[str, Any, Any]] = [(old.name, old, new)]
-    for place, (row, again) in enumerate(zip(old.rows, new.rows, strict=False)):
-        pairs.append((f'row {place} of {old.name}', row, again))
+    counts = {'number of rows': len(old.rows)}, {'number of rows': len(new.rows)}
+    pairs: list[tuple[str, dict, dict]] = [(old.name, vars(old), vars(new)), (old.name, *counts)]
+    for place, rows in enumerate(zip(old.rows, new.rows, strict=False)):
+        pairs.append((f'row {place} of {old.name}', *map(vars, rows)))
     for where, one, other in pairs:
-        for name in (f.name for f in dataclasses.fields(one) if f.name not in _OF_MACHINE):
-            a, b = getattr(one, name), getattr(other, name)
-            if name == 'rows':
-                name, a, b = 'number of rows', len(a), len(b)
-            if not _same(name, a, b, one):
+        rounding = one['tolerance'] if one.get('kind') == Kind.EXACT else 0.0
+        for name in (name for name in one if name not in ('rows', *_OF_MACHINE)):
+            a, b = one[name], other[name]
+            if name == 'needed' and None not in (a, b):
+                same = difference(a, b, lambda x, y: abs(float(x) - float(y)) <= 1) is None
+            elif isinstance(a, float) and isinstance(b, float) and 'kind' in one:
+                same = near(a, b) or abs(a - b) <= rounding
+            else:
+                same = a == b
+            if not same:
                 return f'{name} of {where} is {a!r}, but its checks and studies give {b!r}'
     return None
-
-
-def _same(name: str, a: Any, b: Any, record: Any) -> bool:
-    """Whether a field of a record or row, a, agrees with the same one made again, b."""
-    if name == 'needed' and None not in (a, b):
-        return difference(a, b, lambda x, y: abs(float(x) - float(y)) <= 1) is None
-    if isinstance(record, Row) and isinstance(a, float) and isinstance(b, float):
-        rounding = (record.tolerance or 0.0) if record.kind == Kind.EXACT else 0.0
-        return near(a, b) or abs(a - b) <= rounding
-    return a == b

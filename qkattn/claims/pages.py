@@ -96,31 +96,29 @@ def claims_markdown(directory: Path, base: str, part: str, page: str = 'claims_{
 def answers_markdown(directory: Path, base: str) -> str:
     """The table of what each matrix is worth, with its sources and figure."""
     made = read_answers(directory)
-    titles: list[Heading] = [('', True), ('size of attention', False)]
-    for model in MODELS:
-        titles += [(f'{model}, {shape}', False) for shape in _SHAPES.values()]
-    place = 1 + titles.index((f'decoder, {_SHAPES[Kind.MATCHED]}', False))
-    titles.insert(place, ('verdict', True))
+    columns = [(model, kind) for model in MODELS for kind in _SHAPES]
+    decided = columns.index(('decoder', Kind.MATCHED))
+    titles: list[Heading] = [(f'{model}, {_SHAPES[kind]}', False) for model, kind in columns]
+    titles.insert(decided + 1, ('verdict', True))
     rows: list[list[str]] = []
     sources: dict[str, dict[tuple, Mapping[str, str]]] = {}
     others: list[str | None] = []
     for answer in made:
+        parts = [answer.row(model, kind) for model, kind in columns]
+        cells, row = [*map(_cell, parts)], parts[decided]
+        cells.insert(decided + 1, row.decision or NONE if row else NONE)
         share = NONE
         if answer.attention is not None:
             share = f'{answer.attention:+.0%}'.replace('+0%', '0%').replace('%', ' %')
-        parts = {(model, kind): answer.row(model, kind) for model in MODELS for kind in _SHAPES}
-        cells = [answer.name, share, *map(_cell, parts.values())]
-        row = parts['decoder', Kind.MATCHED]
-        cells.insert(place, row.decision or NONE if row else NONE)
-        rows.append(cells)
-        for (model, _), row in parts.items():
-            if row and row.decision == Decision.NO_VERDICT.value:
+        rows.append([answer.name, share, *cells])
+        for row in filter(None, parts):
+            where = row.study, row.context['size'], row.context['corpus']
+            if row.decision == Decision.NO_VERDICT.value:
                 others.append(row.study)
-            elif row:
-                where = row.study, row.context['size'], row.context['corpus']
-                sources.setdefault(model, {})[where] = row.context
+            else:
+                sources.setdefault(row.context['model'], {})[where] = row.context
     return _template('answers.md.j2').render(
-        table=markdown_table(titles, rows),
+        table=markdown_table([('', True), ('size of attention', False), *titles], rows),
         sources=sources,
         others=list(dict.fromkeys(others)),
         figure=f'{base}/plots/answers.png' if answers_figure(made) else None,

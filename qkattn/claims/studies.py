@@ -206,23 +206,22 @@ def report(names: Iterable[str], directory: Path) -> None:
 
 
 def costs(claims: Iterable[Claim], scale: str) -> str:
-    """A table of the plans of the studies of claims.
+    """A table of the plans of the studies of claims, with their sum.
 
     Arms that are trained longer are counted as if all were.
     """
-    claims, plans = list(claims), {}
+    claims, lines = list(claims), []
     for name in names_of(claims):
         if study := study_of(name, scale):
             with waiting(name, 'planning'):
                 runs = plan.imagined(study, build_arms(study))
-            plans[name] = estimate.cost(runs)
-    numbers: dict[str, tuple] = dict(plans)
-    numbers['total'] = tuple(map(sum, zip((0, 0, 0, 0.0), *plans.values(), strict=True)))
+            serves = ','.join(claim.name for claim in claims if name in claim.studies)
+            lines.append((name, serves, *estimate.cost(runs)))
+    sums = [sum(line[column] for line in lines) for column in range(2, 6)]
     titles = [('study', True), ('claims', True)]
     titles += [(name, False) for name in ('runs', 'trials', 'tokens', 'FLOPs')]
-    serves = {name: ','.join(c.name for c in claims if name in c.studies) for name in numbers}
     rows = [
-        [name, serves[name], f'{runs:,}', f'{trials:,}', f'{tokens:.3g}', f'{flops:.3g}']
-        for name, (runs, trials, tokens, flops) in numbers.items()
+        [name, serves, f'{runs:,}', f'{trials:,}', f'{tokens:.3g}', f'{flops:.3g}']
+        for name, serves, runs, trials, tokens, flops in [*lines, ('total', '', *sums)]
     ]
     return text_table(titles, rows)
