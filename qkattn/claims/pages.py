@@ -52,6 +52,13 @@ PHRASES = {
     ClaimVerdict.UNDECIDED: ('○', 'is undecided', 'are undecided'),
 }
 _SPOKEN = ('for or against|the claim', True)
+_DIFFERENCES: list[Heading] = [
+    (f'removed, {UNIT}|same shape', False),
+    (f'reinvested, {UNIT}|matched - same shape', False),
+    (f'both, {UNIT}|equal parameter count', False),
+    *(('verdict', True), _SPOKEN),
+]
+_VALUES: list[Heading] = [('value', False), ('expected', False), _SPOKEN]
 _SHAPES = {Kind.REMOVED: 'same shape', Kind.MATCHED: 'equal count'}
 
 
@@ -265,49 +272,31 @@ def _shared(claim: ClaimResult) -> str:
 
 def _tables(claim: ClaimResult) -> list[str]:
     """A table of differences with their parts, and one of the other values."""
-    others = [row for row in claim.rows if row.kind not in PARTS]
-    made = _parts(compared(claim.rows)), _values(others)
-    return [markdown_table(titles, rows) for titles, rows in made if rows]
-
-
-def _parts(lines: Sequence[Compared]) -> tuple[list[Heading], list[list[str]]]:
-    """A row for each comparison, with its removed and reinvested parts."""
-    names = varying(lines)
-    titles: list[Heading] = [('arm', True), *((words(name), True) for name in names)]
-    for name, about in (
-        ('removed', 'same shape'),
-        ('reinvested', 'matched - same shape'),
-        ('both', 'equal parameter count'),
-    ):
-        titles.append((f'{name}, {UNIT}|{about}', False))
-    cells = [
-        [
-            line.quantity,
-            *(line.context.get(name, NONE) for name in names),
-            *(amount(line.rows.get(kind)) for kind in PARTS),
-            line.decision or NONE,
-            _spoken(line.rows.values()),
-        ]
+    lines, others = compared(claim.rows), [row for row in claim.rows if row.kind not in PARTS]
+    parts = [
+        [*(amount(line.rows.get(kind)) for kind in PARTS), line.decision or NONE]
+        + [_spoken(line.rows.values())]
         for line in lines
     ]
-    return [*titles, ('verdict', True), _SPOKEN], cells
+    values = [[f'{amount(r)} {r.unit}'.strip(), _expected(r), _spoken([r])] for r in others]
+    made = [_table('arm', _DIFFERENCES, lines, parts)] if lines else []
+    return made + ([_table('quantity', _VALUES, others, values)] if others else [])
 
 
-def _values(rows: Sequence[Row]) -> tuple[list[Heading], list[list[str]]]:
-    """A row for each value."""
+def _table(
+    first: str,
+    columns: Sequence[Heading],
+    rows: Sequence[Row | Compared],
+    cells: Sequence[Sequence[str]],
+) -> str:
+    """What is compared, the contexts that differ, and the cells of each row in these columns."""
     names = varying(rows)
-    titles: list[Heading] = [('quantity', True), *((words(name), True) for name in names)]
-    titles += [('value', False), ('expected', False), _SPOKEN]
-    return titles, [
-        [
-            row.quantity,
-            *(row.context.get(name, NONE) for name in names),
-            f'{amount(row)} {row.unit}'.strip(),
-            _expected(row),
-            _spoken([row]),
-        ]
-        for row in rows
+    titles = [(first, True), *((words(name), True) for name in names), *columns]
+    lines = [
+        [row.quantity, *(row.context.get(name, NONE) for name in names), *more]
+        for row, more in zip(rows, cells, strict=True)
     ]
+    return markdown_table(titles, lines)
 
 
 def _spoken(rows: Iterable[Row]) -> str:

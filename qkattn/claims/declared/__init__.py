@@ -1,6 +1,5 @@
 """The declared claims: all in the files of this package, and any import path."""
 
-import difflib
 import functools
 import importlib
 import pkgutil
@@ -27,21 +26,9 @@ def chosen(names: Iterable[str]) -> list[Claim]:
 
     ConfigError for an unknown name, with the one most like it, or an import path of something else.
     """
-    known, picked = claims(), []
-    for name in dict.fromkeys(names):
-        if ':' in name:
-            needs = 'a qkattn.claims.claim.Claim'
-            given = resolve(
-                name, {}, 'claim', needs=needs, fits=lambda value: isinstance(value, Claim)
-            )
-            picked.append(given[0])
-        elif name.upper() in known:
-            picked.append(known[name.upper()])
-        else:
-            near = difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.4)
-            hint = f', did you mean {near[0]!r}?' if near else ';'
-            raise ConfigError(
-                f'unknown claim {name!r}{hint} known are {", ".join(known)}, '
-                'or an import path package.module:name'
-            )
-    return picked or list(known.values())
+    known, kind = claims(), 'a qkattn.claims.claim.Claim'
+    texts = dict.fromkeys(name if ':' in name else name.upper() for name in names)
+    return [
+        resolve(text, known, 'claim', needs=kind, fits=lambda value: isinstance(value, Claim))[0]
+        for text in texts or known
+    ]

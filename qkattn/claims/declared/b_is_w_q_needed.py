@@ -6,6 +6,8 @@ from qkattn.claims import readings, recordings
 from qkattn.claims.checks import rewrites
 from qkattn.claims.claim import Claim, Expectation, Measure
 
+# By scale, the layers of deep stacks, and how many times as many as the baseline's they are.
+DEPTHS = {'smoke': {4: 2}, 'cpu': {8: 2, 16: 4}, 'gpu': {24: 2, 48: 4}}
 SLICES, WHOLE = {'reading': 'slices of X'}, {'reading': 'all of X in every head'}
 
 B1 = Claim(
@@ -85,13 +87,8 @@ B5 = Claim(
             context={'depth': f'{times} times'},
             scales=(scale,),
         )
-        for scale, layers, times in (
-            ('smoke', 4, 2),
-            ('cpu', 8, 2),
-            ('cpu', 16, 4),
-            ('gpu', 24, 2),
-            ('gpu', 48, 4),
-        )
+        for scale, depths in DEPTHS.items()
+        for layers, times in depths.items()
     ),
 )
 
@@ -128,16 +125,11 @@ B8 = Claim(
     rule='Holds if a translation model whose cross-attention has no W_Q, no W_K or one merged '
     'matrix is not worse at equal parameter count.',
     expectations=tuple(
-        Expectation(
-            'cross',
-            f'qk/vo?cross_variant={score}/vo',
-            'not_worse',
-            context={'cross-attention': name},
-        )
-        for score, name in (
-            ('query_free', 'without W_Q'),
-            ('key_free', 'without W_K'),
-            ('merged', 'W_QK'),
+        Expectation('cross', f'qk/vo?cross_variant={score}/vo', 'not_worse', context=context)
+        for score, context in (
+            ('query_free', {'cross-attention': 'without W_Q'}),
+            ('key_free', {'cross-attention': 'without W_K'}),
+            ('merged', {'cross-attention': 'W_QK'}),
         )
     ),
 )
