@@ -7,21 +7,14 @@ less. With H < D < 2 H it does up to T = D (2 H - D) / (D - H); with D <= H it d
 
 import bisect
 import functools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from qkattn.attention import Attention, AttentionSpec, oracle
-from qkattn.claims.checks.small_layers import (
-    Options,
-    count,
-    float64,
-    layer,
-    rank,
-    softmax_input,
-    stream,
-)
+from qkattn.claims.checks.small_layers import count, float64, layer, rank, softmax_input, stream
 from qkattn.claims.claim import Row, exact
 from qkattn.config import ModelConfig
 from qkattn.model import cost
@@ -29,52 +22,47 @@ from qkattn.model import cost
 WIDTHS = (8, 12, 32, 64)
 
 
-def added_parameters(D: int, H: int, *, N: int = 1, K: int = 1) -> int:
+def added_parameters(D: int, H: int, N: int = 1, K: int = 1) -> int:
     """Parameters that one matrix per head has more than W_Q and W_K with K key heads."""
-    sizes: Options = {'d_model': D, 'num_heads': N, 'head_size': H}
-    return count('merged/vo', 'score', **sizes) - count('qk/vo', 'score', **sizes, num_kv_heads=K)
+    one, two = (
+        count(variant, 'score', d_model=D, num_heads=N, head_size=H, num_kv_heads=heads)
+        for variant, heads in (('merged/vo', N), ('qk/vo', K))
+    )
+    return one - two
 
 
-def merged_against_factored() -> list[Row]:
+def merged_against_factored() -> Iterator[Row]:
     """D^2 against 2 D H per head, and where the difference changes its sign."""
-    quantity = 'parameters added by merging, D = 64'
-    rows = [
-        exact(quantity, added_parameters(64, H), 64**2 - 128 * H, head_size=H)
-        for H in (8, 16, 24, 32, 40, 64)
-    ]
-    added = {
-        (D, H, N): added_parameters(D, H, N=N, K=N)
+    for H in (8, 16, 24, 32, 40, 64):
+        added = added_parameters(64, H)
+        yield exact('parameters added by merging, D = 64', added, 64**2 - 128 * H, head_size=H)
+    shapes = {
+        (D, H, N): added_parameters(D, H, N, N)
         for D in WIDTHS
         for H in range(1, D + 2, max(1, D // 8))
         for N in (1, 3)
     }
-    shared = [added_parameters(D, H, N=4, K=1) for D in WIDTHS for H in range(1, D // 2)]
-    off = max(abs(more - N * (D * D - 2 * D * H)) for (D, H, N), more in added.items())
-    wrong = sum((more > 0) != (D > 2 * H) for (D, H, _), more in added.items())
+    off = max(abs(more - N * (D * D - 2 * D * H)) for (D, H, N), more in shapes.items())
+    yield exact(f'largest deviation from N (D^2 - 2 D H), {len(shapes)} shapes', off, 0)
+    wrong = sum((more > 0) != (D > 2 * H) for (D, H, _), more in shapes.items())
+    yield exact('shapes where merging adds and D <= 2 H, or the reverse', wrong, 0)
+    shared = [added_parameters(D, H, N=4) for D in WIDTHS for H in range(1, D // 2)]
     less = sum(more <= 0 for more in shared)
-    return [
-        *rows,
-        exact(f'largest deviation from N (D^2 - 2 D H), {len(added)} shapes', off, 0),
-        exact('shapes where merging adds and D <= 2 H, or the reverse', wrong, 0),
-        exact(f'shapes with one key head where it does not add, {len(shared)}', less, 0),
-    ]
+    yield exact(f'shapes with one key head where it does not add, {len(shared)}', less, 0)
 
 
 @float64
-def heads_of_a_fixed_width() -> list[Row]:
+def heads_of_a_fixed_width() -> Iterator[Row]:
     """2 D^2 / N parameters per head of H = D / N, 2 D^2 for every N, which buy N patterns."""
-    D, rows, T = 64, [], 12
+    D, T = 64, 12
     for N in (1, 2, 4, 8):
         counted = count('qk/vo', 'score', d_model=D, num_heads=N)
         s_BNTS = softmax_input(layer(d_model=D, num_heads=N), stream(T, d_model=D))
         p_NBTS = np.moveaxis(oracle.probabilities(s_BNTS, np.ones((1, T, T), bool)), 1, 0)
         patterns = rank(p_NBTS.reshape(N, -1))
-        rows += [
-            exact('parameters of W_Q and W_K per head', counted / N, 2 * D**2 / N, num_heads=N),
-            exact('parameters of W_Q and W_K of all heads', counted, 2 * D**2, num_heads=N),
-            exact('linearly independent patterns', patterns, N, num_heads=N),
-        ]
-    return rows
+        yield exact('parameters of W_Q and W_K per head', counted / N, 2 * D**2 / N, num_heads=N)
+        yield exact('parameters of W_Q and W_K of all heads', counted, 2 * D**2, num_heads=N)
+        yield exact('linearly independent patterns', patterns, N, num_heads=N)
 
 
 def factored(T: int, D: int, H: int) -> int:
@@ -98,19 +86,19 @@ def scores(layer: Attention, x_BTD: jax.Array) -> jax.Array:
     return jnp.einsum('BTH,BSH->BTS', q_BTNH[:, :, 0], k_BSNH[:, :, 0])
 
 
-def compiled(variant: str, T: int, D: int, H: int) -> int:
+def compiled(score: str, T: int, D: int, H: int) -> int:
     """Multiply-adds of the compiled program of the scores, as XLA counts them."""
-    spec = AttentionSpec(score=variant, d_model=D, num_heads=1, head_size=H)
+    spec = AttentionSpec(score=score, d_model=D, num_heads=1, head_size=H)
     layer = jax.eval_shape(lambda: Attention(spec, key=jax.random.key(0)))
     x_BTD = jax.ShapeDtypeStruct((1, T, D), jnp.float32)
     return int(jax.jit(scores).lower(layer, x_BTD).compile().cost_analysis()['flops']) // 2
 
 
 @functools.cache
-def traced(variant: str, T: int, D: int, H: int) -> int:
+def traced(score: str, T: int, D: int, H: int) -> int:
     """Multiply-adds of a forward pass of a model with one layer and head, by `model.cost`."""
     config = ModelConfig(
-        score=variant, d_model=D, num_layers=1, num_heads=1, head_size=H, context=T, vocab_size=2
+        score=score, d_model=D, num_layers=1, num_heads=1, head_size=H, context=T, vocab_size=2
     )
     return round(T * cost.flops_per_token(config) / 2)
 
@@ -119,26 +107,24 @@ def added_by_merging(T: int, D: int, H: int) -> int:
     return traced('merged', T, D, H) - traced('qk', T, D, H)
 
 
-def multiply_adds() -> list[Row]:
+def multiply_adds() -> Iterator[Row]:
     """The formulas against the compiled program and against the traced model."""
-    rows = []
     for T, D, H in ((16, 64, 16), (256, 64, 16), (64, 64, 48), (32, 24, 48)):
-        shape, formulas = f'T = {T}, D = {D}, H = {H}', (factored(T, D, H), merged(T, D))
-        for name, formula in zip(('qk', 'merged'), formulas, strict=True):
-            quantity = f'multiply-adds of {name} compiled, {shape}'
-            rows.append(exact(quantity, compiled(name, T, D, H), formula))
-        quantity = f'multiply-adds added by merging, {shape}'
-        rows.append(exact(quantity, added_by_merging(T, D, H), formulas[1] - formulas[0]))
-    return rows
+        shape, two, one = f'T = {T}, D = {D}, H = {H}', factored(T, D, H), merged(T, D)
+        for score, formula in (('qk', two), ('merged', one)):
+            quantity = f'multiply-adds of {score} compiled, {shape}'
+            yield exact(quantity, compiled(score, T, D, H), formula)
+        added = added_by_merging(T, D, H)
+        yield exact(f'multiply-adds added by merging, {shape}', added, one - two)
 
 
-def where_they_cross() -> list[Row]:
+def where_they_cross() -> Iterator[Row]:
     """The first T, up to 2048, at which one matrix costs more, on each side of D = 2 H."""
-    rows, D, quantity = [], 64, 'first T at which one matrix costs more, D = 64'
+    D = 64
     for H in (60, 48, 40, 36, 32, 16, 8):
         costlier = bisect.bisect(range(1, 2048), 0, key=lambda T: added_by_merging(T, D, H))
         first = int(crossover(D, H)) + 1 if D < 2 * H else 1
-        rows.append(exact(quantity, 1 + costlier, first, head_size=H))
+        quantity = 'first T at which one matrix costs more, D = 64'
+        yield exact(quantity, 1 + costlier, first, head_size=H)
     cheaper = added_by_merging(4096, D, D)
-    quantity = 'multiply-adds added by merging at T = 4096, H = D'
-    return [*rows, exact(quantity, cheaper, -4096 * D * D)]
+    yield exact('multiply-adds added by merging at T = 4096, H = D', cheaper, -4096 * D * D)

@@ -12,7 +12,7 @@ leaves W_Q M, W_K M^-T and W_V M, M^-1 W_O the same function: H^2 redundant numb
 
 import dataclasses
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -36,7 +36,7 @@ from qkattn.claims.checks.small_layers import (
 from qkattn.claims.claim import Row, Speaks, exact
 from qkattn.stats import inference
 
-NAMES = ('shared_qk', 'qk')
+NAMES, SIZE = ('shared_qk', 'qk'), 'tokens and dimensions'
 # Free numbers of A[n] over all heads, and of B[n], with one head of H = 2 and with two of H = 1.
 FREE_A = {
     'qk': (4, 6),
@@ -79,45 +79,41 @@ def free_in_score(variant: str, **sizes: Any) -> int:
 
 
 @float64
-def symmetry() -> list[Row]:
+def symmetry() -> Iterator[Row]:
     """A[n] and the softmax input equal their transposes."""
     attention = layer('shared_qk/vo')
-    matrices = {'A[n]': np.asarray(attention.score.matrix())}
-    matrices['the softmax input'] = softmax_input(attention, stream())
-    return [
-        same(f'asymmetry of {name}', np.swapaxes(M, -1, -2), M, tolerance=1e-14, part='symmetry')
-        for name, M in matrices.items()
-    ]
+    for name, matrix in (
+        ('A[n]', np.asarray(attention.score.matrix())),
+        ('the softmax input', softmax_input(attention, stream())),
+    ):
+        about: Options = {'tolerance': 1e-14, 'part': 'symmetry'}
+        yield same(f'asymmetry of {name}', np.swapaxes(matrix, -1, -2), matrix, **about)
 
 
 @float64
-def half_the_numbers() -> list[Row]:
+def half_the_numbers() -> Iterator[Row]:
     """Parameters and free numbers of W W^T over those of W_Q W_K^T."""
-    rows, D = [], 16
+    D = 16
     for H in (4, 16):
         sizes: Options = {'d_model': D, 'num_heads': 1, 'head_size': H}
         tied, free = (free_in_score(f'{name}/vo', **sizes) for name in NAMES)
         stored = [count(f'{name}/vo', 'score', **sizes) for name in NAMES]
         about: Options = {'part': 'half of A', 'head_size': H}
-        rows += [
-            exact('share of the parameters', stored[0] / stored[1], 1 / 2, **about),
-            exact('share of the free numbers', tied / free, 1 / 2, 0.1, **about),
-            exact('free numbers of W W^T', tied, D * H - H * (H - 1) / 2, **about),
-            exact('free numbers of W_Q W_K^T', free, 2 * D * H - H**2, **about),
-        ]
-    return rows
+        yield exact('share of the parameters', stored[0] / stored[1], 1 / 2, **about)
+        yield exact('share of the free numbers', tied / free, 1 / 2, 0.1, **about)
+        yield exact('free numbers of W W^T', tied, D * H - H * (H - 1) / 2, **about)
+        yield exact('free numbers of W_Q W_K^T', free, 2 * D * H - H**2, **about)
 
 
 @float64
-def half_the_pattern() -> list[Row]:
+def half_the_pattern() -> Iterator[Row]:
     """Free numbers of the patterns of T tokens, of W W^T over those of W_Q W_K^T, at D = H = 8."""
-    rows, quantity = [], 'share of the free numbers of a pattern'
     for mask, causal in (('', False), (', causal mask', True)):
         for T in (2, 8, 24):
             tied, free = (pattern_freedom(name, T, causal=causal) for name in NAMES)
             part = f'half of the pattern, T {"<=" if T <= 8 else ">"} D{mask}'
-            rows.append(exact(quantity, tied / free, 1 / 2, 0.1, part=part, tokens=T))
-    return rows
+            quantity = 'share of the free numbers of a pattern'
+            yield exact(quantity, tied / free, 1 / 2, 0.1, part=part, tokens=T)
 
 
 def pattern_freedom(name: str, T: int, *, causal: bool) -> int:
@@ -132,9 +128,9 @@ def pattern_freedom(name: str, T: int, *, causal: bool) -> int:
     return freedom(pattern, attention.score)
 
 
-def dominant_diagonal() -> list[Row]:
+def dominant_diagonal() -> Iterator[Row]:
     """How often a token scores itself highest, at initialization, T = 64."""
-    rows, T = [], 64
+    T = 64
     for H in (2, 4, 16, 64):
         shares = np.array([diagonal_shares('shared_qk', H, T, seed) for seed in range(8)])
         mean = inference.estimate(list(shares[:, 0]))
@@ -142,16 +138,13 @@ def dominant_diagonal() -> list[Row]:
         expected = expected_share(H, T)
         row = exact('share of rows', mean.mean, expected, 0.05, part=part, head_size=H)
         speaks = Speaks.FOR if mean.low > 1 / 2 else Speaks.AGAINST
-        rows.append(dataclasses.replace(row, low=mean.low, high=mean.high, speaks=speaks))
+        yield dataclasses.replace(row, low=mean.low, high=mean.high, speaks=speaks)
     untied = statistics.mean(diagonal_shares('qk', 16, T, seed)[0] for seed in range(8))
     row = exact('share of rows, W_Q W_K^T, H = 16', untied, 1 / T, 0.02, part=part)
+    yield dataclasses.replace(row, speaks=Speaks.BESIDE)
     largest, above = shares[:, 1].mean(), shares[:, 2].mean()
-    return [
-        *rows,
-        dataclasses.replace(row, speaks=Speaks.BESIDE),
-        exact('share of sequences', largest, 1, part='diagonal has the largest score of all'),
-        exact('share of rows, H = 64', above, 1, part='diagonal above the sum of its row'),
-    ]
+    yield exact('share of sequences', largest, 1, part='diagonal has the largest score of all')
+    yield exact('share of rows, H = 64', above, 1, part='diagonal above the sum of its row')
 
 
 def diagonal_shares(name: str, H: int, T: int, seed: int) -> tuple[float, float, float]:
@@ -201,34 +194,27 @@ def with_matrices(attention: Attention, given: Mapping[str, np.ndarray]) -> Atte
 
 
 @float64
-def worked_by_hand() -> list[Row]:
+def worked_by_hand() -> Iterator[Row]:
     """A and B of layers with integer matrices, entry by entry."""
-    rows = []
     for name, (variant, circuit, expected) in BY_HAND.items():
         matrix_DE = np.asarray(with_matrices(small(variant), GIVEN).matrix()[circuit][0])
-        rows.append(exact(f'entries of {name} that differ', (matrix_DE != expected).sum(), 0))
-    return rows
+        yield exact(f'entries of {name} that differ', (matrix_DE != expected).sum(), 0)
 
 
 @float64
-def where_and_what() -> list[Row]:
+def where_and_what() -> Iterator[Row]:
     """The pattern, solved from the output of T = D tokens: W_V and W_O have no part in it."""
-    rows = []
     for D in (2, 3, 4):
         attention, x_TD = small(d_model=D), stream(D, d_model=D)[0]
         w = matrices(small(d_model=D, seed=1))
         other = with_matrices(small(d_model=D), {name: w[name] for name in ('w_v', 'w_o')})
-        P_TS = pattern(attention, x_TD)
+        changed_TS, P_TS, size = pattern(other, x_TD), pattern(attention, x_TD), {SIZE: D}
+        quantity = 'change of the pattern by another W_V and W_O'
+        yield same(quantity, changed_TS, P_TS, tolerance=1e-10, **size)
+        yield exact('largest sum of a row of the pattern', P_TS.sum(-1).max(), 1, 1e-10, **size)
         tied = softmax_input(small('shared_qk/vo', d_model=D), x_TD[None])[0, 0]
         pairs = np.isclose(tied, tied.T, rtol=1e-12)[np.triu_indices(D, 1)].sum()
-        size: Options = {'tokens and dimensions': D}
-        quantity = 'change of the pattern by another W_V and W_O'
-        rows += [
-            same(quantity, pattern(other, x_TD), P_TS, tolerance=1e-10, **size),
-            exact('largest sum of a row of the pattern', P_TS.sum(-1).max(), 1, 1e-10, **size),
-            exact('tied pairs of scores, W_Q W_Q^T', pairs, D * (D - 1) / 2, **size),
-        ]
-    return rows
+        yield exact('tied pairs of scores, W_Q W_Q^T', pairs, D * (D - 1) / 2, **size)
 
 
 def pattern(attention: Attention, x_TD: jax.Array) -> np.ndarray:
@@ -238,23 +224,20 @@ def pattern(attention: Attention, x_TD: jax.Array) -> np.ndarray:
 
 
 @float64
-def gauge() -> list[Row]:
+def gauge() -> Iterator[Row]:
     """W_Q M and W_K M^-T, or W_V M and M^-1 W_O, are the same function."""
     attention, x_BTD, w = small(), stream(2, d_model=2), matrices(small())
     M_HH = np.array([[2.0, 1.0], [-1.0, 1.0]])
     inverse_HH = np.linalg.inv(M_HH)
-    moved = {
-        'W_Q M and W_K M^-T': {'w_q': w['w_q'] @ M_HH, 'w_k': w['w_k'] @ inverse_HH.T},
-        'W_V M and M^-1 W_O': {'w_v': w['w_v'] @ M_HH, 'w_o': inverse_HH @ w['w_o']},
-    }
-    return [
-        same_output(f', {change}', with_matrices(small(), given), attention, x_BTD)
-        for change, given in moved.items()
-    ]
+    for change, given in (
+        ('W_Q M and W_K M^-T', {'w_q': w['w_q'] @ M_HH, 'w_k': w['w_k'] @ inverse_HH.T}),
+        ('W_V M and M^-1 W_O', {'w_v': w['w_v'] @ M_HH, 'w_o': inverse_HH @ w['w_o']}),
+    ):
+        yield same_output(f', {change}', with_matrices(small(), given), attention, x_BTD)
 
 
 @float64
-def one_way() -> list[Row]:
+def one_way() -> Iterator[Row]:
     """[[0, 1], [0, 0]], by which token 1 attends to token 2 and not the reverse, as W W^T."""
     attention, A_DE = small('shared_qk/vo'), np.array([[0.0, 1.0], [0.0, 0.0]])
 
@@ -264,15 +247,14 @@ def one_way() -> list[Row]:
 
     least = optimize.minimize(squared_error, np.array([0.5, 0.1, 0.4, -0.2])).fun
     quantity = 'error of the best W W^T for A = [[0, 1], [0, 0]]'
-    return [exact(quantity, least**0.5, 0.75**0.5, 1e-6)]
+    yield exact(quantity, least**0.5, 0.75**0.5, 1e-6)
 
 
 @float64
-def free_in_each_variant() -> list[Row]:
+def free_in_each_variant() -> Iterator[Row]:
     """The free numbers of A or B by variant; the parameters beyond them are redundant."""
     cases = [('A', 'score', name, f'{name}/vo', free) for name, free in FREE_A.items()]
     cases += [('B', 'value', name, f'qk/{name}', free) for name, free in FREE_B.items()]
-    rows = []
     for letter, circuit, name, variant, numbers in cases:
         for heads, expected in zip((1, 2), numbers, strict=True):
             attention = small(variant, num_heads=heads)
@@ -282,5 +264,4 @@ def free_in_each_variant() -> list[Row]:
                 free = freedom(lambda value, score: value.matrix(score), value, score)
             stored = count(variant, circuit, d_model=2, num_heads=heads)
             quantity = f'free numbers of {letter}, {name}, N = {heads}, {stored} parameters'
-            rows.append(exact(quantity, free, expected))
-    return rows
+            yield exact(quantity, free, expected)

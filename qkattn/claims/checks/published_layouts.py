@@ -1,7 +1,8 @@
 """Square matrices of published implementations and the D x H matrices of heads in them (A4, D3)."""
 
+from collections.abc import Iterator
+
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -77,65 +78,57 @@ def in_heads(square: Square) -> Attention:
 
 
 @float64
-def side_by_side() -> list[Row]:
+def side_by_side() -> Iterator[Row]:
     """Square matrices against N rectangular ones: the function, by the oracle, and the count."""
     square, x_BTD = published()[1], np.asarray(stream())
     squared_BTD = [square_attention(x_TD, square, N) for x_TD in x_BTD]
     attention, mask_BTS = in_heads(square), np.tri(T, dtype=bool)[None]
     A_NDE, B_NDE = map(np.asarray, attention.matrix())
     oracle_BTD = oracle.attention(A_NDE, B_NDE, x_BTD, x_BTD, mask_BTS, scale=attention.score.scale)
-    quantity = 'change of the output, D x D against N of D x H'
-    return [
-        same(f'{quantity}, by A[n] and B[n]', oracle_BTD, squared_BTD),
-        same(f'{quantity}, by the layer', output(attention, jnp.asarray(x_BTD)), squared_BTD),
-        exact('parameters of the rectangular matrices', count('qk/vo'), 4 * D * D),
-    ]
+    quantity, out_BTD = 'change of the output, D x D against N of D x H', output(attention, x_BTD)
+    yield same(f'{quantity}, by A[n] and B[n]', oracle_BTD, squared_BTD)
+    yield same(f'{quantity}, by the layer', out_BTD, squared_BTD)
+    yield exact('parameters of the rectangular matrices', count('qk/vo'), 4 * D * D)
 
 
-def imports() -> list[Row]:
+def imports() -> Iterator[Row]:
     """Heads that are read from published layouts against slices of the square matrices."""
-    rows, (tensors, square) = [], published()
+    tensors, square = published()
     for name in IMPORTS:
         heads, expected = imported(name, tensors), sliced(square)
         apart = max(np.abs(heads[which] - expected[which]).max() for which in 'qkvo')
+        yield exact(f'W_Q[n], W_K[n], W_V[n], W_O[n] of {name} less slices', apart, 0)
         counted = sum(w.size for w in heads.values())
-        rows.append(exact(f'W_Q[n], W_K[n], W_V[n], W_O[n] of {name} less slices', apart, 0))
-        rows.append(exact(f'parameters of attention in {name}', counted, 4 * D * D))
-    return rows
+        yield exact(f'parameters of attention in {name}', counted, 4 * D * D)
 
 
 @float64
-def one_matrix_per_head() -> list[Row]:
+def one_matrix_per_head() -> Iterator[Row]:
     """No published layout has a projection that heads share: every number belongs to one head."""
-    rows, tensors, x_BTD = [], published()[0], stream()
-    numbers = np.arange(3 * D * D, dtype=np.float32)
+    tensors, numbers = published()[0], np.arange(3 * D * D, dtype=np.float32)
     for name in IMPORTS:
         numbered = imported(name, tensors | {'h.0.attn.c_attn.weight': numbers.reshape(D, -1)})
         places = np.concatenate([numbered[which].ravel() for which in 'qkv'])
         quantity = f'numbers of c_attn that are not in exactly one head, {name}'
-        rows.append(exact(quantity, int((np.sort(places) != numbers).sum()), 0, **ENTRIES))
+        yield exact(quantity, int((np.sort(places) != numbers).sum()), 0, **ENTRIES)
     flax = nnx.MultiHeadAttention(N, D, use_bias=False, decode=False, rngs=nnx.Rngs(0))
     square = {
         name: np.asarray(getattr(flax, which).kernel[...], np.float64).reshape(D, D)
         for name, which in zip('qkvo', ('query', 'key', 'value', 'out'), strict=True)
     }
-    flax = jax.tree.map(lambda a: a.astype(np.float64) if a.ndim > 1 else a, flax)
+    flax, x_BTD = jax.tree.map(lambda a: a.astype(np.float64) if a.ndim > 1 else a, flax), stream()
     outputs = flax(x_BTD, mask=np.tri(T, dtype=bool)), output(in_heads(square), x_BTD)
-    return [
-        *rows,
-        same('change of the output, heads of flax.nnx', *outputs, tolerance=1e-6, **ENTRIES),
-    ]
+    yield same('change of the output, heads of flax.nnx', *outputs, tolerance=1e-6, **ENTRIES)
 
 
 @float64
-def steps_of_training() -> list[Row]:
+def steps_of_training() -> Iterator[Row]:
     """Three steps of an optimizer on W_Q as one D x D matrix, and as N matrices of D x H."""
-    rows, quantity = [], 'change of W_Q by training heads in one matrix'
     for optimizer, context in ((optax.adam(0.1), ENTRIES), (optax.contrib.muon(0.1), MATRICES)):
         square = after_steps(optimizer, {0: slice(None)})[0]
         heads = after_steps(optimizer, {n: slice(n * H, (n + 1) * H) for n in range(N)})
-        rows.append(same(quantity, np.concatenate([*heads.values()], axis=1), square, **context))
-    return rows
+        joined = np.concatenate([*heads.values()], axis=1)
+        yield same('change of W_Q by training heads in one matrix', joined, square, **context)
 
 
 def after_steps(optimizer: optax.GradientTransformation, columns: dict[int, slice]) -> dict:

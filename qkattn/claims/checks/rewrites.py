@@ -1,6 +1,7 @@
 """Exact rewrites: one W_QK for W_Q and W_K (A1), Q = X (B1), two matrices in a row as one (D1)."""
 
 import functools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +46,7 @@ BETWEEN, LAYER, WIDTH = 'between W_Q and W_K', 'layer', 'width of the shared pro
 NOTHING: Options = {BETWEEN: 'nothing'}
 SINGLE: Options = {LAYER: 'single head'}
 WIDE: Options = {WIDTH: 'R >= D'}
-BEST = "error of the best W_K', relative to the softmax input"
+ROPE: Options = {'positions': 'rope'}
 MERGED_LAYERS: dict[str, Options] = {
     'as defined': {},
     'with biases': {'biases': True},
@@ -54,7 +55,7 @@ MERGED_LAYERS: dict[str, Options] = {
 }
 FOLDED_LAYERS: dict[str, Options] = {
     'as defined': {},
-    'RoPE': {'positions': 'rope'},
+    'RoPE': ROPE,
     'QK-norm': {'qk_norm': True},
     'biases': {'biases': True},
     'shared key heads': {'num_kv_heads': 2},
@@ -65,52 +66,45 @@ SMALL = ModelConfig(
 
 
 @float64
-def one_matrix() -> list[Row]:
+def one_matrix() -> Iterator[Row]:
     """Softmax input and output of layers, and logits of a trained model, after `merge`."""
-    attention, x_BTD, model = layer(), stream(), trained()
-    inputs = [softmax_input(one, x_BTD) for one in (merge(attention), attention)]
-    rows = [same('change of the softmax input', *inputs, **NOTHING)]
+    inputs = [softmax_input(one, stream()) for one in (merge(layer()), layer())]
+    yield same('change of the softmax input', *inputs, **NOTHING)
     for name, options in MERGED_LAYERS.items():
         attention = layer(**options)
-        rows.append(same_output(f', {name}', merge(attention), attention, **NOTHING))
-    tokens_BT = jnp.arange(16).reshape(2, 8)
+        yield same_output(f', {name}', merge(attention), attention, **NOTHING)
+    model, tokens_BT = trained(), jnp.arange(16).reshape(2, 8)
     logits = [jax.jit(lambda m: m(tokens_BT))(m) for m in (converted(model, 'merge'), model)]
-    return [*rows, same('change of the logits of a trained model', *logits, **NOTHING)]
+    yield same('change of the logits of a trained model', *logits, **NOTHING)
 
 
 @float64
-def ranks() -> list[Row]:
+def ranks() -> Iterator[Row]:
     """The rank of W_Q[n] W_K[n]^T by its singular values, at initialization and after training."""
-    rows, quantity = [], 'rank of W_Q W_K^T'
+    quantity = 'rank of W_Q W_K^T'
     for size in (1, 2, 4, 8, 16, 32):
         measured = rank(layer(num_heads=1, head_size=size).score.matrix())
-        rows.append(exact(quantity, measured, size, **NOTHING, head_size=size))
+        yield exact(quantity, measured, size, **NOTHING, head_size=size)
     spectrum_ND = np.linalg.svd(layer().score.matrix(), compute_uv=False)
     rest = float((spectrum_ND[:, H] / spectrum_ND[:, 0]).max())
-    rows.append(exact('singular value H + 1 over the first', rest, 0, 1e-13, **NOTHING))
+    yield exact('singular value H + 1 over the first', rest, 0, 1e-13, **NOTHING)
     measured = max(rank(attention.score.matrix()) for attention in trained().layers())
-    return [*rows, exact(f'{quantity} after training, H = 8', measured, 8, **NOTHING)]
+    yield exact(f'{quantity} after training, H = 8', measured, 8, **NOTHING)
 
 
 @float64
-def what_stands_between() -> list[Row]:
+def what_stands_between() -> Iterator[Row]:
     """Error of the best single W_QK, fitted to the softmax input, where q or k are transformed.
 
     min over A of |x A x^T - s| / |s|, by least squares over all pairs of 24 tokens, N = 1.
     """
-    rows, x_BTD = [], stream(24, d_model=8)
+    x_BTD = stream(24, d_model=8)
     pairs = np.einsum('BTD,BSE->BTSDE', x_BTD, x_BTD)
-    quantity = 'error of the best W_QK, relative to the softmax input'
-    layers: dict[str, Options] = {
-        'nothing': {},
-        'RoPE': {'positions': 'rope'},
-        'QK-norm': {'qk_norm': True},
-    }
+    layers: dict[str, Options] = {'nothing': {}, 'RoPE': ROPE, 'QK-norm': {'qk_norm': True}}
     for name, options in layers.items():
         s_BNTS = softmax_input(layer(d_model=8, num_heads=1, **options), x_BTD)
-        context: Options = {BETWEEN: name}
-        rows.append(exact(quantity, fit_error(pairs, s_BNTS), 0, SAME, **context))
-    return rows
+        quantity, context = 'error of the best W_QK, relative to the softmax input', {BETWEEN: name}
+        yield exact(quantity, fit_error(pairs, s_BNTS), 0, SAME, **context)
 
 
 @functools.cache
@@ -151,78 +145,71 @@ def share_left(variant: str, num_heads: int) -> float:
 
 
 @float64
-def queries_of_one_head() -> list[Row]:
+def queries_of_one_head() -> Iterator[Row]:
     """Q = X in place of X W_Q, and back, and the parameters; a bias and rotation forbid it."""
     attention, free, x_BTD = layer(num_heads=1), layer('query_free/vo', num_heads=1), stream()
     without = without_w_q(attention)
     inputs = [softmax_input(one, x_BTD) for one in (without, attention)]
+    yield same('change of the softmax input, W_Q removed', *inputs, **SINGLE)
+    yield same_output(', W_Q removed', without, attention, **SINGLE)
     factors = {'w_q_DNH': np.eye(D)[:, None], 'w_k_DKH': np.asarray(free.score.w_k_DKH[...])}
     back = fill(empty_layer(free, score='qk'), free, score=factors)
+    yield same_output(', W_Q = I put back', back, free, **SINGLE)
     share = share_left('query_free/vo', 1)
-    rows = [
-        same('change of the softmax input, W_Q removed', *inputs, **SINGLE),
-        same_output(', W_Q removed', without, attention, **SINGLE),
-        same_output(', W_Q = I put back', back, free, **SINGLE),
-        exact('share of the attention parameters that is left', share, 3 / 4, **SINGLE),
-    ]
+    yield exact('share of the attention parameters that is left', share, 3 / 4, **SINGLE)
     x_BTD = stream(24, d_model=8)
     # x_t R(t - s), so that x_t R(t - s) W_K'^T y_s is the logit; without rotation, x_t.
     turned = [rotate(x_BTD[:, :, None], jnp.arange(24) - s)[:, :, 0] for s in range(24)]
-    for name, options, queries_BTSD in (
-        ('biases', {'biases': True}, jnp.stack([x_BTD] * 24, axis=2)),
-        ('RoPE', {'positions': 'rope'}, jnp.stack(turned, axis=2)),
+    for name, options, queries in (
+        ('biases', {'biases': True}, [x_BTD] * 24),
+        ('RoPE', ROPE, turned),
     ):
         s_BTS = softmax_input(layer(d_model=8, num_heads=1, **options), x_BTD)[:, 0]
-        pairs = jnp.einsum('BTSD,BSE->BTSDE', queries_BTSD, x_BTD)
+        pairs = jnp.einsum('BTSD,BSE->BTSDE', jnp.stack(queries, axis=2), x_BTD)
         # A query may add a constant to all of its logits: softmax ignores it.
-        centred = [a - a.mean(2, keepdims=True) for a in (pairs, s_BTS)]
-        rows.append(exact(BEST, fit_error(*centred), 0, SAME, layer=f'single head, {name}'))
-    return rows
+        error = fit_error(*(a - a.mean(2, keepdims=True) for a in (pairs, s_BTS)))
+        quantity = "error of the best W_K', relative to the softmax input"
+        yield exact(quantity, error, 0, SAME, **{LAYER: f'single head, {name}'})
 
 
 @float64
-def queries_of_many_heads() -> list[Row]:
+def queries_of_many_heads() -> Iterator[Row]:
     """N heads need N matrices of D x D; slices of X leave most of A[n] out of reach."""
     attention, left = layer(), 'share of the attention parameters that is left'
-    context: Options = {LAYER: 'many heads, all read X'}
-    rows = [same_output(', W_Q removed', without_w_q(attention), attention, **context)]
+    whole: Options = {LAYER: 'many heads, all read X'}
+    yield same_output(', W_Q removed', without_w_q(attention), attention, **whole)
     for heads in (2, 4, 8):
         share = share_left('query_free_full/vo', heads)
-        rows.append(exact(f'{left}, N = {heads}', share, 3 / 4, **context))
+        yield exact(f'{left}, N = {heads}', share, 3 / 4, **whole)
     A_NDE, P_DNH = np.asarray(attention.score.matrix()), np.asarray(slices_DNH(attention.spec))
     reached_NDE = np.einsum('DNH,ENH,NEF->NDF', P_DNH, P_DNH, A_NDE)
-    context = {LAYER: 'many heads, head n reads slice n of X'}
+    slices: Options = {LAYER: 'many heads, head n reads slice n of X'}
     error = relative_error(reached_NDE, A_NDE)
-    return [
-        *rows,
-        exact("error of A[n] with the best W_K'", error, 0, SAME, **context),
-        exact(left, share_left('query_free/vo', N), 3 / 4, **context),
-    ]
+    yield exact("error of A[n] with the best W_K'", error, 0, SAME, **slices)
+    yield exact(left, share_left('query_free/vo', N), 3 / 4, **slices)
 
 
 @float64
-def folded() -> list[Row]:
+def folded() -> Iterator[Row]:
     """A double layer after `fold_double`, whatever else it has, and one matrix as two, I first."""
-    rows, attention, eye = [], layer(), np.eye(D)
     for name, options in FOLDED_LAYERS.items():
         double = layer('double/double', **options)
-        rows.append(same_output(f' by folding, {name}', fold_double(double), double, **WIDE))
+        yield same_output(f' by folding, {name}', fold_double(double), double, **WIDE)
+    attention, eye = layer(), np.eye(D)
     q, k = (np.asarray(w[...]) for w in (attention.score.w_q_DNH, attention.score.w_k_DKH))
     arrays = {'w_q_outer_DR': eye, 'w_q_RNH': q, 'w_k_outer_DR': eye, 'w_k_RKH': k}
     double = fill(empty_layer(attention, score='double'), attention, score=arrays)
-    return [*rows, same_output(', shared W_Q = I', double, attention, **WIDE)]
+    yield same_output(', shared W_Q = I', double, attention, **WIDE)
 
 
 @float64
-def reach() -> list[Row]:
+def reach() -> Iterator[Row]:
     """The numbers that all W_Q[n] together are free in, by the width R of the shared projection.
 
     O_Q W_Q[n] are the queries of the unit vectors.
     """
-    rows = []
     for R in (8, 12, 5, 3):
         score = layer(f"double(size={R},which='q')/vo", d_model=8, num_heads=2).score
         free = freedom(lambda score: score.queries(jnp.eye(8)[None]), score)
         context: Options = WIDE if R >= 8 else {WIDTH: 'R < D'}
-        rows.append(exact(f'numbers that W_Q is free in, D = 8, R = {R}', free, 8 * 8, **context))
-    return rows
+        yield exact(f'numbers that W_Q is free in, D = 8, R = {R}', free, 8 * 8, **context)

@@ -1,7 +1,8 @@
 """Small attention layers in float64, and what the checks measure on them."""
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -16,10 +17,20 @@ from qkattn.config.calls import Variant
 from qkattn.convert.factors import relative_error
 
 Options = dict[str, Any]  # of a layer, or the context of a row
-float64 = jax.enable_x64(True)  # decorates a check, which then computes in float64
 
 D, N, H, T = 32, 4, 8, 12
 SAME = 1e-12  # the relative difference of what is the same function in float64
+
+
+def float64(check: Callable[[], Iterable[Row]]) -> Callable[[], list[Row]]:
+    """Decorates a check, which then computes in float64."""
+
+    @functools.wraps(check)
+    def rows() -> list[Row]:
+        with jax.enable_x64(True):
+            return list(check())
+
+    return rows
 
 
 def shapes(variant: str, **sizes: Any) -> Attention:

@@ -7,6 +7,8 @@ and one matrix to d / (1 + lambda). Kobayashi et al. 2024, arXiv 2410.23819.
 """
 
 import functools
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -29,11 +31,12 @@ def penalty(matrices: Any) -> Any:
     return sum((w**2).sum() for w in matrices) / 2
 
 
-def least_penalty() -> list[Row]:
+def least_penalty() -> Iterator[Row]:
     """The penalty of balanced factors, and the least one that a search over factors of A finds."""
     q_DR, k_DR = np.random.default_rng(0).normal(size=(2, 8, 3))
     nuclear = np.linalg.svd(q_DR @ k_DR.T, compute_uv=False).sum()
     balanced = penalty(balanced_factors((q_DR @ k_DR.T)[None], 3)[:2])
+    yield exact('penalty of balanced factors over |A|_*', balanced / nuclear, 1, SAME, **L2)
 
     def regauged(M_P: np.ndarray) -> float:
         """The penalty of W_Q M and W_K M^-T, which have the product A."""
@@ -41,27 +44,21 @@ def least_penalty() -> list[Row]:
         return penalty((q_DR @ M_RR, k_DR @ np.linalg.inv(M_RR).T))
 
     least = optimize.minimize(regauged, np.eye(3).ravel()).fun
-    return [
-        exact('penalty of balanced factors over |A|_*', balanced / nuclear, 1, SAME, **L2),
-        exact('least penalty of all factors over |A|_*', least / nuclear, 1, 1e-6, **L2),
-    ]
+    yield exact('least penalty of all factors over |A|_*', least / nuclear, 1, 1e-6, **L2)
 
 
 @float64
-def shrunk_spectra() -> list[Row]:
+def shrunk_spectra() -> Iterator[Row]:
     """Singular values after descent on |A - target|^2 / 2 with decay, by the form of A."""
-    rows = []
-    for strength in (0.2, 0.4, 0.7):
-        for context, adam in ((L2, False), (DECOUPLED, True)):
-            for form, factored, expected in (
-                ('W_Q W_K^T from max(0, d - lambda)', True, np.maximum(0, SPECTRUM - strength)),
-                ('W_QK from d / (1 + lambda)', False, SPECTRUM / (1 + strength)),
-            ):
-                A_DD = fitted(strength, factored=factored, adam=adam)
-                off = np.abs(np.linalg.svd(A_DD, compute_uv=False) - expected).max()
-                quantity, about = f'singular values of {form}', context | {'lambda': strength}
-                rows.append(exact(quantity, off, 0, 2e-3, **about))
-    return rows
+    for strength, adam in itertools.product((0.2, 0.4, 0.7), (False, True)):
+        for form, factored, expected in (
+            ('W_Q W_K^T from max(0, d - lambda)', True, np.maximum(0, SPECTRUM - strength)),
+            ('W_QK from d / (1 + lambda)', False, SPECTRUM / (1 + strength)),
+        ):
+            A_DD = fitted(strength, factored=factored, adam=adam)
+            off = np.abs(np.linalg.svd(A_DD, compute_uv=False) - expected).max()
+            about = (DECOUPLED if adam else L2) | {'lambda': strength}
+            yield exact(f'singular values of {form}', off, 0, 2e-3, **about)
 
 
 @functools.partial(jax.jit, static_argnames=('factored', 'adam'))
