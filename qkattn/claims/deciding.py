@@ -30,8 +30,6 @@ from qkattn.verdict.arms import Arm, compare
 from qkattn.verdict.codes import Comparison, Verdict
 from qkattn.verdict.rules import standings
 
-_BELOW_MARGIN = (Decision.BETTER_BELOW_MARGIN, Decision.WORSE_BELOW_MARGIN)
-
 
 class Case(NamedTuple):
     """An arm that an expectation is about, and its reference; None without results."""
@@ -121,16 +119,13 @@ def cases(expected: Expectation, loaded: Loaded | None) -> list[Case]:
     keys.sort(key=lambda key: (study.sizes.index(key.size), study.corpora.index(key.corpus)))
     if control is None and study.controls['longer'] is not None:
         keys += [key._replace(control=LONGER) for key in keys]
-    arms = {arm.key: arm for arm in (*findings.arms, *findings.controls)}
-    return [_case(expected, loaded, key, arms.get(key)) for key in keys]
-
-
-def _case(expected: Expectation, loaded: Loaded, key: ArmKey, arm: Arm | None) -> Case:
-    other = arm and _reference(arm, expected.versus, loaded)
-    comparison = arm and arm.comparison
-    if expected.versus:
-        comparison = compare([(arm, other)], loaded.study) if arm and other else None
-    return Case(expected, loaded, key, arm, other, comparison)
+    arms, made = {arm.key: arm for arm in (*findings.arms, *findings.controls)}, []
+    for key in keys:
+        arm = arms.get(key)
+        other = arm and _reference(arm, expected.versus, loaded)
+        comparison = compare([(arm, other)], study) if arm and other else None
+        made.append(Case(expected, loaded, key, arm, other, comparison))
+    return made
 
 
 def _reference(arm: Arm, versus: str | None, loaded: Loaded) -> Arm | None:
@@ -222,25 +217,21 @@ def _row(
 
 
 def _needed(claim: Claim, scale: str, results: Results, items: Sequence[Evidence]) -> str:
-    """What decides a claim: missing results, more of those it has, or its studies at a scale."""
+    """What decides a claim: missing results, what its open arms need, or a larger scale."""
     if lacking := [name for name in claim.studies if results.problem(name)]:
         return f'--scale={scale}: {", ".join(lacking)}'
+    if needs := [needed(item) for item in items if item.row.speaks == Speaks.OPEN]:
+        return max(needs)[1]
     larger = pick(scale, smoke='cpu', cpu='gpu', gpu='gpu')
-    return needed(items) or f'--scale={larger}: {", ".join(claim.studies)}'
+    return f'--scale={larger}: {", ".join(claim.studies)}'
 
 
-def needed(items: Sequence[Evidence]) -> str | None:
-    """What would decide open arms, of the one that takes most; None without any.
+def needed(item: Evidence) -> tuple[float, str]:
+    """What would decide an arm, in short before the first comma; behind a number to sort by.
 
     The seeds find a difference of the measured size, at least of the margin, with probability 0.8
     at the errors measured; of an arm below the margin, the distance from the margin.
     """
-    needs = [_needed_by(item) for item in items if item.row.speaks == Speaks.OPEN]
-    return max(needs)[1] if needs else None
-
-
-def _needed_by(item: Evidence) -> tuple[float, str]:
-    """What would decide an arm, in short before the first comma; behind a number to sort by."""
     row, arm, verdict, difference = item
     trial, margin = arm.example, difference.margin
     where = (
@@ -250,13 +241,12 @@ def _needed_by(item: Evidence) -> tuple[float, str]:
     if verdict.decision is Decision.NO_VERDICT:
         why = reasons(item) or 'not tuned'
         return math.inf, f'a verdict that is not withheld, of {where}: {why}'
-    if verdict.decision in _BELOW_MARGIN:
+    size = max(abs(difference.mean), margin)
+    about = f'to find a difference of {size:.2g} nats/token in {where}'
+    if verdict.decision in (Decision.BETTER_BELOW_MARGIN, Decision.WORSE_BELOW_MARGIN):
         size = abs(abs(difference.mean) - margin)
         apart = f'{difference.mean:+.2g} from the margin of {margin:g} nats/token'
         about = f'to tell a difference of {apart} in {where}'
-    else:
-        size = max(abs(difference.mean), margin)
-        about = f'to find a difference of {size:.2g} nats/token in {where}'
     alpha = ALPHA / max(1, verdict.num_comparisons)
     if (more := to_find(difference, size, alpha)) is None:
         hidden = difference.tuning_low + difference.tuning_high

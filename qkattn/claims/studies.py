@@ -153,31 +153,31 @@ def train(
     can be written; Stopped on SIGTERM or Ctrl-C, with the state saved.
     """
     claims, path = list(claims), check_directory(directory)
-    names = names_of(claims)
+    names, failed = names_of(claims), dict[str, Exception]()
     studies = {name: study for name in names if (study := study_of(name, scale))}
-    jobs: list[tuple[str, Callable[[], object]]] = [
-        (name, partial(local_workers.run, study, partial(build_arms, study), path / name, workers))
-        for name, study in studies.items()
-    ]
+
+    def attempt(name: str, job: Callable[..., Any], *arguments: Any) -> None:
+        if name in failed:
+            return
+        log.info('study %s, %d of %d', name, names.index(name) + 1, len(names))
+        try:
+            job(*arguments)
+        except DiskError:
+            raise  # the others could not be saved either
+        except (ConfigError, ProcessError) as error:
+            failed[name] = error
+            log.error('study %s: %s', name, error)
+
+    for name, study in studies.items():
+        arms = partial(build_arms, study)
+        attempt(name, local_workers.run, study, arms, path / name, workers)
     # After all training: workers start from a process that has no threads of JAX yet.
-    jobs += [
-        (name, partial(yardsticks.record_finished, path / name))
-        for name, study in studies.items()
-        if study.tuning.seeds
-    ]
-    measures = {m.study: m.record for claim in claims for m in claim.measures if m.record}
-    jobs += [(name, partial(_record, path / name, r, scale)) for name, r in measures.items()]
-    failed: dict[str, Exception] = {}
-    for name, job in jobs:
-        if name not in failed:
-            log.info('study %s, %d of %d', name, names.index(name) + 1, len(names))
-            try:
-                job()
-            except DiskError:
-                raise  # the others could not be saved either
-            except (ConfigError, ProcessError) as error:
-                failed[name] = error
-                log.error('study %s: %s', name, error)
+    for name, study in studies.items():
+        if study.tuning.seeds:
+            attempt(name, yardsticks.record_finished, path / name)
+    for measure in (measure for claim in claims for measure in claim.measures):
+        if measure.record:
+            attempt(measure.study, _record, path / measure.study, measure.record, scale)
     return failed
 
 
