@@ -7,7 +7,7 @@ is evaluated `evaluations` times, evenly spaced; `fields` replace those of the s
 """
 
 import dataclasses
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, TypeVar
 
 from qkattn.config import (
     Config,
@@ -23,8 +23,7 @@ from qkattn.config import (
 from qkattn.config.study_config import Choice
 from qkattn.errors import ConfigError
 
-Scale = Literal['smoke', 'cpu', 'gpu']
-SCALES: tuple[Scale, ...] = get_args(Scale)
+SCALES = ('smoke', 'cpu', 'gpu')
 T = TypeVar('T')
 
 RATES = (4e-3, 8e-3, 1.6e-2, 3.2e-2)  # learning rates of the screening, at scale cpu
@@ -57,24 +56,26 @@ def language_model(
     `sequences` of each split are evaluated at scale cpu. `data` is the corpus below scale gpu,
     stdlib by default. With `kind='encoder'` it restores masked tokens.
     """
-    is_large, is_encoder = scale == 'gpu', fields.get('kind') == 'encoder'
     model: dict[str, Any] = {
         'num_layers': pick(scale, smoke=2, cpu=2, gpu=12),
         'num_heads': pick(scale, smoke=2, cpu=2, gpu=12),
         'context': pick(scale, smoke=16, cpu=64, gpu=1024),
     }
-    if is_large:
-        model |= {'vocab_size': 16384, 'compute_dtype': 'bfloat16'}
-    if is_encoder:
-        model['vocab_size'] = 16385 if is_large else 257
     corpus: dict[str, Any] = {'name': data} if data else {}
-    if is_large:
+    if scale == 'gpu':
+        model |= {'vocab_size': 16384, 'compute_dtype': 'bfloat16'}
         corpus = {'name': 'tfds:wiki40b/en', 'tokenizer': 'bpe', 'tokenizer_size': 16384}
+    if fields.get('kind') == 'encoder':  # one more, for the mask
+        model['vocab_size'] = pick(scale, smoke=257, cpu=257, gpu=16385)
     return Config(
         model=ModelConfig(**model | fields),
         data=DataConfig(**corpus, eval_sequences=pick(scale, smoke=512, cpu=sequences, gpu=4096)),
         optimizer=_optimizer(scale),
-        train=_train(scale, (20, steps, gpu_steps), (8, 16, 64), evaluations),
+        train=_train(
+            pick(scale, smoke=20, cpu=steps, gpu=gpu_steps),
+            pick(scale, smoke=8, cpu=16, gpu=64),
+            evaluations,
+        ),
         trials=_trials(scale, learning_rates, seeds),
     )
 
@@ -83,24 +84,16 @@ def trained_language_model(
     scale: str, *, seeds: int = 8, steps: int = 2000, **fields: Any
 ) -> Config:
     """A byte-level language model that gets beyond n-grams: 4.1 MB of text at scale cpu."""
-    model = {
-        'num_heads': pick(scale, smoke=2, cpu=4, gpu=12),
-        'context': pick(scale, smoke=16, cpu=128, gpu=1024),
-    }
-    # 2560 sequences are 100 documents, which a verdict needs.
-    about: dict[str, Any] = {'learning_rates': (3e-3, 6e-3, 1.2e-2), 'sequences': 2560}
-    return language_model(scale, seeds=seeds, steps=steps, **about | model | fields)
-
-
-def masked_language_model(scale: str, **fields: Any) -> Config:
-    """An encoder that restores masked tokens, of the width and depth of `language_model`."""
-    # With two heads and fewer steps most seeds end on a plateau of the loss that a few have left,
-    # so that seeds spread by more than arms differ.
-    model = {'kind': 'encoder', 'num_heads': pick(scale, smoke=2, cpu=4, gpu=12)}
-    # At four times the best rate some seeds stay untrained, which hides the parabola: finer steps.
-    rates = tuple(2e-3 * 2 ** (step / 2) for step in range(5))
-    about: dict[str, Any] = {'steps': 2000, 'gpu_steps': 20000, 'learning_rates': rates}
-    return language_model(scale, seeds=8, **about | model | fields)
+    return language_model(
+        scale,
+        seeds=seeds,
+        steps=steps,
+        learning_rates=(3e-3, 6e-3, 1.2e-2),
+        sequences=2560,  # 100 documents, which a verdict needs
+        num_heads=pick(scale, smoke=2, cpu=4, gpu=12),
+        context=pick(scale, smoke=16, cpu=128, gpu=1024),
+        **fields,
+    )
 
 
 def translator(
@@ -111,24 +104,22 @@ def translator(
     batch_size: int = 8,
     learning_rates: tuple[float, ...] = (4e-3, 8e-3, 1.6e-2),
     data: str = 'cldr',
-    **fields: Any,
 ) -> Config:
     """An encoder-decoder, English to German; scales smoke and cpu share one shape."""
-    is_large = scale == 'gpu'
-    pieces = pick(scale, smoke=500, cpu=1000, gpu=8192)
-    model = {
-        'kind': 'encoder_decoder',
-        'num_layers': 3 if is_large else 1,
-        'num_encoder_layers': 6 if is_large else 4,
-        'num_heads': 4 if is_large else 2,
-        'context': 128 if is_large else 64,
-        'vocab_size': pieces,
-        'dropout': 0.1,
-        'attention_dropout': 0.0,
-    }
-    train = _train(scale, (20, steps, 6000), (8, batch_size, 64))
+    is_large, pieces = scale == 'gpu', pick(scale, smoke=500, cpu=1000, gpu=8192)
+    num_steps = pick(scale, smoke=20, cpu=steps, gpu=6000)
+    train = _train(num_steps, pick(scale, smoke=8, cpu=batch_size, gpu=64))
     return Config(
-        model=ModelConfig(**model | fields),
+        model=ModelConfig(
+            kind='encoder_decoder',
+            num_layers=3 if is_large else 1,
+            num_encoder_layers=6 if is_large else 4,
+            num_heads=4 if is_large else 2,
+            context=128 if is_large else 64,
+            vocab_size=pieces,
+            dropout=0.1,
+            attention_dropout=0.0,
+        ),
         data=DataConfig(
             name=data,
             languages='en-de',
@@ -149,11 +140,10 @@ def translator(
     )
 
 
-def trained_translator(scale: str, *, seeds: int = 6, **fields: Any) -> Config:
+def trained_translator(scale: str) -> Config:
     """A translator that uses its sources: 2,200 steps of 32 sentences at scale cpu."""
-    about: dict[str, Any] = {'steps': 2200, 'batch_size': 32, 'learning_rates': (2e-3, 4e-3, 8e-3)}
-    data = pick(scale, smoke='cldr', cpu='multi30k', gpu='multi30k')
-    return translator(scale, seeds=seeds, data=data, **about, **fields)
+    data, rates = pick(scale, smoke='cldr', cpu='multi30k', gpu='multi30k'), (2e-3, 4e-3, 8e-3)
+    return translator(scale, seeds=6, steps=2200, batch_size=32, learning_rates=rates, data=data)
 
 
 def protocol(
@@ -195,19 +185,13 @@ def _optimizer(scale: str) -> OptimizerConfig:
     return OptimizerConfig(warmup_steps=pick(scale, smoke=5, cpu=50, gpu=500))
 
 
-def _train(
-    scale: str,
-    num_steps: tuple[int, int, int],
-    batch_size: tuple[int, int, int],
-    evaluations: int = 2,
-) -> TrainConfig:
-    """Steps and batch at the three scales; the runs of a study are lifted without a measurement."""
-    place = SCALES.index(cast(Scale, scale))
-    interval = num_steps[place] // evaluations
+def _train(num_steps: int, batch_size: int, evaluations: int = 2) -> TrainConfig:
+    """The runs of a study are lifted without a measurement."""
+    interval = num_steps // evaluations
     dispatch = 5 if interval < 25 else 25
     return TrainConfig(
-        num_steps=num_steps[place],
-        batch_size=batch_size[place],
+        num_steps=num_steps,
+        batch_size=batch_size,
         steps_per_dispatch=dispatch,
         log_every=dispatch,
         eval_every=interval,
