@@ -2,29 +2,20 @@
 
 import datetime
 import functools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 from markupsafe import Markup
 
-from qkattn.claims import rules
+from qkattn.claims import export, rules
 from qkattn.claims.claim import ClaimResult, ClaimVerdict, Kind, Row, Speaks
-from qkattn.claims.export import ANSWERS, CLAIMS, MODELS, SCALING, read_answers, read_claims
-from qkattn.claims.figures import (
-    PARTS,
-    Compared,
-    answers_figure,
-    claim_figure,
-    compared,
-    has_figure,
-    located,
-    varying,
-)
 from qkattn.claims.studies import UNIT
 from qkattn.report.figures import figures
-from qkattn.report.figures.style import Drawing, write_plots
+from qkattn.report.figures.forest import Line, Panel, forest, limits_of
+from qkattn.report.figures.style import Drawing, short, style_sheet, styles, write_plots
 from qkattn.report.page import described
 from qkattn.report.prose import NONE, environment, words
 from qkattn.report.sheets import Heading, sheets
@@ -33,6 +24,7 @@ from qkattn.report.verify import Block
 from qkattn.stats.decision import Decision
 from qkattn.storage.files import write_atomic
 from qkattn.verdict import Findings, Study, load_findings
+from qkattn.verdict.judging import DECIDED
 
 PAGE = 'claims.md'
 GROUPS = {
@@ -51,15 +43,65 @@ PHRASES = {
     ClaimVerdict.FAILS_HERE: ('⊗', 'fails in one setting', 'fail in one setting'),
     ClaimVerdict.UNDECIDED: ('○', 'is undecided', 'are undecided'),
 }
-_SPOKEN = ('for or against|the claim', True)
-_DIFFERENCES: list[Heading] = [
-    (f'removed, {UNIT}|same shape', False),
-    (f'reinvested, {UNIT}|matched - same shape', False),
-    (f'both, {UNIT}|equal parameter count', False),
-    *(('verdict', True), _SPOKEN),
-]
-_VALUES: list[Heading] = [('value', False), ('expected', False), _SPOKEN]
-_SHAPES = {Kind.REMOVED: 'same shape', Kind.MATCHED: 'equal count'}
+PARTS: dict[str, str] = {
+    Kind.REMOVED: f'removed, {UNIT}|same shape',
+    Kind.REINVESTED: f'reinvested, {UNIT}|matched - same shape',
+    Kind.MATCHED: f'both, {UNIT}|equal parameter count',
+}
+# The parts in figures, and in the table of answers.
+SHAPES: dict[str, tuple[str, str]] = {
+    Kind.REMOVED: ('same shape, fewer parameters', 'same shape'),
+    Kind.MATCHED: ('equal parameter count', 'equal count'),
+}
+_LONGEST, _QUANTITY = 52, 22  # characters of a name in figures, and of what is compared in it
+
+
+class Compared(NamedTuple):
+    """Rows about the same thing in the same context, by kind."""
+
+    quantity: str
+    context: Mapping[str, str]
+    rows: dict[str, Row]
+
+    @property
+    def decision(self) -> str:
+        """'worse', or 'worse / undecided' where the verdicts of its rows differ."""
+        decisions = [self.rows[kind].decision for kind in PARTS if kind in self.rows]
+        return ' / '.join(dict.fromkeys(decision for decision in decisions if decision))
+
+
+def compared(rows: Iterable[Row]) -> list[Compared]:
+    """Removed, reinvested and matched rows, each `quantity` and context once, in their order.
+
+    The kind tells the shape, which is no part of the context; of two rows of one kind, the one that
+    decides is shown.
+    """
+    by_context: dict[tuple, Compared] = {}
+    for row in rows:
+        if row.kind in PARTS:
+            context = {name: value for name, value in row.context.items() if name != 'shape'}
+            key = row.quantity, *context.items()
+            parts = by_context.setdefault(key, Compared(row.quantity, context, {})).rows
+            if row.speaks != Speaks.BESIDE or row.kind not in parts:
+                parts[row.kind] = row
+    return list(by_context.values())
+
+
+def varying(rows: Iterable[Row | Compared]) -> list[str]:
+    """The names in contexts whose values differ between rows, and do not only repeat `quantity`."""
+    rows, names = list(rows), []
+    for name in dict.fromkeys(name for row in rows for name in row.context):
+        pairs = {(row.context.get(name), row.quantity) for row in rows}
+        is_news = any(value not in (None, quantity) for value, quantity in pairs)
+        if len({value for value, _ in pairs}) > 1 and is_news:
+            names.append(name)
+    return names
+
+
+def located(row: Row | Compared, names: Iterable[str]) -> list[str]:
+    """'d_model=64', 'stdlib', 'steps 500': these of its context, a number with its name."""
+    values = [(name, row.context[name]) for name in names if name in row.context]
+    return [f'{words(name)} {value}' if value[:1].isdigit() else value for name, value in values]
 
 
 def write_page(directory: str | Path) -> Path:
@@ -69,11 +111,15 @@ def write_page(directory: str | Path) -> Path:
     was edited.
     """
     directory = Path(directory)
-    drawn = [claim_figure(claim) for claim in read_claims(directory) if has_figure(claim)]
-    if figure := answers_figure(read_answers(directory)):
+    drawn = [claim_figure(claim) for claim in export.read_claims(directory) if has_figure(claim)]
+    if figure := answers_figure(export.read_answers(directory)):
         drawn.append(figure)
     scaling = _scaling(directory)
-    drawn += [Drawing(f.figure, f'{SCALING}_{f.stem}') for f in _laws(*scaling)] if scaling else []
+    drawn += (
+        [Drawing(f.figure, f'{export.SCALING}_{f.stem}') for f in _laws(*scaling)]
+        if scaling
+        else []
+    )
     write_plots(directory / 'plots', drawn, kinds=('png',))
     blocks = [claims_markdown(directory, '.', part, '') for part in ('verdicts', *GROUPS, 'laws')]
     return write_atomic(directory / PAGE, '# Claims\n\n' + '\n'.join(blocks))
@@ -84,7 +130,7 @@ def claims_markdown(directory: Path, base: str, part: str, page: str = 'claims_{
 
     Links to files of the directory begin with `base`; those to claims are to the `page` of a group.
     """
-    claims, scaling = read_claims(directory), _scaling(directory) if part == 'laws' else None
+    claims, scaling = export.read_claims(directory), _scaling(directory) if part == 'laws' else None
     counts = {v: [claim.verdict for claim in claims].count(v) for v in PHRASES}
     return _template('claims.md.j2').render(
         part=part,
@@ -102,10 +148,10 @@ def claims_markdown(directory: Path, base: str, part: str, page: str = 'claims_{
 
 def answers_markdown(directory: Path, base: str) -> str:
     """The table of what each matrix is worth, with its sources and figure."""
-    made = read_answers(directory)
-    columns = [(model, kind) for model in MODELS for kind in _SHAPES]
+    made = export.read_answers(directory)
+    columns = [(model, kind) for model in export.MODELS for kind in SHAPES]
     decided = columns.index(('decoder', Kind.MATCHED))
-    titles: list[Heading] = [(f'{model}, {_SHAPES[kind]}', False) for model, kind in columns]
+    titles: list[Heading] = [(f'{model}, {SHAPES[kind][1]}', False) for model, kind in columns]
     titles.insert(decided + 1, ('verdict', True))
     rows: list[list[str]] = []
     sources: dict[str, dict[tuple, Mapping[str, str]]] = {}
@@ -148,21 +194,21 @@ def _block(made: Any, file: str, **arguments: str) -> Block:
         lambda directory, base: (
             made(directory, base, **arguments) if (directory / file).is_file() else ''
         ),
-        SCALING,
+        export.SCALING,
     )
 
 
 BLOCKS: Mapping[str, Block] = {  # blocks of `report.verify.check_page`
-    'answers': _block(answers_markdown, ANSWERS),
+    'answers': _block(answers_markdown, export.ANSWERS),
     **{
-        f'claims_{part}': _block(claims_markdown, CLAIMS, part=part)
+        f'claims_{part}': _block(claims_markdown, export.CLAIMS, part=part)
         for part in ('verdicts', *GROUPS, 'laws')
     },
 }
 
 
 def _scaling(directory: Path) -> tuple[Study, Findings] | None:
-    path = directory / SCALING
+    path = directory / export.SCALING
     return load_findings(path) if (path / 'study.json').is_file() else None
 
 
@@ -272,31 +318,37 @@ def _shared(claim: ClaimResult) -> str:
 
 def _tables(claim: ClaimResult) -> list[str]:
     """A table of differences with their parts, and one of the other values."""
-    lines, others = compared(claim.rows), [row for row in claim.rows if row.kind not in PARTS]
-    parts = [
-        [*(amount(line.rows.get(kind)) for kind in PARTS), line.decision or NONE]
-        + [_spoken(line.rows.values())]
-        for line in lines
-    ]
-    values = [[f'{amount(r)} {r.unit}'.strip(), _expected(r), _spoken([r])] for r in others]
-    made = [_table('arm', _DIFFERENCES, lines, parts)] if lines else []
-    return made + ([_table('quantity', _VALUES, others, values)] if others else [])
+    made: list[str] = []
+    if lines := compared(claim.rows):
+        titles = [('arm', True), *((title, False) for title in PARTS.values()), ('verdict', True)]
+        cells = [
+            [
+                *(amount(line.rows.get(kind)) for kind in PARTS),
+                line.decision or NONE,
+                _spoken(line.rows.values()),
+            ]
+            for line in lines
+        ]
+        made.append(_table(titles, lines, cells))
+    if others := [row for row in claim.rows if row.kind not in PARTS]:
+        titles = [('quantity', True), ('value', False), ('expected', False)]
+        cells = [[f'{amount(r)} {r.unit}'.strip(), _expected(r), _spoken([r])] for r in others]
+        made.append(_table(titles, others, cells))
+    return made
 
 
 def _table(
-    first: str,
-    columns: Sequence[Heading],
-    rows: Sequence[Row | Compared],
-    cells: Sequence[Sequence[str]],
+    titles: Sequence[Heading], rows: Sequence[Row | Compared], cells: Sequence[Sequence[str]]
 ) -> str:
-    """What is compared, the contexts that differ, and the cells of each row in these columns."""
+    """What is compared, the contexts that differ, and the cells of each row."""
     names = varying(rows)
-    titles = [(first, True), *((words(name), True) for name in names), *columns]
+    contexts = [(words(name), True) for name in names]
     lines = [
         [row.quantity, *(row.context.get(name, NONE) for name in names), *more]
         for row, more in zip(rows, cells, strict=True)
     ]
-    return markdown_table(titles, lines)
+    spoken = ('for or against|the claim', True)
+    return markdown_table([titles[0], *contexts, *titles[1:], spoken], lines)
 
 
 def _spoken(rows: Iterable[Row]) -> str:
@@ -307,3 +359,78 @@ def _spoken(rows: Iterable[Row]) -> str:
         if row.speaks != Speaks.BESIDE
     ]
     return ', '.join(dict.fromkeys(texts)) or NONE
+
+
+def has_figure(claim: ClaimResult) -> bool:
+    """Whether it has differences; other rows have tables alone."""
+    return any(row.kind in SHAPES for row in claim.rows)
+
+
+def claim_figure(claim: ClaimResult) -> Drawing:
+    """A panel at the baseline's shape and one at equal parameter count, with the decisions.
+
+    A line has the shortest name that tells it apart.
+    """
+    lines = compared(claim.rows)
+    chosen = varying(lines)
+
+    def num_names(names: Sequence[str]) -> int:
+        return len({(line.quantity, *(line.context.get(name) for name in names)) for line in lines})
+
+    for name in reversed(chosen):
+        others = [other for other in chosen if other != name]
+        chosen = others if num_names(others) == num_names(chosen) else chosen
+    several = len({line.quantity for line in lines}) > 1 or not chosen
+    panels = []
+    for kind in SHAPES:
+        drawn = []
+        for line in (line for line in lines if kind in line.rows):
+            row, reported = line.rows[kind], None
+            if row.expected is not None and row.tolerance is not None:
+                reported = row.expected - row.tolerance, row.expected + row.tolerance
+            where = [short(line.quantity, _QUANTITY)] * several + located(line, chosen)
+            drawn.append(
+                Line(
+                    row.quantity,
+                    *(row.value, row.low, row.high),
+                    right=row.decision or '',
+                    is_decided=row.speaks in (Speaks.FOR, Speaks.AGAINST),
+                    name=', '.join(where),
+                    reported=reported,
+                )
+            )
+        if drawn:
+            panels.append(Panel(drawn, f'difference ({UNIT})', SHAPES[kind][0], 0.0))
+    name = f'{claim.name.lower()}_differences'
+    return _drawing(name, panels, [line.quantity for line in lines])
+
+
+def answers_figure(answers: Sequence[export.Answer]) -> Drawing | None:
+    """The difference of each change in a decoder at equal parameter count; None without any."""
+    rows = {answer.name: row for answer in answers if (row := answer.row('decoder', Kind.MATCHED))}
+    decided = [decision.value for decision in DECIDED]
+    lines = [
+        Line(
+            row.decision or '',
+            *(row.value, row.low, row.high),
+            name=f'{name}: {row.decision}',
+            is_decided=row.decision in decided,
+        )
+        for name, row in rows.items()
+    ]
+    if not lines:
+        return None
+    panel = Panel(lines, f'difference ({UNIT})', SHAPES[Kind.MATCHED][0], 0.0)
+    decisions = sorted({line.arm for line in lines})
+    return _drawing('answers', [panel], decisions, Decision.NO_VERDICT.value, far=math.inf)
+
+
+def _drawing(
+    stem: str, panels: Sequence[Panel], arms: Sequence[str], black: str = '', **limits: float
+) -> Drawing:
+    """A forest whose panels have one scale; `arms` are those of its lines, one of them black."""
+    look = styles(list(dict.fromkeys(arms)), black)
+    reach = limits_of([line for panel in panels for line in panel.lines], 0.0, **limits)
+    with style_sheet():
+        figure = forest(panels, look, 'no difference', None, reach, longest=_LONGEST)
+    return Drawing(figure, stem)
