@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from qkattn.claims import readings, recordings
+from qkattn.claims import measures
 from qkattn.claims.checks import rewrites
 from qkattn.claims.claim import Claim, Expectation, Measure
 
@@ -37,7 +37,7 @@ B2 = Claim(
             'single_head', 'query_free/vo', 'as_reported', at='removed', reported=(0.005, 0.015)
         ),
     ),
-    measures=(Measure('single_head', partial(readings.growth, variant='query_free/vo')),),
+    measures=(Measure('single_head', partial(measures.growth, variant='query_free/vo')),),
 )
 
 B3 = Claim(
@@ -47,9 +47,9 @@ B3 = Claim(
     'W_K W_Q^T alone is a numerical effect of one product against two.',
     source='A forum thread on whether W_Q is needed, with an experiment.',
     rule='Fails in a precision if models that start as one function and see the same batches have '
-    f'logits that differ by more than {recordings.BEYOND:g} times what rounding explains at the '
+    f'logits that differ by more than {measures.BEYOND:g} times what rounding explains at the '
     'last step, else holds there.',
-    measures=(recordings.DRIFT,),
+    measures=(measures.DRIFT,),
 )
 
 B4 = Claim(
@@ -100,7 +100,7 @@ B6 = Claim(
     rule='Holds if, at every fraction of the steps, the difference of some arm from the baseline '
     'is another than after annealing, by more than the margin, on the same seeds, each arm at its '
     'own learning rate.',
-    measures=(Measure('decoder', readings.early),),
+    measures=(Measure('decoder', measures.early),),
 )
 
 B7 = Claim(

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from qkattn.claims import readings
+from qkattn.claims import measures
 from qkattn.claims.checks import spectra
 from qkattn.claims.claim import Claim, Expectation, Measure
 
@@ -46,7 +46,7 @@ E2 = Claim(
         Expectation('nonlinear', 'nonlinear_query/vo', 'better', context={'baseline': 'tuned'}),
     ),
     measures=(
-        Measure('nonlinear_untuned', partial(readings.at_one_rate, variant='nonlinear_query/vo')),
+        Measure('nonlinear_untuned', partial(measures.at_one_rate, variant='nonlinear_query/vo')),
     ),
 )
 

@@ -1,0 +1,290 @@
+"""What claims measure: early losses, growth, untuned differences, the drift of two factorizations.
+
+Rows that are not differences between the arms of a study: read from its logs, or recorded once.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qkattn.analysis.matrices import drift
+from qkattn.analysis.patterns import walk
+from qkattn.claims.claim import Kind, Measure, Row, Speaks
+from qkattn.claims.protocol import language_model, pick
+from qkattn.claims.studies import UNIT, Loaded, load, recording
+from qkattn.config import Config
+from qkattn.data.pipeline import eval_batches, train_batch
+from qkattn.data.tasks.rows import Rows
+from qkattn.data.tasks.task_registry import rows_of
+from qkattn.errors import ConfigError
+from qkattn.model import with_params
+from qkattn.stats import decision, inference
+from qkattn.stats.decision import Decision
+from qkattn.stats.inference import Difference
+from qkattn.storage.records import read_json
+from qkattn.study.arm_key import EQUAL_SHAPE
+from qkattn.train.step import init_trial, train_trial
+from qkattn.verdict.arms import Arm, compare, with_baselines
+
+Losses = Mapping[float, float]  # of a seed, or differences, by the fraction of training
+DTYPES = ('float64', 'float32', 'bfloat16')
+COMPARED = {
+    'products': 'rounding alone',
+    'rounding': 'rounding, trained',
+    'apart': 'trained apart',
+}
+SCHEMA = {'steps': tuple[int, ...], 'dtypes': Mapping[str, Mapping[str, tuple[float, ...]]]}
+BEYOND = 3.0  # times rounding: a larger difference is not explained by it
+Factors = dict[str, Any]  # by name, of all layers: w_q_DNH and w_k_DKH, or w_k_DKH alone
+
+
+def early(directory: Path) -> list[Row]:
+    """How many differences change after they are read early, by fraction of training.
+
+    Differences of primary arms on the validation split, paired by seed. An early difference that
+    is more than the margin away from the annealed one supports the claim; if all are equivalent,
+    they refute it. The tests are those of a verdict, without the errors of documents and tuning.
+    """
+    loaded = load(directory)
+    margin, planned = loaded.study.margin, loaded.findings.num_comparisons
+    by_arm = {
+        arm.key: list(_by_seed(arm, baseline, loaded))
+        for arm, baseline in _compared(loaded)
+        if arm.control is None
+    }
+    rows = []
+    for fraction in sorted(
+        {f for seeds in by_arm.values() for seed in seeds for f in seed} - {1.0}
+    ):
+        changes = {
+            arm: [seed[fraction] - seed[1.0] for seed in seeds if {fraction, 1.0} <= seed.keys()]
+            for arm, seeds in by_arm.items()
+        }
+        tested = {arm: inference.paired(x, margin) if x else None for arm, x in changes.items()}
+        decided = [d.decision for d in decision.judge(tested, planned=planned).values()]
+        changed = sum(one in (Decision.BETTER, Decision.WORSE) for one in decided)
+        speaks = Speaks.FOR if changed else Speaks.OPEN
+        if {*decided} == {Decision.EQUIVALENT}:
+            speaks = Speaks.AGAINST
+        context = {'arms': str(len(by_arm)), 'fraction of the steps': f'{fraction:g}'}
+        quantity = 'differences that change by more than the margin'
+        rows.append(Row(quantity, Kind.MEASURED, context, float(changed), speaks, 'arms'))
+    return rows
+
+
+def growth(directory: Path, variant: str) -> list[Row]:
+    """By how much the loss of a control of equal shape grows away from the baseline, on each group.
+
+    The difference at the last step minus that at the first evaluation, paired by seed, on the
+    validation split. Less than the margin, by its interval, speaks for a difference that does not
+    grow; above zero speaks against it.
+    """
+    loaded, rows = load(directory), []
+    for arm, baseline in _compared(loaded):
+        if (arm.variant, arm.control) != (variant, EQUAL_SHAPE):
+            continue
+        seeds = list(_by_seed(arm, baseline, loaded))
+        if seeds and len(seeds[0]) > 1:
+            first, last, margin = min(seeds[0]), max(seeds[0]), loaded.study.margin
+            grown = inference.paired([seed[last] - seed[first] for seed in seeds], margin)
+            quantity = f'growth of the difference from {first:.0%} of the steps on'
+            rows.append(_row(quantity, loaded.context(arm), grown, _speaks(grown, margin)))
+    return rows
+
+
+def at_one_rate(directory: Path, variant: str) -> list[Row]:
+    """Differences of a study without tuning, at each learning rate that both arms have.
+
+    That at the lowest one, where published baselines tend to stand, decides: better if its interval
+    is below zero, not so if it is above.
+    """
+    loaded, rows = load(directory), []
+    for arm, baseline in _compared(loaded):
+        if loaded.study.bare(arm.variant) != variant:
+            continue
+        speaks = None
+        for rate in arm.learning_rates:
+            if comparison := compare([(_at(rate, arm), _at(rate, baseline))], loaded.study):
+                difference = comparison.difference
+                speaks = Speaks.BESIDE if speaks else _speaks(difference, 0.0)
+                context = {'baseline': 'untuned', 'learning rate': f'{rate:g}'}
+                quantity = f'{variant} at one learning rate for both'
+                rows.append(_row(quantity, loaded.context(arm) | context, difference, speaks))
+    return rows
+
+
+def _speaks(difference: Difference, bound: float) -> Speaks:
+    """For, if the interval lies below `bound`; against, if it lies above zero."""
+    if difference.low is None or difference.high is None:
+        return Speaks.OPEN
+    if difference.high < bound:
+        return Speaks.FOR
+    return Speaks.AGAINST if difference.low > 0 else Speaks.OPEN
+
+
+def _row(quantity: str, context: dict[str, str], difference: Difference, speaks: Speaks) -> Row:
+    numbers = difference.mean, speaks, UNIT, difference.low, difference.high
+    return Row(quantity, Kind.MEASURED, context, *numbers)
+
+
+def _compared(loaded: Loaded) -> Iterator[tuple[Arm, Arm]]:
+    """All arms and controls but the baselines, each with its baseline, if that has results."""
+    arms = (*loaded.findings.arms, *loaded.findings.controls)
+    pairs = with_baselines(arms)
+    return ((arm, other) for arm, other in pairs if other and not arm.is_baseline)
+
+
+def _at(rate: float, arm: Arm) -> Arm:
+    """The arm restricted to the trials at one learning rate."""
+    trials = tuple(trial for trial in arm.trials if trial.learning_rate == rate)
+    finished = tuple(trial for trial in trials if trial.finished)
+    return dataclasses.replace(arm, trials=trials, verdict_trials=trials, chosen=finished)
+
+
+def _by_seed(arm: Arm, baseline: Arm, loaded: Loaded) -> Iterator[Losses]:
+    """For each seed that both arms finished, the differences by fraction of the steps."""
+    losses, others = _losses(loaded, arm), _losses(loaded, baseline)
+    for seed in sorted(losses.keys() & others.keys()):
+        fractions = sorted(losses[seed].keys() & others[seed].keys())
+        yield {f: losses[seed][f] - others[seed][f] for f in fractions}
+
+
+def _losses(loaded: Loaded, arm: Arm) -> dict[int, Losses]:
+    """Validation losses of the chosen trials by seed and fraction of the steps."""
+    by_seed: dict[int, Losses] = {}
+    for trial in arm.chosen:
+        run = loaded.study.by_name[trial.run]
+        if run.curve is not None:
+            losses_E = run.curve.values_EX['val_loss'][:, run.trials.index(trial)]
+            pairs = zip(run.curve.steps_E, losses_E, strict=True)
+            by_seed[trial.seed] = {float(s) / run.num_steps: float(x) for s, x in pairs if x == x}
+    return by_seed
+
+
+def record_drift(scale: str) -> dict[str, Any]:
+    """The drift between two factorizations of one function, trained side by side, by precision.
+
+    A single head of `qk` has the logits x W_Q (y W_K)^T, and the same as `query_free` with the one
+    matrix W_K' = W_K W_Q^T. From the same parameters, both are trained on the same batches with the
+    optimizer of all studies, without weight decay. On a fixed sample X, the normed streams that the
+    layers read at initialization, X (X W_K')^T and X W_Q (X W_K)^T are compared at the first and
+    the last step, as |other - reference| / |reference| over causal pairs, mean over the layers:
+
+        products   of the trained qk, by two products against by one: rounding alone
+        rounding   of the trained qk against that of float64: rounding, amplified by training
+        apart      of the trained qk against the trained query_free: all that differs in training
+    """
+    config = drift_config(scale)
+    rows, by_dtype, reference = rows_of(config), {}, None
+    x_LBTD = _sample(config, rows)
+    for dtype in DTYPES:
+        qk, free = (_trained(config, rows, score, dtype) for score in ('qk', 'query_free'))
+        reference = reference or qk
+        by_dtype[dtype] = {
+            'products': [_difference(x_LBTD, a, merged(a, dtype), dtype) for a in qk],
+            'rounding': [_difference(x_LBTD, *pair) for pair in zip(reference, qk, strict=True)],
+            'apart': [_difference(x_LBTD, *pair) for pair in zip(qk, free, strict=True)],
+        }
+    return {'scale': scale, 'steps': [0, config.train.num_steps], 'dtypes': by_dtype}
+
+
+def read_drift(directory: Path) -> list[Row]:
+    """The differences in each precision at the first and the last step recorded.
+
+    The claim is that the difference is numerical. It fails if the trained models differ by more
+    than BEYOND times the difference that rounding explains.
+    """
+    recorded, rows = read_json(recording(directory), SCHEMA), []
+    for dtype, values in recorded['dtypes'].items():
+        explained = max(values['products'][-1], values['rounding'][-1])
+        decides = Speaks.AGAINST if values['apart'][-1] > BEYOND * explained else Speaks.FOR
+        for name, quantity in COMPARED.items():
+            for place in (0, -1):
+                speaks = decides if (name, place) == ('apart', -1) else Speaks.BESIDE
+                context = {'precision': dtype, 'step': str(recorded['steps'][place])}
+                numbers = values[name][place], speaks, 'fraction of the logits'
+                rows.append(Row(quantity, Kind.MEASURED, context, *numbers))
+    return rows
+
+
+DRIFT = Measure('drift', read_drift, record_drift)
+
+
+def drift_config(scale: str) -> Config:
+    """A decoder of single heads and its training."""
+    d_model = pick(scale, smoke=16, cpu=48, gpu=48)
+    scale = 'smoke' if scale == 'smoke' else 'cpu'
+    return language_model(scale, num_heads=1, seeds=1, d_model=d_model)
+
+
+def merged(factors: Factors, dtype: str) -> Factors:
+    """Single heads of `qk` as those of `query_free`: W_K' = W_K W_Q^T, computed in `dtype`."""
+    with jax.enable_x64(dtype == 'float64'):
+        w_q_LDNH, w_k_LDKH = (jnp.asarray(factors[n], dtype) for n in ('w_q_DNH', 'w_k_DKH'))
+        return {'w_k_DKH': jnp.einsum('LDNH,LENH->LDNE', w_k_LDKH, w_q_LDNH)}
+
+
+def _trained(config: Config, rows: Rows, score: str, dtype: str) -> list[Factors]:
+    """The factors of the Score in float64, before and after training."""
+    wide = 'float64' if dtype == 'float64' else 'float32'
+    with jax.enable_x64(dtype == 'float64'):
+        start = init_trial(config, jnp.uint32(0))['params']
+        params = jax.tree.map(lambda p: jnp.asarray(p, wide), start)
+        if score == 'query_free':
+            attention = params['blocks']['attention']
+            attention['score'] = merged(attention['score'], wide)
+        model = dataclasses.replace(config.model, score=score, compute_dtype=dtype)
+        config = dataclasses.replace(config, model=model)
+        untrained = trial = init_trial(config, jnp.uint32(0)) | {'params': params}
+        rate = jnp.float32(config.trials.learning_rates[0])
+        hyper = {'seed': jnp.uint32(0), 'learning_rate': rate, 'weight_decay': jnp.float32(0)}
+        step = jax.jit(lambda k, trial, batch: train_trial(config, k, trial, hyper, batch)[0])
+        for number in range(config.train.num_steps):
+            batch = train_batch(rows, seed=0, step=number, batch_size=config.train.batch_size)
+            trial = step(jnp.int32(number), trial, jax.tree.map(lambda a: a[None], batch))
+        if not trial['alive']:
+            raise ConfigError(f'{score} in {dtype} diverged; lower the learning rate of the drift')
+        factors = [one['params']['blocks']['attention']['score'] for one in (untrained, trial)]
+        return [{n: np.asarray(w, np.float64) for n, w in one.items()} for one in factors]
+
+
+def _sample(config: Config, rows: Rows) -> np.ndarray:
+    """x_LBTD: what the attention of each layer reads at initialization on 8 validation rows."""
+    batch = next(eval_batches(rows, 'validation', batch_size=8, max_rows=8))
+    params = init_trial(config, jnp.uint32(0))['params']
+
+    @jax.jit
+    def read_by_layers(params: dict) -> list[jax.Array]:
+        seen: list[jax.Array] = []
+        model = with_params(config.model, params)
+        inputs = {'tokens_BT': batch['tokens_BT']}
+        walk(model, inputs, lambda site, layer, attention, x_BTD, *_: seen.append(x_BTD))
+        return seen
+
+    return np.stack(read_by_layers(params)).astype(np.float64)
+
+
+def _difference(
+    x_LBTD: np.ndarray, reference: Factors, other: Factors, dtype: str = 'float64'
+) -> float:
+    """That of `record_drift` between logits computed in `dtype`."""
+    pairs = zip(*(logits(x_LBTD, one, dtype) for one in (reference, other)), strict=True)
+    return float(np.mean([drift(a, b) for a, b in pairs]))
+
+
+def logits(x_LBTD: np.ndarray, factors: Factors, dtype: str) -> list[np.ndarray]:
+    """Causal logits x W_Q (x W_K)^T of each layer in `dtype`, or x (x W_K)^T, as float64."""
+    with jax.enable_x64(dtype == 'float64'):
+        x_LBTD = jnp.asarray(x_LBTD, dtype)
+        w_LDH = {name: jnp.asarray(w[:, :, 0], dtype) for name, w in factors.items()}
+        k_LBSH = jnp.einsum('LBSD,LDH->LBSH', x_LBTD, w_LDH['w_k_DKH'])
+        q_LBTH = x_LBTD
+        if 'w_q_DNH' in w_LDH:
+            q_LBTH = jnp.einsum('LBTD,LDH->LBTH', x_LBTD, w_LDH['w_q_DNH'])
+        s_LBTS = np.asarray(jnp.einsum('LBTH,LBSH->LBTS', q_LBTH, k_LBSH), np.float64)
+    return list(s_LBTS[..., np.tri(s_LBTS.shape[-1], dtype=bool)])
