@@ -8,6 +8,7 @@ from typing import Any
 
 from qkattn.errors import ConfigError
 from qkattn.stats.decision import Decision
+from qkattn.stats.inference import Difference
 from qkattn.verdict.judging import ABOVE_ZERO, BELOW_ZERO
 
 _SAME = (Decision.EQUIVALENT,)
@@ -20,6 +21,7 @@ RELATIONS: dict[str, tuple[tuple[Decision, ...], tuple[Decision, ...]]] = {
     'not_better': ((*_SAME, *ABOVE_ZERO), (Decision.BETTER,)),
     'not_worse': ((*_SAME, *BELOW_ZERO), (Decision.WORSE,)),
 }
+UNIT = 'nats/token'
 AS_REPORTED = 'as_reported'  # the interval lies within what is reported
 
 
@@ -88,6 +90,15 @@ def exact(
         expected=float(expected),
         tolerance=float(tolerance),
     )
+
+
+def difference_row(
+    quantity: str, kind: str, context: Mapping[str, str], difference: Difference, **fields: Any
+) -> Row:
+    """The row of a difference with its interval; it decides nothing unless `speaks` is given."""
+    numbers = {'value': difference.mean, 'low': difference.low, 'high': difference.high}
+    given = {'speaks': Speaks.BESIDE, 'unit': UNIT} | numbers | fields
+    return Row(quantity=quantity, kind=kind, context=context, **given)
 
 
 @dataclasses.dataclass(frozen=True)

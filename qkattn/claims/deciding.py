@@ -16,9 +16,10 @@ from qkattn.claims.claim import (
     Row,
     Speaks,
     Statement,
+    difference_row,
 )
 from qkattn.claims.protocol import pick
-from qkattn.claims.studies import UNIT, Loaded, Results
+from qkattn.claims.studies import Loaded, Results
 from qkattn.errors import ConfigError
 from qkattn.report.prose import NOT_RECORDED, SPLITS, device, reasons
 from qkattn.stats.decision import ALPHA
@@ -200,19 +201,17 @@ def _beside(expected: Expectation, loaded: Loaded) -> Iterator[Row]:
 def _row(
     arm: Arm, comparison: Comparison, kind: Kind, expected: Expectation, loaded: Loaded
 ) -> Row:
-    low, high = expected.reported or (None, None)
-    return Row(
-        quantity=expected.label or ' - '.join(expected.variants),
-        kind=kind,
-        context=loaded.context(arm) | dict(expected.context),
-        value=comparison.difference.mean,
-        speaks=Speaks.BESIDE,
-        unit=UNIT,
-        low=comparison.difference.low,
-        high=comparison.difference.high,
-        expected=None if low is None else (low + high) / 2,
-        tolerance=None if low is None else (high - low) / 2,
+    reported = {}
+    if expected.reported:
+        low, high = expected.reported
+        reported = {'expected': (low + high) / 2, 'tolerance': (high - low) / 2}
+    return difference_row(
+        expected.label or ' - '.join(expected.variants),
+        kind,
+        loaded.context(arm) | dict(expected.context),
+        comparison.difference,
         study=expected.study,
+        **reported,
     )
 
 

@@ -7,15 +7,16 @@ those with the largest models.
 """
 
 import dataclasses
+import itertools
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from qkattn.claims import declared
-from qkattn.claims.claim import ClaimResult, Kind, Row, Speaks
+from qkattn.claims.claim import ClaimResult, Kind, Row, difference_row
 from qkattn.claims.deciding import decide
-from qkattn.claims.studies import MEASURES, UNIT, Loaded, Results, recording
+from qkattn.claims.studies import MEASURES, Results, recording
 from qkattn.config import ModelConfig, from_json
 from qkattn.errors import ReportError
 from qkattn.model import cost
@@ -88,29 +89,25 @@ def answers(results: Results) -> tuple[Answer, ...]:
     """One answer for each change that a study of the directory has trained."""
     made = []
     for name, variant in CHANGES.items():
-        shown: dict[tuple[str, str], list[tuple[tuple, Arm, Row]]] = {}
+        best: dict[tuple[str, str], tuple[tuple, Arm, Row]] = {}
         for model, (template, studies) in MODELS.items():
-            for study in studies:
-                loaded = results.study(study)
-                for rank, baseline, row in (
-                    _rows(loaded, template.format(variant)) if loaded else ()
-                ):
-                    row = dataclasses.replace(
-                        row, context={'model': model, **row.context}, study=study
-                    )
-                    shown.setdefault((model, row.kind), []).append((rank, baseline, row))
-        best = {key: max(rows, key=lambda ranked: ranked[0]) for key, rows in shown.items()}
-        baselines = [
-            baseline for (model, _), (_, baseline, _) in best.items() if model == 'decoder'
-        ]
-        share = _attention(baselines[0], variant) if baselines else None
+            shown = (_rows(results, study, model, template.format(variant)) for study in studies)
+            for rank, baseline, row in itertools.chain.from_iterable(shown):
+                if (model, row.kind) not in best or rank > best[model, row.kind][0]:
+                    best[model, row.kind] = rank, baseline, row
+        decoders = [baseline for (model, _), (_, baseline, _) in best.items() if model == 'decoder']
+        share = _attention(decoders[0], variant) if decoders else None
         if best:
             made.append(Answer(name, variant, share, tuple(row for *_, row in best.values())))
     return tuple(made)
 
 
-def _rows(loaded: Loaded, variant: str) -> Iterator[tuple[tuple, Arm, Row]]:
-    """The differences of a variant at each size and corpus, with their rank and baseline."""
+def _rows(
+    results: Results, name: str, model: str, variant: str
+) -> Iterator[tuple[tuple, Arm, Row]]:
+    """The differences of a variant in a study, with their rank and baseline."""
+    if (loaded := results.study(name)) is None:
+        return
     study, findings = loaded
     learned = {s.arm.key for s in standings(study, findings.arms) if not s.remarks}
     parts = {part.key: part for part in findings.decomposition}
@@ -121,16 +118,16 @@ def _rows(loaded: Loaded, variant: str) -> Iterator[tuple[tuple, Arm, Row]]:
         parameters = trial.parameters['total']
         rank = has_learned, trial.num_tokens, parameters, study.corpora.index(arm.corpus)
         decided = arm.verdict.decision if arm.verdict and has_learned else Decision.NO_VERDICT
-        context = {'size': arm.size, 'corpus': arm.corpus}
+        context = {'model': model, 'size': arm.size, 'corpus': arm.corpus}
         context |= {'parameters': f'{parameters:,}', 'tokens': f'{trial.num_tokens:,}'}
         for kind, comparison, decision in (
             (Kind.REMOVED, part and part.removing, None if has_learned else decided.value),
             (Kind.MATCHED if study.matched else Kind.REMOVED, arm.comparison, decided.value),
         ):
             if comparison:
-                d = comparison.difference
-                row = Row(variant, kind, context, d.mean, Speaks.BESIDE, UNIT, d.low, d.high)
-                yield rank, baseline, dataclasses.replace(row, decision=decision)
+                about = {'decision': decision, 'study': name}
+                row = difference_row(variant, kind, context, comparison.difference, **about)
+                yield rank, baseline, row
 
 
 def _attention(baseline: Arm, variant: str) -> float:

@@ -14,9 +14,9 @@ import numpy as np
 
 from qkattn.analysis.matrices import drift
 from qkattn.analysis.patterns import walk
-from qkattn.claims.claim import Kind, Measure, Row, Speaks
+from qkattn.claims.claim import Kind, Measure, Row, Speaks, difference_row
 from qkattn.claims.protocol import language_model, pick
-from qkattn.claims.studies import UNIT, Loaded, load, recording
+from qkattn.claims.studies import Loaded, load, recording
 from qkattn.config import Config
 from qkattn.data.pipeline import eval_batches, train_batch
 from qkattn.data.tasks.rows import Rows
@@ -93,7 +93,8 @@ def growth(directory: Path, variant: str) -> list[Row]:
             first, last, margin = min(seeds[0]), max(seeds[0]), loaded.study.margin
             grown = inference.paired([seed[last] - seed[first] for seed in seeds], margin)
             quantity = f'growth of the difference from {first:.0%} of the steps on'
-            rows.append(_row(quantity, loaded.context(arm), grown, _speaks(grown, margin)))
+            speaks, context = _speaks(grown, margin), loaded.context(arm)
+            rows.append(difference_row(quantity, Kind.MEASURED, context, grown, speaks=speaks))
     return rows
 
 
@@ -112,9 +113,10 @@ def at_one_rate(directory: Path, variant: str) -> list[Row]:
             if comparison := compare([(_at(rate, arm), _at(rate, baseline))], loaded.study):
                 difference = comparison.difference
                 speaks = Speaks.BESIDE if speaks else _speaks(difference, 0.0)
-                context = {'baseline': 'untuned', 'learning rate': f'{rate:g}'}
-                quantity = f'{variant} at one learning rate for both'
-                rows.append(_row(quantity, loaded.context(arm) | context, difference, speaks))
+                context = loaded.context(arm)
+                context |= {'baseline': 'untuned', 'learning rate': f'{rate:g}'}
+                about = f'{variant} at one learning rate for both', Kind.MEASURED, context
+                rows.append(difference_row(*about, difference, speaks=speaks))
     return rows
 
 
@@ -125,11 +127,6 @@ def _speaks(difference: Difference, bound: float) -> Speaks:
     if difference.high < bound:
         return Speaks.FOR
     return Speaks.AGAINST if difference.low > 0 else Speaks.OPEN
-
-
-def _row(quantity: str, context: dict[str, str], difference: Difference, speaks: Speaks) -> Row:
-    numbers = difference.mean, speaks, UNIT, difference.low, difference.high
-    return Row(quantity, Kind.MEASURED, context, *numbers)
 
 
 def _compared(loaded: Loaded) -> Iterator[tuple[Arm, Arm]]:

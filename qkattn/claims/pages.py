@@ -11,8 +11,7 @@ import jinja2
 from markupsafe import Markup
 
 from qkattn.claims import export, rules
-from qkattn.claims.claim import ClaimResult, ClaimVerdict, Kind, Row, Speaks
-from qkattn.claims.studies import UNIT
+from qkattn.claims.claim import UNIT, ClaimResult, ClaimVerdict, Kind, Row, Speaks
 from qkattn.report.figures import figures
 from qkattn.report.figures.forest import Line, Panel, forest, limits_of
 from qkattn.report.figures.style import Drawing, short, style_sheet, styles, write_plots

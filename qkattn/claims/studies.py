@@ -26,7 +26,6 @@ from qkattn.verdict import Findings, load_findings
 from qkattn.verdict import Study as LoadedStudy
 from qkattn.verdict.arms import Arm
 
-UNIT = 'nats/token'
 MEASURES = 'measures'  # the directory, inside that of a study, of what measures record
 
 log = logging.getLogger(__name__)
