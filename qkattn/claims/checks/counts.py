@@ -8,6 +8,7 @@ less. With H < D < 2 H it does up to T = D (2 H - D) / (D - H); with D <= H it d
 import bisect
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +25,8 @@ WIDTHS = (8, 12, 32, 64)
 
 def added_parameters(D: int, H: int, N: int = 1, K: int = 1) -> int:
     """Parameters that one matrix per head has more than W_Q and W_K with K key heads."""
-    one, two = (
-        count(variant, 'score', d_model=D, num_heads=N, head_size=H, num_kv_heads=heads)
-        for variant, heads in (('merged/vo', N), ('qk/vo', K))
-    )
-    return one - two
+    sizes = {'d_model': D, 'num_heads': N, 'head_size': H}
+    return count('merged/vo', 'score', **sizes) - count('qk/vo', 'score', num_kv_heads=K, **sizes)
 
 
 def merged_against_factored() -> Iterator[Row]:
@@ -65,11 +63,6 @@ def heads_of_a_fixed_width() -> Iterator[Row]:
         yield exact('linearly independent patterns', patterns, N, num_heads=N)
 
 
-def factored(T: int, D: int, H: int) -> int:
-    """x W_Q, x W_K, and the product of queries and keys."""
-    return 2 * T * D * H + T * T * H
-
-
 def merged(T: int, D: int) -> int:
     """x W_QK, and its product with the stream."""
     return T * D * D + T * T * D
@@ -80,14 +73,13 @@ def crossover(D: int, H: int) -> float:
     return D * (2 * H - D) / (D - H)
 
 
-def scores(layer: Attention, x_BTD: jax.Array) -> jax.Array:
-    """q k^T of a layer with one head."""
-    q_BTNH, k_BSNH = layer.score.queries(x_BTD), layer.score.keys(layer.score.cached(x_BTD))
-    return jnp.einsum('BTH,BSH->BTS', q_BTNH[:, :, 0], k_BSNH[:, :, 0])
-
-
 def compiled(score: str, T: int, D: int, H: int) -> int:
-    """Multiply-adds of the compiled program of the scores, as XLA counts them."""
+    """Multiply-adds of the compiled program of q k^T of one head, as XLA counts them."""
+
+    def scores(layer: Attention, x_BTD: jax.Array) -> jax.Array:
+        q_BTNH, k_BSNH = layer.score.queries(x_BTD), layer.score.keys(layer.score.cached(x_BTD))
+        return jnp.einsum('BTH,BSH->BTS', q_BTNH[:, :, 0], k_BSNH[:, :, 0])
+
     spec = AttentionSpec(score=score, d_model=D, num_heads=1, head_size=H)
     layer = jax.eval_shape(lambda: Attention(spec, key=jax.random.key(0)))
     x_BTD = jax.ShapeDtypeStruct((1, T, D), jnp.float32)
@@ -95,22 +87,24 @@ def compiled(score: str, T: int, D: int, H: int) -> int:
 
 
 @functools.cache
-def traced(score: str, T: int, D: int, H: int) -> int:
-    """Multiply-adds of a forward pass of a model with one layer and head, by `model.cost`."""
-    config = ModelConfig(
-        score=score, d_model=D, num_layers=1, num_heads=1, head_size=H, context=T, vocab_size=2
-    )
-    return round(T * cost.flops_per_token(config) / 2)
-
-
 def added_by_merging(T: int, D: int, H: int) -> int:
-    return traced('merged', T, D, H) - traced('qk', T, D, H)
+    """Multiply-adds that a model with one layer and head has more with W_QK, by `model.cost`."""
+    sizes: dict[str, Any] = {
+        'd_model': D,
+        'num_layers': 1,
+        'num_heads': 1,
+        'head_size': H,
+        'context': T,
+    }
+    one, two = (ModelConfig(score=score, vocab_size=2, **sizes) for score in ('merged', 'qk'))
+    return round(T * (cost.flops_per_token(one) - cost.flops_per_token(two)) / 2)
 
 
 def multiply_adds() -> Iterator[Row]:
     """The formulas against the compiled program and against the traced model."""
     for T, D, H in ((16, 64, 16), (256, 64, 16), (64, 64, 48), (32, 24, 48)):
-        shape, two, one = f'T = {T}, D = {D}, H = {H}', factored(T, D, H), merged(T, D)
+        shape, one = f'T = {T}, D = {D}, H = {H}', merged(T, D)
+        two = 2 * T * D * H + T * T * H  # x W_Q, x W_K, and the product of queries and keys
         for score, formula in (('qk', two), ('merged', one)):
             quantity = f'multiply-adds of {score} compiled, {shape}'
             yield exact(quantity, compiled(score, T, D, H), formula)

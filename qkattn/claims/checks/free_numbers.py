@@ -73,11 +73,6 @@ BY_HAND = {
 }
 
 
-def free_in_score(variant: str, **sizes: Any) -> int:
-    """Free numbers of A[n] of all heads."""
-    return freedom(lambda score: score.matrix(), layer(variant, **sizes).score)
-
-
 @float64
 def symmetry() -> Iterator[Row]:
     """A[n] and the softmax input equal their transposes."""
@@ -96,7 +91,8 @@ def half_the_numbers() -> Iterator[Row]:
     D = 16
     for H in (4, 16):
         sizes: Options = {'d_model': D, 'num_heads': 1, 'head_size': H}
-        tied, free = (free_in_score(f'{name}/vo', **sizes) for name in NAMES)
+        scores = [layer(f'{name}/vo', **sizes).score for name in NAMES]
+        tied, free = (freedom(lambda score: score.matrix(), score) for score in scores)
         stored = [count(f'{name}/vo', 'score', **sizes) for name in NAMES]
         about: Options = {'part': 'half of A', 'head_size': H}
         yield exact('share of the parameters', stored[0] / stored[1], 1 / 2, **about)
@@ -175,15 +171,6 @@ def small(variant: str = 'qk/vo', **options: Any) -> Attention:
     return layer(variant, **{'d_model': 2, 'num_heads': 1} | options)
 
 
-def matrices(attention: Attention) -> dict[str, np.ndarray]:
-    """The D x D matrices of a layer with one head, 'w_q' to 'w_o'."""
-    named = {**vars(attention.score), **vars(attention.value)}
-    shape = 2 * (attention.spec.d_model,)
-    return {
-        name[:3]: np.asarray(w[...]).reshape(shape) for name, w in named.items() if 'w_' in name
-    }
-
-
 def with_matrices(attention: Attention, given: Mapping[str, np.ndarray]) -> Attention:
     """The layer with one head and these of its matrices."""
     for circuit in (attention.score, attention.value):
@@ -205,9 +192,8 @@ def worked_by_hand() -> Iterator[Row]:
 def where_and_what() -> Iterator[Row]:
     """The pattern, solved from the output of T = D tokens: W_V and W_O have no part in it."""
     for D in (2, 3, 4):
-        attention, x_TD = small(d_model=D), stream(D, d_model=D)[0]
-        w = matrices(small(d_model=D, seed=1))
-        other = with_matrices(small(d_model=D), {name: w[name] for name in ('w_v', 'w_o')})
+        attention, other, x_TD = small(d_model=D), small(d_model=D, seed=1), stream(D, d_model=D)[0]
+        other.score = attention.score
         changed_TS, P_TS, size = pattern(other, x_TD), pattern(attention, x_TD), {SIZE: D}
         quantity = 'change of the pattern by another W_V and W_O'
         yield same(quantity, changed_TS, P_TS, tolerance=1e-10, **size)
@@ -226,7 +212,9 @@ def pattern(attention: Attention, x_TD: jax.Array) -> np.ndarray:
 @float64
 def gauge() -> Iterator[Row]:
     """W_Q M and W_K M^-T, or W_V M and M^-1 W_O, are the same function."""
-    attention, x_BTD, w = small(), stream(2, d_model=2), matrices(small())
+    attention, x_BTD = small(), stream(2, d_model=2)
+    arrays = {**vars(attention.score), **vars(attention.value)}
+    w = {n[:3]: np.asarray(a[...]).reshape(2, 2) for n, a in arrays.items() if 'w_' in n}
     M_HH = np.array([[2.0, 1.0], [-1.0, 1.0]])
     inverse_HH = np.linalg.inv(M_HH)
     for change, given in (

@@ -90,10 +90,8 @@ def same_output(
     change: str, one: Attention, other: Attention, x_BTD: Any = None, **context: Any
 ) -> Row:
     """The check that two layers compute the same output."""
-    x_BTD = stream() if x_BTD is None else x_BTD
-    return same(
-        f'change of the output{change}', output(one, x_BTD), output(other, x_BTD), **context
-    )
+    outputs = (output(layer, stream() if x_BTD is None else x_BTD) for layer in (one, other))
+    return same(f'change of the output{change}', *outputs, **context)
 
 
 def rank(matrix: Any) -> int:
