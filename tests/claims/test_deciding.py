@@ -6,8 +6,8 @@ import shutil
 import pytest
 
 from qkattn.claims.claim import Claim, ClaimVerdict, Expectation, Kind, Measure, Row, Speaks, exact
-from qkattn.claims.deciding import decide, evidence, needed, number_of_rows
-from qkattn.claims.studies import UNIT, Results
+from qkattn.claims.deciding import cases, decide, evidence, needed
+from qkattn.claims.studies import Results
 from qkattn.errors import ConfigError
 from qkattn.storage.records import write_json
 from qkattn.verdict import Decision
@@ -67,7 +67,7 @@ def test_rows_tell_what_was_removed_from_what_was_reinvested(results):
     assert (removed.speaks, removed.decision, removed.relation) == (Speaks.FOR, 'worse', 'worse')
     assert deciding(rows) == [removed]
     assert (removed.expected, removed.tolerance) == pytest.approx((0.125, 0.025))
-    assert removed.low < removed.value < removed.high and removed.unit == UNIT
+    assert removed.low < removed.value < removed.high and removed.unit == 'nats/token'
     context = {'model': 'decoder', 'size': 'd_model=48', 'corpus': 'stdlib', 'steps': '500'}
     assert removed.context == context
 
@@ -119,19 +119,20 @@ def test_a_claim_that_holds_in_some_contexts_names_them(results):
 
 def test_a_claim_is_one_family(sharing, results):
     """All rows at once are tested at the error rate; to tell them apart, each at its share."""
-    worse = [expect(name, 'worse', study='sharing') for name in (PLAIN, 'qk/k_is_v')]
     loaded = sharing.study('sharing')
-    together, apart = ([evidence(e, loaded, n)[0].verdict for e in worse] for n in (1, 2))
-    assert [verdict.num_comparisons for verdict in together + apart] == [1, 1, 2, 2]
+    names = (PLAIN, 'qk/k_is_v', 'qk/vo?num_kv_heads=2')
+    worse = [expect(name, 'worse', study='sharing') for name in names]
+    every = [case for expected in worse for case in cases(expected, loaded)]
+    together, apart = ([item.verdict for item in evidence(every, n)] for n in (1, 3))
+    assert [verdict.num_comparisons for verdict in together + apart] == [1, 1, 1, 3, 3, 3]
     assert together[0].p_holm < apart[0].p_holm
     # An open row makes the verdict one of selected rows, three here.
-    both = decide(claim(*worse, expect('qk/vo?num_kv_heads=2', 'worse', 'sharing')), 'cpu', sharing)
-    (alone,) = evidence(expect('qk/vo?num_kv_heads=2', 'worse', 'sharing'), loaded, 3)
-    assert both.rows[2] == alone.row and both.needed == needed([alone])
+    decided = decide(claim(*worse), 'cpu', sharing)
+    alone = evidence(every, 3)[2]
+    assert decided.rows[2] == alone.row and decided.needed == needed(alone)[1]
     # At two lengths of training, or of a study that is not there.
     longer = expect(PLAIN, 'worse')
-    numbers = number_of_rows(longer, results.study('fair_small')), number_of_rows(longer, None)
-    assert (number_of_rows(worse[0], loaded), *numbers) == (1, 2, 1)
+    assert [len(cases(longer, one)) for one in (results.study('fair_small'), None)] == [2, 1]
 
 
 def test_an_undecided_claim_says_what_would_decide_it(results):
@@ -142,15 +143,14 @@ def test_an_undecided_claim_says_what_would_decide_it(results):
     assert decided.verdict is UNDECIDED and 'not tuned' in decided.needed
     assert decided.rows[0].value > 0.1 and decided.rows[0].decision == 'no verdict'
     # Of an arm below the margin, the distance from it; seeds do not make up for a coarse sweep.
-    (item,) = evidence(expect('qk/no_o', 'better'), results.study('fair_small'))
-    assert needed([item]).startswith('a finer sweep, as this one leaves')
+    (item,) = evidence(cases(expect('qk/no_o', 'better'), results.study('fair_small')))
+    assert needed(item)[1].startswith('a finer sweep, as this one leaves')
     known = dataclasses.replace(item.difference, tuning_low=0.0, tuning_high=0.0)
-    whole = needed([item._replace(difference=known)])
+    item = item._replace(difference=known)
     verdict = dataclasses.replace(item.verdict, decision=Decision.BETTER_BELOW_MARGIN)
-    below = needed([item._replace(difference=known, verdict=verdict)])
-    text = 'a difference of -0.011 from the margin of 0.005 nats/token in qk/no_o'
-    assert text in below and text not in whole
-    assert int(below.split()[0]) > 2 * int(whole.split()[0])
+    seeds, text = needed(item._replace(verdict=verdict))
+    assert 'a difference of -0.011 from the margin of 0.005 nats/token in qk/no_o' in text
+    assert seeds > 2 * needed(item)[0]
 
 
 def test_missing_results_are_named_and_needed_first(results, committed, tmp_path):
@@ -200,8 +200,8 @@ def test_checks_decide_alone_and_measures_by_what_they_recorded(tmp_path):
     decided = decide(claim(checks=(lambda: [row],)), 'smoke', Results(tmp_path))
     assert decided.verdict is HOLDS and decided.rows == (row,) and decided.hardware
 
-    def read(recorded):
-        return [Row('one', Kind.MEASURED, {}, recorded['value'], Speaks.FOR)]
+    def read(directory):
+        return [Row('one', Kind.MEASURED, {}, 2.0, Speaks.FOR)]
 
     measured = claim(measures=(Measure('own', read, lambda scale: {}),))
     begun = decide(measured, 'cpu', Results(tmp_path))
@@ -209,8 +209,7 @@ def test_checks_decide_alone_and_measures_by_what_they_recorded(tmp_path):
     (tmp_path / 'own/measures').mkdir(parents=True)
     devices = {'kind': 'TPU v5', 'count': 4}
     start = {'git': {'commit': 'abc'}, 'python': '3.11', 'versions': {}, 'devices': devices}
-    recorded = {'value': 2.0, 'start': start, 'seconds': 50.0}
-    write_json(tmp_path / 'own/measures/own.json', recorded)
+    write_json(tmp_path / 'own/measures/own.json', {'start': start, 'seconds': 50.0})
     done = decide(measured, 'cpu', Results(tmp_path))
     assert done.verdict is HOLDS_HERE and not done.missing and done.rows[0].value == 2
     assert (done.commit, done.hardware) == ('abc', '4 x TPU v5') and done.seconds >= 50
