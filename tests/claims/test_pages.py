@@ -10,7 +10,7 @@ import pytest
 from qkattn.claims import export, pages
 from qkattn.claims.claim import ClaimVerdict, Kind, Row, Speaks
 from qkattn.claims.export import ANSWERS, CLAIMS, Answer, read_answers, read_claims, write
-from qkattn.claims.figures import claim_figure, compared, has_figure
+from qkattn.claims.pages import claim_figure, compared, has_figure
 from qkattn.claims.studies import Results
 from qkattn.errors import ReportError, RunDirectoryError
 from qkattn.report.figures import style
@@ -102,8 +102,8 @@ def test_what_was_altered_or_does_not_fit_is_named(tmp_path):
         with pytest.raises(RunDirectoryError, match='is damaged .*; make it again with'):
             read_claims(tmp_path)
     for in_row, values, sentence in (
-        (True, {'speaks': 'yes'}, "B2: row 0: 'yes' is not a valid Speaks"),
-        (True, {'value': None}, "B2: row 0: field 'value' is None, expected float"),
+        (True, {'speaks': 'yes'}, "B2: 'yes' is not a valid Speaks"),
+        (True, {'value': None}, "B2: field 'value' is None, expected float"),
         (False, {'verdict': 'true'}, "B2: 'true' is not a valid ClaimVerdict"),
         (False, {'rule': 3}, "B2: field 'rule' is 3, expected str"),
     ):
