@@ -221,7 +221,7 @@ def _template(name: str) -> jinja2.Template:
     made = environment(html=False).overlay(loader=jinja2.PackageLoader('qkattn.claims'))
     made.globals |= {
         'phrases': PHRASES,
-        'facts': _facts,
+        'timedelta': datetime.timedelta,
         'decisive': decisive,
         'table': markdown_table,
         'has_figure': has_figure,
@@ -260,24 +260,6 @@ def decisive(claim: ClaimResult) -> str:
         return ''
     where = ', '.join(dict.fromkeys([row.quantity, *located(row, row.context)]))
     return f'{amount(row)} {row.unit}'.strip() + f' ({where})'
-
-
-def _facts(claim: ClaimResult) -> dict[str, str]:
-    """Source, rule and provenance of a claim."""
-    command = f'python -m experiments.claims {claim.name}'
-    facts = {
-        'source': claim.source,
-        'reported': claim.reported,
-        'decided by': claim.rule,
-        'command': f'`{command} --scale={claim.scale} --workdir=runs/{claim.scale}`',
-        'commit': claim.commit,
-        'hardware': claim.hardware,
-        'time': str(datetime.timedelta(seconds=round(claim.seconds or 0))),
-        'studies': ', '.join(claim.studies),
-        'baselines': '; '.join(claim.models),
-        'missing': '; '.join(claim.missing),
-    }
-    return {name: value for name, value in facts.items() if value}
 
 
 def amount(row: Row | None) -> str:
