@@ -267,8 +267,7 @@ def _models(claim: Claim, results: Results) -> Iterator[str]:
                 f'{name}, {arm.size} on {arm.corpus}: {trial.parameters["total"]:,} parameters, '
                 f'{trial.num_steps:,} steps, {trial.num_tokens:,} tokens'
             )
-            if loss is not None:
-                text += f', {SPLITS[arm.split]} loss {loss.mean:.3f}'
+            text += f', {SPLITS[arm.split]} loss {loss.mean:.3f}' if loss else ''
             if standing.best is not None:
                 text += f' ({standing.best[0]} {standing.best[1]:.3f})'
             yield text + ('' if standing.bleu is None else f', BLEU {standing.bleu:.1f}')
