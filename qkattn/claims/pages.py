@@ -113,12 +113,8 @@ def write_page(directory: str | Path) -> Path:
     drawn = [claim_figure(claim) for claim in export.read_claims(directory) if has_figure(claim)]
     if figure := answers_figure(export.read_answers(directory)):
         drawn.append(figure)
-    scaling = _scaling(directory)
-    drawn += (
-        [Drawing(f.figure, f'{export.SCALING}_{f.stem}') for f in _laws(*scaling)]
-        if scaling
-        else []
-    )
+    if scaling := _scaling(directory):
+        drawn += [Drawing(law.figure, f'{export.SCALING}_{law.stem}') for law in scaling[1]]
     write_plots(directory / 'plots', drawn, kinds=('png',))
     blocks = [claims_markdown(directory, '.', part, '') for part in ('verdicts', *GROUPS, 'laws')]
     return write_atomic(directory / PAGE, '# Claims\n\n' + '\n'.join(blocks))
@@ -139,9 +135,9 @@ def claims_markdown(directory: Path, base: str, part: str, page: str = 'claims_{
         scales=list(dict.fromkeys(claim.scale for claim in claims)),
         counts=[f'{n} {PHRASES[v][1 if n == 1 else 2]}' for v, n in counts.items() if n],
         missing=list(dict.fromkeys(text for claim in claims for text in claim.missing)),
-        verdicts=_md(_verdicts(claims, page)),
-        laws=[described(*scaling, f) for f in _laws(*scaling)] if scaling else [],
-        law_tables=[s for s in sheets(*scaling) if s.name == 'laws'] if scaling else [],
+        verdicts=_verdicts(claims, page),
+        laws=[described(*scaling[0], law) for law in scaling[1]] if scaling else [],
+        law_tables=[s for s in sheets(*scaling[0]) if s.name == 'laws'] if scaling else [],
     )
 
 
@@ -206,13 +202,12 @@ BLOCKS: Mapping[str, Block] = {  # blocks of `report.verify.check_page`
 }
 
 
-def _scaling(directory: Path) -> tuple[Study, Findings] | None:
-    path = directory / export.SCALING
-    return load_findings(path) if (path / 'study.json').is_file() else None
-
-
-def _laws(study: Study, findings: Findings) -> list[Drawing]:
-    return [figure for figure in figures(study, findings) if figure.stem == 'loss_parameters']
+def _scaling(directory: Path) -> tuple[tuple[Study, Findings], list[Drawing]] | None:
+    """The scaling study with the figure of its laws; None if there is none."""
+    if not (directory / export.SCALING / 'study.json').is_file():
+        return None
+    pair = load_findings(directory / export.SCALING)
+    return pair, [figure for figure in figures(*pair) if figure.stem == 'loss_parameters']
 
 
 @functools.cache
@@ -228,13 +223,9 @@ def _template(name: str) -> jinja2.Template:
         'tables_of': _tables,
         'shared': _shared,
     }
-    made.filters['md'] = _md
+    # Text that Markdown shows as it is.
+    made.filters['md'] = lambda text: text.replace('<', '&lt;').replace('*', r'\*')
     return made.get_template(name)
-
-
-def _md(text: str) -> str:
-    """Text that Markdown shows as it is."""
-    return text.replace('<', '&lt;').replace('*', r'\*')
 
 
 def _verdicts(claims: Sequence[ClaimResult], page: str) -> str:
