@@ -2,7 +2,7 @@
 
 import dataclasses
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +144,7 @@ class Measure:
     record: Callable[[str], dict[str, Any]] | None = None
 
 
-Check = Callable[[], list[Row]]  # exact, decided in seconds; verification runs it again
+Check = Callable[[], Iterable[Row]]  # exact, decided in seconds; verification runs it again
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

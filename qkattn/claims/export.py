@@ -236,10 +236,13 @@ def mismatch(old: Record, new: Record) -> str | None:
     Numbers of rows agree as `report.verify` says, those of exact checks within their tolerance;
     counts of what a claim needs may be one apart.
     """
-    counts = {'number of rows': len(old.rows)}, {'number of rows': len(new.rows)}
-    pairs: list[tuple[str, dict, dict]] = [(old.name, vars(old), vars(new)), (old.name, *counts)]
-    for place, rows in enumerate(zip(old.rows, new.rows, strict=False)):
-        pairs.append((f'row {place} of {old.name}', *map(vars, rows)))
+    number = 'number of rows'
+    pairs: list[tuple[str, dict, dict]] = [
+        (old.name, vars(old), vars(new)),
+        (old.name, {number: len(old.rows)}, {number: len(new.rows)}),
+    ]
+    for place, (row, again) in enumerate(zip(old.rows, new.rows, strict=False)):
+        pairs.append((f'row {place} of {old.name}', vars(row), vars(again)))
     for where, one, other in pairs:
         rounding = one['tolerance'] if one.get('kind') == Kind.EXACT else 0.0
         for name in (name for name in one if name not in ('rows', *_OF_MACHINE)):

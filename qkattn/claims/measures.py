@@ -226,7 +226,7 @@ def merged(factors: Factors, dtype: str) -> Factors:
         return {'w_k_DKH': jnp.einsum('LDNH,LENH->LDNE', w_k_LDKH, w_q_LDNH)}
 
 
-def _trained(config: Config, rows: Rows, score: str, dtype: str) -> list[Factors]:
+def _trained(config: Config, rows: Rows, score: str, dtype: Any) -> list[Factors]:
     """The factors of the Score in float64, before and after training."""
     wide = 'float64' if dtype == 'float64' else 'float32'
     with jax.enable_x64(dtype == 'float64'):
@@ -277,11 +277,11 @@ def _difference(
 def logits(x_LBTD: np.ndarray, factors: Factors, dtype: str) -> list[np.ndarray]:
     """Causal logits x W_Q (x W_K)^T of each layer in `dtype`, or x (x W_K)^T, as float64."""
     with jax.enable_x64(dtype == 'float64'):
-        x_LBTD = jnp.asarray(x_LBTD, dtype)
+        y_LBSD = jnp.asarray(x_LBTD, dtype)
         w_LDH = {name: jnp.asarray(w[:, :, 0], dtype) for name, w in factors.items()}
-        k_LBSH = jnp.einsum('LBSD,LDH->LBSH', x_LBTD, w_LDH['w_k_DKH'])
-        q_LBTH = x_LBTD
+        k_LBSH = jnp.einsum('LBSD,LDH->LBSH', y_LBSD, w_LDH['w_k_DKH'])
+        q_LBTH = y_LBSD
         if 'w_q_DNH' in w_LDH:
-            q_LBTH = jnp.einsum('LBTD,LDH->LBTH', x_LBTD, w_LDH['w_q_DNH'])
+            q_LBTH = jnp.einsum('LBTD,LDH->LBTH', y_LBSD, w_LDH['w_q_DNH'])
         s_LBTS = np.asarray(jnp.einsum('LBTH,LBSH->LBTS', q_LBTH, k_LBSH), np.float64)
     return list(s_LBTS[..., np.tri(s_LBTS.shape[-1], dtype=bool)])

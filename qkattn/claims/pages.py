@@ -48,7 +48,7 @@ PARTS: dict[str, str] = {
     Kind.MATCHED: f'both, {UNIT}|equal parameter count',
 }
 # The parts in figures, and in the table of answers.
-SHAPES: dict[str, tuple[str, str]] = {
+SHAPES: dict[Kind, tuple[str, str]] = {
     Kind.REMOVED: ('same shape, fewer parameters', 'same shape'),
     Kind.MATCHED: ('equal parameter count', 'equal count'),
 }

@@ -209,7 +209,8 @@ def costs(claims: Iterable[Claim], scale: str) -> str:
 
     Arms that are trained longer are counted as if all were.
     """
-    claims, lines = list(claims), []
+    claims = list(claims)
+    lines: list[tuple] = []
     for name in names_of(claims):
         if study := study_of(name, scale):
             with waiting(name, 'planning'):

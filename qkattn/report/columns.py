@@ -177,7 +177,7 @@ def columns(study: Study, findings: Findings) -> Iterator[Column]:
         'variant', 'variant', 'variant', of_arm=lambda arm: prose.shown(arm.key, study), **left
     )
     # The size and the corpus are in every table if they distinguish arms of this study.
-    tables = EVERYWHERE if len(study.sizes) > 1 else (PAGE,)
+    tables: tuple[str, ...] = EVERYWHERE if len(study.sizes) > 1 else (PAGE,)
     yield Column('size', 'size', 'size', tables=tables, left=True)
     yield Column('corpus', 'corpus', 'corpus' * (len(study.corpora) > 1), **left)
     yield Column('control', 'control', 'control', words, tables=(CONTROL,), left=True)

@@ -180,7 +180,7 @@ def sentences(template: str, *, html: bool = False, **values: Any) -> list[str]:
 
 def macro(template: str, name: str, about: Mapping[str, Any], /, **values: Any) -> list[str]:
     """The sentences of a macro as plain text; `about` are values that all its macros see."""
-    module = environment(html=False).get_template(template).make_module(about)
+    module = environment(html=False).get_template(template).make_module(dict(about))
     return [tidy(part) for part in getattr(module, name)(**values).split(END)]
 
 

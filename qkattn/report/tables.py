@@ -6,6 +6,7 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from markupsafe import Markup
@@ -100,8 +101,9 @@ def summary(study: Study, findings: Findings, html: bool = False) -> list[str]:
 
 def notes(study: Study, findings: Findings) -> list[str]:
     """Notes under the table: the meaning of the numbers and their limits."""
-    about = {'study': study, 'findings': findings, 'measures': measured(findings)}
-    return sentences('notes.j2', **about, numbers={'level': LEVEL, 'power': POWER})
+    numbers = {'level': LEVEL, 'power': POWER}
+    about: dict[str, Any] = {'study': study, 'findings': findings, 'numbers': numbers}
+    return sentences('notes.j2', **about, measures=measured(findings))
 
 
 def report_markdown(study: Study, findings: Findings) -> str:
@@ -216,7 +218,16 @@ def trials_csv(study: Study, findings: Findings) -> str:
     """
     chosen = {id(trial) for arm in (*findings.arms, *findings.controls) for trial in arm.chosen}
     directories = {run.name: run.directory for run in study.runs}
-    fields = ('stage', 'knob', 'seed', *KNOBS, 'status', 'diverged_at', 'num_steps', 'num_tokens')
+    fields: tuple[str, ...] = (
+        'stage',
+        'knob',
+        'seed',
+        *KNOBS,
+        'status',
+        'diverged_at',
+        'num_steps',
+        'num_tokens',
+    )
     fields += ('parameters', 'target_parameters', 'residual')
     rows = []
     for trial in study.trials:

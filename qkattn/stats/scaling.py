@@ -177,7 +177,8 @@ def multiplier(arm: Losses, baseline: Losses) -> Multiplier:
     ends = _interval(value, np.where(np.isnan(value_X), np.inf, value_X))
     if not np.isfinite([ends.low, ends.high]).all():
         return refused(ProblemCode.INTERVAL_EXTRAPOLATED, value=float(np.exp(value)))
-    return Multiplier(*(float(np.exp(end)) for end in (ends.value, ends.low, ends.high)))
+    number, lowest, highest = (float(np.exp(end)) for end in (ends.value, ends.low, ends.high))
+    return Multiplier(number, lowest, highest)
 
 
 @dataclasses.dataclass(frozen=True)

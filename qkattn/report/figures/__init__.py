@@ -27,7 +27,7 @@ def _figures(
     yield stem, forest.differences(study, findings, look), {}
     # One of the scores: what else there is stands in the table.
     for score in columns.scores(findings.arms)[:1]:
-        about = {'name': score.name, 'direction': score.metric.direction}
+        about: dict[str, Any] = {'name': score.name, 'direction': score.metric.direction}
         yield 'scores', forest.levels(study, findings, look, [score]), about
     loss = columns.losses(findings.arms)[-1]
     if any(arm.chosen for arm in findings.arms):
