@@ -11,15 +11,18 @@ import numpy as np
 from qkattn.explore.bench import Bench, generators, kind, rank, sympy
 from qkattn.report.prose import environment
 
-# Marks of templates, which LaTeX has others of.
-MARKS = ('block_start_string', 'block_end_string', 'variable_start_string', 'variable_end_string')
+# What stands around code in a template of LaTeX, which is full of braces.
+LATEX_MARKS: dict[str, Any] = {
+    **{'block_start_string': '<%', 'block_end_string': '%>'},
+    **{'variable_start_string': '<<', 'variable_end_string': '>>'},
+}
 POWERS = {'^-1': '^{-1}', '^-2': '^{-2}', '^-T': r'^{-\top}', '^T': r'^{\top}'}
 
 
 def worked(bench: Bench, *, latex: bool = False) -> str:
     """Parameters, A, scores, the softmax's input, B and output."""
-    marks: dict[str, Any] = dict(zip(MARKS, ('<%', '%>', '<<', '>>'), strict=True)) if latex else {}
-    made = environment(html=False).overlay(loader=jinja2.PackageLoader('qkattn.explore'), **marks)
+    loader, marks = jinja2.PackageLoader('qkattn.explore'), LATEX_MARKS if latex else {}
+    made = environment(html=False).overlay(loader=loader, **marks)
     made.filters = {
         **made.filters,
         'polynomial': lambda entry: polynomial(entry, latex),
