@@ -189,6 +189,7 @@ def numbers(polynomials: np.ndarray, point: np.ndarray) -> np.ndarray:
     """The values of polynomials where the generators of their ring are `point`."""
 
     def value(entry: Any) -> float:
-        return sum(float(factor) * np.prod(point**powers) for powers, factor in entry.terms())
+        terms = (float(factor) * np.prod(point**powers) for powers, factor in entry.terms())
+        return float(sum(terms))
 
     return np.vectorize(value, otypes=[float])(polynomials)

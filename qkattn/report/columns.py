@@ -187,8 +187,8 @@ def columns(study: Study, findings: Findings) -> Iterator[Column]:
     for place, metric in enumerate(measured(findings)):
         heading = f'{", ".join(filter(None, (metric.name, metric.unit)))}|mean ± sd'
         tables = (PAGE,) if place else (PAGE, CONTROL) if compared else EVERYWHERE
-        shown: dict[str, Any] = {'tables': tables, 'of_arm': metric.printed}
-        yield Column(metric.field, metric.unscaled, heading, parts=ESTIMATE, **shown)
+        cells: dict[str, Any] = {'tables': tables, 'of_arm': metric.printed}
+        yield Column(metric.field, metric.unscaled, heading, parts=ESTIMATE, **cells)
     for split in PREFIXES.values():
         per_byte = Measure(METRICS['bits_per_byte'], split)
         if any(per_byte.unscaled(arm) for arm in findings.arms):
@@ -224,8 +224,8 @@ def _of_difference(study: Study, findings: Findings) -> Iterator[Column]:
     unit = 'nats/token [95 % interval]' if intervals else 'nats/token'
     heading = f'difference in {findings.split} loss,|{unit}'
     tables = EVERYWHERE if study.baseline is not None else (PAGE,)
-    shown: dict[str, Any] = {'tables': tables, 'of_arm': _difference}
-    yield Column('difference', 'difference', heading, parts=DIFFERENCE, **shown)
+    cells: dict[str, Any] = {'tables': tables, 'of_arm': _difference}
+    yield Column('difference', 'difference', heading, parts=DIFFERENCE, **cells)
     heading = f'verdict,|margin {margin}' * tuned
     yield Column('verdict', 'verdict.decision.value', heading, tables=(PAGE, HEADLINE), left=True)
     for key, heading in (
