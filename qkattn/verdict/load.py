@@ -176,12 +176,10 @@ def load_study(directory: str | Path) -> Study:
 
 def _declared(directory: Path, files: Path, record: Any) -> Study:
     """A study as study.json declares it, without runs; ValueError names what is wrong."""
-    ints = tuple[int, ...]
-    controls = {'equal_shape': bool, 'longer': float | None, 'longer_seeds': ints}
-    fields = {'controls': controls, 'seeds': ints, 'tuning': dict | None}
-    check(record, fields | {'arms': tuple[dict, ...]})
+    controls = {'equal_shape': bool, 'longer': float | None, 'longer_seeds': tuple[int, ...]}
+    check(record, {'controls': controls, 'tuning': dict | None, 'arms': tuple[dict, ...]})
     if (tuning := record['tuning']) is not None:
-        check(tuning, {f'{knob}s': tuple[float, ...] for knob in KNOBS} | {'seeds': ints})
+        check(tuning, {f'{knob}s': tuple[float, ...] for knob in KNOBS})
     grids = {} if tuning is None else {knob: tuple(tuning[f'{knob}s']) for knob in KNOBS}
     study = read(
         Study,

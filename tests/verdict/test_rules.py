@@ -21,7 +21,6 @@ from tests.studies import (
     write_lines,
     write_study,
     write_tuned,
-    write_yardsticks,
 )
 
 BASE = 2 + 0.05 * np.arange(8)
@@ -308,23 +307,11 @@ def measured(early=2.0, late=1.8, loss=1.9, shuffled=None):
     return {'seed': 0, 'loss': loss, 'shuffled': shuffled} | by_position
 
 
-def test_a_baseline_above_its_yardstick_withholds_every_verdict(study_dir):
-    def against(test):
-        return {'val': {'5-gram': 1.0}, 'test': {'4-gram': test + 0.3, '5-gram': test}}
-
-    path = write_tuned(study_dir, records_of(), yardsticks={'losses': against(MEAN + 1e-6)})
-    assert checked(path)[1:] == (JUDGED, [])
-    write_yardsticks(path, records_of(), losses=against(MEAN - 1e-6))
-    data = {'split': 'test', 'loss': pytest.approx(MEAN), 'name': '5-gram', 'tokens': 307200}
-    below = blocking('BELOW_YARDSTICK', QK, **data, yardstick=MEAN - 1e-6)
-    assert checked(path)[1:] == (ALL_WITHHELD, [below])
-    write_yardsticks(path, records_of(), run='another')
-    assert checked(path)[1:] == (ALL_WITHHELD, [blocking('NO_YARDSTICK', QK)])
-    (path / ledger.YARDSTICKS).unlink()
-    assert checked(path)[1:] == (ALL_WITHHELD, [blocking('NO_YARDSTICK', None)])
-    assert standings(load_study(path), find(load_study(path)).arms) == []
+def against(test):
+    return {'losses': {'val': {'5-gram': 1.0}, 'test': {'4-gram': test + 0.3, '5-gram': test}}}
 
 
+BELOW = {'split': 'test', 'loss': MEAN, 'name': '5-gram', 'tokens': 307200, 'yardstick': MEAN}
 GAIN, COST = {'gain': 0.1, 'needed': 0.1}, {'cost': 0.5, 'needed': 0.5}
 TRANSLATION = {'task': 'translation', 'losses': {}, 'tokens': None}
 
@@ -332,6 +319,9 @@ TRANSLATION = {'task': 'translation', 'losses': {}, 'tokens': None}
 @pytest.mark.parametrize(
     ('changes', 'trial', 'bleu', 'expected'),
     [
+        (against(MEAN + 1e-6), measured(), None, []),
+        (against(MEAN - 1e-6), measured(), None, [('BELOW_YARDSTICK', BELOW)]),
+        ({'run': 'another'}, measured(), None, [('NO_YARDSTICK', {})]),
         ({}, measured(early=2.0, late=1.9 + 1e-6), None, [('LITTLE_CONTEXT', GAIN)]),
         ({}, measured(early=2.0, late=1.9 - 1e-6), None, []),
         ({}, measured(early=None, late=None), None, []),
@@ -341,17 +331,26 @@ TRANSLATION = {'task': 'translation', 'losses': {}, 'tokens': None}
         (TRANSLATION, measured(shuffled=2.4 - 1e-6), 20.0, [('SOURCES_UNUSED', COST)]),
     ],
 )
-def test_a_baseline_uses_its_context_or_its_sources(study_dir, changes, trial, bleu, expected):
+def test_a_baseline_beats_counts_and_uses_its_context_or_its_sources(
+    study_dir, changes, trial, bleu, expected
+):
     records = records_of()
     scores = {} if bleu is None else translation_record('qk/vo', bleu)
     for record in records:
         record |= {name: v for name, v in scores.items() if 'bleu' in name or 'chrf' in name}
     trials = {'trials': {'qk/vo': [trial], 'b/vo': [measured(early=2.0, late=2.0)]}}
     _, decisions, remarks = checked(write_tuned(study_dir, records, yardsticks=trials | changes))
-    assert [r.code.name for r in remarks] == [name for name, _ in expected]
+    assert [(r.code.name, r.arm) for r in remarks] == [(name, QK) for name, _ in expected]
     for remark, (_, data) in zip(remarks, expected, strict=True):
         assert remark.data == pytest.approx(data, abs=1e-5)
     assert decisions == (ALL_WITHHELD if expected else JUDGED)
+
+
+def test_a_study_whose_yardsticks_are_not_recorded_has_no_verdict(study_dir):
+    (write_tuned(study_dir, records_of()) / ledger.YARDSTICKS).unlink()
+    findings, *others = checked(study_dir)
+    assert others == [ALL_WITHHELD, [blocking('NO_YARDSTICK', None)]]
+    assert standings(load_study(study_dir), findings.arms) == []
 
 
 @pytest.mark.parametrize('variant', ['b/vo', 'qk/vo'])
