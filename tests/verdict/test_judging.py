@@ -11,7 +11,7 @@ from scipy import stats
 from qkattn.stats import inference
 from qkattn.storage import ledger
 from qkattn.study.arm_key import EQUAL_SHAPE, EXPECTED, LONGER
-from qkattn.verdict import Decision, Reason, ReasonCode, RemarkCode, find, judging, load_study
+from qkattn.verdict import Decision, ReasonCode, RemarkCode, find, judging, load_study
 from tests.studies import (
     edit_plan,
     run_name,
@@ -105,23 +105,6 @@ def test_the_interval_includes_what_tuning_may_have_missed(study_dir):
     expected = inference.paired(NOISE - 0.003, tuning=tuning)
     interval = other.difference.low, other.difference.high
     assert interval == pytest.approx((expected.low, expected.high))
-
-
-def test_verdicts_by_hand(study_dir):
-    deltas = {'b/vo': -0.03, 'c/vo': 0.02, 'd/vo': 0.0004}
-    findings = findings_of(study_dir, arm('qk/vo', 0), *(arm(*item) for item in deltas.items()))
-    assert decisions(findings) == {'b/vo': BETTER, 'c/vo': WORSE, 'd/vo': EQUIVALENT}
-    _, b, c, same = (a.verdict for a in findings.arms)
-    raw = [stats.ttest_1samp(NOISE + delta, 0).pvalue for delta in deltas.values()]
-    # Holm: the smallest times 3, the next times 2, the largest as it is.
-    holm = [3 * raw[0], 2 * raw[1], raw[2]]
-    assert [b.p_holm, c.p_holm, same.p_holm] == pytest.approx(holm, rel=1e-6)
-    assert findings.num_comparisons == 3 and findings.scaling == ()
-    assert {why.code.name: why.data for why in b.reasons} == {
-        'DIFFERENT': {'p': b.p_holm},
-        'BEYOND_MARGIN': {'margin': 0.005, 'p': b.p_margin_holm},
-    }
-    assert same.reasons == (Reason(ReasonCode.EQUIVALENT, {'p': same.p_equivalence_holm}),)
 
 
 @pytest.mark.parametrize(
