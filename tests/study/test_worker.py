@@ -12,14 +12,7 @@ import pytest
 
 from qkattn.config import DataConfig, Study, TuningConfig, fingerprint
 from qkattn.config.setting import setting
-from qkattn.errors import (
-    CheckpointError,
-    ConfigError,
-    DiskError,
-    InUseError,
-    Lost,
-    Stopped,
-)
+from qkattn.errors import CheckpointError, ConfigError, DiskError, InUseError, Lost, Stopped
 from qkattn.storage import leases, ledger
 from qkattn.storage.records import read_json, write_json
 from qkattn.study import declaration, local_workers, plan, stored, worker

@@ -75,6 +75,6 @@ A6 = Claim(
     'better than heads of size D/N, each at its own learning rate.',
     expectations=(
         Expectation('full_heads', 'full_size/vo', 'better', context={'scores': 'W_Q W_K^T'}),
-        Expectation('full_heads', 'merged/vo', 'better', context={'scores': 'W_QK'}),
+        Expectation('lm_dropped', 'merged/vo', 'better', context={'scores': 'W_QK'}),
     ),
 )

@@ -65,8 +65,8 @@ B4 = Claim(
         Expectation(study, variant, 'not_worse', context={**reading, 'without': without})
         for study, variant, reading, without in (
             ('lm_stdlib', 'query_free/vo', SLICES, 'W_Q'),
-            ('decoder', 'key_free/vo', SLICES, 'W_K'),
-            ('full_heads', 'merged/vo', WHOLE, 'W_Q'),
+            ('lm_dropped', 'key_free/vo', SLICES, 'W_K'),
+            ('lm_dropped', 'merged/vo', WHOLE, 'W_Q'),
         )
     ),
 )

@@ -95,7 +95,7 @@ C6 = Claim(
             ('shared_qk/vo', 'worse', 'removed', 'of C2', ('masked', 'decoder')),
             ('shared_qk/vo', 'not_better', 'matched', 'of C3', ('masked', 'lm_stdlib')),
             ('qk/no_v', 'worse', 'removed', 'of C4', ('masked', 'decoder')),
-            ('qk/no_v', 'not_better', 'matched', 'of C4', ('masked', 'decoder')),
+            ('qk/no_v', 'not_better', 'matched', 'of C4', ('masked', 'lm_dropped')),
             ('qk/no_o', 'not_better', 'matched', 'of C5', ('masked', 'lm_stdlib')),
         )
         for study in studies
