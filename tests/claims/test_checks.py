@@ -1,4 +1,4 @@
-"""Exact checks find what claims.json holds, and otherwise where the mathematics is wrong."""
+"""Exact checks find mistakes; `experiments.verify` holds what they give against claims.json."""
 
 import numpy as np
 import pytest
@@ -6,55 +6,11 @@ import pytest
 from qkattn.attention import registry
 from qkattn.attention.scores import identity, qk
 from qkattn.claims import declared
-from qkattn.claims.checks import counts, free_numbers, rewrites, spectra
+from qkattn.claims.checks import counts, free_numbers
 from qkattn.claims.checks import published_layouts as layouts
-from qkattn.claims.claim import Speaks, exact
+from qkattn.claims.claim import Kind, Speaks, exact
 from qkattn.claims.export import read_claims
 from tests.claims.conftest import CLAIMS
-from tests.lanes import only
-
-CHECKS = {check: name for name, claim in declared.claims().items() for check in claim.checks}
-# `experiments.verify` runs all of them.
-FAST = (
-    rewrites.what_stands_between,
-    rewrites.queries_of_many_heads,
-    counts.merged_against_factored,
-    counts.multiply_adds,
-    layouts.imports,
-    layouts.one_matrix_per_head,
-    free_numbers.symmetry,
-    free_numbers.worked_by_hand,
-    free_numbers.gauge,
-    free_numbers.one_way,
-    spectra.least_penalty,
-    spectra.shrunk_spectra,
-)
-
-
-def key(row):
-    return row.quantity, tuple(row.context.items())
-
-
-STORED = {
-    (claim.name, *key(row)): row.speaks for claim in read_claims(CLAIMS) for row in claim.rows
-}
-
-
-def differing(check):
-    """The rows of a check that speak otherwise than those of claims.json."""
-    return [
-        row
-        for row in check()
-        if (row.speaks == Speaks.AGAINST)
-        != (STORED.get((CHECKS[check], *key(row))) == Speaks.AGAINST)
-    ]
-
-
-@pytest.mark.parametrize('check', only(FAST, CHECKS))
-def test_a_check_finds_what_is_stored(check):
-    assert not differing(check)
-    for row in check() if check is free_numbers.dominant_diagonal else ():
-        assert row.expected == 1 or abs(row.value - row.expected) <= row.tolerance
 
 
 def test_an_exact_row_speaks_by_its_tolerance():
@@ -63,11 +19,16 @@ def test_an_exact_row_speaks_by_its_tolerance():
     assert spoken == [Speaks.FOR, Speaks.AGAINST, Speaks.AGAINST]
 
 
+def against(rows):
+    return any(row.speaks == Speaks.AGAINST and row.kind == Kind.EXACT for row in rows)
+
+
 def test_every_check_is_seen_to_speak_against():
     """By what is stored of its claim, or by a mistake below."""
-    against = {name for (name, *_), speaks in STORED.items() if speaks == Speaks.AGAINST}
-    stored = {check for check, name in CHECKS.items() if name in against}
-    assert {check for check, *_ in WRONG.values()} | stored == CHECKS.keys()
+    stored = {claim.name for claim in read_claims(CLAIMS) if against(claim.rows)}
+    checks = [(name, check) for name, claim in declared.claims().items() for check in claim.checks]
+    seen = {check for check, *_ in WRONG.values()}
+    assert not [check for name, check in checks if name not in stored and check not in seen]
 
 
 def interleaved(x_TD, square, num_heads):
@@ -106,12 +67,11 @@ WRONG = {
     'Q Q^T is not tied': (free_numbers.where_and_what, SCORES, SHARED, qk.QK),
     'Q Q^T attends one way': (free_numbers.one_way, SCORES, SHARED, qk.QK),
 }
-QUICK = [name for name, (check, *_) in WRONG.items() if check in FAST]
 
 
-@pytest.mark.parametrize('wrong', only(QUICK, WRONG))
+@pytest.mark.parametrize('wrong', WRONG)
 def test_a_check_finds_what_is_wrong(wrong, monkeypatch):
     check, where, name, value = WRONG[wrong]
     setter = monkeypatch.setitem if isinstance(where, dict) else monkeypatch.setattr
     setter(where, name, value)
-    assert differing(check)
+    assert against(check())
