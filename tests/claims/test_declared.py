@@ -1,6 +1,7 @@
 """Which claims there are, that their studies can be built at every scale, and their training."""
 
 import dataclasses
+import inspect
 import runpy
 from pathlib import Path
 
@@ -10,16 +11,7 @@ from qkattn.claims import declared, studies
 from qkattn.claims.claim import Claim, Expectation, Measure
 from qkattn.claims.declared import d_two_in_a_row
 from qkattn.claims.protocol import SCALES
-from qkattn.config import (
-    Config,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    Study,
-    TrainConfig,
-    TrialsConfig,
-    from_config_dict,
-)
+from qkattn.config import from_config_dict
 from qkattn.errors import ConfigError, DiskError, ProcessError
 from qkattn.storage.records import START
 from qkattn.study.arms import build_arms
@@ -85,75 +77,34 @@ def test_studies_are_matched_and_screened_by_other_seeds(path, scale):
         assert arm.key.control is not None or abs(arm.match.residual) <= study.tolerance
 
 
-EVERY = dict.fromkeys(('steps_per_dispatch', 'log_every'), 1)
-EVERY |= dict.fromkeys(('num_steps', 'batch_size', 'eval_every', 'checkpoint_every'), 2)
+def test_studies_are_trained_and_then_measures_recorded_once(tmp_path, monkeypatch):
+    done, signature = [], inspect.signature(studies.local_workers.run)
 
-
-@pytest.fixture
-def small(monkeypatch):
-    """study_of, which gives small studies, the data of one of which do not exist."""
-
-    def study_of(name, scale):
-        broken = {'name': 'multi30k', 'path': '/nowhere'} if name == 'broken' else {}
-        base = Config(
-            model=ModelConfig(num_layers=1, num_heads=1, context=8),
-            data=DataConfig(**{'name': 'stdlib', 'eval_sequences': 4} | broken),
-            optimizer=OptimizerConfig(warmup_steps=0),
-            train=TrainConfig(lifting='map', **EVERY),
-            trials=TrialsConfig(seeds=(0,), learning_rates=(1e-3,)),
-        )
-        variants = ('qk/vo', 'qk/no_o')
-        study = Study(name=name, base=base, variants=variants, sizes=('d_model=16',), match=None)
-        return None if name == 'own' else study
-
-    monkeypatch.setattr(studies, 'study_of', study_of)
-
-
-def trained_claim(record):
-    """A claim of three studies, the second of which cannot be trained, and of what is recorded."""
-    expected = tuple(Expectation(s, 'qk/no_o', 'worse') for s in ('first', 'broken', 'last'))
-    return Claim(
-        **dict.fromkeys(('name', 'title', 'statement', 'source', 'rule'), 'A.'),
-        expectations=expected,
-        measures=(Measure('own', lambda _: [], record),),
-    )
-
-
-def test_studies_are_trained_once_and_then_measures_recorded_once(small, tmp_path):
-    recorded = []
+    def run(*arguments):
+        path = signature.bind(*arguments).arguments['workdir']
+        done.append(path.name)
+        if path.name == 'masked':
+            raise error
 
     def record(scale):
-        recorded.append((tmp_path / 'last/results.jsonl').exists())
+        done.append('recorded')
         return {'scale': scale}
 
-    claims = [trained_claim(record), trained_claim(record)]
-    assert claims[0].studies == ('first', 'broken', 'last', 'own')
+    monkeypatch.setattr(studies.local_workers, 'run', run)
+    claim = Claim(
+        **dict.fromkeys(('name', 'title', 'statement', 'source', 'rule'), 'A.'),
+        expectations=tuple(Expectation(s, 'qk/no_o', 'worse') for s in ('cross', 'masked', 'rank')),
+        measures=(Measure('own', lambda _: [], record),),
+    )
+    assert claim.studies == ('cross', 'masked', 'rank', 'own')
+    error = ProcessError('workers died')
     for _ in range(2):
-        failed = studies.train(claims, 'smoke', tmp_path, 1)
-        assert list(failed) == ['broken'] and 'multi30k' in str(failed['broken'])
-        assert recorded == [True]
-    results = studies.Results(tmp_path)
-    assert len(results.study('first').study.trials) == 2
-    assert [results.has(name) for name in ('first', 'broken', 'own')] == [True, False, True]
-    kept = results.recorded('own')
+        assert studies.train([claim, claim], 'smoke', tmp_path, 1) == {'masked': error}
+    assert done == ['cross', 'masked', 'rank', 'recorded', 'cross', 'masked', 'rank']
+    kept = studies.Results(tmp_path).recorded('own')
     assert kept['scale'] == 'smoke' and kept['seconds'] >= 0
     assert kept['start'].keys() == START.keys()  # no user, no host, no path
-
-
-@pytest.mark.parametrize('error', [ProcessError('workers died'), DiskError('full')])
-def test_what_stops_the_other_studies(error, small, tmp_path, monkeypatch):
-    trained = []
-
-    def run(study, *args):
-        trained.append(study.name)
-        raise error
-
-    monkeypatch.setattr(studies.local_workers, 'run', run)
-    claim = trained_claim(lambda scale: {})
-    if isinstance(error, ProcessError):
-        assert studies.train([claim], 'smoke', tmp_path, 1)['last'] is error
-        assert trained == ['first', 'broken', 'last']
-    else:
-        with pytest.raises(DiskError):
-            studies.train([claim], 'smoke', tmp_path, 1)
-        assert trained == ['first']
+    error = DiskError('full')  # the others could not be saved either
+    with pytest.raises(DiskError):
+        studies.train([claim], 'smoke', tmp_path, 1)
+    assert done[-2:] == ['cross', 'masked']
