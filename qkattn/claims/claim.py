@@ -97,7 +97,7 @@ def difference_row(
 ) -> Row:
     """The row of a difference with its interval; it decides nothing unless `speaks` is given."""
     numbers = {'value': difference.mean, 'low': difference.low, 'high': difference.high}
-    given = {'speaks': Speaks.BESIDE, 'unit': UNIT} | numbers | fields
+    given: dict[str, Any] = {'speaks': Speaks.BESIDE, 'unit': UNIT} | numbers | fields
     return Row(quantity=quantity, kind=kind, context=context, **given)
 
 

@@ -201,7 +201,7 @@ def _beside(expected: Expectation, loaded: Loaded) -> Iterator[Row]:
 def _row(
     arm: Arm, comparison: Comparison, kind: Kind, expected: Expectation, loaded: Loaded
 ) -> Row:
-    reported = {}
+    reported: dict[str, float] = {}
     if expected.reported:
         low, high = expected.reported
         reported = {'expected': (low + high) / 2, 'tolerance': (high - low) / 2}

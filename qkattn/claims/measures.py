@@ -277,10 +277,9 @@ def _difference(
 def logits(x_LBTD: np.ndarray, factors: Factors, dtype: str) -> list[np.ndarray]:
     """Causal logits x W_Q (x W_K)^T of each layer in `dtype`, or x (x W_K)^T, as float64."""
     with jax.enable_x64(dtype == 'float64'):
-        y_LBSD = jnp.asarray(x_LBTD, dtype)
+        q_LBTH = y_LBSD = jnp.asarray(x_LBTD, dtype)
         w_LDH = {name: jnp.asarray(w[:, :, 0], dtype) for name, w in factors.items()}
         k_LBSH = jnp.einsum('LBSD,LDH->LBSH', y_LBSD, w_LDH['w_k_DKH'])
-        q_LBTH = y_LBSD
         if 'w_q_DNH' in w_LDH:
             q_LBTH = jnp.einsum('LBTD,LDH->LBTH', y_LBSD, w_LDH['w_q_DNH'])
         s_LBTS = np.asarray(jnp.einsum('LBTH,LBSH->LBTS', q_LBTH, k_LBSH), np.float64)

@@ -47,9 +47,10 @@ NOTHING: Options = {BETWEEN: 'nothing'}
 SINGLE: Options = {LAYER: 'single head'}
 WIDE: Options = {WIDTH: 'R >= D'}
 ROPE: Options = {'positions': 'rope'}
+BIASES: Options = {'biases': True}
 MERGED_LAYERS: dict[str, Options] = {
     'as defined': {},
-    'with biases': {'biases': True},
+    'with biases': BIASES,
     'with shared key heads': {'num_kv_heads': 2},
     'with linear position biases': {'positions': 'alibi'},
 }
@@ -57,7 +58,7 @@ FOLDED_LAYERS: dict[str, Options] = {
     'as defined': {},
     'RoPE': ROPE,
     'QK-norm': {'qk_norm': True},
-    'biases': {'biases': True},
+    'biases': BIASES,
     'shared key heads': {'num_kv_heads': 2},
 }
 SMALL = ModelConfig(
@@ -161,7 +162,7 @@ def queries_of_one_head() -> Iterator[Row]:
     # x_t R(t - s), so that x_t R(t - s) W_K'^T y_s is the logit; without rotation, x_t.
     turned = [rotate(x_BTD[:, :, None], jnp.arange(24) - s)[:, :, 0] for s in range(24)]
     for name, options, queries in (
-        ('biases', {'biases': True}, [x_BTD] * 24),
+        ('biases', BIASES, [x_BTD] * 24),
         ('RoPE', ROPE, turned),
     ):
         s_BTS = softmax_input(layer(d_model=8, num_heads=1, **options), x_BTD)[:, 0]
