@@ -11,6 +11,7 @@ from qkattn.claims import export, pages
 from qkattn.claims.claim import ClaimVerdict, Kind, Row, Speaks
 from qkattn.claims.export import ANSWERS, CLAIMS, Answer, read_answers, read_claims, write
 from qkattn.claims.pages import claim_figure, compared, has_figure
+from qkattn.claims.studies import Results
 from qkattn.errors import ReportError, RunDirectoryError
 from qkattn.report.figures import style
 from qkattn.report.verify import check_page

@@ -112,9 +112,6 @@ def test_a_workdir_of_something_else_is_refused_and_kept(refusal, printed, workd
 
 
 def test_a_plan_has_a_line_for_each_study(printed):
-    lines = printed('claims', 'A6', '--scale=gpu', '--dry_run').splitlines()
-    assert [line.split()[0] for line in lines] == ['study', '----------', 'full_heads', 'total']
-    assert (
-        lines[2].split()[:2] == ['full_heads', 'A6']
-        and lines[2].split()[2:] == lines[3].split()[1:]
-    )
+    lines = printed('claims', 'B7', '--scale=gpu', '--dry_run').splitlines()
+    assert [line.split()[0] for line in lines] == ['study', '-----', 'rank', 'total']
+    assert lines[2].split()[:2] == ['rank', 'B7'] and lines[2].split()[2:] == lines[3].split()[1:]
