@@ -29,7 +29,7 @@ def test_no_module_beside_a_run_is_executed(tmp_path):
     (tmp_path / 'evil.py').write_text('raise SystemExit')
     (tmp_path / 'config.json').write_text(json.dumps(config))
     for read in (show_run_report, exported.load):
-        with refused('', (ConfigError, SpecError)):
+        with refused('.', (ConfigError, SpecError)):
             read(tmp_path)
 
 
