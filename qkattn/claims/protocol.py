@@ -81,18 +81,24 @@ def language_model(
 
 
 def trained_language_model(
-    scale: str, *, seeds: int = 8, steps: int = 2000, **fields: Any
+    scale: str,
+    *,
+    seeds: int = 16,
+    steps: int = 2000,
+    evaluations: int = 2,
+    learning_rates: tuple[float, ...] = (3e-3, 6e-3, 1.2e-2),
+    **fields: Any,
 ) -> Config:
     """A byte-level language model that gets beyond n-grams: 4.1 MB of text at scale cpu."""
     return language_model(
         scale,
         seeds=seeds,
         steps=steps,
-        learning_rates=(3e-3, 6e-3, 1.2e-2),
-        sequences=2560,  # 100 documents, which a verdict needs
-        num_heads=pick(scale, smoke=2, cpu=4, gpu=12),
+        evaluations=evaluations,
+        learning_rates=learning_rates,
+        sequences=4096,  # 100 documents, which a verdict needs
         context=pick(scale, smoke=16, cpu=128, gpu=1024),
-        **fields,
+        **{'num_heads': pick(scale, smoke=2, cpu=4, gpu=12)} | fields,
     )
 
 
@@ -143,7 +149,7 @@ def translator(
 def trained_translator(scale: str) -> Config:
     """A translator that uses its sources: 2,200 steps of 32 sentences at scale cpu."""
     data, rates = pick(scale, smoke='cldr', cpu='multi30k', gpu='multi30k'), (2e-3, 4e-3, 8e-3)
-    return translator(scale, seeds=6, steps=2200, batch_size=32, learning_rates=rates, data=data)
+    return translator(scale, steps=2200, batch_size=32, learning_rates=rates, data=data)
 
 
 def protocol(
@@ -165,7 +171,7 @@ def protocol(
             scale,
             smoke=TuningConfig(),
             cpu=TuningConfig(
-                seeds=SCREENING,
+                seeds=SCREENING if max_excess is None else (*SCREENING, 102, 103),
                 max_seeds=4 if max_excess is None else 8,
                 max_excess=max_excess,
                 choice=choice,
