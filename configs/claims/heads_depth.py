@@ -16,7 +16,7 @@ def get_config(scale='cpu'):
         Study(
             name='heads_depth',
             question='Do many layers of one head beat fewer layers of four?',
-            base=trained_language_model(scale, data='packages'),
+            base=trained_language_model(scale),
             variants=(
                 'qk/vo',
                 'qk/vo?num_heads=1',

@@ -29,6 +29,6 @@ def get_config(scale='cpu'):
             # Parameters worth 8 % of the model cost this decoder about 0.021 nats.
             margin=0.01,
             expected=('qk/vo?num_heads=1 is worse',) if tuned else (),
-            **protocol(scale, equal_shape=False, choice='minimax', max_excess=0.003),
+            **protocol(scale, equal_shape=False, choice='minimax', max_excess=0.004),
         )
     )

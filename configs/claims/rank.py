@@ -1,12 +1,14 @@
 """How much rank does W_Q[n] W_K[n]^T need?
 
-Claim B7: ranks below the head size, 24, at equal parameter count.
+Claim B7. The rank goes from 1 over the head size (qk) to d_model (merged).
 
     python -m experiments.ablate --config=configs/claims/rank.py:cpu \\
         --workdir=runs/rank
+
+Expected result and time: docs/claims.md, B7.
 """
 
-from qkattn.claims.protocol import pick, protocol, trained_language_model
+from qkattn.claims.protocol import language_model, pick, protocol
 from qkattn.config import Study, to_config_dict
 
 
@@ -15,7 +17,7 @@ def get_config(scale='cpu'):
         Study(
             name='rank',
             question='How much rank does W_Q[n] W_K[n]^T need?',
-            base=trained_language_model(scale),
+            base=language_model(scale, seeds=24),
             variants=(
                 'qk/vo',
                 'low_rank(rank=1)/vo',
@@ -23,10 +25,9 @@ def get_config(scale='cpu'):
                 'low_rank(rank=4)/vo',
                 'low_rank(rank=8)/vo',
                 'low_rank(rank=16)/vo',
+                'merged/vo',
             ),
-            sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=96',), gpu=('d_model=768',)),
-            # Parameters worth 8 % of the model cost this decoder about 0.021 nats.
-            margin=0.01,
-            **protocol(scale, equal_shape=False, choice='minimax', max_excess=0.003),
+            sizes=pick(scale, smoke=('d_model=48',), cpu=('d_model=56',), gpu=('d_model=768',)),
+            **protocol(scale),
         )
     )

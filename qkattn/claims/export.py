@@ -55,9 +55,8 @@ CHANGES = {
 MODELS = {
     'decoder': (
         '{}',
-        ('lm_added', 'lm_dropped', 'lm_dropped_shape', 'lm_sharing', 'lm_sharing_shape')
-        + ('lm_stdlib', 'decoder', 'depth_heads', 'full_heads', 'nonlinear')
-        + ('overparameterised', 'rank', 'sharing'),
+        ('lm_dropped', 'lm_sharing', 'lm_added', 'depth_heads', 'overparameterised')
+        + ('rank', 'sharing'),
     ),
     'masked LM': ('{}', ('masked_lm', 'masked')),
     'translation': ('qk/vo?encoder_variant={}', ('translation', 'encoder_side')),

@@ -27,7 +27,7 @@ SCALES = ('smoke', 'cpu', 'gpu')
 T = TypeVar('T')
 
 RATES = (4e-3, 8e-3, 1.6e-2, 3.2e-2)  # learning rates of the screening, at scale cpu
-SCREENING = (100, 101)  # seeds of the screening; those of the verdicts count from 0
+SCREENING = 100  # the first seed of the screening; those of the verdicts count from 0
 
 
 def pick(scale: str, *, smoke: T, cpu: T, gpu: T) -> T:
@@ -72,6 +72,7 @@ def language_model(
         data=DataConfig(**corpus, eval_sequences=pick(scale, smoke=512, cpu=sequences, gpu=4096)),
         optimizer=_optimizer(scale),
         train=_train(
+            scale,
             pick(scale, smoke=20, cpu=steps, gpu=gpu_steps),
             pick(scale, smoke=8, cpu=16, gpu=64),
             evaluations,
@@ -81,24 +82,18 @@ def language_model(
 
 
 def trained_language_model(
-    scale: str,
-    *,
-    seeds: int = 16,
-    steps: int = 2000,
-    evaluations: int = 2,
-    learning_rates: tuple[float, ...] = (3e-3, 6e-3, 1.2e-2),
-    **fields: Any,
+    scale: str, *, seeds: int = 8, steps: int = 2000, **fields: Any
 ) -> Config:
     """A byte-level language model that gets beyond n-grams: 4.1 MB of text at scale cpu."""
     return language_model(
         scale,
         seeds=seeds,
         steps=steps,
-        evaluations=evaluations,
-        learning_rates=learning_rates,
+        learning_rates=(3e-3, 6e-3, 1.2e-2),
         sequences=4096,  # 100 documents, which a verdict needs
+        num_heads=pick(scale, smoke=2, cpu=4, gpu=12),
         context=pick(scale, smoke=16, cpu=128, gpu=1024),
-        **{'num_heads': pick(scale, smoke=2, cpu=4, gpu=12)} | fields,
+        **fields,
     )
 
 
@@ -114,7 +109,7 @@ def translator(
     """An encoder-decoder, English to German; scales smoke and cpu share one shape."""
     is_large, pieces = scale == 'gpu', pick(scale, smoke=500, cpu=1000, gpu=8192)
     num_steps = pick(scale, smoke=20, cpu=steps, gpu=6000)
-    train = _train(num_steps, pick(scale, smoke=8, cpu=batch_size, gpu=64))
+    train = _train(scale, num_steps, pick(scale, smoke=8, cpu=batch_size, gpu=64))
     return Config(
         model=ModelConfig(
             kind='encoder_decoder',
@@ -159,24 +154,25 @@ def protocol(
     equal_shape: bool = True,
     choice: Choice = 'vertex',
     max_excess: float | None = None,
+    screening: int = 2,
 ) -> dict[str, Any]:
     """The fields `tuning`, `tolerance` and `controls` of a study.
 
     `longer` trains decided arms, and the baseline, again on four times the tokens;
     `equal_shape` trains each arm at the baseline's shape, too; `choice` is of a swept setting,
-    whose loss `max_excess` bounds, at scale cpu.
+    whose loss `max_excess` bounds, at scale cpu, where `screening` seeds are the first.
     """
     return {
         'tuning': pick(
             scale,
             smoke=TuningConfig(),
             cpu=TuningConfig(
-                seeds=SCREENING if max_excess is None else (*SCREENING, 102, 103),
+                seeds=tuple(range(SCREENING, SCREENING + screening)),
                 max_seeds=4 if max_excess is None else 8,
                 max_excess=max_excess,
                 choice=choice,
             ),
-            gpu=TuningConfig(seeds=SCREENING[:1], max_seeds=3, choice=choice),
+            gpu=TuningConfig(seeds=(SCREENING,), max_seeds=3, choice=choice),
         ),
         'tolerance': pick(scale, smoke=5e-3, cpu=2e-3, gpu=1e-3),
         'controls': ControlsConfig(
@@ -191,7 +187,7 @@ def _optimizer(scale: str) -> OptimizerConfig:
     return OptimizerConfig(warmup_steps=pick(scale, smoke=5, cpu=50, gpu=500))
 
 
-def _train(num_steps: int, batch_size: int, evaluations: int = 2) -> TrainConfig:
+def _train(scale: str, num_steps: int, batch_size: int, evaluations: int = 2) -> TrainConfig:
     """The runs of a study are lifted without a measurement."""
     interval = num_steps // evaluations
     dispatch = 5 if interval < 25 else 25
@@ -202,7 +198,7 @@ def _train(num_steps: int, batch_size: int, evaluations: int = 2) -> TrainConfig
         log_every=dispatch,
         eval_every=interval,
         checkpoint_every=interval,
-        lifting='map',
+        lifting=pick(scale, smoke='map', cpu='map', gpu='vmap'),
     )
 
 

@@ -38,16 +38,16 @@ def results(committed):
 
 
 @pytest.fixture(scope='module')
-def sharing(committed):
+def added(committed):
     return Results(committed / 'claims/cpu')
 
 
-def test_verdicts_follow_from_those_of_arms(sharing, results):
+def test_verdicts_follow_from_those_of_arms(added, results):
     for relation, verdict in (('worse', HOLDS_HERE), ('not_worse', FAILS_HERE)):
-        shared = claim(expect('shared_qk/k_is_v', relation, study='sharing'))
-        assert decide(shared, 'cpu', sharing).verdict is verdict
-        open_one = claim(expect('qk/vo?num_kv_heads=2', relation, study='sharing'))
-        assert decide(open_one, 'cpu', sharing).verdict is UNDECIDED
+        doubled = claim(expect('double/double', relation, study='lm_added'))
+        assert decide(doubled, 'cpu', added).verdict is verdict
+        open_one = claim(expect('nonlinear_query/vo', relation, study='lm_added'))
+        assert decide(open_one, 'cpu', added).verdict is UNDECIDED
     for reported, verdict in (
         ((0.2, 0.3), HOLDS_HERE),
         ((0.1, 0.15), FAILS_HERE),
@@ -93,17 +93,17 @@ def test_a_claim_that_holds_in_some_contexts_names_them(results):
     assert decide(worded, 'cpu', results).condition == 'keys have a length'
 
 
-def test_a_claim_is_one_family(sharing, results):
+def test_a_claim_is_one_family(added, results):
     """All rows at once are tested at the error rate; to tell them apart, each at its share."""
-    loaded = sharing.study('sharing')
-    names = (PLAIN, 'qk/k_is_v', 'qk/vo?num_kv_heads=2')
-    worse = [expect(name, 'worse', study='sharing') for name in names]
+    loaded = added.study('lm_added')
+    names = ('double/double', 'full_size/vo', 'nonlinear_query/vo')
+    worse = [expect(name, 'worse', study='lm_added') for name in names]
     every = [case for expected in worse for case in cases(expected, loaded)]
     together, apart = ([item.verdict for item in evidence(every, n)] for n in (1, 3))
     assert [verdict.num_comparisons for verdict in together + apart] == [1, 1, 1, 3, 3, 3]
     assert together[0].p_holm < apart[0].p_holm
     # An open row makes the verdict one of selected rows, three here.
-    decided = decide(claim(*worse), 'cpu', sharing)
+    decided = decide(claim(*worse), 'cpu', added)
     alone = evidence(every, 3)[2]
     assert decided.rows[2] == alone.row and decided.needed == needed(alone)[1]
     # At two lengths of training, or of a study that is not there.
@@ -139,17 +139,15 @@ def test_missing_results_are_named_and_needed_first(results, committed, tmp_path
     decided = decide(read, 'cpu', results)
     assert decided.missing == ('the logs of study fair_small lack what a measurement reads',)
 
-    shutil.copytree(committed / 'claims/cpu/full_heads', tmp_path / 'full_heads')
-    path = tmp_path / 'full_heads/results.jsonl'
+    shutil.copytree(committed / 'claims/cpu/lm_added', tmp_path / 'lm_added')
+    path = tmp_path / 'lm_added/results.jsonl'
     lines = path.read_text().splitlines(keepends=True)
     path.write_text(''.join(x for x in lines if '"variant": "full_size/vo"' not in x))
-    decided = decide(
-        claim(expect('full_size/vo', 'better', 'full_heads')), 'cpu', Results(tmp_path)
-    )
+    decided = decide(claim(expect('full_size/vo', 'better', 'lm_added')), 'cpu', Results(tmp_path))
     assert (decided.verdict, decided.rows) == (UNDECIDED, ())
     assert 'lacks the results of' in decided.missing[0]
-    assert 'full_size/vo at d_model=48 on stdlib has no difference' in decided.missing[1]
-    assert decided.needed == '--scale=cpu: full_heads'
+    assert 'full_size/vo at d_model=96 on stdlib has no difference' in decided.missing[1]
+    assert decided.needed == '--scale=cpu: lm_added'
 
 
 def test_a_damaged_study_is_named_and_its_claims_stay_undecided(committed, tmp_path):

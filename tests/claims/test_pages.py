@@ -126,17 +126,23 @@ def test_what_is_made_again_differs_by_rounding_alone():
 def test_answers_are_from_the_study_that_shows_them_best(tmp_path):
     """One study that learned on many tokens, one on few, and one of equal shapes."""
     for name, source in (
-        ('lm_stdlib', conftest.CLAIMS / 'lm_stdlib'),
-        ('decoder', conftest.RESULTS / 'fair_small'),
+        ('lm_dropped', conftest.CLAIMS / 'lm_dropped'),
+        ('sharing', conftest.RESULTS / 'fair_small'),
         ('overparameterised', conftest.CLAIMS / 'overparameterised'),
     ):
         shutil.copytree(source, tmp_path / name)
     made = {answer.variant: answer for answer in export.answers(Results(tmp_path))}
     dropped, doubled = made['qk/no_o'], made['double/double']
-    rows = [dropped.row('decoder', kind) for kind in (Kind.REMOVED, Kind.MATCHED)]
-    assert [(row.study, row.decision) for row in rows] == [
-        ('decoder', 'no verdict'),
-        ('lm_stdlib', 'undecided'),
+    rows = [
+        made[variant].row('decoder', kind)
+        for variant in ('qk/no_o', 'qk/k_is_v')
+        for kind in (Kind.REMOVED, Kind.MATCHED)
+    ]
+    assert [(row.study, row.decision == 'no verdict') for row in rows] == [
+        ('lm_dropped', False),
+        ('lm_dropped', False),
+        ('sharing', True),
+        ('sharing', True),
     ]
     assert [row.kind for row in doubled.rows] == [Kind.REMOVED]
     assert [dropped.attention, doubled.attention] == [-1 / 4, 3 / 4]

@@ -74,7 +74,7 @@ A6 = Claim(
     rule='Holds if both ways to write scores of rank D, as two full matrices and as one, are '
     'better than heads of size D/N, each at its own learning rate.',
     expectations=(
-        Expectation('full_heads', 'full_size/vo', 'better', context={'scores': 'W_Q W_K^T'}),
+        Expectation('lm_added', 'full_size/vo', 'better', context={'scores': 'W_Q W_K^T'}),
         Expectation('lm_dropped', 'merged/vo', 'better', context={'scores': 'W_QK'}),
     ),
 )
