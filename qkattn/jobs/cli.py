@@ -224,6 +224,10 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
         first, *more = (str(error) or type(error).__name__).strip().splitlines()
         if "'config_config' has no attribute 'get_config'" in first:  # ml_collections' name of it
             first = 'the file of --config has no function get_config()'
+        elif isinstance(error, KeyError):  # a known field, of a config of the other kind
+            other = script('train' if kind is Study else 'ablate')
+            name = first.strip('\'"')
+            first = f'the config has no field {name!r} to override; if it is for {other}, run that'
         # Of what a config raised, its last line behind the name of the error.
         reason = f' {more[-1].partition(": ")[2]}' if 'Traceback' in str(error) else ''
         exit_with(near or f'{first}{reason}')

@@ -12,6 +12,7 @@ CASES = [
     (*TRAIN, f'--workdir={LONG}', 'cannot be used (File name too long)'),
     ('train', f'--config={LONG}.py', '--workdir=w', 'cannot be loaded'),
     ('train', '--config=study.py', '--workdir=w', 'not a Config; run it with qkattn ablate'),
+    ('train', '--config=study.py', '--config.data.name=x', "no field 'data' to override"),
     (*ABLATE, '--workdir=DIRECTORY is required'),
     (*ABLATE, '--workdir=/proc', 'workdir=/proc cannot be used'),
     ('ablate', '--config=claims/maskd:cpu', '--workdir=w', '--config=claims/masked?'),
