@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import textwrap
+import traceback
 import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
@@ -96,7 +97,19 @@ class _ConfigParser(ConfigFileFlagParser):
 
     def parse(self, path: str) -> Any:
         name, colon, argument = path.partition(':')
-        return super().parse(f'{shipped_configs().get(name, name)}{colon}{argument}')
+        file = str(shipped_configs().get(name, name))
+        try:
+            return super().parse(f'{file}{colon}{argument}')
+        except ConfigError:
+            raise
+        except Exception as error:  # of the file's own code, at the last of its lines that ran
+            frames = traceback.extract_tb(error.__traceback__)
+            own = os.path.abspath(file)
+            lines = [f.lineno for f in frames if os.path.abspath(f.filename) == own]
+            if not lines:
+                raise
+            what = f'line {lines[-1]}: {type(error).__name__}: {error}'
+            raise ValueError(what) from error
 
 
 def define_config(kind: Kind) -> flags.FlagHolder:

@@ -97,3 +97,8 @@ def test_bad_input_is_one_sentence(case, refusal, request, tmp_path, capsys):
     assert message in refusal(*command)
     # Importing the config may cache its bytecode; nothing else is left behind.
     assert {path.name for path in {*tmp_path.iterdir()} - before} <= {'__pycache__'}
+
+
+def test_a_line_of_the_config_that_fails_is_named(refusal, tmp_path):
+    (tmp_path / 'own.py').write_text('def get_config():\n    return {}["seeds"]\n')
+    assert "--config=own.py: line 2: KeyError: 'seeds'" in refusal('train', '--config=own.py')
