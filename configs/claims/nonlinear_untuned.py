@@ -5,7 +5,7 @@ Claim E2 (arXiv 2603.13381): what would be reported without tuning.
     python -m experiments.ablate --config=configs/claims/nonlinear_untuned.py:cpu \\
         --workdir=runs/nonlinear_untuned
 
-Expected result and time, with nonlinear: docs/claims.md, E2.
+Expected result and time: docs/claims.md, E2; lm_added compares the two tuned.
 """
 
 from qkattn.claims.protocol import language_model, pick, protocol
