@@ -85,15 +85,17 @@ def trained_language_model(
     scale: str, *, seeds: int = 8, steps: int = 2000, **fields: Any
 ) -> Config:
     """A byte-level language model that gets beyond n-grams: 4.1 MB of text at scale cpu."""
+    shape = {
+        'num_heads': pick(scale, smoke=2, cpu=4, gpu=12),
+        'context': pick(scale, smoke=16, cpu=128, gpu=1024),
+    }
     return language_model(
         scale,
         seeds=seeds,
         steps=steps,
         learning_rates=(3e-3, 6e-3, 1.2e-2),
         sequences=4096,  # 100 documents, which a verdict needs
-        num_heads=pick(scale, smoke=2, cpu=4, gpu=12),
-        context=pick(scale, smoke=16, cpu=128, gpu=1024),
-        **fields,
+        **shape | fields,
     )
 
 
