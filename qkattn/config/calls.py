@@ -147,7 +147,9 @@ class Variant(NamedTuple):
 
 
 def _at(failure: Exception) -> str:
-    last = traceback.extract_tb(failure.__traceback__)[-1]
+    frames = traceback.extract_tb(failure.__traceback__)
+    # Where a library refuses what it is given, the line that calls it.
+    last = next((f for f in reversed(frames) if 'site-packages' not in f.filename), frames[-1])
     reason = ' '.join(str(failure).split())
     return f'{type(failure).__name__} in {last.filename}, line {last.lineno}: {reason}'
 

@@ -1,6 +1,7 @@
 """The attention layers of a model configuration: one specification per site."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -12,7 +13,7 @@ from qkattn.attention import Attention, Mask, registry
 from qkattn.attention.kernels import choice
 from qkattn.attention.spec import AttentionSpec
 from qkattn.config import Config, ModelConfig
-from qkattn.config.calls import split_pattern
+from qkattn.config.calls import called, split_pattern
 from qkattn.config.run_config import validate_settings
 from qkattn.errors import ConfigError, SpecError
 
@@ -46,9 +47,12 @@ def validate(config: Config) -> None:
     validate_settings(config)
     for where, spec in sites(config.model).items():
         try:
-            registry.check(spec())
+            registry.check(made := spec())
         except SpecError as error:
             raise ConfigError(f'{where}: {error}') from error
+        if ':' in str(made.variant):  # classes from outside, whose arrays may not fit together
+            once = functools.partial(_attend_once, config.model, where, made)
+            called(where, str(made.variant), once)
     check_kernel(config.model, None)
 
 

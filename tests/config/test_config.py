@@ -24,11 +24,18 @@ class Linear:
 def quadratic(config, steps, *, power=2): pass
 NUMBER = 3
 """
+SCORE = """
+from qkattn.attention.scores.symmetric import SharedQK
+class Flat(SharedQK):
+    def queries(self, x_BTD):
+        return super().queries(x_BTD).reshape(7)
+"""
 
 
 @pytest.fixture(autouse=True)
 def modules(tmp_path, monkeypatch):
     files = {'calls': MODULE, 'failing': '\nx = 1 / 0\n', 'missing': 'import no_such_library\n'}
+    files |= {'score': SCORE}
     for name, source in files.items():
         (tmp_path / f'outside_{name}.py').write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
@@ -149,7 +156,7 @@ def test_a_wrong_setting_is_named_with_its_value():
             validate(changed({name: value}))
 
 
-def test_settings_that_do_not_fit_each_other_are_refused():
+def test_settings_that_do_not_fit_each_other_are_refused(tmp_path):
     for fields, message in (
         (
             {'model.attention_gain': False, 'model.norm_position': 'post'},
@@ -173,6 +180,10 @@ def test_settings_that_do_not_fit_each_other_are_refused():
         ({PATTERN: 'qk/vo,merged/vo', 'model.positions': 'rope'}, '[1]: merged has no rotary'),
         (DOT_PRODUCT | {'model.positions': 'alibi'}, "model: kernel='dot_product' has no biases"),
         (BOTH | DOT_PRODUCT, "model: kernel='dot_product' takes no padding"),
+        (
+            {'model.score': 'outside_score:Flat'},
+            f"'outside_score:Flat/vo' fails, TypeError in {tmp_path}/outside_score.py, line 5: ",
+        ),
     ):
         with refused(re.escape(message)):
             validate(changed(fields))
