@@ -20,7 +20,7 @@ from qkattn.report.tables import text_table
 from qkattn.storage.files import check_directory, make_directory
 from qkattn.storage.records import START, read_json, write_json
 from qkattn.storage.run_directory import describe_start
-from qkattn.study import declaration, estimate, local_workers, plan, stored, yardsticks
+from qkattn.study import declaration, estimate, local_workers, plan, yardsticks
 from qkattn.study.arms import build_arms
 from qkattn.verdict import Findings, load_findings
 from qkattn.verdict import Study as LoadedStudy
@@ -82,8 +82,7 @@ class Results:
     def problem(self, name: str) -> str | None:
         """What a study lacks to decide a claim alone; None if it has the results of its plan."""
         loaded = self.study(name)
-        files = (self.directory / name / file for file in ('results.jsonl', stored.RUNS))
-        if loaded is None and any(f.exists() and f.stat().st_size for f in files):
+        if loaded is None and (self.directory / name / 'study.json').exists():
             return f'cannot be used: {self._read[name]}'
         if not self.has(name):
             return 'has no results'
@@ -91,14 +90,6 @@ class Results:
             return f'lacks the results of {counted(left, "run")}'
         problems = loaded.study.problems if loaded else ()
         return f'is damaged: {problems[0]}' if problems else None
-
-    def recorded(self, name: str) -> dict[str, Any] | None:
-        """How the process that recorded a measure started, and `seconds`; None if none did.
-
-        RunDirectoryError if the file is damaged.
-        """
-        path = recording(self.directory / name)
-        return read_json(path, {'start': START, 'seconds': float}) if path.exists() else None
 
     def rows(self, measure: Measure) -> list[Row]:
         """The rows of a measure; none before it has recorded, or before its study has results."""

@@ -76,7 +76,7 @@ def test_an_export_is_decided_again_and_a_changed_verdict_is_found(
     assert all((kept / name / 'study.json').exists() for name in ('fair_small', 'scaling'))
     stored = read_claims(kept)
     assert [claim.name for claim in stored] == ['E7', 'E8', 'E9']
-    assert export.check(kept) == sum(len(claim.rows) for claim in stored) == 1 + 4 + 4
+    assert export.check(kept) == sum(len(claim.rows) for claim in stored) == 1 + 3 + 3
     one, two, three = stored
     failed = dataclasses.replace(one, verdict=ClaimVerdict.FAILS)
     rows = (dataclasses.replace(two.rows[0], value=0.0), *two.rows[1:])
