@@ -66,7 +66,7 @@ def test_an_export_is_decided_again_and_a_changed_verdict_is_found(
     answer = Answer('drop W_Q', 'query_free/vo', -0.25)
     for file, values, message in (
         (CLAIMS, [failed, two, three], "verdict of E7 is 'fails', but its checks and .*"),
-        (CLAIMS, [one, dataclasses.replace(two, rows=rows), three], 'value of row 0 of E8 is 0.0'),
+        (CLAIMS, [one, dataclasses.replace(two, rows=rows), three], 'rows.0.value of E8 is 0.0'),
         (CLAIMS, [one, two], 'E9 differ'),
         (ANSWERS, [answer], 'drop W_Q differ'),
     ):
