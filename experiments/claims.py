@@ -16,7 +16,7 @@ from qkattn.claims.claim import ClaimResult
 from qkattn.claims.deciding import decide
 from qkattn.claims.protocol import SCALES
 from qkattn.claims.studies import Results
-from qkattn.errors import ConfigError, ProcessError
+from qkattn.errors import ConfigError
 from qkattn.jobs import cli, signals
 from qkattn.jobs.display import waiting
 from qkattn.storage.buckets import is_url
@@ -47,86 +47,34 @@ def main() -> None:
     keep_programs()
     if CLAIMS.value == []:
         raise ConfigError('--claims is empty; give names as in B2,C1, or leave it out for all')
+    if CLAIMS.value and EXPORT.value:
+        raise ConfigError(f'--export={EXPORT.value} keeps all claims; leave out their names')
     claims = declared.chosen(CLAIMS.value or [])
-    workers = local_workers.parse(WORKERS.value)
+    workers, names = local_workers.parse(WORKERS.value), studies.names_of(claims)
     if LIST.value:
         for claim in claims:
             print(f'{claim.name:<3} {claim.statement}')
         return
     if DRY_RUN.value:
-        print(studies.costs(claims, SCALE.value))
+        print(studies.costs(names, SCALE.value))
         return
-    names, directory = studies.names_of(claims), _directory()
-    if WORKDIR.value is None and names:
-        needing = ', '.join(claim.name for claim in claims if claim.studies)
-        raise ConfigError(
-            f'--workdir=DIRECTORY is required for {needing}; claims with checks alone need none'
-        )
-    if WORKDIR.value is None and EXPORT.value is not None:
-        raise ConfigError('--export takes the studies of --workdir=DIRECTORY, which is missing')
-    if WORKDIR.value is not None:
-        studies.check_workdir(claims, SCALE.value, directory)
-        _earlier(directory)
-    failed = {}
-    if TRAIN.value and names:
-        failed = studies.train(claims, SCALE.value, directory, workers)
+    directory = Path(workdir := cli.required(WORKDIR))
+    if is_url(workdir):
+        raise ConfigError(f'workdir={workdir} is in a bucket; claims need one of a file system')
+    if not TRAIN.value and not directory.is_dir():
+        raise ConfigError(f'workdir={workdir} is no directory, and --notrain trains nothing')
+    studies.check_workdir(claims, SCALE.value, directory)
+    if TRAIN.value:
+        studies.train(claims, SCALE.value, directory, workers)
     studies.report(names, directory)
-    results, decided = Results(directory), {}
+    results, decided = Results(directory), list[ClaimResult]()
     for claim in claims:
         with waiting(claim.name, 'deciding'):
-            decided[claim.name] = decide(claim, SCALE.value, results)
-        print(_text(decided[claim.name]), flush=True)
-    if names:
-        lacking = [name for name in names if not results.has(name)]
-        there = f'{len(names) - len(lacking)} of {len(names)} studies have results'
-        print(f'\n{there}' + (f'; none: {", ".join(lacking)}' if lacking else ''))
-    if WORKDIR.value is not None:
-        # Beside the claims of earlier commands.
-        known = {claim.name: claim for claim in _earlier(directory)} | decided
-        every = [known[name] for name in sorted(known)]
-        print(f'verdicts: {export.write(directory, export.CLAIMS, every)}')
-        if EXPORT.value is not None:
-            for name, claim in declared.claims().items():
-                decided[name] = decided.get(name) or decide(claim, SCALE.value, results)
-            export.export([decided[name] for name in declared.claims()], results, EXPORT.value)
-            print(f'exported to {pages.write_page(EXPORT.value)}')
-    if failed:
-        reasons = '; '.join(f'{name}: {reason}' for name, reason in failed.items())
-        crashed = any(isinstance(reason, ProcessError) for reason in failed.values())
-        raise (ProcessError if crashed else ConfigError)(
-            f'{len(failed)} of {len(names)} studies could not be trained: {reasons}'
-        )
-
-
-def _directory() -> Path:
-    """The workdir, which --notrain needs to exist; ConfigError for one that claims cannot use."""
-    if WORKDIR.value is None:
-        return Path()
-    if is_url(WORKDIR.value):
-        raise ConfigError(
-            f'workdir={WORKDIR.value} is in a bucket; claims need a directory of a file system'
-        )
-    directory = Path(WORKDIR.value)
-    if directory.exists() and not directory.is_dir():
-        raise ConfigError(f'workdir={directory} is a file; give a directory')
-    if not TRAIN.value and not directory.exists():
-        raise ConfigError(f'workdir={directory} does not exist, and --notrain trains nothing')
-    return directory
-
-
-def _earlier(directory: Path) -> list[ClaimResult]:
-    """The claims of earlier commands on a workdir; ConfigError if they are of another scale."""
-    if not (directory / export.CLAIMS).exists():
-        return []
-    advice = 'move it away: the studies beside it decide the claims again'
-    earlier = list(export.read_claims(directory, advice))
-    for claim in earlier:
-        if claim.scale != SCALE.value:
-            raise ConfigError(
-                f'workdir={directory} holds claims at scale {claim.scale}; give another workdir, '
-                f'or --scale={claim.scale}'
-            )
-    return earlier
+            decided.append(decide(claim, SCALE.value, results))
+        print(_text(decided[-1]), flush=True)
+    if EXPORT.value is not None:
+        export.export(decided, results, EXPORT.value)
+        print(f'exported to {pages.write_page(EXPORT.value)}')
 
 
 def _text(claim: ClaimResult) -> str:

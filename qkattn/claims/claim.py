@@ -81,24 +81,19 @@ def exact(
     quantity: str, value: float, expected: float, tolerance: float = 0.0, **context: Any
 ) -> Row:
     """The row of an exact check, for the claim if |value - expected| <= tolerance."""
-    return Row(
-        quantity=quantity,
-        kind=Kind.EXACT,
-        context={name: str(value) for name, value in context.items()},
-        value=float(value),
-        speaks=Speaks.FOR if abs(value - expected) <= tolerance else Speaks.AGAINST,
-        expected=float(expected),
-        tolerance=float(tolerance),
-    )
+    speaks = Speaks.FOR if abs(value - expected) <= tolerance else Speaks.AGAINST
+    texts = {name: str(value) for name, value in context.items()}
+    about: dict[str, Any] = {'expected': float(expected), 'tolerance': float(tolerance)}
+    return Row(quantity, Kind.EXACT, texts, float(value), speaks, **about)
 
 
 def difference_row(
     quantity: str, kind: str, context: Mapping[str, str], difference: Difference, **fields: Any
 ) -> Row:
     """The row of a difference with its interval; it decides nothing unless `speaks` is given."""
-    numbers = {'value': difference.mean, 'low': difference.low, 'high': difference.high}
-    given: dict[str, Any] = {'speaks': Speaks.BESIDE, 'unit': UNIT} | numbers | fields
-    return Row(quantity=quantity, kind=kind, context=context, **given)
+    interval: dict[str, Any] = {'low': difference.low, 'high': difference.high}
+    given = {'speaks': Speaks.BESIDE, 'unit': UNIT} | interval | fields
+    return Row(quantity, kind, context, difference.mean, **given)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,12 +113,11 @@ class Expectation:
     scales: tuple[str, ...] = ()  # at which the study has this variant; all if empty
 
     def __post_init__(self) -> None:
-        known = {'relation': (*RELATIONS, AS_REPORTED), 'at': ('matched', 'removed')}
+        known = {'relation': (*RELATIONS, AS_REPORTED), 'at': (Kind.MATCHED, Kind.REMOVED)}
         for field, values in known.items():
             if (value := getattr(self, field)) not in values:
-                raise ConfigError(
-                    f'{field}={value!r} of an expectation must be one of {", ".join(values)}'
-                )
+                valid = ', '.join(values)
+                raise ConfigError(f'{field}={value!r} of an expectation must be one of {valid}')
 
     @property
     def variants(self) -> tuple[str, ...]:

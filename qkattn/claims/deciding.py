@@ -19,13 +19,14 @@ from qkattn.claims.claim import (
     difference_row,
 )
 from qkattn.claims.protocol import pick
-from qkattn.claims.studies import Loaded, Results
+from qkattn.claims.studies import Loaded, Results, recording
 from qkattn.errors import ConfigError
 from qkattn.report.prose import NOT_RECORDED, SPLITS, device, reasons
 from qkattn.stats.decision import ALPHA
 from qkattn.stats.inference import Difference, to_find
+from qkattn.storage.records import START, read_json
 from qkattn.storage.run_directory import describe_start
-from qkattn.study.arm_key import EQUAL_SHAPE, LONGER, ArmKey
+from qkattn.study.arm_key import EQUAL_SHAPE, ArmKey
 from qkattn.verdict import Decision, judging
 from qkattn.verdict.arms import Arm, compare
 from qkattn.verdict.codes import Comparison, Verdict
@@ -97,10 +98,9 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
 
 
 def cases(expected: Expectation, loaded: Loaded | None) -> list[Case]:
-    """One for each row that decides an expectation once its study is finished.
+    """One for each size and corpus that decide an expectation once its study is finished.
 
-    An arm has a row at its own length of training and, matched, at a longer one; a study without
-    results counts as one row. ConfigError if the study does not declare the arm.
+    A study without results counts as one. ConfigError if the study does not declare the arm.
     """
     if loaded is None:
         return [Case(expected, None)]
@@ -109,18 +109,17 @@ def cases(expected: Expectation, loaded: Loaded | None) -> list[Case]:
         return []  # a study without tuning has no controls
     control = EQUAL_SHAPE if expected.at == 'removed' else None
     keys = [key for key in study.arms if key.control == control]
-    variants = list(dict.fromkeys(key.variant for key in keys))
     for variant in expected.variants:
-        if not any(loaded.names(label, variant) for label in variants):
+        if not any(loaded.names(key.variant, variant) for key in keys):
+            variants = dict.fromkeys(key.variant for key in keys)
             raise ConfigError(
                 f'study {expected.study!r} has no {expected.at} arm of variant {variant!r}; it has '
                 f'{", ".join(variants) or "none"}'
             )
     keys = [key for key in keys if loaded.names(key.variant, expected.variant)]
     keys.sort(key=lambda key: (study.sizes.index(key.size), study.corpora.index(key.corpus)))
-    if control is None and study.controls['longer'] is not None:
-        keys += [key._replace(control=LONGER) for key in keys]
-    arms, made = {arm.key: arm for arm in (*findings.arms, *findings.controls)}, []
+    arms = {arm.key: arm for arm in (*findings.arms, *findings.controls)}
+    made = []
     for key in keys:
         arm = arms.get(key)
         other = arm and _reference(arm, expected.versus, loaded)
@@ -149,9 +148,8 @@ def evidence(every: Iterable[Case], family: int = 1) -> list[Evidence]:
         if loaded is None or arm is None or comparison is None:
             continue
         study = loaded.study
-        kind = Kind.REMOVED if arm.control == EQUAL_SHAPE else Kind.MATCHED
-        if study.matched is None:
-            kind = Kind.MEASURED  # neither removed nor at equal parameter count
+        # Without matching, neither removed nor at equal parameter count.
+        kind = Kind(expected.at) if study.matched is not None else Kind.MEASURED
         blocks = list(loaded.findings.blocks)
         if expected.versus and (baseline := _reference(arm, None, loaded)):
             blocks += baseline.blocks
@@ -168,11 +166,8 @@ def _missing(claim: Claim, results: Results, every: Iterable[Case]) -> Iterator[
     for name in claim.studies:
         if problem := results.problem(name):
             yield f'study {name} {problem.removesuffix(".")}'
-    for measure in claim.measures:
-        if results.has(measure.study) and not results.rows(measure):
-            yield f'the logs of study {measure.study} lack what a measurement reads'
     for expected, _, key, _, _, comparison in every:
-        if key and key.control != LONGER and comparison is None:
+        if key and comparison is None:
             arm = f'{key.variant} at {key.size} on {key.corpus}'
             yield f'study {expected.study}: {arm} has no difference from the baseline yet'
 
@@ -181,7 +176,6 @@ def _beside(expected: Expectation, loaded: Loaded) -> Iterator[Row]:
     """The other parts of the difference: removed, reinvested, matched; of a pair, all of both."""
     study, findings = loaded
     parts = {part.key: part for part in findings.decomposition}
-    decides = Kind.REMOVED if expected.at == 'removed' else Kind.MATCHED
     for arm in findings.arms:
         if not any(loaded.names(arm.variant, variant) for variant in expected.variants):
             continue
@@ -194,7 +188,7 @@ def _beside(expected: Expectation, loaded: Loaded) -> Iterator[Row]:
             Kind.MATCHED: arm.comparison if study.matched is not None else None,
         }
         for kind, comparison in comparisons.items():
-            if comparison and (expected.versus or kind != decides):
+            if comparison and (expected.versus or kind != expected.at):
                 yield _row(arm, comparison, kind, shown, loaded)
 
 
@@ -277,7 +271,9 @@ def _provenance(claim: Claim, results: Results) -> tuple[str, str, float]:
     """Commits and hardware of what was trained, else of this process; seconds of training."""
     studies = [loaded.study for name in claim.studies if (loaded := results.study(name))]
     trials = [run.trials[0] for study in studies for run in study.runs if run.trials]
-    records = [record for m in claim.measures if (record := results.recorded(m.study))]
+    paths = [recording(results.directory / measure.study) for measure in claim.measures]
+    schema = {'start': START, 'seconds': float}
+    records = [read_json(path, schema) for path in paths if path.exists()]
     starts = [trial.provenance for trial in trials] + [record['start'] for record in records]
     starts = starts or [describe_start()]
     commits = {(start['git']['commit'] or NOT_RECORDED)[:12] for start in starts}

@@ -1,9 +1,7 @@
 """Exports claims and answers with their evidence, and decides them again.
 
 claims.json holds the claims as decided. answers.json says what each matrix is worth: for each
-change of attention, the difference between an arm and its baseline in the best study. Studies whose
-baseline meets its yardsticks come first, then those with the most training tokens per run, then
-those with the largest models.
+change of attention, the difference between an arm and its baseline in one study of each model.
 """
 
 import dataclasses
@@ -25,12 +23,12 @@ from qkattn.report.prose import rounded
 from qkattn.report.verify import difference, near
 from qkattn.stats.decision import Decision
 from qkattn.storage.files import make_directory
-from qkattn.storage.records import damaged, parse_file, read, write_json
+from qkattn.storage.records import damaged, flat, parse_file, read, write_json
 from qkattn.study.arms import parse_variant
 from qkattn.verdict.arms import Arm, with_baselines
-from qkattn.verdict.rules import standings
 
 CLAIMS, ANSWERS = 'claims.json', 'answers.json'
+WITHHELD = Decision.NO_VERDICT.value
 SCALING = 'scaling'  # a study of no claim, which is exported beside them
 # What another machine or commit changes.
 _OF_MACHINE = ('commit', 'hardware', 'seconds')
@@ -51,7 +49,7 @@ CHANGES = {
     'W_Q, W_K of D x D': 'full_size/vo',
     'two in a row for each': 'double/double',
 }
-# The studies that compare them in each kind of model, and a variant there.
+# In each kind of model a variant, and the studies that compare them, the best ones first.
 MODELS = {
     'decoder': (
         '{}',
@@ -85,48 +83,47 @@ Record = TypeVar('Record', ClaimResult, Answer)
 
 
 def answers(results: Results) -> tuple[Answer, ...]:
-    """One answer for each change that a study of the directory has trained."""
+    """One answer for each change that a study of the directory has trained.
+
+    Of the rows of a kind of model, the first with a verdict; without any, the first.
+    """
     made = []
     for name, variant in CHANGES.items():
-        best: dict[tuple[str, str], tuple[tuple, Arm, Row]] = {}
+        best: dict[tuple[str, str], tuple[Row, Arm]] = {}
         for model, (template, studies) in MODELS.items():
-            shown = (_rows(results, study, model, template.format(variant)) for study in studies)
-            for rank, baseline, row in itertools.chain.from_iterable(shown):
-                if (model, row.kind) not in best or rank > best[model, row.kind][0]:
-                    best[model, row.kind] = rank, baseline, row
-        decoders = [baseline for (model, _), (_, baseline, _) in best.items() if model == 'decoder']
+            shown = [_rows(results, study, model, template.format(variant)) for study in studies]
+            pairs = [*itertools.chain.from_iterable(shown)]
+            for row, baseline in sorted(pairs, key=lambda pair: pair[0].decision == WITHHELD):
+                best.setdefault((model, row.kind), (row, baseline))
+        decoders = [baseline for (model, _), (_, baseline) in best.items() if model == 'decoder']
         share = _attention(decoders[0], variant) if decoders else None
         if best:
-            made.append(Answer(name, variant, share, tuple(row for *_, row in best.values())))
+            made.append(Answer(name, variant, share, tuple(row for row, _ in best.values())))
     return tuple(made)
 
 
-def _rows(
-    results: Results, name: str, model: str, variant: str
-) -> Iterator[tuple[tuple, Arm, Row]]:
-    """The differences of a variant in a study, with their rank and baseline."""
+def _rows(results: Results, name: str, model: str, variant: str) -> Iterator[tuple[Row, Arm]]:
+    """The differences of a variant in a study, the largest model first, with their baseline."""
     if (loaded := results.study(name)) is None:
         return
     study, findings = loaded
-    learned = {s.arm.key for s in standings(study, findings.arms) if not s.remarks}
     parts = {part.key: part for part in findings.decomposition}
-    for arm, baseline in with_baselines(findings.arms):
+    for arm, baseline in reversed(with_baselines(findings.arms)):
         if arm.variant != variant or arm.is_baseline or baseline is None or not arm.chosen:
             continue
-        trial, part, has_learned = arm.example, parts.get(arm.key), baseline.key in learned
-        parameters = trial.parameters['total']
-        rank = has_learned, trial.num_tokens, parameters, study.corpora.index(arm.corpus)
-        decided = arm.verdict.decision if arm.verdict and has_learned else Decision.NO_VERDICT
+        trial, part = arm.example, parts.get(arm.key)
+        decided = arm.verdict.decision.value if arm.verdict else WITHHELD
         context = {'model': model, 'size': arm.size, 'corpus': arm.corpus}
-        context |= {'parameters': f'{parameters:,}', 'tokens': f'{trial.num_tokens:,}'}
+        context |= {'parameters': f'{trial.parameters["total"]:,}'}
+        context |= {'tokens': f'{trial.num_tokens:,}'}
         for kind, comparison, decision in (
-            (Kind.REMOVED, part and part.removing, None if has_learned else decided.value),
-            (Kind.MATCHED if study.matched else Kind.REMOVED, arm.comparison, decided.value),
+            (Kind.REMOVED, part and part.removing, WITHHELD if decided == WITHHELD else None),
+            (Kind.MATCHED if study.matched else Kind.REMOVED, arm.comparison, decided),
         ):
             if comparison:
                 about = {'decision': decision, 'study': name}
                 row = difference_row(variant, kind, context, comparison.difference, **about)
-                yield rank, baseline, row
+                yield row, baseline
 
 
 def _attention(baseline: Arm, variant: str) -> float:
@@ -153,9 +150,9 @@ def write(directory: str | Path, name: str, records: Iterable[Record]) -> Path:
     return path
 
 
-def read_claims(directory: str | Path, advice: str | None = None) -> tuple[ClaimResult, ...]:
+def read_claims(directory: str | Path) -> tuple[ClaimResult, ...]:
     """The claims of a directory; raises as `_read`."""
-    return _read(Path(directory) / CLAIMS, ClaimResult, advice)
+    return _read(Path(directory) / CLAIMS, ClaimResult)
 
 
 def read_answers(directory: str | Path) -> tuple[Answer, ...]:
@@ -164,15 +161,14 @@ def read_answers(directory: str | Path) -> tuple[Answer, ...]:
     return _read(path, Answer) if path.is_file() else ()
 
 
-def _read(path: Path, cls: type[Record], advice: str | None = None) -> tuple[Record, ...]:
+def _read(path: Path, cls: type[Record]) -> tuple[Record, ...]:
     """The records of a file of `write`.
 
-    ReportError without a file, RunDirectoryError if it was edited or is not what `write` writes;
-    both give the `advice`, by default to export it again.
+    ReportError without a file, RunDirectoryError if it was edited or is not what `write` writes.
     """
     again = f'make it again with python -m experiments.claims --workdir=DIR --export={path.parent}'
     if not path.is_file():
-        raise ReportError(f'{path} does not exist; {advice or again}.')
+        raise ReportError(f'{path} does not exist; {again}.')
     made, where = [], ''
     try:
         for record in parse_file(path, [{'name': str, 'rows': list}]):
@@ -180,7 +176,7 @@ def _read(path: Path, cls: type[Record], advice: str | None = None) -> tuple[Rec
             rows = tuple(read(Row, row) for row in record['rows'])
             made.append(read(cls, record, rows=rows))
     except ValueError as error:
-        raise damaged(path, ValueError(f'{where}{error}'), advice or again) from error
+        raise damaged(path, ValueError(f'{where}{error}'), again) from error
     return tuple(made)
 
 
@@ -208,25 +204,22 @@ def check(directory: str | Path) -> int:
 
     ReportError if claims.json or answers.json hold undeclared claims or other results.
     """
-    directory, results, count = Path(directory), Results(directory), 0
-    stored = read_claims(directory)
+    directory, results = Path(directory), Results(directory)
+    stored, answered = read_claims(directory), read_answers(directory)
     claims = [decide(claim, stored[0].scale, results) for claim in declared.claims().values()]
     pairs: list[tuple[str, Sequence, Sequence]] = [
         (CLAIMS, stored, claims),
-        (ANSWERS, read_answers(directory), answers(results)),
+        (ANSWERS, answered, answers(results)),
     ]
     for file, old, new in pairs:
-        names, made = ([record.name for record in records] for records in (old, new))
-        if names != made:
-            raise ReportError(
-                f'{directory / file} does not hold what is declared and trained, in its order; '
-                f'{", ".join(sorted({*names} ^ {*made}))} differ'
-            )
+        names, others = ([record.name for record in records] for records in (old, new))
+        if names != others:
+            unequal = ', '.join(sorted({*names} ^ {*others}))
+            raise ReportError(f'{directory / file} is not of what is declared: {unequal} differ')
         for one, other in zip(old, new, strict=True):
             if unequal := mismatch(one, other):
                 raise ReportError(f'{directory / file}: {unequal}')
-        count += sum(len(record.rows) for record in old)
-    return count
+    return sum(len(record.rows) for record in (*stored, *answered))
 
 
 def mismatch(old: Record, new: Record) -> str | None:
@@ -235,23 +228,23 @@ def mismatch(old: Record, new: Record) -> str | None:
     Numbers of rows agree as `report.verify` says, those of exact checks within their tolerance;
     counts of what a claim needs may be one apart.
     """
-    number = 'number of rows'
-    pairs: list[tuple[str, dict, dict]] = [
-        (old.name, vars(old), vars(new)),
-        (old.name, {number: len(old.rows)}, {number: len(new.rows)}),
-    ]
-    for place, (row, again) in enumerate(zip(old.rows, new.rows, strict=False)):
-        pairs.append((f'row {place} of {old.name}', vars(row), vars(again)))
-    for where, one, other in pairs:
-        rounding = one['tolerance'] if one.get('kind') == Kind.EXACT else 0.0
-        for name in (name for name in one if name not in ('rows', *_OF_MACHINE)):
-            a, b = one[name], other[name]
-            if name == 'needed' and None not in (a, b):
-                same = difference(a, b, lambda x, y: abs(float(x) - float(y)) <= 1) is None
-            elif isinstance(a, float) and isinstance(b, float) and 'kind' in one:
-                same = near(a, b) or abs(a - b) <= rounding
-            else:
-                same = a == b
-            if not same:
-                return f'{name} of {where} is {a!r}, but its checks and studies give {b!r}'
+
+    def values(record: Record) -> dict[str, Any]:
+        """By name: 'verdict', 'rows.0.value'."""
+        rows = {place: vars(row) for place, row in enumerate(record.rows)}
+        return dict(flat(vars(record) | {'rows': rows}))
+
+    one, other = values(old), values(new)
+    for name in (name for name in one | other if name not in _OF_MACHINE):
+        a, b = one.get(name), other.get(name)
+        row = name.rpartition('.')[0]
+        if name == 'needed' and None not in (a, b):
+            same = difference(a, b, lambda x, y: abs(float(x) - float(y)) <= 1) is None
+        elif row and isinstance(a, float) and isinstance(b, float):
+            is_exact = one[f'{row}.kind'] == Kind.EXACT
+            same = near(a, b) or is_exact and abs(a - b) <= one[f'{row}.tolerance']
+        else:
+            same = a == b
+        if not same:
+            return f'{name} of {old.name} is {a!r}, but its checks and studies give {b!r}'
     return None

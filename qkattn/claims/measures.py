@@ -53,14 +53,13 @@ def early(directory: Path) -> list[Row]:
     loaded = load(directory)
     margin, planned = loaded.study.margin, loaded.findings.num_comparisons
     by_arm = {
-        arm.key: list(_by_seed(arm, baseline, loaded))
+        arm.key: _by_seed(arm, baseline, loaded)
         for arm, baseline in _compared(loaded)
         if arm.control is None
     }
+    fractions = {f for seeds in by_arm.values() for seed in seeds for f in seed}
     rows = []
-    for fraction in sorted(
-        {f for seeds in by_arm.values() for seed in seeds for f in seed} - {1.0}
-    ):
+    for fraction in sorted(fractions - {1.0}):
         changes = {
             arm: [seed[fraction] - seed[1.0] for seed in seeds if {fraction, 1.0} <= seed.keys()]
             for arm, seeds in by_arm.items()
@@ -88,7 +87,7 @@ def growth(directory: Path, variant: str) -> list[Row]:
     for arm, baseline in _compared(loaded):
         if (arm.variant, arm.control) != (variant, EQUAL_SHAPE):
             continue
-        seeds = list(_by_seed(arm, baseline, loaded))
+        seeds = _by_seed(arm, baseline, loaded)
         if seeds and len(seeds[0]) > 1:
             first, last, margin = min(seeds[0]), max(seeds[0]), loaded.study.margin
             grown = inference.paired([seed[last] - seed[first] for seed in seeds], margin)
@@ -143,12 +142,12 @@ def _at(rate: float, arm: Arm) -> Arm:
     return dataclasses.replace(arm, trials=trials, verdict_trials=trials, chosen=finished)
 
 
-def _by_seed(arm: Arm, baseline: Arm, loaded: Loaded) -> Iterator[Losses]:
+def _by_seed(arm: Arm, baseline: Arm, loaded: Loaded) -> list[Losses]:
     """For each seed that both arms finished, the differences by fraction of the steps."""
-    losses, others = _losses(loaded, arm), _losses(loaded, baseline)
-    for seed in sorted(losses.keys() & others.keys()):
-        fractions = sorted(losses[seed].keys() & others[seed].keys())
-        yield {f: losses[seed][f] - others[seed][f] for f in fractions}
+    pairs = (_losses(loaded, arm), _losses(loaded, baseline))
+    seeds = sorted(pairs[0].keys() & pairs[1].keys())
+    both = [[losses[seed] for losses in pairs] for seed in seeds]
+    return [{f: a[f] - b[f] for f in sorted(a.keys() & b.keys())} for a, b in both]
 
 
 def _losses(loaded: Loaded, arm: Arm) -> dict[int, Losses]:
@@ -253,17 +252,11 @@ def _trained(config: Config, rows: Rows, score: str, dtype: Any) -> list[Factors
 def _sample(config: Config, rows: Rows) -> np.ndarray:
     """x_LBTD: what the attention of each layer reads at initialization on 8 validation rows."""
     batch = next(eval_batches(rows, 'validation', batch_size=8, max_rows=8))
-    params = init_trial(config, jnp.uint32(0))['params']
-
-    @jax.jit
-    def read_by_layers(params: dict) -> list[jax.Array]:
-        seen: list[jax.Array] = []
-        model = with_params(config.model, params)
-        inputs = {'tokens_BT': batch['tokens_BT']}
-        walk(model, inputs, lambda site, layer, attention, x_BTD, *_: seen.append(x_BTD))
-        return seen
-
-    return np.stack(read_by_layers(params)).astype(np.float64)
+    model = with_params(config.model, init_trial(config, jnp.uint32(0))['params'])
+    seen: list[jax.Array] = []
+    inputs = {'tokens_BT': batch['tokens_BT']}
+    walk(model, inputs, lambda site, layer, attention, x_BTD, *_: seen.append(x_BTD))
+    return np.stack(seen).astype(np.float64)
 
 
 def _difference(

@@ -1,11 +1,12 @@
 """The claims of a directory as Markdown, from claims.json and the scaling study alone."""
 
+import dataclasses
 import datetime
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jinja2
 from markupsafe import Markup
@@ -33,6 +34,7 @@ GROUPS = {
     'd': 'One projection or two?',
     'e': 'What the literature adds',
 }
+PARTS_OF_PAGE = ('verdicts', *GROUPS, 'laws')
 # By verdict: its mark, and what one claim does, and several do.
 PHRASES = {
     ClaimVerdict.HOLDS: ('●', 'holds', 'hold'),
@@ -52,6 +54,7 @@ SHAPES: dict[Kind, tuple[str, str]] = {
     Kind.REMOVED: ('same shape, fewer parameters', 'same shape'),
     Kind.MATCHED: ('equal parameter count', 'equal count'),
 }
+DECIDED_IN = 'decoder', Kind.MATCHED  # where answers have their verdict
 _LONGEST, _QUANTITY = 52, 22  # characters of a name in figures, and of what is compared in it
 
 
@@ -116,7 +119,7 @@ def write_page(directory: str | Path) -> Path:
     if scaling := _scaling(directory):
         drawn += [Drawing(law.figure, f'{export.SCALING}_{law.stem}') for law in scaling[1]]
     write_plots(directory / 'plots', drawn, kinds=('png',))
-    blocks = [claims_markdown(directory, '.', part, '') for part in ('verdicts', *GROUPS, 'laws')]
+    blocks = [claims_markdown(directory, '.', part, '') for part in PARTS_OF_PAGE]
     return write_atomic(directory / PAGE, '# Claims\n\n' + '\n'.join(blocks))
 
 
@@ -145,30 +148,27 @@ def answers_markdown(directory: Path, base: str) -> str:
     """The table of what each matrix is worth, with its sources and figure."""
     made = export.read_answers(directory)
     columns = [(model, kind) for model in export.MODELS for kind in SHAPES]
-    decided = columns.index(('decoder', Kind.MATCHED))
     titles: list[Heading] = [(f'{model}, {SHAPES[kind][1]}', False) for model, kind in columns]
-    titles.insert(decided + 1, ('verdict', True))
-    rows: list[list[str]] = []
-    sources: dict[str, dict[tuple, Mapping[str, str]]] = {}
-    others: list[str | None] = []
+    after_decided = columns.index(DECIDED_IN) + 1
+    titles.insert(after_decided, ('verdict', True))
+    lines: list[list[str]] = []
+    sources: dict[str, dict[tuple, str]] = {}
+    others: dict[str | None, None] = {}  # studies without a verdict
     for answer in made:
-        parts = [answer.row(model, kind) for model, kind in columns]
-        cells, row = [*map(_cell, parts)], parts[decided]
-        cells.insert(decided + 1, row.decision or NONE if row else NONE)
-        share = NONE
-        if answer.attention is not None:
-            share = f'{answer.attention:+.0%}'.replace('+0%', '0%').replace('%', ' %')
-        rows.append([answer.name, share, *cells])
-        for row in filter(None, parts):
-            where = row.study, row.context['size'], row.context['corpus']
+        cells, row = [_cell(answer.row(*column)) for column in columns], answer.row(*DECIDED_IN)
+        cells.insert(after_decided, row.decision or NONE if row else NONE)
+        share = NONE if answer.attention is None else f'{round(100 * answer.attention):+d} %'
+        lines.append([answer.name, share.replace('+0', '0'), *cells])
+        for row in answer.rows:
             if row.decision == Decision.NO_VERDICT.value:
-                others.append(row.study)
+                others[row.study] = None
             else:
-                sources.setdefault(row.context['model'], {})[where] = row.context
+                where = row.study, row.context['size'], row.context['corpus']
+                sources.setdefault(row.context['model'], {})[where] = row.context['tokens']
     return _template('answers.md.j2').render(
-        table=markdown_table([('', True), ('size of attention', False), *titles], rows),
+        table=markdown_table([('', True), ('size of attention', False), *titles], lines),
         sources=sources,
-        others=list(dict.fromkeys(others)),
+        others=list(others),
         figure=f'{base}/plots/answers.png' if answers_figure(made) else None,
     )
 
@@ -183,21 +183,11 @@ def _cell(row: Row | None) -> str:
     return Markup('<br>').join([value, f'±{max(row.value - row.low, row.high - row.value):.3f}'])
 
 
-def _block(made: Any, file: str, **arguments: str) -> Block:
-    """A block of results, which is empty where the directory lacks the file."""
-    return Block(
-        lambda directory, base: (
-            made(directory, base, **arguments) if (directory / file).is_file() else ''
-        ),
-        export.SCALING,
-    )
-
-
 BLOCKS: Mapping[str, Block] = {  # blocks of `report.verify.check_page`
-    'answers': _block(answers_markdown, export.ANSWERS),
+    'answers': Block(answers_markdown, export.SCALING),
     **{
-        f'claims_{part}': _block(claims_markdown, export.CLAIMS, part=part)
-        for part in ('verdicts', *GROUPS, 'laws')
+        f'claims_{part}': Block(functools.partial(claims_markdown, part=part), export.SCALING)
+        for part in PARTS_OF_PAGE
     },
 }
 
@@ -235,12 +225,12 @@ def _verdicts(claims: Sequence[ClaimResult], page: str) -> str:
     for claim in claims:
         link = f'{page.format(claim.name[0].lower())}#{claim.name.lower()}'
         verdict = f'{PHRASES[ClaimVerdict(claim.verdict)][0]} {claim.verdict}'
-        if claim.verdict == ClaimVerdict.HOLDS_ONLY_IF:
+        if claim.condition:
             verdict += f' {claim.condition}'
         elif claim.needed:
             verdict += f', needs {claim.needed.partition(", ")[0]}'
         row = rules.decisive(claim)
-        number = f'{amount(row)} {row.unit}'.strip() + f', {row.quantity}' if row else NONE
+        number = f'{amount(row)}, {row.quantity}' if row else NONE
         rows.append([Markup(f'[{claim.name}]({link})'), claim.title, verdict, number])
     return markdown_table(titles, rows)
 
@@ -249,36 +239,33 @@ def decisive(claim: ClaimResult) -> str:
     """The decisive number with its unit, quantity and context."""
     if (row := rules.decisive(claim)) is None:
         return ''
-    where = ', '.join(dict.fromkeys([row.quantity, *located(row, row.context)]))
-    return f'{amount(row)} {row.unit}'.strip() + f' ({where})'
+    where = dict.fromkeys([row.quantity, *located(row, row.context)])
+    return f'{amount(row)} ({", ".join(where)})'
 
 
-def amount(row: Row | None) -> str:
-    """'+0.0102 [+0.0062, +0.0154]', '16', '3.1e-16': the value, with its interval if it has one.
+def amount(row: Row, with_unit: bool = True) -> str:
+    """'+0.0102 [+0.0062, +0.0154] nats/token', '16', '3.1e-16': the value, with its interval.
 
     Differences have a sign, losses four decimals.
     """
-    if row is None:
-        return NONE
-    sign = '+' * (row.kind in PARTS)
+    sign, is_loss = '+' * (row.kind in PARTS), row.unit.startswith('nats')
 
     def number(value: float) -> str:
-        if row.unit.startswith('nats'):
-            return f'{value:{sign}.4f}'
         whole = value == round(value) and abs(value) < 1e12
-        return f'{value:{sign},.0f}' if whole else f'{value:{sign}.4g}'
+        return f'{value:{sign}{".4f" if is_loss else ",.0f" if whole else ".4g"}}'
 
-    if row.low is None or row.high is None:
-        return number(row.value)
-    return f'{number(row.value)} [{number(row.low)}, {number(row.high)}]'
+    text = number(row.value)
+    if row.low is not None and row.high is not None:
+        text += f' [{number(row.low)}, {number(row.high)}]'
+    return f'{text} {row.unit}' if with_unit and row.unit else text
 
 
 def _expected(row: Row) -> str:
     """'16', '0 ± 1e-12', '-' where nothing is expected."""
     if row.expected is None:
         return NONE
-    value = Row(row.quantity, row.kind, {}, row.expected, row.speaks, row.unit)
-    return amount(value) + (f' ± {row.tolerance:.3g}' if row.tolerance else '')
+    expected = amount(dataclasses.replace(row, value=row.expected, low=None), with_unit=False)
+    return expected + (f' ± {row.tolerance:.3g}' if row.tolerance else '')
 
 
 def _shared(claim: ClaimResult) -> str:
@@ -295,7 +282,7 @@ def _tables(claim: ClaimResult) -> list[str]:
         titles = [('arm', True), *((title, False) for title in PARTS.values()), ('verdict', True)]
         cells = [
             [
-                *(amount(line.rows.get(kind)) for kind in PARTS),
+                *(amount(line.rows[k], False) if k in line.rows else NONE for k in PARTS),
                 line.decision or NONE,
                 _spoken(line.rows.values()),
             ]
@@ -304,7 +291,7 @@ def _tables(claim: ClaimResult) -> list[str]:
         made.append(_table(titles, lines, cells))
     if others := [row for row in claim.rows if row.kind not in PARTS]:
         titles = [('quantity', True), ('value', False), ('expected', False)]
-        cells = [[f'{amount(r)} {r.unit}'.strip(), _expected(r), _spoken([r])] for r in others]
+        cells = [[amount(row), _expected(row), _spoken([row])] for row in others]
         made.append(_table(titles, others, cells))
     return made
 
@@ -339,70 +326,57 @@ def has_figure(claim: ClaimResult) -> bool:
 
 
 def claim_figure(claim: ClaimResult) -> Drawing:
-    """A panel at the baseline's shape and one at equal parameter count, with the decisions.
-
-    A line has the shortest name that tells it apart.
-    """
+    """A panel at the baseline's shape and one at equal parameter count, with the decisions."""
     lines = compared(claim.rows)
-    chosen = varying(lines)
-
-    def num_names(names: Sequence[str]) -> int:
-        return len({(line.quantity, *(line.context.get(name) for name in names)) for line in lines})
-
-    for name in reversed(chosen):
-        others = [other for other in chosen if other != name]
-        chosen = others if num_names(others) == num_names(chosen) else chosen
-    several = len({line.quantity for line in lines}) > 1 or not chosen
+    quantities = {line.quantity for line in lines}
+    # Contexts tell lines apart, unless what is compared does.
+    contexts = [] if len(quantities) == len(lines) else varying(lines)
     panels = []
     for kind in SHAPES:
         drawn = []
         for line in (line for line in lines if kind in line.rows):
-            row, reported = line.rows[kind], None
+            row, reported, names = line.rows[kind], None, located(line, contexts)
             if row.expected is not None and row.tolerance is not None:
                 reported = row.expected - row.tolerance, row.expected + row.tolerance
-            where = [short(line.quantity, _QUANTITY)] * several + located(line, chosen)
+            if len(quantities) > 1 or not names:
+                names = [short(line.quantity, _QUANTITY), *names]
             drawn.append(
                 Line(
                     row.quantity,
                     *(row.value, row.low, row.high),
                     right=row.decision or '',
                     is_decided=row.speaks in (Speaks.FOR, Speaks.AGAINST),
-                    name=', '.join(where),
+                    name=', '.join(names),
                     reported=reported,
                 )
             )
         if drawn:
             panels.append(Panel(drawn, f'difference ({UNIT})', SHAPES[kind][0], 0.0))
-    name = f'{claim.name.lower()}_differences'
-    return _drawing(name, panels, [line.quantity for line in lines])
+    return _drawing(f'{claim.name.lower()}_differences', panels)
 
 
 def answers_figure(answers: Sequence[export.Answer]) -> Drawing | None:
     """The difference of each change in a decoder at equal parameter count; None without any."""
-    rows = {answer.name: row for answer in answers if (row := answer.row('decoder', Kind.MATCHED))}
     decided = [decision.value for decision in DECIDED]
     lines = [
         Line(
             row.decision or '',
             *(row.value, row.low, row.high),
-            name=f'{name}: {row.decision}',
+            name=f'{answer.name}: {row.decision}',
             is_decided=row.decision in decided,
         )
-        for name, row in rows.items()
+        for answer in answers
+        if (row := answer.row(*DECIDED_IN))
     ]
-    if not lines:
-        return None
     panel = Panel(lines, f'difference ({UNIT})', SHAPES[Kind.MATCHED][0], 0.0)
-    decisions = sorted({line.arm for line in lines})
-    return _drawing('answers', [panel], decisions, Decision.NO_VERDICT.value, far=math.inf)
+    return _drawing('answers', [panel], Decision.NO_VERDICT.value, far=math.inf) if lines else None
 
 
-def _drawing(
-    stem: str, panels: Sequence[Panel], arms: Sequence[str], black: str = '', **limits: float
-) -> Drawing:
-    """A forest whose panels have one scale; `arms` are those of its lines, one of them black."""
-    look = styles(list(dict.fromkeys(arms)), black)
-    reach = limits_of([line for panel in panels for line in panel.lines], 0.0, **limits)
+def _drawing(stem: str, panels: Sequence[Panel], black: str = '', **limits: float) -> Drawing:
+    """A forest whose panels have one scale; lines of the arm `black` are black."""
+    lines = [line for panel in panels for line in panel.lines]
+    look = styles(list(dict.fromkeys(line.arm for line in lines)), black)
+    reach = limits_of(lines, 0.0, **limits)
     with style_sheet():
         figure = forest(panels, look, 'no difference', None, reach, longest=_LONGEST)
     return Drawing(figure, stem)

@@ -47,26 +47,26 @@ def language_model(
     learning_rates: tuple[float, ...] = RATES,
     seeds: int = 10,
     sequences: int = 2048,
-    data: str | None = None,
     **fields: Any,
 ) -> Config:
     """A byte-level language model of two layers; at scale gpu, twelve layers and BPE pieces.
 
     `learning_rates` are those of the screening at scale cpu; at scale gpu, a sixteenth of them.
-    `sequences` of each split are evaluated at scale cpu. `data` is the corpus below scale gpu,
-    stdlib by default. With `kind='encoder'` it restores masked tokens.
+    `sequences` of each split are evaluated at scale cpu. With `kind='encoder'` it restores masked
+    tokens.
     """
+    is_large = scale == 'gpu'
+    pieces = 16384 if is_large else 256
     model: dict[str, Any] = {
         'num_layers': pick(scale, smoke=2, cpu=2, gpu=12),
         'num_heads': pick(scale, smoke=2, cpu=2, gpu=12),
         'context': pick(scale, smoke=16, cpu=64, gpu=1024),
+        'vocab_size': pieces + (fields.get('kind') == 'encoder'),  # one more, for the mask
     }
-    corpus: dict[str, Any] = {'name': data} if data else {}
-    if scale == 'gpu':
-        model |= {'vocab_size': 16384, 'compute_dtype': 'bfloat16'}
-        corpus = {'name': 'tfds:wiki40b/en', 'tokenizer': 'bpe', 'tokenizer_size': 16384}
-    if fields.get('kind') == 'encoder':  # one more, for the mask
-        model['vocab_size'] = pick(scale, smoke=257, cpu=257, gpu=16385)
+    corpus: dict[str, Any] = {}
+    if is_large:
+        model |= {'compute_dtype': 'bfloat16'}
+        corpus = {'name': 'tfds:wiki40b/en', 'tokenizer': 'bpe', 'tokenizer_size': pieces}
     return Config(
         model=ModelConfig(**model | fields),
         data=DataConfig(**corpus, eval_sequences=pick(scale, smoke=512, cpu=sequences, gpu=4096)),
@@ -112,6 +112,7 @@ def translator(
     is_large, pieces = scale == 'gpu', pick(scale, smoke=500, cpu=1000, gpu=8192)
     num_steps = pick(scale, smoke=20, cpu=steps, gpu=6000)
     train = _train(scale, num_steps, pick(scale, smoke=8, cpu=batch_size, gpu=64))
+    sources = pick(scale, smoke=8, cpu=64, gpu=None)
     return Config(
         model=ModelConfig(
             kind='encoder_decoder',
@@ -134,12 +135,7 @@ def translator(
         optimizer=dataclasses.replace(_optimizer(scale), beta2=0.98),
         train=dataclasses.replace(train, label_smoothing=0.1),
         trials=_trials(scale, learning_rates, seeds),
-        decode=pick(
-            scale,
-            smoke=DecodeConfig(beam=1, max_sources=8),
-            cpu=DecodeConfig(beam=1, max_sources=64),
-            gpu=DecodeConfig(beam=4),
-        ),
+        decode=DecodeConfig(beam=4 if is_large else 1, max_sources=sources),
     )
 
 
@@ -152,7 +148,6 @@ def trained_translator(scale: str) -> Config:
 def protocol(
     scale: str,
     *,
-    longer: bool = False,
     equal_shape: bool = True,
     choice: Choice = 'vertex',
     max_excess: float | None = None,
@@ -160,7 +155,6 @@ def protocol(
 ) -> dict[str, Any]:
     """The fields `tuning`, `tolerance` and `controls` of a study.
 
-    `longer` trains decided arms, and the baseline, again on four times the tokens;
     `equal_shape` trains each arm at the baseline's shape, too; `choice` is of a swept setting,
     whose loss `max_excess` bounds, at scale cpu, where `screening` seeds are the first.
     """
@@ -177,11 +171,7 @@ def protocol(
             gpu=TuningConfig(seeds=(SCREENING,), max_seeds=3, choice=choice),
         ),
         'tolerance': pick(scale, smoke=5e-3, cpu=2e-3, gpu=1e-3),
-        'controls': ControlsConfig(
-            equal_shape=equal_shape,
-            longer=4 if longer else None,
-            longer_seeds=tuple(range(pick(scale, smoke=2, cpu=4, gpu=4))) if longer else (),
-        ),
+        'controls': ControlsConfig(equal_shape=equal_shape, longer=None, longer_seeds=()),
     }
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 
 from qkattn.claims.claim import Claim, Measure, Row
 from qkattn.config import Study, from_config_dict
-from qkattn.errors import ConfigError, DiskError, ProcessError, ReportError
+from qkattn.errors import ConfigError, ReportError
 from qkattn.jobs import cli
 from qkattn.jobs.display import waiting
 from qkattn.report import write_report
@@ -20,7 +20,7 @@ from qkattn.report.tables import text_table
 from qkattn.storage.files import check_directory, make_directory
 from qkattn.storage.records import START, read_json, write_json
 from qkattn.storage.run_directory import describe_start
-from qkattn.study import declaration, estimate, local_workers, plan, stored, yardsticks
+from qkattn.study import estimate, local_workers, plan, yardsticks
 from qkattn.study.arms import build_arms
 from qkattn.verdict import Findings, load_findings
 from qkattn.verdict import Study as LoadedStudy
@@ -82,8 +82,7 @@ class Results:
     def problem(self, name: str) -> str | None:
         """What a study lacks to decide a claim alone; None if it has the results of its plan."""
         loaded = self.study(name)
-        files = (self.directory / name / file for file in ('results.jsonl', stored.RUNS))
-        if loaded is None and any(f.exists() and f.stat().st_size for f in files):
+        if loaded is None and (self.directory / name / 'study.json').exists():
             return f'cannot be used: {self._read[name]}'
         if not self.has(name):
             return 'has no results'
@@ -91,14 +90,6 @@ class Results:
             return f'lacks the results of {counted(left, "run")}'
         problems = loaded.study.problems if loaded else ()
         return f'is damaged: {problems[0]}' if problems else None
-
-    def recorded(self, name: str) -> dict[str, Any] | None:
-        """How the process that recorded a measure started, and `seconds`; None if none did.
-
-        RunDirectoryError if the file is damaged.
-        """
-        path = recording(self.directory / name)
-        return read_json(path, {'start': START, 'seconds': float}) if path.exists() else None
 
     def rows(self, measure: Measure) -> list[Row]:
         """The rows of a measure; none before it has recorded, or before its study has results."""
@@ -125,59 +116,40 @@ def names_of(claims: Iterable[Claim]) -> list[str]:
 
 
 def check_workdir(claims: Iterable[Claim], scale: str, directory: Path) -> None:
-    """Raises ConfigError for a directory of one study, or one that lacks a study without config."""
-    if (directory / 'study.json').exists():
+    """Raises ConfigError for the directory of a study or run, and for studies of another scale."""
+    if any((directory / file).exists() for file in ('study.json', 'config.json')):
         raise ConfigError(
-            f'workdir={directory} is the directory of one study; claims need another, which has a '
-            'directory for each study'
+            f'workdir={directory} is the directory of a study or run; claims need another, which '
+            'has a directory for each study'
         )
-    declaration.require_no_run(directory)
-    for claim in claims:
-        for name in dict.fromkeys(expected.study for expected in claim.expectations):
-            if study_of(name, scale) is None and not (directory / name).is_dir():
-                raise ConfigError(
-                    f'claim {claim.name}: study {name!r} is none of configs/claims; train it with '
-                    f'{cli.script("ablate")} --workdir={directory / name}, then decide with '
-                    '--notrain'
-                )
+    for name in names_of(claims):
+        study, path = study_of(name, scale), directory / name / 'study.json'
+        sizes = read_json(path, {'sizes': tuple[str, ...]})['sizes'] if path.is_file() else ()
+        if study and sizes and not {*sizes} & {*study.sizes}:
+            raise ConfigError(
+                f'{path.parent} has the sizes {", ".join(sizes)}, but at scale {scale} the study '
+                f'has {", ".join(study.sizes)}; give another scale or another workdir'
+            )
 
 
-def train(
-    claims: Iterable[Claim], scale: str, directory: str | Path, workers: int | None
-) -> dict[str, Exception]:
+def train(claims: Iterable[Claim], scale: str, directory: Path, workers: int | None) -> None:
     """Trains each study of the claims once, then records measures; the same call resumes.
 
-    A study that cannot be trained, or whose workers give up, does not stop the others: returns the
-    reasons by name. `workers` as in `local_workers.run`; 1 is this process. DiskError if nothing
-    can be written; Stopped on SIGTERM or Ctrl-C, with the state saved.
+    `workers` as in `local_workers.run`, which raises; 1 is this process. DiskError if nothing can
+    be written; Stopped on SIGTERM or Ctrl-C, with the state saved.
     """
     claims, path = list(claims), check_directory(directory)
-    names, failed = names_of(claims), dict[str, Exception]()
-    studies = {name: study for name in names if (study := study_of(name, scale))}
-
-    def attempt(name: str, job: Callable[..., Any], *arguments: Any) -> None:
-        if name in failed:
-            return
-        log.info('study %s, %d of %d', name, names.index(name) + 1, len(names))
-        try:
-            job(*arguments)
-        except DiskError:
-            raise  # the others could not be saved either
-        except (ConfigError, ProcessError) as error:
-            failed[name] = error
-            log.error('study %s: %s', name, error)
-
-    for name, study in studies.items():
-        arms = partial(build_arms, study)
-        attempt(name, local_workers.run, study, arms, path / name, workers)
-    # After all training: workers start from a process that has no threads of JAX yet.
+    studies = {name: study for name in names_of(claims) if (study := study_of(name, scale))}
+    for number, (name, study) in enumerate(studies.items(), start=1):
+        log.info('study %s, %d of %d', name, number, len(studies))
+        local_workers.run(study, partial(build_arms, study), path / name, workers)
+    # After all training: this process takes memory of a GPU as soon as it computes.
     for name, study in studies.items():
         if study.tuning.seeds:
-            attempt(name, yardsticks.record_finished, path / name)
+            yardsticks.record_finished(path / name)
     for measure in (measure for claim in claims for measure in claim.measures):
         if measure.record:
-            attempt(measure.study, _record, path / measure.study, measure.record, scale)
-    return failed
+            _record(path / measure.study, measure.record, scale)
 
 
 def _record(study: Path, record: Callable[[str], dict[str, Any]], scale: str) -> None:
@@ -197,31 +169,24 @@ def report(names: Iterable[str], directory: Path) -> None:
     """Writes the report of each study with newer results; each report counts as a look."""
     for name in names:
         results, page = (directory / name / file for file in ('results.jsonl', 'report.html'))
-        if not results.exists() or not results.stat().st_size:
-            continue
-        if not page.exists() or page.stat().st_mtime < results.stat().st_mtime:
+        times = [path.stat().st_mtime if path.exists() else 0.0 for path in (page, results)]
+        if times[0] < times[1] and results.stat().st_size:
             with waiting(name, 'writing the report'):
                 write_report(directory / name)
 
 
-def costs(claims: Iterable[Claim], scale: str) -> str:
-    """A table of the plans of the studies of claims, with their sum.
-
-    Arms that are trained longer are counted as if all were.
-    """
-    claims = list(claims)
-    lines: list[tuple] = []
-    for name in names_of(claims):
+def costs(names: Iterable[str], scale: str) -> str:
+    """A table of the plans of studies, with their sum."""
+    planned: dict[str, tuple[float, ...]] = {}
+    for name in names:
         if study := study_of(name, scale):
             with waiting(name, 'planning'):
-                runs = plan.imagined(study, build_arms(study))
-            serves = ','.join(claim.name for claim in claims if name in claim.studies)
-            lines.append((name, serves, *estimate.cost(runs)))
-    sums = [sum(line[column] for line in lines) for column in range(2, 6)]
-    titles = [('study', True), ('claims', True)]
-    titles += [(name, False) for name in ('runs', 'trials', 'tokens', 'FLOPs')]
+                planned[name] = estimate.cost(plan.imagined(study, build_arms(study)))
+    sums = (sum(cost[column] for cost in planned.values()) for column in range(4))
+    planned['total'] = tuple(sums)
     rows = [
-        [name, serves, f'{runs:,}', f'{trials:,}', f'{tokens:.3g}', f'{flops:.3g}']
-        for name, serves, runs, trials, tokens, flops in [*lines, ('total', '', *sums)]
+        [name, f'{runs:,}', f'{trials:,}', f'{tokens:.3g}', f'{flops:.3g}']
+        for name, (runs, trials, tokens, flops) in planned.items()
     ]
+    titles = [(name, name == 'study') for name in ('study', 'runs', 'trials', 'tokens', 'FLOPs')]
     return text_table(titles, rows)

@@ -71,15 +71,14 @@ def test_rows_tell_what_was_removed_from_what_was_reinvested(results):
     assert removed.context == context
 
 
-def test_a_pair_is_compared_with_each_other_in_each_length_of_training(results):
+def test_a_pair_is_compared_with_each_other(results):
     first, reverse = (
         decide(claim(expect(one, 'worse', versus=other, label='the pair')), 'cpu', results)
         for one, other in (('qk/k_is_v', 'qk/no_v'), ('qk/no_v', 'qk/k_is_v'))
     )
-    assert first.verdict is HOLDS and reverse.verdict is ClaimVerdict.FAILS
-    rows = deciding(first.rows)
-    assert [row.context['steps'] for row in rows] == ['500', '2000']
-    assert rows[0].value == pytest.approx(0.0672, abs=1e-4) and rows[0].quantity == 'the pair'
+    assert first.verdict is HOLDS_HERE and reverse.verdict is FAILS_HERE
+    (row,) = deciding(first.rows)
+    assert row.value == pytest.approx(0.0672, abs=1e-4) and row.quantity == 'the pair'
 
 
 def test_a_claim_that_holds_in_some_contexts_names_them(results):
@@ -93,12 +92,11 @@ def test_a_claim_that_holds_in_some_contexts_names_them(results):
     assert decide(worded, 'cpu', results).condition == 'keys have a length'
 
 
-def test_a_claim_is_one_family(added, results):
+def test_a_claim_is_one_family(added):
     """All rows at once are tested at the error rate; to tell them apart, each at its share."""
-    loaded = added.study('lm_added')
     names = ('double/double', 'full_size/vo', 'nonlinear_query/vo')
     worse = [expect(name, 'worse', study='lm_added') for name in names]
-    every = [case for expected in worse for case in cases(expected, loaded)]
+    every = [case for expected in worse for case in cases(expected, added.study('lm_added'))]
     together, apart = ([item.verdict for item in evidence(every, n)] for n in (1, 3))
     assert [verdict.num_comparisons for verdict in together + apart] == [1, 1, 1, 3, 3, 3]
     assert together[0].p_holm < apart[0].p_holm
@@ -106,16 +104,13 @@ def test_a_claim_is_one_family(added, results):
     decided = decide(claim(*worse), 'cpu', added)
     alone = evidence(every, 3)[2]
     assert decided.rows[2] == alone.row and decided.needed == needed(alone)[1]
-    # At two lengths of training, or of a study that is not there.
-    longer = expect(PLAIN, 'worse')
-    assert [len(cases(longer, one)) for one in (results.study('fair_small'), None)] == [2, 1]
 
 
-def test_an_undecided_claim_says_what_would_decide_it(results):
-    decided = decide(claim(expect('qk/k_is_v', 'worse')), 'cpu', results)
-    parts = ('seeds in place of 6', '0.022 nats/token', '70,850 parameters', '2,048,000 tokens')
+def test_an_undecided_claim_says_what_would_decide_it(added, results):
+    decided = decide(claim(expect('nonlinear_query/vo', 'worse', 'lm_added')), 'cpu', added)
+    parts = ('seeds in place of 8', '0.01 nats/token', '258,528 parameters', '4,096,000 tokens')
     assert decided.verdict is UNDECIDED and all(part in decided.needed for part in parts)
-    decided = decide(claim(expect(PLAIN, 'worse', study='mlm_small')), 'cpu', results)
+    decided = decide(claim(expect(PLAIN, 'worse', 'mlm_small')), 'cpu', results)
     assert decided.verdict is UNDECIDED and 'not tuned' in decided.needed
     assert decided.rows[0].value > 0.1 and decided.rows[0].decision == 'no verdict'
     # Of an arm below the margin, the distance from it; seeds do not make up for a coarse sweep.
@@ -135,32 +130,26 @@ def test_missing_results_are_named_and_needed_first(results, committed, tmp_path
     assert decided.verdict is UNDECIDED and decided.studies == ('fair_small',)
     assert decided.missing == ('study masked has no results',)
     assert decided.needed == '--scale=cpu: masked'
-    read = claim(expect('qk/k_is_v', 'worse'), measures=(Measure('fair_small', lambda path: []),))
-    decided = decide(read, 'cpu', results)
-    assert decided.missing == ('the logs of study fair_small lack what a measurement reads',)
-
-    shutil.copytree(committed / 'claims/cpu/lm_added', tmp_path / 'lm_added')
-    path = tmp_path / 'lm_added/results.jsonl'
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text(''.join(x for x in lines if '"variant": "full_size/vo"' not in x))
-    decided = decide(claim(expect('full_size/vo', 'better', 'lm_added')), 'cpu', Results(tmp_path))
+    # Results of a run, then its losses by document, then the declaration.
+    study = shutil.copytree(committed / 'claims/cpu/lm_added', tmp_path / 'lm_added')
+    full_size = claim(expect('full_size/vo', 'better', 'lm_added'))
+    results_file = study / 'results.jsonl'
+    lines = results_file.read_text()
+    kept = (x for x in lines.splitlines(keepends=True) if '"variant": "full_size/vo"' not in x)
+    results_file.write_text(''.join(kept))
+    decided = decide(full_size, 'cpu', Results(tmp_path))
     assert (decided.verdict, decided.rows) == (UNDECIDED, ())
     assert 'lacks the results of' in decided.missing[0]
     assert 'full_size/vo at d_model=96 on stdlib has no difference' in decided.missing[1]
     assert decided.needed == '--scale=cpu: lm_added'
-
-
-def test_a_damaged_study_is_named_and_its_claims_stay_undecided(committed, tmp_path):
-    shutil.copytree(committed / 'fair_small', tmp_path / 'fair_small')
-    pattern = 'fair_small/runs/qk-k_is_v-d_model=48-verdict-*/documents.json'
-    (documents,) = tmp_path.glob(pattern)
-    documents.unlink()
-    decided = decide(claim(expect('qk/k_is_v', 'worse')), 'cpu', Results(tmp_path))
+    results_file.write_text(lines)
+    next(study.glob('runs/full_size-*-verdict-*/documents.json')).unlink()
+    decided = decide(full_size, 'cpu', Results(tmp_path))
     assert decided.verdict is UNDECIDED and len(decided.missing) == 1
     assert decided.missing[0].endswith('has results, but documents.json is missing')
-    (tmp_path / 'fair_small/study.json').write_text('{"a"')
-    decided = decide(claim(expect('qk/k_is_v', 'worse')), 'cpu', Results(tmp_path))
-    assert decided.missing[0].startswith('study fair_small cannot be used: ')
+    (study / 'study.json').write_text('{"a"')
+    decided = decide(full_size, 'cpu', Results(tmp_path))
+    assert decided.missing[0].startswith('study lm_added cannot be used: ')
 
 
 def test_an_arm_that_the_study_does_not_declare_is_refused(results):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import json
 import runpy
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from qkattn.claims.claim import Claim, Expectation, Measure
 from qkattn.claims.declared import d_two_in_a_row
 from qkattn.claims.protocol import SCALES
 from qkattn.config import from_config_dict
-from qkattn.errors import ConfigError, DiskError, ProcessError
+from qkattn.errors import ConfigError
 from qkattn.storage.records import START
 from qkattn.study.arms import build_arms
 from qkattn.study.tuning import screening_seeds
@@ -46,9 +47,10 @@ def test_claims_are_chosen_by_name_or_import_path(tmp_path, monkeypatch):
 
 
 def test_an_expectation_of_another_relation_or_shape_is_refused():
-    for fields, name in (({'relation': 'no_worse'}, 'relation'), ({'at': 'equal'}, 'at')):
-        with pytest.raises(ConfigError, match=f"{name}='.*' of an expectation must be one of"):
-            Expectation(**{'study': 'lm', 'variant': 'qk/no_v', 'relation': 'better'} | fields)
+    for field, value in (('relation', 'no_worse'), ('at', 'equal')):
+        fields = {'study': 'lm', 'variant': 'qk/no_v', 'relation': 'better', field: value}
+        with pytest.raises(ConfigError, match=f"{field}='{value}' of an expectation must be one"):
+            Expectation(**fields)
 
 
 @pytest.mark.parametrize('scale', SCALES)
@@ -83,8 +85,6 @@ def test_studies_are_trained_and_then_measures_recorded_once(tmp_path, monkeypat
     def run(*arguments):
         path = signature.bind(*arguments).arguments['workdir']
         done.append(path.name)
-        if path.name == 'masked':
-            raise error
 
     def record(scale):
         done.append('recorded')
@@ -93,18 +93,13 @@ def test_studies_are_trained_and_then_measures_recorded_once(tmp_path, monkeypat
     monkeypatch.setattr(studies.local_workers, 'run', run)
     claim = Claim(
         **dict.fromkeys(('name', 'title', 'statement', 'source', 'rule'), 'A.'),
-        expectations=tuple(Expectation(s, 'qk/no_o', 'worse') for s in ('cross', 'masked', 'rank')),
+        expectations=tuple(Expectation(s, 'qk/no_o', 'worse') for s in ('cross', 'masked')),
         measures=(Measure('own', lambda _: [], record),),
     )
-    assert claim.studies == ('cross', 'masked', 'rank', 'own')
-    error = ProcessError('workers died')
+    assert claim.studies == ('cross', 'masked', 'own')
     for _ in range(2):
-        assert studies.train([claim, claim], 'smoke', tmp_path, 1) == {'masked': error}
-    assert done == ['cross', 'masked', 'rank', 'recorded', 'cross', 'masked', 'rank']
-    kept = studies.Results(tmp_path).recorded('own')
+        studies.train([claim, claim], 'smoke', tmp_path, 1)
+    assert done == ['cross', 'masked', 'recorded', 'cross', 'masked']
+    kept = json.loads(studies.recording(tmp_path / 'own').read_text())
     assert kept['scale'] == 'smoke' and kept['seconds'] >= 0
     assert kept['start'].keys() == START.keys()  # no user, no host, no path
-    error = DiskError('full')  # the others could not be saved either
-    with pytest.raises(DiskError):
-        studies.train([claim], 'smoke', tmp_path, 1)
-    assert done[-2:] == ['cross', 'masked']

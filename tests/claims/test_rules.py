@@ -68,24 +68,21 @@ def test_one_side_of_the_margin_suffices():
 
 
 def test_a_reported_number_needs_the_validation_split():
-    def spoken(low, high, validation, **fields):
-        verdict, comparison = arm(0.0125, validation, **fields)
+    diverged, withheld = {'reasons': DIVERGED}, {'decision': Decision.NO_VERDICT}
+    for low, high, validation, fields, expected in (
+        (0.011, 0.014, 0.012, {}, FOR),
+        (0.011, 0.014, 0.016, {}, OPEN),
+        (-0.02, -0.01, -0.02, {}, AGAINST),
+        (-0.02, -0.01, 0.012, {}, OPEN),
+        (0.02, 0.03, 0.02, {}, AGAINST),
+        (0.001, 0.012, 0.012, {}, OPEN),
+        (None, None, 0.012, {}, OPEN),
+        *((0.011, 0.014, 0.012, fields, OPEN) for fields in (diverged, withheld)),
+    ):
         reported = {'low': low, 'high': high, 'expected': 0.0125, 'tolerance': 0.0025}
         given = dataclasses.replace(row(OPEN), **reported)
-        return rules.finding(given, 'as_reported', verdict, comparison)[1]
-
-    for low, high, validation, expected in (
-        (0.011, 0.014, 0.012, FOR),
-        (0.011, 0.014, 0.016, OPEN),
-        (-0.02, -0.01, -0.02, AGAINST),
-        (-0.02, -0.01, 0.012, OPEN),
-        (0.02, 0.03, 0.02, AGAINST),
-        (0.001, 0.012, 0.012, OPEN),
-        (None, None, 0.012, OPEN),
-    ):
-        assert spoken(low, high, validation) == expected
-    for fields in ({'reasons': DIVERGED}, {'decision': Decision.NO_VERDICT}):
-        assert spoken(0.011, 0.014, 0.012, **fields) == OPEN
+        made = rules.finding(given, 'as_reported', *arm(0.0125, validation, **fields))
+        assert made[1] == expected
 
 
 def test_verdict_over_contexts():
@@ -101,21 +98,13 @@ def test_verdict_over_contexts():
     ):
         rows = [row(speaks, size=str(place)) for place, speaks in enumerate(spoken)]
         assert rules.verdict(rows) is expected
-        partial = expected is ClaimVerdict.HOLDS_ONLY_IF
-        partial = expected if partial else ClaimVerdict.UNDECIDED
-        assert rules.verdict(rows, complete=False) is partial
-
-
-def test_another_variant_is_no_other_setting_and_theorems_need_none():
+        if expected is not ClaimVerdict.HOLDS_ONLY_IF:
+            assert rules.verdict(rows, complete=False) is ClaimVerdict.UNDECIDED
+    # Another variant is no other setting, and theorems need none.
     rows = [row(FOR, size='a', variant=name) for name in 'bc']
     theorem = [dataclasses.replace(one, kind=Kind.EXACT) for one in rows]
-    for given, expected in (
-        (rows, ClaimVerdict.HOLDS_HERE),
-        ([*rows, row(FOR, size='d')], ClaimVerdict.HOLDS),
-        (theorem, ClaimVerdict.HOLDS),
-        ([*theorem, *rows], ClaimVerdict.HOLDS_HERE),
-    ):
-        assert rules.verdict(given) is expected
+    assert rules.verdict(rows) is rules.verdict([*theorem, *rows]) is ClaimVerdict.HOLDS_HERE
+    assert rules.verdict(theorem) is ClaimVerdict.HOLDS
     # Of one context, what speaks against it counts.
     same = [row(speaks, size='a') for speaks in (FOR, OPEN, AGAINST)]
     assert rules.truths(same) == {(('size', 'a'),): AGAINST}

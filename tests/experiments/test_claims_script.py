@@ -40,27 +40,11 @@ def test_claims_are_listed(printed):
     assert 'E3  Positive control: one matrix' in printed('claims', '--list')
 
 
-def test_a_study_that_is_no_config_has_to_be_trained_before(refusal, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    texts = "name='Z', title='z', statement='Z.', source='z', rule='z'"
-    claim = f"Claim({texts}, expectations=(Expectation('mine', 'qk/vo', 'worse'),))"
-    imports = 'from qkattn.claims.claim import Claim, Expectation'
-    (tmp_path / 'my_claim.py').write_text(f'{imports}\nCLAIM = {claim}\n')
-    sentence = refusal('claims', 'my_claim:CLAIM', '--workdir=w')
-    assert "study 'mine' is none of configs/claims" in sentence
-    assert not (tmp_path / 'w').exists()
-
-
 def test_partial_results_are_decided_and_what_is_missing_is_named(printed, workdir):
     text = printed('claims', '--notrain', f'--workdir={workdir}')
-    for part in (
-        *('E7  holds', 'E8  holds', 'E9  undecided'),
-        'study masked has no results',
-        '1 of 2 studies have results; none: masked',
-    ):
+    for part in ('E7  holds', 'E8  holds', 'E9  undecided', 'study masked has no results'):
         assert part in text
-    verdicts = [claim.verdict for claim in read_claims(workdir)]
-    assert verdicts == [ClaimVerdict.HOLDS, ClaimVerdict.HOLDS, ClaimVerdict.UNDECIDED]
+    assert not (workdir / 'claims.json').exists()
 
 
 def test_an_export_is_decided_again_and_a_changed_verdict_is_found(
@@ -70,20 +54,19 @@ def test_an_export_is_decided_again_and_a_changed_verdict_is_found(
     monkeypatch.setattr(pages, 'write_page', drawn.append)
     kept = tmp_path / 'kept'
     shutil.copytree(workdir / 'fair_small', workdir / 'scaling')  # belongs to no claim
-    arguments = ['--notrain', f'--workdir={workdir}', f'--export={kept}']
-    printed('claims', 'E7', 'E8', *arguments)
+    printed('claims', '--notrain', f'--workdir={workdir}', f'--export={kept}')
     assert drawn == [str(kept)]
     assert all((kept / name / 'study.json').exists() for name in ('fair_small', 'scaling'))
     stored = read_claims(kept)
     assert [claim.name for claim in stored] == ['E7', 'E8', 'E9']
-    assert export.check(kept) == sum(len(claim.rows) for claim in stored) == 1 + 4 + 4
+    assert export.check(kept) == sum(len(claim.rows) for claim in stored) == 1 + 3 + 3
     one, two, three = stored
     failed = dataclasses.replace(one, verdict=ClaimVerdict.FAILS)
     rows = (dataclasses.replace(two.rows[0], value=0.0), *two.rows[1:])
     answer = Answer('drop W_Q', 'query_free/vo', -0.25)
     for file, values, message in (
         (CLAIMS, [failed, two, three], "verdict of E7 is 'fails', but its checks and .*"),
-        (CLAIMS, [one, dataclasses.replace(two, rows=rows), three], 'value of row 0 of E8 is 0.0'),
+        (CLAIMS, [one, dataclasses.replace(two, rows=rows), three], 'rows.0.value of E8 is 0.0'),
         (CLAIMS, [one, two], 'E9 differ'),
         (ANSWERS, [answer], 'drop W_Q differ'),
     ):
@@ -93,25 +76,20 @@ def test_an_export_is_decided_again_and_a_changed_verdict_is_found(
         write(kept, CLAIMS, stored)
 
 
-def test_a_workdir_of_something_else_is_refused_and_kept(refusal, printed, workdir):
-    """One study, claims of another scale, damaged claims."""
-    study, claims = workdir / 'fair_small', workdir / 'claims.json'
-    printed('claims', 'E7', f'--workdir={workdir}')
-    kept, files = claims.read_bytes(), sorted(study.iterdir())
-    for flags, directory, sentence in (
-        (['--train'], study, 'is the directory of one study; claims need another'),
-        (['--notrain'], study, f'workdir={study} is the directory of one study'),
-        (['--scale=smoke'], workdir, 'holds claims at scale cpu; give another'),
-    ):
-        assert sentence in refusal('claims', 'E7', *flags, f'--workdir={directory}')
-    assert claims.read_bytes() == kept and sorted(study.iterdir()) == files
-    claims.write_text('[{"name": "E7"}]')
-    sentence = refusal('claims', 'E7', f'--workdir={workdir}')
-    assert f'{claims} is damaged' in sentence and 'move it away: the studies beside' in sentence
-    assert claims.read_text() == '[{"name": "E7"}]'
+def test_a_workdir_of_something_else_is_refused_and_kept(refusal, workdir):
+    """One study, and studies of another scale."""
+    study = workdir / 'fair_small'
+    shutil.copytree(study, workdir / 'masked')
+    files = sorted(workdir.rglob('*'))
+    for train in ('--train', '--notrain'):
+        sentence = refusal('claims', 'E7', train, f'--workdir={study}')
+        assert 'is the directory of a study or run; claims need another' in sentence
+        sentence = refusal('claims', 'E9', train, f'--workdir={workdir}')
+        assert 'masked has the sizes d_model=48, but at scale cpu the study has' in sentence
+    assert sorted(workdir.rglob('*')) == files
 
 
 def test_a_plan_has_a_line_for_each_study(printed):
     lines = printed('claims', 'B7', '--scale=gpu', '--dry_run').splitlines()
     assert [line.split()[0] for line in lines] == ['study', '-----', 'rank', 'total']
-    assert lines[2].split()[:2] == ['rank', 'B7'] and lines[2].split()[2:] == lines[3].split()[1:]
+    assert lines[2].split()[1:] == lines[3].split()[1:]

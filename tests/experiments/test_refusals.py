@@ -43,13 +43,13 @@ CASES = [
     (*TRAIN, '--dry_run', "--config.train.metrics=('top_5',)", "'top_5' must be an import path"),
     # Claims.
     ('claims', 'E33', "unknown claim 'E33', did you mean 'E3'?"),
-    ('claims', 'E3', '--workdir=DIRECTORY is required for E3'),
+    ('claims', 'E3', '--workdir=DIRECTORY is required'),
     ('claims', 'E3', '--workers=two', '--workers=two must be auto or a number'),
     ('claims', '--claims=', '--claims is empty; give names as in B2,C1'),
-    ('claims', 'A2', '--export=kept', '--export takes the studies of --workdir=DIRECTORY'),
-    ('claims', 'A2', '--workdir=gs://a/b', 'workdir=gs://a/b is in a bucket; claims need a direc'),
-    ('claims', 'A2', '--workdir=nowhere', '--notrain', 'workdir=nowhere does not exist'),
-    ('claims', 'A2', '--workdir=run.py', 'workdir=run.py is a file; give a directory'),
+    ('claims', 'A2', '--export=kept', '--export=kept keeps all claims; leave out their names'),
+    ('claims', 'A2', '--workdir=gs://a/b', 'workdir=gs://a/b is in a bucket; claims need one'),
+    ('claims', 'A2', '--workdir=nowhere', '--notrain', 'workdir=nowhere is no directory'),
+    ('claims', 'A2', '--workdir=run.py', 'run.py cannot be used (Not a directory)'),
     # Models.
     ('translate', '--source=run', '--text=a', 'only an encoder_decoder translates'),
     ('translate', '--source=pair', '--text=a', 'is not the directory of a training run'),

@@ -1,27 +1,28 @@
-"""Exact rewrites: one W_QK for W_Q and W_K (A1), Q = X (B1), two matrices in a row as one (D1)."""
+"""Exact rewrites: one W_QK (A1), square matrices (A4, D3), Q = X (B1), two in a row (D1)."""
 
-import functools
 from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 
-from qkattn.attention import Attention
+from qkattn.attention import Attention, oracle
 from qkattn.attention.parameters import slices_DNH
 from qkattn.attention.rope import rotate
 from qkattn.claims.checks.small_layers import (
     SAME,
     D,
-    H,
     N,
     Options,
+    T,
     count,
     fit_error,
     float64,
     freedom,
     layer,
+    output,
     rank,
     same,
     same_output,
@@ -30,67 +31,33 @@ from qkattn.claims.checks.small_layers import (
 )
 from qkattn.claims.claim import Row, exact
 from qkattn.config import ModelConfig
+from qkattn.convert import published
 from qkattn.convert.circuits import merge
-from qkattn.convert.conversions import converted
-from qkattn.convert.factors import (
-    empty_layer,
-    extract_factors,
-    fill,
-    logit_scale,
-    relative_error,
-)
+from qkattn.convert.factors import relative_error
 from qkattn.convert.whole_layer import fold_double
-from qkattn.model import Decoder, build
 
 BETWEEN, LAYER, WIDTH = 'between W_Q and W_K', 'layer', 'width of the shared projection'
 NOTHING: Options = {BETWEEN: 'nothing'}
 SINGLE: Options = {LAYER: 'single head'}
 WIDE: Options = {WIDTH: 'R >= D'}
+ENTRIES: Options = {'optimizer': 'Adam, entry by entry'}
+MATRICES: Options = {'optimizer': 'Muon, matrix by matrix'}
 ROPE: Options = {'positions': 'rope'}
-BIASES: Options = {'biases': True}
-MERGED_LAYERS: dict[str, Options] = {
-    'as defined': {},
-    'with biases': BIASES,
-    'with shared key heads': {'num_kv_heads': 2},
-    'with linear position biases': {'positions': 'alibi'},
-}
-FOLDED_LAYERS: dict[str, Options] = {
-    'as defined': {},
-    'RoPE': ROPE,
-    'QK-norm': {'qk_norm': True},
-    'biases': BIASES,
-    'shared key heads': {'num_kv_heads': 2},
-}
-SMALL = ModelConfig(
-    d_model=16, num_layers=1, num_heads=2, context=8, vocab_size=16, positions='learned'
-)
+LEFT = 'share of the attention parameters that is left'
+C_ATTN, C_PROJ = 'h.0.attn.c_attn.weight', 'h.0.attn.c_proj.weight'
+Square = dict[str, np.ndarray]  # D x D matrices q, k, v and o
 
 
 @float64
 def one_matrix() -> Iterator[Row]:
-    """Softmax input and output of layers, and logits of a trained model, after `merge`."""
-    inputs = [softmax_input(one, stream()) for one in (merge(layer()), layer())]
+    """Softmax input and output after `merge`, and the rank of W_Q[n] W_K[n]^T."""
+    attention = layer()
+    inputs = [softmax_input(one, stream()) for one in (merge(attention), attention)]
     yield same('change of the softmax input', *inputs, **NOTHING)
-    for name, options in MERGED_LAYERS.items():
-        attention = layer(**options)
-        yield same_output(f', {name}', merge(attention), attention, **NOTHING)
-    model, tokens_BT = trained(), jnp.arange(16).reshape(2, 8)
-    logits = [jax.jit(lambda m: m(tokens_BT))(m) for m in (converted(model, 'merge'), model)]
-    yield same('change of the logits of a trained model', *logits, **NOTHING)
-
-
-@float64
-def ranks() -> Iterator[Row]:
-    """The rank of W_Q[n] W_K[n]^T by its singular values, at initialization and after training."""
-    quantity = 'rank of W_Q W_K^T'
-    for size in (1, 2, 4, 8, 16, 32):
+    yield same_output(', as defined', merge(attention), attention, **NOTHING)
+    for size in (8, 32):
         measured = rank(layer(num_heads=1, head_size=size).score.matrix())
-        yield exact(quantity, measured, size, **NOTHING, head_size=size)
-    spectrum_ND = np.linalg.svd(layer().score.matrix(), compute_uv=False)
-    rest = float((spectrum_ND[:, H] / spectrum_ND[:, 0]).max())
-    yield exact('singular value H + 1 over the first', rest, 0, 1e-13, **NOTHING)
-    measured = max(rank(attention.score.matrix()) for attention in trained().layers())
-    yield exact(f'{quantity} after training, H = 8', measured, 8, **NOTHING)
+        yield exact('rank of W_Q W_K^T', measured, size, **NOTHING, head_size=size)
 
 
 @float64
@@ -108,36 +75,56 @@ def what_stands_between() -> Iterator[Row]:
         yield exact(quantity, fit_error(pairs, s_BNTS), 0, SAME, **context)
 
 
-@functools.cache
-def trained(num_steps: int = 20) -> Decoder:
-    """A small decoder in float64 after a few steps of Adam on random tokens."""
-    model = jax.tree.map(lambda a: a.astype(jnp.float64), build(SMALL, key=jax.random.key(0)))
-    tokens_BT = jax.random.randint(jax.random.key(1), (4, 9), 0, 16)
-    adam = optax.adam(1e-2)
+def square_attention(x_TD: np.ndarray, square: Square, num_heads: int) -> np.ndarray:
+    """Causal attention as implementations with D x D matrices write it."""
+    T, D = x_TD.shape
+    q, k, v = ((x_TD @ square[name]).reshape(T, num_heads, -1).transpose(1, 0, 2) for name in 'qkv')
+    s = q @ k.transpose(0, 2, 1) / np.sqrt(D // num_heads)
+    s = np.where(np.tri(T, dtype=bool), s, -np.inf)
+    p = np.exp(s - s.max(-1, keepdims=True))
+    o = (p / p.sum(-1, keepdims=True)) @ v
+    return o.transpose(1, 0, 2).reshape(T, D) @ square['o']
 
-    def loss(model: Decoder) -> jax.Array:
-        logits_BTV = model(tokens_BT[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits_BTV, tokens_BT[:, 1:]).mean()
 
-    @jax.jit
-    def step(model: Decoder, state: optax.OptState) -> tuple[Decoder, optax.OptState]:
-        updates, state = adam.update(jax.grad(loss)(model), state)
-        return optax.apply_updates(model, updates), state
+def gpt2() -> dict[str, np.ndarray]:
+    """Random tensors of a GPT-2 of one layer."""
+    config = ModelConfig(d_model=D, num_layers=1, num_heads=N, context=T, vocab_size=16)
+    rng, named = np.random.default_rng(0), published.shapes(config).items()
+    return {n: rng.normal(size=s).astype(np.float32) / s[0] ** 0.5 for n, s in named}
 
-    state = adam.init(model)
-    for _ in range(num_steps):
-        model, state = step(model, state)
-    return model
+
+def in_heads(square: Square) -> Attention:
+    """The layer in float64 whose heads are slices of the square matrices."""
+    attention = layer()
+    score, value = attention.score, attention.value
+    arrays = score.w_q_DNH, score.w_k_DKH, value.w_v_DKH, value.w_o_NHD
+    for name, w in zip('qkvo', arrays, strict=True):
+        w[...] = square[name].reshape(w.shape)
+    return attention
+
+
+@float64
+def side_by_side() -> Iterator[Row]:
+    """The square matrices of GPT-2 against N rectangular ones: the function and the count."""
+    tensors, x_BTD = gpt2(), np.asarray(stream())
+    matrices = [*np.split(tensors[C_ATTN], 3, axis=1), tensors[C_PROJ]]
+    square = dict(zip('qkvo', matrices, strict=True))
+    squared_BTD = [square_attention(x_TD, square, N) for x_TD in x_BTD]
+    attention, mask_BTS = in_heads(square), np.tri(T, dtype=bool)[None]
+    A_NDE, B_NDE = map(np.asarray, attention.matrix())
+    oracle_BTD = oracle.attention(A_NDE, B_NDE, x_BTD, x_BTD, mask_BTS, scale=attention.score.scale)
+    quantity = 'change of the output, D x D against N of D x H, by A[n] and B[n]'
+    yield same(quantity, oracle_BTD, squared_BTD)
+    yield exact('parameters of the rectangular matrices', count('qk/vo'), 4 * D * D)
 
 
 def without_w_q(attention: Attention) -> Attention:
     """The layer with queries X and keys of D x D matrices W_K'[n] = W_K[n] W_Q[n]^T."""
-    factors = extract_factors(attention)
-    target = empty_layer(attention, score='query_free_full')
-    scale = factors.scale / logit_scale(target)
-    w_k_DNE = scale * np.einsum('DNH,ENH->DNE', factors.w_k_DKH, factors.w_q_DNH)
-    arrays = {'w_k_DNE': w_k_DNE, 'b_k_NE': np.zeros(w_k_DNE.shape[1:])}
-    return fill(target, attention, score=arrays)
+    free, score = layer('query_free_full/vo', num_heads=attention.spec.num_heads), attention.score
+    w_k_DNE = np.einsum('DNH,ENH->DNE', score.w_k_DKH[...], score.w_q_DNH[...])
+    free.score.w_k_DNE[...] = score.scale / free.score.scale * w_k_DNE
+    free.value = attention.value
+    return free
 
 
 def share_left(variant: str, num_heads: int) -> float:
@@ -147,22 +134,18 @@ def share_left(variant: str, num_heads: int) -> float:
 
 @float64
 def queries_of_one_head() -> Iterator[Row]:
-    """Q = X in place of X W_Q, and back, and the parameters; a bias and rotation forbid it."""
-    attention, free, x_BTD = layer(num_heads=1), layer('query_free/vo', num_heads=1), stream()
+    """Q = X in place of X W_Q, and the parameters; a bias and rotation forbid it."""
+    attention = layer(num_heads=1)
     without = without_w_q(attention)
-    inputs = [softmax_input(one, x_BTD) for one in (without, attention)]
+    inputs = [softmax_input(one, stream()) for one in (without, attention)]
     yield same('change of the softmax input, W_Q removed', *inputs, **SINGLE)
     yield same_output(', W_Q removed', without, attention, **SINGLE)
-    factors = {'w_q_DNH': np.eye(D)[:, None], 'w_k_DKH': np.asarray(free.score.w_k_DKH[...])}
-    back = fill(empty_layer(free, score='qk'), free, score=factors)
-    yield same_output(', W_Q = I put back', back, free, **SINGLE)
-    share = share_left('query_free/vo', 1)
-    yield exact('share of the attention parameters that is left', share, 3 / 4, **SINGLE)
+    yield exact(LEFT, share_left('query_free/vo', 1), 3 / 4, **SINGLE)
     x_BTD = stream(24, d_model=8)
     # x_t R(t - s), so that x_t R(t - s) W_K'^T y_s is the logit; without rotation, x_t.
     turned = [rotate(x_BTD[:, :, None], jnp.arange(24) - s)[:, :, 0] for s in range(24)]
     for name, options, queries in (
-        ('biases', BIASES, [x_BTD] * 24),
+        ('biases', {'biases': True}, [x_BTD] * 24),
         ('RoPE', ROPE, turned),
     ):
         s_BTS = softmax_input(layer(d_model=8, num_heads=1, **options), x_BTD)[:, 0]
@@ -176,41 +159,72 @@ def queries_of_one_head() -> Iterator[Row]:
 @float64
 def queries_of_many_heads() -> Iterator[Row]:
     """N heads need N matrices of D x D; slices of X leave most of A[n] out of reach."""
-    attention, left = layer(), 'share of the attention parameters that is left'
-    whole: Options = {LAYER: 'many heads, all read X'}
+    attention, whole = layer(), {LAYER: 'many heads, all read X'}
     yield same_output(', W_Q removed', without_w_q(attention), attention, **whole)
-    for heads in (2, 4, 8):
-        share = share_left('query_free_full/vo', heads)
-        yield exact(f'{left}, N = {heads}', share, 3 / 4, **whole)
+    yield exact(f'{LEFT}, N = {N}', share_left('query_free_full/vo', N), 3 / 4, **whole)
     A_NDE, P_DNH = np.asarray(attention.score.matrix()), np.asarray(slices_DNH(attention.spec))
     reached_NDE = np.einsum('DNH,ENH,NEF->NDF', P_DNH, P_DNH, A_NDE)
     slices: Options = {LAYER: 'many heads, head n reads slice n of X'}
     error = relative_error(reached_NDE, A_NDE)
     yield exact("error of A[n] with the best W_K'", error, 0, SAME, **slices)
-    yield exact(left, share_left('query_free/vo', N), 3 / 4, **slices)
+    yield exact(LEFT, share_left('query_free/vo', N), 3 / 4, **slices)
 
 
 @float64
-def folded() -> Iterator[Row]:
-    """A double layer after `fold_double`, whatever else it has, and one matrix as two, I first."""
-    for name, options in FOLDED_LAYERS.items():
-        double = layer('double/double', **options)
-        yield same_output(f' by folding, {name}', fold_double(double), double, **WIDE)
-    attention, eye = layer(), np.eye(D)
-    q, k = (np.asarray(w[...]) for w in (attention.score.w_q_DNH, attention.score.w_k_DKH))
-    arrays = {'w_q_outer_DR': eye, 'w_q_RNH': q, 'w_k_outer_DR': eye, 'w_k_RKH': k}
-    double = fill(empty_layer(attention, score='double'), attention, score=arrays)
-    yield same_output(', shared W_Q = I', double, attention, **WIDE)
+def two_in_a_row() -> Iterator[Row]:
+    """A double layer after `fold_double`, and one matrix as two, the first of them I.
 
-
-@float64
-def reach() -> Iterator[Row]:
-    """The numbers that all W_Q[n] together are free in, by the width R of the shared projection.
-
+    Then the numbers that all W_Q[n] together are free in, by the width R of the shared projection;
     O_Q W_Q[n] are the queries of the unit vectors.
     """
-    for R in (8, 12, 5, 3):
+    double = layer('double/double')
+    yield same_output(' by folding, as defined', fold_double(double), double, **WIDE)
+    attention, unfolded, eye = layer(), layer('double/vo'), np.eye(D)
+    one, two, unfolded.value = attention.score, unfolded.score, attention.value
+    two.w_q_outer_DR[...], two.w_q_RNH[...] = eye, one.w_q_DNH[...]
+    two.w_k_outer_DR[...], two.w_k_RKH[...] = eye, one.w_k_DKH[...]
+    yield same_output(', shared W_Q = I', unfolded, attention, **WIDE)
+    for R, context in ((8, WIDE), (5, {WIDTH: 'R < D'})):
         score = layer(f"double(size={R},which='q')/vo", d_model=8, num_heads=2).score
         free = freedom(lambda score: score.queries(jnp.eye(8)[None]), score)
-        context: Options = WIDE if R >= 8 else {WIDTH: 'R < D'}
         yield exact(f'numbers that W_Q is free in, D = 8, R = {R}', free, 8 * 8, **context)
+
+
+@float64
+def one_matrix_per_head() -> Iterator[Row]:
+    """No published layout has a projection that heads share: every number belongs to one head."""
+    numbers = np.arange(3 * D * D, dtype=np.float32)
+    tensors = gpt2() | {C_ATTN: numbers.reshape(D, -1)}
+    heads = published.load_gpt2(tensors, num_heads=N)[1]['blocks']['attention']
+    projections = heads['score']['w_q_DNH'], heads['score']['w_k_DKH'], heads['value']['w_v_DKH']
+    places = np.concatenate([np.ravel(w) for w in projections])
+    quantity = 'numbers of c_attn that are not in exactly one head, GPT-2'
+    yield exact(quantity, int((np.sort(places) != numbers).sum()), 0, **ENTRIES)
+    flax = nnx.MultiHeadAttention(N, D, use_bias=False, decode=False, rngs=nnx.Rngs(0))
+    square = {
+        name: np.asarray(getattr(flax, which).kernel[...], np.float64).reshape(D, D)
+        for name, which in zip('qkvo', ('query', 'key', 'value', 'out'), strict=True)
+    }
+    flax, x_BTD = jax.tree.map(lambda a: a.astype(np.float64) if a.ndim > 1 else a, flax), stream()
+    outputs = flax(x_BTD, mask=np.tri(T, dtype=bool)), output(in_heads(square), x_BTD)
+    yield same('change of the output, heads of flax.nnx', *outputs, tolerance=1e-6, **ENTRIES)
+
+
+@float64
+def steps_of_training() -> Iterator[Row]:
+    """Three steps of an optimizer on W_Q as one D x D matrix, and as N matrices of D x H."""
+    w_SDD = np.random.default_rng(1).normal(size=(4, D, D))
+    for optimizer, context in ((optax.adam(0.1), ENTRIES), (optax.contrib.muon(0.1), MATRICES)):
+        heads = [after_steps(optimizer, w_SDH) for w_SDH in np.split(w_SDD, N, axis=2)]
+        joined, square = np.concatenate(heads, axis=1), after_steps(optimizer, w_SDD)
+        yield same('change of W_Q by training heads in one matrix', joined, square, **context)
+
+
+def after_steps(optimizer: optax.GradientTransformation, w_SDE: np.ndarray) -> np.ndarray:
+    """The first matrix after a step with each of the others as its gradient."""
+    w_DE, *gradients = w_SDE
+    state, update = optimizer.init(w_DE), jax.jit(optimizer.update)
+    for gradient_DE in gradients:
+        updates, state = update(gradient_DE, state, w_DE)
+        w_DE = optax.apply_updates(w_DE, updates)
+    return w_DE

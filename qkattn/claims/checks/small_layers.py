@@ -18,7 +18,7 @@ from qkattn.convert.factors import relative_error
 
 Options = dict[str, Any]  # of a layer, or the context of a row
 
-D, N, H, T = 32, 4, 8, 12
+D, N, T = 32, 4, 12  # and H = D / N
 SAME = 1e-12  # the relative difference of what is the same function in float64
 
 

@@ -109,13 +109,11 @@ C7 = Claim(
     ' to attend, W_V and W_O through B = W_V W_O alone and choose what is moved; Q Q^T ties A'
     ' and its transpose.',
     source=f'{THREAD}: intuition from 2 x 2 matrices',
-    rule='Holds if layers have the A, B and numbers of free entries worked out by hand, GL(H) '
-    'of each circuit leaves the output as it is, and W_V and W_O leave the pattern as it is.',
+    rule='Holds if a layer has the A and B worked out by hand, GL(H) of each circuit leaves the '
+    'output as it is, and W_V and W_O leave the pattern as it is.',
     checks=(
         free_numbers.worked_by_hand,
         free_numbers.where_and_what,
         free_numbers.gauge,
-        free_numbers.one_way,
-        free_numbers.free_in_each_variant,
     ),
 )

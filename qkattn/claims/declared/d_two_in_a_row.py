@@ -1,6 +1,6 @@
 """Group D: one projection or two in a row?"""
 
-from qkattn.claims.checks import published_layouts, rewrites
+from qkattn.claims.checks import rewrites
 from qkattn.claims.claim import Claim, Expectation
 
 LECTURES = 'Threads on multi-head lectures and on the equations of Vaswani et al. 2017'
@@ -12,7 +12,7 @@ D1 = Claim(
     source=LECTURES,
     rule='Holds where folding and unfolding leave the output as it is in float64 and all W_Q '
     'are within reach; the width R of the shared projection is a context.',
-    checks=(rewrites.folded, rewrites.reach),
+    checks=(rewrites.two_in_a_row,),
     conditions={
         'width of the shared projection: R >= D': (
             'the shared projection is at least as wide as the model'
@@ -42,10 +42,10 @@ D3 = Claim(
     title='implementations learn one matrix per head',
     statement='Implementations learn one matrix per head directly, for Q, K and V.',
     source=LECTURES,
-    rule='Holds if every number of c_attn in GPT-2 and nanoGPT, and of the projections in '
-    'flax.nnx, belongs to exactly one head, and training heads inside one matrix trains each '
-    'as by itself; the optimizer is a context.',
-    checks=(published_layouts.one_matrix_per_head, published_layouts.steps_of_training),
+    rule='Holds if every number of c_attn in GPT-2, and of the projections in flax.nnx, belongs '
+    'to exactly one head, and training heads inside one matrix trains each as by itself; the '
+    'optimizer is a context.',
+    checks=(rewrites.one_matrix_per_head, rewrites.steps_of_training),
     conditions={
         'optimizer: Adam, entry by entry': (
             'the optimizer acts entry by entry, as Adam does and Muon does not'

@@ -1,5 +1,6 @@
 """Group E: what the literature adds."""
 
+import itertools
 from functools import partial
 
 from qkattn.claims import measures
@@ -14,8 +15,7 @@ ASCENDING = {
     'shared_qk/vo': 'Q = K',
     'shared_qk/k_is_v': 'Q = K = V',
 }
-STEPS = list(zip(list(ASCENDING)[1:], ASCENDING, strict=False))
-SHAPES = (('removed', 'equal'), ('matched', 'matched'))
+SHAPES = (('removed', {'shape': 'equal'}), ('matched', {'shape': 'matched'}))
 # The decoders that have learned are compared at equal parameter count alone.
 SHARING = {'removed': 'sharing', 'matched': 'lm_sharing'}
 
@@ -28,7 +28,7 @@ E1 = Claim(
     'equal parameter count, both arms tuned and annealed.',
     reported='no loss, with 8 % fewer parameters outside the embedding',
     expectations=tuple(
-        Expectation('twelve_heads', 'query_free/vo', 'equivalent', at=at, context={'shape': shape})
+        Expectation('twelve_heads', 'query_free/vo', 'equivalent', at=at, context=shape)
         for at, shape in SHAPES
     ),
 )
@@ -60,9 +60,7 @@ E3 = Claim(
     'count.',
     reported='+0.10 to +0.15 nats per masked token at equal width',
     expectations=tuple(
-        Expectation(
-            'masked', 'shared_qk/vo', 'worse', at=at, context={'shape': shape}, reported=reported
-        )
+        Expectation('masked', 'shared_qk/vo', 'worse', at=at, context=shape, reported=reported)
         for (at, shape), reported in zip(SHAPES, ((0.10, 0.15), None), strict=True)
     ),
 )
@@ -78,9 +76,7 @@ E4 = Claim(
     reported='perplexity at the same width +0.7 %, +1.5 %, +3.1 %, +4.9 %, +25.4 %',
     expectations=(
         *(
-            Expectation(
-                SHARING[at], next(iter(ASCENDING)), 'worse', at=at, context={'shape': shape}
-            )
+            Expectation(SHARING[at], 'qk/vo?num_kv_heads=2', 'worse', at=at, context=shape)
             for at, shape in SHAPES
         ),
         *(
@@ -90,11 +86,11 @@ E4 = Claim(
                 'worse',
                 at=at,
                 versus=before,
-                context={'shape': shape, 'order': f'after {ASCENDING[before]}'},
+                context={**shape, 'order': f'after {ASCENDING[before]}'},
                 label=ASCENDING[variant],
             )
             for at, shape in SHAPES
-            for variant, before in STEPS
+            for before, variant in itertools.pairwise(ASCENDING)
         ),
     ),
 )
@@ -105,7 +101,7 @@ E5 = Claim(
     statement='Weight decay on W_Q and W_K is a penalty on the nuclear norm of W_Q W_K^T, on '
     'W_QK one on its Frobenius norm.',
     source='Kobayashi et al. 2024, arXiv 2410.23819; Srebro et al. 2005',
-    rule='Holds where the least (|W_Q|^2 + |W_K|^2) / 2 is the nuclear norm, and descent '
+    rule='Holds where (|W_Q|^2 + |W_K|^2) / 2 of balanced factors is the nuclear norm, and descent '
     'shrinks singular values d to max(0, d - lambda) in factors and to d / (1 + lambda) in '
     'one matrix; where the decay acts is a context.',
     checks=(spectra.least_penalty, spectra.shrunk_spectra),
