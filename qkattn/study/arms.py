@@ -35,9 +35,6 @@ COSTS = {
     'flops': 'FLOP per token',
     'cache': 'cached numbers per token',
 }
-# Widths on either side of a size that are tried where a variant has no model of equal cost there.
-REACH = 16
-Refused = list[tuple[str, MatchError]]  # variants, and why no model matches
 
 
 def problem(config: ModelConfig) -> str | None:
@@ -333,7 +330,7 @@ def build_arms(study: Study) -> list[MatchedArm]:
     """Every arm, corpora outermost, then sizes, validated and matched; nothing compiles.
 
     Raises ConfigError for an impossible variant, size or setting; it is a MatchError, with a line
-    for each variant and size, where no model has an equal cost, and the nearest sizes that match.
+    for each variant of a size, where no model has an equal cost.
     """
     rules.validate(study)
     check_optimizer(study.base.optimizer, study.base.train.num_steps)
@@ -346,15 +343,7 @@ def build_arms(study: Study) -> list[MatchedArm]:
             task_of(dataclasses.replace(study.base, data=data))
         except ConfigError as error:
             raise ConfigError(f'corpora={study.corpora}: {error}') from error
-    refused: dict[str, Refused] = {size: [] for size in study.sizes}
-    arms = [arm for size in study.sizes for arm in _at_size(study, size, refused[size])]
-    if any(refused.values()):
-        lines = [f'variant {v!r}: {e}' for errors in refused.values() for v, e in errors]
-        near = [_nearest_size(study, s, pairs) if pairs else s for s, pairs in refused.items()]
-        if None not in near:
-            sizes = ' '.join(f'"{size}",' for size in near)
-            lines.append(f"all arms match at the nearest widths: --config.sizes='({sizes})'")
-        raise MatchError('\n'.join(lines))
+    arms = [arm for size in study.sizes for arm in _at_size(study, size)]
     seen: dict[ModelConfig, MatchedArm] = {}
     for arm in arms:
         explicit = dataclasses.replace(arm.model, d_ff=arm.model.mlp_width)
@@ -370,35 +359,11 @@ def build_arms(study: Study) -> list[MatchedArm]:
     ]
 
 
-def _nearest_size(study: Study, size: str, refused: Refused) -> str | None:
-    """The size with the nearest d_model at which all arms match, if one is within REACH widths."""
-    fields = parse_fields(size, f'size {size!r}')
-    step = Dimension(dataclasses.replace(study.base.model, **fields), 'd_model').whole_heads
-    width = fields.get('d_model', study.base.model.d_model)
-    # Those that were refused go first: they are the likeliest to be so again.
-    variants = dict.fromkeys([*(variant for variant, _ in refused), *study.variants])
-
-    def matches(near: str, variant: str) -> bool:
-        errors: Refused = []
-        try:
-            _at_size(dataclasses.replace(study, variants=(study.baseline, variant)), near, errors)
-        except (ConfigError, SpecError):
-            return False
-        return not errors
-
-    for wider in sorted(range(-REACH * step, REACH * step + 1, step), key=abs):
-        if width + wider > 0:
-            values = fields | {'d_model': width + wider}
-            near = '&'.join(f'{name}={value}' for name, value in values.items())
-            if all(matches(near, variant) for variant in variants):
-                return near
-    return None
-
-
-def _at_size(study: Study, size: str, refused: Refused) -> list[MatchedArm]:
-    """The arms at a size; adds the variants that have no model of equal cost to `refused`."""
+def _at_size(study: Study, size: str) -> list[MatchedArm]:
+    """The arms at a size; MatchError names each variant that has no model of equal cost there."""
     at_size, which = parse_fields(size, f'size {size!r}'), study.match or 'total'
     arms: list[MatchedArm] = []
+    refused: list[str] = []
 
     def model(variant: str) -> ModelConfig:
         fields = parse_variant(variant)
@@ -443,7 +408,7 @@ def _at_size(study: Study, size: str, refused: Refused) -> list[MatchedArm]:
                 try:
                     solved = solve(config, destination=destination).config
                 except MatchError as error:
-                    refused.append((variant, error))
+                    refused.append(f'variant {variant!r}: {error}')
                     continue
             add(variant, solved, config, destination)
         # A variant at the baseline's shape, if it costs less there.
@@ -451,6 +416,8 @@ def _at_size(study: Study, size: str, refused: Refused) -> list[MatchedArm]:
         saves = problem(config) is None and _cost(config, which) < target
         if study.controls.equal_shape and saves and config not in [arm.model for arm in arms]:
             add(variant, config, control=EQUAL_SHAPE)
+    if refused:
+        raise MatchError('\n'.join(refused))
     return arms
 
 

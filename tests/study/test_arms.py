@@ -1,6 +1,5 @@
 """Variants x destinations x sizes become arms of equal cost; a study breaks no rule."""
 
-import ast
 import dataclasses
 
 import pytest
@@ -149,24 +148,6 @@ def test_each_variant_that_no_model_matches_is_named():
     for line, variant in zip(str(caught.value).splitlines(), variants[1:], strict=True):
         assert line.startswith(f'variant {variant!r}: {variant} reaches ')
         assert line.endswith('d_model alone is too coarse, and d_ff is fixed')
-
-
-@pytest.mark.parametrize(
-    ('variants', 'sizes', 'remedy'),
-    [
-        # Between 96 and 128, the power of two that it needs is above what its savings reach.
-        (('qk/hadamard', 'qk/no_v'), ('d_model=96', 'd_model=112'), ('d_model=100', 'd_model=112')),
-        # Where the first matches, the second, which matches here, does not.
-        (('nonlinear_query/vo', 'qk/hadamard'), ('d_model=112',), None),
-    ],
-    ids=['near', 'none near'],
-)
-def test_the_nearest_widths_that_match_all_arms_are_named(variants, sizes, remedy):
-    study = dataclasses.replace(UNTUNED, variants=('qk/vo', *variants), sizes=sizes)
-    with pytest.raises(MatchError) as caught:
-        build_arms(study)
-    _, *flag = str(caught.value).split('all arms match at the nearest widths: --config.sizes=')
-    assert [ast.literal_eval(ast.literal_eval(text)) for text in flag] == [remedy] * bool(remedy)
 
 
 def test_a_variant_that_saves_parameters_is_also_an_arm_at_the_baselines_shape():
