@@ -7,12 +7,9 @@ import ast
 import bisect
 import dataclasses
 import functools
-import math
 import typing
 from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from qkattn.attention import registry
 from qkattn.config import ControlsConfig, ModelConfig, Study
@@ -148,7 +145,8 @@ def match(
     """Solves `destination`, then `fill`, so that the cost equals `target`.
 
     The destination takes the usable value nearest to the target; d_ff then absorbs the residual, at
-    most half of one step of the destination.
+    most half of one step of the destination. The variant has to be possible at the baseline's
+    shape.
 
     - 'd_model': d_ff keeps its ratio to d_model; the number of heads stays, and the head size is
       the integer nearest to d_model / num_heads (even with rotary positions) unless it is set. A
@@ -158,10 +156,9 @@ def match(
     - 'num_layers': in an encoder-decoder the encoder keeps its depth if num_encoder_layers is set,
       and otherwise is as deep as the decoder.
 
-    The cache does not depend on d_ff, so `fill` is off for it. A destination grows where the
-    variant saves and shrinks where it costs: if a variant saves less than half a step, the
-    destination would stay and d_ff would absorb everything, which is another destination, so it is
-    refused.
+    The cache does not depend on d_ff, so `fill` is off for it. If a variant saves or costs less
+    than half a step, the destination would stay and d_ff would absorb everything, which is another
+    destination, so it is refused.
 
     `config` is the variant at the baseline's shape. `target` is in parameters for `which` 'total'
     or 'non_embedding', FLOP per token for 'flops', cached numbers per token for 'cache'; see
@@ -171,6 +168,8 @@ def match(
     """
     if which == 'cache' and (config.kind == 'encoder' or destination == 'd_ff'):
         raise MatchError(f'no cache depends on {destination} of a model of kind={config.kind!r}')
+    if (impossible := problem(config)) is not None:
+        raise MatchError(impossible)
     variant, dimension = variant_of(config), Dimension(config, destination, which)
 
     def one_width(config: ModelConfig) -> float:
@@ -187,8 +186,14 @@ def match(
         if d_ff < 1:
             raise MatchError(f'{variant} has more than {goal} at d_ff=1 and {at}')
         solved = dataclasses.replace(solved, d_ff=d_ff)
-    if destination != 'd_ff':
-        _check_moved(dimension, value, target, tolerance)
+    gap = dimension.cost(dimension.given) / target - 1
+    if destination != 'd_ff' and value == dimension.given and abs(gap) > tolerance:
+        other = dimension.above(value) if gap < 0 else dimension.below(value)
+        raise MatchError(
+            f'{variant} is {gap:+.2%} from the target, to which {destination}={value} is nearer '
+            f'than {other or "any other"}, so d_ff would absorb it all: use the destination d_ff '
+            '(--config.destinations=\'("d_ff",)\'), or a baseline of another size'
+        )
     residual = _cost(solved, which) / target - 1
     if abs(residual) <= tolerance:
         return Match(solved, target, residual, config)
@@ -203,52 +208,24 @@ def match(
 
 def _nearest(dimension: Dimension, target: float) -> int:
     """The usable value whose cost is nearest to the target; costs ascend."""
-    name, step, variant = dimension.name, dimension.step, variant_of(dimension.config)
+    high, step = dimension.given, dimension.step
+    above = dimension.above(high)
+    if above is not None and dimension.cost(above) == dimension.cost(high):
+        variant = variant_of(dimension.config)
+        raise MatchError(f'{dimension.name} changes nothing in the cost of {variant}')
 
     def reaches(value: int) -> bool:
         """Whether the cost of the first usable value from this one on is that of the target."""
         usable = dimension.above(value - 1)
         return usable is None or dimension.cost(usable) >= target
 
-    high = max(1, dimension.given // step) * step
     while not reaches(high):
         high *= 2
-        if high > 2**20:
-            raise MatchError(f'no {name} of {variant} reaches {target:.0f}')
     values = range(step, high + 1, step)
     value = values[bisect.bisect_left(values, True, key=reaches)]
-    below, above = dimension.below(value), dimension.above(value - 1)
-    around = [v for v in (below, above) if v is not None]
-    if not around:
-        raise MatchError(problem(dimension.config) or f'{variant} has no {name} that fits')
-    more = dimension.above(around[0]) if below is None else None
-    if more is not None and dimension.cost(more) == dimension.cost(around[0]):
-        raise MatchError(f'{name} changes nothing in the cost of {variant}')
-    return min(around, key=lambda v: abs(dimension.cost(v) - target))
-
-
-def _check_moved(dimension: Dimension, value: int, target: float, tolerance: float) -> None:
-    """Raises unless the dimension grew where the variant saves and shrank where it costs."""
-    name, given = dimension.name, dimension.given
-    around = dimension.below(given), dimension.above(given)
-    cannot = problem(dimension.at(given))
-    if cannot is None:
-        here = dimension.cost(given)
-    elif None in around:
-        raise MatchError(cannot)
-    else:  # between the costs of its neighbours
-        costs = np.log([dimension.cost(v) for v in around])
-        here = math.exp(np.interp(math.log(given), np.log(around), costs))
-    gap = here / target - 1
-    if abs(gap) <= tolerance or (value - given) * gap < 0:
-        return
-    side, other = 'above' if gap < 0 else 'below', around[gap < 0]
-    raise MatchError(
-        f'{variant_of(dimension.config)} is {gap:+.2%} from the target, so {name} would '
-        f'{"stay at" if value == given else "become"} {value} (the next {side} {given} is {other}) '
-        'and d_ff absorb it all: use the destination d_ff (--config.destinations=\'("d_ff",)\'), '
-        'or a baseline of another size'
-    )
+    around = dimension.below(value), dimension.above(value - 1)
+    usable = [v for v in around if v is not None]
+    return min(usable, key=lambda v: abs(dimension.cost(v) - target))
 
 
 @dataclasses.dataclass(frozen=True)
