@@ -119,18 +119,6 @@ class Match:
     config: ModelConfig  # with the destination and d_ff solved for
     target: float | int  # in the unit of the cost that is made equal
     residual: float  # (cost - target) / target
-    given: ModelConfig  # at the baseline's shape
-
-    @property
-    def widened(self) -> int:
-        """The growth of d_model."""
-        return self.config.d_model - self.given.d_model
-
-    @property
-    def fill(self) -> int:
-        """The growth of d_ff beyond its ratio to d_model."""
-        ratio = self.given.mlp_width / self.given.d_model
-        return self.config.mlp_width - round(ratio * self.config.d_model)
 
 
 def match(
@@ -171,39 +159,30 @@ def match(
     if (impossible := problem(config)) is not None:
         raise MatchError(impossible)
     variant, dimension = variant_of(config), Dimension(config, destination, which)
-
-    def one_width(config: ModelConfig) -> float:
-        """The cost of one more unit of d_ff."""
-        wider = dataclasses.replace(config, d_ff=config.mlp_width + 1)
-        return _cost(wider, which) - _cost(config, which)
-
     value, goal = _nearest(dimension, target), f'{target:.0f} {COSTS[which]}'
-    at = f'{destination}={value} (steps of {dimension.step})'
-    solved = dimension.at(value)
-    fills = bool(fill) and destination != 'd_ff' and which != 'cache'
-    if fills:
-        d_ff = solved.mlp_width + round((target - dimension.cost(value)) / one_width(solved))
+    at, solved = f'{destination}={value}', dimension.at(value)
+    if fill and destination != 'd_ff' and which != 'cache':
+        wider = dataclasses.replace(solved, d_ff=solved.mlp_width + 1)
+        missing, step = target - dimension.cost(value), _cost(wider, which) - dimension.cost(value)
+        d_ff = solved.mlp_width + round(missing / step)
         if d_ff < 1:
             raise MatchError(f'{variant} has more than {goal} at d_ff=1 and {at}')
         solved = dataclasses.replace(solved, d_ff=d_ff)
-    gap = dimension.cost(dimension.given) / target - 1
+    gap = dimension.cost(value) / target - 1
     if destination != 'd_ff' and value == dimension.given and abs(gap) > tolerance:
         other = dimension.above(value) if gap < 0 else dimension.below(value)
         raise MatchError(
-            f'{variant} is {gap:+.2%} from the target, to which {destination}={value} is nearer '
-            f'than {other or "any other"}, so d_ff would absorb it all: use the destination d_ff '
+            f'{variant} is {gap:+.2%} from the target, to which {at} is nearer than '
+            f'{other or "any other"}, so d_ff would absorb it all: use the destination d_ff '
             '(--config.destinations=\'("d_ff",)\'), or a baseline of another size'
         )
     residual = _cost(solved, which) / target - 1
-    if abs(residual) <= tolerance:
-        return Match(solved, target, residual, config)
-    coarse = f'{destination} alone is too coarse, and d_ff is fixed'
-    if fills or destination == 'd_ff':
-        coarse = f'one step of d_ff, at d_ff={solved.mlp_width}, is {one_width(solved):.0f}'
-    raise MatchError(
-        f'{variant} reaches {goal} only to {residual:+.3%} at {at}, above the tolerance of '
-        f'{tolerance:.3%}: {coarse}'
-    )
+    if abs(residual) > tolerance:
+        raise MatchError(
+            f'{variant} reaches {goal} only to {residual:+.3%}, at {at} and '
+            f'd_ff={solved.mlp_width}; the tolerance is {tolerance:.3%}'
+        )
+    return Match(solved, target, residual)
 
 
 def _nearest(dimension: Dimension, target: float) -> int:
@@ -354,12 +333,11 @@ def _at_size(study: Study, size: str) -> list[MatchedArm]:
     def add(
         variant: str,
         config: ModelConfig,
-        given: ModelConfig | None = None,
         destination: str | None = None,
         control: str | None = None,
     ) -> None:
         validate(dataclasses.replace(study.base, model=config))
-        matched = Match(config, target, _cost(config, which) / target - 1, given or config)
+        matched = Match(config, target, _cost(config, which) / target - 1)
         several = destination is not None and len(study.destinations) > 1
         label = f'{variant} [{destination}]' if several else variant
         key = ArmKey(label, size, study.corpora[0], control)
@@ -387,7 +365,7 @@ def _at_size(study: Study, size: str) -> list[MatchedArm]:
                 except MatchError as error:
                     refused.append(f'variant {variant!r}: {error}')
                     continue
-            add(variant, solved, config, destination)
+            add(variant, solved, destination)
         # A variant at the baseline's shape, if it costs less there.
         config = dataclasses.replace(config, d_ff=config.d_ff or baseline.d_ff)
         saves = problem(config) is None and _cost(config, which) < target
@@ -409,8 +387,7 @@ def table(arms: Sequence[MatchedArm], equal: str | None) -> str:
         control = ' (equal shape)' if arm.key.control == EQUAL_SHAPE else ''
         row = {
             'variant': f'{arm.label}{control}{"" if one_size else f" {arm.size}"}',
-            **{'d_model': f'{config.d_model}', 'widened': f'{matched.widened:+d}'},
-            **{'d_ff': f'{config.mlp_width}', 'fill': f'{matched.fill:+d}'},
+            **{'d_model': f'{config.d_model}', 'd_ff': f'{config.mlp_width}'},
             **{'heads': f'{config.num_heads}', 'head_size': f'{attention_spec(config).head_size}'},
             'layers': f'{config.num_layers}',
             **{group: f'{number:,}' for group, number in cost.count(config).items()},
