@@ -14,9 +14,9 @@ from qkattn.config import Study, from_config_dict
 from qkattn.errors import ConfigError, DiskError, ProcessError, ReportError
 from qkattn.jobs import cli
 from qkattn.jobs.display import waiting
+from qkattn.jobs.output import text_table
 from qkattn.report import write_report
 from qkattn.report.prose import counted
-from qkattn.report.tables import text_table
 from qkattn.storage.files import check_directory, make_directory
 from qkattn.storage.records import START, read_json, write_json
 from qkattn.storage.run_directory import describe_start

@@ -16,6 +16,7 @@ from qkattn.config import ControlsConfig, ModelConfig, Study
 from qkattn.config.setting import check_section
 from qkattn.data.tasks.task_registry import task_of
 from qkattn.errors import ConfigError, MatchError, SpecError
+from qkattn.jobs.output import text_table
 from qkattn.model import cost
 from qkattn.model.sites import attention_spec, sites, validate
 from qkattn.storage.sinks import check_sinks
@@ -112,15 +113,6 @@ class Dimension:
         return next((value for value in values if problem(self.at(value)) is None), None)
 
 
-@dataclasses.dataclass(frozen=True)
-class Match:
-    """A config whose cost equals a target."""
-
-    config: ModelConfig  # with the destination and d_ff solved for
-    target: float | int  # in the unit of the cost that is made equal
-    residual: float  # (cost - target) / target
-
-
 def match(
     config: ModelConfig,
     target: float | int,
@@ -129,8 +121,8 @@ def match(
     fill: str | None = 'd_ff',
     tolerance: float = 1e-3,
     destination: str = 'd_model',
-) -> Match:
-    """Solves `destination`, then `fill`, so that the cost equals `target`.
+) -> ModelConfig:
+    """The config with `destination`, then `fill`, solved so that its cost equals `target`.
 
     The destination takes the usable value nearest to the target; d_ff then absorbs the residual, at
     most half of one step of the destination. The variant has to be possible at the baseline's
@@ -182,7 +174,7 @@ def match(
             f'{variant} reaches {goal} only to {residual:+.3%}, at {at} and '
             f'd_ff={solved.mlp_width}; the tolerance is {tolerance:.3%}'
         )
-    return Match(solved, target, residual)
+    return solved
 
 
 def _nearest(dimension: Dimension, target: float) -> int:
@@ -215,8 +207,9 @@ class MatchedArm:
     # What receives the saved parameters; None for the baseline and for controls of equal shape.
     destination: str | None
     key: ArmKey
-    # Solved to cost what the baseline does; for controls of equal shape the residual is what it is.
-    match: Match
+    model: ModelConfig
+    target: float | int  # what the baseline costs, in the unit of the cost that is made equal
+    residual: float  # (cost - target) / target
 
     @property
     def label(self) -> str:
@@ -230,10 +223,6 @@ class MatchedArm:
     def title(self) -> str:
         """Label, size and control as text, without the corpus."""
         return ' '.join(filter(None, (self.label, self.size, self.key.control)))
-
-    @property
-    def model(self) -> ModelConfig:
-        return self.match.config
 
 
 def parse_fields(text: str, where: str) -> dict[str, Any]:
@@ -337,11 +326,11 @@ def _at_size(study: Study, size: str) -> list[MatchedArm]:
         control: str | None = None,
     ) -> None:
         validate(dataclasses.replace(study.base, model=config))
-        matched = Match(config, target, _cost(config, which) / target - 1)
+        residual = _cost(config, which) / target - 1
         several = destination is not None and len(study.destinations) > 1
         label = f'{variant} [{destination}]' if several else variant
         key = ArmKey(label, size, study.corpora[0], control)
-        arms.append(MatchedArm(variant, destination, key, matched))
+        arms.append(MatchedArm(variant, destination, key, config, target, residual))
 
     baseline = model(study.baseline)
     validate(dataclasses.replace(study.base, model=baseline))
@@ -361,7 +350,7 @@ def _at_size(study: Study, size: str) -> list[MatchedArm]:
             solved = config
             if study.match is not None:
                 try:
-                    solved = solve(config, destination=destination).config
+                    solved = solve(config, destination=destination)
                 except MatchError as error:
                     refused.append(f'variant {variant!r}: {error}')
                     continue
@@ -383,23 +372,18 @@ def table(arms: Sequence[MatchedArm], equal: str | None) -> str:
     """
     one_size, rows = len({arm.size for arm in arms}) == 1, []
     for arm in arms:
-        config, matched = arm.model, arm.match
-        control = ' (equal shape)' if arm.key.control == EQUAL_SHAPE else ''
+        config, control = arm.model, ' (equal shape)' if arm.key.control == EQUAL_SHAPE else ''
         row = {
             'variant': f'{arm.label}{control}{"" if one_size else f" {arm.size}"}',
             **{'d_model': f'{config.d_model}', 'd_ff': f'{config.mlp_width}'},
             **{'heads': f'{config.num_heads}', 'head_size': f'{attention_spec(config).head_size}'},
             'layers': f'{config.num_layers}',
             **{group: f'{number:,}' for group, number in cost.count(config).items()},
-            'residual': f'{matched.residual:+.4%}',
+            'residual': f'{arm.residual:+.4%}',
             'FLOP/token': f'{cost.flops_per_token(config):,.0f}',
             'cache/token': f'{cost.cache_floats_per_token(config):,}',
         }
         rows.append(row)
-    lines = [[*rows[0]], *([*row.values()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = '\n'.join(
-        '  '.join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
-        for line in lines
-    )
+    titles = [(title, title == 'variant') for title in rows[0]]
+    text = text_table(titles, [[*row.values()] for row in rows])
     return text if equal is None else f'equal: {COSTS[equal]}\n{text}'

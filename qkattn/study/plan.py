@@ -70,7 +70,7 @@ class PlannedRun:
     @property
     def work(self) -> float:
         """Proportional to training time: tokens x parameters."""
-        return self.tokens * self.arm.match.target
+        return self.tokens * self.arm.target
 
 
 def grids(study: Study, arm: MatchedArm) -> dict[str, tuple[float, ...]]:
@@ -250,13 +250,13 @@ def lines(study: Study, known: Sequence[PlannedRun]) -> str:
 
 def _about(study: Study, run: PlannedRun) -> dict[str, Any]:
     """The fields of a run that are not in its directory."""
-    match = run.arm.match
+    arm, matched = run.arm, study.match is not None
     return {
-        **run.arm.key._asdict(),
+        **arm.key._asdict(),
         'stage': run.stage,
         'knob': run.knob,
-        'target': match.target if study.match else None,
-        'residual': match.residual if study.match else None,
+        'target': arm.target if matched else None,
+        'residual': arm.residual if matched else None,
     }
 
 

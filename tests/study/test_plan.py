@@ -107,7 +107,7 @@ def test_the_files_of_a_study_describe_its_runs(arms):
     for line, run in zip(plan.lines(STUDY, runs).splitlines(), runs, strict=True):
         line = json.loads(line)
         assert line['run'] == run.id == fingerprint(run.config) and line['trials'] in (3, 6)
-        assert line['residual'] == run.arm.match.residual
+        assert line['residual'] == run.arm.residual
     declared = declaration.content(STUDY, arms)
     assert declared['arms'][1]['variant'] == 'shared_qk/vo' and declared['seeds'] == [0, 1, 2]
     # Ledgers of earlier versions hold the hash of a declaration that has the looks of the study.
