@@ -20,7 +20,7 @@ from qkattn.report.prose import counted
 from qkattn.storage.files import check_directory, make_directory
 from qkattn.storage.records import START, read_json, write_json
 from qkattn.storage.run_directory import describe_start
-from qkattn.study import declaration, estimate, local_workers, plan, stored, yardsticks
+from qkattn.study import declaration, local_workers, plan, stored, yardsticks
 from qkattn.study.arms import build_arms
 from qkattn.verdict import Findings, load_findings
 from qkattn.verdict import Study as LoadedStudy
@@ -216,7 +216,7 @@ def costs(claims: Iterable[Claim], scale: str) -> str:
             with waiting(name, 'planning'):
                 runs = plan.imagined(study, build_arms(study))
             serves = ','.join(claim.name for claim in claims if name in claim.studies)
-            lines.append((name, serves, *estimate.cost(runs)))
+            lines.append((name, serves, *plan.cost(runs)))
     sums = [sum(line[column] for line in lines) for column in range(2, 6)]
     titles = [('study', True), ('claims', True)]
     titles += [(name, False) for name in ('runs', 'trials', 'tokens', 'FLOPs')]

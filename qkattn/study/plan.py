@@ -9,13 +9,16 @@ of finished runs, so all workers derive the same plan.
 """
 
 import dataclasses
+import datetime
 import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from qkattn.config import Config, Study, fingerprint, to_json
+from qkattn.jobs.output import text_table
+from qkattn.model import cost as model_cost
 from qkattn.stats import decision, inference
 from qkattn.stats.decision import Decision
 from qkattn.storage.records import FINISHED, to_jsonable
@@ -32,12 +35,15 @@ from qkattn.study.tuning import (
     grids_around,
     tune,
 )
+from qkattn.train import program
 
 # The results of a run, one per trial; None until it is finished.
 Results = Callable[['PlannedRun'], list[dict[str, Any]] | None]
 Grids = Mapping[str, tuple[float, ...]]
 Seeds = tuple[int, ...]
 Stacks = tuple[Seeds, ...]  # of verdict seeds: those that the study began with, then those added
+# A training step costs a forward pass and a backward pass of two.
+STEP_PER_FORWARD = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +72,11 @@ class PlannedRun:
         train = self.config.train
         of_trial = train.num_steps * train.batch_size * self.config.model.context
         return of_trial * len(self.config.trials.trials())
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of matrix products in training."""
+        return STEP_PER_FORWARD * model_cost.flops_per_token(self.config.model) * self.tokens
 
     @property
     def work(self) -> float:
@@ -108,6 +119,54 @@ def imagined(study: Study, arms: Sequence[MatchedArm]) -> list[PlannedRun]:
 
     tuning = dataclasses.replace(study.tuning, choice='vertex', max_excess=None)
     return runs(dataclasses.replace(study, tuning=tuning), arms, results)
+
+
+class Cost(NamedTuple):
+    """Sums over runs, of training alone."""
+
+    runs: int
+    trials: int
+    tokens: int
+    flops: float
+
+
+def cost(runs: Sequence[PlannedRun]) -> Cost:
+    trials = sum(len(run.config.trials.trials()) for run in runs)
+    return Cost(len(runs), trials, sum(r.tokens for r in runs), sum(r.flops for r in runs))
+
+
+def estimate(study: Study, arms: Sequence[MatchedArm]) -> str:
+    """A table of the least cost of the plan by stage; compiles one program per size.
+
+    Time is that of compilation and training at the baseline's speed, by size.
+    """
+    planned = imagined(study, arms)
+    compiling: dict[str, float] = {}  # seconds, by size
+    speeds: dict[str, float] = {}  # FLOP/s
+    for run in sorted(planned, key=lambda run: run.arm.variant != study.baseline):
+        if run.arm.size not in speeds:
+            per_step, compiling[run.arm.size] = program.warm_up(run.config)
+            speeds[run.arm.size] = run.flops / run.config.train.num_steps / per_step
+    stages: dict[str, list[PlannedRun]] = {}
+    for run in planned:
+        stage = ' '.join(filter(None, (run.arm.key.control, run.stage, run.knob)))
+        if run.arm.key.control == LONGER:
+            stage = 'longer, if every arm is decided'
+        stages.setdefault(stage, []).append(run)
+    rows = []
+    for stage, members in (stages | {'total': planned}).items():
+        total = cost(members)
+        seconds = sum(run.flops / speeds[run.arm.size] + compiling[run.arm.size] for run in members)
+        time = str(datetime.timedelta(seconds=round(seconds)))
+        counts = (f'{total.runs:,}', f'{total.trials:,}', f'{total.tokens:.3g}')
+        rows.append([stage, *counts, f'{total.flops:.3g}', time])
+    names = ('runs', 'trials', 'tokens', 'FLOPs', 'about')
+    lines = [text_table([('stage', True), *((name, False) for name in names)], rows)]
+    lines.append('time is for 1 worker on this machine, from a warm-up, without evaluation')
+    if study.tuning.seeds:
+        most, seeds = study.tuning.max_points, study.tuning.max_seeds
+        lines.append(f'at least; a grid may grow to {most} values, and each value to {seeds} seeds')
+    return '\n'.join(lines)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ from qkattn.config import (
     fingerprint,
 )
 from qkattn.model import cost
-from qkattn.study import declaration, estimate, plan
+from qkattn.study import declaration, plan
 from qkattn.study.arms import build_arms
 from qkattn.study.tuning import KNOBS, tune
 
@@ -296,15 +296,16 @@ def test_the_least_cost_is_that_of_the_plan_with_every_optimum_in_the_middle(mon
     assert {run.config.trials.learning_rates for run in runs} == {GRID, (2e-3,)}
     tokens = 9 * 5 * 100 * 4 * 16
     work = sum(tokens * 3 * cost.flops_per_token(arm.model) for arm in arms)
-    assert estimate.cost(runs) == (16, 72, 4 * tokens, pytest.approx(work))
+    assert plan.cost(runs) == (16, 72, 4 * tokens, pytest.approx(work))
 
     def warm_up(config):
         """A step of a stack takes a second, compilation a minute."""
         measured.append((config.model.score, config.model.d_model))
         return 1.0, 60.0
 
-    monkeypatch.setattr(estimate.program, 'warm_up', warm_up)
-    shown = [' '.join(line.split()) for line in estimate.text(study, arms).splitlines()]
+    monkeypatch.setattr(plan.program, 'warm_up', warm_up)
+    shown = [' '.join(line.split()) for line in plan.estimate(study, arms).splitlines()]
     assert measured == [('qk', 32), ('qk', 64)]
-    assert shown[2].startswith('longer, if every arm is decided 8 runs 36 trials')
-    assert shown[3].startswith('total 16 runs 72 trials') and 'about 1:0' in shown[3]
+    assert shown[0] == 'stage runs trials tokens FLOPs about'
+    assert shown[4].startswith('longer, if every arm is decided 8 36')
+    assert shown[5].startswith('total 16 72') and ' 1:0' in shown[5]
