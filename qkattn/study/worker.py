@@ -10,7 +10,7 @@ import functools
 import json
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, cast
 
@@ -46,15 +46,13 @@ def run(
     workdir: str | Path,
     *,
     arms: list[MatchedArm] | None = None,
-    tell: Callable[..., None] | None = None,
 ) -> Path:
     """Trains until every run of the study has its result, and returns the study's directory.
 
     The same call resumes, and may run beside other workers; while they hold all runs that are left,
     it waits. A run that cannot be trained does not stop the others.
 
-    `arms` are those of the study, where they are known. `tell` is of a parent that shows what is
-    left of the study, and is called as tell('done', number of runs that are done, number of runs).
+    `arms` are those of the study, where they are known.
 
     Raises ConfigError for an impossible setting or directory, and at the end if runs could not be
     trained; Stopped on SIGTERM or Ctrl-C, with the state saved.
@@ -65,7 +63,7 @@ def run(
     path = check_directory(workdir)
     failed: dict[str, str] = {}
     with StopRequest() as stop:
-        worker = owned(lambda: _Worker(study, path, arms, stop, tell))
+        worker = owned(lambda: _Worker(study, path, arms, stop))
         while (leased := agreement.on_owner(lambda: worker.lease_next(failed))) is not None:
             if leased:
                 _train(path, leased, worker, failed)
@@ -87,7 +85,6 @@ class _Worker:
     path: Path
     arms: list[MatchedArm] | None
     stop: StopRequest
-    tell: Callable[..., None] | None
     lease: leases.Lease | None = None  # of the run that `lease_next` has returned
     refused: set[str] = dataclasses.field(default_factory=set)  # tried again after the others
     _held: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -115,8 +112,7 @@ class _Worker:
 
         {} after a while of waiting if others hold all runs that are left; None if none is left.
         """
-        runs, left = self._write_plan()
-        left = [run for run in left if run.id not in failed]
+        left = [run for run in self._write_plan() if run.id not in failed]
         for run in left:
             if run.id in self.refused:
                 continue
@@ -125,8 +121,6 @@ class _Worker:
                 break
         else:
             self.lease = None
-        if self.tell is not None:
-            self.tell('done', len(runs) - len(left), len(runs))
         if self.lease is None:
             self.refused.clear()
             return self._wait(left) if left else None
@@ -141,8 +135,8 @@ class _Worker:
             'left': dataclasses.asdict(after),
         }
 
-    def _write_plan(self) -> tuple[list[PlannedRun], list[PlannedRun]]:
-        """Writes the files of the study; returns all known runs and those without result.
+    def _write_plan(self) -> list[PlannedRun]:
+        """Writes the files of the study; returns the runs without result.
 
         Where arms or seeds were added meanwhile, the workers that know them write the files.
         """
@@ -154,7 +148,7 @@ class _Worker:
                 write_atomic(path / 'plan.jsonl', plan.lines(study, runs))
                 write_atomic(path / 'results.jsonl', plan.result_lines(study, runs, results))
                 _list_orphans(path, {run.directory for run in runs})
-        return runs, left
+        return left
 
     def _wait(self, left: list[PlannedRun]) -> dict[str, Any]:
         """Waits until a result has come, a lease may have been given up, or 10 s have passed."""
