@@ -7,7 +7,6 @@ processes, of which process 0 holds the leases and writes the files of the study
 
 import dataclasses
 import functools
-import json
 import logging
 import time
 from collections.abc import Collection
@@ -147,7 +146,6 @@ class _Worker:
             if ledger.digest(read_json(path / 'study.json', {})) == self._declared:
                 write_atomic(path / 'plan.jsonl', plan.lines(study, runs))
                 write_atomic(path / 'results.jsonl', plan.result_lines(study, runs, results))
-                _list_orphans(path, {run.directory for run in runs})
         return left
 
     def _wait(self, left: list[PlannedRun]) -> dict[str, Any]:
@@ -203,20 +201,6 @@ def _known(
     runs = plan.runs(study, arms, results, declaration.stacks(path, study))
     left = sorted((run for run in runs if results(run) is None), key=lambda run: -run.work)
     return runs, left, results
-
-
-def _list_orphans(path: Path, planned: set[str]) -> None:
-    """Writes orphans.jsonl: the run directories that do not belong to the plan; they are kept."""
-    names = [directory.relative_to(path).as_posix() for directory in sorted(path.glob('runs/*'))]
-    orphans = [name for name in names if name not in planned]
-    text = ''.join(json.dumps({'directory': name}) + '\n' for name in orphans)
-    file = path / 'orphans.jsonl'
-    if text.encode() != (file.read_bytes() if file.is_file() else b''):
-        write_atomic(file, text)
-        log.warning(
-            '%d of the run directories in %s do not belong to the plan; orphans.jsonl lists them',
-            *(len(orphans), path),
-        )
 
 
 def left_of(study: Study, arms: list[MatchedArm], path: Path) -> list[PlannedRun]:
