@@ -1,4 +1,4 @@
-"""The catalogue of Scores and Values: declarations, and measurements on real layers.
+"""The catalogue of Scores and Values: declarations, and counts of real layers.
 
 `experiments.variants --measure` stores it as JSON, which that command and reports read.
 """
@@ -9,11 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from qkattn.attention import SCORES, VALUES, Attention, AttentionSpec, visible
+from qkattn.attention import SCORES, VALUES, Attention, AttentionSpec
 from qkattn.config import ModelConfig
 from qkattn.config.calls import options_of
-from qkattn.convert.conversions import CONVERSIONS
-from qkattn.errors import ConversionError
 from qkattn.model import cost
 from qkattn.model.sites import attention_spec
 
@@ -22,13 +20,10 @@ REFERENCE = ModelConfig(d_model=64, num_layers=1, num_heads=4, context=128)
 
 
 def measured() -> dict[str, dict[str, dict[str, Any]]]:
-    """The entry of every registered Score and Value, by kind and name; a second each."""
+    """The entry of every registered Score and Value, by kind and name."""
     return {
-        'Score': {name: entry(name, 'vo') | {'exact': exact(name, 'vo')} for name in SCORES},
-        'Value': {
-            name: entry(cls.partner, name, 'value') | {'exact': exact(cls.partner, name)}
-            for name, cls in VALUES.items()
-        },
+        'Score': {name: entry(name, 'vo') for name in SCORES},
+        'Value': {name: entry(cls.partner, name, 'value') for name, cls in VALUES.items()},
     }
 
 
@@ -36,34 +31,6 @@ def documented_variants() -> list[tuple[str, str]]:
     """Every Score with `vo`, then every Value with its partner."""
     pairs = [(name, 'vo') for name in SCORES]
     return list(dict.fromkeys(pairs + [(cls.partner, name) for name, cls in VALUES.items()]))
-
-
-def exact(score: str, value: str) -> list[str]:
-    """The conversions that keep the function of a layer with random parameters, in float64."""
-    with jax.enable_x64(True):
-        spec = reference_spec(score, value)
-        leaves, tree = jax.tree.flatten(Attention(spec, key=jax.random.key(0)))
-        keys = jax.random.split(jax.random.key(1), max(1, len(leaves)))
-        leaves = [
-            a.astype(jnp.float64) + 0.1 * jax.random.normal(k, a.shape, jnp.float64)
-            for a, k in zip(leaves, keys, strict=False)
-        ]
-        layer = jax.tree.unflatten(tree, leaves)
-        x_BTD = jax.random.normal(jax.random.key(2), (2, 9, spec.d_model), jnp.float64)
-        mask_BTS = visible(9, 9, causal=True)
-        expected = layer(x_BTD, mask_BTS)
-        names = []
-        for name, conversion in CONVERSIONS.items():
-            if conversion.takes_norm:
-                continue
-            try:
-                converted, _ = conversion(layer, **conversion.example)
-            except ConversionError:
-                continue
-            error = jnp.abs(converted(x_BTD, mask_BTS) - expected).max()
-            if error < 1e-9 * jnp.abs(expected).max():
-                names.append(name)
-        return names
 
 
 def reference_spec(score: str, value: str) -> AttentionSpec:

@@ -30,7 +30,6 @@ def text(catalogue: Catalogue) -> str:
                 'cache': f'{entry["cache"]} floats per token'
                 + ' beyond those of the Score' * (kind == 'Value'),
                 'RoPE': 'yes' if entry['rope'] else 'no',
-                'exact': ', '.join(entry['exact']) or 'no conversion',
                 'source': entry['source'],
             }
             if kind == 'Value':

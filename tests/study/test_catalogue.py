@@ -16,9 +16,8 @@ STORED = variant_tables.stored()
 
 
 @pytest.mark.parametrize('name', [*SCORES])
-def test_the_entry_of_a_score_is_stored_and_counts_the_arrays(name):
-    entry = catalogue.entry(name, 'vo')
-    assert json.loads(json.dumps(entry)).items() <= STORED['Score'][name].items()
+def test_the_entry_of_a_score_counts_the_arrays(name):
+    entry = STORED['Score'][name]
     model = dataclasses.replace(catalogue.REFERENCE, score=name, value='vo')
     spec = catalogue.reference_spec(name, 'vo')
     layer = jax.eval_shape(lambda: Attention(spec, key=jax.random.key(0)))
@@ -33,17 +32,9 @@ def test_the_entry_of_a_score_is_stored_and_counts_the_arrays(name):
     assert both == (shown if 'x_BSD' in held else shown + model.d_model)
 
 
-def test_every_value_is_stored_and_every_variant_documented():
-    assert (STORED['Score'].keys(), STORED['Value'].keys()) == (SCORES.keys(), VALUES.keys())
-    for name, cls in VALUES.items():
-        entry = catalogue.entry(cls.partner, name, 'value')
-        assert json.loads(json.dumps(entry)).items() <= STORED['Value'][name].items()
+def test_the_catalogue_is_stored_and_every_variant_documented():
+    assert json.loads(json.dumps(catalogue.measured())) == STORED
     documented = catalogue.documented_variants()
     assert len(documented) == len(set(documented))
     scores, values = map(set, zip(*documented, strict=True))
     assert scores >= {*SCORES} and values >= {*VALUES}
-
-
-@pytest.mark.slow
-def test_the_stored_conversions_are_those_that_are_exact():
-    assert json.loads(json.dumps(catalogue.measured())) == STORED
