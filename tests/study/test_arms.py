@@ -333,7 +333,7 @@ SHARED = {'score': 'shared_qk'}
         ),
         ({}, SHARED, 'd_model', {'tolerance': 1e-7, 'target': 252385}, 'the tolerance is 0.000%'),
         ({}, {'score': 'query_free', 'value': 'low_rank(rank=0)'}, 'd_model', {}, 'built: .*rank'),
-        ({'num_heads': 64}, {}, 'd_model', {'target': 500}, 'more than 500 .* at d_ff=1'),
+        ({'num_heads': 32}, {}, 'd_model', {'target': 500}, 'more than 500 .* at d_ff=1'),
         ({}, {'value': 'hadamard'}, 'd_model', {}, 'power of two'),
         (WIDE, NO_QUERY, 'd_model', {}, 'is -7.54% .* d_model=128 is nearer than any other, so'),
         ({}, NO_QUERY, 'num_heads', {}, 'num_heads=4 is nearer than any other, so d_ff'),
