@@ -1,8 +1,7 @@
 """study.json: the declaration of a study before its first run, and checks that a directory fits it.
 
-A directory keeps the settings that its study began with. Variants, sizes and corpora may grow, and
-seeds of the verdict may be added at the end: `stacks` in study.json then holds those that are
-trained together. Any other change takes another directory.
+A directory keeps the settings that its study began with. Variants, sizes and corpora may grow; any
+other change takes another directory.
 """
 
 import contextlib
@@ -39,13 +38,12 @@ from qkattn.storage.run_directory import command_line
 from qkattn.study import plan, stored
 from qkattn.study.arm_key import ArmKey
 from qkattn.study.arms import MatchedArm, resolved
-from qkattn.study.plan import Stacks
 from qkattn.study.tuning import MODEL_KNOBS
 
 # Fields of study.json that may gain values when a directory is used again, and those that may
 # differ altogether or follow from others.
 GROWING = ('variants', 'sizes', 'corpora', 'arms')
-EXTENSIBLE = (*GROWING, 'question', 'command', 'seeds', 'stacks', 'looks', 'base_hash')
+EXTENSIBLE = (*GROWING, 'question', 'command', 'looks', 'base_hash')
 
 
 def require_no_run(path: Path) -> None:
@@ -55,24 +53,6 @@ def require_no_run(path: Path) -> None:
             f'workdir={path} holds a run, not a study; give a study its own directory, or go on '
             'with the run by train'
         )
-
-
-def stacks(path: Path, study: Study) -> Stacks:
-    """The seeds that are trained together: those that the study began with, then those added.
-
-    Raises RunDirectoryError if study.json is damaged.
-    """
-    file, seeds = path / 'study.json', study.base.trials.seeds
-    if not file.exists():
-        return (seeds,)
-    declared = read_json(file, {'seeds': tuple[int, ...]})
-    if 'stacks' not in declared:
-        declared['stacks'] = [declared['seeds']]
-    with _reading(file):
-        check(declared, {'stacks': tuple[tuple[int, ...], ...]})
-    before = tuple(map(tuple, declared['stacks']))
-    added = seeds[sum(map(len, before)) :]
-    return (*before, added) if added else before
 
 
 def content(study: Study, arms: Sequence[MatchedArm]) -> dict[str, Any]:
@@ -136,21 +116,17 @@ def _continued(
     Raises ConfigError if the earlier declaration has other settings, or unknown ones.
     """
     kind: Any = type(study)
-    together, always = stacks(file.parent, study), serialize.introduced('1', kind)
+    always = serialize.introduced('1', kind)
     later = {name: v for name, v in serialize.defaults(kind).items() if name not in always}
     with _reading(file):
-        check(earlier, STUDY | {'controls': {'longer_seeds': tuple[int, ...]}})
+        check(earlier, STUDY)
         before: Config = from_json(Config, earlier['base'], 'base.')
     now: Config = with_machine_of(study.base, before)
 
     def fixed(record: Mapping[str, Any], base: Config) -> dict[str, Any]:
-        """The settings that have to stay, of the seeds those that the study had before."""
+        """The settings that have to stay."""
         kept = {name: v for name, v in (later | record).items() if name not in EXTENSIBLE}
-        if record['controls']['longer_seeds'] == record['seeds']:
-            kept['controls'] = record['controls'] | {'longer_seeds': []}
-        seeds = base.trials.seeds[: len(before.trials.seeds)]
-        trials = dataclasses.replace(base.trials, seeds=seeds)
-        return kept | {'base': dataclasses.asdict(dataclasses.replace(base, trials=trials))}
+        return kept | {'base': dataclasses.asdict(base)}
 
     changes = [
         f'{name}: {value!r} is left out'
@@ -163,11 +139,10 @@ def _continued(
         raise ConfigError(
             f'workdir={file.parent} holds a study of other settings:\n  '
             + '\n  '.join(changes)
-            + '\nSet them back or give another workdir; a study may only gain variants, sizes, '
-            'corpora and, at the end, trials.seeds.'
+            + '\nSet them back or give another workdir; a study may only gain variants, sizes and '
+            'corpora.'
         )
-    added = {'stacks': list(map(list, together))} if len(together) > 1 else {}
-    return declared | {'base': to_json(now)} | added
+    return declared | {'base': to_json(now)}
 
 
 def _check_runs(path: Path, arms: Sequence[MatchedArm]) -> None:

@@ -4,8 +4,8 @@
     -> the same for the other settings that are tuned -> the verdict;
     then the controls that are trained longer.
 
-The plan is a function of the study, of the stacks in which its seeds are trained and of the results
-of finished runs, so all workers derive the same plan.
+The plan is a function of the study and of the results of finished runs, so all workers derive the
+same plan.
 """
 
 import dataclasses
@@ -41,7 +41,6 @@ from qkattn.train import program
 Results = Callable[['PlannedRun'], list[dict[str, Any]] | None]
 Grids = Mapping[str, tuple[float, ...]]
 Seeds = tuple[int, ...]
-Stacks = tuple[Seeds, ...]  # of verdict seeds: those that the study began with, then those added
 # A training step costs a forward pass and a backward pass of two.
 STEP_PER_FORWARD = 3
 
@@ -93,11 +92,9 @@ def grids(study: Study, arm: MatchedArm) -> dict[str, tuple[float, ...]]:
     }
 
 
-def runs(
-    study: Study, arms: Sequence[MatchedArm], results: Results, stacks: Stacks | None = None
-) -> list[PlannedRun]:
-    """Every run known so far; `stacks` are those of the study, if seeds were added to it."""
-    return _Plan(resolved(study), results, stacks or (study.base.trials.seeds,)).runs(arms)
+def runs(study: Study, arms: Sequence[MatchedArm], results: Results) -> list[PlannedRun]:
+    """Every run known so far."""
+    return _Plan(resolved(study), results).runs(arms)
 
 
 def imagined(study: Study, arms: Sequence[MatchedArm]) -> list[PlannedRun]:
@@ -175,13 +172,12 @@ class _Plan:
 
     study: Study  # resolved
     results: Results
-    stacks: Stacks
 
     def runs(self, arms: Sequence[MatchedArm]) -> list[PlannedRun]:
         """Every run known so far: screening and verdicts arm by arm, then longer runs."""
         study = self.study
         if not study.tuning.seeds:
-            return [self._run(arm, SINGLE, None, seeds) for arm in arms for seeds in self.stacks]
+            return [self._run(arm, SINGLE, None, self.study.base.trials.seeds) for arm in arms]
         known: list[PlannedRun] = []
         chosen: dict[ArmKey, Settings] = {}
         for arm in arms:
@@ -212,10 +208,10 @@ class _Plan:
                 for trial in trials or ():
                     of_seed = measured.setdefault(_settings(run.config, trial['trial']), {})
                     of_seed |= _losses([trial], 'val_loss')
-        best, longer_seeds = tuning.settings, self.study.controls.longer_seeds
-        other = arm.key.control == LONGER and longer_seeds != self.study.base.trials.seeds
-        each = (longer_seeds,) if other else self.stacks
-        return known + [self._run(arm, VERDICT, None, seeds, [best]) for seeds in each], best
+        best, seeds = tuning.settings, self.study.base.trials.seeds
+        if arm.key.control == LONGER:
+            seeds = self.study.controls.longer_seeds
+        return [*known, self._run(arm, VERDICT, None, seeds, [best])], best
 
     def _run(
         self,
@@ -252,14 +248,13 @@ class _Plan:
     ) -> Iterator[MatchedArm]:
         """The baseline and the decided arms of each size and corpus whose verdicts are finished.
 
-        They are decided by the tests alone, on test losses paired over the seeds that the study
-        began with, corrected for the comparisons of the whole study: other reasons are not known
-        before the report, and seeds that are added train no other arm longer.
+        They are decided by the tests alone, on test losses paired over seeds, corrected for the
+        comparisons of the whole study: other reasons are not known before the report.
         """
         study = self.study
         primary = [arm for arm in arms if arm.key.control is None]
         comparisons = sum(arm.variant != study.baseline for arm in primary)
-        verdicts = {run.arm.key: run for run in reversed(known) if run.stage == VERDICT}
+        verdicts = {run.arm.key: run for run in known if run.stage == VERDICT}
         results = {key: self.results(run) for key, run in verdicts.items()}
         losses = {key: _losses(r, 'test_loss') for key, r in results.items() if r is not None}
         for corpus, size in dict.fromkeys((arm.key.corpus, arm.size) for arm in primary):

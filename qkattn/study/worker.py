@@ -198,7 +198,7 @@ def _known(
         file = path / run.directory / 'result.json'
         return read_results(file, run.config.trials.trials()) if file.exists() else None
 
-    runs = plan.runs(study, arms, results, declaration.stacks(path, study))
+    runs = plan.runs(study, arms, results)
     left = sorted((run for run in runs if results(run) is None), key=lambda run: -run.work)
     return runs, left, results
 

@@ -154,6 +154,9 @@ def test_decided_arms_and_the_baseline_are_trained_longer_at_a_rate_of_their_own
     around = pytest.approx((chosen / 2, chosen, chosen * 2))
     assert made[0].config.trials.learning_rates == around
     times = {'num_steps': 4000, 'eval_every': 400, 'checkpoint_every': 400}
+    other = dataclasses.replace(study, controls=ControlsConfig(longer_seeds=(5, 6, 7)))
+    alone = longer(plan.runs(other, study_arms, DECIDING))
+    assert {run.config.trials.seeds for run in alone} == {(10, 11), (5, 6, 7)}
     for run in made:
         assert run.config.train == dataclasses.replace(STUDY.base.train, **times)
         assert run.config.optimizer.warmup_steps == 4 * STUDY.base.optimizer.warmup_steps
@@ -206,29 +209,6 @@ def test_the_plan_does_not_depend_on_the_order_in_which_runs_finish(study, study
         return known()
 
     assert planned(0) == planned(-1) == plan.runs(study, arms, DECIDING)
-
-
-def test_seeds_that_are_added_make_further_runs_and_decide_no_other_arm(study, study_arms):
-    """The difference that is clear with three seeds drowns in that of a fourth."""
-
-    def effect(run, trial):
-        more = 40 * (trial['seed'] == 3 and run.config.model.score == 'query_free')
-        return better_without_w_q(run, trial) + more
-
-    arms, results, stacks = study_arms, landscape(2.5e-3, effect), ((0, 1, 2), (3,))
-    before, grown = plan.runs(study, arms, results), with_seeds(study, (0, 1, 2, 3))
-    assert longer(before) and not longer(plan.runs(grown, arms, results))
-    after = plan.runs(grown, arms, results, stacks)
-    new = [run for run in after if run not in before]
-    assert [run for run in after if run in before] == before
-    # Of three arms, two controls of equal shape, and two that are trained longer.
-    assert [(run.stage, run.config.trials.seeds) for run in new] == 7 * [('verdict', (3,))]
-    other = dataclasses.replace(grown, controls=ControlsConfig(longer_seeds=(5, 6, 7)))
-    made = longer(plan.runs(other, arms, results, stacks))
-    assert {r.config.trials.seeds for r in made if r.stage == 'verdict'} == {(5, 6, 7)}
-    untuned = dataclasses.replace(grown, tuning=TuningConfig())
-    runs = plan.runs(untuned, arms, unfinished, stacks)
-    assert [run.config.trials.seeds for run in runs] == len(arms) * [*stacks]
 
 
 # The tuning of an arm, from nothing but what was measured.
