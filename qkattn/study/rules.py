@@ -90,23 +90,23 @@ def broken(study: Study) -> Iterator[str]:
             yield f'{name}={values} must be a grid; set a single value as base.model.{field}'
         elif len(values) != 1 and not _ascends(values):
             yield (f'{name}={values} must ascend by a constant factor, as in (0.001, 0.002, 0.004)')
-    for name, value, least, why in (
-        ('max_points', tuning.max_points, max(map(len, grids.values())), 'as the longest grid has'),
-        ('max_points', tuning.max_points, MIN_VALUES, 'as a best value needs worse ones beside it'),
-        ('max_seeds', tuning.max_seeds, len(tuning.seeds), 'as tuning.seeds has'),
-        ('max_seeds', tuning.max_seeds, MIN_SEEDS, 'as one seed shows no best value'),
-    ):
-        if value < least:
-            yield f'tuning.{name}={value} must be at least {least}, {why}'
-    numbers = {
-        'the number of tuning.seeds': len(tuning.seeds),
-        'tuning.max_seeds': tuning.max_seeds,
-        'the number of trials.seeds': len(trials.seeds),
-        'the number of controls.longer_seeds': len(controls.longer_seeds),
-    }
-    for name, number in numbers.items():
-        if number % study.base.mesh.trial:
-            yield f'mesh.trial={study.base.mesh.trial} must divide {name}, {number}'
+    points, seeds = max(map(len, grids.values())), len(tuning.seeds)
+    if tuning.max_points < (least := max(points, MIN_VALUES)):
+        yield (
+            f'tuning.max_points={tuning.max_points} must be at least {least}: the longest grid has '
+            f'{points}, and a best value needs worse ones beside it'
+        )
+    if tuning.max_seeds < (least := max(seeds, MIN_SEEDS)):
+        yield (
+            f'tuning.max_seeds={tuning.max_seeds} must be at least {least}: tuning.seeds has '
+            f'{seeds}, and one seed shows no best value'
+        )
+    numbers = seeds, tuning.max_seeds, len(trials.seeds), len(controls.longer_seeds)
+    if any(number % study.base.mesh.trial for number in numbers):
+        yield (
+            f'mesh.trial={study.base.mesh.trial} must divide the numbers of tuning.seeds, '
+            f'tuning.max_seeds, trials.seeds and controls.longer_seeds, {numbers}'
+        )
 
 
 def _expected(study: Study) -> Iterator[str]:
