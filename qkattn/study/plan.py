@@ -14,7 +14,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from qkattn.config import Config, Study, fingerprint, to_json
 from qkattn.jobs.output import text_table
@@ -118,18 +118,10 @@ def imagined(study: Study, arms: Sequence[MatchedArm]) -> list[PlannedRun]:
     return runs(dataclasses.replace(study, tuning=tuning), arms, results)
 
 
-class Cost(NamedTuple):
-    """Sums over runs, of training alone."""
-
-    runs: int
-    trials: int
-    tokens: int
-    flops: float
-
-
-def cost(runs: Sequence[PlannedRun]) -> Cost:
+def cost(runs: Sequence[PlannedRun]) -> tuple[int, int, int, float]:
+    """Number of runs and trials, tokens and FLOPs of training."""
     trials = sum(len(run.config.trials.trials()) for run in runs)
-    return Cost(len(runs), trials, sum(r.tokens for r in runs), sum(r.flops for r in runs))
+    return len(runs), trials, sum(run.tokens for run in runs), sum(run.flops for run in runs)
 
 
 def estimate(study: Study, arms: Sequence[MatchedArm]) -> str:
@@ -152,11 +144,10 @@ def estimate(study: Study, arms: Sequence[MatchedArm]) -> str:
         stages.setdefault(stage, []).append(run)
     rows = []
     for stage, members in (stages | {'total': planned}).items():
-        total = cost(members)
+        number, trials, tokens, flops = cost(members)
         seconds = sum(run.flops / speeds[run.arm.size] + compiling[run.arm.size] for run in members)
         time = str(datetime.timedelta(seconds=round(seconds)))
-        counts = (f'{total.runs:,}', f'{total.trials:,}', f'{total.tokens:.3g}')
-        rows.append([stage, *counts, f'{total.flops:.3g}', time])
+        rows.append([stage, str(number), str(trials), f'{tokens:.3g}', f'{flops:.3g}', time])
     names = ('runs', 'trials', 'tokens', 'FLOPs', 'about')
     lines = [text_table([('stage', True), *((name, False) for name in names)], rows)]
     lines.append('time is for 1 worker on this machine, from a warm-up, without evaluation')
