@@ -40,18 +40,11 @@ from qkattn.train.sharding import require_memory
 log = logging.getLogger(__name__)
 
 
-def run(
-    study: Study,
-    workdir: str | Path,
-    *,
-    arms: list[MatchedArm] | None = None,
-) -> Path:
+def run(study: Study, workdir: str | Path, *, arms: list[MatchedArm] | None = None) -> Path:
     """Trains until every run of the study has its result, and returns the study's directory.
 
     The same call resumes, and may run beside other workers; while they hold all runs that are left,
-    it waits. A run that cannot be trained does not stop the others.
-
-    `arms` are those of the study, where they are known.
+    it waits. A run that cannot be trained does not stop the others. `arms`: None makes them.
 
     Raises ConfigError for an impossible setting or directory, and at the end if runs could not be
     trained; Stopped on SIGTERM or Ctrl-C, with the state saved.
@@ -62,7 +55,7 @@ def run(
     path = check_directory(workdir)
     failed: dict[str, str] = {}
     with StopRequest() as stop:
-        worker = owned(lambda: _Worker(study, path, arms, stop))
+        worker = owned(lambda: _Worker(study, path, arms or build_arms(study), stop))
         while (leased := agreement.on_owner(lambda: worker.lease_next(failed))) is not None:
             if leased:
                 _train(path, leased, worker, failed)
@@ -82,7 +75,7 @@ class _Worker:
 
     study: Study
     path: Path
-    arms: list[MatchedArm] | None
+    arms: list[MatchedArm]
     stop: StopRequest
     lease: leases.Lease | None = None  # of the run that `lease_next` has returned
     refused: set[str] = dataclasses.field(default_factory=set)  # tried again after the others
@@ -92,10 +85,8 @@ class _Worker:
         """Checks and declares the study."""
         study, path = self.study, self.path
         declaration.require_no_run(path)
-        with waiting(study.name, 'matching parameters'):
-            self._arms = build_arms(study) if self.arms is None else self.arms
         # Before the directory is created, so that a refused study leaves nothing behind.
-        left = left_of(study, self._arms, path)
+        left = left_of(study, self.arms, path)
         for run in {run.config.data: run for run in left}.values():
             sharding.require_devices(run.config.mesh)
             require_memory(run.config)
@@ -104,7 +95,7 @@ class _Worker:
             if study.tuning.seeds:
                 check_documents(rows, run.config.data)
         make_directory(path)
-        self._declared = ledger.digest(declaration.declare(path, study, self._arms))
+        self._declared = ledger.digest(declaration.declare(path, study, self.arms))
 
     def lease_next(self, failed: Collection[str]) -> dict[str, Any] | None:
         """The next run that is not in `failed`, whose lease this process then holds; JSON.
@@ -142,7 +133,7 @@ class _Worker:
         study, path = self.study, self.path
         # Results are read and the files written under one lock, whoever else writes.
         with locked(path / 'lock'):
-            runs, left, results = _known(study, self._arms, path)
+            runs, left, results = _known(study, self.arms, path)
             if ledger.digest(read_json(path / 'study.json', {})) == self._declared:
                 write_atomic(path / 'plan.jsonl', plan.lines(study, runs))
                 write_atomic(path / 'results.jsonl', plan.result_lines(study, runs, results))
