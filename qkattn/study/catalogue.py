@@ -1,4 +1,4 @@
-"""The catalogue of Scores and Values: declarations, and counts of real layers.
+"""The catalogue of Scores and Values: declarations, and what real layers cache.
 
 `experiments.variants --measure` stores it as JSON, which that command and reports read.
 """
@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from qkattn.attention import SCORES, VALUES, Attention, AttentionSpec
 from qkattn.config import ModelConfig
 from qkattn.config.calls import options_of
-from qkattn.model import cost
 from qkattn.model.sites import attention_spec
 
 # A power of two, N H = D, an even head size: a size at which every Score and Value can be built.
@@ -39,12 +38,11 @@ def reference_spec(score: str, value: str) -> AttentionSpec:
 
 
 def entry(score: str, value: str, circuit: str = 'score') -> dict[str, Any]:
-    """Declarations and counts of one circuit, 'score' or 'value', of a variant.
+    """Declarations and cache of one circuit, 'score' or 'value', of a variant.
 
     equation   A[n] or B[n]
     options    keyword arguments of the class with their defaults
-    parameters, count    number of parameters in letters, and at the reference size
-    flops      of a forward pass of a one-layer model, per token
+    parameters number of parameters in letters
     cache      floats per token in letters; of a Value, those beyond what its Score caches
     rope       whether rotary positions may be used
     source     where the form comes from
@@ -52,7 +50,6 @@ def entry(score: str, value: str, circuit: str = 'score') -> dict[str, Any]:
     spec = reference_spec(score, value)
     layer = jax.eval_shape(lambda: Attention(spec, key=jax.random.key(0)))
     cls = SCORES[score] if circuit == 'score' else VALUES[value]
-    module = getattr(layer, circuit)
     y_BSD = jax.ShapeDtypeStruct((1, 1, spec.d_model), jnp.float32)
     keys, both = jax.eval_shape(
         lambda layer, y: (layer.score.cached(y), layer.cached(y)), layer, y_BSD
@@ -63,9 +60,7 @@ def entry(score: str, value: str, circuit: str = 'score') -> dict[str, Any]:
     return {
         'equation': cls.equation,
         'options': options_of(cls),
-        'parameters': module.parameter_count,
-        'count': sum(leaf.size for leaf in jax.tree.leaves(module)),
-        'flops': cost.flops_per_token(dataclasses.replace(REFERENCE, score=score, value=value)),
+        'parameters': getattr(layer, circuit).parameter_count,
         'cache': ' + '.join(letters) or '0',
         'rope': SCORES[score].supports_rope,
         'source': cls.source,

@@ -16,10 +16,7 @@ def stored() -> Catalogue:
 
 def text(catalogue: Catalogue) -> str:
     """The whole catalogue for a terminal, a paragraph per Score or Value."""
-    paragraphs = [
-        'count and flops (per token, of a forward pass) are those of one layer with d_model D=64, '
-        'heads N=K=4, head size H=16, context 128; a Value lists what it caches beyond its Score'
-    ]
+    paragraphs = ['cache: floats per token; of a Value, those beyond what its Score caches']
     for kind, entries in catalogue.items():
         for name, entry in entries.items():
             lines = (f'  {key:<11} {value}' for key, value in entry.items())

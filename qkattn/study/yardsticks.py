@@ -68,6 +68,8 @@ def record(directory: str | Path) -> list[str]:
     Returns why yardsticks of a size and corpus could not be computed, a sentence each. Raises
     ConfigError for a directory without the files of a study.
     """
+    if jax.process_count() > 1:  # reading checkpoints would take all of them
+        return ['the job has several processes']
     path = absolute(directory)
     baseline = read_json(path / 'study.json', {'baseline': str | None})['baseline']
     results: dict[str, list[_Record]] = {}
@@ -112,14 +114,9 @@ def record(directory: str | Path) -> list[str]:
 
 
 def record_finished(directory: Path) -> None:
-    """Records the yardsticks of a study whose training is finished; logs what it could not.
-
-    A job of several processes does not: reading checkpoints would take all of them.
-    """
-    problems = ['the job has several processes']
-    if jax.process_count() == 1:
-        with waiting(directory.name, 'recording yardsticks'):
-            problems = record(directory)
+    """Records the yardsticks of a study whose training is finished; logs what it could not."""
+    with waiting(directory.name, 'recording yardsticks'):
+        problems = record(directory)
     for problem in problems:
         log.warning(
             'yardsticks of %s not recorded: %s; python -m experiments.report --study=%s '
