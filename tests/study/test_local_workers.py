@@ -103,14 +103,14 @@ def test_workers_that_end_in_any_way(tmp_path):
 @pytest.mark.parametrize(
     ('number', 'gpus', 'wanted', 'runs', 'free', 'most'),
     [
-        (2, [], None, 1, math.inf, 2),  # a study of three arms, which go on
-        (8, [], None, 3, math.inf, 3),
-        (2, [], 3, 3, math.inf, 2),
-        (8, ['0', '1', '2', '3'], None, 3, math.inf, 2),
-        (8, ['0'], 2, 3, math.inf, 1),
+        (2, 0, None, 1, math.inf, 2),  # a study of three arms, which go on
+        (8, 0, None, 3, math.inf, 3),
+        (2, 0, 3, 3, math.inf, 2),
+        (8, 4, None, 3, math.inf, 2),
+        (8, 1, 2, 3, math.inf, 1),
         (8, None, None, 3, math.inf, 1),
-        (2, [], None, 3, 2**31, 1),
-        (2, [], 2, 3, 2**31, 2),  # asked for by number
+        (2, 0, None, 3, 2**31, 1),
+        (2, 0, 2, 3, 2**31, 2),  # asked for by number
     ],
 )
 def test_workers_are_no_more_than_there_is_room_and_work_for(
@@ -119,9 +119,9 @@ def test_workers_are_no_more_than_there_is_room_and_work_for(
     """So many cores, accelerators and bytes; None: not known."""
     monkeypatch.setattr(machine, 'free_memory', lambda: free)
     monkeypatch.setattr(machine, 'usable_cores', lambda: list(range(number)))
-    monkeypatch.setattr(machine, 'accelerators', lambda platforms: gpus)
-    mesh = MeshConfig(data=2 if gpus and len(gpus) > 1 else 1)
-    base = dataclasses.replace(STUDY.base, mesh=mesh)
+    names = None if gpus is None else list(map(str, range(gpus)))
+    monkeypatch.setattr(machine, 'accelerators', lambda platforms: names)
+    base = dataclasses.replace(STUDY.base, mesh=MeshConfig(data=2))  # of two GPUs
     variants = ('qk/vo', 'shared_qk/vo', 'merged/vo')
     study = dataclasses.replace(STUDY, variants=variants, base=base)
     arms = build_arms(study)

@@ -51,11 +51,6 @@ def unfinished(run):
     """No run has results."""
 
 
-def with_seeds(study, seeds):
-    trials = dataclasses.replace(study.base.trials, seeds=seeds)
-    return dataclasses.replace(study, base=dataclasses.replace(study.base, trials=trials))
-
-
 def landscape(optimum, effect=lambda run, trial: 0.0):
     """Results whose loss is a parabola in ln(learning rate), with a level per seed.
 
@@ -168,29 +163,33 @@ NOISE = (0.010, -0.012, 0.004, -0.008, 0.011, -0.005)
 
 
 @pytest.mark.parametrize(
-    ('changes', 'sizes', 'number'),
+    ('change', 'diverged', 'sizes', 'number'),
     [
         # The difference of 0.0125 has p = 0.03 against zero; corrected for 3 arms it is undecided.
-        ([0.0125 + noise for noise in NOISE], 1, 2),
-        ([0.0125 + noise for noise in NOISE], 3, 0),
-        ([0.2 + noise for noise in NOISE], 3, 2),
-        ([-0.2, None, *(-0.2 + noise for noise in NOISE[2:])], 1, 0),
-        ([None] * 6, 1, 0),
+        (0.0125, (), 1, 2),
+        (0.0125, (), 3, 0),
+        (0.2, (), 3, 2),
+        (-0.2, (1,), 1, 0),
+        (-0.2, range(6), 1, 0),
     ],
-    ids=['decided', 'corrected', 'large', 'diverged', 'all diverged'],
 )
-def test_what_is_decided_is_corrected_for_the_whole_study(changes, sizes, number):
+def test_what_is_decided_is_corrected_for_the_whole_study(change, diverged, sizes, number):
     """At other sizes than the first, seeds differ too much for any decision."""
 
     def effect(run, trial):
         seed = trial['seed']
         if seed > 5 or run.arm.variant == 'qk/vo':
             return 0.0
-        return changes[seed] if run.arm.size == 'd_model=64' else 3.0 * (-1) ** seed
+        if run.arm.size != 'd_model=64':
+            return 3.0 * (-1) ** seed
+        return None if seed in diverged else change + NOISE[seed]
 
     sizes = ('d_model=64', 'd_model=72', 'd_model=80')[:sizes]
-    study = dataclasses.replace(STUDY, sizes=sizes, controls=ControlsConfig(equal_shape=False))
-    study = with_seeds(study, tuple(range(6)))
+    trials = dataclasses.replace(STUDY.base.trials, seeds=tuple(range(6)))
+    fields = {'sizes': sizes, 'controls': ControlsConfig(equal_shape=False)}
+    study = dataclasses.replace(
+        STUDY, base=dataclasses.replace(STUDY.base, trials=trials), **fields
+    )
     runs = longer(plan.runs(study, build_arms(study), landscape(2.5e-3, effect)))
     assert len({run.arm.key for run in runs}) == number
 
@@ -247,8 +246,6 @@ def test_further_seeds_are_drawn_until_the_bracket_is_significant():
     bounded = dataclasses.replace(limits, max_excess=bound, max_seeds=16)
     sweep, _, asked = tuned(bounded, 0.01)
     assert len(asked) > 1 and sweep.at_worst <= bound
-    limited = dataclasses.replace(limits, max_excess=1e-9, max_seeds=4)
-    assert tuned(limited, 0.01)[2][-1][1] == (12, 13)
     # A value at which a seed diverged gets no further seeds.
     limited = dataclasses.replace(limits, max_seeds=6)
     _, measured, _ = tuned(limited, 0.1, lambda rate, seed: rate > 3e-3 and seed == 11)
