@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import shutil
 import signal
 
@@ -68,15 +67,17 @@ def trained(monkeypatch):
 
 @pytest.fixture(scope='module')
 def once(tmp_path_factory):
+    """The directory of the finished study, and the events of its ledger before each run."""
+    path, begun = tmp_path_factory.mktemp('once') / 'out', []
     with pytest.MonkeyPatch.context() as patch:
-        stand_in(patch)
-        return worker.run(STUDY, tmp_path_factory.mktemp('once') / 'out')
+        stand_in(patch).before = lambda *_: begun.append(events(path))
+        return worker.run(STUDY, path), begun
 
 
 @pytest.fixture
 def finished(once, tmp_path):
     """A copy of the directory of the finished study."""
-    return shutil.copytree(once, tmp_path / 'out')
+    return shutil.copytree(once[0], tmp_path / 'out')
 
 
 def lines(path):
@@ -96,16 +97,14 @@ def events(path):
     return [entry['event'] for entry in ledger.read(path / 'ledger.jsonl').entries]
 
 
-def test_a_worker_follows_every_chain_to_its_verdict(trained, tmp_path):
-    begun = []
-    trained.before = lambda *_: begun.append(events(tmp_path / 'out'))
-    path = worker.run(STUDY, tmp_path / 'out')
+def test_a_worker_follows_every_chain_to_its_verdict(once):
+    path, begun = once
     planned = lines(path / 'plan.jsonl')
     stages = ('screening', 'screening', 'verdict')
     assert [(line['variant'], line['stage']) for line in planned] == [
         (variant, stage) for variant in STUDY.variants for stage in stages
     ]
-    assert sorted(trained) == sorted(os.path.basename(line['directory']) for line in planned)
+    assert sorted(path.glob('runs/*')) == sorted(path / line['directory'] for line in planned)
     assert [result['run'] for result in lines(path / 'results.jsonl')] == [
         line['run'] for line in planned for _ in range(line['trials'])
     ]
@@ -113,9 +112,11 @@ def test_a_worker_follows_every_chain_to_its_verdict(trained, tmp_path):
     assert begun == [['declared']] * 6 and not leases.holders(path / 'leases')
     entry = ledger.read(path / 'ledger.jsonl').entries[0]
     assert entry['declaration'] == ledger.digest(read_json(path / 'study.json', {}))
-    # The same study again has nothing to train, and a study may grow and ask something else.
-    worker.run(dataclasses.replace(STUDY, question='Which?'), path)
-    assert len(trained) == len(planned) and events(path) == ['declared', 'declared']
+
+
+def test_a_finished_study_trains_nothing_again_may_grow_and_ask_something_else(trained, finished):
+    path = worker.run(dataclasses.replace(STUDY, question='Which?'), finished)
+    assert not trained and events(path) == ['declared', 'declared']
     before = (path / 'study.json').read_bytes()
     grown = changed(variants=(*STUDY.variants, 'qk/k_is_v'))
     worker.run(grown, path)
@@ -123,7 +124,7 @@ def test_a_worker_follows_every_chain_to_its_verdict(trained, tmp_path):
     worker.run(grown, path)
     ledger.look(path)
     worker.run(changed(variants=(*grown.variants, 'qk/o_is_v')), path)
-    assert len(trained) == 12 and events(path)[2:] == ['arms_added', 'looked', 'arms_added']
+    assert len(trained) == 6 and events(path)[2:] == ['arms_added', 'looked', 'arms_added']
 
 
 def test_a_study_is_planned_trained_and_judged(trained, tmp_path):
