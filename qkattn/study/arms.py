@@ -52,9 +52,7 @@ def variant_of(config: ModelConfig) -> str:
     return '?'.join(filter(None, (str(config.variant), '&'.join(fields))))
 
 
-@functools.lru_cache(maxsize=1024)
-def _cost(config: ModelConfig, which: str) -> float:
-    return cost.measured(config, which)
+_cost = functools.lru_cache(maxsize=1024)(cost.measured)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,15 +256,12 @@ def resolved(study: Study) -> Study:
 
     Without tuning there are no controls; without a match none of equal shape.
     """
-    corpora, seeds = study.corpora or (study.base.data.name,), study.base.trials.seeds
-    if not study.tuning.seeds:
-        controls = ControlsConfig(equal_shape=False, longer=None)
-        return dataclasses.replace(study, corpora=corpora, controls=controls)
-    given = study.controls
-    controls = dataclasses.replace(
-        given,
-        equal_shape=given.equal_shape and study.match is not None,
-        longer_seeds=given.longer_seeds or seeds if given.longer else (),
+    corpora, given = study.corpora or (study.base.data.name,), study.controls
+    longer = given.longer if study.tuning.seeds else None
+    controls = ControlsConfig(
+        equal_shape=bool(given.equal_shape and study.tuning.seeds and study.match),
+        longer=longer,
+        longer_seeds=(given.longer_seeds or study.base.trials.seeds) if longer else (),
     )
     return dataclasses.replace(study, corpora=corpora, controls=controls)
 

@@ -81,8 +81,7 @@ def record(directory: str | Path) -> list[str]:
     known = {group['run']: group for group in before['groups']}
     measured = {run['run']: run for run in before['runs'] if run['trials'] is not None}
     problems: dict[str, None] = {}
-    groups: dict[tuple, _Record] = {}
-    runs: list[_Record] = []
+    made: dict[str, list[_Record]] = {'groups': [], 'runs': []}
     counted: dict[tuple, _Record] = {}
     schema = ARM_KEY | {'run': str, 'stage': str, 'config': dict}
     for run in read_lines(path / 'plan.jsonl', schema):
@@ -96,16 +95,14 @@ def record(directory: str | Path) -> list[str]:
         # What the losses of counts depend on.
         key = config.data, config.model.context, config.train.num_steps, config.trials.seeds[0]
         try:
-            if (place := tuple(group.values())) not in groups:
-                if name not in known and key not in counted:
-                    counted[key] = _group(config, of_run[0])
-                groups[place] = known.get(name) or {'run': name} | group | counted[key]
+            if name not in known and key not in counted:
+                counted[key] = _group(config, of_run[0])
+            made['groups'].append(known.get(name) or {'run': name} | group | counted[key])
             if run['stage'] == VERDICT:
                 about = {'run': name} | {field: run[field] for field in ARM_KEY}
-                runs.append(measured.get(name) or about | _run(path, run, config, of_run))
+                made['runs'].append(measured.get(name) or about | _run(path, run, config, of_run))
         except ConfigError as error:
             problems[f'{run["size"]}, {run["corpus"]}: {error}'] = None
-    made = {'groups': [*groups.values()], 'runs': runs}
     if any(one not in before[name] for name, records in made.items() for one in records):
         start = describe_start()
         about = {'recorded': start['started'], 'start': {key: start[key] for key in START}}
