@@ -14,7 +14,7 @@ from qkattn.config import Study
 from qkattn.errors import ConfigError
 from qkattn.jobs import agreement, bootstrap, cli, signals
 from qkattn.jobs.display import waiting
-from qkattn.study import estimate, local_workers, yardsticks
+from qkattn.study import local_workers, plan, yardsticks
 from qkattn.study.arms import MatchedArm, build_arms, table
 from qkattn.train.program_cache import keep_programs
 
@@ -41,7 +41,7 @@ def main() -> None:
             'one worker, and launchers start further ones'
         )
     if DRY_RUN.value:
-        print(f'\n{estimate.text(config, _matched(config))}')
+        print(f'\n{plan.estimate(config, _matched(config))}')
         return
     path = local_workers.run(config, lambda: _matched(config), cli.required(WORKDIR), workers)
     if not agreement.owner():

@@ -30,11 +30,11 @@ from qkattn.data.pipeline import eval_batches
 from qkattn.data.tasks.task_registry import rows_of
 from qkattn.errors import ConfigError
 from qkattn.jobs import cli
+from qkattn.jobs.output import text_table
 from qkattn.model import EncoderDecoder
 from qkattn.model.transformer import Transformer
 from qkattn.report.figures.attention_figure import attention_maps, heat_maps, singular_values
 from qkattn.report.figures.style import render, style_sheet
-from qkattn.report.tables import text_table
 from qkattn.storage.files import as_path, make_directory, write_atomic
 from qkattn.storage.records import write_json
 from qkattn.train.program_cache import keep_programs

@@ -1,4 +1,4 @@
-"""Prints the catalogue of attention variants: equation, parameters, FLOPs, cache, conversions.
+"""Prints the catalogue of attention variants: equation, options, parameters, cache, source.
 
 python -m experiments.variants
 """

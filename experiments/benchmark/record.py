@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from experiments.benchmark.race import Row
 from qkattn.errors import ReportError
-from qkattn.report.tables import markdown_table, text_table
+from qkattn.jobs.output import text_table
+from qkattn.report.tables import markdown_table
 from qkattn.storage.files import write_atomic
 from qkattn.storage.records import parse_json
 

@@ -14,13 +14,13 @@ from qkattn.config import Study, from_config_dict
 from qkattn.errors import ConfigError, ReportError
 from qkattn.jobs import cli
 from qkattn.jobs.display import waiting
+from qkattn.jobs.output import text_table
 from qkattn.report import write_report
 from qkattn.report.prose import counted
-from qkattn.report.tables import text_table
 from qkattn.storage.files import check_directory, make_directory
 from qkattn.storage.records import START, read_json, write_json
 from qkattn.storage.run_directory import describe_start
-from qkattn.study import estimate, local_workers, plan, yardsticks
+from qkattn.study import local_workers, plan, yardsticks
 from qkattn.study.arms import build_arms
 from qkattn.verdict import Findings, load_findings
 from qkattn.verdict import Study as LoadedStudy
@@ -181,7 +181,7 @@ def costs(names: Iterable[str], scale: str) -> str:
     for name in names:
         if study := study_of(name, scale):
             with waiting(name, 'planning'):
-                planned[name] = estimate.cost(plan.imagined(study, build_arms(study)))
+                planned[name] = plan.cost(plan.imagined(study, build_arms(study)))
     sums = (sum(cost[column] for cost in planned.values()) for column in range(4))
     planned['total'] = tuple(sums)
     rows = [

@@ -6,7 +6,7 @@ To add one, add to `CONVERSIONS` a function `(layer, *, options) -> layer` that 
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -35,8 +35,6 @@ class Conversion:
     lossy: bool = False
     takes_norm: bool = False  # `function` also takes the gain and bias of the norm before attention
     of_stack: bool = False  # `function` takes and returns all layers of a model
-    # Options with which the catalogue measures a conversion that requires some.
-    example: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __call__(self, layer: Attention, *norm: Any, **options: Any) -> tuple[Attention, float]:
         """The converted layer, and the error of a lossy conversion, else 0."""
@@ -56,10 +54,10 @@ CONVERSIONS: dict[str, Conversion] = {
     'to_standard': Conversion(whole_layer.to_standard, 'both'),
     'merge': Conversion(circuits.merge, 'QK'),
     'unmerge': Conversion(circuits.unmerge, 'QK'),
-    'truncate': Conversion(circuits.truncate, 'QK', lossy=True, example={'rank': 2}),
+    'truncate': Conversion(circuits.truncate, 'QK', lossy=True),
     'merge_vo': Conversion(circuits.merge_vo, 'OV'),
     'unmerge_vo': Conversion(circuits.unmerge_vo, 'OV'),
-    'truncate_vo': Conversion(circuits.truncate_vo, 'OV', lossy=True, example={'rank': 2}),
+    'truncate_vo': Conversion(circuits.truncate_vo, 'OV', lossy=True),
     'gauge_fix_qk': Conversion(circuits.gauge_fix_qk, 'QK', of_stack=True),
     'gauge_fix_vo': Conversion(circuits.gauge_fix_vo, 'OV', of_stack=True),
     'fold_double': Conversion(whole_layer.fold_double, 'both'),

@@ -1,4 +1,4 @@
-"""Processes on cores of their own, which report to this one."""
+"""Processes on cores of their own, whose lines this one reads."""
 
 import contextlib
 import ctypes
@@ -34,9 +34,9 @@ class Child:
     def __init__(self, line: Sequence[str], cores: Sequence[int], variables: Mapping[str, str]):
         """Starts the command line on these cores, with variables beside those of this process."""
         self.pipe, theirs = multiprocessing.Pipe()
-        self._output, written = os.pipe()
+        self.output, written = os.pipe()  # may be waited for
         self._unfinished = b''
-        os.set_blocking(self._output, False)
+        os.set_blocking(self.output, False)
         # Held back until the child has no handlers of this process, which would take them.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         self._process = subprocess.Popen(
@@ -52,7 +52,6 @@ class Child:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         theirs.close()
         os.close(written)
-        self.sources: list[Any] = [self.pipe, self._output]  # for `multiprocessing.connection.wait`
 
     def ended(self) -> int | None:
         """The exit code, below zero for a signal; None while it runs."""
@@ -61,7 +60,7 @@ class Child:
     def lines(self, last: bool = False) -> list[str]:
         """The lines that it has printed since the last call; `last`: also one without an end."""
         with contextlib.suppress(BlockingIOError):
-            while part := os.read(self._output, 65536):
+            while part := os.read(self.output, 65536):
                 self._unfinished += part
         *lines, self._unfinished = self._unfinished.split(b'\n')
         if last and self._unfinished:
@@ -73,14 +72,6 @@ class Child:
         with contextlib.suppress(OSError):
             self.pipe.send(message)
 
-    def messages(self) -> list[tuple]:
-        """What it has sent since the last call."""
-        received = []
-        with contextlib.suppress(OSError, EOFError):
-            while self.pipe.poll():
-                received.append(self.pipe.recv())
-        return received
-
     def stop(self) -> None:
         """Asks it to save and to end."""
         self._process.terminate()
@@ -91,7 +82,7 @@ class Child:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self.pipe.close()
-        os.close(self._output)
+        os.close(self.output)
 
 
 def _begin(cores: Sequence[int], parent: int) -> None:

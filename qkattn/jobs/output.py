@@ -7,7 +7,7 @@ import re
 import select
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 # Nobody reads standard output: what a shell reports of a command that SIGPIPE ended.
@@ -27,6 +27,20 @@ def short(text: str, limit: int) -> str:
         return text
     half = max(0, limit - 1) // 2
     return f'{text[: limit - 1 - half]}…{text[len(text) - half :]}'
+
+
+def text_table(titles: Sequence[tuple[str, bool]], rows: Sequence[Sequence[str]]) -> str:
+    """Aligned plain text, a line per row; what a terminal obeys is escaped.
+
+    `titles` are (title, whether its column is flush left); after a '|' a title has a second line.
+    """
+    rows = [list(map(visible, row)) for row in rows]
+    lines = [*zip(*(f'{title}|'.split('|')[:2] for title, _ in titles), strict=True), *rows]
+    lines = [line for line in lines if any(line)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(len(lines) - len(rows), ['-' * width for width in widths])
+    places = [f'{"<" if left else ">"}{w}' for (_, left), w in zip(titles, widths, strict=True)]
+    return '\n'.join('  '.join(map(format, line, places)).rstrip() for line in lines)
 
 
 def say(text: str, stream: TextIO) -> None:

@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from qkattn.config import Config, from_json
 from qkattn.errors import ReportError
-from qkattn.jobs.output import visible
+from qkattn.jobs.output import text_table, visible
 from qkattn.metrics import shown
 from qkattn.report import prose
 from qkattn.report.columns import HEADLINE, PAGE, Heading, Measure, frame, measured, printed
@@ -36,17 +36,6 @@ def csv_table(study: Study, findings: Findings) -> str:
     table = frame(study, findings)
     stored = pd.DataFrame({name: map(rounded, table[name]) for name in table}, dtype=object)
     return stored.to_csv(index=False, lineterminator='\n')
-
-
-def text_table(titles: Sequence[Heading], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned plain text, two heading lines, one line per row; what is not text is escaped."""
-    rows = [list(map(visible, row)) for row in rows]
-    lines = [*zip(*(f'{title}|'.split('|')[:2] for title, _ in titles), strict=True), *rows]
-    lines = [line for line in lines if any(line)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    lines.insert(len(lines) - len(rows), ['-' * width for width in widths])
-    places = [f'{"<" if left else ">"}{w}' for (_, left), w in zip(titles, widths, strict=True)]
-    return '\n'.join('  '.join(map(format, line, places)).rstrip() for line in lines)
 
 
 def markdown_table(titles: Sequence[Heading], rows: Sequence[Sequence[str]]) -> str:

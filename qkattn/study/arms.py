@@ -7,18 +7,16 @@ import ast
 import bisect
 import dataclasses
 import functools
-import math
 import typing
 from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from qkattn.attention import registry
 from qkattn.config import ControlsConfig, ModelConfig, Study
 from qkattn.config.setting import check_section
 from qkattn.data.tasks.task_registry import task_of
 from qkattn.errors import ConfigError, MatchError, SpecError
+from qkattn.jobs.output import text_table
 from qkattn.model import cost
 from qkattn.model.sites import attention_spec, sites, validate
 from qkattn.storage.sinks import check_sinks
@@ -35,9 +33,6 @@ COSTS = {
     'flops': 'FLOP per token',
     'cache': 'cached numbers per token',
 }
-# Widths on either side of a size that are tried where a variant has no model of equal cost there.
-REACH = 16
-Refused = list[tuple[str, MatchError]]  # variants, and why no model matches
 
 
 def problem(config: ModelConfig) -> str | None:
@@ -57,9 +52,7 @@ def variant_of(config: ModelConfig) -> str:
     return '?'.join(filter(None, (str(config.variant), '&'.join(fields))))
 
 
-@functools.lru_cache(maxsize=1024)
-def _cost(config: ModelConfig, which: str) -> float:
-    return cost.measured(config, which)
+_cost = functools.lru_cache(maxsize=1024)(cost.measured)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,27 +111,6 @@ class Dimension:
         return next((value for value in values if problem(self.at(value)) is None), None)
 
 
-@dataclasses.dataclass(frozen=True)
-class Match:
-    """A config whose cost equals a target."""
-
-    config: ModelConfig  # with the destination and d_ff solved for
-    target: float | int  # in the unit of the cost that is made equal
-    residual: float  # (cost - target) / target
-    given: ModelConfig  # at the baseline's shape
-
-    @property
-    def widened(self) -> int:
-        """The growth of d_model."""
-        return self.config.d_model - self.given.d_model
-
-    @property
-    def fill(self) -> int:
-        """The growth of d_ff beyond its ratio to d_model."""
-        ratio = self.given.mlp_width / self.given.d_model
-        return self.config.mlp_width - round(ratio * self.config.d_model)
-
-
 def match(
     config: ModelConfig,
     target: float | int,
@@ -147,11 +119,12 @@ def match(
     fill: str | None = 'd_ff',
     tolerance: float = 1e-3,
     destination: str = 'd_model',
-) -> Match:
-    """Solves `destination`, then `fill`, so that the cost equals `target`.
+) -> ModelConfig:
+    """The config with `destination`, then `fill`, solved so that its cost equals `target`.
 
     The destination takes the usable value nearest to the target; d_ff then absorbs the residual, at
-    most half of one step of the destination.
+    most half of one step of the destination. The variant has to be possible at the baseline's
+    shape.
 
     - 'd_model': d_ff keeps its ratio to d_model; the number of heads stays, and the head size is
       the integer nearest to d_model / num_heads (even with rotary positions) unless it is set. A
@@ -161,10 +134,9 @@ def match(
     - 'num_layers': in an encoder-decoder the encoder keeps its depth if num_encoder_layers is set,
       and otherwise is as deep as the decoder.
 
-    The cache does not depend on d_ff, so `fill` is off for it. A destination grows where the
-    variant saves and shrinks where it costs: if a variant saves less than half a step, the
-    destination would stay and d_ff would absorb everything, which is another destination, so it is
-    refused.
+    The cache does not depend on d_ff, so `fill` is off for it. If a variant saves or costs less
+    than half a step, the destination would stay and d_ff would absorb everything, which is another
+    destination, so it is refused.
 
     `config` is the variant at the baseline's shape. `target` is in parameters for `which` 'total'
     or 'non_embedding', FLOP per token for 'flops', cached numbers per token for 'cache'; see
@@ -174,84 +146,55 @@ def match(
     """
     if which == 'cache' and (config.kind == 'encoder' or destination == 'd_ff'):
         raise MatchError(f'no cache depends on {destination} of a model of kind={config.kind!r}')
+    if (impossible := problem(config)) is not None:
+        raise MatchError(impossible)
     variant, dimension = variant_of(config), Dimension(config, destination, which)
-
-    def one_width(config: ModelConfig) -> float:
-        """The cost of one more unit of d_ff."""
-        wider = dataclasses.replace(config, d_ff=config.mlp_width + 1)
-        return _cost(wider, which) - _cost(config, which)
-
     value, goal = _nearest(dimension, target), f'{target:.0f} {COSTS[which]}'
-    at = f'{destination}={value} (steps of {dimension.step})'
-    solved = dimension.at(value)
-    fills = bool(fill) and destination != 'd_ff' and which != 'cache'
-    if fills:
-        d_ff = solved.mlp_width + round((target - dimension.cost(value)) / one_width(solved))
+    at, solved = f'{destination}={value}', dimension.at(value)
+    if fill and destination != 'd_ff' and which != 'cache':
+        wider = dataclasses.replace(solved, d_ff=solved.mlp_width + 1)
+        missing, step = target - dimension.cost(value), _cost(wider, which) - dimension.cost(value)
+        d_ff = solved.mlp_width + round(missing / step)
         if d_ff < 1:
             raise MatchError(f'{variant} has more than {goal} at d_ff=1 and {at}')
         solved = dataclasses.replace(solved, d_ff=d_ff)
-    if destination != 'd_ff':
-        _check_moved(dimension, value, target, tolerance)
+    gap = dimension.cost(value) / target - 1
+    if destination != 'd_ff' and value == dimension.given and abs(gap) > tolerance:
+        other = dimension.above(value) if gap < 0 else dimension.below(value)
+        raise MatchError(
+            f'{variant} is {gap:+.2%} from the target, to which {at} is nearer than '
+            f'{other or "any other"}, so d_ff would absorb it all: use the destination d_ff '
+            '(--config.destinations=\'("d_ff",)\'), or a baseline of another size'
+        )
     residual = _cost(solved, which) / target - 1
-    if abs(residual) <= tolerance:
-        return Match(solved, target, residual, config)
-    coarse = f'{destination} alone is too coarse, and d_ff is fixed'
-    if fills or destination == 'd_ff':
-        coarse = f'one step of d_ff, at d_ff={solved.mlp_width}, is {one_width(solved):.0f}'
-    raise MatchError(
-        f'{variant} reaches {goal} only to {residual:+.3%} at {at}, above the tolerance of '
-        f'{tolerance:.3%}: {coarse}'
-    )
+    if abs(residual) > tolerance:
+        raise MatchError(
+            f'{variant} reaches {goal} only to {residual:+.3%}, at {at} and '
+            f'd_ff={solved.mlp_width}; the tolerance is {tolerance:.3%}'
+        )
+    return solved
 
 
 def _nearest(dimension: Dimension, target: float) -> int:
     """The usable value whose cost is nearest to the target; costs ascend."""
-    name, step, variant = dimension.name, dimension.step, variant_of(dimension.config)
+    high, step = dimension.given, dimension.step
+    above = dimension.above(high)
+    if above is not None and dimension.cost(above) == dimension.cost(high):
+        variant = variant_of(dimension.config)
+        raise MatchError(f'{dimension.name} changes nothing in the cost of {variant}')
 
     def reaches(value: int) -> bool:
         """Whether the cost of the first usable value from this one on is that of the target."""
         usable = dimension.above(value - 1)
         return usable is None or dimension.cost(usable) >= target
 
-    high = max(1, dimension.given // step) * step
     while not reaches(high):
         high *= 2
-        if high > 2**20:
-            raise MatchError(f'no {name} of {variant} reaches {target:.0f}')
     values = range(step, high + 1, step)
     value = values[bisect.bisect_left(values, True, key=reaches)]
-    below, above = dimension.below(value), dimension.above(value - 1)
-    around = [v for v in (below, above) if v is not None]
-    if not around:
-        raise MatchError(problem(dimension.config) or f'{variant} has no {name} that fits')
-    more = dimension.above(around[0]) if below is None else None
-    if more is not None and dimension.cost(more) == dimension.cost(around[0]):
-        raise MatchError(f'{name} changes nothing in the cost of {variant}')
-    return min(around, key=lambda v: abs(dimension.cost(v) - target))
-
-
-def _check_moved(dimension: Dimension, value: int, target: float, tolerance: float) -> None:
-    """Raises unless the dimension grew where the variant saves and shrank where it costs."""
-    name, given = dimension.name, dimension.given
-    around = dimension.below(given), dimension.above(given)
-    cannot = problem(dimension.at(given))
-    if cannot is None:
-        here = dimension.cost(given)
-    elif None in around:
-        raise MatchError(cannot)
-    else:  # between the costs of its neighbours
-        costs = np.log([dimension.cost(v) for v in around])
-        here = math.exp(np.interp(math.log(given), np.log(around), costs))
-    gap = here / target - 1
-    if abs(gap) <= tolerance or (value - given) * gap < 0:
-        return
-    side, other = 'above' if gap < 0 else 'below', around[gap < 0]
-    raise MatchError(
-        f'{variant_of(dimension.config)} is {gap:+.2%} from the target, so {name} would '
-        f'{"stay at" if value == given else "become"} {value} (the next {side} {given} is {other}) '
-        'and d_ff absorb it all: use the destination d_ff (--config.destinations=\'("d_ff",)\'), '
-        'or a baseline of another size'
-    )
+    around = dimension.below(value), dimension.above(value - 1)
+    usable = [v for v in around if v is not None]
+    return min(usable, key=lambda v: abs(dimension.cost(v) - target))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,8 +205,9 @@ class MatchedArm:
     # What receives the saved parameters; None for the baseline and for controls of equal shape.
     destination: str | None
     key: ArmKey
-    # Solved to cost what the baseline does; for controls of equal shape the residual is what it is.
-    match: Match
+    model: ModelConfig
+    target: float | int  # what the baseline costs, in the unit of the cost that is made equal
+    residual: float  # (cost - target) / target
 
     @property
     def label(self) -> str:
@@ -277,10 +221,6 @@ class MatchedArm:
     def title(self) -> str:
         """Label, size and control as text, without the corpus."""
         return ' '.join(filter(None, (self.label, self.size, self.key.control)))
-
-    @property
-    def model(self) -> ModelConfig:
-        return self.match.config
 
 
 def parse_fields(text: str, where: str) -> dict[str, Any]:
@@ -316,15 +256,12 @@ def resolved(study: Study) -> Study:
 
     Without tuning there are no controls; without a match none of equal shape.
     """
-    corpora, seeds = study.corpora or (study.base.data.name,), study.base.trials.seeds
-    if not study.tuning.seeds:
-        controls = ControlsConfig(equal_shape=False, longer=None)
-        return dataclasses.replace(study, corpora=corpora, controls=controls)
-    given = study.controls
-    controls = dataclasses.replace(
-        given,
-        equal_shape=given.equal_shape and study.match is not None,
-        longer_seeds=given.longer_seeds or seeds if given.longer else (),
+    corpora, given = study.corpora or (study.base.data.name,), study.controls
+    longer = given.longer if study.tuning.seeds else None
+    controls = ControlsConfig(
+        equal_shape=bool(given.equal_shape and study.tuning.seeds and study.match),
+        longer=longer,
+        longer_seeds=(given.longer_seeds or study.base.trials.seeds) if longer else (),
     )
     return dataclasses.replace(study, corpora=corpora, controls=controls)
 
@@ -333,7 +270,7 @@ def build_arms(study: Study) -> list[MatchedArm]:
     """Every arm, corpora outermost, then sizes, validated and matched; nothing compiles.
 
     Raises ConfigError for an impossible variant, size or setting; it is a MatchError, with a line
-    for each variant and size, where no model has an equal cost, and the nearest sizes that match.
+    for each variant of a size, where no model has an equal cost.
     """
     rules.validate(study)
     check_optimizer(study.base.optimizer, study.base.train.num_steps)
@@ -346,15 +283,7 @@ def build_arms(study: Study) -> list[MatchedArm]:
             task_of(dataclasses.replace(study.base, data=data))
         except ConfigError as error:
             raise ConfigError(f'corpora={study.corpora}: {error}') from error
-    refused: dict[str, Refused] = {size: [] for size in study.sizes}
-    arms = [arm for size in study.sizes for arm in _at_size(study, size, refused[size])]
-    if any(refused.values()):
-        lines = [f'variant {v!r}: {e}' for errors in refused.values() for v, e in errors]
-        near = [_nearest_size(study, s, pairs) if pairs else s for s, pairs in refused.items()]
-        if None not in near:
-            sizes = ' '.join(f'"{size}",' for size in near)
-            lines.append(f"all arms match at the nearest widths: --config.sizes='({sizes})'")
-        raise MatchError('\n'.join(lines))
+    arms = [arm for size in study.sizes for arm in _at_size(study, size)]
     seen: dict[ModelConfig, MatchedArm] = {}
     for arm in arms:
         explicit = dataclasses.replace(arm.model, d_ff=arm.model.mlp_width)
@@ -370,35 +299,11 @@ def build_arms(study: Study) -> list[MatchedArm]:
     ]
 
 
-def _nearest_size(study: Study, size: str, refused: Refused) -> str | None:
-    """The size with the nearest d_model at which all arms match, if one is within REACH widths."""
-    fields = parse_fields(size, f'size {size!r}')
-    step = Dimension(dataclasses.replace(study.base.model, **fields), 'd_model').whole_heads
-    width = fields.get('d_model', study.base.model.d_model)
-    # Those that were refused go first: they are the likeliest to be so again.
-    variants = dict.fromkeys([*(variant for variant, _ in refused), *study.variants])
-
-    def matches(near: str, variant: str) -> bool:
-        errors: Refused = []
-        try:
-            _at_size(dataclasses.replace(study, variants=(study.baseline, variant)), near, errors)
-        except (ConfigError, SpecError):
-            return False
-        return not errors
-
-    for wider in sorted(range(-REACH * step, REACH * step + 1, step), key=abs):
-        if width + wider > 0:
-            values = fields | {'d_model': width + wider}
-            near = '&'.join(f'{name}={value}' for name, value in values.items())
-            if all(matches(near, variant) for variant in variants):
-                return near
-    return None
-
-
-def _at_size(study: Study, size: str, refused: Refused) -> list[MatchedArm]:
-    """The arms at a size; adds the variants that have no model of equal cost to `refused`."""
+def _at_size(study: Study, size: str) -> list[MatchedArm]:
+    """The arms at a size; MatchError names each variant that has no model of equal cost there."""
     at_size, which = parse_fields(size, f'size {size!r}'), study.match or 'total'
     arms: list[MatchedArm] = []
+    refused: list[str] = []
 
     def model(variant: str) -> ModelConfig:
         fields = parse_variant(variant)
@@ -412,16 +317,15 @@ def _at_size(study: Study, size: str, refused: Refused) -> list[MatchedArm]:
     def add(
         variant: str,
         config: ModelConfig,
-        given: ModelConfig | None = None,
         destination: str | None = None,
         control: str | None = None,
     ) -> None:
         validate(dataclasses.replace(study.base, model=config))
-        matched = Match(config, target, _cost(config, which) / target - 1, given or config)
+        residual = _cost(config, which) / target - 1
         several = destination is not None and len(study.destinations) > 1
         label = f'{variant} [{destination}]' if several else variant
         key = ArmKey(label, size, study.corpora[0], control)
-        arms.append(MatchedArm(variant, destination, key, matched))
+        arms.append(MatchedArm(variant, destination, key, config, target, residual))
 
     baseline = model(study.baseline)
     validate(dataclasses.replace(study.base, model=baseline))
@@ -441,16 +345,18 @@ def _at_size(study: Study, size: str, refused: Refused) -> list[MatchedArm]:
             solved = config
             if study.match is not None:
                 try:
-                    solved = solve(config, destination=destination).config
+                    solved = solve(config, destination=destination)
                 except MatchError as error:
-                    refused.append((variant, error))
+                    refused.append(f'variant {variant!r}: {error}')
                     continue
-            add(variant, solved, config, destination)
+            add(variant, solved, destination)
         # A variant at the baseline's shape, if it costs less there.
         config = dataclasses.replace(config, d_ff=config.d_ff or baseline.d_ff)
         saves = problem(config) is None and _cost(config, which) < target
         if study.controls.equal_shape and saves and config not in [arm.model for arm in arms]:
             add(variant, config, control=EQUAL_SHAPE)
+    if refused:
+        raise MatchError('\n'.join(refused))
     return arms
 
 
@@ -461,24 +367,18 @@ def table(arms: Sequence[MatchedArm], equal: str | None) -> str:
     """
     one_size, rows = len({arm.size for arm in arms}) == 1, []
     for arm in arms:
-        config, matched = arm.model, arm.match
-        control = ' (equal shape)' if arm.key.control == EQUAL_SHAPE else ''
+        config, control = arm.model, ' (equal shape)' if arm.key.control == EQUAL_SHAPE else ''
         row = {
             'variant': f'{arm.label}{control}{"" if one_size else f" {arm.size}"}',
-            **{'d_model': f'{config.d_model}', 'widened': f'{matched.widened:+d}'},
-            **{'d_ff': f'{config.mlp_width}', 'fill': f'{matched.fill:+d}'},
+            **{'d_model': f'{config.d_model}', 'd_ff': f'{config.mlp_width}'},
             **{'heads': f'{config.num_heads}', 'head_size': f'{attention_spec(config).head_size}'},
             'layers': f'{config.num_layers}',
             **{group: f'{number:,}' for group, number in cost.count(config).items()},
-            'residual': f'{matched.residual:+.4%}',
+            'residual': f'{arm.residual:+.4%}',
             'FLOP/token': f'{cost.flops_per_token(config):,.0f}',
             'cache/token': f'{cost.cache_floats_per_token(config):,}',
         }
         rows.append(row)
-    lines = [[*rows[0]], *([*row.values()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = '\n'.join(
-        '  '.join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
-        for line in lines
-    )
+    titles = [(title, title == 'variant') for title in rows[0]]
+    text = text_table(titles, [[*row.values()] for row in rows])
     return text if equal is None else f'equal: {COSTS[equal]}\n{text}'

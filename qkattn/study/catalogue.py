@@ -1,4 +1,4 @@
-"""The catalogue of Scores and Values: declarations, and measurements on real layers.
+"""The catalogue of Scores and Values: declarations, and what real layers cache.
 
 `experiments.variants --measure` stores it as JSON, which that command and reports read.
 """
@@ -9,12 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from qkattn.attention import SCORES, VALUES, Attention, AttentionSpec, visible
+from qkattn.attention import SCORES, VALUES, Attention, AttentionSpec
 from qkattn.config import ModelConfig
 from qkattn.config.calls import options_of
-from qkattn.convert.conversions import CONVERSIONS
-from qkattn.errors import ConversionError
-from qkattn.model import cost
 from qkattn.model.sites import attention_spec
 
 # A power of two, N H = D, an even head size: a size at which every Score and Value can be built.
@@ -22,13 +19,10 @@ REFERENCE = ModelConfig(d_model=64, num_layers=1, num_heads=4, context=128)
 
 
 def measured() -> dict[str, dict[str, dict[str, Any]]]:
-    """The entry of every registered Score and Value, by kind and name; a second each."""
+    """The entry of every registered Score and Value, by kind and name."""
     return {
-        'Score': {name: entry(name, 'vo') | {'exact': exact(name, 'vo')} for name in SCORES},
-        'Value': {
-            name: entry(cls.partner, name, 'value') | {'exact': exact(cls.partner, name)}
-            for name, cls in VALUES.items()
-        },
+        'Score': {name: entry(name, 'vo') for name in SCORES},
+        'Value': {name: entry(cls.partner, name, 'value') for name, cls in VALUES.items()},
     }
 
 
@@ -38,46 +32,17 @@ def documented_variants() -> list[tuple[str, str]]:
     return list(dict.fromkeys(pairs + [(cls.partner, name) for name, cls in VALUES.items()]))
 
 
-def exact(score: str, value: str) -> list[str]:
-    """The conversions that keep the function of a layer with random parameters, in float64."""
-    with jax.enable_x64(True):
-        spec = reference_spec(score, value)
-        leaves, tree = jax.tree.flatten(Attention(spec, key=jax.random.key(0)))
-        keys = jax.random.split(jax.random.key(1), max(1, len(leaves)))
-        leaves = [
-            a.astype(jnp.float64) + 0.1 * jax.random.normal(k, a.shape, jnp.float64)
-            for a, k in zip(leaves, keys, strict=False)
-        ]
-        layer = jax.tree.unflatten(tree, leaves)
-        x_BTD = jax.random.normal(jax.random.key(2), (2, 9, spec.d_model), jnp.float64)
-        mask_BTS = visible(9, 9, causal=True)
-        expected = layer(x_BTD, mask_BTS)
-        names = []
-        for name, conversion in CONVERSIONS.items():
-            if conversion.takes_norm:
-                continue
-            try:
-                converted, _ = conversion(layer, **conversion.example)
-            except ConversionError:
-                continue
-            error = jnp.abs(converted(x_BTD, mask_BTS) - expected).max()
-            if error < 1e-9 * jnp.abs(expected).max():
-                names.append(name)
-        return names
-
-
 def reference_spec(score: str, value: str) -> AttentionSpec:
     """The attention layer of this variant at the reference size."""
     return attention_spec(dataclasses.replace(REFERENCE, score=score, value=value))
 
 
 def entry(score: str, value: str, circuit: str = 'score') -> dict[str, Any]:
-    """Declarations and counts of one circuit, 'score' or 'value', of a variant.
+    """Declarations and cache of one circuit, 'score' or 'value', of a variant.
 
     equation   A[n] or B[n]
     options    keyword arguments of the class with their defaults
-    parameters, count    number of parameters in letters, and at the reference size
-    flops      of a forward pass of a one-layer model, per token
+    parameters number of parameters in letters
     cache      floats per token in letters; of a Value, those beyond what its Score caches
     rope       whether rotary positions may be used
     source     where the form comes from
@@ -85,7 +50,6 @@ def entry(score: str, value: str, circuit: str = 'score') -> dict[str, Any]:
     spec = reference_spec(score, value)
     layer = jax.eval_shape(lambda: Attention(spec, key=jax.random.key(0)))
     cls = SCORES[score] if circuit == 'score' else VALUES[value]
-    module = getattr(layer, circuit)
     y_BSD = jax.ShapeDtypeStruct((1, 1, spec.d_model), jnp.float32)
     keys, both = jax.eval_shape(
         lambda layer, y: (layer.score.cached(y), layer.cached(y)), layer, y_BSD
@@ -96,9 +60,7 @@ def entry(score: str, value: str, circuit: str = 'score') -> dict[str, Any]:
     return {
         'equation': cls.equation,
         'options': options_of(cls),
-        'parameters': module.parameter_count,
-        'count': sum(leaf.size for leaf in jax.tree.leaves(module)),
-        'flops': cost.flops_per_token(dataclasses.replace(REFERENCE, score=score, value=value)),
+        'parameters': getattr(layer, circuit).parameter_count,
         'cache': ' + '.join(letters) or '0',
         'rope': SCORES[score].supports_rope,
         'source': cls.source,

@@ -1,12 +1,12 @@
 """study.json: the declaration of a study before its first run, and checks that a directory fits it.
 
-A directory keeps the settings that its study began with. Variants, sizes and corpora may grow, and
-seeds of the verdict may be added at the end: `stacks` in study.json then holds those that are
-trained together. Any other change takes another directory.
+A directory keeps the settings that its study began with. Variants, sizes and corpora may grow; any
+other change takes another directory.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from qkattn.errors import ConfigError, UnknownFieldError
 from qkattn.storage import ledger
 from qkattn.storage.leases import locked
 from qkattn.storage.records import (
+    ADVICE,
     ARM_KEY,
     STUDY,
     check,
@@ -37,13 +38,12 @@ from qkattn.storage.run_directory import command_line
 from qkattn.study import plan, stored
 from qkattn.study.arm_key import ArmKey
 from qkattn.study.arms import MatchedArm, resolved
-from qkattn.study.plan import Stacks
 from qkattn.study.tuning import MODEL_KNOBS
 
 # Fields of study.json that may gain values when a directory is used again, and those that may
 # differ altogether or follow from others.
 GROWING = ('variants', 'sizes', 'corpora', 'arms')
-EXTENSIBLE = (*GROWING, 'question', 'command', 'seeds', 'looks', 'base_hash')
+EXTENSIBLE = (*GROWING, 'question', 'command', 'looks', 'base_hash')
 
 
 def require_no_run(path: Path) -> None:
@@ -53,26 +53,6 @@ def require_no_run(path: Path) -> None:
             f'workdir={path} holds a run, not a study; give a study its own directory, or go on '
             'with the run by train'
         )
-
-
-def stacks(path: Path, study: Study) -> Stacks:
-    """The seeds that are trained together: those that the study began with, then those added.
-
-    Raises RunDirectoryError if study.json is damaged.
-    """
-    file, seeds = path / 'study.json', study.base.trials.seeds
-    if not file.exists():
-        return (seeds,)
-    declared = read_json(file, {'seeds': tuple[int, ...]})
-    if 'stacks' not in declared:
-        declared['stacks'] = [declared['seeds']]
-    try:
-        check(declared, {'stacks': tuple[tuple[int, ...], ...]})
-    except ValueError as error:
-        raise damaged(file, error) from error
-    before = tuple(map(tuple, declared['stacks']))
-    added = seeds[sum(map(len, before)) :]
-    return (*before, added) if added else before
 
 
 def content(study: Study, arms: Sequence[MatchedArm]) -> dict[str, Any]:
@@ -106,18 +86,17 @@ def declare(path: Path, study: Study, arms: Sequence[MatchedArm]) -> dict[str, A
     part of one.
     """
     declared = content(study, arms)
+    file, entries = path / 'study.json', path / ledger.NAME
     with locked(path / 'lock'):
         stored.unpack_in_place(path)
-        file, entries = path / 'study.json', path / ledger.NAME
+        begun = any((path / name).exists() for name in (file.name, entries.name, 'runs'))
         earlier = read_json(file, {}) if file.exists() else None
-        known = {ledger.digest(declared)}
+        known = [declared]
         if earlier is not None:
             declared = _continued(file, study, earlier, declared)
-            known = {ledger.digest(earlier), ledger.digest(declared)}
+            known = [earlier, declared]
         # A worker may have died between the two; then the ledger is ahead.
-        lost = earlier is None and (path / 'runs').exists()
-        begun = earlier is not None or entries.exists()
-        if lost or (begun and ledger.read(entries).declaration not in known):
+        if begun and ledger.read(entries).declaration not in map(ledger.digest, known):
             raise ConfigError(
                 f'{file} is missing, or is not what {entries} declares last; restore both from a '
                 'copy, or give another workdir'
@@ -137,50 +116,33 @@ def _continued(
     Raises ConfigError if the earlier declaration has other settings, or unknown ones.
     """
     kind: Any = type(study)
-    defaults, always = serialize.defaults(kind), serialize.introduced('1', kind)
-    later = {name: value for name, value in defaults.items() if name not in always}
-    together = stacks(file.parent, study)
-    earlier = later | {name: value for name, value in earlier.items() if name != 'stacks'}
-    if unlike := (declared.keys() - earlier.keys()) or (earlier.keys() - (later | declared).keys()):
-        has = 'a field' if min(unlike) in earlier else 'no field'
-        raise ConfigError(
-            f'{file} has {has} {min(unlike)!r}, so it is not the declaration of a study that can '
-            'be continued; use the version of qkattn that wrote it, or give another workdir'
-        )
-    try:
-        check(earlier, STUDY | {'controls': {'longer_seeds': tuple[int, ...]}})
-        before: Config = from_json(type(study.base), earlier['base'], 'base.')
-    except UnknownFieldError as error:
-        raise ConfigError(f'{file} has an {error}') from error
-    except ValueError as error:  # a ConfigError, too
-        raise damaged(file, error) from error
+    always = serialize.introduced('1', kind)
+    later = {name: v for name, v in serialize.defaults(kind).items() if name not in always}
+    with _reading(file):
+        check(earlier, STUDY)
+        before: Config = from_json(Config, earlier['base'], 'base.')
     now: Config = with_machine_of(study.base, before)
+
+    def fixed(record: Mapping[str, Any], base: Config) -> dict[str, Any]:
+        """The settings that have to stay."""
+        kept = {name: v for name, v in (later | record).items() if name not in EXTENSIBLE}
+        return kept | {'base': dataclasses.asdict(base)}
+
     changes = [
         f'{name}: {value!r} is left out'
         for name in GROWING
         for value in earlier[name]
         if value not in declared[name]
     ][:1]
-
-    def fixed(fields: Mapping[str, Any], base: Config) -> dict[str, Any]:
-        """The settings that have to stay, of the seeds those that the study had before."""
-        kept = {name: v for name, v in fields.items() if name not in EXTENSIBLE}
-        if fields['controls']['longer_seeds'] == fields['seeds']:
-            kept['controls'] = fields['controls'] | {'longer_seeds': []}
-        seeds = base.trials.seeds[: len(before.trials.seeds)]
-        trials = dataclasses.replace(base.trials, seeds=seeds)
-        return kept | {'base': dataclasses.asdict(dataclasses.replace(base, trials=trials))}
-
-    changes += differences(fixed(earlier, before), fixed(later | declared, now))
+    changes += differences(fixed(earlier, before), fixed(declared, now))
     if changes:
         raise ConfigError(
             f'workdir={file.parent} holds a study of other settings:\n  '
             + '\n  '.join(changes)
-            + '\nSet them back or give another workdir; a study may only gain variants, sizes, '
-            'corpora and, at the end, trials.seeds.'
+            + '\nSet them back or give another workdir; a study may only gain variants, sizes and '
+            'corpora.'
         )
-    added = {'stacks': list(map(list, together))} if len(together) > 1 else {}
-    return declared | {'base': to_json(now)} | added
+    return declared | {'base': to_json(now)}
 
 
 def _check_runs(path: Path, arms: Sequence[MatchedArm]) -> None:
@@ -189,25 +151,30 @@ def _check_runs(path: Path, arms: Sequence[MatchedArm]) -> None:
     Another version of qkattn may match an arm to another size; it would train the run again.
     RunDirectoryError for a damaged line of plan.jsonl.
     """
-    file, models, again = path / 'plan.jsonl', {arm.key: arm.model for arm in arms}, []
+    file, models = path / 'plan.jsonl', {arm.key: arm.model for arm in arms}
     advice = 'restore it from a copy, or remove it: it is then made again from the results'
     schema = ARM_KEY | {'run': str, 'directory': str, 'config': dict}
-    records = read_lines(file, schema, advice) if file.exists() else []
-    try:
-        for record in records:
+    for record in read_lines(file, schema, advice) if file.exists() else ():
+        with _reading(file, advice):
             key = ArmKey(*(record[name] for name in ARM_KEY)).declared
             config: Config = from_json(Config, record['config'])
             knobs = {name: getattr(config.model, name) for name in MODEL_KNOBS}
             model = dataclasses.replace(models.get(key, config.model), **knobs)
             alike = fingerprint(dataclasses.replace(config, model=model)) == record['run']
-            if not alike and (path / record['directory'] / 'result.json').exists():
-                again.append(record['directory'])
+            finished = (path / record['directory'] / 'result.json').exists()
+        if finished and not alike:
+            raise ConfigError(
+                f'this version of qkattn would train {record["directory"]} of workdir={path} '
+                'again; use the version that trained it, or give another workdir'
+            )
+
+
+@contextlib.contextmanager
+def _reading(file: Path, advice: str = ADVICE) -> Iterator[None]:
+    """A block that interprets the content of a file; its errors name the file."""
+    try:
+        yield
     except UnknownFieldError as error:
         raise ConfigError(f'{file} has an {error}') from error
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise damaged(file, error, advice) from error
-    if again:
-        raise ConfigError(
-            f'this version of qkattn would train {again[0]} of workdir={path} again; use the '
-            'version that trained it, or give another workdir'
-        )

@@ -4,11 +4,12 @@
     -> the same for the other settings that are tuned -> the verdict;
     then the controls that are trained longer.
 
-The plan is a function of the study, of the stacks in which its seeds are trained and of the results
-of finished runs, so all workers derive the same plan.
+The plan is a function of the study and of the results of finished runs, so all workers derive the
+same plan.
 """
 
 import dataclasses
+import datetime
 import json
 import math
 import re
@@ -16,6 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from qkattn.config import Config, Study, fingerprint, to_json
+from qkattn.jobs.output import text_table
+from qkattn.model import cost as model_cost
 from qkattn.stats import decision, inference
 from qkattn.stats.decision import Decision
 from qkattn.storage.records import FINISHED, to_jsonable
@@ -32,12 +35,14 @@ from qkattn.study.tuning import (
     grids_around,
     tune,
 )
+from qkattn.train import program
 
 # The results of a run, one per trial; None until it is finished.
 Results = Callable[['PlannedRun'], list[dict[str, Any]] | None]
 Grids = Mapping[str, tuple[float, ...]]
 Seeds = tuple[int, ...]
-Stacks = tuple[Seeds, ...]  # of verdict seeds: those that the study began with, then those added
+# A training step costs a forward pass and a backward pass of two.
+STEP_PER_FORWARD = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +73,14 @@ class PlannedRun:
         return of_trial * len(self.config.trials.trials())
 
     @property
+    def flops(self) -> float:
+        """FLOPs of matrix products in training."""
+        return STEP_PER_FORWARD * model_cost.flops_per_token(self.config.model) * self.tokens
+
+    @property
     def work(self) -> float:
         """Proportional to training time: tokens x parameters."""
-        return self.tokens * self.arm.match.target
+        return self.tokens * self.arm.target
 
 
 def grids(study: Study, arm: MatchedArm) -> dict[str, tuple[float, ...]]:
@@ -82,11 +92,9 @@ def grids(study: Study, arm: MatchedArm) -> dict[str, tuple[float, ...]]:
     }
 
 
-def runs(
-    study: Study, arms: Sequence[MatchedArm], results: Results, stacks: Stacks | None = None
-) -> list[PlannedRun]:
-    """Every run known so far; `stacks` are those of the study, if seeds were added to it."""
-    return _Plan(resolved(study), results, stacks or (study.base.trials.seeds,)).runs(arms)
+def runs(study: Study, arms: Sequence[MatchedArm], results: Results) -> list[PlannedRun]:
+    """Every run known so far."""
+    return _Plan(resolved(study), results).runs(arms)
 
 
 def imagined(study: Study, arms: Sequence[MatchedArm]) -> list[PlannedRun]:
@@ -110,19 +118,57 @@ def imagined(study: Study, arms: Sequence[MatchedArm]) -> list[PlannedRun]:
     return runs(dataclasses.replace(study, tuning=tuning), arms, results)
 
 
+def cost(runs: Sequence[PlannedRun]) -> tuple[int, int, int, float]:
+    """Number of runs and trials, tokens and FLOPs of training."""
+    trials = sum(len(run.config.trials.trials()) for run in runs)
+    return len(runs), trials, sum(run.tokens for run in runs), sum(run.flops for run in runs)
+
+
+def estimate(study: Study, arms: Sequence[MatchedArm]) -> str:
+    """A table of the least cost of the plan by stage; compiles one program per size.
+
+    Time is that of compilation and training at the baseline's speed, by size.
+    """
+    planned = imagined(study, arms)
+    compiling: dict[str, float] = {}  # seconds, by size
+    speeds: dict[str, float] = {}  # FLOP/s
+    for run in sorted(planned, key=lambda run: run.arm.variant != study.baseline):
+        if run.arm.size not in speeds:
+            per_step, compiling[run.arm.size] = program.warm_up(run.config)
+            speeds[run.arm.size] = run.flops / run.config.train.num_steps / per_step
+    stages: dict[str, list[PlannedRun]] = {}
+    for run in planned:
+        stage = ' '.join(filter(None, (run.arm.key.control, run.stage, run.knob)))
+        if run.arm.key.control == LONGER:
+            stage = 'longer, if every arm is decided'
+        stages.setdefault(stage, []).append(run)
+    rows = []
+    for stage, members in (stages | {'total': planned}).items():
+        number, trials, tokens, flops = cost(members)
+        seconds = sum(run.flops / speeds[run.arm.size] + compiling[run.arm.size] for run in members)
+        time = str(datetime.timedelta(seconds=round(seconds)))
+        rows.append([stage, str(number), str(trials), f'{tokens:.3g}', f'{flops:.3g}', time])
+    names = ('runs', 'trials', 'tokens', 'FLOPs', 'about')
+    lines = [text_table([('stage', True), *((name, False) for name in names)], rows)]
+    lines.append('time is for 1 worker on this machine, from a warm-up, without evaluation')
+    if study.tuning.seeds:
+        most, seeds = study.tuning.max_points, study.tuning.max_seeds
+        lines.append(f'at least; a grid may grow to {most} values, and each value to {seeds} seeds')
+    return '\n'.join(lines)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Plan:
     """The inputs, beside the arms, from which the runs of a study follow."""
 
     study: Study  # resolved
     results: Results
-    stacks: Stacks
 
     def runs(self, arms: Sequence[MatchedArm]) -> list[PlannedRun]:
         """Every run known so far: screening and verdicts arm by arm, then longer runs."""
         study = self.study
         if not study.tuning.seeds:
-            return [self._run(arm, SINGLE, None, seeds) for arm in arms for seeds in self.stacks]
+            return [self._run(arm, SINGLE, None, self.study.base.trials.seeds) for arm in arms]
         known: list[PlannedRun] = []
         chosen: dict[ArmKey, Settings] = {}
         for arm in arms:
@@ -153,10 +199,10 @@ class _Plan:
                 for trial in trials or ():
                     of_seed = measured.setdefault(_settings(run.config, trial['trial']), {})
                     of_seed |= _losses([trial], 'val_loss')
-        best, longer_seeds = tuning.settings, self.study.controls.longer_seeds
-        other = arm.key.control == LONGER and longer_seeds != self.study.base.trials.seeds
-        each = (longer_seeds,) if other else self.stacks
-        return known + [self._run(arm, VERDICT, None, seeds, [best]) for seeds in each], best
+        best, seeds = tuning.settings, self.study.base.trials.seeds
+        if arm.key.control == LONGER:
+            seeds = self.study.controls.longer_seeds
+        return [*known, self._run(arm, VERDICT, None, seeds, [best])], best
 
     def _run(
         self,
@@ -193,14 +239,13 @@ class _Plan:
     ) -> Iterator[MatchedArm]:
         """The baseline and the decided arms of each size and corpus whose verdicts are finished.
 
-        They are decided by the tests alone, on test losses paired over the seeds that the study
-        began with, corrected for the comparisons of the whole study: other reasons are not known
-        before the report, and seeds that are added train no other arm longer.
+        They are decided by the tests alone, on test losses paired over seeds, corrected for the
+        comparisons of the whole study: other reasons are not known before the report.
         """
         study = self.study
         primary = [arm for arm in arms if arm.key.control is None]
         comparisons = sum(arm.variant != study.baseline for arm in primary)
-        verdicts = {run.arm.key: run for run in reversed(known) if run.stage == VERDICT}
+        verdicts = {run.arm.key: run for run in known if run.stage == VERDICT}
         results = {key: self.results(run) for key, run in verdicts.items()}
         losses = {key: _losses(r, 'test_loss') for key, r in results.items() if r is not None}
         for corpus, size in dict.fromkeys((arm.key.corpus, arm.size) for arm in primary):
@@ -250,13 +295,13 @@ def lines(study: Study, known: Sequence[PlannedRun]) -> str:
 
 def _about(study: Study, run: PlannedRun) -> dict[str, Any]:
     """The fields of a run that are not in its directory."""
-    match = run.arm.match
+    arm, matched = run.arm, study.match is not None
     return {
-        **run.arm.key._asdict(),
+        **arm.key._asdict(),
         'stage': run.stage,
         'knob': run.knob,
-        'target': match.target if study.match else None,
-        'residual': match.residual if study.match else None,
+        'target': arm.target if matched else None,
+        'residual': arm.residual if matched else None,
     }
 
 

@@ -1,13 +1,13 @@
-"""The rules of a study's protocol: functions that return a code and numbers if a rule is broken.
+"""The rules of a study's protocol, by which `validate` refuses a study before it starts.
 
-`validate` refuses a study before it starts by the first one; `verdict.rules` applies `tuned`,
-`fresh` and `anneals` to results.
+Three of them, `tuned`, `fresh` and `anneals`, hold for results, too: `verdict.rules` reports their
+codes and numbers.
 """
 
 import enum
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from qkattn.config import ANNEALED, OptimizerConfig, Study, TuningConfig
@@ -16,11 +16,11 @@ from qkattn.errors import ConfigError
 from qkattn.stats.inference import MIN_PAIRS
 from qkattn.stats.sweep import MIN_SEEDS, MIN_VALUES
 from qkattn.study.arm_key import parse_expected
-from qkattn.study.tuning import KNOBS, MODEL_KNOBS, screening_seeds
+from qkattn.study.tuning import MODEL_KNOBS, TRIAL_KNOBS, screening_seeds
 
 
 class Rule(enum.Enum):
-    """A rule of the protocol; the value is the message if it is broken."""
+    """A rule that holds for results, too; the value is the message if a study breaks it."""
 
     LEARNING_RATE_NOT_TUNED = (
         'trials.learning_rates={learning_rates} must be a grid with tuning.seeds, as in '
@@ -34,29 +34,9 @@ class Rule(enum.Enum):
         'optimizer.schedule={schedule} with final_fraction={final_fraction} does not anneal, which '
         'a verdict needs; use linear or cosine with final_fraction={limit} or less'
     )
-    GRID = '{name}={values} must ascend by a constant factor, as in (0.001, 0.002, 0.004)'
-    SINGLE_VALUE = (
-        "{name}={values} must be a grid, or empty for the model's own; set a single value as "
-        'base.model.{field}'
-    )
-    UNKNOWN_CONTROL = (
-        'expected={text!r}: {variant!r} is none of the arms that are compared with {baseline!r}; '
-        'they are {arms}'
-    )
-    NO_EQUAL_SHAPE = 'expected={text!r} needs controls.equal_shape and a match'
-    NEEDS_TUNING = '{name}={values} need tuning.seeds: without them there is no verdict'
-    NO_BASELINE = 'variants={variants} must contain the baseline {baseline!r} for a verdict'
-    TOO_FEW = '{name}={value} must be at least {least}{why}'
-    NOT_DIVISIBLE = 'mesh.trial={trial} must divide {name}, {number}'
-    NO_EFFECT = 'destinations={destinations} have no effect with match=None; give one'
 
 
 Broken = Iterator[tuple[Rule, dict[str, Any]]]
-
-
-def sentence(rule: Rule, data: Mapping[str, Any]) -> str:
-    """The message of a broken rule."""
-    return rule.value.format(**data)
 
 
 def tuned(tuning: TuningConfig | None, rates: Sequence[float]) -> Broken:
@@ -79,88 +59,86 @@ def anneals(optimizer: OptimizerConfig) -> Broken:
         yield Rule.NOT_ANNEALED, data
 
 
-def grids(values_of: Mapping[str, tuple[float, ...]]) -> Broken:
-    """Grids of more than one value ascend by one factor from above 0."""
-    for name, values in values_of.items():
-        if len(values) == 1:
-            continue
-        ascends = len(values) > 1 and 0 < values[0] < values[1] < math.inf
-        if not ascends or any(
-            not math.isclose(right / left, values[1] / values[0], rel_tol=1e-3)
-            for left, right in itertools.pairwise(values)
-        ):
-            yield Rule.GRID, {'name': name, 'values': values}
-
-
-def known(text: str, variant: str, labels: Sequence[str], baseline: str | None) -> Broken:
-    """A positive control names an arm that is compared with the baseline."""
-    compared = [label for label in labels if label != baseline]
-    if variant not in compared:
-        data = {'text': text, 'variant': variant, 'baseline': baseline}
-        yield Rule.UNKNOWN_CONTROL, data | {'arms': ', '.join(map(repr, compared))}
-
-
-def broken(study: Study) -> Broken:
-    """Every rule that the settings of a study break, checked before it starts."""
+def broken(study: Study) -> Iterator[str]:
+    """A sentence for every rule that the settings of a study break, not those of its runs."""
     trials, tuning, controls = study.base.trials, study.tuning, study.controls
     model_grids = {f'tuning.{knob}s': getattr(tuning, f'{knob}s') for knob in MODEL_KNOBS}
     if study.match is None and len(study.destinations) > 1:
-        yield Rule.NO_EFFECT, {'destinations': study.destinations}
+        yield f'destinations={study.destinations} have no effect with match=None; give one'
     if not tuning.seeds:
-        needs = {'expected': study.expected} | model_grids
-        for name, values in needs.items():
+        for name, values in ({'expected': study.expected} | model_grids).items():
             if values:
-                yield Rule.NEEDS_TUNING, {'name': name, 'values': values}
+                yield f'{name}={values} need tuning.seeds: without them there is no verdict'
         return
+    if study.baseline not in study.variants:
+        yield (
+            f'variants={study.variants} must contain the baseline {study.baseline!r} for a verdict'
+        )
+    yield from _expected(study)
+    drawn = {'trials.seeds': trials.seeds, 'controls.longer_seeds': controls.longer_seeds}
+    shared = [*anneals(study.base.optimizer), *tuned(tuning, trials.learning_rates)]
+    for name, seeds in drawn.items():
+        shared += [(r, data | {'name': name}) for r, data in fresh(screening_seeds(tuning), seeds)]
+        if len(seeds) < MIN_PAIRS and (seeds or name == 'trials.seeds'):
+            yield f'{name}={seeds} must be at least {MIN_PAIRS} seeds for a verdict'
+    yield from (rule.value.format(**data) for rule, data in shared)
+    grids = {f'trials.{knob}s': getattr(trials, f'{knob}s') for knob in TRIAL_KNOBS}
+    grids |= {name: values for name, values in model_grids.items() if values}
+    for name, values in grids.items():
+        if len(values) == 1 and name in model_grids:
+            field = name.removeprefix('tuning.').removesuffix('s')
+            yield f'{name}={values} must be a grid; set a single value as base.model.{field}'
+        elif len(values) != 1 and not _ascends(values):
+            yield (f'{name}={values} must ascend by a constant factor, as in (0.001, 0.002, 0.004)')
+    points, seeds = max(map(len, grids.values())), len(tuning.seeds)
+    if tuning.max_points < (least := max(points, MIN_VALUES)):
+        yield (
+            f'tuning.max_points={tuning.max_points} must be at least {least}: the longest grid has '
+            f'{points}, and a best value needs worse ones beside it'
+        )
+    if tuning.max_seeds < (least := max(seeds, MIN_SEEDS)):
+        yield (
+            f'tuning.max_seeds={tuning.max_seeds} must be at least {least}: tuning.seeds has '
+            f'{seeds}, and one seed shows no best value'
+        )
+    numbers = seeds, tuning.max_seeds, len(trials.seeds), len(controls.longer_seeds)
+    if any(number % study.base.mesh.trial for number in numbers):
+        yield (
+            f'mesh.trial={study.base.mesh.trial} must divide the numbers of tuning.seeds, '
+            f'tuning.max_seeds, trials.seeds and controls.longer_seeds, {numbers}'
+        )
+
+
+def _expected(study: Study) -> Iterator[str]:
+    """A positive control names an arm that is compared with the baseline."""
     for text in study.expected:
-        expected = parse_expected(text)
-        labels = study.variants
+        expected, labels = parse_expected(text), study.variants
         if not expected.equal_shape and len(study.destinations) > 1:
             labels = tuple(f'{v} [{d}]' for v in labels for d in study.destinations)
-        yield from known(text, expected.variant, labels, study.baseline)
-        if expected.equal_shape and not (controls.equal_shape and study.match):
-            yield Rule.NO_EQUAL_SHAPE, {'text': text}
-    if study.baseline not in study.variants:
-        yield Rule.NO_BASELINE, {'variants': study.variants, 'baseline': study.baseline}
-    yield from anneals(study.base.optimizer)
-    drawn = {'trials.seeds': trials.seeds, 'controls.longer_seeds': controls.longer_seeds}
-    for name, seeds in drawn.items():
-        for rule, data in fresh(screening_seeds(tuning), seeds):
-            yield rule, data | {'name': name}
-        if len(seeds) < MIN_PAIRS and (seeds or name == 'trials.seeds'):
-            why = ' for a verdict' if name == 'trials.seeds' else ', or empty for trials.seeds'
-            yield Rule.TOO_FEW, {'name': name, 'value': seeds, 'least': MIN_PAIRS, 'why': why}
-    yield from tuned(tuning, trials.learning_rates)
-    for name, values in model_grids.items():
-        if len(values) == 1:
-            field = name.removeprefix('tuning.').removesuffix('s')
-            yield Rule.SINGLE_VALUE, {'name': name, 'values': values, 'field': field}
-    every = {f'trials.{k}s': getattr(trials, f'{k}s') for k in KNOBS if k not in MODEL_KNOBS}
-    every |= {name: values for name, values in model_grids.items() if values}
-    yield from grids(every)
-    for name, value, least, why in (
-        ('max_points', tuning.max_points, max(map(len, every.values())), ', the longest grid'),
-        ('max_seeds', tuning.max_seeds, len(tuning.seeds), ', the number of tuning.seeds'),
-        ('max_points', tuning.max_points, MIN_VALUES, ': a best value needs worse ones beside it'),
-        ('max_seeds', tuning.max_seeds, MIN_SEEDS, ': one seed shows no best value'),
-    ):
-        if value < least:
-            data = {'name': f'tuning.{name}', 'value': value}
-            yield Rule.TOO_FEW, data | {'least': least, 'why': why}
-    numbers = {
-        'the number of tuning.seeds': len(tuning.seeds),
-        'tuning.max_seeds': tuning.max_seeds,
-        'the number of trials.seeds': len(trials.seeds),
-        'the number of controls.longer_seeds': len(controls.longer_seeds),
-    }
-    for name, number in numbers.items():
-        if number % study.base.mesh.trial:
-            data = {'trial': study.base.mesh.trial, 'name': name, 'number': number}
-            yield Rule.NOT_DIVISIBLE, data
+        compared = [label for label in labels if label != study.baseline]
+        if expected.variant not in compared:
+            yield (
+                f'expected={text!r}: {expected.variant!r} is none of the arms that are compared '
+                f'with {study.baseline!r}; they are {", ".join(map(repr, compared))}'
+            )
+        if expected.equal_shape and not (study.controls.equal_shape and study.match):
+            yield f'expected={text!r} needs controls.equal_shape and a match'
+
+
+def _ascends(values: tuple[float, ...]) -> bool:
+    """Whether a grid ascends by one factor from above 0."""
+    return (
+        len(values) > 1
+        and 0 < values[0] < values[1] < math.inf
+        and all(
+            math.isclose(right / left, values[1] / values[0], rel_tol=1e-3)
+            for left, right in itertools.pairwise(values)
+        )
+    )
 
 
 def validate(study: Study) -> None:
-    """Raises ConfigError for the first rule that the study breaks, not those of its runs."""
+    """Raises ConfigError for the first rule that the study breaks."""
     check_section('', study)
-    for rule, data in broken(study):
-        raise ConfigError(sentence(rule, data))
+    for sentence in broken(study):
+        raise ConfigError(sentence)

@@ -64,18 +64,17 @@ def _copy(path: Path, digest: str) -> Path:
 def pack(study: Path, destination: Path) -> None:
     """Writes the stored form of the directory of a study.
 
-    It has no checkpoints, no training records of finished runs, and no provenance.json, which
-    names machines and users. ReportError for a file that would not be the same when it is unpacked.
+    It has no checkpoints, no training records, and no provenance.json, which names machines and
+    users. ReportError for a file that would not be the same when it is unpacked.
     """
     files: dict[str, bytes] = {}  # that have to come back
     shared: dict[str, list[Any]] = {name: [] for name in (*_INDEXED, 'documents')}
     arrays: dict[str, Any] = {}
 
-    def lines_of(name: str, training: bool = True) -> list[Record]:
-        """The whole lines of a file, without those of training if these are left out."""
+    def lines_of(name: str) -> list[Record]:
+        """The whole lines of a file, without those of training."""
         lines = (study / name).read_bytes().splitlines(True) if (study / name).is_file() else []
-        whole = [line for line in lines if line.endswith(b'\n')]
-        kept = [line for line in whole if training or not is_training(line)]
+        kept = [line for line in lines if line.endswith(b'\n') and not is_training(line)]
         files[name] = b''.join(kept)
         try:
             return list(map(parse_json, kept))
@@ -99,7 +98,7 @@ def pack(study: Path, destination: Path) -> None:
         if (study / log).is_file():
             line['log'] = [
                 {n: None if n in columns and columns[n] == v else [v] for n, v in record.items()}
-                for record in lines_of(log, training=not trials)
+                for record in lines_of(log)
             ]
         if (study / documents).is_file():
             content = (study / documents).read_bytes()

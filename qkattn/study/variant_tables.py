@@ -16,28 +16,11 @@ def stored() -> Catalogue:
 
 def text(catalogue: Catalogue) -> str:
     """The whole catalogue for a terminal, a paragraph per Score or Value."""
-    paragraphs = [
-        'reference: d_model D=64, heads N=K=4, head size H=16, context 128; FLOPs are those of a '
-        'forward pass of a one-layer model'
-    ]
+    paragraphs = ['cache: floats per token; of a Value, those beyond what its Score caches']
     for kind, entries in catalogue.items():
         for name, entry in entries.items():
-            options = ', '.join(f'{key}={value!r}' for key, value in entry['options'].items())
-            lines = {
-                'equation': entry['equation'],
-                'parameters': f'{entry["parameters"]} = {entry["count"]:,}',
-                'FLOPs': f'{entry["flops"]:,.0f} per token',
-                'cache': f'{entry["cache"]} floats per token'
-                + ' beyond those of the Score' * (kind == 'Value'),
-                'RoPE': 'yes' if entry['rope'] else 'no',
-                'exact': ', '.join(entry['exact']) or 'no conversion',
-                'source': entry['source'],
-            }
-            if kind == 'Value':
-                del lines['RoPE']
-            title = f'{kind} {name}' + (f'({options})' if options else '')
-            listed = (f'  {key:<11} {line}' for key, line in lines.items())
-            paragraphs.append('\n'.join([title, *listed]))
+            lines = (f'  {key:<11} {value}' for key, value in entry.items())
+            paragraphs.append('\n'.join([f'{kind} {name}', *lines]))
     return '\n\n'.join(paragraphs)
 
 

@@ -7,10 +7,9 @@ processes, of which process 0 holds the leases and writes the files of the study
 
 import dataclasses
 import functools
-import json
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,20 +40,11 @@ from qkattn.train.sharding import require_memory
 log = logging.getLogger(__name__)
 
 
-def run(
-    study: Study,
-    workdir: str | Path,
-    *,
-    arms: list[MatchedArm] | None = None,
-    tell: Callable[..., None] | None = None,
-) -> Path:
+def run(study: Study, workdir: str | Path, *, arms: list[MatchedArm] | None = None) -> Path:
     """Trains until every run of the study has its result, and returns the study's directory.
 
     The same call resumes, and may run beside other workers; while they hold all runs that are left,
-    it waits. A run that cannot be trained does not stop the others.
-
-    `arms` are those of the study, where they are known. `tell` is of a parent that shows what is
-    left of the study, and is called as tell('done', number of runs that are done, number of runs).
+    it waits. A run that cannot be trained does not stop the others. `arms`: None makes them.
 
     Raises ConfigError for an impossible setting or directory, and at the end if runs could not be
     trained; Stopped on SIGTERM or Ctrl-C, with the state saved.
@@ -65,7 +55,7 @@ def run(
     path = check_directory(workdir)
     failed: dict[str, str] = {}
     with StopRequest() as stop:
-        worker = owned(lambda: _Worker(study, path, arms, stop, tell))
+        worker = owned(lambda: _Worker(study, path, arms or build_arms(study), stop))
         while (leased := agreement.on_owner(lambda: worker.lease_next(failed))) is not None:
             if leased:
                 _train(path, leased, worker, failed)
@@ -85,9 +75,8 @@ class _Worker:
 
     study: Study
     path: Path
-    arms: list[MatchedArm] | None
+    arms: list[MatchedArm]
     stop: StopRequest
-    tell: Callable[..., None] | None
     lease: leases.Lease | None = None  # of the run that `lease_next` has returned
     refused: set[str] = dataclasses.field(default_factory=set)  # tried again after the others
     _held: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -96,10 +85,8 @@ class _Worker:
         """Checks and declares the study."""
         study, path = self.study, self.path
         declaration.require_no_run(path)
-        with waiting(study.name, 'matching parameters'):
-            self._arms = build_arms(study) if self.arms is None else self.arms
         # Before the directory is created, so that a refused study leaves nothing behind.
-        left = left_of(study, self._arms, path)
+        left = left_of(study, self.arms, path)
         for run in {run.config.data: run for run in left}.values():
             sharding.require_devices(run.config.mesh)
             require_memory(run.config)
@@ -108,15 +95,14 @@ class _Worker:
             if study.tuning.seeds:
                 check_documents(rows, run.config.data)
         make_directory(path)
-        self._declared = ledger.digest(declaration.declare(path, study, self._arms))
+        self._declared = ledger.digest(declaration.declare(path, study, self.arms))
 
     def lease_next(self, failed: Collection[str]) -> dict[str, Any] | None:
         """The next run that is not in `failed`, whose lease this process then holds; JSON.
 
         {} after a while of waiting if others hold all runs that are left; None if none is left.
         """
-        runs, left = self._write_plan()
-        left = [run for run in left if run.id not in failed]
+        left = [run for run in self._write_plan() if run.id not in failed]
         for run in left:
             if run.id in self.refused:
                 continue
@@ -125,8 +111,6 @@ class _Worker:
                 break
         else:
             self.lease = None
-        if self.tell is not None:
-            self.tell('done', len(runs) - len(left), len(runs))
         if self.lease is None:
             self.refused.clear()
             return self._wait(left) if left else None
@@ -141,20 +125,19 @@ class _Worker:
             'left': dataclasses.asdict(after),
         }
 
-    def _write_plan(self) -> tuple[list[PlannedRun], list[PlannedRun]]:
-        """Writes the files of the study; returns all known runs and those without result.
+    def _write_plan(self) -> list[PlannedRun]:
+        """Writes the files of the study; returns the runs without result.
 
         Where arms or seeds were added meanwhile, the workers that know them write the files.
         """
         study, path = self.study, self.path
         # Results are read and the files written under one lock, whoever else writes.
         with locked(path / 'lock'):
-            runs, left, results = _known(study, self._arms, path)
+            runs, left, results = _known(study, self.arms, path)
             if ledger.digest(read_json(path / 'study.json', {})) == self._declared:
                 write_atomic(path / 'plan.jsonl', plan.lines(study, runs))
                 write_atomic(path / 'results.jsonl', plan.result_lines(study, runs, results))
-                _list_orphans(path, {run.directory for run in runs})
-        return runs, left
+        return left
 
     def _wait(self, left: list[PlannedRun]) -> dict[str, Any]:
         """Waits until a result has come, a lease may have been given up, or 10 s have passed."""
@@ -206,23 +189,9 @@ def _known(
         file = path / run.directory / 'result.json'
         return read_results(file, run.config.trials.trials()) if file.exists() else None
 
-    runs = plan.runs(study, arms, results, declaration.stacks(path, study))
+    runs = plan.runs(study, arms, results)
     left = sorted((run for run in runs if results(run) is None), key=lambda run: -run.work)
     return runs, left, results
-
-
-def _list_orphans(path: Path, planned: set[str]) -> None:
-    """Writes orphans.jsonl: the run directories that do not belong to the plan; they are kept."""
-    names = [directory.relative_to(path).as_posix() for directory in sorted(path.glob('runs/*'))]
-    orphans = [name for name in names if name not in planned]
-    text = ''.join(json.dumps({'directory': name}) + '\n' for name in orphans)
-    file = path / 'orphans.jsonl'
-    if text.encode() != (file.read_bytes() if file.is_file() else b''):
-        write_atomic(file, text)
-        log.warning(
-            '%d of the run directories in %s do not belong to the plan; orphans.jsonl lists them',
-            *(len(orphans), path),
-        )
 
 
 def left_of(study: Study, arms: list[MatchedArm], path: Path) -> list[PlannedRun]:

@@ -7,8 +7,9 @@ of the baseline's verdict runs that are still there:
       groups   of each size, corpus and length of training: the task, the tokens that its models
                saw, the tokens counted, and on each evaluation split the losses (nats/token) of
                counts of these tokens, by name; of a translation none
-      runs     of each of its verdict runs the trials: loss, at position 4 ('early') and over the
-               last half of the context ('late'), and with the sources shuffled; or why not
+      runs     of each of its verdict runs the trials: loss; of a language model at position 4
+               ('early') and over the last half of the context ('late'), of a translator with the
+               sources shuffled; or why not
 """
 
 import logging
@@ -67,6 +68,8 @@ def record(directory: str | Path) -> list[str]:
     Returns why yardsticks of a size and corpus could not be computed, a sentence each. Raises
     ConfigError for a directory without the files of a study.
     """
+    if jax.process_count() > 1:  # reading checkpoints would take all of them
+        return ['the job has several processes']
     path = absolute(directory)
     baseline = read_json(path / 'study.json', {'baseline': str | None})['baseline']
     results: dict[str, list[_Record]] = {}
@@ -78,8 +81,7 @@ def record(directory: str | Path) -> list[str]:
     known = {group['run']: group for group in before['groups']}
     measured = {run['run']: run for run in before['runs'] if run['trials'] is not None}
     problems: dict[str, None] = {}
-    groups: dict[tuple, _Record] = {}
-    runs: list[_Record] = []
+    made: dict[str, list[_Record]] = {'groups': [], 'runs': []}
     counted: dict[tuple, _Record] = {}
     schema = ARM_KEY | {'run': str, 'stage': str, 'config': dict}
     for run in read_lines(path / 'plan.jsonl', schema):
@@ -93,16 +95,14 @@ def record(directory: str | Path) -> list[str]:
         # What the losses of counts depend on.
         key = config.data, config.model.context, config.train.num_steps, config.trials.seeds[0]
         try:
-            if (place := tuple(group.values())) not in groups:
-                if name not in known and key not in counted:
-                    counted[key] = _group(config, of_run[0])
-                groups[place] = known.get(name) or {'run': name} | group | counted[key]
+            if name not in known and key not in counted:
+                counted[key] = _group(config, of_run[0])
+            made['groups'].append(known.get(name) or {'run': name} | group | counted[key])
             if run['stage'] == VERDICT:
                 about = {'run': name} | {field: run[field] for field in ARM_KEY}
-                runs.append(measured.get(name) or about | _run(path, run, config, of_run))
+                made['runs'].append(measured.get(name) or about | _run(path, run, config, of_run))
         except ConfigError as error:
             problems[f'{run["size"]}, {run["corpus"]}: {error}'] = None
-    made = {'groups': [*groups.values()], 'runs': runs}
     if any(one not in before[name] for name, records in made.items() for one in records):
         start = describe_start()
         about = {'recorded': start['started'], 'start': {key: start[key] for key in START}}
@@ -111,14 +111,9 @@ def record(directory: str | Path) -> list[str]:
 
 
 def record_finished(directory: Path) -> None:
-    """Records the yardsticks of a study whose training is finished; logs what it could not.
-
-    A job of several processes does not: reading checkpoints would take all of them.
-    """
-    problems = ['the job has several processes']
-    if jax.process_count() == 1:
-        with waiting(directory.name, 'recording yardsticks'):
-            problems = record(directory)
+    """Records the yardsticks of a study whose training is finished; logs what it could not."""
+    with waiting(directory.name, 'recording yardsticks'):
+        problems = record(directory)
     for problem in problems:
         log.warning(
             'yardsticks of %s not recorded: %s; python -m experiments.report --study=%s '
@@ -214,15 +209,13 @@ def _run(path: Path, run: _Record, config: Config, results: list[_Record]) -> _R
     try:
         if not (path / run['directory'] / 'checkpoints').is_dir():
             raise CheckpointError('it has no checkpoint')
-        _, reached, stack = load_stack(path / run['directory'])
-        if reached != config.train.num_steps:
-            raise CheckpointError(f'its last checkpoint is of step {reached}')
+        params = load_stack(path / run['directory'])[2]['params']
     except (ConfigError, CheckpointError) as error:
         return {'trials': None, 'why': str(error)}
     rows = _same_rows(config, results[0])
     log.info('measuring the loss by position of %s', run['directory'])
     split, made = PREFIXES[rows.splits[-1]], []
-    for result, trial in zip(results, _trials(config, rows, stack['params']), strict=True):
+    for result, trial in zip(results, _trials(config, rows, params), strict=True):
         if result['status'] == FINISHED:
             loss, logged = trial['loss'], result[f'{split}_loss']
             if not np.isclose(loss, logged, atol=ROUNDING):
@@ -233,39 +226,30 @@ def _run(path: Path, run: _Record, config: Config, results: list[_Record]) -> _R
 
 
 def _trials(config: Config, rows: Rows, params: dict) -> Iterator[_Record]:
-    """Measurements of each of the stacked trials on the last split; None or NaN without targets."""
-    T = config.model.context
-    whole: dict[str, slice] = {'loss': slice(None)}
-    parts = whole
-    if 2 * EARLY <= T:
-        parts = whole | {'early': slice(EARLY - 1, EARLY), 'late': slice(T // 2, None)}
-    means = _means(config, rows, params, parts)
+    """Measurements of each of the stacked trials on the last split; None where not defined."""
+    nats_XT, weights_T = _by_position(config, rows, params)
+    means, T = {'loss': nats_XT.sum(1) / weights_T.sum()}, config.model.context
+    if isinstance(rows, LanguageRows) and 2 * EARLY <= T:
+        means['early'] = nats_XT[:, EARLY - 1] / weights_T[EARLY - 1]
+        means['late'] = nats_XT[:, T // 2 :].sum(1) / weights_T[T // 2 :].sum()
     if isinstance(rows, TranslationRows):
-        means['shuffled'] = _means(config, rows.with_shuffled_sources(), params, whole)['loss']
+        nats_XT, weights_T = _by_position(config, rows.with_shuffled_sources(), params)
+        means['shuffled'] = nats_XT.sum(1) / weights_T.sum()
     for losses in zip(*means.values(), strict=True):
         absent = dict.fromkeys(('early', 'late', 'shuffled'))
         yield absent | dict(zip(means, map(float, losses), strict=True))
 
 
-def _means(
-    config: Config, rows: Rows, params: dict, parts: dict[str, slice]
-) -> dict[str, np.ndarray]:
-    """The mean loss of each trial over the last split, by part of the positions of targets.
-
-    A position counts from the start of its sentence or row.
-    """
+def _by_position(config: Config, rows: Rows, params: dict) -> tuple[np.ndarray, np.ndarray]:
+    """The summed loss of each trial by position in the rows of the last split, and the weights."""
     mesh = make_mesh(MeshConfig(), jax.local_devices()[:1])
     measure = stack_program(config, 'map', mesh, _weighted_nats)
-    X, T = len(jax.tree.leaves(params)[0]), config.model.context
-    nats_XT, weight_T = np.zeros((X, T)), np.zeros(T)
     size, most = config.train.batch_size, config.data.eval_sequences
+    nats, weights = [], []
     for batch in pipeline.eval_batches(rows, rows.splits[-1], batch_size=size, max_rows=most):
-        at_N = _positions(batch).ravel()
-        weight_T += np.bincount(at_N, batch['loss_weights_BT'].ravel(), minlength=T)
-        nats_XBT = np.asarray(measure(params, batch)['nats_BT'])
-        nats_XT += [np.bincount(at_N, nats_BT.ravel(), minlength=T) for nats_BT in nats_XBT]
-    with np.errstate(invalid='ignore'):
-        return {n: nats_XT[:, part].sum(1) / weight_T[part].sum() for n, part in parts.items()}
+        nats.append(np.sum(measure(params, batch)['nats_BT'], axis=1, dtype=float))
+        weights.append(np.sum(batch['loss_weights_BT'], axis=0, dtype=float))
+    return np.sum(nats, axis=0), np.sum(weights, axis=0)
 
 
 def _weighted_nats(config: Config, params: dict, batch: Batch) -> dict[str, jax.Array]:
@@ -274,12 +258,3 @@ def _weighted_nats(config: Config, params: dict, batch: Batch) -> dict[str, jax.
         config, params, batch, lambda *pair: {'nats_BT': cross_entropy(*pair)}
     )
     return {'nats_BT': measured['nats_BT'] * batch['loss_weights_BT']}
-
-
-def _positions(batch: Batch) -> np.ndarray:
-    """The position of each target in its sentence, or in its row, from 0."""
-    at_BT = np.broadcast_to(np.arange(batch['targets_BT'].shape[1]), batch['targets_BT'].shape)
-    if 'segments_BT' not in batch:
-        return at_BT
-    starts_BT = np.diff(batch['segments_BT'], axis=1, prepend=-1) != 0
-    return at_BT - np.maximum.accumulate(np.where(starts_BT, at_BT, 0), axis=1)

@@ -76,7 +76,7 @@ def test_studies_are_matched_and_screened_by_other_seeds(path, scale):
     if study.tuning.seeds:
         assert not {*study.base.trials.seeds} & {*screening_seeds(study.tuning)}
     for arm in build_arms(study) if study.match else ():
-        assert arm.key.control is not None or abs(arm.match.residual) <= study.tolerance
+        assert arm.key.control is not None or abs(arm.residual) <= study.tolerance
 
 
 def test_studies_are_trained_and_then_measures_recorded_once(tmp_path, monkeypatch):

@@ -1,5 +1,7 @@
 """An ablation from the command line: results, report, resume, a variant from outside."""
 
+import re
+
 import pytest
 
 from qkattn.storage.metrics_log import read_metrics
@@ -18,7 +20,7 @@ def test_an_ablation_runs_skips_what_is_done_and_takes_an_outside_variant(
     with umask(0o002):
         first = script_here('ablate', *flags, f'--workers={workers}')
     assert first.returncode == 0, first.stderr
-    assert workers == 1 or 'small: 2 of 2 runs done' in first.stderr
+    assert workers == 1 or 'small: workers on this machine: 2' in first.stderr
     assert not other_modes(tmp_path / 'out', 0o002)
     assert 'orbax' not in first.stderr and 'Traceback' not in first.stderr
     out = tmp_path / 'out'
@@ -54,5 +56,5 @@ def test_a_dry_run_prints_the_runs_and_writes_nothing(printed, tmp_path):
     text = printed('ablate', '--config=study.py', '--dry_run')
     assert 'small: 2 arms' in text and 'residual' in text
     # 3 trials of 40 steps of 4 rows of 16 tokens, for each of two runs.
-    assert '2 runs     6 trials  1.54e+04 tokens' in text and 'about 0:00' in text
+    assert re.search(r'\ntotal +2 +6 +1.54e\+04 .* 0:00', text)
     assert {p.name for p in tmp_path.iterdir() if p.suffix != '.py'} <= {'__pycache__'}

@@ -10,6 +10,7 @@ import pytest
 
 from qkattn.config import Config, TrialsConfig, fingerprint, to_json
 from qkattn.errors import ReportError
+from qkattn.jobs.output import text_table
 from qkattn.report import documents, headline, show_report, show_run_report, tables
 from qkattn.report.columns import PAGE, losses, printed, probes, scores
 from qkattn.report.sheets import sheets
@@ -193,7 +194,7 @@ def test_names_are_text_everywhere(study_dir):
 
 
 def test_text_tables_are_aligned():
-    text = tables.text_table([('name', True), ('loss,|nats', False)], [['a\n', '1'], ['b', '23']])
+    text = text_table([('name', True), ('loss,|nats', False)], [['a\n', '1'], ['b', '23']])
     rows = ['name  loss,', '       nats', '----  -----', r'a\n       1', 'b        23']
     assert text.splitlines() == rows
 

@@ -131,9 +131,3 @@ def test_means_are_over_parts_of_the_context(tiny, monkeypatch, context, expecte
     config = tiny(model={'context': context})
     (trial,) = yardsticks._trials(config, rows_of(config), {'w': np.zeros(1)})
     assert (trial['loss'], trial['early'], trial['late']) == pytest.approx(expected)
-
-
-def test_the_position_of_a_target_counts_from_its_sentence():
-    segments_BT = np.array([[1, 1, 2, 2, 2, 0]])
-    places = yardsticks._positions({'targets_BT': segments_BT, 'segments_BT': segments_BT})
-    assert places[0, :5].tolist() == [0, 1, 0, 1, 2]

@@ -24,10 +24,10 @@ from tests.studies import result_record, write_documents, write_metrics
 from tests.study.test_plan import STUDY
 
 OF_RUN = ('config.json', 'provenance.json', 'lifting.json', 'metrics.jsonl', 'result.json')
-OF_STUDY = ('study.json', 'ledger.jsonl', 'plan.jsonl', 'results.jsonl', 'orphans.jsonl')
+OF_STUDY = ('study.json', 'ledger.jsonl', 'plan.jsonl', 'results.jsonl')
 OF_PLANNED = ('config.json', 'provenance.json', 'metrics.jsonl', 'documents.json', 'result.json')
 # Made again by every worker from the results of the runs.
-DERIVED = ('plan.jsonl', 'results.jsonl', 'orphans.jsonl')
+DERIVED = ('plan.jsonl', 'results.jsonl')
 START = {'git': {'commit': 'a', 'dirty': False}, 'python': '3.11', 'versions': {}, 'devices': {}}
 BASE = dataclasses.replace(STUDY.base, trials=TrialsConfig(seeds=(0, 1), learning_rates=(4e-3,)))
 SMALL = dataclasses.replace(STUDY, base=BASE, tuning=TuningConfig())
@@ -74,15 +74,13 @@ def write_run(config, workdir, **_):
 
 @pytest.fixture(scope='module')
 def study(tmp_path_factory):
-    """A finished study with a run outside its plan; nothing that is left of it is trained."""
+    """A finished study; nothing that is left of it is trained."""
     path, arms = tmp_path_factory.mktemp('sound') / 'study', build_arms(SMALL)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker, 'train', write_run)
         patch.setattr(worker, 'build_arms', lambda study: arms)
         patch.setattr(worker, 'rows_of', lambda config: None)
         patch.setattr(worker, 'check_documents', lambda rows, data: None)
-        worker.run(SMALL, path)
-        shutil.copytree(sorted(path.glob('runs/*'))[0], path / 'runs/outside')
         worker.run(SMALL, path)
         patch.setattr(worker, 'train', Mock(side_effect=AssertionError('trained again')))
         yield path
