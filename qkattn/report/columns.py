@@ -206,9 +206,9 @@ def columns(study: Study, findings: Findings) -> Iterator[Column]:
     yield Column('correlation', 'comparison.correlation', correlation, '+.2f')
     yield from COSTS
     if findings.scaling:
-        laws = {(law.variant, law.corpus): law.multiplier for law in findings.scaling}
+        worth = {(s.variant, s.corpus): s.worth for s in findings.scaling if s.has_worth}
         parts = ('value', 'low', 'high')
-        yield Column('multiplier', lambda arm: laws.get((arm.variant, arm.corpus)), parts=parts)
+        yield Column('multiplier', lambda arm: worth.get((arm.variant, arm.corpus)), parts=parts)
 
 
 def parts_of(findings: Findings, name: str) -> dict[ArmKey, Difference]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from qkattn.report import prose
 from qkattn.report.columns import CONTROL, PARTS, Heading, Table, parts_of, printed
 from qkattn.report.prose import NONE, NOT_RECORDED, clause, interval, p_value, si, words
+from qkattn.stats.scaling import Interval
 from qkattn.storage import ledger
 from qkattn.study.arm_key import ArmKey
 from qkattn.verdict import rules
@@ -124,26 +125,20 @@ def yardsticks(study: Study, findings: Findings) -> Table:
 def _laws(study: Study, findings: Findings) -> Iterator[Row]:
     """The law of each variant and the worth of its parameters, or why there is none."""
     for scaling in findings.scaling:
-        law, worth = scaling.fit, scaling.multiplier
-        problems = [law.problem, worth.problem if worth else None]
+        law, worth = scaling.law, scaling.worth
+        yield _place(study, scaling) | {
+            'E,|nats/token': _bounded(law.E) if scaling.has_law else NONE,
+            'A': f'{law.A:.3g}' if scaling.has_law else NONE,
+            'a': _bounded(law.a) if scaling.has_law else NONE,
+            'R²': f'{law.r_squared:.3f}' if scaling.has_law else NONE,
+            'baseline parameters|per parameter': _bounded(worth) if scaling.has_worth else NONE,
+            'no number, because': '; '.join(map(clause, scaling.problems)) or NONE,
+        }
 
-        def bounded(value: Any, spec: str = '.3f') -> str:
-            return f'{value.value:{spec}} [{value.low:{spec}}, {value.high:{spec}}]'
 
-        fitted = {'E,|nats/token': NONE, 'A': NONE, 'a': NONE, 'R²': NONE}
-        if not law.problem:
-            numbers = bounded(law.E), bounded(law.A, '.3g'), bounded(law.a), f'{law.r_squared:.3f}'
-            fitted = dict(zip(fitted, numbers, strict=True))
-        multiplier = NONE if worth is None or worth.problem else bounded(worth)
-        yield (
-            _place(study, scaling)
-            | fitted
-            | {
-                'baseline parameters|per parameter': multiplier,
-                'no number, because': '; '.join(dict.fromkeys(clause(p) for p in problems if p))
-                or NONE,
-            }
-        )
+def _bounded(number: Interval) -> str:
+    """'0.300 [0.281, 0.319]'."""
+    return f'{number.value:.3f} [{number.low:.3f}, {number.high:.3f}]'
 
 
 def _forms(study: Study, findings: Findings) -> Iterator[Row]:

@@ -50,11 +50,23 @@ class Scaling:
 
     variant: str
     corpus: str
-    # If this or `multiplier` has a `problem`, its numbers are None.
-    fit: scaling.Fit
+    law: scaling.Law | scaling.Problem
     # How many parameters of the baseline one of the variant is worth; None for the baseline and if
     # the baseline has no results.
-    multiplier: scaling.Multiplier | None
+    worth: scaling.Interval | scaling.Problem | None
+
+    @property
+    def problems(self) -> tuple[scaling.Problem, ...]:
+        """Why numbers are missing."""
+        return tuple(x for x in (self.law, self.worth) if isinstance(x, scaling.Problem))
+
+    @property
+    def has_law(self) -> bool:
+        return isinstance(self.law, scaling.Law)
+
+    @property
+    def has_worth(self) -> bool:
+        return isinstance(self.worth, scaling.Interval)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,17 +176,27 @@ def _scaling(study: Study, arms: Sequence[Arm]) -> tuple[Scaling, ...]:
     if len(study.sizes) < 2:
         return ()
     short = {standing.arm.group for standing in rules.standings(study, arms) if standing.remarks}
-    curves: dict[tuple[str, str], scaling.Losses] = {}
+    curves: dict[tuple[str, str], dict[str, Arm]] = {}  # by variant and corpus; arms by size
     for arm in arms:
         if arm.control is None and arm.group not in short and arm.scales:
-            parameters, losses = curves.setdefault((arm.variant, arm.corpus), ([], []))
-            parameters.append(arm.example.parameters['total'])
-            losses.append(list(arm.losses(arm.split).values()))
+            curves.setdefault((arm.variant, arm.corpus), {})[arm.size] = arm
+
+    def parameters(arm: Arm) -> int:
+        return arm.example.parameters['total']
+
+    laws = {
+        key: scaling.fit([*map(parameters, c.values())], [a.loss.mean for a in c.values()])
+        for key, c in curves.items()
+    }
     made = []
-    for key in dict.fromkeys((arm.variant, arm.corpus) for arm in arms):
-        if (curve := curves.get(key)) is not None:
-            baseline = curves.get((study.baseline or '', key[1]))
-            worth = baseline is not None and baseline is not curve
-            multiplier = scaling.multiplier(curve, baseline) if worth else None
-            made.append(Scaling(*key, scaling.fit(*curve), multiplier))
+    for (variant, corpus), curve in curves.items():
+        worth, key = None, (study.baseline or '', corpus)
+        if key in curves and variant != study.baseline:
+            shared = [
+                (parameters(arm), parameters(curves[key][size]), arm.difference.mean)
+                for size, arm in curve.items()
+                if size in curves[key] and arm.difference
+            ]
+            worth = scaling.multiplier(laws[key], shared)
+        made.append(Scaling(variant, corpus, laws[variant, corpus], worth))
     return tuple(made)

@@ -161,7 +161,7 @@ def test_laws_are_drawn_over_the_sizes(study_dir):
     assert [ax.get_title(loc='left') for ax in made['verdicts'].axes] == list(SIZES)
     assert made.keys() >= {'sweep_learning_rate_4', 'curves_4'}
     (ax,) = made['loss_parameters'].axes
-    (law,) = [scaling.fit for scaling in findings.scaling if scaling.variant == 'b/vo']
+    (law,) = [scaling.law for scaling in findings.scaling if scaling.variant == 'b/vo']
     assert line(ax, '_law of b/vo').get_ydata()[-1] == pytest.approx(law.loss(law.sizes[-1]))
     assert list(line(ax, 'b/vo').get_xdata()) == pytest.approx(law.sizes)
     two = [r for r in scaled(1.2) if r['size'] in list(SIZES)[:2]]

@@ -292,12 +292,13 @@ def test_scaling_over_sizes_that_are_bracketed_and_trained_enough(study_dir):
         records += tuned_arm(variant, f's{d}', losses.tolist(), optimum, d_model=d)
     findings = findings_of(study_dir, records)
     base, other = findings.scaling
-    assert (len(base.fit.sizes), len(other.fit.sizes)) == (4, 5) and findings.num_comparisons == 5
-    assert base.fit.a.value == pytest.approx(0.4, rel=0.01) and base.multiplier is None
-    assert other.multiplier.value == pytest.approx(1.5, rel=0.01)
+    assert (len(base.law.sizes), len(other.law.sizes)) == (4, 5) and findings.num_comparisons == 5
+    assert base.law.a.value == pytest.approx(0.4, rel=0.01) and base.worth is None
+    assert other.worth.value == pytest.approx(1.5, rel=0.01)
     worst = max(a.loss.mean for a in findings.arms if a.is_baseline)
     write_yardsticks(study_dir, records, losses={'test': {'5-gram': worst - 1e-6}})
-    assert [len(scaling.fit.sizes) for scaling in find(load_study(study_dir)).scaling] == [3, 4]
+    problem, law = (scaling.law for scaling in find(load_study(study_dir)).scaling)
+    assert problem.data['sizes'] == 3 and len(law.sizes) == 4
     # Of diverged trials, without losses, blocked by a rule.
     records = arm('qk/vo', 0) + tuned_arm('b/vo', losses=[None, *BASE[1:]])
     records += arm('d/vo', 0.1)[:10] + arm('e/vo', 0.1, learning_rate=1e-3)

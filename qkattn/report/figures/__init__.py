@@ -40,7 +40,7 @@ def _figures(
                 figure = lines.sweep_panels(study, knob, swept, look)
                 yield f'sweep_{knob}{place}', figure, {'knob': knob} | about
         yield f'curves{place}', lines.learning_curves(study, arms, look), about
-    about = {'split': loss.split, 'laws': any(not law.fit.problem for law in findings.scaling)}
+    about = {'split': loss.split, 'laws': any(s.has_law for s in findings.scaling)}
     yield 'loss_parameters', lines.loss_against_parameters(study, findings, look), about
     if probes := columns.probes(findings.arms):
         yield 'retrieval', forest.levels(study, findings, look, [loss, *probes]), {}

@@ -161,7 +161,7 @@ def loss_against_parameters(study: Study, findings: Findings, look: Styles) -> F
     ends = min(total.values()), max(total.values())
     if not lines or ends[1] <= EQUAL * ends[0]:
         return None
-    laws = {(law.variant, law.corpus): law.fit for law in findings.scaling}
+    laws = {(s.variant, s.corpus): s.law for s in findings.scaling if s.has_law}
     figure = Figure(figsize=(WIDTH, 3.4 + 0.2 * len(lines)))
     ax = figure.subplots()
     for (variant, corpus), arms in lines.items():
@@ -171,11 +171,10 @@ def loss_against_parameters(study: Study, findings: Findings, look: Styles) -> F
         for arm, of_seeds in zip(arms, losses, strict=True):
             dots = SEEDS | {'label': '_', 'color': style['color']}
             ax.scatter([total[arm.key]] * len(of_seeds), of_seeds, **dots)
-        joined = law is None or law.problem
-        thin = {'linewidth': 0.8} if joined else {'linestyle': 'none'}
+        thin = {'linestyle': 'none'} if law else {'linewidth': 0.8}
         x, means = [total[arm.key] for arm in arms], [*map(np.mean, losses)]
         ax.plot(x, means, label=short(name, 40), **style | thin)
-        if not joined:
+        if law:
             sizes = np.geomspace(law.sizes[0], law.sizes[-1], 80)
             curve = style | {'marker': '', 'label': f'_law of {name}'}
             ax.plot(sizes, [law.loss(size) for size in sizes], **curve)
