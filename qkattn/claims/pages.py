@@ -372,7 +372,7 @@ def claim_figure(claim: ClaimResult) -> Drawing:
                 )
             )
         if drawn:
-            panels.append(Panel(drawn, f'difference ({UNIT})', SHAPES[kind][0], 0.0))
+            panels.append(Panel(drawn, f'difference ({UNIT})', SHAPES[kind][0]))
     name = f'{claim.name.lower()}_differences'
     return _drawing(name, panels, [line.quantity for line in lines])
 
@@ -392,7 +392,7 @@ def answers_figure(answers: Sequence[export.Answer]) -> Drawing | None:
     ]
     if not lines:
         return None
-    panel = Panel(lines, f'difference ({UNIT})', SHAPES[Kind.MATCHED][0], 0.0)
+    panel = Panel(lines, f'difference ({UNIT})', SHAPES[Kind.MATCHED][0])
     decisions = sorted({line.arm for line in lines})
     return _drawing('answers', [panel], decisions, Decision.NO_VERDICT.value, far=math.inf)
 
@@ -404,5 +404,5 @@ def _drawing(
     look = styles(list(dict.fromkeys(arms)), black)
     reach = limits_of([line for panel in panels for line in panel.lines], 0.0, **limits)
     with style_sheet():
-        figure = forest(panels, look, 'no difference', None, reach, longest=_LONGEST)
+        figure = forest(panels, look, None, reach, longest=_LONGEST)
     return Drawing(figure, stem)

@@ -11,12 +11,11 @@ import pytest
 from qkattn.config import Config, TrialsConfig, fingerprint, to_json
 from qkattn.errors import ReportError
 from qkattn.report import documents, headline, show_report, show_run_report, tables
-from qkattn.report.columns import PAGE, losses, printed, probes, scores
+from qkattn.report.columns import PAGE, measured, printed
 from qkattn.report.sheets import sheets
 from qkattn.storage import ledger
 from qkattn.storage.records import write_json
-from qkattn.verdict import load_study
-from qkattn.verdict.arms import arms_of
+from qkattn.verdict import find, load_study
 from tests import studies
 from tests.report.conftest import BASE, Page, controlled, read, shifted
 from tests.studies import (
@@ -96,22 +95,22 @@ INDUCTION = {'val_induction_gain': 1.0, 'val_induction_accuracy': 0.5}
 
 
 @pytest.mark.parametrize(
-    ('record', 'split', 'scored', 'probed'),
+    ('record', 'fields'),
     [
         # A language model has an accuracy too; its loss says more.
-        (trial_record('qk/vo', val_accuracy=0.5, val_solved=0.0), 'test', '', []),
-        (trial_record('qk/vo', **NO_TEST, **INDUCTION), 'val', '', list(INDUCTION)),
-        (probe_record('qk/vo'), 'test', 'accuracy solved', []),
-        (translation_record('qk/vo') | NO_TEST, 'val', 'bleu chrf exact_match', []),
-        (translation_record('qk/vo', bleu=None), 'val', '', []),
+        (trial_record('qk/vo', val_accuracy=0.5, val_solved=0.0), 'test_loss val_loss'),
+        (
+            trial_record('qk/vo', **NO_TEST, **INDUCTION),
+            'val_loss val_induction_gain val_induction_accuracy',
+        ),
+        (probe_record('qk/vo'), 'test_loss test_accuracy test_solved val_loss'),
+        (translation_record('qk/vo') | NO_TEST, 'val_loss val_bleu val_chrf val_exact_match'),
+        (translation_record('qk/vo', bleu=None), 'val_loss'),
     ],
 )
-def test_metrics_are_shown_that_trials_have(study_dir, record, split, scored, probed):
-    arms = arms_of(load_study(write_study(study_dir, [record])))
-    shown = ['val_loss', 'test_loss'][: 1 if split == 'val' else 2]
-    scored = [f'{split}_{name}' for name in scored.split()]
-    for chosen, fields in ((losses, shown), (scores, scored), (probes, probed)):
-        assert [measure.field for measure in chosen(arms)] == fields
+def test_metrics_are_shown_that_trials_have(study_dir, record, fields):
+    findings = find(load_study(write_study(study_dir, [record])))
+    assert [measure.field for measure in measured(findings)] == fields.split()
 
 
 def test_a_metric_from_outside_is_a_column_without_its_module(study_dir, tmp_path, monkeypatch):
