@@ -185,11 +185,8 @@ def _cell(row: Row | None) -> str:
 
 def _block(made: Any, file: str, **arguments: str) -> Block:
     """A block of results, which is empty where the directory lacks the file."""
-    return Block(
-        lambda directory, base: (
-            made(directory, base, **arguments) if (directory / file).is_file() else ''
-        ),
-        export.SCALING,
+    return lambda directory, base: (
+        made(directory, base, **arguments) if (directory / file).is_file() else ''
     )
 
 
