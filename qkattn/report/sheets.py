@@ -1,4 +1,4 @@
-"""Further tables: parts, corpora, controls, yardsticks, scaling laws, forms, the ledger.
+"""Further tables: parts, controls, yardsticks, scaling laws, forms, the ledger.
 
 Each is declared once, as rows of text, and printed in every format.
 """
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from qkattn.report import prose
 from qkattn.report.columns import CONTROL, PARTS, Heading, Table, parts_of, printed
-from qkattn.report.prose import NONE, NOT_RECORDED, clause, interval, p_value, si, words
+from qkattn.report.prose import NONE, NOT_RECORDED, clause, interval, si, words
 from qkattn.stats.scaling import Interval
 from qkattn.storage import ledger
 from qkattn.study.arm_key import ArmKey
@@ -34,7 +34,6 @@ def sheets(study: Study, findings: Findings) -> list[Sheet]:
     """The tables of a study, in the order in which they are printed."""
     made = {
         'parts': _table(_parts(study, findings)),
-        'overall': _table(_overall(study, findings), study.corpora),
         'controls': printed(CONTROL, study, findings, findings.controls),
         'yardsticks': yardsticks(study, findings),
         'laws': _table(_laws(study, findings), ['no number, because']),
@@ -81,20 +80,6 @@ def _parts(study: Study, findings: Findings) -> Iterator[Row]:
                 heading = f'at {times} x the steps|matched - baseline'
                 differences[heading] = longer.get(arm.key)
             yield _place(study, arm) | {name: interval(d) for name, d in differences.items()}
-
-
-def _overall(study: Study, findings: Findings) -> Iterator[Row]:
-    """The verdict on each variant over all corpora, beside that on each corpus."""
-    for overall in findings.overall:
-        verdict, comparison = overall.verdict, overall.comparison
-        heading = f'difference in {findings.split} loss,|nats/token [95 % interval]'
-        yield _place(study, overall) | {
-            heading: interval(comparison.difference if comparison else None),
-            'verdict': verdict.decision.value,
-            'p,|corrected': p_value(verdict.p_holm),
-            f'p of more than {study.margin:g},|corrected': p_value(verdict.p_margin_holm),
-            **{arm.corpus: arm.verdict.decision.value for arm in overall.arms},
-        }
 
 
 def yardsticks(study: Study, findings: Findings) -> Table:

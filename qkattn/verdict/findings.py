@@ -15,7 +15,7 @@ from qkattn.study.arm_key import EQUAL_SHAPE, LONGER, ArmKey
 from qkattn.verdict import judging, rules
 from qkattn.verdict.arms import Arm, arms_of, compare, with_baselines
 from qkattn.verdict.codes import TEST, VALIDATION, Comparison, Remark, RemarkCode
-from qkattn.verdict.judging import Overall, PositiveControl
+from qkattn.verdict.judging import PositiveControl
 from qkattn.verdict.load import Study, load_study
 
 # Remarks that withhold a verdict and leave an estimate.
@@ -81,8 +81,6 @@ class Findings:
     scaling: tuple[Scaling, ...] = ()
     num_comparisons: int = 0  # the family of Holm's correction; 0 in a study without tuning
     decomposition: tuple[Decomposition, ...] = ()  # of the arms that have a control with results
-    # One for each variant but the baseline and size, if there are several corpora.
-    overall: tuple[Overall, ...] = ()
     positive: tuple[PositiveControl, ...] = ()  # decided as a family of their own
 
     @property
@@ -125,7 +123,7 @@ def find(study: Study) -> Findings:
             arm,
             comparison=None
             if arm.is_baseline or baseline is None
-            else compare([(arm, baseline)], study),
+            else compare(arm, baseline, study),
             remarks=tuple(remark for remark in remarks if remark.arm == arm.key),
         )
         for arm, baseline in with_baselines(arms)
@@ -140,7 +138,6 @@ def find(study: Study) -> Findings:
         scaling=() if blocks else _scaling(study, arms),
         num_comparisons=judging.family_size(study) if study.tuning else 0,
         decomposition=_decomposed(study, arms, blocks),
-        overall=judging.overall(study, arms, blocks) if study.tuning else (),
         positive=judging.positive(study, arms, blocks) if study.tuning else (),
     )
 
@@ -157,7 +154,7 @@ def _decomposed(
             return None
         if any(remark.code not in UNSURE for remark in (*shared, *one.blocks, *other.blocks)):
             return None
-        return compare([(one, other)], study)
+        return compare(one, other, study)
 
     parts = []
     for arm in (arm for arm in arms if not arm.control and not arm.is_baseline):
