@@ -91,8 +91,7 @@ def test_sweeps_show_screening_losses_fit_and_choice(drawn):
     at = np.interp(np.log(RATES[1]), np.log(curve.get_xdata()), curve.get_ydata())
     assert at == pytest.approx(sweep.means[1], abs=1e-4)
     far = axes[[arm.variant for arm in swept].index('far/vo')]
-    assert RATES[-1] in line(far, 'higher, or a seed diverged').get_xdata()
-    assert far.get_ylim()[0] > ax.get_ylim()[1]
+    assert far.get_ylim()[0] > ax.get_ylim()[1] > max(map(max, sweep.losses))
 
 
 def test_learning_curves_stand_beside_the_baseline(drawn):
