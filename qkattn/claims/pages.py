@@ -17,8 +17,7 @@ from qkattn.report.figures.forest import Line, Panel, forest, limits_of
 from qkattn.report.figures.style import Drawing, short, style_sheet, styles, write_plots
 from qkattn.report.page import described
 from qkattn.report.prose import NONE, environment, words
-from qkattn.report.sheets import Heading, sheets
-from qkattn.report.tables import markdown_table
+from qkattn.report.tables import Heading, markdown_table, sheets
 from qkattn.report.verify import Block
 from qkattn.stats.decision import Decision
 from qkattn.storage.files import write_atomic

@@ -8,8 +8,7 @@ from typing import Any
 from qkattn.report.columns import PAGE, printed
 from qkattn.report.figures.style import DARK, LIGHT, Drawing
 from qkattn.report.prose import counted, environment, macro, plain, sentences
-from qkattn.report.sheets import sheets
-from qkattn.report.tables import notes, settings, summary
+from qkattn.report.tables import notes, settings, sheets, summary
 from qkattn.storage.records import flat
 from qkattn.verdict.findings import Findings
 from qkattn.verdict.load import Study

@@ -12,7 +12,6 @@ from qkattn.config import Config, TrialsConfig, fingerprint, to_json
 from qkattn.errors import ReportError
 from qkattn.report import documents, headline, show_report, show_run_report, tables
 from qkattn.report.columns import PAGE, measured, printed
-from qkattn.report.sheets import sheets
 from qkattn.storage import ledger
 from qkattn.storage.records import write_json
 from qkattn.verdict import find, load_study
@@ -42,7 +41,7 @@ def row(study, findings, number):
 
 def sheet(study, findings, name):
     """The rows of a sheet by their first cell, each by its headings."""
-    (match,) = [sheet for sheet in sheets(study, findings) if sheet.name == name]
+    (match,) = [sheet for sheet in tables.sheets(study, findings) if sheet.name == name]
     titles = [heading for heading, _ in match.headings]
     return {cells[0]: dict(zip(titles, cells, strict=True)) for cells in match.rows}
 
