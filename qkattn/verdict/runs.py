@@ -168,10 +168,6 @@ def parse_run(record: Any) -> Run:
 def parse_trial(record: Any, run: Run) -> Trial:
     """Reads the result of a trial of `run`; ValueError names the bad field."""
     check_result(record)
-    if 'source' in record['data'] or 'target' in record['data']:
-        check(record['data'], {'source': dict, 'target': dict})
-    for data in corpora(record['data']):
-        check(data, {'name': str, 'version': str | int})
     seed = record['trial']['seed']
     if seed not in run.seeds:
         raise ValueError(f'seed {seed} is not one of run {run.name!r}, which has {run.seeds}')
@@ -192,11 +188,6 @@ def parse_trial(record: Any, run: Run) -> Trial:
         metrics={name: record.get(name) for name in result_fields(declared)},
         documents={},
     )
-
-
-def corpora(data: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    """The data sets of a trial: source and target of parallel text, otherwise one."""
-    return (data['source'], data['target']) if 'source' in data else (data,)
 
 
 def with_files(run: Run, study: Path, problems: list[str]) -> Run:

@@ -174,15 +174,11 @@ def test_what_stands_first_or_last(study_dir):
     assert first == 'No verdict: the study has no baseline to compare with.'
 
 
-def test_numbers_and_data_as_they_are_printed():
+def test_numbers_as_they_are_printed():
     values = (None, 0, 12.5, 999.6, 4921812, 123456, 0.25, 2.5e15)
     assert [*map(prose.si, values)] == ['-', '0', '12.5', '1.00k', '4.92M', '123k', '0.25', '2.50P']
     assert [*map(prose.p_value, (None, 9e-4, 1e-3))] == ['-', '< 0.001', '0.001']
     assert prose.rounded([1234567.89, 1 / 3, 2.0, 'a']) == [1234567.9, 0.333333, 2.0, 'a']
-    sides = {'source': {'name': 'a', 'version': '1'}, 'target': {'name': 'b', 'version': '2'}}
-    assert prose.data_name(sides) == 'a → b 1 → 2'
-    carved = {'name': 'own', 'version': 1, 'carved': {'test': 0.1}}
-    assert prose.data_name(carved) == 'own 1 (10 % of train carved as test split)'
 
 
 def test_a_form_has_all_options_and_equations():

@@ -85,7 +85,6 @@ def result(variant='qk/vo', seed=0, **changes):
         ('results.jsonl', result(seed=2), f'seed 2 is not one of run {RUN!r}, which has [0, 1]'),
         ('results.jsonl', result(val_loss=1.5), 'seed 0 has two results, which differ'),
         ('results.jsonl', result(status='lost'), "field 'status' is 'lost', expected Literal"),
-        ('results.jsonl', result(data={'source': {'name': 'x'}}), "field 'target' is missing"),
         ('plan.jsonl', plan_line('b/vo', SIZE, control='x'), 'is no arm that study.json declares'),
         ('plan.jsonl', plan_line('b/vo', SIZE, name=RUN), 'is planned twice, differently'),
         ('orphans.jsonl', {'run': 'b'}, "field 'directory' is missing"),
