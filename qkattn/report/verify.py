@@ -4,7 +4,6 @@ The chain from a log to a printed number:
 
     ledger.jsonl -> study.json, plan.jsonl, results.jsonl, documents.json    by their hashes
     plan.jsonl     a run's name is the hash of its config, its trials are the config's, in order
-    metrics.jsonl  the last evaluation and the final record hold what results.jsonl does
     results.jsonl  tokens and residual follow from the other fields, parameter counts, FLOPs and
                    the cache from the config (which `experiments.verify` counts again)
     results.jsonl -> table.md, table.csv, a page's headline                  made again
@@ -12,8 +11,9 @@ The chain from a log to a printed number:
     claims.json -> the blocks of pages                                       made again
     logs -> sentences of pages, by docs/numbers.toml, see `check_numbers`    made again
 
-`load_study` compares the sums of documents.json with the losses. A stored study has the files of
-the first lines in another form (`qkattn.study.stored`).
+`load_study` compares results with the last evaluation and the final record of metrics.jsonl, and
+losses with the sums of documents.json. A stored study has the files of the first lines in another
+form (`qkattn.study.stored`).
 
 What a run logged, and what only copies or counts it, is compared exactly: hashes, results, counts,
 texts and verdicts. Derived numbers are not the same everywhere: processors and versions of numpy
@@ -38,7 +38,6 @@ import pandas as pd
 
 from qkattn.config import TrialsConfig, fingerprint_of, from_json
 from qkattn.errors import ReportError
-from qkattn.metrics import result_fields
 from qkattn.report import tables
 from qkattn.report.prose import one_line, rounded
 from qkattn.storage import ledger
@@ -46,10 +45,9 @@ from qkattn.storage.files import write_atomic
 from qkattn.storage.records import parse_json
 from qkattn.study.tuning import SCREENING
 from qkattn.verdict import Study, load_findings
-from qkattn.verdict.runs import Curve, Run, Trial
+from qkattn.verdict.runs import Run, Trial
 
 TOLERANCE = 1e-6  # relative, of derived numbers
-COUNTS = ('eval_tokens', 'test_tokens')  # of targets, in results and final records
 
 # What a change by hand may touch without being found.
 NOT_COVERED = (
@@ -150,7 +148,7 @@ def _changed_files(study: Study) -> list[str]:
 
 
 def _run_problems(study: Study) -> Iterator[str]:
-    """Runs whose results are not those of their plan, their log, or each other."""
+    """Runs whose results are not those of their plan or of each other."""
     for run in study.runs:
         if fingerprint_of(run.config) != run.name:
             yield f'run {run.name} of plan.jsonl is not the hash of its config'
@@ -165,8 +163,6 @@ def _run_problems(study: Study) -> Iterator[str]:
                 if not math.isclose(getattr(trial, name), expected, rel_tol=1e-9, abs_tol=1e-12):
                     about = f'seed {trial.seed} of run {run.name} has {name} {getattr(trial, name)}'
                     yield f'{about}, which is {expected} by its other fields'
-        if run.final is not None and run.curve is not None:  # `load_study` names a log without
-            yield from _unlike_log(run, run.final, run.curve)
 
 
 def _derived(study: Study, run: Run, trial: Trial) -> dict[str, float]:
@@ -183,28 +179,6 @@ def _derived(study: Study, run: Run, trial: Trial) -> dict[str, float]:
         }[study.matched]
         derived['residual'] = measured / trial.target_parameters - 1
     return derived
-
-
-def _unlike_log(run: Run, final: Mapping[str, Any], curve: Curve) -> Iterator[str]:
-    """Results that are not those of the last evaluation and of the final record."""
-    if final['step'] != run.trials[0].num_steps:
-        yield f'run {run.name} has a final record of step {final["step"]}'
-    if final['trials'] != [trial.trial for trial in run.trials]:
-        yield f'run {run.name} has other trials in the final record of its log'
-    metrics, absent = run.trials[0].declared_metrics, [None] * run.num_trials
-    logged = [(name, [final.get(name)] * run.num_trials) for name in COUNTS]
-    evaluated = {name: values_EX[-1].tolist() for name, values_EX in curve.values_EX.items()}
-    logged += [(name, [v if v == v else None for v in row]) for name, row in evaluated.items()]
-    logged += [(name, final.get(name) or absent) for name in result_fields(metrics)]
-    for name, values in logged:
-        if len(values) != run.num_trials:
-            yield f'run {run.name} has {run.num_trials} trials, but {len(values)} logged'
-            return
-        for trial, value in zip(run.trials, values, strict=True):
-            result = getattr(trial, name) if name in COUNTS else trial.metrics[name]
-            if result != value:
-                about = f'seed {trial.seed} of run {run.name}'
-                yield f'{about} has {name} {result}, but {value} in its log'
 
 
 # What numbers.toml says of a sentence: the page and the text, and where the text is from.

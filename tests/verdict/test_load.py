@@ -43,7 +43,7 @@ def test_reads_declaration_plan_and_trials(study_dir):
     screening, verdict = study.runs
     stages = [(run.stage, run.knob, run.num_trials) for run in study.runs]
     assert stages == [('screening', 'learning_rate', 10), ('verdict', None, 8)]
-    assert verdict.config['train']['num_steps'] == 400 == verdict.final['step']
+    assert verdict.config['train']['num_steps'] == 400 == verdict.curve.steps_E[-1]
     assert [trial.seed for trial in verdict.trials] == list(range(8))
     trial = screening.trials[0]
     assert trial.at == (1e-3, 0.1, *[1.0] * 5) and trial.metrics['val_loss_se'] == 0.0125
@@ -110,7 +110,7 @@ def test_a_bad_line_of_a_study_is_refused_and_a_bad_log_left_out(study_dir, file
     study = load_study(study_dir)
     (problem,), (run,) = study.problems, study.runs
     assert message in problem and file in problem
-    assert len(run.trials) == 2 and run.curve is run.final is None
+    assert len(run.trials) == 2 and run.curve is None
 
 
 def test_curves_need_every_result_and_no_bytes(study_dir):
@@ -125,7 +125,7 @@ def test_curves_need_every_result_and_no_bytes(study_dir):
     write_lines(study_dir / 'results.jsonl', records[1:])
     study = load_study(study_dir)
     assert [trial.seed for trial in study.trials] == [1] and study.problems == ()
-    assert study.runs[0].curve is study.runs[0].final is None
+    assert study.runs[0].curve is None
 
 
 @pytest.mark.parametrize(
