@@ -1,4 +1,4 @@
-"""A report as text: table.md, .csv and .tex, trials.csv, and what a terminal shows.
+"""A report as text: table.md, .csv and .tex, and what a terminal shows.
 
 Beside the main table are sheets: parts of differences, controls, yardsticks, scaling laws, variants
 and the ledger. Each is declared once, as rows of text, and printed in every format.
@@ -29,7 +29,6 @@ from qkattn.storage import ledger
 from qkattn.storage.files import as_path
 from qkattn.storage.records import CONFIG, metrics_of, read_json, read_results
 from qkattn.study.arm_key import ArmKey
-from qkattn.study.tuning import KNOBS
 from qkattn.verdict import rules
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings
@@ -349,35 +348,3 @@ def show_run_report(run_dir: str | Path) -> str:
                 ]
     titles = [(name, name in ('trial', 'end')) for name in table]
     return text_table(titles, list(zip(*table.values(), strict=True)))
-
-
-def trials_csv(study: Study, findings: Findings) -> str:
-    """CSV with one row per trial, in the order of the plan: arm, settings, end, metrics, run.
-
-    Numbers are unrounded, in the unit of the result files, empty where there is none; columns
-    without any value are left out. `chosen` is 1 for the trials whose mean is the result of an arm.
-    """
-    chosen = {id(trial) for arm in (*findings.arms, *findings.controls) for trial in arm.chosen}
-    directories = {run.name: run.directory for run in study.runs}
-    fields: tuple[str, ...] = (
-        'stage',
-        'knob',
-        'seed',
-        *KNOBS,
-        'status',
-        'diverged_at',
-        'num_steps',
-        'num_tokens',
-    )
-    fields += ('parameters', 'target_parameters', 'residual')
-    rows = []
-    for trial in study.trials:
-        values = vars(trial) | dict(trial.trial) | dict(zip(KNOBS, trial.at, strict=True))
-        values['parameters'] = trial.parameters['total']
-        row = trial.key._asdict() | {name: values[name] for name in fields} | dict(trial.metrics)
-        row |= {'run': trial.run, 'chosen': int(id(trial) in chosen)}
-        rows.append(row | {'directory': directories[trial.run]})
-    table = pd.DataFrame(rows, dtype=object)
-    optional = {'diverged_at', *(name for trial in study.trials for name in trial.metrics)}
-    unmeasured = [name for name in optional if table[name].isna().all()]
-    return table.drop(columns=unmeasured).to_csv(index=False, lineterminator='\n')

@@ -16,7 +16,7 @@ from qkattn.storage import ledger
 from qkattn.storage.records import write_json
 from qkattn.verdict import find, load_study
 from tests import studies
-from tests.report.conftest import BASE, Page, controlled, read, shifted
+from tests.report.conftest import BASE, Page, read, shifted
 from tests.studies import (
     edit_plan,
     outside_record,
@@ -125,8 +125,6 @@ def test_a_metric_from_outside_is_a_column_without_its_module(study_dir, tmp_pat
     assert [row(*pair, number)[title] for number in (0, 1)] == ['62.5000 ± 17.6777', '-']
     assert 'Test top 3: Share of the first three.' in tables.notes(*pair)
     assert records_of(tables.csv_table(*pair))[0]['test_top_3_mean'] == '0.625'
-    trials = [trial['val_top_3'] for trial in records_of(tables.trials_csv(*pair))]
-    assert trials == ['0.5', '0.75', '0.25', '']
     # Results that lack the metric have no number.
     pair = read(write_study(study_dir, [*records, trial_record('c/vo')]))
     assert row(*pair, 2)[title] == '-'
@@ -196,23 +194,6 @@ def test_text_tables_are_aligned():
     assert text.splitlines() == rows
 
 
-def test_a_row_for_every_trial_with_the_numbers_of_its_result(study_dir):
-    study, findings = read(controlled(study_dir))
-    results = (study.directory / 'results.jsonl').read_text().splitlines()
-    table = records_of(tables.trials_csv(study, findings))
-    for row, result in zip(table, map(json.loads, results), strict=True):
-        for name in ('variant', 'size', 'corpus', 'stage', 'status', 'run'):
-            assert row[name] == result[name]
-        assert (row['control'], row['knob']) == (result['control'] or '', result['knob'] or '')
-        for name in ('seed', 'learning_rate', 'weight_decay'):
-            assert float(row[name]) == result['trial'][name]
-        for name in ('num_steps', 'val_loss', 'test_loss', 'test_bits_per_byte', 'residual'):
-            assert float(row[name]) == result[name]
-        assert row['chosen'] == str(int(row['stage'] == 'verdict'))
-        assert (study.directory / row['directory']).is_dir()
-    assert not [name for name in table[0] if 'bleu' in name]  # nothing has translated here
-
-
 def test_a_report_is_complete_well_formed_and_self_contained(study_dir):
     records = [trial_record(variant, seed=s) for variant in ('qk/vo', 'b/vo') for s in (0, 1)]
     write_study(study_dir, records)
@@ -221,7 +202,7 @@ def test_a_report_is_complete_well_formed_and_self_contained(study_dir):
     assert 'difference in test loss' in titles and titles.count('variant') == 1
     assert text.splitlines()[-1] == f'report: {study_dir / "report.html"}'
     files = {path.name for path in study_dir.iterdir()}
-    assert files >= {'report.html', 'table.md', 'table.csv', 'table.tex', 'trials.csv', 'plots'}
+    assert files >= {'report.html', 'table.md', 'table.csv', 'table.tex', 'plots'}
     html = (study_dir / 'report.html').read_text()
     page = Page(html)
     assert not {tag for tag, _ in page.tags} & {'script', 'link', 'iframe', 'object'}

@@ -64,7 +64,6 @@ def made(study: Study, findings: Findings) -> dict[str, str]:
     """The tables, and the text of the page with the headings and captions of its figures."""
     drawn = figures(study, findings)
     files = documents(study, findings, drawn, {drawing.stem: b'' for drawing in drawn})
-    del files['trials.csv']  # a row for every trial, see test_documents.py
     document = files.pop('report.html')
     Page(document)
     text = re.sub(r'<style>.*?</style>|</?strong>', '', document, flags=re.DOTALL)

@@ -234,7 +234,7 @@ def test_an_export_has_a_few_files_of_which_the_report_is_made_again(written, tm
     }
     assert check_study(kept) == check_study(written)
     report.write_report(kept)
-    for name in ('report.html', 'trials.csv', 'ledger.jsonl'):
+    for name in ('report.html', 'ledger.jsonl'):
         assert (kept / name).read_text() == (written / name).read_text()
 
 
