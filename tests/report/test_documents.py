@@ -224,17 +224,6 @@ def test_what_a_page_says_where_results_are_missing(study_dir):
     assert 'No difference at d_model=128: the baseline absent/vo has no finished trial' in html
 
 
-def test_provenance_is_flat_and_short(study_dir):
-    devices = {'platform': 'gpu', 'kind': 'H200', 'count': 8}
-    records = [
-        translation_record(f'v{i}/vo', provenance={'started': f'12:0{i}', 'devices': devices})
-        for i in range(5)
-    ]
-    text = Page(page_of(write_study(study_dir, records))).text
-    assert 'devices: kind H200 devices: count 8' in text
-    assert '12:02 (1 run); and 2 more' in text and '12:03' not in text
-
-
 def test_the_trials_of_a_run(tmp_path):
     with pytest.raises(ReportError, match='not a run directory'):
         show_run_report(tmp_path)

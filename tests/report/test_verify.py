@@ -4,7 +4,6 @@ import functools
 import json
 import math
 import operator
-import re
 import shutil
 
 import pytest
@@ -185,17 +184,6 @@ def test_what_is_not_found_is_listed(study):
     assert check_study(study) > 50
     for start in ('pictures', 'times', 'a study whose results, logs, report and ledger are all'):
         assert any(sentence.startswith(start) for sentence in NOT_COVERED)
-
-
-def test_the_last_digit_printed_is_held(study):
-    """No number of this study lies at a boundary."""
-    for name in ('table.csv', 'table.md'):  # which is checked first
-        text = (study / name).read_text()
-        number = max(re.findall(r'\b0\.09\d+', text), key=len)
-        other = number[:-1] + str((int(number[-1]) + 2) % 10)
-        (study / name).write_text(text.replace(number, other))
-        with pytest.raises(ReportError, match=f'{name} is not what its logs give'):
-            check_study(study)
 
 
 def test_numbers_may_differ_by_rounding_but_text_may_not():

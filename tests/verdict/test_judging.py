@@ -204,18 +204,6 @@ def test_the_family_is_the_widest_that_was_declared(study_dir):
     assert b.verdict.p_holm == pytest.approx(2 * b.difference.p)
 
 
-def test_several_corpora_give_a_verdict_each(study_dir):
-    of_corpus = {'stdlib': (-0.03, NOISE), 'packages': (0.012, -NOISE / 2)}
-    records = []
-    for corpus, (delta, noise) in of_corpus.items():
-        data = {'corpus': corpus, 'data': {'name': corpus, 'version': '1'}}
-        records += [arm('qk/vo', 0, **data), arm('b/vo', delta, noise=noise, **data)]
-    findings = findings_of(study_dir, *records)
-    assert [a.verdict.decision for a in findings.arms if a.verdict] == [BETTER, WORSE]
-    assert [a.corpus for a in findings.arms if a.verdict] == list(of_corpus)
-    assert findings.num_comparisons == 2
-
-
 LOWER = BASE - 0.03 + NOISE
 FAR, CLOSE = LOWER + np.array([0] * 7 + [0.5]), BASE + 0.002 + NOISE / 10
 FEW, LOST = [2.0, 2.1, *[None] * 6], [None, *LOWER[1:]]
