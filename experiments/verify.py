@@ -40,7 +40,7 @@ NUMBERS = flags.DEFINE_string(
     'Sources of the numbers of pages and config headers.',
 )
 WRITE = flags.DEFINE_bool('write', False, 'Write the blocks of results before checking them.')
-OF_PAGES = {**BLOCKS, 'benchmark': verify.Block(record.block)}
+OF_PAGES = {**BLOCKS, 'benchmark': record.block}
 
 
 @functools.cache

@@ -123,7 +123,7 @@ def cases(expected: Expectation, loaded: Loaded | None) -> list[Case]:
     for key in keys:
         arm = arms.get(key)
         other = arm and _reference(arm, expected.versus, loaded)
-        comparison = compare([(arm, other)], study) if arm and other else None
+        comparison = compare(arm, other, study) if arm and other else None
         made.append(Case(expected, loaded, key, arm, other, comparison))
     return made
 

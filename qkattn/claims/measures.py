@@ -109,7 +109,7 @@ def at_one_rate(directory: Path, variant: str) -> list[Row]:
             continue
         speaks = None
         for rate in arm.learning_rates:
-            if comparison := compare([(_at(rate, arm), _at(rate, baseline))], loaded.study):
+            if comparison := compare(_at(rate, arm), _at(rate, baseline), loaded.study):
                 difference = comparison.difference
                 speaks = Speaks.BESIDE if speaks else _speaks(difference, 0.0)
                 context = loaded.context(arm)

@@ -18,8 +18,7 @@ from qkattn.report.figures.forest import Line, Panel, forest, limits_of
 from qkattn.report.figures.style import Drawing, short, style_sheet, styles, write_plots
 from qkattn.report.page import described
 from qkattn.report.prose import NONE, environment, words
-from qkattn.report.sheets import Heading, sheets
-from qkattn.report.tables import markdown_table
+from qkattn.report.tables import Heading, markdown_table, sheets
 from qkattn.report.verify import Block
 from qkattn.stats.decision import Decision
 from qkattn.storage.files import write_atomic
@@ -184,11 +183,8 @@ def _cell(row: Row | None) -> str:
 
 
 BLOCKS: Mapping[str, Block] = {  # blocks of `report.verify.check_page`
-    'answers': Block(answers_markdown, export.SCALING),
-    **{
-        f'claims_{part}': Block(functools.partial(claims_markdown, part=part), export.SCALING)
-        for part in PARTS_OF_PAGE
-    },
+    'answers': answers_markdown,
+    **{f'claims_{part}': functools.partial(claims_markdown, part=part) for part in PARTS_OF_PAGE},
 }
 
 
@@ -351,7 +347,7 @@ def claim_figure(claim: ClaimResult) -> Drawing:
                 )
             )
         if drawn:
-            panels.append(Panel(drawn, f'difference ({UNIT})', SHAPES[kind][0], 0.0))
+            panels.append(Panel(drawn, f'difference ({UNIT})', SHAPES[kind][0]))
     return _drawing(f'{claim.name.lower()}_differences', panels)
 
 
@@ -368,7 +364,7 @@ def answers_figure(answers: Sequence[export.Answer]) -> Drawing | None:
         for answer in answers
         if (row := answer.row(*DECIDED_IN))
     ]
-    panel = Panel(lines, f'difference ({UNIT})', SHAPES[Kind.MATCHED][0], 0.0)
+    panel = Panel(lines, f'difference ({UNIT})', SHAPES[Kind.MATCHED][0])
     return _drawing('answers', [panel], Decision.NO_VERDICT.value, far=math.inf) if lines else None
 
 
@@ -378,5 +374,5 @@ def _drawing(stem: str, panels: Sequence[Panel], black: str = '', **limits: floa
     look = styles(list(dict.fromkeys(line.arm for line in lines)), black)
     reach = limits_of(lines, 0.0, **limits)
     with style_sheet():
-        figure = forest(panels, look, 'no difference', None, reach, longest=_LONGEST)
+        figure = forest(panels, look, None, reach, longest=_LONGEST)
     return Drawing(figure, stem)

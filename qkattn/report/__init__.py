@@ -14,7 +14,6 @@ from qkattn.report.tables import (
     report_markdown,
     show_run_report,
     terminal_text,
-    trials_csv,
 )
 from qkattn.storage import ledger
 from qkattn.storage.files import write_atomic
@@ -34,7 +33,6 @@ def documents(
         'table.md': report_markdown(study, findings),
         'table.csv': csv_table(study, findings),
         'table.tex': latex_table(study, findings),
-        'trials.csv': trials_csv(study, findings),
         'report.html': report_page(study, findings, drawn, svg),
     }
 
@@ -47,9 +45,9 @@ def show_report(study_dir: str | Path) -> str:
 def write_report(study_dir: str | Path) -> tuple[Study, Findings, Path]:
     """Writes the report of a study; returns it with the path of report.html, written last.
 
-    Writes report.html, table.md, .csv and .tex, trials.csv and plots/ into the directory. A report
-    on more than screening is a look, which the study's ledger keeps. ReportError if the directory
-    is not a study or holds no result, or if its ledger is damaged.
+    Writes report.html, table.md, .csv and .tex and plots/ into the directory. A report on more than
+    screening is a look, which the study's ledger keeps. ReportError if the directory is not a study
+    or holds no result, or if its ledger is damaged.
     """
     study = load_study(study_dir)
     judged = any(run.stage != SCREENING and run.trials for run in study.runs)

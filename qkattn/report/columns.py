@@ -74,41 +74,30 @@ class Measure:
     def printed(self, arm: Arm) -> str:
         return mean_sd(self.over_seeds(arm), self.metric.decimals)
 
-    def of_seeds(self, arm: Arm) -> list[float]:
-        """The values of all chosen trials that have it."""
-        values = [trial.metrics.get(self.field) for trial in arm.chosen]
-        return [self.metric.scale * value for value in values if value is not None]
-
 
 VAL_LOSS, TEST_LOSS = (Measure(METRICS['loss'], split) for split in ('val', 'test'))
-
-
-def losses(arms: Sequence[Arm]) -> tuple[Measure, ...]:
-    """Validation loss, and test loss if there is one, in nats/token."""
-    has_test = any(TEST_LOSS.of_seeds(arm) for arm in arms)
-    return (VAL_LOSS, TEST_LOSS) if has_test else (VAL_LOSS,)
-
-
-def _shown(arms: Sequence[Arm], role: str) -> tuple[Measure, ...]:
-    """The metrics of a role on the test split, or on validation without one; the main one first."""
-    trials = [trial for arm in arms for trial in arm.chosen]
-    declared = {name: m for trial in trials for name, m in trial.declared_metrics.items()}
-    measures: list[Measure] = []
-    for metric in shown(declared, [trial.metrics for trial in trials]):
-        if metric.role == role:
-            on_splits = [Measure(metric, split) for split in reversed(metric.prefixes)]
-            measures += [m for m in on_splits if any(m.of_seeds(arm) for arm in arms)][:1]
-    return tuple(measures)
-
-
-scores = functools.partial(_shown, role='score')
-probes = functools.partial(_shown, role='probe')
+ROLES = 'score', 'probe'  # of metrics beside the loss that have a column
 
 
 def measured(findings: Findings) -> tuple[Measure, ...]:
-    """The metrics that a report shows, in the order of their columns; losses are in nats/token."""
-    val, *test = losses(findings.arms)
-    return (*(test or [val]), *scores(findings.arms), *probes(findings.arms), *([val] * len(test)))
+    """The metrics that a report shows, in the order of their columns; losses are in nats/token.
+
+    The loss that decides, scores and probes on the test split, or on validation without one; last
+    the validation loss.
+    """
+    trials = [trial for arm in findings.arms for trial in arm.chosen]
+
+    def exists(measure: Measure) -> bool:
+        return any(trial.metrics.get(measure.field) is not None for trial in trials)
+
+    declared = {name: m for trial in trials for name, m in trial.declared_metrics.items()}
+    others = [m for m in shown(declared, [t.metrics for t in trials]) if m.role in ROLES]
+    measures = []
+    for metric in sorted(others, key=lambda metric: ROLES.index(metric.role)):
+        on_splits = [Measure(metric, split) for split in reversed(metric.prefixes)]
+        measures += list(filter(exists, on_splits))[:1]
+    first, *last = [TEST_LOSS, VAL_LOSS] if exists(TEST_LOSS) else [VAL_LOSS]
+    return (first, *measures, *last)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,9 +195,9 @@ def columns(study: Study, findings: Findings) -> Iterator[Column]:
     yield Column('correlation', 'comparison.correlation', correlation, '+.2f')
     yield from COSTS
     if findings.scaling:
-        laws = {(law.variant, law.corpus): law.multiplier for law in findings.scaling}
+        worth = {(s.variant, s.corpus): s.worth for s in findings.scaling if s.has_worth}
         parts = ('value', 'low', 'high')
-        yield Column('multiplier', lambda arm: laws.get((arm.variant, arm.corpus)), parts=parts)
+        yield Column('multiplier', lambda arm: worth.get((arm.variant, arm.corpus)), parts=parts)
 
 
 def parts_of(findings: Findings, name: str) -> dict[ArmKey, Difference]:

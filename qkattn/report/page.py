@@ -7,9 +7,8 @@ from typing import Any
 
 from qkattn.report.columns import PAGE, printed
 from qkattn.report.figures.style import DARK, LIGHT, Drawing
-from qkattn.report.prose import counted, environment, macro, plain, sentences
-from qkattn.report.sheets import sheets
-from qkattn.report.tables import notes, settings, summary
+from qkattn.report.prose import counted, environment, macro, plain
+from qkattn.report.tables import notes, settings, sheets, summary
 from qkattn.storage.records import flat
 from qkattn.verdict.findings import Findings
 from qkattn.verdict.load import Study
@@ -28,7 +27,6 @@ def report_page(
         if drawing.stem in svg
     ]
     titles, rows = printed(PAGE, study, findings, findings.arms)
-    facts = sentences('facts.j2', study=study, findings=findings)
     css = Path(__file__).with_name('templates').joinpath('style.css').read_text('utf-8')
     return (
         environment(html=True)
@@ -38,7 +36,6 @@ def report_page(
             findings=findings,
             figures=figures,
             summary=summary(study, findings, html=True),
-            facts=[fact.partition(': ')[::2] for fact in facts],
             headings=titles,
             rows=rows,
             notes=notes(study, findings),

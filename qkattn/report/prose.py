@@ -26,7 +26,6 @@ from qkattn.study.arm_key import ArmKey
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.codes import Reason, Remark, RemarkCode
 from qkattn.verdict.load import Study
-from qkattn.verdict.runs import corpora
 
 NONE = '-'
 DIGITS = 6  # significant ones, of a derived number that is stored
@@ -166,9 +165,9 @@ def remark(code: Remark, study: Study | None = None) -> str:
     return f'{subject or text[0].upper()}{text if subject else text[1:]}.'
 
 
-def reasons(judged: Any) -> str:
-    """Why an arm has its verdict, or a variant its one over all corpora."""
-    return '; '.join(clause(why, judged.verdict.num_comparisons) for why in judged.verdict.reasons)
+def reasons(arm: Arm) -> str:
+    """Why an arm has its verdict."""
+    return '; '.join(clause(why, arm.verdict.num_comparisons) for why in arm.verdict.reasons)
 
 
 def sentences(template: str, *, html: bool = False, **values: Any) -> list[str]:
@@ -187,19 +186,6 @@ def macro(template: str, name: str, about: Mapping[str, Any], /, **values: Any) 
 def tidy(text: str) -> str:
     """On one line, without spaces before commas and the like."""
     return re.sub(r' ([,;:.)])(?=[ ,;.)]|$)', r'\1', one_line(text))
-
-
-def data_name(data: Mapping[str, Any]) -> str:
-    """'stdlib 3.11', 'copy 1 (length=16)' or, for parallel text, 'a/de → a/en 1.0'."""
-    sides = corpora(data)
-    versions = dict.fromkeys(str(side['version']) for side in sides)
-    name = f'{" → ".join(side["name"] for side in sides)} {" → ".join(versions)}'
-    options = [f'{key}={plain(value)}' for key, value in data.get('options', {}).items()]
-    options += [
-        f'{100 * share:.0f} % of train carved as {split} split'
-        for split, share in sides[0].get('carved', {}).items()
-    ]
-    return f'{name} ({", ".join(options)})' if options else name
 
 
 def plain(value: object) -> str:
@@ -263,7 +249,7 @@ def environment(html: bool) -> jinja2.Environment:
         lstrip_blocks=True,
     )
     functions: list[Any] = [si, interval, p_value, listed, counted, span, words, clause, remark]
-    functions += [reasons, tidy, data_name, device, by_where, shown]
+    functions += [reasons, tidy, by_where, shown]
     made.filters |= {function.__name__: function for function in functions} | {
         'arm_title': _arm_title,
         'by_difference': functools.partial(

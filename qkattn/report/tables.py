@@ -1,12 +1,16 @@
-"""A report as text: table.md, .csv and .tex, trials.csv, and what a terminal shows."""
+"""A report as text: table.md, .csv and .tex, and what a terminal shows.
+
+Beside the main table are sheets: parts of differences, controls, yardsticks, scaling laws, variants
+and the ledger. Each is declared once, as rows of text, and printed in every format.
+"""
 
 import math
 import re
 import shutil
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 from markupsafe import Markup
@@ -15,15 +19,17 @@ from qkattn.config import Config, from_json
 from qkattn.errors import ReportError
 from qkattn.jobs.output import text_table, visible
 from qkattn.metrics import shown
-from qkattn.report import prose
-from qkattn.report.columns import HEADLINE, PAGE, Heading, Measure, frame, measured, printed
+from qkattn.report import columns, prose
+from qkattn.report.columns import Heading, Table
 from qkattn.report.figures.style import short
-from qkattn.report.prose import NONE, environment, one_line, rounded, sentences, words
-from qkattn.report.sheets import sheets, yardsticks
+from qkattn.report.prose import NONE, environment, interval, one_line, rounded, sentences, words
 from qkattn.stats.inference import LEVEL, POWER
+from qkattn.stats.scaling import Interval
+from qkattn.storage import ledger
 from qkattn.storage.files import as_path
 from qkattn.storage.records import CONFIG, metrics_of, read_json, read_results
-from qkattn.study.tuning import KNOBS
+from qkattn.study.arm_key import ArmKey
+from qkattn.verdict import rules
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings
 from qkattn.verdict.load import Study
@@ -33,7 +39,7 @@ WIDTH = 100  # columns that a report fits into, of a terminal or a log
 
 def csv_table(study: Study, findings: Findings) -> str:
     """The data frame as CSV, with the digits of `rounded`; an empty field where it has None."""
-    table = frame(study, findings)
+    table = columns.frame(study, findings)
     stored = pd.DataFrame({name: map(rounded, table[name]) for name in table}, dtype=object)
     return stored.to_csv(index=False, lineterminator='\n')
 
@@ -57,6 +63,135 @@ _MARKUP = re.compile(r'<(?=[A-Za-z/!?])|&(?=#?\w+;)|[\\`]|(?<=\])[(\[:]')
 _ESCAPES = {'<': '&lt;', '&': '&amp;'} | {char: f'\\{char}' for char in '\\`([:'}
 
 
+Row = dict[str, str]  # cells by heading
+
+
+class Sheet(NamedTuple):
+    """A table as text; its title and the note under it are `name`'s in templates/sheets.j2."""
+
+    name: str
+    headings: Sequence[Heading]
+    rows: Sequence[Sequence[str]]
+    title: str
+    note: str
+
+
+def sheets(study: Study, findings: Findings) -> list[Sheet]:
+    """The tables of a study, in the order in which they are printed."""
+    made = {
+        'parts': _table(_parts(study, findings)),
+        'controls': columns.printed(columns.CONTROL, study, findings, findings.controls),
+        'yardsticks': yardsticks(study, findings),
+        'laws': _table(_laws(study, findings), ['no number, because']),
+        'forms': _table(_forms(study, findings), ['form', 'A[n]', 'B[n]']),
+        'ledger': _table(_ledger(study), ['event', 'details']),
+    }
+    return [
+        Sheet(name, *table, *prose.macro('sheets.j2', name, {'study': study}, findings=findings))
+        for name, table in made.items()
+        if table[1]
+    ]
+
+
+_LEFT = {'variant', 'size', 'corpus', 'control', 'verdict', 'time, UTC'}
+
+
+def _table(rows: Iterator[Row], left: Collection[str] = ()) -> Table:
+    listed = list(rows)
+    names = list(listed[0]) if listed else []
+    headings = [(name, name in _LEFT or name in left) for name in names]
+    return headings, [list(row.values()) for row in listed]
+
+
+def _place(study: Study, row: Any) -> Row:
+    """The cells that identify an arm, or a variant over sizes or corpora, in this study."""
+    place = {'variant': prose.shown(row.key, study) if isinstance(row, Arm) else row.variant}
+    for name, among in (('size', study.sizes), ('corpus', study.corpora)):
+        if len(among) > 1 and hasattr(row, name):
+            place[name] = getattr(row, name)
+    return place
+
+
+def _parts(study: Study, findings: Findings) -> Iterator[Row]:
+    """Removing and reinvesting, which add up to the difference, and the longer budget."""
+    removing, reinvesting, longer = (columns.parts_of(findings, name) for name in columns.PARTS)
+    for arm in findings.arms:
+        if findings.decomposition and not arm.is_baseline:
+            differences = {
+                'removing|equal shape - baseline': removing.get(arm.key),
+                'reinvesting|matched - equal shape': reinvesting.get(arm.key),
+                'both|matched - baseline': arm.difference,
+            }
+            if times := study.controls['longer']:
+                heading = f'at {times} x the steps|matched - baseline'
+                differences[heading] = longer.get(arm.key)
+            yield _place(study, arm) | {name: interval(d) for name, d in differences.items()}
+
+
+def yardsticks(study: Study, findings: Findings) -> Table:
+    """Each baseline with the yardsticks that it has to beat."""
+    rows = []
+    for standing in rules.standings(study, (*findings.arms, *findings.controls)):
+        arm, yardstick, best = standing.arm, standing.yardstick, standing.best
+        row = {
+            'size': arm.size,
+            'corpus': arm.corpus,
+            'trained|enough': 'no' if standing.remarks else 'yes',
+            'tokens|seen': prose.si(yardstick.seen) if yardstick else prose.NOT_RECORDED,
+            f'{prose.SPLITS[findings.split]}|loss': f'{arm.loss.mean:.3f}' if arm.loss else NONE,
+            'best counts|of these': best[0] if best else NONE,
+            'their|loss': f'{best[1]:.3f}' if best else NONE,
+        }
+        for name, value, spec, task in (
+            ('gain by|position', standing.gain, '.3f', 'language'),
+            ('BLEU', standing.bleu, '.1f', 'translation'),
+            ('worth of|sources', standing.sources, '.3f', 'translation'),
+        ):
+            measured = prose.NOT_RECORDED if value is None else f'{value:{spec}}'
+            row[name] = measured if yardstick and yardstick.task == task else NONE
+        rows.append(row)
+    return _table(iter(rows))
+
+
+def _laws(study: Study, findings: Findings) -> Iterator[Row]:
+    """The law of each variant and the worth of its parameters, or why there is none."""
+    for scaling in findings.scaling:
+        law, worth = scaling.law, scaling.worth
+        yield _place(study, scaling) | {
+            'E,|nats/token': _bounded(law.E) if scaling.has_law else NONE,
+            'A': f'{law.A:.3g}' if scaling.has_law else NONE,
+            'a': _bounded(law.a) if scaling.has_law else NONE,
+            'R²': f'{law.r_squared:.3f}' if scaling.has_law else NONE,
+            'baseline parameters|per parameter': _bounded(worth) if scaling.has_worth else NONE,
+            'no number, because': '; '.join(map(prose.clause, scaling.problems)) or NONE,
+        }
+
+
+def _bounded(number: Interval) -> str:
+    """'0.300 [0.281, 0.319]'."""
+    return f'{number.value:.3f} [{number.low:.3f}, {number.high:.3f}]'
+
+
+def _forms(study: Study, findings: Findings) -> Iterator[Row]:
+    """The equations of each variant, with all options."""
+    for name, arm in {prose.shown(arm.key, study): arm for arm in findings.arms}.items():
+        form, score, value = prose.form(study.by_name[arm.example.run].config)
+        yield {'variant': name, 'form': form, 'A[n]': score, 'B[n]': value}
+
+
+def _ledger(study: Study) -> Iterator[Row]:
+    for entry in study.ledger.entries if study.ledger else ():
+        arms = [ArmKey(*ledger.arm_key(arm)) for arm in entry.get('arms', ())]
+        (details,) = prose.macro('sheets.j2', 'entered', {'study': study}, entry=entry, arms=arms)
+        yield {
+            'time, UTC': str(entry['time']).removesuffix('+00:00').replace('T', ' '),
+            'event': words(entry['event']),
+            'look': str(entry.get('look', NONE)),
+            'family': str(entry.get('family', NONE)),
+            'details': details,
+        }
+
+
 def headline(study: Study, findings: Findings) -> str:
     """The result for a README: a narrow Markdown table and what was held equal.
 
@@ -70,7 +205,9 @@ def headline(study: Study, findings: Findings) -> str:
     arms = [arm for group in groups for arm in sorted(group, key=rank)]
     lines = sentences('headline.j2', study=study, findings=findings)
     text = markdown(' '.join([*lines, summary(study, findings)[-1]]))
-    return f'{markdown_table(*printed(HEADLINE, study, findings, arms))}\n\n{text}\n'
+    return (
+        f'{markdown_table(*columns.printed(columns.HEADLINE, study, findings, arms))}\n\n{text}\n'
+    )
 
 
 def settings(study: Study, findings: Findings) -> list[tuple[str, str]]:
@@ -92,14 +229,14 @@ def notes(study: Study, findings: Findings) -> list[str]:
     """Notes under the table: the meaning of the numbers and their limits."""
     numbers = {'level': LEVEL, 'power': POWER}
     about: dict[str, Any] = {'study': study, 'findings': findings, 'numbers': numbers}
-    return sentences('notes.j2', **about, measures=measured(findings))
+    return sentences('notes.j2', **about, measures=columns.measured(findings))
 
 
 def report_markdown(study: Study, findings: Findings) -> str:
     """The result, the tables and their notes as a Markdown document."""
     question = [study.question] if study.question else []
     parts = [f'# {markdown(study.name)}', *map(markdown, [*question, *summary(study, findings)])]
-    parts.append(markdown_table(*printed(PAGE, study, findings, findings.arms)))
+    parts.append(markdown_table(*columns.printed(columns.PAGE, study, findings, findings.arms)))
     parts.append(_bullets([*notes(study, findings), *study.problems]))
     for sheet in sheets(study, findings):
         table = markdown_table(sheet.headings, sheet.rows)
@@ -125,7 +262,7 @@ _LATEX = {character: f'\\{character}' for character in '{}$&#%_'} | {
 
 def latex_table(study: Study, findings: Findings) -> str:
     """A table environment with a row per arm; what all arms have in common is in its caption."""
-    titles, rows = printed(HEADLINE, study, findings, findings.arms)
+    titles, rows = columns.printed(columns.HEADLINE, study, findings, findings.arms)
     names = [latex(title.replace('|', ' ')) for title, _ in titles]
     table = pd.DataFrame([list(map(latex, row)) for row in rows], columns=names)
     template = environment(html=False).get_template('table.tex.j2')
@@ -149,7 +286,10 @@ def terminal_text(study: Study, findings: Findings, page: Path) -> str:
     """The result, the columns of the headline that fit, the yardsticks, and where the rest is."""
     lines = [f'study {study.name}', *([study.question] if study.question else []), '']
     lines += [*summary(study, findings), *(f'! {problem}' for problem in study.problems)]
-    made = [printed(HEADLINE, study, findings, findings.arms), yardsticks(study, findings)]
+    made = [
+        columns.printed(columns.HEADLINE, study, findings, findings.arms),
+        yardsticks(study, findings),
+    ]
     width = min(WIDTH, shutil.get_terminal_size((WIDTH, 0)).columns)
     wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
     parts = ['\n'.join(wrapper.fill(visible(one_line(line))) for line in lines)]
@@ -189,7 +329,7 @@ def show_run_report(run_dir: str | Path) -> str:
         ],
     }
     for metric in shown(metrics_of(results[0]), results):
-        for measure in (Measure(metric, split) for split in metric.prefixes):
+        for measure in (columns.Measure(metric, split) for split in metric.prefixes):
             values = [result.get(measure.field) for result in results]
             if any(value is not None for value in values):
                 table[f'{measure.name}|{measure.unit}'] = [
@@ -197,35 +337,3 @@ def show_run_report(run_dir: str | Path) -> str:
                 ]
     titles = [(name, name in ('trial', 'end')) for name in table]
     return text_table(titles, list(zip(*table.values(), strict=True)))
-
-
-def trials_csv(study: Study, findings: Findings) -> str:
-    """CSV with one row per trial, in the order of the plan: arm, settings, end, metrics, run.
-
-    Numbers are unrounded, in the unit of the result files, empty where there is none; columns
-    without any value are left out. `chosen` is 1 for the trials whose mean is the result of an arm.
-    """
-    chosen = {id(trial) for arm in (*findings.arms, *findings.controls) for trial in arm.chosen}
-    directories = {run.name: run.directory for run in study.runs}
-    fields: tuple[str, ...] = (
-        'stage',
-        'knob',
-        'seed',
-        *KNOBS,
-        'status',
-        'diverged_at',
-        'num_steps',
-        'num_tokens',
-    )
-    fields += ('parameters', 'target_parameters', 'residual')
-    rows = []
-    for trial in study.trials:
-        values = vars(trial) | dict(trial.trial) | dict(zip(KNOBS, trial.at, strict=True))
-        values['parameters'] = trial.parameters['total']
-        row = trial.key._asdict() | {name: values[name] for name in fields} | dict(trial.metrics)
-        row |= {'run': trial.run, 'chosen': int(id(trial) in chosen)}
-        rows.append(row | {'directory': directories[trial.run]})
-    table = pd.DataFrame(rows, dtype=object)
-    optional = {'diverged_at', *(name for trial in study.trials for name in trial.metrics)}
-    unmeasured = [name for name in optional if table[name].isna().all()]
-    return table.drop(columns=unmeasured).to_csv(index=False, lineterminator='\n')

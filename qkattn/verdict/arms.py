@@ -1,6 +1,7 @@
 """Arms of a study: their trials, means over seeds, and the difference of one from another."""
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 
@@ -212,70 +213,57 @@ def _tuning(study: Study, key: ArmKey, trials: Sequence[Trial], primary: Arm | N
     return tuning.tune(grids, study.tuning, measured)
 
 
-# An arm and the one that it is compared with.
-Pair = tuple[Arm, Arm]
+def compare(arm: Arm, other: Arm, study: Study) -> Comparison | None:
+    """Compares the chosen trials of two arms, seed by seed; None if they share no seed.
 
-
-def compare(pairs: Sequence[Pair], study: Study) -> Comparison | None:
-    """Compares the chosen trials of the pairs, seed by seed; None if they share no seed.
-
-    The interval includes the error over documents, taken as independent between corpora, and the
-    error of tuning: the arm may be better than measured by its own error of tuning, and worse
-    by that of the other arm. Without losses over the same documents the error over
-    documents is not known: then there is no interval and no test.
+    The interval includes the error over documents and the error of tuning: the arm may be better
+    than measured by its own error of tuning, and worse by that of the other arm. Without losses
+    over the same documents the error over documents is not known: then there is no interval and no
+    test.
     """
-    split = TEST if all(arm.split == other.split == TEST for arm, other in pairs) else VALIDATION
-    losses = {s: [(a.losses(s), b.losses(s)) for a, b in pairs] for s in (TEST, VALIDATION)}
-    seeds = sorted(set.intersection(*(set(arm) for pair in losses[split] for arm in pair)))
+    split = TEST if arm.split == other.split == TEST else VALIDATION
+    losses = {s: (arm.losses(s), other.losses(s)) for s in (TEST, VALIDATION)}
+    seeds = [seed for seed in losses[split][0] if seed in losses[split][1]]
     if not seeds:
         return None
-
-    def means(split: str, side: int) -> np.ndarray:
-        """The mean loss over the pairs of each seed, of the arms (0) or the others (1)."""
-        return np.mean([[pair[side][seed] for seed in seeds] for pair in losses[split]], axis=0)
-
-    arm_S, other_S = means(split, 0), means(split, 1)
-    error, df, number = _evaluation_error(pairs, seeds, split)
+    arm_S, other_S = (np.array([side[seed] for seed in seeds]) for side in losses[split])
+    error, df, number = _evaluation_error(arm, other, seeds, split)
     difference = inference.paired(
         (arm_S - other_S).tolist(),
         study.margin,
         evaluation_error=error,
         evaluation_df=df,
-        tuning=(_tuning_error([a for a, _ in pairs]), _tuning_error([b for _, b in pairs])),
+        tuning=(_tuning_error(arm), _tuning_error(other)),
     )
     correlation = None
     if len(seeds) >= inference.MIN_PAIRS and np.ptp(arm_S) > 0 and np.ptp(other_S) > 0:
         correlation = statistics.correlation(arm_S.tolist(), other_S.tolist())
+    means = [np.mean([side[seed] for seed in seeds]) for side in losses[VALIDATION]]
     return Comparison(
         split,
         dict(zip(seeds, (arm_S - other_S).tolist(), strict=True)),
         difference,
-        validation=float(means(VALIDATION, 0).mean() - means(VALIDATION, 1).mean()),
+        validation=float(means[0] - means[1]),
         correlation=correlation,
         num_documents=number,
     )
 
 
-def _tuning_error(arms: Sequence[Arm]) -> float:
+def _tuning_error(arm: Arm) -> float:
     """Bound of the error of tuning in nats, summed over knobs; a knob without a bound adds 0."""
-    return statistics.fmean(sum(s.at_worst or 0.0 for s in arm.sweeps.values()) for arm in arms)
+    return math.fsum(sweep.at_worst or 0.0 for sweep in arm.sweeps.values())
 
 
 def _evaluation_error(
-    pairs: Sequence[Pair], seeds: Sequence[int], split: str
+    arm: Arm, other: Arm, seeds: Sequence[int], split: str
 ) -> tuple[float | None, float | None, int | None]:
     """Standard error over documents, its degrees of freedom, number of documents.
 
     None without losses by document, or if those of the two arms are of other targets.
     """
-    errors, number = [], 0
-    for pair in pairs:
-        sides = [[arm.by_seed[seed].documents.get(split) for seed in seeds] for arm in pair]
-        first, *others = [documents for side in sides for documents in side]
-        if first is None or not all(d and d.alike(first) for d in others) or len(first.names) < 2:
-            return None, None, None
-        arm_SC, other_SC = (np.array([d.nats_C for d in side if d]) for side in sides)
-        errors.append(inference.evaluation_error(arm_SC - other_SC, first.tokens_C))
-        number += len(first.names)
-    total, df = inference.combined(errors)
-    return total / len(pairs), df, number
+    sides = [[one.by_seed[seed].documents.get(split) for seed in seeds] for one in (arm, other)]
+    first, *others = [documents for side in sides for documents in side]
+    if first is None or not all(d and d.alike(first) for d in others) or len(first.names) < 2:
+        return None, None, None
+    arm_SC, other_SC = (np.array([d.nats_C for d in side if d]) for side in sides)
+    return *inference.evaluation_error(arm_SC - other_SC, first.tokens_C), len(first.names)

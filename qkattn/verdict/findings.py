@@ -15,7 +15,7 @@ from qkattn.study.arm_key import EQUAL_SHAPE, LONGER, ArmKey
 from qkattn.verdict import judging, rules
 from qkattn.verdict.arms import Arm, arms_of, compare, with_baselines
 from qkattn.verdict.codes import TEST, VALIDATION, Comparison, Remark, RemarkCode
-from qkattn.verdict.judging import Overall, PositiveControl
+from qkattn.verdict.judging import PositiveControl
 from qkattn.verdict.load import Study, load_study
 
 # Remarks that withhold a verdict and leave an estimate.
@@ -50,11 +50,23 @@ class Scaling:
 
     variant: str
     corpus: str
-    # If this or `multiplier` has a `problem`, its numbers are None.
-    fit: scaling.Fit
+    law: scaling.Law | scaling.Problem
     # How many parameters of the baseline one of the variant is worth; None for the baseline and if
     # the baseline has no results.
-    multiplier: scaling.Multiplier | None
+    worth: scaling.Interval | scaling.Problem | None
+
+    @property
+    def problems(self) -> tuple[scaling.Problem, ...]:
+        """Why numbers are missing."""
+        return tuple(x for x in (self.law, self.worth) if isinstance(x, scaling.Problem))
+
+    @property
+    def has_law(self) -> bool:
+        return isinstance(self.law, scaling.Law)
+
+    @property
+    def has_worth(self) -> bool:
+        return isinstance(self.worth, scaling.Interval)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +81,6 @@ class Findings:
     scaling: tuple[Scaling, ...] = ()
     num_comparisons: int = 0  # the family of Holm's correction; 0 in a study without tuning
     decomposition: tuple[Decomposition, ...] = ()  # of the arms that have a control with results
-    # One for each variant but the baseline and size, if there are several corpora.
-    overall: tuple[Overall, ...] = ()
     positive: tuple[PositiveControl, ...] = ()  # decided as a family of their own
 
     @property
@@ -113,7 +123,7 @@ def find(study: Study) -> Findings:
             arm,
             comparison=None
             if arm.is_baseline or baseline is None
-            else compare([(arm, baseline)], study),
+            else compare(arm, baseline, study),
             remarks=tuple(remark for remark in remarks if remark.arm == arm.key),
         )
         for arm, baseline in with_baselines(arms)
@@ -128,7 +138,6 @@ def find(study: Study) -> Findings:
         scaling=() if blocks else _scaling(study, arms),
         num_comparisons=judging.family_size(study) if study.tuning else 0,
         decomposition=_decomposed(study, arms, blocks),
-        overall=judging.overall(study, arms, blocks) if study.tuning else (),
         positive=judging.positive(study, arms, blocks) if study.tuning else (),
     )
 
@@ -145,7 +154,7 @@ def _decomposed(
             return None
         if any(remark.code not in UNSURE for remark in (*shared, *one.blocks, *other.blocks)):
             return None
-        return compare([(one, other)], study)
+        return compare(one, other, study)
 
     parts = []
     for arm in (arm for arm in arms if not arm.control and not arm.is_baseline):
@@ -164,17 +173,27 @@ def _scaling(study: Study, arms: Sequence[Arm]) -> tuple[Scaling, ...]:
     if len(study.sizes) < 2:
         return ()
     short = {standing.arm.group for standing in rules.standings(study, arms) if standing.remarks}
-    curves: dict[tuple[str, str], scaling.Losses] = {}
+    curves: dict[tuple[str, str], dict[str, Arm]] = {}  # by variant and corpus; arms by size
     for arm in arms:
         if arm.control is None and arm.group not in short and arm.scales:
-            parameters, losses = curves.setdefault((arm.variant, arm.corpus), ([], []))
-            parameters.append(arm.example.parameters['total'])
-            losses.append(list(arm.losses(arm.split).values()))
+            curves.setdefault((arm.variant, arm.corpus), {})[arm.size] = arm
+
+    def parameters(arm: Arm) -> int:
+        return arm.example.parameters['total']
+
+    laws = {
+        key: scaling.fit([*map(parameters, c.values())], [a.loss.mean for a in c.values()])
+        for key, c in curves.items()
+    }
     made = []
-    for key in dict.fromkeys((arm.variant, arm.corpus) for arm in arms):
-        if (curve := curves.get(key)) is not None:
-            baseline = curves.get((study.baseline or '', key[1]))
-            worth = baseline is not None and baseline is not curve
-            multiplier = scaling.multiplier(curve, baseline) if worth else None
-            made.append(Scaling(*key, scaling.fit(*curve), multiplier))
+    for (variant, corpus), curve in curves.items():
+        worth, key = None, (study.baseline or '', corpus)
+        if key in curves and variant != study.baseline:
+            shared = [
+                (parameters(arm), parameters(curves[key][size]), arm.difference.mean)
+                for size, arm in curve.items()
+                if size in curves[key] and arm.difference
+            ]
+            worth = scaling.multiplier(laws[key], shared)
+        made.append(Scaling(variant, corpus, laws[variant, corpus], worth))
     return tuple(made)

@@ -1,24 +1,22 @@
 """Decides on families of comparisons, on the test split; validation has to agree.
 
-A family is a set of comparisons that are corrected together: the primary arms, the means over
-corpora, the positive controls, and pairs of arms that a claim compares.
+A family is a set of comparisons that are corrected together: the primary arms, the positive
+controls, and pairs of arms that a claim compares.
 """
 
 import dataclasses
-import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from qkattn.stats import decision, inference
 from qkattn.stats.decision import ABOVE_ZERO, BELOW_ZERO, DECIDED, Decision, Judgement
 from qkattn.study.arm_key import EQUAL_SHAPE, LONGER, ArmKey, Expected, parse_expected
-from qkattn.verdict.arms import Arm, Pair, compare, with_baselines
+from qkattn.verdict.arms import Arm, compare, with_baselines
 from qkattn.verdict.codes import Comparison, Reason, ReasonCode, Remark, Verdict
 from qkattn.verdict.load import Study
 
 Key = TypeVar('Key', bound=Hashable)
-# An arm and its baseline, which may be missing, on each of the corpora that count together.
-Case = Sequence[tuple[Arm, Arm | None]]
+Case = tuple[Arm, Arm | None]  # an arm and its baseline, which may be missing
 
 # The decisions with which a positive control passes.
 _PASSES = {
@@ -27,19 +25,6 @@ _PASSES = {
     'not better': (Decision.EQUIVALENT, *ABOVE_ZERO),
     'not worse': (Decision.EQUIVALENT, *BELOW_ZERO),
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Overall:
-    """A variant at one size over all corpora of the study."""
-
-    variant: str
-    size: str
-    arms: tuple[Arm, ...]  # one a corpus, in the order of the study
-    # The mean over corpora of the differences, seed by seed, whose error over documents is that of
-    # the documents of all corpora; None if an arm or its baseline has no result.
-    comparison: Comparison | None
-    verdict: Verdict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,32 +49,11 @@ def family_size(study: Study) -> int:
     return max(declared, study.ledger.family if study.ledger else 0)
 
 
-def _compared(arms: Sequence[Arm]) -> list[tuple[Arm, Arm | None]]:
-    """The primary arms but baselines, each with its baseline."""
-    pairs = with_baselines(arms)
-    return [pair for pair in pairs if pair[0].control is None and not pair[0].is_baseline]
-
-
 def primary(study: Study, arms: Sequence[Arm], blocks: Sequence[Remark]) -> dict[ArmKey, Verdict]:
     """The verdicts of the primary arms, against their baselines."""
-    cases = {pair[0].key: [pair] for pair in _compared(arms)}
+    cases = {pair[0].key: pair for pair in with_baselines(arms)}
+    cases = {key: pair for key, pair in cases.items() if not key.control and key != pair[0].group}
     return judge(study, cases, blocks, family_size(study))
-
-
-def overall(study: Study, arms: Sequence[Arm], blocks: Sequence[Remark]) -> tuple[Overall, ...]:
-    """The variants that have results on every one of several corpora, at each size."""
-    number = len(study.corpora)
-    cases: dict[tuple[str, str], list[tuple[Arm, Arm | None]]] = {}
-    for arm, baseline in _compared(arms) if number > 1 else ():
-        cases.setdefault((arm.variant, arm.size), []).append((arm, baseline))
-    cases = {key: case for key, case in cases.items() if len(case) == number}
-    verdicts = judge(study, cases, blocks, math.ceil(family_size(study) / number))
-    made = []
-    for key, case in cases.items():
-        pairs = [(arm, baseline) for arm, baseline in case if baseline is not None]
-        compared = compare(pairs, study) if len(pairs) == number else None
-        made.append(Overall(*key, tuple(arm for arm, _ in case), compared, verdicts[key]))
-    return tuple(made)
 
 
 def positive(
@@ -97,14 +61,14 @@ def positive(
 ) -> tuple[PositiveControl, ...]:
     """The verdict of every arm with an expected effect."""
     cases = {
-        (expected, pair[0].key): [pair]
+        (expected, pair[0].key): pair
         for expected in map(parse_expected, study.expected)
         for pair in with_baselines(arms)
         if pair[0].variant == expected.variant
         and pair[0].control == (EQUAL_SHAPE if expected.equal_shape else None)
     }
     verdicts = judge(study, cases, blocks, len(cases))
-    return tuple(PositiveControl(k[0], cases[k][0][0], v) for k, v in verdicts.items())
+    return tuple(PositiveControl(k[0], cases[k][0], v) for k, v in verdicts.items())
 
 
 def pair(
@@ -116,7 +80,7 @@ def pair(
     if arm.control == LONGER:
         seeds = tuple(study.controls['longer_seeds']) or study.seeds
         study = dataclasses.replace(study, seeds=seeds)
-    return judge(study, {None: [(arm, other)]}, blocks, family)[None]
+    return judge(study, {None: (arm, other)}, blocks, family)[None]
 
 
 def judge(
@@ -124,25 +88,21 @@ def judge(
 ) -> dict[Key, Verdict]:
     """The verdict of every case, corrected for `family` comparisons; `blocks` withhold all.
 
-    A case is tested once its arms and their baselines have results of all seeds of the study.
+    A case is tested once the arm and its baseline have results of all seeds of the study.
     """
     verdicts: dict[Key, Verdict] = {}
-    tested: dict[Key, list[Pair]] = {}
-    for key, case in cases.items():
-        pairs = [(arm, baseline) for arm, baseline in case if baseline is not None]
-        finished = [{t.seed for t in arm.verdict_trials} for pair in pairs for arm in pair]
-        why = [*blocks, *_lacking(study, case)]
-        if not why and not all(seeds >= set(study.seeds) for seeds in finished):
-            why = [Reason(ReasonCode.NO_VERDICT_TRIALS)]
-        if not why:
-            tested[key] = pairs
-        distinct = tuple(one for number, one in enumerate(why) if one not in why[:number])
-        verdicts[key] = Verdict(Decision.NO_VERDICT, reasons=distinct)
-    compared = {key: compare(pairs, study) for key, pairs in tested.items()}
-    diverged = {
-        key: (sum(a.num_diverged for a, _ in pairs), sum(b.num_diverged for _, b in pairs))
-        for key, pairs in tested.items()
-    }
+    tested: dict[Key, tuple[Arm, Arm]] = {}
+    for key, (arm, baseline) in cases.items():
+        why = (*blocks, *_lacking(study, arm, baseline))
+        if baseline is not None and not why:
+            seeds = [{trial.seed for trial in one.verdict_trials} for one in (arm, baseline)]
+            if all(of_arm.issuperset(study.seeds) for of_arm in seeds):
+                tested[key] = arm, baseline
+            else:
+                why = (Reason(ReasonCode.NO_VERDICT_TRIALS),)
+        verdicts[key] = Verdict(Decision.NO_VERDICT, reasons=why)
+    compared = {key: compare(*pair, study) for key, pair in tested.items()}
+    diverged = {key: (arm.num_diverged, b.num_diverged) for key, (arm, b) in tested.items()}
     differences = {key: one.difference if one else None for key, one in compared.items()}
     judged = decision.judge(differences, diverged=diverged, planned=family)
     for key, judgement in judged.items():
@@ -159,17 +119,16 @@ def judge(
     return verdicts
 
 
-def _lacking(study: Study, case: Case) -> Iterator[Reason | Remark]:
-    """Remarks that block the arms or their baselines, and the results that the verdict lacks."""
-    for arm, baseline in case:
-        yield from arm.blocks
-        if not arm.verdict_trials:
-            yield Reason(ReasonCode.NO_VERDICT_TRIALS)
-        if baseline is None or not baseline.verdict_trials:
-            yield Reason(ReasonCode.NO_BASELINE_TRIALS, {'baseline': study.baseline})
-        elif why := baseline.blocks:
-            data = {'baseline': study.baseline, 'remarks': why}
-            yield Reason(ReasonCode.BASELINE_BLOCKED, data)
+def _lacking(study: Study, arm: Arm, baseline: Arm | None) -> Iterator[Reason | Remark]:
+    """Remarks that block the arm or its baseline, and the results that the verdict lacks."""
+    yield from arm.blocks
+    if not arm.verdict_trials:
+        yield Reason(ReasonCode.NO_VERDICT_TRIALS)
+    if baseline is None or not baseline.verdict_trials:
+        yield Reason(ReasonCode.NO_BASELINE_TRIALS, {'baseline': study.baseline})
+    elif why := baseline.blocks:
+        data = {'baseline': study.baseline, 'remarks': why}
+        yield Reason(ReasonCode.BASELINE_BLOCKED, data)
 
 
 def _agree(compared: Comparison, decided: Decision) -> bool:

@@ -132,8 +132,7 @@ class Run:
     residual: float | None
     config: Mapping[str, Any]  # the resolved config as JSON
     trials: tuple[Trial, ...] = ()
-    curve: Curve | None = None  # None, as `final`, without all results or with a bad log
-    final: Mapping[str, Any] | None = None  # the last record of its log
+    curve: Curve | None = None  # None without all results or with a log of other ones
 
     @property
     def num_steps(self) -> int:
@@ -168,10 +167,6 @@ def parse_run(record: Any) -> Run:
 def parse_trial(record: Any, run: Run) -> Trial:
     """Reads the result of a trial of `run`; ValueError names the bad field."""
     check_result(record)
-    if 'source' in record['data'] or 'target' in record['data']:
-        check(record['data'], {'source': dict, 'target': dict})
-    for data in corpora(record['data']):
-        check(data, {'name': str, 'version': str | int})
     seed = record['trial']['seed']
     if seed not in run.seeds:
         raise ValueError(f'seed {seed} is not one of run {run.name!r}, which has {run.seeds}')
@@ -192,11 +187,6 @@ def parse_trial(record: Any, run: Run) -> Trial:
         metrics={name: record.get(name) for name in result_fields(declared)},
         documents={},
     )
-
-
-def corpora(data: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    """The data sets of a trial: source and target of parallel text, otherwise one."""
-    return (data['source'], data['target']) if 'source' in data else (data,)
 
 
 def with_files(run: Run, study: Path, problems: list[str]) -> Run:
@@ -269,7 +259,7 @@ def _with_documents(run: Run, record: Any) -> Run:
 
 
 def _with_log(run: Run, records: list[dict[str, Any]]) -> Run:
-    """With what the records of metrics.jsonl end with and evaluate; ValueError without it."""
+    """With the evaluations of metrics.jsonl; ValueError if they do not end with the results."""
     metrics, absent = run.trials[0].declared_metrics, [None] * run.num_trials
     measured = dict.fromkeys(result_fields(metrics), list | None)
     logged = dict.fromkeys(logged_fields(metrics), tuple[float | None, ...] | None)
@@ -279,6 +269,8 @@ def _with_log(run: Run, records: list[dict[str, Any]]) -> Run:
     if final.get('kind') != 'final' or steps[-1] != run.trials[0].num_steps:
         raise ValueError('it does not end with the last evaluation and the final record')
     check(final, FINAL | {name: hint for name, hint in measured.items() if name in final})
+    if final['step'] != steps[-1]:
+        raise ValueError(f'its final record is of step {final["step"]}')
     for record in evaluations:
         check(record, {'val_loss': list} | {n: h for n, h in logged.items() if n in record})
         if any(len(record.get(name) or absent) != run.num_trials for name in logged):
@@ -288,4 +280,17 @@ def _with_log(run: Run, records: list[dict[str, Any]]) -> Run:
         name: np.array([record.get(name) or absent for record in evaluations], float)
         for name in logged
     }
-    return dataclasses.replace(run, curve=Curve(np.array(steps), values_EX), final=final)
+    ended = [('trial', final['trials'])]
+    ended += [(name, [final[name]] * run.num_trials) for name in ('eval_tokens', 'test_tokens')]
+    last = {name: values_X[-1].tolist() for name, values_X in values_EX.items()}
+    ended += [(name, [None if x != x else x for x in values]) for name, values in last.items()]
+    ended += [(name, final.get(name) or absent) for name in measured]
+    for name, values in ended:
+        if len(values) != run.num_trials:
+            raise ValueError(f'it ends with {name} of {len(values)} of {run.num_trials} trials')
+        for trial, value in zip(run.trials, values, strict=True):
+            result = trial.metrics[name] if name in trial.metrics else getattr(trial, name)
+            if result != value:
+                about = f'seed {trial.seed} ends with {name} {value}'
+                raise ValueError(f'{about}, its result has {result}')
+    return dataclasses.replace(run, curve=Curve(np.array(steps), values_EX))

@@ -12,14 +12,12 @@ from qkattn.config import Config, TrialsConfig, fingerprint, to_json
 from qkattn.errors import ReportError
 from qkattn.jobs.output import text_table
 from qkattn.report import documents, headline, show_report, show_run_report, tables
-from qkattn.report.columns import PAGE, losses, printed, probes, scores
-from qkattn.report.sheets import sheets
+from qkattn.report.columns import PAGE, measured, printed
 from qkattn.storage import ledger
 from qkattn.storage.records import write_json
-from qkattn.verdict import load_study
-from qkattn.verdict.arms import arms_of
+from qkattn.verdict import find, load_study
 from tests import studies
-from tests.report.conftest import BASE, Page, controlled, read, shifted
+from tests.report.conftest import BASE, Page, read, shifted
 from tests.studies import (
     edit_plan,
     outside_record,
@@ -44,7 +42,7 @@ def row(study, findings, number):
 
 def sheet(study, findings, name):
     """The rows of a sheet by their first cell, each by its headings."""
-    (match,) = [sheet for sheet in sheets(study, findings) if sheet.name == name]
+    (match,) = [sheet for sheet in tables.sheets(study, findings) if sheet.name == name]
     titles = [heading for heading, _ in match.headings]
     return {cells[0]: dict(zip(titles, cells, strict=True)) for cells in match.rows}
 
@@ -97,22 +95,22 @@ INDUCTION = {'val_induction_gain': 1.0, 'val_induction_accuracy': 0.5}
 
 
 @pytest.mark.parametrize(
-    ('record', 'split', 'scored', 'probed'),
+    ('record', 'fields'),
     [
         # A language model has an accuracy too; its loss says more.
-        (trial_record('qk/vo', val_accuracy=0.5, val_solved=0.0), 'test', '', []),
-        (trial_record('qk/vo', **NO_TEST, **INDUCTION), 'val', '', list(INDUCTION)),
-        (probe_record('qk/vo'), 'test', 'accuracy solved', []),
-        (translation_record('qk/vo') | NO_TEST, 'val', 'bleu chrf exact_match', []),
-        (translation_record('qk/vo', bleu=None), 'val', '', []),
+        (trial_record('qk/vo', val_accuracy=0.5, val_solved=0.0), 'test_loss val_loss'),
+        (
+            trial_record('qk/vo', **NO_TEST, **INDUCTION),
+            'val_loss val_induction_gain val_induction_accuracy',
+        ),
+        (probe_record('qk/vo'), 'test_loss test_accuracy test_solved val_loss'),
+        (translation_record('qk/vo') | NO_TEST, 'val_loss val_bleu val_chrf val_exact_match'),
+        (translation_record('qk/vo', bleu=None), 'val_loss'),
     ],
 )
-def test_metrics_are_shown_that_trials_have(study_dir, record, split, scored, probed):
-    arms = arms_of(load_study(write_study(study_dir, [record])))
-    shown = ['val_loss', 'test_loss'][: 1 if split == 'val' else 2]
-    scored = [f'{split}_{name}' for name in scored.split()]
-    for chosen, fields in ((losses, shown), (scores, scored), (probes, probed)):
-        assert [measure.field for measure in chosen(arms)] == fields
+def test_metrics_are_shown_that_trials_have(study_dir, record, fields):
+    findings = find(load_study(write_study(study_dir, [record])))
+    assert [measure.field for measure in measured(findings)] == fields.split()
 
 
 def test_a_metric_from_outside_is_a_column_without_its_module(study_dir, tmp_path, monkeypatch):
@@ -128,8 +126,6 @@ def test_a_metric_from_outside_is_a_column_without_its_module(study_dir, tmp_pat
     assert [row(*pair, number)[title] for number in (0, 1)] == ['62.5000 ± 17.6777', '-']
     assert 'Test top 3: Share of the first three.' in tables.notes(*pair)
     assert records_of(tables.csv_table(*pair))[0]['test_top_3_mean'] == '0.625'
-    trials = [trial['val_top_3'] for trial in records_of(tables.trials_csv(*pair))]
-    assert trials == ['0.5', '0.75', '0.25', '']
     # Results that lack the metric have no number.
     pair = read(write_study(study_dir, [*records, trial_record('c/vo')]))
     assert row(*pair, 2)[title] == '-'
@@ -199,23 +195,6 @@ def test_text_tables_are_aligned():
     assert text.splitlines() == rows
 
 
-def test_a_row_for_every_trial_with_the_numbers_of_its_result(study_dir):
-    study, findings = read(controlled(study_dir))
-    results = (study.directory / 'results.jsonl').read_text().splitlines()
-    table = records_of(tables.trials_csv(study, findings))
-    for row, result in zip(table, map(json.loads, results), strict=True):
-        for name in ('variant', 'size', 'corpus', 'stage', 'status', 'run'):
-            assert row[name] == result[name]
-        assert (row['control'], row['knob']) == (result['control'] or '', result['knob'] or '')
-        for name in ('seed', 'learning_rate', 'weight_decay'):
-            assert float(row[name]) == result['trial'][name]
-        for name in ('num_steps', 'val_loss', 'test_loss', 'test_bits_per_byte', 'residual'):
-            assert float(row[name]) == result[name]
-        assert row['chosen'] == str(int(row['stage'] == 'verdict'))
-        assert (study.directory / row['directory']).is_dir()
-    assert not [name for name in table[0] if 'bleu' in name]  # nothing has translated here
-
-
 def test_a_report_is_complete_well_formed_and_self_contained(study_dir):
     records = [trial_record(variant, seed=s) for variant in ('qk/vo', 'b/vo') for s in (0, 1)]
     write_study(study_dir, records)
@@ -224,7 +203,7 @@ def test_a_report_is_complete_well_formed_and_self_contained(study_dir):
     assert 'difference in test loss' in titles and titles.count('variant') == 1
     assert text.splitlines()[-1] == f'report: {study_dir / "report.html"}'
     files = {path.name for path in study_dir.iterdir()}
-    assert files >= {'report.html', 'table.md', 'table.csv', 'table.tex', 'trials.csv', 'plots'}
+    assert files >= {'report.html', 'table.md', 'table.csv', 'table.tex', 'plots'}
     html = (study_dir / 'report.html').read_text()
     page = Page(html)
     assert not {tag for tag, _ in page.tags} & {'script', 'link', 'iframe', 'object'}
@@ -240,22 +219,10 @@ def test_what_a_page_says_where_results_are_missing(study_dir):
     sizes = ('small', 'large')
     lost = [trial_record(v, size, val_loss=None) for size in sizes for v in ('qk/vo', 'b/vo')]
     text = Page(page_of(write_study(study_dir / 'lost', lost))).text
-    assert 'No scaling law: no arm has a size' in text and 'diverged 4 of 4 trials' in text
+    assert 'No scaling law: no arm has a size' in text
     records, absent = [trial_record('b/vo')], {'variants': ['absent/vo', 'b/vo']}
     html = page_of(write_study(study_dir / 'c', records, baseline='absent/vo', **absent))
     assert 'No difference at d_model=128: the baseline absent/vo has no finished trial' in html
-
-
-def test_provenance_is_flat_and_short(study_dir):
-    devices = {'platform': 'gpu', 'kind': 'H200', 'count': 8}
-    records = [
-        translation_record(f'v{i}/vo', provenance={'started': f'12:0{i}', 'devices': devices})
-        for i in range(5)
-    ]
-    text = Page(page_of(write_study(study_dir, records))).text
-    assert 'device 8 x H200' in text and 'devices: count 8' in text
-    assert 'data pairs-de-en/de → pairs-de-en/en 1.0.0 parameters' in text
-    assert '12:02 (1 run); and 2 more' in text and '12:03' not in text
 
 
 def test_the_trials_of_a_run(tmp_path):

@@ -8,9 +8,8 @@ from matplotlib.text import Text
 from qkattn.report.figures import attention_figure, figures
 from qkattn.report.figures.forest import Line, Panel, forest
 from qkattn.report.figures.style import INK, Drawing, short, style_sheet, styles, write_plots
-from qkattn.report.page import described
 from tests.report.conftest import LONG, SIZES, arms, read, row_names, scaled, shifted
-from tests.studies import RATES, probe_record, tuned_arm, write_study, write_tuned
+from tests.studies import RATES, tuned_arm, write_tuned
 
 
 def draw(path):
@@ -37,7 +36,6 @@ def drawn(tmp_path_factory):
     """Findings and figures of a study with every decision, and arms of all kinds of trouble."""
     records = [*arms(), *tuned_arm(LONG, losses=shifted(0.006))]
     for record in records:
-        record |= {'val_induction_gain': 3 - record['val_loss'], 'val_induction_accuracy': 0.5}
         if record['variant'] == 'bad/vo':
             record['parameters'] = record['parameters'] | {'total': 10**6}
     records += tuned_arm('far/vo', losses=shifted(3.0), diverged_rates=RATES[-1:])
@@ -93,8 +91,7 @@ def test_sweeps_show_screening_losses_fit_and_choice(drawn):
     at = np.interp(np.log(RATES[1]), np.log(curve.get_xdata()), curve.get_ydata())
     assert at == pytest.approx(sweep.means[1], abs=1e-4)
     far = axes[[arm.variant for arm in swept].index('far/vo')]
-    assert RATES[-1] in line(far, 'higher, or a seed diverged').get_xdata()
-    assert far.get_ylim()[0] > ax.get_ylim()[1]
+    assert far.get_ylim()[0] > ax.get_ylim()[1] > max(map(max, sweep.losses))
 
 
 def test_learning_curves_stand_beside_the_baseline(drawn):
@@ -106,16 +103,6 @@ def test_learning_curves_stand_beside_the_baseline(drawn):
     good = line(axes['good/vo'], 'the variant named above')
     assert good.get_ydata()[-1] == pytest.approx(np.mean(shifted(-0.03)))
     assert good.get_xdata()[-1] == 400 * 768
-
-
-def test_probes_stand_beside_the_loss(drawn):
-    loss, gain, accuracy = drawn[1]['retrieval'].axes
-    assert gain.get_xlabel() == 'induction gain (nats/token)'
-    assert accuracy.get_xlabel() == 'induction accuracy (%)'
-    assert row_names(loss)[0] == row_names(gain)[0] == 'good/vo'
-    assert sorted(dots(gain, 'one seed')[0]) == pytest.approx(sorted(3 - x for x in shifted(-0.03)))
-    assert dots(accuracy, 'one seed')[0].tolist() == [50.0] * 8
-    assert texts(gain).count('not measured for every seed') == 2
 
 
 def test_text_is_legible_on_a_narrow_screen_and_nothing_overlaps(drawn):
@@ -161,7 +148,7 @@ def test_laws_are_drawn_over_the_sizes(study_dir):
     assert [ax.get_title(loc='left') for ax in made['verdicts'].axes] == list(SIZES)
     assert made.keys() >= {'sweep_learning_rate_4', 'curves_4'}
     (ax,) = made['loss_parameters'].axes
-    (law,) = [scaling.fit for scaling in findings.scaling if scaling.variant == 'b/vo']
+    (law,) = [scaling.law for scaling in findings.scaling if scaling.variant == 'b/vo']
     assert line(ax, '_law of b/vo').get_ydata()[-1] == pytest.approx(law.loss(law.sizes[-1]))
     assert list(line(ax, 'b/vo').get_xdata()) == pytest.approx(law.sizes)
     two = [r for r in scaled(1.2) if r['size'] in list(SIZES)[:2]]
@@ -169,28 +156,13 @@ def test_laws_are_drawn_over_the_sizes(study_dir):
     assert len(made['loss_parameters'].axes[0].lines) == 2
 
 
-def test_the_highest_score_is_at_the_top(study_dir):
-    records = [
-        probe_record(variant, seed=seed, accuracy=value + seed / 100)
-        for variant, value in (('qk/vo', 0.5), ('b/vo', 0.75), ('c/vo', 0.25))
-        for seed in (0, 1)
-    ]
-    pair = read(write_study(study_dir, records))
-    made = {drawing.stem: drawing for drawing in figures(*pair)}
-    assert made['losses'].figure.axes[0].get_xlabel() == 'test loss (nats/token)'
-    assert 'loss_parameters' not in made  # all parameter counts are equal
-    (ax,) = made['scores'].figure.axes
-    assert ax.get_xlabel() == 'test accuracy (%)'
-    assert row_names(ax) == ['b/vo', 'qk/vo', 'c/vo'] and ax.yaxis_inverted()
-    assert 'right is better' in described(*pair, made['scores'])['caption']
-
-
 def test_without_a_baseline_there_is_no_difference(study_dir):
     records = [record for record in arms() if record['variant'] != 'qk/vo']
     _, made = draw(write_tuned(study_dir, records, declared=[('qk/vo', 'd_model=128', 'verdict')]))
     assert texts(made['verdicts'].axes[0]).count('the baseline has not finished') == 4
     only = write_tuned(study_dir / 'only', tuned_arm('qk/vo'), matched=None)
-    assert 'verdicts' not in draw(only)[1]
+    made = draw(only)[1]
+    assert 'verdicts' not in made and 'loss_parameters' not in made  # all counts are equal
 
 
 def test_styles_tell_many_variants_apart():

@@ -4,7 +4,6 @@ import functools
 import json
 import math
 import operator
-import re
 import shutil
 
 import pytest
@@ -21,11 +20,9 @@ from qkattn.report.verify import (
     check_study,
     difference,
     near,
-    prints_of,
 )
 from qkattn.storage import ledger
 from qkattn.study import stored
-from qkattn.verdict import load_findings
 from tests.studies import (
     outside_record,
     trial_record,
@@ -132,17 +129,17 @@ NO_RESIDUAL = [
 
 CHANGES = [
     ([('results.jsonl', (), lambda lines: lines[:-1])], 'not the trials of its config in their or'),
-    ([('results.jsonl', (-1, 'val_loss'), less)], 'over its documents, its result has'),
+    ([('results.jsonl', (-1, 'val_loss'), less)], 'ends with val_loss .*, its result has'),
     ([('results.jsonl', (-1, 'num_tokens'), lambda x: x // 2)], 'num_tokens 153600, which is 3072'),
     (NO_RESIDUAL, 'has residual 0.0, which is'),
-    ([('results.jsonl', (-1, 'test_top_3'), less)], 'has test_top_3 .* in its log'),
-    ([('results.jsonl', (-1, 'eval_tokens'), lambda x: x + 9)], 'has eval_tokens .* in its log'),
+    ([('results.jsonl', (-1, 'test_top_3'), less)], 'ends with test_top_3 .*, its result has'),
+    ([('results.jsonl', (-1, 'eval_tokens'), lambda x: x + 9)], 'ends with eval_tokens'),
     (EVERYWHERE, 'results.jsonl and logs changed since the last look'),
-    ([('LOG', (-1, 'test_loss', 0), lambda x: math.nextafter(x, 9))], 'test_loss .* in its log'),
-    ([('LOG', (-2, 'val_top_3', 0), less)], 'seed 0 of run .* has val_top_3 .* in its log'),
+    ([('LOG', (-1, 'test_loss', 0), lambda x: math.nextafter(x, 9))], 'ends with test_loss'),
+    ([('LOG', (-2, 'val_top_3', 0), less)], 'seed 0 ends with val_top_3 .*, its result has'),
     ([('LOG', (2, 'val_loss', 0), less)], 'logs changed since the last look'),
-    ([('LOG', (-1, 'trials', 0, 'seed'), lambda x: 9)], 'has other trials in the final record'),
-    ([('LOG', (-1, 'step'), lambda x: 401)], 'has a final record of step 401'),
+    ([('LOG', (-1, 'trials', 0, 'seed'), lambda x: 9)], 'seed 0 ends with trial .* its result has'),
+    ([('LOG', (-1, 'step'), lambda x: 401)], 'its final record is of step 401'),
     ([('plan.jsonl', (0, 'config', 'optimizer', 'warmup_steps'), less)], 'not the hash of its con'),
     ([('study.json', ('margin',), lambda x: 0.2)], 'study.json is not what the last declaration'),
     ([('study.json', ('base', 'train', 'num_steps'), less)], 'base_hash of study.json is not'),
@@ -189,36 +186,21 @@ def test_what_is_not_found_is_listed(study):
         assert any(sentence.startswith(start) for sentence in NOT_COVERED)
 
 
-def test_the_last_digit_printed_is_held(study):
-    """No number of this study lies at a boundary."""
-    for name in ('table.csv', 'table.md'):  # which is checked first
-        text = (study / name).read_text()
-        number = max(re.findall(r'\b0\.09\d+', text), key=len)
-        other = number[:-1] + str((int(number[-1]) + 2) % 10)
-        (study / name).write_text(text.replace(number, other))
-        with pytest.raises(ReportError, match=f'{name} is not what its logs give'):
-            check_study(study)
-
-
-def test_numbers_may_differ_by_rounding_but_text_may_not(written):
+def test_numbers_may_differ_by_rounding_but_text_may_not():
     for kept, number, agree in ((3.14159, 3.1415951, True), (3.14159, 3.1416, False)):
         assert near(kept, number) == agree
-    pair = load_findings(written)
-    mean, agree = abs(pair[1].arms[1].difference.mean), prints_of(lambda: [pair])
-    for factor, expected in ((1, True), (100, True), (1 + 9e-7, True), (1 + 2e-6, False)):
-        # One unit of the last digit apart, of a number between them.
-        prints = (f'{mean * factor + shift:.12f}' for shift in (-5e-13, 5e-13))
-        assert agree(*prints) == expected
-    assert agree('+0.0000', '-0.0000')
-    for one, other in (('0.0082', '0.0084'), ('13', '14'), ('< 0.001', '0.002')):
-        assert not agree(one, other)
     for one, other, expected in (
         ('p < 0.001, worse', 'p 0.001, worse', True),
+        ('+0.0000', '-0.0000', True),
+        ('1.5e-07', '1.6e-07', True),
+        ('0.0082', '0.0084', False),
+        ('13 seeds', '14 seeds', False),
+        ('p < 0.001', 'p 0.003', False),
         ('+0.082 better', '+0.083 worse', False),
         ('a\nb', 'a', False),
     ):
-        assert (difference(one, other, lambda a, b: True) is None) == expected
-    assert difference('0.082', '0.083') == "line 1: '0.082', expected '0.083'"
+        assert (difference(one, other) is None) == expected
+    assert difference('0.082', '0.084') == "line 1: '0.082', expected '0.084'"
 
 
 def test_a_report_on_verdict_results_is_a_look(written, tmp_path):
@@ -240,7 +222,7 @@ def test_an_export_has_a_few_files_of_which_the_report_is_made_again(written, tm
     }
     assert check_study(kept) == check_study(written)
     report.write_report(kept)
-    for name in ('report.html', 'trials.csv', 'ledger.jsonl'):
+    for name in ('report.html', 'ledger.jsonl'):
         assert (kept / name).read_text() == (written / name).read_text()
 
 

@@ -124,9 +124,7 @@ def tuned(case, studies, choice):
 class Counts:
     """Over studies: those decided falsely; over their arms: tested, covered, effects found."""
 
-    studies: int = 0
     false: int = 0
-    arms: int = 0
     tested: int = 0
     covered: int = 0
     found: int = 0
@@ -148,14 +146,14 @@ def is_false(decided, true):
 
 
 def simulate(case, num_seeds, studies, effect=0.0, choice='vertex'):
-    """Counts over `studies`, with the tuning's error and without any regard to it.
+    """Counts over `studies`.
 
     The first arm differs by `effect`, up and down in turns, which is found if it is decided in the
     right direction. A decision is false if it contradicts the difference of the means, or that
     without bad trials.
     """
     rng = np.random.default_rng([list(CASES).index(case), num_seeds, int(effect != 0)])
-    whole, plain = Counts(), Counts()
+    counts = Counts()
     for number, pairs in enumerate(tuned(case, studies, choice)):
         levels_S, shift = rng.normal(0, LEVEL_NOISE, num_seeds), effect * (-1) ** number
         arms, sweeps = [copy.copy(arm) for arm, _ in pairs], [sweep for _, sweep in pairs]
@@ -169,57 +167,37 @@ def simulate(case, num_seeds, studies, effect=0.0, choice='vertex'):
         misses = [
             s.at_worst if s.bracketed and s.at_worst is not None else math.inf for s in sweeps
         ]
-        for counts in (whole, plain):
-            tuning = [(miss, misses[0]) if counts is whole else (0.0, 0.0) for miss in misses]
-            differences = {
-                i: inference.paired(losses[i] - losses[0], tuning=tuning[i])
-                for i in range(1, len(arms))
-                if max(tuning[i]) < math.inf
-            }
-            judged = decision.judge(differences, planned=ARMS)
-            means = {i: arms[i].mean - arms[0].mean for i in differences}
-            counts.studies += 1
-            counts.false += any(
-                is_false(one.decision, true)
-                for i, one in judged.items()
-                for true in {arms[i].level, means[i]}
-            )
-            counts.arms += ARMS
-            counts.tested += len(differences)
-            counts.covered += sum(d.low <= means[i] <= d.high for i, d in differences.items())
-            counts.detectable += [one.detectable for one in judged.values()]
-            if effect and 1 in judged:
-                counts.sought += 1
-                counts.found += judged[1].decision in (BELOW_ZERO if shift < 0 else ABOVE_ZERO)
-    return whole, plain
+        differences = {
+            i: inference.paired(losses[i] - losses[0], tuning=(misses[i], misses[0]))
+            for i in range(1, len(arms))
+            if max(misses[i], misses[0]) < math.inf
+        }
+        judged = decision.judge(differences, planned=ARMS)
+        means = {i: arms[i].mean - arms[0].mean for i in differences}
+        counts.false += any(
+            is_false(one.decision, true)
+            for i, one in judged.items()
+            for true in {arms[i].level, means[i]}
+        )
+        counts.tested += len(differences)
+        counts.covered += sum(d.low <= means[i] <= d.high for i, d in differences.items())
+        counts.detectable += [one.detectable for one in judged.values()]
+        if effect and 1 in judged:
+            counts.sought += 1
+            counts.found += judged[1].decision in (BELOW_ZERO if shift < 0 else ABOVE_ZERO)
+    return counts
 
 
-def added_arms(studies, first, last, *, declared):
-    """Number of studies of equal arms that are decided falsely, where arms are added at each look.
-
-    Arms come one at a time, from `first` to `last`, until one is decided; each time, the family is
-    that of the arms so far. With `declared`, those added after the first look are not decided.
-    """
-    rng, false = np.random.default_rng([first, last, declared]), 0
-    for _ in range(studies):
-        losses_AS = rng.normal(0, NOISE, (last + 1, 16))
-        differences = [inference.paired(row) for row in losses_AS[1:] - losses_AS[0]]
-        counts = [first] if declared else range(first, last + 1)
-        judged = [decision.judge(dict(enumerate(differences[:n]))) for n in counts]
-        false += any(is_false(one.decision, 0.0) for of_n in judged for one in of_n.values())
-    return false
-
-
-def crossed(studies, num_seeds=16, documents=100, shares=1.0):
+def crossed(studies, num_seeds=16, documents=100):
     """Shares of intervals that cover, with seeds and documents in the interval or seeds alone.
 
-    The tokens of documents are log-normal with sd `shares` of the logarithm, none above 5 % of all.
-    Arms differ by noise of the seed, of the document, and of a seed at a document.
+    The tokens of documents are log-normal, none above 5 % of all. Arms differ by noise of the seed,
+    of the document, and of a seed at a document.
     """
     rng = np.random.default_rng([num_seeds, documents])
     covered = np.zeros(2)
     for _ in range(studies):
-        tokens_C = rng.lognormal(8, shares, documents)
+        tokens_C = rng.lognormal(8, 1.0, documents)
         for _ in range(20):
             tokens_C = np.minimum(tokens_C, 0.05 * tokens_C.sum())
         noise_SC = rng.normal(0, 0.02, (num_seeds, documents)) + rng.normal(0, 0.03, documents)
@@ -232,21 +210,19 @@ def crossed(studies, num_seeds=16, documents=100, shares=1.0):
     return covered / studies
 
 
-def test_the_tuning_error_in_the_intervals_avoids_false_decisions():
-    whole, plain = simulate('flat arms, sharp baseline', 16, 30)
-    assert whole.false <= 2 < 5 <= plain.false
-    assert whole.coverage >= 0.94 > 0.9 > plain.coverage
-    assert whole.tested >= 0.97 * whole.arms
-
-
 @pytest.mark.parametrize('choice', CHOICES)
-@pytest.mark.parametrize('case', ['cubic arms', 'cubic baseline', 'bad trials of the arms'])
-def test_neither_skewed_sweeps_nor_bad_trials_decide(case, choice):
-    """At 5.5 % or less, more than 4 of 24 have a probability below 1 %."""
-    whole, plain = simulate(case, MANY, 24, choice=choice)
-    assert whole.false <= 4
-    if choice == 'vertex' and case.startswith('cubic'):
-        assert plain.false >= 12
+@pytest.mark.parametrize(
+    'case',
+    ['flat arms, sharp baseline', 'cubic arms', 'cubic baseline', 'bad trials of the arms'],
+)
+def test_neither_tuning_nor_skewed_sweeps_nor_bad_trials_decide(case, choice):
+    """At 5.5 % or less, more than 4 of 24 have a probability below 1 %.
+
+    Without the error of tuning, more than half of the studies with cubic sweeps decide falsely.
+    """
+    counts = simulate(case, MANY, 24, choice=choice)
+    assert counts.false <= 4 and counts.tested >= 0.97 * 24 * ARMS
+    assert case.startswith('bad') or counts.coverage >= 0.94
 
 
 def test_intervals_over_seeds_and_documents_cover():
@@ -255,34 +231,22 @@ def test_intervals_over_seeds_and_documents_cover():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(('documents', 'shares'), [(100, 1.5), (30, 1.0), (15, 0.3)])
-def test_intervals_cover_with_few_or_very_unequal_documents(documents, shares):
-    assert crossed(3000, 16, documents, shares)[0] >= 0.94
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize('num_seeds', [8, 16, MANY])
 @pytest.mark.parametrize('choice', CHOICES)
 @pytest.mark.parametrize('case', CASES)
 def test_studies_are_decided_falsely_at_most_once_in_twenty(case, choice, num_seeds):
-    whole, _ = simulate(case, num_seeds, 400, choice=choice)
-    assert whole.false <= ALLOWED * whole.studies
+    counts = simulate(case, num_seeds, 400, choice=choice)
+    assert counts.false <= ALLOWED * 400
     if case == 'all nearly constant':
-        assert whole.tested < 0.05 * whole.arms
+        assert counts.tested < 0.05 * 400 * ARMS
         return
     if not case.startswith('bad'):  # few seeds do not show how rare bad trials shift a mean
-        assert whole.coverage >= 0.94
-    assert whole.tested >= 0.97 * whole.arms
-    effect = float(np.median(whole.detectable))
-    shifted, _ = simulate(case, num_seeds, 400, effect, choice)
+        assert counts.coverage >= 0.94
+    assert counts.tested >= 0.97 * 400 * ARMS
+    effect = float(np.median(counts.detectable))
+    shifted = simulate(case, num_seeds, 400, effect, choice)
     least = 0.65 if case.startswith('bad') else 0.78
     assert shifted.found >= least * shifted.sought
-
-
-@pytest.mark.slow
-def test_added_arms_do_not_raise_the_rate_of_false_decisions():
-    false = added_arms(2000, 7, 15, declared=True)
-    assert false <= ALLOWED * 2000 < added_arms(1000, 1, 15, declared=False)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from qkattn.report import columns, prose
+from qkattn.report import prose
 from qkattn.report.figures import forest, lines
 from qkattn.report.figures.style import Drawing, Styles, style_sheet, styles
 from qkattn.study.tuning import KNOBS
@@ -25,22 +25,14 @@ def _figures(
 ) -> Iterator[tuple[str, Figure | None, Mapping[str, Any]]]:
     stem = 'verdicts' if study.tuning else 'differences'
     yield stem, forest.differences(study, findings, look), {}
-    # One of the scores: what else there is stands in the table.
-    for score in columns.scores(findings.arms)[:1]:
-        about: dict[str, Any] = {'name': score.name, 'direction': score.metric.direction}
-        yield 'scores', forest.levels(study, findings, look, [score]), about
-    loss = columns.losses(findings.arms)[-1]
-    if any(arm.chosen for arm in findings.arms):
-        yield 'losses', forest.levels(study, findings, look, [loss]), {'split': loss.split}
     groups = prose.by_where(findings.arms, study)
     for number, (name, arms) in enumerate(groups.items(), start=1):
-        about, place = {'size': name or None}, f'_{number}' if name else ''
+        about: dict[str, Any] = {'size': name or None}
+        place = f'_{number}' if name else ''
         for knob in KNOBS:
             if swept := [arm for arm in arms if knob in arm.sweeps]:
                 figure = lines.sweep_panels(study, knob, swept, look)
                 yield f'sweep_{knob}{place}', figure, {'knob': knob} | about
         yield f'curves{place}', lines.learning_curves(study, arms, look), about
-    about = {'split': loss.split, 'laws': any(not law.fit.problem for law in findings.scaling)}
+    about = {'laws': any(s.has_law for s in findings.scaling)}
     yield 'loss_parameters', lines.loss_against_parameters(study, findings, look), about
-    if probes := columns.probes(findings.arms):
-        yield 'retrieval', forest.levels(study, findings, look, [loss, *probes]), {}

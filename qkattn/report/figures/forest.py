@@ -1,9 +1,9 @@
-"""Forest plots: mean, interval and seeds of each arm; all are drawn by `forest`."""
+"""Forest plots: mean, interval and seeds of the difference of each arm."""
 
 import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +11,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from qkattn.report import prose
-from qkattn.report.columns import Measure
 from qkattn.report.figures.style import (
     GRID,
     MUTED,
@@ -23,7 +22,6 @@ from qkattn.report.figures.style import (
     panels,
     short,
 )
-from qkattn.stats.inference import Difference, Estimate
 from qkattn.study.arm_key import ArmKey
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings
@@ -48,32 +46,26 @@ class Line(NamedTuple):
     name: str = ''  # what stands on the axis, if that is not `arm`
     reported: tuple[float, float] | None = None  # the ends of what others report
 
-    def at(self, value: Estimate | Difference, seeds: Sequence[float]) -> 'Line':
-        return self._replace(mean=value.mean, low=value.low, high=value.high, seeds=seeds)
-
 
 class Panel(NamedTuple):
-    """Lines from the top; `reference` is the x of a dashed line."""
+    """Lines from the top."""
 
     lines: Sequence[Line]
     xlabel: str
     title: str = ''
-    reference: float | None = None
 
 
 def forest(
     drawn: Sequence[Panel],
     look: Styles,
-    reference: str = '_',
     margin: float | None = None,
     limits: tuple[float, float] | None = None,
     longest: int = 44,
 ) -> Figure:
     """Panels below each other, in which name and text of a line stand above its mean.
 
-    Beside the axis, they would leave no room for it on a narrow screen. `reference` is the name of
-    the dashed line in the legend; a mean beyond `limits` is an arrowhead at the edge; names beyond
-    `longest` characters are cut in the middle.
+    Beside the axis, they would leave no room for it on a narrow screen. A mean beyond `limits` is
+    an arrowhead at the edge; names beyond `longest` characters are cut in the middle.
     """
     line_height = _LINE if any(line.right for panel in drawn for line in panel.lines) else 0.46
     height = [line_height * len(panel.lines) + 0.7 for panel in drawn]
@@ -83,8 +75,7 @@ def forest(
         if margin is not None:
             label = f'±{margin:g}, equivalent inside'
             ax.axvspan(-margin, margin, color=GRID, alpha=0.75, linewidth=0, zorder=0, label=label)
-        if panel.reference is not None:
-            ax.axvline(panel.reference, label=reference, **REFERENCE)
+        ax.axvline(0.0, label='no difference', **REFERENCE)
         names = [short(line.name or line.arm, longest) for line in panel.lines]
         for y, (line, name) in enumerate(zip(panel.lines, names, strict=True)):
             _draw(ax, y, line, look, limits)
@@ -129,74 +120,48 @@ def _above(ax: Axes, y: float, text: str, **font: Any) -> None:
         ax.text(0, y, text, **place, **font)
 
 
-def _lines(
-    study: Study, findings: Findings, absent: str
-) -> Mapping[str, list[tuple[Line, Arm | None]]]:
-    """A line without numbers for each declared arm, with its results, by size and corpus.
+def differences(study: Study, findings: Findings, look: Styles) -> Figure | None:
+    """Differences from the baseline, with verdicts and margin if tuned; None without any.
 
-    `absent` is why an arm has no number if it has finished trials.
+    A panel for each size and corpus has every declared arm, the lowest mean first.
     """
     results = {arm.key: arm for arm in findings.arms}
-    groups: dict[str, list[tuple[Line, Arm | None]]] = {}
+    groups: dict[str, list[Line]] = {}
     for size, corpus, variant in itertools.product(study.sizes, study.corpora, study.variants):
-        arm, why = results.get(key := ArmKey(variant, size, corpus)), absent
-        if arm is None or not arm.verdict_trials:
-            why = 'no result yet'
-        elif not arm.chosen:
-            why = 'diverged or stopped early'
-        line = Line(variant, absent=why, name=prose.shown(key, study))
-        groups.setdefault(prose.where(study, key), []).append((line, arm))
-    return groups
-
-
-def _ranked(lines: Sequence[Line], direction: int = 1) -> list[Line]:
-    """The lowest mean first, or the highest (-1); lines without a mean last."""
-    return sorted(lines, key=lambda line: math.inf if line.mean is None else direction * line.mean)
-
-
-def levels(study: Study, findings: Findings, look: Styles, measures: Sequence[Measure]) -> Figure:
-    """Metrics of every arm, a panel for each and each size and corpus; the best arm at the top."""
-    drawn = []
-    groups = _lines(study, findings, 'not measured for every seed')
-    for (title, arms), measure in itertools.product(groups.items(), measures):
-        lines = [
-            line.at(value, measure.of_seeds(arm))
-            if arm and (value := measure.over_seeds(arm))
-            else line
-            for line, arm in arms
-        ]
-        reference = next((line.mean for line in lines if line.arm == study.baseline), None)
-        lines = _ranked(lines, -1 if measure.metric.direction == 'higher' else 1)
-        drawn.append(Panel(lines, measure.axis, title, reference))
-    return forest(drawn, look, f'baseline mean ({short(study.baseline or "")})')
-
-
-def differences(study: Study, findings: Findings, look: Styles) -> Figure | None:
-    """Differences from the baseline, with verdicts and margin if tuned; None without any."""
+        if variant != study.baseline:
+            key = ArmKey(variant, size, corpus)
+            line = _line(variant, results.get(key), study)._replace(name=prose.shown(key, study))
+            groups.setdefault(prose.where(study, key), []).append(line)
+    lines = [line for of_group in groups.values() for line in of_group]
     tuned = study.tuning is not None
-    absent = 'the baseline has not finished' if tuned else 'no seed in common with the baseline'
-    xlabel = f'difference in {findings.split} loss (nats/token)'
-    drawn = []
-    for title, arms in _lines(study, findings, absent).items():
-        lines = []
-        for line, arm in arms:
-            if line.arm == study.baseline:
-                continue
-            texts = []
-            if arm and arm.difference:
-                line = line.at(arm.difference, arm.differences)
-                texts.append(prose.interval(arm.difference))
-            decision = arm.verdict.decision if arm and arm.verdict else None
-            texts += [decision.value] if decision else []
-            texts += [f'{arm.num_diverged} diverged'] if arm and arm.num_diverged else []
-            is_decided = decision in DECIDED
-            lines.append(line._replace(right='  '.join(texts), is_decided=is_decided))
-        drawn.append(Panel(_ranked(lines), xlabel, title, 0.0))
-    lines = [line for panel in drawn for line in panel.lines]
     if not lines or not (tuned or any(arm.difference for arm in findings.arms)):
         return None
-    margin = study.margin if tuned else None
-    return forest(drawn, look, 'no difference', margin, limits_of(lines, margin or 0.0))
+    xlabel, margin = f'difference in {findings.split} loss (nats/token)', study.margin * tuned
+    drawn = [Panel(sorted(group, key=_mean), xlabel, title) for title, group in groups.items()]
+    return forest(drawn, look, margin or None, limits_of(lines, margin))
+
+
+def _mean(line: Line) -> float:
+    return math.inf if line.mean is None else line.mean
+
+
+def _line(variant: str, arm: Arm | None, study: Study) -> Line:
+    """The line of an arm, which may have no results."""
+    if arm is None or not arm.verdict_trials:
+        return Line(variant, absent='no result yet')
+    if not arm.chosen:
+        return Line(variant, absent='diverged or stopped early')
+    decision = arm.verdict.decision if arm.verdict else None
+    texts = [prose.interval(arm.difference)] if arm.difference else []
+    texts += [decision.value] if decision else []
+    texts += [f'{arm.num_diverged} diverged'] if arm.num_diverged else []
+    line = Line(variant, right='  '.join(texts), is_decided=decision in DECIDED)
+    if (difference := arm.difference) is None:
+        tuned = study.tuning is not None
+        why = 'the baseline has not finished' if tuned else 'no seed in common with the baseline'
+        return line._replace(absent=why)
+    ends = {'mean': difference.mean, 'low': difference.low, 'high': difference.high}
+    return line._replace(**ends, seeds=arm.differences)
 
 
 def limits_of(lines: Sequence[Line], margin: float, far: float = 6.0) -> tuple[float, float] | None:

@@ -21,7 +21,6 @@ from qkattn.report.figures.style import (
     panels,
     short,
 )
-from qkattn.stats.sweep import Sweep
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings
 from qkattn.verdict.load import Study
@@ -29,8 +28,6 @@ from qkattn.verdict.load import Study
 COLUMNS = 2
 # Parameter counts within this ratio are equal.
 EQUAL = 1.01
-# The axis of a sweep ends at this many times the rise within one grid step of the best value.
-CUT = 3.0
 
 
 def learning_curves(study: Study, arms: Sequence[Arm], look: Styles) -> Figure | None:
@@ -91,7 +88,8 @@ def _line(ax: Axes, curve: pd.DataFrame, look: Styles, variant: str, label: str)
 def sweep_panels(study: Study, knob: str, arms: Sequence[Arm], look: Styles) -> Figure:
     """Screening loss against a setting, a panel an arm of one size and corpus, with the parabola.
 
-    Above a panel stand the chosen value and the interval of the optimum.
+    Above a panel stand the chosen value and the interval of the optimum. The axis ends at the
+    losses of the values that the parabola is fitted to, so that others do not flatten it.
     """
     columns = min(COLUMNS, len(arms))
     figure = Figure(figsize=(WIDTH, 1.9 * -(-len(arms) // columns) + 0.95))
@@ -103,7 +101,7 @@ def sweep_panels(study: Study, knob: str, arms: Sequence[Arm], look: Styles) -> 
         interval = prose.optimum(sweep) if sweep.bracketed else 'not bracketed'
         title = f'{name}\n{sweep.chosen:.3g}\n{interval}'
         ax.set_title(title, fontsize=8, fontweight='normal')
-        ax.set(xscale='log', ylim=_limits(sweep))
+        ax.set(xscale='log')
         # A panel has room for three labels.
         ax.set_xticks(values[::-1][:: math.ceil(len(values) / 3)])
         ax.xaxis.set_major_formatter('{x:.3g}')
@@ -113,12 +111,10 @@ def sweep_panels(study: Study, knob: str, arms: Sequence[Arm], look: Styles) -> 
         for value, losses in zip(sweep.values, sweep.losses, strict=True):
             ax.scatter([value] * len(losses), losses, color=style['color'], **SEEDS)
         ax.plot(sweep.values, sweep.means, label='mean', **style | {'linestyle': 'none'})
-        top = ax.get_ylim()[1]
-        above = [v for v, mean in zip(sweep.values, sweep.means, strict=True) if mean > top]
-        if above:
-            cross = {'marker': 'x', 'markeredgecolor': INK, 'linestyle': 'none', 'color': INK}
-            cross |= {'transform': ax.get_xaxis_transform(), 'label': 'higher, or a seed diverged'}
-            ax.plot(above, [0.94] * len(above), **cross)
+        pairs = zip(sweep.values, sweep.losses, strict=True)
+        if near := [loss for value, losses in pairs if value in sweep.fitted for loss in losses]:
+            pad = 0.1 * (max(near) - min(near)) or 0.01
+            ax.set_ylim(min(near) - pad, max(near) + pad)
         if sweep.loss is not None:
             x = np.geomspace(sweep.fitted[0], sweep.fitted[-1], 60)
             fit = sweep.loss + sweep.curvature / 2 * np.log(x / sweep.optimum) ** 2
@@ -134,20 +130,6 @@ def sweep_panels(study: Study, knob: str, arms: Sequence[Arm], look: Styles) -> 
     return figure
 
 
-def _limits(sweep: Sweep) -> tuple[float, float] | None:
-    """Y limits that show the lowest loss and what rises nearby; None without any loss."""
-    seeds = {v: losses for v, losses in zip(sweep.values, sweep.losses, strict=True) if losses}
-    if not seeds:
-        return None
-    low, highest = min(map(min, seeds.values())), max(map(max, seeds.values()))
-    place = sweep.values.index(sweep.best)
-    near = sweep.values[max(place - 1, 0) : place + 2]
-    rise = max(max(seeds[value]) for value in near if value in seeds) - low or 0.01
-    height = min(CUT * rise, max(highest - low, rise))
-    # Above it is room for marks at the edge.
-    return low - 0.1 * height, low + 1.22 * height
-
-
 def loss_against_parameters(study: Study, findings: Findings, look: Styles) -> Figure | None:
     """Mean loss of each variant and corpus against parameters, with the law where there is one.
 
@@ -161,7 +143,7 @@ def loss_against_parameters(study: Study, findings: Findings, look: Styles) -> F
     ends = min(total.values()), max(total.values())
     if not lines or ends[1] <= EQUAL * ends[0]:
         return None
-    laws = {(law.variant, law.corpus): law.fit for law in findings.scaling}
+    laws = {(s.variant, s.corpus): s.law for s in findings.scaling if s.has_law}
     figure = Figure(figsize=(WIDTH, 3.4 + 0.2 * len(lines)))
     ax = figure.subplots()
     for (variant, corpus), arms in lines.items():
@@ -171,11 +153,10 @@ def loss_against_parameters(study: Study, findings: Findings, look: Styles) -> F
         for arm, of_seeds in zip(arms, losses, strict=True):
             dots = SEEDS | {'label': '_', 'color': style['color']}
             ax.scatter([total[arm.key]] * len(of_seeds), of_seeds, **dots)
-        joined = law is None or law.problem
-        thin = {'linewidth': 0.8} if joined else {'linestyle': 'none'}
+        thin = {'linestyle': 'none'} if law else {'linewidth': 0.8}
         x, means = [total[arm.key] for arm in arms], [*map(np.mean, losses)]
         ax.plot(x, means, label=short(name, 40), **style | thin)
-        if not joined:
+        if law:
             sizes = np.geomspace(law.sizes[0], law.sizes[-1], 80)
             curve = style | {'marker': '', 'label': f'_law of {name}'}
             ax.plot(sizes, [law.loss(size) for size in sizes], **curve)
