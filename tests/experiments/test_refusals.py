@@ -25,7 +25,6 @@ CASES = [
     ('prepare_data', '--config=run.py', '--out=DIRECTORY is required'),
     ('prepare_data', '--config=run.py', '--out=gs://b/x', '--out=gs://b/x is a URL'),
     ('prepare_data', '--config=run.py', '--out=/proc/x', '/proc/x cannot be written'),
-    ('prepare_data', '--out=absent', '--verify', 'absent/index.json cannot be read'),
     # Settings.
     (*TRAIN, '--config.train.num_steps=1.5', "'1.5'"),
     (*TRAIN, '--config.modle.d_model=3', 'mean --config.model.d_model?'),

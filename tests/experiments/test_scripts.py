@@ -242,28 +242,22 @@ def test_other_kinds_of_models_and_files_are_measured(printed, tmp_path):
     assert 'induction' in text and 'entropy' not in text  # nothing was read
 
 
-def test_shards_are_made_checked_trained_on_and_decoded(script_here, printed, tiny, tmp_path):
+def test_tokens_are_made_trained_on_and_decoded(printed, tiny, tmp_path):
     write_texts(tmp_path / 'files')
     data = ('--config.data.name=text', '--config.data.path=files')
-    data += ('--config.data.tokenizer=characters', '--shard_tokens=2000')
-    flags = ('prepare_data', '--config=run.py', '--out=shards', *data)
-    made = printed(*flags)
-    assert 'to train: --config.data.name=shards --config.data.path=shards\n' in made
-    before = contents(tmp_path / 'shards')
-    again = script_here(*flags)
-    assert again.stdout == made and again.stderr == 'shards is complete\n'
-    printed('prepare_data', '--out=shards', '--verify')
-    data = {'name': 'shards', 'path': 'shards', 'data_dir': '/absent'}
+    flags = ('prepare_data', '--config=run.py', '--out=made', *data)
+    made = printed(*flags, '--config.data.tokenizer=characters')
+    assert 'to train: --config.data.name=tokens --config.data.path=made\n' in made
+    before = contents(tmp_path / 'made')
+    data = {'name': 'tokens', 'path': 'made', 'data_dir': '/absent'}
     (result, _) = train(tiny(data=data, model={'num_layers': 1}), tmp_path / 'w')
-    index = json.loads(before['index.json'])
+    index = json.loads(before['tokens.json'])
     expected = {split: info['fingerprint'] for split, info in index['splits'].items()}
     assert result['data']['fingerprints'] == expected
     assert result['data']['tokenizer'] == index['tokenizer_name']
     assert result['val_bits_per_byte'] > 0 and result['data']['unigram_loss'] > 1
     assert printed('generate', 'w', '--prompt=train ', '--num_tokens=8').startswith('train ')
-    assert contents(tmp_path / 'shards') == before
-    (tmp_path / 'shards/train_000000.bin').unlink()
-    assert script_here('prepare_data', '--out=shards', '--verify').returncode == 2
+    assert contents(tmp_path / 'made') == before
 
 
 def test_a_bench_is_printed_and_the_package_that_it_needs_is_named(refusal, printed, monkeypatch):
