@@ -1,7 +1,7 @@
 """Trains one architecture as a stack of trials.
 
 python -m experiments.train --config=configs/small.py --workdir=runs/small
-python -m experiments.train --config=small --dry_run --topology=v5e-4 --config.mesh.data=4
+python -m experiments.train --config=small --dry_run --topology=v5e-2x2 --config.mesh.data=4
 """
 
 import textwrap
@@ -30,7 +30,7 @@ DRY_RUN = flags.DEFINE_bool(
 TOPOLOGY = flags.DEFINE_string(
     'topology',
     None,
-    'Pod that --dry_run describes, without any accelerator: v5p-64, v6e-256, a3-16x8, ...; by '
+    'Pod that --dry_run describes, without any accelerator: v5p-2x4x4, h100-16x8, ...; by '
     'default the present devices. See docs/scaling.md.',
 )
 LOG = flags.DEFINE_string('dry_run_log', None, 'CSV file to which --dry_run appends a row.')

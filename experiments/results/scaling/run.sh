@@ -37,12 +37,12 @@ weak() { # weak scaling of the 124M model, 8 sequences per device
 }
 
 pods() { # 256 and 4,096 chips
-  describe v6e-256 2048 "${gpt2[@]}" --config.mesh.data=256
-  describe v6e-256 1024 "${large[@]}" --config.mesh.data=16 --config.mesh.fsdp=16
-  describe v6e-256 64 "${stack[@]}" --config.mesh.trial=32 --config.mesh.data=8
-  describe v5p-8192 32768 "${gpt2[@]}" --config.mesh.data=4096
-  describe v5p-8192 16384 "${large[@]}" --config.mesh.data=256 --config.mesh.fsdp=16
-  describe v5p-8192 1024 "${stack[@]}" --config.mesh.trial=32 --config.mesh.data=128
+  describe v6e-16x16 2048 "${gpt2[@]}" --config.mesh.data=256
+  describe v6e-16x16 1024 "${large[@]}" --config.mesh.data=16 --config.mesh.fsdp=16
+  describe v6e-16x16 64 "${stack[@]}" --config.mesh.trial=32 --config.mesh.data=8
+  describe v5p-16x16x16 32768 "${gpt2[@]}" --config.mesh.data=4096
+  describe v5p-16x16x16 16384 "${large[@]}" --config.mesh.data=256 --config.mesh.fsdp=16
+  describe v5p-16x16x16 1024 "${stack[@]}" --config.mesh.trial=32 --config.mesh.data=128
 }
 
 for part in "${@:-weak pods}"; do
