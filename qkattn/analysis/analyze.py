@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -29,9 +29,6 @@ PROGRAMS: tuple[tuple[Callable, ...], ...] = (
     (*(q for q in MATRIX_QUANTITIES.values() if q is not definiteness), singular_values),
     (definiteness,),
 )
-# The quantities of which `means` takes the mean.
-MEAN_OF_MATRICES = ('norm', 'effective_rank', 'symmetric_share')
-MEAN_OF_PATTERNS = ('entropy', 'logit_deviation', 'diagonal_mass', 'previous_token_mass')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,42 +112,6 @@ def analyze(
     if batch is not None and 'targets_BT' in batch:
         rows += _norms(jax.jit(jax.grad(loss))(model, dict(batch)), 'gradient_norm')
     return Analysis(rows, spectra, [circuit for circuit in matrices if circuit not in spectra])
-
-
-def means(
-    model: Transformer,
-    inputs: Mapping[str, Any] | None = None,
-    rows_B: jax.Array | None = None,
-) -> dict[str, jax.Array]:
-    """Attention in a few numbers: means over sites, layers and heads; traceable by jit and vmap.
-
-    They are those of `metrics.ATTENTION`, of patterns only where there are inputs. NaN for what the
-    attention does not have. `rows_B` is False for rows whose patterns do not count; None is all.
-    """
-    results: dict[str, jax.Array] = {}
-    layers = [layer for layers in sites(model).values() for layer in layers]
-    present = {c: a_NDD for c, a_NDD in circuit_matrices(model).items() if a_NDD is not None}
-    numbers = {}
-    if present:  # all in one array, as `matrices` asks for
-        a_PNDD = jnp.stack([*present.values()])
-        numbers = {name: MATRIX_QUANTITIES[name](a_PNDD) for name in MEAN_OF_MATRICES}
-    for circuit, matrix, part in (('qk', 'A', 'score'), ('ov', 'B', 'value')):
-        indices = [p for p, (*_, which) in enumerate(present) if which == matrix]
-        for name in MEAN_OF_MATRICES:
-            results[f'{circuit}_{name}'] = _mean(numbers[name][p] for p in indices)
-        results[f'{circuit}_factor_norm'] = _mean(_norm(getattr(layer, part)) for layer in layers)
-    if inputs is None:
-        return results
-    rows_B11 = True if rows_B is None else rows_B[:, None, None]
-    measured = [
-        (pattern_quantities(site), pattern._replace(mask_BTS=pattern.mask_BTS & rows_B11))
-        for (site, _), pattern in attention_patterns(model, inputs).items()
-    ]
-    for name in MEAN_OF_PATTERNS:
-        results[f'attention_{name}'] = _mean(
-            chosen[name](pattern) for chosen, pattern in measured if name in chosen
-        )
-    return results
 
 
 def circuit_matrices(model: Transformer) -> dict[Circuit, jax.Array | None]:
@@ -265,13 +226,3 @@ def _norms(model: Transformer, quantity: str) -> list[Row]:
                 size = float(np.linalg.norm(factor.ravel()))
                 rows.append(Row(prefix + site, layer, None, name, quantity, size))
     return rows
-
-
-def _mean(values: Iterable[jax.Array]) -> jax.Array:
-    flat = [jnp.ravel(value) for value in values]
-    return jnp.concatenate(flat).mean() if flat else jnp.float32(jnp.nan)
-
-
-def _norm(circuit: Any) -> jax.Array:
-    squares = [(leaf.astype(jnp.float32) ** 2).sum() for leaf in jax.tree.leaves(circuit)]
-    return jnp.sqrt(sum(squares, jnp.float32(0)))

@@ -116,9 +116,6 @@ class TrainConfig:
     lifting: Literal['auto', 'vmap', 'map'] = setting(
         'auto', "Trials run as 'vmap' (at once), 'map' (in turn), or 'auto', as is faster."
     )
-    attention_metrics: bool = setting(
-        False, 'An evaluation also measures matrices and patterns of attention (docs/analysis.md).'
-    )
     metrics: tuple[str, ...] = setting(
         (), 'Further metrics of an evaluation, by import path (docs/outside.md#a-metric).'
     )
