@@ -4,18 +4,16 @@ import functools
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from qkattn.analysis import Analysis, analyze, attention_patterns, circuit_matrices
-from qkattn.analysis.analyze import PROGRAMS, Row, next_token_batch, of_matrices
+from qkattn.analysis.analyze import PROGRAMS, Row, of_matrices
 from qkattn.attention import registry
 from qkattn.config import ModelConfig
 from qkattn.convert.conversions import converted
 from qkattn.errors import ConfigError
-from qkattn.model import abstract_model, build, with_params
+from qkattn.model import abstract_model, build
 from tests.attention import examples  # noqa: F401, the class Differential
 from tests.lanes import only
 
@@ -39,8 +37,8 @@ MEASURED = [
 @pytest.mark.parametrize(('fields', 'depths'), only(MEASURED[:2], MEASURED), ids=str)
 def test_every_site_layer_and_head_is_measured(fields, depths):
     model = make(**fields)
-    batch = next_token_batch(model, TOKENS)
-    analysis = analyze(model, batch | ({'source_BS': TOKENS[:, :6]} if fields is BOTH else {}))
+    source = {'source_BS': TOKENS[:, :6]} if fields is BOTH else {}
+    analysis = analyze(model, {'tokens_BT': TOKENS} | source)
     for site, depth in depths.items():
         for part, quantity in (('A', 'effective_rank'), ('B', 'norm'), ('pattern', 'entropy')):
             assert analysis.values(quantity, part, site).shape == (depth, 2)
@@ -48,7 +46,6 @@ def test_every_site_layer_and_head_is_measured(fields, depths):
     kinds = {(row.site, row.quantity) for row in analysis.rows}
     assert ('cross_attention', 'diagonal_mass') not in kinds
     assert (('attention', 'induction_score') in kinds) == (fields is not BOTH)
-    assert any(q == 'gradient_norm' for _, q in kinds) == (fields is PATTERN)
 
 
 def test_numbers_of_a_layer_are_those_of_its_matrices():
@@ -62,8 +59,6 @@ def test_numbers_of_a_layer_are_those_of_its_matrices():
     assert analysis.values('norm', 'A')[1, 1] == pytest.approx(np.linalg.norm(A), rel=1e-5)
     B = np.asarray(value.w_v_DKH[...], np.float64)[:, 0] @ value.w_o_NHD[...][0]
     assert analysis.values('norm', 'B')[1, 0] == pytest.approx(np.linalg.norm(B), rel=1e-4)
-    norms = analysis.values('parameter_norm', 'score/w_q_DNH')
-    np.testing.assert_allclose(norms[1], [np.linalg.norm(w_q)], rtol=1e-5)
     with pytest.raises(KeyError, match='no entropy'):
         analysis.values('entropy')
 
@@ -123,23 +118,3 @@ def test_attention_that_is_equal_over_all_keys_has_its_induction_score():
         model.blocks.attention.score.w_q_DNH[...] *= 0
         score_LN = analyze(model).values('induction_score', 'pattern')
         np.testing.assert_allclose(score_LN, expected, rtol=1e-5)
-
-
-def test_gradient_norms_are_those_of_the_loss():
-    model = make(num_layers=3, pattern='qk/vo,qk/no_v')
-
-    def loss(params):
-        logits = with_params(model.config, params)(TOKENS)[:, :-1]
-        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), TOKENS[:, 1:, None], -1)
-        return -chosen.mean()
-
-    grads = jax.jit(jax.grad(loss))(nnx.to_pure_dict(nnx.state(model)))
-    scores = [grads['blocks'][f'stack_{number}']['attention']['score'] for number in range(2)]
-    analysis = analyze(model, next_token_batch(model, TOKENS), induction=False)
-    norms = analysis.values('gradient_norm', 'score/w_q_DNH')[:, 0]
-    expected = [np.linalg.norm(scores[i % 2]['w_q_DNH'][i // 2]) for i in range(3)]
-    np.testing.assert_allclose(norms, expected, rtol=1e-4)
-    # The sum of squares over all factors is that of the whole gradient.
-    total = sum(row.value**2 for row in analysis.rows if row.quantity == 'gradient_norm')
-    squares = [float((g**2).sum()) for g in jax.tree.leaves(grads)]
-    assert total == pytest.approx(sum(squares), rel=1e-4)

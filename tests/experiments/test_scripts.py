@@ -207,7 +207,6 @@ def test_a_run_is_measured_on_its_own_data_or_on_a_text(refusal, printed, run, t
     values = {key: rows['value'] for key, rows in table.groupby(['quantity', 'subject'])}
     assert len(values['symmetric_share', 'A']) == 2
     assert (values['drift', 'A'] == 0).all() and (values['drift', 'B'] == 0).all()
-    assert (values['gradient_norm', 'score/w_q_DNH'] > 0).all()
     # The table has means over heads, of induction the best head.
     means = [values[key].mean() for key in (('effective_rank', 'A'), ('entropy', 'pattern'))]
     best = values['induction_score', 'pattern'].max()
