@@ -59,7 +59,6 @@ COLUMNS = (
     ('rank|of A', 'effective_rank', 'A'),
     ('symmetric|share of A', 'symmetric_share', 'A'),
     ('direc-|tionality', 'directionality', 'A'),
-    ('definite-|ness', 'definiteness', 'A'),
     ('rank|of B', 'effective_rank', 'B'),
     ('drift|of A', 'drift', 'A'),
     ('drift|of B', 'drift', 'B'),

@@ -2,14 +2,14 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qkattn.analysis.matrices import MATRIX_QUANTITIES, definiteness, drift, singular_values
+from qkattn.analysis.matrices import MATRIX_QUANTITIES, drift, singular_values
 from qkattn.analysis.patterns import (
     attention_patterns,
     induction_score,
@@ -21,11 +21,6 @@ from qkattn.model import EncoderDecoder
 from qkattn.model.transformer import Transformer, inputs_of
 
 Circuit = tuple[str, int, str]  # site, layer, and 'A' or 'B'
-# What one program computes; the last one needs eigenvalues, see `matrices`.
-PROGRAMS: tuple[tuple[Callable, ...], ...] = (
-    (*(q for q in MATRIX_QUANTITIES.values() if q is not definiteness), singular_values),
-    (definiteness,),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +83,8 @@ def analyze(
     matrices = jax.jit(circuit_matrices)(model)
     present = {circuit: a_NDD for circuit, a_NDD in matrices.items() if a_NDD is not None}
     numbers: dict[str, np.ndarray] = {'singular_values': np.empty(0)}
-    for quantities in PROGRAMS if present else ():
-        numbers |= jax.device_get(of_matrices(jnp.stack([*present.values()]), quantities))
+    if present:
+        numbers = jax.device_get(of_matrices(jnp.stack([*present.values()])))
     spectra = dict(zip(present, numbers.pop('singular_values'), strict=True))
     for p, circuit in enumerate(present):
         rows += _by_head(circuit, {name: values_P[p] for name, values_P in numbers.items()})
@@ -158,9 +153,10 @@ def repeated_tokens(model: Transformer) -> dict[str, np.ndarray] | None:
     return {'tokens_BT': np.tile(r_BH, 2)}
 
 
-@functools.partial(jax.jit, static_argnames='quantities')
-def of_matrices(a_PNDD: jax.Array, quantities: tuple[Callable, ...]) -> dict[str, jax.Array]:
-    """Quantities of P circuits by name, each [P, N]."""
+@jax.jit
+def of_matrices(a_PNDD: jax.Array) -> dict[str, jax.Array]:
+    """Quantities of P circuits by name, each [P, N], and singular values [P, N, D]."""
+    quantities = (*MATRIX_QUANTITIES.values(), singular_values)
     return {quantity.__name__: quantity(a_PNDD) for quantity in quantities}
 
 
