@@ -249,7 +249,7 @@ def test_a_file_is_fetched_once_checked_and_again_if_it_is_damaged(tmp_path, mon
     path.write_bytes(b'one\n')
     assert fetched() == path.read_bytes() == TEXT
     (warning,) = warnings
-    assert f'{path} is damaged: its sha256 is' in warning
+    assert f'{path} has sha256 ' in warning
     # Without the lock, so that the files may be on a read-only disk.
     (path.parent / 'lock').unlink()
     served.clear()

@@ -14,7 +14,7 @@ import tensorflow_datasets as tfds
 
 from qkattn.config import DataConfig
 from qkattn.config.calls import load_extra
-from qkattn.data.cache import data_root, sha256_of
+from qkattn.data.cache import data_root
 from qkattn.data.corpora.corpus import Corpus, parse_languages, readable
 from qkattn.errors import ConfigError
 from qkattn.storage.files import expanded
@@ -75,8 +75,10 @@ def saved(config: DataConfig) -> Corpus:
     sets = sets if isinstance(sets, Mapping) else {'train': sets}
     digest = hashlib.sha256()
     for split, rows in sets.items():
-        for file in rows.cache_files:
-            digest.update(f'{split} {sha256_of(Path(file["filename"]))}\n'.encode())
+        for cached in rows.cache_files:
+            with open(cached['filename'], 'rb') as file:
+                sha256 = hashlib.file_digest(file, 'sha256').hexdigest()
+            digest.update(f'{split} {sha256}\n'.encode())
     return _hugging_face(sets, config, f'sha256-{digest.hexdigest()[:16]}')
 
 
