@@ -19,7 +19,6 @@ from qkattn.train import dry_run
 from qkattn.train.loop import train
 from qkattn.train.program_cache import keep_programs
 from qkattn.train.results import FINISHED
-from qkattn.train.timing import Trace
 
 CONFIG = cli.define_config(Config)
 DRY_RUN = flags.DEFINE_bool(
@@ -57,7 +56,7 @@ def main() -> None:
     if TOPOLOGY.value is not None:
         raise ConfigError('--topology needs --dry_run')
     workdir = cli.required(WORKDIR)
-    for result in train(config, workdir, trace=Trace(PROFILE.value)):
+    for result in train(config, workdir, profile=PROFILE.value):
         trial = ' '.join(f'{name}={value}' for name, value in result['trial'].items())
         at = '' if result.get('diverged_at') is None else f' at step {result["diverged_at"]:,}'
         print(f'{trial}: {result["status"]}{at}')

@@ -22,7 +22,7 @@ from qkattn.jobs.agreement import owned, owner_first
 from qkattn.jobs.display import Progress, StudyLeft, waiting
 from qkattn.jobs.signals import StopRequest
 from qkattn.model.sites import validate
-from qkattn.storage.files import check_directory
+from qkattn.storage.files import check_directory, make_directory
 from qkattn.storage.metrics_log import MetricsFile
 from qkattn.storage.records import read_json, read_results, write_json
 from qkattn.storage.run_directory import RunDirectory
@@ -31,7 +31,7 @@ from qkattn.train import exported, program, results, sharding
 from qkattn.train.checkpoint import Checkpoints
 from qkattn.train.optimizer import check_optimizer
 from qkattn.train.program import Program
-from qkattn.train.timing import PARTS, Clock, Trace
+from qkattn.train.timing import PARTS, Clock, traced
 from qkattn.train.trials import Evaluation, Stack, check_metrics
 
 SEEN_WITHIN = 60.0  # seconds, for others to see a file that process 0 has written
@@ -50,14 +50,15 @@ def train(
     label: str = 'train',
     study: StudyLeft | None = None,
     lost: Callable[[], bool] = lambda: False,
-    trace: Trace | None = None,
+    profile: str | None = None,
 ) -> list[dict[str, Any]]:
     """Trains the stack of trials to its end and returns one result per trial, in trial order.
 
     A finished run returns its results at once; an unfinished one resumes at its newest sound
     checkpoint, bitwise as if it had never stopped (same devices, same versions). The progress
     display shows `label` and `study`. `lost`, called after every dispatch in process 0 of a job,
-    says whether another process has taken over the run.
+    says whether another process has taken over the run. A trace of three dispatches goes to the
+    directory `profile`.
 
     ConfigError: an invalid setting, or a workdir in use or of another configuration.
     CheckpointError: checkpoints are damaged, or of other data. Stopped: SIGTERM or Ctrl-C; the
@@ -70,6 +71,7 @@ def train(
     check_sinks(config.train.sinks)
     check_metrics(config)
     path, trials = check_directory(workdir), config.trials.trials()
+    traces = None if profile is None else make_directory(profile)
     sharding.require_devices(config.mesh)
     agreement.on_owner(lambda: sharding.require_memory(config))
     tokens = len(trials) * config.train.batch_size * config.model.context  # of a step
@@ -103,7 +105,7 @@ def train(
                 stack, record = start_stack(config, compiled, rows, checkpoints)
             metrics = directory.metrics
             run = _Run(path, stack, tokens, metrics, sinks, progress, checkpoints, stop, taken_over)
-            trial_results, documents = run.to_end(record, trace or Trace(None))
+            trial_results, documents = run.to_end(record, traces)
 
         def write() -> list[dict[str, Any]]:
             """Writes what a run ends with; a start that finds no results makes all of it again."""
@@ -208,7 +210,9 @@ class _Run:
     validated: tuple[int, Evaluation] | None = None  # the newest, and its step
     diverged_at: dict[int, int | None] = dataclasses.field(default_factory=dict)  # by trial
 
-    def to_end(self, record: dict[str, Any], trace: Trace) -> tuple[list[dict], dict[str, Any]]:
+    def to_end(
+        self, record: dict[str, Any], traces: Path | None
+    ) -> tuple[list[dict], dict[str, Any]]:
         """Trains from the checkpoint of `record` on; the results of trials and documents."""
         stack, train, step = self.stack, self.stack.config.train, self.stack.step
         alive_X = stack.alive_X
@@ -219,7 +223,12 @@ class _Run:
         steps_X = record['diverged_at'] or [None] * len(alive_X)
         self.diverged_at = {x: at for x, at in enumerate(steps_X) if not alive_X[x]}
         clock, unwritten = Clock(record), None
-        with contextlib.closing(stack.batches()) as batches, contextlib.closing(trace):
+        with (
+            contextlib.closing(stack.batches()) as batches,
+            contextlib.closing(
+                traced(traces, clock.inputs(map(stack.place, batches)), lambda: stack.state)
+            ) as placed,
+        ):
             self.stop.defer_exit()
             stopped = f'stopped at step %s of {train.num_steps}, state saved'
             if not record['evaluated'] and not self._validate(step):
@@ -227,8 +236,7 @@ class _Run:
             self.progress.begin(step)
             since = step
             clock.start()
-            for batch in clock.inputs(map(stack.place, batches)):
-                trace.dispatching(stack.state)
+            for batch in placed:
                 metrics = stack.train(batch)
                 # Metrics are fetched one dispatch late, so that the device never waits for them.
                 self._write(unwritten, clock)
