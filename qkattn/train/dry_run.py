@@ -77,7 +77,7 @@ class Pod:
             or not re.fullmatch(r'[1-9]\d{0,4}(x[1-9]\d{0,4})*', shape)
         ):
             raise ConfigError(
-                f'topology {name!r} must be a chip and a shape, as in v5p-2x4x4 and v6e-16x16, or '
+                f'--dry_run={name} must be a chip and a shape, as in v5p-2x4x4 and v6e-16x16, or '
                 f'hosts x GPUs, as in h100-16x8; chips are {", ".join(CHIPS)}'
             )
         self.name, self.chip, self.slice = name, CHIPS[kind], f'{kind}:{shape}'
@@ -97,31 +97,22 @@ class Description:
     parameters: int
     tokens: int
     memory: dict[str, int]
-    capacity: int | None
+    capacity: int
     flops: float
-    seconds: float | None
+    seconds: float
 
 
-def describe(config: Config, topology: str | None = None) -> Description:
-    """Compiles the train program for a pod, or for the present devices, and describes it."""
-    pod = None if topology is None else Pod(topology)
-    if pod is not None:
-        _require_fit(config, pod)
+def describe(config: Config, topology: str) -> Description:
+    """Compiles the train program for the pod of a name and describes it."""
+    pod = Pod(topology)
+    _require_fit(config, pod)
     validate(config)
     check_optimizer(config.optimizer, config.train.num_steps)
     check_metrics(config)
     model, train, trials = config.model, config.train, len(config.trials.trials())
-    if pod is None:
-        devices, chip = jax.devices(), None
-        name = compiler = devices[0].device_kind
-        capacity = (devices[0].memory_stats() or {}).get('bytes_limit')
-        where = f'{len(devices)} devices ({name})'
-    else:
-        devices, compiler = _devices(pod)
-        name, chip = pod.name, pod.chip
-        capacity = chip.hbm // chip.devices
-        where = f'{name}: {pod.chips:,} {chip.kind} chips'
-    mesh = sharding.make_mesh(config.mesh, devices if pod else None)
+    devices, compiler = _devices(pod)
+    capacity = pod.chip.hbm // pod.chip.devices
+    mesh = sharding.make_mesh(config.mesh, devices)
     lifting = 'vmap' if train.lifting == 'auto' else train.lifting
     sharding.say_once.cache_clear()
     choice.say_once.cache_clear()
@@ -135,18 +126,16 @@ def describe(config: Config, topology: str | None = None) -> Description:
     flops = 3 * cost.flops_per_token(model) * tokens / mesh.size
     scan = f'{model.num_layers} layers, {model.unroll} in an iteration of the scan'
     dispatch = f'trials by {lifting}; {train.steps_per_dispatch} steps per dispatch'
-    notes = [where, f'compiled by {compiler}', f'mesh {_axes(mesh.shape)}', f'{scan}; {dispatch}']
-    notes += kernels
-    if capacity and (total := sum(memory.values())) > capacity:
+    notes = [f'{pod.name}: {pod.chips:,} {pod.chip.kind} chips', f'compiled by {compiler}']
+    notes += [f'mesh {_axes(mesh.shape)}', f'{scan}; {dispatch}', *kernels]
+    if (total := sum(memory.values())) > capacity:
         sizes = f'{_size_text(total)} for {_size_text(capacity)} of HBM per device'
         remedies = 'larger mesh.fsdp or mesh.tensor, train.accumulation and model.remat take less'
         notes.append(f'WARNING the program DOES NOT FIT: {sizes}; {remedies}')
     notes += [f'WARNING replication or another axis: {message}' for message in fallbacks]
-    seconds = flops * chip.devices / chip.flops if chip else None
-    parameters, axes = cost.count(model)['total'], dict(mesh.shape)
-    return Description(
-        name, compiler, axes, notes, trials, parameters, tokens, memory, capacity, flops, seconds
-    )
+    seconds = flops * pod.chip.devices / pod.chip.flops
+    about = pod.name, compiler, dict(mesh.shape), notes, trials, cost.count(model)['total']
+    return Description(*about, tokens, memory, capacity, flops, seconds)
 
 
 @contextlib.contextmanager
@@ -172,7 +161,7 @@ def _require_fit(config: Config, pod: Pod) -> None:
     mesh, used = dataclasses.asdict(config.mesh), math.prod(dataclasses.astuple(config.mesh))
     if used != pod.devices:
         raise ConfigError(
-            f'mesh {mesh} has {used:,} device{"s" * (used != 1)}, but topology {pod.name!r} has '
+            f'mesh {mesh} has {used:,} device{"s" * (used != 1)}, but --dry_run={pod.name} has '
             f'{pod.devices:,}; set sizes of config.mesh that multiply to {pod.devices:,}'
         )
 
@@ -188,12 +177,12 @@ def _devices(pod: Pod) -> tuple[list[jax.Device], str]:
             devices = topologies.get_topology_desc(pod.slice, 'tpu').devices
         except Exception as error:  # of any kind where there is no such slice
             reason = str(error).partition('\n')[0]
-            raise ConfigError(f'topology {pod.name!r} is refused by libtpu: {reason}') from error
+            raise ConfigError(f'--dry_run={pod.name} is refused by libtpu: {reason}') from error
         return devices, f'XLA for TPU {pod.slice} (libtpu)'
     fake = jax.devices('cpu')[: pod.devices]
     if len(fake) < pod.devices:
         raise ConfigError(
-            f'topology {pod.name!r} has {pod.devices:,} devices, more than the {len(fake):,} fake '
+            f'--dry_run={pod.name} has {pod.devices:,} devices, more than the {len(fake):,} fake '
             f'ones of this process, which may have {MOST_FAKE_DEVICES:,}; slices of more TPUs need '
             "libtpu: pip install -e '.[tpu]'"
         )
@@ -225,17 +214,16 @@ def _memory(compiled: jax.stages.Compiled, state: dict, batch: Any) -> dict[str,
 def text(run: Description) -> str:
     """The description as a page of at most 100 columns."""
     total = sum(run.memory.values())
+    share = f'{_size_text(run.capacity)}, of which {total / run.capacity:.1%} are used'
+    peak = f'{1e3 * run.seconds:,.3g} ms at the peak bfloat16 rate'
     rows: list[tuple[str, float, str]] = [
         ('parameters', run.parameters, f'of {run.trials} trial{"s" * (run.trials > 1)} each'),
         ('tokens', run.tokens, 'per step'),
         *((kind, size, _size_text(size)) for kind, size in run.memory.items()),
         ('memory per device', total, _size_text(total)),
+        ('HBM per device', run.capacity, share),
+        ('FLOPs per device and step', run.flops, peak),
     ]
-    if run.capacity:
-        share = f'{_size_text(run.capacity)}, of which {total / run.capacity:.1%} are used'
-        rows.append(('HBM per device', run.capacity, share))
-    peak = '' if run.seconds is None else f'{1e3 * run.seconds:,.3g} ms at the peak bfloat16 rate'
-    rows.append(('FLOPs per device and step', run.flops, peak))
     lines = [row for note in run.notes for row in textwrap.wrap(note, 100, subsequent_indent='  ')]
     return '\n'.join([*lines, '', *(f'{n:<31}{x:>23,.0f}  {note}'.rstrip() for n, x, note in rows)])
 

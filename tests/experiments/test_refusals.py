@@ -36,10 +36,9 @@ CASES = [
     (*ABLATE, '--config.model.d_model=3', '--config.base.model.d_model?'),
     (*ABLATE, '--config.xyzzy=3', 'unknown field --config.xyzzy (--help'),
     # Dry runs of pods; reading /dev/full has no end.
-    (*TRAIN, '--topology=v5p-2x4x4', '--topology needs --dry_run'),
-    (*TRAIN, '--dry_run', '--topology=v5q-64', 'must be a chip and a shape'),
-    (*TRAIN, '--dry_run', '--dry_run_log=/dev/full', '--dry_run_log=/dev/full must be a CSV file'),
-    (*TRAIN, '--dry_run', "--config.train.metrics=('top_5',)", "'top_5' must be an import path"),
+    (*TRAIN, '--dry_run=v5q-64', 'must be a chip and a shape'),
+    (*TRAIN, '--dry_run=v5e-1x1', '--dry_run_log=/dev/full', '=/dev/full must be a CSV file'),
+    (*TRAIN, '--dry_run=v5e-1x1', "--config.train.metrics=('top_5',)", 'must be an import path'),
     # Claims.
     ('claims', 'E33', "unknown claim 'E33', did you mean 'E3'?"),
     ('claims', 'E3', '--workdir=DIRECTORY is required for E3'),

@@ -7,11 +7,11 @@ here=$(dirname "$0")
 python=${PYTHON:-python}
 
 describe() { # POD ROWS FLAGS...: a dry run with so many sequences per step
-  "$python" -m experiments.train --config=small --dry_run --dry_run_log="$here/scaling.csv" \
+  "$python" -m experiments.train --config=small --dry_run="$1" --dry_run_log="$here/scaling.csv" \
     --config.model.context=1024 --config.model.vocab_size=50304 \
     --config.model.compute_dtype=bfloat16 --config.train.steps_per_dispatch=1 \
     --config.model.kernel=einsum \
-    --topology="$1" --config.train.batch_size="$2" "${@:3}"
+    --config.train.batch_size="$2" "${@:3}"
 }
 
 small=(--config.model.d_model=768 --config.model.num_layers=12 --config.model.num_heads=12)
