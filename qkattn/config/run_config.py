@@ -24,7 +24,7 @@ class DataConfig:
         None, 'Where prepared data is cached; None is $QKATTN_DATA or ~/.cache/qkattn.', path=True
     )
     manual_dir: str | None = setting(None, 'Directory of files downloaded by hand.', path=True)
-    path: str | None = setting(None, "Files of 'text', 'parallel', 'hf' and 'tokens'.", path=True)
+    path: str | None = setting(None, "Files of 'text', 'parallel' and 'tokens'.", path=True)
     languages: str | None = setting(None, "Of a translation set, as in 'en-de'.", path=True)
     feature: str | None = setting(None, 'Text feature of a tfds set, column of a hf set.')
     lowercase: bool = setting(False, 'Text is lower-cased before it is tokenized.')

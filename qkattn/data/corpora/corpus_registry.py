@@ -33,10 +33,9 @@ CORPORA = {
     'cldr': Source(cldr.corpus, required=('languages',)),
     'tokens': Source(_tokens, required=('path',)),
     'parallel': Source(own_files.parallel, required=('path', 'languages')),
-    'hf': Source(catalogues.saved, required=('path',), optional=('languages', 'feature')),
     # Of any name that begins like this.
     'tfds:NAME': Source(catalogues.tfds_set, optional=('languages', 'feature')),
-    'hf:NAME': Source(catalogues.published, optional=('languages', 'feature')),
+    'hf:NAME': Source(catalogues.hugging_face, optional=('languages', 'feature')),
 }
 SETTINGS = ('path', 'languages', 'feature', 'manual_dir')
 
