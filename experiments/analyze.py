@@ -1,4 +1,4 @@
-"""Measures the attention of a model: rank, symmetry, patterns, norms, by layer and head.
+"""Measures the attention of a model: rank, symmetry and patterns, by layer and head.
 
 python -m experiments.analyze runs/small --out=runs/small/analysis
 python -m experiments.analyze runs/small --text='def main(' --out=analysis
@@ -22,7 +22,7 @@ import numpy as np
 import pandas as pd
 from absl import flags
 
-from qkattn.analysis.analyze import Analysis, analyze, next_token_batch
+from qkattn.analysis.analyze import Analysis, analyze
 from qkattn.analysis.patterns import attention_patterns
 from qkattn.config import DataConfig
 from qkattn.convert import loading
@@ -59,7 +59,6 @@ COLUMNS = (
     ('rank|of A', 'effective_rank', 'A'),
     ('symmetric|share of A', 'symmetric_share', 'A'),
     ('direc-|tionality', 'directionality', 'A'),
-    ('definite-|ness', 'definiteness', 'A'),
     ('rank|of B', 'effective_rank', 'B'),
     ('drift|of A', 'drift', 'A'),
     ('drift|of B', 'drift', 'B'),
@@ -130,7 +129,6 @@ def given(source: loading.Loaded, model: Transformer) -> tuple[dict, dict[str, l
     if translates:
         read['source_BS'] = tokens_of(source, TEXT, model.config.encoder.context)
     batch = {name: np.array([ids], np.int32) for name, (ids, _) in read.items()}
-    batch = batch if translates else next_token_batch(model, batch['tokens_BT'])
     return batch, {name: tokens for name, (_, tokens) in read.items()}
 
 
@@ -155,7 +153,7 @@ def tokens_of(
 
 def table(analysis: Analysis) -> str:
     """A line for every attention layer; means over heads, of induction the best head."""
-    rows = pd.DataFrame([row for row in analysis.rows if row.head is not None])
+    rows = pd.DataFrame(analysis.rows)
     by_quantity = rows.groupby(['quantity', 'subject', 'site', 'layer'])['value']
     titles, lines = [('layer', True)], {(row.site, row.layer): [] for row in rows.itertuples()}
     for heading, quantity, subject in COLUMNS:
@@ -211,7 +209,7 @@ def draw(out: Path, analysis: Analysis) -> None:
     for (site, circuit), layers in spectra.items():
         stem = f'singular_values_{circuit}{suffix(site)}'
         save(out, stem, singular_values, layers, f'{circuit}[n]')
-    heads = {(row.site, row.subject, row.quantity) for row in analysis.rows if row.head is not None}
+    heads = {(row.site, row.subject, row.quantity) for row in analysis.rows}
     for (site, subject), group in itertools.groupby(sorted(heads), key=lambda head: head[:2]):
         quantities = {
             quantity.replace('_', ' '): analysis.values(quantity, subject, site)

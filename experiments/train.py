@@ -1,7 +1,7 @@
 """Trains one architecture as a stack of trials.
 
 python -m experiments.train --config=configs/small.py --workdir=runs/small
-python -m experiments.train --config=small --dry_run --topology=v5e-4 --config.mesh.data=4
+python -m experiments.train --config=small --dry_run=v5e-2x2 --config.mesh.data=4
 """
 
 import textwrap
@@ -10,7 +10,6 @@ from typing import Any
 from absl import flags
 
 from qkattn.config import Config
-from qkattn.errors import ConfigError
 from qkattn.jobs import agreement, bootstrap, cli, signals
 from qkattn.metrics import PREFIXES, shown
 from qkattn.storage.files import as_path
@@ -19,19 +18,13 @@ from qkattn.train import dry_run
 from qkattn.train.loop import train
 from qkattn.train.program_cache import keep_programs
 from qkattn.train.results import FINISHED
-from qkattn.train.timing import Trace
 
 CONFIG = cli.define_config(Config)
-DRY_RUN = flags.DEFINE_bool(
+DRY_RUN = flags.DEFINE_string(
     'dry_run',
-    False,
-    'Compile only, and print memory, FLOPs and warnings of a step.',
-)
-TOPOLOGY = flags.DEFINE_string(
-    'topology',
     None,
-    'Pod that --dry_run describes, without any accelerator: v5p-64, v6e-256, a3-16x8, ...; by '
-    'default the present devices. See docs/scaling.md.',
+    'Compile for this pod only, and print memory, FLOPs and warnings of a step: v5p-2x4x4, '
+    'h100-16x8, ...; needs no accelerator. See docs/scaling.md.',
 )
 LOG = flags.DEFINE_string('dry_run_log', None, 'CSV file to which --dry_run appends a row.')
 WORKDIR = flags.DEFINE_string('workdir', None, 'Run directory; the same directory resumes.')
@@ -45,19 +38,17 @@ PROFILE = flags.DEFINE_string(
 def main() -> None:
     keep_programs()
     config = cli.read_config(CONFIG)
-    if DRY_RUN.value:
+    if DRY_RUN.value is not None:
         if LOG.value is not None:
             dry_run.check_log(LOG.value)
-        described = dry_run.describe(config, TOPOLOGY.value)
+        described = dry_run.describe(config, DRY_RUN.value)
         if agreement.owner():
             print(dry_run.text(described))
             if LOG.value is not None:
                 dry_run.append_to_log(described, LOG.value)
         return
-    if TOPOLOGY.value is not None:
-        raise ConfigError('--topology needs --dry_run')
     workdir = cli.required(WORKDIR)
-    for result in train(config, workdir, trace=Trace(PROFILE.value)):
+    for result in train(config, workdir, profile=PROFILE.value):
         trial = ' '.join(f'{name}={value}' for name, value in result['trial'].items())
         at = '' if result.get('diverged_at') is None else f' at step {result["diverged_at"]:,}'
         print(f'{trial}: {result["status"]}{at}')

@@ -1,49 +1,36 @@
-"""What is measured of one model: of its matrices, its attention, its parameters and gradients."""
+"""What is measured of one model: of its matrices and its attention."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx, traverse_util
 
-from qkattn.analysis.matrices import MATRIX_QUANTITIES, definiteness, drift, singular_values
+from qkattn.analysis.matrices import MATRIX_QUANTITIES, drift, singular_values
 from qkattn.analysis.patterns import (
     attention_patterns,
     induction_score,
     pattern_quantities,
     sites,
-    streams,
 )
 from qkattn.errors import ConfigError
-from qkattn.model import Encoder, EncoderDecoder
-from qkattn.model.stack import layer_of
-from qkattn.model.transformer import Transformer, inputs_of, loss
+from qkattn.model import EncoderDecoder
+from qkattn.model.transformer import Transformer, inputs_of
 
 Circuit = tuple[str, int, str]  # site, layer, and 'A' or 'B'
-# What one program computes; the last one needs eigenvalues, see `matrices`.
-PROGRAMS: tuple[tuple[Callable, ...], ...] = (
-    (*(q for q in MATRIX_QUANTITIES.values() if q is not definiteness), singular_values),
-    (definiteness,),
-)
-# The quantities of which `means` takes the mean.
-MEAN_OF_MATRICES = ('norm', 'effective_rank', 'symmetric_share')
-MEAN_OF_PATTERNS = ('entropy', 'logit_deviation', 'diagonal_mass', 'previous_token_mass')
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One number, of a quantity in docs/analysis.md."""
 
-    # 'attention', 'cross_attention', 'encoder/attention'; of parameters also 'mlp', 'model'
-    # (outside the blocks) and the like.
-    site: str
-    layer: int | None  # from 0, as `head`; None of what has none
-    head: int | None
-    subject: str  # 'A' or 'B', the matrices of a head; its 'pattern'; or the name of a parameter
+    site: str  # 'attention', 'cross_attention', 'encoder/attention'
+    layer: int  # from 0, as `head`
+    head: int
+    subject: str  # 'A' or 'B', the matrices of a head, or its 'pattern'
     quantity: str
     value: float  # NaN where it is not defined, as the effective rank of a zero matrix
 
@@ -59,21 +46,18 @@ class Analysis:
     def values(
         self, quantity: str, subject: str | None = None, site: str = 'attention'
     ) -> np.ndarray:
-        """[L, N] of a quantity, or [L, 1] of one that has no heads; NaN in layers without it.
-
-        KeyError if the quantity was not measured there.
-        """
+        """[L, N] of a quantity, NaN in layers without it; KeyError if it was not measured there."""
         at_site = [row for row in self.rows if row.site == site]
         chosen = [row for row in at_site if row.quantity == quantity]
         chosen = [row for row in chosen if subject in (None, row.subject)]
         if not chosen:
             raise KeyError(f'no {quantity} of {subject} at {site}')
-        layers = [row.layer or 0 for row in at_site]
+        layers = [row.layer for row in at_site]
         layers += [layer for where, layer, _ in self.missing if where == site]
-        shape = max(layers) + 1, max(row.head or 0 for row in chosen) + 1
+        shape = max(layers) + 1, max(row.head for row in chosen) + 1
         values_LN = np.full(shape, np.nan)
         for row in chosen:
-            values_LN[row.layer or 0, row.head or 0] = row.value
+            values_LN[row.layer, row.head] = row.value
         return values_LN
 
 
@@ -88,9 +72,9 @@ def analyze(
 
     A and B are in stream coordinates, A with the scale on the logits; what acts between the
     projections (QK-norm, RoPE) is left out of A, as are biases of both. `batch`, inputs of the
-    model (tokens_BT; source_BS, segments, ...), adds patterns, and with targets_BT and
-    loss_weights_BT gradients; `reference`, a model, adds the drift of A and B from it (ConfigError
-    as `drifts`); `induction` shows random tokens twice to a decoder or encoder.
+    model (tokens_BT; source_BS, segments, ...), adds patterns; `reference`, a model, adds the drift
+    of A and B from it (ConfigError as `drifts`); `induction` shows random tokens twice to a decoder
+    or encoder.
     """
     rows: list[Row] = []
     if reference is not None:
@@ -99,8 +83,8 @@ def analyze(
     matrices = jax.jit(circuit_matrices)(model)
     present = {circuit: a_NDD for circuit, a_NDD in matrices.items() if a_NDD is not None}
     numbers: dict[str, np.ndarray] = {'singular_values': np.empty(0)}
-    for quantities in PROGRAMS if present else ():
-        numbers |= jax.device_get(of_matrices(jnp.stack([*present.values()]), quantities))
+    if present:
+        numbers = jax.device_get(of_matrices(jnp.stack([*present.values()])))
     spectra = dict(zip(present, numbers.pop('singular_values'), strict=True))
     for p, circuit in enumerate(present):
         rows += _by_head(circuit, {name: values_P[p] for name, values_P in numbers.items()})
@@ -111,46 +95,7 @@ def analyze(
         measured.append(jax.device_get(_of_patterns(model, repeated, period)))
     for (site, layer), numbers_N in (item for each in measured for item in each.items()):
         rows += _by_head((site, layer, 'pattern'), numbers_N)
-    rows += _norms(model, 'parameter_norm')
-    if batch is not None and 'targets_BT' in batch:
-        rows += _norms(jax.jit(jax.grad(loss))(model, dict(batch)), 'gradient_norm')
     return Analysis(rows, spectra, [circuit for circuit in matrices if circuit not in spectra])
-
-
-def means(
-    model: Transformer,
-    inputs: Mapping[str, Any] | None = None,
-    rows_B: jax.Array | None = None,
-) -> dict[str, jax.Array]:
-    """Attention in a few numbers: means over sites, layers and heads; traceable by jit and vmap.
-
-    They are those of `metrics.ATTENTION`, of patterns only where there are inputs. NaN for what the
-    attention does not have. `rows_B` is False for rows whose patterns do not count; None is all.
-    """
-    results: dict[str, jax.Array] = {}
-    layers = [layer for layers in sites(model).values() for layer in layers]
-    present = {c: a_NDD for c, a_NDD in circuit_matrices(model).items() if a_NDD is not None}
-    numbers = {}
-    if present:  # all in one array, as `matrices` asks for
-        a_PNDD = jnp.stack([*present.values()])
-        numbers = {name: MATRIX_QUANTITIES[name](a_PNDD) for name in MEAN_OF_MATRICES}
-    for circuit, matrix, part in (('qk', 'A', 'score'), ('ov', 'B', 'value')):
-        indices = [p for p, (*_, which) in enumerate(present) if which == matrix]
-        for name in MEAN_OF_MATRICES:
-            results[f'{circuit}_{name}'] = _mean(numbers[name][p] for p in indices)
-        results[f'{circuit}_factor_norm'] = _mean(_norm(getattr(layer, part)) for layer in layers)
-    if inputs is None:
-        return results
-    rows_B11 = True if rows_B is None else rows_B[:, None, None]
-    measured = [
-        (pattern_quantities(site), pattern._replace(mask_BTS=pattern.mask_BTS & rows_B11))
-        for (site, _), pattern in attention_patterns(model, inputs).items()
-    ]
-    for name in MEAN_OF_PATTERNS:
-        results[f'attention_{name}'] = _mean(
-            chosen[name](pattern) for chosen, pattern in measured if name in chosen
-        )
-    return results
 
 
 def circuit_matrices(model: Transformer) -> dict[Circuit, jax.Array | None]:
@@ -208,19 +153,10 @@ def repeated_tokens(model: Transformer) -> dict[str, np.ndarray] | None:
     return {'tokens_BT': np.tile(r_BH, 2)}
 
 
-def next_token_batch(model: Transformer, tokens_BT: np.ndarray) -> dict[str, np.ndarray]:
-    """Inputs of the model for tokens, and of a decoder as targets the tokens that follow."""
-    if isinstance(model, Encoder | EncoderDecoder):
-        return {'tokens_BT': tokens_BT}
-    weights_BT = np.ones(tokens_BT.shape, np.float32)
-    weights_BT[:, -1] = 0
-    targets = {'targets_BT': np.roll(tokens_BT, -1, 1), 'loss_weights_BT': weights_BT}
-    return {'tokens_BT': tokens_BT, **targets}
-
-
-@functools.partial(jax.jit, static_argnames='quantities')
-def of_matrices(a_PNDD: jax.Array, quantities: tuple[Callable, ...]) -> dict[str, jax.Array]:
-    """Quantities of P circuits by name, each [P, N]."""
+@jax.jit
+def of_matrices(a_PNDD: jax.Array) -> dict[str, jax.Array]:
+    """Quantities of P circuits by name, each [P, N], and singular values [P, N, D]."""
+    quantities = (*MATRIX_QUANTITIES.values(), singular_values)
     return {quantity.__name__: quantity(a_PNDD) for quantity in quantities}
 
 
@@ -244,34 +180,3 @@ def _by_head(key: Circuit, numbers: Mapping[str, np.ndarray]) -> list[Row]:
         for name, values_N in numbers.items()
         for head, value in enumerate(values_N)
     ]
-
-
-def _norms(model: Transformer, quantity: str) -> list[Row]:
-    """The root of the sum of squares of every parameter, in the blocks by layer.
-
-    Of 'blocks/attention/score/w_q_DNH' the site is 'attention' and the factor 'score/w_q_DNH'.
-    """
-    rows = []
-    for prefix, stream in streams(model).items():
-        layers = range(stream.config.num_layers)
-        trees = [(layer, layer_of(stream.blocks, layer)) for layer in layers]
-        for layer, tree in (*trees, (None, stream)):
-            arrays = jax.device_get(nnx.to_pure_dict(nnx.state(tree)))
-            for path, factor in traverse_util.flatten_dict(arrays, sep='/').items():
-                site, _, name = path.partition('/')
-                if layer is None and site in ('blocks', 'encoder'):
-                    continue
-                site, name = ('model', path) if layer is None else (site, name)
-                size = float(np.linalg.norm(factor.ravel()))
-                rows.append(Row(prefix + site, layer, None, name, quantity, size))
-    return rows
-
-
-def _mean(values: Iterable[jax.Array]) -> jax.Array:
-    flat = [jnp.ravel(value) for value in values]
-    return jnp.concatenate(flat).mean() if flat else jnp.float32(jnp.nan)
-
-
-def _norm(circuit: Any) -> jax.Array:
-    squares = [(leaf.astype(jnp.float32) ** 2).sum() for leaf in jax.tree.leaves(circuit)]
-    return jnp.sqrt(sum(squares, jnp.float32(0)))

@@ -3,9 +3,8 @@
 They say the same of every factorization of a matrix: Elhage et al. 2021, 'A mathematical framework
 for transformer circuits'. A zero matrix gives NaN, except for its norm. No number has a unit.
 
-A program decomposes one array at most: stack all matrices, and keep `definiteness`, which needs
-eigenvalues, apart from the functions of singular values. On CPUs, programs of jaxlib 0.10.2 with
-two calls of LAPACK that do not depend on each other may wait for ever.
+A program decomposes one array at most, of all matrices: on CPUs, programs of jaxlib 0.10.2 with two
+calls of LAPACK that do not depend on each other may wait for ever.
 """
 
 from collections.abc import Callable
@@ -62,16 +61,6 @@ def directionality(a_NDD: jax.Array) -> jax.Array:
     return jnp.where(_energy(a_NDD) > 0, share_N, jnp.nan)
 
 
-def definiteness(a_NDD: jax.Array) -> jax.Array:
-    """sum(max(e, 0)) / sum(|e|) over the eigenvalues e of (A + A^T) / 2.
-
-    1 where x A x^T >= 0 for all x, as of W W^T: a token attends to what resembles it; 0 where A is
-    negative semidefinite; NaN where A is skew.
-    """
-    e_ND = jnp.linalg.eigvalsh(_symmetric(a_NDD))
-    return jnp.maximum(e_ND, 0).sum(-1) / jnp.abs(e_ND).sum(-1)
-
-
 def drift(reference: Array, other: Array) -> Array:
     """|other - reference| / |reference| in the Frobenius norm."""
     return (((other - reference) ** 2).sum() / (reference**2).sum()) ** 0.5
@@ -88,5 +77,5 @@ def _energy(a_NDD: jax.Array) -> jax.Array:
 # What an analysis measures of every A[n] and B[n].
 MATRIX_QUANTITIES: dict[str, Callable[[jax.Array], jax.Array]] = {
     function.__name__: function
-    for function in (norm, effective_rank, symmetric_share, directionality, definiteness)
+    for function in (norm, effective_rank, symmetric_share, directionality)
 }

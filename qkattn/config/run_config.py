@@ -15,7 +15,7 @@ class DataConfig:
 
     name: str = setting(
         'stdlib',
-        "A corpus ('stdlib', 'packages', 'tiny_shakespeare', 'text', 'shards'), translation set "
+        "A corpus ('stdlib', 'packages', 'tiny_shakespeare', 'text', 'tokens'), translation set "
         "('multi30k', 'cldr', 'parallel'), 'tfds:NAME', 'hf:OWNER/NAME', import path, or probe "
         "with options, as in 'recall(pairs=8)'. See docs/data.md.",
         path=True,
@@ -24,14 +24,14 @@ class DataConfig:
         None, 'Where prepared data is cached; None is $QKATTN_DATA or ~/.cache/qkattn.', path=True
     )
     manual_dir: str | None = setting(None, 'Directory of files downloaded by hand.', path=True)
-    path: str | None = setting(None, "Files of 'text', 'parallel', 'hf' and 'shards'.", path=True)
+    path: str | None = setting(None, "Files of 'text', 'parallel' and 'tokens'.", path=True)
     languages: str | None = setting(None, "Of a translation set, as in 'en-de'.", path=True)
     feature: str | None = setting(None, 'Text feature of a tfds set, column of a hf set.')
     lowercase: bool = setting(False, 'Text is lower-cased before it is tokenized.')
     tokenizer: str = setting(
         'bytes',
         "'bytes', 'characters' or 'bpe' (both learned from the training split), a .json file of "
-        'Hugging Face tokenizers, or an import path. Shards have their own.',
+        "Hugging Face tokenizers, or an import path. 'tokens' have their own.",
         path=True,
     )
     tokenizer_size: int = setting(8192, "Ids of a 'bpe' vocabulary, at least 257.", least=1)
@@ -112,14 +112,9 @@ class TrainConfig:
     log_every: int = setting(10, 'Steps per record; a multiple of steps_per_dispatch.', least=1)
     eval_every: int = setting(100, 'Steps per evaluation; a multiple of log_every.', least=1)
     checkpoint_every: int = setting(100, 'Steps per checkpoint; a multiple of log_every.', least=1)
-    keep: int = setting(
-        2, 'Newest checkpoints that are kept, beside the one of the best validation loss.', least=2
-    )
+    keep: int = setting(2, 'Newest checkpoints that are kept.', least=2)
     lifting: Literal['auto', 'vmap', 'map'] = setting(
         'auto', "Trials run as 'vmap' (at once), 'map' (in turn), or 'auto', as is faster."
-    )
-    attention_metrics: bool = setting(
-        False, 'An evaluation also measures matrices and patterns of attention (docs/analysis.md).'
     )
     metrics: tuple[str, ...] = setting(
         (), 'Further metrics of an evaluation, by import path (docs/outside.md#a-metric).'

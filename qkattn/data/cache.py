@@ -1,6 +1,5 @@
 """The directory of prepared data, and how it is filled: once, under a lock, checked when opened."""
 
-import hashlib
 import logging
 import os
 from collections.abc import Callable
@@ -57,19 +56,3 @@ def prepared_once(lock: Path, opened: Callable[[], T], prepare: Callable[[], obj
                 log.warning('%s; it is prepared again', error)
             prepare()
             return opened()
-
-
-def sha256_of(path: Path) -> str:
-    """The sha256 of a file, in hexadecimal."""
-    with path.open('rb') as file:
-        return hashlib.file_digest(file, 'sha256').hexdigest()
-
-
-def check_sha256(path: Path, expected: str) -> None:
-    """Raises DamagedData unless the file can be read and has this sha256."""
-    try:
-        sha256 = sha256_of(path)
-    except OSError as error:
-        raise DamagedData(f'{path} is damaged: it cannot be read ({error})') from error
-    if sha256 != expected:
-        raise DamagedData(f'{path} is damaged: its sha256 is {sha256}, not {expected}')

@@ -1,9 +1,7 @@
 """Tokenized corpora: the token ids of their splits, and the counts of each split."""
 
-import bisect
 import dataclasses
 import functools
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,63 +14,21 @@ BLOCK = 1 << 22  # ids that are read at a time where a split is read through
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shard:
-    """A file of whole documents."""
-
-    num_tokens: int
-    num_documents: int
-    num_bytes: int  # of text, one per separator
-    sha256: str  # of the tokens, without the header
-    file: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class SplitInfo:
-    """The shards of a split, and its counts."""
+    """Counts of a split."""
 
     num_documents: int
     document_names: tuple[str, ...] | None = None  # if the corpus has names; not of 'train'
     num_tokens: int  # with the separator that follows each document
     num_bytes: int  # of text that the tokens stand for, one per separator
     unigram_nats_per_token: float  # entropy of the token frequencies
-    fingerprint: str  # sha256 of all tokens, however they are cut into shards
-    shards: tuple[Shard, ...]
+    fingerprint: str  # sha256 of all tokens
 
 
-class ShardTokens:
-    """The ids of a split, in consecutive arrays; of memory maps only those asked for are read."""
-
-    def __init__(self, arrays: Sequence[np.ndarray]):
-        self._arrays = arrays
-        self._starts = [0, *itertools.accumulate(map(len, arrays))]
-
-    def __len__(self) -> int:
-        return self._starts[-1]
-
-    def windows(self, first_B: np.ndarray, size: int) -> np.ndarray:
-        """Rows of `size` consecutive ids from these positions on, int32 [B, size]."""
-        if len(self._arrays) == 1:  # faster than a slice for each row
-            return self._arrays[0][first_B[:, None] + np.arange(size)].astype(np.int32)
-        rows = [self._slice(first, first + size) for first in first_B.tolist()]
-        return np.stack(rows).astype(np.int32)
-
-    def blocks(self) -> Iterator[np.ndarray]:
-        """All ids in order, a few million at a time."""
-        for ids in self._arrays:
-            for first in range(0, len(ids), BLOCK):
-                yield ids[first : first + BLOCK]
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        ids = self._arrays[0] if len(self._arrays) == 1 else np.concatenate(self._arrays)
-        return ids if dtype is None else ids.astype(dtype)
-
-    def _slice(self, first: int, stop: int) -> np.ndarray:
-        number, parts = bisect.bisect(self._starts, first) - 1, []
-        while first < stop:
-            start = self._starts[number]
-            parts.append(self._arrays[number][first - start : stop - start])
-            number, first = number + 1, first + len(parts[-1])
-        return np.concatenate(parts)
+def blocks(ids: Sequence[Any]) -> Iterator[np.ndarray]:
+    """All ids in order, a few million at a time."""
+    for first in range(0, len(ids), BLOCK):
+        yield ids[first : first + BLOCK]
 
 
 class TokenDataset:
@@ -88,7 +44,7 @@ class TokenDataset:
         version: str,
         tokenizer: Tokenizer,
         infos: Mapping[str, SplitInfo],
-        tokens: Mapping[str, ShardTokens],
+        tokens: Mapping[str, np.ndarray],
         carved: Mapping[str, float] | None = None,
     ):
         self.name, self.version = name, version
@@ -98,7 +54,7 @@ class TokenDataset:
         self._ends = functools.cache(self._document_ends)
 
     def info(self, split: str) -> SplitInfo:
-        """Shards and counts of a split; ConfigError for an unknown one."""
+        """Counts of a split; ConfigError for an unknown one."""
         if split not in self._infos:
             raise ConfigError(
                 f'split={split!r} is not in dataset {self.name!r}; valid: '
@@ -106,14 +62,14 @@ class TokenDataset:
             )
         return self._infos[split]
 
-    def split(self, split: str) -> ShardTokens:
-        """Token ids of a split."""
+    def split(self, split: str) -> np.ndarray:
+        """Token ids of a split, memory-mapped."""
         self.info(split)  # refuses an unknown one
         return self._tokens[split]
 
     def windows(self, split: str, first_B: np.ndarray, size: int) -> np.ndarray:
         """Rows of `size` consecutive tokens from these positions on, int32 [B, size]."""
-        return self.split(split).windows(first_B, size)
+        return self.split(split)[first_B[:, None] + np.arange(size)].astype(np.int32)
 
     def document_ends(self, split: str) -> np.ndarray:
         """The position after each document's separator, ascending."""
@@ -141,7 +97,7 @@ class TokenDataset:
 
     def _document_ends(self, split: str) -> np.ndarray:
         ends, position = [np.zeros(0, np.int64)], 0
-        for ids in self.split(split).blocks():
+        for ids in blocks(self.split(split)):
             ends.append(np.flatnonzero(ids == self.tokenizer.separator) + position + 1)
             position += len(ids)
         return np.concatenate(ends)
@@ -178,7 +134,7 @@ class PairDataset:
 
     def tokens(self, split: str) -> tuple[np.ndarray, np.ndarray]:
         """All source and all target tokens of a split."""
-        return np.asarray(self.source.split(split)), np.asarray(self.target.split(split))
+        return self.source.split(split), self.target.split(split)
 
     def sentences(self, split: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """All source and all target sentences in file order, without separators."""

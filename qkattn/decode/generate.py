@@ -13,39 +13,14 @@ from qkattn.errors import ConfigError
 from qkattn.model import Decoder, EncoderDecoder
 
 
-def choose(
-    logits_BV: jax.Array,
-    keys_B: jax.Array,
-    *,
-    temperature: float,
-    top_k: int | None = None,
-    top_p: float | None = None,
-) -> jax.Array:
-    """The next token of each row; ties go to the lower id.
-
-    `temperature` divides the logits; 0 takes the argmax. Samples are from the `top_k` most probable
-    tokens (Fan et al. 2018), and of those from the smallest set whose renormalized probabilities
-    sum to at least `top_p` (nucleus sampling, Holtzman et al. 2020).
-    """
+def choose(logits_BV: jax.Array, keys_B: jax.Array, *, temperature: float) -> jax.Array:
+    """The next token of each row, by logits / temperature; 0 takes the argmax, lower ids first."""
     if temperature == 0:
         return jnp.argmax(logits_BV, -1)
-    order_BV = jnp.argsort(-logits_BV, axis=-1, stable=True)
-    sorted_BV = jnp.take_along_axis(logits_BV, order_BV, -1) / temperature
-    if top_k is not None:
-        sorted_BV = jnp.where(jnp.arange(sorted_BV.shape[-1]) < top_k, sorted_BV, -jnp.inf)
-    if top_p is not None:
-        p_BV = jax.nn.softmax(sorted_BV, -1)
-        before_BV = jnp.cumsum(p_BV, -1) - p_BV
-        # Rounding of the sum before it must not exclude the most probable token.
-        kept_BV = (before_BV < top_p).at[:, 0].set(True)
-        sorted_BV = jnp.where(kept_BV, sorted_BV, -jnp.inf)
-    ranks_B = jax.vmap(jax.random.categorical)(keys_B, sorted_BV)
-    return jnp.take_along_axis(order_BV, ranks_B[:, None], -1)[:, 0]
+    return jax.vmap(jax.random.categorical)(keys_B, logits_BV / temperature)
 
 
-@functools.partial(
-    jax.jit, static_argnames=('num_tokens', 'temperature', 'top_k', 'top_p', 'vocab_size')
-)
+@functools.partial(jax.jit, static_argnames=('num_tokens', 'temperature', 'vocab_size'))
 def generate(
     model: Decoder,
     prompts_BT: jax.Array,
@@ -53,29 +28,24 @@ def generate(
     *,
     key: jax.Array | None = None,
     temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
     vocab_size: int | None = None,
 ) -> jax.Array:
     """Continues each prompt by `num_tokens` tokens; int32 tokens_BT without the prompts.
 
     Compiles one program per shape and set of options. A row depends on its own prompt, its index
-    and the key only. Options are as in `choose`; temperature 0 is greedy decoding and needs no key.
+    and the key only. `temperature` divides the logits; 0 is greedy decoding and needs no key.
     Ids from `vocab_size` on are never generated. ConfigError for an option out of range, or more
     tokens than model.context; the last one needs no position, since it is not fed back.
     """
     finite = 0 <= temperature < math.inf
     require(finite, f'{temperature=} must be 0 (greedy) or above, and finite')
     require(not temperature or key is not None, f'key is required to sample at {temperature=}')
-    require(top_k is None or top_k >= 1, f'{top_k=} must be at least 1, or None')
-    require(top_p is None or 0 < top_p <= 1, f'{top_p=} must be above 0 and at most 1, or None')
     B = len(prompts_BT)
     key = jax.random.key(0) if key is None else key
 
     def pick(t: jax.Array, logits_BV: jax.Array, tokens_BT: jax.Array) -> tuple:
         keys_B = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, t), jnp.arange(B))
-        tokens_B = choose(logits_BV, keys_B, temperature=temperature, top_k=top_k, top_p=top_p)
-        tokens_B = tokens_B.astype(jnp.int32)
+        tokens_B = choose(logits_BV, keys_B, temperature=temperature).astype(jnp.int32)
         return tokens_BT.at[:, t].set(tokens_B), tokens_B, None
 
     logits_BV, cache, step = _started(model, prompts_BT, num_tokens, vocab_size)

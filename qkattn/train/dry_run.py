@@ -6,9 +6,7 @@ CPU devices: parameters, optimizer state and batch are exact, temporaries the CP
 
 import contextlib
 import dataclasses
-import difflib
 import importlib.util
-import itertools
 import logging
 import math
 import os
@@ -16,7 +14,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.experimental import topologies
@@ -42,93 +40,49 @@ GB, GIB = 10**9, 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """An accelerator, and the pods that it comes in."""
+    """An accelerator."""
 
-    name: str
+    kind: Literal['TPU', 'GPU']
     hbm: int  # bytes
     flops: float  # dense bf16 FLOP/s
-    sides: int = 0  # dimensions of the torus of TPUs; 0 for GPUs, whose pods are hosts x GPUs
-    most: int = 4096  # chips in the largest slice of TPUs, or hosts of GPUs
+    sides: int = 2  # of a slice of TPUs; of GPUs hosts x GPUs of a host
     devices: int = 1  # of JAX per chip
 
 
-# By pod; figures from docs.cloud.google.com/tpu/docs/NAME, nvidia.com/en-us/data-center/NAME.
+# Figures from docs.cloud.google.com/tpu/docs/NAME, nvidia.com/en-us/data-center/NAME.
 CHIPS = {
-    'v4': Chip('v4', 32 * GIB, 275e12, sides=3),
-    'v5e': Chip('v5e', 16 * GIB, 197e12, sides=2, most=256),
-    'v5p': Chip('v5p', 95 * GIB, 459e12, sides=3, most=6144),
-    'v6e': Chip('v6e', 32 * GIB, 918e12, sides=2, most=256),
-    'tpu7x': Chip('tpu7x', 192 * GIB, 2307e12, sides=3, most=9216, devices=2),
-    'a2': Chip('A100', 40 * GB, 312e12),
-    'a2ultra': Chip('A100 80GB', 80 * GB, 312e12),
-    'h100': Chip('H100', 80 * GB, 989e12),
-    'h200': Chip('H200', 141 * GB, 989e12),
-    'b200': Chip('B200', 180 * GB, 2250e12),
+    'v4': Chip('TPU', 32 * GIB, 275e12, sides=3),
+    'v5e': Chip('TPU', 16 * GIB, 197e12),
+    'v5p': Chip('TPU', 95 * GIB, 459e12, sides=3),
+    'v6e': Chip('TPU', 32 * GIB, 918e12),
+    'tpu7x': Chip('TPU', 192 * GIB, 2307e12, sides=3, devices=2),
+    'a100': Chip('GPU', 40 * GB, 312e12),
+    'a100_80gb': Chip('GPU', 80 * GB, 312e12),
+    'h100': Chip('GPU', 80 * GB, 989e12),
+    'h200': Chip('GPU', 141 * GB, 989e12),
+    'b200': Chip('GPU', 180 * GB, 2250e12),
 }
-_SAME = {
-    'v5e': ('v5litepod',),
-    'a2': ('p4d',),
-    'a2ultra': ('p4de',),
-    'h100': ('a3', 'a3mega', 'p5'),
-    'h200': ('a3ultra', 'p5en'),
-    'b200': ('a4', 'p6'),
-}
-CHIPS |= {other: CHIPS[name] for name, others in _SAME.items() for other in others}
-
-_SQUARES = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
-_BELOW_A_CUBE = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 
 
 class Pod:
-    """A named topology: chips along each side of the torus, or (hosts, GPUs per host)."""
+    """Chips of a name: v5p-2x4x4, a slice of TPUs by its shape, or h100-16x8, hosts x GPUs."""
 
-    def __init__(self, name: str, chip: Chip, shape: tuple[int, ...]):
-        self.name, self.chip, self.shape, self.chips = name, chip, shape, math.prod(shape)
-        self.devices = self.chips * chip.devices
-        single = 8 if chip.sides == 2 else 4  # chips of a slice that is one host
-        self.hosts = 1 if self.chips <= single else self.chips // 4
-        if not chip.sides:
-            self.hosts = shape[0]
-
-
-def pod_of(name: str) -> Pod:
-    """The pod of a name, such as v5p-64 (a slice of 64 TensorCores), v5p-2x4x4 or a3-16x8."""
-    kind, _, size = name.lower().partition('-')
-    if kind not in CHIPS or not re.fullmatch(r'\d+(x\d+)*', size):
-        near = difflib.get_close_matches(kind, CHIPS, n=1, cutoff=0.5)
-        raise ConfigError(
-            f'topology {name!r} is unknown{f", did you mean {near[0]}?" if near else ";"} known '
-            'are slices of TPUs by number or shape, as in v5p-64 and v5p-2x4x4, and hosts x GPUs, '
-            f'as in a3-16x8, of {", ".join(CHIPS)}'
-        )
-    chip, sizes = CHIPS[kind], tuple(map(int, size.split('x')))
-    if not chip.sides:
-        if len(sizes) != 2 or not 1 <= sizes[0] <= chip.most or sizes[1] not in (1, 2, 4, 8):
-            valid = f'{kind}-16x8: 1 to {chip.most:,} hosts of 1, 2, 4 or 8 GPUs'
-            raise ConfigError(f'topology {name!r} must be hosts x GPUs of a host, as in {valid}')
-        return Pod(name, chip, sizes)
-    cores = 2 if chip.sides == 3 else 1  # that a name counts per chip
-    counts = {shape: math.prod(shape) * cores for shape in _shapes(chip)}
-    for shape, count in counts.items():
-        if sizes == (count,) or sorted(sizes) == sorted(shape):
-            return Pod(name, chip, shape)
-    wanted = sizes[0] if len(sizes) == 1 else math.prod(sizes) * cores
-    closest = min(counts.values(), key=lambda count: abs(count - wanted))
-    counted = 'TensorCores, 2 per chip' if cores == 2 else 'chips'
-    raise ConfigError(
-        f'topology {name!r} does not exist: names of {kind} count {counted}; the closest slice is '
-        f'{kind}-{closest}'
-    )
-
-
-def _shapes(chip: Chip) -> tuple[tuple[int, ...], ...]:
-    """The shapes of slices of a TPU, by size; of those of equal size the compact ones first."""
-    if chip.sides == 2:
-        return _SQUARES
-    sides = range(4, chip.most // 16 + 1, 4)
-    tori = itertools.combinations_with_replacement(sides, 3)
-    fitting = [shape for shape in tori if math.prod(shape) <= chip.most]
-    return (*_BELOW_A_CUBE, *sorted(fitting, key=lambda shape: (math.prod(shape), sum(shape))))
+    def __init__(self, name: str):
+        """ConfigError for an unknown chip or another number of sides."""
+        kind, _, shape = name.lower().rpartition('-')
+        sides = shape.count('x') + 1
+        if (
+            kind not in CHIPS
+            or sides != CHIPS[kind].sides
+            or not re.fullmatch(r'[1-9]\d{0,4}(x[1-9]\d{0,4})*', shape)
+        ):
+            raise ConfigError(
+                f'--dry_run={name} must be a chip and a shape, as in v5p-2x4x4 and v6e-16x16, or '
+                f'hosts x GPUs, as in h100-16x8; chips are {", ".join(CHIPS)}'
+            )
+        self.name, self.chip, self.slice = name, CHIPS[kind], f'{kind}:{shape}'
+        self.chips = math.prod(map(int, shape.split('x')))
+        self.devices = self.chips * self.chip.devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,32 +97,22 @@ class Description:
     parameters: int
     tokens: int
     memory: dict[str, int]
-    capacity: int | None
+    capacity: int
     flops: float
-    seconds: float | None
+    seconds: float
 
 
-def describe(config: Config, topology: str | None = None) -> Description:
-    """Compiles the train program for a pod, or for the present devices, and describes it."""
-    pod = None if topology is None else pod_of(topology)
-    if pod is not None:
-        _require_fit(config, pod)
+def describe(config: Config, topology: str) -> Description:
+    """Compiles the train program for the pod of a name and describes it."""
+    pod = Pod(topology)
+    _require_fit(config, pod)
     validate(config)
     check_optimizer(config.optimizer, config.train.num_steps)
     check_metrics(config)
     model, train, trials = config.model, config.train, len(config.trials.trials())
-    if pod is None:
-        devices, chip = jax.devices(), None
-        name = compiler = devices[0].device_kind
-        capacity = (devices[0].memory_stats() or {}).get('bytes_limit')
-        where = f'{len(devices)} devices ({name})'
-    else:
-        devices, compiler = _devices(pod)
-        name, chip, shape = pod.name, pod.chip, 'x'.join(map(str, pod.shape))
-        capacity = chip.hbm // chip.devices
-        chips = f'{pod.chips:,} {chip.name} {"TPU" if chip.sides else "GPU"} chips'
-        where = f'{name}: {chips} on {pod.hosts:,} host{"s" * (pod.hosts != 1)} ({shape})'
-    mesh = sharding.make_mesh(config.mesh, devices if pod else None)
+    devices, compiler = _devices(pod)
+    capacity = pod.chip.hbm // pod.chip.devices
+    mesh = sharding.make_mesh(config.mesh, devices)
     lifting = 'vmap' if train.lifting == 'auto' else train.lifting
     sharding.say_once.cache_clear()
     choice.say_once.cache_clear()
@@ -182,18 +126,16 @@ def describe(config: Config, topology: str | None = None) -> Description:
     flops = 3 * cost.flops_per_token(model) * tokens / mesh.size
     scan = f'{model.num_layers} layers, {model.unroll} in an iteration of the scan'
     dispatch = f'trials by {lifting}; {train.steps_per_dispatch} steps per dispatch'
-    notes = [where, f'compiled by {compiler}', f'mesh {_axes(mesh.shape)}', f'{scan}; {dispatch}']
-    notes += kernels
-    if capacity and (total := sum(memory.values())) > capacity:
+    notes = [f'{pod.name}: {pod.chips:,} {pod.chip.kind} chips', f'compiled by {compiler}']
+    notes += [f'mesh {_axes(mesh.shape)}', f'{scan}; {dispatch}', *kernels]
+    if (total := sum(memory.values())) > capacity:
         sizes = f'{_size_text(total)} for {_size_text(capacity)} of HBM per device'
         remedies = 'larger mesh.fsdp or mesh.tensor, train.accumulation and model.remat take less'
         notes.append(f'WARNING the program DOES NOT FIT: {sizes}; {remedies}')
     notes += [f'WARNING replication or another axis: {message}' for message in fallbacks]
-    seconds = flops * chip.devices / chip.flops if chip else None
-    parameters, axes = cost.count(model)['total'], dict(mesh.shape)
-    return Description(
-        name, compiler, axes, notes, trials, parameters, tokens, memory, capacity, flops, seconds
-    )
+    seconds = flops * pod.chip.devices / pod.chip.flops
+    about = pod.name, compiler, dict(mesh.shape), notes, trials, cost.count(model)['total']
+    return Description(*about, tokens, memory, capacity, flops, seconds)
 
 
 @contextlib.contextmanager
@@ -216,19 +158,12 @@ def _messages(logger: logging.Logger) -> Iterator[list[str]]:
 
 def _require_fit(config: Config, pod: Pod) -> None:
     """Raises ConfigError unless the mesh has exactly the devices of the pod."""
-    mesh, train, used = config.mesh, config.train, math.prod(dataclasses.astuple(config.mesh))
-    if used == pod.devices:
-        return
-    data, left = divmod(pod.devices, used // mesh.data)
-    valid = f'--config.mesh.data={data}'
-    if left:
-        valid = f'a mesh whose sizes multiply to {pod.devices:,}'
-    elif train.batch_size // train.accumulation % (data * mesh.fsdp):
-        valid += f' --config.train.batch_size={data * mesh.fsdp * train.accumulation}'
-    raise ConfigError(
-        f'mesh {dataclasses.asdict(mesh)} has {used:,} device{"s" * (used != 1)}, but topology '
-        f'{pod.name!r} has {pod.devices:,}; valid is, for example, {valid}'
-    )
+    mesh, used = dataclasses.asdict(config.mesh), math.prod(dataclasses.astuple(config.mesh))
+    if used != pod.devices:
+        raise ConfigError(
+            f'mesh {mesh} has {used:,} device{"s" * (used != 1)}, but --dry_run={pod.name} has '
+            f'{pod.devices:,}; set sizes of config.mesh that multiply to {pod.devices:,}'
+        )
 
 
 def _devices(pod: Pod) -> tuple[list[jax.Device], str]:
@@ -236,15 +171,18 @@ def _devices(pod: Pod) -> tuple[list[jax.Device], str]:
     with contextlib.suppress(RuntimeError):  # JAX has started
         jax.config.update('jax_num_cpu_devices', min(pod.devices, MOST_FAKE_DEVICES))
         jax.config.update('jax_platforms', 'cpu')
-    if pod.chip.sides and importlib.util.find_spec('libtpu') is not None:
+    if pod.chip.kind == 'TPU' and importlib.util.find_spec('libtpu') is not None:
         os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')  # libtpu asks no metadata server
-        slice_name = f'{pod.chip.name}:{"x".join(map(str, pod.shape))}'
-        devices = topologies.get_topology_desc(slice_name, 'tpu').devices
-        return devices, f'XLA for TPU {pod.chip.name} (libtpu)'
+        try:
+            devices = topologies.get_topology_desc(pod.slice, 'tpu').devices
+        except Exception as error:  # of any kind where there is no such slice
+            reason = str(error).partition('\n')[0]
+            raise ConfigError(f'--dry_run={pod.name} is refused by libtpu: {reason}') from error
+        return devices, f'XLA for TPU {pod.slice} (libtpu)'
     fake = jax.devices('cpu')[: pod.devices]
     if len(fake) < pod.devices:
         raise ConfigError(
-            f'topology {pod.name!r} has {pod.devices:,} devices, more than the {len(fake):,} fake '
+            f'--dry_run={pod.name} has {pod.devices:,} devices, more than the {len(fake):,} fake '
             f'ones of this process, which may have {MOST_FAKE_DEVICES:,}; slices of more TPUs need '
             "libtpu: pip install -e '.[tpu]'"
         )
@@ -276,17 +214,16 @@ def _memory(compiled: jax.stages.Compiled, state: dict, batch: Any) -> dict[str,
 def text(run: Description) -> str:
     """The description as a page of at most 100 columns."""
     total = sum(run.memory.values())
+    share = f'{_size_text(run.capacity)}, of which {total / run.capacity:.1%} are used'
+    peak = f'{1e3 * run.seconds:,.3g} ms at the peak bfloat16 rate'
     rows: list[tuple[str, float, str]] = [
         ('parameters', run.parameters, f'of {run.trials} trial{"s" * (run.trials > 1)} each'),
         ('tokens', run.tokens, 'per step'),
         *((kind, size, _size_text(size)) for kind, size in run.memory.items()),
         ('memory per device', total, _size_text(total)),
+        ('HBM per device', run.capacity, share),
+        ('FLOPs per device and step', run.flops, peak),
     ]
-    if run.capacity:
-        share = f'{_size_text(run.capacity)}, of which {total / run.capacity:.1%} are used'
-        rows.append(('HBM per device', run.capacity, share))
-    peak = '' if run.seconds is None else f'{1e3 * run.seconds:,.3g} ms at the peak bfloat16 rate'
-    rows.append(('FLOPs per device and step', run.flops, peak))
     lines = [row for note in run.notes for row in textwrap.wrap(note, 100, subsequent_indent='  ')]
     return '\n'.join([*lines, '', *(f'{n:<31}{x:>23,.0f}  {note}'.rstrip() for n, x, note in rows)])
 

@@ -5,7 +5,6 @@ import dataclasses
 import itertools
 import json
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +22,7 @@ from qkattn.jobs.agreement import owned, owner_first
 from qkattn.jobs.display import Progress, StudyLeft, waiting
 from qkattn.jobs.signals import StopRequest
 from qkattn.model.sites import validate
-from qkattn.storage.files import check_directory
+from qkattn.storage.files import check_directory, make_directory
 from qkattn.storage.metrics_log import MetricsFile
 from qkattn.storage.records import read_json, read_results, write_json
 from qkattn.storage.run_directory import RunDirectory
@@ -32,7 +31,7 @@ from qkattn.train import exported, program, results, sharding
 from qkattn.train.checkpoint import Checkpoints
 from qkattn.train.optimizer import check_optimizer
 from qkattn.train.program import Program
-from qkattn.train.timing import PARTS, Clock, Trace
+from qkattn.train.timing import PARTS, Clock, traced
 from qkattn.train.trials import Evaluation, Stack, check_metrics
 
 SEEN_WITHIN = 60.0  # seconds, for others to see a file that process 0 has written
@@ -51,14 +50,15 @@ def train(
     label: str = 'train',
     study: StudyLeft | None = None,
     lost: Callable[[], bool] = lambda: False,
-    trace: Trace | None = None,
+    profile: str | None = None,
 ) -> list[dict[str, Any]]:
     """Trains the stack of trials to its end and returns one result per trial, in trial order.
 
     A finished run returns its results at once; an unfinished one resumes at its newest sound
     checkpoint, bitwise as if it had never stopped (same devices, same versions). The progress
     display shows `label` and `study`. `lost`, called after every dispatch in process 0 of a job,
-    says whether another process has taken over the run.
+    says whether another process has taken over the run. A trace of three dispatches goes to the
+    directory `profile`.
 
     ConfigError: an invalid setting, or a workdir in use or of another configuration.
     CheckpointError: checkpoints are damaged, or of other data. Stopped: SIGTERM or Ctrl-C; the
@@ -71,6 +71,7 @@ def train(
     check_sinks(config.train.sinks)
     check_metrics(config)
     path, trials = check_directory(workdir), config.trials.trials()
+    traces = None if profile is None else make_directory(profile)
     sharding.require_devices(config.mesh)
     agreement.on_owner(lambda: sharding.require_memory(config))
     tokens = len(trials) * config.train.batch_size * config.model.context  # of a step
@@ -104,7 +105,7 @@ def train(
                 stack, record = start_stack(config, compiled, rows, checkpoints)
             metrics = directory.metrics
             run = _Run(path, stack, tokens, metrics, sinks, progress, checkpoints, stop, taken_over)
-            trial_results, documents = run.to_end(record, trace or Trace(None))
+            trial_results, documents = run.to_end(record, traces)
 
         def write() -> list[dict[str, Any]]:
             """Writes what a run ends with; a start that finds no results makes all of it again."""
@@ -209,7 +210,9 @@ class _Run:
     validated: tuple[int, Evaluation] | None = None  # the newest, and its step
     diverged_at: dict[int, int | None] = dataclasses.field(default_factory=dict)  # by trial
 
-    def to_end(self, record: dict[str, Any], trace: Trace) -> tuple[list[dict], dict[str, Any]]:
+    def to_end(
+        self, record: dict[str, Any], traces: Path | None
+    ) -> tuple[list[dict], dict[str, Any]]:
         """Trains from the checkpoint of `record` on; the results of trials and documents."""
         stack, train, step = self.stack, self.stack.config.train, self.stack.step
         alive_X = stack.alive_X
@@ -219,17 +222,21 @@ class _Run:
         # A step that the record of a checkpoint lacks stays unknown, None.
         steps_X = record['diverged_at'] or [None] * len(alive_X)
         self.diverged_at = {x: at for x, at in enumerate(steps_X) if not alive_X[x]}
-        clock, val_loss, unwritten = Clock(record), math.inf, None
-        with contextlib.closing(stack.batches()) as batches, contextlib.closing(trace):
+        clock, unwritten = Clock(record), None
+        with (
+            contextlib.closing(stack.batches()) as batches,
+            contextlib.closing(
+                traced(traces, clock.inputs(map(stack.place, batches)), lambda: stack.state)
+            ) as placed,
+        ):
             self.stop.defer_exit()
             stopped = f'stopped at step %s of {train.num_steps}, state saved'
-            if not record['evaluated'] and (val_loss := self._validate(step)) is None:
+            if not record['evaluated'] and not self._validate(step):
                 raise Stopped(stopped % step)
             self.progress.begin(step)
             since = step
             clock.start()
-            for batch in clock.inputs(map(stack.place, batches)):
-                trace.dispatching(stack.state)
+            for batch in placed:
                 metrics = stack.train(batch)
                 # Metrics are fetched one dispatch late, so that the device never waits for them.
                 self._write(unwritten, clock)
@@ -248,8 +255,7 @@ class _Run:
                 jax.block_until_ready(stack.state)
                 clock.pause((step - since) * self.tokens_per_step)
                 if evaluating and not stopping:
-                    val_loss = self._validate(step)
-                    stopping = val_loss is None
+                    stopping = not self._validate(step)
                 if saving or stopping:
                     record = {
                         # On the disk before the checkpoint: a resumed file has no gap.
@@ -260,7 +266,7 @@ class _Run:
                         'evaluated': not (evaluating and stopping),
                     }
                     with self.progress.phase('saving'):
-                        self.checkpoints.save(step, stack.state, record, val_loss)
+                        self.checkpoints.save(step, stack.state, record)
                 if stopping:
                     raise Stopped(stopped % step)
                 since = step
@@ -271,16 +277,16 @@ class _Run:
         """Whether to stop here: the same in all processes, which ask equally often."""
         return self.stop.should_stop(next(self.asked), also=also)
 
-    def _validate(self, step: int) -> float | None:
-        """Records an evaluation; its mean loss, None if a stop request came before its end."""
+    def _validate(self, step: int) -> bool:
+        """Records an evaluation; False if a stop request came before its end."""
         with self.progress.phase('evaluating'):
             evaluation = self.stack.evaluate('validation', self._should_stop)
         if evaluation is None:
-            return None
+            return False
         self.validated = step, evaluation
         self._record(results.eval_record(step, evaluation))
         self.progress.evaluated(step, evaluation.values['loss'])
-        return float(np.mean(evaluation.values['loss']))
+        return True
 
     def _record(self, record: dict[str, Any]) -> None:
         self.metrics.append(record)

@@ -131,7 +131,7 @@ def eval_record(step: int, evaluation: Evaluation) -> dict[str, Any]:
     """The record of an evaluation on the validation split, for all trials."""
     names = {field: field.removeprefix('val_') for field in logged_fields(evaluation.metrics)}
     logged = {field: evaluation.values[name] for field, name in names.items()}
-    return {'kind': 'eval', 'step': step, **logged, **evaluation.attention}
+    return {'kind': 'eval', 'step': step, **logged}
 
 
 def final_record(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -2,17 +2,14 @@
 
 import contextlib
 import logging
-import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 
-from qkattn.errors import ConfigError
 from qkattn.jobs import agreement
-from qkattn.storage import buckets
 
 T = TypeVar('T')
 
@@ -61,38 +58,25 @@ class Clock:
             yield item
 
 
-class Trace:
-    """Traces three dispatches after the first two of a start, in process 0."""
+def traced(directory: Path | None, batches: Iterable[T], state: Callable[[], Any]) -> Generator[T]:
+    """Yields the batch of each dispatch; traces the third to fifth of a start, in process 0.
 
-    def __init__(self, directory: str | None):
-        """Takes --profile; raises ConfigError for a directory that cannot be written."""
-        self._directory, self._dispatches, self._begun = directory, 0, False
-        if directory is None:
-            return
-        if buckets.is_url(directory):
-            raise ConfigError(f'--profile={directory} must be a directory on a file system')
-        try:
-            Path(directory).mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=directory).close()
-        except OSError as error:
-            raise ConfigError(f'--profile={directory} cannot be used ({error.strerror})') from error
+    `state` is what the dispatches before it compute.
+    """
+    if directory is None or not agreement.owner():
+        yield from batches
+        return
+    with contextlib.ExitStack() as tracing:
+        for number, batch in enumerate(batches):
+            if number in (SKIPPED, SKIPPED + TRACED):
+                jax.block_until_ready(state())
+                tracing.close()
+            if number == SKIPPED:
+                jax.profiler.start_trace(directory, create_perfetto_trace=True)
+                tracing.callback(_stop, directory)
+            yield batch
 
-    def dispatching(self, state: Any) -> None:
-        """Starts or ends the trace between two dispatches."""
-        self._dispatches += 1
-        if self._directory is None or not agreement.owner():
-            return
-        if self._dispatches == SKIPPED + 1:
-            jax.block_until_ready(state)
-            jax.profiler.start_trace(self._directory, create_perfetto_trace=True)
-            self._begun = True
-        elif self._dispatches == SKIPPED + TRACED + 1:
-            jax.block_until_ready(state)
-            self.close()
 
-    def close(self) -> None:
-        """Writes the trace, if one has begun."""
-        if self._begun:
-            self._begun = False
-            jax.profiler.stop_trace()
-            log.info('traced: see %s by xprof or https://ui.perfetto.dev', self._directory)
+def _stop(directory: Path) -> None:
+    jax.profiler.stop_trace()
+    log.info('traced: see %s by xprof or https://ui.perfetto.dev', directory)

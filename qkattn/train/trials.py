@@ -9,15 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from qkattn import metrics
-from qkattn.analysis import means
 from qkattn.config import Config
 from qkattn.config.calls import called
 from qkattn.data import pipeline
 from qkattn.data.tasks import repeats
 from qkattn.data.tasks.rows import Batch, Rows
 from qkattn.errors import ConfigError
-from qkattn.model import with_params
-from qkattn.model.transformer import cross_entropy, inputs_of
+from qkattn.model.transformer import cross_entropy
 from qkattn.storage.records import described
 from qkattn.train.program import Program, stack_program
 from qkattn.train.sharding import fetch, local_rows, local_share, place_batch, place_rows
@@ -34,7 +32,6 @@ class Evaluation:
     num_rows: int
     nats_RX: np.ndarray  # the loss summed over each evaluated row
     targets_R: np.ndarray
-    attention: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -98,7 +95,6 @@ class Stack:
             num_rows=int(sums['rows'].sum(0)[0]),
             nats_RX=number_X * sums['loss'],
             targets_R=sums['weight'][:, 0],
-            attention=self._attention() if split == 'validation' else {},
         )
 
     def induction(self) -> dict[str, np.ndarray] | None:
@@ -123,14 +119,6 @@ class Stack:
             'val_induction_gain': number_X * gain_X,
             'val_induction_accuracy': number_X * second['accuracy'] / second['weight'],
         }
-
-    def _attention(self) -> dict[str, np.ndarray]:
-        """`Evaluation.attention`, of the rows of one batch."""
-        if not self.config.train.attention_metrics:
-            return {}
-        batch = next(self._eval_batches('validation', self.config.train.batch_size))
-        measured = self._measure(attention_means, batch)
-        return {name: self._number_X() * fetch(values_X) for name, values_X in measured.items()}
 
     def _eval_batches(self, split: str, rows: int | None) -> Iterator[Batch]:
         """What this process reads of the batches over a split, or over `rows` of it."""
@@ -207,10 +195,3 @@ def check_metrics(config: Config) -> None:
                 f'value of metric {name!r} gives {np.shape(value_X)} for sums of shape '
                 f'{(R, X)}; it must give [X], a number for each trial, or None'
             )
-
-
-def attention_means(config: Config, params: dict, batch: dict) -> dict[str, jax.Array]:
-    """`metrics.ATTENTION` of one trial, as `analysis.means`."""
-    rows_B = batch['loss_weights_BT'].any(-1)  # rows that pad the batch have no targets
-    measured = means(with_params(config.model, params), inputs_of(batch), rows_B)
-    return {name: measured[name] for name in metrics.ATTENTION}

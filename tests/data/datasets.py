@@ -10,7 +10,7 @@ import pytest
 from qkattn.data.corpora.corpus import Corpus
 from qkattn.data.corpora.corpus_registry import CORPORA, Source
 from qkattn.data.tasks.rows import Batch, Rows
-from qkattn.data.tokens import ShardTokens, SplitInfo, TokenDataset
+from qkattn.data.tokens import SplitInfo, TokenDataset
 
 
 def token_dataset(name: str, tokenizer: Any, splits: dict[str, Any], bytes_per_token: int = 2):
@@ -22,12 +22,10 @@ def token_dataset(name: str, tokenizer: Any, splits: dict[str, Any], bytes_per_t
             num_bytes=bytes_per_token * len(tokens),
             unigram_nats_per_token=float(np.log(max(len(tokens), 1))),
             fingerprint=name + split,
-            shards=(),
         )
         for split, tokens in splits.items()
     }
-    arrays = {split: ShardTokens([tokens]) for split, tokens in splits.items()}
-    return TokenDataset(name, '1', tokenizer, infos, arrays)
+    return TokenDataset(name, '1', tokenizer, infos, splits)
 
 
 class Numbers:

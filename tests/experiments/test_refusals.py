@@ -25,7 +25,6 @@ CASES = [
     ('prepare_data', '--config=run.py', '--out=DIRECTORY is required'),
     ('prepare_data', '--config=run.py', '--out=gs://b/x', '--out=gs://b/x is a URL'),
     ('prepare_data', '--config=run.py', '--out=/proc/x', '/proc/x cannot be written'),
-    ('prepare_data', '--out=absent', '--verify', 'absent/index.json cannot be read'),
     # Settings.
     (*TRAIN, '--config.train.num_steps=1.5', "'1.5'"),
     (*TRAIN, '--config.modle.d_model=3', 'mean --config.model.d_model?'),
@@ -37,10 +36,9 @@ CASES = [
     (*ABLATE, '--config.model.d_model=3', '--config.base.model.d_model?'),
     (*ABLATE, '--config.xyzzy=3', 'unknown field --config.xyzzy (--help'),
     # Dry runs of pods; reading /dev/full has no end.
-    (*TRAIN, '--topology=v5p-64', '--topology needs --dry_run'),
-    (*TRAIN, '--dry_run', '--topology=v5q-64', 'did you mean v5p?'),
-    (*TRAIN, '--dry_run', '--dry_run_log=/dev/full', '--dry_run_log=/dev/full must be a CSV file'),
-    (*TRAIN, '--dry_run', "--config.train.metrics=('top_5',)", "'top_5' must be an import path"),
+    (*TRAIN, '--dry_run=v5q-64', 'must be a chip and a shape'),
+    (*TRAIN, '--dry_run=v5e-1x1', '--dry_run_log=/dev/full', '=/dev/full must be a CSV file'),
+    (*TRAIN, '--dry_run=v5e-1x1', "--config.train.metrics=('top_5',)", 'must be an import path'),
     # Claims.
     ('claims', 'E33', "unknown claim 'E33', did you mean 'E3'?"),
     ('claims', 'E3', '--workdir=DIRECTORY is required'),

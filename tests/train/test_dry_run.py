@@ -4,48 +4,32 @@ import contextlib
 import csv
 import dataclasses
 import importlib.util
-import math
 
 import pytest
 
 from qkattn.errors import ConfigError
 from qkattn.train import dry_run
-from qkattn.train.dry_run import CHIPS, pod_of
+from qkattn.train.dry_run import CHIPS, Pod
+from tests.refusals import refused
 
 
-@pytest.mark.parametrize(
-    ('name', 'shape', 'devices', 'hosts'),
-    [
-        ('v5p-64', (2, 4, 4), 32, 8),  # 64 TensorCores, 2 per chip, 4 chips per host
-        ('v5p-8192', (16, 16, 16), 4096, 1024),
-        ('v4-8', (2, 2, 1), 4, 1),
-        ('v5p-4x2x4', (2, 4, 4), 32, 8),
-        ('v6e-256', (16, 16), 256, 64),
-        ('v5e-8', (2, 4), 8, 1),
-        ('tpu7x-128', (4, 4, 4), 128, 16),  # 64 chips of 2 devices
-        ('a3-16x8', (16, 8), 128, 16),
-        ('A4-2x4', (2, 4), 8, 2),
-    ],
-)
-def test_names_of_pods(name, shape, devices, hosts):
-    pod = pod_of(name)
-    assert (pod.shape, pod.devices, pod.hosts) == (shape, devices, hosts)
-
-
-@pytest.mark.parametrize(
-    ('name', 'message'),
-    [
-        ('a3-2x8;touch x', r"'a3-2x8;touch x' is unknown, did you mean a3\?"),
-        ('cluster', r"'cluster' is unknown; known are .* of v4, v5e, .*"),
-        ('v5p-1' + '0' * 18, r'the closest slice is v5p-12288$'),
-        ('v6e-100', r'count chips; the closest slice is v6e-128$'),
-        ('v5p-3x4x4', r'does not exist: .* the closest slice is v5p-64$'),
-        ('a3-16x9', r'1 to 4,096 hosts of 1, 2, 4 or 8 GPUs'),
-    ],
-)
-def test_an_unknown_pod_is_refused_with_the_closest_one(name, message):
-    with pytest.raises(ConfigError, match=message):
-        pod_of(name)
+def test_pods_by_their_names():
+    for name, devices in (('v5p-2x4x4', 32), ('V6e-16x16', 256), ('tpu7x-4x4x4', 128)):
+        assert Pod(name).devices == devices
+    assert Pod('a100_80gb-16x8').chips == 128
+    for name in (
+        'a3-2x8',
+        'cluster',
+        'v5p-64',
+        'v5p-4x4',
+        'v5p-4x0x4',
+        'h100-8',
+        'h100-2x8;touch x',
+    ):
+        with refused(
+            f'--dry_run={name} must be a chip and a shape, as in v5p-2x4x4 and .* v4, v5e'
+        ):
+            Pod(name)
 
 
 @pytest.fixture(scope='module')
@@ -91,14 +75,16 @@ def test_fsdp_splits_the_state_and_leaves_the_work_as_it_is(described, data_para
 
 @pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='libtpu is absent')
 def test_a_tpu_slice_is_compiled_by_its_own_compiler(described):
-    run = described('v5p-16', data=8)
-    assert run.compiler == 'XLA for TPU v5p (libtpu)' and run.memory['program'] > 0
+    run = described('v5p-2x2x2', data=8)
+    assert run.compiler == 'XLA for TPU v5p:2x2x2 (libtpu)' and run.memory['program'] > 0
     assert run.memory['parameters'] == 4 * run.parameters
 
 
 def test_warnings_name_what_falls_back_and_a_program_that_does_not_fit(described, monkeypatch):
     monkeypatch.setitem(CHIPS, 'h100', dataclasses.replace(CHIPS['h100'], hbm=300_000))
+    kernel = 'attention of 16 queries to 16 keys by einsum: contexts are below 256'
     page = dry_run.text(described(tensor=8, model={'num_heads': 4, 'head_size': 8}))
+    assert kernel in page.splitlines()
     assert 'WARNING the program DOES NOT FIT' in page and max(map(len, page.splitlines())) <= 100
     assert 'N=4 does not divide over tensor=8; split over H' in ' '.join(page.split())
 
@@ -106,24 +92,13 @@ def test_warnings_name_what_falls_back_and_a_program_that_does_not_fit(described
 @pytest.mark.parametrize(
     ('mesh', 'pod', 'message'),
     [
-        ({}, '1x8', "has 1 device, but topology 'h100-1x8' has 8; .*mesh.data=8$"),
-        ({'fsdp': 4}, '1x8', 'has 4 devices.* --config.mesh.data=2$'),
-        ({'tensor': 16}, '1x8', 'has 16 devices.* a mesh whose sizes multiply to 8$'),
-        ({}, '4x8', 'mesh.data=32 --config.train.batch_size=32$'),
+        ({}, '1x8', 'has 1 device, but --dry_run=h100-1x8 has 8; .* multiply to 8$'),
         ({'data': 8, 'tensor': 2}, '2x8', 'has 16 devices, more than the 8 fake ones of this proc'),
     ],
 )
 def test_a_mesh_or_pod_that_does_not_fit_is_refused(described, mesh, pod, message):
     with pytest.raises(ConfigError, match=message):
         described(f'h100-{pod}', **mesh)
-
-
-def test_without_a_topology_the_present_devices_are_described(described):
-    run = described(None, trial=1, data=2)
-    assert run.notes[0] == '8 devices (cpu)' and math.prod(run.mesh.values()) == 2
-    assert run.memory['parameters'] == 4 * run.parameters
-    kernel = 'attention of 16 queries to 16 keys by einsum: contexts are below 256'
-    assert run.seconds is run.capacity is None and kernel in dry_run.text(run).splitlines()
 
 
 def test_the_log_is_a_table_with_a_row_per_run(data_parallel, tmp_path):

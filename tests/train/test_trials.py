@@ -7,15 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-from qkattn import metrics
-from qkattn.analysis import analyze
-from qkattn.config import Config, MeshConfig, ModelConfig
+from qkattn.config import MeshConfig
 from qkattn.data import pipeline
 from qkattn.data.tasks import repeats
 from qkattn.data.tasks.task_registry import rows_of
-from qkattn.model import build, with_params
+from qkattn.model import with_params
 from qkattn.model.transformer import inputs_of
 from qkattn.train import program, trials
 from qkattn.train.sharding import make_mesh
@@ -123,31 +120,3 @@ def test_a_model_that_copies_gains_and_one_that_does_not_does_not(tiny, inductio
     part = counts.max() / r_BH[:, 1:].size
     np.testing.assert_allclose(accuracy_X, [part, np.nan], rtol=1e-6)
     assert induction_of(tiny(model={'kind': 'encoder', 'vocab_size': 257}), None) is None
-
-
-# Attention
-
-
-def test_attention_metrics_are_those_of_an_analysis_without_rows_that_pad():
-    config = Config(model=ModelConfig(d_model=16, num_layers=2, num_heads=2, context=8))
-    model = build(config.model, key=jax.random.key(0))
-    params = jax.tree.map(lambda leaf: leaf[None], nnx.to_pure_dict(nnx.state(model)))
-    tokens_BT = np.random.default_rng(0).integers(0, 256, (2, 8))
-    batch = {'tokens_BT': tokens_BT, 'loss_weights_BT': np.eye(2, 8, dtype=np.float32)}
-    padded = {name: np.concatenate([a, np.zeros_like(a)]) for name, a in batch.items()}
-    run = program.stack_program(config, 'map', make_mesh(config.mesh), trials.attention_means)
-    heads = analyze(model, {'tokens_BT': tokens_BT}, induction=False)
-
-    def norm_of(*factors):
-        """Mean over layers of the norm of both factors together."""
-        return np.hypot(*(heads.values('parameter_norm', factor) for factor in factors)).mean()
-
-    want = {'qk_factor_norm': norm_of('score/w_q_DNH', 'score/w_k_DKH')}
-    want |= {'ov_factor_norm': norm_of('value/w_v_DKH', 'value/w_o_NHD')}
-    for name in metrics.ATTENTION.keys() - want.keys():
-        circuit, _, quantity = name.partition('_')
-        where = {'qk': 'A', 'ov': 'B', 'attention': 'pattern'}[circuit]
-        want[name] = heads.values(quantity, where).mean()
-    means = (run(params, rows).items() for rows in (batch, padded))
-    got, of_padded = ({name: value_X.item() for name, value_X in items} for items in means)
-    assert got == pytest.approx(want, rel=1e-4) and of_padded == pytest.approx(got, rel=1e-5)

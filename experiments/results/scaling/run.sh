@@ -7,11 +7,11 @@ here=$(dirname "$0")
 python=${PYTHON:-python}
 
 describe() { # POD ROWS FLAGS...: a dry run with so many sequences per step
-  "$python" -m experiments.train --config=small --dry_run --dry_run_log="$here/scaling.csv" \
+  "$python" -m experiments.train --config=small --dry_run="$1" --dry_run_log="$here/scaling.csv" \
     --config.model.context=1024 --config.model.vocab_size=50304 \
     --config.model.compute_dtype=bfloat16 --config.train.steps_per_dispatch=1 \
     --config.model.kernel=einsum \
-    --topology="$1" --config.train.batch_size="$2" "${@:3}"
+    --config.train.batch_size="$2" "${@:3}"
 }
 
 small=(--config.model.d_model=768 --config.model.num_layers=12 --config.model.num_heads=12)
@@ -37,12 +37,12 @@ weak() { # weak scaling of the 124M model, 8 sequences per device
 }
 
 pods() { # 256 and 4,096 chips
-  describe v6e-256 2048 "${gpt2[@]}" --config.mesh.data=256
-  describe v6e-256 1024 "${large[@]}" --config.mesh.data=16 --config.mesh.fsdp=16
-  describe v6e-256 64 "${stack[@]}" --config.mesh.trial=32 --config.mesh.data=8
-  describe v5p-8192 32768 "${gpt2[@]}" --config.mesh.data=4096
-  describe v5p-8192 16384 "${large[@]}" --config.mesh.data=256 --config.mesh.fsdp=16
-  describe v5p-8192 1024 "${stack[@]}" --config.mesh.trial=32 --config.mesh.data=128
+  describe v6e-16x16 2048 "${gpt2[@]}" --config.mesh.data=256
+  describe v6e-16x16 1024 "${large[@]}" --config.mesh.data=16 --config.mesh.fsdp=16
+  describe v6e-16x16 64 "${stack[@]}" --config.mesh.trial=32 --config.mesh.data=8
+  describe v5p-16x16x16 32768 "${gpt2[@]}" --config.mesh.data=4096
+  describe v5p-16x16x16 16384 "${large[@]}" --config.mesh.data=256 --config.mesh.fsdp=16
+  describe v5p-16x16x16 1024 "${stack[@]}" --config.mesh.trial=32 --config.mesh.data=128
 }
 
 for part in "${@:-weak pods}"; do

@@ -4,7 +4,6 @@ A document is an example; a set without a validation split has one carved. Examp
 sets whose text is missing or empty are left out.
 """
 
-import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -14,10 +13,9 @@ import tensorflow_datasets as tfds
 
 from qkattn.config import DataConfig
 from qkattn.config.calls import load_extra
-from qkattn.data.cache import data_root, sha256_of
+from qkattn.data.cache import data_root
 from qkattn.data.corpora.corpus import Corpus, parse_languages, readable
 from qkattn.errors import ConfigError
-from qkattn.storage.files import expanded
 
 READ_TOGETHER = 128  # one by one takes four times as long, but an example may be a book
 # Names under which sets have the splits of a corpus.
@@ -53,31 +51,25 @@ def tfds_set(config: DataConfig) -> Corpus:
     return _corpus(config, str(builder.version), builder.info.splits, texts, pairs, examples)
 
 
-def published(config: DataConfig) -> Corpus:
+def hugging_face(config: DataConfig) -> Corpus:
     """The corpus 'hf:OWNER/NAME' or 'hf:OWNER/NAME/CONFIG', from the library's cache ($HF_HOME)."""
     names = _matched(config, r'hf:([\w.-]+(?:/[\w.-]+)?)(?:/([\w.-]+))?')
-    library = load_extra('datasets', 'datasets')
-    advice = "check name and network, or save it with save_to_disk and set data.name='hf'"
+    library, advice = load_extra('datasets', 'datasets'), 'check name and network'
     with readable(f'data.name={config.name!r}', advice, Exception):
         sets = library.load_dataset(*filter(None, names))
     first = next(iter(sets.values()))
     # The directory of a published set is named by its revision.
     revision = Path(first.cache_files[0]['filename']).parent.name
-    return _hugging_face(sets, config, f'{first.info.version}-{revision}')
+    strings = ('string', 'large_string')
+    texts = [name for name, f in first.features.items() if getattr(f, 'dtype', None) in strings]
+    # Older versions of the library have a feature `Translation` for what is a mapping.
+    nested = {name: getattr(f, 'languages', f) for name, f in first.features.items()}
+    nested = {name: list(f) for name, f in nested.items() if isinstance(f, Mapping | list | tuple)}
 
+    def examples(split: str, columns: list[str]) -> Iterator[Any]:
+        return iter(sets[split].select_columns(columns))
 
-def saved(config: DataConfig) -> Corpus:
-    """The corpus 'hf': the directory `config.path`, which `save_to_disk` wrote."""
-    library = load_extra('datasets', 'datasets')
-    advice = 'name a directory that save_to_disk wrote'
-    with readable(f'data.path={config.path!r}', advice, Exception):
-        sets = library.load_from_disk(str(expanded(config.path)))
-    sets = sets if isinstance(sets, Mapping) else {'train': sets}
-    digest = hashlib.sha256()
-    for split, rows in sets.items():
-        for file in rows.cache_files:
-            digest.update(f'{split} {sha256_of(Path(file["filename"]))}\n'.encode())
-    return _hugging_face(sets, config, f'sha256-{digest.hexdigest()[:16]}')
+    return _corpus(config, f'{first.info.version}-{revision}', sets, texts, nested, examples)
 
 
 def _matched(config: DataConfig, pattern: str) -> tuple[str, ...]:
@@ -88,20 +80,6 @@ def _matched(config: DataConfig, pattern: str) -> tuple[str, ...]:
             "'hf:OWNER/NAME' or 'hf:OWNER/NAME/CONFIG'."
         )
     return match.groups()
-
-
-def _hugging_face(sets: Mapping[str, Any], config: DataConfig, version: str) -> Corpus:
-    features = next(iter(sets.values())).features
-    strings = ('string', 'large_string')
-    texts = [name for name, f in features.items() if getattr(f, 'dtype', None) in strings]
-    # Older versions of the library have a feature `Translation` for what is a mapping.
-    nested = {name: getattr(f, 'languages', f) for name, f in features.items()}
-    nested = {name: list(f) for name, f in nested.items() if isinstance(f, Mapping | list | tuple)}
-
-    def examples(split: str, columns: list[str]) -> Iterator[Any]:
-        return iter(sets[split].select_columns(columns))
-
-    return _corpus(config, version, sets, texts, nested, examples)
 
 
 def _corpus(

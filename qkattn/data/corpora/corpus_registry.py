@@ -20,8 +20,8 @@ class Source(NamedTuple):
     optional: tuple[str, ...] = ()
 
 
-def _shards(config: DataConfig) -> Corpus:
-    raise ConfigError("data.name='shards' is tokenized already; name the text")
+def _tokens(config: DataConfig) -> Corpus:
+    raise ConfigError("data.name='tokens' is tokenized already; name the text")
 
 
 CORPORA = {
@@ -31,12 +31,11 @@ CORPORA = {
     'text': Source(own_files.text, required=('path',)),
     'multi30k': Source(downloads.multi30k, required=('languages',), optional=('manual_dir',)),
     'cldr': Source(cldr.corpus, required=('languages',)),
-    'shards': Source(_shards, required=('path',)),
+    'tokens': Source(_tokens, required=('path',)),
     'parallel': Source(own_files.parallel, required=('path', 'languages')),
-    'hf': Source(catalogues.saved, required=('path',), optional=('languages', 'feature')),
     # Of any name that begins like this.
     'tfds:NAME': Source(catalogues.tfds_set, optional=('languages', 'feature')),
-    'hf:NAME': Source(catalogues.published, optional=('languages', 'feature')),
+    'hf:NAME': Source(catalogues.hugging_face, optional=('languages', 'feature')),
 }
 SETTINGS = ('path', 'languages', 'feature', 'manual_dir')
 

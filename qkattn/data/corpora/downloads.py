@@ -7,7 +7,7 @@ from pathlib import Path
 import requests
 
 from qkattn.config import DataConfig
-from qkattn.data.cache import check_sha256, data_root, prepared_once
+from qkattn.data.cache import DamagedData, data_root, prepared_once
 from qkattn.data.corpora.corpus import Corpus, parse_languages, readable
 from qkattn.errors import ConfigError
 from qkattn.storage.files import expanded, write_atomic
@@ -77,16 +77,18 @@ def fetched(dataset: str, url: str, config: DataConfig) -> bytes:
     sha256 differs.
     """
     directory, name = data_root(config.data_dir) / 'downloads' / dataset, url.rpartition('/')[2]
-    path = directory / name
+    advice = f'put {url}, unchanged, into a directory and name it in data.manual_dir'
+
+    def checked(content: bytes, source: str) -> bytes:
+        if (sha256 := hashlib.sha256(content).hexdigest()) != SHA256[name]:
+            raise DamagedData(f'{source} has sha256 {sha256}, not {SHA256[name]}; {advice}')
+        return content
 
     def opened() -> bytes:
-        content = path.read_bytes()
-        check_sha256(path, SHA256[name])
-        return content
+        return checked((directory / name).read_bytes(), str(directory / name))
 
     def get() -> None:
         source = url if config.manual_dir is None else str(expanded(config.manual_dir) / name)
-        advice = f'put {url}, unchanged, into a directory and name it in data.manual_dir'
         with readable(source, advice):  # errors of requests are OSErrors
             if config.manual_dir is not None:
                 content = Path(source).read_bytes()
@@ -94,8 +96,6 @@ def fetched(dataset: str, url: str, config: DataConfig) -> bytes:
                 response = requests.get(url, timeout=TIMEOUT)
                 response.raise_for_status()
                 content = response.content
-        if (sha256 := hashlib.sha256(content).hexdigest()) != SHA256[name]:
-            raise ConfigError(f'{source} has sha256 {sha256}, not {SHA256[name]}; {advice}.')
-        write_atomic(path, content)
+        write_atomic(directory / name, checked(content, source))
 
     return prepared_once(directory / 'lock', opened, get)

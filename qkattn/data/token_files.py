@@ -1,0 +1,192 @@
+"""Tokens on disk: a directory of `SPLIT.bin`, `tokens.json` and, maybe, `tokenizer.json`.
+
+`SPLIT.bin` holds the ids of a split in the narrowest unsigned type, a separator after each
+document, without a header. `tokenizer.json` is a vocabulary that is learned or read from a file.
+"""
+
+import dataclasses
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from qkattn.config import DataConfig
+from qkattn.data.cache import DamagedData, local_directory
+from qkattn.data.corpora.corpus import Corpus, readable
+from qkattn.data.tokenizers.tokenizer import Tokenizer
+from qkattn.data.tokenizers.vocabulary import restored
+from qkattn.data.tokens import SplitInfo, TokenDataset, blocks
+from qkattn.errors import ConfigError
+from qkattn.storage.files import replacing, write_atomic
+from qkattn.storage.records import parse_file, read
+
+INDEX, MODEL = 'tokens.json', 'tokenizer.json'
+RESTORE, ERRORS = 'restore the source', (RuntimeError, UnicodeError)
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Index:
+    """What `tokens.json` holds; it is written last, so its directory is whole."""
+
+    name: str
+    version: str
+    carved: Mapping[str, float]
+    tokenizer: str  # as in data.tokenizer; of a file without its directory
+    tokenizer_name: str
+    dtype: Literal['uint8', 'uint16', 'uint32']  # of an id
+    splits: Mapping[str, SplitInfo]
+
+
+def write_tokens(directory: Path, kind: str, corpus: Corpus, tokenizer: Tokenizer) -> None:
+    """Tokenizes all splits of a corpus; the caller holds a lock on the directory.
+
+    `kind` is what data.tokenizer names. ConfigError for text that cannot be read or encoded, or a
+    split without a document.
+    """
+    log.info('Writing tokens of %s %s to %s', corpus.name, corpus.version, directory)
+    for split, share in corpus.carved.items():
+        log.info('%s has no %s split: %.0f %% of train are carved', corpus.name, split, 100 * share)
+    if hasattr(tokenizer, 'model'):
+        write_atomic(directory / MODEL, tokenizer.model())
+    with readable(corpus.name, RESTORE, *ERRORS):
+        documents = corpus.documents(None)
+    splits = {}
+    for split in corpus.splits:
+        source = f'split {split!r} of {corpus.name}'
+        named = corpus.names is not None and split != 'train'
+        names = tuple(corpus.names(split)) if named else None
+        encoded = _encoded(documents[split], source, tokenizer)
+        splits[split] = _write(directory / f'{split}.bin', encoded, tokenizer, names)
+        if not splits[split].num_documents:
+            raise ConfigError(f'{source} has no document; give it text')
+    index = Index(
+        name=corpus.name,
+        version=corpus.version,
+        carved=dict(corpus.carved),
+        tokenizer=_without_directory(kind),
+        tokenizer_name=tokenizer.name,
+        dtype=_dtype(tokenizer).name,  # type: ignore[arg-type]
+        splits=splits,
+    )
+    write_atomic(directory / INDEX, json.dumps(dataclasses.asdict(index), indent=1) + '\n')
+
+
+def _dtype(tokenizer: Tokenizer) -> np.dtype:
+    return np.min_scalar_type(tokenizer.vocab_size - 1)
+
+
+def _without_directory(kind: str) -> str:
+    return kind.rpartition('/')[2] if kind.endswith('.json') else kind
+
+
+def _encoded(texts: Iterable[bytes], source: str, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    """The ids of each document, with the separator."""
+    with readable(source, RESTORE, *ERRORS):
+        for number, text in enumerate(texts, start=1):
+            try:
+                yield np.append(tokenizer.encode(text), tokenizer.separator)
+            except ValueError as error:
+                raise ConfigError(
+                    f'document {number} of {source} cannot be encoded: {error}'
+                ) from error
+
+
+def _write(
+    path: Path, documents: Iterator[np.ndarray], tokenizer: Tokenizer, names: tuple[str, ...] | None
+) -> SplitInfo:
+    """Writes a split document by document, and counts its tokens."""
+    digest, counts_V = hashlib.sha256(), np.zeros(tokenizer.vocab_size, np.int64)
+    num_documents = num_bytes = 0
+    with replacing(path) as temporary:
+        with temporary.open('wb') as file:
+            for ids in documents:
+                file.write(ids.astype(_dtype(tokenizer)).tobytes())
+                num_documents, num_bytes = num_documents + 1, num_bytes + tokenizer.num_bytes(ids)
+        written = np.memmap(temporary, _dtype(tokenizer), 'r') if num_documents else ()
+        for ids in blocks(written):
+            digest.update(ids.data)
+            counts_V += np.bincount(ids, minlength=len(counts_V))
+    return SplitInfo(
+        num_documents=num_documents,
+        document_names=names,
+        num_tokens=int(counts_V.sum()),
+        num_bytes=num_bytes,
+        unigram_nats_per_token=_entropy(counts_V),
+        fingerprint=digest.hexdigest(),
+    )
+
+
+def _entropy(counts_V: np.ndarray) -> float:
+    """Entropy of the frequencies of ids, in nats per token."""
+    frequencies = counts_V[counts_V > 0] / counts_V.sum()
+    return -float(np.sum(frequencies * np.log(frequencies)))
+
+
+def read_index(directory: Path) -> Index:
+    """The index of a directory; DamagedData if it cannot be read."""
+    try:
+        record = parse_file(directory / INDEX, {'splits': {}})
+        splits = {split: read(SplitInfo, entry) for split, entry in record['splits'].items()}
+        return read(Index, record, splits=splits)
+    except ValueError as error:
+        raise DamagedData(f'{directory / INDEX} cannot be read ({error})') from error
+
+
+def open_index(
+    directory: Path, index: Index, tokenizer: Tokenizer, *, compare: bool
+) -> TokenDataset:
+    """The dataset in a directory, memory-mapped; `compare` reads all ids for their sha256.
+
+    DamagedData if a file is missing or of another size, or its sha256 is another one.
+    """
+    tokens = {}
+    for split, info in index.splits.items():
+        path = directory / f'{split}.bin'
+        try:
+            # Slices of a memmap take several times as long as those of its array.
+            tokens[split] = ids = np.asarray(np.memmap(path, index.dtype, 'r'))
+            whole = len(ids) == info.num_tokens
+            whole &= not compare or hashlib.sha256(ids.data).hexdigest() == info.fingerprint
+        except (OSError, ValueError):
+            whole = False
+        if not whole:
+            raise DamagedData(f'{path} is missing, or does not hold what {INDEX} describes')
+    return TokenDataset(index.name, index.version, tokenizer, index.splits, tokens, index.carved)
+
+
+def open_prepared(config: DataConfig) -> TokenDataset:
+    """The tokens in `config.path`; ConfigError if they are damaged, or settings do not fit them."""
+    directory, advice = local_directory(config.path, 'data.path'), 'copy it or prepare_data again'
+    try:
+        index, model = read_index(directory), directory / MODEL
+        with readable(str(model), advice, Exception):  # of the library of subwords
+            tokenizer = restored(index.tokenizer, model.read_bytes() if model.exists() else None)
+        dataset = open_index(directory, index, tokenizer, compare=False)
+    except DamagedData as error:
+        raise ConfigError(f'{error}; {advice}') from error
+    if tokenizer.name != index.tokenizer_name:
+        raise ConfigError(
+            f'{directory} was tokenized with {index.tokenizer_name}, but tokenizer='
+            f'{index.tokenizer!r} is {tokenizer.name}; restore its source'
+        )
+    for field, fits in (
+        ('lowercase', not config.lowercase),
+        ('carve_test', not config.carve_test or 'test' in dataset.splits),
+        (
+            'tokenizer',
+            _without_directory(config.tokenizer) in (DataConfig.tokenizer, index.tokenizer),
+        ),
+    ):
+        if not fits:
+            raise ConfigError(
+                f'data.{field}={getattr(config, field)!r} has no effect on tokens, which were made '
+                f'with {index.tokenizer_name} of {index.version}; set it where prepare_data makes '
+                'them'
+            )
+    return dataset

@@ -1,0 +1,195 @@
+"""Tokens in memory, and on disk: what is written, after stops and damages too, and read."""
+
+import dataclasses
+import itertools
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+
+from qkattn.config import Config, DataConfig
+from qkattn.data import token_files, tokens
+from qkattn.data.load import load_text, prepare, tokenizer_of
+from qkattn.data.tasks.task_registry import rows_of
+from qkattn.data.tokenizers.tokenizer import ByteTokenizer
+from qkattn.data.tokens import PairDataset, TokenDataset
+from tests.damages import PICKLE
+from tests.data.datasets import contents, numbers, register, token_dataset, write_texts
+from tests.refusals import refused
+
+
+def test_windows_and_blocks_of_tokens(monkeypatch):
+    monkeypatch.setattr(tokens, 'BLOCK', 12)
+    windows_BT = numbers(train=100).windows('train', np.array([0, 83]), 17)
+    assert windows_BT.dtype == np.int32 and windows_BT[:, 0].tolist() == [0, 83]
+    assert (np.diff(windows_BT) == 1).all()
+    assert [len(block) for block in tokens.blocks(np.arange(30))] == [12, 12, 6]
+
+
+def test_identity_and_documents_of_datasets_and_pairs(monkeypatch):
+    monkeypatch.setattr(tokens, 'BLOCK', 3)
+    text = {'train': np.frombuffer(b'aab\0c\0', np.uint8)}
+    source, target = (token_dataset(name, ByteTokenizer(), text) for name in 'ab')
+    assert source.document_ends('train').tolist() == [4, 6]
+    assert source.document_names('train') == ['0', '1'] and source.bytes_per_token('train') == 2
+    with refused("split='val' is not in dataset 'a'; valid: 'train'"):
+        source.split('val')
+    infos = {'train': source.info('train'), 'test': target.info('train')}
+    carved = TokenDataset('a', '1', ByteTokenizer(), infos, {}, {'test': 0.1}).identity()
+    fingerprints = carved.pop('fingerprints')
+    assert list(fingerprints.items()) == [('test', 'btrain'), ('train', 'atrain')]
+    assert carved == {'name': 'a', 'version': '1', 'tokenizer': 'bytes', 'carved': {'test': 0.1}}
+    assert 'carved' not in source.identity()
+    pairs = PairDataset(source, target)
+    assert pairs.identity() == {'source': source.identity(), 'target': target.identity()}
+    assert [ids.tobytes() for ids in pairs.sentences('train')[0]] == [b'aab', b'c']
+
+
+def made_of(path, **fields):
+    return DataConfig(name='tokens', path=str(path), **fields)
+
+
+@pytest.fixture(scope='module')
+def text(tmp_path_factory):
+    """A folder of texts as a dataset."""
+    root = tmp_path_factory.mktemp('text')
+    path = str(write_texts(root / 'files'))
+    return DataConfig(name='text', path=path, data_dir=str(root / 'cache'))
+
+
+@pytest.fixture(scope='module')
+def made(text, tmp_path_factory):
+    """Its tokens."""
+    out = tmp_path_factory.mktemp('tokens')
+    prepare(text, str(out))
+    return out
+
+
+def test_prepared_tokens_are_the_dataset_that_they_were_made_of(text, made):
+    before, after = load_text(text), load_text(made_of(made))
+    assert after.splits == before.splits and after.identity() == before.identity()
+    for split in before.splits:
+        assert np.array_equal(after.split(split), before.split(split))
+        assert after.info(split) == before.info(split)
+    ids = np.fromfile(made / 'test.bin', np.uint8)  # without a header
+    assert np.array_equal(ids, before.split('test'))
+
+
+def test_stopped_at_any_write_it_begins_again(text, made, tmp_path, monkeypatch):
+    replace = os.replace
+
+    def stopping(*paths):
+        if next(counter) == writes:
+            raise KeyboardInterrupt
+        return replace(*paths)
+
+    for writes in (0, 2, 3):  # of three splits and the index
+        out, counter = tmp_path / str(writes), itertools.count()
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(os, 'replace', stopping)
+            prepare(text, str(out))
+        with refused('tokens.json cannot be read'):
+            load_text(made_of(out))
+        prepare(text, str(out))
+        assert contents(out) == contents(made)
+
+
+def test_a_finished_directory_is_left_as_it_is_and_a_damaged_one_made_again(
+    text, made, tmp_path, caplog, monkeypatch
+):
+    with monkeypatch.context() as patched:
+        patched.setattr(token_files, 'write_atomic', None)
+        assert prepare(text, str(made)).identity() == load_text(text).identity()
+    copy = shutil.copytree(made, tmp_path / 'copy')
+    path = copy / 'train.bin'
+    path.write_bytes(path.read_bytes()[:-1] + b'x')
+    assert load_text(made_of(copy))  # which reads no tokens
+    prepare(text, str(copy))
+    assert contents(copy) == contents(made)
+    assert 'train.bin is missing, or does not hold what tokens.json describes; it is' in caplog.text
+
+
+def lost():
+    yield b'a'
+    raise OSError('lost')
+
+
+@pytest.mark.parametrize(
+    ('fields', 'texts', 'message'),
+    [
+        ({'tokenizer': 'characters'}, None, 'holds tokens of text .* bytes; give another'),
+        ({'name': 'tokens'}, None, "data.name='tokens' is tokenized already; name the text"),
+        ({'name': 'cldr', 'languages': 'en-de'}, None, 'is a translation set; prepare_data'),
+        ({}, [b'a', b'b\0'], "document 2 of split 'train' of x cannot be encoded: "),
+        ({}, lost(), "split 'train' of x cannot be read .OSError: lost.; restore"),
+        ({}, [], "split 'train' of x has no document; give it text"),
+        ({'tokenizer': 'bpe', 'tokenizer_size': 257}, [b'\xe4'] * 40, 'cannot be tokenized: '),
+    ],
+)
+def test_what_cannot_be_prepared(text, made, tmp_path, monkeypatch, fields, texts, message):
+    data, out = dataclasses.replace(text, **fields), made
+    if texts is not None:
+        register(monkeypatch, 'x', {'train': texts, 'validation': [b'a']})
+        data, out = dataclasses.replace(data, name='x', path=None), tmp_path
+    with refused(message):
+        prepare(data, str(out))
+
+
+def test_the_vocabulary_comes_with_the_tokens(text, tmp_path):
+    data = dataclasses.replace(text, tokenizer='characters')
+    prepare(data, str(tmp_path))
+    assert tokenizer_of(made_of(tmp_path)).name == tokenizer_of(data).name
+    path = tmp_path / 'tokenizer.json'
+    content = path.read_text()
+    for damaged, message in (
+        (content.replace(': "', ': "!'), 'was tokenized with characters-.* is characters-'),
+        (content[:-9], 'tokenizer.json cannot be read .*; copy it or prepare_data again'),
+    ):
+        path.write_text(damaged)
+        with refused(message):
+            load_text(made_of(tmp_path))
+
+
+def edit(**fields):
+    return lambda text: json.dumps(json.loads(text) | fields)
+
+
+def test_a_damaged_or_missing_file_is_named(made, tmp_path):
+    copy = shutil.copytree(made, tmp_path / 'copy')
+    for file, damage, message in (
+        ('train.bin', None, 'train.bin is missing, or does not .*; copy it or prepare_data again'),
+        ('test.bin', lambda text: text[:-1], 'test.bin is missing, or does not'),
+        ('tokens.json', None, 'tokens.json cannot be read .No such file'),
+        ('tokens.json', lambda text: PICKLE.decode('latin-1'), 'tokens.json'),
+        ('tokens.json', edit(dtype='int64'), "field 'dtype' is 'int64', expected"),
+        ('tokens.json', edit(tokenizer_name='x'), 'was tokenized with x, but .* bytes'),
+        ('tokens.json', lambda t: t.replace('"num_tokens": ', '"num_tokens": 1'), 'is missing, or'),
+    ):
+        content = (copy / file).read_text('latin-1')
+        (copy / file).unlink()
+        if damage:
+            (copy / file).write_text(damage(content), 'latin-1')
+        with refused(message):
+            load_text(made_of(copy))
+        (copy / file).write_text(content, 'latin-1')
+
+
+def test_settings_that_do_not_fit_are_refused(made):
+    for fields, message in (
+        ({'lowercase': True}, 'data.lowercase=True has no effect on tokens'),
+        ({'tokenizer': 'bpe'}, "data.tokenizer='bpe' has no effect .* made with bytes .*; set it"),
+        ({'path': 'gs://b/x'}, 'data.path=gs://b/x is a URL, but .* local or mounted directory'),
+    ):
+        with refused(message):
+            rows_of(Config(data=dataclasses.replace(made_of(made), **fields)))
+
+
+def test_a_test_split_is_carved_before_tokens_are_made(text, made, tmp_path):
+    assert load_text(made_of(made, carve_test=True)).splits == ('train', 'validation', 'test')
+    path = shutil.copytree(text.path, tmp_path / 'files')
+    shutil.rmtree(path / 'test')
+    prepare(dataclasses.replace(text, path=str(path)), str(tmp_path))
+    with refused('data.carve_test=True has no effect on tokens, .*; set it where prepare_data'):
+        load_text(made_of(tmp_path, carve_test=True))
