@@ -1,4 +1,4 @@
-"""Times training and decoding beside other implementations, on this machine.
+"""Times training and decoding beside other implementations, on the cores of this process.
 
 python -m experiments.benchmark --suite=steps
 python -m experiments.benchmark --suite=steps,stacks,decoding,study --scale=smoke  # does it run?
@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import jax
 from absl import flags
@@ -47,33 +46,26 @@ def main() -> None:
                 raise ConfigError(f'--variants={name}: {error}') from error
     jax.config.update('jax_platforms', 'cpu')  # the accelerator's memory is for the contestants
     directory = Path(OUT.value or f'runs/benchmark/{"-".join(SUITE.value)}')
-    facts = {'machine': machine(), 'load': {'start': os.getloadavg()[0]}}
+    start = describe_start()
+    query = 'nvidia-smi --query-gpu=name --format=csv,noheader'  # jax would take their memory
+    torch = [d.version for d in importlib.metadata.distributions(name='torch')]
+    machine = {
+        **{name: start[name] for name in ('platform', 'python', 'git')},
+        'versions': start['versions'] | {'torch': torch[0] if torch else None},
+        **{'cpu': cpu(), 'cores': len(usable_cores())},
+        'accelerators': subprocess.getoutput(query).splitlines()
+        if shutil.which('nvidia-smi')
+        else [],
+    }
+    load = {'start': os.getloadavg()[0]}
     groups: list[record.Group] = []
     for suite in SUITE.value:
         for group in SUITES[suite](scale):
             groups.append(group)
-            facts['load']['end'] = os.getloadavg()[0]
+            facts = {'machine': machine, 'load': load | {'end': os.getloadavg()[0]}}
             record.write(directory, facts, groups)
             print(f'{record.table(group)}\n', flush=True)
-    if SCALE.value != 'smoke':  # whose sizes say nothing about a target
-        print('\n'.join(record.target_lines(groups, facts['machine'])))
     print(directory / record.FILE)
-
-
-def machine() -> dict[str, Any]:
-    """CPU, cores, memory, devices, versions and commit: what a result depends on."""
-    start = describe_start()
-    installed = {dist.name: dist.version for dist in importlib.metadata.distributions()}
-    query = 'nvidia-smi --query-gpu=name --format=csv,noheader'  # jax would take their memory
-    gpus = subprocess.getoutput(query).splitlines() if shutil.which('nvidia-smi') else []
-    return {
-        'cpu': cpu(),
-        'cores': len(usable_cores()),
-        'memory_bytes': os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'),
-        'accelerators': gpus,
-        **{name: start[name] for name in ('platform', 'python', 'git')},
-        'versions': start['versions'] | {'torch': installed.get('torch')},
-    }
 
 
 if __name__ == '__main__':
