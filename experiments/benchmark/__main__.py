@@ -4,7 +4,6 @@ python -m experiments.benchmark --suite=steps
 python -m experiments.benchmark --suite=steps,stacks,decoding,study --scale=smoke  # does it run?
 """
 
-import dataclasses
 import importlib.metadata
 import os
 import shutil
@@ -15,7 +14,7 @@ import jax
 from absl import flags
 
 from experiments.benchmark import record
-from experiments.benchmark.suites import SCALES, SUITES, settings, training_row
+from experiments.benchmark.suites import SCALES, SUITES, training_row, varied
 from qkattn.errors import ConfigError
 from qkattn.jobs import cli
 from qkattn.jobs.machine import cpu, usable_cores
@@ -38,10 +37,10 @@ def main() -> None:
         raise ConfigError(f'unknown --suite={unknown[0]}; known are {", ".join(SUITES)}')
     scale = SCALES[SCALE.value]
     if VARIANTS.value:
-        scale = dataclasses.replace(scale, names=tuple(dict.fromkeys(['qk/vo', *VARIANTS.value])))
+        scale = scale._replace(names=tuple(dict.fromkeys(['qk/vo', *VARIANTS.value])))
         for name in scale.names:
             try:
-                training_row(name, settings(scale.variants, name))
+                training_row(name, varied(scale.variants, name))
             except ValueError as error:
                 raise ConfigError(f'--variants={name}: {error}') from error
     jax.config.update('jax_platforms', 'cpu')  # the accelerator's memory is for the contestants

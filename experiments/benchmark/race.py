@@ -21,11 +21,10 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
 from qkattn.jobs.display import waiting
-from qkattn.jobs.machine import keep_freed_memory, usable_cores
+from qkattn.jobs.machine import usable_cores
 
 log = logging.getLogger('qkattn.benchmark')
 
-OWN = 'experiments.benchmark.suites'  # has programs of qkattn as its scripts run them
 # The cache of compiled programs does not know the number of threads.
 ENVIRONMENT = {'XLA_PYTHON_CLIENT_PREALLOCATE': 'false', 'JAX_ENABLE_COMPILATION_CACHE': 'false'}
 
@@ -150,8 +149,6 @@ def _end_with_parent() -> None:
 def _build(path: str, settings: Mapping[str, Any]) -> tuple[int, Work, float]:
     """The number of a work in this process, its facts without `run`, seconds of its second call."""
     module, function = path.split(':')
-    if module == OWN:
-        keep_freed_memory()  # as scripts do
     work = getattr(importlib.import_module(module), function)(**settings)
     work.run(1)
     _works.append(work)

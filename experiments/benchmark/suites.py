@@ -10,12 +10,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from experiments.benchmark.race import OWN, Row, Work, race
+from experiments.benchmark.race import Row, Work, race
 from experiments.benchmark.record import Group
 from qkattn.config import (
     Config,
@@ -91,7 +91,7 @@ def greedy(model: dict[str, Any], rows: int, prompt: int, tokens: int) -> Work:
 
 # Rows
 
-TRAIN, GREEDY = f'{OWN}:train', f'{OWN}:greedy'
+TRAIN, GREEDY = f'{__name__}:train', f'{__name__}:greedy'
 JAX, TORCH = 'experiments.benchmark.jax_gpt:train', 'experiments.benchmark.torch_gpt:train'
 
 
@@ -113,39 +113,37 @@ def decoder(
       model: further settings of ModelConfig.
     """
     sizes = {'num_layers': layers, 'd_model': width, 'num_heads': heads, 'context': context}
+    every = dict.fromkeys(('log_every', 'eval_every', 'checkpoint_every'), 10 * dispatch)
+    steps = {'num_steps': 1_000_000, 'steps_per_dispatch': dispatch, **every}
     return Config(
         model=ModelConfig(vocab_size=vocabulary, **sizes | model),
         data=DataConfig(name='tiny_shakespeare', tokenizer='characters'),
         optimizer=OptimizerConfig(decay='coupled'),
-        train=TrainConfig(batch_size=batch, steps_per_dispatch=dispatch),
+        train=TrainConfig(batch_size=batch, **steps),
         trials=TrialsConfig(seeds=(0,), learning_rates=(1e-3,), weight_decays=(0.1,)),
     )
 
 
-def settings(
-    run: Config, variant: str = 'qk/vo', *, trials: int = 1, **train: Any
-) -> dict[str, Any]:
-    """The JSON of a run with a variant, so many trials, and settings of its training.
+def varied(run: Config, variant: str = 'qk/vo', *, trials: int = 1, **train: Any) -> Config:
+    """The run with a variant, so many trials, and settings of its training.
 
     ConfigError for a variant that is malformed.
     """
-    train = {'steps_per_dispatch': run.train.steps_per_dispatch, 'num_steps': 1_000_000} | train
-    every = dict.fromkeys(
-        ('log_every', 'eval_every', 'checkpoint_every'), 10 * train['steps_per_dispatch']
+    return dataclasses.replace(
+        run,
+        model=dataclasses.replace(run.model, **Variant.parse(variant)._asdict()),
+        train=dataclasses.replace(run.train, **train),
+        trials=dataclasses.replace(run.trials, seeds=tuple(range(trials))),
     )
-    sections = to_json(run)
-    sections['model'] |= Variant.parse(variant)._asdict()
-    sections['train'] |= train | every
-    sections['trials'] |= {'seeds': [*range(trials)]}
-    return sections
 
 
-def training_row(name: str, config: dict[str, Any], work: str = TRAIN) -> Row:
-    """A row that trains a config (JSON), with tokens and FLOPs of a step; checks the config."""
-    validate(run := from_json(Config, config))
+def training_row(name: str, run: Config, work: str = TRAIN) -> Row:
+    """A row that trains a run, with tokens and FLOPs of a step; ConfigError if it is not valid."""
+    validate(run)
     tokens = run.train.batch_size * run.model.context
     flops = tokens * cost.training_flops_per_token(run.model)
-    return Row(name, {'config': config}, extra={'tokens': tokens, 'flops': flops}, work=work)
+    extra = {'tokens': tokens, 'flops': flops}
+    return Row(name, {'config': to_json(run)}, extra=extra, work=work)
 
 
 def title_of(run: Config) -> str:
@@ -169,28 +167,17 @@ DECODED = 'qk/vo merged/vo shared_qk/vo query_free/vo key_free/vo qk/no_v qk/no_
 DECODED += ' qk/k_is_v latent/latent'
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Scale:
-    """How much is measured.
+class Scale(NamedTuple):
+    """How much is measured."""
 
-    Attributes:
-      shapes: at which training is compared with peers.
-      variants: the shape at which `names`, or all variants, are compared with each other.
-      stacks: the shape of a model of which several trials are in one program.
-      decoding: the shape of a decoder.
-      study: the name of a config.
-      rounds: of a race.
-      seconds: of a contestant in a round, at least.
-    """
-
-    shapes: tuple[Config, ...]
-    variants: Config
-    names: tuple[str, ...] = ()
-    stacks: Config
+    shapes: tuple[Config, ...]  # at which training is compared with peers
+    variants: Config  # the shape at which `names`, or all variants, are compared
+    stacks: Config  # a model of which several trials are in one program
     decoding: Config
-    study: str = 'quickstart'
+    names: tuple[str, ...] = ()
+    study: str = 'quickstart'  # a config
     rounds: int = 7
-    seconds: float = 0.5
+    seconds: float = 0.5  # of a row in a round, at least
 
 
 SCALES = {
@@ -227,20 +214,20 @@ def steps(scale: Scale) -> Iterator[Group]:
     rows = []
     for name in scale.names or map('/'.join, documented_variants()):
         try:
-            rows.append(training_row(name, settings(scale.variants, name)))
+            rows.append(training_row(name, varied(scale.variants, name)))
         except ConfigError as error:
             log.info('  %s is left out: %s', name, error)
-    once = dataclasses.replace(scale, seconds=0)
+    once = scale._replace(seconds=0)
     yield _timed('steps', f'variants, {title_of(scale.variants)}', rows, once, 'qk/vo')
 
 
 def _peers(run: Config) -> list[Row]:
     """A step of qkattn and of the same model elsewhere."""
-    several, single = settings(run), settings(run, steps_per_dispatch=1)
+    single = varied(run, steps_per_dispatch=1)
     rows = [
-        training_row('qkattn', several),
+        training_row('qkattn', run),
         training_row('qkattn, 1 step a dispatch', single),
-        training_row('functional JAX', several, JAX),
+        training_row('functional JAX', run, JAX),
     ]
     if not importlib.util.find_spec('torch'):
         log.warning("torch.compile is left out: it needs pip install -e '.[benchmark]'")
@@ -250,11 +237,11 @@ def _peers(run: Config) -> list[Row]:
 
 def stacks(scale: Scale) -> Iterator[Group]:
     """Seconds per step and trial, whose ratio to one run is that of X trials to X runs in turn."""
-    rows = [training_row('one run', settings(scale.stacks, lifting='vmap'))]
+    rows = [training_row('one run', varied(scale.stacks, lifting='vmap'))]
     for trials in (2, 8, 32):
         for lifting in ('vmap', 'map'):
-            config = settings(scale.stacks, trials=trials, lifting=lifting)
-            rows.append(training_row(f'{lifting}, {trials} trials', config))
+            run = varied(scale.stacks, trials=trials, lifting=lifting)
+            rows.append(training_row(f'{lifting}, {trials} trials', run))
     title = f'{title_of(scale.stacks)}, seconds per step and trial'
     yield _timed('stacks', title, rows, scale, 'one run')
 
@@ -265,7 +252,7 @@ def decoding(scale: Scale) -> Iterator[Group]:
     sizes = {'prompt': max(1, context // 16), 'tokens': context // 2}
     sizes |= {'rows': scale.decoding.train.batch_size}
     rows = [
-        Row(name, {'model': settings(scale.decoding, name)['model'], **sizes}, work=GREEDY)
+        Row(name, {'model': to_json(varied(scale.decoding, name).model), **sizes}, work=GREEDY)
         for name in scale.names or DECODED.split()
     ]
     title = f'{title_of(scale.decoding)}, {sizes["prompt"]} + {sizes["tokens"]} tokens'

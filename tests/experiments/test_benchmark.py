@@ -16,7 +16,7 @@ import pytest
 from experiments.benchmark import jax_gpt, record, suites
 from experiments.benchmark.race import Row, race
 from experiments.benchmark.record import Group
-from qkattn.config import Config, ModelConfig, from_json
+from qkattn.config import ModelConfig, from_json, to_json
 from qkattn.errors import ReportError
 from qkattn.model import cost
 from qkattn.train import step
@@ -129,7 +129,7 @@ def agree(result, expected):
 
 def test_functional_jax_computes_the_same_loss_gradients_and_step(reference):
     params, grads, loss, tokens, batch = reference
-    model, theirs = suites.settings(RUN)['model'], renamed(params)
+    model, theirs = to_json(RUN.model), renamed(params)
     fresh = jax_gpt.init(model, jax.random.key(0))
     assert jax.tree.map(jnp.shape, fresh) == jax.tree.map(jnp.shape, theirs)
     result = jax.value_and_grad(functools.partial(jax_gpt.loss, model))(theirs, tokens)
@@ -139,8 +139,7 @@ def test_functional_jax_computes_the_same_loss_gradients_and_step(reference):
     trial = step.init_trial(RUN, 0) | {'params': params, 'alive': True}
     # Behind the warm-up, at the beginning of the decay, the learning rate is the peak.
     hyper = {'seed': 0, 'learning_rate': 1e-3, 'weight_decay': 0.1}
-    settings = from_json(Config, suites.settings(RUN))
-    after, _ = step.train_trial(settings, RUN.optimizer.warmup_steps, trial, hyper, batch)
+    after, _ = step.train_trial(RUN, RUN.optimizer.warmup_steps, trial, hyper, batch)
     agree(optax.apply_updates(theirs, updates), renamed(after['params']))
 
 
@@ -149,7 +148,7 @@ def test_torch_computes_the_same_loss_and_gradients(reference):
     from experiments.benchmark import torch_gpt
 
     params, grads, loss, tokens, _ = reference
-    model = torch_gpt.GPT(suites.settings(RUN)['model'])
+    model = torch_gpt.GPT(to_json(RUN.model))
     assert sum(p.numel() for p in model.parameters()) == cost.count(RUN.model)['total']
     arrays = of_torch(renamed(params))
     model.load_state_dict({name: torch.tensor(array) for name, array in arrays.items()})
@@ -160,9 +159,9 @@ def test_torch_computes_the_same_loss_and_gradients(reference):
 
 
 def test_a_step_is_one_of_one_trial_and_the_cache_is_as_large_as_the_cost_predicts():
-    stack = suites.train(suites.settings(RUN, steps_per_dispatch=2, trials=3, lifting='map'))
+    stack = suites.train(to_json(suites.varied(RUN, steps_per_dispatch=2, trials=3, lifting='map')))
     assert stack.steps == 2 * 3 and stack.run(1)['loss'].shape == (2, 3)
-    work = suites.greedy(suites.settings(RUN)['model'], rows=2, prompt=2, tokens=3)
+    work = suites.greedy(to_json(RUN.model), rows=2, prompt=2, tokens=3)
     assert work.extra['cache_bytes'] == 4 * 2 * 12 * cost.cache_floats_per_token(RUN.model)
     assert (work.steps, work.extra['tokens']) == (3, 2)
 

@@ -90,10 +90,22 @@ def test_every_process_gets_the_arguments_unchanged_and_a_job_has_a_port(job, tm
     ('plan', 'variables', 'code', 'words', 'requeued'),
     [
         ('saves 75-late', {}, 75, 'stopped with a checkpoint and is requeued', True),
-        ('saves 75-late', {'STATE': 'COMPLETING'}, 75, 'and was cancelled or ended by Slurm', False),
+        (
+            'saves 75-late',
+            {'STATE': 'COMPLETING'},
+            75,
+            'and was cancelled or ended by Slurm',
+            False,
+        ),
         ('saves 2-late', {}, 2, 'has a wrong setting or directory and is not requeued', False),
         ('saves 1-late', {}, 1, 'process 1 on node1 ended with exit code 1', True),
-        ('saves 139-late', {'QKATTN_RETRIES': '0'}, 1, 'crashed 1 times and is not requeued', False),
+        (
+            'saves 139-late',
+            {'QKATTN_RETRIES': '0'},
+            1,
+            'crashed 1 times and is not requeued',
+            False,
+        ),
     ],
 )
 def test_what_comes_back(job, plan, variables, code, words, requeued):
