@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from qkattn.explore.bench import Bench, generators, kind, rank
+from qkattn.explore.bench import Bench, generators, rank
 
 
 def worked(bench: Bench, *, latex: bool = False) -> str:
@@ -48,7 +48,7 @@ def _circuit(bench: Bench, name: str, named_NDE: np.ndarray, symbols_NDE: np.nda
     for n, (M_DE, named_DE) in enumerate(zip(M_NDE, named_NDE, strict=True), start=1):
         rows = '; '.join(', '.join(map(polynomial, row)) for row in named_DE)
         of_head = f'[{n}]' if len(M_NDE) > 1 else ''
-        lines.append(f'{name}{of_head} = [{rows}], {kind(M_DE)}, rank {rank(M_DE)}')
+        lines.append(f'{name}{of_head} = [{rows}], rank {rank(M_DE)}')
     return lines
 
 
@@ -125,7 +125,7 @@ _LATEX = (
     (r'\bdiag\b', r'\\operatorname{diag}'),
     (r'sqrt\((.*?)\)', r'\\sqrt{\1}'),
     (r'(?<=\d) x (?=\d)', r' \\times '),
-    (r', ([A-Za-z][\w, ]*)$', r',\\ \\text{\1}'),
+    (r', ([A-Za-z][\w ]*)$', r',\\ \\text{\1}'),
 )
 
 

@@ -10,7 +10,7 @@ import pytest
 from qkattn.attention import SCORES, VALUES
 from qkattn.attention.scores.qk import QK
 from qkattn.errors import ConfigError, SpecError
-from qkattn.explore.bench import Bench, generators, kind, numbers, rank
+from qkattn.explore.bench import Bench, generators, numbers, rank
 from qkattn.explore.interpreter import evaluate
 from qkattn.explore.worked import in_latex, named, number, worked
 from tests.refusals import refused
@@ -55,15 +55,7 @@ def test_symbols_become_the_numbers_of_the_matrices(dims, heads):
             np.testing.assert_allclose(numbers(symbolic, at), numeric, rtol=0, atol=1e-12)
 
 
-def test_kinds_and_ranks_are_those_of_the_factors():
-    kinds = {
-        'qk/vo': ('general', 'general'),
-        'shared_qk/vo': ('symmetric', 'general'),
-        'neither/o_is_v': ('identity', 'symmetric'),
-        'symmetric_skew(symmetric_rank=0)/no_vo': ('skew', 'identity'),
-    }
-    for variant, expected in kinds.items():
-        assert tuple(kind(matrices[0]) for matrices in Bench(variant).AB) == expected, variant
+def test_ranks_are_those_of_the_factors():
     ranks = [rank(Bench(f'low_rank(rank={r})/vo', 3, 4).AB[0][0]) for r in (1, 2, 3)]
     assert ranks == [1, 2, 3]
 
@@ -128,7 +120,7 @@ A[n] = W_Q[n] W_Q[n]^T
   a11 = q11^2 + q12^2
   a12 = q11 q21 + q12 q22
   a22 = q21^2 + q22^2
-  A = [a11, a12; a12, a22], symmetric, rank 2
+  A = [a11, a12; a12, a22], rank 2
 
 s = x A x^T
   s11 = a11 x11^2 + 2 a12 x11 x12 + a22 x12^2
@@ -139,7 +131,7 @@ s = x A x^T
 p_ts = exp(sqrt(1/2) s_ts) / sum_u exp(sqrt(1/2) s_tu)
 
 B[n] = P[n] P[n]^T
-  B = [1, 0; 0, 1], identity, rank 2
+  B = [1, 0; 0, 1], rank 2
 
 out = p x B
   out11 = p11 x11 + p12 x21
@@ -156,7 +148,7 @@ def test_text_and_latex_have_the_same_equations():
     for line in (
         r'  a_{2,21} &= q_{2,21} k_{2,11} \\',
         r'  W_{\mathrm{Q}}&: 2 \times 1,\ \text{in each head} \\',
-        r'& a_{1,12} \\ a_{1,21} & a_{1,22} \end{pmatrix},\ \text{general, rank 1}',
+        r'& a_{1,12} \\ a_{1,21} & a_{1,22} \end{pmatrix},\ \text{rank 1}',
         r'\exp(s[n]_{\mathrm{ts}}) / \sum_{\mathrm{u}} \exp(s[n]_{\mathrm{tu}})',
     ):
         assert line in text
