@@ -1,7 +1,6 @@
 """The suites: programs of qkattn, sizes and peers. A suite yields groups as they are timed."""
 
 import dataclasses
-import importlib.util
 import logging
 import os
 import subprocess
@@ -217,22 +216,18 @@ def steps(scale: Scale) -> Iterator[Group]:
             rows.append(training_row(name, varied(scale.variants, name)))
         except ConfigError as error:
             log.info('  %s is left out: %s', name, error)
-    once = scale._replace(seconds=0)
-    yield _timed('steps', f'variants, {title_of(scale.variants)}', rows, once, 'qk/vo')
+    yield _timed('steps', f'variants, {title_of(scale.variants)}', rows, scale, 'qk/vo')
 
 
 def _peers(run: Config) -> list[Row]:
     """A step of qkattn and of the same model elsewhere."""
     single = varied(run, steps_per_dispatch=1)
-    rows = [
+    return [
         training_row('qkattn', run),
         training_row('qkattn, 1 step a dispatch', single),
         training_row('functional JAX', run, JAX),
+        training_row('torch.compile', single, TORCH),
     ]
-    if not importlib.util.find_spec('torch'):
-        log.warning("torch.compile is left out: it needs pip install -e '.[benchmark]'")
-        return rows
-    return [*rows, training_row('torch.compile', single, TORCH)]
 
 
 def stacks(scale: Scale) -> Iterator[Group]:
