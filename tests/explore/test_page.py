@@ -36,7 +36,7 @@ const number = (key) => Number(one(key).value);
 const text = (id) => $(id).textContent;
 const read = () => ({
   inputs: Object.fromEntries(all('#numbers input').map((e) => [e.name, value(e)])),
-  results: Object.fromEntries(all('output').map((e) => [e.dataset.place, Number(e.dataset.value)])),
+  results: Object.fromEntries(all('.entry').map((e) => [e.dataset.place, Number(e.dataset.value)])),
   facts: all('.facts').map((e) => e.textContent.split('\\n')),
 });
 const event = (element, kind, more = {}) =>

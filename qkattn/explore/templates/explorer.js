@@ -118,7 +118,7 @@ function editable(parameter, rows = []) {
 function result(name, title, matrix, { rows, columns, probabilities } = {}) {
   const top = probabilities ? 1 : Math.max(1, ...matrix.flat().map(Math.abs));
   return grid(title, matrix.map((row, i) => row.map((value, j) => {
-    const cell = make('output', {}, shown(value));
+    const cell = make('span', { className: 'entry' }, shown(value));
     Object.assign(cell.dataset, { place: `${name}:${i},${j}`, value });
     paint(cell, value, top, ...(probabilities ? [['--hue-2'], 46] : []));
     return cell;
