@@ -46,15 +46,12 @@ def main() -> None:
     jax.config.update('jax_platforms', 'cpu')  # the accelerator's memory is for the contestants
     directory = Path(OUT.value or f'runs/benchmark/{"-".join(SUITE.value)}')
     start = describe_start()
-    query = 'nvidia-smi --query-gpu=name --format=csv,noheader'  # jax would take their memory
     torch = [d.version for d in importlib.metadata.distributions(name='torch')]
     machine = {
         **{name: start[name] for name in ('platform', 'python', 'git')},
         'versions': start['versions'] | {'torch': torch[0] if torch else None},
         **{'cpu': cpu(), 'cores': len(usable_cores())},
-        'accelerators': subprocess.getoutput(query).splitlines()
-        if shutil.which('nvidia-smi')
-        else [],
+        'accelerators': gpus(),
     }
     load = {'start': os.getloadavg()[0]}
     groups: list[record.Group] = []
@@ -65,6 +62,14 @@ def main() -> None:
             record.write(directory, facts, groups)
             print(f'{record.table(group)}\n', flush=True)
     print(directory / record.FILE)
+
+
+def gpus() -> list[str]:
+    """The names of NVIDIA GPUs, without JAX, which would take their memory."""
+    if not shutil.which('nvidia-smi'):
+        return []
+    query = ['nvidia-smi', '--query-gpu=name', '--format=csv,noheader']
+    return subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
 
 
 if __name__ == '__main__':
