@@ -8,11 +8,10 @@ python -m experiments.analyze runs/merged --reference=runs/small
 The source is any that experiments.convert reads. Attention patterns and gradients are those of the
 text or tokens; without either, of validation rows of a run. Induction is measured on random tokens.
 With --reference, drift is that of A[n] and B[n] from those of another model. --out receives
-analysis.csv, analysis.json and figures, and of a text or tokens the probabilities, maps.npz.
+analysis.csv, analysis.json and figures, of a text or tokens the attention maps too.
 """
 
 import dataclasses
-import io
 import itertools
 from pathlib import Path
 from typing import Any
@@ -46,8 +45,7 @@ TRIAL = flags.DEFINE_integer(
 REFERENCE = flags.DEFINE_string(
     'reference', None, 'Model from which drift is measured; of a run, the same trial.'
 )
-TEXT = flags.DEFINE_string('text', None, 'Text that the model reads; the source of a translation.')
-TARGET = flags.DEFINE_string('target', None, 'Translation of --text that an encoder_decoder reads.')
+TEXT = flags.DEFINE_string('text', None, 'Text that the model reads.')
 TOKENS = flags.DEFINE_string('tokens', None, 'Token ids that the model reads, as in "12 7 301".')
 DATA = flags.DEFINE_string(
     'data', DataConfig.name, 'Dataset of the tokenizer, for a source that is not a run.'
@@ -87,7 +85,8 @@ def main() -> None:
         reference, about['reference'] = chosen(other, trial if len(other.models) > 1 else 0)
     batch, tokens = None, None
     if TEXT.value is not None or TOKENS.value is not None:
-        batch, tokens = given(source, model)
+        ids, tokens = given(source, model)
+        batch = {'tokens_BT': np.array([ids], np.int32)}
     elif source.config is not None:
         source_rows = rows_of(source.config)
         count = min(NUM_ROWS, source_rows.count('validation'))
@@ -106,7 +105,7 @@ def main() -> None:
         write_numbers(out, analysis, about)
         draw(out, analysis)
         if tokens is not None:
-            write_maps(out, model, batch, tokens)
+            draw_maps(out, model, ids, tokens)
         print(f'wrote {out}')
 
 
@@ -117,25 +116,11 @@ def chosen(source: loading.Loaded, trial: int) -> tuple[Transformer, dict[str, A
     return model, about | {'model': model.config}
 
 
-def given(source: loading.Loaded, model: Transformer) -> tuple[dict, dict[str, list[str]]]:
-    """The text or the tokens of the flags: a batch of one row, and tokens by its array."""
-    translates = isinstance(model, EncoderDecoder)
-    if translates != (TARGET.value is not None) or (translates and TOKENS.value is not None):
-        raise ConfigError(
-            'an encoder_decoder reads --text and --target, and no other model reads --target'
-        )
-    flag = TARGET if translates else TOKENS if TEXT.value is None else TEXT
-    read = {'tokens_BT': tokens_of(source, flag, model.config.context)}
-    if translates:
-        read['source_BS'] = tokens_of(source, TEXT, model.config.encoder.context)
-    batch = {name: np.array([ids], np.int32) for name, (ids, _) in read.items()}
-    return batch, {name: tokens for name, (_, tokens) in read.items()}
-
-
-def tokens_of(
-    source: loading.Loaded, flag: flags.FlagHolder, context: int
-) -> tuple[list[int], list[str]]:
-    """The token ids of a flag, given as a text or as numbers, and the text of each."""
+def given(source: loading.Loaded, model: Transformer) -> tuple[list[int], list[str]]:
+    """The token ids of --text or --tokens, and the text of each."""
+    flag, context = TEXT if TOKENS.value is None else TOKENS, model.config.context
+    if isinstance(model, EncoderDecoder):
+        raise ConfigError(f'--{flag.name} has one text; an encoder_decoder reads rows of its run')
     if flag is TOKENS:
         ids = cli.token_ids(flag, source.model_config.vocab_size)
         tokens = [*map(str, ids)]
@@ -144,7 +129,7 @@ def tokens_of(
         try:
             ids = tokenizer.encode(flag.value).tolist()
         except ValueError as error:
-            raise ConfigError(f'--{flag.name} cannot be encoded: {error}') from error
+            raise ConfigError(f'--text cannot be encoded: {error}') from error
         tokens = [tokenizer.decode([number]).replace('\n', '\\n') for number in ids]
     if not 2 <= len(ids) <= context:
         raise ConfigError(f'--{flag.name} has {len(ids)} tokens; the model reads 2 to {context}')
@@ -179,28 +164,6 @@ def write_numbers(out: Path, analysis: Analysis, about: dict[str, Any]) -> None:
     write_json(out / 'analysis.json', about, indent=None)
 
 
-def write_maps(
-    out: Path, model: Transformer, batch: dict[str, Any], tokens: dict[str, list[str]]
-) -> None:
-    """The probabilities p_NTS of each layer, NaN for what a query may not see: figures, maps.npz.
-
-    The file also holds the tokens, under the names of the arrays that hold their ids.
-    """
-    inputs = {name: batch[name] for name in tokens}
-    maps: dict[str, dict[int, np.ndarray]] = {}
-    for (site, layer), pattern in jax.jit(attention_patterns)(model, inputs).items():
-        p_NTS = np.asarray(pattern.probabilities_BNTS[0], np.float32)
-        maps.setdefault(site, {})[layer] = np.where(pattern.mask_BTS[0], p_NTS, np.nan)
-    for site, layers in maps.items():
-        # Of a model that is no encoder_decoder, the attention is among the only tokens.
-        queries = tokens['source_BS' if site.startswith('encoder') else 'tokens_BT']
-        keys = tokens['source_BS'] if site == 'cross_attention' else queries
-        save(out, f'maps{suffix(site)}', attention_maps, layers, queries, keys)
-    arrays = {f'{site} {layer}': p for site, layers in maps.items() for layer, p in layers.items()}
-    np.savez_compressed(content := io.BytesIO(), **arrays, **tokens)
-    write_atomic(out / 'maps.npz', content.getvalue())
-
-
 def draw(out: Path, analysis: Analysis) -> None:
     """Singular values, and heat maps of all quantities of the heads, of every site, as PNG."""
     spectra: dict[tuple[str, str], dict[int, np.ndarray]] = {}
@@ -216,6 +179,16 @@ def draw(out: Path, analysis: Analysis) -> None:
             for *_, quantity in group
         }
         save(out, f'heads_{subject}{suffix(site)}', heat_maps, quantities)
+
+
+def draw_maps(out: Path, model: Transformer, ids: list[int], tokens: list[str]) -> None:
+    """The probabilities p_NTS of each layer as maps.png, blank where a query may not look."""
+    inputs = {'tokens_BT': np.array([ids], np.int32)}
+    layers = {
+        layer: np.where(pattern.mask_BTS[0], pattern.probabilities_BNTS[0], np.nan)
+        for (_, layer), pattern in jax.jit(attention_patterns)(model, inputs).items()
+    }
+    save(out, 'maps', attention_maps, layers, tokens, tokens)
 
 
 def save(out: Path, stem: str, function: Any, *arguments: Any) -> None:

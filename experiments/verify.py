@@ -103,7 +103,7 @@ def main() -> None:
             'the studies and the checks'
         )
     for path in sorted(results.glob(f'benchmark/*/{record.FILE}')):
-        rounds = sum(len(row.rounds) for group in record.read(path.parent)[1] for row in group.rows)
+        rounds = sum(len(row.rounds) for group in record.read(path.parent) for row in group.rows)
         print(f'benchmark {path.parent.name}: {counted(rounds, "round")}')
     if PAGES.value:
         _check_pages(PAGES.value)

@@ -8,10 +8,10 @@
 #   PYTHON       interpreter to use (default: the environment's own, else 3.12, 3.11 or what PATH has)
 #   QKATTN_VENV  directory of the environment (default: .venv in the repository)
 # Exit codes: 0 ready, 1 installation failed, 2 wrong setting, missing prerequisite, or an
-# environment of another clone or of other requirements.
+# environment of another clone, Python or other requirements.
 set -euo pipefail
 
-here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 root=${here%/*}
 venv=${QKATTN_VENV:-$root/.venv}
 [[ $venv == /* ]] || venv=${PWD%/}/$venv
@@ -22,37 +22,21 @@ pip=("$venv/bin/python" -I -m pip --disable-pip-version-check --quiet)
 say() { printf 'venv: %s\n' "$*" >&2; }
 fail() { say "$1"; exit "${2:-2}"; }
 
-is_recent() {
-  "$1" -I -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' >/dev/null 2>&1
-}
-can_make_venv() { "$1" -I -c 'import ensurepip, venv' >/dev/null 2>&1; }
-
-choose_python() {
-  local candidate without_venv=''
-  if [[ -n ${PYTHON:-} ]]; then
-    is_recent "$PYTHON" || fail "PYTHON=$PYTHON is not a working Python >= 3.11; set PYTHON to one."
-    can_make_venv "$PYTHON" || fail "$PYTHON has no venv module; install it (Debian: python3-venv)."
-    python=$PYTHON
-    return
+python=''
+for candidate in "${PYTHON:-$venv/bin/python}" ${PYTHON:-python3.12 python3.11 python3.13 python3}; do
+  if "$candidate" -I -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' \
+    >/dev/null 2>&1; then
+    python=$candidate
+    break
   fi
-  for candidate in "$venv/bin/python" python3.12 python3.11 python3.13 python3; do
-    is_recent "$candidate" || continue
-    if can_make_venv "$candidate"; then
-      python=$candidate
-      return
-    fi
-    without_venv=${without_venv:-$candidate}
-  done
-  [[ -z $without_venv ]] ||
-    fail "$without_venv has no venv module; install it (Debian: python3-venv)."
-  fail 'no Python >= 3.11 found on PATH; install one or set PYTHON to its path.'
-}
+done
+[[ -n $python ]] || fail "no Python >= 3.11 with its venv module (Debian: python3-venv) is \
+${PYTHON:-on PATH}; install one or set PYTHON to its path."
 
 # What the environment is for. Its own path and the repository's are included: neither an
 # environment nor an editable installation survives being copied elsewhere.
-describe() {
-  "$1" -I - "$venv" "$root" <<'PYTHON_SOURCE'
-import hashlib, pathlib, platform, sys
+wanted=$("$python" -I - "$venv" "$root" <<'PYTHON_SOURCE'
+import hashlib, os, pathlib, platform, sys
 
 venv, root = sys.argv[1:]
 digest = hashlib.sha256()
@@ -60,12 +44,12 @@ for name in ('requirements.txt', 'pyproject.toml', 'setup.py'):
     digest.update(pathlib.Path(root, name).read_bytes())
 print(f'python {sys.version_info.major}.{sys.version_info.minor} {platform.machine()}')
 print(f'requirements {digest.hexdigest()}')
-print(f'environment {venv}')
+print(f'environment {os.path.realpath(venv)}')
 print(f'repository {root}')
 PYTHON_SOURCE
-}
+)
 
-install_package() {
+finish() {
   "${pip[@]}" install --no-deps -e "$root" ||
     fail 'pip could not install the package itself; the reason is above. Run this again to retry.' 1
   # Written last and atomically: an environment without it is incomplete.
@@ -73,29 +57,21 @@ install_package() {
   mv "$stamp.part" "$stamp"
 }
 
-# Whether a complete environment serves this repository, or a sentence that says why not. Jobs may
-# run in it, here or on another host, and what they import later has to be of the version that they
-# began with. So packages are neither deleted nor upgraded, and no link is set to an environment
-# beside it: an interpreter looks for its packages through the link that it was started by.
-check_complete() {
-  local python_of digest_of venv_of root_of free='stop what runs in it and remove it'
-  { read -r _ python_of; read -r _ digest_of; read -r _ venv_of; read -r _ root_of; } <"$stamp"
-  # The same file, as a file system may be mounted at two paths.
-  [[ $venv_of -ef $venv && $root_of -ef $root ]] ||
-    fail "$venv was made as $venv_of for $root_of; set QKATTN_VENV to another path, or $free."
-  { is_recent "$venv/bin/python" && [[ $wanted == "python $python_of"$'\n'* ]]; } ||
-    fail "$venv is for Python $python_of, unlike PYTHON or this machine; set QKATTN_VENV to \
-another path, or $free."
-  [[ $wanted != *$'\n'"requirements $digest_of"$'\n'* ]] || return 0
-  "${pip[@]}" install --dry-run --no-deps --no-index -r "$root/requirements.txt" >/dev/null 2>&1 ||
-    fail "$venv has other packages than requirements.txt; once nothing runs in it, update it by \
-'$venv/bin/pip install -r $root/requirements.txt', or remove it, and run this again."
-  install_package
-}
-
-choose_python
-wanted=$(describe "$python")
-if [[ -f $stamp && $(<"$stamp") == "$wanted" ]] && is_recent "$venv/bin/python"; then
+# A complete environment is used or left alone: jobs may run in it, here or on another host. Where
+# it has all packages of other requirements, the package alone follows.
+if [[ -f $stamp ]]; then
+  other=''
+  while read -r line; do
+    [[ $'\n'$wanted$'\n' == *$'\n'"$line"$'\n'* ]] || other+="${other:+, }${line/requirements */other requirements}"
+  done <"$stamp"
+  [[ -x $venv/bin/python ]] || other="python ${other#python }"
+  if [[ $other == 'other requirements' ]] && "${pip[@]}" install --dry-run --no-deps --no-index \
+    -r "$root/requirements.txt" >/dev/null 2>&1; then
+    finish
+  elif [[ -n $other ]]; then
+    fail "$venv was made for $other; set QKATTN_VENV to another path, or, once nothing runs in it, \
+remove it or run '$venv/bin/pip install -r $root/requirements.txt', and run this again."
+  fi
   say "using $venv"
   exit 0
 fi
@@ -110,16 +86,8 @@ exec 9>>"$owner"
 if command -v flock >/dev/null && ! flock -n 9; then
   say 'waiting for another installation to finish'
   flock 9
+  exec "$here/venv.sh"
 fi
-if [[ -f $stamp ]]; then
-  check_complete
-  say "using $venv"
-  exit 0
-fi
-root_of=$(<"$owner")
-[[ -z $root_of || $root_of -ef $root ]] ||
-  fail "$venv is incomplete, and for $root_of; set QKATTN_VENV to another path, or remove it."
-printf '%s\n' "$root" >"$owner"
 
 # Incomplete: nothing runs in it. The chosen interpreter may be the one about to be removed.
 if [[ $python == "$venv/bin/python" ]]; then
@@ -135,5 +103,5 @@ started=$SECONDS
 say 'installing requirements.txt (a few minutes the first time)'
 "${pip[@]}" install -r "$root/requirements.txt" ||
   fail 'pip could not install requirements.txt; the reason is above. Run this again to retry.' 1
-install_package
+finish
 say "ready after $((SECONDS - started)) s"

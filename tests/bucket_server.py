@@ -1,7 +1,5 @@
 """A bucket server in memory, on loopback: what qkattn needs of the Cloud Storage JSON API.
 
-    python -m tests.bucket_server BUCKET...     prints the STORAGE_EMULATOR_HOST to export
-
 Uploads, ranges, listings, and preconditions on generations, which the emulators of the package
 index lack. A bucket named `forbidden` may not be entered, one named `read-only` takes no objects.
 """
@@ -14,7 +12,6 @@ import http.server
 import itertools
 import json
 import re
-import sys
 import threading
 import urllib.parse
 from typing import Any
@@ -205,8 +202,3 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self._check_generation(bucket, name, query)
         self.server.put(bucket, name, data)
         return 200, self._about(bucket, name), {}
-
-
-if __name__ == '__main__':
-    print(Server(*sys.argv[1:]).url, flush=True)
-    threading.Event().wait()

@@ -1,22 +1,20 @@
-"""Times training and decoding beside other implementations, on this machine.
+"""Times training and decoding beside other implementations, on the cores of this process.
 
 python -m experiments.benchmark --suite=steps
 python -m experiments.benchmark --suite=steps,stacks,decoding,study --scale=smoke  # does it run?
 """
 
-import dataclasses
 import importlib.metadata
 import os
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import jax
 from absl import flags
 
 from experiments.benchmark import record
-from experiments.benchmark.suites import SCALES, SUITES, settings, training_row
+from experiments.benchmark.suites import SCALES, SUITES, training_row, varied
 from qkattn.errors import ConfigError
 from qkattn.jobs import cli
 from qkattn.jobs.machine import cpu, usable_cores
@@ -39,41 +37,39 @@ def main() -> None:
         raise ConfigError(f'unknown --suite={unknown[0]}; known are {", ".join(SUITES)}')
     scale = SCALES[SCALE.value]
     if VARIANTS.value:
-        scale = dataclasses.replace(scale, names=tuple(dict.fromkeys(['qk/vo', *VARIANTS.value])))
+        scale = scale._replace(names=tuple(dict.fromkeys(['qk/vo', *VARIANTS.value])))
         for name in scale.names:
             try:
-                training_row(name, settings(scale.variants, name))
+                training_row(name, varied(scale.variants, name))
             except ValueError as error:
                 raise ConfigError(f'--variants={name}: {error}') from error
     jax.config.update('jax_platforms', 'cpu')  # the accelerator's memory is for the contestants
     directory = Path(OUT.value or f'runs/benchmark/{"-".join(SUITE.value)}')
-    facts = {'machine': machine(), 'load': {'start': os.getloadavg()[0]}}
+    start = describe_start()
+    torch = [d.version for d in importlib.metadata.distributions(name='torch')]
+    machine = {
+        **{name: start[name] for name in ('platform', 'python', 'git')},
+        'versions': start['versions'] | {'torch': torch[0] if torch else None},
+        **{'cpu': cpu(), 'cores': len(usable_cores())},
+        'accelerators': gpus(),
+    }
+    load = {'start': os.getloadavg()[0]}
     groups: list[record.Group] = []
     for suite in SUITE.value:
         for group in SUITES[suite](scale):
             groups.append(group)
-            facts['load']['end'] = os.getloadavg()[0]
+            facts = {'machine': machine, 'load': load | {'end': os.getloadavg()[0]}}
             record.write(directory, facts, groups)
             print(f'{record.table(group)}\n', flush=True)
-    if SCALE.value != 'smoke':  # whose sizes say nothing about a target
-        print('\n'.join(record.target_lines(groups, facts['machine'])))
     print(directory / record.FILE)
 
 
-def machine() -> dict[str, Any]:
-    """CPU, cores, memory, devices, versions and commit: what a result depends on."""
-    start = describe_start()
-    installed = {dist.name: dist.version for dist in importlib.metadata.distributions()}
-    query = 'nvidia-smi --query-gpu=name --format=csv,noheader'  # jax would take their memory
-    gpus = subprocess.getoutput(query).splitlines() if shutil.which('nvidia-smi') else []
-    return {
-        'cpu': cpu(),
-        'cores': len(usable_cores()),
-        'memory_bytes': os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'),
-        'accelerators': gpus,
-        **{name: start[name] for name in ('platform', 'python', 'git')},
-        'versions': start['versions'] | {'torch': installed.get('torch')},
-    }
+def gpus() -> list[str]:
+    """The names of NVIDIA GPUs, without JAX, which would take their memory."""
+    if not shutil.which('nvidia-smi'):
+        return []
+    query = ['nvidia-smi', '--query-gpu=name', '--format=csv,noheader']
+    return subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
 
 
 if __name__ == '__main__':

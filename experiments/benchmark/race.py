@@ -2,35 +2,34 @@
 
 Round i goes through all rows before round i + 1 begins, so that what changes on the machine
 in the meantime hits all alike; only one of them computes at a time.
-
-Nothing here imports jax: a process imports what it times, and torch shares none.
 """
 
 import contextlib
 import dataclasses
+import functools
 import importlib
-import json
+import logging
 import math
+import multiprocessing
 import os
 import signal
 import statistics
-import subprocess
-import sys
+import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, NamedTuple
 
 from qkattn.jobs.display import waiting
-from qkattn.jobs.machine import keep_freed_memory, usable_cores
+from qkattn.jobs.machine import usable_cores
 
-ROOT = str(Path(__file__).parents[2])
-OWN = 'experiments.benchmark.works'  # programs as qkattn's scripts run them
+log = logging.getLogger('qkattn.benchmark')
+
+# The cache of compiled programs does not know the number of threads.
+ENVIRONMENT = {'XLA_PYTHON_CLIENT_PREALLOCATE': 'false', 'JAX_ENABLE_COMPILATION_CACHE': 'false'}
 
 
-@dataclasses.dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """Something to time, compiled.
 
     Attributes:
@@ -41,7 +40,7 @@ class Work:
 
     run: Callable[[int], object]
     steps: float = 1
-    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+    extra: Mapping[str, Any] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,16 +49,16 @@ class Row:
 
     Attributes:
       name: of the row within its group.
-      settings: keyword arguments of `work`, JSON values; the cores too once it is measured.
+      settings: keyword arguments of `work`, JSON values.
       rounds: seconds per step, one number a round; round i of all rows of a race is interleaved.
-      extra: facts of its Work; 'failed' in place of rounds where it could not be measured.
+      extra: facts, those of its Work too.
       work: 'package.module:function', which builds its Work.
     """
 
     name: str
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     rounds: Sequence[float] = ()
-    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     work: str = ''
 
     @property
@@ -80,113 +79,85 @@ class Row:
         return statistics.median(seconds / other for seconds, other in pairs)
 
 
-def race(rows: Sequence[Row], *, cores: int, rounds: int, seconds: float) -> list[Row]:
+def race(rows: Sequence[Row], *, rounds: int, seconds: float) -> list[Row]:
     """The rows with what is measured: all are built, then timed interleaved.
+
+    A row that fails, out of memory for example, is left out, with a warning that says why.
 
     Args:
       rows: those of one work share a process.
-      cores: number of cores that each process is bound to.
       rounds: times that each row is timed.
       seconds: that a row is timed for in a round, at least; at least one call.
     """
-    processes: dict[str, Process] = {}
-    built: list[tuple[Row, Process, dict[str, Any]]] = []
+    built: dict[str, tuple[int, Work, float]] = {}
+    measured: dict[str, list[float]] = {}
     with contextlib.ExitStack() as stack:
+        process_of = functools.cache(lambda work: stack.enter_context(_process()))
+
+        def ask(row: Row, function: Callable, *arguments: Any) -> Any:
+            """The result in the process of a row; None where it fails, which ends the row."""
+            try:
+                return process_of(row.work).submit(function, *arguments).result()
+            except Exception as error:  # whatever a library raises
+                why = f'{type(error).__name__}: {error}'.splitlines()[0]
+                log.warning('%s is left out: %s', row.name, why)
+                measured.pop(row.name, None)
+
         for row in rows:
-            if row.work not in processes:
-                processes[row.work] = stack.enter_context(Process(usable_cores()[-cores:]))
-            process = processes[row.work]
             with waiting('benchmark', f'building {row.name}'):
-                answer = process.ask({'work': row.work, 'settings': row.settings})
-            built.append((row, process, answer | {'rounds': []}))
+                if (answer := ask(row, _build, row.work, row.settings)) is not None:
+                    built[row.name], measured[row.name] = answer, []
         for number in range(rounds):
             with waiting('benchmark', f'round {number + 1} of {rounds}'):
-                for _, process, work in built:
-                    if 'failed' not in work:
-                        calls = max(1, math.ceil(seconds / work['seconds']))
-                        answer = process.ask({'number': work['number'], 'calls': calls})
-                        if 'failed' in answer:
-                            work |= answer
-                        else:
-                            work['rounds'].append(answer['seconds'] / (calls * work['steps']))
+                for row in (row for row in rows if row.name in measured):
+                    place, work, once = built[row.name]
+                    calls = max(1, math.ceil(seconds / once))
+                    if (took := ask(row, _time, place, calls)) is not None:
+                        measured[row.name].append(took / (calls * work.steps))
     return [
         dataclasses.replace(
-            row,
-            settings={**row.settings, 'cores': cores},
-            rounds=[] if 'failed' in work else work['rounds'],
-            extra={'failed': work['failed']} if 'failed' in work else row.extra | work['extra'],
+            row, rounds=measured[row.name], extra={**row.extra, **built[row.name][1].extra}
         )
-        for row, _, work in built
+        for row in rows
+        if row.name in measured
     ]
 
 
-class Process(contextlib.AbstractContextManager):
-    """A process, bound to cores, that builds works and times them until the end of a block."""
-
-    def __init__(self, cores: Sequence[int]):
-        # Not by -m, for which experiments/__init__.py begins a script: other memory, a display.
-        program = f'import sys; sys.path.append({ROOT!r}); '
-        program += f'from experiments.benchmark import race; race.serve({list(cores)})'
-        environment = {'OMP_NUM_THREADS': str(len(cores)), 'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'}
-        # The cache does not know the number of threads.
-        environment['JAX_ENABLE_COMPILATION_CACHE'] = 'false'
-        self._process = subprocess.Popen(
-            [sys.executable, '-c', program],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **environment},
-        )
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-    def ask(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to an order of `serve`; {'failed': why} where the process has ended."""
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(f'{json.dumps(order)}\n')
-            self._process.stdin.flush()
-        if line := self._process.stdout.readline():
-            return json.loads(line)
-        return {'failed': f'its process ended with code {self._process.wait()}'}
+def _process() -> ProcessPoolExecutor:
+    os.environ.update(ENVIRONMENT, OMP_NUM_THREADS=str(len(usable_cores())))
+    context = multiprocessing.get_context('spawn')
+    return ProcessPoolExecutor(1, context, initializer=_begin)
 
 
-def bind(cores: Sequence[int]) -> None:
-    """Binds this process to cores, where the system can."""
-    if hasattr(os, 'sched_setaffinity'):
-        os.sched_setaffinity(0, cores)
+# In a process of the race
+
+_works: list[Work] = []
 
 
-def serve(cores: Sequence[int]) -> None:
-    """Answers each order, a JSON object on a line of standard input, by one on standard output.
-
-    {'work', 'settings'} builds a work -> 'number', 'steps', 'extra', 'seconds' of its second call.
-    {'number', 'calls'} runs it that often -> 'seconds' of all calls.
-    What fails -> 'failed', a sentence.
-    """
-    bind(cores)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one ends it
-    answers = os.fdopen(os.dup(1), 'w', buffering=1)
+def _begin() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.dup2(2, 1)  # what libraries print
-    works: list[Work] = []
-    for line in sys.stdin:
-        order = json.loads(line)
-        try:
-            answer = {}
-            if 'work' in order:
-                module, function = order['work'].split(':')
-                if module == OWN:
-                    keep_freed_memory()  # before an import starts a thread
-                work = getattr(importlib.import_module(module), function)(**order['settings'])
-                work.run(1)
-                works.append(work)
-                order = {'number': len(works) - 1, 'calls': 1}
-                answer = {'number': order['number'], 'steps': work.steps, 'extra': work.extra}
-            start = time.perf_counter()
-            works[order['number']].run(order['calls'])
-            answer['seconds'] = time.perf_counter() - start
-        except Exception as error:  # whatever a library raises, out of memory too
-            traceback.print_exc()
-            answer = {'failed': f'{type(error).__name__}: {error}'.splitlines()[0]}
-        print(json.dumps(answer), file=answers)
+
+
+def _end_with_parent() -> None:
+    """Ends this process once the one that started it has ended, also where that is killed."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def _build(path: str, settings: Mapping[str, Any]) -> tuple[int, Work, float]:
+    """The number of a work in this process, its facts without `run`, seconds of its second call."""
+    module, function = path.split(':')
+    work = getattr(importlib.import_module(module), function)(**settings)
+    work.run(1)
+    _works.append(work)
+    number = len(_works) - 1
+    return number, work._replace(run=_time), _time(number, 1)
+
+
+def _time(number: int, calls: int) -> float:
+    """Seconds of so many calls of a work."""
+    start = time.perf_counter()
+    _works[number].run(calls)
+    return time.perf_counter() - start

@@ -1,7 +1,6 @@
-"""The suites: sizes and peers of each measurement. A suite yields groups as they are timed."""
+"""The suites: programs of qkattn, sizes and peers. A suite yields groups as they are timed."""
 
 import dataclasses
-import importlib.util
 import logging
 import os
 import subprocess
@@ -10,10 +9,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from experiments.benchmark.race import OWN, ROOT, Row, bind, race
-from experiments.benchmark.record import ONE_CORE, ONE_PROCESS, ONE_RUN, QKATTN, WORKERS, Group
+import jax
+import numpy as np
+
+from experiments.benchmark.race import Row, Work, race
+from experiments.benchmark.record import Group
 from qkattn.config import (
     Config,
     DataConfig,
@@ -25,16 +27,70 @@ from qkattn.config import (
     to_json,
 )
 from qkattn.config.calls import Variant
+from qkattn.decode.generate import generate
+from qkattn.decode.kv_cache import init_cache
 from qkattn.errors import ConfigError, ProcessError
 from qkattn.jobs.machine import usable_cores
-from qkattn.model import cost
+from qkattn.model import build, cost
 from qkattn.model.sites import validate
 from qkattn.report.prose import counted
 from qkattn.study.catalogue import documented_variants
+from qkattn.train import program
+from qkattn.train.sharding import place_batch
 
 log = logging.getLogger('qkattn.benchmark')
 
-TRAIN, GREEDY = f'{OWN}:train', f'{OWN}:greedy'
+# Works: what is timed
+
+
+def _batch_of(config: Config) -> dict[str, np.ndarray]:
+    """Random tokens of one dispatch, [C, X, B, T], the same for all trials, and their targets."""
+    train, trials = config.train, len(config.trials.trials())
+    shape = (train.steps_per_dispatch, 1, train.batch_size, config.model.context + 1)
+    tokens = np.random.default_rng(0).integers(config.model.vocab_size, size=shape, dtype=np.int32)
+    tokens = np.repeat(tokens, trials, axis=1)
+    arrays = {'tokens_BT': tokens[..., :-1], 'targets_BT': tokens[..., 1:]}
+    return arrays | {'loss_weights_BT': np.ones(arrays['tokens_BT'].shape, np.float32)}
+
+
+def train(config: Any) -> Work:
+    """The train program of a decoder's config (JSON); a step is one of one of its trials."""
+    config = from_json(Config, config)
+    built = program.build(config)
+    batch = place_batch(config, built.mesh, _batch_of(config))
+    state = built.init()
+
+    def run(calls: int) -> dict:
+        nonlocal state
+        for _ in range(calls):
+            state, metrics = built.train(state, batch)
+        return jax.block_until_ready((state, metrics))[1]
+
+    return Work(run, config.train.steps_per_dispatch * len(config.trials.trials()))
+
+
+def greedy(model: dict[str, Any], rows: int, prompt: int, tokens: int) -> Work:
+    """Greedy continuation of `rows` prompts by `tokens` tokens each; a step is one token a row.
+
+    Its extra has the bytes of the real cache at full context.
+    """
+    config = from_json(ModelConfig, model)
+    decoder = build(config, key=jax.random.key(0))
+    shape = (rows, prompt)
+    prompts = jax.device_get(jax.random.randint(jax.random.key(1), shape, 0, config.vocab_size))
+    arrays = jax.tree.leaves(init_cache(decoder, rows, config.context).layers)
+    extra = {'tokens': rows, 'cache_bytes': sum(array.nbytes for array in arrays)}
+
+    def run(calls: int) -> None:
+        for _ in range(calls):
+            jax.block_until_ready(generate(decoder, prompts, tokens))
+
+    return Work(run, tokens, extra)
+
+
+# Rows
+
+TRAIN, GREEDY = f'{__name__}:train', f'{__name__}:greedy'
 JAX, TORCH = 'experiments.benchmark.jax_gpt:train', 'experiments.benchmark.torch_gpt:train'
 
 
@@ -56,46 +112,47 @@ def decoder(
       model: further settings of ModelConfig.
     """
     sizes = {'num_layers': layers, 'd_model': width, 'num_heads': heads, 'context': context}
+    every = dict.fromkeys(('log_every', 'eval_every', 'checkpoint_every'), 10 * dispatch)
+    steps = {'num_steps': 1_000_000, 'steps_per_dispatch': dispatch, **every}
     return Config(
         model=ModelConfig(vocab_size=vocabulary, **sizes | model),
         data=DataConfig(name='tiny_shakespeare', tokenizer='characters'),
         optimizer=OptimizerConfig(decay='coupled'),
-        train=TrainConfig(batch_size=batch, steps_per_dispatch=dispatch),
+        train=TrainConfig(batch_size=batch, **steps),
         trials=TrialsConfig(seeds=(0,), learning_rates=(1e-3,), weight_decays=(0.1,)),
     )
 
 
-def settings(
-    run: Config, variant: str = 'qk/vo', *, trials: int = 1, **train: Any
-) -> dict[str, Any]:
-    """The JSON of a run with a variant, so many trials, and settings of its training.
+def varied(run: Config, variant: str = 'qk/vo', *, trials: int = 1, **train: Any) -> Config:
+    """The run with a variant, so many trials, and settings of its training.
 
     ConfigError for a variant that is malformed.
     """
-    train = {'steps_per_dispatch': run.train.steps_per_dispatch, 'num_steps': 1_000_000} | train
-    every = dict.fromkeys(
-        ('log_every', 'eval_every', 'checkpoint_every'), 10 * train['steps_per_dispatch']
+    return dataclasses.replace(
+        run,
+        model=dataclasses.replace(run.model, **Variant.parse(variant)._asdict()),
+        train=dataclasses.replace(run.train, **train),
+        trials=dataclasses.replace(run.trials, seeds=tuple(range(trials))),
     )
-    sections = to_json(run)
-    sections['model'] |= Variant.parse(variant)._asdict()
-    sections['train'] |= train | every
-    sections['trials'] |= {'seeds': [*range(trials)]}
-    return sections
 
 
-def training_row(name: str, config: dict[str, Any], work: str = TRAIN) -> Row:
-    """A row that trains a config (JSON), with tokens and FLOPs of a step; checks the config."""
-    validate(run := from_json(Config, config))
+def training_row(name: str, run: Config, work: str = TRAIN) -> Row:
+    """A row that trains a run, with tokens and FLOPs of a step; ConfigError if it is not valid."""
+    validate(run)
     tokens = run.train.batch_size * run.model.context
     flops = tokens * cost.training_flops_per_token(run.model)
-    return Row(name, {'config': config}, extra={'tokens': tokens, 'flops': flops}, work=work)
+    extra = {'tokens': tokens, 'flops': flops}
+    return Row(name, {'config': to_json(run)}, extra=extra, work=work)
 
 
-def title_of(run: Config, cores: int = 0) -> str:
+def title_of(run: Config) -> str:
     model = run.model
     sizes = f'{model.num_layers} x {model.d_model} x context {model.context}'
-    on = f', {counted(cores, "core")}' if cores else ''
-    return f'{sizes}, batch {run.train.batch_size}, {model.compute_dtype}{on}'
+    return f'{sizes}, batch {run.train.batch_size}, {model.compute_dtype}, {cores()}'
+
+
+def cores() -> str:
+    return counted(len(usable_cores()), 'core')
 
 
 # nanoGPT's README, "I only have a macbook", and the shape of its character model for a GPU.
@@ -109,64 +166,39 @@ DECODED = 'qk/vo merged/vo shared_qk/vo query_free/vo key_free/vo qk/no_v qk/no_
 DECODED += ' qk/k_is_v latent/latent'
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Scale:
-    """How much is measured.
+class Scale(NamedTuple):
+    """How much is measured."""
 
-    Attributes:
-      shapes: at which training is compared with peers, on all cores, and on one if `one_core`.
-      variants: the shape at which `names`, or all variants, are compared with each other.
-      stacks, trials: the shape of a stack, and how many trials are in one program.
-      decoding, prompt, tokens: the shape of a decoder, after and of how many tokens it decodes.
-      study: the name of a config.
-      rounds: of a race.
-      seconds: of a contestant in a round, at least.
-    """
-
-    shapes: tuple[Config, ...]
-    one_core: bool = True
-    variants: Config
-    names: tuple[str, ...] = ()
-    stacks: Config
-    trials: tuple[int, ...] = (2, 8, 32)
+    shapes: tuple[Config, ...]  # at which training is compared with peers
+    variants: Config  # the shape at which `names`, or all variants, are compared
+    stacks: Config  # a model of which several trials are in one program
     decoding: Config
-    prompt: int
-    tokens: int
-    study: str = 'quickstart'
+    names: tuple[str, ...] = ()
+    study: str = 'quickstart'  # a config
     rounds: int = 7
-    seconds: float = 0.5
+    seconds: float = 0.5  # of a row in a round, at least
 
 
 SCALES = {
     'cpu': Scale(
         shapes=(RECIPE, MEDIUM),
-        variants=decoder(4, 128, 4, 64, 67, 12, dispatch=4),
+        variants=RECIPE,
         stacks=decoder(2, 96, 4, 64, 67, 12, dispatch=4),
         decoding=decoder(4, 128, 4, 256, 256, 8),
-        prompt=16,
-        tokens=128,
     ),
     'gpu': Scale(
         shapes=(GPT2,),
-        one_core=False,
         variants=decoder(4, 768, 12, 1024, 8192, 8, dispatch=4, **LOW),
         # A character model that leaves most of a GPU idle when it is alone, and fits 32 times.
         stacks=decoder(4, 256, 4, 256, 256, 8, **LOW),
         decoding=GPT2,
-        prompt=128,
-        tokens=512,
-        seconds=1.0,
     ),
     'smoke': Scale(
         shapes=(TINY,),
-        one_core=False,
         variants=TINY,
         names=('qk/vo', 'qk/no_v'),
         stacks=TINY,
-        trials=(2,),
         decoding=TINY,
-        prompt=2,
-        tokens=4,
         study='claims/single_head:smoke',
         rounds=2,
         seconds=0.0,
@@ -175,94 +207,79 @@ SCALES = {
 
 
 def steps(scale: Scale) -> Iterator[Group]:
-    """Training steps: beside the peers, by the number of cores, and of every variant."""
-    all_cores = len(usable_cores())
-    counts = sorted({1, all_cores}) if scale.one_core else [all_cores]
+    """Training steps: beside the peers, and of every variant."""
     for run in scale.shapes:
-        for cores in counts:
-            yield _timed('steps', title_of(run, cores), _peers(run), scale, QKATTN, cores)
+        yield _timed('steps', title_of(run), _peers(run), scale, 'qkattn')
     rows = []
     for name in scale.names or map('/'.join, documented_variants()):
         try:
-            rows.append(training_row(name, settings(scale.variants, name)))
+            rows.append(training_row(name, varied(scale.variants, name)))
         except ConfigError as error:
             log.info('  %s is left out: %s', name, error)
-    title = f'variants, {title_of(scale.variants, counts[0])}'
-    once = dataclasses.replace(scale, seconds=0)
-    yield _timed('steps', title, rows, once, 'qk/vo', counts[0])
+    yield _timed('steps', f'variants, {title_of(scale.variants)}', rows, scale, 'qk/vo')
 
 
 def _peers(run: Config) -> list[Row]:
     """A step of qkattn and of the same model elsewhere."""
-    several, single = settings(run), settings(run, steps_per_dispatch=1)
-    rows = [
-        training_row(QKATTN, several),
-        training_row(f'{QKATTN}, 1 step a dispatch', single),
-        training_row('functional JAX', several, JAX),
+    single = varied(run, steps_per_dispatch=1)
+    return [
+        training_row('qkattn', run),
+        training_row('qkattn, 1 step a dispatch', single),
+        training_row('functional JAX', run, JAX),
+        training_row('torch.compile', single, TORCH),
     ]
-    if not importlib.util.find_spec('torch'):
-        log.warning("torch.compile is left out: it needs pip install -e '.[benchmark]'")
-        return rows
-    return [*rows, training_row('torch.compile', single, TORCH)]
 
 
 def stacks(scale: Scale) -> Iterator[Group]:
     """Seconds per step and trial, whose ratio to one run is that of X trials to X runs in turn."""
-    rows = [training_row(ONE_RUN, settings(scale.stacks, lifting='vmap'))]
-    for trials in scale.trials:
+    rows = [training_row('one run', varied(scale.stacks, lifting='vmap'))]
+    for trials in (2, 8, 32):
         for lifting in ('vmap', 'map'):
-            config = settings(scale.stacks, trials=trials, lifting=lifting)
-            rows.append(training_row(f'{lifting}, {trials} trials', config))
+            run = varied(scale.stacks, trials=trials, lifting=lifting)
+            rows.append(training_row(f'{lifting}, {trials} trials', run))
     title = f'{title_of(scale.stacks)}, seconds per step and trial'
-    yield _timed('stacks', title, rows, scale, ONE_RUN)
+    yield _timed('stacks', title, rows, scale, 'one run')
 
 
 def decoding(scale: Scale) -> Iterator[Group]:
     """Greedy decoding: seconds per new token of all rows, and the bytes that caches really hold."""
-    sizes = {'rows': scale.decoding.train.batch_size}
-    sizes |= {'prompt': scale.prompt, 'tokens': scale.tokens}
+    context = scale.decoding.model.context
+    sizes = {'prompt': max(1, context // 16), 'tokens': context // 2}
+    sizes |= {'rows': scale.decoding.train.batch_size}
     rows = [
-        Row(name, {'model': settings(scale.decoding, name)['model'], **sizes}, work=GREEDY)
+        Row(name, {'model': to_json(varied(scale.decoding, name).model), **sizes}, work=GREEDY)
         for name in scale.names or DECODED.split()
     ]
-    title = f'{title_of(scale.decoding)}, {scale.prompt} + {scale.tokens} tokens'
+    title = f'{title_of(scale.decoding)}, {sizes["prompt"]} + {sizes["tokens"]} tokens'
     yield _timed('decoding', title, rows, scale, 'qk/vo')
 
 
 def study(scale: Scale) -> Iterator[Group]:
-    """A study in one process, in one process on one core, and by workers.
+    """A study in one process, and by workers.
 
     The compilation cache is empty every time; data is prepared, and files are read into memory,
     before any time counts.
     """
     with tempfile.TemporaryDirectory() as directory:
-
-        def ablate(name: str, *flags: str, cores: Sequence[int] = usable_cores()) -> float:
-            return _ablate(scale.study, Path(directory, name), *flags, cores=cores)
-
-        ablate('first', '--dry_run')
+        _ablate(scale.study, Path(directory, 'first'), '--dry_run')
         rows = [
-            Row(ONE_PROCESS, rounds=[ablate('one')]),
-            Row(ONE_CORE, rounds=[ablate('slow', cores=usable_cores()[:1])]),
-            Row(WORKERS, rounds=[ablate('auto', '--workers=auto')]),
+            Row('one process', rounds=[_ablate(scale.study, Path(directory, 'one'))]),
+            Row('workers', rounds=[_ablate(scale.study, Path(directory, 'all'), '--workers=auto')]),
         ]
-    yield Group('study', f'workers, {counted(len(usable_cores()), "core")}', rows, ONE_PROCESS)
+    yield Group('study', f'{scale.study}, {cores()}', rows, 'one process')
 
 
-def _ablate(config: str, directory: Path, *flags: str, cores: Sequence[int]) -> float:
-    """Seconds of a study, bound to `cores`."""
+def _ablate(config: str, directory: Path, *flags: str) -> float:
+    """Seconds of a study."""
     command = [sys.executable, '-m', 'experiments.ablate', f'--config={config}', *flags]
-    paths = [os.environ.get('PYTHONPATH'), ROOT]
     environment = {'JAX_COMPILATION_CACHE_DIR': f'{directory}/compiled'}
-    environment['PYTHONPATH'] = os.pathsep.join(filter(None, paths))
     start = time.perf_counter()
     done = subprocess.run(
         [*command, f'--workdir={directory}/study'],
-        env={**os.environ, **environment},
+        env={**os.environ, **environment, 'PYTHONPATH': os.pathsep.join(filter(None, sys.path))},
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
-        preexec_fn=lambda: bind(cores),
     )
     if done.returncode:
         last = done.stderr.strip().rpartition('\n')[2]
@@ -270,14 +287,10 @@ def _ablate(config: str, directory: Path, *flags: str, cores: Sequence[int]) -> 
     return time.perf_counter() - start
 
 
-def _timed(
-    suite: str, title: str, rows: Sequence[Row], scale: Scale, reference: str, cores: int = 0
-) -> Group:
-    """The group of rows that are raced, on all cores unless `cores` says how many."""
+def _timed(suite: str, title: str, rows: Sequence[Row], scale: Scale, reference: str) -> Group:
+    """The group of rows that are raced."""
     log.info('%s: %s', suite, title)
-    cores = cores or len(usable_cores())
-    measured = race(rows, cores=cores, rounds=scale.rounds, seconds=scale.seconds)
-    return Group(suite, title, measured, reference)
+    return Group(suite, title, race(rows, rounds=scale.rounds, seconds=scale.seconds), reference)
 
 
 SUITES: dict[str, Callable[[Scale], Iterator[Group]]] = {

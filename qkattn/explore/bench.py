@@ -166,19 +166,6 @@ def generators(blocks: Mapping[str, Sequence[int]]) -> tuple[Any, list[np.ndarra
     return ring, arrays
 
 
-# What the equations of a variant fix
-
-
-def kind(M_DE: np.ndarray) -> str:
-    """'identity', 'diagonal', 'symmetric', 'skew' or 'general', for all values of the symbols."""
-    on = np.eye(len(M_DE), dtype=bool)
-    if (M_DE[~on] == 0).all():
-        return 'identity' if (M_DE[on] == 1).all() else 'diagonal'
-    if (M_DE == M_DE.T).all():
-        return 'symmetric'
-    return 'skew' if (M_DE + M_DE.T == 0).all() else 'general'
-
-
 def rank(M_DE: np.ndarray) -> int:
     """The rank for almost all values of the symbols: at one random point."""
     point = np.random.default_rng(0).uniform(0.5, 1.5, M_DE.flat[0].ring.ngens)

@@ -7,14 +7,17 @@ one of the Score that a Value shares.
 """
 
 import json
+import zlib
 from collections.abc import Iterable
 from typing import Any
 
 import jinja2
+import numpy as np
 
 from qkattn.attention import SCORES, VALUES
 from qkattn.errors import ConfigError
-from qkattn.explore.bench import Bench, kind
+from qkattn.explore.bench import Bench, Parameter
+from qkattn.explore.worked import polynomial
 from qkattn.report.figures.style import DARK, LIGHT
 from qkattn.report.prose import environment
 
@@ -24,35 +27,32 @@ SIZES = ((2, 1), (2, 2), (3, 1), (4, 1), (4, 2))
 
 def page(sizes: Iterable[tuple[int, int]] = SIZES) -> str:
     """The page as an HTML document that offers these pairs of d_model and number of heads."""
-    loader = jinja2.PackageLoader('qkattn.explore')
-    made = environment(html=True).overlay(loader=loader)
-    # '<' inside a string of JSON would end the script element early.
-    data = json.dumps(table(sizes), separators=(',', ':')).replace('<', '\\u003c')
-    names = ('explorer.css', 'explorer.compute.js', 'explorer.show.js', 'explorer.act.js')
-    css, *scripts = (loader.get_source(made, name)[0] for name in names)
-    template = made.get_template('explorer.html.j2')
-    return template.render(data=data, light=LIGHT, dark=DARK, css=css, scripts=scripts)
-
-
-def table(sizes: Iterable[tuple[int, int]] = SIZES) -> dict[str, Any]:
-    """All variants at all sizes, as JSON; 'without' names those that have no polynomials at any."""
     by_size = {f'{dims},{heads}': _of_size(dims, heads) for dims, heads in sizes}
-    equations, without = {}, {}
+    equations: dict[str, dict[str, str]] = {}
+    without = []
     for circuit, registered in (('score', SCORES), ('value', VALUES)):
         shown = {name for known in by_size.values() for name in known[circuit]}
-        equations[circuit] = {name: cls.equation for name, cls in registered.items()}
-        without[circuit] = [name for name in registered if name not in shown]
-    return {'equations': equations, 'sizes': by_size, 'without': without}
+        equations[circuit] = {n: cls.equation for n, cls in registered.items() if n in shown}
+        without += [name for name in registered if name not in shown]
+    made = environment(html=True).overlay(loader=jinja2.PackageLoader('qkattn.explore'))
+    return made.get_template('explorer.html.j2').render(
+        # '<' inside a string of JSON would end the script element early.
+        data=json.dumps(by_size, separators=(',', ':')).replace('<', '\\u003c'),
+        sizes=[key.split(',') for key in by_size],
+        equations=equations,
+        without=without,
+        light=LIGHT,
+        dark=DARK,
+    )
 
 
 def _of_size(dims: int, heads: int) -> dict[str, Any]:
+    """Scores and values by name, as JSON."""
     scores, values = {}, {}
     for name in SCORES:
         if bench := _bench(name, 'vo', dims, heads):
-            scores[name] = {
-                'parameters': _parameters(bench, 'score'),
+            scores[name] = _parameters(bench, 'score') | {
                 'A': _polynomials(bench, 'score'),
-                'kind': _kind(bench, 'score'),
                 'scale': bench.scale,
             }
     for name, cls in VALUES.items():
@@ -60,10 +60,8 @@ def _of_size(dims: int, heads: int) -> dict[str, Any]:
         partners = {score: score for score in scores} if cls.shares else {'': cls.partner}
         benches = {key: _bench(score, name, dims, heads) for key, score in partners.items()}
         if present := {key: bench for key, bench in benches.items() if bench}:
-            values[name] = {
-                'parameters': _parameters([*present.values()][-1], 'value'),
+            values[name] = _parameters([*present.values()][-1], 'value') | {
                 'B': {key: _polynomials(bench, 'value') for key, bench in present.items()},
-                'kind': {key: _kind(bench, 'value') for key, bench in present.items()},
             }
     return {'score': scores, 'value': values}
 
@@ -75,41 +73,39 @@ def _bench(score: str, value: str, dims: int, heads: int) -> Bench | None:
         return None
 
 
-def _parameters(bench: Bench, circuit: str) -> list[dict[str, Any]]:
-    """Parameters as the page shows them; gains start at their initial values."""
+def _parameters(bench: Bench, circuit: str) -> dict[str, Any]:
+    """The parameters of a circuit with their initial numbers in the order of reading."""
     shown = []
     for parameter in bench.parameters_of(circuit):
         heads, *place = parameter.by_head.shape
-        initial = parameter.initial.ravel()[parameter.by_head].ravel().tolist()
-        shown.append(
-            {
-                'name': parameter.name,
-                'stem': parameter.stem.replace('_', ''),
-                'shape': [heads, *place] if len(place) > 1 else [heads, 1, *place],
-                'vector': len(place) == 1,
-                'initial': initial if parameter.attribute.startswith('g_') else None,
-            }
-        )
-    return shown
+        shape = [heads, *place] if len(place) > 1 else [heads, 1, *place]
+        initial = _initial(parameter)
+        shown.append({'name': parameter.name, 'shape': shape, 'initial': initial})
+    return {'parameters': shown}
 
 
-def _kind(bench: Bench, circuit: str) -> str:
-    """The common kind of the matrices of all heads."""
-    kinds = {kind(matrix) for matrix in bench.AB[circuit == 'value']}
-    return kinds.pop() if len(kinds) == 1 else 'general'
+def _initial(parameter: Parameter) -> list[float]:
+    """Gains begin at their initial values, matrices at numbers that their name determines."""
+    if parameter.attribute.startswith('g_'):
+        return parameter.initial.ravel()[parameter.by_head].ravel().tolist()
+    rng = np.random.default_rng([3, zlib.crc32(parameter.name.encode())])
+    return (rng.integers(-10, 11, parameter.initial.size) / 10).tolist()
 
 
 def _polynomials(bench: Bench, circuit: str) -> list[Any]:
-    """A or B as [head][row][column] polynomials."""
+    """A or B as [head][row][column] polynomials, as text and as terms."""
     first = sum(p.initial.size for p in bench.parameters_of('score')) if circuit == 'value' else 0
 
-    def terms(polynomial: Any) -> list[list[Any]]:
+    def terms(entry: Any) -> list[list[Any]]:
         """Coefficients with indices, repeated as often as the power says."""
         return [
             [int(number) if number == int(number) else float(number)]
             + [i - first if i >= first else -1 - i for i, n in enumerate(powers) for _ in range(n)]
-            for powers, number in polynomial.terms()
+            for powers, number in entry.terms()
         ]
 
+    def shown(entry: Any) -> dict[str, Any]:
+        return {'text': polynomial(entry), 'terms': terms(entry)}
+
     matrices = bench.AB[circuit == 'value']
-    return [[[terms(entry) for entry in row] for row in matrix] for matrix in matrices]
+    return [[[shown(entry) for entry in row] for row in matrix] for matrix in matrices]

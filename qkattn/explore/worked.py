@@ -1,36 +1,20 @@
 """The equations of a bench as text or LaTeX."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-import jinja2
 import numpy as np
 
-from qkattn.explore.bench import Bench, generators, kind, rank, sympy
-from qkattn.report.prose import environment
-
-# What stands around code in a template of LaTeX, which is full of braces.
-LATEX_MARKS: dict[str, Any] = {
-    **{'block_start_string': '<%', 'block_end_string': '%>'},
-    **{'variable_start_string': '<<', 'variable_end_string': '>>'},
-}
-POWERS = {'^-1': '^{-1}', '^-2': '^{-2}', '^-T': r'^{-\top}', '^T': r'^{\top}'}
+from qkattn.explore.bench import Bench, generators, rank
 
 
 def worked(bench: Bench, *, latex: bool = False) -> str:
-    """Parameters, A, scores, the softmax's input, B and output."""
-    loader, marks = jinja2.PackageLoader('qkattn.explore'), LATEX_MARKS if latex else {}
-    made = environment(html=False).overlay(loader=loader, **marks)
-    made.filters = {
-        **made.filters,
-        'polynomial': lambda entry: polynomial(entry, latex),
-        'number': lambda value: number(value, latex),
-        'equation': equation_latex if latex else str,
-        'matrix': matrix_latex if latex else matrix_text,
-    }
-    template = made.get_template('bench.tex.j2' if latex else 'bench.txt.j2')
+    """A with its parameters, scores, attention, B with its parameters, and output.
+
+    LaTeX needs amsmath.
+    """
     N, T, D = bench.heads, bench.tokens, bench.dims
     shapes = {'a': (N, D, D), 's': (N, T, T), 'p': (N, T, T), 'x': (1, T, D), 'b': (N, D, D)}
     ring, (a_NDE, s_NTS, p_NTS, (x_TD,), b_NDE) = generators(shapes)
@@ -38,32 +22,39 @@ def worked(bench: Bench, *, latex: bool = False) -> str:
     A_NDE, B_NDE = (named(*m, ring) for m in zip(bench.AB, (a_NDE, b_NDE), strict=True))
     scores = np.einsum('td,nde,se->nts', x_TD, A_NDE, x_TD)
     output = np.einsum('nts,sd,nde->te', p_NTS, x_TD, B_NDE)
-    return template.render(
-        bench=bench,
-        circuits=[
-            _circuit(bench, 'A', 'score', A_NDE, a_NDE),
-            _circuit(bench, 'B', 'value', B_NDE, b_NDE),
-        ],
-        scores=list(zip(s_NTS.flat, scores.flat, strict=True)),
-        output=list(zip(out_1TE.flat, output.flat, strict=True)),
-    )
-
-
-def _circuit(
-    bench: Bench, name: str, circuit: str, named_NDE: np.ndarray, symbols_NDE: np.ndarray
-) -> dict[str, Any]:
-    M_NDE = bench.AB[circuit == 'value']
-    entries = zip(symbols_NDE.flat, named_NDE.flat, M_NDE.flat, strict=True)
-    return {
-        'name': name,
-        'equation': type(getattr(bench.layer, circuit)).equation,
-        'parameters': bench.parameters_of(circuit),
-        'definitions': [(symbol, entry) for symbol, label, entry in entries if symbol == label],
-        'heads': [
-            {'kind': kind(M_DE), 'rank': rank(M_DE), 'rows': rows.tolist()}
-            for M_DE, rows in zip(M_NDE, named_NDE, strict=True)
-        ],
+    head = '[n]' if N > 1 else ''
+    s = f's{head}' if bench.scale == 1 else f'{number(bench.scale)} s{head}'
+    sections = {
+        f'A[n] = {type(bench.layer.score).equation}': _circuit(bench, 'A', A_NDE, a_NDE),
+        f's{head} = x A{head} x^T': _equations(s_NTS, scores),
+        f'p{head}_ts = exp({s}_ts) / sum_u exp({s}_tu)': [],
+        f'B[n] = {type(bench.layer.value).equation}': _circuit(bench, 'B', B_NDE, b_NDE),
+        'out = sum_n p[n] x B[n]' if N > 1 else 'out = p x B': _equations(out_1TE, output),
     }
+    title = f'{bench.variant}: {T} tokens, d_model {D}, {N} head{"s" if N > 1 else ""}'
+    return _latex(title, sections) if latex else _text(title, sections)
+
+
+def _circuit(bench: Bench, name: str, named_NDE: np.ndarray, symbols_NDE: np.ndarray) -> list[str]:
+    """The sizes of parameters, the entries that have a symbol, and the matrix of each head."""
+    M_NDE = bench.AB[name == 'B']
+    lines = []
+    for parameter in bench.parameters_of('value' if name == 'B' else 'score'):
+        heads, *sizes = parameter.by_head.shape
+        each = ', in each head' if heads > 1 else ''
+        lines.append(f'{parameter.name}: {" x ".join(map(str, sizes))}{each}')
+    defined = symbols_NDE == named_NDE
+    lines += _equations(symbols_NDE[defined], M_NDE[defined])
+    for n, (M_DE, named_DE) in enumerate(zip(M_NDE, named_NDE, strict=True), start=1):
+        rows = '; '.join(', '.join(map(polynomial, row)) for row in named_DE)
+        of_head = f'[{n}]' if len(M_NDE) > 1 else ''
+        lines.append(f'{name}{of_head} = [{rows}], rank {rank(M_DE)}')
+    return lines
+
+
+def _equations(lefts: np.ndarray, rights: np.ndarray) -> list[str]:
+    pairs = zip(lefts.flat, rights.flat, strict=True)
+    return [f'{polynomial(left)} = {polynomial(right)}' for left, right in pairs]
 
 
 def named(M_NDE: np.ndarray, symbols_NDE: np.ndarray, ring: Any) -> np.ndarray:
@@ -80,59 +71,69 @@ def named(M_NDE: np.ndarray, symbols_NDE: np.ndarray, ring: Any) -> np.ndarray:
     return out
 
 
-def polynomial(entry: Any, latex: bool) -> str:
+def polynomial(entry: Any) -> str:
     """A polynomial with the factors of each term in the order of its ring."""
-    text, power = '', '{{{}}}^{{{}}}' if latex else '{}^{}'
-    symbols = [symbol_latex(str(s)) if latex else str(s) for s in entry.ring.symbols]
+    text = ''
     for powers, value in entry.terms():
         factors = [
-            symbol if n == 1 else power.format(symbol, n)
-            for symbol, n in zip(symbols, powers, strict=True)
+            str(symbol) if n == 1 else f'{symbol}^{n}'
+            for symbol, n in zip(entry.ring.symbols, powers, strict=True)
             if n
         ]
         if abs(value) != 1 or not factors:
-            factors.insert(0, number(abs(value), latex))
+            factors.insert(0, number(abs(value)))
         sign = (' - ' if value < 0 else ' + ') if text else ('-' if value < 0 else '')
         text += sign + ' '.join(factors)
     return text or '0'
 
 
-def number(value: float, latex: bool) -> str:
-    """A positive number as a fraction or its square root, if equal in float64."""
-    square = Fraction(float(value) ** 2).limit_denominator(10_000)
-    if abs(float(square) - float(value) ** 2) > 1e-12:
-        return f'{float(value):g}'
-    root = sympy().sqrt(sympy().Rational(square.numerator, square.denominator))
-    return sympy().latex(root) if latex else str(root)
+def number(value: float) -> str:
+    """A positive number as a fraction or the square root of one, if equal in float64."""
+    for power, form in ((1, '{}'), (2, 'sqrt({})')):
+        exact = Fraction(float(value) ** power).limit_denominator(10_000)
+        if abs(float(exact) - float(value) ** power) < 1e-12:
+            return form.format(exact)
+    return f'{float(value):g}'
 
 
-def matrix_text(rows: Sequence[Sequence[Any]], name: str) -> str:
-    """A = [ a11  a12 ] over as many lines as there are rows."""
-    cells = [[polynomial(entry, False) for entry in row] for row in rows]
-    width = max(len(cell) for row in cells for cell in row)
-    lines = [f'[ {"  ".join(f"{cell:>{width}}" for cell in row)} ]' for row in cells]
-    return f'  {name} = ' + ('\n' + ' ' * len(f'  {name} = ')).join(lines)
+def _text(title: str, sections: Mapping[str, list[str]]) -> str:
+    blocks = ['\n  '.join([heading, *lines]) for heading, lines in sections.items()]
+    return '\n\n'.join([title, *blocks]) + '\n'
 
 
-def matrix_latex(rows: Sequence[Sequence[Any]]) -> str:
-    r"""A pmatrix."""
-    lines = [' & '.join(polynomial(entry, True) for entry in row) for row in rows]
-    return r'\begin{pmatrix} ' + r' \\ '.join(lines) + r' \end{pmatrix}'
+def _latex(title: str, sections: Mapping[str, list[str]]) -> str:
+    blocks = [f'% {title}']
+    for heading, lines in sections.items():
+        blocks.append(rf'\[ {in_latex(heading)} \]')
+        if lines:
+            aligned = ' \\\\\n  '.join(
+                re.sub('([=:])', r'&\1', in_latex(line), count=1) for line in lines
+            )
+            blocks[-1] += f'\n\\begin{{align*}}\n  {aligned}\n\\end{{align*}}'
+    return '\n\n'.join(blocks) + '\n'
 
 
-def symbol_latex(symbol: str) -> str:
-    """q12 -> q_{12}, q[1]12 -> q^{(1)}_{12}, sign1 -> \\mathrm{sign}_{1}."""
-    stem, head, place = re.fullmatch(r'([A-Za-z]+)(?:\[(\d)\])?(\d+)', symbol).groups()
-    stem = stem if len(stem) == 1 else rf'\mathrm{{{stem}}}'
-    return stem + (f'^{{({head})}}' if head else '') + f'_{{{place}}}'
+# Symbols of a head and others, indices, powers, functions, products of sizes, words at the end.
+_LATEX = (
+    (r'\b([A-Za-z]+)\[(\d)\](\d+)', r'\\mathrm{\1}_{\2,\3}'),
+    (r'\b([A-Za-z]+)(\d+)', r'\\mathrm{\1}_{\2}'),
+    (r'\\mathrm\{(\w)\}', r'\1'),
+    (r'(?<=[A-Za-z\]])_(\w+)', r'_{\\mathrm{\1}}'),
+    (r'\^(-?)T\b', r'^{\1\\top}'),
+    (r'\^(-?\d+)', r'^{\1}'),
+    (r'\b(exp|sum)(?=[_(])', r'\\\1'),
+    (r'\bdiag\b', r'\\operatorname{diag}'),
+    (r'sqrt\((.*?)\)', r'\\sqrt{\1}'),
+    (r'(?<=\d) x (?=\d)', r' \\times '),
+    (r', ([A-Za-z][\w ]*)$', r',\\ \\text{\1}'),
+)
 
 
-def equation_latex(text: str) -> str:
-    """'W_Q[n] W_K[n]^T' -> 'W_{Q}^{(n)} {W_{K}^{(n)}}^{\\top}'; words after a comma as text."""
-    formula, comma, words = text.partition(',')
-    for plain, power in POWERS.items():
-        formula = formula.replace(plain, power)
-    formula = re.sub(r'([A-Za-z])_(\w+)', r'\1_{\\mathrm{\2}}', formula)
-    formula = re.sub(r'([A-Za-z]+(?:_\{\\mathrm\{\w+\}\})?)\[n\]', r'{\1^{(n)}}', formula)
-    formula = formula.replace('diag', r'\operatorname{diag}')
-    return formula + (rf',\ \text{{{words.strip()}}}' if comma else '')
+def in_latex(text: str) -> str:
+    r"""'W_K[n]^T, rank R' -> 'W_{\mathrm{K}}[n]^{\top},\ \text{rank R}'."""
+    for pattern, replacement in _LATEX:
+        text = re.sub(pattern, replacement, text)
+    if matrix := re.search(r'= \[(.*)\]', text):
+        rows = matrix[1].replace(', ', ' & ').replace('; ', r' \\ ')
+        text = text.replace(matrix[0], rf'= \begin{{pmatrix}} {rows} \end{{pmatrix}}')
+    return text

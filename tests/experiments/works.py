@@ -1,9 +1,8 @@
-"""Works of benchmarks, for processes that import no JAX."""
+"""Works of benchmarks."""
 
 import os
 
 from experiments.benchmark.race import Work
-from qkattn.jobs.machine import usable_cores
 
 
 def noted(file: str, letter: str, steps: float = 1) -> Work:
@@ -13,7 +12,7 @@ def noted(file: str, letter: str, steps: float = 1) -> Work:
         with open(file, 'a') as opened:
             opened.write(letter * calls)
 
-    return Work(run, steps, {'here': [os.getpid(), *usable_cores()]})
+    return Work(run, steps, {'here': os.getpid()})
 
 
 def broken() -> Work:

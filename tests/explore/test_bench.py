@@ -10,9 +10,9 @@ import pytest
 from qkattn.attention import SCORES, VALUES
 from qkattn.attention.scores.qk import QK
 from qkattn.errors import ConfigError, SpecError
-from qkattn.explore.bench import Bench, generators, kind, numbers, rank
+from qkattn.explore.bench import Bench, generators, numbers, rank
 from qkattn.explore.interpreter import evaluate
-from qkattn.explore.worked import equation_latex, named, number, worked
+from qkattn.explore.worked import in_latex, named, number, worked
 from tests.refusals import refused
 
 pytest.importorskip('sympy', reason="pip install -e '.[explore]'")
@@ -55,15 +55,7 @@ def test_symbols_become_the_numbers_of_the_matrices(dims, heads):
             np.testing.assert_allclose(numbers(symbolic, at), numeric, rtol=0, atol=1e-12)
 
 
-def test_kinds_and_ranks_are_those_of_the_factors():
-    kinds = {
-        'qk/vo': ('general', 'general'),
-        'shared_qk/vo': ('symmetric', 'general'),
-        'neither/o_is_v': ('identity', 'symmetric'),
-        'symmetric_skew(symmetric_rank=0)/no_vo': ('skew', 'identity'),
-    }
-    for variant, expected in kinds.items():
-        assert tuple(kind(matrices[0]) for matrices in Bench(variant).AB) == expected, variant
+def test_ranks_are_those_of_the_factors():
     ranks = [rank(Bench(f'low_rank(rank={r})/vo', 3, 4).AB[0][0]) for r in (1, 2, 3)]
     assert ranks == [1, 2, 3]
 
@@ -128,24 +120,20 @@ A[n] = W_Q[n] W_Q[n]^T
   a11 = q11^2 + q12^2
   a12 = q11 q21 + q12 q22
   a22 = q21^2 + q22^2
-  A = [ a11  a12 ]
-      [ a12  a22 ]
-  symmetric, rank 2
+  A = [a11, a12; a12, a22], rank 2
 
-scores, s = x A x^T
+s = x A x^T
   s11 = a11 x11^2 + 2 a12 x11 x12 + a22 x12^2
   s12 = a11 x11 x21 + a12 x11 x22 + a12 x12 x21 + a22 x12 x22
   s21 = a11 x11 x21 + a12 x11 x22 + a12 x12 x21 + a22 x12 x22
   s22 = a11 x21^2 + 2 a12 x21 x22 + a22 x22^2
 
-input of the softmax: sqrt(2)/2 s, so p_ts = exp(sqrt(2)/2 s_ts) / sum_u exp(sqrt(2)/2 s_tu)
+p_ts = exp(sqrt(1/2) s_ts) / sum_u exp(sqrt(1/2) s_tu)
 
 B[n] = P[n] P[n]^T
-  B = [ 1  0 ]
-      [ 0  1 ]
-  identity, rank 2
+  B = [1, 0; 0, 1], rank 2
 
-output, out = p x B
+out = p x B
   out11 = p11 x11 + p12 x21
   out12 = p11 x12 + p12 x22
   out21 = p21 x11 + p22 x21
@@ -157,12 +145,20 @@ def test_text_and_latex_have_the_same_equations():
     assert worked(Bench('shared_qk/no_vo')) == TEXT
     text = worked(Bench('qk/vo', heads=2), latex=True)
     assert text.count(r'\begin{align*}') == text.count(r'\end{align*}') == 4
-    assert r'a^{(2)}_{21} &= q^{(2)}_{21} k^{(2)}_{11} \\' in text
-    assert r'\frac{\exp(s^{(n)}_{ts})}{\sum_u \exp(s^{(n)}_{tu})}' in text
+    for line in (
+        r'  a_{2,21} &= q_{2,21} k_{2,11} \\',
+        r'  W_{\mathrm{Q}}&: 2 \times 1,\ \text{in each head} \\',
+        r'& a_{1,12} \\ a_{1,21} & a_{1,22} \end{pmatrix},\ \text{rank 1}',
+        r'\exp(s[n]_{\mathrm{ts}}) / \sum_{\mathrm{u}} \exp(s[n]_{\mathrm{tu}})',
+    ):
+        assert line in text
     text = worked(Bench('symmetric_skew/hadamard'), latex=True)
-    assert r'\frac{\sqrt{2}}{2}' in text and r'&= -a_{' not in text and r'\mathrm{out}_{11}' in text
-    assert equation_latex('W_Q[n] W_K[n]^T, rank R') == (
-        r'{W_{\mathrm{Q}}^{(n)}} {W_{\mathrm{K}}^{(n)}}^{\top},\ \text{rank R}'
-    )
-    roots = [number(x, False) for x in (0.5, 2.0, 3**-0.5, 0.123456789)]
-    assert roots == ['1/2', '2', 'sqrt(3)/3', '0.123457']
+    assert r'\sqrt{1/2}' in text and r'&= -a_' not in text and r'\mathrm{out}_{11}' in text
+    for plain, expected in (
+        ('W_Q[n] W_K[n]^T, rank R', r'W_{\mathrm{Q}}[n] W_{\mathrm{K}}[n]^{\top},\ \text{rank R}'),
+        ('W_V[n] [I, W_O[n]]', r'W_{\mathrm{V}}[n] [I, W_{\mathrm{O}}[n]]'),
+        ('diag(g)^-1', r'\operatorname{diag}(g)^{-1}'),
+    ):
+        assert in_latex(plain) == expected
+    roots = [number(x) for x in (0.5, 2.0, 3**-0.5, 0.123456789)]
+    assert roots == ['1/2', '2', 'sqrt(1/3)', '0.123457']
