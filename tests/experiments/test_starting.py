@@ -20,14 +20,14 @@ def test_the_main_function_runs_without_the_display(script_here, monkeypatch):
     shown = []
 
     def text(catalogue):
-        shown.append(Progress._shown)
+        shown.append(Progress._open)
         return 'a catalogue'
 
     monkeypatch.setattr('qkattn.study.variant_tables.text', text)
     before = {*threading.enumerate()}
     display.show_starting()
     (thread,) = {*threading.enumerate()} - before
-    assert Progress._shown is not None
+    assert Progress._open is not None
     assert script_here('variants').stdout == 'a catalogue\n' and shown == [None]
     thread.join(timeout=60)
     assert not thread.is_alive()
