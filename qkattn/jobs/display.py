@@ -1,20 +1,16 @@
-"""The display of runs on standard error: rows that a terminal redraws, plain lines elsewhere."""
+"""The display of runs on standard error: a line that a terminal redraws, plain lines elsewhere."""
 
 import contextlib
 import dataclasses
 import logging
+import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, TextIO, cast
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, TextIO
 
 import numpy as np
-from rich.console import Console
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
 
 from qkattn.jobs.output import say, short
 
@@ -23,98 +19,39 @@ _DRAWN_EVERY, _TICK = 0.2, 1.0
 # Plain lines are at least so many seconds apart, and with a tick at most five; later they are this
 # fraction of the run so far apart, so that a long run does not fill its log.
 _QUIET, _PLAIN_FRACTION = 4.0, 0.05
-_LABEL, _BAR = 24, 12
+_LABEL = 24
 _UNIT = ' nats/token'
+_ERASE = '\r\x1b[2K'  # the line that is shown
 
 _log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """A line of a terminal: a label, the fraction done if it is known, details by importance."""
-
-    label: str
-    fraction: float | None
-    details: str
-
-    def __str__(self) -> str:
-        percent = '' if self.fraction is None else f'{self.fraction:.0%}, '
-        return f'{self.label}: {percent}{self.details}'
-
-
 class Screen:
-    """A stream of whole lines, below which a terminal shows rows that are redrawn."""
+    """A stream of whole lines, below which a terminal shows one that is redrawn."""
 
     def __init__(self, stream: TextIO | None = None, columns: int | None = None):
         """Draws nothing on a stream (None: standard error) of so many columns (None: its own)."""
-        self._stream, self._columns = stream or sys.stderr, columns
-        self._live: Live | None = None
-        self.terminal = self._stream.isatty() and not Console(force_terminal=True).is_dumb_terminal
+        self._stream, self._columns, self._line = stream or sys.stderr, columns, ''
+        dumb = os.environ.get('TERM', 'dumb') in ('dumb', 'unknown')
+        self.terminal = self._stream.isatty() and not dumb
 
     def print(self, text: str) -> None:
-        """Writes a line, above the rows."""
-        if self._live is None:
-            say(f'{text}\n', self._stream)
-        else:
-            self._live.console.print(Text(text), soft_wrap=True)
+        """Writes a line, above the one that is shown."""
+        self._write(f'{text}\n', self._line)
 
-    def draw(self, rows: Sequence[Row]) -> None:
-        """Shows these rows; for a terminal only."""
-        if self._live is None:
-            file = cast(TextIO, _Stream(self._stream))
-            console = _Console(
-                file=file, force_terminal=True, force_jupyter=False, width=self._columns
-            )
-            self._live = Live(
-                console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
-            )
-            self._live.start()
-        self._live.update(_table(rows, self._live.console.width), refresh=True)
+    def draw(self, line: str) -> None:
+        """Shows this line in place of the one before; for a terminal only."""
+        columns = self._columns or os.get_terminal_size(self._stream.fileno()).columns or 80
+        self._write('', line if len(line) < columns else f'{line[: columns - 2]}…')
 
     def close(self, keep: bool = False) -> None:
-        """Removes the rows, or keeps them as lines; may be called twice."""
-        if self._live is not None:
-            self._live.transient = not keep
-            self._live.stop()
-            self._live = None
+        """Removes the line, or keeps it; may be called twice."""
+        self._write(f'{self._line}\n' if keep and self._line else '', '')
 
-
-class _Console(Console):
-    def show_cursor(self, show: bool = True) -> bool:
-        """Leaves the cursor as it is: a process that is killed could not show it again."""
-        return False
-
-
-@dataclasses.dataclass
-class _Stream:
-    """A stream whose reader may be gone."""
-
-    stream: TextIO
-
-    def write(self, text: str) -> None:
-        say(text, self.stream)
-
-    def flush(self) -> None:
-        """Nothing is left: `write` flushes."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
-
-def _table(rows: Sequence[Row], width: int) -> Table:
-    labels = [short(row.label, min(_LABEL, width // 4)) for row in rows]
-    table = Table.grid(padding=(0, 1))
-    for column in (max(map(len, labels)), _BAR if width >= 80 else 4, 4, None):
-        table.add_column(width=column)
-    for row, label in zip(rows, labels, strict=True):
-        known = row.fraction is not None
-        table.add_row(
-            Text(label),
-            ProgressBar(1.0 if known else None, row.fraction or 0.0, pulse=not known),
-            Text(f'{row.fraction:4.0%}' if known else ''),
-            Text(row.details, no_wrap=True, overflow='ellipsis'),
-        )
-    return table
+    def _write(self, text: str, line: str) -> None:
+        erase = _ERASE if self._line else ''
+        self._line = line
+        say(f'{erase}{text}{line}', self._stream)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,23 +168,23 @@ class Progress(contextlib.AbstractContextManager['Progress']):
             return
         if self._phase:
             name, start = self._phase
-            row = Row(self._label, None, f'{name} ... {now - start:.0f} s')
+            text = f'{name} ... {now - start:.0f} s'
         elif self._first:
             self._shown = self._last
-            fraction = self._last[0] / max(1, self._total)
-            row = Row(self._label, fraction, ', '.join(filter(None, self._details(now))))
+            text = ', '.join(filter(None, self._details(now)))
         else:
             return
         if self._screen.terminal:
-            self._screen.draw([row])
+            self._screen.draw(f'{short(self._label, _LABEL)}: {text}')
             self._next_time = now + _DRAWN_EVERY
         else:
-            self.print(str(row))
+            self.print(f'{self._label}: {text}')
             self._next_time = now + max(_QUIET, _PLAIN_FRACTION * (now - self._opened))
 
     def _details(self, now: float) -> Iterator[str]:
         """What is known of the run after its last report, by importance; '' for what is not."""
         (step, last), (first_step, first) = self._last, self._first or self._last
+        yield f'{step / max(1, self._total):.0%}'
         if self._loss is not None:
             yield f'loss {loss_text(self._loss, self._unit)}'
         each = (last - first) / max(1, step - first_step)  # with what is between the steps

@@ -20,7 +20,7 @@ import jax
 from qkattn.config import Study
 from qkattn.errors import ConfigError, ProcessError, Stopped
 from qkattn.jobs import children, cli, machine, signals
-from qkattn.jobs.display import Row, Screen
+from qkattn.jobs.display import Screen
 from qkattn.jobs.signals import EXIT_CONFIG, StopRequest
 from qkattn.storage.files import check_directory
 from qkattn.study import declaration, worker
@@ -137,7 +137,7 @@ class _Workers:
             for i in [*self._children]:
                 self._receive(i)
             if self._screen.terminal and self._runs:
-                self._screen.draw([Row(self._name, self._done / self._runs, self._progress())])
+                self._screen.draw(self._progress())
         if stopping:
             raise Stopped('stopped, and the workers have saved')
         if self._errors:
@@ -159,7 +159,7 @@ class _Workers:
             elif values != [self._done, self._runs]:
                 self._done, self._runs = values
                 if not self._screen.terminal:
-                    self._screen.print(f'{self._name}: {self._progress()}')
+                    self._screen.print(self._progress())
         self._print(number)
         if code is None:
             return
@@ -170,7 +170,7 @@ class _Workers:
             self._screen.print(f'{self._name}: {self.failure}')
 
     def _progress(self) -> str:
-        return f'{self._done} of {self._runs} runs done'
+        return f'{self._name}: {self._done} of {self._runs} runs done'
 
     def _remove(self, number: int) -> None:
         self._print(number, last=True)

@@ -68,7 +68,7 @@ SHOWN = 'qkattn: starting ... '
     ('command', 'module', 'awaited', 'stop', 'code', 'words'),
     [
         ('qkattn ablate', 'jax', SHOWN, signal.SIGTERM, 75, 'same command'),
-        ('experiments.verify', 'rich', 'importing', signal.SIGINT, -2, 'interrupted'),
+        ('experiments.verify', 'numpy', 'importing', signal.SIGINT, -2, 'interrupted'),
     ],
 )
 def test_slow_imports_are_named_and_a_signal_ends_them_in_one_line(

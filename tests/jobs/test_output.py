@@ -17,6 +17,7 @@ def goes_nowhere(stream) -> bool:
 @pytest.mark.parametrize('terminal', [False, True])
 @pytest.mark.parametrize('kind', ['progress', 'log'])
 def test_no_display_needs_a_reader(kind, terminal, unread, monkeypatch):
+    monkeypatch.setenv('TERM', 'xterm')
     monkeypatch.setattr(unread, 'isatty', lambda: terminal, raising=False)
     monkeypatch.setattr(sys, 'stderr', unread)
     if kind == 'log':
