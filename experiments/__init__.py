@@ -8,10 +8,3 @@ from qkattn.jobs import signals
 if sys.argv[0] == '-m':
     module = next((word for word in sys.orig_argv if 'experiments.' in word), '')
     signals.exit_while_starting(module.rpartition('.')[2])
-
-from qkattn.jobs.display import show_starting
-from qkattn.jobs.machine import keep_freed_memory
-
-if sys.argv[0] == '-m':
-    keep_freed_memory()  # before there are other threads, that of the display too
-    show_starting()

@@ -19,7 +19,6 @@ from absl import flags
 
 from qkattn import __version__
 from qkattn.jobs import cli
-from qkattn.jobs.display import show_starting
 from qkattn.jobs.output import ending_unread
 
 
@@ -35,7 +34,6 @@ def main() -> None:
         if not sys.flags.safe_path:
             sys.path.insert(0, '')  # as with -m: import paths name files of the working directory
         sys.path.append(str(scripts['train'].parents[1]))  # of experiments
-        show_starting()
         runpy.run_path(str(scripts[name]), run_name='__main__')
     else:
         cli.exit_with(f'unknown command {name!r}; known are {", ".join(scripts)}')

@@ -25,7 +25,7 @@ from qkattn.config import Config, Study, from_config_dict
 from qkattn.config.setting import Setting, concrete_types, settings
 from qkattn.errors import CheckpointError, ConfigError, Lost, ProcessError, Stopped
 from qkattn.jobs import signals
-from qkattn.jobs.display import LogHandler, end_starting
+from qkattn.jobs.display import LogHandler
 from qkattn.jobs.machine import keep_freed_memory
 from qkattn.jobs.output import ending_unread, say
 from qkattn.jobs.signals import EXIT_CONFIG, EXIT_REQUEUE
@@ -197,7 +197,6 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
     impossible setting or workdir (do not retry); 141 done as far as anybody read what it printed,
     as in `... | head`; 1 anything else.
     """
-    end_starting()
 
     def wrapped(argv: list[str]) -> None:
         if positional is not None and positional.value is None and len(argv) > 1:

@@ -228,18 +228,6 @@ def waiting(label: str, phase: str) -> Iterator[None]:
         yield
 
 
-_starting = contextlib.ExitStack()
-
-
-def show_starting() -> None:
-    """Says after a while that the script is starting: imports take seconds."""
-    _starting.enter_context(waiting('qkattn', 'starting'))
-
-
-# The script has something else to say; may be called without `show_starting`.
-end_starting = _starting.close
-
-
 class LogHandler(logging.Handler):
     """Prints messages on standard error, above the display if there is one."""
 
