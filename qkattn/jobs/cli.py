@@ -24,11 +24,10 @@ from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 from qkattn.config import Config, Study, from_config_dict
 from qkattn.config.setting import Setting, concrete_types, settings
 from qkattn.errors import CheckpointError, ConfigError, Lost, ProcessError, Stopped
-from qkattn.jobs import signals
 from qkattn.jobs.display import LogHandler
 from qkattn.jobs.machine import keep_freed_memory
 from qkattn.jobs.output import ending_unread, say
-from qkattn.jobs.signals import EXIT_CONFIG, EXIT_REQUEUE
+from qkattn.jobs.signals import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_REQUEUE
 
 flags.disclaim_key_flags()  # --config is a flag of the script that defines it here
 
@@ -194,8 +193,8 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
     """Runs `main` under absl; the value of the flag `positional` may be given without its name.
 
     Exit codes: 0 done; 75 stopped on request with nothing lost (run the same command again); 2 an
-    impossible setting or workdir (do not retry); 141 done as far as anybody read what it printed,
-    as in `... | head`; 1 anything else.
+    impossible setting or workdir (do not retry); 130 interrupted with nothing to resume; 141 done
+    as far as anybody read what it printed, as in `... | head`; 1 anything else.
     """
 
     def wrapped(argv: list[str]) -> None:
@@ -208,7 +207,6 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
             exit_with(f'unknown argument {argv[1]!r}; settings are given as --config.field=value')
         _log_to_stderr()
         keep_freed_memory()  # before there are other threads
-        signals.started()
         try:
             with ending_unread():
                 main()
@@ -216,6 +214,8 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
             if (expected := outcome(error)) is None:
                 raise
             exit_with(*expected)
+        except KeyboardInterrupt:  # not in a RESUMABLE script
+            exit_with('interrupted', EXIT_INTERRUPTED)
 
     parsed = False
     kind = _kind() if 'config' in flags.FLAGS else None

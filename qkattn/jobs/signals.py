@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NoReturn
 from qkattn.errors import Stopped
 
 EXIT_CONFIG = 2  # an impossible setting or directory: launchers must not retry
+EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_REQUEUE = 75  # stopped on request with nothing lost: launchers run the same command again
 # The scripts of experiments that `exit_on_signal`; SIGTERM and Ctrl-C kill the others.
 RESUMABLE = ('ablate', 'claims', 'prepare_data', 'train')
@@ -128,19 +129,10 @@ def exit_on_signal() -> Iterator[None]:
 
 
 def exit_while_starting(script: str) -> None:
-    """Lets signals end a script in one line while it imports, which may swallow an interrupt."""
+    """Lets signals end a RESUMABLE script in one line while it imports."""
     if script in RESUMABLE:
         for number in _SIGNALS:
             signal.signal(number, lambda *_: end(EXIT_REQUEUE, _NOTHING))
-    elif signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored by a shell
-        signal.signal(signal.SIGINT, _interrupted)
-    sys.excepthook = _without_interrupts
-
-
-def started() -> None:
-    """From here on Ctrl-C is a KeyboardInterrupt, except in a RESUMABLE script."""
-    if signal.getsignal(signal.SIGINT) is _interrupted:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def end(code: int, sentence: str) -> NoReturn:
@@ -167,20 +159,6 @@ def _restore(handlers: dict[signal.Signals, Any]) -> None:
     for number, handler in handlers.items():
         # None is a handler that was not installed from Python and cannot be restored.
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-
-def _interrupted(number: int, frame: Any) -> None:
-    _without_interrupts(KeyboardInterrupt, KeyboardInterrupt(), None)
-    # The end that a shell expects: it then ends a loop, or a script, around the command.
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
-
-
-def _without_interrupts(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    if issubclass(kind, KeyboardInterrupt):
-        _say('\n' * os.isatty(2) + 'interrupted\n')
-    else:
-        sys.__excepthook__(kind, error, trace)
 
 
 def _watch(reading: int) -> None:
