@@ -62,7 +62,7 @@ def test_every_flag_has_a_type_and_a_default(printed, name):
 def test_every_field_has_type_bounds_default_and_description(printed, name, kind, prefix):
     text = printed(name, '-h')
     flags, fields = entries(text), settings(kind)
-    assert len(fields) > 60 and f'\n{prefix}model: A transformer.\n' in text
+    assert len(fields) > 60
     for field, setting in fields.items():
         head, _, rest = flags[f'config.{field}'].partition('; default ')
         assert head and rest == f'{setting.default!r} {" ".join(setting.doc.split())}'
