@@ -44,11 +44,6 @@ def test_results_without_a_reader_end_the_process_quietly(size, unread, monkeypa
     assert ended.value.code == output.EXIT_UNREAD == 141 and goes_nowhere(unread)
 
 
-def test_another_broken_pipe_is_an_error():
-    with pytest.raises(BrokenPipeError), output.ending_unread():
-        raise BrokenPipeError
-
-
 def test_a_wrong_setting_keeps_its_exit_code(unread, monkeypatch):
     monkeypatch.setattr(sys, 'stdout', unread)
     print('buffered')
