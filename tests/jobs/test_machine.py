@@ -35,9 +35,6 @@ def test_the_narrowest_control_group_limits_the_cores(group, tmp_path):
     assert quota() == 2.5
     group('', {'cpu.max': '150000 100000'})
     assert quota() == 1.5
-    for granted, cores in (('500000', 1.5), ('50000', 0.5)):  # the first version of groups
-        group('cpu', {'cpu.cfs_quota_us': granted, 'cpu.cfs_period_us': '100000'})
-        assert quota() == cores
 
 
 def test_a_quota_leaves_as_many_cores_of_the_affinity(monkeypatch):
