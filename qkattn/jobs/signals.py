@@ -36,28 +36,23 @@ class StopRequest:
     A second Ctrl-C interrupts at once. Previous handlers are restored on exit. For the main thread.
     """
 
+    requested: ClassVar[bool] = False  # whether a signal came since the outermost block began
     peers: ClassVar[Any] = None  # the others of the job, a qkattn.jobs.peers.JobPeers
     deferring: ClassVar[list['StopRequest']] = []  # those with something to save
+    _depth: ClassVar[int] = 0  # of nested blocks
     _exits = False  # whether inside `exit_on_signal`
 
-    def __init__(self) -> None:
-        self.requested = False  # whether a signal has arrived
-        self._previous: dict[signal.Signals, Any] = {}
-
     def __enter__(self) -> 'StopRequest':
-        for number in _SIGNALS:
-            self._previous[number] = signal.signal(number, self._handle)
-        # A request that an enclosing instance has received counts here, too.
-        self.requested |= any(outer.requested for outer in self._enclosing())
+        StopRequest._depth += 1
+        self._previous = {number: signal.signal(number, self._handle) for number in _SIGNALS}
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        # A request that came too late to be acted on here is the enclosing instance's.
-        for outer in self._enclosing():
-            outer.requested |= self.requested
         _restore(self._previous)
         with no_interrupt:
             self._undefer()
+        StopRequest._depth -= 1
+        StopRequest.requested &= StopRequest._depth > 0
 
     def defer_exit(self) -> None:
         """From here to the end of the block there is something to save: no signal exits at once.
@@ -89,17 +84,13 @@ class StopRequest:
     @classmethod
     def pending(cls) -> bool:
         """Whether a stop was requested in this process while there is something to save."""
-        return any(stop.requested for stop in cls.deferring)
+        return cls.requested and bool(cls.deferring)
 
     def _undefer(self) -> None:
         self.deferring[:] = [other for other in self.deferring if other is not self]
 
-    def _enclosing(self) -> list['StopRequest']:
-        handlers = [getattr(handler, '__self__', None) for handler in self._previous.values()]
-        return [outer for outer in handlers if isinstance(outer, StopRequest)]
-
     def _handle(self, number: int, frame: Any) -> None:
-        self.requested = True
+        StopRequest.requested = True
         if number == signal.SIGINT:
             if self.deferring or not self._exits:
                 _say('\nstopping after this step; press Ctrl-C again to stop at once\n')
@@ -165,10 +156,9 @@ def _watch(reading: int) -> None:
     while number := os.read(reading, 1):
         if number[0] in _SIGNALS:
             with no_interrupt:
-                for stop in StopRequest.deferring:
-                    stop.requested = True  # the handler may have to wait for native code
                 if not StopRequest.deferring:
                     end(EXIT_REQUEUE, _NOTHING)
+                StopRequest.requested = True  # the handler may have to wait for native code
     os.close(reading)
 
 

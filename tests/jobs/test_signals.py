@@ -66,6 +66,7 @@ def test_a_request_holds_inside_and_one_that_comes_too_late_outside():
         assert outer.requested
         with pytest.raises(Stopped, match='nothing to save'):
             outer.defer_exit()
+    assert not StopRequest.requested
 
 
 LEAVE = """
