@@ -74,7 +74,6 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def forget_buckets() -> None:
-    buckets._CLOCKS.clear()
     for cached in (buckets._prepare, buckets._client, buckets._open):
         cached.cache_clear()
     fsspec.config.conf.pop('gcs', None)

@@ -3,6 +3,7 @@
 Every function is called by all processes, in the same order. With one process they cost nothing.
 """
 
+import contextlib
 import itertools
 import json
 import time
@@ -19,9 +20,9 @@ T = TypeVar('T')
 # Seconds that processes wait for the last of them, longer than one compiles alone; and for what
 # process 0 does for all, such as to prepare data.
 LIMIT, OWNER_LIMIT = 600.0, 86_400.0
-_GRACE = 10.0  # by which process 0, which knows who is missing, gives up first
+_GRACE = 10.0  # seconds by which process 0, which knows who is missing, gives up first
 _numbers = itertools.count()
-_published_keys: list[str] = []  # that process 0 has not deleted yet
+_published: list[str] = []  # keys that process 0 has not deleted yet
 
 
 def owner() -> bool:
@@ -31,27 +32,31 @@ def owner() -> bool:
 
 def from_all(value: Any, *, limit: float = LIMIT) -> list[Any]:
     """The JSON-able values of all, by rank; ProcessError names who is late by `limit` seconds."""
+    text = json.dumps(value)
     if client() is None:
-        return [_through_json(value)]
-    key = f'qkattn/agreed/{next(_numbers)}'
-    if not owner():
-        _set(f'{key}/from/{distributed.global_state.process_id}', value)
-        return _published(key, limit)
-    deadline = time.monotonic() + limit
-    answer, missing = {'value': [_through_json(value)]}, []
-    for rank in range(1, distributed.global_state.num_processes):
-        try:
-            text = _get(f'{key}/from/{rank}', deadline - time.monotonic())
-            answer['value'].append(json.loads(text))
-        except TimeoutError:
-            missing.append(rank)
-    if missing:
+        return [json.loads(text)]
+    key, rank = f'qkattn/agreed/{next(_numbers)}', distributed.global_state.process_id
+    if rank:
+        client().key_value_set(f'{key}/{rank}', text)
+        answer = _get(f'{key}/all', limit + _GRACE)
+        missing = [0] if answer is None else json.loads(answer)['missing']
+    else:
+        deadline = time.monotonic() + limit
+        ranks = range(1, distributed.global_state.num_processes)
+        texts = {rank: _get(f'{key}/{rank}', deadline - time.monotonic()) for rank in ranks}
+        missing = [rank for rank, late in texts.items() if late is None]
+        values = [value, *(json.loads(text) for text in texts.values() if text is not None)]
+        answer = json.dumps({'missing': missing, 'values': values})
+        if not missing:  # all have read what came before
+            for old in _published:
+                client().key_value_delete(old)
+            _published.clear()
+        _published.append(key)
+        client().key_value_set(f'{key}/all', answer)
+    if answer is None or missing:
         text = f'{named(missing)} did not arrive within {limit:g} s, while the others waited'
-        return _publish(key, {'error': 'ProcessError', 'text': text})
-    for old in _published_keys:  # which all have read
-        client().key_value_delete(old)
-    _published_keys.clear()
-    return _publish(key, answer)
+        raise ProcessError(text)
+    return json.loads(answer)['values']
 
 
 def on_owner(call: Callable[[], Any], *, limit: float = OWNER_LIMIT) -> Any:
@@ -60,19 +65,20 @@ def on_owner(call: Callable[[], Any], *, limit: float = OWNER_LIMIT) -> Any:
     Raises in all the error of qkattn that `call` raised in process 0; in the others ProcessError
     for any other error, or if process 0 was not done in `limit` seconds.
     """
-    if client() is None:
-        return _through_json(call())
-    key = f'qkattn/agreed/{next(_numbers)}'
     if not owner():
-        return _published(key, limit)
+        answer, *_ = from_all(None, limit=limit)
+        if 'error' in answer:
+            raise getattr(errors, answer['error'])(answer['text'])
+        return answer['value']
     try:
-        answer = {'value': call()}
+        value = call()
     except Exception as error:
         known = getattr(errors, type(error).__name__, None) is type(error)
         text = str(error) if known else f'process 0 raised {type(error).__name__}: {error}'
-        _set(key, {'error': type(error).__name__ if known else 'ProcessError', 'text': text})
+        with contextlib.suppress(ProcessError):
+            from_all({'error': type(error).__name__ if known else 'ProcessError', 'text': text})
         raise
-    return _publish(key, answer)
+    return from_all({'value': value}, limit=limit)[0]['value']
 
 
 def any_process(flag: bool) -> bool:
@@ -140,39 +146,11 @@ class _Nothing:
         pass
 
 
-def _publish(key: str, answer: dict[str, Any]) -> Any:
-    """In process 0: gives the others an answer, and returns what they get."""
-    _set(key, answer)
-    _published_keys.append(key)
-    return _unpacked(answer)
-
-
-def _published(key: str, limit: float) -> Any:
-    try:
-        return _unpacked(json.loads(_get(key, limit + _GRACE)))
-    except TimeoutError:
-        text = f'process 0 did not arrive within {limit:g} s, while the others waited'
-        raise ProcessError(text) from None
-
-
-def _unpacked(answer: dict[str, Any]) -> Any:
-    if 'error' in answer:
-        raise getattr(errors, answer['error'])(answer['text'])
-    return _through_json(answer['value'])
-
-
-def _through_json(value: Any) -> Any:
-    return json.loads(json.dumps(value))
-
-
-def _set(key: str, value: Any) -> None:
-    client().key_value_set(key, json.dumps(value))
-
-
-def _get(key: str, seconds: float) -> str:
+def _get(key: str, seconds: float) -> str | None:
+    """The value of a key once it is set; None if it is not set in time."""
     try:
         return client().blocking_key_value_get(key, max(1, int(1000 * seconds)))
     except Exception as error:
         if 'DEADLINE_EXCEEDED' in str(error):
-            raise TimeoutError from None
+            return None
         raise

@@ -1,6 +1,5 @@
 """Shared by the experiment scripts: config flags, --help, messages and exit codes."""
 
-import dataclasses
 import difflib
 import errno
 import inspect
@@ -12,7 +11,7 @@ import textwrap
 import traceback
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -24,11 +23,10 @@ from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 from qkattn.config import Config, Study, from_config_dict
 from qkattn.config.setting import Setting, concrete_types, settings
 from qkattn.errors import CheckpointError, ConfigError, Lost, ProcessError, Stopped
-from qkattn.jobs import signals
 from qkattn.jobs.display import LogHandler
 from qkattn.jobs.machine import keep_freed_memory
 from qkattn.jobs.output import ending_unread, say
-from qkattn.jobs.signals import EXIT_CONFIG, EXIT_REQUEUE
+from qkattn.jobs.signals import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_REQUEUE
 
 flags.disclaim_key_flags()  # --config is a flag of the script that defines it here
 
@@ -39,19 +37,6 @@ MALFORMED = (
     *(flags.Error, AttributeError, KeyError, TypeError, ValueError),
     *(SyntaxError, MemoryError, RecursionError),
 )
-
-
-class _WholeParser(flags.IntegerParser):
-    """A parser of whole numbers, which may be written as 1e3."""
-
-    def convert(self, argument: Any) -> int:
-        try:
-            return super().convert(argument)
-        except ValueError:
-            number = float(argument) if isinstance(argument, str) else argument
-            if not isinstance(number, float) or not number.is_integer():
-                raise
-            return int(number)
 
 
 class _OrNone(flags.ArgumentParser):
@@ -67,7 +52,7 @@ class _OrNone(flags.ArgumentParser):
         return self.parser.flag_type()
 
 
-config_flags.register_flag_parser_for_type(int, _OrNone(_WholeParser()))
+config_flags.register_flag_parser_for_type(int, _OrNone(flags.IntegerParser()))
 config_flags.register_flag_parser_for_type(float, _OrNone(flags.FloatParser()))
 config_flags.register_flag_parser_for_type(str, _OrNone(flags.ArgumentParser()))
 
@@ -194,8 +179,8 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
     """Runs `main` under absl; the value of the flag `positional` may be given without its name.
 
     Exit codes: 0 done; 75 stopped on request with nothing lost (run the same command again); 2 an
-    impossible setting or workdir (do not retry); 141 done as far as anybody read what it printed,
-    as in `... | head`; 1 anything else.
+    impossible setting or workdir (do not retry); 130 interrupted with nothing to resume; 141 done
+    as far as anybody read what it printed, as in `... | head`; 1 anything else.
     """
 
     def wrapped(argv: list[str]) -> None:
@@ -208,7 +193,6 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
             exit_with(f'unknown argument {argv[1]!r}; settings are given as --config.field=value')
         _log_to_stderr()
         keep_freed_memory()  # before there are other threads
-        signals.started()
         try:
             with ending_unread():
                 main()
@@ -216,13 +200,18 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
             if (expected := outcome(error)) is None:
                 raise
             exit_with(*expected)
+        except KeyboardInterrupt:  # not in a RESUMABLE script
+            exit_with('interrupted', EXIT_INTERRUPTED)
 
     parsed = False
     kind = _kind() if 'config' in flags.FLAGS else None
 
     def parse(argv: Sequence[str]) -> list[str]:
         nonlocal parsed
-        flags.FLAGS['help'] = _HelpFlag(inspect.unwrap(main).__globals__['__doc__'], kind)
+        if {'--help', '-h'} & {*argv}:
+            with ending_unread():
+                print(_help(inspect.unwrap(main).__globals__['__doc__'], kind))
+            sys.exit(0)
         rest = flags.FLAGS(argv)
         parsed = True
         return rest
@@ -278,45 +267,19 @@ def _log_to_stderr() -> None:
     logger.propagate = False
 
 
-class _HelpFlag(app.HelpFlag):
-    """--help and -h: prints the help of the running script and ends the process with code 0."""
-
-    SHORT_NAME = 'h'
-
-    def __init__(self, doc: str, kind: Kind | None):
-        super().__init__()
-        self.allow_override = True
-        self._doc, self._kind = doc, kind
-
-    def parse(self, argument: Any) -> None:
-        if not self.parser.parse(argument):
-            return
-        lines, width = [], flags.get_help_width()
-        for paragraph in inspect.cleandoc(self._doc).split('\n\n'):
-            command = paragraph.lstrip().startswith('python')
-            lines += [paragraph if command else textwrap.fill(paragraph, width), '']
-        lines.append('flags:')
-        for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0]):
-            head = f'--{flag.name}: {flag.flag_type()}; default {flag.default!r}'
-            lines += _entry(head, flag.help)
-        with ending_unread():
-            print('\n'.join([*lines, *(_sections(self._kind) if self._kind else ())]))
-        sys.exit(0)
-
-
-def _sections(kind: Any, prefix: str = 'config.') -> Iterator[str]:
-    """The fields of a class of settings, then those of its sections."""
-    sections = {n: k for n, k in typing.get_type_hints(kind).items() if dataclasses.is_dataclass(k)}
-    fields = [s for name, s in settings(kind).items() if '.' not in name]
-    if fields:
-        heading = f'{prefix[:-1]}: {inspect.getdoc(kind)}'.splitlines()[0]
-        yield from ('', *textwrap.wrap(heading, flags.get_help_width()))
-    for field in fields:
-        kind_and_bounds = ', '.join(filter(None, [_type(field.kind), _valid(field)]))
-        head = f'--{prefix}{field.name}: {kind_and_bounds}; default {field.default!r}'
-        yield from _entry(head, field.doc)
-    for name, section in sections.items():
-        yield from _sections(section, f'{prefix}{name}.')
+def _help(doc: str, kind: Kind | None) -> str:
+    """What a script does, its flags, and the settings of its config."""
+    lines, width = [], flags.get_help_width()
+    for paragraph in inspect.cleandoc(doc).split('\n\n'):
+        command = paragraph.lstrip().startswith('python')
+        lines += [paragraph if command else textwrap.fill(paragraph, width), '']
+    lines.append('flags:')
+    for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0]):
+        lines += _entry(f'--{flag.name}: {flag.flag_type()}; default {flag.default!r}', flag.help)
+    for name, field in settings(kind).items() if kind else ():
+        valid = ', '.join(filter(None, [_type(field.kind), _valid(field)]))
+        lines += _entry(f'--config.{name}: {valid}; default {field.default!r}', field.doc)
+    return '\n'.join(lines)
 
 
 def _entry(head: str, description: str | None) -> list[str]:

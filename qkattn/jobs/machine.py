@@ -41,9 +41,6 @@ def quota(groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> float:
         granted, _, period = text.partition(' ')
         if granted != 'max':
             limits.append(int(granted) / int(period))
-    first = [_text(groups / 'cpu' / f'cpu.cfs_{name}_us') for name in ('quota', 'period')]
-    if all(first) and int(first[0]) > 0:  # the first version of control groups
-        limits.append(int(first[0]) / int(first[1]))
     return min(limits)
 
 

@@ -4,7 +4,6 @@ import contextlib
 import errno
 import os
 import re
-import select
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -61,10 +60,6 @@ def ending_unread() -> Iterator[None]:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        poll = select.poll()
-        poll.register(sys.stdout.fileno(), 0)
-        if not poll.poll(0):  # another pipe
-            raise
         _discard(sys.stdout)
         sys.exit(EXIT_UNREAD)
 

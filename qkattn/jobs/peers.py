@@ -1,7 +1,7 @@
 """The other processes of a job: they stop at the same step, and end when one of them fails.
 
 A thread of every process reads a few keys of the coordinator once in a while. Processes that die or
-hang are noticed by jax's heartbeats, which need no Python; this adds their ranks and the exit code.
+hang are noticed and named by jax's heartbeats, which need no Python; this adds the exit code.
 """
 
 import atexit
@@ -11,12 +11,11 @@ import faulthandler
 import json
 import os
 import signal
-import sys
 import threading
 import time
 
 from qkattn.jobs import agreement, signals
-from qkattn.jobs.agreement import client, named
+from qkattn.jobs.agreement import client
 from qkattn.jobs.detection import Job
 from qkattn.jobs.signals import EXIT_REQUEUE, StopRequest
 
@@ -24,20 +23,17 @@ EXIT_CRASH = 1
 # Seconds between two readings of the coordinator's keys, more in a job of over 256 processes; that
 # a process which ends waits for the others to; between the first and the last ready to train.
 _INTERVAL, _LINGER, _MEET_LIMIT = 0.5, 20.0, 3600.0
-_ROOT, _BEATS = 'qkattn/job/', 'qkattn/beats/'
+_ROOT = 'qkattn/job/'
 
 
 class JobPeers:
-    """Watches the others of a job, whom jax takes for dead after `heartbeat` silent seconds."""
+    """Watches the others of a job, who have `seconds` to connect."""
 
-    def __init__(self, job: Job, heartbeat: int):
-        self._job = job
-        self._patience = heartbeat / 3  # seconds after which one would be named, should jax do so
+    def __init__(self, job: Job, seconds: int):
+        self._job, self._seconds = job, seconds
         self._watched = threading.Event()  # set when Python exits
         self._broken = False
         self._exit_code: int | None = None  # of this process, once it ends
-        self._silent: list[int] = []
-        self._beats: dict[int, tuple[str | None, float]] = {}  # by rank, and since when
         self._moved = threading.Condition()  # guards the fields below
         self._block = 0  # number of the StopRequest block that defers exits
         self._confirmed = False  # whether all processes are in it
@@ -101,42 +97,29 @@ class JobPeers:
         if self._exit_code is not None:  # the others were faster
             os._exit(self._exit_code)
         self._exit_code, self._broken = EXIT_CRASH, True  # the coordinator does not answer here
-        ranks = self._silent or [0]
-        if ranks == [self._job.process_id]:  # no other: XLA or the C library aborts
-            faulthandler.dump_traceback()
-            signals.end(EXIT_CRASH, f'{named(ranks)} failed as printed above')
-        signals.end(EXIT_CRASH, f'{named(ranks)} died or hangs; the job ends with it')
+        if StopRequest.peers is None:
+            signals.end(
+                EXIT_CRASH,
+                f'not all {self._job.num_processes} processes reached the coordinator '
+                f'{self._job.coordinator} within {self._seconds} s',
+            )
+        faulthandler.dump_traceback()
+        text = 'was aborted: as printed above, it failed, or another one died or hangs'
+        signals.end(EXIT_CRASH, f'process {self._job.process_id} {text}')
 
     def _run(self) -> None:
         interval = _INTERVAL * max(1.0, self._job.num_processes / 256)
-        for beat in range(sys.maxsize):
-            if self._watched.wait(interval) or self._exit_code is not None:
-                return
+        while not self._watched.wait(interval) and self._exit_code is None:
             # Without a coordinator jax ends the process.
             with contextlib.suppress(Exception):
-                _set(f'{_BEATS}{self._job.process_id}', str(beat))
-                if agreement.owner():
-                    self._name_silent()
                 if StopRequest.pending():
                     _set(f'{_ROOT}request', str(self._job.process_id))
                 news = dict(client().key_value_dir_get(_ROOT))
                 self._follow({key.removeprefix(_ROOT): value for key, value in news.items()})
 
-    def _name_silent(self) -> None:
-        """In process 0: publishes whose beat has not changed for a while."""
-        now, beats = time.monotonic(), dict(client().key_value_dir_get(_BEATS))
-        for rank in range(1, self._job.num_processes):
-            beat = beats.get(f'{_BEATS}{rank}')
-            if rank not in self._beats or self._beats[rank][0] != beat:
-                self._beats[rank] = beat, now
-        silent = [rank for rank, (_, since) in self._beats.items() if now - since > self._patience]
-        if silent != self._silent:
-            _set(f'{_ROOT}silent', json.dumps(silent))
-
     def _follow(self, news: dict[str, str]) -> None:
         """Acts on what the others have published."""
         ranks = range(self._job.num_processes)
-        self._silent = json.loads(news.get('silent', '[]'))
         for rank in ranks:
             if (left := news.get(f'left/{rank}')) is not None:
                 self._end_after(rank, *json.loads(left))

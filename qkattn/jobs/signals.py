@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NoReturn
 from qkattn.errors import Stopped
 
 EXIT_CONFIG = 2  # an impossible setting or directory: launchers must not retry
+EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_REQUEUE = 75  # stopped on request with nothing lost: launchers run the same command again
 # The scripts of experiments that `exit_on_signal`; SIGTERM and Ctrl-C kill the others.
 RESUMABLE = ('ablate', 'claims', 'prepare_data', 'train')
@@ -35,28 +36,23 @@ class StopRequest:
     A second Ctrl-C interrupts at once. Previous handlers are restored on exit. For the main thread.
     """
 
+    requested: ClassVar[bool] = False  # whether a signal came since the outermost block began
     peers: ClassVar[Any] = None  # the others of the job, a qkattn.jobs.peers.JobPeers
     deferring: ClassVar[list['StopRequest']] = []  # those with something to save
+    _depth: ClassVar[int] = 0  # of nested blocks
     _exits = False  # whether inside `exit_on_signal`
 
-    def __init__(self) -> None:
-        self.requested = False  # whether a signal has arrived
-        self._previous: dict[signal.Signals, Any] = {}
-
     def __enter__(self) -> 'StopRequest':
-        for number in _SIGNALS:
-            self._previous[number] = signal.signal(number, self._handle)
-        # A request that an enclosing instance has received counts here, too.
-        self.requested |= any(outer.requested for outer in self._enclosing())
+        StopRequest._depth += 1
+        self._previous = {number: signal.signal(number, self._handle) for number in _SIGNALS}
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        # A request that came too late to be acted on here is the enclosing instance's.
-        for outer in self._enclosing():
-            outer.requested |= self.requested
         _restore(self._previous)
         with no_interrupt:
             self._undefer()
+        StopRequest._depth -= 1
+        StopRequest.requested &= StopRequest._depth > 0
 
     def defer_exit(self) -> None:
         """From here to the end of the block there is something to save: no signal exits at once.
@@ -88,17 +84,13 @@ class StopRequest:
     @classmethod
     def pending(cls) -> bool:
         """Whether a stop was requested in this process while there is something to save."""
-        return any(stop.requested for stop in cls.deferring)
+        return cls.requested and bool(cls.deferring)
 
     def _undefer(self) -> None:
         self.deferring[:] = [other for other in self.deferring if other is not self]
 
-    def _enclosing(self) -> list['StopRequest']:
-        handlers = [getattr(handler, '__self__', None) for handler in self._previous.values()]
-        return [outer for outer in handlers if isinstance(outer, StopRequest)]
-
     def _handle(self, number: int, frame: Any) -> None:
-        self.requested = True
+        StopRequest.requested = True
         if number == signal.SIGINT:
             if self.deferring or not self._exits:
                 _say('\nstopping after this step; press Ctrl-C again to stop at once\n')
@@ -128,19 +120,10 @@ def exit_on_signal() -> Iterator[None]:
 
 
 def exit_while_starting(script: str) -> None:
-    """Lets signals end a script in one line while it imports, which may swallow an interrupt."""
+    """Lets signals end a RESUMABLE script in one line while it imports."""
     if script in RESUMABLE:
         for number in _SIGNALS:
             signal.signal(number, lambda *_: end(EXIT_REQUEUE, _NOTHING))
-    elif signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored by a shell
-        signal.signal(signal.SIGINT, _interrupted)
-    sys.excepthook = _without_interrupts
-
-
-def started() -> None:
-    """From here on Ctrl-C is a KeyboardInterrupt, except in a RESUMABLE script."""
-    if signal.getsignal(signal.SIGINT) is _interrupted:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def end(code: int, sentence: str) -> NoReturn:
@@ -169,28 +152,13 @@ def _restore(handlers: dict[signal.Signals, Any]) -> None:
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-def _interrupted(number: int, frame: Any) -> None:
-    _without_interrupts(KeyboardInterrupt, KeyboardInterrupt(), None)
-    # The end that a shell expects: it then ends a loop, or a script, around the command.
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
-
-
-def _without_interrupts(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    if issubclass(kind, KeyboardInterrupt):
-        _say('\n' * os.isatty(2) + 'interrupted\n')
-    else:
-        sys.__excepthook__(kind, error, trace)
-
-
 def _watch(reading: int) -> None:
     while number := os.read(reading, 1):
         if number[0] in _SIGNALS:
             with no_interrupt:
-                for stop in StopRequest.deferring:
-                    stop.requested = True  # the handler may have to wait for native code
                 if not StopRequest.deferring:
                     end(EXIT_REQUEUE, _NOTHING)
+                StopRequest.requested = True  # the handler may have to wait for native code
     os.close(reading)
 
 

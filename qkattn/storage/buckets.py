@@ -7,7 +7,6 @@ STORAGE_EMULATOR_HOST=http://127.0.0.1:PORT and used without credentials.
 import contextlib
 import functools
 import os
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,8 +20,6 @@ from qkattn.errors import RunDirectoryError
 EXTRA = 'gcs'
 SCHEME = 'gs://'
 PATIENCE = 20.0  # seconds for which a request is repeated
-_CLOCK = getattr(time, 'CLOCK_BOOTTIME', time.CLOCK_MONOTONIC)  # the former also counts suspension
-_CLOCKS: dict[str, float] = {}  # by bucket, what its clock is ahead of `seconds`
 ROLES = 'roles/storage.objectUser and roles/storage.legacyBucketReader'
 
 # Read when the libraries are imported: one protocol and one library for every bucket.
@@ -69,7 +66,6 @@ def check_writable(path: Path) -> None:
     with _request(path, 'write', opening=True):
         # Orbax asks for the bucket itself, which needs a permission of its own.
         _client().get_bucket(bucket, **_patience())
-    _CLOCKS.pop(bucket, None)
     now(path)
 
 
@@ -107,19 +103,11 @@ def delete(path: str | os.PathLike[str], generation: int | None = None) -> None:
 
 
 def now(path: str | os.PathLike[str]) -> float:
-    """Seconds on the clock of the bucket, which is read once and continued by this machine's."""
-    bucket, _ = _split(path)
-    if bucket not in _CLOCKS:
-        probe = f'{os.fspath(path)}/.clock-{uuid.uuid4().hex}'
-        stored = write(probe, b'', 0)
-        _CLOCKS[bucket] = stored.updated - seconds()
-        delete(probe, stored.generation)
-    return seconds() + _CLOCKS[bucket]
-
-
-def seconds() -> float:
-    """Time on a clock that nobody sets, for differences between two events of this machine."""
-    return time.clock_gettime(_CLOCK)
+    """Seconds on the clock of the bucket: of a write below `path`."""
+    probe = f'{os.fspath(path)}/.clock-{uuid.uuid4().hex}'
+    stored = write(probe, b'', 0)
+    delete(probe, stored.generation)
+    return stored.updated
 
 
 def _split(path: str | os.PathLike[str]) -> tuple[str, str]:

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from etils import epath
 
-from qkattn.errors import ConfigError, DiskError, RunDirectoryError
+from qkattn.errors import DiskError, RunDirectoryError
 from qkattn.jobs.signals import no_interrupt
 from qkattn.storage import buckets
 
@@ -42,14 +42,8 @@ def absolute(path: str | os.PathLike[str]) -> Path:
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """`as_path` with the home directory for ~; ConfigError where this user has none."""
-    try:
-        return as_path(path) if buckets.is_url(path) else Path(path).expanduser()
-    except RuntimeError as error:
-        raise ConfigError(
-            f'{os.fspath(path)} has no meaning without a home directory; set HOME, or give another '
-            'directory'
-        ) from error
+    """`as_path` with the home directory for ~."""
+    return as_path(os.path.expanduser(path))
 
 
 def check_directory(path: str | os.PathLike[str], *, create: bool = False) -> Path:

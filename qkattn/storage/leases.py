@@ -27,15 +27,19 @@ from pathlib import Path
 from qkattn.errors import ConfigError
 from qkattn.jobs.signals import exit_hooks, no_interrupt
 from qkattn.storage import buckets
-from qkattn.storage.buckets import seconds
 from qkattn.storage.files import disk_errors
 from qkattn.storage.records import check, parse_json
 
-EXPIRY = 300.0  # seconds; longer than a network file system stalls, shorter than most runs
-LOCK_EXPIRY = 120.0  # seconds without a heartbeat after which a lock in a bucket is taken over
+EXPIRY = 180.0  # seconds; longer than a network file system stalls, shorter than most runs
 _BEATS = 8  # per expiry; the holder gives up one heartbeat before its lease expires
+_CLOCK = getattr(time, 'CLOCK_BOOTTIME', time.CLOCK_MONOTONIC)  # the former also counts suspension
 
 log = logging.getLogger(__name__)
+
+
+def seconds() -> float:
+    """Time on a clock that nobody sets, for differences between two events of this machine."""
+    return time.clock_gettime(_CLOCK)
 
 
 class Lease:
@@ -50,17 +54,17 @@ class Lease:
     renew: Callable[[], bool]
     free: Callable[[], None]
 
-    def start(self, expiry: float) -> None:
+    def start(self) -> None:
         """Takes the lease and begins to renew it."""
         about = {
             'host': socket.gethostname(),
             'process': _process(os.getpid()),
             'pid': os.getpid(),
             'started': time.time_ns(),  # no two leases are equal
-            'expiry': expiry,
+            'expiry': EXPIRY,
         }
         self._content = json.dumps(about).encode()
-        self._expiry, self._beaten, self._lost = expiry, seconds(), False
+        self._beaten, self._lost = seconds(), False
         self.take()
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._keep_alive, daemon=True)
@@ -71,7 +75,7 @@ class Lease:
     def lost(self) -> bool:
         """Whether the run was taken over, or soon may be; stays True, and as `release` left it."""
         age = seconds() - self._beaten
-        if not self._released.is_set() and age > self._expiry * (_BEATS - 1) / _BEATS:
+        if not self._released.is_set() and age > EXPIRY * (_BEATS - 1) / _BEATS:
             self._lost = True
         return self._lost
 
@@ -94,7 +98,7 @@ class Lease:
         self.release()
 
     def _keep_alive(self) -> None:
-        while not self._released.wait(self._expiry / _BEATS) and not self.lost:
+        while not self._released.wait(EXPIRY / _BEATS) and not self.lost:
             start = seconds()
             # A failed heartbeat is retried at the next interval; `lost` keeps the time.
             with contextlib.suppress(Exception):
@@ -175,35 +179,35 @@ def _lease(directory: Path, run: str) -> Lease:
     return (_Object if buckets.is_url(directory) else _File)(directory, run)
 
 
-def acquire(directory: Path, run: str, *, expiry: float = EXPIRY) -> Lease | None:
+def acquire(directory: Path, run: str) -> Lease | None:
     """The lease of a run; None if another process holds it. DiskError where it cannot be written.
 
     Check afterwards whether the run is finished: its last holder may just have finished it.
     """
     with disk_errors(directory):
         lease = _lease(directory, run)
-        while _holder(lease, expiry) is None:
+        while _holder(lease) is None:
             # If another process was faster, or the listing was stale, that lease is checked, too.
             with contextlib.suppress(FileExistsError), no_interrupt:
-                lease.start(expiry)
+                lease.start()
                 return lease
     return None
 
 
-def holders(directory: Path, *, expiry: float = EXPIRY) -> dict[str, str]:
-    """The holder of each held run, as 'process 12 on host'; `expiry` is for leases without one."""
+def holders(directory: Path) -> dict[str, str]:
+    """The holder of each held run, as 'process 12 on host'."""
     paths = directory.iterdir() if directory.exists() else ()
     runs = sorted({path.name if buckets.is_url(path) else path.stem for path in paths})
-    held = {run: _holder(_lease(directory, run), expiry) for run in runs}
+    held = {run: _holder(_lease(directory, run)) for run in runs}
     return {run: holder[0] for run, holder in held.items() if holder}
 
 
-def _holder(lease: Lease, expiry: float) -> tuple[str, bool | None] | None:
+def _holder(lease: Lease) -> tuple[str, bool | None] | None:
     """(name, whether it is a live process of this machine, None for another's); None if free."""
     if (current := lease.read()) is None:
         return None
     content, beat, now = current
-    name, alive = 'an unknown process', None
+    name, alive, expiry = 'an unknown process', None, EXPIRY
     with contextlib.suppress(ValueError):  # cut off or damaged
         about = parse_json(content)
         check(about, {'host': str, 'pid': int, 'expiry': float})
@@ -261,9 +265,9 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[Callable[[], bool]]:
 
 def _leased(path: Path, wait: bool) -> Lease:
     """The lease of a lock in a bucket, once it is free."""
-    until, told = seconds() + LOCK_EXPIRY, False
-    while (lease := acquire(path.parent, path.name, expiry=LOCK_EXPIRY)) is None:
-        name, alive = _holder(_lease(path.parent, path.name), LOCK_EXPIRY) or ('', None)
+    until, told = seconds() + EXPIRY, False
+    while (lease := acquire(path.parent, path.name)) is None:
+        name, alive = _holder(_lease(path.parent, path.name)) or ('', None)
         if not wait and (alive or seconds() > until):
             raise BlockingIOError(name)
         if not wait and not told:

@@ -8,7 +8,6 @@ chain, a missing last one shows in the files it describes. It protects from mist
                  margin, post_hoc (whether seeds were added after a look); again where seeds are
                  added, or a field that may change, such as the question, does
     arms_added   arms, family, post_hoc (whether a look came before verdicts), declaration
-    changed      as arms_added with all arms, and changes of settings; by earlier versions
     looked       look (1, 2, ...), files: `digests`; runs: `seen`
     accepted     code of what would withhold every verdict, and why it does not
 
@@ -34,8 +33,7 @@ from qkattn.storage.records import ARM_KEY, OUTSIDE, check, metrics_of, parse_js
 
 NAME = 'ledger.jsonl'
 ADVICE = 'restore it from a copy, or run the study in a new directory'
-DECLARED, ARMS_ADDED, CHANGED = 'declared', 'arms_added', 'changed'
-LOOKED, ACCEPTED = 'looked', 'accepted'
+DECLARED, ARMS_ADDED, LOOKED, ACCEPTED = 'declared', 'arms_added', 'looked', 'accepted'
 ACCEPTABLE = ('uncommitted', 'commits')  # runs with uncommitted changes, or of different commits
 YARDSTICKS = 'yardsticks.json'
 DOCUMENTS_SHA256 = 'documents.sha256'  # of a documents.json that a stored study leaves out
@@ -63,7 +61,7 @@ class Ledger:
 
     @functools.cached_property
     def post_hoc(self) -> ArmKeys:
-        """The arms that were added, or whose seeds or settings changed, after the first look.
+        """The arms that were added, or whose seeds were, after the first look.
 
         None of a study without tuning, which has no verdicts.
         """
@@ -96,12 +94,7 @@ class Ledger:
         for entry in reversed(self.entries):
             if entry['event'] == LOOKED and 'runs' in entry:
                 looks |= {run: (seen, entry['look']) for run, seen in entry['runs'].items()}
-        may_go = any(entry['event'] == CHANGED for entry in self.entries)  # a run may be gone
-        return {
-            run: look
-            for run, (seen, look) in looks.items()
-            if runs.get(run, seen if may_go else None) != seen
-        }
+        return {run: look for run, (seen, look) in looks.items() if runs.get(run) != seen}
 
     @property
     def accepted(self) -> dict[str, str]:

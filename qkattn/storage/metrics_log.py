@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from qkattn.errors import Lost, RunDirectoryError
+from qkattn.errors import RunDirectoryError
 from qkattn.storage import buckets
-from qkattn.storage.files import as_path, disk_errors, require_same
+from qkattn.storage.files import as_path, disk_errors, write_atomic
 from qkattn.storage.records import (
     CHECKSUM,
     check,
@@ -64,44 +64,8 @@ def _parse(path: Path) -> Lines:
     return parsed
 
 
-class _File(io.FileIO):
-    """A file that grows; `sync` puts it on the disk."""
-
-    def __init__(self, path: Path):
-        super().__init__(path, 'a+b')
-        self._path = path
-
-    def sync(self) -> None:
-        """Raises DiskError where the path no longer names this file."""
-        os.fsync(self.fileno())
-        require_same(self._path, os.fstat(self.fileno()))
-
-
-class _Object(io.BytesIO):
-    """An object that grows in memory; `sync` uploads it whole."""
-
-    def __init__(self, path: Path):
-        self._path, self._synced, self._generation = path, None, 0
-        with contextlib.suppress(FileNotFoundError):
-            self._synced, self._generation, _ = buckets.read(path)
-        super().__init__(self._synced or b'')
-        self.seek(0, os.SEEK_END)
-        self.sync()
-
-    def sync(self) -> None:
-        """Raises Lost if another process has written the object."""
-        content = self.getvalue()
-        if content == self._synced:
-            return
-        try:
-            self._generation = buckets.write(self._path, content, self._generation).generation
-        except FileExistsError as error:
-            raise Lost(f'{self._path} was taken over: {error}') from error
-        self._synced = content
-
-
 class MetricsFile:
-    """Appends records to a metrics log; in a bucket, lines are kept in memory until `flush`.
+    """Appends records to a metrics log; in a bucket it grows in memory until `flush`.
 
     Only the next record overwrites what a crash left after the last complete line: a damaged file
     stays as it is. Each record has a `crc32`, which `read_metrics` checks and leaves out.
@@ -110,10 +74,16 @@ class MetricsFile:
     def __init__(self, path: str | os.PathLike):
         """Opens `path`, or creates it; RunDirectoryError if a line but the last is damaged."""
         self.path = as_path(path)
+        self._file: Any = io.BytesIO()
         try:
-            self._file = (_Object if buckets.is_url(self.path) else _File)(self.path)
+            if not buckets.is_url(self.path):
+                self._file = open(self.path, 'a+b', buffering=0)  # noqa: SIM115
+            elif self.path.exists():
+                self._file = io.BytesIO(self.path.read_bytes())
         except OSError as error:
             raise damaged(self.path, error) from error
+        self._end_with([])
+        self.flush()
         self._end_with(_parse(self.path))
 
     def append(self, record: Mapping[str, Any]) -> None:
@@ -136,10 +106,13 @@ class MetricsFile:
     def flush(self) -> dict[str, int]:
         """Syncs all lines to disk or bucket; call it before a checkpoint is committed.
 
-        Returns what that keeps for `rewind`. DiskError as `append`, or if the file was moved.
+        Returns what that keeps for `rewind`. DiskError as `append`.
         """
-        with disk_errors(self.path):
-            self._file.sync()
+        if buckets.is_url(self.path):
+            write_atomic(self.path, self._file.getvalue())
+        else:
+            with disk_errors(self.path):
+                os.fsync(self._file.fileno())
         return {'lines': self._lines, 'crc32': self._crc32}
 
     def check(self) -> None:
@@ -151,15 +124,18 @@ class MetricsFile:
     ) -> None:
         """Drops records after `step`, and a final one, so that a run resumed there repeats none.
 
-        `evaluated`: the evaluation at `step` stays; `written`: of `flush`, how the file must begin.
+        `written`: of `flush`, how the file must begin; without it, `evaluated`: the evaluation at
+        `step` stays.
         """
         self.flush()
-        dropped = ('final',) if evaluated else ('final', 'eval')
-        lines = _parse(self.path) if written is None else self._first(written)
-        # The dropped records are the last ones, so that what stays is the beginning of the file.
-        again = [r for r, _ in lines if r['step'] == step and r.get('kind') in dropped]
-        later = [r for r, _ in lines if r['step'] > step]
-        self._end_with(lines[: len(lines) - len(again) - len(later)])
+        if written is not None:
+            lines = self._first(written)
+        else:  # in checkpoints of earlier versions
+            lines = [(record, line) for record, line in _parse(self.path) if record['step'] <= step]
+            dropped = ('final',) if evaluated else ('final', 'eval')
+            while lines and lines[-1][0]['step'] == step and lines[-1][0].get('kind') in dropped:
+                lines.pop()
+        self._end_with(lines)
         self._cut()
 
     def close(self) -> None:
@@ -187,8 +163,7 @@ class MetricsFile:
             self._file.truncate(self._size)
 
     def _end_with(self, lines: Lines) -> None:
-        self._lines = self._size = self._crc32 = 0
-        self.last_step: int | None = None
+        self._lines, self._size, self._crc32, self.last_step = 0, 0, 0, None
         for record, line in lines:
             self._add(record, line)
 

@@ -125,19 +125,13 @@ def read_json(path: str | os.PathLike, schema: Any, advice: str = ADVICE) -> Any
 def parse_file(path: str | os.PathLike, schema: Any) -> Any:
     """As `read_json`, but for ValueError with the reason alone."""
     try:
-        value = _parse_checked(as_path(path).read_bytes())
+        value = parse_json(as_path(path).read_bytes())
     except OSError as error:
         raise ValueError(error.strerror or error) from error
-    check(value, schema)
-    return value
-
-
-def _parse_checked(text: bytes) -> Any:
-    """As `parse_json`; the checksums of objects that have one are checked and left out."""
-    value = parse_json(text)
     for item in value if isinstance(value, list) else [value]:
         if isinstance(item, dict) and CHECKSUM in item:
             remove_checksum(item)
+    check(value, schema)
     return value
 
 
@@ -151,30 +145,26 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError(f'it is not JSON ({error})') from error
 
 
-def read_lines(path: Path, schema: Mapping[str, Any], advice: str = ADVICE) -> list[Any]:
-    """The values of a file's lines, which fit a schema; RunDirectoryError if it is damaged."""
-    records: list[Any] = []
-
-    def add(record: Any) -> None:
-        check(record, schema)
-        records.append(record)
-
-    for_each_line(path, add, advice)
-    return records
-
-
-def for_each_line(path: Path, take: Callable[[Any], object], advice: str = ADVICE) -> None:
-    """Calls `take` with the value of each line of a file.
+def read_lines(
+    path: Path,
+    schema: Mapping[str, Any],
+    advice: str = ADVICE,
+    take: Callable[[Any], object] = lambda record: None,
+) -> list[Any]:
+    """The values of a file's lines, which fit a schema; `take` is called with each.
 
     RunDirectoryError names the first line that is damaged or for which `take` raises ValueError.
     """
-    place = str(path)
+    place, records = str(path), []
     try:
         for number, line in enumerate(path.read_bytes().splitlines(), start=1):
             place = f'{path}, line {number}'
-            take(parse_json(line))
+            check(record := parse_json(line), schema)
+            take(record)
+            records.append(record)
     except (OSError, ValueError) as error:
         raise damaged(place, error, advice) from error
+    return records
 
 
 def damaged(path: str | os.PathLike, error: Exception, advice: str = ADVICE) -> RunDirectoryError:

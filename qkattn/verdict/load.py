@@ -18,7 +18,7 @@ from qkattn.errors import ReportError, RunDirectoryError
 from qkattn.storage import ledger
 from qkattn.storage.files import as_path
 from qkattn.storage.ledger import Ledger
-from qkattn.storage.records import ORPHAN, check, for_each_line, parse_file, read, read_lines
+from qkattn.storage.records import ORPHAN, check, parse_file, read, read_lines
 from qkattn.study import stored
 from qkattn.study.arm_key import CONTROLS, LONGER, ArmKey
 from qkattn.study.tuning import KNOBS, SINGLE, VERDICT
@@ -226,7 +226,7 @@ def _read_runs(study: Study) -> list[Run]:
 
     for name, add in (('plan.jsonl', add_run), ('results.jsonl', add_trial)):
         if (study.files / name).exists():  # as soon as a worker has planned
-            for_each_line(study.files / name, add, _ADVICE)
+            read_lines(study.files / name, {}, _ADVICE, add)
     return [
         dataclasses.replace(run, trials=tuple(trials.get(name, {}).values()))
         for name, run in planned.items()

@@ -62,7 +62,7 @@ def test_every_flag_has_a_type_and_a_default(printed, name):
 def test_every_field_has_type_bounds_default_and_description(printed, name, kind, prefix):
     text = printed(name, '-h')
     flags, fields = entries(text), settings(kind)
-    assert len(fields) > 60 and f'\n{prefix}model: A transformer.\n' in text
+    assert len(fields) > 60
     for field, setting in fields.items():
         head, _, rest = flags[f'config.{field}'].partition('; default ')
         assert head and rest == f'{setting.default!r} {" ".join(setting.doc.split())}'
@@ -102,7 +102,7 @@ def test_training_prints_its_losses_and_where_everything_lies(
     loss = r'\d\.\d{4} to \d\.\d{4} nats/token'
     for logged in (
         *(f'step {step}/20: validation loss {loss}\n' for step in (10, 20)),
-        f'train: step 20/20, training loss {loss}, ',
+        f'train: 100%, loss {loss}, ',
     ):
         assert re.search(f'^{logged}', done.stderr, re.MULTILINE)
     values = r'^  validation loss \d\.\d{4} nats/token, .* top 3 \d+\.\d\d %'

@@ -1,71 +1,54 @@
-"""What a signal does before the main function of a script runs."""
+"""Signals before the main function of a script runs."""
 
 import os
 import signal
 import subprocess
 import sys
-
-import pytest
+from unittest.mock import Mock
 
 from qkattn.jobs import signals
 from tests.experiments.conftest import ROOT
-from tests.processes import ended, start_python
 
-# An import that takes long.
+# An import takes a minute.
 WAITING = """
-import signal, sys, time
+import sys, time
 class Waiting:
     def find_spec(self, name, *_):
-        if name == {module!r}:
+        if name == 'jax':
             print('importing', file=sys.stderr, flush=True)
             try:
                 time.sleep(60)
             except BaseException:
                 pass  # as extension modules do
-signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest may run with it ignored
 sys.meta_path.insert(0, Waiting())
 """
 
 
-@pytest.mark.parametrize(
-    ('command', 'module', 'stop', 'code', 'words'),
-    [
-        ('qkattn ablate', 'jax', signal.SIGTERM, 75, 'same command'),
-        ('experiments.verify', 'rich', signal.SIGINT, -2, 'interrupted'),
-    ],
-)
-def test_a_signal_ends_slow_imports_in_one_line(tmp_path, command, module, stop, code, words):
+def test_a_signal_ends_the_imports_of_a_resumable_script_in_one_line(tmp_path):
     """Also where an import swallows the interrupt."""
-    (tmp_path / 'sitecustomize.py').write_text(WAITING.format(module=module))
+    (tmp_path / 'sitecustomize.py').write_text(WAITING)
     process = subprocess.Popen(
-        [sys.executable, '-m', *command.split()],
+        [sys.executable, '-m', 'qkattn', 'ablate'],
         cwd=ROOT,
         env={**os.environ, 'PYTHONPATH': f'{tmp_path}{os.pathsep}{ROOT}'},
         stderr=subprocess.PIPE,
         text=True,
     )
     with process:
-        assert process.stderr.readline() == 'importing\n'
-        process.send_signal(stop)
+        while not (line := process.stderr.readline()).startswith('importing'):
+            assert line
+        process.send_signal(signal.SIGTERM)
         errors = process.communicate(timeout=60)[1]
-    assert process.returncode == code, errors
-    (line,) = [line for line in errors.splitlines() if line != 'importing']
-    assert words in line
+    assert (process.returncode, errors) == (
+        75,
+        'stopped with nothing to save; the same command resumes\n',
+    )
 
 
-def test_an_interrupt_behind_the_imports_has_no_traceback():
-    program = """import signal
-signal.signal(signal.SIGINT, signal.default_int_handler)
-from qkattn.jobs import signals
-signals.exit_while_starting('verify')
-signals.started()
-try:
-    signal.raise_signal(signal.SIGINT)
-finally:
-    print('cleaned up')
-"""
-    (result,) = ended([start_python(program)])
-    assert result == (-signal.SIGINT, 'cleaned up\n', 'interrupted\n')
+def test_an_interrupt_of_another_script_has_no_traceback(script_here, monkeypatch):
+    monkeypatch.setattr('qkattn.study.variant_tables.text', Mock(side_effect=KeyboardInterrupt))
+    done = script_here('variants')
+    assert (done.returncode, done.stderr) == (130, 'interrupted\n')
 
 
 def test_resumable_scripts_are_those_that_leave_at_once():

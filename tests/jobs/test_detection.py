@@ -1,6 +1,9 @@
-"""Jobs read from the variables of every engine; what is incomplete or contradicts is refused."""
+"""Jobs read from the variables of every engine; what is incomplete is refused."""
+
+import contextlib
 
 import pytest
+from jax._src.clusters import cloud_tpu_cluster
 
 from qkattn.errors import ConfigError
 from qkattn.jobs.detection import TRIPLE, Job, detect
@@ -12,9 +15,8 @@ def environ(text: str) -> dict[str, str]:
 
 EXPLICIT = dict(zip(TRIPLE, ('10.0.0.1:1234', '4', '3'), strict=True))
 SLURM = environ(
-    'SLURM_JOB_ID=5000 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=5 SLURM_STEP_TASKS_PER_NODE=2(x2),1 '
-    'SLURM_STEP_NODELIST=gpu[007-008,011],big1 SLURM_NODEID=1 SLURM_PROCID=3 SLURM_LOCALID=1 '
-    'SLURM_NTASKS=5'
+    'SLURM_JOB_ID=5000 SLURM_STEP_NUM_TASKS=4 SLURM_STEP_NUM_NODES=2 SLURM_PROCID=3 '
+    'SLURM_STEP_NODELIST=gpu[007-008,011],big1 SLURM_LOCALID=1 SLURM_NTASKS=5'
 )
 MPI = environ(
     'OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_LOCAL_RANK=0 '
@@ -24,7 +26,6 @@ MPI = environ(
 GKE = environ('TPU_WORKER_HOSTNAMES=w-0.svc,w-1.svc TPU_WORKER_ID=1')
 SLICES = GKE | environ('MEGASCALE_NUM_SLICES=3 MEGASCALE_SLICE_ID=2')
 SLICES |= environ('MEGASCALE_COORDINATOR_ADDRESS=s0-w-0.svc:8080')
-IPV6 = {'OMPI_MCA_orte_hnp_uri': '1531576320.0;tcp6://[fe80::b9b,2620:10d::2]:43370'}
 PORT = {'JAX_COORDINATOR_PORT': '7777'}
 MPI_PORT = 61440 + 1531576320 // 4096 % 4096  # jax's, of this job
 
@@ -34,10 +35,17 @@ def job_of(monkeypatch):
     """job_of(environ) -> the job of a process with these variables alone."""
 
     def make(environ: dict[str, str]) -> Job:
-        for name in {*EXPLICIT, *SLURM, *MPI, *SLICES, *PORT, 'CUDA_VISIBLE_DEVICES'}:
+        variables = {*EXPLICIT, *SLURM, *MPI, *SLICES, *PORT}
+        for name in {*variables, 'CUDA_VISIBLE_DEVICES', 'JAX_PLATFORMS'}:
             monkeypatch.delenv(name, raising=False)
         for name, value in environ.items():
             monkeypatch.setenv(name, value)
+        monkeypatch.setattr(
+            cloud_tpu_cluster, 'running_in_cloud_tpu_vm', any('TPU' in name for name in environ)
+        )
+        monkeypatch.setattr(cloud_tpu_cluster.socket, 'gethostbyname', lambda host: '10.0.0.1')
+        monkeypatch.setattr(cloud_tpu_cluster, 'get_tpu_env_value_from_metadata', lambda key: None)
+        monkeypatch.setenv('TPU_SKIP_MDS_QUERY', '1')
         return detect()
 
     return make
@@ -53,11 +61,10 @@ def job_of(monkeypatch):
         ({'TPU_WORKER_HOSTNAMES': 'localhost', 'TPU_WORKER_ID': '0'}, Job()),
         (EXPLICIT, Job(4, 3, 'explicit', '10.0.0.1:1234')),
         (EXPLICIT | SLURM | MPI, Job(4, 3, 'explicit', '10.0.0.1:1234')),
-        (SLURM, Job(5, 3, 'slurm', 'gpu007:62344')),
-        (SLURM | {'SLURM_STEP_ID': '1'}, Job(5, 3, 'slurm', 'gpu007:62405')),
-        (SLURM | PORT, Job(5, 3, 'slurm', 'gpu007:7777')),
+        (SLURM, Job(4, 3, 'slurm', 'gpu007:62344')),
+        (SLURM | PORT, Job(4, 3, 'slurm', 'gpu007:7777')),
+        (SLURM | MPI, Job(4, 2, 'openmpi', f'10.96.0.1:{MPI_PORT}')),
         (MPI, Job(4, 2, 'openmpi', f'10.96.0.1:{MPI_PORT}')),
-        (MPI | IPV6, Job(4, 2, 'openmpi', f'[fe80::b9b]:{MPI_PORT}')),
         (MPI | {'JAX_COORDINATOR_ADDRESS': 'h:1'}, Job(4, 2, 'openmpi', 'h:1')),
         (GKE, Job(2, 1, 'gke', 'w-0.svc:8482')),
         (SLICES, Job(6, 5, 'gke', 's0-w-0.svc:8482')),
@@ -76,12 +83,15 @@ def test_a_job_of_every_engine(environ, job, job_of):
         ('0,1', '4', '1', (0, 1)),  # its own already, as with --gpus-per-task
         ('3', '2', '1', (0,)),
         ('0,1,2,3', None, '1', (2, 3)),
+        ('0,1,2', '3', '0', '^2 tasks on a node with 3 GPUs, of which each sees 3'),
     ],
 )
 def test_the_gpus_of_a_task(visible, on_node, local, devices, job_of):
     gpus = {'CUDA_VISIBLE_DEVICES': visible, 'SLURM_LOCALID': local}
     gpus |= {} if on_node is None else {'SLURM_GPUS_ON_NODE': on_node}
-    assert job_of(SLURM | gpus).local_device_ids == devices
+    refused = pytest.raises(ConfigError, match=devices) if isinstance(devices, str) else None
+    with refused or contextlib.nullcontext():
+        assert job_of(SLURM | gpus).local_device_ids == devices
 
 
 @pytest.mark.parametrize(
@@ -90,19 +100,13 @@ def test_the_gpus_of_a_task(visible, on_node, local, devices, job_of):
         ({'JAX_NUM_PROCESSES': '2'}, 'JAX_COORDINATOR_ADDRESS and JAX_PROCESS_ID must be set'),
         ({'JAX_COORDINATOR_ADDRESS': 'h:1'}, 'but not JAX_NUM_PROCESSES and JAX_PROCESS_ID'),
         (EXPLICIT | {'JAX_PROCESS_ID': '4'}, r'process id 4 \(explicit\) is not in 0 .. 3'),
-        (EXPLICIT | {'JAX_PROCESS_ID': 'x'}, "JAX_PROCESS_ID='x' is not an integer"),
+        (EXPLICIT | {'JAX_PROCESS_ID': 'x'}, "JAX_PROCESS_ID='x' must be integers"),
         (EXPLICIT | {'JAX_COORDINATOR_ADDRESS': 'h:70000'}, "'h:70000' .* is not HOST:PORT"),
-        (SLURM | {'SLURM_NODEID': '3'}, 'SLURM_NODEID=3 has no entry'),
-        ({k: v for k, v in SLURM.items() if k != 'SLURM_LOCALID'}, 'SLURM_LOCALID is not set'),
-        (
-            SLURM | {'CUDA_VISIBLE_DEVICES': '0,1,2', 'SLURM_GPUS_ON_NODE': '3'},
-            '2 tasks on a node with 3 GPUs, of which each sees 3',
-        ),
-        (SLURM | MPI, 'process 3 of 5, but Open MPI says 2 of 4'),
+        (SLURM | {'SLURM_STEP_NUM_TASKS': 'x'}, 'variables of slurm are incomplete or malformed'),
         (MPI | {'OMPI_MCA_orte_hnp_uri': ''}, 'set JAX_COORDINATOR_ADDRESS=HOST:PORT'),
-        (GKE | {'TPU_WORKER_ID': '2'}, 'TPU_WORKER_ID=2 is not one of the 2 hosts'),
+        (GKE | {'TPU_WORKER_ID': '2'}, r'process id 2 \(gke\) is not in 0 .. 1'),
     ],
 )
-def test_what_is_incomplete_or_contradicts(environ, words, job_of):
+def test_what_is_incomplete(environ, words, job_of):
     with pytest.raises(ConfigError, match=words):
         job_of(environ)

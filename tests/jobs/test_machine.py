@@ -3,12 +3,11 @@
 import ctypes
 import math
 import os
-import subprocess
-import sys
 
 import pytest
 
 from qkattn.jobs import machine
+from tests.processes import ended, start_python
 
 
 @pytest.fixture
@@ -35,9 +34,6 @@ def test_the_narrowest_control_group_limits_the_cores(group, tmp_path):
     assert quota() == 2.5
     group('', {'cpu.max': '150000 100000'})
     assert quota() == 1.5
-    for granted, cores in (('500000', 1.5), ('50000', 0.5)):  # the first version of groups
-        group('cpu', {'cpu.cfs_quota_us': granted, 'cpu.cfs_period_us': '100000'})
-        assert quota() == cores
 
 
 def test_a_quota_leaves_as_many_cores_of_the_affinity(monkeypatch):
@@ -46,6 +42,7 @@ def test_a_quota_leaves_as_many_cores_of_the_affinity(monkeypatch):
     for limit, left in ((math.inf, every), (4.9, [2, 4, 6, 8]), (0.5, [2]), (100.0, every)):
         monkeypatch.setattr(machine, 'quota', lambda limit=limit: limit)
         assert machine.usable_cores() == left
+    assert machine.shares(range(5), 3) == [[0], [1, 2], [3, 4]]
 
 
 def test_memory_is_what_the_machine_and_the_control_groups_leave(group, tmp_path):
@@ -59,11 +56,6 @@ def test_memory_is_what_the_machine_and_the_control_groups_leave(group, tmp_path
     group('outer/inner', {'memory.max': 'max', 'memory.current': '10'})
     group('outer', {'memory.max': '5000', 'memory.current': '2000'})
     assert free() == 3000
-
-
-def test_cores_are_shared_by_neighbours():
-    assert machine.shares([0, 1, 2, 3], 2) == [[0, 1], [2, 3]]
-    assert machine.shares(range(5), 3) == [[0], [1, 2], [3, 4]]
 
 
 @pytest.mark.parametrize(
@@ -91,24 +83,22 @@ def test_accelerators_are_not_opened(devices, visible, platforms, names, tmp_pat
 
 # Takes 64 MiB, writes and frees them twice; prints the page faults of the second time.
 PROGRAM = """
-import ctypes, resource
-from qkattn.jobs.machine import keep_freed_memory
-libc = ctypes.CDLL(None)
-libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-libc.free.argtypes = [ctypes.c_void_p]
-keep_freed_memory()
-for _ in range(2):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    block = libc.malloc(2**26)
-    ctypes.memset(block, 1, 2**26)
-    libc.free(block)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    import ctypes, resource
+    from qkattn.jobs.machine import keep_freed_memory
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    keep_freed_memory()
+    for _ in range(2):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        block = libc.malloc(2**26)
+        ctypes.memset(block, 1, 2**26)
+        libc.free(block)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), 'mallopt'), reason='malloc is not of glibc')
-@pytest.mark.parametrize(('variables', 'kept'), [({}, True), ({'MALLOC_ARENA_MAX': '4'}, False)])
-def test_freed_memory_is_taken_again_without_faults_unless_the_user_says_otherwise(variables, kept):
-    env = {'PYTHONPATH': ':'.join(sys.path)} | variables
-    faults = subprocess.check_output([sys.executable, '-c', PROGRAM], env=env)
-    assert (int(faults) < 100) is kept
+def test_freed_memory_is_taken_again_without_faults_unless_the_user_says_otherwise():
+    processes = [start_python(PROGRAM), start_python(PROGRAM, MALLOC_ARENA_MAX='4')]
+    assert [int(faults) < 100 for _, faults, _ in ended(processes)] == [True, False]

@@ -137,13 +137,13 @@ def test_what_is_wrong_with_a_control_is_in_the_way_of_no_verdict(study_dir):
     html = page_of(path)
     assert 'b/vo at d_model=128 (equal shape): learning rate not bracketed' in html
     assert 'In the way of a verdict' not in html
-    # Settings that are changed after a look are in the table of the ledger.
+    # Arms that are added after a look are in the table of the ledger.
     ledger.look(path)
     study = json.loads((path / 'study.json').read_text())
     declared = {'arms': study['arms'], 'post_hoc': True, 'declaration': ledger.digest(study)}
-    ledger.append(path / ledger.NAME, 'changed', changes=['margin: 1 -> 2'], family=1, **declared)
-    changed = [entry['details'] for entry in sheet(*read(path), 'ledger').values()][-1]
-    assert changed.startswith('post hoc: margin: 1 -> 2; declaration ')
+    ledger.append(path / ledger.NAME, 'arms_added', family=1, **declared)
+    added = [entry['details'] for entry in sheet(*read(path), 'ledger').values()][-1]
+    assert added.startswith('post hoc: ') and 'b/vo' in added
 
 
 def test_names_are_text_in_tables():

@@ -2,12 +2,11 @@
 
 import errno
 import os
-import pwd
 
 import pytest
 
-from qkattn.errors import ConfigError, DiskError, RunDirectoryError
-from qkattn.storage.files import check_directory, expanded, make_directory, replacing, write_atomic
+from qkattn.errors import DiskError, RunDirectoryError
+from qkattn.storage.files import check_directory, make_directory, replacing, write_atomic
 from tests.processes import umask
 
 
@@ -84,13 +83,3 @@ def test_a_directory_is_checked_without_a_trace_and_made_absolute(tmp_path):
     assert check_directory(doubled) == tmp_path / 'a' / 'run' and names(tmp_path) == []
     assert make_directory(doubled) == tmp_path / 'a' / 'run'
     assert names(tmp_path / 'a' / 'run') == []
-
-
-def test_a_home_directory_that_is_missing_is_named(monkeypatch):
-    def nobody(number):
-        raise KeyError(number)
-
-    monkeypatch.delenv('HOME')
-    monkeypatch.setattr(pwd, 'getpwuid', nobody)
-    with pytest.raises(ConfigError, match='^~/x has no meaning without a home directory; set HOME'):
-        expanded('~/x')

@@ -26,7 +26,7 @@ from qkattn.storage.leases import locked
 from tests.processes import file_size_limit, start_python, until
 
 HOUR = 3600.0
-EXPIRY = 60.0
+EXPIRY = leases.EXPIRY
 
 HOLD = """
     import sys, time
@@ -58,11 +58,11 @@ class Storage:
         else:
             os.utime(path, (time.time() - age,) * 2)
 
-    def acquire(self, run: str = 'run', **options: Any) -> leases.Lease | None:
-        return leases.acquire(self.directory, run, **options)
+    def acquire(self) -> leases.Lease | None:
+        return leases.acquire(self.directory, 'run')
 
     def holders(self) -> dict[str, str]:
-        return leases.holders(self.directory, expiry=EXPIRY)
+        return leases.holders(self.directory)
 
 
 @pytest.fixture
@@ -82,8 +82,8 @@ def storage(request):
 
 @pytest.fixture
 def frequent(monkeypatch):
-    """A heartbeat every 50 ms of leases that expire in a minute."""
-    monkeypatch.setattr(leases, '_BEATS', 1200)
+    """A heartbeat every 50 ms."""
+    monkeypatch.setattr(leases, '_BEATS', 20 * EXPIRY)
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_of_two_that_find_a_lease_free_the_first_acquires_it(storage, monkeypatc
 
 
 def test_a_holder_gives_up_before_its_lease_expires(disk, clock):
-    with disk.acquire(expiry=EXPIRY) as held:
+    with disk.acquire() as held:
         for age, lost in ((0.87, False), (0.88, True), (0.0, True)):
             clock[0] = age * EXPIRY
             assert held.lost is lost
@@ -134,7 +134,7 @@ def test_heartbeats_are_retried_and_late_ones_do_not_count(disk, monkeypatch, cl
         return renew(lease)
 
     monkeypatch.setattr(leases._File, 'renew', renewal)
-    with disk.acquire(expiry=EXPIRY) as held:
+    with disk.acquire() as held:
         # Every 0.9 is counted from the last heartbeat that worked, none from one that failed.
         for does, later in (('fail', 0.5), ('work', 0.9), ('work', 0.0), ('fail', 0.9)):
             until(lambda does=does, end=calls[does] + 3: calls[does] >= end)
@@ -147,7 +147,7 @@ def test_heartbeats_are_retried_and_late_ones_do_not_count(disk, monkeypatch, cl
 
 @pytest.mark.parametrize('change', ['taken over', 'deleted'])
 def test_a_holder_sees_at_its_next_heartbeat_what_happened_to_its_lease(storage, frequent, change):
-    with storage.acquire(expiry=EXPIRY) as held:
+    with storage.acquire() as held:
         assert not held.lost
         if change == 'taken over':
             storage.write('run', number=1)
@@ -204,7 +204,7 @@ def test_a_lease_holds_a_run_until_it_expires(storage, monkeypatch, age, expiry,
     storage.write('run', age, expiry)
     now = time.time
     monkeypatch.setattr(time, 'time', lambda: now() + HOUR)
-    lease = storage.acquire(expiry=12.5)
+    lease = storage.acquire()
     assert (lease is None) == held
     if lease:
         lease.release()
@@ -220,7 +220,7 @@ def test_a_lease_that_a_full_disk_cuts_holds_nothing(disk):
 def test_a_damaged_lease_holds_for_the_usual_time(disk, content):
     path = disk.directory / 'run.0'
     path.write_bytes(content)
-    assert disk.acquire(expiry=EXPIRY) is None
+    assert disk.acquire() is None
     assert disk.holders() == {'run': 'an unknown process'}
     disk.set_age(path, EXPIRY + 1)
     assert not disk.holders()
@@ -259,13 +259,13 @@ def test_only_an_expired_lock_of_another_is_taken_over(far, caplog, monkeypatch,
         if threading.current_thread() is not waiting:  # a heartbeat that has not ended yet
             return really_sleep(seconds)
         polls.append(seconds)
-        clock[0] += 60.0
-        far.write('lock', 5.0) if alive else far.set_age(path, 5.0 + 60.0 * len(polls))
+        clock[0] += 90.0
+        far.write('lock', 5.0) if alive else far.set_age(path, 5.0 + 90.0 * len(polls))
 
     monkeypatch.setattr(leases.time, 'sleep', sleep)
     refused = pytest.raises(BlockingIOError, match='^process 12 on far$')
     with refused if alive else contextlib.nullcontext(), locked(path, wait=False):
         pass
-    assert len(polls) == (2 if alive else 1)
+    assert len(polls) == 2
     (record,) = caplog.records
     assert 'is held by process 12 on far; waiting' in record.getMessage()
