@@ -126,7 +126,7 @@ class TrainConfig:
         None, 'Exported parameters or a run (trial 0) to start all trials from.', path=True
     )
     sinks: tuple[str, ...] = setting(
-        (), "Further logs: 'tensorboard' or the import path of a class (docs/outside.md)."
+        (), "Further logs: 'tensorboard', 'wandb' or the import path of a class (docs/outside.md)."
     )
 
 

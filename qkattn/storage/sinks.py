@@ -9,16 +9,18 @@ steps done come again. `close()` also follows a failure. An error ends the sink,
 import contextlib
 import logging
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from qkattn.config import Config
+from qkattn.config import Config, to_json
 from qkattn.config.calls import load_extra, resolve, takes
 from qkattn.errors import ConfigError
 from qkattn.storage import buckets
+from qkattn.storage.files import write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +63,40 @@ class TensorBoard:
             writer.close()
 
 
-SINKS = {'tensorboard': TensorBoard}
+class WandB:
+    """A run of Weights & Biases, also offline; a resumed run continues the same one."""
+
+    package = 'wandb'
+
+    def __init__(self, directory: Path, config: Config, step: int, *, project: str = 'qkattn'):
+        wandb = load_extra(self.package, 'wandb')
+        file = directory / 'wandb' / 'id'
+        if not file.exists():
+            write_atomic(file, uuid.uuid4().hex)
+        self._trials = [f'/{name}' if name else '' for name in trial_names(config)]
+        self._run = wandb.init(
+            project=project,
+            name=directory.name,
+            dir=str(directory),
+            id=file.read_text(encoding='utf-8'),
+            resume='allow',
+            config=to_json(config),
+            settings=wandb.Settings(console='off'),
+        )
+
+    def write(self, step: int, values: Mapping[str, np.ndarray]) -> None:
+        named = {
+            name + trial: float(value)
+            for name, value_X in values.items()
+            for trial, value in zip(self._trials, value_X, strict=True)
+        }
+        self._run.log(named, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+SINKS: dict[str, type[TensorBoard] | type[WandB]] = {'tensorboard': TensorBoard, 'wandb': WandB}
 
 
 def check_sinks(names: Sequence[str]) -> None:

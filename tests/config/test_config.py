@@ -229,7 +229,7 @@ def test_the_fingerprint_is_of_what_is_computed_not_of_where():
     elsewhere = Config(
         mesh=MeshConfig(data=8),
         data=DataConfig(data_dir='a', manual_dir='b'),
-        train=TrainConfig(sinks=('tensorboard',)),
+        train=TrainConfig(sinks=('wandb',)),
         model=ModelConfig(kernel='einsum'),
     )
     assert fingerprint(elsewhere) == fingerprint(Config())

@@ -107,10 +107,28 @@ def test_a_resumed_run_repeats_no_event(tmp_path):
         ('types:SimpleNamespace', NO_SINK),
         ('tests.storage.test_sinks:events', NO_SINK),
         ('tensorboard', 'needs the package tensorboardX: pip install'),
+        ('wandb(project="x")', 'needs the package wandb: pip install'),
     ],
 )
 def test_a_sink_that_cannot_be_opened_is_refused(name, sentence, monkeypatch):
-    if 'needs the package' in sentence:
-        monkeypatch.setitem(sys.modules, 'tensorboardX', None)
+    for package in ('tensorboardX', 'wandb') if 'needs the package' in sentence else ():
+        monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=sentence):
         check_sinks([name])
+
+
+def test_wandb_continues_the_run_of_its_directory_offline(tmp_path, monkeypatch):
+    wandb = pytest.importorskip('wandb', reason='wandb is not installed')
+    monkeypatch.setenv('WANDB_MODE', 'offline')
+    monkeypatch.setenv('WANDB_SILENT', 'true')
+    ids = []
+    for start in (0, 2):
+        sinks = opened(tmp_path, 'wandb(project="x")', step=start)
+        ids.append((wandb.run.id, wandb.run.project, wandb.run.config['model']['d_model']))
+        for step in (start + 1, start + 2):  # a step is logged when the next one begins
+            sinks.write({'kind': 'train', 'step': step, 'loss': np.full(4, step)})
+        summary = wandb.run.summary
+        assert summary['train/loss/seed=1,learning_rate=0.002'] == start + 1
+        sinks.close()
+    assert ids[0] == ids[1] == ((tmp_path / 'wandb/id').read_text(), 'x', 128)
+    assert len(list(tmp_path.glob('wandb/offline-run-*/*.wandb'))) == 2
