@@ -12,6 +12,7 @@ depend on mesh or processes.
 import contextlib
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,55 +24,64 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from qkattn import __version__
 from qkattn.errors import CheckpointError
 from qkattn.jobs import agreement
 from qkattn.storage import buckets
 from qkattn.storage.files import disk_errors, remove_tree, require_room, require_same
-from qkattn.storage.records import check, parse_json, remove_checksum, with_checksum
+from qkattn.storage.records import check, parse_file, parse_json, remove_checksum, with_checksum
 
 T = TypeVar('T')
 FORMAT = 2
 SUMS = 'checksums'
-UNFINISHED = '.orbax-checkpoint-tmp'  # behind the name of what is being written or deleted
+TRASH, UNFINISHED = 'trash', '*.orbax-checkpoint-tmp'
+SET_ASIDE = '.damaged'
 COMMITTED = 'commit_success.txt'  # the last object of a checkpoint in a bucket; no renaming there
+# What is read of a checkpoint besides its state.
+DESCRIPTIONS = {'_CHECKPOINT_METADATA': {}, 'metrics/metrics': {'val_loss': float | None}}
 
 log = logging.getLogger(__name__)
+# Orbax warns of every directory that it is asked to read only.
+logging.getLogger('absl').addFilter(lambda record: 'directory is read only' not in str(record.msg))
 
 
 class Checkpoints:
-    """The newest `keep` checkpoints of a run.
+    """The checkpoints of a run: the newest `keep` and the one with the best validation loss.
 
     `save` returns when the state is copied; a step exists once it is complete on disk. Training has
     waited for `stall_seconds`, over all starts.
     """
 
     def __init__(self, directory: Path, *, keep: int = 2, read_only: bool = False):
-        """Opens `directory` (absolute); unless read only, removes what is not finished."""
+        """Opens `directory` (absolute); unless read only, clears its trash and unfinished saves."""
         self.directory, self.stall_seconds, self._read_only = directory, 0.0, read_only
-        self._keep, self._status = keep, None
-        self._checkpointer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+        best = preservation_policy.BestN(get_metric_fn=_rank, reverse=True, n=1)
+        kept = preservation_policy.AnyPreservationPolicy([preservation_policy.LatestN(keep), best])
+        options = ocp.CheckpointManagerOptions(
+            best_fn=_rank,  # without it no metrics are saved
+            preservation_policy=kept,
+            todelete_subdir=None if read_only else TRASH,
+            save_interval_steps=0 if read_only else 1,
+            create=not read_only,
+            cleanup_tmp_directories=not read_only,
+            enable_async_checkpointing=True,
+            read_only=read_only,
+        )
+        self._on_owner(self._tidy)
         with disk_errors(directory):
-            self._on_owner(self._tidy)
-            if agreement.owner() and not read_only and not buckets.is_url(directory):
-                self._status = directory.stat()  # of the directory that this process writes
+            self._manager = ocp.CheckpointManager(directory, options=options)
+            watched = agreement.owner() and not read_only and not buckets.is_url(directory)
+            self._status = directory.stat() if watched else None  # on a disk, of its writer
 
-    def steps(self) -> list[int]:
-        """The steps that are complete, the newest first; the same in all processes."""
-        return self._on_owner(self._steps)
-
-    def _steps(self) -> list[int]:
-        paths = (path for path in self.directory.glob('[0-9]*') if path.name.isdecimal())
-        complete = (p for p in paths if not buckets.is_url(p) or (p / COMMITTED).exists())
-        return sorted((int(path.name) for path in complete), reverse=True)
-
-    def save(self, step: int, state: dict, record: dict[str, Any]) -> None:
+    def save(self, step: int, state: dict, record: dict[str, Any], val_loss: float | None) -> None:
         """Saves under `step`, unless that is there; DiskError if this or the last save failed."""
-        about = {'checkpoint_seconds': self.stall_seconds, 'format': FORMAT, 'version': __version__}
-        self.wait()
-        if step in self.steps():
+        if step in self._manager.all_steps():
             return
+        about = {'checkpoint_seconds': self.stall_seconds, 'format': FORMAT, 'version': __version__}
+        metrics = {'val_loss': val_loss if _rank({'val_loss': val_loss}) < math.inf else None}
+        self.wait()
         # Checked before: orbax logs a traceback per leaf, and is slow to fail without a directory.
         size = 2**20 + sum(leaf.nbytes for leaf in jax.tree.leaves(state))  # and a MiB for the rest
         self._on_owner(lambda: require_room(self.directory, size))
@@ -81,24 +91,18 @@ class Checkpoints:
                 state=ocp.args.StandardSave({**state, SUMS: sums}),
                 record=ocp.args.JsonSave(with_checksum({**record, **about})),
             )
-            self._checkpointer.save(epath.Path(self.directory / str(step)), args=items)
+            self._manager.save(step, args=items, metrics=metrics)
 
     def wait(self) -> None:
         """Waits for the last save, and deletes what it supersedes; raises as `save`."""
         with self._waiting():
-            self._checkpointer.wait_until_finished()
-            superseded = self._steps()[self._keep :] if agreement.owner() else []
-            for step in () if self._read_only else superseded:
-                self._delete(step)
+            self._manager.wait_until_finished()
+            if self._status is not None:
+                self._remove(f'{TRASH}/*')
 
-    def _delete(self, step: int) -> None:
-        """Deletes a checkpoint; no part of it is left under its name."""
-        path = self.directory / str(step)
-        if buckets.is_url(path):
-            (path / COMMITTED).unlink()
-        else:
-            path = path.rename(path.with_name(path.name + UNFINISHED))
-        remove_tree(path)
+    def _remove(self, *patterns: str) -> None:
+        for path in (path for pattern in patterns for path in self.directory.glob(pattern)):
+            remove_tree(path)
 
     def restore(self, target: dict) -> tuple[dict, dict[str, Any]] | None:
         """The newest sound checkpoint as (state, record), placed like `target`; None if none.
@@ -110,7 +114,8 @@ class Checkpoints:
 
     def sound(self, target: dict) -> Iterator[tuple[dict, dict[str, Any]]]:
         """All sound checkpoints, the newest first; as `restore`."""
-        num_sound, steps = 0, self.steps()
+        num_sound = 0
+        steps = self._on_owner(lambda: sorted(self._manager.all_steps(), reverse=True))
         for step in steps:
             state: dict = {}
             record, damage = self._on_owner(functools.partial(self._record_of, step))
@@ -121,9 +126,9 @@ class Checkpoints:
                 num_sound += 1
                 yield state, record
                 continue
-            reason = str(damage).partition('\n')[0]
-            log.error('checkpoint %s is damaged (%s); trying the one before', step, reason)
-        if steps and not num_sound:
+            _name_damaged(step, damage)
+        aside = self._on_owner(lambda: any(self.directory.glob(f'*{SET_ASIDE}')))
+        if not num_sound and (steps or aside):
             raise CheckpointError(
                 f'every checkpoint in {self.directory} is damaged; restore one from a copy or use '
                 'another workdir'
@@ -169,27 +174,38 @@ class Checkpoints:
 
     def discard_after(self, step: int) -> None:
         """Deletes the (damaged) steps beyond `step`, which training will write again."""
-
-        def discard() -> None:
-            for later in self._steps():
-                if later > step:
-                    self._delete(later)
-
-        self._on_owner(discard)
+        for later in self._on_owner(lambda: sorted(self._manager.all_steps())):
+            if later > step:
+                self._manager.delete(later)
+        # A step has to be free in the trash when it is superseded a second time.
+        self._on_owner(lambda: self._remove(f'{TRASH}/*', f'*{SET_ASIDE}'))
 
     def _on_owner(self, call: Callable[[], T]) -> T:
         """The result of `call` in process 0, for all processes; if read only, in this one."""
         return call() if self._read_only else agreement.on_owner(call)
 
     def _tidy(self) -> None:
-        """Makes the directory, and removes what a killed process was writing or deleting."""
-        if self._read_only:
-            return
-        self.directory.mkdir(parents=True, exist_ok=True)
-        complete = {str(step) for step in self._steps()}
+        """Sets aside checkpoints with damaged descriptions: orbax would open no other either."""
+        if not self._read_only:
+            remove_tree(self.directory / TRASH)
         for path in self.directory.glob('[0-9]*'):
-            if UNFINISHED in path.name or (path.name.isdecimal() and path.name not in complete):
-                remove_tree(path)
+            if not path.name.isdecimal():
+                continue
+            if buckets.is_url(path) and not (path / COMMITTED).exists():
+                if not self._read_only:
+                    remove_tree(path)
+                continue
+            try:
+                for name, schema in DESCRIPTIONS.items():
+                    parse_file(path / name, schema)
+            except ValueError as error:
+                if self._read_only:
+                    raise CheckpointError(
+                        f'{path} is damaged ({error}); run the training command again, which goes '
+                        'on from the checkpoint before'
+                    ) from error
+                _name_damaged(path.name, error)
+                path.rename(path.with_name(path.name + SET_ASIDE))
 
     def close(self) -> None:
         """Waits for the last save; removes it if it could not be finished, and raises as `save`."""
@@ -197,10 +213,9 @@ class Checkpoints:
             self.wait()
         finally:
             with self._waiting():
-                self._checkpointer.close()
+                self._manager.close()
             if agreement.owner() and not self._read_only:
-                for path in self.directory.glob(f'*{UNFINISHED}*'):
-                    remove_tree(path)
+                self._remove(TRASH, UNFINISHED)
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -215,6 +230,17 @@ class Checkpoints:
                 raise
             finally:
                 self.stall_seconds += time.perf_counter() - start
+
+
+def _name_damaged(step: int | str, damage: object) -> None:
+    reason = str(damage).partition('\n')[0]
+    log.error('checkpoint %s is damaged (%s); trying the one before', step, reason)
+
+
+def _rank(metrics: dict[str, Any]) -> float:
+    """Runs without a finite loss rank last."""
+    loss = metrics['val_loss']
+    return math.inf if loss is None else loss
 
 
 def checksums(tree: Any) -> jax.Array:

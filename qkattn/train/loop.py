@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -222,7 +223,7 @@ class _Run:
         # A step that the record of a checkpoint lacks stays unknown, None.
         steps_X = record['diverged_at'] or [None] * len(alive_X)
         self.diverged_at = {x: at for x, at in enumerate(steps_X) if not alive_X[x]}
-        clock, unwritten = Clock(record), None
+        clock, val_loss, unwritten = Clock(record), math.inf, None
         with (
             contextlib.closing(stack.batches()) as batches,
             contextlib.closing(
@@ -231,7 +232,7 @@ class _Run:
         ):
             self.stop.defer_exit()
             stopped = f'stopped at step %s of {train.num_steps}, state saved'
-            if not record['evaluated'] and not self._validate(step):
+            if not record['evaluated'] and (val_loss := self._validate(step)) is None:
                 raise Stopped(stopped % step)
             self.progress.begin(step)
             since = step
@@ -255,7 +256,8 @@ class _Run:
                 jax.block_until_ready(stack.state)
                 clock.pause((step - since) * self.tokens_per_step)
                 if evaluating and not stopping:
-                    stopping = not self._validate(step)
+                    val_loss = self._validate(step)
+                    stopping = val_loss is None
                 if saving or stopping:
                     record = {
                         # On the disk before the checkpoint: a resumed file has no gap.
@@ -266,7 +268,7 @@ class _Run:
                         'evaluated': not (evaluating and stopping),
                     }
                     with self.progress.phase('saving'):
-                        self.checkpoints.save(step, stack.state, record)
+                        self.checkpoints.save(step, stack.state, record, val_loss)
                 if stopping:
                     raise Stopped(stopped % step)
                 since = step
@@ -277,16 +279,16 @@ class _Run:
         """Whether to stop here: the same in all processes, which ask equally often."""
         return self.stop.should_stop(next(self.asked), also=also)
 
-    def _validate(self, step: int) -> bool:
-        """Records an evaluation; False if a stop request came before its end."""
+    def _validate(self, step: int) -> float | None:
+        """Records an evaluation; its mean loss, None if a stop request came before its end."""
         with self.progress.phase('evaluating'):
             evaluation = self.stack.evaluate('validation', self._should_stop)
         if evaluation is None:
-            return False
+            return None
         self.validated = step, evaluation
         self._record(results.eval_record(step, evaluation))
         self.progress.evaluated(step, evaluation.values['loss'])
-        return True
+        return float(np.mean(evaluation.values['loss']))
 
     def _record(self, record: dict[str, Any]) -> None:
         self.metrics.append(record)

@@ -28,7 +28,7 @@ def trained(tiny, tmp_path_factory):
     state = jax.jit(lambda seeds: init_stack(config, seeds))(jnp.arange(2, dtype=jnp.uint32))
     state['trials']['alive'] = jnp.array([False, True])
     with contextlib.closing(Checkpoints(directory / 'checkpoints')) as checkpoints:
-        checkpoints.save(4, {**state, 'step': jnp.int32(4)}, record)
+        checkpoints.save(4, {**state, 'step': jnp.int32(4)}, record, 1.0)
     return directory, config, state
 
 
@@ -62,7 +62,7 @@ def test_the_newest_checkpoints_of_a_run_are_averaged(trained, tmp_path):
         trials['params'] = jax.tree.map(lambda leaf, by=factor: by * leaf, trials['params'])
         later = {**state, 'trials': trials, 'step': jnp.int32(step)}
         with contextlib.closing(Checkpoints(directory / 'checkpoints', keep=3)) as saved:
-            saved.save(step, later, {'data': {}, 'train_seconds': 0.0})
+            saved.save(step, later, {'data': {}, 'train_seconds': 0.0}, 1.0)
     for average, factor in ((1, 5.0), (2, 4.0), (3, 3.0)):
         run = load(directory, average=average)
         assert run.step == 8 and run.alive == [True, False]

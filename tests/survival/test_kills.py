@@ -111,7 +111,7 @@ class Job:
         reported = NAMES[self._phase.value]
         if reported in ('training', 'evaluating', 'measuring') and not is_url(self.workdir):
             where = ('checkpoints', 'runs/*/checkpoints')
-            if any(any(self.workdir.glob(f'{path}/*{UNFINISHED}')) for path in where):
+            if any(any(self.workdir.glob(f'{path}/{UNFINISHED}')) for path in where):
                 return 'saving'
         return reported
 

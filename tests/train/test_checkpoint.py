@@ -58,7 +58,7 @@ def save(directory, *steps: int, **axes: int) -> None:
     shardings = jax.tree.map(lambda a: a.sharding, target_on(**axes))
     with contextlib.closing(Checkpoints(directory)) as saved:
         for step in steps:
-            saved.save(step, jax.device_put(state_of(step), shardings), RECORD)
+            saved.save(step, jax.device_put(state_of(step), shardings), RECORD, 2.0)
 
 
 def restored(directory, target: dict | None = None) -> tuple[dict, dict]:
@@ -116,9 +116,9 @@ def test_a_changed_record_or_sum_costs_its_checkpoint(tmp_path, monkeypatch, cap
 
 def test_the_time_that_training_waits_is_summed_over_starts(tmp_path):
     with contextlib.closing(Checkpoints(tmp_path)) as first:
-        first.save(1, state_of(1), RECORD)
+        first.save(1, state_of(1), RECORD, 2.0)
         saved = first.stall_seconds
-        first.save(2, state_of(2), RECORD)
+        first.save(2, state_of(2), RECORD, 2.0)
     with contextlib.closing(Checkpoints(tmp_path)) as second:
         second.restore({})
         assert 0 < saved == second.stall_seconds < first.stall_seconds
@@ -127,26 +127,25 @@ def test_the_time_that_training_waits_is_summed_over_starts(tmp_path):
 def test_as_many_stay_as_are_to_be_kept_and_are_read_from_the_newest(tmp_path):
     with contextlib.closing(Checkpoints(tmp_path, keep=3)) as saved:
         for step in range(1, 7):
-            saved.save(step, state_of(step), RECORD)
+            saved.save(step, state_of(step), RECORD, float(step))
         saved.wait()
         steps = [int(state['step']) for state, _ in saved.sound(target_on())]
-    assert steps == [6, 5, 4]
+    assert steps == [6, 5, 4, 1]
 
 
-def test_the_newest_two_stay(tmp_path):
-    """A step that is written again can be superseded again; what a kill left goes."""
+def test_the_newest_two_and_the_best_stay(tmp_path):
+    """A step that is written again can be superseded again; diverged steps rank last."""
     save(tmp_path, 3, 5)
     rewrite(tmp_path / '5/record/metadata', '2.5', '3.5')
-    for left in ('4', '6'):
-        (tmp_path / f'{left}{checkpoint.UNFINISHED}').mkdir()
     with contextlib.closing(Checkpoints(tmp_path)) as saved:
         assert int(saved.restore(target_on())[0]['step']) == 3
         saved.discard_after(3)
-        assert names_in(tmp_path) == ['3']
-        for step in range(4, 9):
-            saved.save(step, state_of(step), RECORD)
-            assert len(list(tmp_path.glob('[0-9]*'))) <= 3  # with the one being written
-    assert names_in(tmp_path) == ['7', '8']
+        for step in range(4, 12):
+            saved.save(step, state_of(step), RECORD, float('nan') if step == 5 else float(step))
+            assert len(list(tmp_path.glob('[0-9]*'))) <= 4  # with the one being written
+        saved.wait()
+        assert not list(tmp_path.glob('trash/*'))
+    assert names_in(tmp_path) == ['10', '11', '3']
 
 
 # Disks
@@ -156,7 +155,7 @@ def test_the_newest_two_stay(tmp_path):
 def test_a_directory_that_is_gone_read_only_or_full_is_one_sentence(tmp_path, monkeypatch, how):
     directory = tmp_path / 'run/checkpoints'
     saved = Checkpoints(directory)
-    saved.save(1, state_of(1), RECORD)
+    saved.save(1, state_of(1), RECORD, 2.0)
     saved.wait()
     kept, message = directory, f'^{directory} cannot be written: its disk has 9 of the .* bytes'
     if how == 'full':
@@ -170,10 +169,10 @@ def test_a_directory_that_is_gone_read_only_or_full_is_one_sentence(tmp_path, mo
         kept, gone = tmp_path / 'moved/checkpoints', tmp_path / 'run'
         if how == 'recreated':
             (gone := directory).mkdir(parents=True)
-            saved._checkpointer.save = lambda *_, **__: 1 / 0  # errors may be of any kind
+            saved._manager.save = lambda *_, **__: 1 / 0  # errors may be of any kind
         message = f'^{gone} is gone: it was removed, renamed or unmounted'
     with pytest.raises(DiskError, match=message):
-        saved.save(2, state_of(2), RECORD)
+        saved.save(2, state_of(2), RECORD, 2.0)
     saved.close()
     assert names_in(kept) == ['1']
 
@@ -181,10 +180,10 @@ def test_a_directory_that_is_gone_read_only_or_full_is_one_sentence(tmp_path, mo
 def test_a_checkpoint_that_could_not_be_written_is_removed(tmp_path):
     """orbax fails in its own threads, after `save` has returned."""
     saved, message = Checkpoints(tmp_path), f'^{tmp_path} cannot be written: a file is larger than'
-    saved.save(1, state_of(1), RECORD)
+    saved.save(1, state_of(1), RECORD, 2.0)
     saved.wait()
     with file_size_limit(64 * 1024), pytest.raises(DiskError, match=message):
-        saved.save(2, {'w': jnp.arange(1e5)}, RECORD)
+        saved.save(2, {'w': jnp.arange(1e5)}, RECORD, 2.0)
         saved.close()
     saved.close()
     assert names_in(tmp_path) == ['1']
@@ -201,7 +200,7 @@ def two(tmp_path_factory):
 
 
 FILES = (
-    *('_CHECKPOINT_METADATA', 'commit_success.txt', 'record/metadata'),
+    *('_CHECKPOINT_METADATA', 'commit_success.txt', 'metrics/metrics', 'record/metadata'),
     *('record/commit_success.txt', 'state/_METADATA', 'state/_sharding', 'state/manifest.ocdbt'),
     *('state/d/*', 'state/ocdbt.process_0/manifest.ocdbt', 'state/array_metadatas/process_0'),
 )
@@ -220,14 +219,17 @@ def test_a_damaged_file_costs_at_most_its_checkpoint(two, tmp_path, name, every)
         assert record['train_seconds'] == 2.5
 
 
-def test_damaged_checkpoints_are_never_started_over(two, tmp_path):
+def test_checkpoints_whose_descriptions_are_damaged_are_never_started_over(two, tmp_path):
     path = shutil.copytree(two, tmp_path / 'c')
     for step in ('4', '8'):
-        (path / step / 'record/metadata').write_text('3')
+        (path / step / '_CHECKPOINT_METADATA').write_text('3')
+    with pytest.raises(CheckpointError, match='c/[48] is damaged .*go'):
+        Checkpoints(path, read_only=True)
+    assert names_in(path) == ['4', '8']
     for _ in range(2):  # the same command again
         with pytest.raises(CheckpointError, match='every checkpoint in .* is damaged'):
             restored(path)
-    assert names_in(path) == ['4', '8']
+    assert names_in(path) == ['4.damaged', '8.damaged']
 
 
 def test_an_unfinished_checkpoint_in_a_bucket_is_removed(bucket):
