@@ -1,36 +1,49 @@
-"""launch/slurm.py and launch/slurm.sbatch: command lines, and jobs of a real Slurm on loopback.
+"""launch/slurm.py: command lines. launch/slurm.sbatch: what a job does as its processes end.
 
-Its jobs run stand-ins for qkattn; one trains. They mostly wait: .ci/run has other tests meanwhile.
+Stand-ins take the places of srun, squeue and scontrol.
 """
 
-import contextlib
-import os
-import re
 import shlex
-import signal
+import subprocess
 import sys
-from collections import Counter
-from pathlib import Path
 
 import pytest
 
-from tests.launch import launchers, slurm
-from tests.launch.launchers import AWKWARD, ROOT, dry_run
-from tests.launch.slurm import Jobs
-from tests.runs import assert_same_run
-
-TRAIN = ('--', 'train', '--config=small', '--workdir=runs/small')
-
+from tests.launch import launchers
+from tests.launch.launchers import AWKWARD, ROOT, TRAIN, dry_run, stand_in
 
 RUN_FLAGS = ('--nodes=2', '--gpus_per_node=8', '--processes_per_node=4', '--job_name=a b')
 RUN_OPTIONS = ['--nodes=2', '--ntasks-per-node=4', '--gpus-per-node=8', '--job-name=a b']
 STUDY_OPTIONS = ['--nodes=1', '--ntasks-per-node=1', '--array=1-8']
+# As srun --kill-on-bad-exit=1: a failure ends the other process; the largest exit code is its own.
+SRUN = f"""#!{sys.executable}
+import os, signal, subprocess, sys, time
+
+def task(rank):
+    env = {{'SLURM_PROCID': str(rank), 'SLURMD_NODENAME': f'node{{rank}}'}}
+    env = {{**os.environ, **env, 'JAX_PROCESS_ID': str(rank)}}
+    return subprocess.Popen(sys.argv[3:], env=env, start_new_session=True)
+
+assert sys.argv[1:3] == ['--kill-on-bad-exit=1', '--label']
+running, codes = {{one.pid for one in map(task, range(2))}}, []
+while running:
+    pid, status = os.wait()
+    running.discard(pid)
+    codes.append(os.waitstatus_to_exitcode(status))
+    while open(os.environ['HOME'] + '/starts').read().count('\\n') < 2:
+        time.sleep(0.01)
+    for other in running if codes[-1] else ():
+        os.killpg(other, signal.SIGTERM)
+sys.exit(max(codes))
+"""
+SQUEUE = '#!/bin/sh\n[ "$5" = %T ] && echo $STATE || echo $COMMENT\n'
+SCONTROL = '#!/bin/sh\necho "$@" >>$HOME/calls; [ "$1 $COMMENT" != "update (null)" ]\n'
 
 
 @pytest.mark.parametrize(
     ('flags', 'command', 'retries', 'options'),
     [
-        (RUN_FLAGS, (*TRAIN[1:], *AWKWARD), 3, RUN_OPTIONS),
+        (RUN_FLAGS, (*TRAIN, *AWKWARD), 3, RUN_OPTIONS),
         (('--workers=8', '--retries=0'), ('ablate', '--workdir', 'runs/s'), 0, STUDY_OPTIONS),
     ],
 )
@@ -42,190 +55,41 @@ def test_a_dry_run_prints_the_command_and_the_script(flags, command, retries, op
     assert shlex.split(line) == [*variables, 'sbatch', *options, str(script), *command]
 
 
-@pytest.fixture(scope='module')
-def cluster(tmp_path_factory):
-    """A private Slurm of two nodes."""
-    if missing := [name for name, path in slurm.PROGRAMS.items() if path is None]:
-        pytest.skip(f'{", ".join(missing)} are missing (Debian: slurmctld slurmd slurm-client)')
-    with slurm.started(tmp_path_factory.mktemp('slurm') / 'cluster') as cluster:
-        yield cluster
+ARRAY = {'SLURM_ARRAY_JOB_ID': '7', 'SLURM_ARRAY_TASK_ID': '2'}
+AGAIN = 'stopped with a checkpoint'
 
 
-@pytest.fixture
-def stand_in(cluster, tmp_path):
-    """Jobs whose processes run the shell script stand_in.sh of the directory as qkattn."""
-    program = tmp_path / 'venv/bin/python'
-    launchers.stand_in(program, '#!/usr/bin/env bash\nshift 2\n. ./stand_in.sh\n')
-    return Jobs(cluster, tmp_path, tmp_path / 'venv')
-
-
-def submit(jobs: Jobs, script: str, *arguments: object) -> str:
-    """A job whose processes run a script: $1 is the command, SLURM_PROCID the rank."""
-    (jobs.directory / 'stand_in.sh').write_text(script)
-    return jobs.submit(*arguments)
-
-
-# A process that saves when it is asked to, as training does.
-SAVES = """
-trap 'exit 75' TERM
-touch started-$SLURM_PROCID-${SLURM_RESTART_COUNT:-0}
-for _ in {1..600}; do sleep .1; done
-"""
-
-
-def started(jobs: Jobs, job: str, restart: int = 0, processes: int = 2) -> None:
-    """Waits until all processes of a start have begun."""
-    files = [jobs.directory / f'started-{rank}-{restart}' for rank in range(processes)]
-    jobs.cluster.wait(job, lambda _: all(file.exists() for file in files))
-
-
-@pytest.mark.slow
-def test_every_process_gets_the_arguments_unchanged(stand_in):
-    script = 'printf "%s\\0" "$@" $JAX_COORDINATOR_PORT >$SLURM_JOB_ID-$SLURM_PROCID'
-    jobs = [submit(stand_in, script, '--nodes=2', *TRAIN, *AWKWARD) for _ in range(2)]
-    ports = Counter()
-    for job in jobs:
-        stand_in.log_after(job, 'COMPLETED', '0:0', 0)
-        for rank in range(2):
-            text = (stand_in.directory / f'{job}-{rank}').read_text()
-            *arguments, port, _ = text.split('\0')
-            assert arguments == [*TRAIN[1:], *AWKWARD]
-            ports[int(port)] += 1
-    assert list(ports.values()) == [2, 2], 'one port per job'
-    assert 1024 < min(ports) and max(ports) < 32768
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ('rank', 'code', 'restarts', 'words'),
-    [(1, 1, 1, 'crashed 2 times'), (0, 2, 0, 'has a wrong setting or directory')],
+    ('plan', 'variables', 'code', 'words', 'calls'),
+    [
+        ('0 0', {}, 0, 'is done', []),
+        ('75 saves', {}, 75, f'{AGAIN} and is requeued', ['requeue 9']),
+        ('75 saves', {'STATE': 'COMPLETING'}, 75, f'{AGAIN} and was cancelled', []),
+        ('75 saves', ARRAY, 75, f'job 7_2 {AGAIN} and is requeued', ['requeue 7_2']),
+        ('saves 1', {}, 1, 'crashed (1 of at most 2 times)', ['Comment=crashes=1', 'requeue 9']),
+        ('1 saves', {'COMMENT': 'crashes=1'}, 1, 'crashed 2 times', ['Comment=crashes=2']),
+        # A site where jobs cannot write their comments: all restarts count.
+        ('1 0', {'COMMENT': '(null)', 'SLURM_RESTART_COUNT': '1'}, 1, 'crashed 2 times', ['Comm']),
+        ('saves 2', {}, 2, 'has a wrong setting or directory and is not requeued', []),
+    ],
 )
-def test_crashes_are_retried_and_wrong_settings_are_not(rank, code, restarts, words, stand_in):
-    # One that has not begun when the other fails dies of srun's SIGTERM, which counts as a crash.
-    begun = f'started-{1 - rank}-${{SLURM_RESTART_COUNT:-0}}'
-    failure = f'until [[ -e {begun} ]]; do sleep .1; done; exit {code}'
-    script = f'if [[ $SLURM_PROCID = {rank} ]]; then {failure}; fi\n{SAVES}'
-    job = submit(stand_in, script, '--nodes=2', '--retries=1', *TRAIN)
-    log = stand_in.log_after(job, 'FAILED', f'{code}:0', restarts)
-    assert log.count('process 1 on 127.0.0.2 ended with exit code 1\n') == 2 * restarts
-    assert log.count(f'job {job} crashed (1 of at most 2 times) and is requeued') == restarts
-    assert f'job {job} {words} and is not requeued' in log
-
-
-@pytest.mark.slow
-def test_a_job_that_is_asked_to_stop_or_preempted_goes_on_and_may_still_crash(stand_in):
-    """Slurm sends SIGTERM to the processes before the time limit, as scancel --signal does."""
-    script = f"""
-    case $SLURM_RESTART_COUNT in
-        '' | 1) {SAVES} ;;
-        2) exit 3 ;;
-        *) echo finished ;;
-    esac"""
-    job = submit(stand_in, script, '--nodes=2', '--retries=1', *TRAIN)
-    started(stand_in, job)
-    stand_in.cluster.call('scancel', '--signal=TERM', job)
-    started(stand_in, job, restart=1)
-    stand_in.preempt(job)
-    log = stand_in.log_after(job, 'COMPLETED', '0:0', 3)
-    assert 'stopped with a checkpoint and is requeued' in log
-    assert log.count('crashed (1 of at most 2 times)') == 1
-    assert '0: finished' in log and '1: finished' in log and 'restart 3' in log
-
-
-@pytest.mark.slow
-def test_a_job_is_requeued_three_minutes_before_its_time_limit(stand_in):
-    """Limits are whole minutes, and Slurm looks at them about once a minute."""
-    script = f'[[ -z $SLURM_RESTART_COUNT ]] || exit 0; {SAVES.replace("600", "2400")}'
-    job = submit(stand_in, script, '--nodes=2', '--time=4', *TRAIN)
-    log = stand_in.log_after(job, 'COMPLETED', '0:0', 1)
-    assert f'job {job} stopped with a checkpoint and is requeued' in log
-
-
-@pytest.mark.slow
-def test_a_cancelled_job_stays_cancelled(stand_in):
-    job = submit(stand_in, SAVES, *TRAIN)
-    started(stand_in, job, processes=1)
-    stand_in.cluster.call('scancel', job)
-    assert stand_in.cluster.end(job)[::2] == ('CANCELLED', 0), stand_in.log(job)
-    assert 'requeued' not in stand_in.log(job)
-
-
-@pytest.mark.slow
-def test_a_worker_that_crashes_requeues_itself_alone(stand_in):
-    """The last task of an array has the array's own number."""
-    script = '[[ $SLURM_ARRAY_TASK_ID$SLURM_RESTART_COUNT != 2 ]]'
-    array = submit(stand_in, script, '--workers=2', '--', 'ablate', '--workdir=x')
-    ends = [stand_in.cluster.end(f'{array}_{worker}') for worker in (1, 2)]
-    assert ends == [('COMPLETED', '0:0', 0), ('COMPLETED', '0:0', 1)]
-
-
-# Training: preempted, killed, requeued, finished
-
-RUN = """
-from qkattn.config import *
-
-def get_config():
-    return to_config_dict(Config(
-        model=ModelConfig(d_model=16, num_layers=1, num_heads=2, context=16),
-        data=DataConfig(eval_sequences=8),
-        optimizer=OptimizerConfig(warmup_steps=2),
-        train=TrainConfig(num_steps=2000, batch_size=4, steps_per_dispatch=1, log_every=10,
-                          eval_every=500, checkpoint_every=500, lifting='map'),
-        mesh=MeshConfig(data=2),
-    ))
-"""
-
-
-@pytest.fixture
-def training(cluster, tmp_path, data_dir):
-    """Jobs that train for real, on one CPU device per process."""
-    jobs = Jobs(cluster, tmp_path, Path(sys.prefix))
-    jobs.environment |= {'PYTHONPATH': str(ROOT), 'QKATTN_DATA': data_dir, 'JAX_PLATFORMS': 'cpu'}
-    jobs.environment['XLA_FLAGS'] = '--xla_backend_optimization_level=0'
-    return jobs
-
-
-def kill(job: str, rank: int) -> None:
-    """Kills the process that trains as a rank of a job."""
-    wanted = {f'SLURM_JOB_ID={job}'.encode(), f'SLURM_PROCID={rank}'.encode()}
-    for path in Path('/proc').glob('[0-9]*'):
-        with contextlib.suppress(OSError):
-            variables = (path / 'environ').read_bytes().split(b'\0')
-            program, *_ = (path / 'cmdline').read_bytes().split(b'\0')
-            if wanted <= set(variables) and program.endswith(b'/python'):
-                return os.kill(int(path.name), signal.SIGKILL)
-    raise AssertionError(f'job {job} has no process {rank}')
-
-
-@pytest.mark.slow
-def test_a_run_of_two_nodes_that_is_preempted_and_crashes_ends_bitwise_equal(training):
-    (training.directory / 'run.py').write_text(RUN)
-    run = ('--nodes=2', '--', 'train', '--config=run.py')
-    job = training.submit(*run, '--workdir=undisturbed')
-    training.log_after(job, 'COMPLETED', '0:0', 0)
-    job = training.submit(*run, '--workdir=disturbed')
-    metrics = training.directory / 'disturbed/metrics.jsonl'
-
-    def lines() -> int:
-        return metrics.read_bytes().count(b'\n') if metrics.exists() else 0
-
-    def steps_on() -> None:
-        before = lines()
-        training.cluster.wait(job, lambda _: lines() > before + 5)
-
-    steps_on()
-    training.preempt(job)
-    steps_on()
-    kill(job, 1)
-    steps_on()
-    state, code, restarts = training.cluster.end(job)
-    log = training.log(job)
-    print(log)
-    # At least: srun's delayed signals to the killed step can reach the next one, of the same name,
-    # because the test shortens the two minutes in between.
-    assert (state, code) == ('COMPLETED', '0:0') and restarts >= 2, log
-    assert 'DUE TO PREEMPTION' in log and len(re.findall(r'^0: resuming at step ', log, re.M)) >= 2
-    assert 'process 1 on 127.0.0.2 ended with exit code 137' in log
-    assert f'job {job} crashed (1 of at most 4 times) and is requeued' in log
-    assert f'job {job} is done' in log
-    assert_same_run(training.directory / 'disturbed', training.directory / 'undisturbed')
+def test_a_job_is_requeued_by_the_exit_codes_of_its_processes(
+    plan, variables, code, words, calls, tmp_path
+):
+    (tmp_path / 'plan').write_text(plan)
+    for name, text in (('srun', SRUN), ('squeue', SQUEUE), ('scontrol', SCONTROL)):
+        stand_in(tmp_path / 'bin' / name, text)
+    stand_in(tmp_path / 'venv/bin/python', launchers.PROGRAM)
+    job = {'SLURM_JOB_ID': '9', 'SLURM_JOB_NODELIST': 'node[0-1]', 'HOME': str(tmp_path)}
+    job |= {'QKATTN_VENV': f'{tmp_path}/venv', 'QKATTN_RETRIES': '1'}
+    job |= {'STATE': 'RUNNING', 'COMMENT': '', **variables}
+    env = launchers.before_path(tmp_path / 'bin') | job
+    command = ['bash', ROOT / 'launch/slurm.sbatch', *TRAIN, *AWKWARD]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, words in done.stderr) == (code, True), done.stderr
+    made = (tmp_path / 'calls').read_text().splitlines() if calls else []
+    assert (tmp_path / 'calls').exists() == bool(calls) and len(made) == len(calls)
+    assert all(part in call for part, call in zip(calls, made, strict=True))
+    both = launchers.starts(tmp_path)
+    assert [start['arguments'] for start in both] == [['-m', 'qkattn', *TRAIN, *AWKWARD]] * 2
+    assert {start['env']['JAX_COORDINATOR_PORT'] for start in both} == {'20009'}
