@@ -131,14 +131,19 @@ def test_a_query_without_visible_keys_returns_0():
     assert not np.any(in_blocks(call(arrays, mask=mask)))
 
 
-def test_a_traced_scale_has_a_gradient():
+def test_a_stack_with_traced_scales_has_the_gradients_of_the_einsums():
     arrays, w_BTNH = inputs(CASES['causal'][1])
+    stacked = [array[:, None] for array in (*arrays[:3], w_BTNH)]  # of two trials
 
     def gradient(kernel):
-        calls = functools.partial(call, arrays, mask=Mask(causal=True))
-        return jax.grad(lambda scale: (kernel(calls(scale=scale)) * w_BTNH).sum())(jnp.float32(0.3))
+        def weighted(scale, q_BTNH, k_BSKH, v_BSKH, w_BTNH):
+            qkv = q_BTNH, k_BSKH, v_BSKH
+            return (kernel(call(qkv, mask=Mask(causal=True), scale=scale)) * w_BTNH).sum()
 
-    np.testing.assert_allclose(gradient(in_blocks), gradient(einsum), rtol=1e-5)
+        return jax.vmap(jax.grad(weighted, (0, 1, 2, 3)))(jnp.array([0.3, 0.7]), *stacked)
+
+    for got, want in zip(gradient(in_blocks), gradient(einsum), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
 
 
 def test_dropped_probabilities_are_as_many_and_the_same_in_the_backward_pass():

@@ -7,7 +7,6 @@ import pytest
 from flax import nnx
 
 from qkattn.attention import visible
-from qkattn.attention.kernels import blockwise
 from qkattn.config import ModelConfig
 from qkattn.model import Decoder, Encoder, EncoderDecoder, abstract_model, build
 from tests.attention import examples  # noqa: F401, classes that the settings name
@@ -24,8 +23,6 @@ SIDES = [
     ('tokens_BT', 'segments_BT', (5, 1, 3), 10),
 ]
 SELF = 'shared_qk(self_mask=True)'
-SEGMENTS = jnp.array([[1] * 8 + [2] * 12, [1] * 13 + [2] * 4 + [0] * 3])
-LONG = jax.random.randint(jax.random.key(0), SEGMENTS.shape, 0, 11)
 
 
 def config_of(**fields) -> ModelConfig:
@@ -62,7 +59,7 @@ def unpacked(batch) -> dict[str, np.ndarray]:
 
 SCALED = {'norm_position': 'post', 'scale_embeddings': True}
 FIELDS = [
-    {'norm_position': 'pre', 'activation': 'gelu', 'positions': 'learned'},
+    {'norm_position': 'pre', 'activation': 'gelu', 'positions': 'learned', 'kernel': 'blockwise'},
     SCALED | {'activation': 'relu', 'positions': 'sinusoidal', 'biases': True},
     SCALED | {'norm': 'rmsnorm', 'tied_embeddings': False},
     {'norm_position': 'pre', 'activation': 'swiglu', 'positions': 'sinusoidal', 'biases': True},
@@ -72,6 +69,7 @@ FIELDS = [
     {'value': 'gated:Gated', 'normalizer': 'entmax15', 'biases': True, 'activation': 'geglu'},
 ]
 UNSHARED = {'shared_embeddings': False, 'tied_embeddings': False, 'norm_position': 'post'}
+UNSHARED |= {'kernel': 'blockwise'}
 OF_BOTH = [
     *FIELDS[:2],
     UNSHARED | {'encoder_variant': 'merged/no_vo', 'cross_variant': 'key_free/no_v'},
@@ -232,34 +230,3 @@ def test_an_abstract_model_has_the_shapes_of_a_model_and_a_model_is_drawn_after_
     assert jax.tree.structure(abstract) == jax.tree.structure(model)
     assert [(s.shape, s.dtype) for s in shapes] == [(a.shape, a.dtype) for a in arrays]
     assert model.w_embedding_VD[...].std() > 0
-
-
-KINDS = {
-    'decoder': ({'score': 'merged', 'positions': 'alibi', 'remat': 'full', 'window': 9}, {}),
-    'encoder': ({'value': 'no_v'}, {'valid_BT': jnp.arange(20) < jnp.array([[17], [17]])}),
-    'encoder_decoder': (
-        {'score': SELF},
-        {'source_BS': LONG[:, ::-1], 'source_segments_BS': SEGMENTS, 'segments_BT': SEGMENTS},
-    ),
-}
-
-
-@pytest.mark.parametrize('kind', only(['decoder'], KINDS))
-def test_a_stack_of_models_equals_that_of_einsums(kind, monkeypatch):
-    """Losses and gradients of two trials."""
-    monkeypatch.setitem(blockwise.BLOCK, 'cpu', 8)
-    fields, inputs = KINDS[kind]
-    weights_BT = inputs.get('segments_BT', jnp.ones_like(LONG)) > 0
-
-    def loss(model):
-        return (jnp.square(model(tokens_BT=LONG, **inputs)).mean(-1) * weights_BT).sum()
-
-    results = []
-    for kernel in ('blockwise', 'einsum'):
-        sizes = {'num_heads': 4, 'context': 20, 'scan_unroll': None, 'd_ff': None}
-        config = config_of(kind=kind, kernel=kernel, **sizes, **fields)
-        keys = jax.random.split(jax.random.key(1))
-        models = jax.vmap(lambda key, config=config: build(config, key=key))(keys)
-        results.append(jax.tree.leaves(jax.jit(jax.vmap(jax.value_and_grad(loss)))(models)))
-    for a, b in zip(*results, strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-5 * max(np.abs(b).max(), 1e-3))
