@@ -1,22 +1,17 @@
 """Models of every kind and variant: rows and means, against numpy and the oracle of attention."""
 
-import functools
-import operator
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from qkattn.analysis import Analysis, analyze, attention_patterns, circuit_matrices, means
-from qkattn.analysis.analyze import PROGRAMS, Row, next_token_batch, of_matrices
-from qkattn.attention import registry
+from qkattn.analysis import Analysis, analyze
+from qkattn.analysis.analyze import Row, next_token_batch
 from qkattn.config import ModelConfig
 from qkattn.convert.conversions import converted
 from qkattn.errors import ConfigError
-from qkattn.model import abstract_model, build, with_params
+from qkattn.model import build, with_params
 from tests.attention import examples  # noqa: F401, the class Differential
 from tests.lanes import only
 
@@ -92,43 +87,6 @@ def test_drift_is_that_of_each_head_between_two_factorizations():
         analyze(make(), reference=make(num_layers=1))
     with pytest.raises(ConfigError, match='attention 0: A.* is .4, 16, 16. in the reference'):
         analyze(make(), reference=make(num_heads=4))
-
-
-def test_trials_under_vmap_have_the_numbers_that_each_has_alone():
-    models = [build(ModelConfig(**SIZES), key=jax.random.key(seed)) for seed in range(2)]
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *models)
-    together = jax.jit(jax.vmap(lambda model: means(model, {'tokens_BT': TOKENS})))(stacked)
-    for x, model in enumerate(models):
-        one = jax.tree.map(operator.itemgetter(x), together)
-        alone = jax.jit(means)(model, {'tokens_BT': TOKENS})
-        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4), one, alone)
-
-
-@pytest.mark.parametrize('kind', only(['decoder'], ['decoder', 'encoder_decoder']))
-def test_a_program_decomposes_one_array(kind):
-    """The calls of LAPACK in the compiled programs, which are for CPUs."""
-    sizes = {'d_model': 8, 'num_layers': 2, 'num_heads': 2, 'context': 4}
-    model = build(ModelConfig(kind=kind, **sizes), key=jax.random.key(0))
-    programs = [functools.partial(of_matrices, quantities=q) for q in PROGRAMS]
-    for function, argument in ((means, model), *((p, np.ones((3, 2, 8, 8))) for p in programs)):
-        with jax.default_device(jax.devices('cpu')[0]):
-            text = jax.jit(function).lower(argument).compile().as_text()
-        assert len(re.findall(r'custom_call_target="(lapack_\w+)"', text)) == 1
-
-
-@pytest.mark.slow
-def test_every_registered_variant_is_measured():
-    """Nothing is computed: shapes tell what there is."""
-    variants = [(name, 'vo') for name in registry.SCORES]
-    variants += [(value.partner, name) for name, value in registry.VALUES.items()]
-    for score, value in variants:
-        heads = 1 if 'full' in score else 2
-        config = ModelConfig(**SIZES | {'num_heads': heads}, score=score, value=value)
-        matrices = jax.eval_shape(circuit_matrices, abstract_model(config))
-        missing = {key[2] for key, matrix in matrices.items() if matrix is None}
-        assert missing == ({'A'} if score == 'nonlinear_query' else set()), (score, value)
-        patterns = jax.eval_shape(attention_patterns, abstract_model(config), {'tokens_BT': TOKENS})
-        assert {p.probabilities_BNTS.shape for p in patterns.values()} == {(2, heads, 8, 8)}
 
 
 def test_attention_that_is_equal_over_all_keys_has_its_induction_score():

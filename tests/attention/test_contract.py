@@ -17,7 +17,7 @@ from qkattn.config import MeshConfig
 from qkattn.errors import SpecError
 from qkattn.train import sharding
 from tests.attention import layers
-from tests.attention.layers import N, T, assert_close, causal, described, error, make, stream, wide
+from tests.attention.layers import N, T, assert_close, causal, error, make, stream, wide
 from tests.lanes import only
 
 OPTIONS = {'qk_norm': True, 'score_scale': 2.0, 'logit_cap': 3.0, 'window': 3, 'positions': 'alibi'}
@@ -182,7 +182,7 @@ def test_stacked_and_sharded_trials_equal_single_ones(some):
     run = jax.jit(jax.vmap(lambda layer, x_BTD: layer(x_BTD, causal()), (0, None), axis_size=2))
     for got_BTD, layer in zip(run(stacked, x_BTD), layers, strict=True):
         want_BTD = layer(x_BTD, causal())
-        assert_close(got_BTD, want_BTD, 1e-5, f'stacked and sharded, {described(layer.spec)}')
+        assert_close(got_BTD, want_BTD, 1e-5, f'stacked and sharded, {layer.spec}')
 
 
 def make_rotary(variant: tuple[str, str], **options) -> Attention | None:

@@ -92,7 +92,6 @@ def test_layers_share_a_block_that_suits_all_of_them(circuit):
 
 def test_a_refusal_names_the_reason():
     for text, changes, error, message in (
-        ('merge', {'positions': 'rope'}, ConversionError, 'layer 0: RoPE rotates'),
         ('fold_gains', POST, ConversionError, 'post-norm model the residual stream also'),
         ('truncate(rank=0)', {}, ConversionError, 'layer 0: .*rank=0'),
         ('merge', {'kind': 'encoder_decoder'}, ConfigError, "model.kind is 'encoder_decoder'"),

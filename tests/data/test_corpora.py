@@ -191,23 +191,20 @@ def test_lines_of_parallel_files_are_documents(tmp_path):
     assert documents(corpus, 'de') == {'train': [b'eins', b'zwei'], 'validation': [b'drei']}
 
 
-@pytest.mark.parametrize(
-    ('path', 'files', 'says'),
-    [
-        ('x', {}, "x' cannot be read .*FileNotFound"),
-        ('', {'validation.txt': 'x'}, 'has no train split; its splits are validation'),
-        ('', {'train.txt': ''}, "train.txt' is empty"),
-        ('x', {'x': b'a\nb\n' * 20 + b'\xc3'}, 'cannot be read .*0xc3 in position 80'),
-        (None, {'validation.de': 'd\nv\nf'}, 'equal numbers of lines, not 1 and 3'),
-        (None, {'test.en': 'x'}, "test.de' cannot be read .*FileNotFound"),
-    ],
-)
-def test_files_that_do_not_fit_are_named(tmp_path, path, files, says):
-    """Of text, and where there is no path, of parallel text."""
-    languages = {'name': 'parallel', 'languages': 'en-de'}
-    settings = languages if path is None else {'path': str(tmp_path / path)}
-    with refused(says):
-        documents(opened(tmp_path, (PAIRS if path is None else {}) | files, **settings), 'en')
+def test_files_that_do_not_fit_are_named(tmp_path):
+    parallel = {'name': 'parallel', 'languages': 'en-de'}
+    for number, (settings, files, says) in enumerate(
+        [
+            ({'path': f'{tmp_path}/x'}, {}, "x' cannot be read .*FileNotFound"),
+            ({}, {'validation.txt': 'x'}, 'has no train split; its splits are validation'),
+            ({}, {'train.txt': ''}, "train.txt' is empty"),
+            ({}, {'train.txt': b'a\nb\n' * 20 + b'\xc3'}, 'cannot be read .*0xc3 in position 80'),
+            (parallel, PAIRS | {'validation.de': 'd\nv\nf'}, 'equal numbers of lines, not 1 and 3'),
+            (parallel, PAIRS | {'test.en': 'x'}, "test.de' cannot be read .*FileNotFound"),
+        ]
+    ):
+        with refused(says):
+            documents(opened(tmp_path / str(number), files, **settings), 'en')
 
 
 TEXT = b'one\ntwo\n'
