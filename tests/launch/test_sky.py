@@ -1,6 +1,5 @@
-"""SkyPilot: the YAML by its own parser, what runs on a host, wrong flags."""
+"""SkyPilot: the YAML of a task, what runs on a host, a job for each worker."""
 
-import json
 import os
 import shlex
 import subprocess
@@ -13,22 +12,7 @@ from qkattn.jobs.detection import TRIPLE
 from tests.launch import launchers
 from tests.launch.launchers import AWKWARD, STUDY, TRAIN, dry_run, launch, stand_in, starts
 
-PYTHON = os.environ.get('QKATTN_TEST_SKY_PYTHON')
 GPUS = '--accelerators=H100:8'
-# Loads tasks with SkyPilot's parser; prints what it understood.
-LOAD = """
-import json, sys
-import sky
-tasks = []
-for text in json.load(sys.stdin):
-    with open('task.yaml', 'w') as file:
-        file.write(text)
-    task = sky.Task.from_yaml('task.yaml')
-    (resources,) = task.resources
-    tasks.append([task.num_nodes, task.envs, task.run, resources.accelerators,
-                  resources.use_spot, resources.job_recovery])
-print(json.dumps(tasks))
-"""
 
 
 def rendered(*flags: str, command=TRAIN) -> tuple[str, list[list[str]]]:
@@ -37,22 +21,12 @@ def rendered(*flags: str, command=TRAIN) -> tuple[str, list[list[str]]]:
     return text, [shlex.split(line) for line in f'sky {tail}'.splitlines()]
 
 
-@pytest.mark.skipif(not PYTHON, reason='QKATTN_TEST_SKY_PYTHON names no Python with skypilot')
-def test_skypilot_reads_the_tasks_as_they_are_and_as_they_are_filled_in(tmp_path):
-    files = [(launchers.LAUNCH / f'sky/{name}.yaml').read_text() for name in ('train', 'study')]
-    filled = [rendered(GPUS, command=('train', *AWKWARD))[0]]
-    filled += [rendered(GPUS, '--workers=2', command=('ablate', *AWKWARD))[0]]
-    given, env = json.dumps(files + filled), {'HOME': str(tmp_path), 'PATH': os.environ['PATH']}
-    command = [PYTHON, '-c', LOAD]
-    output = subprocess.check_output(command, input=given, cwd=tmp_path, env=env, text=True)
-    tasks = json.loads(output.splitlines()[-1])
-    for nodes, envs, _, _, spot, recovery in tasks:
-        assert (nodes, spot, envs['RETRIES']) == (1, True, '3')
-        assert recovery['recover_on_exit_codes'] == [75]
-        assert recovery['max_restarts_on_errors'] == 0
-    assert [task[3] for task in tasks] == [{'H100': 8}, {'H100': 1}] * 2
-    texts = [yaml.safe_load(text)['run'] for text in files + filled]
-    assert [task[2] for task in tasks] == texts
+@pytest.mark.parametrize('name', ['train', 'study'])
+def test_a_task_is_started_again_when_it_stopped_with_a_checkpoint(name):
+    task = yaml.safe_load((launchers.LAUNCH / f'sky/{name}.yaml').read_text())
+    recovery = {'recover_on_exit_codes': [75], 'max_restarts_on_errors': 0}
+    assert task['resources'] | {'use_spot': True, 'job_recovery': recovery} == task['resources']
+    assert (task['num_nodes'], task['envs']['RETRIES'], task['workdir']) == (1, '3', '.')
 
 
 def on_node(folder: Path, text: str, **variables: str) -> dict[str, str | None]:
