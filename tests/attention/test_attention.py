@@ -1,7 +1,6 @@
 """Attention by hand: default sizes and mask, keys or rngs, what is computed and cached once."""
 
 import dataclasses
-import functools
 import re
 
 import jax
@@ -53,23 +52,6 @@ def test_rngs_are_drawn_from_as_in_nnx(layer):
     for given in ({}, {'key': jax.random.key(0), 'rngs': rngs}):
         with pytest.raises(SpecError, match=r'give key=jax.random.key\(0\) or rngs=nnx.Rngs\(0\)'):
             Attention(SPEC, **given)
-
-
-@pytest.mark.parametrize('axes', [1, 2])
-@pytest.mark.parametrize('outer', [(7,), (4, 2)])
-def test_products_equal_the_contraction_forward_and_backward(axes, outer):
-    with jax.enable_x64(True):
-        inner = (6, 3)[-axes:]
-        shapes = (2, 5, *inner), (*inner, *outer), outer, (2, 5, *outer)
-        x, w, b, g = (jax.random.normal(jax.random.key(n), s) for n, s in enumerate(shapes))
-        results = []
-        for product in (project, lambda x, w, b, axes: jnp.tensordot(x, w, axes) + b):
-            out, backward = jax.vjp(functools.partial(product, axes=axes), x, w, b)
-            results.append((out, *backward(g)))
-        for got, want in zip(*results, strict=True):
-            np.testing.assert_allclose(got, want, rtol=0, atol=1e-13)
-        one_row = x[0, 0]  # no row axes at all
-        np.testing.assert_allclose(project(one_row, w, axes=axes), jnp.tensordot(one_row, w, axes))
 
 
 @pytest.mark.parametrize(('value', 'num_kv_heads', 'dropout'), only(COMMON[:1], COMMON))

@@ -223,24 +223,6 @@ def test_sequences_are_tokens_of_rows_all_over_the_split_in_random_order():
     assert repeats.sequences(probe_tasks.CausalProbeRows(*probe_tasks.find('recall'))) is None
 
 
-@pytest.mark.parametrize(('length', 'copy'), [(8, 'first'), (9, 'second')])
-def test_each_copy_asks_for_all_tokens_but_the_first(length, copy):
-    half = (length + 1) // 2
-    r_BH = np.arange(1, 1 + 4 * half, dtype=np.int32).reshape(4, half)
-    parts = list(repeats.batches(r_BH, length, copy, batch_size=3))
-    for batch in parts:
-        check_shapes(batch, 3, length)
-    whole = {name: np.concatenate([batch[name] for batch in parts]) for name in parts[0]}
-    assert not any(array[4:].any() for array in whole.values())
-    twice_BT1 = np.concatenate([r_BH, r_BH, np.zeros((4, 1), int)], axis=1)[:, : length + 1]
-    assert np.array_equal(whole['tokens_BT'][:4], twice_BT1[:, :-1])
-    assert np.array_equal(whole['targets_BT'][:4], twice_BT1[:, 1:])
-    # The targets are r_2 .. r_H, each at the token before it in this copy.
-    begin = 0 if copy == 'first' else half
-    expected_T = np.isin(np.arange(length), np.arange(begin, begin + half - 1))
-    assert (whole['loss_weights_BT'][:4] == expected_T).all()
-
-
 SEPARATOR, SOURCE_LENGTH, LENGTH = 3, 24, 20
 WORDS = types.SimpleNamespace(name='words', vocab_size=60_000, separator=SEPARATOR)
 
