@@ -73,6 +73,8 @@ KEPT = [
     ('gqa_to_latent', 'qk/vo', ALIBI | GROUPED, 'latent(size=64)/latent'),
     ('gqa_to_mha', 'qk/vo', NORMED | GROUPED, 'qk/vo'),
     ('fold_biases', 'qk/vo', ALIBI | GROUPED, 'qk/vo'),
+    ('merge', 'qk/vo', {'normalizer': 'entmax15'}, 'merged/vo'),
+    ('merge', 'qk/vo', {'normalizer': 'sigmoid', 'biases': False}, 'merged/vo'),
 ]
 
 
@@ -185,6 +187,7 @@ def test_layers_without_a_common_block_are_refused_as_the_dtype_needs():
 def test_a_refusal_names_the_reason_in_one_sentence():
     for conversion, source, options, reason in (
         ('merge', 'qk/vo', ROPE, 'RoPE rotates'),
+        ('merge', 'qk/vo', {'normalizer': 'sigmoid'}, 'normalizer=sigmoid does not'),
         ('gqa_to_latent', 'qk/vo', ROPE, 'rotate between the latent'),
         ('fold_biases', 'qk/vo', {'logit_cap': 2.0}, 'but logit_cap=2.0 does not'),
         ('merge', 'qk/k_is_v', {}, 'k_is_v shares a matrix of qk, which is replaced'),

@@ -93,18 +93,14 @@ def test_pods_get_chips_unchanged_arguments_and_time_to_save(case):
     assert pod['terminationGracePeriodSeconds'] == (40 if case == 'any gpu' else 300)
 
 
-@pytest.mark.parametrize(
-    ('case', 'selected'),
-    [
+def test_nodes_are_selected_by_accelerator_and_topology():
+    for case, selected in (
         ('tpu', {'tpu-accelerator': 'tpu-v6e-slice', 'tpu-topology': '4x4', 'spot': 'true'}),
-        ('v5p', {'tpu-accelerator': 'tpu-v5p-slice', 'tpu-topology': '2x4x4'}),
         ('gpu', {'accelerator': 'nvidia-h100-80gb'}),
         ('any gpu', {}),
-    ],
-)
-def test_nodes_are_selected_by_accelerator_and_topology(case, selected):
-    expected = {f'cloud.google.com/gke-{name}': value for name, value in selected.items()}
-    assert pod_of(content(case))['nodeSelector'] == expected
+    ):
+        expected = {f'cloud.google.com/gke-{name}': value for name, value in selected.items()}
+        assert pod_of(content(case))['nodeSelector'] == expected
 
 
 def test_processes_find_each_other():

@@ -49,6 +49,5 @@ def test_a_pattern_is_matched_and_not_converted():
     config = dataclasses.replace(base, **parse_variant('qk/vo?pattern=qk/vo,qk/no_v'))
     match = arms.match(config, cost.measured(base, 'total'), destination='d_model')
     assert abs(match.residual) <= 1e-3 and match.config.d_model > 128
-    assert cost.count(match.config)['total'] == cost.measured(match.config, 'total')
     with pytest.raises(ConfigError, match="one variant, but model.pattern is 'qk/vo,low_rank"):
         convert_model('merge', CONFIG, {})
