@@ -1,7 +1,6 @@
 """The contract that every variant keeps, registered or named by import path.
 
-Tests with the fixture `score` hold for the Score alone and run beside the Value `vo`; those with
-`shown` or `some` depend on how the parameters of a Score or Value are named and shaped.
+Tests with the fixture `score` hold for the Score alone and run beside the Value `vo`.
 """
 
 import functools
@@ -71,17 +70,17 @@ def is_random(parameter: np.ndarray) -> bool:
     return np.ptp(np.abs(parameter)) > 0
 
 
-def test_a_factor_scales_the_random_matrices_of_its_group_and_nothing_else(shown):
-    before = initial(shown)
+def test_a_factor_scales_the_random_matrices_of_its_group_and_nothing_else(variant):
+    before = initial(variant)
     for factor, group in (('init_qk', 'score.'), ('init_vo', 'value.')):
-        for path, after in initial(shown, **{factor: 2.0}).items():
+        for path, after in initial(variant, **{factor: 2.0}).items():
             scaled = path.startswith(group) and is_random(before[path])
             np.testing.assert_array_equal(after, (2 if scaled else 1) * before[path], err_msg=path)
 
 
-def test_initialization_as_in_nanogpt_has_one_std_and_a_gain_on_the_output(shown):
-    fan_in = initial(shown)
-    one, quarter = (initial(shown, init='nanogpt', residual_gain=g) for g in (1.0, 0.25))
+def test_initialization_as_in_nanogpt_has_one_std_and_a_gain_on_the_output(variant):
+    fan_in = initial(variant)
+    one, quarter = (initial(variant, init='nanogpt', residual_gain=g) for g in (1.0, 0.25))
     gains = {}
     for path, w in one.items():
         if is_random(w):
@@ -110,14 +109,14 @@ def test_every_parameter_has_a_finite_gradient(variant):
 
 
 @pytest.mark.parametrize('num_kv_heads', only([2], [2, 1]), ids=['two', 'one'])
-def test_grouped_heads_equal_the_oracle(shown, num_kv_heads):
-    score, value = registry.find_score(shown[0])[0], registry.find_value(shown[1])[0]
+def test_grouped_heads_equal_the_oracle(variant, num_kv_heads):
+    score, value = registry.find_score(variant[0])[0], registry.find_value(variant[1])[0]
     if not (score.uses_kv_heads or value.uses_kv_heads):
         with pytest.raises(SpecError, match='changes nothing|num_kv_heads must be'):
-            make(shown, num_kv_heads=num_kv_heads)
+            make(variant, num_kv_heads=num_kv_heads)
         return
     try:
-        layer = make(shown, num_kv_heads=num_kv_heads, biases=True)
+        layer = make(variant, num_kv_heads=num_kv_heads, biases=True)
     except SpecError as refusal:  # a pair that needs as many key heads as query heads
         assert 'num_kv_heads' in str(refusal) and '\n' not in str(refusal)
         return
