@@ -418,6 +418,7 @@ def test_corpus_is_the_pairs_by_split_in_an_order_that_mixes_them(pairs, monkeyp
     cldr._ordered.cache_clear()
     corpus = find(DataConfig(name='cldr', languages='EN-de'))
     assert (corpus.name, corpus.version) == ('cldr-en-de', f'babel{babel.__version__}-1.0.0')
+    assert find(DataConfig(name='cldr', languages='en-zh_CN')).name == 'cldr-en-zh_Hans_CN'
     for languages in ('en-xx', 'english-de', 'en-EN', 'en-de-fr', 'en - de', '../x-de'):
         with refused(f"data.languages='{languages}'"):
             find(DataConfig(name='cldr', languages=languages))
