@@ -187,6 +187,8 @@ def test_files_that_do_not_fit_are_named(tmp_path):
             ({}, {'train.txt': b'a\nb\n' * 20 + b'\xc3'}, 'cannot be read .*0xc3 in position 80'),
             (parallel, PAIRS | {'validation.de': 'd\nv\nf'}, 'equal numbers of lines, not 1 and 3'),
             (parallel, PAIRS | {'test.en': 'x'}, "test.de' cannot be read .*FileNotFound"),
+            (parallel | {'languages': '../x-de'}, {}, "data.languages='../x-de' must be two lang"),
+            (parallel | {'languages': 'en-en'}, {}, "data.languages='en-en' must be two languages"),
         ]
     ):
         with refused(says):
