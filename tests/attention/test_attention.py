@@ -76,17 +76,6 @@ def test_logits_that_all_heads_have_in_common_are_computed_once(
             np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
 
 
-def test_keys_that_are_nothing_else_are_cached_rotated():
-    x_BTD = stream()
-    for variant, finished in ('qk/vo', {'k_BSKH'}), ('qk/k_is_v', set()), ('neither/no_v', set()):
-        layer, plain = (make(variant.split('/'), positions=p) for p in ('rope', 'none'))
-        cache, ahead, bare = layer.cached(x_BTD), layer.cached(x_BTD[:, 3:], 3), plain.cached(x_BTD)
-        changed = {name for name in bare if not np.array_equal(cache[name], bare[name])}
-        assert changed == finished, variant
-        for name, array in cache.items():
-            np.testing.assert_allclose(ahead[name], array[:, 3:], rtol=1e-6, atol=1e-6)
-
-
 SHARED = [(('qk', 'vo'), {'num_kv_heads': 1})]
 SHARED += [((score, 'merged_vo'), {}) for score in ('merged', 'collaborative', 'neither_full')]
 

@@ -98,19 +98,17 @@ VALUES = {
     'o_is_k': lambda s, v: (v['w_v'], outward(s['w_k'])),
     'o_is_q': lambda s, v: (v['w_v'], outward(s['w_q'])),
     'subspace': lambda s, v: (s['w_k'], GAIN * outward(s['w_k'])),
+    'latent': lambda s, v: (product(s['w_down'], v['w_up_v']), v['w_o']),
 }
-LATENT = 'latent(size=6)', 'latent', lambda s, v: (product(s['w_down'], v['w_up_v']), v['w_o'])
 
 
 def test_matrices_are_those_of_the_definition():
-    cases = [('qk', value, N, qk, factors) for value, factors in VALUES.items()]
-    cases += [(score, 'vo', N, factors, vo) for score, factors in SCORES.items()]
-    cases += [('qk', 'k_is_v', 2, qk, VALUES['k_is_v']), ('qk', 'vo', 2, qk, vo)]
-    cases += [(*LATENT[:2], N, SCORES[LATENT[0]], LATENT[2])]
-    for score, value, num_kv_heads, of_score, of_value in cases:
+    cases = [('latent(size=6)' if value == 'latent' else 'qk', value, N) for value in VALUES]
+    cases += [*((score, 'vo', N) for score in SCORES), ('qk', 'k_is_v', 2), ('qk', 'vo', 2)]
+    for score, value, num_kv_heads in cases:
         layer = make((score, value), residual_gain=GAIN, num_kv_heads=num_kv_heads)
         s, v = arrays(layer.score), arrays(layer.value)
-        (w_q, w_k), (w_v, w_o) = of_score(s), of_value(s, v)
+        (w_q, w_k), (w_v, w_o) = SCORES[score](s), VALUES[value](s, v)
         w_k, w_v = (np.repeat(w_DKH, N // w_DKH.shape[1], axis=1) for w_DKH in (w_k, w_v))
         A_NDE, B_NDE = layer.matrix()
         assert error(A_NDE, np.einsum('DNH,ENH->NDE', w_q, w_k)) < 1e-5, score

@@ -10,8 +10,6 @@ from jax.sharding import AxisType
 from qkattn.attention import Mask, SpecError, attend, registry
 from qkattn.attention.kernels import choice
 from qkattn.attention.kernels.einsum import Target
-from qkattn.config import ModelConfig
-from qkattn.model.sites import check_kernel
 from tests.attention import test_kernels
 from tests.refusals import refused
 
@@ -71,11 +69,6 @@ def test_a_named_kernel_refuses_what_it_cannot_serve():
     # Attention to cached keys is never of a library.
     cached = call(dtype=F32, mask=Mask(causal=True, first_query=jnp.int32(3)))
     assert choice.choose('dot_product', cached, CPU)[0] == 'blockwise'
-
-
-def test_a_kernel_is_refused_on_a_mesh_that_cannot_run_it():
-    with refused("^model: kernel='splash' runs on a TPU, not on cpu"):
-        check_kernel(ModelConfig(kernel='splash', context=128), MESH)
 
 
 def test_the_choice_is_logged_once(caplog):

@@ -10,7 +10,6 @@ import platform
 import random
 import re
 import sys
-import sysconfig
 from importlib import metadata
 from pathlib import Path
 
@@ -437,7 +436,7 @@ def test_corpus_is_the_pairs_by_split_in_an_order_that_mixes_them(pairs, monkeyp
 PACKAGES = DataConfig(name='packages')
 
 
-def test_stdlib_is_the_library_without_tests_and_tables(stdlib):
+def test_stdlib_is_the_library_without_tests_and_tables():
     paths, corpus = list(python_text.modules()), find(DataConfig())
     assert paths == sorted(paths) and len(paths) > 200
     assert not [path for path in paths if {'test', 'encodings'} & set(path.split('/'))]
@@ -448,16 +447,6 @@ def test_stdlib_is_the_library_without_tests_and_tables(stdlib):
     places = {'json/decoder.py': 'train', 'argparse.py': 'validation', 'json/tool.py': 'test'}
     for path, split in (places | {'json/__init__.py': split_of('json', 40, 30)}).items():
         assert path in corpus.names(split)
-    # Its tokens are the bytes of the files of a split in order.
-    for split in stdlib.splits:
-        names = corpus.names(split)
-        texts = [(Path(sysconfig.get_path('stdlib')) / name).read_bytes() for name in names]
-        if split != 'train':
-            limit = largest_size([*map(len, texts)])
-            texts = [text[:limit].decode(errors='ignore').encode() for text in texts]
-            assert stdlib.document_names(split) == names and len(names) >= 100
-        expected = b''.join(text + b'\0' for text in texts)
-        assert texts and np.asarray(stdlib.split(split)).tobytes() == expected
 
 
 def test_packages_are_pinned_and_without_copies_scripts_and_tests(tmp_path, monkeypatch):

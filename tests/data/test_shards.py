@@ -99,19 +99,6 @@ def test_shards_hold_whole_documents_up_to_their_size(text, made, tmp_path):
         assert split.fingerprint == index['splits'][name]['fingerprint']
 
 
-def test_shards_are_the_dataset_that_they_were_made_of(text, made):
-    before, after = load_text(text), load_text(shards(made))
-    assert after.splits == before.splits
-    for split in before.splits:
-        assert np.array_equal(np.asarray(after.split(split)), np.asarray(before.split(split)))
-        differing = {'fingerprint': '', 'shards': ()}
-        infos = (dataclasses.replace(d.info(split), **differing) for d in (before, after))
-        assert len(set(infos)) == 1
-    identity = json.loads(json.dumps(after.identity()))
-    assert identity.pop('fingerprints').keys() == before.identity().pop('fingerprints').keys()
-    assert identity == {'name': 'text', 'version': before.version, 'tokenizer': 'bytes'}
-
-
 def test_stopped_at_any_write_it_goes_on_to_the_same(text, made, tmp_path, monkeypatch):
     replace = os.replace
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from qkattn.attention import visible
 from qkattn.config import ModelConfig
 from qkattn.model import Decoder, Encoder, EncoderDecoder, abstract_model, build
 from tests.attention import examples  # noqa: F401, classes that the settings name
@@ -176,17 +175,6 @@ def test_the_layers_of_a_model_compute_what_its_blocks_compute():
         A_NDE, B_NDE = layer.matrix()
         assert A_NDE.shape == B_NDE.shape == (2, 16, 16)
     np.testing.assert_allclose(model.logits(model.normed(x_BTD)), model(TOKENS), atol=1e-5)
-
-
-def test_an_encoder_decoder_has_layers_at_three_sites():
-    model = make(**BOTH | {'num_layers': 1, 'num_encoder_layers': 2, 'cross_variant': 'merged/vo'})
-    assert len(model.layers()) == 1 and len(model.encoder.layers()) == 2
-    (cross,) = model.layers('cross_attention')
-    assert cross.spec.score == 'merged'
-    y_BSD, mask_BTS = model.encode(TOKENS), visible(7, 7, causal=False)
-    np.testing.assert_array_equal(cross(y_BSD, y_BSD=y_BSD), cross(y_BSD, mask_BTS, y_BSD=y_BSD))
-    with pytest.raises(ValueError, match='known are attention, cross_attention'):
-        model.layers('attend')
 
 
 def test_an_abstract_model_has_the_shapes_of_a_model_and_a_model_is_drawn_after_it():
