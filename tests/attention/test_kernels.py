@@ -125,12 +125,6 @@ def test_blocks_equal_the_einsums(case, dtype, tolerance):
         assert_equal(got, want, tolerance)
 
 
-def test_a_query_without_visible_keys_returns_0():
-    arrays, _ = inputs(CASES['padded'][1])
-    mask = Mask(valid_BS=jnp.zeros((2, T), bool))
-    assert not np.any(in_blocks(call(arrays, mask=mask)))
-
-
 def test_a_stack_with_traced_scales_has_the_gradients_of_the_einsums():
     arrays, w_BTNH = inputs(CASES['causal'][1])
     stacked = [array[:, None] for array in (*arrays[:3], w_BTNH)]  # of two trials

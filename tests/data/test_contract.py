@@ -103,7 +103,6 @@ def test_other_objects_are_refused_in_one_sentence(data, outside):
         ({'name': 'listed:listed'}, r"'listed:listed' must return a Corpus, not \['a'\]"),
         ({'tokenizer': 'fables:fables'}, "='fables:fables' is not a class with encode, decode"),
         ({'task': 'nibbles:Nibbles'}, "data.task='nibbles:Nibbles' is not a class with the attr"),
-        ({'task': 'masked'}, "'masked' trains model.kind='encoder' on text .*model.kind='decoder'"),
         ({'task': 'causal_probe'}, 'causal probe, but .* is text in one language'),
     ):
         with refused(says):

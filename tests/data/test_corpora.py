@@ -178,18 +178,17 @@ def test_lines_of_parallel_files_are_documents(tmp_path):
 
 def test_files_that_do_not_fit_are_named(tmp_path):
     parallel = {'name': 'parallel', 'languages': 'en-de'}
-    for number, (settings, files, says) in enumerate(
-        [
-            ({'path': f'{tmp_path}/x'}, {}, "x' cannot be read .*FileNotFound"),
-            ({}, {'validation.txt': 'x'}, 'has no train split; its splits are validation'),
-            ({}, {'train.txt': ''}, "train.txt' is empty"),
-            ({}, {'train.txt': b'a\nb\n' * 20 + b'\xc3'}, 'cannot be read .*0xc3 in position 80'),
-            (parallel, PAIRS | {'validation.de': 'd\nv\nf'}, 'equal numbers of lines, not 1 and 3'),
-            (parallel, PAIRS | {'test.en': 'x'}, "test.de' cannot be read .*FileNotFound"),
-            (parallel | {'languages': '../x-de'}, {}, "data.languages='../x-de' must be two lang"),
-            (parallel | {'languages': 'en-en'}, {}, "data.languages='en-en' must be two languages"),
-        ]
-    ):
+    cases = (
+        ({'path': f'{tmp_path}/x'}, {}, "x' cannot be read .*FileNotFound"),
+        ({}, {'validation.txt': 'x'}, 'has no train split; its splits are validation'),
+        ({}, {'train.txt': ''}, "train.txt' is empty"),
+        ({}, {'train.txt': b'a\nb\n' * 20 + b'\xc3'}, 'cannot be read .*0xc3 in position 80'),
+        (parallel, PAIRS | {'validation.de': 'd\nv\nf'}, 'equal numbers of lines, not 1 and 3'),
+        (parallel, PAIRS | {'test.en': 'x'}, "test.de' cannot be read .*FileNotFound"),
+        (parallel | {'languages': '../x-de'}, {}, "data.languages='../x-de' must be two lang"),
+        (parallel | {'languages': 'en-en'}, {}, "data.languages='en-en' must be two languages"),
+    )
+    for number, (settings, files, says) in enumerate(cases):
         with refused(says):
             documents(opened(tmp_path / str(number), files, **settings), 'en')
 
