@@ -22,7 +22,6 @@ def test_a_variant_that_names_nothing_is_refused():
         ('qq/vo', "unknown score 'qq'.*qk, merged, shared_qk"),
         ('qk/no_w', "unknown value 'no_w', did you mean 'no_v'"),
         ('qk', 'must be written'),
-        ('qk(2)/vo', 'must be written'),
         ('qk(rank=3)/vo', "qk has no option 'rank'; it takes none"),
         ('t5_bias:T5Bias(rank=3)/vo', 'it takes buckets, farthest'),
         ('no_such_module:X/vo', "no module named 'no_such_module'"),
