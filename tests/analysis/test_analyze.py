@@ -1,18 +1,15 @@
 """Models of every kind and variant: rows and means, against numpy and the oracle of attention."""
 
-import re
-
 import jax
 import numpy as np
 import pytest
 
-from qkattn.analysis import Analysis, analyze, attention_patterns, circuit_matrices
-from qkattn.analysis.analyze import Row, of_matrices
-from qkattn.attention import registry
+from qkattn.analysis import Analysis, analyze
+from qkattn.analysis.analyze import Row
 from qkattn.config import ModelConfig
 from qkattn.convert.conversions import converted
 from qkattn.errors import ConfigError
-from qkattn.model import abstract_model, build
+from qkattn.model import build
 from tests.attention import examples  # noqa: F401, the class Differential
 from tests.lanes import only
 
@@ -85,28 +82,6 @@ def test_drift_is_that_of_each_head_between_two_factorizations():
         analyze(make(), reference=make(num_layers=1))
     with pytest.raises(ConfigError, match='attention 0: A.* is .4, 16, 16. in the reference'):
         analyze(make(), reference=make(num_heads=4))
-
-
-def test_a_program_decomposes_one_array():
-    """The calls of LAPACK in the compiled programs, which are for CPUs."""
-    with jax.default_device(jax.devices('cpu')[0]):
-        text = of_matrices.lower(np.ones((3, 2, 8, 8))).compile().as_text()
-    assert len(re.findall(r'custom_call_target="(lapack_\w+)"', text)) == 1
-
-
-@pytest.mark.slow
-def test_every_registered_variant_is_measured():
-    """Nothing is computed: shapes tell what there is."""
-    variants = [(name, 'vo') for name in registry.SCORES]
-    variants += [(value.partner, name) for name, value in registry.VALUES.items()]
-    for score, value in variants:
-        heads = 1 if 'full' in score else 2
-        config = ModelConfig(**SIZES | {'num_heads': heads}, score=score, value=value)
-        matrices = jax.eval_shape(circuit_matrices, abstract_model(config))
-        missing = {key[2] for key, matrix in matrices.items() if matrix is None}
-        assert missing == ({'A'} if score == 'nonlinear_query' else set()), (score, value)
-        patterns = jax.eval_shape(attention_patterns, abstract_model(config), {'tokens_BT': TOKENS})
-        assert {p.probabilities_BNTS.shape for p in patterns.values()} == {(2, heads, 8, 8)}
 
 
 def test_attention_that_is_equal_over_all_keys_has_its_induction_score():

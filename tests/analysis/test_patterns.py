@@ -65,11 +65,9 @@ def test_the_size_of_logits_ignores_what_softmax_ignores():
     ('score', 'options'),
     [
         ('nonlinear_query', {}),
-        ('query_free', {}),
         ('shared_qk(self_mask=True)', {}),
         ('qk', {'positions': 'alibi', 'logit_cap': 0.7, 'window': 3, 'kernel': 'blockwise'}),
         ('qk', {'normalizer': 'sigmoid', 'score_scale': 0.5}),
-        ('qk', {'positions': 'rope', 'qk_norm': True}),
     ],
 )
 def test_the_pattern_is_that_of_the_slow_reference(score, options):

@@ -2,10 +2,9 @@
 
 A check of the Score alone asks for the fixture `score`. In others most variants are slow; quick are
 
-shown    what depends on each circuit by itself: each Score and Value once, and docs/extend.md
-variant  what depends on both: also some pairs that share a projection
-some     what compiles or lowers a program, or is the layer's work rather than a circuit's: every
-         ninth variant of the documentation
+variant  each Score and Value, docs/extend.md, and some pairs that share a projection
+some     what compiles a program, or is the layer's work rather than a circuit's: every ninth
+         variant of the documentation
 """
 
 import contextlib
@@ -37,10 +36,8 @@ def quick_variants(fixture: str) -> set[tuple[str, str]]:
     documented = catalogue.documented_variants()
     if fixture == 'some':
         return {*documented[::9]}
-    quick = {*documented, *examples.VARIANTS}
-    if fixture == 'variant':
-        quick.update((s, v) for s, v in buildable_variants()[::3] if VALUES[v].shares)
-    return quick
+    sharing = [(s, v) for s, v in buildable_variants()[::3] if VALUES[v].shares]
+    return {*documented, *examples.VARIANTS, *sharing}
 
 
 def pytest_generate_tests(metafunc):
@@ -48,7 +45,7 @@ def pytest_generate_tests(metafunc):
         return
     named = [_checked(text) for text in metafunc.config.getoption('--variant') or ()]
     every = named or [*buildable_variants(), *examples.VARIANTS]
-    for fixture in {'variant', 'shown', 'some'} & {*metafunc.fixturenames}:
+    for fixture in {'variant', 'some'} & {*metafunc.fixturenames}:
         quick = named or quick_variants(fixture)
         cases = only([(pair,) for pair in quick], [(pair,) for pair in every])
         metafunc.parametrize(fixture, cases, ids=map('/'.join, every))

@@ -1,7 +1,5 @@
 """What takes the place of softmax: the oracle, masks, decoding, gradients, refusals."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,14 +7,10 @@ import pytest
 from jax.test_util import check_grads
 
 from qkattn.attention import NORMALIZERS, attend, registry
-from qkattn.convert.circuits import merge
-from qkattn.convert.whole_layer import to_standard
-from qkattn.errors import ConversionError
 from tests.attention import examples, layers  # noqa: F401, the normalizer `rectified`
 from tests.attention import test_contract as contract
-from tests.attention.layers import causal, error, make, stream
+from tests.attention.layers import causal, make, stream
 from tests.lanes import only
-from tests.refusals import refused
 
 NAMES = [*NORMALIZERS, 'sigmoid(bias=-1.5)', 'rectified:Rectified']
 QUICK = ('softmax', 'sigmoid', 'entmax15')
@@ -50,13 +44,6 @@ def test_probabilities_are_those_of_the_slow_form(name):
             np.testing.assert_allclose(want_S.sum(), 1, rtol=1e-12)
 
 
-def test_entmax_and_sparsemax_have_exact_zeros():
-    s_S = jnp.array([1.0, 0.9, 0.2, -3.0])
-    for name, support in (('sparsemax', 2), ('entmax15', 3), ('softmax', 4)):
-        p_S = registry.find_normalizer(name)(s_S, jnp.ones(4, bool))
-        assert np.count_nonzero(p_S) == support, name
-
-
 @pytest.mark.parametrize('name', only(QUICK, NAMES))
 def test_gradients_are_those_of_differences(name):
     """Also in entmax and sparsemax, which have a rule of their own."""
@@ -81,13 +68,3 @@ def test_a_query_without_visible_keys_has_finite_output_and_gradients(name):
     assert all(np.isfinite(g).all() for g in gradients)
     mean_BNH = v_BSKH.mean(1) if name in SIMPLEX else jnp.zeros((2, 4, 8))
     np.testing.assert_allclose(o_BTNH[:, 2], mean_BNH, atol=1e-6)
-
-
-def test_conversions_keep_the_function_or_refuse_biases():
-    for name, convert in itertools.product(('sigmoid', 'entmax15'), (merge, to_standard)):
-        plain, biased = (make(QKVO, normalizer=name, biases=biases) for biases in (False, True))
-        for layer in (plain, biased)[: 1 + (name in SIMPLEX)]:
-            assert error(convert(layer)(stream(), causal()), layer(stream(), causal())) < 1e-5
-        if name not in SIMPLEX:
-            with refused('normalizer=sigmoid does not', ConversionError):
-                convert(biased)

@@ -1,13 +1,14 @@
-"""Initial values: a slice of one draw per name and seed."""
+"""Initial values: a slice of one draw per name and seed, which variants share."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from qkattn.attention.parameters import weight
 from qkattn.config import ModelConfig
 from qkattn.model import build
-from tests.attention.layers import by_path
+from tests.attention.layers import H, N, by_path, error, make
 
 KEY = jax.random.key(0)
 GROUPS = {
@@ -70,10 +71,27 @@ def test_the_initialization_of_nanogpt_is_normal_with_its_standard_deviations():
             assert set(w.flat) == {1.0 if role(path).startswith('g_') else 0.0}, path
 
 
-def test_models_of_other_sizes_share_their_common_blocks():
-    large = initial(d_model=12, num_layers=3)  # head_size 6 in place of 4, d_ff 48 in place of 32
-    for path, w in initial().items():
-        if role(path).startswith('w_'):
-            ratio = w / large[path][tuple(slice(length) for length in w.shape)]
-            # Only the standard deviation differs.
-            np.testing.assert_allclose(ratio, ratio.flat[0], rtol=1e-6, err_msg=path)
+@pytest.mark.parametrize('num_kv_heads', [2, 4])
+def test_products_begin_as_their_factors(num_kv_heads):
+    """The same function under the same seed, of rank H, and `frozen` as `qk`."""
+    options = {'num_kv_heads': num_kv_heads, 'moved': False}
+    standard, frozen = (make((s, 'vo'), **options) for s in ('qk', 'frozen'))
+    A_NDE, B_NDE = (np.asarray(standard.score.scale * standard.matrix()[0]), standard.matrix()[1])
+    np.testing.assert_array_equal(frozen.score.matrix(), standard.score.matrix())
+    merged = make(('merged(init="product")', 'merged_vo(init="product")'), moved=False)
+    fixed = make(('qk', 'gauge_fixed(init="product")'), **options).value
+    if num_kv_heads == N:
+        np.testing.assert_allclose(merged.score.scale * merged.score.matrix(), A_NDE, atol=1e-6)
+        assert error(merged.value.matrix(None), B_NDE) < 1e-6
+        for matrix in merged.matrix():
+            assert np.linalg.matrix_rank(matrix, tol=1e-5).tolist() == [H] * N
+    assert error(fixed.matrix(None), B_NDE) < 1e-3  # the inverse of a random block
+
+
+def test_variants_start_from_the_same_shared_tensors():
+    layer, tied = (make((score, 'vo'), moved=False) for score in ('qk', 'query_free'))
+    np.testing.assert_array_equal(layer.score.w_k_DKH[...], tied.score.w_k_DKH[...])
+    np.testing.assert_array_equal(layer.value.w_o_NHD[...], tied.value.w_o_NHD[...])
+    assert jnp.abs(layer.score.w_k_DKH[...] - layer.value.w_v_DKH[...]).max() > 0.01
+    double, qk = (make((s, 'vo'), moved=False).score for s in ('double(which="q")', 'qk'))
+    np.testing.assert_array_equal(double.w_k_DKH[...], qk.w_k_DKH[...])

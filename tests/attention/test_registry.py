@@ -22,7 +22,6 @@ def test_a_variant_that_names_nothing_is_refused():
         ('qq/vo', "unknown score 'qq'.*qk, merged, shared_qk"),
         ('qk/no_w', "unknown value 'no_w', did you mean 'no_v'"),
         ('qk', 'must be written'),
-        ('qk(2)/vo', 'must be written'),
         ('qk(rank=3)/vo', "qk has no option 'rank'; it takes none"),
         ('t5_bias:T5Bias(rank=3)/vo', 'it takes buckets, farthest'),
         ('no_such_module:X/vo', "no module named 'no_such_module'"),
@@ -42,56 +41,42 @@ def test_a_class_outside_the_package_takes_its_options():
 
 ROPE = {'positions': 'rope'}
 WIDE = {'head_size': 16}
-WITHOUT_ROPE = 'symmetric symmetric_skew gauge_fixed collaborative query_free_full neither_full'
 REFUSED = [
     ('qk/vo', {'num_kv_heads': 3}, 'num_kv_heads=3 must divide num_heads=4'),
-    ('qk/vo', {'num_heads': 0}, 'num_heads=0 must be a whole number'),
     ('merged/no_v', {'num_kv_heads': 2}, 'num_kv_heads=2 changes nothing in merged/no_v'),
     ('query_free/vo', WIDE, r'query_free uses .* must equal d_model=32, not 4 \* 16'),
-    *(
-        (variant, WIDE, f'{variant.replace("/vo", "").replace("qk/", "")} uses slices')
-        for variant in (
-            *('key_free/vo', 'neither/vo', 'nonlinear_query/vo', 'qk/no_v', 'qk/no_o', 'qk/no_vo'),
-            *('qk/hadamard', 'qk/v_is_k_transposed'),
-        )
-    ),
-    *((f'{score}/vo', ROPE, f'{score} has no rotary form') for score in WITHOUT_ROPE.split()),
+    ('key_free/vo', WIDE, 'key_free uses slices'),
+    ('qk/hadamard', WIDE, 'hadamard uses slices'),
+    ('collaborative/vo', ROPE, 'collaborative has no rotary form'),
     ('low_rank(rank=33)/vo', {}, 'rank=33.*from 1 to d_model=32'),
     ('low_rank(rank=3)/vo', ROPE, 'rank=3.*even'),
     ('full_size/vo', {**ROPE, 'd_model': 33}, 'd_model=33 must be even'),
-    ('shared_qk(key_norm=1)/vo', {}, 'key_norm=1.*must be one of False, True'),
     ('shared_qk(temperature=0)/vo', {}, "temperature=0.*above 0, 'learned' or None"),
     ('symmetric_skew(symmetric_rank=33)/vo', {}, 'symmetric_rank=33.*from 0 to d_model=32'),
     ('symmetric_skew(skew_rank=17)/vo', {}, 'skew_rank=17.*d_model // 2=16'),
     ('symmetric_skew(symmetric_rank=0, skew_rank=0)/vo', {}, 'above 0'),
     ('latent(size=64)/vo', {}, 'size=64.*from 1 to d_model=32'),
     ('latent(rope_size=4)/vo', {}, 'rope_size=4.*needs positions=rope, not none'),
-    ('latent(rope_size=5)/vo', ROPE, 'rope_size=5.*even'),
     ('latent/vo', ROPE, r'positions=rope needs latent\(rope_size=G\)'),
     ('gauge_fixed/vo', {'head_size': 64}, 'head_size=64 must be at most d_model=32'),
     ('gauge_fixed(rows=((0, 1),))/vo', {}, 'for each of num_kv_heads=4 heads, head_size=8'),
     ('qk/gauge_fixed', {'num_heads': 1, 'num_kv_heads': 1, 'head_size': 32}, 'below d_model'),
     ('qk/gauge_fixed(columns=((0, 1),))', {}, 'for each of num_heads=4 heads, head_size=8'),
-    (f'qk/gauge_fixed(columns={((0,) * 8,) * 4})', {}, 'different columns below d_model=32'),
     ('qk/hadamard', {'d_model': 24, 'head_size': 6}, 'power of two, not 24; the nearest are 16'),
     ('merged/k_is_v', {}, 'k_is_v uses the key projection of its score, and merged has none'),
     ('merged/q_is_v', {}, 'uses the query projection.*scores that have one are qk, shared_qk'),
-    ('symmetric/q_is_v', {}, 'uses the query projection'),
-    ('pairwise/q_is_v', {}, 'uses the query projection'),
-    ('key_free/subspace', {}, 'uses the key projection of its score.*have one are qk'),
     ('shared_qk/q_is_v', {}, 'is the key matrix: write k_is_v in place of q_is_v'),
-    ('shared_qk/o_is_q', {}, 'is the key matrix: write o_is_k in place of o_is_q'),
     ('shared_qk(key_norm=True)/k_is_v', {}, 'k_is_v .* cannot be used with .* not bilinear'),
     ('qk/latent', {}, 'qk has none to share; scores that have one are latent'),
     ('qk/v_is_k_transposed', {'num_kv_heads': 2}, 'num_kv_heads must be num_heads=4, not 2'),
 ]
 
 
-@pytest.mark.parametrize(('variant', 'change', 'message'), REFUSED)
-def test_what_cannot_be_built_is_refused_in_one_sentence(variant, change, message):
-    spec = {**SIZES, **parse_variant(variant)._asdict(), **change}
-    with refused(message, SpecError):
-        registry.check(AttentionSpec(**spec))
+def test_what_cannot_be_built_is_refused_in_one_sentence():
+    for variant, change, message in REFUSED:
+        spec = {**SIZES, **parse_variant(variant)._asdict(), **change}
+        with refused(message, SpecError):
+            registry.check(AttentionSpec(**spec))
 
 
 @pytest.mark.parametrize(('kind', 'known'), [('score', SCORES), ('value', VALUES)])

@@ -13,7 +13,6 @@ from qkattn.config import ModelConfig, Study, serialize
 from qkattn.config.calls import resolve, split_pattern, takes
 from qkattn.config.run_config import Config, DataConfig, MeshConfig, TrainConfig, TrialsConfig
 from qkattn.config.serialize import fingerprint, fingerprint_of, from_json, to_json
-from qkattn.config.setting import check_section, settings
 from qkattn.errors import ConfigError
 from qkattn.model.sites import validate
 from tests.refusals import refused
@@ -104,37 +103,15 @@ def changed(fields: dict) -> Config:
     return config
 
 
-def test_every_field_declares_a_description_and_a_default_within_its_bounds():
-    for cls in (Config, Study):
-        assert len(declared := settings(cls)) > 70
-        for name, setting in declared.items():
-            assert setting.doc.endswith('.') and not setting.doc.startswith(' '), name
-        check_section('', cls())
-    assert settings(Config)['model.dropout'].bounds.words(float) == 'at least 0 and below 1'
-
-
-def test_what_can_work_is_let_through():
-    for fields in (
-        {},
-        BOTH | {'model.encoder_variant': 'merged/no_vo', 'model.source_context': 300},
-        # The cross-attention has no rotary positions, whatever the model's are.
-        BOTH | {'model.positions': 'rope', 'model.cross_variant': 'merged/vo'},
-        {'train.label_smoothing': 0, 'optimizer.warmup_steps': 0},
-        {'optimizer.schedule': 'inverse_sqrt', 'optimizer.warmup_steps': 1},
-        {'model.kernel': 'dot_product'},
-        {'model.kernel': 'splash', 'model.context': 128},  # perhaps for a pod
-        BOTH | {'model.kernel': 'blockwise'},
-    ):
-        validate(changed(fields))
-
-
 def test_a_wrong_setting_is_named_with_its_value():
+    validate(changed({'model.kernel': 'splash', 'model.context': 128}))  # perhaps for a pod
+    # The cross-attention has no rotary positions, whatever the model's are.
+    validate(changed(BOTH | {'model.positions': 'rope', CROSS: 'merged/vo'}))
     for name, value, words in (
         ('model.kind', 'seq2seq', 'must be one of decoder, encoder,'),
         ('model.num_kv_heads', 3, 'must divide num_heads=4'),
         ('model.kernel', 'flash', 'must be one of auto, einsum, blockwise'),
         ('model.d_model', 130, 'must be a multiple of num_heads=4'),
-        ('model.num_layers', True, 'must be of type int'),
         ('model.d_ff', 0, 'must be at least 1 and at most 2**20, or None'),
         ('model.biases', 1, 'must be of type bool'),
         *(('model.dropout', r, 'must be at least 0 and below 1') for r in (-0.1, 1.0, NAN)),
@@ -143,7 +120,6 @@ def test_a_wrong_setting_is_named_with_its_value():
         ('train.log_every', 15, 'must be a multiple of train.steps_per_dispatch=10'),
         ('train.eval_every', 25, 'must be a multiple of train.log_every=10'),
         ('optimizer.warmup_steps', 1000, 'must be below train.num_steps=1000'),
-        ('optimizer.clip_norm', 0.0, 'must be above 0 and finite in float32, or None'),
         ('trials.seeds', (), 'must hold at least one value'),
         ('trials.seeds', (1, 1), 'must hold no value twice'),
         ('trials.seeds', (-1,), 'must hold values that are at least 0 and below 2**31'),
@@ -166,7 +142,6 @@ def test_settings_that_do_not_fit_each_other_are_refused(tmp_path):
         ({'mesh.fsdp': 3}, 'mesh.data * mesh.fsdp = 3 must divide the microbatch of 16'),
         (INVERSE_SQRT | {'optimizer.warmup_steps': 0}, 'at least 1 with optimizer.schedule=inve'),
         (BOTH | {ENCODER: 'qqk/vo'}, "model.encoder_variant: unknown score 'qqk'"),
-        (BOTH | {ENCODER: 'qk'}, "model.encoder_variant: variant 'qk' must be written"),
         (
             BOTH | {CROSS: 'merged/no_v', 'model.num_kv_heads': 1},
             'cross_variant: num_kv_heads=1 ch',
@@ -175,8 +150,6 @@ def test_settings_that_do_not_fit_each_other_are_refused(tmp_path):
         ({PATTERN: 'qk/vo,qk/no_v', 'model.num_layers': 1}, 'has 2 variants for num_layers=1'),
         (BOTH | {PATTERN: 'qk/vo,qk/no_v'}, 'is a setting of a decoder or an encoder'),
         ({PATTERN: 'qk/vo,qk/ov'}, "unknown value 'ov'"),
-        ({PATTERN: 'qk/vo,'}, "variant '' must be written score/value"),
-        ({PATTERN: ''}, "pattern='' must begin with"),
         ({PATTERN: 'qk/vo,merged/vo', 'model.positions': 'rope'}, '[1]: merged has no rotary'),
         (DOT_PRODUCT | {'model.positions': 'alibi'}, "model: kernel='dot_product' has no biases"),
         (BOTH | DOT_PRODUCT, "model: kernel='dot_product' takes no padding"),
@@ -255,15 +228,13 @@ def test_a_later_field_is_stored_and_hashed_unless_it_is_at_its_default():
             from_json(Config, to_json(config))
 
 
-def test_another_default_is_another_config_and_stored_ones_keep_their_meaning():
+def test_other_and_later_defaults_leave_stored_configs_their_meaning(monkeypatch):
     assert fingerprint(WiderConfig()) != fingerprint(Config())
     stored = to_json(Config())
     del stored['model']['window'], stored['decode']
     assert from_json(WiderConfig, stored) == wider()
     assert fingerprint(from_json(Config, stored)) == fingerprint(Config()) != fingerprint_of(stored)
-
-
-def test_the_default_of_a_later_field_is_frozen_with_its_schema(monkeypatch):
+    # The default of a later field is frozen with its schema.
     later = serialize.SCHEMAS | {'2': {'WiderModel': {'lately': 'sigmoid'}}}
     monkeypatch.setattr(serialize, 'SCHEMAS', later)
     monkeypatch.setattr(serialize, 'defaults', serialize.defaults.__wrapped__)

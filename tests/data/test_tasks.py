@@ -25,6 +25,13 @@ def test_every_token_but_the_first_is_a_target_once():
         assert batch['tokens_BT'].ravel().tolist() == list(range(count * length))
         assert batch['targets_BT'].ravel().tolist() == list(range(1, count * length + 1))
         assert (batch['loss_weights_BT'] == 1).all()
+    for rows, says in (
+        (LanguageRows(numbers(train=30), 30), "=30 is too long for split 'train' .* at most 29"),
+        (LanguageRows(numbers(train=30), 16, shift=True), 'context=16 is .* at most 15'),
+        (MaskedRows(numbers(train=9), 10), 'context=10 is .* at most 9'),
+    ):
+        with refused(says):
+            rows.count('train')
 
 
 def test_shifted_windows_move_together_and_anew_in_every_epoch():
@@ -85,16 +92,6 @@ def test_a_mask_is_a_function_of_the_draws_alone():
     assert MaskedRows(numbers(train=100), 10, 0.01).num_masked == 1
 
 
-def test_windows_that_do_not_fit_are_one_sentence():
-    for rows, says in (
-        (LanguageRows(numbers(train=30), 30), "=30 is too long for split 'train' .* at most 29"),
-        (LanguageRows(numbers(train=30), 16, shift=True), 'context=16 is .* at most 15'),
-        (MaskedRows(numbers(train=9), 10), 'context=10 is .* at most 9'),
-    ):
-        with refused(says):
-            rows.count('train')
-
-
 SMALL = ['recall(pairs=4, keys=6, values=3)', 'successor(keys=4, payloads=3)']
 # At the least that an option may be.
 TIGHT = ['recall(pairs=32)', 'recall(pairs=1, keys=1, values=2)', 'successor(keys=3, payloads=2)']
@@ -109,23 +106,23 @@ def opened(name: str) -> probe_tasks.ProbeRows:
     return probe_tasks.ProbeRows(*probe_tasks.find(name))
 
 
-@pytest.mark.parametrize('name', [*SMALL, *TIGHT])
-def test_shapes_types_and_range(name):
-    rows = opened(name)
-    batch = read_rows(rows, 'train', range(300))
-    check_shapes(batch, 300, rows.length)
-    # Every row asks the same number of questions, and weights are 0 or 1.
-    asked_BT = batch['loss_weights_BT'] == 1
-    assert not batch['loss_weights_BT'][~asked_BT].any()
-    assert len(set(asked_BT.sum(1))) == 1 and asked_BT.any()
-    answers = np.unique(batch['targets_BT'][asked_BT])
-    used = np.union1d(batch['tokens_BT'], answers)
-    assert 0 <= used.min() and used.max() < rows.vocab_size
-    if name in SMALL:  # every id and every answer turns up
-        assert used.tolist() == list(range(rows.vocab_size))
-        assert rows.unigram_nats('train') == pytest.approx(math.log(len(answers)))
-    if probe_tasks.find(name)[1].causal:
-        assert np.array_equal(batch['tokens_BT'][:, 1:], batch['targets_BT'][:, :-1])
+def test_shapes_types_and_range():
+    for name in (*SMALL, *TIGHT):
+        rows = opened(name)
+        batch = read_rows(rows, 'train', range(300))
+        check_shapes(batch, 300, rows.length)
+        # Every row asks the same number of questions, and weights are 0 or 1.
+        asked_BT = batch['loss_weights_BT'] == 1
+        assert not batch['loss_weights_BT'][~asked_BT].any()
+        assert len(set(asked_BT.sum(1))) == 1 and asked_BT.any()
+        answers = np.unique(batch['targets_BT'][asked_BT])
+        used = np.union1d(batch['tokens_BT'], answers)
+        assert 0 <= used.min() and used.max() < rows.vocab_size
+        if name in SMALL:  # every id and every answer turns up
+            assert used.tolist() == list(range(rows.vocab_size))
+            assert rows.unigram_nats('train') == pytest.approx(math.log(len(answers)))
+        if probe_tasks.find(name)[1].causal:
+            assert np.array_equal(batch['tokens_BT'][:, 1:], batch['targets_BT'][:, :-1])
 
 
 @pytest.mark.parametrize('name', SMALL)
@@ -162,13 +159,10 @@ def test_training_rows_follow_their_draws_and_evaluation_rows_their_numbers(name
         assert not np.array_equal(again['tokens_BT'][0], again['tokens_BT'][1])
 
 
-# Written down, so that a library that draws differently does not go unnoticed.
-def test_rows_are_the_same_for_ever():
+def test_rows_are_the_same_for_ever_and_bad_names_are_one_sentence():
+    # Written down, so that a library that draws differently does not go unnoticed.
     tokens_BT = read_rows(opened(SMALL[0]), 'train', [0], seed=5)['tokens_BT']
     assert tokens_BT.tolist() == [[2, 8, 4, 8, 3, 8, 1, 6, 3, 8, 2, 8, 1, 6, 4]]
-
-
-def test_bad_names_are_one_sentence():
     for name, says in (
         ('recal(pairs=2)', "unknown data.name 'recal', did you mean 'recall'"),
         ('recall(pairs=True)', 'whole numbers'),
@@ -211,25 +205,6 @@ def test_sequences_are_tokens_of_rows_all_over_the_split_in_random_order():
     assert repeats.sequences(probe_tasks.CausalProbeRows(*probe_tasks.find('recall'))) is None
 
 
-@pytest.mark.parametrize('length', [8, 9])
-@pytest.mark.parametrize('copy', ['first', 'second'])
-def test_each_copy_asks_for_all_tokens_but_the_first(length, copy):
-    half = (length + 1) // 2
-    r_BH = np.arange(1, 1 + 4 * half, dtype=np.int32).reshape(4, half)
-    parts = list(repeats.batches(r_BH, length, copy, batch_size=3))
-    for batch in parts:
-        check_shapes(batch, 3, length)
-    whole = {name: np.concatenate([batch[name] for batch in parts]) for name in parts[0]}
-    assert not any(array[4:].any() for array in whole.values())
-    twice_BT1 = np.concatenate([r_BH, r_BH, np.zeros((4, 1), int)], axis=1)[:, : length + 1]
-    assert np.array_equal(whole['tokens_BT'][:4], twice_BT1[:, :-1])
-    assert np.array_equal(whole['targets_BT'][:4], twice_BT1[:, 1:])
-    # The targets are r_2 .. r_H, each at the token before it in this copy.
-    begin = 0 if copy == 'first' else half
-    expected_T = np.isin(np.arange(length), np.arange(begin, begin + half - 1))
-    assert (whole['loss_weights_BT'][:4] == expected_T).all()
-
-
 SEPARATOR, SOURCE_LENGTH, LENGTH = 3, 24, 20
 WORDS = types.SimpleNamespace(name='words', vocab_size=60_000, separator=SEPARATOR)
 
@@ -269,16 +244,15 @@ def unpack(batch):
             yield source[source_segments == segment].tolist(), *sides
 
 
-@pytest.mark.parametrize('split', ['train', 'validation'])
-def test_every_pair_is_in_one_row_whole_and_with_its_own_translation(split):
+def test_every_pair_is_in_one_row_whole_and_with_its_own_translation():
     expected = sorted(
         ([*source, SEPARATOR], [SEPARATOR, *target], [*target, SEPARATOR])
-        for source, target in zip(SOURCES[split], TARGETS[split], strict=True)
+        for source, target in zip(SOURCES['train'], TARGETS['train'], strict=True)
     )
-    assert sorted(unpack(read(ROWS, split))) == expected
+    assert sorted(unpack(read(ROWS))) == expected
     # Sentences are in file order, without separators, and may be empty.
-    for read_back, side in zip(PARALLEL.sentences(split), (SOURCES, TARGETS), strict=True):
-        assert [ids.tolist() for ids in read_back] == [ids.tolist() for ids in side[split]]
+    for read_back, side in zip(PARALLEL.sentences('train'), (SOURCES, TARGETS), strict=True):
+        assert [ids.tolist() for ids in read_back] == [ids.tolist() for ids in side['train']]
 
 
 def test_rows_are_well_filled_and_padded_with_zeros_behind_the_pairs():

@@ -28,20 +28,6 @@ def test_greedy_tokens_are_those_without_a_cache(model):
     assert len(np.unique(greedy_BT)) > 3
 
 
-@pytest.mark.slow
-def test_continuations_are_the_same_where_64_bit_types_are_allowed(model):
-    def continued():
-        draws = {'key': jax.random.key(3), 'temperature': 1.0}
-        best = search(model, PROMPTS, 3, separator=3, beam=2)
-        return generate(model, PROMPTS, 3, **draws), *best
-
-    expected = continued()
-    with jax.enable_x64(True):
-        for one, other in zip(continued(), expected, strict=True):
-            assert one.dtype == other.dtype
-            np.testing.assert_allclose(one, other, rtol=1e-5)
-
-
 def test_sampling_depends_on_the_key_and_on_nothing_else(model):
     draws = {'key': jax.random.key(3), 'temperature': 1.0}
     first = generate(model, PROMPTS, 6, **draws)

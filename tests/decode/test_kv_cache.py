@@ -101,7 +101,6 @@ SITES = [
     {'positions': 'sinusoidal', 'scale_embeddings': True, 'norm_position': 'post'},
     {'positions': 'rope', 'num_kv_heads': 1, 'window': 3, 'biases': True, 'qk_norm': True},
     EXTENDED | {'cross_variant': 'qk/differential:Differential', 'value': 'gated:Gated'},
-    {'shared_embeddings': False, 'scan_unroll': 2, 'activation': 'relu', 'norm': 'rmsnorm'},
 ]
 
 

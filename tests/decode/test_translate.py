@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from qkattn.config import Config, DecodeConfig, ModelConfig
+from qkattn.config import DecodeConfig, ModelConfig
 from qkattn.data.tokenizers.tokenizer import ByteTokenizer
 from qkattn.data.tokens import PairDataset
 from qkattn.decode import translate
@@ -82,18 +82,11 @@ def test_the_search_has_the_beam_and_the_length_penalty_of_the_settings():
     assert translated(sources, model, beam=1) not in (short, long)
 
 
-def test_bad_input_is_one_sentence():
-    for text, message in (
-        ('b' * 20, 'source 2 has 20 tokens, but model.source_context=20 has room for 19'),
-        ('b\0', 'source 2 cannot be encoded: '),
-    ):
-        with refused(message):
-            translate.translate(make(vocab_size=256), ByteTokenizer(), ['a', text], GREEDY)
-
-
 def test_a_split_is_scored_as_its_translations_are(caplog):
     model, tokenizer = make(vocab_size=256), ByteTokenizer()
     sources = ['one', 'a source that is too long', 'two', 'three']
+    with refused('source 2 cannot be encoded: '):
+        translate.translate(model, tokenizer, ['a', 'b\0'], GREEDY)
     texts = translate.translate(model, tokenizer, [source[:19] for source in sources], GREEDY)
     # The second reference is that of the model in other letters; the others are wrong.
     targets, sides = ['eins', texts[1].swapcase(), 'zwei', 'drei'], []
@@ -124,11 +117,6 @@ def test_processes_share_the_batches_and_know_all_translations(monkeypatch):
         last = translated(sources, beam=1)
     assert [len(parts[rank]) for rank in range(3)] == [3, 2, 2]  # of batches of 2, 2, 2 and 1
     assert last == expected
-
-
-def test_only_translations_fetch_the_parameters_of_a_trial():
-    """They may not fit on one device."""
-    assert translate.score_trial(Config(), object(), lambda: pytest.fail('fetched')) is None
 
 
 def test_scores_are_those_of_sacrebleu_and_case_counts_unless_lowercase(monkeypatch):

@@ -45,9 +45,7 @@ def test_a_dry_run_prints_what_would_be_started():
 @pytest.mark.parametrize(
     ('plan', 'code', 'number', 'words'),
     [
-        ('0 0', 0, 1, ''),
         ('75 75\n0 0', 0, 2, 'starting again'),
-        ('2-late 2', 2, 1, ''),
         # The others save and end with 75, or kill themselves: the first failure counts.
         ('75-late 2', 2, 1, ''),
         ('7 75-late\n7 75-late', 7, 2, 'no retry is left of 1'),
@@ -66,7 +64,6 @@ def test_a_job_is_started_again_by_its_exit_code(plan, code, number, words, tmp_
 @pytest.mark.parametrize(
     ('plan', 'number', 'code', 'saved'),
     [
-        ('saves saves', signal.SIGTERM, 75, 2),
         ('saves saves', signal.SIGINT, 75, 2),
         ('saves ignores', signal.SIGTERM, 128 + signal.SIGKILL, 1),
         ('dies 1', None, 1, 0),  # the first waits for a process that has ended

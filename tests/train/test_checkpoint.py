@@ -1,9 +1,7 @@
 """Checkpoints on every mesh and in several processes; damage costs at most its checkpoint."""
 
 import contextlib
-import errno
 import json
-import os
 import shutil
 from pathlib import Path
 from unittest.mock import Mock
@@ -124,35 +122,27 @@ def test_the_time_that_training_waits_is_summed_over_starts(tmp_path):
         assert 0 < saved == second.stall_seconds < first.stall_seconds
 
 
-def test_as_many_stay_as_are_to_be_kept_and_are_read_from_the_newest(tmp_path):
-    with contextlib.closing(Checkpoints(tmp_path, keep=3)) as saved:
-        for step in range(1, 7):
-            saved.save(step, state_of(step), RECORD, float(step))
-        saved.wait()
-        steps = [int(state['step']) for state, _ in saved.sound(target_on())]
-    assert steps == [6, 5, 4, 1]
-
-
-def test_the_newest_two_and_the_best_stay(tmp_path):
+def test_the_newest_that_are_to_be_kept_and_the_best_stay(tmp_path):
     """A step that is written again can be superseded again; diverged steps rank last."""
     save(tmp_path, 3, 5)
     rewrite(tmp_path / '5/record/metadata', '2.5', '3.5')
-    with contextlib.closing(Checkpoints(tmp_path)) as saved:
+    with contextlib.closing(Checkpoints(tmp_path, keep=3)) as saved:
         assert int(saved.restore(target_on())[0]['step']) == 3
         saved.discard_after(3)
-        for step in range(4, 12):
+        for step in range(4, 10):
             saved.save(step, state_of(step), RECORD, float('nan') if step == 5 else float(step))
-            assert len(list(tmp_path.glob('[0-9]*'))) <= 4  # with the one being written
+            assert len(list(tmp_path.glob('[0-9]*'))) <= 5  # with the one being written
         saved.wait()
         assert not list(tmp_path.glob('trash/*'))
-    assert names_in(tmp_path) == ['10', '11', '3']
+        steps = [int(state['step']) for state, _ in saved.sound(target_on())]
+    assert steps == [9, 8, 7, 3]
 
 
 # Disks
 
 
-@pytest.mark.parametrize('how', ['moved', 'recreated', 'read only', 'full'])
-def test_a_directory_that_is_gone_read_only_or_full_is_one_sentence(tmp_path, monkeypatch, how):
+@pytest.mark.parametrize('how', ['moved', 'recreated', 'full'])
+def test_a_directory_that_is_gone_or_full_is_one_sentence(tmp_path, monkeypatch, how):
     directory = tmp_path / 'run/checkpoints'
     saved = Checkpoints(directory)
     saved.save(1, state_of(1), RECORD, 2.0)
@@ -160,10 +150,6 @@ def test_a_directory_that_is_gone_read_only_or_full_is_one_sentence(tmp_path, mo
     kept, message = directory, f'^{directory} cannot be written: its disk has 9 of the .* bytes'
     if how == 'full':
         monkeypatch.setattr(files.shutil, 'disk_usage', Mock(return_value=Mock(free=9)))
-    elif how == 'read only':
-        refuse = Mock(side_effect=OSError(errno.EROFS, os.strerror(errno.EROFS)))
-        monkeypatch.setattr(files.tempfile, 'TemporaryFile', refuse)
-        message = f'^{directory} cannot be written: .*; make it writable and'
     else:
         (tmp_path / 'run').rename(tmp_path / 'moved')
         kept, gone = tmp_path / 'moved/checkpoints', tmp_path / 'run'
@@ -238,28 +224,20 @@ def test_an_unfinished_checkpoint_in_a_bucket_is_removed(bucket):
     assert int(restored(url)[0]['step']) == 4 and bucket.names('runs', 'c/8') == []
 
 
-# Checksums
+def test_a_change_or_an_exchange_of_elements_changes_the_sum():
+    """Earlier versions' checkpoints, of which tests/survival resumes some, hold such sums."""
 
+    def sum_of(array) -> int:
+        return int(checksums([jnp.asarray(array)])[0])
 
-def sums(*arrays) -> list[int]:
-    return np.asarray(checksums([jnp.asarray(a) for a in arrays])).tolist()
-
-
-def mixed(h: int) -> int:
-    h ^= h >> 16
-    h = h * 0x85EBCA6B % 2**32
-    h ^= h >> 13
-    h = h * 0xC2B2AE35 % 2**32
-    return h ^ (h >> 16)
-
-
-@pytest.mark.parametrize('dtype', DTYPES)
-def test_the_sum_is_that_of_its_definition(dtype):
-    """Whose h is a permutation: a change of one element always changes the sum."""
-    array = array_of(dtype, shape=(4, 8))
-    bits = array.view(f'uint{8 * array.itemsize}').ravel().tolist()
-    assert sums(array) == [sum(mixed(b ^ mixed(i)) for i, b in enumerate(bits)) % 2**32]
+    for dtype in DTYPES:
+        array = array_of(dtype, shape=(4, 8))
+        changed, exchanged = array.copy(), array.copy()
+        changed[3, 5] = array[3, 5] == 0
+        other = tuple(np.argwhere(array != array[0, 0])[0])
+        exchanged[0, 0], exchanged[other] = array[other], array[0, 0]
+        assert len({*map(sum_of, (array, changed, exchanged))}) == 3, dtype
     wide = np.arange(6, dtype=np.uint64) << 30  # eight bytes count as two elements
     with jax.enable_x64(True):
-        assert sums(wide) == sums(wide.view(np.uint32))
-    assert len({*sums(*jax.random.split(jax.random.key(0), 3))}) == 3
+        assert sum_of(wide) == sum_of(wide.view(np.uint32))
+    assert len({*map(sum_of, jax.random.split(jax.random.key(0), 3))}) == 3

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from qkattn.config import ModelConfig
-from qkattn.errors import ConfigError
 from qkattn.model.cost import abstract_params
 from qkattn.storage.files import as_path
 from qkattn.storage.metrics_log import read_metrics
@@ -15,6 +14,7 @@ from qkattn.train import exported
 from qkattn.train.loop import train
 from tests import damages
 from tests.processes import other_modes, umask
+from tests.refusals import refused
 
 MODEL = ModelConfig(d_model=16, num_layers=2, num_heads=2, context=8)
 
@@ -31,9 +31,9 @@ def test_a_directory_returns_what_was_saved_and_is_not_overwritten(tmp_path, buc
     model, loaded = exported.load(path)
     assert model == MODEL
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
-    with pytest.raises(ConfigError, match=f'{path} already holds parameters'):
+    with refused(f'{path} already holds parameters'):
         exported.save(path, MODEL, params, origin={})
-    with pytest.raises(ConfigError, match='holds neither exported parameters .* nor a run'):
+    with refused('holds neither exported parameters .* nor a run'):
         exported.load(f'{path}/absent')
 
 
@@ -49,17 +49,14 @@ def test_training_goes_on_from_a_run_and_from_a_directory(small, small_run, tmp_
     assert again[0]['loss'][0] < first[0]['loss'][0] - 0.5  # it starts where the small run ended
 
 
-@pytest.mark.parametrize(
-    ('change', 'message'),
-    [
+def test_other_parameters_are_refused_by_name():
+    for change, message in (
         ({'value': 'no_v'}, 'has no place for parameter blocks.attention.value.w_v_DKH'),
         ({'tied_embeddings': False}, 'lacks parameter w_output_DV'),
         ({'d_ff': 100}, r'blocks.mlp.w_in_DF is \(2, 16, 64\), not \(2, 16, 100\)'),
-    ],
-)
-def test_other_parameters_are_refused_by_name(change, message):
-    with pytest.raises(ConfigError, match=message):
-        exported.check(dataclasses.replace(MODEL, **change), params_of(MODEL), 'w')
+    ):
+        with refused(message):
+            exported.check(dataclasses.replace(MODEL, **change), params_of(MODEL), 'w')
 
 
 @pytest.mark.parametrize('name', [exported.PARAMETERS, exported.ABOUT])
@@ -73,6 +70,5 @@ def test_damaged_files_are_named(tmp_path, name):
         if label == '0: without crc32':
             exported.load(tmp_path)
             continue
-        with pytest.raises(ConfigError) as refused:
+        with refused(name):
             exported.load(tmp_path)
-        assert name in str(refused.value) and '\n' not in str(refused.value), label

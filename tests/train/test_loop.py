@@ -21,11 +21,10 @@ from qkattn.storage.metrics_log import read_metrics
 from qkattn.storage.records import metrics_of, read_json
 from qkattn.train import loop, results, timing
 from qkattn.train.loop import train
-from qkattn.train.program_cache import without_cache
 from qkattn.train.timing import PARTS
 from qkattn.train.trials import Stack
 from tests.lanes import only
-from tests.runs import assert_close, assert_same_run
+from tests.runs import assert_same_run
 from tests.train.conftest import PAIRS
 
 pytestmark = pytest.mark.usefixtures('programs_kept')
@@ -99,29 +98,6 @@ def test_further_metrics_are_logged_and_nothing_else_changes(small, small_run, t
     for name in ('val_top_50', 'test_top_50'):
         assert on[-1][name] == [result[name] for result in results]
     assert on[-2]['val_top_50'] == on[-1]['val_top_50']
-
-
-SPREAD = [
-    ('language', {'trial': 2, 'fsdp': 2, 'tensor': 2}, 'vmap'),
-    ('masked', {'data': 2, 'fsdp': 2, 'tensor': 2}, 'vmap'),
-    ('translation', {'data': 2, 'fsdp': 2, 'tensor': 2}, 'vmap'),
-    ('language', {'trial': 2, 'data': 2, 'tensor': 2}, 'map'),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(('name', 'mesh', 'lifting'), SPREAD, ids=str)
-def test_eight_devices_reach_what_one_does(task, tmp_path, capfd, outside, name, mesh, lifting):
-    # XLA rematerializes in a scan over several layers of an encoder of 257 tokens.
-    model = {'num_layers': 1 if name == 'masked' else 2}
-    every = ('steps_per_dispatch', 'log_every', 'eval_every', 'checkpoint_every')
-    steps = {'num_steps': 3, 'metrics': ('confidence:ENTROPY',)} | dict.fromkeys(every, 3)
-    train(task(name, model=model, train=steps), tmp_path / 'one')
-    with without_cache():
-        spread = task(name, model=model, train=steps | {'lifting': lifting}, mesh=mesh)
-        train(spread, tmp_path / 'eight')
-    assert 'rematerialization' not in capfd.readouterr().err
-    assert_close(tmp_path / 'eight', tmp_path / 'one')
 
 
 # A run that is stopped or lost

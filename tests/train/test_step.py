@@ -12,9 +12,7 @@ from flax import nnx
 
 import qkattn
 from qkattn.config import MeshConfig
-from qkattn.data import pipeline
 from qkattn.data.pipeline import batches
-from qkattn.data.tasks.task_registry import rows_of
 from qkattn.model import build
 from qkattn.train import program, sharding, step, trials
 from qkattn.train.optimizer import schedule
@@ -192,26 +190,6 @@ def test_the_loss_is_a_mean_by_weight_smoothed_with_the_uniform_distribution(tin
         np.testing.assert_allclose(nats_B.sum(), sums[0], rtol=1e-5)
     assert abs(sums[0] - sums[1]) > 1e-2
     np.testing.assert_allclose(qkattn.loss(model, batch), sums[0] / weights_BT.sum(), rtol=1e-5)
-
-
-@pytest.mark.parametrize('name', only(['translation'], ['translation', 'masked', 'causal probe']))
-def test_padding_and_targets_of_no_weight_enter_no_loss_and_no_gradient(task, name):
-    config = task(name)
-    three = pipeline.train_batch(rows_of(config), seed=0, step=0, batch_size=3)
-    # Three rows and three of padding; each row twice is the same mean.
-    batch = jax.tree.map(lambda a: np.concatenate([a, 0 * a]), three)
-    twice = jax.tree.map(lambda a: np.concatenate([a, a]), three)
-    params, compute = params_of(config), jax.jit(functools.partial(step.gradients, config))
-
-    def gradients(batch, **changed):
-        return compute(params, jax.tree.map(lambda a: a[None], batch | changed))
-
-    want, used_BT = gradients(batch), batch['loss_weights_BT'] > 0
-    assert_close(gradients(twice), want, 1e-5)
-    ignored_BT = np.where(used_BT, batch['targets_BT'], np.int32(3))
-    assert_close(gradients(batch, targets_BT=ignored_BT), want, 0.0)
-    changed_BT = np.where(used_BT, 5, batch['targets_BT'])
-    assert abs(gradients(batch, targets_BT=changed_BT)[0] - want[0]) > 0.1
 
 
 # Logits of a few positions at a time

@@ -1,4 +1,4 @@
-"""What trials reach: evaluations, induction, attention."""
+"""What trials reach: evaluations, induction."""
 
 import math
 from types import SimpleNamespace
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from qkattn import metrics
 from qkattn.config import MeshConfig
 from qkattn.data import pipeline
 from qkattn.data.tasks import repeats
@@ -72,30 +73,24 @@ def test_an_evaluation_is_a_mean_over_targets(task, name, monkeypatch, evaluatio
 # Induction
 
 
-@pytest.fixture
-def induction_of(monkeypatch):
-    """induction_of(config, answer): of two models that predict `answer(tokens_BT)`, logits_BTV."""
+def induction_of(config, answer, alive=(True, True)):
+    """Induction of two models that predict `answer(tokens_BT)`, logits_BTV."""
 
-    def on_targets(config, logits_BTV, batch, measure):
-        return measure(logits_BTV, batch['targets_BT'])
-
-    def call(config, answer, alive=(True, True)):
-        def measured(stack, measure, batch):
-            sums = measure(config, answer(batch['tokens_BT']), batch)
+    class Answering(Stack):
+        def _measure(self, measure, batch):
+            logits_BTV = answer(batch['tokens_BT'])
+            targets = trials.per_target(metrics.METRICS, logits_BTV, batch['targets_BT'])
+            sums = metrics.row_sums(targets, batch['loss_weights_BT'])
             return {name: np.stack([rows_B, rows_B]) for name, rows_B in sums.items()}
 
-        monkeypatch.setattr(trials, 'on_targets', on_targets)
-        monkeypatch.setattr(Stack, '_measure', measured)
-        state = {'step': np.int32(7), 'trials': {'alive': np.array(alive), 'params': {}}}
-        built = SimpleNamespace(mesh=make_mesh(MeshConfig()), lifting='map')
-        induction = Stack(config, built, rows_of(config), state).induction()
-        return induction and tuple(induction.values())
-
-    return call
+    state = {'step': np.int32(7), 'trials': {'alive': np.array(alive), 'params': {}}}
+    built = SimpleNamespace(mesh=make_mesh(MeshConfig()), lifting='map')
+    induction = Answering(config, built, rows_of(config), state).induction()
+    return induction and tuple(induction.values())
 
 
 @pytest.mark.parametrize('context', [16, 17])
-def test_a_model_that_copies_gains_and_one_that_does_not_does_not(tiny, induction_of, context):
+def test_a_model_that_copies_gains_and_one_that_does_not_does_not(tiny, context):
     config = tiny(model={'context': context}, train={'batch_size': 24, 'accumulation': 1})
     half = (context + 1) // 2
 

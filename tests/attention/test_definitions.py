@@ -1,0 +1,115 @@
+"""A[n] and B[n] of the variants with matrices, from their parameters as the papers define them."""
+
+import numpy as np
+import scipy.linalg
+from flax import nnx
+
+from tests.attention.layers import D, H, N, error, make
+
+GAIN = 0.5  # a residual gain other than 1, which `subspace` applies as its step size
+P_DNH = np.eye(D).reshape(D, N, H)
+EYE_D1D = np.eye(D)[:, None]
+EYE_DND = np.repeat(EYE_D1D, N, axis=1)
+HADAMARD_NHD = (scipy.linalg.hadamard(D) / D**0.5).reshape(N, H, D)
+
+
+def arrays(circuit):
+    """The parameters by their names without the axes: w_q_DNH is 'w_q'."""
+    parameters = {name: p for name, p in vars(circuit).items() if isinstance(p, nnx.Param)}
+    return {name.rpartition('_')[0]: np.asarray(p[...]) for name, p in parameters.items()}
+
+
+def outward(w_DKH):
+    return np.moveaxis(np.repeat(w_DKH, N // w_DKH.shape[1], axis=1), 0, -1)
+
+
+def product(w_DR, w_RNH):
+    return np.einsum('DR,RNH->DNH', w_DR, w_RNH)
+
+
+def gauge_fixed(free_CKH):
+    """Head k has its identity in rows k H to (k + 1) H, and its free rows from there on."""
+    heads = [np.concatenate([np.eye(H), free_CH]) for free_CH in np.moveaxis(free_CKH, 1, 0)]
+    return np.stack([np.roll(w_DH, k * H, axis=0) for k, w_DH in enumerate(heads)], axis=1)
+
+
+def gauge_fixed_rows(free_NHC):
+    """Head n has its identity in columns n H to (n + 1) H, among its free columns."""
+    free = [np.split(free_HC, [n * H], axis=1) for n, free_HC in enumerate(free_NHC)]
+    return np.stack([np.concatenate([a, np.eye(H), b], axis=1) for a, b in free])
+
+
+def qk(s):
+    return s['w_q'], s['w_k']
+
+
+def vo(_, v):
+    return v['w_v'], v['w_o']
+
+
+# Score -> W_Q and W_K; Value -> W_V and W_O, from the parameters s of the Score and v of the Value.
+SCORES = {
+    'qk': qk,
+    'merged': lambda s: (s['w_qk'], EYE_D1D),
+    'shared_qk': lambda s: (s['w_q'], s['w_q']),
+    'symmetric': lambda s: (s['w_q'] * s['g_sign'], s['w_q']),
+    'pairwise': lambda s: (np.einsum('DNH,NHG->DNG', s['w_q'], s['w_form']), s['w_q']),
+    'symmetric_skew(symmetric_rank=5, skew_rank=3)': lambda s: (
+        np.concatenate([s['w_symmetric'] * s['g_sign'], s['w_left'], -s['w_right']], axis=-1),
+        np.concatenate([s['w_symmetric'], s['w_right'], s['w_left']], axis=-1),
+    ),
+    'query_free': lambda s: (P_DNH, s['w_k']),
+    'key_free': lambda s: (s['w_q'], P_DNH),
+    'neither': lambda s: (P_DNH, P_DNH),
+    'query_free_full': lambda s: (EYE_DND, s['w_k']),
+    'neither_full': lambda s: (EYE_DND, EYE_D1D),
+    'low_rank(rank=3)': qk,
+    'full_size': qk,
+    'gauge_fixed': lambda s: (s['w_q'], gauge_fixed(s['w_k_free'])),
+    'double(size=11)': lambda s: (
+        product(s['w_q_outer'], s['w_q']),
+        product(s['w_k_outer'], s['w_k']),
+    ),
+    'double(size=11, which="k")': lambda s: (s['w_q'], product(s['w_k_outer'], s['w_k'])),
+    'collaborative(size=9)': lambda s: (
+        np.einsum('DR,NR->DNR', s['w_q'], s['w_mixing']),
+        s['w_k'][:, None],
+    ),
+    'latent(size=6)': lambda s: (s['w_q'], product(s['w_down'], s['w_k'])),
+    'latent(size=6, query_size=10)': lambda s: (
+        product(s['w_q_down'], s['w_q']),
+        product(s['w_down'], s['w_k']),
+    ),
+}
+VALUES = {
+    'vo': vo,
+    'no_v': lambda s, v: (P_DNH, v['w_o']),
+    'no_o': lambda s, v: (v['w_v'], outward(P_DNH)),
+    'no_vo': lambda s, v: (P_DNH, outward(P_DNH)),
+    'merged_vo': lambda s, v: (EYE_D1D, v['w_ov']),
+    'low_rank(rank=3)': vo,
+    'gauge_fixed': lambda s, v: (v['w_v'], gauge_fixed_rows(v['w_o'])),
+    'double(size=5)': lambda s, v: (product(v['w_v_outer'], v['w_v']), v['w_o']),
+    'hadamard': lambda s, v: (v['w_v'], HADAMARD_NHD * v['g_o']),
+    'k_is_v': lambda s, v: (s['w_k'], v['w_o']),
+    'q_is_v': lambda s, v: (s['w_q'], v['w_o']),
+    'v_is_k_transposed': lambda s, v: (s['w_k'].reshape(D, D).T.reshape(D, N, H), v['w_o']),
+    'o_is_v': lambda s, v: (v['w_v'], outward(v['w_v'])),
+    'o_is_k': lambda s, v: (v['w_v'], outward(s['w_k'])),
+    'o_is_q': lambda s, v: (v['w_v'], outward(s['w_q'])),
+    'subspace': lambda s, v: (s['w_k'], GAIN * outward(s['w_k'])),
+    'latent': lambda s, v: (product(s['w_down'], v['w_up_v']), v['w_o']),
+}
+
+
+def test_matrices_are_those_of_the_definition():
+    cases = [('latent(size=6)' if value == 'latent' else 'qk', value, N) for value in VALUES]
+    cases += [*((score, 'vo', N) for score in SCORES), ('qk', 'k_is_v', 2), ('qk', 'vo', 2)]
+    for score, value, num_kv_heads in cases:
+        layer = make((score, value), residual_gain=GAIN, num_kv_heads=num_kv_heads)
+        s, v = arrays(layer.score), arrays(layer.value)
+        (w_q, w_k), (w_v, w_o) = SCORES[score](s), VALUES[value](s, v)
+        w_k, w_v = (np.repeat(w_DKH, N // w_DKH.shape[1], axis=1) for w_DKH in (w_k, w_v))
+        A_NDE, B_NDE = layer.matrix()
+        assert error(A_NDE, np.einsum('DNH,ENH->NDE', w_q, w_k)) < 1e-5, score
+        assert error(B_NDE, np.einsum('DNH,NHE->NDE', w_v, w_o)) < 1e-5, value
