@@ -1,7 +1,7 @@
 """The columns of a report, each declared once: an entry of `columns` adds one to every table.
 
 A column with a heading is printed in its `tables`: the page and table.md (PAGE), the headline of a
-Markdown page and the LaTeX table (HEADLINE), the table of controls (CONTROL). Every column with a
+Markdown page (HEADLINE), the table of controls (CONTROL). Every column with a
 key stands in the data frame and in table.csv, in the unit of the result files.
 """
 

@@ -212,8 +212,8 @@ def check_numbers(path: str | Path) -> dict[str, int]:
         for number, entry in enumerate(entries, start=1):
             where = f'{path}, [[{kind}]] entry {number}'
             if entry.keys() != ENTRIES.get(kind):
-                valid = ' and '.join(f'[[{k}]] of {", ".join(sorted(x))}' for k, x in ENTRIES.items())
-                raise ReportError(f'{where} has {", ".join(entry)}; valid is {valid}')
+                valid = [f'[[{kind}]] of {", ".join(sorted(x))}' for kind, x in ENTRIES.items()]
+                raise ReportError(f'{where} has {", ".join(entry)}; valid is {" and ".join(valid)}')
             text, source = entry['text'], entry['log' if kind == 'logged' else 'source']
             try:
                 text = text.format(log=_log(root / source)) if kind == 'logged' else text
