@@ -24,7 +24,7 @@ from qkattn.report.columns import Heading, Table
 from qkattn.report.figures.style import short
 from qkattn.report.prose import NONE, interval, one_line, rounded, sentences, words
 from qkattn.stats.inference import LEVEL, POWER
-from qkattn.stats.scaling import Interval
+from qkattn.stats.scaling import Interval, Law
 from qkattn.storage import ledger
 from qkattn.storage.files import as_path
 from qkattn.storage.records import CONFIG, metrics_of, read_json, read_results
@@ -168,14 +168,14 @@ def _laws(study: Study, findings: Findings) -> Iterator[Row]:
     """The law of each variant and the worth of its parameters, or why there is none."""
     for scaling in findings.scaling:
         law, worth = scaling.law, scaling.worth
-        yield _place(study, scaling) | {
-            'E,|nats/token': _bounded(law.E) if scaling.has_law else NONE,
-            'A': f'{law.A:.3g}' if scaling.has_law else NONE,
-            'a': _bounded(law.a) if scaling.has_law else NONE,
-            'R²': f'{law.r_squared:.3f}' if scaling.has_law else NONE,
-            'baseline parameters|per parameter': _bounded(worth) if scaling.has_worth else NONE,
-            'no number, because': '; '.join(map(prose.clause, scaling.problems)) or NONE,
-        }
+        fitted = dict.fromkeys(('E,|nats/token', 'A', 'a', 'R²'), NONE)
+        if isinstance(law, Law):
+            numbers = _bounded(law.E), f'{law.A:.3g}', _bounded(law.a), f'{law.r_squared:.3f}'
+            fitted = dict(zip(fitted, numbers, strict=True))
+        why = '; '.join(map(prose.clause, scaling.problems)) or NONE
+        per_parameter = _bounded(worth) if isinstance(worth, Interval) else NONE
+        last = {'baseline parameters|per parameter': per_parameter, 'no number, because': why}
+        yield _place(study, scaling) | fitted | last
 
 
 def _bounded(number: Interval) -> str:
