@@ -10,7 +10,6 @@ from qkattn.report.page import report_page
 from qkattn.report.tables import (
     csv_table,
     headline,
-    latex_table,
     report_markdown,
     show_run_report,
     terminal_text,
@@ -32,7 +31,6 @@ def documents(
     return {
         'table.md': report_markdown(study, findings),
         'table.csv': csv_table(study, findings),
-        'table.tex': latex_table(study, findings),
         'report.html': report_page(study, findings, drawn, svg),
     }
 
@@ -45,7 +43,7 @@ def show_report(study_dir: str | Path) -> str:
 def write_report(study_dir: str | Path) -> tuple[Study, Findings, Path]:
     """Writes the report of a study; returns it with the path of report.html, written last.
 
-    Writes report.html, table.md, .csv and .tex and plots/ into the directory. A report on more than
+    Writes report.html, table.md, table.csv and plots/ into the directory. A report on more than
     screening is a look, which the study's ledger keeps. ReportError if the directory is not a study
     or holds no result, or if its ledger is damaged.
     """

@@ -1,7 +1,7 @@
 """The columns of a report, each declared once: an entry of `columns` adds one to every table.
 
 A column with a heading is printed in its `tables`: the page and table.md (PAGE), the headline of a
-Markdown page and the LaTeX table (HEADLINE), the table of controls (CONTROL). Every column with a
+Markdown page (HEADLINE), the table of controls (CONTROL). Every column with a
 key stands in the data frame and in table.csv, in the unit of the result files.
 """
 
@@ -18,6 +18,7 @@ from qkattn.report import prose
 from qkattn.report.prose import NONE, interval, mean_sd, one_line, p_value, reasons, si, words
 from qkattn.stats.decision import Decision
 from qkattn.stats.inference import Difference, Estimate
+from qkattn.stats.scaling import Interval
 from qkattn.study.arm_key import ArmKey
 from qkattn.study.tuning import KNOBS
 from qkattn.verdict.arms import Arm
@@ -92,7 +93,7 @@ def measured(findings: Findings) -> tuple[Measure, ...]:
 
     declared = {name: m for trial in trials for name, m in trial.declared_metrics.items()}
     others = [m for m in shown(declared, [t.metrics for t in trials]) if m.role in ROLES]
-    measures = []
+    measures: list[Measure] = []
     for metric in sorted(others, key=lambda metric: ROLES.index(metric.role)):
         on_splits = [Measure(metric, split) for split in reversed(metric.prefixes)]
         measures += list(filter(exists, on_splits))[:1]
@@ -195,7 +196,11 @@ def columns(study: Study, findings: Findings) -> Iterator[Column]:
     yield Column('correlation', 'comparison.correlation', correlation, '+.2f')
     yield from COSTS
     if findings.scaling:
-        worth = {(s.variant, s.corpus): s.worth for s in findings.scaling if s.has_worth}
+        worth = {
+            (s.variant, s.corpus): s.worth
+            for s in findings.scaling
+            if isinstance(s.worth, Interval)
+        }
         parts = ('value', 'low', 'high')
         yield Column('multiplier', lambda arm: worth.get((arm.variant, arm.corpus)), parts=parts)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from qkattn.report.columns import PAGE, printed
 from qkattn.report.figures.style import DARK, LIGHT, Drawing
-from qkattn.report.prose import counted, environment, macro, plain
+from qkattn.report.prose import environment, macro, plain
 from qkattn.report.tables import notes, settings, sheets, summary
 from qkattn.storage.records import flat
 from qkattn.verdict.findings import Findings
@@ -57,14 +57,11 @@ def described(study: Study, findings: Findings, figure: Drawing) -> dict[str, An
 
 
 def _provenance(study: Study) -> dict[str, list[str]]:
-    """Recorded provenance: the values of each name, with their number of runs."""
-    facts: dict[str, dict[str, set[str]]] = {}
+    """Recorded provenance: the values of each name, each once."""
+    facts: dict[str, dict[str, None]] = {}
     for trial in study.trials:
         about = {'data': trial.data, 'eval tokens': trial.eval_tokens, 'lifting': trial.lifting}
         for name, value in flat({**about, **trial.provenance}, ': '):
-            facts.setdefault(name, {}).setdefault(plain(value), set()).add(trial.run)
-    made = {
-        name: [f'{t} ({counted(r, "run")})' for t, r in runs.items()] if len(runs) > 1 else [*runs]
-        for name, runs in facts.items()
-    }
+            facts.setdefault(name, {})[plain(value)] = None
+    made = {name: [*values] for name, values in facts.items()}
     return made | ({'command': [study.command]} if study.command else {})

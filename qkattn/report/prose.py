@@ -165,9 +165,9 @@ def remark(code: Remark, study: Study | None = None) -> str:
     return f'{subject or text[0].upper()}{text if subject else text[1:]}.'
 
 
-def reasons(arm: Arm) -> str:
-    """Why an arm has its verdict."""
-    return '; '.join(clause(why, arm.verdict.num_comparisons) for why in arm.verdict.reasons)
+def reasons(judged: Any) -> str:
+    """Why an arm, or what a claim compares, has its verdict."""
+    return '; '.join(clause(why, judged.verdict.num_comparisons) for why in judged.verdict.reasons)
 
 
 def sentences(template: str, *, html: bool = False, **values: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""A report as text: table.md, .csv and .tex, and what a terminal shows.
+"""A report as text: table.md, table.csv, and what a terminal shows.
 
 Beside the main table are sheets: parts of differences, controls, yardsticks, scaling laws, variants
 and the ledger. Each is declared once, as rows of text, and printed in every format.
@@ -22,9 +22,9 @@ from qkattn.metrics import shown
 from qkattn.report import columns, prose
 from qkattn.report.columns import Heading, Table
 from qkattn.report.figures.style import short
-from qkattn.report.prose import NONE, environment, interval, one_line, rounded, sentences, words
+from qkattn.report.prose import NONE, interval, one_line, rounded, sentences, words
 from qkattn.stats.inference import LEVEL, POWER
-from qkattn.stats.scaling import Interval
+from qkattn.stats.scaling import Interval, Law
 from qkattn.storage import ledger
 from qkattn.storage.files import as_path
 from qkattn.storage.records import CONFIG, metrics_of, read_json, read_results
@@ -157,14 +157,14 @@ def _laws(study: Study, findings: Findings) -> Iterator[Row]:
     """The law of each variant and the worth of its parameters, or why there is none."""
     for scaling in findings.scaling:
         law, worth = scaling.law, scaling.worth
-        yield _place(study, scaling) | {
-            'E,|nats/token': _bounded(law.E) if scaling.has_law else NONE,
-            'A': f'{law.A:.3g}' if scaling.has_law else NONE,
-            'a': _bounded(law.a) if scaling.has_law else NONE,
-            'R²': f'{law.r_squared:.3f}' if scaling.has_law else NONE,
-            'baseline parameters|per parameter': _bounded(worth) if scaling.has_worth else NONE,
-            'no number, because': '; '.join(map(prose.clause, scaling.problems)) or NONE,
-        }
+        fitted = dict.fromkeys(('E,|nats/token', 'A', 'a', 'R²'), NONE)
+        if isinstance(law, Law):
+            numbers = _bounded(law.E), f'{law.A:.3g}', _bounded(law.a), f'{law.r_squared:.3f}'
+            fitted = dict(zip(fitted, numbers, strict=True))
+        why = '; '.join(map(prose.clause, scaling.problems)) or NONE
+        per_parameter = _bounded(worth) if isinstance(worth, Interval) else NONE
+        last = {'baseline parameters|per parameter': per_parameter, 'no number, because': why}
+        yield _place(study, scaling) | fitted | last
 
 
 def _bounded(number: Interval) -> str:
@@ -247,39 +247,6 @@ def report_markdown(study: Study, findings: Findings) -> str:
 
 def _bullets(items: Iterable[str]) -> str:
     return '\n'.join(f'- {markdown(item)}' for item in items)
-
-
-_LATEX = {character: f'\\{character}' for character in '{}$&#%_'} | {
-    '\\': r'\textbackslash{}',
-    '^': r'\textasciicircum{}',
-    '~': r'\textasciitilde{}',
-    '<': r'\textless{}',
-    '>': r'\textgreater{}',
-    '|': r'\textbar{}',
-    '±': r'\ensuremath{\pm}',
-}
-
-
-def latex_table(study: Study, findings: Findings) -> str:
-    """A table environment with a row per arm; what all arms have in common is in its caption."""
-    titles, rows = columns.printed(columns.HEADLINE, study, findings, findings.arms)
-    names = [latex(title.replace('|', ' ')) for title, _ in titles]
-    table = pd.DataFrame([list(map(latex, row)) for row in rows], columns=names)
-    template = environment(html=False).get_template('table.tex.j2')
-    text = table.style.hide(axis='index').to_latex(
-        caption=latex(template.render(study=study, findings=findings)),
-        column_format=''.join('l' if left else 'r' for _, left in titles),
-        hrules=True,
-        position_float='centering',
-    )
-    return f'% needs \\usepackage{{booktabs}}\n{text}'
-
-
-def latex(text: str) -> str:
-    """`text` for LaTeX's text mode, on one line; a sign before a digit becomes a minus."""
-    minus = re.sub(r'(?<![\w.])-(?=\d)', '\0', one_line(text))
-    escaped = ''.join(_LATEX.get(character, character) for character in minus)
-    return escaped.replace('\0', r'\ensuremath{-}')
 
 
 def terminal_text(study: Study, findings: Findings, page: Path) -> str:

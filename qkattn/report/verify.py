@@ -211,17 +211,15 @@ def check_numbers(path: str | Path) -> dict[str, int]:
     for kind, entries in content.items():
         for number, entry in enumerate(entries, start=1):
             where = f'{path}, [[{kind}]] entry {number}'
-            if kind not in ENTRIES or entry.keys() != ENTRIES[kind]:
+            if entry.keys() != ENTRIES.get(kind):
                 valid = [f'[[{kind}]] of {", ".join(sorted(x))}' for kind, x in ENTRIES.items()]
                 raise ReportError(f'{where} has {", ".join(entry)}; valid is {" and ".join(valid)}')
             text, source = entry['text'], entry['log' if kind == 'logged' else 'source']
-            if kind == 'logged':
-                try:
-                    text = text.format(log=_log(root / source))
-                except (OSError, ValueError, LookupError, TypeError) as error:
-                    raise ReportError(
-                        f'{where} cannot be made from {source} ({error!r}); correct the entry'
-                    ) from error
+            try:
+                text = text.format(log=_log(root / source)) if kind == 'logged' else text
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                about = f'cannot be made from {source} ({error!r}); correct the entry'
+                raise ReportError(f'{where} {about}') from error
             text = one_line(re.sub(r'(?<=\d)%', ' %', text))
             if text not in one_line(_page(root / entry['page'])):
                 raise ReportError(

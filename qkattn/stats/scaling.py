@@ -57,44 +57,20 @@ class Interval:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Law:
-    """L(N) = E + B (N / N_0)^-a over `sizes` (parameters, ascending); N_0 is their geometric mean.
+    """L(N) = E + A N^-a = E + B (N / N_0)^-a, with N_0 the geometric mean of the sizes.
 
-    `estimates_P` are E and B in nats and a; `covariance_PP` is that of their errors. `r_squared`
-    is of the mean losses.
+    `estimates_P` are E and B in nats and a; `covariance_PP` is that of their errors.
     """
 
-    sizes: tuple[float, ...]
+    sizes: tuple[float, ...]  # parameters, ascending
+    middle: float  # N_0
     estimates_P: np.ndarray
     covariance_PP: np.ndarray
-    r_squared: float
-
-    @property
-    def middle(self) -> float:
-        """N_0."""
-        return float(np.exp(np.mean(np.log(self.sizes))))
-
-    @property
-    def df(self) -> int:
-        return len(self.sizes) - 3
-
-    @property
-    def E(self) -> Interval:
-        return self._interval(0)
-
-    @property
-    def A(self) -> float:
-        """Nats * parameters^a."""
-        _, B, a = self.estimates_P.tolist()
-        return B * self.middle**a
-
-    @property
-    def a(self) -> Interval:
-        return self._interval(2)
-
-    def _interval(self, place: int) -> Interval:
-        value = float(self.estimates_P[place])
-        half = quantile(self.df) * float(self.covariance_PP[place, place]) ** 0.5
-        return Interval(value, value - half, value + half)
+    df: int  # of the residuals
+    E: Interval
+    A: float  # nats * parameters^a
+    a: Interval
+    r_squared: float  # of the mean losses
 
     def loss(self, parameters: float) -> float:
         """Nats per token at `parameters`."""
@@ -123,7 +99,8 @@ def fit(parameters: Sequence[float], losses: Sequence[float]) -> Law | Problem:
     if number < MIN_SIZES or factor < MIN_SPAN:
         needed = {'needed': MIN_SIZES, 'span': MIN_SPAN}
         return Problem(ProblemCode.FEW_SIZES, {'sizes': number, 'factor': factor} | needed)
-    x = sizes / np.exp(np.mean(np.log(sizes)))
+    middle = float(np.exp(np.mean(np.log(sizes))))
+    x, df = sizes / middle, len(sizes) - 3
 
     def linear(a: float) -> tuple[np.ndarray, float]:
         """E and B >= 0 of the least residual norm, and the norm."""
@@ -142,11 +119,16 @@ def fit(parameters: Sequence[float], losses: Sequence[float]) -> Law | Problem:
     if r_squared < MIN_R_SQUARED:
         return Problem(ProblemCode.POOR_FIT, {'r_squared': r_squared, 'needed': MIN_R_SQUARED})
     slopes_VP = np.column_stack([np.ones_like(x), x**-a, -B * x**-a * np.log(x)])
-    covariance_PP = norm**2 / (len(x) - 3) * np.linalg.inv(slopes_VP.T @ slopes_VP)
-    law = Law(tuple(sizes.tolist()), np.array([E, B, a]), covariance_PP, r_squared)
-    if law.a.high - law.a.low > law.a.value or law.a.high > _EXPONENTS[1]:
-        return Problem(ProblemCode.EXPONENT_LOOSE, vars(law.a))
-    return law
+    covariance_PP = norm**2 / df * np.linalg.inv(slopes_VP.T @ slopes_VP)
+    half_P = quantile(df) * np.sqrt(np.diag(covariance_PP))
+    floor, _, exponent = (
+        Interval(value, value - half, value + half)
+        for value, half in zip((float(E), float(B), a), half_P.tolist(), strict=True)
+    )
+    if exponent.high - exponent.low > a or exponent.high > _EXPONENTS[1]:
+        return Problem(ProblemCode.EXPONENT_LOOSE, vars(exponent))
+    fitted = tuple(sizes.tolist()), middle, np.array([E, B, a]), covariance_PP, df
+    return Law(*fitted, floor, float(B) * middle**a, exponent, r_squared)
 
 
 def multiplier(

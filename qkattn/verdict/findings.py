@@ -5,6 +5,7 @@ Computed once for all tables, figures and pages; the statistics are those of `qk
 
 import dataclasses
 import functools
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -63,10 +64,6 @@ class Scaling:
     @property
     def has_law(self) -> bool:
         return isinstance(self.law, scaling.Law)
-
-    @property
-    def has_worth(self) -> bool:
-        return isinstance(self.worth, scaling.Interval)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,9 +178,12 @@ def _scaling(study: Study, arms: Sequence[Arm]) -> tuple[Scaling, ...]:
     def parameters(arm: Arm) -> int:
         return arm.example.parameters['total']
 
+    def mean(arm: Arm) -> float:
+        return statistics.fmean(arm.losses(arm.split).values())
+
     laws = {
-        key: scaling.fit([*map(parameters, c.values())], [a.loss.mean for a in c.values()])
-        for key, c in curves.items()
+        key: scaling.fit([*map(parameters, curve.values())], [*map(mean, curve.values())])
+        for key, curve in curves.items()
     }
     made = []
     for (variant, corpus), curve in curves.items():

@@ -92,6 +92,9 @@ def test_common_noise_cancels_and_a_worth_that_differs_by_size_does_not():
     # An arm of other sizes than the baseline.
     fewer = scaling.multiplier(fit, [(n / 2, n, 0.0) for n in SIZES])
     assert fewer.value == pytest.approx(2)
+    # Equal at all sizes, so that the interval is that of the law alone.
+    equal = scaling.multiplier(fit, [(n, n, fit.loss(1.5 * n) - fit.loss(n)) for n in SIZES])
+    assert equal.value == pytest.approx(1.5) and equal.high / equal.low > 1.02
     apart = [(n, n, 0.01 * (-1) ** place) for place, n in enumerate(SIZES)]
     wide = scaling.multiplier(fit, apart)
     assert holds(wide, 1) and wide.high / wide.low > 1.1

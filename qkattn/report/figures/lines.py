@@ -21,6 +21,7 @@ from qkattn.report.figures.style import (
     panels,
     short,
 )
+from qkattn.stats.scaling import Law
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings
 from qkattn.verdict.load import Study
@@ -143,7 +144,7 @@ def loss_against_parameters(study: Study, findings: Findings, look: Styles) -> F
     ends = min(total.values()), max(total.values())
     if not lines or ends[1] <= EQUAL * ends[0]:
         return None
-    laws = {(s.variant, s.corpus): s.law for s in findings.scaling if s.has_law}
+    laws = {(s.variant, s.corpus): s.law for s in findings.scaling if isinstance(s.law, Law)}
     figure = Figure(figsize=(WIDTH, 3.4 + 0.2 * len(lines)))
     ax = figure.subplots()
     for (variant, corpus), arms in lines.items():
