@@ -98,6 +98,7 @@ def test_plain_lines_of_a_long_run_stand_farther_apart(show, clock):
 )
 def test_the_loss_of_several_trials_is_their_range(loss, text):
     assert loss_text(np.array(loss)) == text
+    assert [interval(s) for s in (59.9, 130, 3723)] == ['00:59', '02:10', '1:02:03']
 
 
 @pytest.mark.parametrize('columns', [80, 140, 200])
@@ -179,7 +180,7 @@ def test_no_plain_stretch_is_silent_for_more_than_five_seconds(show, clock):
     assert last == 'step 2/10: validation loss 2.5000 nats/token'
 
 
-def test_a_line_that_is_redrawn_stands_below_whole_lines():
+def test_a_line_that_is_redrawn_stands_below_whole_lines(monkeypatch):
     screen = Screen(stream := Terminal(), 60)
     for done in (1, 2):
         screen.draw(f'study: {done} of 8 runs done')
@@ -190,9 +191,5 @@ def test_a_line_that_is_redrawn_stands_below_whole_lines():
     screen.close()
     screen.close()
     assert stream.lines() == ['line 1', 'line 2', '']
-
-
-def test_a_dumb_terminal_has_plain_lines_with_times_as_on_clocks(monkeypatch):
     monkeypatch.setenv('TERM', 'dumb')
-    assert not Screen(Terminal()).terminal and not Screen(io.StringIO()).terminal
-    assert [interval(s) for s in (59.9, 130, 3723)] == ['00:59', '02:10', '1:02:03']
+    assert screen.terminal and not Screen(stream).terminal

@@ -36,7 +36,7 @@ def test_a_record_needs_an_integer_step_that_does_not_go_back(path):
 
 
 @pytest.mark.parametrize('kept', [0, 30, 50])
-def test_rewind_drops_later_steps_and_a_torn_line_and_no_byte_else(path, kept):
+def test_rewind_drops_later_steps_torn_lines_and_what_is_made_again(path, kept):
     write_steps(path, range(10, kept + 10, 10))
     expected = path.read_bytes()
     write_steps(path, range(10, 60, 10), tail='{"step": 60, "lo')
@@ -46,15 +46,12 @@ def test_rewind_drops_later_steps_and_a_torn_line_and_no_byte_else(path, kept):
     assert metrics.last_step == (kept or None) and path.read_bytes() == expected
     metrics.append({'step': kept + 10})
     assert steps_of(path) == [*range(10, kept + 20, 10)]
-
-
-def test_rewind_drops_the_final_record_and_an_evaluation_that_is_made_again(path):
-    write_steps(path, [5, 10], tail='{"step": 10, "kind": "eval"}\n{"step": 10, "kind": "final"}\n')
-    metrics = MetricsFile(path)
-    metrics.rewind(10)
-    assert steps_of(path) == [5, 10, 10]
-    metrics.rewind(10, evaluated=False)
-    assert steps_of(path) == [5, 10]
+    metrics.append({'step': kept + 10, 'kind': 'eval'})
+    metrics.append({'step': kept + 10, 'kind': 'final'})
+    metrics.rewind(kept + 10)
+    assert steps_of(path)[-2:] == [kept + 10] * 2
+    metrics.rewind(kept + 10, evaluated=False)
+    assert steps_of(path) == [*range(10, kept + 20, 10)]
 
 
 @pytest.mark.parametrize('tail', ['{"step": 3}', '{"step": 3, "lo\n', '\0\0\0', '3\n'])

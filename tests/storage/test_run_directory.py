@@ -38,8 +38,7 @@ def test_a_directory_has_one_owner(tmp_path, request, far):
 
 
 def test_another_config_is_refused_with_exactly_the_fields_that_differ(tmp_path):
-    with RunDirectory(tmp_path, CONFIG) as run:
-        assert not run.resumed
+    RunDirectory(tmp_path, CONFIG).close()
     before = (tmp_path / 'config.json').read_bytes()
     changed = dataclasses.replace(
         CONFIG,
