@@ -219,7 +219,7 @@ def check(directory: str | Path) -> int:
         for one, other in zip(old, new, strict=True):
             if unequal := mismatch(one, other):
                 raise ReportError(f'{directory / file}: {unequal}')
-    return sum(len(record.rows) for record in (*stored, *answered))
+    return sum(len(record.rows) for records in (stored, answered) for record in records)
 
 
 def mismatch(old: Record, new: Record) -> str | None:

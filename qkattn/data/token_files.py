@@ -108,7 +108,8 @@ def _write(
             for ids in documents:
                 file.write(ids.astype(_dtype(tokenizer)).tobytes())
                 num_documents, num_bytes = num_documents + 1, num_bytes + tokenizer.num_bytes(ids)
-        written = np.memmap(temporary, _dtype(tokenizer), 'r') if num_documents else ()
+        empty = np.zeros(0, _dtype(tokenizer))  # a file without bytes cannot be mapped
+        written = np.memmap(temporary, empty.dtype, 'r') if num_documents else empty
         for ids in blocks(written):
             digest.update(ids.data)
             counts_V += np.bincount(ids, minlength=len(counts_V))

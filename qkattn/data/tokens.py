@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ class SplitInfo:
     fingerprint: str  # sha256 of all tokens
 
 
-def blocks(ids: Sequence[Any]) -> Iterator[np.ndarray]:
+def blocks(ids: np.ndarray) -> Iterator[np.ndarray]:
     """All ids in order, a few million at a time."""
     for first in range(0, len(ids), BLOCK):
         yield ids[first : first + BLOCK]

@@ -6,7 +6,7 @@ other change takes another directory.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +123,7 @@ def _continued(
         before: Config = from_json(Config, earlier['base'], 'base.')
     now: Config = with_machine_of(study.base, before)
 
-    def fixed(record: Mapping[str, Any], base: Config) -> dict[str, Any]:
+    def fixed(record: dict[str, Any], base: Config) -> dict[str, Any]:
         """The settings that have to stay."""
         kept = {name: v for name, v in (later | record).items() if name not in EXTENSIBLE}
         return kept | {'base': dataclasses.asdict(base)}

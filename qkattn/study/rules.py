@@ -90,18 +90,18 @@ def broken(study: Study) -> Iterator[str]:
             yield f'{name}={values} must be a grid; set a single value as base.model.{field}'
         elif len(values) != 1 and not _ascends(values):
             yield (f'{name}={values} must ascend by a constant factor, as in (0.001, 0.002, 0.004)')
-    points, seeds = max(map(len, grids.values())), len(tuning.seeds)
+    points, num_seeds = max(map(len, grids.values())), len(tuning.seeds)
     if tuning.max_points < (least := max(points, MIN_VALUES)):
         yield (
             f'tuning.max_points={tuning.max_points} must be at least {least}: the longest grid has '
             f'{points}, and a best value needs worse ones beside it'
         )
-    if tuning.max_seeds < (least := max(seeds, MIN_SEEDS)):
+    if tuning.max_seeds < (least := max(num_seeds, MIN_SEEDS)):
         yield (
             f'tuning.max_seeds={tuning.max_seeds} must be at least {least}: tuning.seeds has '
-            f'{seeds}, and one seed shows no best value'
+            f'{num_seeds}, and one seed shows no best value'
         )
-    numbers = seeds, tuning.max_seeds, len(trials.seeds), len(controls.longer_seeds)
+    numbers = num_seeds, tuning.max_seeds, len(trials.seeds), len(controls.longer_seeds)
     if any(number % study.base.mesh.trial for number in numbers):
         yield (
             f'mesh.trial={study.base.mesh.trial} must divide the numbers of tuning.seeds, '

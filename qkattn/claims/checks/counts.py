@@ -6,6 +6,7 @@ less. With H < D < 2 H it does up to T = D (2 H - D) / (D - H); with D <= H it d
 """
 
 import bisect
+import functools
 from collections.abc import Iterator
 
 import jax
@@ -82,7 +83,7 @@ def multiply_adds() -> Iterator[Row]:
             yield exact(quantity, compiled(score, T, D, H), formula)
 
 
-def added_by_merging(T: int, D: int, H: int) -> int:
+def added_by_merging(D: int, H: int, T: int) -> int:
     """Multiply-adds that one head has more with W_QK."""
     return compiled('merged', T, D, H) - compiled('qk', T, D, H)
 
@@ -91,8 +92,8 @@ def where_they_cross() -> Iterator[Row]:
     """The first T, up to 2048, at which one matrix costs more, on each side of D = 2 H."""
     D = 64
     for H, crossover in ((48, D * (2 * 48 - D) // (D - 48)), (16, 0)):
-        costlier = bisect.bisect(range(1, 2048), 0, key=lambda T, H=H: added_by_merging(T, D, H))
+        costlier = bisect.bisect(range(1, 2048), 0, key=functools.partial(added_by_merging, D, H))
         quantity = 'first T at which one matrix costs more, D = 64'
         yield exact(quantity, 1 + costlier, 1 + crossover, head_size=H)
-    cheaper = added_by_merging(4096, D, D)
+    cheaper = added_by_merging(D, D, 4096)
     yield exact('multiply-adds added by merging at T = 4096, H = D', cheaper, -4096 * D * D)

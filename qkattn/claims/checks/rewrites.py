@@ -153,13 +153,14 @@ def queries_of_one_head() -> Iterator[Row]:
         # A query may add a constant to all of its logits: softmax ignores it.
         error = fit_error(*(a - a.mean(2, keepdims=True) for a in (pairs, s_BTS)))
         quantity = "error of the best W_K', relative to the softmax input"
-        yield exact(quantity, error, 0, SAME, **{LAYER: f'single head, {name}'})
+        yield exact(quantity, error, 0, SAME, layer=f'single head, {name}')
 
 
 @float64
 def queries_of_many_heads() -> Iterator[Row]:
     """N heads need N matrices of D x D; slices of X leave most of A[n] out of reach."""
-    attention, whole = layer(), {LAYER: 'many heads, all read X'}
+    attention = layer()
+    whole: Options = {LAYER: 'many heads, all read X'}
     yield same_output(', W_Q removed', without_w_q(attention), attention, **whole)
     yield exact(f'{LEFT}, N = {N}', share_left('query_free_full/vo', N), 3 / 4, **whole)
     A_NDE, P_DNH = np.asarray(attention.score.matrix()), np.asarray(slices_DNH(attention.spec))

@@ -160,8 +160,9 @@ def _line(variant: str, arm: Arm | None, study: Study) -> Line:
         tuned = study.tuning is not None
         why = 'the baseline has not finished' if tuned else 'no seed in common with the baseline'
         return line._replace(absent=why)
-    ends = {'mean': difference.mean, 'low': difference.low, 'high': difference.high}
-    return line._replace(**ends, seeds=arm.differences)
+    return line._replace(
+        mean=difference.mean, low=difference.low, high=difference.high, seeds=arm.differences
+    )
 
 
 def limits_of(lines: Sequence[Line], margin: float, far: float = 6.0) -> tuple[float, float] | None:
