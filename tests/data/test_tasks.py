@@ -1,5 +1,6 @@
 """Rows of every task: language, masked language, probes, repeats, translation."""
 
+import collections
 import hashlib
 import math
 import types
@@ -92,11 +93,22 @@ def test_a_mask_is_a_function_of_the_draws_alone():
     assert MaskedRows(numbers(train=100), 10, 0.01).num_masked == 1
 
 
-SMALL = ['recall(pairs=4, keys=6, values=3)', 'successor(keys=4, payloads=3)']
+SMALL = [
+    *('copy(length=5, symbols=7)', 'reversal(length=5, symbols=7)'),
+    *('recall(pairs=4, keys=6, values=3)', 'successor(keys=4, payloads=3)'),
+    'induction(length=23, repeats=3, symbols=18)',
+]
 # At the least that an option may be.
-TIGHT = ['recall(pairs=32)', 'recall(pairs=1, keys=1, values=2)', 'successor(keys=3, payloads=2)']
+TIGHT = [
+    *('induction(length=15)', 'induction(symbols=25)', 'recall(pairs=32)'),
+    *('recall(pairs=1, keys=1, values=2)', 'successor(keys=3, payloads=2)'),
+    'copy(length=1, symbols=2)',
+]
 # The answer at position t of a row x of SMALL, and the positions that are asked for.
 ANSWERS = {
+    'copy': (lambda x, t: x[t - 5], range(5, 10)),
+    'reversal': (lambda x, t: x[9 - t], range(5, 10)),
+    'induction': (lambda x, t: x[x.index(x[t]) + 1], None),
     'recall': (lambda x, t: x[x.index(x[t]) + 1], range(8, 15, 2)),
     'successor': (lambda x, t: dict(divmod(y, 3) for y in x)[(x[t] // 3 + 1) % 4], range(4)),
 }
@@ -135,11 +147,16 @@ def test_answers_follow_from_what_a_row_shows(name):
         assert targets_T[predicted].tolist() == [answer(x, t) for t in predicted]
         rows.add(tuple(x))
         layouts.add(tuple(x.index(x[t]) for t in predicted))
-        assert predicted == list(asked)
+        if asked is not None:
+            assert predicted == list(asked)
+        else:  # 24 tokens: three bigrams twice, the other twelve symbols once
+            counts = collections.Counter([*x, targets_T[-1]])
+            assert sorted(counts.values()) == [1] * 12 + [2] * 6
+            assert len(predicted) == 3 and all(x[t] in x[:t] for t in predicted)
         if name.startswith('recall'):
             assert max(x[::2]) < 6 and sorted(x[:8:2]) == sorted(x[8::2])
     # Recall asks in every order.
-    assert len(rows) > 100 and len(layouts) >= 24 * name.startswith('recall')
+    assert len(rows) > 100 and len(layouts) >= 24 * name.startswith(('recall', 'induction'))
 
 
 @pytest.mark.parametrize('name', PROBES)
@@ -162,10 +179,11 @@ def test_training_rows_follow_their_draws_and_evaluation_rows_their_numbers(name
 def test_rows_are_the_same_for_ever_and_bad_names_are_one_sentence():
     # Written down, so that a library that draws differently does not go unnoticed.
     tokens_BT = read_rows(opened(SMALL[0]), 'train', [0], seed=5)['tokens_BT']
-    assert tokens_BT.tolist() == [[2, 8, 4, 8, 3, 8, 1, 6, 3, 8, 2, 8, 1, 6, 4]]
+    assert tokens_BT.tolist() == [[5, 4, 1, 3, 1, 7, 5, 4, 1, 3]]
     for name, says in (
         ('recal(pairs=2)', "unknown data.name 'recal', did you mean 'recall'"),
-        ('recall(pairs=True)', 'whole numbers'),
+        ('copy(length=True)', 'whole numbers'),
+        ('induction(length=14)', 'length=14 must be at least 15'),
         ('recall(pairs=33)', 'keys=32 must be at least 33'),
     ):
         with refused(says):
@@ -173,14 +191,14 @@ def test_rows_are_the_same_for_ever_and_bad_names_are_one_sentence():
 
 
 def test_a_probe_from_outside_is_named_by_import_path(outside):
-    imports = 'from qkattn.data.tasks.probe_tasks import Recall\n'
-    (outside / 'short.py').write_text(f'{imports}class Short(Recall): pass\n')
-    assert probe_tasks.is_probe('short:Short(pairs=5)')
+    copy = 'from qkattn.data.tasks.probe_tasks import Copy\n'
+    (outside / 'short_copy.py').write_text(f'{copy}class Short(Copy): pass\n')
+    assert probe_tasks.is_probe('short_copy:Short(symbols=5)')
     for name in ('fables:fables', 'tfds:squad', 'stdlib'):
         assert not probe_tasks.is_probe(name)
-    identity = opened('short:Short(pairs=5)').identity()
-    assert identity['name'] == 'short:Short' and identity['version'].startswith('1-')
-    assert identity['options'] == vars(PROBES['recall'](pairs=5))
+    identity = opened('short_copy:Short(symbols=5)').identity()
+    assert identity['name'] == 'short_copy:Short' and identity['version'].startswith('1-')
+    assert identity['options'] == vars(PROBES['copy'](symbols=5))
 
 
 def test_sequences_are_tokens_of_rows_all_over_the_split_in_random_order():

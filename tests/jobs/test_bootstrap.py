@@ -21,7 +21,7 @@ def test_a_coordinator_whose_port_is_in_use_names_it(monkeypatch):
         for name, value in job.items():
             monkeypatch.setenv(name, value)
         with pytest.raises(ProcessError, match=rf'port {port} \(Address already in use\)'):
-            bootstrap.start()
+            bootstrap.start.__wrapped__()  # what it keeps for a process is left aside
 
 
 def test_a_process_that_waits_in_vain_says_so():

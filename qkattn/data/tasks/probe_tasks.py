@@ -63,6 +63,75 @@ def _whole(u: np.ndarray, number: int) -> np.ndarray:
     return (u * number).astype(np.int64)
 
 
+def _predict(sequence_BT1: np.ndarray, predicted: np.ndarray) -> Arrays:
+    """Next-token prediction of a sequence where `predicted`, per position or position and row."""
+    tokens_BT, targets_BT = sequence_BT1[:, :-1], sequence_BT1[:, 1:]
+    return tokens_BT, targets_BT, np.broadcast_to(predicted, tokens_BT.shape)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Copy(Probe):
+    """x_1 .. x_n, a separator, x_1 .. x_n; the second half is predicted."""
+
+    least = {'length': 1, 'symbols': 2}
+    step: ClassVar[int] = 1
+    length: int = 16  # n
+    symbols: int = 64  # that the x are drawn from, independently
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(vocabulary=self.symbols + 1, answers=self.symbols, draws=self.length)
+
+    def make(self, u_BU: np.ndarray) -> Arrays:
+        x_BN = _whole(u_BU, self.symbols)
+        separator_B1 = np.full((len(u_BU), 1), self.symbols)
+        sequence_BT1 = np.concatenate([x_BN, separator_B1, x_BN[:, :: self.step]], axis=1)
+        return _predict(sequence_BT1, np.arange(2 * self.length) >= self.length)
+
+
+class Reversal(Copy):
+    """x_1 .. x_n, a separator, x_n .. x_1; the second half is predicted. Options as of Copy."""
+
+    step = -1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Induction(Probe):
+    """Random symbols, with some bigrams `a b` that occur twice; after the second a, b is predicted.
+
+    All other symbols of a row occur once, so that the answer is what followed the only earlier a
+    (Olsson et al. 2022). Bigrams do not overlap; their two places in the row are random.
+    """
+
+    length: int = 32  # tokens of a row
+    repeats: int = 4  # bigrams that occur twice
+    symbols: int = 64  # that those of a row are drawn from, without replacement
+
+    @property
+    def least(self) -> dict[str, int]:
+        units = self.length + 1 - 2 * self.repeats
+        return {'repeats': 1, 'length': 4 * self.repeats - 1, 'symbols': units}
+
+    @property
+    def sizes(self) -> Sizes:
+        draws = self.symbols + self.least['symbols']
+        return Sizes(vocabulary=self.symbols, answers=self.symbols, draws=draws)
+
+    def make(self, u_BU: np.ndarray) -> Arrays:
+        R = self.repeats
+        symbols_BV = np.argsort(u_BU[:, : self.symbols], axis=1)
+        # Units 0 .. 2R - 1 are the R bigrams twice, symbols 2r and 2r + 1; others are single.
+        units_BN = np.argsort(u_BU[:, self.symbols :], axis=1)
+        lengths = np.where(units_BN.ravel() < 2 * R, 2, 1)
+        units_BT1 = np.repeat(units_BN, lengths).reshape(len(u_BU), self.length + 1)
+        second_BT1 = np.diff(units_BT1, axis=1, prepend=-1) == 0
+        symbol_BT1 = np.where(units_BT1 < 2 * R, units_BT1 % R * 2 + second_BT1, units_BT1)
+        sequence_BT1 = np.take_along_axis(symbols_BV, symbol_BT1, axis=1)
+        same_BTT = sequence_BT1[:, :-1, None] == sequence_BT1[:, None, :-1]
+        seen_BT = np.tril(same_BTT, -1).any(-1)
+        return _predict(sequence_BT1, seen_BT & ~second_BT1[:, :-1])
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recall(Probe):
     """Key-value pairs, then every key again in a random order, each followed by its value.
@@ -91,9 +160,8 @@ class Recall(Probe):
         pairs_BP2 = np.stack([keys_BP, values_BP], axis=2)
         asked_BP2 = np.take_along_axis(pairs_BP2, np.argsort(u_order_BP, axis=1)[..., None], axis=1)
         sequence_BT1 = np.concatenate([pairs_BP2, asked_BP2], axis=1).reshape(len(u_BU), -1)
-        tokens_BT, targets_BT, t_T = sequence_BT1[:, :-1], sequence_BT1[:, 1:], np.arange(4 * P - 1)
-        predicted_T = (t_T >= 2 * P) & (t_T % 2 == 0)
-        return tokens_BT, targets_BT, np.broadcast_to(predicted_T, tokens_BT.shape)
+        t_T = np.arange(4 * P - 1)
+        return _predict(sequence_BT1, (t_T >= 2 * P) & (t_T % 2 == 0))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,7 +199,7 @@ class Successor(Probe):
         return tokens_BT, targets_BT, np.ones(keys_BT.shape)
 
 
-PROBES = {cls.__name__.lower(): cls for cls in (Recall, Successor)}
+PROBES = {cls.__name__.lower(): cls for cls in (Copy, Reversal, Induction, Recall, Successor)}
 
 
 def is_probe(text: str) -> bool:
