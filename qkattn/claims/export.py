@@ -53,8 +53,7 @@ CHANGES = {
 MODELS = {
     'decoder': (
         '{}',
-        ('lm_dropped', 'lm_sharing', 'lm_added', 'depth_heads', 'overparameterised')
-        + ('rank', 'sharing'),
+        ('lm_dropped', 'lm_sharing', 'lm_added', 'depth_heads', 'overparameterised', 'rank'),
     ),
     'masked LM': ('{}', ('masked_lm', 'masked')),
     'translation': ('qk/vo?encoder_variant={}', ('translation', 'encoder_side')),

@@ -107,7 +107,7 @@ def verdict(rows: Iterable[Row], complete: bool = True) -> ClaimVerdict:
 
 
 def condition(rows: Iterable[Row]) -> str:
-    """Where a claim is true: by one factor whose values no other context has, else by all."""
+    """Where a claim is true: by one factor that tells these contexts, else by all that differ."""
     by_context = truths(rows)
     true = [dict(context) for context, speaks in by_context.items() if speaks == Speaks.FOR]
     other = [dict(context) for context, speaks in by_context.items() if speaks != Speaks.FOR]
@@ -116,7 +116,9 @@ def condition(rows: Iterable[Row]) -> str:
         if None not in holds and not {*holds} & {context.get(factor) for context in other}:
             values = list(dict.fromkeys(map(str, holds)))
             return f'{factor}: {"; ".join(values)}'
-    return '; '.join(', '.join(f'{name}: {value}' for name, value in c.items()) for c in true)
+    shared = set.intersection(*map(set, by_context))
+    places = ([item for item in context.items() if item not in shared] for context in true)
+    return '; '.join(', '.join(f'{name}: {value}' for name, value in place) for place in places)
 
 
 def decisive(claim: ClaimResult) -> Row | None:

@@ -114,13 +114,13 @@ def test_what_is_made_again_differs_by_rounding_alone():
 def test_answers_are_from_the_first_study_with_a_verdict(tmp_path):
     """One study that learned, one that did not, and one of equal shapes."""
     for name, source in (
-        ('sharing', conftest.CLAIMS / 'lm_dropped'),
+        ('lm_dropped', conftest.CLAIMS / 'lm_dropped'),
         ('lm_sharing', conftest.RESULTS / 'fair_small'),
         ('overparameterised', conftest.CLAIMS / 'overparameterised'),
     ):
         shutil.copytree(source, tmp_path / name)
     made = {answer.variant: answer for answer in export.answers(Results(tmp_path))}
-    for variant, *expected in (('qk/no_o', 'sharing', False), ('qk/k_is_v', 'lm_sharing', True)):
+    for variant, *expected in (('qk/no_o', 'lm_dropped', False), ('qk/k_is_v', 'lm_sharing', True)):
         for kind in (Kind.REMOVED, Kind.MATCHED):
             row = made[variant].row('decoder', kind)
             assert [row.study, row.decision == 'no verdict'] == expected

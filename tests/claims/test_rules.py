@@ -118,11 +118,14 @@ def test_the_condition_names_a_factor_that_separates_or_the_contexts():
         ({'8 T<=D,a': FOR, '1 b': FOR, '8 c': AGAINST}, 'corpus: T<=D,a; b'),
         # A factor does not separate where a context is open.
         ({'8 a': FOR, '1 a': OPEN, '1 b': AGAINST}, 'size: 8'),
-        # The contexts, where no factor separates.
+        # The contexts, where no factor separates, without what they all share.
         ({'8 a': FOR, '1 b': FOR, '1 a': AGAINST}, 'size: 8, corpus: a; size: 1, corpus: b'),
     ):
         contexts = [dict(zip(('size', 'corpus'), case.split(), strict=True)) for case in cases]
-        rows = [row(speaks, **c) for speaks, c in zip(cases.values(), contexts, strict=True)]
+        rows = [
+            row(speaks, **{'model': 'decoder'} | context)
+            for speaks, context in zip(cases.values(), contexts, strict=True)
+        ]
         assert rules.condition(rows) == expected
 
 

@@ -92,7 +92,7 @@ C6 = Claim(
     expectations=tuple(
         Expectation(study, variant, relation, at=at, context={'conclusion': name})
         for variant, relation, at, name, studies in (
-            ('shared_qk/vo', 'worse', 'removed', 'of C2', ('masked', 'sharing')),
+            ('shared_qk/vo', 'worse', 'removed', 'of C2', ('masked', 'lm_sharing')),
             ('shared_qk/vo', 'not_better', 'matched', 'of C3', ('masked', 'lm_sharing')),
             ('qk/no_v', 'worse', 'removed', 'of C4', ('masked', 'lm_dropped')),
             ('qk/no_v', 'not_better', 'matched', 'of C4', ('masked', 'lm_dropped')),

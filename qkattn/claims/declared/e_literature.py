@@ -16,8 +16,6 @@ ASCENDING = {
     'shared_qk/k_is_v': 'Q = K = V',
 }
 SHAPES = (('removed', {'shape': 'equal'}), ('matched', {'shape': 'matched'}))
-# The decoders that have learned are compared at equal parameter count alone.
-SHARING = {'removed': 'sharing', 'matched': 'lm_sharing'}
 
 E1 = Claim(
     name='E1',
@@ -76,12 +74,12 @@ E4 = Claim(
     reported='perplexity at the same width +0.7 %, +1.5 %, +3.1 %, +4.9 %, +25.4 %',
     expectations=(
         *(
-            Expectation(SHARING[at], 'qk/vo?num_kv_heads=2', 'worse', at=at, context=shape)
+            Expectation('lm_sharing', 'qk/vo?num_kv_heads=2', 'worse', at=at, context=shape)
             for at, shape in SHAPES
         ),
         *(
             Expectation(
-                SHARING[at],
+                'lm_sharing',
                 variant,
                 'worse',
                 at=at,
@@ -93,6 +91,14 @@ E4 = Claim(
             for before, variant in itertools.pairwise(ASCENDING)
         ),
     ),
+    conditions={
+        'shape: equal, order: after MQA; shape: equal, order: after Q = K; '
+        'shape: matched, order: after MQA; shape: matched, order: after K = V; '
+        'shape: matched, order: after Q = K': (
+            'the step is from MQA to K = V, from Q = K to Q = K = V or, at equal parameter count, '
+            'from K = V to Q = K'
+        ),
+    },
 )
 
 E5 = Claim(
