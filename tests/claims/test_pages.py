@@ -31,7 +31,7 @@ MISSING = dataclasses.replace(
 # One of each verdict and kind, in the order of their names.
 SHOWN = (
     *(STORED['A1'], STORED['A2'], MISSING, STORED['B3']),
-    *(dataclasses.replace(STORED['C1'], **FAILS), STORED['E4']),
+    *(dataclasses.replace(STORED['C1'], **FAILS), STORED['E6']),
 )
 LINES = {
     'claims_verdicts': f'| [B2](claims_b.md#b2) | {MISSING.title} | '
@@ -152,7 +152,7 @@ def test_the_laws_of_a_scaling_study_stand_at_the_end(tmp_path):
 
 def test_figures_show_the_numbers_of_the_rows(written):
     files = {path.name for path in (written / 'plots').iterdir()}
-    assert [claim.name for claim in SHOWN if has_figure(claim)] == ['B2', 'E4']
+    assert [claim.name for claim in SHOWN if has_figure(claim)] == ['B2', 'E6']
     assert files == {'answers.png', 'b2_differences.png', 'e4_differences.png'}
     figure = claim_figure(STORED['E4']).figure
     marks = [points for ax in figure.axes for points in ax.collections]
