@@ -153,7 +153,7 @@ def test_the_laws_of_a_scaling_study_stand_at_the_end(tmp_path):
 def test_figures_show_the_numbers_of_the_rows(written):
     files = {path.name for path in (written / 'plots').iterdir()}
     assert [claim.name for claim in SHOWN if has_figure(claim)] == ['B2', 'E6']
-    assert files == {'answers.png', 'b2_differences.png', 'e4_differences.png'}
+    assert files == {'answers.png', 'b2_differences.png', 'e6_differences.png'}
     figure = claim_figure(STORED['E4']).figure
     marks = [points for ax in figure.axes for points in ax.collections]
     means = [points.get_offsets()[0][0] for points in marks if points.get_label() == 'mean']
