@@ -124,7 +124,7 @@ def _train(number: int, task: tuple[Any, ...], stop: StopRequest) -> str:
                     continue
                 workers.pop(i).close()
                 if code == EXIT_CONFIG:
-                    refusals[latest[i]] = None
+                    refusals[latest.get(i, 'a worker refused the study')] = None
                 elif code and not stopping:
                     how = f'ended by signal {-code}' if code < 0 else f'exit code {code}'
                     crash = f'worker {i} crashed ({how})'
