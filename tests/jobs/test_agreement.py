@@ -1,14 +1,13 @@
-"""What processes agree on, in real jobs; the same calls in a process that is alone."""
+"""What the processes of real jobs agree on, and processes that do not come together."""
 
 import json
-from unittest.mock import Mock
+import socket
 
 import pytest
 
-from qkattn.errors import InUseError
-from qkattn.jobs import agreement
-from qkattn.jobs.agreement import owned, owner_first
-from tests.processes import ended, start_job
+from qkattn.errors import ProcessError
+from qkattn.jobs import agreement, bootstrap
+from tests.processes import ended, environments, start_job, start_python
 
 JOB = """
     import json, time
@@ -35,10 +34,14 @@ JOB = """
     seen['refused'] = attempt(lambda: agreement.owned(lambda: says(errors.InUseError, 'held')))
     seen['bug'] = attempt(lambda: agreement.on_owner(lambda: says(KeyError, 'bug')))
     seen['any'] = [agreement.any_process(rank == 1), agreement.any_process(False)]
-    made = agreement.owned(lambda: called.append('made') or called)
-    if rank:
+
+    def use(made):
         with made as entered:
             entered.metrics.append(1)
+            raise ValueError('stays')
+
+    made = agreement.owned(lambda: called.append('made') or called)
+    seen['stays'] = attempt(lambda: rank and use(made))
     seen['first'] = agreement.owner_first(lambda: f'made by {rank}')
     agreement.require_same('seed', '0')
     seen['differs'] = attempt(lambda: agreement.require_same('hash', 'ab'[rank > 0]))
@@ -65,6 +68,7 @@ def test_three_processes_agree():
     bugs = [['KeyError', "'bug'"], *[['ProcessError', "process 0 raised KeyError: 'bug'"]] * 2]
     assert [one['bug'] for one in seen] == bugs
     assert [one['first'] for one in seen] == ['made by 0', 'made by 1', 'made by 2']
+    assert [one['stays'] for one in seen] == [0, *[['ValueError', 'stays']] * 2]
     late = ['ProcessError', 'process 2 did not arrive within 1 s, while the others waited']
     for one in seen:
         assert (one['owner'], one['any']) == ([0, 'value'], [True, False])
@@ -75,17 +79,41 @@ def test_three_processes_agree():
         assert one['keys'] < 10
 
 
-def test_a_single_process_agrees_with_itself():
-    assert agreement.on_owner(lambda: {1: 'as JSON'}) == {'1': 'as JSON'}
-    assert (agreement.any_process(True), agreement.any_process(False)) == (True, False)
-    agreement.require_same('hash', 'a')
-    with pytest.raises(InUseError, match='held'):
-        owned(Mock(side_effect=InUseError('held')))
-    assert owner_first(lambda: 7) == 7 and owned(list) == []
+def test_a_single_process_gets_the_values_of_json():
+    assert agreement.on_owner(lambda: {1: (2,)}) == {'1': [2]}
 
 
-def test_an_error_beside_an_object_that_does_nothing_stays_one(monkeypatch):
-    monkeypatch.setattr(agreement, 'on_owner', lambda call: None)  # as in the other processes
-    with pytest.raises(ValueError, match='stays'), owned(list) as nothing:
-        nothing.metrics.append({'step': 1})
-        raise ValueError('an error stays one')
+# Processes that do not come together.
+
+JOIN = """
+    from qkattn.jobs import bootstrap, cli
+    cli.run(bootstrap.in_job(lambda: print('joined')))
+"""
+
+
+def test_a_coordinator_whose_port_is_in_use_names_it(monkeypatch):
+    with socket.create_server(('', 0)) as other:
+        port = other.getsockname()[1]
+        job = environments(2)[0] | {'JAX_COORDINATOR_ADDRESS': f'localhost:{port}'}
+        for name, value in job.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ProcessError, match=rf'port {port} \(Address already in use\)'):
+            bootstrap.start.__wrapped__()  # what it keeps for a process is left aside
+
+
+def test_a_process_that_waits_in_vain_says_so():
+    first, _ = environments(2)
+    ((code, _, error),) = ended([start_python(JOIN, QKATTN_CONNECT_SECONDS='3', **first)])
+    assert code == 1 and error.endswith('within 3 s\n'), error
+    assert (
+        f'not all 2 processes reached the coordinator {first["JAX_COORDINATOR_ADDRESS"]}' in error
+    )
+
+
+@pytest.mark.slow
+def test_processes_that_disagree_on_their_number():
+    first, second = environments(2)
+    second['JAX_NUM_PROCESSES'] = '3'
+    results = ended([start_python(JOIN, **environment) for environment in (first, second)])
+    assert [code for code, _, _ in results] == [2, 2], results
+    assert all('number of processes of process 1 differs' in error for *_, error in results)

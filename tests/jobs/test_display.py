@@ -1,8 +1,10 @@
-"""The display with a clock that is set by hand, on plain streams and on terminals of a width."""
+"""The display with a clock that is set by hand, on terminals, plain streams and unread ones."""
 
 import io
 import logging
+import os
 import re
+import sys
 import types
 from collections import defaultdict
 from unittest.mock import MagicMock, Mock
@@ -11,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from qkattn.jobs import cli, output
 from qkattn.jobs.display import LogHandler, Progress, Screen, StudyLeft, interval, loss_text
 
 LABEL = 'shared_qk(key_norm=True,self_mask=True)/vo d_model=128 equal_shape learning_rate'
@@ -128,21 +131,14 @@ def test_the_row_of_a_terminal_fits_and_shows_what_matters_most(columns, show, c
 
 def test_a_phase_that_lasts_is_shown_with_its_seconds(show, clock, caplog):
     caplog.set_level(logging.DEBUG, 'qkattn')
-    plain, terminal = io.StringIO(), Terminal()
-    for stream in (plain, terminal):
-        progress = show(stream, 'qk/vo', 10)
-        with progress.phase('compiling'):
-            for seconds in range(1, 50):
-                clock.seconds += 1
-                progress.tick()
-                if stream is terminal:
-                    (line,) = terminal.lines()
-                    assert line.startswith('qk/vo') and line.endswith(f'compiling ... {seconds} s')
-        progress.close()
-    lines = [f'qk/vo: compiling ... {seconds} s' for seconds in range(4, 50, 4)]
-    assert plain.getvalue().splitlines() == lines
+    with show(terminal := Terminal(), 'qk/vo', 10) as progress, progress.phase('compiling'):
+        for seconds in range(1, 50):
+            clock.seconds += 1
+            progress.tick()
+            (line,) = terminal.lines()
+            assert line.startswith('qk/vo') and line.endswith(f'compiling ... {seconds} s')
     assert not any(terminal.lines())
-    assert caplog.messages == ['qk/vo: compiling took 49.000 s'] * 2
+    assert caplog.messages == ['qk/vo: compiling took 49.000 s']
 
 
 def test_no_plain_stretch_is_silent_for_more_than_five_seconds(show, clock):
@@ -173,7 +169,7 @@ def test_no_plain_stretch_is_silent_for_more_than_five_seconds(show, clock):
             wait(9)
         progress.evaluated(2, 2.5)  # of a run by itself
     times.append(clock.seconds)
-    assert max(np.diff(times)) <= 5
+    assert max(np.diff(times)) <= 5 and min(np.diff(times[:4])) >= 4
     first, *_, last = stream.getvalue().splitlines()
     assert first == 'x: compiling ... 1 s'
     assert re.search(r'^x: 20%, [\d:]+ left, step 2/10$', stream.getvalue(), re.M)  # without a loss
@@ -193,3 +189,39 @@ def test_a_line_that_is_redrawn_stands_below_whole_lines(monkeypatch):
     assert stream.lines() == ['line 1', 'line 2', '']
     monkeypatch.setenv('TERM', 'dumb')
     assert screen.terminal and not Screen(stream).terminal
+
+
+# Output that nobody reads ends a command quietly, and stops no run.
+
+
+def goes_nowhere(stream) -> bool:
+    return os.path.samestat(os.fstat(stream.fileno()), os.stat(os.devnull))
+
+
+@pytest.mark.parametrize('terminal', [False, True])
+@pytest.mark.parametrize('kind', ['progress', 'log'])
+def test_no_display_needs_a_reader(kind, terminal, unread, monkeypatch):
+    monkeypatch.setattr(unread, 'isatty', lambda: terminal, raising=False)
+    monkeypatch.setattr(sys, 'stderr', unread)
+    if kind == 'log':
+        LogHandler().emit(logging.LogRecord('qkattn', logging.INFO, '', 1, 'resuming', (), None))
+    else:
+        with Progress('run', 10, screen=Screen(columns=80)) as progress:
+            progress.update(1, 2.5)
+            progress.print('a line')
+            progress.tick()
+    print('b' * 100_000, file=unread, flush=True)  # by anybody else
+    assert goes_nowhere(unread)
+
+
+def test_a_full_disk_is_an_error():
+    with pytest.raises(OSError, match='No space left'), open('/dev/full', 'w') as full:
+        output.say('a', full)
+
+
+def test_a_wrong_setting_keeps_its_exit_code(unread, monkeypatch):
+    monkeypatch.setattr(sys, 'stdout', unread)
+    print('buffered')
+    with pytest.raises(SystemExit) as ended:
+        cli.exit_with('d_model=0 must be at least 1')
+    assert ended.value.code == 2 and goes_nowhere(unread)

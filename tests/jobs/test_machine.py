@@ -24,16 +24,20 @@ def group(tmp_path):
     return write
 
 
-def test_the_narrowest_control_group_limits_the_cores(group, tmp_path):
-    def quota() -> float:
-        return machine.quota(tmp_path / 'cgroup', tmp_path / 'membership')
+def test_the_narrowest_control_group_limits_cores_and_memory(group, tmp_path):
+    paths = [tmp_path / name for name in ('cgroup', 'membership', 'meminfo')]
 
-    assert quota() == math.inf
+    def left() -> tuple[float, float]:
+        return machine.quota(*paths[:2]), machine.free_memory(*paths)
+
+    assert left() == (math.inf, math.inf)
+    paths[2].write_text('MemTotal: 9 kB\nMemAvailable: 4 kB\n')
     group('outer', {'cpu.max': '250000 100000'})
-    group('outer/inner', {'cpu.max': 'max 100000'})
-    assert quota() == 2.5
+    group('outer/inner', {'cpu.max': 'max 100000', 'memory.max': 'max', 'memory.current': '10'})
+    assert left() == (2.5, 4096)
+    group('outer', {'memory.max': '5000', 'memory.current': '2000'})
     group('', {'cpu.max': '150000 100000'})
-    assert quota() == 1.5
+    assert left() == (1.5, 3000)
 
 
 def test_a_quota_leaves_as_many_cores_of_the_affinity(monkeypatch):
@@ -43,19 +47,6 @@ def test_a_quota_leaves_as_many_cores_of_the_affinity(monkeypatch):
         monkeypatch.setattr(machine, 'quota', lambda limit=limit: limit)
         assert machine.usable_cores() == left
     assert machine.shares(range(5), 3) == [[0], [1, 2], [3, 4]]
-
-
-def test_memory_is_what_the_machine_and_the_control_groups_leave(group, tmp_path):
-    def free() -> float:
-        names = ('cgroup', 'membership', 'meminfo')
-        return machine.free_memory(*(tmp_path / name for name in names))
-
-    assert free() == math.inf
-    (tmp_path / 'meminfo').write_text('MemTotal: 9 kB\nMemAvailable: 4 kB\n')
-    assert free() == 4096
-    group('outer/inner', {'memory.max': 'max', 'memory.current': '10'})
-    group('outer', {'memory.max': '5000', 'memory.current': '2000'})
-    assert free() == 3000
 
 
 @pytest.mark.parametrize(

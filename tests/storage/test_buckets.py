@@ -7,6 +7,7 @@ import pytest
 from qkattn.errors import RunDirectoryError
 from qkattn.storage import buckets
 from qkattn.storage.files import as_path, local_copy, make_directory, replacing, write_atomic
+from tests.refusals import refused
 
 
 def test_a_url_is_a_path_with_the_methods_of_pathlib(bucket):
@@ -36,34 +37,18 @@ def test_a_file_of_a_library_is_uploaded_whole_or_not_at_all(bucket):
         assert local.read_bytes() == data and local.name == 'model.bin'
 
 
-def test_an_object_is_replaced_only_in_the_generation_that_was_read(bucket):
-    path = as_path('gs://runs/lock')
-    first = buckets.write(path, b'mine', 0).generation
-    with pytest.raises(FileExistsError):
-        buckets.write(path, b'yours', 0)
-    assert buckets.read(path)[:2] == (b'mine', first)
-    second = buckets.write(path, b'yours', first).generation
-    buckets.delete(path, first)
-    assert buckets.read(path)[:2] == (b'yours', second)
-    buckets.delete(path)
-    with pytest.raises(FileNotFoundError):
-        buckets.read(path)
-
-
 @pytest.mark.parametrize(
     ('url', 'message'),
     [
         ('gs://none/run', 'gs://none does not exist'),
         ('gs://forbidden/run', 'gs://forbidden may not be used to read: .*objectUser'),
         ('gs://read-only/run', 'gs://read-only may not be used to write: .*objectUser'),
-        ('s3://runs/run', 's3://runs/run is a URL of another kind than gs://BUCKET/PATH; .* mount'),
-        ('gs:///run', 'gs:///run is a URL of another kind'),
+        ('gs:///run', 'gs:///run is a URL of another kind than gs://BUCKET/PATH; .* mount'),
     ],
 )
 def test_a_bucket_that_cannot_be_used_is_one_sentence(bucket, url, message):
-    with pytest.raises(RunDirectoryError, match=message) as refusal:
+    with refused(message, RunDirectoryError):
         make_directory(url)
-    assert '\n' not in str(refusal.value)
     assert len(bucket.log) < 6
 
 

@@ -106,14 +106,6 @@ def test_what_is_declared_or_looked_at_again_is_entered_once(directory):
     assert ledger.look(directory) and read(directory).entries[-1]['look'] == 5
 
 
-def test_arms_that_are_added_before_a_look_are_not_post_hoc(tmp_path):
-    ledger.declare(tmp_path, STUDY)
-    ledger.declare(tmp_path, LARGER)
-    kept = read(tmp_path)
-    assert [entry['event'] for entry in kept.entries] == ['declared', 'arms_added']
-    assert not kept.post_hoc and kept.family == 2 and kept.first_look is None
-
-
 def rewritten(lines):
     """The first line edited and given the hash that belongs to it."""
     entry = json.loads(lines[0]) | {'margin': 0.05}

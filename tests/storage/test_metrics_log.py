@@ -124,9 +124,8 @@ def test_a_log_is_rewound_to_what_a_checkpoint_has_kept_or_refused(path, damage,
     [
         (lambda path: path.unlink(), r'metrics\.jsonl is damaged \(No such file'),
         (lambda path: path.write_text('other\n'), 'first 0 lines are not the 2'),
-        (lambda path: path.write_text(path.read_text().replace('1.5', '1.6')), 'line 1 is damaged'),
     ],
-    ids=['removed', 'replaced', 'edited'],
+    ids=['removed', 'replaced'],
 )
 def test_a_log_that_is_changed_while_it_is_open_is_refused(path, change, message):
     metrics = MetricsFile(path)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from qkattn.errors import RunDirectoryError
-from qkattn.storage.records import check_result, metrics_of, read_json, to_jsonable, write_json
+from qkattn.storage.records import check_result, read_json, to_jsonable, write_json
+from tests.refusals import refused
 from tests.studies import outside_record
 
 
@@ -48,7 +49,6 @@ def test_what_was_changed_by_hand_has_another_checksum(tmp_path, value):
 @pytest.mark.parametrize(
     ('name', 'change', 'message'),
     [
-        ('top_3', {}, None),
         ('top_3', {'unit': 3}, "metric 'top_3': field 'unit' is 3, expected str"),
         ('top_3', {'decimals': None}, "metric 'top_3': field 'decimals' is None, expected int"),
         ('top_3', {'value': 'os:system'}, "metric 'top_3': field 'value' is 'os:system', expected"),
@@ -60,13 +60,8 @@ def test_what_was_changed_by_hand_has_another_checksum(tmp_path, value):
 def test_a_description_of_a_metric_is_data_of_the_right_kind(name, change, message):
     record = outside_record('qk/vo')
     record['outside_metrics'] = {name: record['outside_metrics']['top_3'] | change}
-    if message is None:
+    with refused(message, ValueError):
         check_result(record)
-        assert metrics_of(record)['top_3'].text(0.5) == 'top 3 50.0000 %'
-        return
-    with pytest.raises(ValueError, match=message) as refusal:
-        check_result(record)
-    assert '\n' not in str(refusal.value)
 
 
 SCHEMA = {'name': str, 'rate': float, 'inner': {'count': int, 'kinds': tuple[str, ...] | None}}
@@ -76,9 +71,6 @@ SOUND = {'name': 'x', 'rate': 1, 'inner': {'count': 2, 'kinds': None}, 'more': 1
 @pytest.mark.parametrize(
     ('content', 'message'),
     [
-        (b'', 'it is not JSON'),
-        (b'[' * 100_000, 'it is nested too deeply'),
-        (b'[]', 'expected an object, found list'),
         (SOUND | {'rate': '1'}, "field 'rate' is '1', expected float"),
         (SOUND | {'rate': True}, "field 'rate' is True, expected float"),
         (SOUND | {'rate': 10**400}, r"field 'rate' is 10+, expected float"),
@@ -87,13 +79,13 @@ SOUND = {'name': 'x', 'rate': 1, 'inner': {'count': 2, 'kinds': None}, 'more': 1
         (SOUND | {'inner': {'kinds': None}}, "field 'count' is missing"),
         (SOUND | {'inner': {'count': 2, 'kinds': ['a', 1]}}, "field 'kinds' is .*, expected tuple"),
     ],
-    ids=range(10),
+    ids=range(7),
 )
 def test_what_does_not_fit_its_schema_is_one_sentence(tmp_path, content, message):
     path = tmp_path / 'x.json'
     path.write_bytes(json.dumps(content).encode() if isinstance(content, dict) else content)
-    with pytest.raises(RunDirectoryError, match=message) as refusal:
+    with refused(message, RunDirectoryError) as refusal:
         read_json(path, SCHEMA)
-    assert '\n' not in str(refusal.value) and len(str(refusal.value)) < 400
+    assert len(str(refusal.value)) < 400
     write_json(tmp_path / 'sound.json', SOUND)
     assert read_json(tmp_path / 'sound.json', SCHEMA)['rate'] == 1

@@ -12,11 +12,12 @@ from qkattn.config import (
     TrialsConfig,
     TuningConfig,
 )
-from qkattn.errors import ConfigError, MatchError
+from qkattn.errors import MatchError
 from qkattn.model import cost
 from qkattn.study import catalogue
 from qkattn.study.arms import build_arms, match, table
 from tests.lanes import thinned
+from tests.refusals import refused
 
 UNTUNED = Study(
     base=Config(
@@ -35,12 +36,8 @@ def test_the_grid_is_expanded_and_matched():
     assert [(a.key.corpus, a.label, a.size) for a in arms] == [
         (corpus, v, s) for corpus in study.corpora for s in study.sizes for v in study.variants
     ]
-    targets = {arm.size: arm.target for arm in arms}
-    for arm in arms[:6]:
-        assert abs(cost.count(arm.model)['total'] / targets[arm.size] - 1) <= 1e-3
-    assert arms[0].model.d_model == 64 and arms[0].residual == 0
+    assert all(abs(arm.residual) <= 1e-3 for arm in arms)
     assert arms[0].destination is None and arms[1].destination == 'd_model'
-    assert arms[2].model.num_kv_heads == 1
     assert arms[4].model.num_layers == 3 and arms[4].model.value == 'no_v'
 
 
@@ -67,8 +64,6 @@ SCALED = {'variants': ('qk/vo', 'qk/vo?score_scale=2.0')} | tuning(score_scales=
     ('study', 'fields', 'message'),
     [
         (UNTUNED, {'variants': ('qk/vv',)}, "variant 'qk/vv': unknown value 'vv'"),
-        (UNTUNED, {'variants': ('qk',)}, 'must be written score/value'),
-        (UNTUNED, {'variants': ('qk/vo?heads=3',)}, "'heads=3' must be a model field"),
         (UNTUNED, {'variants': ('qk/vo?num_heads',)}, "'num_heads' must be a model field"),
         (UNTUNED, {'variants': ('qk/vo', 'qk/vo?num_heads=4')}, 'are the same model'),
         (UNTUNED, {'variants': ('qk/vo', 'qk/vo?d_model=8')}, 'and sizes both set d_model'),
@@ -93,7 +88,6 @@ SCALED = {'variants': ('qk/vo', 'qk/vo?score_scale=2.0')} | tuning(score_scales=
         (TUNED, tuning(max_seeds=1), 'must be at least 2: .* one seed shows'),
         (TUNED, tuning(max_points=2), 'max_points=2 must be at least 3'),
         (TUNED, {'expected': ('qk/vo is worse',)}, "'qk/vo' is none of the arms"),
-        (TUNED, {'expected': ('x/vo is worse',)}, "'x/vo' is none of the arms"),
         (TUNED, FREE | {'expected': (AT_SHAPE,)}, 'needs controls.equal_shape and a match'),
         (TUNED, tuning(score_scales=(1.0,)), 'a single value as base.model.score_scale'),
         (TUNED, tuning(init_vos=(1.0, 0.5)), 'init_vos=.* must ascend'),
@@ -106,9 +100,8 @@ SCALED = {'variants': ('qk/vo', 'qk/vo?score_scale=2.0')} | tuning(score_scales=
     ],
 )
 def test_a_wrong_study_is_one_sentence(study, fields, message):
-    with pytest.raises(ConfigError, match=message) as caught:
+    with refused(message):
         build_arms(dataclasses.replace(study, **fields))
-    assert '\n' not in str(caught.value)
 
 
 def test_each_variant_that_no_model_matches_is_named():
@@ -155,42 +148,25 @@ def test_a_variant_that_saves_parameters_is_also_an_arm_at_the_baselines_shape()
 SMALL = ModelConfig(d_model=96, num_layers=2, num_heads=4, context=64)
 DEEP = ModelConfig(d_model=128, num_layers=4, num_heads=4)
 # d_model and d_ff of each variant made equal to qk/vo: SMALL by total parameters, DEEP by
-# non-embedding ones. The hashes of finished runs depend on them. Refused is what saves or costs
-# less than half a step of d_model.
+# non-embedding ones. The hashes of finished runs depend on them. Variants that are left out have
+# the parameters of one of these. Refused is what saves or costs less than half a step of d_model.
 SOLVED = """
 qk/vo                    96 384    128 512
 merged/vo                89 362    118 477
 shared_qk/vo            100 400    134 530
 symmetric/vo            100 399    134 529
 pairwise/vo              99 393    132 530
-symmetric_skew/vo        96 384    128 512
 query_free/vo           100 400    132 547
-key_free/vo             100 400    132 547
 neither/vo              104 421    140 562
-query_free_full/vo       89 362    118 477
 neither_full/vo         105 416    140 562
 low_rank/vo             100 402    134 530
 full_size/vo             79 321    105 412
 gauge_fixed/vo           97 389    130 516
-frozen/vo                96 384    128 512
 double/vo                90 354    118 475
 collaborative/vo        refused -  refused -
 nonlinear_query/vo      refused -  refused -
-latent/vo                96 384    128 512
-qk/no_v                 100 400    132 547
-qk/no_o                 100 400    132 547
-qk/no_vo                104 421    140 562
-qk/merged_vo             89 362    118 477
-qk/low_rank             100 402    134 530
-qk/gauge_fixed           97 389    130 516
 qk/double                93 367    123 490
 qk/hadamard             refused -  refused -
-qk/k_is_v               100 400    134 530
-qk/q_is_v               100 400    134 530
-qk/v_is_k_transposed    100 400    132 547
-qk/o_is_v               100 400    134 530
-qk/o_is_k               100 400    134 530
-qk/o_is_q               100 400    134 530
 shared_qk/subspace      110 436    148 590
 latent/latent            98 394    131 520
 """
@@ -241,15 +217,17 @@ ENCODER_DECODER = {'num_layers': 12, 'kind': 'encoder_decoder'}
 FIVE_LAYERS = ENCODER_DECODER | {'num_encoder_layers': 5}
 OTHERS = dict.fromkeys(('encoder_variant', 'cross_variant'), 'shared_qk/vo')
 ALL_SHARED = {'score': 'shared_qk'} | OTHERS
+SHARED, NO_QUERY, FULL = ({'score': name} for name in ('shared_qk', 'query_free', 'full_size'))
+WIDE = {'d_model': 128, 'head_size': 32}
 
 
 @pytest.mark.parametrize(
     ('base', 'fields', 'destination', 'kwargs', 'expected'),
     [
         # One matrix widens the MLP by half a width: 2 L D d_ff = L D^2.
-        ({}, {'score': 'query_free'}, 'd_ff', {}, {'d_ff': 384 + 96 // 2}),
+        ({}, NO_QUERY, 'd_ff', {}, {'d_ff': 384 + 96 // 2}),
         # A head keeps its size: a fifth costs 3 D H, of which D^2 = 4 D H was saved.
-        ({}, {'score': 'shared_qk'}, 'num_heads', {}, SHARED_HEADS),
+        ({}, SHARED, 'num_heads', {}, SHARED_HEADS),
         ({}, {'score': 'shared_qk', 'head_size': 16}, 'num_heads', {}, {'num_heads': 8}),
         # Query heads grow in steps of the key/value heads.
         ({}, {'num_kv_heads': 2}, 'num_heads', {}, {'num_heads': 6, 'head_size': 24}),
@@ -267,25 +245,7 @@ ALL_SHARED = {'score': 'shared_qk'} | OTHERS
         # The encoder follows the decoder unless its depth is given.
         (ENCODER_DECODER, ALL_SHARED, 'num_layers', {}, {'num_layers': 13, 'd_ff': 404}),
         (FIVE_LAYERS, ALL_SHARED, 'num_layers', {}, {'num_layers': 14, 'd_ff': 386}),
-    ],
-    ids=str,
-)
-def test_a_destination_takes_exactly_what_is_saved(base, fields, destination, kwargs, expected):
-    base = dataclasses.replace(SMALL, **base)
-    target = cost.measured(base, kwargs.get('which', 'total'))
-    config = dataclasses.replace(base, **fields)
-    matched = match(config, target, destination=destination, **kwargs)
-    assert matched == dataclasses.replace(config, **({'d_ff': 384} | expected))
-
-
-FULL, NO_QUERY = {'score': 'full_size'}, {'score': 'query_free'}
-WIDE = {'d_model': 128, 'head_size': 32}
-SHARED = {'score': 'shared_qk'}
-
-
-@pytest.mark.parametrize(
-    ('base', 'fields', 'destination', 'kwargs', 'message'),
-    [
+        # A request that cannot be met names the constraint.
         ({'d_model': 128}, SHARED, 'd_model', {'fill': None}, 'only to .* d_model=13.'),
         ({}, SHARED, 'd_model', {'tolerance': 1e-7, 'target': 252385}, 'the tolerance is 0.000%'),
         ({}, {'score': 'query_free', 'value': 'low_rank(rank=0)'}, 'd_model', {}, 'built: .*rank'),
@@ -297,25 +257,18 @@ SHARED = {'score': 'shared_qk'}
         ({}, SHARED, 'num_layers', {}, 'which num_layers=2 is nearer than 3, so d_ff would absorb'),
         ({'d_ff': 4}, FULL, 'd_ff', {}, 'only to .* at d_ff=1 and'),
         ({'d_ff': 4, 'num_layers': 1}, FULL, 'num_layers', {}, 'at d_ff=1 and num_layers=1'),
-        (
-            {},
-            {**SHARED, 'num_kv_heads': 2},
-            'num_heads',
-            {'fill': None},
-            'to .*, at num_heads=6',
-        ),
         ({'kind': 'encoder'}, {}, 'd_model', {'which': 'cache', 'target': 1}, 'no cache'),
         ({}, {}, 'd_ff', CACHE, 'no cache depends on d_ff'),
     ],
     ids=str,
 )
-def test_a_request_that_cannot_be_met_names_the_constraint(
-    base, fields, destination, kwargs, message
-):
+def test_a_destination_takes_exactly_what_is_saved(base, fields, destination, kwargs, expected):
     base = dataclasses.replace(SMALL, **base)
     config = dataclasses.replace(base, **fields)
-    if 'target' not in kwargs:
-        kwargs = kwargs | {'target': cost.measured(base, kwargs.get('which', 'total'))}
-    with pytest.raises(MatchError, match=message) as refusal:
-        match(config, destination=destination, **kwargs)
-    assert '\n' not in str(refusal.value)
+    costs = {'target': cost.measured(base, kwargs.get('which', 'total'))} | kwargs
+    if isinstance(expected, str):
+        with refused(expected, MatchError):
+            match(config, destination=destination, **costs)
+        return
+    matched = match(config, destination=destination, **costs)
+    assert matched == dataclasses.replace(config, **({'d_ff': 384} | expected))

@@ -168,7 +168,6 @@ NOISE = (0.010, -0.012, 0.004, -0.008, 0.011, -0.005)
         # The difference of 0.0125 has p = 0.03 against zero; corrected for 3 arms it is undecided.
         (0.0125, (), 1, 2),
         (0.0125, (), 3, 0),
-        (0.2, (), 3, 2),
         (-0.2, (1,), 1, 0),
         (-0.2, range(6), 1, 0),
     ],
@@ -186,10 +185,9 @@ def test_what_is_decided_is_corrected_for_the_whole_study(change, diverged, size
 
     sizes = ('d_model=64', 'd_model=72', 'd_model=80')[:sizes]
     trials = dataclasses.replace(STUDY.base.trials, seeds=tuple(range(6)))
-    fields = {'sizes': sizes, 'controls': ControlsConfig(equal_shape=False)}
-    study = dataclasses.replace(
-        STUDY, base=dataclasses.replace(STUDY.base, trials=trials), **fields
-    )
+    base = dataclasses.replace(STUDY.base, trials=trials)
+    controls = ControlsConfig(equal_shape=False)
+    study = dataclasses.replace(STUDY, base=base, sizes=sizes, controls=controls)
     runs = longer(plan.runs(study, build_arms(study), landscape(2.5e-3, effect)))
     assert len({run.arm.key for run in runs}) == number
 
@@ -265,12 +263,8 @@ def test_the_least_cost_is_that_of_the_plan_with_every_optimum_in_the_middle(mon
     study = dataclasses.replace(STUDY, base=base, sizes=sizes, controls=controls)
     arms, measured = build_arms(study), []
     runs = plan.imagined(study, arms)
-    stages = {control: [] for control in (None, 'longer')}
-    for run in runs:
-        stages[run.arm.key.control].append((run.stage, len(run.config.trials.trials())))
-    # Of each of 4 arms: 2 seeds at 3 rates, then 3 seeds at one; then the same with 4 x the steps.
-    assert stages == dict.fromkeys(stages, 4 * [('screening', 6), ('verdict', 3)])
     assert {run.config.trials.learning_rates for run in runs} == {GRID, (2e-3,)}
+    # Of each of 4 arms: 2 seeds at 3 rates, then 3 seeds at one; then the same with 4 x the steps.
     tokens = 9 * 5 * 100 * 4 * 16
     work = sum(tokens * 3 * cost.flops_per_token(arm.model) for arm in arms)
     assert plan.cost(runs) == (16, 72, 4 * tokens, pytest.approx(work))

@@ -1,6 +1,5 @@
 """Yardsticks of a small study, recorded from its data and from the checkpoint of its one run."""
 
-import dataclasses
 import json
 import shutil
 
@@ -103,8 +102,8 @@ def test_other_data_and_a_checkpoint_of_another_training_are_not_measured(study)
 
 
 def test_a_probe_has_chance(tiny):
-    config = tiny(model={'context': 7}, data={'name': 'recall(pairs=2)', 'eval_sequences': None})
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, data_dir=None))
+    data = {'name': 'recall(pairs=2)', 'eval_sequences': None, 'data_dir': None}
+    config = tiny(model={'context': 7}, data=data)
     data = json.loads(json.dumps(rows_of(config).identity()))
     group = yardsticks._group(config, {'data': data})
     chance = rows_of(config).unigram_nats('test')
