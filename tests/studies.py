@@ -294,13 +294,17 @@ def plan_line(record: Mapping, trials: Sequence[Mapping] = ()) -> dict:
     }
 
 
+def read_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def write_lines(path: Path, records: Sequence[Mapping]) -> None:
     path.write_text(''.join(json.dumps(record) + '\n' for record in records))
 
 
 def edit_plan(directory: Path, run: str, **changes: object) -> None:
     """Changes a run's line in plan.jsonl; 'train__num_steps' is a setting of its config."""
-    lines = [json.loads(line) for line in (directory / 'plan.jsonl').read_text().splitlines()]
+    lines = read_lines(directory / 'plan.jsonl')
     (line,) = [line for line in lines if line['run'] == run]
     for name, value in changes.items():
         part, _, field = name.partition('__')
@@ -402,6 +406,5 @@ def write_yardsticks(
 def beat_yardsticks(study: Path) -> None:
     """Makes a copy of a committed study a working directory, with yardsticks that it beats."""
     stored.unpack_in_place(study)
-    records = [json.loads(line) for line in (study / 'results.jsonl').read_text().splitlines()]
     baseline = json.loads((study / 'study.json').read_text())['baseline']
-    write_yardsticks(study, records, baseline, task='probe')
+    write_yardsticks(study, read_lines(study / 'results.jsonl'), baseline, task='probe')

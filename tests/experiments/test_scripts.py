@@ -20,10 +20,10 @@ from qkattn.report.verify import NOT_COVERED
 from qkattn.storage import ledger
 from qkattn.storage.records import read_json
 from qkattn.train.loop import train
+from tests import studies
 from tests.convert.test_published import make_tensors, write
 from tests.data.datasets import contents, write_texts
-from tests.experiments.conftest import lines, save_model
-from tests.studies import named_by_hash, run_config, trial_record, write_lines, write_study
+from tests.experiments.conftest import save_model
 
 SCRIPTS = [name for name in shipped('experiments') if not name.startswith('_')]
 
@@ -259,13 +259,13 @@ def test_a_bench_is_printed_and_the_package_that_it_needs_is_named(refusal, prin
 @pytest.fixture
 def study(tmp_path):
     """One arm whose counts are those of its config."""
-    config = run_config(trial_record('qk/vo'))
+    config = studies.run_config(studies.trial_record('qk/vo'))
     parameters = cost.count(config.model)
     counts = {'parameters': parameters, 'target_parameters': parameters['total'], 'residual': 0.0}
     for count in (cost.flops_per_token, cost.cache_floats_per_token):
         counts[count.__name__] = count(config.model)
-    records = [trial_record('qk/vo', seed=seed, **counts) for seed in (0, 1)]
-    return write_study(tmp_path / 'study', named_by_hash(records))
+    records = [studies.trial_record('qk/vo', seed=seed, **counts) for seed in (0, 1)]
+    return studies.write_study(tmp_path / 'study', studies.named_by_hash(records))
 
 
 def test_a_study_is_accepted_kept_and_checked(study, printed, refusal):
@@ -282,11 +282,11 @@ def test_a_study_is_accepted_kept_and_checked(study, printed, refusal):
     assert 'numbers agree with the logs, the costs of 1 run with the configs' in text
     assert all(sentence in text for sentence in NOT_COVERED)
     # Counts that the config does not give.
-    results = lines(study / 'results.jsonl')
+    results = studies.read_lines(study / 'results.jsonl')
     parameters = results[0]['parameters']
     numbers = {n: results[0][n] + 1 for n in ('flops_per_token', 'cache_floats_per_token')}
     numbers['parameters'] = parameters | {'mlp': parameters['mlp'] + 1}
     for name, value in numbers.items():
-        write_lines(study / 'results.jsonl', [result | {name: value} for result in results])
+        studies.write_lines(study / 'results.jsonl', [result | {name: value} for result in results])
         sentence = refusal('verify', '--results=.', '--pages=')
         assert f'has {name} ' in sentence and 'but its config gives' in sentence

@@ -25,16 +25,13 @@ from qkattn.study import stored
 from tests.studies import (
     named_by_hash,
     outside_record,
+    read_lines,
     trial_record,
     tuned_arm,
     write_lines,
     write_study,
     write_tuned,
 )
-
-
-def lines_of(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture(scope='module', autouse=True)
@@ -71,7 +68,7 @@ def study(written, tmp_path):
 def edit(study, name, keys, change):
     """Replaces what `keys` lead to in a file; LOG and DOCUMENTS are those of the last result."""
     if file := {'LOG': 'metrics.jsonl', 'DOCUMENTS': 'documents.json'}.get(name):
-        name = f'{lines_of(study / "results.jsonl")[-1]["run"]}/{file}'
+        name = f'{read_lines(study / "results.jsonl")[-1]["run"]}/{file}'
     path = study / name
     if change is None:
         path.unlink()
@@ -79,7 +76,7 @@ def edit(study, name, keys, change):
         path.write_text(change(path.read_text()))
     else:
         is_lines = path.suffix == '.jsonl'
-        whole = [lines_of(path) if is_lines else json.loads(path.read_text())]
+        whole = [read_lines(path) if is_lines else json.loads(path.read_text())]
         *way, last = (0, *keys)
         holder = functools.reduce(operator.getitem, way, whole)
         holder[last] = change(holder[last])
