@@ -224,12 +224,7 @@ def test_studies_are_decided_falsely_at_most_once_in_twenty(case, choice, num_se
 
 @pytest.mark.parametrize(
     ('true', 'sd'),
-    [
-        ((0.0,) * 6, 0.02),
-        ((0.999,) * 6, 0.003),
-        ((1.0,) * 6, 0.003),
-        ((0.0, 0.0, 0.999, 0.999, 1.0, 4.0), 0.006),
-    ],
+    [((1.0,) * 6, 0.003), ((0.0, 0.0, 0.999, 0.999, 1.0, 4.0), 0.006)],
 )
 def test_studies_rarely_decide_wrongly(true, sd):
     """Whatever the true differences, given here in margins, of arms that share their baseline."""
