@@ -23,8 +23,9 @@ from qkattn.study.tuning import MODEL_KNOBS
 
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
 SCREENING_SEEDS, VERDICT_SEEDS = (100, 101), tuple(range(8))
+RUN_KEY = ('run', *ARM_KEY, 'stage', 'knob')
 # What a line of results.jsonl has beside an entry of result.json.
-OF_STUDY = ('study', 'run', *ARM_KEY, 'stage', 'knob', 'target_parameters', 'residual')
+OF_STUDY = ('study', *RUN_KEY, 'target_parameters', 'residual')
 
 
 def trial_record(
@@ -201,15 +202,11 @@ def write_study(
     `changes` are fields of study.json, which the ledger declares but for `arms`.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    runs: dict[str, list[dict]] = {}
-    for record in records:
-        runs.setdefault(record['run'], []).append(record)
-    key = (*ARM_KEY, 'stage', 'knob')
-    plan = [
-        plan_line(records=trials, name=run, **{name: trials[0][name] for name in key})
-        for run, trials in runs.items()
-    ]
-    plan += [plan_line(variant, size, (), *rest) for variant, size, *rest in declared]
+    runs = by_run(records)
+    plan = [plan_line(trials[0], trials) for trials in runs.values()]
+    for variant, size, *stage in declared:
+        about = dict(zip(('stage', 'knob'), stage, strict=False))
+        plan.append(plan_line(trial_record(variant, size, **about)))
     # Arms that are trained longer are planned once others have results, so never declared.
     keys = [tuple(line[name] for name in ARM_KEY) for line in plan if line['control'] != 'longer']
     arms = [dict(zip(ARM_KEY, key, strict=True)) for key in dict.fromkeys(keys)]
@@ -242,6 +239,20 @@ def write_study(
     return directory
 
 
+def by_run(records: list[dict]) -> dict[str, list[dict]]:
+    runs: dict[str, list[dict]] = {}
+    for record in records:
+        runs.setdefault(record['run'], []).append(record)
+    return runs
+
+
+def named_by_hash(records: list[dict]) -> list[dict]:
+    """The records with the hash of its config as the name of each run, which plans have."""
+    names = {run: fingerprint(run_config(t[0], t)) for run, t in by_run(records).items()}
+    named = {run: {'run': name, 'config_hash': name} for run, name in names.items()}
+    return [record | named[record['run']] for record in records]
+
+
 def run_name(
     variant: str,
     size: str,
@@ -256,41 +267,35 @@ def run_name(
     return f'{kept[:90]}-{len(variant)}'
 
 
-def run_config(variant: str, records: Sequence[dict], corpus: str = 'stdlib') -> Config:
-    """The resolved config of a run with these trials; without any, of one that has not begun."""
-    trials = {'seed': VERDICT_SEEDS, 'learning_rate': RATES, 'weight_decay': (0.1,)}
-    if records:
-        trials = {name: tuple(dict.fromkeys(r['trial'][name] for r in records)) for name in trials}
-    score, _, value = variant.partition('?')[0].partition(' ')[0].partition('/')
-    first = records[0] if records else {'config': {'d_model': 128, 'd_ff': 512}, 'num_steps': 400}
+def run_config(record: Mapping, trials: Sequence[Mapping] = ()) -> Config:
+    """The resolved config of the run of a record with these trials, or that has not begun."""
+    points = {'seed': VERDICT_SEEDS, 'learning_rate': RATES, 'weight_decay': (0.1,)}
+    if trials:
+        points = {name: tuple(dict.fromkeys(t['trial'][name] for t in trials)) for name in points}
+    score, _, value = record['variant'].partition('?')[0].partition(' ')[0].partition('/')
     return Config(
-        model=ModelConfig(**{'score': score, 'value': value, 'context': 48} | first['config']),
-        data=DataConfig(name=corpus),
+        model=ModelConfig(**{'score': score, 'value': value, 'context': 48} | record['config']),
+        data=DataConfig(name=record['corpus']),
         optimizer=OptimizerConfig(schedule='linear'),
-        train=TrainConfig(num_steps=first['num_steps']),
-        trials=TrialsConfig(**{f'{name}s': values for name, values in trials.items()}),
+        train=TrainConfig(num_steps=record['num_steps']),
+        trials=TrialsConfig(**{f'{name}s': values for name, values in points.items()}),
     )
 
 
-def plan_line(
-    variant: str,
-    size: str,
-    records: Sequence[dict] = (),
-    stage: str = 'single',
-    knob: str | None = None,
-    name: str | None = None,
-    corpus: str = 'stdlib',
-    control: str | None = None,
-) -> dict:
-    name = run_name(variant, size, stage, knob, corpus, control) if name is None else name
+def plan_line(record: Mapping, trials: Sequence[Mapping] = ()) -> dict:
+    """The line of plan.jsonl of the run of a record."""
+    standard = record['variant'] == 'qk/vo' or record['control'] == 'equal_shape'
     return {
-        **{'run': name, 'variant': variant, 'size': size, 'corpus': corpus, 'control': control},
-        'destination': None if variant == 'qk/vo' or control == 'equal_shape' else 'd_model',
-        **{'stage': stage, 'knob': knob, 'directory': name, 'trials': len(records) or 8},
-        'target': records[0]['target_parameters'] if records else 1000000,
-        'residual': records[0]['residual'] if records else 0.0,
-        'config': to_json(run_config(variant, records, corpus)),
+        **{name: record[name] for name in RUN_KEY},
+        'destination': None if standard else 'd_model',
+        **{'directory': record['run'], 'trials': len(trials) or 8},
+        **{'target': record['target_parameters'], 'residual': record['residual']},
+        'config': to_json(run_config(record, trials)),
     }
+
+
+def read_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def write_lines(path: Path, records: Sequence[Mapping]) -> None:
@@ -299,7 +304,7 @@ def write_lines(path: Path, records: Sequence[Mapping]) -> None:
 
 def edit_plan(directory: Path, run: str, **changes: object) -> None:
     """Changes a run's line in plan.jsonl; 'train__num_steps' is a setting of its config."""
-    lines = [json.loads(line) for line in (directory / 'plan.jsonl').read_text().splitlines()]
+    lines = read_lines(directory / 'plan.jsonl')
     (line,) = [line for line in lines if line['run'] == run]
     for name, value in changes.items():
         part, _, field = name.partition('__')
@@ -401,6 +406,5 @@ def write_yardsticks(
 def beat_yardsticks(study: Path) -> None:
     """Makes a copy of a committed study a working directory, with yardsticks that it beats."""
     stored.unpack_in_place(study)
-    records = [json.loads(line) for line in (study / 'results.jsonl').read_text().splitlines()]
     baseline = json.loads((study / 'study.json').read_text())['baseline']
-    write_yardsticks(study, records, baseline, task='probe')
+    write_yardsticks(study, read_lines(study / 'results.jsonl'), baseline, task='probe')

@@ -8,7 +8,6 @@ all are made again from losses whose last bits are changed, as another processor
 
 import dataclasses
 import functools
-import json
 import shutil
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from qkattn.stats.decision import Decision
 from qkattn.study import stored
 from qkattn.verdict import findings, load_findings
 from tests.lanes import only
-from tests.studies import beat_yardsticks
+from tests.studies import beat_yardsticks, read_lines
 
 pytestmark = pytest.mark.stored
 
@@ -34,7 +33,7 @@ RESULTS = ROOT / 'experiments/results'
 FAIR, CLAIMS = RESULTS / 'fair_small', RESULTS / 'claims/cpu'
 FIND = findings.find
 QUICK = CLAIMS / 'single_head'
-TRIALS = [*map(json.loads, (stored.opened(FAIR) / 'results.jsonl').read_text().splitlines())]
+TRIALS = read_lines(stored.opened(FAIR) / 'results.jsonl')
 
 
 def changed(study, random=np.random.default_rng(0)):  # noqa: B008, one sequence for all

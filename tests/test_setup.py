@@ -5,6 +5,7 @@ Nothing is fetched.
 
 import ast
 import importlib.metadata
+import os
 import re
 import shutil
 import stat
@@ -83,17 +84,6 @@ def test_scripts_are_executable_and_parse():
         subprocess.run(['bash', '-n', script], check=True)
 
 
-# The command, with a directory as the only place of the package.
-FROM_ELSEWHERE = f"""
-import sys
-sys.path[:] = [sys.argv.pop(1), *(path for path in sys.path if path != {str(ROOT)!r})]
-sys.meta_path[:] = [f for f in sys.meta_path if '__editable__' not in getattr(f, '__module__', '')]
-for name in [name for name in sys.modules if name.startswith('__editable__')]:
-    del sys.modules[name]
-from qkattn.__main__ import main
-main()"""
-
-
 def test_an_installation_has_the_commands_and_the_configs(tmp_path):
     if Version(importlib.metadata.version('setuptools')) < Version('77'):
         pytest.skip('building a wheel needs setuptools >= 77')
@@ -109,8 +99,9 @@ def test_an_installation_has_the_commands_and_the_configs(tmp_path):
     shutil.unpack_archive(built, site, 'zip')
     assert 'qkattn = qkattn.__main__:main' in next(site.glob('*/entry_points.txt')).read_text()
     (elsewhere := tmp_path / 'elsewhere').mkdir()
-    command = [sys.executable, '-I', '-c', FROM_ELSEWHERE, site, 'train', '--config=small']
-    done = subprocess.run([*command, '--dry_run=v5'], cwd=elsewhere, capture_output=True)
+    command = [sys.executable, '-m', 'qkattn', 'train', '--config=small', '--dry_run=v5']
+    env = {**os.environ, 'PYTHONPATH': str(site), 'PYTHONDONTWRITEBYTECODE': '1'}
+    done = subprocess.run(command, cwd=elsewhere, env=env, capture_output=True)
     assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith(b'--dry_run=v5 must be')
     assert not any(elsewhere.iterdir())
     assert {path.name.partition('-')[0] for path in site.iterdir()} == {'qkattn'}

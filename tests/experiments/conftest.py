@@ -1,7 +1,6 @@
 """Runs the scripts as a user does, in a process, on a study that takes seconds."""
 
 import contextlib
-import json
 import logging
 import os
 import runpy
@@ -68,10 +67,6 @@ def save_model(path: Path, config: ModelConfig) -> None:
     model = build(config, key=jax.random.key(0))
     params = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
     exported.save(path, config, params, origin={})
-
-
-def lines(path: Path) -> list[dict]:
-    return [*map(json.loads, path.read_text().splitlines())]
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ import pytest
 
 from qkattn.storage.metrics_log import read_metrics
 from qkattn.storage.records import read_json
-from tests.experiments.conftest import lines
 from tests.lanes import only
 from tests.processes import other_modes, umask
+from tests.studies import read_lines
 from tests.test_readme import README, between
 
 
@@ -24,7 +24,7 @@ def test_an_ablation_runs_skips_what_is_done_and_takes_an_outside_variant(
     assert not other_modes(tmp_path / 'out', 0o002)
     assert 'orbax' not in first.stderr and 'Traceback' not in first.stderr
     out = tmp_path / 'out'
-    results = lines(out / 'results.jsonl')
+    results = read_lines(out / 'results.jsonl')
     assert [(r['variant'], r['trial']['seed']) for r in results] == [
         (variant, seed) for variant in ('qk/vo', 'shared_qk/vo') for seed in (0, 1, 2)
     ]
@@ -47,7 +47,7 @@ def test_an_ablation_runs_skips_what_is_done_and_takes_an_outside_variant(
     assert [path.stat().st_mtime_ns for path in finished] == written and len(written) == 2
     for path in finished:  # each by one of the workers; now not even opened
         assert len(read_json(path.with_name('provenance.json'), {})['starts']) == 1
-    results = lines(out / 'results.jsonl')
+    results = read_lines(out / 'results.jsonl')
     assert len(results) == 9 and results[-1]['variant'] == 'signed_diagonal:SignedDiagonal/vo'
     assert len(read_metrics(next(out.glob('runs/signed*')) / 'metrics.jsonl')) == 13
 

@@ -60,14 +60,11 @@ def test_an_export_is_decided_again_and_a_changed_verdict_is_found(
     stored = read_claims(kept)
     assert [claim.name for claim in stored] == ['E7', 'E8', 'E9']
     assert export.check(kept) == sum(len(claim.rows) for claim in stored) == 1 + 3 + 3
-    one, two, three = stored
-    failed = dataclasses.replace(one, verdict=ClaimVerdict.FAILS)
-    rows = (dataclasses.replace(two.rows[0], value=0.0), *two.rows[1:])
+    failed = dataclasses.replace(stored[0], verdict=ClaimVerdict.FAILS)
     answer = Answer('drop W_Q', 'query_free/vo', -0.25)
     for file, values, message in (
-        (CLAIMS, [failed, two, three], "verdict of E7 is 'fails', but its checks and .*"),
-        (CLAIMS, [one, dataclasses.replace(two, rows=rows), three], 'rows.0.value of E8 is 0.0'),
-        (CLAIMS, [one, two], 'E9 differ'),
+        (CLAIMS, [failed, *stored[1:]], "verdict of E7 is 'fails', but its checks and .*"),
+        (CLAIMS, stored[:2], 'E9 differ'),
         (ANSWERS, [answer], 'drop W_Q differ'),
     ):
         write(kept, file, values)

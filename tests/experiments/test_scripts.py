@@ -1,6 +1,5 @@
 """Every script as a user runs it: its help, what it prints, and what it writes."""
 
-import dataclasses
 import json
 import re
 import sys
@@ -9,10 +8,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from qkattn.config import Config, ModelConfig, Study, fingerprint_of
+from qkattn.config import Config, ModelConfig, Study
 from qkattn.config.setting import settings
 from qkattn.convert.conversions import CONVERSIONS, Conversion
-from qkattn.errors import ConfigError
 from qkattn.explore import bench
 from qkattn.explore.worked import worked
 from qkattn.jobs.cli import shipped
@@ -22,10 +20,10 @@ from qkattn.report.verify import NOT_COVERED
 from qkattn.storage import ledger
 from qkattn.storage.records import read_json
 from qkattn.train.loop import train
+from tests import studies
 from tests.convert.test_published import make_tensors, write
 from tests.data.datasets import contents, write_texts
-from tests.experiments.conftest import lines, save_model
-from tests.studies import run_config, trial_record, write_lines, write_study
+from tests.experiments.conftest import save_model
 
 SCRIPTS = [name for name in shipped('experiments') if not name.startswith('_')]
 
@@ -151,14 +149,13 @@ def test_a_run_continues_a_prompt(script_here, printed, run):
     assert len(text('--prompt_tokens=100 101 102 32 102').split()) == 12
 
 
-def test_a_run_is_converted_generates_the_same_text_and_trains_on(refusal, printed, run, tmp_path):
-    config, _ = run
+def test_a_run_is_converted_and_generates_the_same_text(refusal, printed, run):
     flags = ('convert', '--source=run', '--trial=1', '--apply=merge', '--out=merged')
     text = printed(*flags)
     assert 'merge: merged/vo, largest relative logit change' in text
     assert float(text.split('logit change ')[1].split()[0]) < 1e-4
     assert 'without optimizer state' in text
-    greedy = ('--prompt=def f(', '--num_tokens=10', '--temperature=0', f'--data={config.data.name}')
+    greedy = ('--prompt=def f(', '--num_tokens=10', '--temperature=0', f'--data={run[0].data.name}')
     text = printed('generate', '--source=run', '--trial=1', *greedy)
     assert printed('generate', '--source=merged', *greedy) == text
     assert 'already holds' in refusal(*flags)
@@ -166,12 +163,6 @@ def test_a_run_is_converted_generates_the_same_text_and_trains_on(refusal, print
     assert 'layer 0: truncate(rank=2) leaves out' in text and 'wrote' not in text
     sentence = refusal('convert', '--source=run', '--apply=merge', '--apply=unmerge(rank=1)')
     assert 'unmerge(rank=1) is refused: layer 0' in sentence
-    init_from = dataclasses.replace(config.train, init_from=str(tmp_path / 'merged'))
-    with pytest.raises(ConfigError, match='parameter blocks.attention.score'):
-        train(dataclasses.replace(config, train=init_from), tmp_path / 'other')
-    merged = dataclasses.replace(config.model, score='merged')
-    results = train(dataclasses.replace(config, model=merged, train=init_from), tmp_path / 'on')
-    assert all(result['status'] == 'finished' for result in results)
 
 
 def test_nothing_is_written_where_an_exact_conversion_moves_the_logits(
@@ -268,19 +259,13 @@ def test_a_bench_is_printed_and_the_package_that_it_needs_is_named(refusal, prin
 @pytest.fixture
 def study(tmp_path):
     """One arm whose counts are those of its config."""
-    config = run_config('qk/vo', [trial_record('qk/vo')])
+    config = studies.run_config(studies.trial_record('qk/vo'))
     parameters = cost.count(config.model)
     counts = {'parameters': parameters, 'target_parameters': parameters['total'], 'residual': 0.0}
     for count in (cost.flops_per_token, cost.cache_floats_per_token):
         counts[count.__name__] = count(config.model)
-    records = [trial_record('qk/vo', seed=seed, **counts) for seed in (0, 1)]
-    directory = write_study(tmp_path / 'study', records)
-    (line,) = lines(directory / 'plan.jsonl')
-    line['run'] = fingerprint_of(line['config'])
-    write_lines(directory / 'plan.jsonl', [line])
-    named = {'run': line['run'], 'config_hash': line['run']}
-    write_lines(directory / 'results.jsonl', [record | named for record in records])
-    return directory
+    records = [studies.trial_record('qk/vo', seed=seed, **counts) for seed in (0, 1)]
+    return studies.write_study(tmp_path / 'study', studies.named_by_hash(records))
 
 
 def test_a_study_is_accepted_kept_and_checked(study, printed, refusal):
@@ -297,11 +282,11 @@ def test_a_study_is_accepted_kept_and_checked(study, printed, refusal):
     assert 'numbers agree with the logs, the costs of 1 run with the configs' in text
     assert all(sentence in text for sentence in NOT_COVERED)
     # Counts that the config does not give.
-    results = lines(study / 'results.jsonl')
+    results = studies.read_lines(study / 'results.jsonl')
     parameters = results[0]['parameters']
     numbers = {n: results[0][n] + 1 for n in ('flops_per_token', 'cache_floats_per_token')}
     numbers['parameters'] = parameters | {'mlp': parameters['mlp'] + 1}
     for name, value in numbers.items():
-        write_lines(study / 'results.jsonl', [result | {name: value} for result in results])
+        studies.write_lines(study / 'results.jsonl', [result | {name: value} for result in results])
         sentence = refusal('verify', '--results=.', '--pages=')
         assert f'has {name} ' in sentence and 'but its config gives' in sentence

@@ -78,8 +78,6 @@ def test_bad_input_is_one_sentence(refusal, run):
         ([], 'must hold at least one sentence'),
         (['--text=a', '--file=in.en'], '--text and --file exclude each other'),
         (['--text=abcdefghabcdefgha'], 'source 1 has 17 tokens, but model.source_context=16'),
-        (['--text=a', '--average=2'], 'average=2, but '),
-        (['--text=a', '--beam=0'], 'decode.beam=0 must be at least 1'),
         (['--score=test'], '--score=test must be one of train, validation'),
         (['--score=validation', '--text=a'], '--score and --text exclude each other'),
     ):

@@ -104,7 +104,6 @@ def test_bad_input_is_refused():
         (('qk/vo', 9), 'tokens=9 must be from 2 to 4'),
         (('qk/vo', 2, 5), 'dims=5 must be from 2 to 4'),
         (('qk/vo', 2, 2, 3), 'heads=3 must be from 1 to 2'),
-        (('shared_q/vo',), "unknown score 'shared_q', did you mean 'shared_qk'?"),
         (('nonlinear_query/vo',), 'nonlinear_query/vo has no matrices A and B'),
         (('qk/vo', 2, 3, 2), 'must be a multiple of num_heads=2'),
     ):

@@ -1,8 +1,6 @@
 """Pages and tables: structure, numbers recomputed from records, names as text in every format."""
 
 import csv
-import io
-import json
 import re
 import statistics
 
@@ -13,7 +11,6 @@ from qkattn.errors import ReportError
 from qkattn.jobs.output import text_table
 from qkattn.report import documents, headline, show_report, show_run_report, tables
 from qkattn.report.columns import PAGE, measured, printed
-from qkattn.storage import ledger
 from qkattn.storage.records import write_json
 from qkattn.verdict import find, load_study
 from tests import studies
@@ -30,21 +27,10 @@ from tests.studies import (
 )
 
 
-def two_arms(size='d_model=128'):
-    return [*tuned_arm('qk/vo', size, BASE), *tuned_arm('b/vo', size, shifted(0.1))]
-
-
 def row(study, findings, number):
     """The printed cells of an arm, by their headings."""
     titles, rows = printed(PAGE, study, findings, findings.arms)
     return dict(zip([title.replace('|', ' ') for title, _ in titles], rows[number], strict=True))
-
-
-def sheet(study, findings, name):
-    """The rows of a sheet by their first cell, each by its headings."""
-    (match,) = [sheet for sheet in tables.sheets(study, findings) if sheet.name == name]
-    titles = [heading for heading, _ in match.headings]
-    return {cells[0]: dict(zip(titles, cells, strict=True)) for cells in match.rows}
 
 
 def page_of(path):
@@ -52,22 +38,14 @@ def page_of(path):
     return documents(*read(path), (), {})['report.html']
 
 
-def records_of(text):
-    return list(csv.DictReader(io.StringIO(text)))
-
-
-def test_every_number_of_the_table(study_dir):
-    """Of a study without tuning, one of whose trials diverged."""
+def test_losses_of_an_arm_one_of_whose_trials_diverged(study_dir):
+    """Of a study without tuning."""
     baseline, losses = (2.00, 2.10, 2.30), (2.05, 2.12, 2.38)
     records = [trial_record('qk/vo', seed=s, val_loss=loss) for s, loss in enumerate(baseline)]
     records += [trial_record('merged_qk/vo', seed=s, val_loss=x) for s, x in enumerate(losses)]
     records.append(trial_record('merged_qk/vo', seed=3, learning_rate=3e-3, val_loss=None))
-    declared = [('qk/merged_vo', 'd_model=128')]
-    pair, record = read(write_study(study_dir, records, declared=declared)), records[3]
-    spread, parameters = statistics.stdev(losses), record['parameters']
-    assert row(*pair, 1) == {
-        'variant': 'merged_qk/vo',
-        'size': 'd_model=128',
+    spread = statistics.stdev(losses)
+    expected = {
         # Differences 0.05, 0.02, 0.08; half width 4.3027 * 0.03 / sqrt(3).
         'difference in test loss, nats/token [95 % interval]': '+0.0500 [-0.0245, +0.1245]',
         'test loss, nats/token mean ± sd': f'{statistics.mean(losses) + 0.1:.4f} ± {spread:.4f}',
@@ -75,17 +53,9 @@ def test_every_number_of_the_table(study_dir):
         'learning rate': '0.001*',
         'correlation over seeds': f'{statistics.correlation(baseline, losses):+.2f}',
         'seeds': '3',
-        'parameters': f'{parameters["total"]:,}',
-        'residual, %': f'{100 * record["residual"]:+.3f}',
-        'attention parameters': f'{parameters["attention"]:,}',
-        'd_model': '128',
-        'd_ff': '512',
-        'FLOPs /token': f'{6 * parameters["total"] / 1e6:.2f}M',
-        'cache floats/token': '1.02k',
-        'tokens /s': '123k',
-        'run time, s': '12.5',
         'diverged': '1/4',
     }
+    assert row(*read(write_study(study_dir, records)), 1).items() >= expected.items()
 
 
 NO_TEST = dict.fromkeys(
@@ -99,10 +69,7 @@ INDUCTION = {'val_induction_gain': 1.0, 'val_induction_accuracy': 0.5}
     [
         # A language model has an accuracy too; its loss says more.
         (trial_record('qk/vo', val_accuracy=0.5, val_solved=0.0), 'test_loss val_loss'),
-        (
-            trial_record('qk/vo', **NO_TEST, **INDUCTION),
-            'val_loss val_induction_gain val_induction_accuracy',
-        ),
+        (trial_record('qk/vo', **NO_TEST, **INDUCTION), f'val_loss {" ".join(INDUCTION)}'),
         (probe_record('qk/vo'), 'test_loss test_accuracy test_solved val_loss'),
         (translation_record('qk/vo') | NO_TEST, 'val_loss val_bleu val_chrf val_exact_match'),
         (translation_record('qk/vo', bleu=None), 'val_loss'),
@@ -125,25 +92,19 @@ def test_a_metric_from_outside_is_a_column_without_its_module(study_dir, tmp_pat
     title = 'test top 3, % mean ± sd'
     assert [row(*pair, number)[title] for number in (0, 1)] == ['62.5000 ± 17.6777', '-']
     assert 'Test top 3: Share of the first three.' in tables.notes(*pair)
-    assert records_of(tables.csv_table(*pair))[0]['test_top_3_mean'] == '0.625'
+    first = next(csv.DictReader(tables.csv_table(*pair).splitlines()))
+    assert first['test_top_3_mean'] == '0.625'
     # Results that lack the metric have no number.
     pair = read(write_study(study_dir, [*records, trial_record('c/vo')]))
     assert row(*pair, 2)[title] == '-'
 
 
 def test_what_is_wrong_with_a_control_is_in_the_way_of_no_verdict(study_dir):
-    records = [*two_arms(), *tuned_arm('b/vo', control='equal_shape', optimum=16e-3)]
-    path = write_tuned(study_dir, records)
-    html = page_of(path)
+    records = tuned_arm('qk/vo', losses=BASE) + tuned_arm('b/vo', losses=shifted(0.1))
+    records += tuned_arm('b/vo', control='equal_shape', optimum=16e-3)
+    html = page_of(write_tuned(study_dir, records))
     assert 'b/vo at d_model=128 (equal shape): learning rate not bracketed' in html
     assert 'In the way of a verdict' not in html
-    # Arms that are added after a look are in the table of the ledger.
-    ledger.look(path)
-    study = json.loads((path / 'study.json').read_text())
-    declared = {'arms': study['arms'], 'post_hoc': True, 'declaration': ledger.digest(study)}
-    ledger.append(path / ledger.NAME, 'arms_added', family=1, **declared)
-    added = [entry['details'] for entry in sheet(*read(path), 'ledger').values()][-1]
-    assert added.startswith('post hoc: ') and 'b/vo' in added
 
 
 def test_names_are_text_in_tables():

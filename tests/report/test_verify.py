@@ -9,7 +9,6 @@ import shutil
 import pytest
 
 from qkattn import report
-from qkattn.config import fingerprint_of
 from qkattn.errors import ReportError
 from qkattn.report import export
 from qkattn.report.figures import style
@@ -24,17 +23,15 @@ from qkattn.report.verify import (
 from qkattn.storage import ledger
 from qkattn.study import stored
 from tests.studies import (
+    named_by_hash,
     outside_record,
+    read_lines,
     trial_record,
     tuned_arm,
     write_lines,
     write_study,
     write_tuned,
 )
-
-
-def lines_of(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture(scope='module', autouse=True)
@@ -54,17 +51,8 @@ def written(tmp_path_factory, blank):
         losses = [loss + 0.001 * seed + 0.003 * place * (seed % 3) for seed in range(8)]
         for record in tuned_arm(variant, losses=losses):
             records.append(outside_record('qk/vo', 1 / record['val_loss']) | record)
-    directory = write_tuned(tmp_path_factory.mktemp('verify') / 'study', records)
-    plan, results = (lines_of(directory / f'{name}.jsonl') for name in ('plan', 'results'))
-    content = json.loads((directory / ledger.YARDSTICKS).read_text())
-    names = {line['run']: fingerprint_of(line['config']) for line in plan}
-    for line in (*plan, *results, *content['groups'], *content['runs']):
-        line['run'] = names[line['run']]
-    for result in results:
-        result['config_hash'] = result['run']
-    write_lines(directory / 'plan.jsonl', plan)
-    write_lines(directory / 'results.jsonl', results)
-    (directory / ledger.YARDSTICKS).write_text(json.dumps(content))
+    directory = tmp_path_factory.mktemp('verify') / 'study'
+    write_tuned(directory, named_by_hash(records))
     report.write_report(directory)
     return directory
 
@@ -80,23 +68,19 @@ def study(written, tmp_path):
 def edit(study, name, keys, change):
     """Replaces what `keys` lead to in a file; LOG and DOCUMENTS are those of the last result."""
     if file := {'LOG': 'metrics.jsonl', 'DOCUMENTS': 'documents.json'}.get(name):
-        last = lines_of(study / 'results.jsonl')[-1]['run']
-        directories = {line['run']: line['directory'] for line in lines_of(study / 'plan.jsonl')}
-        name = f'{directories[last]}/{file}'
+        name = f'{read_lines(study / "results.jsonl")[-1]["run"]}/{file}'
     path = study / name
     if change is None:
         path.unlink()
-        return
-    parse, write = {
-        '.jsonl': (lines_of, write_lines),
-        '.json': (lambda path: json.loads(path.read_text()),
-                  lambda path, content: path.write_text(json.dumps(content))),
-    }.get(path.suffix, (type(path).read_text, type(path).write_text))  # fmt: skip
-    holder = {'': parse(path)}
-    *way, last = ('', *keys)
-    place = functools.reduce(operator.getitem, way, holder)
-    place[last] = change(place[last])
-    write(path, holder[''])
+    elif path.suffix == '.csv':
+        path.write_text(change(path.read_text()))
+    else:
+        is_lines = path.suffix == '.jsonl'
+        whole = [read_lines(path) if is_lines else json.loads(path.read_text())]
+        *way, last = (0, *keys)
+        holder = functools.reduce(operator.getitem, way, whole)
+        holder[last] = change(holder[last])
+        write_lines(path, whole[0] if is_lines else whole)
 
 
 def less(x):
@@ -132,7 +116,6 @@ CHANGES = [
     ([('results.jsonl', (-1, 'val_loss'), less)], 'ends with val_loss .*, its result has'),
     ([('results.jsonl', (-1, 'num_tokens'), lambda x: x // 2)], 'num_tokens 153600, which is 3072'),
     (NO_RESIDUAL, 'has residual 0.0, which is'),
-    ([('results.jsonl', (-1, 'test_top_3'), less)], 'ends with test_top_3 .*, its result has'),
     ([('results.jsonl', (-1, 'eval_tokens'), lambda x: x + 9)], 'ends with eval_tokens'),
     (EVERYWHERE, 'results.jsonl and logs changed since the last look'),
     ([('LOG', (-1, 'test_loss', 0), lambda x: math.nextafter(x, 9))], 'ends with test_loss'),
@@ -149,7 +132,6 @@ CHANGES = [
     ([('yardsticks.json', ('seconds',), less)], r'yardsticks\.json changed since the last look in'),
     ([('table.md', (), None)], r'table\.md does not exist; make it'),
     ([('table.csv', (), lambda text: text.replace('0.09', '0.08', 1))], 'table.csv is not .*0.08'),
-    ([('table.csv', (), lambda text: text.replace('worse', 'better', 1))], 'better,.*exp.*worse,'),
     ([('table.csv', (), lambda text: text[: text.rindex('qk/no_v')])], r'table\.csv is not what'),
 ]  # fmt: skip
 
@@ -304,7 +286,6 @@ def numbers(tmp_path):
         ('README.md', '38.7', '39.7', "README.md does not contain 'BLEU 38.7'.*scores.jsonl"),
         ('README.md', '1.88 nats', '1.9 nats', "does not contain '1.88 nats'.*example.org"),
         ('config.py', '1.74', '1.73', "config.py does not contain 'loss 1.74 with 1,234"),
-        ('results/table.csv', '0.0341', '0.0361', "does not contain 'no_o -0.036"),
         ('results/table.csv', 'qk/no_o', 'qk/no_v', r'entry 1 cannot be made .*no_o'),
         ('results/result.json', '[', '', 'entry 2 cannot be made .*result.json'),
         ('docs/numbers.toml', '[val_loss]:.2f', '[val_loss]:.2q', 'entry 2 cannot be made'),

@@ -59,6 +59,10 @@ def result(variant='qk/vo', seed=0, **changes):
     return trial_record(variant, seed=seed, **changes)
 
 
+def planned(**changes):
+    return plan_line(trial_record('b/vo', SIZE, **changes))
+
+
 @pytest.mark.parametrize(
     ('file', 'line', 'message'),
     [
@@ -68,8 +72,8 @@ def result(variant='qk/vo', seed=0, **changes):
         ('results.jsonl', result(val_loss=1.5), 'seed 0 has two results, which differ'),
         ('results.jsonl', result(status='lost'), "field 'status' is 'lost', expected Literal"),
         ('results.jsonl', result(val_loss=float('nan')), "'val_loss' is nan"),
-        ('plan.jsonl', plan_line('b/vo', SIZE, control='x'), 'is no arm that study.json declares'),
-        ('plan.jsonl', plan_line('b/vo', SIZE, name=RUN), 'is planned twice, differently'),
+        ('plan.jsonl', planned(control='x'), 'is no arm that study.json declares'),
+        ('plan.jsonl', planned(run=RUN), 'is planned twice, differently'),
         ('orphans.jsonl', {'run': 'b'}, "field 'directory' is missing"),
         (LOG, {'kind': 'eval'}, "field 'step' is missing"),
         (LOG, FINAL | {'val_loss': 3}, "'val_loss' is 3, expected"),
