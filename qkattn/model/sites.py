@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 
 from qkattn.attention import Attention, Mask, registry
 from qkattn.attention.kernels import choice
@@ -56,7 +56,7 @@ def validate(config: Config) -> None:
     check_kernel(config.model, None)
 
 
-def check_kernel(model: ModelConfig, mesh: Mesh | AbstractMesh | None) -> None:
+def check_kernel(model: ModelConfig, mesh: Mesh | None) -> None:
     """ConfigError where model.kernel cannot serve a layer at the lengths of training.
 
     `mesh` is of the devices; None where they are not known yet.

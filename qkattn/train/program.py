@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from qkattn.attention.kernels import choice
@@ -111,7 +111,7 @@ def stack_program(
     return jax.jit(measured, out_shardings=NamedSharding(mesh, P()))
 
 
-def abstract_inputs(config: Config, mesh: Mesh | AbstractMesh) -> tuple[dict, dict, Any]:
+def abstract_inputs(config: Config, mesh: Mesh) -> tuple[dict, dict, Any]:
     """ShapeDtypeStructs with shardings of the train program's state, hyper and batch."""
     leading, shapes = leading_shape(config), task_of(config).array_shapes(config.model)
     over_trials, placed = NamedSharding(mesh, P('trial')), sharding.batch_sharding(mesh)

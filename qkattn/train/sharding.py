@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 from jax.experimental import mesh_utils, multihost_utils
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from qkattn.config import Config, MeshConfig
@@ -67,7 +67,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     return Mesh(arranged, names, axis_types=(AxisType.Auto,) * 4)
 
 
-def spec(path: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:
+def spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> P:
     """The partition of one leaf of the train state, by the letters of its axes.
 
     'params/blocks/mlp/w_in_DF' has XLDF: trials, layers, D and F. Others than parameters have X.
@@ -95,7 +95,7 @@ def spec(path: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:
     return P(*(over if len(over) > 1 else (over or (None,))[0] for over in split))
 
 
-def _devices(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> int:
+def _devices(mesh: Mesh, axes: tuple[str, ...]) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
@@ -104,7 +104,7 @@ def say_once(message: str) -> None:
     log.info(message)
 
 
-def state_shardings(state: dict, mesh: Mesh | AbstractMesh) -> dict:
+def state_shardings(state: dict, mesh: Mesh) -> dict:
     """A NamedSharding for every leaf of an (abstract) train state; `step` is replicated."""
 
     def placed(path: tuple, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
@@ -114,7 +114,7 @@ def state_shardings(state: dict, mesh: Mesh | AbstractMesh) -> dict:
     return jax.tree_util.tree_map_with_path(placed, state)
 
 
-def place_activations(mesh: Mesh | AbstractMesh) -> Callable[[jax.Array, str], jax.Array]:
+def place_activations(mesh: Mesh) -> Callable[[jax.Array, str], jax.Array]:
     """States how activations are split, for `qkattn.model.stack.placing`.
 
     Rows are split as those of the batch, V over tensor, and nothing else. With fsdp XLA would split
@@ -136,12 +136,12 @@ def place_activations(mesh: Mesh | AbstractMesh) -> Callable[[jax.Array, str], j
     return place
 
 
-def batch_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
+def batch_sharding(mesh: Mesh) -> NamedSharding:
     """For tokens_CXABT1: trials over `trial`, sequences of a microbatch over `data` and `fsdp`."""
     return NamedSharding(mesh, P(None, 'trial', None, BATCH_AXES))
 
 
-def row_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
+def row_sharding(mesh: Mesh) -> NamedSharding:
     """For tokens_BT of an evaluation, which all trials share: rows over `data` and `fsdp`."""
     return NamedSharding(mesh, P(BATCH_AXES))
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 
 from qkattn.attention.kernels import library
 from qkattn.attention.kernels.blockwise import blockwise
@@ -96,7 +96,7 @@ def attend(
 
 
 @contextlib.contextmanager
-def on(mesh: Mesh | AbstractMesh | None) -> Iterator[None]:
+def on(mesh: Mesh | None) -> Iterator[None]:
     """Attention traced in the block is for the devices of a mesh; the choice is logged once.
 
     None is for devices not known yet: only a named kernel that serves on no platform is refused.

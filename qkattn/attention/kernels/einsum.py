@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 
 from qkattn.attention.mask import Mask
 from qkattn.attention.normalizers import Normalizer
@@ -46,11 +46,11 @@ class Target(NamedTuple):
     """Where a call is computed."""
 
     platform: str | None  # as JAX names it; None is not known yet, and nothing is computed
-    mesh: Mesh | AbstractMesh | None = None  # of the devices that share it; None is one device
+    mesh: Mesh | None = None  # of the devices that share it; None is one device
     capability: float = 8.0  # compute capability of CUDA devices; 0 of other GPUs
 
     @classmethod
-    def from_mesh(cls, mesh: Mesh | AbstractMesh | None) -> 'Target':
+    def from_mesh(cls, mesh: Mesh | None) -> 'Target':
         """The devices of a mesh; JAX's first device without one, or with an abstract one."""
         device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else jax.devices()[0]
         capability = str(getattr(device, 'compute_capability', 8.0))
