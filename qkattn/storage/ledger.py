@@ -5,8 +5,8 @@ other fields, `previous` the hash of the line before: an edited, moved or missin
 chain, a missing last one shows in the files it describes. It protects from mistakes, not fraud.
 
     declared     declaration (SHA-256 of study.json without its command), family, arms, seeds,
-                 margin, post_hoc (whether seeds were added after a look); again where seeds are
-                 added, or a field that may change, such as the question, does
+                 margin, post_hoc (false); again where a field that may change does, such as the
+                 question
     arms_added   arms, family, post_hoc (whether a look came before verdicts), declaration
     looked       look (1, 2, ...), files: `digests`; runs: `seen`
     accepted     code of what would withhold every verdict, and why it does not
@@ -61,7 +61,7 @@ class Ledger:
 
     @functools.cached_property
     def post_hoc(self) -> ArmKeys:
-        """The arms that were added, or whose seeds were, after the first look.
+        """The arms that were added after the first look.
 
         None of a study without tuning, which has no verdicts.
         """
@@ -72,11 +72,6 @@ class Ledger:
     def declaration(self) -> str:
         """Hash of the study as it was declared last."""
         return [e['declaration'] for e in self.entries if 'declaration' in e][-1]
-
-    @property
-    def seeds(self) -> list[int]:
-        """Verdict seeds as they were declared last."""
-        return [e['seeds'] for e in self.entries if 'seeds' in e][-1]
 
     @property
     def first_look(self) -> str | None:
@@ -148,14 +143,13 @@ def declare(directory: Path, declared: Mapping[str, Any]) -> None:
         'family': sum(arm['variant'] != declared['baseline'] for arm in primary),
     }
     added = [arm for arm in arms if before is not None and arm_key(arm) not in before.arms]
-    # What is added depends on results if there are verdicts, and a look came before.
-    late = before is not None and before.first_look is not None and declared['tuning'] is not None
-    same_seeds = before is None or before.seeds == declared['seeds']
-    if added and same_seeds:
+    if before is not None and added:
+        # They depend on results if there are verdicts, and a look came before.
+        late = before.first_look is not None and declared['tuning'] is not None
         append(path, ARMS_ADDED, arms=added, post_hoc=late, **common)
     else:
         rest = {name: declared[name] for name in ('arms', 'seeds', 'margin')}
-        append(path, DECLARED, **common, **rest, post_hoc=late and not same_seeds)
+        append(path, DECLARED, **common, **rest, post_hoc=False)
 
 
 def look(directory: Path, logs: Path | None = None) -> bool:

@@ -76,16 +76,9 @@ def test_a_ledger_says_what_was_declared_and_when(directory):
     assert kept.declaration == ledger.digest(LARGER) != ledger.digest(STUDY)
 
 
-def test_seeds_that_are_added_make_all_arms_post_hoc_after_a_look_and_with_verdicts(looked):
-    untuned, more = LARGER | {'tuning': None}, {'seeds': [0, 1, 2]}
-    ledger.declare(looked, untuned)
-    ledger.declare(looked, untuned | more)
-    assert not read(looked).post_hoc
-    ledger.declare(looked, LARGER | more)  # the seeds are the same
-    assert not read(looked).post_hoc
-    ledger.declare(looked, LARGER | {'seeds': [0, 1, 2, 3]})
-    kept = read(looked)
-    assert kept.post_hoc == kept.arms and kept.family == 2 and kept.seeds == [0, 1, 2, 3]
+def test_arms_of_a_study_without_verdicts_are_never_post_hoc(looked):
+    ledger.declare(looked, LARGER | {'tuning': None})
+    assert not read(looked).post_hoc and read(looked).family == 2
 
 
 def test_what_is_declared_or_looked_at_again_is_entered_once(directory):
