@@ -1,4 +1,4 @@
-"""Attention by hand: default sizes and mask, keys or rngs, what is computed and cached once."""
+"""Attention by hand: defaults, keys or rngs, what is computed once; masks by their definition."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from qkattn.attention import Attention, AttentionSpec, SpecError, visible
+from qkattn.attention import Attention, AttentionSpec, Mask, SpecError, visible
 from qkattn.attention.parameters import products_once, project
 from qkattn.attention.scores.identity import NeitherFull
 from qkattn.attention.scores.score import Score
@@ -103,3 +103,56 @@ def test_a_product_of_an_inner_trace_stays_there():
         outer = project(x_BTD, w_DNH)
         assert project(x_BTD, w_DNH) is outer
     np.testing.assert_allclose(inner, outer, rtol=1e-5, atol=1e-5)
+
+
+# A mask, pair by pair and in blocks
+
+Q, S = 5, 7  # queries and keys of a mask
+SEGMENTS = {
+    'segments_BT': jnp.array([[1, 1, 2, 2, 0], [1, 2, 3, 3, 3]]),
+    'segments_BS': jnp.array([[1, 2, 2, 2, 2, 0, 0], [1, 1, 2, 3, 3, 3, 0]]),
+}
+VALID = jnp.arange(S) < jnp.array([[6], [4]])
+MASKS = {
+    'everything': Mask(),
+    'causal': Mask(causal=True, window=3),
+    'decoding': Mask(causal=True, first_query=jnp.int32(2), valid_BS=VALID, window=4),
+    'packed': Mask(causal=True, **SEGMENTS),
+    'dense': Mask(mask_BTS=jax.random.bernoulli(jax.random.key(0), 0.6, (2, Q, S)), valid_BS=VALID),
+}
+
+
+def allowed(mask: Mask, b: int, t: int, s: int) -> bool:
+    position = t + int(mask.first_query or 0)
+    return not (
+        (mask.causal and s > position)
+        or (mask.window is not None and abs(position - s) >= mask.window)
+        or (mask.valid_BS is not None and not mask.valid_BS[b, s])
+        or (mask.mask_BTS is not None and not mask.mask_BTS[b, t, s])
+        or (
+            mask.segments_BS is not None
+            and (mask.segments_BT[b, t] != mask.segments_BS[b, s] or mask.segments_BS[b, s] == 0)
+        )
+    )
+
+
+@pytest.mark.parametrize('name', MASKS)
+def test_every_field_allows_what_it_says(name):
+    mask = MASKS[name]
+    want_BTS = np.zeros((2, Q, S), bool)
+    for b, t, s in np.ndindex(2, Q, S):
+        want_BTS[b, t, s] = allowed(mask, b, t, s)
+    got_BTS = np.asarray(mask.dense(Q, S))
+    np.testing.assert_array_equal(np.broadcast_to(got_BTS, want_BTS.shape), want_BTS)
+    block_BTS = jax.jit(lambda mask, t, s: mask.block(t, 2, s, 3))(mask, 3, 4)
+    np.testing.assert_array_equal(block_BTS, got_BTS[:, 3:5, 4:7])
+
+
+def test_a_query_attends_to_itself_where_it_may_to_no_other():
+    mask = Mask(causal=True, window=2, valid_BS=VALID[:, :Q])
+    open_BTS = np.asarray(mask.dense(Q, Q))
+    got_BTS = np.asarray(dataclasses.replace(mask, hides_self=True).dense(Q, Q))
+    for b, t in np.ndindex(2, Q):
+        others_S = open_BTS[b, t] & (np.arange(Q) != t)
+        want_S = others_S if others_S.any() else open_BTS[b, t]
+        np.testing.assert_array_equal(got_BTS[b, t], want_S)
