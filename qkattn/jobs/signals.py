@@ -112,6 +112,9 @@ def exit_on_signal() -> Iterator[None]:
     StopRequest._exits = True
     try:
         yield
+    except Stopped:  # the process ends as it was asked to, and not by who asks again
+        previous[signal.SIGTERM] = lambda *_: None
+        raise
     finally:
         StopRequest._exits = False
         _restore(previous)

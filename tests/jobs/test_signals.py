@@ -6,7 +6,7 @@ import pytest
 
 from qkattn.errors import Stopped
 from qkattn.jobs.signals import EXIT_CONFIG, EXIT_REQUEUE, StopRequest
-from tests.processes import start_python
+from tests.processes import ended, start_python
 
 WAIT_FOR_STOP = """
     import signal, sys, time
@@ -103,6 +103,21 @@ def test_exit_on_signal_cuts_no_file_and_keeps_no_lease(held, tmp_path):
     assert (tmp_path / 'file').read_text() == 'whole'
     (lease,) = (tmp_path / 'leases').iterdir()
     assert (lease.stat().st_mtime == 0) == ('not' in held)  # released
+
+
+def test_a_process_that_was_stopped_ends_as_asked_where_it_is_asked_again():
+    program = """
+    import os, signal, sys
+    from qkattn.errors import Stopped
+    from qkattn.jobs import signals
+    try:
+        with signals.exit_on_signal():
+            raise Stopped('state saved')
+    except Stopped:
+        os.kill(os.getpid(), signal.SIGTERM)
+        sys.exit(signals.EXIT_REQUEUE)
+    """
+    assert ended([start_python(program)])[0][0] == EXIT_REQUEUE
 
 
 END = """
