@@ -5,8 +5,8 @@ python -m experiments.analyze runs/small --text='def main(' --out=analysis
 python -m experiments.analyze gpt2/model.safetensors --tokens='464 3290 318'
 python -m experiments.analyze runs/merged --reference=runs/small
 
-The source is any that experiments.convert reads. Attention patterns and gradients are those of the
-text or tokens; without either, of validation rows of a run. Induction is measured on random tokens.
+The source is any that experiments.convert reads. Attention patterns are those of the text or
+tokens; without either, of validation rows of a run. Induction is measured on random tokens.
 With --reference, drift is that of A[n] and B[n] from those of another model. --out receives
 analysis.csv, analysis.json and figures, of a text or tokens the attention maps too.
 """
