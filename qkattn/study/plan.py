@@ -168,7 +168,7 @@ class _Plan:
         """Every run known so far: screening and verdicts arm by arm, then longer runs."""
         study = self.study
         if not study.tuning.seeds:
-            return [self._run(arm, SINGLE, None, self.study.base.trials.seeds) for arm in arms]
+            return [self._run(arm, SINGLE, None, study.base.trials.seeds) for arm in arms]
         known: list[PlannedRun] = []
         chosen: dict[ArmKey, Settings] = {}
         for arm in arms:

@@ -89,7 +89,7 @@ def broken(study: Study) -> Iterator[str]:
             field = name.removeprefix('tuning.').removesuffix('s')
             yield f'{name}={values} must be a grid; set a single value as base.model.{field}'
         elif len(values) != 1 and not _ascends(values):
-            yield (f'{name}={values} must ascend by a constant factor, as in (0.001, 0.002, 0.004)')
+            yield f'{name}={values} must ascend by a constant factor, as in (0.001, 0.002, 0.004)'
     points, num_seeds = max(map(len, grids.values())), len(tuning.seeds)
     if tuning.max_points < (least := max(points, MIN_VALUES)):
         yield (
