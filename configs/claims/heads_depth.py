@@ -1,6 +1,6 @@
 """Do many layers of one head beat fewer layers of four?
 
-One head instead of four at the same depth is the positive control.
+One head at the same depth is the positive control.
 
     python -m experiments.ablate --config=configs/claims/heads_depth.py:cpu \\
         --workdir=runs/heads_depth
@@ -12,6 +12,7 @@ from qkattn.config import Study, to_config_dict
 
 def get_config(scale='cpu'):
     tuned = scale != 'smoke'
+    depths = pick(scale, smoke=(4, 8), cpu=(4, 8), gpu=(24, 48))
     return to_config_dict(
         Study(
             name='heads_depth',
@@ -20,8 +21,7 @@ def get_config(scale='cpu'):
             variants=(
                 'qk/vo',
                 'qk/vo?num_heads=1',
-                'qk/vo?num_heads=1&num_layers=4',
-                'qk/vo?num_heads=1&num_layers=8',
+                *(f'qk/vo?num_heads=1&num_layers={layers}' for layers in depths),
             ),
             sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=96',), gpu=('d_model=768',)),
             # Parameters worth 8 % of the model cost this decoder about 0.021 nats.

@@ -1,0 +1,30 @@
+"""How much rank does W_Q[n] W_K[n]^T of a decoder that has learned need?
+
+Ranks below the head size, which is that of the baseline; the width takes up the savings.
+
+    python -m experiments.ablate --config=configs/claims/lm_rank.py:cpu \\
+        --workdir=runs/lm_rank
+"""
+
+from qkattn.claims.protocol import pick, protocol, trained_language_model
+from qkattn.config import Study, to_config_dict
+
+
+def get_config(scale='cpu'):
+    return to_config_dict(
+        Study(
+            name='lm_rank',
+            question='How much rank does W_Q[n] W_K[n]^T of a decoder that has learned need?',
+            base=trained_language_model(scale),
+            variants=(
+                'qk/vo',
+                'low_rank(rank=1)/vo',
+                'low_rank(rank=4)/vo',
+                'low_rank(rank=12)/vo',
+            ),
+            sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=96',), gpu=('d_model=768',)),
+            # Parameters worth 8 % of the model cost this decoder about 0.021 nats.
+            margin=0.01,
+            **protocol(scale, equal_shape=False, choice='minimax', max_excess=0.004),
+        )
+    )
