@@ -141,11 +141,6 @@ class Bench:
         A_NDE, B_NDE = (np.vectorize(rounded, otypes=[object])(matrix) for matrix in matrices)
         return A_NDE, B_NDE
 
-    @property
-    def scale(self) -> float:
-        """The factor on x A x^T."""
-        return float(self.layer.score.scale)
-
 
 def generators(blocks: Mapping[str, Sequence[int]]) -> tuple[Any, list[np.ndarray]]:
     """A ring of polynomials with real coefficients, and its generators as arrays [head, ...].
@@ -174,9 +169,4 @@ def rank(M_DE: np.ndarray) -> int:
 
 def numbers(polynomials: np.ndarray, point: np.ndarray) -> np.ndarray:
     """The values of polynomials where the generators of their ring are `point`."""
-
-    def value(entry: Any) -> float:
-        terms = (float(factor) * np.prod(point**powers) for powers, factor in entry.terms())
-        return float(sum(terms))
-
-    return np.vectorize(value, otypes=[float])(polynomials)
+    return np.vectorize(lambda entry: float(entry(*point)), otypes=[float])(polynomials)

@@ -5,7 +5,6 @@ operations are evaluated on these arrays. Operations that only move entries (sli
 unchanged on the positions of the entries; operations on constants run unchanged.
 """
 
-import string
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,16 +29,13 @@ def _broadcast(array: np.ndarray, shape: Any, broadcast_dimensions: Any, **_: An
 
 def _product(left: np.ndarray, right: np.ndarray, dimension_numbers: Any, **_: Any) -> np.ndarray:
     """dot_general: batch axes, then the free axes of the left operand, then those of the right."""
-    contracted, batch = dimension_numbers
-    letters = iter(string.ascii_letters)
-    names = [[next(letters) for _ in range(array.ndim)] for array in (left, right)]
-    for pairs in (contracted, batch):
-        for one, other in zip(*pairs, strict=True):
-            names[1][other] = names[0][one]
-    bound = [{*contracted[side], *batch[side]} for side in (0, 1)]
-    free = [n for side in (0, 1) for i, n in enumerate(names[side]) if i not in bound[side]]
-    out = [names[0][axis] for axis in batch[0]] + free
-    return np.einsum(f'{"".join(names[0])},{"".join(names[1])}->{"".join(out)}', left, right)
+    (left_sum, right_sum), (left_batch, right_batch) = dimension_numbers
+    left_axes, right_axes = [*range(left.ndim)], [left.ndim + axis for axis in range(right.ndim)]
+    for axis, other in zip((*left_sum, *left_batch), (*right_sum, *right_batch), strict=True):
+        right_axes[other] = axis
+    free = [axis for axis in left_axes if axis not in (*left_sum, *left_batch)]
+    free += [axis for axis in right_axes if axis >= left.ndim]
+    return np.einsum(left, left_axes, right, right_axes, [*left_batch, *free])
 
 
 # Primitives on arrays of symbols; the moves are those that XLA would compile for every shape.
@@ -64,29 +60,23 @@ def evaluate(function: Callable[..., Any], *arrays: np.ndarray) -> list[np.ndarr
 
     SpecError if the function uses an operation that is unknown here.
     """
-    with jax.enable_x64(True):
-        traced = jax.make_jaxpr(function)(
-            *(jax.ShapeDtypeStruct(array.shape, jnp.float64) for array in arrays)
-        )
-        return [np.asarray(array) for array in _run(traced.jaxpr, traced.consts, arrays)]
+    shapes = [jax.ShapeDtypeStruct(array.shape, jnp.float64) for array in arrays]
+    with jax.enable_x64(True), jax.disable_jit():  # functions inside are traced, too
+        traced = jax.make_jaxpr(function)(*shapes)
+        inputs = [*traced.jaxpr.constvars, *traced.jaxpr.invars]
+        known = dict(zip(inputs, [*traced.consts, *arrays], strict=True))
 
+        def read(atom: Any) -> Any:
+            return atom.val if hasattr(atom, 'val') else known[atom]  # a literal is no key
 
-def _run(jaxpr: Any, consts: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
-    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arrays], strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if hasattr(atom, 'val') else known[atom]  # a literal is no key
-
-    for equation in jaxpr.eqns:
-        outputs = _apply(equation, [read(atom) for atom in equation.invars])
-        known |= dict(zip(equation.outvars, outputs, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+        for equation in traced.jaxpr.eqns:
+            outputs = _apply(equation, [read(atom) for atom in equation.invars])
+            known |= dict(zip(equation.outvars, outputs, strict=True))
+        return [np.asarray(read(atom)) for atom in traced.jaxpr.outvars]
 
 
 def _apply(equation: Any, inputs: list[Any]) -> list[Any]:
     name, parameters = equation.primitive.name, equation.params
-    if name == 'jit':
-        return _run(parameters['jaxpr'].jaxpr, parameters['jaxpr'].consts, inputs)
     if not any(map(_is_symbolic, inputs)):
         return _bound(equation, inputs)
     ring = next(filter(_is_symbolic, inputs)).flat[0].ring

@@ -53,7 +53,7 @@ def _of_size(dims: int, heads: int) -> dict[str, Any]:
         if bench := _bench(name, 'vo', dims, heads):
             scores[name] = _parameters(bench, 'score') | {
                 'A': _polynomials(bench, 'score'),
-                'scale': bench.scale,
+                'scale': float(bench.layer.score.scale),
             }
     for name, cls in VALUES.items():
         # One table for all Scores, or one for each of those that share a matrix with the Value.

@@ -23,7 +23,8 @@ def worked(bench: Bench, *, latex: bool = False) -> str:
     scores = np.einsum('td,nde,se->nts', x_TD, A_NDE, x_TD)
     output = np.einsum('nts,sd,nde->te', p_NTS, x_TD, B_NDE)
     head = '[n]' if N > 1 else ''
-    s = f's{head}' if bench.scale == 1 else f'{number(bench.scale)} s{head}'
+    scale = float(bench.layer.score.scale)
+    s = f's{head}' if scale == 1 else f'{number(scale)} s{head}'
     sections = {
         f'A[n] = {type(bench.layer.score).equation}': _circuit(bench, 'A', A_NDE, a_NDE),
         f's{head} = x A{head} x^T': _equations(s_NTS, scores),
