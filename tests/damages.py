@@ -1,6 +1,9 @@
 """Damages of files: what crashes, disks, editors, other programs and attackers leave behind."""
 
+import copy
+import functools
 import json
+import operator
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -70,22 +73,19 @@ def fields(content: bytes) -> Iterator[tuple[str, bytes]]:
     except ValueError:
         values = [json.loads(line) for line in content.splitlines()]
     for place in sorted({0, len(values) - 1}):
-        value = values[place][0] if isinstance(values[place], list) else values[place]
-        for path in _paths(value):
-            *parents, name = path
-            owner: Any = value
-            for key in parents:
-                owner = owner[key]
-            sound = dict(owner)
+        for path in _paths(_object_at(values, place)):
             for how in ('without', 'with another'):
-                if how == 'without':
-                    del owner[name]
-                else:
-                    owner[name] = _other_type(sound[name])
-                text = ''.join(json.dumps(line) + '\n' for line in values)
+                damaged = copy.deepcopy(values)
+                *parents, name = path
+                owner = functools.reduce(operator.getitem, parents, _object_at(damaged, place))
+                other = _other_type(owner.pop(name))
+                owner |= {name: other} if how == 'with another' else {}
+                text = ''.join(json.dumps(line) + '\n' for line in damaged)
                 yield f'{place}: {how} {".".join(path)}', text.encode()
-                owner.clear()
-                owner.update(sound)
+
+
+def _object_at(values: list[Any], place: int) -> dict[str, Any]:
+    return values[place][0] if isinstance(values[place], list) else values[place]
 
 
 def _paths(value: dict[str, Any]) -> list[tuple[str, ...]]:
