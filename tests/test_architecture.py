@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import qkattn
 from qkattn.train import loop, program, sharding, trials
 
 ROOT = Path(__file__).parents[1]
@@ -149,3 +150,11 @@ def test_a_training_step_is_read_in_few_files_and_lines(tiny):
     }
     files = {file for file, _ in lines}
     assert len(files) <= STEP_FILES and len(lines) <= STEP_LINES, (len(lines), sorted(files))
+
+
+def test_every_name_of_the_package_is_exported_and_listed():
+    for name in qkattn.__all__:
+        assert callable(getattr(qkattn, name)) and name in dir(qkattn)
+        assert not (ROOT / 'qkattn' / name).exists(), 'the name of a package'
+    with pytest.raises(AttributeError, match="'qkattn' has no attribute 'biuld'"):
+        _ = qkattn.biuld

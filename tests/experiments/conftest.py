@@ -3,10 +3,8 @@
 import contextlib
 import logging
 import os
-import runpy
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -15,6 +13,7 @@ import pytest
 from absl import app, flags
 from flax import nnx
 
+from qkattn.__main__ import main
 from qkattn.config import ModelConfig
 from qkattn.jobs.display import Progress
 from qkattn.model import build
@@ -98,23 +97,19 @@ def added_flags_removed():
         logger.handlers, logger.level, logger.propagate = handlers, level, propagate
 
 
-def exit_code(main: Callable[[], object]) -> int:
-    """The exit code of a script, whose flags are forgotten."""
-    with added_flags_removed():
-        try:
-            main()
-        except SystemExit as stopped:
-            return stopped.code or 0
-    return 0
-
-
 @pytest.fixture
 def script_here(files, monkeypatch, capsys):
-    """script_here('ablate', '--flag=1', ...) -> what a process gives; programs are kept."""
+    """script_here('ablate', '--flag=1', ...) -> what `qkattn ablate --flag=1` gives, in process."""
+    monkeypatch.setattr(sys, 'path', sys.path[:])
 
-    def run(name: str, *arguments: str) -> subprocess.CompletedProcess:
-        monkeypatch.setattr(sys, 'argv', [name, *arguments])
-        code = exit_code(lambda: runpy.run_module(f'experiments.{name}', run_name='__main__'))
+    def run(*arguments: str) -> subprocess.CompletedProcess:
+        monkeypatch.setattr(sys, 'argv', ['/bin/qkattn', *arguments])
+        code = 0
+        with added_flags_removed():
+            try:
+                main()
+            except SystemExit as stopped:
+                code = stopped.code or 0
         return subprocess.CompletedProcess(arguments, code, *capsys.readouterr())
 
     return run

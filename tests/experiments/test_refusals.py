@@ -7,7 +7,10 @@ from tests.experiments.conftest import save_model
 
 TRAIN, ABLATE = ('train', '--config=run.py'), ('ablate', '--config=study.py')
 CASES = [
-    # Files, directories and configs.
+    # Commands, files, directories and configs.
+    ('trian', "unknown command 'trian'; known are ablate, analyze, "),
+    ('train', '--config=small', '--workdir=DIRECTORY is required'),
+    ('train', '--config=smal', '--workdir=w', 'come with qkattn are char_lm_cpu, '),
     ('train', '--config=study.py', '--workdir=w', 'not a Config; run it with qkattn ablate'),
     ('train', '--config=study.py', '--config.data.name=x', "no field 'data' to override"),
     ('ablate', '--config=claims/maskd:cpu', '--workdir=w', '--config=claims/masked?'),
@@ -78,6 +81,7 @@ def test_bad_input_is_one_sentence(case, refusal, request, tmp_path, capsys):
     assert {path.name for path in {*tmp_path.iterdir()} - before} <= {'__pycache__'}
 
 
-def test_a_line_of_the_config_that_fails_is_named(refusal, tmp_path):
+def test_what_fails_in_a_file_of_the_working_directory_is_named(refusal, tmp_path):
     (tmp_path / 'own.py').write_text('def get_config():\n    return {}["seeds"]\n')
     assert "--config=own.py: line 2: KeyError: 'seeds'" in refusal('train', '--config=own.py')
+    assert "own has no 'Miss'" in refusal(*TRAIN, '--workdir=w', '--config.model.score=own:Miss')

@@ -1,4 +1,4 @@
-"""Every script as a user runs it: its help, what it prints, and what it writes."""
+"""Every command as a user runs it: its help, what it prints, and what it writes."""
 
 import json
 import re
@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from qkattn import __version__
 from qkattn.config import Config, ModelConfig, Study
 from qkattn.config.setting import settings
 from qkattn.convert.conversions import CONVERSIONS, Conversion
@@ -23,7 +24,7 @@ from qkattn.storage.records import read_json
 from qkattn.train.loop import train
 from tests import studies
 from tests.data.datasets import contents, write_texts
-from tests.experiments.conftest import save_model
+from tests.experiments.conftest import ROOT, save_model
 from tests.lanes import only
 from tests.processes import other_modes, umask
 from tests.test_readme import README, between
@@ -39,6 +40,16 @@ def run(small_run, tmp_path):
 
 
 # Help, and what nobody reads
+
+
+def test_help_names_every_script_and_every_config(printed):
+    text = printed('--help')
+    assert text == printed() and printed('--version') == f'{__version__}\n'
+    assert all(len(line) <= 80 for line in text.splitlines())
+    listed = ' '.join(text.split())
+    for path in (*ROOT.glob('experiments/[a-z]*.py'), *ROOT.glob('configs/**/[a-z]*.py')):
+        name = path.relative_to(ROOT).with_suffix('').as_posix().partition('/')[2]
+        assert f' {name} {path.read_text().splitlines()[0].strip(chr(34))}' in listed
 
 
 def entries(text):
