@@ -5,7 +5,6 @@ index lack. A bucket named `forbidden` may not be entered, one named `read-only`
 """
 
 import base64
-import dataclasses
 import datetime
 import email
 import http.server
@@ -14,7 +13,7 @@ import json
 import re
 import threading
 import urllib.parse
-from typing import Any
+from typing import Any, NamedTuple
 
 import google_crc32c
 
@@ -22,8 +21,7 @@ PATH = re.compile(r'/(?:(upload|download)/)?storage/v1/b/([^/]+)(/o)?/?(.*)')
 OCTETS = {'Content-Type': 'application/octet-stream'}
 
 
-@dataclasses.dataclass(frozen=True)
-class Stored:
+class Stored(NamedTuple):
     """One generation of an object."""
 
     data: bytes
@@ -36,7 +34,7 @@ class Refused(Exception):
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Serves its buckets until it is closed; `log` holds method and path of every request."""
+    """Serves its buckets until it is closed."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -44,7 +42,6 @@ class Server(http.server.ThreadingHTTPServer):
     def __init__(self, *buckets: str):
         super().__init__(('127.0.0.1', 0), Handler)
         self.buckets: dict[str, dict[str, Stored]] = {name: {} for name in buckets}
-        self.log: list[str] = []
         self.lock = threading.RLock()
         self.uploads: dict[str, tuple[str, dict[str, str]]] = {}
         self.numbers = itertools.count(1)
@@ -67,8 +64,7 @@ class Server(http.server.ThreadingHTTPServer):
         """Makes an object `seconds` old, in the same generation."""
         with self.lock:
             updated = self._now() - datetime.timedelta(seconds=seconds)
-            objects = self.buckets[bucket]
-            objects[name] = dataclasses.replace(objects[name], updated=updated)
+            self.buckets[bucket][name] = self.buckets[bucket][name]._replace(updated=updated)
 
     def _now(self) -> datetime.datetime:
         return datetime.datetime.now(datetime.UTC) + self.skew
@@ -91,7 +87,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         url = urllib.parse.urlsplit(self.path)
         self.query = dict(urllib.parse.parse_qsl(url.query))
         self.body = self.rfile.read(int(self.headers.get('Content-Length', 0)))
-        self.server.log.append(f'{self.command} {self.path}')
         headers: dict[str, str] = {}
         try:
             with self.server.lock:

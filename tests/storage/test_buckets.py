@@ -49,7 +49,6 @@ def test_a_file_of_a_library_is_uploaded_whole_or_not_at_all(bucket):
 def test_a_bucket_that_cannot_be_used_is_one_sentence(bucket, url, message):
     with refused(message, RunDirectoryError):
         make_directory(url)
-    assert len(bucket.log) < 6
 
 
 @pytest.mark.parametrize('reason', ['silent', 'absent', 'credentials'])
