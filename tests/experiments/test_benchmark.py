@@ -47,17 +47,13 @@ def test_pages_print_the_tables_of_a_benchmark_that_is_whole(tmp_path):
     ]
     record.write(tmp_path, {'machine': {}}, [group := Group('steps', 'rows', rows, 'fast')])
     assert record.read(tmp_path) == [group]
+    with pytest.raises(ReportError, match="no group that matches 'steps:.b'"):
+        record.block(tmp_path / 'steps:?b')
     table = record.block(tmp_path / 'steps:?r*')
     assert '| slow | 400 | 400 | 400 | 2.000 | 25 | 25.0% | 1.000 |' in table
-    for damage, message in (
-        (None, "no group that matches 'steps:.b'"),
-        *(('{', 'is not a benchmark'), ('{}', 'KeyError'), ('[]', 'is not a benchmark')),
-        ('{"schema": 2, "machine": {}, "groups": []}', 'its schema is 2'),
-    ):
-        if damage:
-            (tmp_path / record.FILE).write_text(damage)
-        with pytest.raises(ReportError, match=message):
-            record.block(tmp_path / 'steps:?b')
+    (tmp_path / record.FILE).write_text('{"schema": 2, "machine": {}, "groups": []}')
+    with pytest.raises(ReportError, match='its schema is 2'):
+        record.block(tmp_path / 'steps:?b')
 
 
 @pytest.mark.parametrize('scale', suites.SCALES)
