@@ -100,7 +100,7 @@ def added_flags_removed():
 @pytest.fixture
 def script_here(files, monkeypatch, capsys):
     """script_here('ablate', '--flag=1', ...) -> what `qkattn ablate --flag=1` gives, in process."""
-    monkeypatch.setattr(sys, 'path', sys.path[:])
+    monkeypatch.setattr(sys, 'path', [path for path in sys.path if path])
 
     def run(*arguments: str) -> subprocess.CompletedProcess:
         monkeypatch.setattr(sys, 'argv', ['/bin/qkattn', *arguments])
