@@ -62,7 +62,7 @@ def test_the_example_passes_the_contract_tests(example, tmp_path):
         timeout=600,
     )
     assert done.returncode == 0, done.stdout
-    assert 'contract tests: 1 variant run' in done.stdout
+    assert re.search(r'\d\d passed', done.stdout)
 
 
 def test_every_path_that_a_page_names_exists():

@@ -10,7 +10,6 @@ some     what compiles a program, or is the layer's work rather than a circuit's
 import contextlib
 import functools
 import itertools
-import re
 
 import pytest
 
@@ -60,16 +59,3 @@ def _checked(text: str) -> tuple[str, str]:
     except SpecError as error:
         raise pytest.UsageError(f'--variant={text}: {error}') from error
     return score, value
-
-
-def pytest_terminal_summary(terminalreporter):
-    """How many variants were held to the contract, and how many there are."""
-    passed = (report.nodeid for report in terminalreporter.stats.get('passed', []))
-    pattern = re.compile(r'test_contract\.py::test_\w+\[([^\]]+/[^\]]+?)(?:-[a-z_]+)?\]')
-    done = {match[1] for nodeid in passed if (match := pattern.search(nodeid))}
-    if done:
-        terminalreporter.write_line(
-            f'contract tests: {len(done)} variant{"s" * (len(done) != 1)} run, '
-            f'{len(buildable_variants())} registered '
-            f'({len(SCORES)} scores, {len(VALUES)} values)'
-        )
