@@ -28,6 +28,11 @@ RUN = {
     'train': {'num_steps': 40, 'batch_size': 4, 'steps_per_dispatch': 5, 'lifting': 'map'},
     'trials': {'seeds': (0, 1, 2), 'learning_rates': (1e-3, 2e-3)},
 }
+PAIRS = {
+    **RUN,
+    'model': RUN['model'] | {'kind': 'encoder_decoder'},
+    'data': {'name': 'parallel', 'languages': 'en-de', 'drop_long': True},
+}
 STUDY = {
     'base': RUN | {'train': RUN['train'] | {'checkpoint_every': 40}},
     'variants': ('qk/vo', 'shared_qk/vo'),
@@ -35,11 +40,17 @@ STUDY = {
     'tolerance': 5e-3,
     'tuning': {'seeds': (7, 8)},
 }
-CONFIGS = {'run': from_json(Config, RUN), 'study': from_json(Study, STUDY)}
+CONFIGS = {
+    'run': from_json(Config, RUN),
+    'pairs': from_json(Config, PAIRS),
+    'study': from_json(Study, STUDY),
+}
 FIELDS = {kind: declared.settings(type(config)) for kind, config in CONFIGS.items()}
-# Each setting once: those of a run, and those of a study besides its base.
+# Each setting once: those of a run, those of translation alone, those of a study besides its base.
+OF_PAIRS = ('encoder_variant', 'cross_variant', 'num_encoder_layers', 'source_context')
 OWN = {
     'run': list(FIELDS['run']),
+    'pairs': [f'model.{name}' for name in OF_PAIRS],
     'study': [name for name in FIELDS['study'] if not name.startswith('base.')],
 }
 
@@ -82,6 +93,9 @@ def accepted(tmp_path_factory):
         (directory / 'texts' / split).mkdir(parents=True)
         for number in range(100):
             (directory / 'texts' / split / f'{number}.txt').write_text(f'{split} {number} ' * 9)
+        for language in ('en', 'de'):
+            pairs = directory / 'texts' / f'{split}.{language}'
+            pairs.write_text(f'{split} {language}\n' * 20)
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, duration, **_: 'backend_compile' in event and compilations.append(event)
     )

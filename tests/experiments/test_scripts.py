@@ -23,6 +23,7 @@ from qkattn.storage.metrics_log import read_metrics
 from qkattn.storage.records import read_json
 from qkattn.train.loop import train
 from tests import studies
+from tests.convert.test_published import make_tensors, write
 from tests.data.datasets import contents, write_texts
 from tests.experiments.conftest import ROOT, save_model
 from tests.lanes import only
@@ -215,6 +216,21 @@ def test_a_run_is_measured_on_its_own_data_or_on_a_text(refusal, printed, run, t
     names = 'singular_values_A singular_values_B heads_A heads_B heads_pattern maps'
     assert {path.stem for path in out.glob('*.png')} == {*names.split()}
     assert 'already holds an analysis' in refusal('analyze', '--source=run', '--out=out')
+
+
+@pytest.mark.slow
+def test_other_kinds_of_models_and_files_are_measured(printed, tmp_path):
+    sizes = {'d_model': 16, 'num_layers': 2, 'num_heads': 2, 'context': 12, 'vocab_size': 257}
+    save_model(tmp_path / 'nonlinear', ModelConfig(score='nonlinear_query', **sizes))
+    text = printed('analyze', '--source=nonlinear', '--tokens=1 2 3')
+    assert 'attention 0, attention 1: not bilinear, so there is no matrix A[n]' in text
+    save_model(tmp_path / 'pair', ModelConfig(kind='encoder_decoder', **sizes))
+    text = printed('analyze', 'pair', '--out=pair_out')
+    assert 'cross_attention 1' in text and 'encoder/attention 0' in text
+    assert (tmp_path / 'pair_out/singular_values_A_cross.png').exists()
+    write(tmp_path / 'gpt2', make_tensors())
+    text = printed('analyze', 'gpt2')
+    assert 'induction' in text and 'entropy' not in text  # nothing was read
 
 
 def test_tokens_are_made_trained_on_and_decoded(printed, tiny, tmp_path):
