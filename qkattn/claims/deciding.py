@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from typing import NamedTuple
 
@@ -37,11 +37,11 @@ class Case(NamedTuple):
     """An arm that an expectation is about, and its reference; None without results."""
 
     expected: Expectation
-    loaded: Loaded | None
-    key: ArmKey | None = None
-    arm: Arm | None = None
-    other: Arm | None = None
-    comparison: Comparison | None = None
+    loaded: Loaded
+    key: ArmKey
+    arm: Arm | None
+    other: Arm | None
+    comparison: Comparison | None
 
 
 class Evidence(NamedTuple):
@@ -63,47 +63,64 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
     measured = [row for measure in claim.measures for row in results.rows(measure)]
     if scale == 'smoke':  # its studies only show that they run
         measured = [replace(row, speaks=Speaks.OPEN) for row in measured]
-    expected = [(e, results.study(e.study)) for e in claim.expected_at(scale)]
-    every = [case for pair in expected for case in cases(*pair)]
-    beside = [row for e, loaded in expected if loaded for row in _beside(e, loaded)]
+    studies = {name: study for name in claim.studies if (study := results.study(name))}
+    expected = claim.expected_at(scale)
+    trained = [(e, studies[e.study]) for e in expected if e.study in studies]
+    every = [case for pair in trained for case in cases(*pair)]
+    beside = [row for pair in trained for row in _beside(*pair)]
     beside = [row for place, row in enumerate(beside) if row not in beside[:place]]
-    missing = tuple(dict.fromkeys(_missing(claim, results, every)))
+    problems = {name: problem for name in claim.studies if (problem := results.problem(name))}
+    missing = [f'study {name} {problem.removesuffix(".")}' for name, problem in problems.items()]
+    missing += [
+        f'study {case.expected.study}: {case.key.variant} at {case.key.size} on {case.key.corpus} '
+        'has no difference from the baseline yet'
+        for case in every
+        if case.comparison is None
+    ]
 
     def judged(family: int) -> tuple[list[Row], list[Evidence], ClaimVerdict]:
         items = evidence(every, family)
         rows = [*checked, *(item.row for item in items), *beside, *measured]
         return rows, items, rules.verdict(rows, complete=not missing)
 
-    # All rows together are one test at the error rate; single ones are tested at their share.
+    # All rows together are one test at the error rate; single ones are tested at their share, where
+    # an expectation whose study has no results counts as one.
     rows, items, verdict = judged(1)
     if verdict in (ClaimVerdict.HOLDS_ONLY_IF, ClaimVerdict.UNDECIDED):
-        rows, items, verdict = judged(max(1, len(every)))
-    undecided = verdict == ClaimVerdict.UNDECIDED
-    condition = rules.condition(rows) if verdict == ClaimVerdict.HOLDS_ONLY_IF else None
-    commit, hardware, seconds = _provenance(claim, results)
+        rows, items, verdict = judged(max(1, len(every) + len(expected) - len(trained)))
+    condition = needs = None
+    if verdict == ClaimVerdict.HOLDS_ONLY_IF:
+        condition = rules.condition(rows)
+        condition = claim.conditions.get(condition, condition)
+    elif verdict == ClaimVerdict.UNDECIDED:
+        larger = pick(scale, smoke='cpu', cpu='gpu', gpu='gpu')
+        needs = f'--scale={larger}: {", ".join(claim.studies)}'
+        if problems:
+            needs = f'--scale={scale}: {", ".join(problems)}'
+        elif open_ones := [needed(item) for item in items if item.row.speaks == Speaks.OPEN]:
+            needs = max(open_ones)[1]
+    commit, hardware, seconds = _provenance(claim, studies.values(), results)
     return ClaimResult(
         **{field.name: getattr(claim, field.name) for field in fields(Statement)},
         scale=scale,
         verdict=verdict,
         rows=tuple(rows),
-        condition=claim.conditions.get(condition, condition) if condition else None,
-        needed=_needed(claim, scale, results, items) if undecided else None,
-        missing=missing,
+        condition=condition,
+        needed=needs,
+        missing=tuple(dict.fromkeys(missing)),
         studies=tuple(name for name in claim.studies if results.has(name)),
         commit=commit,
         hardware=hardware,
         seconds=round(seconds + time.perf_counter() - started, 1),
-        models=tuple(_models(claim, results)),
+        models=tuple(text for pair in studies.items() for text in _models(*pair)),
     )
 
 
-def cases(expected: Expectation, loaded: Loaded | None) -> list[Case]:
+def cases(expected: Expectation, loaded: Loaded) -> list[Case]:
     """One for each size and corpus that decide an expectation once its study is finished.
 
-    A study without results counts as one. ConfigError if the study does not declare the arm.
+    ConfigError if the study does not declare the arm.
     """
-    if loaded is None:
-        return [Case(expected, None)]
     study, findings = loaded
     if study.tuning is None and expected.at == 'removed':
         return []  # a study without tuning has no controls
@@ -145,7 +162,7 @@ def evidence(every: Iterable[Case], family: int = 1) -> list[Evidence]:
     """
     made = []
     for expected, loaded, _, arm, other, comparison in every:
-        if loaded is None or arm is None or comparison is None:
+        if arm is None or comparison is None:
             continue
         study = loaded.study
         # Without matching, neither removed nor at equal parameter count.
@@ -159,17 +176,6 @@ def evidence(every: Iterable[Case], family: int = 1) -> list[Evidence]:
         row = replace(row, relation=expected.relation, decision=decision, speaks=speaks)
         made.append(Evidence(row, arm, verdict, comparison.difference))
     return made
-
-
-def _missing(claim: Claim, results: Results, every: Iterable[Case]) -> Iterator[str]:
-    """Names the studies of a claim that lack results, then the arms that have no difference yet."""
-    for name in claim.studies:
-        if problem := results.problem(name):
-            yield f'study {name} {problem.removesuffix(".")}'
-    for expected, _, key, _, _, comparison in every:
-        if key and comparison is None:
-            arm = f'{key.variant} at {key.size} on {key.corpus}'
-            yield f'study {expected.study}: {arm} has no difference from the baseline yet'
 
 
 def _beside(expected: Expectation, loaded: Loaded) -> Iterator[Row]:
@@ -209,16 +215,6 @@ def _row(
     )
 
 
-def _needed(claim: Claim, scale: str, results: Results, items: Sequence[Evidence]) -> str:
-    """What decides a claim: missing results, what its open arms need, or a larger scale."""
-    if lacking := [name for name in claim.studies if results.problem(name)]:
-        return f'--scale={scale}: {", ".join(lacking)}'
-    if needs := [needed(item) for item in items if item.row.speaks == Speaks.OPEN]:
-        return max(needs)[1]
-    larger = pick(scale, smoke='cpu', cpu='gpu', gpu='gpu')
-    return f'--scale={larger}: {", ".join(claim.studies)}'
-
-
 def needed(item: Evidence) -> tuple[float, str]:
     """What would decide an arm, in short before the first comma; behind a number to sort by.
 
@@ -249,28 +245,26 @@ def needed(item: Evidence) -> tuple[float, str]:
     return seeds, f'{seeds:,} seeds in place of {difference.n}{held_out}, {about}'
 
 
-def _models(claim: Claim, results: Results) -> Iterator[str]:
-    """The baselines behind a claim: their size, training and loss, and what they have to beat."""
-    for name in claim.studies:
-        if (loaded := results.study(name)) is None:
-            continue
-        study, findings = loaded
-        for standing in standings(study, (*findings.arms, *findings.controls)):
-            arm, trial, loss = standing.arm, standing.arm.example, standing.arm.loss
-            text = (
-                f'{name}, {arm.size} on {arm.corpus}: {trial.parameters["total"]:,} parameters, '
-                f'{trial.num_steps:,} steps, {trial.num_tokens:,} tokens'
-            )
-            text += f', {SPLITS[arm.split]} loss {loss.mean:.3f}' if loss else ''
-            if standing.best is not None:
-                text += f' ({standing.best[0]} {standing.best[1]:.3f})'
-            yield text + ('' if standing.bleu is None else f', BLEU {standing.bleu:.1f}')
+def _models(name: str, loaded: Loaded) -> Iterator[str]:
+    """The baselines of a study: their size, training and loss, and what they have to beat."""
+    study, findings = loaded
+    for standing in standings(study, (*findings.arms, *findings.controls)):
+        arm, trial, loss = standing.arm, standing.arm.example, standing.arm.loss
+        text = (
+            f'{name}, {arm.size} on {arm.corpus}: {trial.parameters["total"]:,} parameters, '
+            f'{trial.num_steps:,} steps, {trial.num_tokens:,} tokens'
+        )
+        text += f', {SPLITS[arm.split]} loss {loss.mean:.3f}' if loss else ''
+        if standing.best is not None:
+            text += f' ({standing.best[0]} {standing.best[1]:.3f})'
+        yield text + ('' if standing.bleu is None else f', BLEU {standing.bleu:.1f}')
 
 
-def _provenance(claim: Claim, results: Results) -> tuple[str, str, float]:
+def _provenance(
+    claim: Claim, studies: Iterable[Loaded], results: Results
+) -> tuple[str, str, float]:
     """Commits and hardware of what was trained, else of this process; seconds of training."""
-    studies = [loaded.study for name in claim.studies if (loaded := results.study(name))]
-    trials = [run.trials[0] for study in studies for run in study.runs if run.trials]
+    trials = [run.trials[0] for loaded in studies for run in loaded.study.runs if run.trials]
     paths = [recording(results.directory / measure.study) for measure in claim.measures]
     schema = {'start': START, 'seconds': float}
     records = [read_json(path, schema) for path in paths if path.exists()]

@@ -6,7 +6,6 @@ import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import jinja2
 from markupsafe import Markup
@@ -57,40 +56,24 @@ DECIDED_IN = 'decoder', Kind.MATCHED  # where answers have their verdict
 _LONGEST, _QUANTITY = 52, 22  # characters of a name in figures, and of what is compared in it
 
 
-class Compared(NamedTuple):
-    """Rows about the same thing in the same context, by kind."""
+def compared(rows: Iterable[Row]) -> list[dict[str, Row]]:
+    """Removed, reinvested and matched rows by kind, for each `quantity` and context in their order.
 
-    quantity: str
-    context: Mapping[str, str]
-    rows: dict[str, Row]
-
-    @property
-    def decision(self) -> str:
-        """'worse', or 'worse / undecided' where the verdicts of its rows differ."""
-        decisions = [self.rows[kind].decision for kind in PARTS if kind in self.rows]
-        return ' / '.join(dict.fromkeys(decision for decision in decisions if decision))
-
-
-def compared(rows: Iterable[Row]) -> list[Compared]:
-    """Removed, reinvested and matched rows, each `quantity` and context once, in their order.
-
-    The kind tells the shape, which is no part of the context; of two rows of one kind, the one that
+    The kind tells the shape, which leaves the context; of two rows of one kind, the one that
     decides is shown.
     """
-    by_context: dict[tuple, Compared] = {}
-    for row in rows:
-        if row.kind in PARTS:
-            context = {name: value for name, value in row.context.items() if name != 'shape'}
-            key = row.quantity, *context.items()
-            parts = by_context.setdefault(key, Compared(row.quantity, context, {})).rows
-            if row.speaks != Speaks.BESIDE or row.kind not in parts:
-                parts[row.kind] = row
+    by_context: dict[tuple, dict[str, Row]] = {}
+    for row in (row for row in rows if row.kind in PARTS):
+        context = {name: value for name, value in row.context.items() if name != 'shape'}
+        parts = by_context.setdefault((row.quantity, *context.items()), {})
+        if row.speaks != Speaks.BESIDE or row.kind not in parts:
+            parts[row.kind] = dataclasses.replace(row, context=context)
     return list(by_context.values())
 
 
-def varying(rows: Iterable[Row | Compared]) -> list[str]:
+def varying(rows: Sequence[Row]) -> list[str]:
     """The names in contexts whose values differ between rows, and do not only repeat `quantity`."""
-    rows, names = list(rows), []
+    names = []
     for name in dict.fromkeys(name for row in rows for name in row.context):
         pairs = {(row.context.get(name), row.quantity) for row in rows}
         is_news = any(value not in (None, quantity) for value, quantity in pairs)
@@ -99,7 +82,7 @@ def varying(rows: Iterable[Row | Compared]) -> list[str]:
     return names
 
 
-def located(row: Row | Compared, names: Iterable[str]) -> list[str]:
+def located(row: Row, names: Iterable[str]) -> list[str]:
     """'d_model=64', 'stdlib', 'steps 500': these of its context, a number with its name."""
     values = [(name, row.context[name]) for name in names if name in row.context]
     return [f'{words(name)} {value}' if value[:1].isdigit() else value for name, value in values]
@@ -168,7 +151,7 @@ def answers_markdown(directory: Path, base: str) -> str:
         table=markdown_table([('', True), ('size of attention', False), *titles], lines),
         sources=sources,
         others=list(others),
-        figure=f'{base}/plots/answers.png' if answers_figure(made) else None,
+        figure=f'{base}/plots/answers.png' if any(a.row(*DECIDED_IN) for a in made) else None,
     )
 
 
@@ -273,27 +256,25 @@ def _shared(claim: ClaimResult) -> str:
 
 def _tables(claim: ClaimResult) -> list[str]:
     """A table of differences with their parts, and one of the other values."""
-    made: list[str] = []
-    if lines := compared(claim.rows):
-        titles = [('arm', True), *((title, False) for title in PARTS.values()), ('verdict', True)]
-        cells = [
-            [
-                *(amount(line.rows[k], False) if k in line.rows else NONE for k in PARTS),
-                line.decision or NONE,
-                _spoken(line.rows.values()),
-            ]
-            for line in lines
-        ]
-        made.append(_table(titles, lines, cells))
-    if others := [row for row in claim.rows if row.kind not in PARTS]:
-        titles = [('quantity', True), ('value', False), ('expected', False)]
-        cells = [[amount(row), _expected(row), _spoken([row])] for row in others]
-        made.append(_table(titles, others, cells))
-    return made
+    titles: list[Heading] = [*((title, False) for title in PARTS.values()), ('verdict', True)]
+    firsts, cells = [], []
+    for parts in compared(claim.rows):
+        firsts.append(next(iter(parts.values())))
+        shown = [parts[kind] for kind in PARTS if kind in parts]
+        decisions = dict.fromkeys(row.decision for row in shown if row.decision)
+        numbers = [amount(parts[kind], False) if kind in parts else NONE for kind in PARTS]
+        cells.append([*numbers, ' / '.join(decisions) or NONE, _spoken(parts.values())])
+    others = [row for row in claim.rows if row.kind not in PARTS]
+    values = [[amount(row), _expected(row), _spoken([row])] for row in others]
+    tables = (
+        ('arm', titles, firsts, cells),
+        ('quantity', [('value', False), ('expected', False)], others, values),
+    )
+    return [_table(*table) for table in tables if table[-1]]
 
 
 def _table(
-    titles: Sequence[Heading], rows: Sequence[Row | Compared], cells: Sequence[Sequence[str]]
+    first: str, titles: Sequence[Heading], rows: Sequence[Row], cells: Sequence[Sequence[str]]
 ) -> str:
     """What is compared, the contexts that differ, and the cells of each row."""
     names = varying(rows)
@@ -303,7 +284,7 @@ def _table(
         for row, more in zip(rows, cells, strict=True)
     ]
     spoken = ('for or against|the claim', True)
-    return markdown_table([titles[0], *contexts, *titles[1:], spoken], lines)
+    return markdown_table([(first, True), *contexts, *titles, spoken], lines)
 
 
 def _spoken(rows: Iterable[Row]) -> str:
@@ -324,48 +305,44 @@ def has_figure(claim: ClaimResult) -> bool:
 def claim_figure(claim: ClaimResult) -> Drawing:
     """A panel at the baseline's shape and one at equal parameter count, with the decisions."""
     lines = compared(claim.rows)
-    quantities = {line.quantity for line in lines}
+    firsts = [next(iter(parts.values())) for parts in lines]
+    quantities = {row.quantity for row in firsts}
     # Contexts tell lines apart, unless what is compared does.
-    contexts = [] if len(quantities) == len(lines) else varying(lines)
+    contexts = [] if len(quantities) == len(lines) else varying(firsts)
     panels = []
-    for kind in SHAPES:
+    for kind, (title, _) in SHAPES.items():
         drawn = []
-        for line in (line for line in lines if kind in line.rows):
-            row, reported, names = line.rows[kind], None, located(line, contexts)
-            if row.expected is not None and row.tolerance is not None:
-                reported = row.expected - row.tolerance, row.expected + row.tolerance
+        for row in (parts[kind] for parts in lines if kind in parts):
+            names = located(row, contexts)
             if len(quantities) > 1 or not names:
-                names = [short(line.quantity, _QUANTITY), *names]
-            drawn.append(
-                Line(
-                    row.quantity,
-                    *(row.value, row.low, row.high),
-                    right=row.decision or '',
-                    is_decided=row.speaks in (Speaks.FOR, Speaks.AGAINST),
-                    name=', '.join(names),
-                    reported=reported,
-                )
-            )
+                names = [short(row.quantity, _QUANTITY), *names]
+            texts = {'name': ', '.join(names), 'right': row.decision or ''}
+            is_decided = row.speaks in (Speaks.FOR, Speaks.AGAINST)
+            drawn.append(_line(row, row.quantity, is_decided, **texts))
         if drawn:
-            panels.append(Panel(drawn, f'difference ({UNIT})', SHAPES[kind][0]))
+            panels.append(Panel(drawn, f'difference ({UNIT})', title))
     return _drawing(f'{claim.name.lower()}_differences', panels)
 
 
 def answers_figure(answers: Sequence[export.Answer]) -> Drawing | None:
     """The difference of each change in a decoder at equal parameter count; None without any."""
+    pairs = [(answer.name, row) for answer in answers if (row := answer.row(*DECIDED_IN))]
     decided = [decision.value for decision in DECIDED]
     lines = [
-        Line(
-            row.decision or '',
-            *(row.value, row.low, row.high),
-            name=f'{answer.name}: {row.decision}',
-            is_decided=row.decision in decided,
-        )
-        for answer in answers
-        if (row := answer.row(*DECIDED_IN))
+        _line(row, row.decision or '', row.decision in decided, name=f'{name}: {row.decision}')
+        for name, row in pairs
     ]
     panel = Panel(lines, f'difference ({UNIT})', SHAPES[Kind.MATCHED][0])
     return _drawing('answers', [panel], Decision.NO_VERDICT.value, far=math.inf) if lines else None
+
+
+def _line(row: Row, arm: str, is_decided: bool, **texts: str) -> Line:
+    """The line of a difference in the style of `arm`."""
+    reported = None
+    if row.expected is not None and row.tolerance is not None:
+        reported = row.expected - row.tolerance, row.expected + row.tolerance
+    numbers = row.value, row.low, row.high
+    return Line(arm, *numbers, is_decided=is_decided, reported=reported, **texts)
 
 
 def _drawing(stem: str, panels: Sequence[Panel], black: str = '', **limits: float) -> Drawing:
