@@ -10,7 +10,7 @@ W_K M^-T and W_V M, M^-1 W_O the same function: H^2 redundant numbers in each ci
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -30,17 +30,12 @@ from qkattn.claims.checks.small_layers import (
     same_output,
     softmax_input,
     stream,
+    with_matrices,
 )
 from qkattn.claims.claim import Row, Speaks, exact
 from qkattn.stats import inference
 
 NAMES, SIZE = ('shared_qk', 'qk'), 'tokens and dimensions'
-GIVEN = {
-    'w_q': np.array([[1, 2], [0, 1]]),
-    'w_k': np.array([[1, 0], [1, 1]]),
-    'w_v': np.array([[2, 0], [1, 1]]),
-    'w_o': np.array([[1, 1], [0, 2]]),
-}
 
 
 @float64
@@ -127,19 +122,16 @@ def small(variant: str = 'qk/vo', **options: Any) -> Attention:
     return layer(variant, **{'d_model': 2, 'num_heads': 1} | options)
 
 
-def with_matrices(attention: Attention, given: Mapping[str, np.ndarray]) -> Attention:
-    """The layer with one head and these of its matrices."""
-    for circuit in (attention.score, attention.value):
-        for name, w in vars(circuit).items():
-            if name[:3] in given:
-                w[...] = given[name[:3]].reshape(w.shape)
-    return attention
-
-
 @float64
 def worked_by_hand() -> Iterator[Row]:
     """A and B of a layer with integer matrices, entry by entry."""
-    (A_DE,), (B_DE,) = map(np.asarray, with_matrices(small(), GIVEN).matrix())
+    given = {
+        'w_q': np.array([[1, 2], [0, 1]]),
+        'w_k': np.array([[1, 0], [1, 1]]),
+        'w_v': np.array([[2, 0], [1, 1]]),
+        'w_o': np.array([[1, 1], [0, 2]]),
+    }
+    (A_DE,), (B_DE,) = map(np.asarray, with_matrices(small(), given).matrix())
     yield exact('entries of A, W_Q W_K^T that differ', (A_DE != [[1, 3], [0, 1]]).sum(), 0)
     yield exact('entries of B, W_V W_O that differ', (B_DE != [[2, 2], [1, 3]]).sum(), 0)
 

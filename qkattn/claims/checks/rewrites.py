@@ -28,6 +28,7 @@ from qkattn.claims.checks.small_layers import (
     same_output,
     softmax_input,
     stream,
+    with_matrices,
 )
 from qkattn.claims.claim import Row, exact
 from qkattn.config import ModelConfig
@@ -41,11 +42,12 @@ NOTHING: Options = {BETWEEN: 'nothing'}
 SINGLE: Options = {LAYER: 'single head'}
 WIDE: Options = {WIDTH: 'R >= D'}
 ENTRIES: Options = {'optimizer': 'Adam, entry by entry'}
-MATRICES: Options = {'optimizer': 'Muon, matrix by matrix'}
+WHOLE: Options = {'optimizer': 'Muon, matrix by matrix'}
 ROPE: Options = {'positions': 'rope'}
 LEFT = 'share of the attention parameters that is left'
 C_ATTN, C_PROJ = 'h.0.attn.c_attn.weight', 'h.0.attn.c_proj.weight'
-Square = dict[str, np.ndarray]  # D x D matrices q, k, v and o
+MATRICES = 'w_q', 'w_k', 'w_v', 'w_o'
+Square = dict[str, np.ndarray]  # these, each D x D
 
 
 @float64
@@ -78,12 +80,14 @@ def what_stands_between() -> Iterator[Row]:
 def square_attention(x_TD: np.ndarray, square: Square, num_heads: int) -> np.ndarray:
     """Causal attention as implementations with D x D matrices write it."""
     T, D = x_TD.shape
-    q, k, v = ((x_TD @ square[name]).reshape(T, num_heads, -1).transpose(1, 0, 2) for name in 'qkv')
+    q, k, v = (
+        (x_TD @ square[name]).reshape(T, num_heads, -1).transpose(1, 0, 2) for name in MATRICES[:3]
+    )
     s = q @ k.transpose(0, 2, 1) / np.sqrt(D // num_heads)
     s = np.where(np.tri(T, dtype=bool), s, -np.inf)
     p = np.exp(s - s.max(-1, keepdims=True))
     o = (p / p.sum(-1, keepdims=True)) @ v
-    return o.transpose(1, 0, 2).reshape(T, D) @ square['o']
+    return o.transpose(1, 0, 2).reshape(T, D) @ square['w_o']
 
 
 def gpt2() -> dict[str, np.ndarray]:
@@ -93,24 +97,14 @@ def gpt2() -> dict[str, np.ndarray]:
     return {n: rng.normal(size=s).astype(np.float32) / s[0] ** 0.5 for n, s in named}
 
 
-def in_heads(square: Square) -> Attention:
-    """The layer in float64 whose heads are slices of the square matrices."""
-    attention = layer()
-    score, value = attention.score, attention.value
-    arrays = score.w_q_DNH, score.w_k_DKH, value.w_v_DKH, value.w_o_NHD
-    for name, w in zip('qkvo', arrays, strict=True):
-        w[...] = square[name].reshape(w.shape)
-    return attention
-
-
 @float64
 def side_by_side() -> Iterator[Row]:
     """The square matrices of GPT-2 against N rectangular ones: the function and the count."""
     tensors, x_BTD = gpt2(), np.asarray(stream())
     matrices = [*np.split(tensors[C_ATTN], 3, axis=1), tensors[C_PROJ]]
-    square = dict(zip('qkvo', matrices, strict=True))
+    square = dict(zip(MATRICES, matrices, strict=True))
     squared_BTD = [square_attention(x_TD, square, N) for x_TD in x_BTD]
-    attention, mask_BTS = in_heads(square), np.tri(T, dtype=bool)[None]
+    attention, mask_BTS = with_matrices(layer(), square), np.tri(T, dtype=bool)[None]
     A_NDE, B_NDE = map(np.asarray, attention.matrix())
     oracle_BTD = oracle.attention(A_NDE, B_NDE, x_BTD, x_BTD, mask_BTS, scale=attention.score.scale)
     quantity = 'change of the output, D x D against N of D x H, by A[n] and B[n]'
@@ -204,10 +198,10 @@ def one_matrix_per_head() -> Iterator[Row]:
     flax = nnx.MultiHeadAttention(N, D, use_bias=False, decode=False, rngs=nnx.Rngs(0))
     square = {
         name: np.asarray(getattr(flax, which).kernel[...], np.float64).reshape(D, D)
-        for name, which in zip('qkvo', ('query', 'key', 'value', 'out'), strict=True)
+        for name, which in zip(MATRICES, ('query', 'key', 'value', 'out'), strict=True)
     }
     flax, x_BTD = jax.tree.map(lambda a: a.astype(np.float64) if a.ndim > 1 else a, flax), stream()
-    outputs = flax(x_BTD, mask=np.tri(T, dtype=bool)), output(in_heads(square), x_BTD)
+    outputs = flax(x_BTD, mask=np.tri(T, dtype=bool)), output(with_matrices(layer(), square), x_BTD)
     yield same('change of the output, heads of flax.nnx', *outputs, tolerance=1e-6, **ENTRIES)
 
 
@@ -215,7 +209,7 @@ def one_matrix_per_head() -> Iterator[Row]:
 def steps_of_training() -> Iterator[Row]:
     """Three steps of an optimizer on W_Q as one D x D matrix, and as N matrices of D x H."""
     w_SDD = np.random.default_rng(1).normal(size=(4, D, D))
-    for optimizer, context in ((optax.adam(0.1), ENTRIES), (optax.contrib.muon(0.1), MATRICES)):
+    for optimizer, context in ((optax.adam(0.1), ENTRIES), (optax.contrib.muon(0.1), WHOLE)):
         heads = [after_steps(optimizer, w_SDH) for w_SDH in np.split(w_SDD, N, axis=2)]
         joined, square = np.concatenate(heads, axis=1), after_steps(optimizer, w_SDD)
         yield same('change of W_Q by training heads in one matrix', joined, square, **context)

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from qkattn.attention import Attention, AttentionSpec, oracle, rms_norm
+from qkattn.analysis.patterns import pattern_of
+from qkattn.attention import Attention, AttentionSpec, Mask, Score
 from qkattn.attention.parameters import shapes_only
 from qkattn.claims.claim import Row, exact
 from qkattn.config.calls import Variant
@@ -66,17 +67,18 @@ def stream(length: int = T, *, d_model: int = D, seed: int = 5) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal((2, length, d_model)))
 
 
+def with_matrices(layer: Attention, given: Mapping[str, np.ndarray]) -> Attention:
+    """The layer with these of its matrices, by the beginning of their names: w_q, w_k, w_v, w_o."""
+    for circuit in (layer.score, layer.value):
+        for name, w in vars(circuit).items():
+            if name[:3] in given:
+                w[...] = given[name[:3]].reshape(w.shape)
+    return layer
+
+
 def softmax_input(layer: Attention, x_BTD: jax.Array) -> np.ndarray:
-    """s_BNTS of a layer, from its queries and keys: QK-norm, rotation, scale."""
-    score, spec = layer.score, layer.spec
-    q_BTNH, k_BSKH = score.queries(x_BTD), score.keys(score.cached(x_BTD))
-    if spec.qk_norm:
-        q_BTNH = rms_norm(q_BTNH, epsilon=1e-6) * layer.g_q_H[...]
-        k_BSKH = rms_norm(k_BSKH, epsilon=1e-6) * layer.g_k_H[...]
-    if spec.positions == 'rope':
-        return oracle.rotary_logits(np.asarray(q_BTNH), np.asarray(k_BSKH), scale=score.scale)
-    k_BSNH = np.repeat(k_BSKH, spec.num_heads // k_BSKH.shape[2], axis=2)
-    return score.scale * np.einsum('BTNH,BSNH->BNTS', q_BTNH, k_BSNH)
+    """s_BNTS of a layer with all positions visible, by its own code."""
+    return np.asarray(pattern_of(layer, x_BTD, Mask()).logits_BNTS)
 
 
 def same(quantity: str, got: Any, want: Any, *, tolerance: float = SAME, **about: Any) -> Row:
@@ -107,9 +109,7 @@ def fit_error(features: Any, target: Any) -> float:
     return relative_error(features_SR @ w_R, target_S)
 
 
-def freedom(function: Callable[..., jax.Array], parameters: Any, *others: Any) -> int:
-    """Independent directions in which the output of `function` moves with its first argument."""
-    if not jax.tree.leaves(parameters):
-        return 0
-    flat_P, unflatten = ravel_pytree(parameters)
-    return rank(jax.jit(jax.jacfwd(lambda p: function(unflatten(p), *others).ravel()))(flat_P))
+def freedom(function: Callable[[Score], jax.Array], score: Score) -> int:
+    """Independent directions in which the output of `function` moves with a Score."""
+    flat_P, unflatten = ravel_pytree(score)
+    return rank(jax.jit(jax.jacfwd(lambda p: function(unflatten(p)).ravel()))(flat_P))
