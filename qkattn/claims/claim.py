@@ -11,15 +11,19 @@ from qkattn.stats.decision import Decision
 from qkattn.stats.inference import Difference
 from qkattn.verdict.judging import ABOVE_ZERO, BELOW_ZERO
 
-_SAME = (Decision.EQUIVALENT,)
-# By relation of an arm to another, the verdicts that make it true and those that make it false.
-RELATIONS: dict[str, tuple[tuple[Decision, ...], tuple[Decision, ...]]] = {
-    'better': ((Decision.BETTER,), (*_SAME, *ABOVE_ZERO)),
-    'worse': ((Decision.WORSE,), (*_SAME, *BELOW_ZERO)),
-    'different': ((Decision.BETTER, Decision.WORSE), _SAME),
-    'equivalent': (_SAME, (Decision.BETTER, Decision.WORSE)),
-    'not_better': ((*_SAME, *ABOVE_ZERO), (Decision.BETTER,)),
-    'not_worse': ((*_SAME, *BELOW_ZERO), (Decision.WORSE,)),
+# One-sided findings on an undecided arm.
+NOT_BETTER, NOT_WORSE = 'not better by the margin', 'not worse by the margin'
+_AT_LEAST_AS_HIGH = (Decision.EQUIVALENT, *ABOVE_ZERO, NOT_BETTER)
+_AT_MOST_AS_HIGH = (Decision.EQUIVALENT, *BELOW_ZERO, NOT_WORSE)
+# By relation of an arm to another, the verdicts and one-sided findings that make it true and those
+# that make it false; all others leave it open.
+RELATIONS: dict[str, tuple[tuple[Decision | str, ...], tuple[Decision | str, ...]]] = {
+    'better': ((Decision.BETTER,), _AT_LEAST_AS_HIGH),
+    'worse': ((Decision.WORSE,), _AT_MOST_AS_HIGH),
+    'different': ((Decision.BETTER, Decision.WORSE), (Decision.EQUIVALENT,)),
+    'equivalent': ((Decision.EQUIVALENT,), (Decision.BETTER, Decision.WORSE)),
+    'not_better': (_AT_LEAST_AS_HIGH, (Decision.BETTER,)),
+    'not_worse': (_AT_MOST_AS_HIGH, (Decision.WORSE,)),
 }
 UNIT = 'nats/token'
 AS_REPORTED = 'as_reported'  # the interval lies within what is reported
@@ -160,7 +164,7 @@ class Claim(Statement):
     checks: tuple[Check, ...] = ()
     expectations: tuple[Expectation, ...] = ()
     measures: tuple[Measure, ...] = ()
-    # Clauses after 'holds only if', in place of the contexts that `rules.condition` names.
+    # Clauses after 'holds only if', in place of the contexts that `deciding.condition_of` names.
     conditions: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
@@ -192,3 +196,11 @@ class ClaimResult(Statement):
 
     def __post_init__(self) -> None:
         ClaimVerdict(self.verdict)
+
+    @property
+    def decisive(self) -> Row | None:
+        """The first row that speaks as the verdict does, whose number stands for the claim."""
+        speaks = Speaks.OPEN if self.verdict == ClaimVerdict.UNDECIDED else Speaks.FOR
+        if self.verdict in (ClaimVerdict.FAILS, ClaimVerdict.FAILS_HERE):
+            speaks = Speaks.AGAINST
+        return next((row for row in self.rows if row.speaks == speaks), None)

@@ -1,4 +1,16 @@
-"""Decides a claim from its checks and from the studies of a directory."""
+"""Decides a claim from its checks and from the studies of a directory.
+
+From the verdicts of arms follows the truth of a claim in each context, and from these its verdict.
+RELATIONS is the table of docs/claims.md: the decisions (of `qkattn.stats`) and one-sided findings
+for which a relation is true or false; all others leave it open. "Better" and "worse" mean by more
+than the margin. Below the margin the side of zero is known, but not that of the margin: with more
+seeds such an arm may turn out either better or equivalent.
+
+A claim is one family. "True in every context" and "false in every context" are shown if every row
+rejects at the error rate, without correction: the null hypothesis is a union, that of some context,
+so the test of their intersection errs at most at that rate (Berger 1982, Technometrics 24:295).
+"True here, false there" selects rows, so each is tested at the error rate over their number.
+"""
 
 import math
 import time
@@ -6,8 +18,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from typing import NamedTuple
 
-from qkattn.claims import rules
 from qkattn.claims.claim import (
+    AS_REPORTED,
+    NOT_BETTER,
+    NOT_WORSE,
+    RELATIONS,
     Claim,
     ClaimResult,
     ClaimVerdict,
@@ -23,14 +38,18 @@ from qkattn.claims.studies import Loaded, Results, recording
 from qkattn.errors import ConfigError
 from qkattn.report.prose import NOT_RECORDED, SPLITS, device, reasons
 from qkattn.stats.decision import ALPHA
-from qkattn.stats.inference import Difference, to_find
+from qkattn.stats.inference import to_find
 from qkattn.storage.records import START, read_json
 from qkattn.storage.run_directory import describe_start
 from qkattn.study.arm_key import EQUAL_SHAPE, ArmKey
 from qkattn.verdict import Decision, judging
 from qkattn.verdict.arms import Arm, compare
-from qkattn.verdict.codes import Comparison, Verdict
+from qkattn.verdict.codes import Comparison, ReasonCode, Verdict
 from qkattn.verdict.rules import standings
+
+# Factors with their values, in the order of a row.
+Context = tuple[tuple[str, str], ...]
+SETTING = ('size', 'corpus', 'steps')  # the factors whose values make another setting
 
 
 class Case(NamedTuple):
@@ -39,18 +58,8 @@ class Case(NamedTuple):
     expected: Expectation
     loaded: Loaded
     key: ArmKey
-    arm: Arm | None
+    arm: Arm | None  # its comparison is that with `other`
     other: Arm | None
-    comparison: Comparison | None
-
-
-class Evidence(NamedTuple):
-    """A row that decides an expectation, with its arm and the verdict."""
-
-    row: Row
-    arm: Arm
-    verdict: Verdict
-    difference: Difference
 
 
 def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
@@ -75,13 +84,13 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
         f'study {case.expected.study}: {case.key.variant} at {case.key.size} on {case.key.corpus} '
         'has no difference from the baseline yet'
         for case in every
-        if case.comparison is None
+        if not (case.arm and case.arm.comparison)
     ]
 
-    def judged(family: int) -> tuple[list[Row], list[Evidence], ClaimVerdict]:
+    def judged(family: int) -> tuple[list[Row], list[tuple[Row, Arm]], ClaimVerdict]:
         items = evidence(every, family)
-        rows = [*checked, *(item.row for item in items), *beside, *measured]
-        return rows, items, rules.verdict(rows, complete=not missing)
+        rows = [*checked, *(row for row, _ in items), *beside, *measured]
+        return rows, items, verdict_on(rows, complete=not missing)
 
     # All rows together are one test at the error rate; single ones are tested at their share, where
     # an expectation whose study has no results counts as one.
@@ -90,14 +99,14 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
         rows, items, verdict = judged(max(1, len(every) + len(expected) - len(trained)))
     condition = needs = None
     if verdict == ClaimVerdict.HOLDS_ONLY_IF:
-        condition = rules.condition(rows)
+        condition = condition_of(rows)
         condition = claim.conditions.get(condition, condition)
     elif verdict == ClaimVerdict.UNDECIDED:
         larger = pick(scale, smoke='cpu', cpu='gpu', gpu='gpu')
         needs = f'--scale={larger}: {", ".join(claim.studies)}'
         if problems:
             needs = f'--scale={scale}: {", ".join(problems)}'
-        elif open_ones := [needed(item) for item in items if item.row.speaks == Speaks.OPEN]:
+        elif open_ones := [needed(row, arm) for row, arm in items if row.speaks == Speaks.OPEN]:
             needs = max(open_ones)[1]
     commit, hardware, seconds = _provenance(claim, studies.values(), results)
     return ClaimResult(
@@ -114,6 +123,94 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
         seconds=round(seconds + time.perf_counter() - started, 1),
         models=tuple(text for pair in studies.items() for text in _models(*pair)),
     )
+
+
+def finding(
+    row: Row, relation: str, verdict: Verdict, comparison: Comparison
+) -> tuple[str, Speaks]:
+    """The decision or one-sided finding on the arm of a row, and whether it supports the claim.
+
+    A one-sided finding decides the relation of an undecided arm. It is tested at the arm's share of
+    the error rate, ALPHA / comparisons (Bonferroni), and the mean of the validation split has to
+    lie on the same side of the margin. A false one needs a difference beyond the margin, where
+    equivalence would be false too: its error rate is that of the verdicts.
+    """
+    decision, difference = verdict.decision, comparison.difference
+    diverged = any(reason.code is ReasonCode.DIVERGED for reason in verdict.reasons)
+    if relation == AS_REPORTED:
+        withheld = diverged or decision is Decision.NO_VERDICT
+        return decision.value, Speaks.OPEN if withheld else _as_reported(row, comparison)
+    decisive = dict.fromkeys(RELATIONS[relation][0], Speaks.FOR)
+    decisive |= dict.fromkeys(RELATIONS[relation][1], Speaks.AGAINST)
+    if decision is Decision.UNDECIDED and not diverged:
+        for side, p, sign in (
+            (NOT_BETTER, difference.p_not_better, -1),
+            (NOT_WORSE, difference.p_not_worse, 1),
+        ):
+            shown = p is not None and p <= ALPHA / max(1, verdict.num_comparisons)
+            if side in decisive and shown and sign * comparison.validation < difference.margin:
+                return side, decisive[side]
+    return decision.value, decisive.get(decision, Speaks.OPEN)
+
+
+def _as_reported(row: Row, comparison: Comparison) -> Speaks:
+    """Whether the interval of a row lies within or outside the reported range.
+
+    Open where the mean of the validation split lies on the other side of a reported bound.
+    """
+    if None in (row.low, row.high, row.expected, row.tolerance):
+        return Speaks.OPEN
+    low, high = row.expected - row.tolerance, row.expected + row.tolerance
+    values = row.low, row.high, comparison.validation
+    sides = {(value > high) - (value < low) for value in values}
+    if len(sides) > 1:
+        return Speaks.OPEN
+    return Speaks.FOR if sides == {0} else Speaks.AGAINST
+
+
+def truths(rows: Iterable[Row]) -> dict[Context, Speaks]:
+    """Truth of a claim by context: false if any row is against it, else open if any is open."""
+    spoken: dict[Context, set[str]] = {}
+    for row in rows:
+        if row.speaks != Speaks.BESIDE:
+            spoken.setdefault(tuple(row.context.items()), set()).add(row.speaks)
+    order = (Speaks.AGAINST, Speaks.OPEN, Speaks.FOR)
+    return {context: next(s for s in order if s in each) for context, each in spoken.items()}
+
+
+def verdict_on(rows: Iterable[Row], complete: bool = True) -> ClaimVerdict:
+    """Holds if true in all contexts, fails if false in all; holds only if, if both occur.
+
+    A claim that training decides needs two settings (sizes, corpora, lengths of training) to hold
+    or fail; with one, it holds or fails in this setting. Unless all contexts have results
+    (`complete`), a claim neither holds nor fails.
+    """
+    rows = [row for row in rows if row.speaks != Speaks.BESIDE]
+    spoken = set(truths(rows).values())
+    if {Speaks.FOR, Speaks.AGAINST} <= spoken:
+        return ClaimVerdict.HOLDS_ONLY_IF
+    if not complete or len(spoken) != 1 or Speaks.OPEN in spoken:
+        return ClaimVerdict.UNDECIDED
+    settings = {tuple(row.context.get(name) for name in SETTING) for row in rows}
+    enough = len(settings) > 1 or all(row.kind == Kind.EXACT for row in rows)
+    if spoken == {Speaks.FOR}:
+        return ClaimVerdict.HOLDS if enough else ClaimVerdict.HOLDS_HERE
+    return ClaimVerdict.FAILS if enough else ClaimVerdict.FAILS_HERE
+
+
+def condition_of(rows: Iterable[Row]) -> str:
+    """Where a claim is true: by one factor that tells these contexts, else by all that differ."""
+    by_context = truths(rows)
+    true = [dict(context) for context, speaks in by_context.items() if speaks == Speaks.FOR]
+    other = [dict(context) for context, speaks in by_context.items() if speaks != Speaks.FOR]
+    for factor in true[0]:
+        holds = [context.get(factor) for context in true]
+        if None not in holds and not {*holds} & {context.get(factor) for context in other}:
+            values = list(dict.fromkeys(map(str, holds)))
+            return f'{factor}: {"; ".join(values)}'
+    shared = set.intersection(*map(set, by_context))
+    places = ([item for item in context.items() if item not in shared] for context in true)
+    return '; '.join(', '.join(f'{name}: {value}' for name, value in place) for place in places)
 
 
 def cases(expected: Expectation, loaded: Loaded) -> list[Case]:
@@ -138,10 +235,11 @@ def cases(expected: Expectation, loaded: Loaded) -> list[Case]:
     arms = {arm.key: arm for arm in (*findings.arms, *findings.controls)}
     made = []
     for key in keys:
-        arm = arms.get(key)
-        other = arm and _reference(arm, expected.versus, loaded)
-        comparison = compare(arm, other, study) if arm and other else None
-        made.append(Case(expected, loaded, key, arm, other, comparison))
+        other = None
+        if arm := arms.get(key):
+            other = _reference(arm, expected.versus, loaded)
+            arm = replace(arm, comparison=compare(arm, other, study) if other else None)
+        made.append(Case(expected, loaded, key, arm, other))
     return made
 
 
@@ -154,15 +252,15 @@ def _reference(arm: Arm, versus: str | None, loaded: Loaded) -> Arm | None:
     return None
 
 
-def evidence(every: Iterable[Case], family: int = 1) -> list[Evidence]:
-    """The verdicts on the cases that have results, among `family` comparisons.
+def evidence(every: Iterable[Case], family: int = 1) -> list[tuple[Row, Arm]]:
+    """A row for each case that has results, and its arm with the verdict among `family` ones.
 
     What a baseline lacks, such as its yardstick, also withholds the verdicts on pairs of the arms
     beside it.
     """
     made = []
-    for expected, loaded, _, arm, other, comparison in every:
-        if arm is None or comparison is None:
+    for expected, loaded, _, arm, other in every:
+        if arm is None or arm.comparison is None:
             continue
         study = loaded.study
         # Without matching, neither removed nor at equal parameter count.
@@ -171,10 +269,10 @@ def evidence(every: Iterable[Case], family: int = 1) -> list[Evidence]:
         if expected.versus and (baseline := _reference(arm, None, loaded)):
             blocks += baseline.blocks
         verdict = judging.pair(study, arm, other, blocks, family)
-        row = _row(arm, comparison, kind, expected, loaded)
-        decision, speaks = rules.finding(row, expected.relation, verdict, comparison)
+        row = _row(arm, arm.comparison, kind, expected, loaded)
+        decision, speaks = finding(row, expected.relation, verdict, arm.comparison)
         row = replace(row, relation=expected.relation, decision=decision, speaks=speaks)
-        made.append(Evidence(row, arm, verdict, comparison.difference))
+        made.append((row, replace(arm, verdict=verdict)))
     return made
 
 
@@ -215,22 +313,21 @@ def _row(
     )
 
 
-def needed(item: Evidence) -> tuple[float, str]:
+def needed(row: Row, arm: Arm) -> tuple[float, str]:
     """What would decide an arm, in short before the first comma; behind a number to sort by.
 
     The seeds find a difference of the measured size, at least of the margin, with probability 0.8
     at the errors measured; of an arm below the margin, the distance from the margin.
     """
-    row, arm, verdict, difference = item
-    trial, margin = arm.example, difference.margin
+    trial, verdict, difference = arm.example, arm.verdict, arm.difference
     where = (
         f'{row.quantity} at {arm.size} on {arm.corpus}, {trial.parameters["total"]:,} '
         f'parameters and {trial.num_tokens:,} tokens a run'
     )
     if verdict.decision is Decision.NO_VERDICT:
-        why = reasons(item) or 'not tuned'
+        why = reasons(arm) or 'not tuned'
         return math.inf, f'a verdict that is not withheld, of {where}: {why}'
-    size = max(abs(difference.mean), margin)
+    margin, size = difference.margin, max(abs(difference.mean), difference.margin)
     about = f'to find a difference of {size:.2g} nats/token in {where}'
     if verdict.decision in (Decision.BETTER_BELOW_MARGIN, Decision.WORSE_BELOW_MARGIN):
         size = abs(abs(difference.mean) - margin)

@@ -10,7 +10,7 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup
 
-from qkattn.claims import export, rules
+from qkattn.claims import export
 from qkattn.claims.claim import UNIT, ClaimResult, ClaimVerdict, Kind, Row, Speaks
 from qkattn.report.figures import figures
 from qkattn.report.figures.forest import Line, Panel, forest, limits_of
@@ -208,7 +208,7 @@ def _verdicts(claims: Sequence[ClaimResult], page: str) -> str:
             verdict += f' {claim.condition}'
         elif claim.needed:
             verdict += f', needs {claim.needed.partition(", ")[0]}'
-        row = rules.decisive(claim)
+        row = claim.decisive
         number = f'{amount(row)}, {row.quantity}' if row else NONE
         rows.append([Markup(f'[{claim.name}]({link})'), claim.title, verdict, number])
     return markdown_table(titles, rows)
@@ -216,7 +216,7 @@ def _verdicts(claims: Sequence[ClaimResult], page: str) -> str:
 
 def decisive(claim: ClaimResult) -> str:
     """The decisive number with its unit, quantity and context."""
-    if (row := rules.decisive(claim)) is None:
+    if (row := claim.decisive) is None:
         return ''
     where = dict.fromkeys([row.quantity, *located(row, row.context)])
     return f'{amount(row)} ({", ".join(where)})'
