@@ -142,7 +142,7 @@ class Measure:
     record: Callable[[str], dict[str, Any]] | None = None
 
 
-Check = Callable[[], Iterable[Row]]  # exact, decided in seconds; verification runs it again
+Check = Callable[[], Iterable[Row]]  # exact, in float64, for seconds; verification runs it again
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from typing import NamedTuple
 
+import jax
+
 from qkattn.claims.claim import (
     AS_REPORTED,
     NOT_BETTER,
@@ -68,7 +70,8 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
     ConfigError if the claim expects an arm that its study does not declare.
     """
     started = time.perf_counter()
-    checked = [row for check in claim.checks for row in check()]
+    with jax.enable_x64(True):
+        checked = [row for check in claim.checks for row in check()]
     measured = [row for measure in claim.measures for row in results.rows(measure)]
     if scale == 'smoke':  # its studies only show that they run
         measured = [replace(row, speaks=Speaks.OPEN) for row in measured]

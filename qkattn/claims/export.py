@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from qkattn.claims import declared
 from qkattn.claims.claim import ClaimResult, Kind, Row, difference_row
 from qkattn.claims.deciding import decide
-from qkattn.claims.studies import MEASURES, Results, recording
+from qkattn.claims.studies import MEASURES, Results
 from qkattn.config import ModelConfig, from_json
 from qkattn.errors import ReportError
 from qkattn.model import cost
@@ -22,7 +22,6 @@ from qkattn.report import export as export_study
 from qkattn.report.prose import rounded
 from qkattn.report.verify import difference, near
 from qkattn.stats.decision import Decision
-from qkattn.storage.files import make_directory
 from qkattn.storage.records import damaged, flat, parse_file, read, write_json
 from qkattn.study.arms import parse_variant
 from qkattn.verdict.arms import Arm, with_baselines
@@ -190,9 +189,8 @@ def export(decided: Iterable[ClaimResult], results: Results, destination: str | 
         source = results.directory / name
         if results.study(name) is not None:
             export_study(source, destination / name)
-        if recording(source).exists():
-            make_directory(destination / name / MEASURES)
-            shutil.copy(recording(source), recording(destination / name))
+        if (recorded := source / MEASURES).is_dir():
+            shutil.copytree(recorded, destination / name / MEASURES, dirs_exist_ok=True)
     write(destination, CLAIMS, decided)
     if made := answers(results):
         write(destination, ANSWERS, made)

@@ -1,1 +1,1 @@
-"""The checks of exact claims: algebra on small matrices, counts on real parameter trees."""
+"""The checks of exact claims, in float64: algebra on small matrices, counts on parameter trees."""

@@ -16,7 +16,6 @@ import numpy as np
 from qkattn.attention import Attention, oracle
 from qkattn.claims.checks.small_layers import (
     count,
-    float64,
     layer,
     rank,
     shapes,
@@ -47,7 +46,6 @@ def merged_against_factored() -> Iterator[Row]:
     yield exact(f'largest deviation from N (D^2 - 2 D H), {len(sizes)} shapes', off, 0)
 
 
-@float64
 def heads_of_a_fixed_width() -> Iterator[Row]:
     """2 D^2 / N parameters per head of H = D / N, 2 D^2 for every N, which buy N patterns."""
     D, T = 64, 12
@@ -83,17 +81,16 @@ def multiply_adds() -> Iterator[Row]:
             yield exact(quantity, compiled(score, T, D, H), formula)
 
 
-def added_by_merging(D: int, H: int, T: int) -> int:
-    """Multiply-adds that one head has more with W_QK."""
-    return compiled('merged', T, D, H) - compiled('qk', T, D, H)
-
-
 def where_they_cross() -> Iterator[Row]:
     """The first T, up to 2048, at which one matrix costs more, on each side of D = 2 H."""
     D = 64
+
+    def added(H: int, T: int) -> int:
+        return compiled('merged', T, D, H) - compiled('qk', T, D, H)
+
     for H, crossover in ((48, D * (2 * 48 - D) // (D - 48)), (16, 0)):
-        costlier = bisect.bisect(range(1, 2048), 0, key=functools.partial(added_by_merging, D, H))
+        costlier = bisect.bisect(range(1, 2048), 0, key=functools.partial(added, H))
         quantity = 'first T at which one matrix costs more, D = 64'
         yield exact(quantity, 1 + costlier, 1 + crossover, head_size=H)
-    cheaper = added_by_merging(D, D, 4096)
-    yield exact('multiply-adds added by merging at T = 4096, H = D', cheaper, -4096 * D * D)
+    quantity = 'multiply-adds added by merging at T = 4096, H = D'
+    yield exact(quantity, added(D, 4096), -4096 * D * D)

@@ -19,7 +19,6 @@ from qkattn.claims.checks.small_layers import (
     T,
     count,
     fit_error,
-    float64,
     freedom,
     layer,
     output,
@@ -50,7 +49,6 @@ MATRICES = 'w_q', 'w_k', 'w_v', 'w_o'
 Square = dict[str, np.ndarray]  # these, each D x D
 
 
-@float64
 def one_matrix() -> Iterator[Row]:
     """Softmax input and output after `merge`, and the rank of W_Q[n] W_K[n]^T."""
     attention = layer()
@@ -62,7 +60,6 @@ def one_matrix() -> Iterator[Row]:
         yield exact('rank of W_Q W_K^T', measured, size, **NOTHING, head_size=size)
 
 
-@float64
 def what_stands_between() -> Iterator[Row]:
     """Error of the best single W_QK, fitted to the softmax input, where q or k are transformed.
 
@@ -97,7 +94,6 @@ def gpt2() -> dict[str, np.ndarray]:
     return {n: rng.normal(size=s).astype(np.float32) / s[0] ** 0.5 for n, s in named}
 
 
-@float64
 def side_by_side() -> Iterator[Row]:
     """The square matrices of GPT-2 against N rectangular ones: the function and the count."""
     tensors, x_BTD = gpt2(), np.asarray(stream())
@@ -126,7 +122,6 @@ def share_left(variant: str, num_heads: int) -> float:
     return count(variant, num_heads=num_heads) / count('qk/vo', num_heads=num_heads)
 
 
-@float64
 def queries_of_one_head() -> Iterator[Row]:
     """Q = X in place of X W_Q, and the parameters; a bias and rotation forbid it."""
     attention = layer(num_heads=1)
@@ -150,7 +145,6 @@ def queries_of_one_head() -> Iterator[Row]:
         yield exact(quantity, error, 0, SAME, layer=f'single head, {name}')
 
 
-@float64
 def queries_of_many_heads() -> Iterator[Row]:
     """N heads need N matrices of D x D; slices of X leave most of A[n] out of reach."""
     attention = layer()
@@ -165,7 +159,6 @@ def queries_of_many_heads() -> Iterator[Row]:
     yield exact(LEFT, share_left('query_free/vo', N), 3 / 4, **slices)
 
 
-@float64
 def two_in_a_row() -> Iterator[Row]:
     """A double layer after `fold_double`, and one matrix as two, the first of them I.
 
@@ -185,7 +178,6 @@ def two_in_a_row() -> Iterator[Row]:
         yield exact(f'numbers that W_Q is free in, D = 8, R = {R}', free, 8 * 8, **context)
 
 
-@float64
 def one_matrix_per_head() -> Iterator[Row]:
     """No published layout has a projection that heads share: every number belongs to one head."""
     numbers = np.arange(3 * D * D, dtype=np.float32)
@@ -205,7 +197,6 @@ def one_matrix_per_head() -> Iterator[Row]:
     yield same('change of the output, heads of flax.nnx', *outputs, tolerance=1e-6, **ENTRIES)
 
 
-@float64
 def steps_of_training() -> Iterator[Row]:
     """Three steps of an optimizer on W_Q as one D x D matrix, and as N matrices of D x H."""
     w_SDD = np.random.default_rng(1).normal(size=(4, D, D))

@@ -1,8 +1,7 @@
 """Small attention layers in float64, and what the checks measure on them."""
 
-import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -21,17 +20,6 @@ Options = dict[str, Any]  # of a layer, or the context of a row
 
 D, N, T = 32, 4, 12  # and H = D / N
 SAME = 1e-12  # the relative difference of what is the same function in float64
-
-
-def float64(check: Callable[[], Iterable[Row]]) -> Callable[[], list[Row]]:
-    """Decorates a check, which then computes in float64."""
-
-    @functools.wraps(check)
-    def rows() -> list[Row]:
-        with jax.enable_x64(True):
-            return list(check())
-
-    return rows
 
 
 def shapes(variant: str, **sizes: Any) -> Attention:
@@ -88,11 +76,10 @@ def same(quantity: str, got: Any, want: Any, *, tolerance: float = SAME, **about
     return exact(quantity, apart, 0, tolerance, **about)
 
 
-def same_output(
-    change: str, one: Attention, other: Attention, x_BTD: Any = None, **context: Any
-) -> Row:
+def same_output(change: str, one: Attention, other: Attention, **context: Any) -> Row:
     """The check that two layers compute the same output."""
-    outputs = (output(layer, stream() if x_BTD is None else x_BTD) for layer in (one, other))
+    x_BTD = stream(d_model=one.spec.d_model)
+    outputs = (output(layer, x_BTD) for layer in (one, other))
     return same(f'change of the output{change}', *outputs, **context)
 
 

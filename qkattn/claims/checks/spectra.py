@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from qkattn.claims.checks.small_layers import SAME, Options, float64
+from qkattn.claims.checks.small_layers import SAME, Options
 from qkattn.claims.claim import Row, exact
 from qkattn.convert.factors import balanced_factors
 
@@ -37,7 +37,6 @@ def least_penalty() -> Iterator[Row]:
     yield exact('penalty of balanced factors over |A|_*', balanced / nuclear, 1, SAME, **L2)
 
 
-@float64
 def shrunk_spectra() -> Iterator[Row]:
     """Singular values after descent on |A - target|^2 / 2 with decay, by the form of A."""
     strength = 0.4
