@@ -97,13 +97,13 @@ def test_a_claim_is_one_family(added):
     names = ('double/double', 'full_size/vo', 'nonlinear_query/vo')
     worse = [expect(name, 'worse', study='lm_added') for name in names]
     every = [case for expected in worse for case in cases(expected, added.study('lm_added'))]
-    together, apart = ([item.verdict for item in evidence(every, n)] for n in (1, 3))
-    assert [verdict.num_comparisons for verdict in together + apart] == [1, 1, 1, 3, 3, 3]
-    assert together[0].p_holm < apart[0].p_holm
+    together, apart = evidence(every, 1), evidence(every, 3)
+    sizes = [arm.verdict.num_comparisons for _, arm in together + apart]
+    assert sizes == [1, 1, 1, 3, 3, 3]
+    assert together[0][1].verdict.p_holm < apart[0][1].verdict.p_holm
     # An open row makes the verdict one of selected rows, three here.
     decided = decide(claim(*worse), 'cpu', added)
-    alone = evidence(every, 3)[2]
-    assert decided.rows[2] == alone.row and decided.needed == needed(alone)[1]
+    assert decided.rows[2] == apart[2][0] and decided.needed == needed(*apart[2])[1]
 
 
 def test_an_undecided_claim_says_what_would_decide_it(added, results):
@@ -114,14 +114,14 @@ def test_an_undecided_claim_says_what_would_decide_it(added, results):
     assert decided.verdict is UNDECIDED and 'not tuned' in decided.needed
     assert decided.rows[0].value > 0.1 and decided.rows[0].decision == 'no verdict'
     # Of an arm below the margin, the distance from it; seeds do not make up for a coarse sweep.
-    (item,) = evidence(cases(expect('qk/no_o', 'better'), results.study('fair_small')))
-    assert needed(item)[1].startswith('a finer sweep, as this one leaves')
-    known = dataclasses.replace(item.difference, tuning_low=0.0, tuning_high=0.0)
-    item = item._replace(difference=known)
-    verdict = dataclasses.replace(item.verdict, decision=Decision.BETTER_BELOW_MARGIN)
-    seeds, text = needed(item._replace(verdict=verdict))
+    ((row, arm),) = evidence(cases(expect('qk/no_o', 'better'), results.study('fair_small')))
+    assert needed(row, arm)[1].startswith('a finer sweep, as this one leaves')
+    known = dataclasses.replace(arm.difference, tuning_low=0.0, tuning_high=0.0)
+    arm = dataclasses.replace(arm, comparison=dataclasses.replace(arm.comparison, difference=known))
+    below = dataclasses.replace(arm.verdict, decision=Decision.BETTER_BELOW_MARGIN)
+    seeds, text = needed(row, dataclasses.replace(arm, verdict=below))
     assert 'a difference of -0.011 from the margin of 0.005 nats/token in qk/no_o' in text
-    assert seeds > 2 * needed(item)[0]
+    assert seeds > 2 * needed(row, arm)[0]
 
 
 def test_missing_results_are_named_and_needed_first(results, committed, tmp_path):
@@ -166,7 +166,7 @@ def test_checks_decide_alone_and_measures_by_what_they_recorded(tmp_path):
     def read(directory):
         return [Row('one', Kind.MEASURED, {}, 2.0, Speaks.FOR)]
 
-    measured = claim(measures=(Measure('own', read, lambda scale: {}),))
+    measured = claim(measures=(Measure('own', read),))
     begun = decide(measured, 'cpu', Results(tmp_path))
     assert not begun.rows and begun.missing == ('study own has no results',)
     (tmp_path / 'own/measures').mkdir(parents=True)

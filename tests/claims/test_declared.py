@@ -2,19 +2,17 @@
 
 import dataclasses
 import inspect
-import json
 import runpy
 from pathlib import Path
 
 import pytest
 
 from qkattn.claims import declared, studies
-from qkattn.claims.claim import Claim, Expectation, Measure
+from qkattn.claims.claim import Expectation
 from qkattn.claims.declared import d_two_in_a_row
 from qkattn.claims.protocol import SCALES
 from qkattn.config import from_config_dict
 from qkattn.errors import ConfigError
-from qkattn.storage.records import START
 from qkattn.study.arms import build_arms
 from qkattn.study.tuning import screening_seeds
 
@@ -79,27 +77,12 @@ def test_studies_are_matched_and_screened_by_other_seeds(path, scale):
         assert arm.key.control is not None or abs(arm.residual) <= study.tolerance
 
 
-def test_studies_are_trained_and_then_measures_recorded_once(tmp_path, monkeypatch):
-    done, signature = [], inspect.signature(studies.local_workers.run)
-
-    def run(*arguments):
-        path = signature.bind(*arguments).arguments['workdir']
-        done.append(path.name)
-
-    def record(scale):
-        done.append('recorded')
-        return {'scale': scale}
-
-    monkeypatch.setattr(studies.local_workers, 'run', run)
-    claim = Claim(
-        **dict.fromkeys(('name', 'title', 'statement', 'source', 'rule'), 'A.'),
-        expectations=tuple(Expectation(s, 'qk/no_o', 'worse') for s in ('cross', 'masked')),
-        measures=(Measure('own', lambda _: [], record),),
+def test_each_study_of_the_claims_is_trained_once(tmp_path, monkeypatch):
+    trained, signature = [], inspect.signature(studies.local_workers.run)
+    monkeypatch.setattr(
+        studies.local_workers, 'run', lambda *given: trained.append(signature.bind(*given))
     )
-    assert claim.studies == ('cross', 'masked', 'own')
-    for _ in range(2):
-        studies.train([claim, claim], 'smoke', tmp_path, 1)
-    assert done == ['cross', 'masked', 'recorded', 'cross', 'masked']
-    kept = json.loads(studies.recording(tmp_path / 'own').read_text())
-    assert kept['scale'] == 'smoke' and kept['seconds'] >= 0
-    assert kept['start'].keys() == START.keys()  # no user, no host, no path
+    names = 'B3', 'B8', 'E3', 'C6'
+    studies.train(declared.chosen(names), 'smoke', tmp_path, 1)
+    workdirs = [run.arguments['workdir'] for run in trained]
+    assert workdirs == [tmp_path / name for name in ('cross', 'masked', 'lm_sharing', 'lm_dropped')]

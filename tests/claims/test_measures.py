@@ -1,4 +1,4 @@
-"""What claims read from the logs of committed studies, and what the drift records."""
+"""What claims read from the logs of committed studies, and from the recording of the drift."""
 
 import dataclasses
 import json
@@ -8,13 +8,13 @@ import shutil
 import pytest
 
 from qkattn.claims import measures
-from qkattn.claims.claim import Speaks
+from qkattn.claims.claim import Measure, Speaks
 from qkattn.claims.studies import Results, load
 from qkattn.errors import RunDirectoryError
 from tests.claims.conftest import CLAIMS
 
 pytestmark = pytest.mark.stored
-DRIFT = CLAIMS / 'drift/measures/drift.json'
+DRIFT = Measure('drift', measures.read_drift)
 
 
 def test_differences_that_change_after_an_early_reading_are_counted(committed, tmp_path):
@@ -32,14 +32,12 @@ def test_differences_that_change_after_an_early_reading_are_counted(committed, t
 
 
 def test_growth_is_the_last_difference_minus_the_first(committed):
-    def val_loss(arm):
-        return arm.over_seeds('val_loss').mean
-
     (row,) = measures.growth(committed / 'fair_small', 'shared_qk/vo')
     findings = load(committed / 'fair_small').findings
     arms = {(arm.variant, arm.control): arm for arm in findings.controls}
-    last = val_loss(arms['shared_qk/vo', 'equal_shape']) - val_loss(findings.arms[0])
-    assert 0.01 < last - row.value < 0.5 and row.low < row.value < row.high
+    both = arms['shared_qk/vo', 'equal_shape'], findings.arms[0]
+    arm, baseline = (each.over_seeds('val_loss').mean for each in both)
+    assert 0.01 < arm - baseline - row.value < 0.5 and row.low < row.value < row.high
     assert row.context['steps'] == '500'
 
 
@@ -47,9 +45,8 @@ def test_an_untuned_difference_decides_at_the_lowest_rate(committed, tmp_path, m
     (row,) = measures.at_one_rate(committed / 'quickstart', 'merged/vo')
     assert (row.context['learning rate'], row.context['baseline']) == ('0.004', 'untuned')
     arm = load(committed / 'quickstart').findings.arms[1]
-    assert (row.value, row.low, row.high) == pytest.approx(
-        (arm.difference.mean, arm.difference.low, arm.difference.high)
-    )
+    expected = arm.difference.mean, arm.difference.low, arm.difference.high
+    assert (row.value, row.low, row.high) == pytest.approx(expected)
     # Seed 2 of both arms at twice the rate: differences of two seeds and of one.
     study = shutil.copytree(committed / 'quickstart', tmp_path / 'two_rates')
     path = study / 'results.jsonl'
@@ -68,37 +65,16 @@ def test_an_untuned_difference_decides_at_the_lowest_rate(committed, tmp_path, m
 
 
 def test_the_drift_is_read_unless_it_was_edited(tmp_path):
-    assert Results(tmp_path).rows(measures.DRIFT) == []
+    assert Results(tmp_path).rows(DRIFT) == []
+    shutil.copytree(CLAIMS / 'drift', tmp_path / 'drift')
+    spoken = [row.speaks for row in Results(tmp_path).rows(DRIFT)]
+    assert spoken == 3 * [*[Speaks.BESIDE] * 5, Speaks.AGAINST]
     path = tmp_path / 'drift/measures/drift.json'
-    path.parent.mkdir(parents=True)
-    path.write_text(DRIFT.read_text())
-    rows = Results(tmp_path).rows(measures.DRIFT)
-    assert [row.speaks for row in rows] == 3 * [*[Speaks.BESIDE] * 5, Speaks.AGAINST]
+    text = path.read_text()
     for last, speaks in ((2e-3, Speaks.FOR), (4e-3, Speaks.AGAINST)):
         values = {'products': [1e-7, 1e-7], 'rounding': [0.0, 1e-3], 'apart': [1e-7, last]}
         path.write_text(json.dumps({'steps': [0, 500], 'dtypes': {'float32': values}}))
-        assert measures.read_drift(path.parents[1])[-1].speaks == speaks
-    path.write_text(DRIFT.read_text().replace('0.', '0.5', 1))
+        assert Results(tmp_path).rows(DRIFT)[-1].speaks == speaks
+    path.write_text(text.replace('0.', '0.5', 1))
     with pytest.raises(RunDirectoryError, match='is damaged .*checksum.*; restore it'):
-        Results(tmp_path).rows(measures.DRIFT)
-
-
-@pytest.mark.slow
-def test_models_train_apart_by_more_than_rounding(data_dir, monkeypatch):
-    config = measures.drift_config('smoke')
-    config = dataclasses.replace(
-        config,
-        train=dataclasses.replace(config.train, num_steps=4),
-        data=dataclasses.replace(config.data, data_dir=data_dir),
-    )
-    monkeypatch.setattr(measures, 'drift_config', lambda scale: config)
-    recorded = measures.record_drift('smoke')['dtypes']
-    first, last = (
-        {dtype: {name: steps[at] for name, steps in by.items()} for dtype, by in recorded.items()}
-        for at in (0, -1)
-    )
-    assert first['float64']['apart'] < 1e-14 < 1e-3 < last['float64']['apart']
-    assert last['float64']['products'] < 1e-14 < last['float32']['products'] < 1e-5
-    assert 1e-4 < last['bfloat16']['products'] < 0.1
-    # The same in all precisions: gradients, not rounding.
-    assert last['float32']['apart'] == pytest.approx(last['float64']['apart'], rel=1e-3)
+        Results(tmp_path).rows(DRIFT)

@@ -14,7 +14,6 @@ from qkattn.claims.pages import claim_figure, compared, has_figure
 from qkattn.claims.studies import Results
 from qkattn.errors import ReportError, RunDirectoryError
 from qkattn.report.figures import style
-from qkattn.report.verify import check_page
 from tests.claims import conftest
 from tests.report.conftest import row_names
 from tests.report.test_golden import described
@@ -33,13 +32,6 @@ SHOWN = (
     *(STORED['A1'], STORED['A2'], MISSING, STORED['B3']),
     *(dataclasses.replace(STORED['C1'], **FAILS), STORED['E6']),
 )
-LINES = {
-    'claims_verdicts': f'| [B2](claims_b.md#b2) | {MISSING.title} | '
-    '○ undecided, needs 48 seeds in place of 12 | '
-    '-0.0052 [-0.0114, -0.0018] nats/token, query_free/vo |',
-    'claims_b': '# B. Is W_Q needed?',
-    'answers': '| drop W_Q | -25 % |',
-}
 
 
 @pytest.fixture(scope='module')
@@ -141,10 +133,24 @@ def test_a_page_has_a_row_and_a_section_for_each_claim(page):
     assert '| ✕ fails |' in page and '<b>' not in page and '&lt;b>x&lt;/b> & $y$' in page
 
 
+def test_blocks_are_parts_of_the_page_with_links_to_the_pages_of_groups(written):
+    for name, line in (
+        (
+            'claims_verdicts',
+            f'| [B2](claims_b.md#b2) | {MISSING.title} | '
+            '○ undecided, needs 48 seeds in place of 12 | '
+            '-0.0052 [-0.0114, -0.0018] nats/token, query_free/vo |',
+        ),
+        ('claims_b', '# B. Is W_Q needed?'),
+        ('answers', '| drop W_Q | -25 % |'),
+    ):
+        assert line in pages.BLOCKS[name](written, 'results')
+
+
 def test_the_laws_of_a_scaling_study_stand_at_the_end(tmp_path):
     described(tmp_path / 'scaling')
     write(tmp_path, CLAIMS, SHOWN[:1])
-    laws = pages.claims_markdown(tmp_path, '.', 'laws')
+    laws = pages.BLOCKS['claims_laws'](tmp_path, '.')
     # A law, the worth of a parameter, the note.
     for part in ('## Scaling laws', '1.600 [1.598, 1.601]', '1.200 [1.200, 1.200]', 'N parameters'):
         assert part in laws
@@ -158,11 +164,11 @@ def test_figures_show_the_numbers_of_the_rows(written):
     marks = [points for ax in figure.axes for points in ax.collections]
     means = [points.get_offsets()[0][0] for points in marks if points.get_label() == 'mean']
     lines, kinds = compared(STORED['E4'].rows), (Kind.REMOVED, Kind.MATCHED)
-    drawn = [line.rows[kind].value for kind in kinds for line in lines if kind in line.rows]
+    drawn = [parts[kind].value for kind in kinds for parts in lines if kind in parts]
     assert means == drawn and len(drawn) > 10
 
 
-def test_lines_of_a_figure_have_names_that_differ_and_the_row_that_decides():
+def test_lines_of_a_figure_have_names_that_differ_and_the_row_that_decides(tmp_path):
     def row(kind=Kind.MATCHED, speaks=Speaks.OPEN, value=0.1, decision=None, **context):
         return Row('qk/no_o', kind, context, value, speaks, 'nats/token', decision=decision)
 
@@ -177,19 +183,8 @@ def test_lines_of_a_figure_have_names_that_differ_and_the_row_that_decides():
         row(Kind.REMOVED, Speaks.BESIDE, 0.3, shape='matched'),
         row(Kind.MATCHED, Speaks.OPEN, 0.4, 'undecided', shape='matched'),
     ]
-    (line,) = compared(rows)
-    assert [line.rows[kind].value for kind in (Kind.REMOVED, Kind.MATCHED)] == [0.1, 0.4]
-    assert (line.context, line.decision) == ({}, 'worse / undecided')
-
-
-def test_blocks_of_markdown_pages_are_written_and_checked(written, tmp_path):
-    page = tmp_path / 'page.md'
-    blocks = [f'<!-- {block}: {written} -->\n<!-- end -->\n' for block in LINES]
-    page.write_text('before 1.5\n' + ''.join(blocks))
-    assert check_page(page, pages.BLOCKS, write=True) == len(LINES)
-    text = page.read_text()
-    assert text.startswith('before 1.5\n') and all(line in text for line in LINES.values())
-    assert check_page(page, pages.BLOCKS) == len(LINES)
-    page.write_text(text.replace('-25 %', '-26 %', 1))
-    with pytest.raises(ReportError, match='page.md is not what its studies give'):
-        check_page(page, pages.BLOCKS)
+    (parts,) = compared(rows)
+    assert [parts[kind].value for kind in (Kind.REMOVED, Kind.MATCHED)] == [0.1, 0.4]
+    assert parts[Kind.MATCHED].context == {}
+    write(tmp_path, CLAIMS, [dataclasses.replace(STORED['B4'], rows=tuple(rows))])
+    assert '| worse / undecided |' in pages.claims_markdown(tmp_path, '.', 'b')

@@ -5,8 +5,17 @@ import dataclasses
 import numpy as np
 import pytest
 
-from qkattn.claims import rules
-from qkattn.claims.claim import RELATIONS, ClaimResult, ClaimVerdict, Kind, Row, Speaks
+from qkattn.claims.claim import (
+    NOT_BETTER,
+    NOT_WORSE,
+    RELATIONS,
+    ClaimResult,
+    ClaimVerdict,
+    Kind,
+    Row,
+    Speaks,
+)
+from qkattn.claims.deciding import condition_of, finding, truths, verdict_on
 from qkattn.stats import decision, inference
 from qkattn.verdict import Decision
 from qkattn.verdict.codes import Comparison, Reason, ReasonCode, Verdict
@@ -43,7 +52,7 @@ def arm(mean, validation=None, *, sd=0.002, decision=Decision.UNDECIDED, **field
 @pytest.mark.parametrize('relation', RELATIONS)
 def test_every_relation_of_every_decision(relation):
     decisions = list(Decision)
-    spoken = [rules.finding(row(OPEN), relation, *arm(9, decision=d))[1] for d in decisions]
+    spoken = [finding(row(OPEN), relation, *arm(9, decision=d))[1] for d in decisions]
     assert tuple(spoken[:5]) == SPOKEN[relation]
     assert spoken[decisions.index(Decision.NO_VERDICT)] == OPEN
 
@@ -52,19 +61,19 @@ def test_one_side_of_the_margin_suffices():
     # Between 0 and the margin, closer than the errors allow to call it equivalent.
     assert arm(0.004)[1].difference.p_equivalence > 0.05 / 4
     for mean, relation, expected in (
-        (0.004, 'not_better', (rules.NOT_BETTER, FOR)),
-        (0.004, 'better', (rules.NOT_BETTER, AGAINST)),
-        (-0.004, 'not_worse', (rules.NOT_WORSE, FOR)),
-        (-0.004, 'worse', (rules.NOT_WORSE, AGAINST)),
+        (0.004, 'not_better', (NOT_BETTER, FOR)),
+        (0.004, 'better', (NOT_BETTER, AGAINST)),
+        (-0.004, 'not_worse', (NOT_WORSE, FOR)),
+        (-0.004, 'worse', (NOT_WORSE, AGAINST)),
         (0.004, 'not_worse', ('undecided', OPEN)),
         *((-0.004, name, ('undecided', OPEN)) for name in ('better', 'different', 'equivalent')),
     ):
-        assert rules.finding(row(OPEN), relation, *arm(mean)) == expected
+        assert finding(row(OPEN), relation, *arm(mean)) == expected
     for fields in (
         *({'validation': 0.006}, {'num_comparisons': 10**7}, {'sd': 0.02}),
         *({'decision': Decision.NO_VERDICT}, {'reasons': DIVERGED}),
     ):
-        assert rules.finding(row(OPEN), 'not_worse', *arm(-0.004, **fields))[1] == OPEN
+        assert finding(row(OPEN), 'not_worse', *arm(-0.004, **fields))[1] == OPEN
 
 
 def test_a_reported_number_needs_the_validation_split():
@@ -81,7 +90,7 @@ def test_a_reported_number_needs_the_validation_split():
     ):
         reported = {'low': low, 'high': high, 'expected': 0.0125, 'tolerance': 0.0025}
         given = dataclasses.replace(row(OPEN), **reported)
-        made = rules.finding(given, 'as_reported', *arm(0.0125, validation, **fields))
+        made = finding(given, 'as_reported', *arm(0.0125, validation, **fields))
         assert made[1] == expected
 
 
@@ -97,18 +106,18 @@ def test_verdict_over_contexts():
         ((BESIDE,), ClaimVerdict.UNDECIDED),
     ):
         rows = [row(speaks, size=str(place)) for place, speaks in enumerate(spoken)]
-        assert rules.verdict(rows) is expected
+        assert verdict_on(rows) is expected
         if expected is not ClaimVerdict.HOLDS_ONLY_IF:
-            assert rules.verdict(rows, complete=False) is ClaimVerdict.UNDECIDED
+            assert verdict_on(rows, complete=False) is ClaimVerdict.UNDECIDED
     # Another variant is no other setting, and theorems need none.
     rows = [row(FOR, size='a', variant=name) for name in 'bc']
     theorem = [dataclasses.replace(one, kind=Kind.EXACT) for one in rows]
-    assert rules.verdict(rows) is rules.verdict([*theorem, *rows]) is ClaimVerdict.HOLDS_HERE
-    assert rules.verdict(theorem) is ClaimVerdict.HOLDS
+    assert verdict_on(rows) is verdict_on([*theorem, *rows]) is ClaimVerdict.HOLDS_HERE
+    assert verdict_on(theorem) is ClaimVerdict.HOLDS
     # Of one context, what speaks against it counts.
     same = [row(speaks, size='a') for speaks in (FOR, OPEN, AGAINST)]
-    assert rules.truths(same) == {(('size', 'a'),): AGAINST}
-    assert rules.verdict(same[:2]) is ClaimVerdict.UNDECIDED
+    assert truths(same) == {(('size', 'a'),): AGAINST}
+    assert verdict_on(same[:2]) is ClaimVerdict.UNDECIDED
 
 
 def test_the_condition_names_a_factor_that_separates_or_the_contexts():
@@ -126,17 +135,15 @@ def test_the_condition_names_a_factor_that_separates_or_the_contexts():
             row(speaks, **{'model': 'decoder'} | context)
             for speaks, context in zip(cases.values(), contexts, strict=True)
         ]
-        assert rules.condition(rows) == expected
+        assert condition_of(rows) == expected
 
 
 def test_the_decisive_row_speaks_as_the_verdict():
     rows = row(BESIDE), row(OPEN, size='1'), row(FOR, size='2'), row(AGAINST, size='3')
     claim = {'name': 'Z1', **dict.fromkeys(('title', 'statement', 'source', 'rule', 'scale'), 'a')}
-    decisive = [
-        rules.decisive(ClaimResult(verdict=verdict, rows=rows, **claim)) for verdict in ClaimVerdict
-    ]
-    assert decisive == [rows[place] for place in (2, 2, 2, 3, 3, 1)]
-    assert rules.decisive(ClaimResult(verdict='holds', rows=rows[:1], **claim)) is None
+    decided = [ClaimResult(verdict=verdict, rows=rows, **claim) for verdict in ClaimVerdict]
+    assert [each.decisive for each in decided] == [rows[n] for n in (2, 2, 2, 3, 3, 1)]
+    assert ClaimResult(verdict='holds', rows=rows[:1], **claim).decisive is None
 
 
 MARGIN, SD, SEEDS, NUMBER = 0.01, 0.006, 8, 300
@@ -148,7 +155,7 @@ def simulated(losses, size, relation, family):
     comparison = compared(losses, MARGIN)
     judged = decision.judge({0: comparison.difference}, planned=family)[0]
     verdict = Verdict(judged.decision, num_comparisons=family)
-    return row(rules.finding(row(OPEN), relation, verdict, comparison)[1], size=str(size))
+    return row(finding(row(OPEN), relation, verdict, comparison)[1], size=str(size))
 
 
 @pytest.mark.parametrize(
@@ -173,9 +180,9 @@ def test_how_often_a_claim_in_six_contexts_is_decided(means, relation, least, mo
             [simulated(one, size, relation, family) for size, one in enumerate(losses)]
             for family in (1, len(means))
         )
-        verdict = rules.verdict(together)
+        verdict = verdict_on(together)
         if verdict in (ClaimVerdict.HOLDS_ONLY_IF, ClaimVerdict.UNDECIDED):
-            verdict = rules.verdict(apart)
+            verdict = verdict_on(apart)
         verdicts += [verdict] + ['a row'] * any(one.speaks == FOR for one in apart)
     shares = {name: verdicts.count(name) / NUMBER for name in (*ClaimVerdict, 'a row')}
     assert all(shares[name] >= share for name, share in least.items()), shares
