@@ -50,23 +50,24 @@ def main() -> None:
     if CLAIMS.value and EXPORT.value:
         raise ConfigError(f'--export={EXPORT.value} keeps all claims; leave out their names')
     claims = declared.chosen(CLAIMS.value or [])
-    workers, names = local_workers.parse(WORKERS.value), studies.names_of(claims)
+    configs, workers = studies.studies_of(claims, SCALE.value), local_workers.parse(WORKERS.value)
     if LIST.value:
         for claim in claims:
             print(f'{claim.name:<3} {claim.statement}')
         return
     if DRY_RUN.value:
-        print(studies.costs(names, SCALE.value))
+        print(studies.costs(configs))
         return
     directory = Path(workdir := cli.required(WORKDIR))
     if is_url(workdir):
         raise ConfigError(f'workdir={workdir} is in a bucket; claims need one of a file system')
     if not TRAIN.value and not directory.is_dir():
         raise ConfigError(f'workdir={workdir} is no directory, and --notrain trains nothing')
-    studies.check_workdir(claims, SCALE.value, directory)
+    studies.check_workdir(configs, SCALE.value, directory)
     if TRAIN.value:
-        studies.train(claims, SCALE.value, directory, workers)
-    studies.report(names, directory)
+        studies.train(configs, directory, workers)
+        studies.record(claims, SCALE.value, directory)
+    studies.report(claims, directory)
     results, decided = Results(directory), list[ClaimResult]()
     for claim in claims:
         with waiting(claim.name, 'deciding'):

@@ -5,7 +5,6 @@ change of attention, the difference between an arm and its baseline in one study
 """
 
 import dataclasses
-import itertools
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -89,8 +88,8 @@ def answers(results: Results) -> tuple[Answer, ...]:
     for name, variant in CHANGES.items():
         best: dict[tuple[str, str], tuple[Row, Arm]] = {}
         for model, (template, studies) in MODELS.items():
-            shown = [_rows(results, study, model, template.format(variant)) for study in studies]
-            pairs = [*itertools.chain.from_iterable(shown)]
+            arm = template.format(variant)
+            pairs = [pair for name in studies for pair in _rows(results, name, model, arm)]
             for row, baseline in sorted(pairs, key=lambda pair: pair[0].decision == WITHHELD):
                 best.setdefault((model, row.kind), (row, baseline))
         decoders = [baseline for (model, _), (_, baseline) in best.items() if model == 'decoder']

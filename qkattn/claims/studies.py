@@ -4,10 +4,10 @@ import dataclasses
 import logging
 import runpy
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from qkattn.claims.claim import Claim, Measure, Row
 from qkattn.config import Study, from_config_dict
@@ -26,6 +26,7 @@ from qkattn.verdict import Findings, load_findings
 from qkattn.verdict import Study as LoadedStudy
 from qkattn.verdict.arms import Arm
 
+CONFIGS = 'configs/claims'
 MEASURES = 'measures'  # the directory, inside that of a study, of what measures record
 
 log = logging.getLogger(__name__)
@@ -102,44 +103,37 @@ def recording(study: Path) -> Path:
     return study / MEASURES / f'{study.name}.json'
 
 
-def study_of(name: str, scale: str) -> Study | None:
-    """The study that configs/claims/NAME.py gives at a scale; None if there is no such file."""
-    path = cli.shipped('configs/claims').get(name)
-    if path is None:
-        return None
-    return cast(Study, from_config_dict(runpy.run_path(str(path))['get_config'](scale)))
+def studies_of(claims: Iterable[Claim], scale: str) -> dict[str, Study]:
+    """The studies of claims, by name, that configs/claims/NAME.py give at a scale."""
+    names, files = dict.fromkeys(n for claim in claims for n in claim.studies), cli.shipped(CONFIGS)
+    configs = {n: runpy.run_path(str(files[n]))['get_config'](scale) for n in names if n in files}
+    return {name: cast(Study, from_config_dict(config)) for name, config in configs.items()}
 
 
-def names_of(claims: Iterable[Claim]) -> list[str]:
-    """The studies of claims, each once."""
-    return list(dict.fromkeys(name for claim in claims for name in claim.studies))
-
-
-def check_workdir(claims: Iterable[Claim], scale: str, directory: Path) -> None:
+def check_workdir(studies: Mapping[str, Study], scale: str, directory: Path) -> None:
     """Raises ConfigError for the directory of a study or run, and for studies of another scale."""
     if any((directory / file).exists() for file in ('study.json', 'config.json')):
         raise ConfigError(
             f'workdir={directory} is the directory of a study or run; claims need another, which '
             'has a directory for each study'
         )
-    for name in names_of(claims):
-        study, path = study_of(name, scale), directory / name / 'study.json'
+    for name, study in studies.items():
+        path = directory / name / 'study.json'
         sizes = read_json(path, {'sizes': tuple[str, ...]})['sizes'] if path.is_file() else ()
-        if study and sizes and not {*sizes} & {*study.sizes}:
+        if sizes and not {*sizes} & {*study.sizes}:
             raise ConfigError(
                 f'{path.parent} has the sizes {", ".join(sizes)}, but at scale {scale} the study '
                 f'has {", ".join(study.sizes)}; give another scale or another workdir'
             )
 
 
-def train(claims: Iterable[Claim], scale: str, directory: Path, workers: int | None) -> None:
-    """Trains each study of the claims once, then records measures; the same call resumes.
+def train(studies: Mapping[str, Study], directory: Path, workers: int | None) -> None:
+    """Trains each study in a directory of its name, then records yardsticks; the same call resumes.
 
     `workers` as in `local_workers.run`, which raises; 1 is this process. DiskError if nothing can
     be written; Stopped on SIGTERM or Ctrl-C, with the state saved.
     """
-    claims, path = list(claims), check_directory(directory)
-    studies = {name: study for name in names_of(claims) if (study := study_of(name, scale))}
+    path = check_directory(directory)
     for number, (name, study) in enumerate(studies.items(), start=1):
         log.info('study %s, %d of %d', name, number, len(studies))
         local_workers.run(study, partial(build_arms, study), path / name, workers)
@@ -147,27 +141,25 @@ def train(claims: Iterable[Claim], scale: str, directory: Path, workers: int | N
     for name, study in studies.items():
         if study.tuning.seeds:
             yardsticks.record_finished(path / name)
+
+
+def record(claims: Iterable[Claim], scale: str, directory: Path) -> None:
+    """Keeps what measures record, with how this process started, unless it is there."""
     for measure in (measure for claim in claims for measure in claim.measures):
-        if measure.record:
-            _record(path / measure.study, measure.record, scale)
+        path = recording(directory / measure.study)
+        if measure.record is None or path.exists():
+            continue
+        started = time.perf_counter()
+        recorded = measure.record(scale)
+        seconds = time.perf_counter() - started
+        start = {key: value for key, value in describe_start().items() if key in START}
+        make_directory(path.parent)
+        write_json(path, recorded | {'start': start, 'seconds': seconds})
 
 
-def _record(study: Path, record: Callable[[str], dict[str, Any]], scale: str) -> None:
-    """Keeps what a measure records, with how this process started, unless it is there."""
-    path = recording(study)
-    if path.exists():
-        return
-    started = time.perf_counter()
-    recorded = record(scale)
-    seconds = time.perf_counter() - started
-    start = describe_start()  # exported, so that user, host and paths are left out
-    make_directory(path.parent)
-    write_json(path, recorded | {'start': {key: start[key] for key in START}, 'seconds': seconds})
-
-
-def report(names: Iterable[str], directory: Path) -> None:
+def report(claims: Iterable[Claim], directory: Path) -> None:
     """Writes the report of each study with newer results; each report counts as a look."""
-    for name in names:
+    for name in dict.fromkeys(name for claim in claims for name in claim.studies):
         results, page = (directory / name / file for file in ('results.jsonl', 'report.html'))
         times = [path.stat().st_mtime if path.exists() else 0.0 for path in (page, results)]
         if times[0] < times[1] and results.stat().st_size:
@@ -175,13 +167,12 @@ def report(names: Iterable[str], directory: Path) -> None:
                 write_report(directory / name)
 
 
-def costs(names: Iterable[str], scale: str) -> str:
+def costs(studies: Mapping[str, Study]) -> str:
     """A table of the plans of studies, with their sum."""
     planned: dict[str, tuple[float, ...]] = {}
-    for name in names:
-        if study := study_of(name, scale):
-            with waiting(name, 'planning'):
-                planned[name] = plan.cost(plan.imagined(study, build_arms(study)))
+    for name, study in studies.items():
+        with waiting(name, 'planning'):
+            planned[name] = plan.cost(plan.imagined(study, build_arms(study)))
     sums = (sum(cost[column] for cost in planned.values()) for column in range(4))
     planned['total'] = tuple(sums)
     rows = [

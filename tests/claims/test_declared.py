@@ -55,7 +55,7 @@ def test_an_expectation_of_another_relation_or_shape_is_refused():
 def test_studies_have_the_arms_that_claims_expect(scale):
     for name, claim in declared.claims().items():
         for expected in claim.expected_at(scale):
-            study = studies.study_of(expected.study, scale)
+            study = studies.studies_of([claim], scale)[expected.study]
             for variant in expected.variants:
                 bare, _, destination = variant.partition(' [')
                 assert bare in study.variants, (name, variant)
@@ -82,7 +82,7 @@ def test_each_study_of_the_claims_is_trained_once(tmp_path, monkeypatch):
     monkeypatch.setattr(
         studies.local_workers, 'run', lambda *given: trained.append(signature.bind(*given))
     )
-    names = 'B3', 'B8', 'E3', 'C6'
-    studies.train(declared.chosen(names), 'smoke', tmp_path, 1)
+    claims = declared.chosen(['B3', 'B8', 'E3', 'C6'])
+    studies.train(studies.studies_of(claims, 'smoke'), tmp_path, 1)
     workdirs = [run.arguments['workdir'] for run in trained]
     assert workdirs == [tmp_path / name for name in ('cross', 'masked', 'lm_sharing', 'lm_dropped')]

@@ -14,14 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qkattn.attention import Attention, oracle
-from qkattn.claims.checks.small_layers import (
-    count,
-    layer,
-    rank,
-    shapes,
-    softmax_input,
-    stream,
-)
+from qkattn.claims.checks.small_layers import count, layer, rank, shapes, softmax_input, stream
 from qkattn.claims.claim import Row, exact
 
 

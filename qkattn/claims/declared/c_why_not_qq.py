@@ -111,9 +111,5 @@ C7 = Claim(
     source=f'{THREAD}: intuition from 2 x 2 matrices',
     rule='Holds if a layer has the A and B worked out by hand, GL(H) of each circuit leaves the '
     'output as it is, and W_V and W_O leave the pattern as it is.',
-    checks=(
-        free_numbers.worked_by_hand,
-        free_numbers.where_and_what,
-        free_numbers.gauge,
-    ),
+    checks=(free_numbers.worked_by_hand, free_numbers.where_and_what, free_numbers.gauge),
 )
