@@ -22,6 +22,7 @@ from qkattn.storage.records import START, read_json, write_json
 from qkattn.storage.run_directory import describe_start
 from qkattn.study import local_workers, plan, yardsticks
 from qkattn.study.arms import build_arms
+from qkattn.study.plan import PlannedRun
 from qkattn.verdict import Findings, load_findings
 from qkattn.verdict import Study as LoadedStudy
 from qkattn.verdict.arms import Arm
@@ -169,15 +170,13 @@ def report(claims: Iterable[Claim], directory: Path) -> None:
 
 def costs(studies: Mapping[str, Study]) -> str:
     """A table of the plans of studies, with their sum."""
-    planned: dict[str, tuple[float, ...]] = {}
+    planned: dict[str, list[PlannedRun]] = {}
     for name, study in studies.items():
         with waiting(name, 'planning'):
-            planned[name] = plan.cost(plan.imagined(study, build_arms(study)))
-    sums = (sum(cost[column] for cost in planned.values()) for column in range(4))
-    planned['total'] = tuple(sums)
-    rows = [
-        [name, f'{runs:,}', f'{trials:,}', f'{tokens:.3g}', f'{flops:.3g}']
-        for name, (runs, trials, tokens, flops) in planned.items()
-    ]
+            planned[name] = plan.imagined(study, build_arms(study))
+    every, rows = [run for runs in planned.values() for run in runs], []
+    for name, runs in (planned | {'total': every}).items():
+        number, trials, tokens, flops = plan.cost(runs)
+        rows.append([name, f'{number:,}', f'{trials:,}', f'{tokens:.3g}', f'{flops:.3g}'])
     titles = [(name, name == 'study') for name in ('study', 'runs', 'trials', 'tokens', 'FLOPs')]
     return text_table(titles, rows)

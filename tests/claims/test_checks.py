@@ -7,7 +7,7 @@ import pytest
 from qkattn.attention.registry import SCORES
 from qkattn.attention.scores import identity, qk
 from qkattn.claims import declared
-from qkattn.claims.checks import counts, free_numbers, rewrites
+from qkattn.claims.checks import counts, rewrites
 from qkattn.claims.claim import Kind, Speaks, exact
 from qkattn.claims.export import read_claims
 from tests.claims.conftest import CLAIMS
@@ -45,9 +45,9 @@ WRONG = {
     ),
     'one pattern': ((counts.heads_of_a_fixed_width,), (counts, 'softmax_input', first_head)),
     'heads interleaved': ((rewrites.side_by_side,), (rewrites, 'square_attention', interleaved)),
-    'M^T for M^-1': ((free_numbers.gauge,), (np.linalg, 'inv', np.transpose)),
-    'Q Q^T is not tied': ((free_numbers.where_and_what,), (SCORES, 'shared_qk', qk.QK)),
-    'W_Q = I': ((free_numbers.worked_by_hand,), (SCORES, 'qk', identity.QueryFree)),
+    'M^T for M^-1': ((rewrites.gauge,), (np.linalg, 'inv', np.transpose)),
+    'Q Q^T is not tied': ((rewrites.where_and_what,), (SCORES, 'shared_qk', qk.QK)),
+    'W_Q = I': ((rewrites.worked_by_hand,), (SCORES, 'qk', identity.QueryFree)),
 }
 
 

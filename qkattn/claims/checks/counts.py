@@ -1,21 +1,41 @@
-"""Parameters (A2, A5) and multiply-adds (A3) of scores with two matrices and with one.
+"""Counts of parameters (A2, A5), multiply-adds (A3) and free numbers (C1).
 
 Per head, W_Q and W_K take 2 T D H + T^2 H and W_QK takes T D^2 + T^2 D for T tokens: merging adds
 T D (D - 2 H) + T^2 (D - H). With D >= 2 H both terms are at least 0, so that one matrix never costs
 less. With H < D < 2 H it does up to T = D (2 H - D) / (D - H); with D <= H it does at every T.
+
+A = W W^T has D H - H (H - 1) / 2 free numbers, where W_Q W_K^T has 2 D H - H^2: a share of
+1/2 + 1/(2 (2 D - H)) at every H. The pattern softmax(x A x^T) of T <= D tokens is free in T (T - 1)
+numbers, and with W W^T in T (T + 1) / 2 - 1 of them, a share of (T + 2) / (2 T). A causal mask
+hides one of s[t, s] and s[s, t], so that W W^T is free in all T (T - 1) / 2 that are left.
 """
 
 import bisect
+import dataclasses
 import functools
 from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy import stats
 
-from qkattn.attention import Attention, oracle
-from qkattn.claims.checks.small_layers import count, layer, rank, shapes, softmax_input, stream
-from qkattn.claims.claim import Row, exact
+from qkattn.attention import Attention, AttentionSpec, Score, oracle
+from qkattn.claims.checks.small_layers import (
+    Options,
+    count,
+    freedom,
+    layer,
+    rank,
+    same,
+    shapes,
+    softmax_input,
+    stream,
+)
+from qkattn.claims.claim import Row, Speaks, exact
+from qkattn.stats import inference
+
+SCORES = ('shared_qk', 'qk')  # W W^T and W_Q W_K^T
 
 
 def added_parameters(D: int, H: int, N: int = 1) -> int:
@@ -87,3 +107,70 @@ def where_they_cross() -> Iterator[Row]:
         yield exact(quantity, 1 + costlier, 1 + crossover, head_size=H)
     quantity = 'multiply-adds added by merging at T = 4096, H = D'
     yield exact(quantity, added(D, 4096), -4096 * D * D)
+
+
+def symmetry() -> Iterator[Row]:
+    """A[n] equals its transpose."""
+    A_NDE = np.asarray(layer('shared_qk/vo').score.matrix())
+    about: Options = {'tolerance': 1e-14, 'part': 'symmetry'}
+    yield same('asymmetry of A[n]', np.swapaxes(A_NDE, -1, -2), A_NDE, **about)
+
+
+def half_the_numbers() -> Iterator[Row]:
+    """Parameters and free numbers of W W^T over those of W_Q W_K^T."""
+    for H in (4, 16):
+        sizes: Options = {'d_model': 16, 'num_heads': 1, 'head_size': H}
+        scores = [layer(f'{name}/vo', **sizes).score for name in SCORES]
+        tied, free = (freedom(lambda score: score.matrix(), score) for score in scores)
+        stored = [count(f'{name}/vo', 'score', **sizes) for name in SCORES]
+        about: Options = {'part': 'half of A', 'head_size': H}
+        yield exact('share of the parameters', stored[0] / stored[1], 1 / 2, **about)
+        yield exact('share of the free numbers', tied / free, 1 / 2, 0.1, **about)
+
+
+def half_the_pattern() -> Iterator[Row]:
+    """Free numbers of the patterns of T tokens, of W W^T over those of W_Q W_K^T, at D = H = 8."""
+    for mask, causal in (('', False), (', causal mask', True)):
+        for T, side in ((8, '<='), (24, '>')):
+            tied, free = (pattern_freedom(name, T, causal=causal) for name in SCORES)
+            about: Options = {'part': f'half of the pattern, T {side} D{mask}', 'tokens': T}
+            quantity = 'share of the free numbers of a pattern'
+            yield exact(quantity, tied / free, 1 / 2, 0.1, **about)
+
+
+def pattern_freedom(name: str, T: int, *, causal: bool) -> int:
+    """Independent directions of softmax(x A x^T) of T tokens."""
+    attention, x_BTD = layer(f'{name}/vo', d_model=8, num_heads=1), stream(T, d_model=8)[:1]
+    seen_TS = jnp.tri(T, dtype=bool) if causal else jnp.ones((T, T), bool)
+
+    def pattern(score: Score) -> jax.Array:
+        s_BNTS = jnp.einsum('BTD,NDE,BSE->BNTS', x_BTD, score.matrix(), x_BTD)
+        return jax.nn.softmax(jnp.where(seen_TS, score.scale * s_BNTS, -jnp.inf))
+
+    return freedom(pattern, attention.score)
+
+
+def dominant_diagonal() -> Iterator[Row]:
+    """How often a token scores itself highest, at initialization, T = 64 and D = 256.
+
+    Expected is E[Phi(|q|)^(T - 1)] with |q|^2 of chi-squared with H degrees of freedom, for D >> H:
+    the other scores of a query q are normal with variance |q|^2, and its own is |q|^2.
+    """
+    T, D = 64, 256
+    for H, side in ((4, '< ln T'), (64, '> 2 ln T')):
+        spec = AttentionSpec(score='shared_qk', d_model=D, num_heads=1, head_size=H)
+        layers = [Attention(spec, key=jax.random.key(seed)) for seed in range(8)]
+        streams = [stream(T, d_model=D, seed=seed) for seed in range(8)]
+        s_XBNTS = np.stack([softmax_input(*pair) for pair in zip(layers, streams, strict=True)])
+        diagonal_XBNT = np.diagonal(s_XBNTS, axis1=-2, axis2=-1)
+        shares_X = (diagonal_XBNT == s_XBNTS.max(-1)).mean((1, 2, 3))
+        mean = inference.estimate(shares_X.tolist())
+        expected = stats.chi.expect(lambda q: stats.norm.cdf(q) ** (T - 1), args=(H,))
+        part = f'diagonal the largest of its row, H {side}'
+        row = exact('share of rows', mean.mean, expected, 0.05, part=part, head_size=H)
+        speaks = Speaks.FOR if mean.low > 1 / 2 else Speaks.AGAINST
+        yield dataclasses.replace(row, low=mean.low, high=mean.high, speaks=speaks)
+    largest = (diagonal_XBNT.max(-1) == s_XBNTS.max((-1, -2))).mean()
+    above = (diagonal_XBNT >= np.abs(s_XBNTS).sum(-1) - np.abs(diagonal_XBNT)).mean()
+    yield exact('share of sequences', largest, 1, part='diagonal has the largest score of all')
+    yield exact('share of rows, H = 64', above, 1, part='diagonal above the sum of its row')

@@ -1,6 +1,11 @@
-"""Exact rewrites: one W_QK (A1), square matrices (A4, D3), Q = X (B1), two in a row (D1)."""
+"""Exact rewrites: one W_QK (A1), square matrices (A4, D3), Q = X (B1), A and B (C7), double (D1).
+
+W_Q and W_K choose where to attend, W_V and W_O what is moved. Any invertible M leaves W_Q M,
+W_K M^-T and W_V M, M^-1 W_O the same function: H^2 redundant numbers in each circuit.
+"""
 
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -157,6 +162,59 @@ def queries_of_many_heads() -> Iterator[Row]:
     error = relative_error(reached_NDE, A_NDE)
     yield exact("error of A[n] with the best W_K'", error, 0, SAME, **slices)
     yield exact(LEFT, share_left('query_free/vo', N), 3 / 4, **slices)
+
+
+def small(variant: str = 'qk/vo', **options: Any) -> Attention:
+    """A layer of 2 x 2 matrices."""
+    return layer(variant, **{'d_model': 2, 'num_heads': 1} | options)
+
+
+def worked_by_hand() -> Iterator[Row]:
+    """A and B of a layer with integer matrices, entry by entry."""
+    given = {
+        'w_q': np.array([[1, 2], [0, 1]]),
+        'w_k': np.array([[1, 0], [1, 1]]),
+        'w_v': np.array([[2, 0], [1, 1]]),
+        'w_o': np.array([[1, 1], [0, 2]]),
+    }
+    (A_DE,), (B_DE,) = map(np.asarray, with_matrices(small(), given).matrix())
+    yield exact('entries of A, W_Q W_K^T that differ', (A_DE != [[1, 3], [0, 1]]).sum(), 0)
+    yield exact('entries of B, W_V W_O that differ', (B_DE != [[2, 2], [1, 3]]).sum(), 0)
+
+
+def where_and_what() -> Iterator[Row]:
+    """The pattern, solved from the output of T = D tokens: W_V and W_O have no part in it."""
+    for size in (2, 4):
+        context: Options = {'tokens and dimensions': size}
+        attention, x_TD = small(d_model=size), stream(size, d_model=size)[0]
+        other = small(d_model=size, seed=1)
+        other.score = attention.score
+        patterns = pattern(other, x_TD), pattern(attention, x_TD)
+        quantity = 'change of the pattern by another W_V and W_O'
+        yield same(quantity, *patterns, tolerance=1e-10, **context)
+        tied = softmax_input(small('shared_qk/vo', d_model=size), x_TD[None])[0, 0]
+        pairs = np.isclose(tied, tied.T, rtol=1e-12)[np.triu_indices(size, 1)].sum()
+        yield exact('tied pairs of scores, W_Q W_Q^T', pairs, size * (size - 1) / 2, **context)
+
+
+def pattern(attention: Attention, x_TD: jax.Array) -> np.ndarray:
+    """P_TS of a layer with one head, from out = P (x B), all positions visible."""
+    out_TD = output(attention, x_TD[None], jnp.ones((1, len(x_TD), len(x_TD)), bool))[0]
+    return np.linalg.solve((x_TD @ attention.matrix()[1][0]).T, out_TD.T).T
+
+
+def gauge() -> Iterator[Row]:
+    """W_Q M and W_K M^-T, or W_V M and M^-1 W_O, are the same function."""
+    attention = small()
+    arrays = {**vars(attention.score), **vars(attention.value)}
+    w = {n[:3]: np.asarray(a[...]).reshape(2, 2) for n, a in arrays.items() if 'w_' in n}
+    M_HH = np.array([[2.0, 1.0], [-1.0, 1.0]])
+    inverse_HH = np.linalg.inv(M_HH)
+    for change, given in (
+        ('W_Q M and W_K M^-T', {'w_q': w['w_q'] @ M_HH, 'w_k': w['w_k'] @ inverse_HH.T}),
+        ('W_V M and M^-1 W_O', {'w_v': w['w_v'] @ M_HH, 'w_o': inverse_HH @ w['w_o']}),
+    ):
+        yield same_output(f', {change}', with_matrices(small(), given), attention)
 
 
 def two_in_a_row() -> Iterator[Row]:

@@ -1,6 +1,6 @@
 """Group C: why not Q Q^T?"""
 
-from qkattn.claims.checks import free_numbers
+from qkattn.claims.checks import counts, rewrites
 from qkattn.claims.claim import Claim, Expectation
 
 THREAD = 'A thread that asks why attention does not use Q Q^T'
@@ -19,10 +19,10 @@ C1 = Claim(
     'numbers of A, or of the pattern of T tokens. The diagonal dominates: it is the largest '
     'of its row in more than half of the rows at initialization, T = 64.',
     checks=(
-        free_numbers.symmetry,
-        free_numbers.half_the_numbers,
-        free_numbers.half_the_pattern,
-        free_numbers.dominant_diagonal,
+        counts.symmetry,
+        counts.half_the_numbers,
+        counts.half_the_pattern,
+        counts.dominant_diagonal,
     ),
     conditions={
         'part: symmetry; half of A; half of the pattern, T > D; half of the pattern, T > D, '
@@ -111,5 +111,5 @@ C7 = Claim(
     source=f'{THREAD}: intuition from 2 x 2 matrices',
     rule='Holds if a layer has the A and B worked out by hand, GL(H) of each circuit leaves the '
     'output as it is, and W_V and W_O leave the pattern as it is.',
-    checks=(free_numbers.worked_by_hand, free_numbers.where_and_what, free_numbers.gauge),
+    checks=(rewrites.worked_by_hand, rewrites.where_and_what, rewrites.gauge),
 )
