@@ -1,7 +1,6 @@
 """Which claims there are, that their studies can be built at every scale, and their training."""
 
 import dataclasses
-import inspect
 import runpy
 from pathlib import Path
 
@@ -78,11 +77,8 @@ def test_studies_are_matched_and_screened_by_other_seeds(path, scale):
 
 
 def test_each_study_of_the_claims_is_trained_once(tmp_path, monkeypatch):
-    trained, signature = [], inspect.signature(studies.local_workers.run)
-    monkeypatch.setattr(
-        studies.local_workers, 'run', lambda *given: trained.append(signature.bind(*given))
-    )
+    trained = []
+    monkeypatch.setattr(studies.local_workers, 'run', lambda *given: trained.append(given[2].name))
     claims = declared.chosen(['B3', 'B8', 'E3', 'C6'])
     studies.train(studies.studies_of(claims, 'smoke'), tmp_path, 1)
-    workdirs = [run.arguments['workdir'] for run in trained]
-    assert workdirs == [tmp_path / name for name in ('cross', 'masked', 'lm_sharing', 'lm_dropped')]
+    assert trained == ['cross', 'masked', 'lm_sharing', 'lm_dropped']

@@ -21,12 +21,8 @@ from tests.report.test_golden import described
 STORED = {claim.name: claim for claim in read_claims(conftest.CLAIMS)}
 MADE = read_answers(conftest.CLAIMS)
 FAILS = {'verdict': ClaimVerdict.FAILS, 'statement': '<b>x</b> & $y$ | `z`', 'condition': None}
-MISSING = dataclasses.replace(
-    STORED['B2'],
-    needed='48 seeds in place of 12',
-    missing=('study x has no results; train it',),
-    seconds=5025.0,
-)
+NEEDS = {'needed': '48 seeds in place of 12', 'missing': ('study x has no results',)}
+MISSING = dataclasses.replace(STORED['B2'], seconds=5025.0, **NEEDS)
 # One of each verdict and kind, in the order of their names.
 SHOWN = (
     *(STORED['A1'], STORED['A2'], MISSING, STORED['B3']),
@@ -44,11 +40,6 @@ def written(tmp_path_factory):
         patched.setattr(style, 'render', lambda figure, kind: b'')
         pages.write_page(directory)
     return directory
-
-
-@pytest.fixture(scope='module')
-def page(written):
-    return (written / 'claims.md').read_text()
 
 
 def test_files_are_read_as_they_were_written_in_six_digits(tmp_path):
@@ -121,7 +112,8 @@ def test_answers_are_from_the_first_study_with_a_verdict(tmp_path):
     assert [made['qk/no_o'].attention, doubled.attention] == [-1 / 4, 3 / 4]
 
 
-def test_a_page_has_a_row_and_a_section_for_each_claim(page):
+def test_a_page_has_a_row_and_a_section_for_each_claim(written):
+    page = (written / 'claims.md').read_text()
     links = re.findall(r'^\| \[(\w+)\]\(#(\w+)\)', page, re.M)
     assert links == [(claim.name, claim.name.lower()) for claim in SHOWN]
     assert re.findall(r'^## (\w\d)$', page, re.M) == [claim.name for claim in SHOWN]
@@ -131,20 +123,15 @@ def test_a_page_has_a_row_and_a_section_for_each_claim(page):
         assert part in section
     assert MISSING.missing[0] in start and MISSING.missing[0] in section
     assert '| ✕ fails |' in page and '<b>' not in page and '&lt;b>x&lt;/b> & $y$' in page
-
-
-def test_blocks_are_parts_of_the_page_with_links_to_the_pages_of_groups(written):
-    for name, line in (
-        (
-            'claims_verdicts',
-            f'| [B2](claims_b.md#b2) | {MISSING.title} | '
-            '○ undecided, needs 48 seeds in place of 12 | '
-            '-0.0052 [-0.0114, -0.0018] nats/token, query_free/vo |',
-        ),
-        ('claims_b', '# B. Is W_Q needed?'),
-        ('answers', '| drop W_Q | -25 % |'),
-    ):
-        assert line in pages.BLOCKS[name](written, 'results')
+    # Blocks of pages are its parts, with links to the page of each group.
+    cells = (
+        *('[B2](claims_b.md#b2)', MISSING.title, '○ undecided, needs 48 seeds in place of 12'),
+        '-0.0052 [-0.0114, -0.0018] nats/token, query_free/vo',
+    )
+    lines = {'verdicts': f'| {" | ".join(cells)} |', 'b': '# B. Is W_Q needed?'}
+    for part, line in lines.items():
+        assert line in pages.BLOCKS[f'claims_{part}'](written, 'results')
+    assert '| drop W_Q | -25 % |' in pages.BLOCKS['answers'](written, 'results')
 
 
 def test_the_laws_of_a_scaling_study_stand_at_the_end(tmp_path):

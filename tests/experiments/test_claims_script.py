@@ -12,9 +12,7 @@ from qkattn.claims.export import ANSWERS, CLAIMS, Answer, read_claims, write
 from qkattn.errors import ReportError
 from tests.studies import beat_yardsticks
 
-ROOT = Path(__file__).parents[2]
-
-
+RESULTS = Path(__file__).parents[2] / 'experiments/results'
 TEXTS = dict.fromkeys(('title', 'statement', 'source', 'rule'), 'One is one.')
 HOLDS = Expectation('fair_small', 'qk/k_is_v', 'not_better')
 FAILS = Expectation('fair_small', 'qk/k_is_v', 'worse')
@@ -28,16 +26,12 @@ KNOWN = {
 
 @pytest.fixture
 def workdir(files, tmp_path, monkeypatch):
-    """A directory with the committed study fair_small; the claims are those above."""
-    shutil.copytree(ROOT / 'experiments/results/fair_small', tmp_path / 'runs/fair_small')
-    beat_yardsticks(tmp_path / 'runs/fair_small')
-    (tmp_path / 'runs/fair_small/report.html').touch()
+    """A directory with the committed study fair_small; the claims are KNOWN."""
+    study = shutil.copytree(RESULTS / 'fair_small', tmp_path / 'runs/fair_small')
+    beat_yardsticks(study)
+    (study / 'report.html').touch()
     monkeypatch.setattr('qkattn.claims.declared.claims', lambda: KNOWN)
     return tmp_path / 'runs'
-
-
-def test_claims_are_listed(printed):
-    assert 'E3  Positive control: one matrix' in printed('claims', '--list')
 
 
 def test_partial_results_are_decided_and_what_is_missing_is_named(printed, workdir):
@@ -86,7 +80,8 @@ def test_a_workdir_of_something_else_is_refused_and_kept(refusal, workdir):
     assert sorted(workdir.rglob('*')) == files
 
 
-def test_a_plan_has_a_line_for_each_study(printed):
+def test_claims_are_listed_and_a_plan_has_a_line_for_each_study(printed):
+    assert 'E3  Positive control: one matrix' in printed('claims', '--list')
     lines = printed('claims', 'B7', '--scale=gpu', '--dry_run').splitlines()
     assert [line.split()[0] for line in lines] == ['study', '-----', 'rank', 'total']
     assert lines[2].split()[1:] == lines[3].split()[1:]
