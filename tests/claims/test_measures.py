@@ -1,8 +1,7 @@
-"""What claims read from the logs of committed studies, and from the recording of the drift."""
+"""What claims measure; the stored claims B3, B6 and E2 hold the values."""
 
 import dataclasses
 import json
-import re
 import shutil
 
 import pytest
@@ -17,20 +16,6 @@ pytestmark = pytest.mark.stored
 DRIFT = Measure('drift', measures.read_drift)
 
 
-def test_differences_that_change_after_an_early_reading_are_counted(committed, tmp_path):
-    (row,) = measures.early(committed / 'fair_small')
-    assert row.value >= 1 and row.speaks == Speaks.FOR
-    assert row.context == {'arms': '8', 'fraction of the steps': '0.5'}
-    study = shutil.copytree(committed / 'fair_small', tmp_path / 'early')
-    (path,) = study.glob('runs/qk-k_is_v-d_model=48-verdict-*/metrics.jsonl')
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    for line in lines:
-        if line['kind'] == 'eval' and line['step'] == 250:
-            line['val_loss'] = [loss - 1 for loss in line['val_loss']]
-    path.write_text(''.join(json.dumps(line) + '\n' for line in lines))
-    assert [changed.value for changed in measures.early(study)] == [row.value + 1]
-
-
 def test_growth_is_the_last_difference_minus_the_first(committed):
     (row,) = measures.growth(committed / 'fair_small', 'shared_qk/vo')
     findings = load(committed / 'fair_small').findings
@@ -38,25 +23,15 @@ def test_growth_is_the_last_difference_minus_the_first(committed):
     both = arms['shared_qk/vo', 'equal_shape'], findings.arms[0]
     arm, baseline = (each.over_seeds('val_loss').mean for each in both)
     assert 0.01 < arm - baseline - row.value < 0.5 and row.low < row.value < row.high
-    assert row.context['steps'] == '500'
 
 
-def test_an_untuned_difference_decides_at_the_lowest_rate(committed, tmp_path, monkeypatch):
+def test_an_untuned_difference_decides_at_the_lowest_rate(committed, monkeypatch):
     (row,) = measures.at_one_rate(committed / 'quickstart', 'merged/vo')
-    assert (row.context['learning rate'], row.context['baseline']) == ('0.004', 'untuned')
     arm = load(committed / 'quickstart').findings.arms[1]
     expected = arm.difference.mean, arm.difference.low, arm.difference.high
     assert (row.value, row.low, row.high) == pytest.approx(expected)
-    # Seed 2 of both arms at twice the rate: differences of two seeds and of one.
-    study = shutil.copytree(committed / 'quickstart', tmp_path / 'two_rates')
-    path = study / 'results.jsonl'
-    text = re.sub(r'("learning_rate": )0.004(?=[^{}]*"seed": 2)', r'\g<1>0.008', path.read_text())
-    path.write_text(re.sub(r'("seed": 2[^{}]*"learning_rate": )0.004', r'\g<1>0.008', text))
-    rows = measures.at_one_rate(study, 'merged/vo')
-    assert [row.context['learning rate'] for row in rows] == ['0.004', '0.008']
-    assert rows[0].speaks != Speaks.BESIDE and rows[1].speaks == Speaks.BESIDE
-    assert rows[0].low is not None and rows[1].low is None
-    # It speaks by the ends of its interval.
+    assert (row.context['learning rate'], row.context['baseline']) == ('0.004', 'untuned')
+    # It speaks by the ends of its interval, as growth does.
     for low, high, speaks in ((-2, -1, Speaks.FOR), (1, 2, Speaks.AGAINST), (-1, 1, Speaks.OPEN)):
         difference = dataclasses.replace(arm.difference, low=low, high=high)
         comparison = dataclasses.replace(arm.comparison, difference=difference)
