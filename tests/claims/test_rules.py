@@ -64,6 +64,7 @@ def test_one_side_of_the_margin_suffices():
         *({'decision': Decision.NO_VERDICT}, {'reasons': DIVERGED}),
     ):
         assert finding(row(OPEN), 'not_worse', *arm(-0.004, **fields))[1] == OPEN
+    assert finding(row(OPEN), 'not_better', *arm(0.004, validation=-0.006))[1] == OPEN
 
 
 def test_a_reported_number_needs_the_validation_split():
