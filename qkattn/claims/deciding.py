@@ -46,7 +46,7 @@ from qkattn.storage.run_directory import describe_start
 from qkattn.study.arm_key import EQUAL_SHAPE, ArmKey
 from qkattn.verdict import Decision, judging
 from qkattn.verdict.arms import Arm, compare
-from qkattn.verdict.codes import Comparison, ReasonCode, Verdict
+from qkattn.verdict.codes import Comparison, ReasonCode, Remark, Verdict
 from qkattn.verdict.rules import standings
 
 # Factors with their values, in the order of a row.
@@ -62,6 +62,7 @@ class Case(NamedTuple):
     key: ArmKey
     arm: Arm | None  # its comparison is that with `other`
     other: Arm | None
+    blocks: tuple[Remark, ...]  # that withhold the verdict
 
 
 def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
@@ -219,7 +220,8 @@ def condition_of(rows: Iterable[Row]) -> str:
 def cases(expected: Expectation, loaded: Loaded) -> list[Case]:
     """One for each size and corpus that decide an expectation once its study is finished.
 
-    ConfigError if the study does not declare the arm.
+    What a baseline lacks, such as its yardstick, also withholds the verdicts on pairs of the arms
+    beside it. ConfigError if the study does not declare the arm.
     """
     study, findings = loaded
     if study.tuning is None and expected.at == 'removed':
@@ -238,39 +240,27 @@ def cases(expected: Expectation, loaded: Loaded) -> list[Case]:
     arms = {arm.key: arm for arm in (*findings.arms, *findings.controls)}
     made = []
     for key in keys:
-        other = None
+        other, blocks = None, findings.blocks
         if arm := arms.get(key):
-            other = _reference(arm, expected.versus, loaded)
+            other = arms.get(arm.group)
+            if expected.versus:
+                blocks += other.blocks if other else ()
+                named = (o for o in arms.values() if loaded.names(o.variant, expected.versus))
+                other = next((o for o in named if o.key._replace(variant=key.variant) == key), None)
             arm = replace(arm, comparison=compare(arm, other, study) if other else None)
-        made.append(Case(expected, loaded, key, arm, other))
+        made.append(Case(expected, loaded, key, arm, other, blocks))
     return made
 
 
-def _reference(arm: Arm, versus: str | None, loaded: Loaded) -> Arm | None:
-    """The arm of another variant beside an arm, else its baseline; None without results."""
-    for other in (*loaded.findings.arms, *loaded.findings.controls):
-        is_named = other.control == arm.control and versus and loaded.names(other.variant, versus)
-        if other.group == arm.group and (is_named if versus else other.is_baseline):
-            return other
-    return None
-
-
 def evidence(every: Iterable[Case], family: int = 1) -> list[tuple[Row, Arm]]:
-    """A row for each case that has results, and its arm with the verdict among `family` ones.
-
-    What a baseline lacks, such as its yardstick, also withholds the verdicts on pairs of the arms
-    beside it.
-    """
+    """A row for each case that has results, and its arm with the verdict among `family` ones."""
     made = []
-    for expected, loaded, _, arm, other in every:
+    for expected, loaded, _, arm, other, blocks in every:
         if arm is None or arm.comparison is None:
             continue
         study = loaded.study
         # Without matching, neither removed nor at equal parameter count.
         kind = Kind(expected.at) if study.matched is not None else Kind.MEASURED
-        blocks = list(loaded.findings.blocks)
-        if expected.versus and (baseline := _reference(arm, None, loaded)):
-            blocks += baseline.blocks
         verdict = judging.pair(study, arm, other, blocks, family)
         row = _row(arm, arm.comparison, kind, expected, loaded)
         decision, speaks = finding(row, expected.relation, verdict, arm.comparison)
