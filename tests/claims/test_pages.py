@@ -16,7 +16,6 @@ from qkattn.errors import ReportError, RunDirectoryError
 from qkattn.report.figures import style
 from tests.claims import conftest
 from tests.report.conftest import row_names
-from tests.report.test_golden import described
 
 STORED = {claim.name: claim for claim in read_claims(conftest.CLAIMS)}
 MADE = read_answers(conftest.CLAIMS)
@@ -132,15 +131,6 @@ def test_a_page_has_a_row_and_a_section_for_each_claim(written):
     for part, line in lines.items():
         assert line in pages.BLOCKS[f'claims_{part}'](written, 'results')
     assert '| drop W_Q | -25 % |' in pages.BLOCKS['answers'](written, 'results')
-
-
-def test_the_laws_of_a_scaling_study_stand_at_the_end(tmp_path):
-    described(tmp_path / 'scaling')
-    write(tmp_path, CLAIMS, SHOWN[:1])
-    laws = pages.BLOCKS['claims_laws'](tmp_path, '.')
-    # A law, the worth of a parameter, the note.
-    for part in ('## Scaling laws', '1.600 [1.598, 1.601]', '1.200 [1.200, 1.200]', 'N parameters'):
-        assert part in laws
 
 
 def test_figures_show_the_numbers_of_the_rows(written):
