@@ -101,7 +101,8 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
     rows, items, verdict = judged(1)
     if verdict in (ClaimVerdict.HOLDS_ONLY_IF, ClaimVerdict.UNDECIDED):
         rows, items, verdict = judged(max(1, len(every) + len(expected) - len(trained)))
-    condition = needs = None
+    condition: str | None = None
+    needs: str | None = None
     if verdict == ClaimVerdict.HOLDS_ONLY_IF:
         condition = condition_of(rows)
         condition = claim.conditions.get(condition, condition)
@@ -240,9 +241,9 @@ def cases(expected: Expectation, loaded: Loaded) -> list[Case]:
     arms = {arm.key: arm for arm in (*findings.arms, *findings.controls)}
     made = []
     for key in keys:
-        other, blocks = None, findings.blocks
-        if arm := arms.get(key):
-            other = arms.get(arm.group)
+        arm, blocks = arms.get(key), findings.blocks
+        other = arms.get(arm.group) if arm else None
+        if arm:
             if expected.versus:
                 blocks += other.blocks if other else ()
                 named = (o for o in arms.values() if loaded.names(o.variant, expected.versus))

@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
@@ -336,7 +337,7 @@ def answers_figure(answers: Sequence[export.Answer]) -> Drawing | None:
     return _drawing('answers', [panel], Decision.NO_VERDICT.value, far=math.inf) if lines else None
 
 
-def _line(row: Row, arm: str, is_decided: bool, **texts: str) -> Line:
+def _line(row: Row, arm: str, is_decided: bool, **texts: Any) -> Line:
     """The line of a difference in the style of `arm`."""
     reported = None
     if row.expected is not None and row.tolerance is not None:
