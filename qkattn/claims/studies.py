@@ -87,8 +87,7 @@ class Results:
         if loaded is None and (self.directory / name / 'study.json').exists():
             return f'cannot be used: {self._read[name]}'
         if not self.has(name):
-            is_trained = name in cli.shipped(CONFIGS)
-            return 'has no results' if is_trained else f'has no results, and {CONFIGS} no such file'
+            return 'has no results'
         if loaded and (left := loaded.study.missing):
             return f'lacks the results of {counted(left, "run")}'
         problems = loaded.study.problems if loaded else ()
