@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from qkattn.claims import declared, studies
-from qkattn.claims.claim import Expectation
+from qkattn.claims.claim import Expectation, Measure
 from qkattn.claims.declared import d_two_in_a_row
 from qkattn.claims.protocol import SCALES
 from qkattn.config import from_config_dict
 from qkattn.errors import ConfigError
+from qkattn.storage.records import START, read_json
 from qkattn.study.arms import build_arms
 from qkattn.study.tuning import screening_seeds
 
@@ -76,9 +77,16 @@ def test_studies_are_matched_and_screened_by_other_seeds(path, scale):
         assert arm.key.control is not None or abs(arm.residual) <= study.tolerance
 
 
-def test_each_study_of_the_claims_is_trained_once(tmp_path, monkeypatch):
-    trained = []
+def test_each_study_of_the_claims_is_trained_and_each_measure_recorded_once(tmp_path, monkeypatch):
+    trained, recorded = [], []
     monkeypatch.setattr(studies.local_workers, 'run', lambda *given: trained.append(given[2].name))
     claims = declared.chosen(['B3', 'B8', 'E3', 'C6'])
     studies.train(studies.studies_of(claims, 'smoke'), tmp_path, 1)
     assert trained == ['cross', 'masked', 'lm_sharing', 'lm_dropped']
+    measure = Measure('own', lambda _: [], lambda scale: recorded.append(scale) or {})
+    measuring = dataclasses.replace(claims[0], measures=(measure,))
+    for _ in range(2):
+        studies.record([measuring, *claims[1:]], 'smoke', tmp_path)
+    assert recorded == ['smoke']
+    kept = read_json(studies.recording(tmp_path / 'own'), {'seconds': float, 'start': START})
+    assert kept['seconds'] >= 0 and kept['start'].keys() == START.keys()  # no user, host or path
