@@ -20,8 +20,8 @@ from qkattn.jobs.output import text_table
 from qkattn.model import cost
 from qkattn.model.sites import attention_spec, sites, validate
 from qkattn.storage.sinks import check_sinks
-from qkattn.study import rules
 from qkattn.study.arm_key import EQUAL_SHAPE, ArmKey
+from qkattn.study.rules import validate as validate_study
 from qkattn.study.tuning import MODEL_KNOBS
 from qkattn.train.optimizer import check_optimizer
 from qkattn.train.trials import check_metrics
@@ -272,7 +272,7 @@ def build_arms(study: Study) -> list[MatchedArm]:
     Raises ConfigError for an impossible variant, size or setting; it is a MatchError, with a line
     for each variant of a size, where no model has an equal cost.
     """
-    rules.validate(study)
+    validate_study(study)
     check_optimizer(study.base.optimizer, study.base.train.num_steps)
     check_sinks(study.base.train.sinks)
     check_metrics(study.base)

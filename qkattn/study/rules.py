@@ -1,62 +1,16 @@
-"""The rules of a study's protocol, by which `validate` refuses a study before it starts.
+"""The rules of a study's protocol, by which `validate` refuses a study before it starts."""
 
-Three of them, `tuned`, `fresh` and `anneals`, hold for results, too: `verdict.rules` reports their
-codes and numbers.
-"""
-
-import enum
 import itertools
 import math
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
-from qkattn.config import ANNEALED, OptimizerConfig, Study, TuningConfig
+from qkattn.config import ANNEALED, Study
 from qkattn.config.setting import check_section
 from qkattn.errors import ConfigError
 from qkattn.stats.inference import MIN_PAIRS
 from qkattn.stats.sweep import MIN_SEEDS, MIN_VALUES
 from qkattn.study.arm_key import parse_expected
 from qkattn.study.tuning import MODEL_KNOBS, TRIAL_KNOBS, screening_seeds
-
-
-class Rule(enum.Enum):
-    """A rule that holds for results, too; the value is the message if a study breaks it."""
-
-    LEARNING_RATE_NOT_TUNED = (
-        'trials.learning_rates={learning_rates} must be a grid with tuning.seeds, as in '
-        '(0.001, 0.002, 0.004)'
-    )
-    SHARED_SEEDS = (
-        'tuning.seeds, or those that the tuning may draw, and {name} share {seeds}: settings tuned '
-        'on a seed look better on it, so the verdict needs other seeds'
-    )
-    NOT_ANNEALED = (
-        'optimizer.schedule={schedule} with final_fraction={final_fraction} does not anneal, which '
-        'a verdict needs; use linear or cosine with final_fraction={limit} or less'
-    )
-
-
-Broken = Iterator[tuple[Rule, dict[str, Any]]]
-
-
-def tuned(tuning: TuningConfig | None, rates: Sequence[float]) -> Broken:
-    """A verdict needs a tuned learning rate."""
-    if tuning is not None and len(rates) < 2:
-        yield Rule.LEARNING_RATE_NOT_TUNED, {'learning_rates': tuple(rates)}
-
-
-def fresh(screening: Collection[int], verdict: Collection[int]) -> Broken:
-    """Verdict seeds are not screening seeds, which favour the values chosen on them."""
-    if shared := sorted(set(screening) & set(verdict)):
-        yield Rule.SHARED_SEEDS, {'seeds': tuple(shared)}
-
-
-def anneals(optimizer: OptimizerConfig) -> Broken:
-    """A verdict needs a schedule that anneals the learning rate."""
-    if not optimizer.anneals:
-        final = optimizer.final_fraction if optimizer.decays else None
-        data = {'schedule': optimizer.schedule, 'final_fraction': final, 'limit': ANNEALED}
-        yield Rule.NOT_ANNEALED, data
 
 
 def broken(study: Study) -> Iterator[str]:
@@ -75,13 +29,27 @@ def broken(study: Study) -> Iterator[str]:
             f'variants={study.variants} must contain the baseline {study.baseline!r} for a verdict'
         )
     yield from _expected(study)
-    drawn = {'trials.seeds': trials.seeds, 'controls.longer_seeds': controls.longer_seeds}
-    shared = [*anneals(study.base.optimizer), *tuned(tuning, trials.learning_rates)]
-    for name, seeds in drawn.items():
-        shared += [(r, data | {'name': name}) for r, data in fresh(screening_seeds(tuning), seeds)]
+    if not (optimizer := study.base.optimizer).anneals:
+        yield (
+            f'optimizer.schedule={optimizer.schedule} with '
+            f'final_fraction={optimizer.final_fraction} does not anneal, which a verdict needs; '
+            f'use linear or cosine with final_fraction={ANNEALED} or less'
+        )
+    if len(trials.learning_rates) < 2:
+        yield (
+            f'trials.learning_rates={trials.learning_rates} must be a grid with tuning.seeds, as '
+            'in (0.001, 0.002, 0.004)'
+        )
+    fresh = {'trials.seeds': trials.seeds, 'controls.longer_seeds': controls.longer_seeds}
+    for name, seeds in fresh.items():
         if len(seeds) < MIN_PAIRS and (seeds or name == 'trials.seeds'):
             yield f'{name}={seeds} must be at least {MIN_PAIRS} seeds for a verdict'
-    yield from (rule.value.format(**data) for rule, data in shared)
+        if shared := sorted({*screening_seeds(tuning)} & {*seeds}):
+            yield (
+                f'tuning.seeds, or those that the tuning may draw, and {name} share '
+                f'{tuple(shared)}: settings tuned on a seed look better on it, so the verdict '
+                'needs other seeds'
+            )
     grids = {f'trials.{knob}s': getattr(trials, f'{knob}s') for knob in TRIAL_KNOBS}
     grids |= {name: values for name, values in model_grids.items() if values}
     for name, values in grids.items():

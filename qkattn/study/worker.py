@@ -31,7 +31,6 @@ from qkattn.storage.records import read_json, read_results
 from qkattn.study import declaration, plan
 from qkattn.study.arms import MatchedArm, build_arms
 from qkattn.study.plan import PlannedRun
-from qkattn.study.rules import validate
 from qkattn.study.tuning import SINGLE
 from qkattn.train import sharding
 from qkattn.train.loop import require_same_settings, train
@@ -49,7 +48,6 @@ def run(study: Study, workdir: str | Path, *, arms: list[MatchedArm] | None = No
     Raises ConfigError for an impossible setting or directory, and at the end if runs could not be
     trained; Stopped on SIGTERM or Ctrl-C, with the state saved.
     """
-    validate(study)
     require_same_settings(study)
     jax.devices()  # which the processes of a job can only open together
     path = check_directory(workdir)

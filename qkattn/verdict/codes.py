@@ -17,7 +17,7 @@ TEST, VALIDATION = 'test', 'val'
 
 
 class RemarkCode(enum.Enum):
-    """A hygiene finding; those of the protocol are broken rules of `qkattn.study.rules`."""
+    """A hygiene finding: a rule of the protocol that results break, or what a report mentions."""
 
     # Of the study: its seeds, its evaluation, the software of its runs, its ledger.
     LEARNING_RATE_NOT_TUNED, SHARED_SEEDS, EVALUATION = range(3)

@@ -1,7 +1,7 @@
 """The rules that a verdict depends on, applied to results: functions that give remarks.
 
-Those of the protocol are `qkattn.study.rules`. Results are validation and test measurements only;
-training losses are not read.
+Results are validation and test measurements only; training losses are not read. Three rules of
+`qkattn.study.rules`, which refuse a study before it starts, hold for results, too.
 """
 
 import dataclasses
@@ -10,12 +10,11 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from qkattn.config import OptimizerConfig
+from qkattn.config import ANNEALED, OptimizerConfig
 from qkattn.config.serialize import OF_MACHINE
 from qkattn.stats.inference import MIN_DOCUMENTS
 from qkattn.storage import ledger
 from qkattn.storage.records import flat
-from qkattn.study import rules
 from qkattn.study.arm_key import EQUAL_SHAPE, LONGER, ArmKey
 from qkattn.study.tuning import KNOBS, MODEL_KNOBS, SCREENING, SINGLE, VERDICT, screening_seeds
 from qkattn.verdict.arms import Arm, with_baselines
@@ -65,19 +64,17 @@ def _block(code: RemarkCode, arm: ArmKey | None = None, /, **data: Any) -> Remar
     return Remark(code, data, True, arm)
 
 
-def _broken(protocol: rules.Broken) -> Iterator[Remark]:
-    for rule, data in protocol:
-        yield _block(RemarkCode[rule.name], **data)
-
-
 def _tuning(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
+    """The learning rate is tuned, on other seeds than those of the verdict."""
     if study.tuning is None:
         return
-    yield from _broken(rules.tuned(study.tuning, study.grids['learning_rate']))
+    if len(rates := study.grids['learning_rate']) < 2:
+        yield _block(RemarkCode.LEARNING_RATE_NOT_TUNED, learning_rates=rates)
     seeds = {SCREENING: set(study.tuning.seeds), VERDICT: set(study.seeds), SINGLE: set()}
     for trial in study.trials:
         seeds[trial.stage].add(trial.seed)
-    yield from _broken(rules.fresh(seeds[SCREENING], seeds[VERDICT]))
+    if shared := sorted(seeds[SCREENING] & seeds[VERDICT]):
+        yield _block(RemarkCode.SHARED_SEEDS, seeds=tuple(shared))
 
 
 def _declaration(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
@@ -99,8 +96,10 @@ def _training(study: Study, arm: Arm) -> Iterator[Remark]:
         blocks = len(short) == len(arm.verdict_trials)
         yield Remark(RemarkCode.STOPPED_EARLY, counts | steps, blocks)
     planned = study.by_name[arm.example.run].config['optimizer']
-    schedule = {name: planned[name] for name in ('schedule', 'final_fraction')}
-    yield from _broken(rules.anneals(OptimizerConfig(**schedule)))
+    about = {name: planned[name] for name in ('schedule', 'final_fraction')}
+    if not (optimizer := OptimizerConfig(**about)).anneals:
+        about['final_fraction'] = optimizer.final_fraction if optimizer.decays else None
+        yield _block(RemarkCode.NOT_ANNEALED, **about, limit=ANNEALED)
 
 
 def _results(study: Study, arm: Arm) -> Iterator[Remark]:
