@@ -4,9 +4,8 @@ A directory keeps the settings that its study began with. Variants, sizes and co
 other change takes another directory.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from qkattn.storage import ledger
 from qkattn.storage.leases import locked
 from qkattn.storage.records import (
     ADVICE,
-    ARM_KEY,
     STUDY,
     check,
     damaged,
@@ -36,9 +34,8 @@ from qkattn.storage.records import (
 )
 from qkattn.storage.run_directory import command_line
 from qkattn.study import plan, stored
-from qkattn.study.arm_key import ArmKey
+from qkattn.study.arm_key import LONGER
 from qkattn.study.arms import MatchedArm, resolved
-from qkattn.study.tuning import MODEL_KNOBS
 
 # Fields of study.json that may gain values when a directory is used again, and those that may
 # differ altogether or follow from others.
@@ -101,7 +98,7 @@ def declare(path: Path, study: Study, arms: Sequence[MatchedArm]) -> dict[str, A
                 f'{file} is missing, or is not what {entries} declares last; restore both from a '
                 'copy, or give another workdir'
             )
-        _check_runs(path, arms)
+        _check_runs(path, study, arms)
         ledger.declare(path, declared)
         if earlier is None or ledger.digest(earlier) != ledger.digest(declared):
             write_json(file, declared)
@@ -118,9 +115,13 @@ def _continued(
     kind: Any = type(study)
     always = serialize.introduced('1', kind)
     later = {name: v for name, v in serialize.defaults(kind).items() if name not in always}
-    with _reading(file):
+    try:
         check(earlier, STUDY)
         before: Config = from_json(Config, earlier['base'], 'base.')
+    except UnknownFieldError as error:
+        raise ConfigError(f'{file} has an {error}') from error
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise damaged(file, error, ADVICE) from error
     now: Config = with_machine_of(study.base, before)
 
     def fixed(record: dict[str, Any], base: Config) -> dict[str, Any]:
@@ -145,36 +146,23 @@ def _continued(
     return declared | {'base': to_json(now)}
 
 
-def _check_runs(path: Path, arms: Sequence[MatchedArm]) -> None:
-    """Raises ConfigError if a finished run is of another model, or hash, than its arm has here.
+def _check_runs(path: Path, study: Study, arms: Sequence[MatchedArm]) -> None:
+    """Raises ConfigError if a finished run is not in the plan that this version makes.
 
-    Another version of qkattn may match an arm to another size; it would train the run again.
-    RunDirectoryError for a damaged line of plan.jsonl.
+    Another version may match an arm to another size, or choose another setting; it would train the
+    run again. RunDirectoryError for a damaged line of plan.jsonl.
     """
-    file, models = path / 'plan.jsonl', {arm.key: arm.model for arm in arms}
+    file = path / 'plan.jsonl'
+    if not file.exists():
+        return
     advice = 'restore it from a copy, or remove it: it is then made again from the results'
-    schema = ARM_KEY | {'run': str, 'directory': str, 'config': dict}
-    for record in read_lines(file, schema, advice) if file.exists() else ():
-        with _reading(file, advice):
-            key = ArmKey(*(record[name] for name in ARM_KEY)).declared
-            config: Config = from_json(Config, record['config'])
-            knobs = {name: getattr(config.model, name) for name in MODEL_KNOBS}
-            model = dataclasses.replace(models.get(key, config.model), **knobs)
-            alike = fingerprint(dataclasses.replace(config, model=model)) == record['run']
-            finished = (path / record['directory'] / 'result.json').exists()
-        if finished and not alike:
+    known = {run.id for run in plan.runs(study, arms, plan.results_in(path))}
+    schema = {'run': str, 'directory': str, 'control': str | None}
+    for record in read_lines(file, schema, advice):
+        # Arms that are trained longer may be decided no more, once others are added.
+        expected = record['run'] in known or record['control'] == LONGER
+        if not expected and (path / record['directory'] / 'result.json').exists():
             raise ConfigError(
                 f'this version of qkattn would train {record["directory"]} of workdir={path} '
                 'again; use the version that trained it, or give another workdir'
             )
-
-
-@contextlib.contextmanager
-def _reading(file: Path, advice: str = ADVICE) -> Iterator[None]:
-    """A block that interprets the content of a file; its errors name the file."""
-    try:
-        yield
-    except UnknownFieldError as error:
-        raise ConfigError(f'{file} has an {error}') from error
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
-        raise damaged(file, error, advice) from error

@@ -10,10 +10,12 @@ same plan.
 
 import dataclasses
 import datetime
+import functools
 import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from qkattn.config import Config, Study, fingerprint, to_json
@@ -21,7 +23,7 @@ from qkattn.jobs.output import text_table
 from qkattn.model import cost as model_cost
 from qkattn.stats import decision, inference
 from qkattn.stats.decision import Decision
-from qkattn.storage.records import FINISHED, to_jsonable
+from qkattn.storage.records import FINISHED, read_results, to_jsonable
 from qkattn.study.arm_key import LONGER, ArmKey
 from qkattn.study.arms import MatchedArm, resolved
 from qkattn.study.tuning import (
@@ -95,6 +97,22 @@ def grids(study: Study, arm: MatchedArm) -> dict[str, tuple[float, ...]]:
 def runs(study: Study, arms: Sequence[MatchedArm], results: Results) -> list[PlannedRun]:
     """Every run known so far."""
     return _Plan(resolved(study), results).runs(arms)
+
+
+def results_in(path: Path) -> Results:
+    """Of the runs in the directory of a study; each file is read once, so all is of one moment."""
+
+    @functools.cache
+    def results(run: PlannedRun) -> list[dict[str, Any]] | None:
+        file = path / run.directory / 'result.json'
+        return read_results(file, run.config.trials.trials()) if file.exists() else None
+
+    return results
+
+
+def left(known: Sequence[PlannedRun], results: Results) -> list[PlannedRun]:
+    """The runs without results, the longest first, so that workers end at about the same time."""
+    return sorted((run for run in known if results(run) is None), key=lambda run: -run.work)
 
 
 def imagined(study: Study, arms: Sequence[MatchedArm]) -> list[PlannedRun]:

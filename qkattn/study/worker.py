@@ -6,7 +6,6 @@ processes, of which process 0 holds the leases and writes the files of the study
 """
 
 import dataclasses
-import functools
 import logging
 import time
 from collections.abc import Collection
@@ -27,7 +26,7 @@ from qkattn.storage import leases, ledger
 from qkattn.storage.buckets import is_url
 from qkattn.storage.files import check_directory, make_directory, write_atomic
 from qkattn.storage.leases import locked
-from qkattn.storage.records import read_json, read_results
+from qkattn.storage.records import read_json
 from qkattn.study import declaration, plan
 from qkattn.study.arms import MatchedArm, build_arms
 from qkattn.study.plan import PlannedRun
@@ -131,11 +130,12 @@ class _Worker:
         study, path = self.study, self.path
         # Results are read and the files written under one lock, whoever else writes.
         with locked(path / 'lock'):
-            runs, left, results = _known(study, self.arms, path)
+            results = plan.results_in(path)
+            runs = plan.runs(study, self.arms, results)
             if ledger.digest(read_json(path / 'study.json', {})) == self._declared:
                 write_atomic(path / 'plan.jsonl', plan.lines(study, runs))
                 write_atomic(path / 'results.jsonl', plan.result_lines(study, runs, results))
-        return left
+        return plan.left(runs, results)
 
     def _wait(self, left: list[PlannedRun]) -> dict[str, Any]:
         """Waits until a result has come, a lease may have been given up, or 10 s have passed."""
@@ -174,24 +174,7 @@ def _train(path: Path, leased: dict[str, Any], worker: _Worker, failed: dict[str
             failed[leased['run']] = str(error)
 
 
-def _known(
-    study: Study, arms: list[MatchedArm], path: Path
-) -> tuple[list[PlannedRun], list[PlannedRun], plan.Results]:
-    """Every run known so far, those without a result as workers take them, and the results.
-
-    The longest are taken first, so that workers end at about the same time.
-    """
-
-    @functools.cache  # each file is read once, so that the plan and the runs left are of one moment
-    def results(run: PlannedRun) -> list[dict[str, Any]] | None:
-        file = path / run.directory / 'result.json'
-        return read_results(file, run.config.trials.trials()) if file.exists() else None
-
-    runs = plan.runs(study, arms, results)
-    left = sorted((run for run in runs if results(run) is None), key=lambda run: -run.work)
-    return runs, left, results
-
-
 def left_of(study: Study, arms: list[MatchedArm], path: Path) -> list[PlannedRun]:
     """The runs known so far that have no result, in the order in which workers take them."""
-    return _known(study, arms, path)[1]
+    results = plan.results_in(path)
+    return plan.left(plan.runs(study, arms, results), results)

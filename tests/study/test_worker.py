@@ -271,7 +271,6 @@ REMATCHED = 'would train runs/shared_qk-vo.* of workdir=.* again; use the versio
         (STUDY, lambda path: edit(path, history={}), r'history: \{\} -> absent\nSet'),
         (STUDY, lambda path: edit(path, variants='qk/vo'), "damaged .field 'variants' is"),
         (STUDY, lambda path: edit_plan(path, run='0'), REMATCHED),
-        (STUDY, lambda path: edit_plan(path, config={'new': 3}), 'field new=3; use'),
     ],
 )
 def test_a_directory_keeps_the_study_that_it_began_with(trained, finished, study, damage, message):
