@@ -26,6 +26,7 @@ from qkattn.study.tuning import MODEL_KNOBS
 from qkattn.train.optimizer import check_optimizer
 from qkattn.train.trials import check_metrics
 
+FARTHEST = 16  # times the baseline's value: the end of the search
 # The costs that can be made equal, and their units.
 COSTS = {
     'total': 'parameters',
@@ -98,17 +99,30 @@ class Dimension:
     def cost(self, value: int) -> float:
         return _cost(self.at(value), self.which)
 
-    def below(self, value: int) -> int | None:
-        """The nearest value below at which the variant can be built, if any."""
-        return self._first(range((value - 1) // self.step * self.step, 0, -self.step))
-
-    def above(self, value: int) -> int | None:
-        """The nearest one above; some variants need powers of two."""
-        start = (value // self.step + 1) * self.step
-        return self._first(range(start, 2 * start + 512, self.step))
-
-    def _first(self, values: range) -> int | None:
+    def first(self, values: range) -> int | None:
+        """The first of the values at which the variant can be built; some need powers of two."""
         return next((value for value in values if problem(self.at(value)) is None), None)
+
+    def nearest(self, target: float) -> int:
+        """The usable value whose cost is nearest to the target; costs ascend."""
+        given, step, end = self.given, self.step, FARTHEST * self.given
+        other = self.first(range(given + step, end, step))
+        if other is not None and self.cost(other) == self.cost(given):
+            variant = variant_of(self.config)
+            raise MatchError(f'{self.name} changes nothing in the cost of {variant}')
+
+        def reaches(value: int) -> bool:
+            """Whether the first usable value from this one on, if any, costs the target."""
+            usable = self.first(range(value, end, step))
+            return usable is None or self.cost(usable) >= target
+
+        high = given
+        while not reaches(high):
+            high *= 2
+        values = range(step, high + 1, step)
+        value = values[bisect.bisect_left(values, True, key=reaches)]
+        around = self.first(range(value - step, 0, -step)), self.first(range(value, end, step))
+        return min(filter(None, around), key=lambda value: abs(self.cost(value) - target))
 
 
 def match(
@@ -144,26 +158,23 @@ def match(
     `tolerance` is the largest |residual| accepted. MatchError, with the constraint, if there is no
     such model.
     """
-    if which == 'cache' and (config.kind == 'encoder' or destination == 'd_ff'):
-        raise MatchError(f'no cache depends on {destination} of a model of kind={config.kind!r}')
     if (impossible := problem(config)) is not None:
         raise MatchError(impossible)
     variant, dimension = variant_of(config), Dimension(config, destination, which)
-    value, goal = _nearest(dimension, target), f'{target:.0f} {COSTS[which]}'
+    value, goal = dimension.nearest(target), f'{target:.0f} {COSTS[which]}'
     at, solved = f'{destination}={value}', dimension.at(value)
-    if fill and destination != 'd_ff' and which != 'cache':
-        wider = dataclasses.replace(solved, d_ff=solved.mlp_width + 1)
-        missing, step = target - dimension.cost(value), _cost(wider, which) - dimension.cost(value)
-        d_ff = solved.mlp_width + round(missing / step)
+    wider = dataclasses.replace(solved, d_ff=solved.mlp_width + 1)
+    step = _cost(wider, which) - dimension.cost(value)  # 0 of a cache
+    if fill and destination != 'd_ff' and step:
+        d_ff = solved.mlp_width + round((target - dimension.cost(value)) / step)
         if d_ff < 1:
             raise MatchError(f'{variant} has more than {goal} at d_ff=1 and {at}')
         solved = dataclasses.replace(solved, d_ff=d_ff)
     gap = dimension.cost(value) / target - 1
     if destination != 'd_ff' and value == dimension.given and abs(gap) > tolerance:
-        other = dimension.above(value) if gap < 0 else dimension.below(value)
         raise MatchError(
-            f'{variant} is {gap:+.2%} from the target, to which {at} is nearer than '
-            f'{other or "any other"}, so d_ff would absorb it all: use the destination d_ff '
+            f'{variant} is {gap:+.2%} from the target, to which no other {destination} is nearer '
+            f'than {value}, so d_ff would absorb it all: use the destination d_ff '
             '(--config.destinations=\'("d_ff",)\'), or a baseline of another size'
         )
     residual = _cost(solved, which) / target - 1
@@ -173,28 +184,6 @@ def match(
             f'd_ff={solved.mlp_width}; the tolerance is {tolerance:.3%}'
         )
     return solved
-
-
-def _nearest(dimension: Dimension, target: float) -> int:
-    """The usable value whose cost is nearest to the target; costs ascend."""
-    high, step = dimension.given, dimension.step
-    above = dimension.above(high)
-    if above is not None and dimension.cost(above) == dimension.cost(high):
-        variant = variant_of(dimension.config)
-        raise MatchError(f'{dimension.name} changes nothing in the cost of {variant}')
-
-    def reaches(value: int) -> bool:
-        """Whether the cost of the first usable value from this one on is that of the target."""
-        usable = dimension.above(value - 1)
-        return usable is None or dimension.cost(usable) >= target
-
-    while not reaches(high):
-        high *= 2
-    values = range(step, high + 1, step)
-    value = values[bisect.bisect_left(values, True, key=reaches)]
-    around = dimension.below(value), dimension.above(value - 1)
-    usable = [v for v in around if v is not None]
-    return min(usable, key=lambda v: abs(dimension.cost(v) - target))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -331,7 +320,8 @@ def _at_size(study: Study, size: str) -> list[MatchedArm]:
     validate(dataclasses.replace(study.base, model=baseline))
     if study.match is not None:
         baseline = dataclasses.replace(baseline, d_ff=baseline.mlp_width)
-    target = cost.measured(baseline, which)
+    if not (target := cost.measured(baseline, which)):
+        raise MatchError(f'match={which!r}: a model of kind={baseline.kind!r} has no cache')
     solve = functools.partial(
         match, target=target, which=which, fill=study.fill, tolerance=study.tolerance
     )
