@@ -42,15 +42,8 @@ def problem(config: ModelConfig) -> str | None:
         for spec in sites(config).values():
             registry.check(spec())
     except SpecError as error:
-        return f'{variant_of(config)} cannot be built: {error}'
+        return f'cannot be built: {error}'
     return None
-
-
-def variant_of(config: ModelConfig) -> str:
-    """The variant as shown in messages, with those of other sites if set."""
-    other = ('pattern', 'encoder_variant', 'cross_variant')
-    fields = (f'{name}={getattr(config, name)}' for name in other if getattr(config, name))
-    return '?'.join(filter(None, (str(config.variant), '&'.join(fields))))
 
 
 _cost = functools.lru_cache(maxsize=1024)(cost.measured)
@@ -108,8 +101,7 @@ class Dimension:
         given, step, end = self.given, self.step, FARTHEST * self.given
         other = self.first(range(given + step, end, step))
         if other is not None and self.cost(other) == self.cost(given):
-            variant = variant_of(self.config)
-            raise MatchError(f'{self.name} changes nothing in the cost of {variant}')
+            raise MatchError(f'has the same cost at any {self.name}')
 
         def reaches(value: int) -> bool:
             """Whether the first usable value from this one on, if any, costs the target."""
@@ -155,12 +147,12 @@ def match(
     `config` is the variant at the baseline's shape. `target` is in parameters for `which` 'total'
     or 'non_embedding', FLOP per token for 'flops', cached numbers per token for 'cache'; see
     `cost.measured`. `fill` is 'd_ff', or None to accept the residual of the destination;
-    `tolerance` is the largest |residual| accepted. MatchError, with the constraint, if there is no
-    such model.
+    `tolerance` is the largest |residual| accepted. MatchError if there is no such model: what the
+    variant violates, as a sentence without its subject.
     """
     if (impossible := problem(config)) is not None:
         raise MatchError(impossible)
-    variant, dimension = variant_of(config), Dimension(config, destination, which)
+    dimension = Dimension(config, destination, which)
     value, goal = dimension.nearest(target), f'{target:.0f} {COSTS[which]}'
     at, solved = f'{destination}={value}', dimension.at(value)
     wider = dataclasses.replace(solved, d_ff=solved.mlp_width + 1)
@@ -168,19 +160,19 @@ def match(
     if fill and destination != 'd_ff' and step:
         d_ff = solved.mlp_width + round((target - dimension.cost(value)) / step)
         if d_ff < 1:
-            raise MatchError(f'{variant} has more than {goal} at d_ff=1 and {at}')
+            raise MatchError(f'has more than {goal} at d_ff=1 and {at}')
         solved = dataclasses.replace(solved, d_ff=d_ff)
     gap = dimension.cost(value) / target - 1
     if destination != 'd_ff' and value == dimension.given and abs(gap) > tolerance:
         raise MatchError(
-            f'{variant} is {gap:+.2%} from the target, to which no other {destination} is nearer '
+            f'is {gap:+.2%} from the target, to which no other {destination} is nearer '
             f'than {value}, so d_ff would absorb it all: use the destination d_ff '
             '(--config.destinations=\'("d_ff",)\'), or a baseline of another size'
         )
     residual = _cost(solved, which) / target - 1
     if abs(residual) > tolerance:
         raise MatchError(
-            f'{variant} reaches {goal} only to {residual:+.3%}, at {at} and '
+            f'reaches {goal} only to {residual:+.3%}, at {at} and '
             f'd_ff={solved.mlp_width}; the tolerance is {tolerance:.3%}'
         )
     return solved
@@ -199,17 +191,9 @@ class MatchedArm:
     residual: float  # (cost - target) / target
 
     @property
-    def label(self) -> str:
-        return self.key.variant
-
-    @property
-    def size(self) -> str:
-        return self.key.size
-
-    @property
     def title(self) -> str:
         """Label, size and control as text, without the corpus."""
-        return ' '.join(filter(None, (self.label, self.size, self.key.control)))
+        return ' '.join(filter(None, (self.key.variant, self.key.size, self.key.control)))
 
 
 def parse_fields(text: str, where: str) -> dict[str, Any]:
@@ -278,8 +262,8 @@ def build_arms(study: Study) -> list[MatchedArm]:
         explicit = dataclasses.replace(arm.model, d_ff=arm.model.mlp_width)
         if (same := seen.setdefault(explicit, arm)) is not arm:
             raise ConfigError(
-                f'{same.label!r} and {arm.label!r} at {arm.size!r} are the same model; leave one '
-                'out, or choose sizes whose steps are finer than the parameters saved'
+                f'{same.key} and {arm.key} are the same model; leave one out, or choose sizes '
+                'whose steps are finer than the parameters saved'
             )
     return [
         dataclasses.replace(arm, key=arm.key._replace(corpus=corpus))
@@ -337,7 +321,7 @@ def _at_size(study: Study, size: str) -> list[MatchedArm]:
                 try:
                     solved = solve(config, destination=destination)
                 except MatchError as error:
-                    refused.append(f'variant {variant!r}: {error}')
+                    refused.append(f'variant {variant!r} {error}')
                     continue
             add(variant, solved, destination)
         # A variant at the baseline's shape, if it costs less there.
@@ -355,11 +339,11 @@ def table(arms: Sequence[MatchedArm], equal: str | None) -> str:
 
     `equal`: the cost that was made equal, as `which` of `match`, for a first line that states it.
     """
-    one_size, rows = len({arm.size for arm in arms}) == 1, []
+    one_size, rows = len({arm.key.size for arm in arms}) == 1, []
     for arm in arms:
         config, control = arm.model, ' (equal shape)' if arm.key.control == EQUAL_SHAPE else ''
         row = {
-            'variant': f'{arm.label}{control}{"" if one_size else f" {arm.size}"}',
+            'variant': f'{arm.key.variant}{control}{"" if one_size else f" {arm.key.size}"}',
             **{'d_model': f'{config.d_model}', 'd_ff': f'{config.mlp_width}'},
             **{'heads': f'{config.num_heads}', 'head_size': f'{attention_spec(config).head_size}'},
             'layers': f'{config.num_layers}',

@@ -62,7 +62,7 @@ def content(study: Study, arms: Sequence[MatchedArm]) -> dict[str, Any]:
             f'{k}s': grid for k, grid in plan.grids(study, arms[0]).items()
         }
     declared = values | {
-        'variants': list(dict.fromkeys(a.label for a in arms if a.key.control is None)),
+        'variants': list(dict.fromkeys(a.key.variant for a in arms if a.key.control is None)),
         'matched': matched,
         'seeds': study.base.trials.seeds,
         # Numbers of seeds at interim analyses, of a time when there could be several. It is in the

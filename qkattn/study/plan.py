@@ -151,9 +151,9 @@ def estimate(study: Study, arms: Sequence[MatchedArm]) -> str:
     compiling: dict[str, float] = {}  # seconds, by size
     speeds: dict[str, float] = {}  # FLOP/s
     for run in sorted(planned, key=lambda run: run.arm.variant != study.baseline):
-        if run.arm.size not in speeds:
-            per_step, compiling[run.arm.size] = program.warm_up(run.config)
-            speeds[run.arm.size] = run.flops / run.config.train.num_steps / per_step
+        if run.arm.key.size not in speeds:
+            per_step, compiling[run.arm.key.size] = program.warm_up(run.config)
+            speeds[run.arm.key.size] = run.flops / run.config.train.num_steps / per_step
     stages: dict[str, list[PlannedRun]] = {}
     for run in planned:
         stage = ' '.join(filter(None, (run.arm.key.control, run.stage, run.knob)))
@@ -163,7 +163,9 @@ def estimate(study: Study, arms: Sequence[MatchedArm]) -> str:
     rows = []
     for stage, members in (stages | {'total': planned}).items():
         number, trials, tokens, flops = cost(members)
-        seconds = sum(run.flops / speeds[run.arm.size] + compiling[run.arm.size] for run in members)
+        seconds = sum(
+            run.flops / speeds[run.arm.key.size] + compiling[run.arm.key.size] for run in members
+        )
         time = str(datetime.timedelta(seconds=round(seconds)))
         rows.append([stage, str(number), str(trials), f'{tokens:.3g}', f'{flops:.3g}', time])
     names = ('runs', 'trials', 'tokens', 'FLOPs', 'about')
@@ -266,8 +268,8 @@ class _Plan:
         verdicts = {run.arm.key: run for run in known if run.stage == VERDICT}
         results = {key: self.results(run) for key, run in verdicts.items()}
         losses = {key: _losses(r, 'test_loss') for key, r in results.items() if r is not None}
-        for corpus, size in dict.fromkeys((arm.key.corpus, arm.size) for arm in primary):
-            group = [arm for arm in primary if (arm.key.corpus, arm.size) == (corpus, size)]
+        for corpus, size in dict.fromkeys((arm.key.corpus, arm.key.size) for arm in primary):
+            group = [arm for arm in primary if (arm.key.corpus, arm.key.size) == (corpus, size)]
             (baseline,) = (arm for arm in group if arm.variant == study.baseline)
             if not losses.keys() >= {arm.key for arm in group}:
                 continue

@@ -116,7 +116,7 @@ def test_the_files_of_a_study_describe_its_runs(arms):
 
 def better_without_w_q(run, trial):
     """Test losses: one variant is better by 0.5 with little noise, the others by nothing."""
-    noise = 0.02 * math.sin(trial['seed'] + 10 * len(run.arm.label))
+    noise = 0.02 * math.sin(trial['seed'] + 10 * len(run.arm.key.variant))
     return noise - 0.5 * (run.config.model.score == 'query_free')
 
 
@@ -143,7 +143,7 @@ def test_decided_arms_and_the_baseline_are_trained_longer_at_a_rate_of_their_own
     runs = plan.runs(study, study_arms, DECIDING)
     made = longer(runs)
     assert runs[-len(made) :] == made
-    verdicts = [run.arm.label for run in made if run.stage == 'verdict']
+    verdicts = [run.arm.key.variant for run in made if run.stage == 'verdict']
     assert verdicts == ['qk/vo', 'query_free/vo']  # the third is like the baseline
     (chosen,) = next(run for run in runs if run.stage == 'verdict').config.trials.learning_rates
     around = pytest.approx((chosen / 2, chosen, chosen * 2))
@@ -179,7 +179,7 @@ def test_what_is_decided_is_corrected_for_the_whole_study(change, diverged, size
         seed = trial['seed']
         if seed > 5 or run.arm.variant == 'qk/vo':
             return 0.0
-        if run.arm.size != 'd_model=64':
+        if run.arm.key.size != 'd_model=64':
             return 3.0 * (-1) ** seed
         return None if seed in diverged else change + NOISE[seed]
 

@@ -166,7 +166,7 @@ def test_what_no_run_can_do_without_is_refused_before_anything_is_written(tmp_pa
 def test_the_longest_runs_are_taken_first(tmp_path):
     study = changed(variants=('qk/vo',), sizes=('d_model=32', 'd_model=64'))
     left = worker.left_of(study, build_arms(study), tmp_path)
-    assert [run.arm.size for run in left] == ['d_model=64', 'd_model=32']
+    assert [run.arm.key.size for run in left] == ['d_model=64', 'd_model=32']
 
 
 def test_a_held_run_is_left_alone_and_taken_when_it_is_given_up(trained, tmp_path, monkeypatch):
