@@ -95,8 +95,20 @@ def grids(study: Study, arm: MatchedArm) -> dict[str, tuple[float, ...]]:
 
 
 def runs(study: Study, arms: Sequence[MatchedArm], results: Results) -> list[PlannedRun]:
-    """Every run known so far."""
-    return _Plan(resolved(study), results).runs(arms)
+    """Every run known so far: screening and verdicts arm by arm, then longer runs."""
+    study = resolved(study)
+    if not study.tuning.seeds:
+        return [_run(study, arm, SINGLE, None, study.base.trials.seeds) for arm in arms]
+    known: list[PlannedRun] = []
+    chosen: dict[ArmKey, Settings] = {}
+    for arm in arms:
+        of_arm, chosen[arm.key] = _tuned(study, results, arm, grids(study, arm))
+        known += of_arm
+    for arm in [*_decided(study, results, arms, known)] if study.controls.longer else ():
+        longer = dataclasses.replace(arm, key=arm.key._replace(control=LONGER))
+        grid_of = grids_around(grids(study, arm), chosen[arm.key])
+        known += _tuned(study, results, longer, grid_of)[0]
+    return known
 
 
 def results_in(path: Path) -> Results:
@@ -113,6 +125,95 @@ def results_in(path: Path) -> Results:
 def left(known: Sequence[PlannedRun], results: Results) -> list[PlannedRun]:
     """The runs without results, the longest first, so that workers end at about the same time."""
     return sorted((run for run in known if results(run) is None), key=lambda run: -run.work)
+
+
+def _tuned(
+    study: Study, results: Results, arm: MatchedArm, grid_of: Grids
+) -> tuple[list[PlannedRun], Settings]:
+    """The runs of an arm known so far, and its settings, chosen once it has verdict runs.
+
+    Screening ends: a grid holds at most max_points values, each with at most max_seeds seeds.
+    """
+    known: list[PlannedRun] = []
+    measured: dict[Settings, dict[int, float | None]] = {}
+    while (tuning := tune(grid_of, study.tuning, measured)).knob is not None:
+        stack = [tuning.at(value) for value in tuning.values]
+        # The values of a trial's knob share a run; those of a model's field are compiled in.
+        stacks = [stack] if tuning.knob in TRIAL_KNOBS else [[settings] for settings in stack]
+        new = [_run(study, arm, SCREENING, tuning.knob, tuning.seeds, s) for s in stacks]
+        known += new
+        for run in new:
+            if (trials := results(run)) is None:
+                return known, tuning.settings
+            for trial in trials:
+                of_seed = measured.setdefault(_settings(run.config, trial['trial']), {})
+                of_seed |= _losses([trial], 'val_loss')
+    best, seeds = tuning.settings, study.base.trials.seeds
+    if arm.key.control == LONGER:
+        seeds = study.controls.longer_seeds
+    return [*known, _run(study, arm, VERDICT, None, seeds, [best])], best
+
+
+def _run(
+    study: Study,
+    arm: MatchedArm,
+    stage: str,
+    knob: str | None,
+    seeds: Seeds,
+    stack: Sequence[Settings] = (),
+) -> PlannedRun:
+    """The run of a stack of settings, by default those of the study, each with these seeds."""
+    base, model = study.base, arm.model
+    trials = dataclasses.replace(base.trials, seeds=seeds)
+    if stack:
+        columns = zip(KNOBS, zip(*stack, strict=True), strict=True)
+        values = {name: tuple(dict.fromkeys(column)) for name, column in columns}
+        fields = {f'{name}s': values[name] for name in TRIAL_KNOBS}
+        trials = dataclasses.replace(trials, **fields)
+        model = dataclasses.replace(model, **{name: values[name][0] for name in MODEL_KNOBS})
+    data = dataclasses.replace(base.data, name=arm.key.corpus)
+    config = dataclasses.replace(base, data=data, trials=trials, model=model)
+    if arm.key.control == LONGER:
+        times, names = study.controls.longer, ('num_steps', 'eval_every', 'checkpoint_every')
+        steps = {name: times * getattr(base.train, name) for name in names}
+        warmup = times * base.optimizer.warmup_steps
+        config = dataclasses.replace(
+            config,
+            train=dataclasses.replace(base.train, **steps),
+            optimizer=dataclasses.replace(base.optimizer, warmup_steps=warmup),
+        )
+    return PlannedRun(arm, stage, knob, config)
+
+
+def _decided(
+    study: Study, results: Results, arms: Sequence[MatchedArm], known: Sequence[PlannedRun]
+) -> Iterator[MatchedArm]:
+    """The baseline and the decided arms of each size and corpus whose verdicts are finished.
+
+    They are decided by the tests alone, on test losses paired over seeds, corrected for the
+    comparisons of the whole study: other reasons are not known before the report.
+    """
+    primary = [arm for arm in arms if arm.key.control is None]
+    comparisons = sum(arm.variant != study.baseline for arm in primary)
+    verdicts = {run.arm.key: run for run in known if run.stage == VERDICT}
+    finished = {key: trials for key, run in verdicts.items() if (trials := results(run))}
+    losses = {key: _losses(trials, 'test_loss') for key, trials in finished.items()}
+    for corpus, size in dict.fromkeys((arm.key.corpus, arm.key.size) for arm in primary):
+        group = [arm for arm in primary if (arm.key.corpus, arm.key.size) == (corpus, size)]
+        (baseline,) = (arm for arm in group if arm.variant == study.baseline)
+        if not losses.keys() >= {arm.key for arm in group}:
+            continue
+        tests, diverged = {}, {}
+        for key in (arm.key for arm in group if arm is not baseline):
+            pairs = [(one, losses[baseline.key][seed]) for seed, one in losses[key].items()]
+            one, other = zip(*pairs, strict=True)
+            diverged[key] = one.count(None), other.count(None)
+            both = [one - other for one, other in pairs if None not in (one, other)]
+            tests[key] = inference.paired(both, study.margin) if both else None
+        judged = decision.judge(tests, diverged=diverged, planned=comparisons)
+        decided = {k for k, one in judged.items() if one.decision is not Decision.UNDECIDED}
+        if decided:
+            yield from (arm for arm in group if arm is baseline or arm.key in decided)
 
 
 def imagined(study: Study, arms: Sequence[MatchedArm]) -> list[PlannedRun]:
@@ -148,12 +249,16 @@ def estimate(study: Study, arms: Sequence[MatchedArm]) -> str:
     Time is that of compilation and training at the baseline's speed, by size.
     """
     planned = imagined(study, arms)
-    compiling: dict[str, float] = {}  # seconds, by size
-    speeds: dict[str, float] = {}  # FLOP/s
+    times: dict[str, tuple[float, float]] = {}  # seconds for a FLOP and for compilation, by size
     for run in sorted(planned, key=lambda run: run.arm.variant != study.baseline):
-        if run.arm.key.size not in speeds:
-            per_step, compiling[run.arm.key.size] = program.warm_up(run.config)
-            speeds[run.arm.key.size] = run.flops / run.config.train.num_steps / per_step
+        if run.arm.key.size not in times:
+            per_step, compilation = program.warm_up(run.config)
+            times[run.arm.key.size] = per_step * run.config.train.num_steps / run.flops, compilation
+
+    def seconds(run: PlannedRun) -> float:
+        per_flop, compilation = times[run.arm.key.size]
+        return run.flops * per_flop + compilation
+
     stages: dict[str, list[PlannedRun]] = {}
     for run in planned:
         stage = ' '.join(filter(None, (run.arm.key.control, run.stage, run.knob)))
@@ -163,10 +268,7 @@ def estimate(study: Study, arms: Sequence[MatchedArm]) -> str:
     rows = []
     for stage, members in (stages | {'total': planned}).items():
         number, trials, tokens, flops = cost(members)
-        seconds = sum(
-            run.flops / speeds[run.arm.key.size] + compiling[run.arm.key.size] for run in members
-        )
-        time = str(datetime.timedelta(seconds=round(seconds)))
+        time = str(datetime.timedelta(seconds=round(sum(map(seconds, members)))))
         rows.append([stage, str(number), str(trials), f'{tokens:.3g}', f'{flops:.3g}', time])
     names = ('runs', 'trials', 'tokens', 'FLOPs', 'about')
     lines = [text_table([('stage', True), *((name, False) for name in names)], rows)]
@@ -175,115 +277,6 @@ def estimate(study: Study, arms: Sequence[MatchedArm]) -> str:
         most, seeds = study.tuning.max_points, study.tuning.max_seeds
         lines.append(f'at least; a grid may grow to {most} values, and each value to {seeds} seeds')
     return '\n'.join(lines)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """The inputs, beside the arms, from which the runs of a study follow."""
-
-    study: Study  # resolved
-    results: Results
-
-    def runs(self, arms: Sequence[MatchedArm]) -> list[PlannedRun]:
-        """Every run known so far: screening and verdicts arm by arm, then longer runs."""
-        study = self.study
-        if not study.tuning.seeds:
-            return [self._run(arm, SINGLE, None, study.base.trials.seeds) for arm in arms]
-        known: list[PlannedRun] = []
-        chosen: dict[ArmKey, Settings] = {}
-        for arm in arms:
-            of_arm, chosen[arm.key] = self._tuned(arm, grids(study, arm))
-            known += of_arm
-        for arm in [*self._decided(arms, known)] if study.controls.longer else ():
-            longer = dataclasses.replace(arm, key=arm.key._replace(control=LONGER))
-            known += self._tuned(longer, grids_around(grids(study, arm), chosen[arm.key]))[0]
-        return known
-
-    def _tuned(self, arm: MatchedArm, grid_of: Grids) -> tuple[list[PlannedRun], Settings]:
-        """The runs of an arm known so far, and its settings, chosen once it has verdict runs.
-
-        Screening ends: a grid holds at most max_points values, each with at most max_seeds seeds.
-        """
-        known: list[PlannedRun] = []
-        measured: dict[Settings, dict[int, float | None]] = {}
-        while (tuning := tune(grid_of, self.study.tuning, measured)).knob is not None:
-            stack = [tuning.at(value) for value in tuning.values]
-            # The values of a trial's knob share a run; those of a model's field are compiled in.
-            stacks = [stack] if tuning.knob in TRIAL_KNOBS else [[settings] for settings in stack]
-            new = [self._run(arm, SCREENING, tuning.knob, tuning.seeds, s) for s in stacks]
-            known += new
-            finished = [self.results(run) for run in new]
-            if None in finished:
-                return known, tuning.settings
-            for run, trials in zip(new, finished, strict=True):
-                for trial in trials or ():
-                    of_seed = measured.setdefault(_settings(run.config, trial['trial']), {})
-                    of_seed |= _losses([trial], 'val_loss')
-        best, seeds = tuning.settings, self.study.base.trials.seeds
-        if arm.key.control == LONGER:
-            seeds = self.study.controls.longer_seeds
-        return [*known, self._run(arm, VERDICT, None, seeds, [best])], best
-
-    def _run(
-        self,
-        arm: MatchedArm,
-        stage: str,
-        knob: str | None,
-        seeds: Seeds,
-        stack: Sequence[Settings] = (),
-    ) -> PlannedRun:
-        """The run of a stack of settings, by default those of the study, each with these seeds."""
-        study, base = self.study, self.study.base
-        model, trials = arm.model, dataclasses.replace(base.trials, seeds=seeds)
-        if stack:
-            columns = zip(KNOBS, zip(*stack, strict=True), strict=True)
-            values = {name: tuple(dict.fromkeys(column)) for name, column in columns}
-            fields = {f'{name}s': values[name] for name in TRIAL_KNOBS}
-            trials = dataclasses.replace(trials, **fields)
-            model = dataclasses.replace(model, **{name: values[name][0] for name in MODEL_KNOBS})
-        data = dataclasses.replace(base.data, name=arm.key.corpus)
-        config = dataclasses.replace(base, data=data, trials=trials, model=model)
-        if arm.key.control == LONGER:
-            times, names = study.controls.longer, ('num_steps', 'eval_every', 'checkpoint_every')
-            steps = {name: times * getattr(base.train, name) for name in names}
-            warmup = times * base.optimizer.warmup_steps
-            config = dataclasses.replace(
-                config,
-                train=dataclasses.replace(base.train, **steps),
-                optimizer=dataclasses.replace(base.optimizer, warmup_steps=warmup),
-            )
-        return PlannedRun(arm, stage, knob, config)
-
-    def _decided(
-        self, arms: Sequence[MatchedArm], known: Sequence[PlannedRun]
-    ) -> Iterator[MatchedArm]:
-        """The baseline and the decided arms of each size and corpus whose verdicts are finished.
-
-        They are decided by the tests alone, on test losses paired over seeds, corrected for the
-        comparisons of the whole study: other reasons are not known before the report.
-        """
-        study = self.study
-        primary = [arm for arm in arms if arm.key.control is None]
-        comparisons = sum(arm.variant != study.baseline for arm in primary)
-        verdicts = {run.arm.key: run for run in known if run.stage == VERDICT}
-        results = {key: self.results(run) for key, run in verdicts.items()}
-        losses = {key: _losses(r, 'test_loss') for key, r in results.items() if r is not None}
-        for corpus, size in dict.fromkeys((arm.key.corpus, arm.key.size) for arm in primary):
-            group = [arm for arm in primary if (arm.key.corpus, arm.key.size) == (corpus, size)]
-            (baseline,) = (arm for arm in group if arm.variant == study.baseline)
-            if not losses.keys() >= {arm.key for arm in group}:
-                continue
-            tests, diverged = {}, {}
-            for key in (arm.key for arm in group if arm is not baseline):
-                pairs = [(one, losses[baseline.key][seed]) for seed, one in losses[key].items()]
-                one, other = zip(*pairs, strict=True)
-                diverged[key] = one.count(None), other.count(None)
-                both = [one - other for one, other in pairs if None not in (one, other)]
-                tests[key] = inference.paired(both, study.margin) if both else None
-            judged = decision.judge(tests, diverged=diverged, planned=comparisons)
-            decided = {k for k, one in judged.items() if one.decision is not Decision.UNDECIDED}
-            if decided:
-                yield from (arm for arm in group if arm is baseline or arm.key in decided)
 
 
 def _settings(config: Config, trial: Mapping[str, Any]) -> Settings:
