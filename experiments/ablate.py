@@ -43,7 +43,7 @@ def main() -> None:
     if DRY_RUN.value:
         print(f'\n{plan.estimate(config, _matched(config))}')
         return
-    path = local_workers.run(config, lambda: _matched(config), cli.required(WORKDIR), workers)
+    path = local_workers.run(config, cli.required(WORKDIR), _matched(config), workers)
     if not agreement.owner():
         return
     if config.tuning.seeds:

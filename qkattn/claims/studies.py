@@ -5,7 +5,6 @@ import logging
 import runpy
 import time
 from collections.abc import Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -137,7 +136,7 @@ def train(studies: Mapping[str, Study], directory: Path, workers: int | None) ->
     path = check_directory(directory)
     for number, (name, study) in enumerate(studies.items(), start=1):
         log.info('study %s, %d of %d', name, number, len(studies))
-        local_workers.run(study, partial(build_arms, study), path / name, workers)
+        local_workers.run(study, path / name, build_arms(study), workers)
     # After all training: this process takes memory of a GPU as soon as it computes.
     for name, study in studies.items():
         if study.tuning.seeds:

@@ -9,7 +9,6 @@ import logging
 import math
 import multiprocessing.connection
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,19 +66,13 @@ def limit(study: Study, arms: list[MatchedArm], wanted: int | None, left: list[P
     return max(1, int(min(wanted or room, room, runs)))
 
 
-def run(
-    study: Study,
-    match: Callable[[], list[MatchedArm]],
-    workdir: str | Path,
-    wanted: int | None,
-) -> Path:
+def run(study: Study, workdir: str | Path, arms: list[MatchedArm], wanted: int | None) -> Path:
     """Trains until every run of the study has its result, and returns the study's directory.
 
-    Starts `wanted` workers; None for as many as there is room for. `match` makes the arms. Raises
-    ConfigError and Stopped as `worker.run`, and ProcessError if runs are left because workers
-    crashed.
+    Starts `wanted` workers; None for as many as there is room for. Raises ConfigError and Stopped
+    as `worker.run`, and ProcessError if runs are left because workers crashed.
     """
-    path, arms, number = check_directory(workdir), match(), 1
+    path, number = check_directory(workdir), 1
     if wanted != 1:
         declaration.require_no_run(path)
         number = limit(study, arms, wanted, worker.left_of(study, arms, path))

@@ -61,7 +61,7 @@ def run_workers(work, path) -> None:
     local_workers.limit = lambda study, arms, wanted, left: 2
     try:
         with signals.exit_on_signal():
-            local_workers.run(STUDY, lambda: [], path, wanted=2)
+            local_workers.run(STUDY, path, [], wanted=2)
     except Exception as error:
         cli.exit_with(*cli.outcome(error))
 

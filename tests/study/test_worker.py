@@ -148,7 +148,7 @@ def test_a_study_is_planned_trained_and_judged(trained, tmp_path):
 def test_the_directory_of_a_run_is_refused_before_anything_is_written(tmp_path, workers):
     (tmp_path / 'config.json').write_text('{}')
     with pytest.raises(ConfigError, match=f'workdir={tmp_path} holds a run, not a study; give a'):
-        local_workers.run(STUDY, lambda: build_arms(STUDY), tmp_path, workers)
+        local_workers.run(STUDY, tmp_path, build_arms(STUDY), workers)
     assert [path.name for path in tmp_path.iterdir()] == ['config.json']
 
 
