@@ -12,8 +12,6 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, cast
 
-import jax
-
 from qkattn.config import Config, Study, from_json, to_json
 from qkattn.data.pipeline import check_documents
 from qkattn.data.tasks.task_registry import rows_of
@@ -48,7 +46,6 @@ def run(study: Study, workdir: str | Path, *, arms: list[MatchedArm] | None = No
     trained; Stopped on SIGTERM or Ctrl-C, with the state saved.
     """
     require_same_settings(study)
-    jax.devices()  # which the processes of a job can only open together
     path = check_directory(workdir)
     failed: dict[str, str] = {}
     with StopRequest() as stop:
@@ -100,14 +97,12 @@ class _Worker:
         {} after a while of waiting if others hold all runs that are left; None if none is left.
         """
         left = [run for run in self._write_plan() if run.id not in failed]
+        self.lease = None
         for run in left:
-            if run.id in self.refused:
-                continue
-            self.lease = leases.acquire(self.path / 'leases', run.id)
+            if run.id not in self.refused:
+                self.lease = leases.acquire(self.path / 'leases', run.id)
             if self.lease is not None:
                 break
-        else:
-            self.lease = None
         if self.lease is None:
             self.refused.clear()
             return self._wait(left) if left else None
