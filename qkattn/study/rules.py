@@ -53,10 +53,7 @@ def broken(study: Study) -> Iterator[str]:
     grids = {f'trials.{knob}s': getattr(trials, f'{knob}s') for knob in TRIAL_KNOBS}
     grids |= {name: values for name, values in model_grids.items() if values}
     for name, values in grids.items():
-        if len(values) == 1 and name in model_grids:
-            field = name.removeprefix('tuning.').removesuffix('s')
-            yield f'{name}={values} must be a grid; set a single value as base.model.{field}'
-        elif len(values) != 1 and not _ascends(values):
+        if len(values) > 1 and not _ascends(values):
             yield f'{name}={values} must ascend by a constant factor, as in (0.001, 0.002, 0.004)'
     points, num_seeds = max(map(len, grids.values())), len(tuning.seeds)
     if tuning.max_points < (least := max(points, MIN_VALUES)):
@@ -95,13 +92,10 @@ def _expected(study: Study) -> Iterator[str]:
 
 def _ascends(values: tuple[float, ...]) -> bool:
     """Whether a grid ascends by one factor from above 0."""
-    return (
-        len(values) > 1
-        and 0 < values[0] < values[1] < math.inf
-        and all(
-            math.isclose(right / left, values[1] / values[0], rel_tol=1e-3)
-            for left, right in itertools.pairwise(values)
-        )
+    first, second, *_ = values
+    return 0 < first < second < math.inf and all(
+        math.isclose(right / left, second / first, rel_tol=1e-3)
+        for left, right in itertools.pairwise(values)
     )
 
 

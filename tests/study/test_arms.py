@@ -90,7 +90,6 @@ SCALED = {'variants': ('qk/vo', 'qk/vo?score_scale=2.0')} | tuning(score_scales=
         (TUNED, tuning(max_points=2), 'max_points=2 must be at least 3'),
         (TUNED, {'expected': ('qk/vo is worse',)}, "'qk/vo' is none of the arms"),
         (TUNED, FREE | {'expected': (AT_SHAPE,)}, 'needs controls.equal_shape and a match'),
-        (TUNED, tuning(score_scales=(1.0,)), 'a single value as base.model.score_scale'),
         (TUNED, tuning(init_vos=(1.0, 0.5)), 'init_vos=.* must ascend'),
         (TUNED, base('trials', learning_rates=(1e-3, 2e-3, 3e-3)), 'rates=.* must ascend'),
         (TUNED, base('trials', weight_decays=(0.0, 0.1)), 'decays=.* must ascend'),
