@@ -46,9 +46,6 @@ def problem(config: ModelConfig) -> str | None:
     return None
 
 
-_cost = functools.lru_cache(maxsize=1024)(cost.measured)
-
-
 @dataclasses.dataclass(frozen=True)
 class Dimension:
     """An integer of the model's shape that is solved for, as documented in `match`."""
@@ -90,7 +87,7 @@ class Dimension:
         return dataclasses.replace(config, **fields)
 
     def cost(self, value: int) -> float:
-        return _cost(self.at(value), self.which)
+        return cost.measured(self.at(value), self.which)
 
     def first(self, values: range) -> int | None:
         """The first of the values at which the variant can be built; some need powers of two."""
@@ -156,7 +153,7 @@ def match(
     value, goal = dimension.nearest(target), f'{target:.0f} {COSTS[which]}'
     at, solved = f'{destination}={value}', dimension.at(value)
     wider = dataclasses.replace(solved, d_ff=solved.mlp_width + 1)
-    step = _cost(wider, which) - dimension.cost(value)  # 0 of a cache
+    step = cost.measured(wider, which) - dimension.cost(value)  # 0 of a cache
     if fill and destination != 'd_ff' and step:
         d_ff = solved.mlp_width + round((target - dimension.cost(value)) / step)
         if d_ff < 1:
@@ -169,7 +166,7 @@ def match(
             f'than {value}, so d_ff would absorb it all: use the destination d_ff '
             '(--config.destinations=\'("d_ff",)\'), or a baseline of another size'
         )
-    residual = _cost(solved, which) / target - 1
+    residual = cost.measured(solved, which) / target - 1
     if abs(residual) > tolerance:
         raise MatchError(
             f'reaches {goal} only to {residual:+.3%}, at {at} and '
@@ -294,7 +291,7 @@ def _at_size(study: Study, size: str) -> list[MatchedArm]:
         control: str | None = None,
     ) -> None:
         validate(dataclasses.replace(study.base, model=config))
-        residual = _cost(config, which) / target - 1
+        residual = cost.measured(config, which) / target - 1
         several = destination is not None and len(study.destinations) > 1
         label = f'{variant} [{destination}]' if several else variant
         key = ArmKey(label, size, study.corpora[0], control)
@@ -316,17 +313,15 @@ def _at_size(study: Study, size: str) -> list[MatchedArm]:
         config = model(variant)
         check_section(f'variant {variant!r}: model.', config)
         for destination in study.destinations:
-            solved = config
-            if study.match is not None:
-                try:
-                    solved = solve(config, destination=destination)
-                except MatchError as error:
-                    refused.append(f'variant {variant!r} {error}')
-                    continue
-            add(variant, solved, destination)
+            try:
+                solved = solve(config, destination=destination) if study.match else config
+            except MatchError as error:
+                refused.append(f'variant {variant!r} {error}')
+            else:
+                add(variant, solved, destination)
         # A variant at the baseline's shape, if it costs less there.
         config = dataclasses.replace(config, d_ff=config.d_ff or baseline.d_ff)
-        saves = problem(config) is None and _cost(config, which) < target
+        saves = problem(config) is None and cost.measured(config, which) < target
         if study.controls.equal_shape and saves and config not in [arm.model for arm in arms]:
             add(variant, config, control=EQUAL_SHAPE)
     if refused:
