@@ -46,17 +46,6 @@ def test_losses_are_those_of_counts_in_dictionaries_and_probabilities_sum_to_one
                 assert nats_ORT[order, r, t - 1] == pytest.approx(-math.log(p))
 
 
-def test_a_context_ends_where_its_row_starts():
-    contexts_KN, targets_N = ngrams.preceding(np.array([[1, 2, 3], [4, 0, 1]]), 2)
-    assert contexts_KN.tolist() == [[1, 2, 4, 0], [-1, 1, -1, 4]]
-    assert targets_N.tolist() == [2, 3, 0, 1]
-    assert ngrams.neighbours(np.array([[1, 2, 3]])).tolist() == [[-1, 1, 2], [2, 3, -1]]
-    # Rows shorter than the order have the losses of lower ones.
-    short = ngrams.preceding(np.array([[0, 1], [1, 1]]), 4)
-    (nats_OM,) = ngrams.losses(*short, [short], V)
-    np.testing.assert_array_equal(nats_OM[2:], nats_OM[1:2].repeat(3, 0))
-
-
 def test_a_hidden_neighbour_is_left_out_of_the_context():
     """Counts of (left, right) back off to the left one, and to none without it."""
     text_RT = np.array([[0, 1, 2, 0, 1, 3]])
