@@ -1,7 +1,6 @@
-"""Prints the results of a study or run; of a study, writes tables, figures and report.html, too.
+"""Prints the results of a study and writes its tables, figures and report.html.
 
 python -m experiments.report --study=runs/fair_small
-python -m experiments.report --run=runs/small
 python -m experiments.report --study=runs/fair_small --export=results/fair_small   # to keep
 python -m experiments.report --study=runs/fair_small --yardsticks          # record them first
 python -m experiments.report --study=runs/fair_small --accept=commits --why='docs alone differ'
@@ -20,7 +19,6 @@ from qkattn.storage import ledger
 from qkattn.storage.files import as_path
 
 STUDY = flags.DEFINE_string('study', None, 'Study directory, as written by experiments.ablate.')
-RUN = flags.DEFINE_string('run', None, 'Run directory, as written by experiments.train.')
 EXPORT = flags.DEFINE_string(
     'export', None, 'Directory to copy the files to that a report is made from.'
 )
@@ -37,24 +35,20 @@ YARDSTICKS = flags.DEFINE_bool(
 
 
 def main() -> None:
-    if (STUDY.value is None) == (RUN.value is None):
-        raise ReportError('one of --study=DIRECTORY and --run=DIRECTORY is required')
-    if RUN.value is not None:
-        print(report.show_run_report(RUN.value))
-        return
+    study = as_path(cli.required(STUDY))
     for code in ACCEPT.value:
-        ledger.accept(as_path(STUDY.value), code, WHY.value)
+        ledger.accept(study, code, WHY.value)
     problems = []
     if YARDSTICKS.value:
         # Imported here: reports are written without JAX.
         recorder = importlib.import_module('qkattn.study.yardsticks')
-        with waiting(as_path(STUDY.value).name, 'recording yardsticks'):
-            problems = recorder.record(STUDY.value)
-    with waiting(as_path(STUDY.value).name, 'writing the report'):
-        text = report.show_report(STUDY.value)
+        with waiting(study.name, 'recording yardsticks'):
+            problems = recorder.record(study)
+    with waiting(study.name, 'writing the report'):
+        text = report.show_report(study)
     print(text)
     if EXPORT.value is not None:
-        print(f'exported to {export(STUDY.value, EXPORT.value)}')
+        print(f'exported to {export(study, EXPORT.value)}')
     if problems:
         raise ReportError(f'yardsticks could not be recorded: {"; ".join(problems)}')
 

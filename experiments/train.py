@@ -60,7 +60,6 @@ def main() -> None:
     print(f'metrics     {path / "metrics.jsonl"}')
     print(f'checkpoints {path / "checkpoints"}')
     print(f'to export   {cli.script("convert")} --source={path} --out=DIRECTORY')
-    print(f'to report   {cli.script("report")} --run={path}')
 
 
 def summary(result: dict[str, Any]) -> dict[str, list[str]]:

@@ -7,13 +7,7 @@ from qkattn.errors import ReportError
 from qkattn.report.figures import figures
 from qkattn.report.figures.style import Drawing, write_plots
 from qkattn.report.page import report_page
-from qkattn.report.tables import (
-    csv_table,
-    headline,
-    report_markdown,
-    show_run_report,
-    terminal_text,
-)
+from qkattn.report.tables import csv_table, headline, report_markdown, terminal_text
 from qkattn.storage import ledger
 from qkattn.storage.files import write_atomic
 from qkattn.storage.records import parse_file
@@ -21,7 +15,7 @@ from qkattn.study import stored
 from qkattn.study.tuning import SCREENING
 from qkattn.verdict import Findings, Study, find, load_findings, load_study
 
-__all__ = ['documents', 'export', 'headline', 'show_report', 'show_run_report', 'write_report']
+__all__ = ['documents', 'export', 'headline', 'show_report', 'write_report']
 
 
 def documents(

@@ -15,10 +15,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 from markupsafe import Markup
 
-from qkattn.config import Config, from_json
-from qkattn.errors import ReportError
 from qkattn.jobs.output import text_table, visible
-from qkattn.metrics import shown
 from qkattn.report import columns, prose
 from qkattn.report.columns import Heading, Table
 from qkattn.report.figures.style import short
@@ -26,8 +23,6 @@ from qkattn.report.prose import NONE, interval, one_line, rounded, sentences, wo
 from qkattn.stats.inference import LEVEL, POWER
 from qkattn.stats.scaling import Interval, Law
 from qkattn.storage import ledger
-from qkattn.storage.files import as_path
-from qkattn.storage.records import CONFIG, metrics_of, read_json, read_results
 from qkattn.study.arm_key import ArmKey
 from qkattn.verdict import rules
 from qkattn.verdict.arms import Arm
@@ -273,34 +268,3 @@ def _fitted(titles: Sequence[Heading], rows: Sequence[Sequence[str]], width: int
         if max(map(len, table.splitlines())) <= width:
             break
     return table
-
-
-def show_run_report(run_dir: str | Path) -> str:
-    """How the trials of a finished run ended and their metrics, as text.
-
-    ReportError if the directory is not a run or has no results, RunDirectoryError if damaged.
-    """
-    path = as_path(run_dir)
-    if not (path / 'config.json').exists():
-        raise ReportError(f'{path} holds no config.json, so this is not a run directory')
-    config = from_json(Config, read_json(path / 'config.json', CONFIG)['config'])
-    if not (path / 'result.json').exists():
-        raise ReportError(f'{path} holds no result.json yet')
-    results = read_results(path / 'result.json', trials := config.trials.trials())
-    differing = [n for n in trials[0] if len({trial[n] for trial in trials}) > 1] or ['seed']
-    table = {
-        'trial': [', '.join(f'{words(n)} {trial[n]:g}' for n in differing) for trial in trials],
-        'end': [
-            result['status'] + (f' at step {at:,}' if (at := result.get('diverged_at')) else '')
-            for result in results
-        ],
-    }
-    for metric in shown(metrics_of(results[0]), results):
-        for measure in (columns.Measure(metric, split) for split in metric.prefixes):
-            values = [result.get(measure.field) for result in results]
-            if any(value is not None for value in values):
-                table[f'{measure.name}|{measure.unit}'] = [
-                    NONE if v is None else f'{metric.scale * v:.{metric.decimals}f}' for v in values
-                ]
-    titles = [(name, name in ('trial', 'end')) for name in table]
-    return text_table(titles, list(zip(*table.values(), strict=True)))

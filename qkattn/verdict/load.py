@@ -142,8 +142,6 @@ def load_study(directory: str | Path) -> Study:
     path, files = directory / 'study.json', stored.opened(directory)
     if not directory.is_dir():
         raise ReportError(f'study directory {str(directory)!r} does not exist.')
-    if not path.exists() and (directory / 'config.json').exists():
-        raise ReportError(f'{str(directory)!r} is the directory of a run; give it as --run.')
     if not path.exists():
         raise ReportError(f'{str(path)!r} does not exist, so this is not a study directory.')
     try:

@@ -17,7 +17,7 @@ CASES = [
     ('ablate', '--config=claims/masked:tpu', '--dry_run', "scale='tpu' must be one of smoke, cpu"),
     ('ablate', '--config=FILE.py is required'),
     ('report', '--study=absent', "'absent' does not exist"),
-    ('report', 'one of --study=DIRECTORY and --run'),
+    ('report', '--study=DIRECTORY is required'),
     ('verify', '--results=absent', '--results=absent contains no study directory'),
     ('verify', '--results=absent', '--pages=/dev/zero', "--pages: '/dev/zero' is not a file"),
     ('prepare_data', '--config=run.py', '--out=/proc/x', '/proc/x cannot be written'),

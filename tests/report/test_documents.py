@@ -6,14 +6,10 @@ import statistics
 
 import pytest
 
-from qkattn.config import Config, TrialsConfig, fingerprint, to_json
-from qkattn.errors import ReportError
 from qkattn.jobs.output import text_table
-from qkattn.report import documents, headline, show_report, show_run_report, tables
+from qkattn.report import documents, headline, show_report, tables
 from qkattn.report.columns import PAGE, measured, printed
-from qkattn.storage.records import write_json
 from qkattn.verdict import find, load_study
-from tests import studies
 from tests.report.conftest import BASE, Page, read, shifted
 from tests.studies import (
     edit_plan,
@@ -170,24 +166,3 @@ def test_what_a_page_says_where_results_are_missing(study_dir):
     records, absent = [trial_record('b/vo')], {'variants': ['absent/vo', 'b/vo']}
     html = page_of(write_study(study_dir / 'c', records, baseline='absent/vo', **absent))
     assert 'No difference at d_model=128: the baseline absent/vo has no finished trial' in html
-
-
-def test_the_trials_of_a_run(tmp_path):
-    with pytest.raises(ReportError, match='not a run directory'):
-        show_run_report(tmp_path)
-    config = Config(trials=TrialsConfig(seeds=(3, 4)))
-    write_json(tmp_path / 'config.json', {'hash': fingerprint(config), 'config': to_json(config)})
-    with pytest.raises(ReportError, match='no result.json yet'):
-        show_run_report(tmp_path)
-    first, second = config.trials.trials()
-    results = [
-        studies.result_record(trial=first, val_loss=1.5, test_loss=1.625),
-        studies.result_record(trial=second, val_loss=None, test_loss=None)
-        | {'status': 'diverged', 'diverged_at': 201},
-    ]
-    write_json(tmp_path / 'result.json', results)
-    *_, one, other = show_run_report(tmp_path).splitlines()
-    assert one.split()[:5] == ['seed', '3', 'finished', '1.5000', '1.6250']
-    assert other.split()[:7] == ['seed', '4', 'diverged', 'at', 'step', '201', '-']
-    with pytest.raises(ReportError, match='is the directory of a run; give it as --run'):
-        load_study(tmp_path)
