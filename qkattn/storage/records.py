@@ -60,7 +60,6 @@ DOCUMENTS = {
 RUN_FILES = {'config.json': CONFIG, 'provenance.json': PROVENANCE, 'result.json': [RESULT]}
 # What is read of study.json before it is compared field by field, and an arm in it.
 STUDY = {'base': dict, **dict.fromkeys(('variants', 'sizes', 'corpora', 'arms'), list)}
-ORPHAN = {'directory': str}
 ARM_KEY = {'variant': str, 'size': str, 'corpus': str, 'control': str | None}
 # The field of a result that describes its metrics from outside, which it has only with such, and
 # what that records of each, so that they are read without their modules.

@@ -32,7 +32,7 @@ from qkattn.study.tuning import SCREENING
 
 RUNS, DOCUMENTS = 'runs.jsonl', 'documents.npz'
 _DOCUMENTS = 'documents.json'  # of a run
-WHOLE_FILES = ('study.json', 'ledger.jsonl', 'yardsticks.json', 'orphans.jsonl')
+WHOLE_FILES = ('study.json', 'ledger.jsonl', 'yardsticks.json')
 STORED = (RUNS, DOCUMENTS, *WHOLE_FILES)
 _INDEXED = ('provenance', 'data')
 # What a line of results.jsonl has beside an entry of result.json.

@@ -21,16 +21,16 @@ class RemarkCode(enum.Enum):
 
     # Of the study: its seeds, its evaluation, the software of its runs, its ledger.
     LEARNING_RATE_NOT_TUNED, SHARED_SEEDS, EVALUATION = range(3)
-    SOFTWARE_DIFFERS, UNCOMMITTED_CHANGES, OTHER_DECLARATION, ORPHANED_RUNS = range(3, 7)
+    SOFTWARE_DIFFERS, UNCOMMITTED_CHANGES, OTHER_DECLARATION = range(3, 6)
     # Of an arm: its training, its matching, its seeds and settings.
-    STOPPED_EARLY, NOT_ANNEALED, MISSING_RESULTS, OVER_TOLERANCE = range(7, 11)
-    DIFFERS_FROM_BASELINE, OTHER_SEEDS, OTHER_SETTING = range(11, 14)
-    NOT_BRACKETED, UNBOUNDED_OPTIMUM, SCREENING_INCOMPLETE = range(14, 17)
+    STOPPED_EARLY, NOT_ANNEALED, MISSING_RESULTS, OVER_TOLERANCE = range(6, 10)
+    DIFFERS_FROM_BASELINE, OTHER_SEEDS, OTHER_SETTING = range(10, 13)
+    NOT_BRACKETED, UNBOUNDED_OPTIMUM, SCREENING_INCOMPLETE = range(13, 16)
     # Of an arm: its splits, when it was declared, and whether a look has seen another run.
-    NO_TEST, FEW_DOCUMENTS, POST_HOC, ALTERED = range(17, 21)
+    NO_TEST, FEW_DOCUMENTS, POST_HOC, ALTERED = range(16, 20)
     # Of a baseline, or of the study: whether its models are trained enough to compare.
-    NO_YARDSTICK, BELOW_YARDSTICK, LITTLE_CONTEXT = range(21, 24)
-    LOW_BLEU, SOURCES_UNUSED, BIMODAL_SEEDS = range(24, 27)
+    NO_YARDSTICK, BELOW_YARDSTICK, LITTLE_CONTEXT = range(20, 23)
+    LOW_BLEU, SOURCES_UNUSED, BIMODAL_SEEDS = range(23, 26)
 
 
 class ReasonCode(enum.Enum):

@@ -4,8 +4,8 @@ A bad file of the study is refused, a bad file of a run is left out and named.
 
 A study is `study.json` (the declared arms), `plan.jsonl` (one object per run known so far),
 `results.jsonl` (one object per trial, those of a run in order), `ledger.jsonl` (what was declared
-and when), `orphans.jsonl` (runs outside the plan), `yardsticks.json` and one directory per run with
-`metrics.jsonl` and `documents.json`; or the files of `qkattn.study.stored`, which give these.
+and when), `yardsticks.json` and one directory per run with `metrics.jsonl` and `documents.json`; or
+the files of `qkattn.study.stored`, which give these.
 """
 
 import dataclasses
@@ -18,13 +18,13 @@ from qkattn.errors import ReportError, RunDirectoryError
 from qkattn.storage import ledger
 from qkattn.storage.files import as_path
 from qkattn.storage.ledger import Ledger
-from qkattn.storage.records import ORPHAN, check, parse_file, read, read_lines
+from qkattn.storage.records import check, parse_file, read, read_lines
 from qkattn.study import stored
 from qkattn.study.arm_key import CONTROLS, LONGER, ArmKey
 from qkattn.study.tuning import KNOBS, SINGLE, VERDICT
 from qkattn.verdict.runs import Run, Trial, parse_arm_key, parse_run, parse_trial, with_files
 
-# plan.jsonl, results.jsonl and orphans.jsonl are made from the runs.
+# plan.jsonl and results.jsonl are made from the runs.
 _ADVICE = 'restore it from a copy, or remove it and resume the study, which makes it again'
 
 
@@ -92,7 +92,6 @@ class Study:
     ledger: Ledger | None = None
     # Runs that are not what an earlier look saw, with the number of that look.
     altered: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    orphans: tuple[str, ...] = ()  # directories of runs that are no part of the plan
     runs: tuple[Run, ...] = ()
     problems: tuple[str, ...] = ()  # sentences about files of runs that could not be read
     # By the key of the baseline; None if they are not recorded.
@@ -153,8 +152,6 @@ def load_study(directory: str | Path) -> Study:
     problems: list[str] = []
     try:
         runs = [with_files(run, files, problems) for run in _read_runs(study)]
-        path = files / 'orphans.jsonl'
-        orphans = read_lines(path, ORPHAN, _ADVICE) if path.exists() else []
     except RunDirectoryError as error:
         raise ReportError(f'{error}') from error
     if not any(run.trials for run in runs):
@@ -166,7 +163,6 @@ def load_study(directory: str | Path) -> Study:
         runs=tuple(runs),
         ledger=kept,
         altered=kept.altered(ledger.seen(files)) if kept else {},
-        orphans=tuple(record['directory'] for record in orphans),
         yardsticks=yardsticks,
         problems=tuple(problems),
     )

@@ -78,14 +78,12 @@ def _tuning(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
 
 
 def _declaration(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
-    """The study is what its ledger declares, and no run was left out of its plan."""
+    """The study is what its ledger declares, and its runs are what looks have seen."""
     if study.ledger and study.ledger.declaration != study.declaration:
         yield _block(RemarkCode.OTHER_DECLARATION)
     for run, look in study.altered.items():
         arm = study.by_name[run].key if run in study.by_name else None
         yield _block(RemarkCode.ALTERED, arm, run=run, look=look)
-    if study.orphans:
-        yield Remark(RemarkCode.ORPHANED_RUNS, {'runs': study.orphans})
 
 
 def _training(study: Study, arm: Arm) -> Iterator[Remark]:

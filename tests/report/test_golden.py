@@ -89,7 +89,7 @@ DATA = {
     **{'p': 1e-2, 'p_equivalence': 1e-4, 'parameters': (1000.0, 9000.0), 'planned': 2},
     **{'r_squared': 0.5, 'span': 4.0},
     **{'readable': 1, 'remarks': (Remark(RemarkCode.NO_TEST),), 'residual': 0.0123},
-    **{'rows': (512, 1024), 'run': 'abc', 'runs': ('1', '2', '3', '4'), 'schedule': 'linear'},
+    **{'rows': (512, 1024), 'run': 'abc', 'schedule': 'linear'},
     **{'sd': 0.4, 'seeds': (7, 8), 'side': Decision.WORSE, 'sizes': 2, 'step': 40},
     **{'split': 'test', 'stage': 'verdict', 'stopped': 1, 'target': 12000, 'test': -0.01},
     **{'test_tokens': (9,), 'times': 3.0, 'tokens': 512000, 'tolerance': 1e-3, 'trials': 8},

@@ -74,7 +74,6 @@ def planned(**changes):
         ('results.jsonl', result(val_loss=float('nan')), "'val_loss' is nan"),
         ('plan.jsonl', planned(control='x'), 'is no arm that study.json declares'),
         ('plan.jsonl', planned(run=RUN), 'is planned twice, differently'),
-        ('orphans.jsonl', {'run': 'b'}, "field 'directory' is missing"),
         (LOG, {'kind': 'eval'}, "field 'step' is missing"),
         (LOG, FINAL | {'val_loss': 3}, "'val_loss' is 3, expected"),
         (LOG, EVALUATION, 'does not end with the last evaluation'),
