@@ -88,7 +88,7 @@ class Results:
         if not self.has(name):
             return 'has no results'
         if loaded and (left := loaded.study.missing):
-            return f'lacks the results of {counted(left, "run")}'
+            return f'lacks the results of {counted(left, "arm")}'
         problems = loaded.study.problems if loaded else ()
         return f'is damaged: {problems[0]}' if problems else None
 

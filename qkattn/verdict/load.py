@@ -21,7 +21,7 @@ from qkattn.storage.ledger import Ledger
 from qkattn.storage.records import check, parse_file, read, read_lines
 from qkattn.study import stored
 from qkattn.study.arm_key import CONTROLS, LONGER, ArmKey
-from qkattn.study.tuning import KNOBS, SINGLE, VERDICT
+from qkattn.study.tuning import KNOBS, SCREENING
 from qkattn.verdict.runs import Run, Trial, parse_arm_key, parse_run, parse_trial, with_files
 
 # plan.jsonl and results.jsonl are made from the runs.
@@ -53,15 +53,6 @@ class Yardstick:
     def best(self, split: str) -> tuple[str, float] | None:
         """The name and the loss of the lowest on a split; None where nothing was counted."""
         return min(self.losses.get(split, {}).items(), key=lambda item: item[1], default=None)
-
-
-@dataclasses.dataclass(frozen=True)
-class Missing:
-    """A planned run without results, or an arm without such a run and without a result."""
-
-    key: ArmKey
-    stage: str | None  # None if no run of the arm is planned yet
-    knob: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,17 +99,11 @@ class Study:
         return tuple(knob for knob, values in self.grids.items() if len(values) > 1)
 
     @property
-    def missing(self) -> tuple[Missing, ...]:
-        """Declared arms without results and planned runs that are not finished."""
-        missing = []
-        last = SINGLE if self.tuning is None else VERDICT
-        for arm in dict.fromkeys((*self.arms, *(run.key for run in self.runs))):
-            of_arm = [run for run in self.runs if run.key == arm]
-            waiting = [run for run in of_arm if not run.trials]
-            missing += [Missing(arm, run.stage, run.knob) for run in waiting]
-            if not waiting and not any(run.stage == last for run in of_arm):
-                missing.append(Missing(arm, last if of_arm else None))
-        return tuple(missing)
+    def missing(self) -> tuple[ArmKey, ...]:
+        """Declared and planned arms of which no run but those of the screening has results."""
+        tried = {run.key for run in self.runs if run.trials and run.stage != SCREENING}
+        arms = dict.fromkeys((*self.arms, *(run.key for run in self.runs)))
+        return tuple(arm for arm in arms if arm not in tried)
 
     @property
     def by_name(self) -> dict[str, Run]:
