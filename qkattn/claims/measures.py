@@ -154,11 +154,9 @@ def _losses(loaded: Loaded, arm: Arm) -> dict[int, Losses]:
     """Validation losses of the chosen trials by seed and fraction of the steps."""
     by_seed: dict[int, Losses] = {}
     for trial in arm.chosen:
-        run = loaded.study.by_name[trial.run]
-        if run.curve is not None:
-            losses_E = run.curve.values_EX['val_loss'][:, run.trials.index(trial)]
-            pairs = zip(run.curve.steps_E, losses_E, strict=True)
-            by_seed[trial.seed] = {float(s) / run.num_steps: float(x) for s, x in pairs if x == x}
+        if trial.evaluations:
+            steps = trial.run.num_steps
+            by_seed[trial.seed] = {s / steps: loss for s, loss in trial.evaluations.items()}
     return by_seed
 
 

@@ -48,7 +48,7 @@ class Loaded(NamedTuple):
             'model': self.study.base['model']['kind'].replace('_', '-'),
             'size': arm.size,
             'corpus': arm.corpus,
-            'steps': str(arm.example.planned_steps),
+            'steps': str(arm.example.run.num_steps),
         }
         destination = arm.variant.removeprefix(self.study.bare(arm.variant)).strip(' []')
         return context | ({'destination': destination} if destination else {})

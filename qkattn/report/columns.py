@@ -300,7 +300,7 @@ _BOTH: Mapping[str, Any] = {'tables': (PAGE, CONTROL)}
 COSTS = (
     Column('', lambda arm: len(arm.chosen), 'seeds', **_BOTH),
     Column('parameters', 'example.parameters.total', 'parameters', ',', **_BOTH),
-    Column('residual', 'example.residual', 'residual,|%', lambda r: f'{100 * r:+.3f}', **_BOTH),
+    Column('residual', 'example.run.residual', 'residual,|%', lambda r: f'{100 * r:+.3f}', **_BOTH),
     Column('parameters_attention', 'example.parameters.attention', 'attention|parameters', ','),
     Column('d_model', 'example.config.d_model', 'd_model', **_BOTH),
     Column('d_ff', 'example.config.d_ff', 'd_ff', **_BOTH),

@@ -170,7 +170,7 @@ def _bounded(number: Interval) -> str:
 def _forms(study: Study, findings: Findings) -> Iterator[Row]:
     """The equations of each variant, with all options."""
     for name, arm in {prose.shown(arm.key, study): arm for arm in findings.arms}.items():
-        form, score, value = prose.form(study.by_name[arm.example.run].config)
+        form, score, value = prose.form(arm.example.run.config)
         yield {'variant': name, 'form': form, 'A[n]': score, 'B[n]': value}
 
 
@@ -207,7 +207,7 @@ def headline(study: Study, findings: Findings) -> str:
 
 def settings(study: Study, findings: Findings) -> list[tuple[str, str]]:
     """Names and values of the settings that all arms share, of the runs that results are from."""
-    configs = [study.by_name[arm.example.run].config for arm in findings.arms]
+    configs = [arm.example.run.config for arm in findings.arms]
     models = [config['model'] for config in configs]
     lines = sentences(
         'settings.j2', study=study, findings=findings, config=configs[0], models=models

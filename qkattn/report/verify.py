@@ -45,7 +45,7 @@ from qkattn.storage.files import write_atomic
 from qkattn.storage.records import parse_json
 from qkattn.study.tuning import SCREENING
 from qkattn.verdict import Study, load_findings
-from qkattn.verdict.runs import Run, Trial
+from qkattn.verdict.runs import Trial
 
 TOLERANCE = 1e-6  # relative, of derived numbers
 
@@ -159,26 +159,25 @@ def _run_problems(study: Study) -> Iterator[str]:
             yield f'run {run.name} has results that are not the trials of its config in their order'
             return
         for trial in run.trials:
-            for name, expected in _derived(study, run, trial).items():
-                if not math.isclose(getattr(trial, name), expected, rel_tol=1e-9, abs_tol=1e-12):
-                    about = f'seed {trial.seed} of run {run.name} has {name} {getattr(trial, name)}'
+            for name, number, expected in _derived(study, trial):
+                if not math.isclose(number, expected, rel_tol=1e-9, abs_tol=1e-12):
+                    about = f'seed {trial.seed} of run {run.name} has {name} {number}'
                     yield f'{about}, which is {expected} by its other fields'
 
 
-def _derived(study: Study, run: Run, trial: Trial) -> dict[str, float]:
-    """Numbers of a result as its other fields give them, which the config determines."""
-    total, config = trial.parameters['total'], run.config
-    tokens = config['train']['batch_size'] * config['model']['context']  # of a step
-    derived = {'num_tokens': trial.num_steps * tokens}
-    if study.matched is not None and trial.target_parameters:
+def _derived(study: Study, trial: Trial) -> Iterator[tuple[str, float, float]]:
+    """Names and numbers of a result, and those that its other fields and its config give."""
+    total, run = trial.parameters['total'], trial.run
+    tokens = run.config['train']['batch_size'] * run.config['model']['context']  # of a step
+    yield 'num_tokens', trial.num_tokens, trial.num_steps * tokens
+    if study.matched is not None and run.target:
         measured = {
             'total': total,
             'non_embedding': total - trial.parameters['embedding'],
             'flops': trial.flops_per_token,
             'cache': trial.cache_floats_per_token,
         }[study.matched]
-        derived['residual'] = measured / trial.target_parameters - 1
-    return derived
+        yield 'residual', run.residual, measured / run.target - 1
 
 
 # What numbers.toml says of a sentence: the page and the text, and where the text is from.

@@ -70,7 +70,7 @@ class Arm:
 
     def of_runs(self, field: str) -> list[float]:
         """A number that all trials of a run share, once for each run of `verdict_trials`."""
-        values = {trial.run: getattr(trial, field) for trial in self.verdict_trials}
+        values = {trial.run.name: getattr(trial, field) for trial in self.verdict_trials}
         return [value for value in values.values() if value is not None]
 
     @property
@@ -155,7 +155,7 @@ def arms_of(study: Study) -> tuple[Arm, ...]:
     """
     by_key: dict[ArmKey, list[Trial]] = {}
     for trial in study.trials:
-        by_key.setdefault(trial.key, []).append(trial)
+        by_key.setdefault(trial.run.key, []).append(trial)
 
     def rank(key: ArmKey) -> tuple:
         kind = (None, *CONTROLS).index(key.control)
@@ -166,7 +166,8 @@ def arms_of(study: Study) -> tuple[Arm, ...]:
     arms: dict[ArmKey, Arm] = {}
     for key in sorted((key for key in declared if key in by_key), key=rank):
         trials, primary = by_key[key], arms.get(key._replace(control=None))
-        judged = tuple(t for t in trials if t.stage == (VERDICT if study.tuning else SINGLE))
+        stage = VERDICT if study.tuning else SINGLE
+        judged = tuple(trial for trial in trials if trial.run.stage == stage)
         complete = tuple(t for t in judged if t.finished and not t.stopped_early)
         longer = LONGER if key.control == LONGER else None
         arms[key] = Arm(
@@ -201,7 +202,7 @@ def _best_setting(trials: Sequence[Trial]) -> tuple[Trial, ...]:
 
 def _tuning(study: Study, key: ArmKey, trials: Sequence[Trial], primary: Arm | None) -> Tuning:
     """The state of the tuning, from the results of the screening; `primary` is not a control."""
-    screening = [trial for trial in trials if trial.stage == SCREENING]
+    screening = [trial for trial in trials if trial.run.stage == SCREENING]
     of_arm = dict(zip(tuning.KNOBS, (screening or trials)[0].at, strict=True))
     grids = {knob: v if len(v) > 1 else (of_arm[knob],) for knob, v in study.grids.items()}
     if key.control == LONGER and primary and primary.sweeps:

@@ -105,10 +105,6 @@ class Study:
         arms = dict.fromkeys((*self.arms, *(run.key for run in self.runs)))
         return tuple(arm for arm in arms if arm not in tried)
 
-    @property
-    def by_name(self) -> dict[str, Run]:
-        return {run.name: run for run in self.runs}
-
     def bare(self, variant: str) -> str:
         """A variant without the destination in its name."""
         for destination in self.destinations:

@@ -37,7 +37,7 @@ _HARMLESS = (
     *('train.steps_per_dispatch', 'train.log_every', 'train.eval_every', 'train.checkpoint_every'),
     *('train.lifting', 'train.logits_chunk', 'model.remat', 'model.scan_unroll', 'trials.seeds'),
 )
-_MEASURED = ('eval_tokens', 'eval_rows', 'test_tokens', 'target_parameters')
+_MEASURED = ('eval_tokens', 'eval_rows', 'test_tokens')
 _SOFTWARE = ('python', 'git.commit', 'devices.kind', 'devices.platform')
 
 
@@ -72,7 +72,7 @@ def _tuning(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
         yield _block(RemarkCode.LEARNING_RATE_NOT_TUNED, learning_rates=rates)
     seeds = {SCREENING: set(study.tuning.seeds), VERDICT: set(study.seeds), SINGLE: set()}
     for trial in study.trials:
-        seeds[trial.stage].add(trial.seed)
+        seeds[trial.run.stage].add(trial.seed)
     if shared := sorted(seeds[SCREENING] & seeds[VERDICT]):
         yield _block(RemarkCode.SHARED_SEEDS, seeds=tuple(shared))
 
@@ -81,19 +81,19 @@ def _declaration(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
     """The study is what its ledger declares, and its runs are what looks have seen."""
     if study.ledger and study.ledger.declaration != study.declaration:
         yield _block(RemarkCode.OTHER_DECLARATION)
+    arms_of = {run.name: run.key for run in study.runs}
     for run, look in study.altered.items():
-        arm = study.by_name[run].key if run in study.by_name else None
-        yield _block(RemarkCode.ALTERED, arm, run=run, look=look)
+        yield _block(RemarkCode.ALTERED, arms_of.get(run), run=run, look=look)
 
 
 def _training(study: Study, arm: Arm) -> Iterator[Remark]:
     """Verdict trials are trained to the end of a schedule that anneals the learning rate."""
     if short := [t for t in arm.verdict_trials if t.finished and t.stopped_early]:
         counts = {'stopped': len(short), 'trials': len(arm.verdict_trials)}
-        steps = {'step': short[0].num_steps, 'num_steps': short[0].planned_steps}
+        steps = {'step': short[0].num_steps, 'num_steps': short[0].run.num_steps}
         blocks = len(short) == len(arm.verdict_trials)
         yield Remark(RemarkCode.STOPPED_EARLY, counts | steps, blocks)
-    planned = study.by_name[arm.example.run].config['optimizer']
+    planned = arm.example.run.config['optimizer']
     about = {name: planned[name] for name in ('schedule', 'final_fraction')}
     if not (optimizer := OptimizerConfig(**about)).anneals:
         about['final_fraction'] = optimizer.final_fraction if optimizer.decays else None
@@ -101,15 +101,15 @@ def _training(study: Study, arm: Arm) -> Iterator[Remark]:
 
 
 def _results(study: Study, arm: Arm) -> Iterator[Remark]:
-    for run in (study.by_name[name] for name in dict.fromkeys(trial.run for trial in arm.trials)):
-        if len(run.trials) < run.num_trials:
+    for run in (run for run in study.runs if run.key == arm.key):
+        if 0 < len(run.trials) < run.num_trials:
             counts = {'readable': len(run.trials), 'planned': run.num_trials}
             about = {'stage': None if run.stage == SINGLE else run.stage, 'run': run.name}
             yield Remark(RemarkCode.MISSING_RESULTS, counts | about, run.stage == VERDICT)
 
 
 def _matching(study: Study, arm: Arm) -> Iterator[Remark]:
-    residual, matched = arm.example.residual, study.matched
+    residual, matched = arm.example.run.residual, study.matched
     if matched is None or residual is None or arm.control == EQUAL_SHAPE:
         return
     if abs(residual) > study.tolerance:
@@ -196,7 +196,7 @@ def standings(study: Study, arms: Sequence[Arm]) -> list[Standing]:
 def _standing(arm: Arm, yardstick: Yardstick | None) -> Standing:
     estimate = arm.over_seeds(f'{arm.split}_bleu')
     bleu = estimate.mean if estimate else None
-    if yardstick is None or yardstick.run not in {trial.run for trial in arm.verdict_trials}:
+    if yardstick is None or yardstick.run not in {trial.run.name for trial in arm.verdict_trials}:
         remark = _block(RemarkCode.NO_YARDSTICK, arm.key)
         return Standing(arm, None, None, None, bleu, None, (remark,))
 
@@ -247,11 +247,12 @@ def _differences(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
 
     def facts(arm: Arm) -> dict[str, Any]:
         trial = arm.example
-        settings = flat(study.by_name[trial.run].config)
+        settings = flat(trial.run.config)
         return {
             **{n: v for n, v in settings if n not in factors and not n.startswith(OF_MACHINE)},
             **{f'data.{name}': value for name, value in flat(trial.data)},
             **{n: getattr(trial, n) for n in _MEASURED},
+            'target_parameters': trial.run.target,
         }
 
     for arm, baseline in with_baselines([arm for arm in arms if arm.verdict_trials]):
@@ -273,7 +274,7 @@ def _software(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
     facts: dict[str, dict[str, dict[ArmKey, None]]] = {}
     for trial in (trial for arm in arms for trial in arm.trials):
         for name, value in flat(trial.provenance):
-            facts.setdefault(name, {}).setdefault(str(value), {})[trial.key] = None
+            facts.setdefault(name, {}).setdefault(str(value), {})[trial.run.key] = None
     accepted = study.ledger.accepted if study.ledger else {}
     for name, arms_of in facts.items():
         if len(arms_of) > 1 and (name.startswith(('versions.', 'imported.')) or name in _SOFTWARE):

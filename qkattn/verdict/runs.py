@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,19 +48,33 @@ class Documents:
 
 
 @dataclasses.dataclass(frozen=True)
-class Trial:
-    """One trained model: a line of results.jsonl.
+class Run:
+    """A planned run and its results."""
 
-    Of its run: run, key, stage, knob, target_parameters, residual, planned_steps.
-    """
-
-    run: str
+    name: str
     key: ArmKey
-    stage: str
-    knob: str | None
-    target_parameters: float | None
+    stage: Literal['screening', 'verdict', 'single']
+    directory: str  # relative to the study
+    num_trials: int
+    target: float | None  # None if nothing is matched, as `residual`
     residual: float | None
-    planned_steps: int
+    config: Mapping[str, Any]  # the resolved config as JSON
+    trials: tuple['Trial', ...] = ()
+
+    @property
+    def num_steps(self) -> int:
+        return self.config['train']['num_steps']
+
+    @property
+    def seeds(self) -> list[int]:
+        return self.config['trials']['seeds']
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One trained model: a line of results.jsonl."""
+
+    run: Run  # as planned, without its trials
     trial: Mapping[str, Any]  # its seed and settings, as the config has them
     at: Settings  # the values of all knobs
     status: str
@@ -81,9 +95,11 @@ class Trial:
     provenance: Mapping[str, Any]
     eval_rows: int | None = None
     test_tokens: int | None = None
-    diverged_at: int | None = None  # first step without a finite loss and gradient; None if unknown
     # Losses by document on each split that has them, by the prefix of its metrics.
     documents: Mapping[str, Documents] = dataclasses.field(default_factory=dict)
+    # Validation losses by step until it diverged; empty while results of its run are missing, and
+    # if its log is of other ones.
+    evaluations: Mapping[int, float] = dataclasses.field(default_factory=dict)
 
     @property
     def seed(self) -> int:
@@ -99,48 +115,12 @@ class Trial:
 
     @property
     def stopped_early(self) -> bool:
-        return self.num_steps < self.planned_steps
+        return self.num_steps < self.run.num_steps
 
     @property
     def val_loss(self) -> float | None:
         """Nats/token."""
         return self.metrics['val_loss']
-
-
-@dataclasses.dataclass(frozen=True)
-class Curve:
-    """Evaluations of one run: steps [E], and values [E, X] by the `logged_fields` of its metrics.
-
-    NaN where a trial has diverged or has no such metric, as bits/byte where there are no bytes.
-    """
-
-    steps_E: np.ndarray
-    values_EX: Mapping[str, np.ndarray]
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """A planned run and its results."""
-
-    name: str
-    key: ArmKey
-    stage: Literal['screening', 'verdict', 'single']
-    knob: str | None
-    directory: str  # relative to the study
-    num_trials: int
-    target: float | None  # None if nothing is matched, as `residual`
-    residual: float | None
-    config: Mapping[str, Any]  # the resolved config as JSON
-    trials: tuple[Trial, ...] = ()
-    curve: Curve | None = None  # None without all results or with a log of other ones
-
-    @property
-    def num_steps(self) -> int:
-        return self.config['train']['num_steps']
-
-    @property
-    def seeds(self) -> list[int]:
-        return self.config['trials']['seeds']
 
 
 _CONFIG = {
@@ -172,21 +152,12 @@ def parse_trial(record: Any, run: Run) -> Trial:
         raise ValueError(f'seed {seed} is not one of run {run.name!r}, which has {run.seeds}')
     declared, model = metrics_of(record), run.config['model']
     settings = [record['trial'][knob] for knob in TRIAL_KNOBS]
-    return read(
-        Trial,
-        record,
-        run=run.name,
-        key=run.key,
-        stage=run.stage,
-        knob=run.knob,
-        target_parameters=run.target,
-        residual=run.residual,
-        planned_steps=run.num_steps,
-        at=(*settings, *(model[knob] for knob in MODEL_KNOBS)),
-        declared_metrics=declared,
-        metrics={name: record.get(name) for name in result_fields(declared)},
-        documents={},
-    )
+    given = {
+        'at': (*settings, *(model[knob] for knob in MODEL_KNOBS)),
+        'declared_metrics': declared,
+        'metrics': {name: record.get(name) for name in result_fields(declared)},
+    }
+    return read(Trial, record, run=run, documents={}, evaluations={}, **given)
 
 
 def with_files(run: Run, study: Path, problems: list[str]) -> Run:
@@ -253,9 +224,14 @@ def _with_documents(run: Run, record: Any) -> Run:
                 )
             if row is not None:
                 by_trial[number][prefix] = Documents(names, tokens_C, row)
-    pairs = zip(run.trials, by_trial, strict=True)
-    trials = [dataclasses.replace(trial, documents=documents) for trial, documents in pairs]
-    return dataclasses.replace(run, trials=tuple(trials))
+    return _with_each(run, 'documents', by_trial)
+
+
+def _with_each(run: Run, field: str, values: Sequence[Any]) -> Run:
+    """With a field of each trial."""
+    pairs = zip(run.trials, values, strict=True)
+    trials = tuple(dataclasses.replace(trial, **{field: value}) for trial, value in pairs)
+    return dataclasses.replace(run, trials=trials)
 
 
 def _with_log(run: Run, records: list[dict[str, Any]]) -> Run:
@@ -264,26 +240,20 @@ def _with_log(run: Run, records: list[dict[str, Any]]) -> Run:
     measured = dict.fromkeys(result_fields(metrics), list | None)
     logged = dict.fromkeys(logged_fields(metrics), tuple[float | None, ...] | None)
     evaluations = [record for record in records if record.get('kind') == 'eval']
-    final = records[-1] if evaluations else {}
-    steps = [record['step'] for record in evaluations]
-    if final.get('kind') != 'final' or steps[-1] != run.trials[0].num_steps:
+    last, final = evaluations[-1:], records[-1] if evaluations else {}
+    if final.get('kind') != 'final' or last[0]['step'] != run.trials[0].num_steps:
         raise ValueError('it does not end with the last evaluation and the final record')
     check(final, FINAL | {name: hint for name, hint in measured.items() if name in final})
-    if final['step'] != steps[-1]:
+    if final['step'] != last[0]['step']:
         raise ValueError(f'its final record is of step {final["step"]}')
     for record in evaluations:
         check(record, {'val_loss': list} | {n: h for n, h in logged.items() if n in record})
         if any(len(record.get(name) or absent) != run.num_trials for name in logged):
             trials = f'{run.num_trials} trials'
             raise ValueError(f'step {record["step"]} does not have one value for each of {trials}')
-    values_EX = {
-        name: np.array([record.get(name) or absent for record in evaluations], float)
-        for name in logged
-    }
     ended = [('trial', final['trials'])]
     ended += [(name, [final[name]] * run.num_trials) for name in ('eval_tokens', 'test_tokens')]
-    last = {name: values_X[-1].tolist() for name, values_X in values_EX.items()}
-    ended += [(name, [None if x != x else x for x in values]) for name, values in last.items()]
+    ended += [(name, last[0].get(name) or absent) for name in logged]
     ended += [(name, final.get(name) or absent) for name in measured]
     for name, values in ended:
         if len(values) != run.num_trials:
@@ -293,4 +263,7 @@ def _with_log(run: Run, records: list[dict[str, Any]]) -> Run:
             if result != value:
                 about = f'seed {trial.seed} ends with {name} {value}'
                 raise ValueError(f'{about}, its result has {result}')
-    return dataclasses.replace(run, curve=Curve(np.array(steps), values_EX))
+    columns = zip(*(record['val_loss'] for record in evaluations), strict=True)
+    steps = [record['step'] for record in evaluations]
+    by_step = [{s: x for s, x in zip(steps, c, strict=True) if x is not None} for c in columns]
+    return _with_each(run, 'evaluations', by_step)

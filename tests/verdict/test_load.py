@@ -91,22 +91,19 @@ def test_a_bad_line_of_a_study_is_refused_and_a_bad_log_left_out(study_dir, file
     study = load_study(study_dir)
     (problem,), (run,) = study.problems, study.runs
     assert message in problem and file in problem
-    assert len(run.trials) == 2 and run.curve is None
+    assert len(run.trials) == 2 and not any(trial.evaluations for trial in run.trials)
 
 
-def test_curves_need_every_result_and_no_bytes(study_dir):
-    """The columns of a curve would be those of other trials."""
+def test_evaluations_need_every_result_and_end_where_a_trial_diverges(study_dir):
+    """Those of other trials would stand in their columns."""
     records = [probe_record('qk/vo', seed=0), probe_record('qk/vo', None, seed=1)]
-    (run,) = load_study(write_study(study_dir, records, num_evals=4)).runs
-    assert run.curve.steps_E.tolist() == [100, 200, 300, 400]
-    assert run.curve.values_EX['val_loss'][-1, 0] == 0.5
-    diverged_EX = np.isnan(run.curve.values_EX['val_loss'])
-    assert diverged_EX.tolist() == [[False, False]] * 2 + [[False, True]] * 2
-    assert np.isnan(run.curve.values_EX['val_bits_per_byte']).all()
+    one, other = load_study(write_study(study_dir, records, num_evals=4)).trials
+    assert [*one.evaluations] == [100, 200, 300, 400] and one.evaluations[400] == 0.5
+    assert other.evaluations == {100: 3.5, 200: 3.5}
     write_lines(study_dir / 'results.jsonl', records[1:])
     study = load_study(study_dir)
     assert [trial.seed for trial in study.trials] == [1] and study.problems == ()
-    assert study.runs[0].curve is None
+    assert not study.trials[0].evaluations
 
 
 @pytest.mark.parametrize(

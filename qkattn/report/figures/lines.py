@@ -37,7 +37,7 @@ def learning_curves(study: Study, arms: Sequence[Arm], look: Styles) -> Figure |
     A line is the mean over seeds, its band from the lowest to the highest. The last four fifths of
     training, where variants differ, are shown. None without any curve.
     """
-    curves = {arm.variant: curve for arm in arms if len(curve := _curve(study, arm))}
+    curves = {arm.variant: curve for arm in arms if len(curve := _curve(arm))}
     if not curves:
         return None
     last = curves.get(study.baseline or '')
@@ -64,18 +64,12 @@ def learning_curves(study: Study, arms: Sequence[Arm], look: Styles) -> Figure |
     return figure
 
 
-def _curve(study: Study, arm: Arm) -> pd.DataFrame:
+def _curve(arm: Arm) -> pd.DataFrame:
     """Validation losses of the chosen trials, [tokens, seeds], at the steps that all share."""
-    chosen = set(map(id, arm.chosen))
-    losses = [
-        pd.Series(
-            run.curve.values_EX[VAL_LOSS.field][:, index],
-            np.array(run.curve.steps_E) * (trial.num_tokens / trial.num_steps),
-        )
-        for run in study.runs
-        for index, trial in enumerate(run.trials)
-        if run.curve is not None and id(trial) in chosen
-    ]
+    losses = []
+    for trial in (trial for trial in arm.chosen if trial.evaluations):
+        tokens = trial.num_tokens / trial.num_steps
+        losses.append(pd.Series({tokens * step: x for step, x in trial.evaluations.items()}))
     return pd.concat(losses, axis=1, join='inner') if losses else pd.DataFrame()
 
 
