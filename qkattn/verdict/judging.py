@@ -5,17 +5,15 @@ controls, and pairs of arms that a claim compares.
 """
 
 import dataclasses
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
 
 from qkattn.stats import decision, inference
 from qkattn.stats.decision import ABOVE_ZERO, BELOW_ZERO, DECIDED, Decision, Judgement
-from qkattn.study.arm_key import EQUAL_SHAPE, LONGER, ArmKey, Expected, parse_expected
+from qkattn.study.arm_key import EQUAL_SHAPE, ArmKey, Expected, parse_expected
 from qkattn.verdict.arms import Arm, compare, with_baselines
 from qkattn.verdict.codes import Comparison, Reason, ReasonCode, Remark, Verdict
 from qkattn.verdict.load import Study
 
-Key = TypeVar('Key', bound=Hashable)
 Case = tuple[Arm, Arm | None]  # an arm and its baseline, which may be missing
 
 # The decisions with which a positive control passes.
@@ -51,63 +49,57 @@ def family_size(study: Study) -> int:
 
 def primary(study: Study, arms: Sequence[Arm], blocks: Sequence[Remark]) -> dict[ArmKey, Verdict]:
     """The verdicts of the primary arms, against their baselines."""
-    cases = {pair[0].key: pair for pair in with_baselines(arms)}
-    cases = {key: pair for key, pair in cases.items() if not key.control and key != pair[0].group}
-    return judge(study, cases, blocks, family_size(study))
+    pairs = with_baselines(arms)
+    cases = [case for case in pairs if not case[0].control and not case[0].is_baseline]
+    verdicts = judge(study, cases, blocks, family_size(study))
+    return {arm.key: verdict for (arm, _), verdict in zip(cases, verdicts, strict=True)}
 
 
 def positive(
     study: Study, arms: Sequence[Arm], blocks: Sequence[Remark]
 ) -> tuple[PositiveControl, ...]:
     """The verdict of every arm with an expected effect."""
-    cases = {
-        (expected, pair[0].key): pair
+    effects = [
+        (expected, case)
         for expected in map(parse_expected, study.expected)
-        for pair in with_baselines(arms)
-        if pair[0].variant == expected.variant
-        and pair[0].control == (EQUAL_SHAPE if expected.equal_shape else None)
-    }
-    verdicts = judge(study, cases, blocks, len(cases))
-    return tuple(PositiveControl(k[0], cases[k][0], v) for k, v in verdicts.items())
+        for case in with_baselines(arms)
+        if case[0].variant == expected.variant
+        and case[0].control == (EQUAL_SHAPE if expected.equal_shape else None)
+    ]
+    verdicts = judge(study, [case for _, case in effects], blocks, len(effects))
+    pairs = zip(effects, verdicts, strict=True)
+    return tuple(PositiveControl(expected, case[0], v) for (expected, case), v in pairs)
 
 
 def pair(
     study: Study, arm: Arm, other: Arm | None, blocks: Sequence[Remark], family: int
 ) -> Verdict:
-    """The verdict of one arm against another, one of `family` comparisons; longer ones, too."""
+    """The verdict of one arm against another, one of `family` comparisons."""
     if study.tuning is None:
         return Verdict(Decision.NO_VERDICT)
-    if arm.control == LONGER:
-        seeds = tuple(study.controls['longer_seeds']) or study.seeds
-        study = dataclasses.replace(study, seeds=seeds)
-    return judge(study, {None: (arm, other)}, blocks, family)[None]
+    return judge(study, [(arm, other)], blocks, family)[0]
 
 
 def judge(
-    study: Study, cases: Mapping[Key, Case], blocks: Sequence[Remark], family: int
-) -> dict[Key, Verdict]:
+    study: Study, cases: Sequence[Case], blocks: Sequence[Remark], family: int
+) -> list[Verdict]:
     """The verdict of every case, corrected for `family` comparisons; `blocks` withhold all.
 
-    A case is tested once the arm and its baseline have results of all seeds of the study.
+    A case is tested once the arm and its baseline have results of all their seeds.
     """
-    verdicts: dict[Key, Verdict] = {}
-    tested: dict[Key, tuple[Arm, Arm]] = {}
-    for key, (arm, baseline) in cases.items():
-        why = (*blocks, *_lacking(study, arm, baseline))
-        if baseline is not None and not why:
-            seeds = [{trial.seed for trial in one.verdict_trials} for one in (arm, baseline)]
-            if all(of_arm.issuperset(study.seeds) for of_arm in seeds):
-                tested[key] = arm, baseline
-            else:
-                why = (Reason(ReasonCode.NO_VERDICT_TRIALS),)
-        verdicts[key] = Verdict(Decision.NO_VERDICT, reasons=why)
-    compared = {key: compare(*pair, study) for key, pair in tested.items()}
-    diverged = {key: (arm.num_diverged, b.num_diverged) for key, (arm, b) in tested.items()}
-    differences = {key: one.difference if one else None for key, one in compared.items()}
+    lacking = [_lacking(study, *case, blocks) for case in cases]
+    compared: dict[int, Comparison | None] = {}
+    diverged: dict[int, tuple[int, int]] = {}
+    for number, (arm, baseline) in enumerate(cases):
+        if baseline is not None and not lacking[number]:
+            compared[number] = compare(arm, baseline, study)
+            diverged[number] = arm.num_diverged, baseline.num_diverged
+    differences = {number: one.difference if one else None for number, one in compared.items()}
     judged = decision.judge(differences, diverged=diverged, planned=family)
-    for key, judgement in judged.items():
-        decided, comparison = judgement.decision, compared[key]
-        reasons = list(_outcome(comparison, judgement, *diverged[key]))
+    verdicts = [Verdict(Decision.NO_VERDICT, reasons=why) for why in lacking]
+    for number, judgement in judged.items():
+        decided, comparison = judgement.decision, compared[number]
+        reasons = list(_outcome(comparison, judgement, *diverged[number]))
         if comparison and comparison.num_documents is None:
             reasons, decided = [Reason(ReasonCode.NO_DOCUMENTS)], Decision.NO_VERDICT
         elif comparison and not _agree(comparison, decided):
@@ -115,20 +107,28 @@ def judge(
             reasons.append(Reason(ReasonCode.SPLITS_DISAGREE, {'decision': decided} | means))
             decided = Decision.UNDECIDED
         numbers = vars(judgement) | {'num_comparisons': family}
-        verdicts[key] = Verdict(**numbers | {'decision': decided, 'reasons': tuple(reasons)})
+        verdicts[number] = Verdict(**numbers | {'decision': decided, 'reasons': tuple(reasons)})
     return verdicts
 
 
-def _lacking(study: Study, arm: Arm, baseline: Arm | None) -> Iterator[Reason | Remark]:
+def _lacking(
+    study: Study, arm: Arm, baseline: Arm | None, blocks: Sequence[Remark]
+) -> tuple[Reason | Remark, ...]:
     """Remarks that block the arm or its baseline, and the results that the verdict lacks."""
-    yield from arm.blocks
+    why: list[Reason | Remark] = [*blocks, *arm.blocks]
     if not arm.verdict_trials:
-        yield Reason(ReasonCode.NO_VERDICT_TRIALS)
+        why.append(Reason(ReasonCode.NO_VERDICT_TRIALS))
     if baseline is None or not baseline.verdict_trials:
-        yield Reason(ReasonCode.NO_BASELINE_TRIALS, {'baseline': study.baseline})
-    elif why := baseline.blocks:
-        data = {'baseline': study.baseline, 'remarks': why}
-        yield Reason(ReasonCode.BASELINE_BLOCKED, data)
+        why.append(Reason(ReasonCode.NO_BASELINE_TRIALS, {'baseline': study.baseline}))
+    elif baseline.blocks:
+        data = {'baseline': study.baseline, 'remarks': baseline.blocks}
+        why.append(Reason(ReasonCode.BASELINE_BLOCKED, data))
+    elif not why and not all(
+        {trial.seed for trial in one.verdict_trials}.issuperset(study.verdict_seeds(one.key))
+        for one in (arm, baseline)
+    ):
+        why.append(Reason(ReasonCode.NO_VERDICT_TRIALS))
+    return tuple(why)
 
 
 def _agree(compared: Comparison, decided: Decision) -> bool:

@@ -105,6 +105,11 @@ class Study:
         arms = dict.fromkeys((*self.arms, *(run.key for run in self.runs)))
         return tuple(arm for arm in arms if arm not in tried)
 
+    def verdict_seeds(self, key: ArmKey) -> tuple[int, ...]:
+        """The declared seeds of an arm's verdict run."""
+        longer = self.controls['longer_seeds'] if key.control == LONGER else ()
+        return tuple(longer) or self.seeds
+
     def bare(self, variant: str) -> str:
         """A variant without the destination in its name."""
         for destination in self.destinations:

@@ -15,7 +15,7 @@ from qkattn.config.serialize import OF_MACHINE
 from qkattn.stats.inference import MIN_DOCUMENTS
 from qkattn.storage import ledger
 from qkattn.storage.records import flat
-from qkattn.study.arm_key import EQUAL_SHAPE, LONGER, ArmKey
+from qkattn.study.arm_key import EQUAL_SHAPE, ArmKey
 from qkattn.study.tuning import KNOBS, MODEL_KNOBS, SCREENING, SINGLE, VERDICT, screening_seeds
 from qkattn.verdict.arms import Arm, with_baselines
 from qkattn.verdict.codes import TEST, Remark, RemarkCode
@@ -128,11 +128,10 @@ def _seeds(study: Study, arm: Arm) -> Iterator[Remark]:
 
     Screening seeds beyond the first ones count on from the last of these.
     """
-    longer = arm.control == LONGER and study.controls['longer_seeds']
     first = len(study.tuning.seeds)
     drawn = screening_seeds(study.tuning, max(first, study.tuning.max_seeds))
     screening = [drawn[:number] for number in range(first, len(drawn) + 1)]
-    for stage, allowed in ((SCREENING, screening), (VERDICT, [tuple(longer or study.seeds)])):
+    for stage, allowed in ((SCREENING, screening), (VERDICT, [study.verdict_seeds(arm.key)])):
         runs = [r.seeds for r in study.runs if r.key == arm.key and r.stage == stage]
         actual = [seed for of_run in runs for seed in of_run]
         if stage == SCREENING:  # every knob has runs of its own
