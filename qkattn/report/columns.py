@@ -11,8 +11,6 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import pandas as pd
-
 from qkattn.metrics import METRICS, PREFIXES, Metric, shown
 from qkattn.report import prose
 from qkattn.report.prose import NONE, interval, mean_sd, one_line, p_value, reasons, si, words
@@ -41,7 +39,7 @@ SWEEP = ('optimum', 'optimum_low', 'optimum_high', 'at_worst', 'bracketed')
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """A metric on one split, 'val' or 'test', in the unit in which it is printed."""
+    """A metric on one split, 'val' or 'test'."""
 
     metric: Metric
     split: str
@@ -57,23 +55,16 @@ class Measure:
         return f'{self.split} {label}' if len(self.metric.prefixes) > 1 else label
 
     @property
-    def unit(self) -> str:
-        """The unit, unless there is none or it is the label."""
-        return self.metric.unit if self.metric.unit not in (None, self.metric.label) else ''
-
-    @property
-    def axis(self) -> str:
-        return f'{self.name} ({self.unit})' if self.unit else self.name
-
-    def unscaled(self, arm: Arm) -> Estimate | None:
-        """Over seeds, in the unit of the result files."""
-        return arm.over_seeds(self.field)
+    def heading(self) -> str:
+        unit = self.metric.unit if self.metric.unit != self.metric.label else None
+        return f'{self.name}, {unit}' if unit else self.name
 
     def over_seeds(self, arm: Arm) -> Estimate | None:
-        return arm.over_seeds(self.field, self.metric.scale)
+        """In the unit of the result files."""
+        return arm.over_seeds(self.field)
 
     def printed(self, arm: Arm) -> str:
-        return mean_sd(self.over_seeds(arm), self.metric.decimals)
+        return mean_sd(arm.over_seeds(self.field, self.metric.scale), self.metric.decimals)
 
 
 VAL_LOSS, TEST_LOSS = (Measure(METRICS['loss'], split) for split in ('val', 'test'))
@@ -103,19 +94,17 @@ def measured(findings: Findings) -> tuple[Measure, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """One column."""
+    """A column of the data frame, of printed tables, or of both."""
 
     key: str  # its name in the data frame; empty where it is only printed
     # A path of attributes of an Arm, 'verdict.p_holm' (None on the way gives None), or a function.
     value: str | Callable[[Arm], Any]
-    heading: str = ''  # with the unit; '|' breaks it into two lines, the second set lighter
-    # Format of a value that is not None, or a function that prints it.
-    text: str | Callable[[Any], str] = ''
+    heading: str = ''  # with the unit; '|' breaks it into two lines; empty if it is not printed
+    text: str | Callable[[Any], str] = ''  # format of a value that is not None, or what prints it
     tables: Sequence[str] = (PAGE,)
     left: bool = False
     # Attributes of the value that the data frame has as key_part; () for the value itself.
     parts: Sequence[str] = ()
-    of_arm: Callable[[Arm], str] | None = None  # prints an arm, in the place of `text`
 
     def get(self, arm: Arm) -> Any:
         return self.value(arm) if callable(self.value) else follow(arm, self.value)
@@ -128,8 +117,6 @@ class Column:
         return {self.key: value} if self.key else {}
 
     def print(self, arm: Arm) -> str:
-        if self.of_arm is not None:
-            return one_line(self.of_arm(arm))
         if (value := self.get(arm)) is None:
             return NONE
         return one_line(self.text(value) if callable(self.text) else format(value, self.text))
@@ -145,11 +132,10 @@ def follow(value: Any, path: str) -> Any:
     return int(value) if isinstance(value, bool) else value
 
 
-def frame(study: Study, findings: Findings) -> pd.DataFrame:
-    """Unrounded numbers, one row per arm, controls last; None where there is no such number."""
+def frame(study: Study, findings: Findings) -> list[dict[str, Any]]:
+    """Unrounded numbers, a row per arm, controls last; None where there is no such number."""
     of_study, arms = [*columns(study, findings)], (*findings.arms, *findings.controls)
-    rows = [{k: v for c in of_study for k, v in c.cells(arm).items()} for arm in arms]
-    return pd.DataFrame(rows, dtype=object)
+    return [{k: v for c in of_study for k, v in c.cells(arm).items()} for arm in arms]
 
 
 def printed(table: str, study: Study, findings: Findings, arms: Iterable[Arm]) -> Table:
@@ -163,9 +149,8 @@ def columns(study: Study, findings: Findings) -> Iterator[Column]:
     """The columns of a study; results come first, to be visible on a narrow screen."""
     compared, tuned = study.baseline is not None, study.tuning is not None
     left: dict[str, Any] = {'tables': EVERYWHERE, 'left': True}
-    yield Column(
-        'variant', 'variant', 'variant', of_arm=lambda arm: prose.shown(arm.key, study), **left
-    )
+    yield Column('variant', 'variant')
+    yield Column('', lambda arm: prose.shown(arm.key, study), 'variant', **left)
     # The size and the corpus are in every table if they distinguish arms of this study.
     tables: tuple[str, ...] = EVERYWHERE if len(study.sizes) > 1 else (PAGE,)
     yield Column('size', 'size', 'size', tables=tables, left=True)
@@ -174,24 +159,23 @@ def columns(study: Study, findings: Findings) -> Iterator[Column]:
     yield Column('is_baseline', 'is_baseline')
     yield Column('post_hoc', lambda arm: int(prose.is_post_hoc(study, arm.key)))
     yield from _of_difference(study, findings)
-    for place, metric in enumerate(measured(findings)):
-        heading = f'{", ".join(filter(None, (metric.name, metric.unit)))}|mean ± sd'
+    for place, measure in enumerate(measured(findings)):
         tables = (PAGE,) if place else (PAGE, CONTROL) if compared else EVERYWHERE
-        cells: dict[str, Any] = {'tables': tables, 'of_arm': metric.printed}
-        yield Column(metric.field, metric.unscaled, heading, parts=ESTIMATE, **cells)
+        yield Column(measure.field, measure.over_seeds, parts=ESTIMATE)
+        yield Column('', measure.printed, f'{measure.heading}|mean ± sd', tables=tables)
     for split in PREFIXES.values():
         per_byte = Measure(METRICS['bits_per_byte'], split)
-        if any(per_byte.unscaled(arm) for arm in findings.arms):
-            yield Column(per_byte.field, per_byte.unscaled, parts=ESTIMATE)
+        if any(per_byte.over_seeds(arm) for arm in findings.arms):
+            yield Column(per_byte.field, per_byte.over_seeds, parts=ESTIMATE)
     for knob in KNOBS:
-        value, text = functools.partial(setting, knob), functools.partial(_setting, knob)
+        text = functools.partial(_setting, knob)
+        yield Column(knob, functools.partial(setting, knob))
         if any(knob in arm.sweeps for arm in findings.arms):
             heading = f'tuned {words(knob)}|[95 % interval]'
-            yield Column(knob, value, heading, tables=(PAGE, CONTROL), of_arm=text)
+            yield Column('', text, heading, tables=(PAGE, CONTROL))
             yield Column(knob, f'sweeps.{knob}', parts=SWEEP)
-        else:
-            heading = 'learning|rate' * (knob == KNOBS[0] and not tuned)
-            yield Column(knob, value, heading, of_arm=text)
+        elif knob == KNOBS[0] and not tuned:
+            yield Column('', text, 'learning|rate')
     correlation = 'correlation|over seeds' * compared
     yield Column('correlation', 'comparison.correlation', correlation, '+.2f')
     yield from COSTS
@@ -218,8 +202,8 @@ def _of_difference(study: Study, findings: Findings) -> Iterator[Column]:
     unit = 'nats/token [95 % interval]' if intervals else 'nats/token'
     heading = f'difference in {findings.split} loss,|{unit}'
     tables = EVERYWHERE if study.baseline is not None else (PAGE,)
-    cells: dict[str, Any] = {'tables': tables, 'of_arm': _difference}
-    yield Column('difference', 'difference', heading, parts=DIFFERENCE, **cells)
+    yield Column('difference', 'difference', parts=DIFFERENCE)
+    yield Column('', _difference, heading, tables=tables)
     heading = f'verdict,|margin {margin}' * tuned
     yield Column('verdict', 'verdict.decision.value', heading, tables=(PAGE, HEADLINE), left=True)
     for key, heading in (
@@ -234,8 +218,9 @@ def _of_difference(study: Study, findings: Findings) -> Iterator[Column]:
     for name in PARTS:
         parts = parts_of(findings, name)
         heading = f'{name},|nats/token' * (name != 'longer' and bool(parts))
-        headline: dict[str, Any] = {'tables': (HEADLINE,), 'parts': ('mean', 'low', 'high')}
-        yield Column(name, functools.partial(_part, parts), heading, interval, **headline)
+        part = functools.partial(_part, parts)
+        yield Column(name, part, parts=('mean', 'low', 'high'))
+        yield Column('', part, heading, interval, tables=(HEADLINE,))
     yield Column('reason', lambda arm: arm.verdict and reasons(arm))
     yield Column('split', 'comparison.split')
     yield Column('difference_validation', 'comparison.validation')
@@ -308,7 +293,8 @@ COSTS = (
     Column('cache_floats_per_token', 'example.cache_floats_per_token', 'cache|floats/token', si),
     Column('tokens_per_second', _speed, 'tokens|/s', si),
     Column('train_seconds', _seconds, 'run time,|s', si),
-    Column('diverged', 'num_diverged', 'diverged', of_arm=_diverged, **_BOTH),
+    Column('diverged', 'num_diverged'),
+    Column('', _diverged, 'diverged', **_BOTH),
     Column('trials', lambda arm: len(arm.verdict_trials)),
     Column('steps', 'example.num_steps'),
     Column('seeds', lambda arm: ' '.join(str(trial.seed) for trial in arm.chosen)),

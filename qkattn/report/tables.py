@@ -34,9 +34,9 @@ WIDTH = 100  # columns that a report fits into, of a terminal or a log
 
 def csv_table(study: Study, findings: Findings) -> str:
     """The data frame as CSV, with the digits of `rounded`; an empty field where it has None."""
-    table = columns.frame(study, findings)
-    stored = pd.DataFrame({name: map(rounded, table[name]) for name in table}, dtype=object)
-    return stored.to_csv(index=False, lineterminator='\n')
+    rows = columns.frame(study, findings)
+    table = [{name: rounded(value) for name, value in row.items()} for row in rows]
+    return pd.DataFrame(table, dtype=object).to_csv(index=False, lineterminator='\n')
 
 
 def markdown_table(titles: Sequence[Heading], rows: Sequence[Sequence[str]]) -> str:

@@ -10,7 +10,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
 
 from qkattn.report import prose
-from qkattn.report.columns import VAL_LOSS
 from qkattn.report.figures.style import (
     INK,
     REFERENCE,
@@ -29,6 +28,7 @@ from qkattn.verdict.load import Study
 COLUMNS = 2
 # Parameter counts within this ratio are equal.
 EQUAL = 1.01
+_VAL_LOSS = 'val loss (nats/token)'
 
 
 def learning_curves(study: Study, arms: Sequence[Arm], look: Styles) -> Figure | None:
@@ -60,7 +60,7 @@ def learning_curves(study: Study, arms: Sequence[Arm], look: Styles) -> Figure |
     axes[0].set_ylim(low - pad, high + pad)
     legend(figure)
     figure.supxlabel('training tokens')
-    figure.supylabel(VAL_LOSS.axis)
+    figure.supylabel(_VAL_LOSS)
     return figure
 
 
@@ -120,7 +120,7 @@ def sweep_panels(study: Study, knob: str, arms: Sequence[Arm], look: Styles) -> 
             label = '95 % interval of the optimum'
             ax.axvspan(sweep.optimum_low, sweep.optimum_high, label=label, **band)
     figure.supxlabel(f'{prose.words(knob)} (log scale)')
-    figure.supylabel(VAL_LOSS.axis)
+    figure.supylabel(_VAL_LOSS)
     legend(figure)
     return figure
 
