@@ -48,8 +48,6 @@ RESULT = {
     'data': dict,
     'provenance': dict,
 }
-# The last record of metrics.jsonl, beside the metrics of all trials.
-FINAL = {'trials': tuple[dict, ...], 'eval_tokens': int | None, 'test_tokens': int | None}
 # A split of documents.json: names and targets of documents, and nats of each trial.
 DOCUMENTS = {
     'documents': tuple[str, ...],

@@ -16,7 +16,6 @@ from qkattn.storage.metrics_log import read_metrics
 from qkattn.storage.records import (
     ARM_KEY,
     DOCUMENTS,
-    FINAL,
     FINISHED,
     RUN_FILES,
     check,
@@ -207,13 +206,12 @@ def _with_documents(run: Run, record: Any) -> Run:
         names, tokens_C = tuple(record[split]['documents']), np.array(record[split]['tokens'])
         rows = [None if row is None else np.array(row, float) for row in record[split]['nats']]
         shapes = {row.shape for row in (tokens_C, *rows) if row is not None}
-        if len(rows) != len(losses) or shapes != {(len(set(names)),)}:
+        is_whole = len(rows) == len(losses) and shapes == {(len(set(names)),)}
+        if not names or not is_whole or not (tokens_C > 0).all():
             raise ValueError(
-                f'split {split!r} does not have one number for each of {len(losses)} trials and '
-                'each of its documents, named once'
+                f'split {split!r} does not have targets, and one number for each of {len(losses)} '
+                'trials, in each of its documents, named once'
             )
-        if not names or not (tokens_C > 0).all():
-            raise ValueError(f'split {split!r} has a document without targets')
         for number, (row, loss) in enumerate(zip(rows, losses, strict=True)):
             mean = math.nan if row is None else float(row.sum() / tokens_C.sum())
             expected = math.nan if loss is None else loss
@@ -236,33 +234,27 @@ def _with_each(run: Run, field: str, values: Sequence[Any]) -> Run:
 
 def _with_log(run: Run, records: list[dict[str, Any]]) -> Run:
     """With the evaluations of metrics.jsonl; ValueError if they do not end with the results."""
-    metrics, absent = run.trials[0].declared_metrics, [None] * run.num_trials
-    measured = dict.fromkeys(result_fields(metrics), list | None)
-    logged = dict.fromkeys(logged_fields(metrics), tuple[float | None, ...] | None)
+    trials, first = run.trials, run.trials[0]
     evaluations = [record for record in records if record.get('kind') == 'eval']
-    last, final = evaluations[-1:], records[-1] if evaluations else {}
-    if final.get('kind') != 'final' or last[0]['step'] != run.trials[0].num_steps:
+    ends = [(r.get('kind'), r['step']) for r in (*evaluations[-1:], *records[-1:])]
+    if ends != [('eval', first.num_steps), ('final', first.num_steps)]:
         raise ValueError('it does not end with the last evaluation and the final record')
-    check(final, FINAL | {name: hint for name, hint in measured.items() if name in final})
-    if final['step'] != last[0]['step']:
-        raise ValueError(f'its final record is of step {final["step"]}')
     for record in evaluations:
-        check(record, {'val_loss': list} | {n: h for n, h in logged.items() if n in record})
-        if any(len(record.get(name) or absent) != run.num_trials for name in logged):
-            trials = f'{run.num_trials} trials'
-            raise ValueError(f'step {record["step"]} does not have one value for each of {trials}')
-    ended = [('trial', final['trials'])]
-    ended += [(name, [final[name]] * run.num_trials) for name in ('eval_tokens', 'test_tokens')]
-    ended += [(name, last[0].get(name) or absent) for name in logged]
-    ended += [(name, final.get(name) or absent) for name in measured]
-    for name, values in ended:
-        if len(values) != run.num_trials:
-            raise ValueError(f'it ends with {name} of {len(values)} of {run.num_trials} trials')
-        for trial, value in zip(run.trials, values, strict=True):
-            result = trial.metrics[name] if name in trial.metrics else getattr(trial, name)
-            if result != value:
-                about = f'seed {trial.seed} ends with {name} {value}'
-                raise ValueError(f'{about}, its result has {result}')
+        check(record, {'val_loss': tuple[float | None, ...]})
+        if len(record['val_loss']) != len(trials):
+            number = f'{len(trials)} trials'
+            raise ValueError(f'step {record["step"]} does not have one loss for each of {number}')
+    results = {name: [trial.metrics[name] for trial in trials] for name in first.metrics}
+    results['trials'] = [trial.trial for trial in trials]
+    for name in ('eval_tokens', 'test_tokens'):  # of all trials
+        results[name] = [getattr(trial, name) for trial in trials]
+    logged = logged_fields(first.declared_metrics)
+    for record, names in ((evaluations[-1], logged), (records[-1], tuple(results))):
+        for name in names:
+            value = record.get(name)
+            if results[name] != (value if isinstance(value, list) else [value] * len(trials)):
+                expected = f'{results[name]!r:.80}'
+                raise ValueError(f'it ends with {name} {value!r:.80}, its results have {expected}')
     columns = zip(*(record['val_loss'] for record in evaluations), strict=True)
     steps = [record['step'] for record in evaluations]
     by_step = [{s: x for s, x in zip(steps, c, strict=True) if x is not None} for c in columns]

@@ -69,10 +69,10 @@ def planned(**changes):
         ('plan.jsonl', planned(control='x'), 'is no arm that study.json declares'),
         ('plan.jsonl', planned(run=RUN), 'is planned twice, differently'),
         (LOG, {'kind': 'eval'}, "field 'step' is missing"),
-        (LOG, FINAL | {'val_loss': 3}, "'val_loss' is 3, expected"),
+        (LOG, FINAL | {'val_loss': 3}, 'ends with val_loss 3, its results have [2.0, 2.0]'),
         (LOG, EVALUATION, 'does not end with the last evaluation'),
         (LOG, OTHER_END, "'val_loss' is ['x', 'x'], expected"),
-        (LOG, SHORT_END, 'does not have one value for each of 2 trials'),
+        (LOG, SHORT_END, 'does not have one loss for each of 2 trials'),
     ],
 )
 def test_a_bad_line_of_a_study_is_refused_and_a_bad_log_left_out(study_dir, file, line, message):
@@ -168,8 +168,8 @@ def of_test(change):
         (LOG_B, None, r'verdict-4 has results, but metrics\.jsonl is missing', JUDGED),
         (DOCUMENTS, None, r'verdict-4 has results, but documents\.json is missing', WITHHELD),
         (DOCUMENTS, lambda c: c.replace(b'"test": ', b'"t": '), "'test' is missing", WITHHELD),
-        (DOCUMENTS, of_test(lambda t: t['nats'][1].pop()), 'one number for each', WITHHELD),
-        (DOCUMENTS, of_test(lambda t: t['tokens'].__setitem__(0, 0)), 'without targ', WITHHELD),
+        (DOCUMENTS, of_test(lambda t: t['nats'][1].pop()), 'one number for', WITHHELD),
+        (DOCUMENTS, of_test(lambda t: t['tokens'].__setitem__(0, 0)), 'not have targets', WITHHELD),
         (DOCUMENTS, of_test(lambda t: t['documents'].__setitem__(0, 'other')), '', WITHHELD),
         (DOCUMENTS, of_test(lambda t: t['nats'][1].__setitem__(0, 1e9)), 'its result', WITHHELD),
         (DOCUMENTS, of_test(lambda t: t['tokens'].__setitem__(0, 1)), 'its result has', WITHHELD),
