@@ -13,10 +13,10 @@ from markupsafe import Markup
 
 from qkattn.claims import export
 from qkattn.claims.claim import UNIT, ClaimResult, ClaimVerdict, Kind, Row, Speaks
+from qkattn.report import described
 from qkattn.report.figures import figures
 from qkattn.report.figures.forest import Line, Panel, forest, limits_of
 from qkattn.report.figures.style import Drawing, short, style_sheet, styles, write_plots
-from qkattn.report.page import described
 from qkattn.report.prose import NONE, environment, words
 from qkattn.report.tables import Heading, markdown_table, sheets
 from qkattn.report.verify import Block

@@ -1,32 +1,32 @@
 """Reports: the files of a study directory in; tables, figures and one HTML page out."""
 
+import base64
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from qkattn.errors import ReportError
+from qkattn.report import tables
+from qkattn.report.columns import PAGE, printed
 from qkattn.report.figures import figures
-from qkattn.report.figures.style import Drawing, write_plots
-from qkattn.report.page import report_page
-from qkattn.report.tables import csv_table, headline, report_markdown, terminal_text
+from qkattn.report.figures.style import DARK, LIGHT, Drawing, write_plots
+from qkattn.report.prose import environment, macro, plain
+from qkattn.report.tables import headline, terminal_text
 from qkattn.storage import ledger
 from qkattn.storage.files import write_atomic
-from qkattn.storage.records import parse_file
+from qkattn.storage.records import flat, parse_file
 from qkattn.study import stored
 from qkattn.study.tuning import SCREENING
 from qkattn.verdict import Findings, Study, find, load_findings, load_study
 
-__all__ = ['documents', 'export', 'headline', 'show_report', 'write_report']
+__all__ = ['described', 'documents', 'export', 'headline', 'show_report', 'write_report']
 
 
 def documents(
     study: Study, findings: Findings, drawn: Sequence[Drawing], svg: Mapping[str, bytes]
 ) -> dict[str, str]:
     """All files of a report but the figures, by name; `svg` is by the stem of a figure."""
-    return {
-        'table.md': report_markdown(study, findings),
-        'table.csv': csv_table(study, findings),
-        'report.html': report_page(study, findings, drawn, svg),
-    }
+    return tables.files(study, findings) | {'report.html': _page(study, findings, drawn, svg)}
 
 
 def show_report(study_dir: str | Path) -> str:
@@ -72,6 +72,54 @@ def export(study_dir: str | Path, destination: str | Path) -> Path:
             'give an empty directory.'
         )
     stored.pack(study.files, destination)
-    write_atomic(destination / 'table.md', report_markdown(study, findings))
-    write_atomic(destination / 'table.csv', csv_table(study, findings))
+    for file, text in tables.files(study, findings).items():
+        write_atomic(destination / file, text)
     return destination
+
+
+def _page(
+    study: Study, findings: Findings, drawn: Sequence[Drawing], svg: Mapping[str, bytes]
+) -> str:
+    """The whole report as an HTML document: no scripts; light, dark, narrow, printed."""
+    shown = [described(study, findings, drawing) for drawing in drawn]
+    for figure in shown:
+        code = base64.b64encode(svg[figure['stem']]).decode()
+        figure['source'] = f'data:image/svg+xml;base64,{code}'
+    titles, rows = printed(PAGE, study, findings, findings.arms)
+    return (
+        environment(html=True)
+        .get_template('report.html.j2')
+        .render(
+            study=study,
+            findings=findings,
+            figures=shown,
+            summary=tables.summary(study, findings, html=True),
+            headings=titles,
+            rows=rows,
+            notes=tables.notes(study, findings),
+            sheets=tables.sheets(study, findings),
+            settings=tables.settings(study, findings),
+            provenance=_provenance(study),
+            light=LIGHT,
+            dark=DARK,
+            css=Path(__file__).with_name('templates').joinpath('style.css').read_text('utf-8'),
+        )
+    )
+
+
+def described(study: Study, findings: Findings, figure: Drawing) -> dict[str, Any]:
+    """A figure as pages show it: its kind, the first word of its stem, is a macro of figures.j2."""
+    kind, about = figure.stem.partition('_')[0], {'study': study}
+    title, caption = macro('figures.j2', kind, about, findings=findings, **figure.values)
+    return {'stem': figure.stem, 'kind': kind, 'title': title, 'caption': caption}
+
+
+def _provenance(study: Study) -> dict[str, list[str]]:
+    """Recorded provenance: the values of each name, each once."""
+    facts: dict[str, dict[str, None]] = {}
+    for trial in study.trials:
+        about = {'data': trial.data, 'eval tokens': trial.eval_tokens, 'lifting': trial.lifting}
+        for name, value in flat({**about, **trial.provenance}, ': '):
+            facts.setdefault(name, {})[plain(value)] = None
+    made = {name: [*values] for name, values in facts.items()}
+    return made | ({'command': [study.command]} if study.command else {})

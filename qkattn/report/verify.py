@@ -73,12 +73,8 @@ def check_study(directory: str | Path) -> int:
         edited = ' and '.join(_changed_files(study))
         note = f' ({edited} changed since the last look)' if edited not in problem else ''
         raise ReportError(f'{study.directory}: {problem}{note}')
-    expected = {
-        'table.md': tables.report_markdown(study, findings),
-        'table.csv': tables.csv_table(study, findings),
-    }
     count = 0
-    for name, text in expected.items():
+    for name, text in tables.files(study, findings).items():
         path = study.directory / name
         if not path.is_file():
             raise ReportError(f'{path} does not exist; make it with python -m experiments.report')
