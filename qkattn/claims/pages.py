@@ -15,7 +15,7 @@ from qkattn.claims import export
 from qkattn.claims.claim import UNIT, ClaimResult, ClaimVerdict, Kind, Row, Speaks
 from qkattn.report import described
 from qkattn.report.figures import figures
-from qkattn.report.figures.forest import Line, Panel, forest, limits_of
+from qkattn.report.figures.forest import Line, Panels, forest
 from qkattn.report.figures.style import Drawing, short, style_sheet, styles, write_plots
 from qkattn.report.prose import NONE, environment, words
 from qkattn.report.tables import Heading, markdown_table, sheets
@@ -310,8 +310,8 @@ def claim_figure(claim: ClaimResult) -> Drawing:
     quantities = {row.quantity for row in firsts}
     # Contexts tell lines apart, unless what is compared does.
     contexts = [] if len(quantities) == len(lines) else varying(firsts)
-    panels = []
-    for kind, (title, _) in SHAPES.items():
+    panels: dict[str, list[Line]] = {}
+    for kind in SHAPES:
         drawn = []
         for row in (parts[kind] for parts in lines if kind in parts):
             names = located(row, contexts)
@@ -321,7 +321,7 @@ def claim_figure(claim: ClaimResult) -> Drawing:
             is_decided = row.speaks in (Speaks.FOR, Speaks.AGAINST)
             drawn.append(_line(row, row.quantity, is_decided, **texts))
         if drawn:
-            panels.append(Panel(drawn, f'difference ({UNIT})', title))
+            panels[SHAPES[kind][0]] = drawn
     return _drawing(f'{claim.name.lower()}_differences', panels)
 
 
@@ -333,8 +333,8 @@ def answers_figure(answers: Sequence[export.Answer]) -> Drawing | None:
         _line(row, row.decision or '', row.decision in decided, name=f'{name}: {row.decision}')
         for name, row in pairs
     ]
-    panel = Panel(lines, f'difference ({UNIT})', SHAPES[Kind.MATCHED][0])
-    return _drawing('answers', [panel], Decision.NO_VERDICT.value, far=math.inf) if lines else None
+    panels = {SHAPES[Kind.MATCHED][0]: lines}
+    return _drawing('answers', panels, Decision.NO_VERDICT.value, far=math.inf) if lines else None
 
 
 def _line(row: Row, arm: str, is_decided: bool, **texts: Any) -> Line:
@@ -346,11 +346,10 @@ def _line(row: Row, arm: str, is_decided: bool, **texts: Any) -> Line:
     return Line(arm, *numbers, is_decided=is_decided, reported=reported, **texts)
 
 
-def _drawing(stem: str, panels: Sequence[Panel], black: str = '', **limits: float) -> Drawing:
-    """A forest whose panels have one scale; lines of the arm `black` are black."""
-    lines = [line for panel in panels for line in panel.lines]
-    look = styles(list(dict.fromkeys(line.arm for line in lines)), black)
-    reach = limits_of(lines, 0.0, **limits)
+def _drawing(stem: str, panels: Panels, black: str = '', **options: float) -> Drawing:
+    """A forest whose lines of the arm `black` are black."""
+    arms = dict.fromkeys(line.arm for lines in panels.values() for line in lines)
+    look = styles(list(arms), black)
     with style_sheet():
-        figure = forest(panels, look, None, reach, longest=_LONGEST)
+        figure = forest(panels, f'difference ({UNIT})', look, longest=_LONGEST, **options)
     return Drawing(figure, stem)

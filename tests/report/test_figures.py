@@ -6,7 +6,7 @@ from matplotlib.image import imread
 from matplotlib.text import Text
 
 from qkattn.report.figures import attention_figure, figures
-from qkattn.report.figures.forest import Line, Panel, forest
+from qkattn.report.figures.forest import Line, forest
 from qkattn.report.figures.style import INK, Drawing, short, style_sheet, styles, write_plots
 from tests.report.conftest import LONG, SIZES, arms, read, row_names, scaled, shifted
 from tests.studies import RATES, tuned_arm, write_tuned
@@ -124,9 +124,9 @@ def test_text_is_legible_on_a_narrow_screen_and_nothing_overlaps(drawn):
 
 
 def test_every_format_is_written_and_no_other_figure_stays(tmp_path):
-    panel = Panel([Line('a/vo', absent='no result yet')], 'x')
+    panels = {'': [Line('a/vo', absent='no result yet')]}
     with style_sheet():
-        figure = forest([panel], styles(['a/vo'], None))
+        figure = forest(panels, 'x', styles(['a/vo'], None))
     (tmp_path / 'old.svg').write_text('<svg></svg>')
     svg = write_plots(tmp_path, [Drawing(figure, 'new')])['new']
     files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}

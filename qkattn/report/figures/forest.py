@@ -3,7 +3,7 @@
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,37 +47,36 @@ class Line(NamedTuple):
     reported: tuple[float, float] | None = None  # the ends of what others report
 
 
-class Panel(NamedTuple):
-    """Lines from the top."""
-
-    lines: Sequence[Line]
-    xlabel: str
-    title: str = ''
+Panels = Mapping[str, Sequence[Line]]  # by title, from the top
 
 
 def forest(
-    drawn: Sequence[Panel],
+    drawn: Panels,
+    xlabel: str,
     look: Styles,
-    margin: float | None = None,
-    limits: tuple[float, float] | None = None,
+    margin: float = 0.0,
+    far: float = 6.0,
     longest: int = 44,
 ) -> Figure:
     """Panels below each other, in which name and text of a line stand above its mean.
 
-    Beside the axis, they would leave no room for it on a narrow screen. A mean beyond `limits` is
-    an arrowhead at the edge; names beyond `longest` characters are cut in the middle.
+    Beside the axis, they would leave no room for it on a narrow screen. A mean beyond the `_limits`
+    is an arrowhead at the edge; names beyond `longest` characters are cut in the middle.
     """
-    line_height = _LINE if any(line.right for panel in drawn for line in panel.lines) else 0.46
-    height = [line_height * len(panel.lines) + 0.7 for panel in drawn]
+    every = [line for lines in drawn.values() for line in lines]
+    limits = _limits(every, margin, far)
+    line_height = _LINE if any(line.right for line in every) else 0.46
+    height = [line_height * len(lines) + 0.7 for lines in drawn.values()]
     figure = Figure(figsize=(WIDTH, sum(height) + 0.6))
     grid = {'sharex': limits is not None, 'height_ratios': height}
-    for ax, panel in zip(panels(figure, 1, len(drawn), **grid), drawn, strict=True):
-        if margin is not None:
+    axes = panels(figure, 1, len(drawn), **grid)
+    for ax, (title, lines) in zip(axes, drawn.items(), strict=True):
+        if margin:
             label = f'±{margin:g}, equivalent inside'
             ax.axvspan(-margin, margin, color=GRID, alpha=0.75, linewidth=0, zorder=0, label=label)
         ax.axvline(0.0, label='no difference', **REFERENCE)
-        names = [short(line.name or line.arm, longest) for line in panel.lines]
-        for y, (line, name) in enumerate(zip(panel.lines, names, strict=True)):
+        names = [short(line.name or line.arm, longest) for line in lines]
+        for y, (line, name) in enumerate(zip(lines, names, strict=True)):
             _draw(ax, y, line, look, limits)
             weight = {'weight': 'bold'} if line.is_decided else {'color': MUTED}
             _above(ax, y + _TEXT, line.right, **weight)
@@ -88,10 +87,24 @@ def forest(
         ax.spines['left'].set_visible(False)
         ax.grid(visible=False, axis='y')
         ax.locator_params(axis='x', nbins=3)
-        ax.set(xlabel=panel.xlabel, title=short(panel.title))
-        ax.set(xlim=limits, ylim=(len(names) - 0.4, -0.85))
+        ax.set(xlabel=xlabel, title=short(title), xlim=limits, ylim=(len(names) - 0.4, -0.85))
     legend(figure, 'lower')
     return figure
+
+
+def _limits(lines: Sequence[Line], margin: float, far: float) -> tuple[float, float] | None:
+    """X limits: zero, the margin and the intervals, up to `far` times the median of their reach.
+
+    Beyond, an interval would flatten the others.
+    """
+    values = [[x for x in (*line[1:4], *line.seeds) if x is not None] for line in lines]
+    reaches = [max(map(abs, line)) for line in values if line]
+    limit = max(4 * margin, far * statistics.median(reaches or [0.0]))
+    limit = limit if max(reaches, default=0.0) > limit else math.inf
+    every = [x for line in values for x in line] + [-1.5 * margin, 1.5 * margin]
+    shown = np.clip(every, -limit, limit)
+    pad = 0.05 * (max(shown) - min(shown))
+    return (min(shown) - pad, max(shown) + pad) if pad else None
 
 
 def _draw(ax: Axes, y: int, line: Line, look: Styles, limits: tuple[float, float] | None) -> None:
@@ -132,13 +145,12 @@ def differences(study: Study, findings: Findings, look: Styles) -> Figure | None
             key = ArmKey(variant, size, corpus)
             line = _line(variant, results.get(key), study)._replace(name=prose.shown(key, study))
             groups.setdefault(prose.where(study, key), []).append(line)
-    lines = [line for of_group in groups.values() for line in of_group]
     tuned = study.tuning is not None
-    if not lines or not (tuned or any(arm.difference for arm in findings.arms)):
+    if not groups or not (tuned or any(arm.difference for arm in findings.arms)):
         return None
-    xlabel, margin = f'difference in {findings.split} loss (nats/token)', study.margin * tuned
-    drawn = [Panel(sorted(group, key=_mean), xlabel, title) for title, group in groups.items()]
-    return forest(drawn, look, margin or None, limits_of(lines, margin))
+    drawn = {title: sorted(lines, key=_mean) for title, lines in groups.items()}
+    xlabel = f'difference in {findings.split} loss (nats/token)'
+    return forest(drawn, xlabel, look, study.margin * tuned)
 
 
 def _mean(line: Line) -> float:
@@ -163,18 +175,3 @@ def _line(variant: str, arm: Arm | None, study: Study) -> Line:
     return line._replace(
         mean=difference.mean, low=difference.low, high=difference.high, seeds=arm.differences
     )
-
-
-def limits_of(lines: Sequence[Line], margin: float, far: float = 6.0) -> tuple[float, float] | None:
-    """X limits: zero, the margin and the intervals, up to `far` times the median of their reach.
-
-    Beyond, an interval would flatten the others.
-    """
-    values = [[x for x in (*line[1:4], *line.seeds) if x is not None] for line in lines]
-    reaches = [max(map(abs, line)) for line in values if line]
-    limit = max(4 * margin, far * statistics.median(reaches or [0.0]))
-    limit = limit if max(reaches, default=0.0) > limit else math.inf
-    every = [x for line in values for x in line] + [-1.5 * margin, 1.5 * margin]
-    shown = np.clip(every, -limit, limit)
-    pad = 0.05 * (max(shown) - min(shown))
-    return (min(shown) - pad, max(shown) + pad) if pad else None
