@@ -93,7 +93,7 @@ def _page(
             study=study,
             findings=findings,
             figures=shown,
-            summary=tables.summary(study, findings, html=True),
+            summary=tables.summary(study, findings),
             headings=titles,
             rows=rows,
             notes=tables.notes(study, findings),

@@ -1,7 +1,7 @@
 """Text from codes and numbers: every sentence of a report stands in `templates/`.
 
 A template of sentences ends each with `{{ end }}`, so that its lines may be wrapped. Sentences are
-rendered as plain text, or as HTML with all values escaped.
+plain text, which pages escape.
 """
 
 import functools
@@ -13,7 +13,6 @@ from typing import Any
 
 import jinja2
 import jinja2.runtime
-from markupsafe import Markup
 
 from qkattn.config.calls import parse_call
 from qkattn.metrics import PREFIXES
@@ -170,11 +169,10 @@ def reasons(judged: Any) -> str:
     return '; '.join(clause(why, judged.verdict.num_comparisons) for why in judged.verdict.reasons)
 
 
-def sentences(template: str, *, html: bool = False, **values: Any) -> list[str]:
-    """The sentences of a template, each on one line; escaped where they are HTML."""
-    text = environment(html).get_template(template).render(**values)
-    lines = [line for part in text.split(END) if (line := tidy(part))]
-    return [Markup(line) for line in lines] if html else lines
+def sentences(template: str, **values: Any) -> list[str]:
+    """The sentences of a template, each on one line."""
+    text = environment(html=False).get_template(template).render(**values)
+    return [line for part in text.split(END) if (line := tidy(part))]
 
 
 def macro(template: str, name: str, about: Mapping[str, Any], /, **values: Any) -> list[str]:
@@ -263,7 +261,6 @@ def environment(html: bool) -> jinja2.Environment:
         'rates': lambda arms: sorted({rate for arm in arms for rate in arm.learning_rates}),
         'shortened': lambda text: f'{text[:12]}…' if HASH.fullmatch(text) else text,
         'split': SPLITS.__getitem__,
-        'strong': lambda text: Markup('<strong>{}</strong>').format(text) if html else text,
         'withholding': lambda remarks: [
             r for r in remarks if r.blocks and not (r.arm and r.arm.control)
         ],

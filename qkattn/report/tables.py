@@ -223,9 +223,9 @@ def settings(study: Study, findings: Findings) -> list[tuple[str, str]]:
     return [(name, value) for name, _, value in (line.partition(': ') for line in lines)]
 
 
-def summary(study: Study, findings: Findings, html: bool = False) -> list[str]:
+def summary(study: Study, findings: Findings) -> list[str]:
     """The result in sentences; the last one states what all arms share."""
-    return sentences('summary.j2', html=html, study=study, findings=findings)
+    return sentences('summary.j2', study=study, findings=findings)
 
 
 def notes(study: Study, findings: Findings) -> list[str]:
