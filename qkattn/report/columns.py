@@ -6,9 +6,8 @@ key stands in the data frame and in table.csv, in the unit of the result files.
 """
 
 import dataclasses
-import functools
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from qkattn.metrics import METRICS, PREFIXES, Metric, shown
@@ -168,8 +167,8 @@ def columns(study: Study, findings: Findings) -> Iterator[Column]:
         if any(per_byte.over_seeds(arm) for arm in findings.arms):
             yield Column(per_byte.field, per_byte.over_seeds, parts=ESTIMATE)
     for knob in KNOBS:
-        text = functools.partial(_setting, knob)
-        yield Column(knob, functools.partial(setting, knob))
+        text = partial(_setting, knob)
+        yield Column(knob, partial(setting, knob))
         if any(knob in arm.sweeps for arm in findings.arms):
             heading = f'tuned {words(knob)}|[95 % interval]'
             yield Column('', text, heading, tables=(PAGE, CONTROL))
@@ -218,7 +217,7 @@ def _of_difference(study: Study, findings: Findings) -> Iterator[Column]:
     for name in PARTS:
         parts = parts_of(findings, name)
         heading = f'{name},|nats/token' * (name != 'longer' and bool(parts))
-        part = functools.partial(_part, parts)
+        part = partial(_part, parts)
         yield Column(name, part, parts=('mean', 'low', 'high'))
         yield Column('', part, heading, interval, tables=(HEADLINE,))
     yield Column('reason', lambda arm: arm.verdict and reasons(arm))
@@ -267,13 +266,9 @@ def _setting(knob: str, arm: Arm) -> str:
     return f'{value:g}{"*" * loose} {prose.optimum(sweep)}'
 
 
-def _speed(arm: Arm) -> float | None:
-    values = arm.of_runs('tokens_per_second')
-    return statistics.fmean(values) if values else None
-
-
-def _seconds(arm: Arm) -> float:
-    return sum(arm.of_runs('train_seconds'))
+def _of_run(field: str, arm: Arm) -> float | None:
+    """A number that all trials of the verdict run share."""
+    return getattr(arm.verdict_trials[0], field) if arm.verdict_trials else None
 
 
 def _diverged(arm: Arm) -> str:
@@ -291,8 +286,8 @@ COSTS = (
     Column('d_ff', 'example.config.d_ff', 'd_ff', **_BOTH),
     Column('flops_per_token', 'example.flops_per_token', 'FLOPs|/token', si),
     Column('cache_floats_per_token', 'example.cache_floats_per_token', 'cache|floats/token', si),
-    Column('tokens_per_second', _speed, 'tokens|/s', si),
-    Column('train_seconds', _seconds, 'run time,|s', si),
+    Column('tokens_per_second', partial(_of_run, 'tokens_per_second'), 'tokens|/s', si),
+    Column('train_seconds', partial(_of_run, 'train_seconds'), 'run time,|s', si),
     Column('diverged', 'num_diverged'),
     Column('', _diverged, 'diverged', **_BOTH),
     Column('trials', lambda arm: len(arm.verdict_trials)),

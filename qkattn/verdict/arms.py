@@ -68,11 +68,6 @@ class Arm:
         values = [trial.metrics.get(field) for trial in self.chosen]
         return estimate([scale * v for v in values]) if values and None not in values else None
 
-    def of_runs(self, field: str) -> list[float]:
-        """A number that all trials of a run share, once for each run of `verdict_trials`."""
-        values = {trial.run.name: getattr(trial, field) for trial in self.verdict_trials}
-        return [value for value in values.values() if value is not None]
-
     @property
     def by_seed(self) -> dict[int, Trial]:
         """`chosen`, seeds ascending."""
