@@ -49,17 +49,6 @@ from qkattn.verdict.runs import Trial
 
 TOLERANCE = 1e-6  # relative, of derived numbers
 
-# What a change by hand may touch without being found.
-NOT_COVERED = (
-    'pictures: PNG files; the numbers behind them are',
-    'the last decimal of a number that is printed, by one',
-    'times, throughput, provenance, and fingerprints of data, which are as the runs recorded them',
-    'training records in metrics.jsonl, log.txt, and runs that left no study.json',
-    'checkpoints: that a logged loss is the loss of a model',
-    'yardsticks.json: losses of n-grams, by position and with shuffled sources, as recorded',
-    'a study whose results, logs, report and ledger are all written again with matching hashes',
-)
-
 PRINT = re.compile(r'(?:< )?[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?')
 
 
