@@ -7,30 +7,26 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-from qkattn.report.figures.style import GRID, HUES, legend, panels
+from qkattn.report.figures.style import GRID, legend, panels
 
-# Layers and heads that a figure has room for; of more, it shows some, evenly spaced.
+# Layers and heads that attention maps have room for; of more, they show some, evenly spaced.
 MAX_LAYERS, MAX_HEADS = 12, 16
 # Tokens that attention maps name.
 MAX_TOKENS = 40
-DASHES = ('solid', 'dashed', 'dotted', 'dashdot')
 _WIDTH = 6.6  # inches
 
 
 def singular_values(layers: Mapping[int, np.ndarray], circuit: str) -> Figure:
     """Singular values s_ND by index, relative to the largest: a panel a layer, a line a head."""
-    shown = _spaced(sorted(layers), MAX_LAYERS)
-    columns = min(4, len(shown))
-    figure = Figure(figsize=(max(_WIDTH, 1.9 * columns), 1.7 * -(-len(shown) // columns) + 1.0))
-    share = {'sharex': True, 'sharey': True}
-    for ax, layer in zip(panels(figure, columns, len(shown), **share), shown, strict=True):
-        heads = _spaced(range(len(layers[layer])), len(HUES) * len(DASHES))
-        for place, head in enumerate(heads):
-            s_D = layers[layer][head]
+    columns = min(4, len(layers))
+    figure = Figure(figsize=(max(_WIDTH, 1.9 * columns), 1.7 * -(-len(layers) // columns) + 1.0))
+    axes = panels(figure, columns, len(layers), sharex=True, sharey=True)
+    for ax, (layer, s_ND) in zip(axes, sorted(layers.items()), strict=True):
+        shades = colormaps['viridis'](np.linspace(0, 0.9, len(s_ND)))
+        for head, (s_D, shade) in enumerate(zip(s_ND, shades, strict=True)):
             # Below the precision of float32 there is rounding only.
             relative_D = np.where(s_D > 1e-6 * s_D[0], s_D / (s_D[0] or 1.0), np.nan)
-            style = {'color': HUES[place % len(HUES)], 'linestyle': DASHES[place // len(HUES)]}
-            ax.plot(np.arange(1, len(s_D) + 1), relative_D, label=f'head {head}', **style)
+            ax.plot(np.arange(1, len(s_D) + 1), relative_D, color=shade, label=f'head {head}')
         ax.set(yscale='log', title=f'layer {layer}')
     figure.supxlabel('index')
     figure.supylabel(f'singular value of {circuit}\n(largest = 1)')
