@@ -31,7 +31,6 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pandas as pd
@@ -59,9 +58,7 @@ def check_study(directory: str | Path) -> int:
     """
     study, findings = load_findings(directory)
     for problem in itertools.chain(study.problems, _run_problems(study), _ledger_problems(study)):
-        edited = ' and '.join(_changed_files(study))
-        note = f' ({edited} changed since the last look)' if edited not in problem else ''
-        raise ReportError(f'{study.directory}: {problem}{note}')
+        raise ReportError(f'{study.directory}: {problem}')
     count = 0
     for name, text in tables.files(study, findings).items():
         path = study.directory / name
@@ -81,7 +78,7 @@ HEADLINE: dict[str, Block] = {'headline': lambda path, _: tables.headline(*load_
 
 
 def check_page(
-    path: str | Path, more: Mapping[str, Block] = MappingProxyType({}), *, write: bool = False
+    path: str | Path, more: Mapping[str, Block] | None = None, *, write: bool = False
 ) -> int:
     """Checks the blocks of results in a Markdown page and returns how many there are.
 
@@ -89,8 +86,7 @@ def check_page(
     their directories give; else ReportError names one that its directory does not give.
     """
     path = Path(path)
-    text = _page(path)
-    blocks = HEADLINE | dict(more)
+    text, blocks = _page(path), HEADLINE | dict(more or {})
     marks = rf'<!-- ({"|".join(blocks)}): (\S+) -->\n'
     block = re.compile(rf'({marks})(.*?)(<!-- end -->)', re.DOTALL)
 
@@ -165,8 +161,8 @@ def _derived(study: Study, trial: Trial) -> Iterator[tuple[str, float, float]]:
         yield 'residual', run.residual, measured / run.target - 1
 
 
-# What numbers.toml says of a sentence: the page and the text, and where the text is from.
-ENTRIES = {'logged': {'page', 'log', 'text'}, 'external': {'page', 'text', 'source'}}
+# What numbers.toml says of a sentence: its page, its text, and where the text is from.
+ENTRIES = {'logged': ('page', 'text', 'log'), 'external': ('page', 'text', 'source')}
 
 
 def check_numbers(path: str | Path) -> dict[str, int]:
@@ -195,20 +191,19 @@ def check_numbers(path: str | Path) -> dict[str, int]:
     for kind, entries in content.items():
         for number, entry in enumerate(entries, start=1):
             where = f'{path}, [[{kind}]] entry {number}'
-            if entry.keys() != ENTRIES.get(kind):
-                valid = [f'[[{kind}]] of {", ".join(sorted(x))}' for kind, x in ENTRIES.items()]
-                raise ReportError(f'{where} has {", ".join(entry)}; valid is {" and ".join(valid)}')
-            text, source = entry['text'], entry['log' if kind == 'logged' else 'source']
+            if sorted(entry) != sorted(ENTRIES.get(kind, ())):
+                raise ReportError(f'{where} has {", ".join(entry)}; valid is {ENTRIES}')
+            page, text, source = (entry[name] for name in ENTRIES[kind])
             try:
                 text = text.format(log=_log(root / source)) if kind == 'logged' else text
             except (OSError, ValueError, LookupError, TypeError) as error:
                 about = f'cannot be made from {source} ({error!r}); correct the entry'
                 raise ReportError(f'{where} {about}') from error
             text = one_line(re.sub(r'(?<=\d)%', ' %', text))
-            if text not in one_line(_page(root / entry['page'])):
+            if text not in one_line(_page(root / page)):
                 raise ReportError(
-                    f'{entry["page"]} does not contain {text!r}, which is what {source} gives; '
-                    f'correct the page, or {where}'
+                    f'{page} does not contain {text!r}, which is what {source} gives; correct the '
+                    f'page, or {where}'
                 )
     return {kind: len(content.get(kind, ())) for kind in ENTRIES}
 
