@@ -148,15 +148,15 @@ def columns(study: Study, findings: Findings) -> Iterator[Column]:
     """The columns of a study; results come first, to be visible on a narrow screen."""
     compared, tuned = study.baseline is not None, study.tuning is not None
     left: dict[str, Any] = {'tables': EVERYWHERE, 'left': True}
-    yield Column('variant', 'variant')
-    yield Column('', lambda arm: prose.shown(arm.key, study), 'variant', **left)
+    yield Column('variant', 'variant', 'variant', **left)
     # The size and the corpus are in every table if they distinguish arms of this study.
     tables: tuple[str, ...] = EVERYWHERE if len(study.sizes) > 1 else (PAGE,)
     yield Column('size', 'size', 'size', tables=tables, left=True)
     yield Column('corpus', 'corpus', 'corpus' * (len(study.corpora) > 1), **left)
     yield Column('control', 'control', 'control', words, tables=(CONTROL,), left=True)
     yield Column('is_baseline', 'is_baseline')
-    yield Column('post_hoc', lambda arm: int(prose.is_post_hoc(study, arm.key)))
+    late = study.ledger.post_hoc if study.ledger else ()
+    yield Column('post_hoc', lambda arm: int(arm.key.declared in late))
     yield from _of_difference(study, findings)
     for place, measure in enumerate(measured(findings)):
         tables = (PAGE,) if place else (PAGE, CONTROL) if compared else EVERYWHERE

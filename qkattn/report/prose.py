@@ -147,16 +147,6 @@ def where(study: Study, group: Any) -> str:
     return ', '.join(name for name, among in several if len(among) > 1)
 
 
-def is_post_hoc(study: Study, key: ArmKey) -> bool:
-    """Whether the arm was added after the first look at results."""
-    return study.ledger is not None and key.declared in study.ledger.post_hoc
-
-
-def shown(key: ArmKey, study: Study) -> str:
-    """The name of an arm's variant in tables and figures, marked if it is post hoc."""
-    return key.variant + ' (post hoc)' * is_post_hoc(study, key)
-
-
 def remark(code: Remark, study: Study | None = None) -> str:
     """A whole sentence, with the arm that it is about."""
     text = clause(code, study=study)
@@ -247,7 +237,7 @@ def environment(html: bool) -> jinja2.Environment:
         lstrip_blocks=True,
     )
     functions: list[Any] = [si, interval, p_value, listed, counted, span, words, clause, remark]
-    functions += [reasons, tidy, by_where, shown]
+    functions += [reasons, tidy, by_where]
     made.filters |= {function.__name__: function for function in functions} | {
         'arm_title': _arm_title,
         'by_difference': functools.partial(

@@ -86,7 +86,7 @@ def sheets(study: Study, findings: Findings) -> list[Sheet]:
         'controls': columns.printed(columns.CONTROL, study, findings, findings.controls),
         'yardsticks': yardsticks(study, findings),
         'laws': _table(_laws(study, findings), ['no number, because']),
-        'forms': _table(_forms(study, findings), ['form', 'A[n]', 'B[n]']),
+        'forms': _table(_forms(findings), ['form', 'A[n]', 'B[n]']),
         'ledger': _table(_ledger(study), ['event', 'details']),
     }
     return [
@@ -108,7 +108,7 @@ def _table(rows: Iterator[Row], left: Collection[str] = ()) -> Table:
 
 def _place(study: Study, row: Any) -> Row:
     """The cells that identify an arm, or a variant over sizes or corpora, in this study."""
-    place = {'variant': prose.shown(row.key, study) if isinstance(row, Arm) else row.variant}
+    place = {'variant': row.variant}
     for name, among in (('size', study.sizes), ('corpus', study.corpora)):
         if len(among) > 1 and hasattr(row, name):
             place[name] = getattr(row, name)
@@ -175,9 +175,9 @@ def _bounded(number: Interval) -> str:
     return f'{number.value:.3f} [{number.low:.3f}, {number.high:.3f}]'
 
 
-def _forms(study: Study, findings: Findings) -> Iterator[Row]:
+def _forms(findings: Findings) -> Iterator[Row]:
     """The equations of each variant, with all options."""
-    for name, arm in {prose.shown(arm.key, study): arm for arm in findings.arms}.items():
+    for name, arm in {arm.variant: arm for arm in findings.arms}.items():
         form, score, value = prose.form(arm.example.run.config)
         yield {'variant': name, 'form': form, 'A[n]': score, 'B[n]': value}
 

@@ -31,7 +31,7 @@ def _figures(
         place = f'_{number}' if name else ''
         for knob in KNOBS:
             if swept := [arm for arm in arms if knob in arm.sweeps]:
-                figure = lines.sweep_panels(study, knob, swept, look)
+                figure = lines.sweep_panels(knob, swept, look)
                 yield f'sweep_{knob}{place}', figure, {'knob': knob} | about
         yield f'curves{place}', lines.learning_curves(study, arms, look), about
     about = {'laws': any(s.has_law for s in findings.scaling)}

@@ -143,7 +143,7 @@ def differences(study: Study, findings: Findings, look: Styles) -> Figure | None
     for size, corpus, variant in itertools.product(study.sizes, study.corpora, study.variants):
         if variant != study.baseline:
             key = ArmKey(variant, size, corpus)
-            line = _line(variant, results.get(key), study)._replace(name=prose.shown(key, study))
+            line = _line(variant, results.get(key), study)
             groups.setdefault(prose.where(study, key), []).append(line)
     tuned = study.tuning is not None
     if not groups or not (tuned or any(arm.difference for arm in findings.arms)):

@@ -45,12 +45,11 @@ def learning_curves(study: Study, arms: Sequence[Arm], look: Styles) -> Figure |
     columns = min(COLUMNS, len(variants))
     figure = Figure(figsize=(WIDTH, (3.2 / columns) * -(-len(variants) // columns) + 0.9))
     axes = panels(figure, columns, len(variants), sharex=True, sharey=True)
-    names = {arm.variant: prose.shown(arm.key, study) for arm in arms}
     for ax, variant in zip(axes, variants, strict=True):
         if last is not None and variant != study.baseline:
             _line(ax, last, look, study.baseline, f'baseline {short(study.baseline)}')
         _line(ax, curves[variant], look, variant, 'the variant named above')
-        ax.set_title(short(names[variant], 44 // columns), fontsize=8, fontweight='normal')
+        ax.set_title(short(variant, 44 // columns), fontsize=8, fontweight='normal')
         ax.locator_params(axis='x', nbins=4 // columns)
         ax.xaxis.set_major_formatter(lambda value, _: prose.si(value))
     low = min(curve.min(axis=None) for curve in curves.values())
@@ -80,7 +79,7 @@ def _line(ax: Axes, curve: pd.DataFrame, look: Styles, variant: str, label: str)
     ax.plot(curve.index, curve.mean(axis=1), label=label, zorder=3, **style | {'marker': ''})
 
 
-def sweep_panels(study: Study, knob: str, arms: Sequence[Arm], look: Styles) -> Figure:
+def sweep_panels(knob: str, arms: Sequence[Arm], look: Styles) -> Figure:
     """Screening loss against a setting, a panel an arm of one size and corpus, with the parabola.
 
     Above a panel stand the chosen value and the interval of the optimum. The axis ends at the
@@ -92,9 +91,8 @@ def sweep_panels(study: Study, knob: str, arms: Sequence[Arm], look: Styles) -> 
     values = sorted({value for arm in arms for value in arm.sweeps[knob].values})
     for ax, arm in zip(axes, arms, strict=True):
         sweep, style = arm.sweeps[knob], look[arm.variant]
-        name = short(prose.shown(arm.key, study), 36 // columns)
         interval = prose.optimum(sweep) if sweep.bracketed else 'not bracketed'
-        title = f'{name}\n{sweep.chosen:.3g}\n{interval}'
+        title = f'{short(arm.variant, 36 // columns)}\n{sweep.chosen:.3g}\n{interval}'
         ax.set_title(title, fontsize=8, fontweight='normal')
         ax.set(xscale='log')
         # A panel has room for three labels.
