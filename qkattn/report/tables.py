@@ -21,7 +21,7 @@ from qkattn.report.columns import Heading, Table
 from qkattn.report.figures.style import short
 from qkattn.report.prose import NONE, interval, one_line, rounded, sentences, words
 from qkattn.stats.inference import LEVEL, POWER
-from qkattn.stats.scaling import Interval, Law
+from qkattn.stats.scaling import Interval, Law, Problem
 from qkattn.storage import ledger
 from qkattn.study.arm_key import ArmKey
 from qkattn.verdict import rules
@@ -164,7 +164,8 @@ def _laws(study: Study, findings: Findings) -> Iterator[Row]:
         if isinstance(law, Law):
             numbers = _bounded(law.E), f'{law.A:.3g}', _bounded(law.a), f'{law.r_squared:.3f}'
             fitted = dict(zip(fitted, numbers, strict=True))
-        why = '; '.join(map(prose.clause, scaling.problems)) or NONE
+        problems = [x for x in (law, worth) if isinstance(x, Problem)]
+        why = '; '.join(map(prose.clause, problems)) or NONE
         per_parameter = _bounded(worth) if isinstance(worth, Interval) else NONE
         last = {'baseline parameters|per parameter': per_parameter, 'no number, because': why}
         yield _place(study, scaling) | fitted | last

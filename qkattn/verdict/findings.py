@@ -5,7 +5,6 @@ Computed once for all tables, figures and pages; the statistics are those of `qk
 
 import dataclasses
 import functools
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -55,11 +54,6 @@ class Scaling:
     # How many parameters of the baseline one of the variant is worth; None for the baseline and if
     # the baseline has no results.
     worth: scaling.Interval | scaling.Problem | None
-
-    @property
-    def problems(self) -> tuple[scaling.Problem, ...]:
-        """Why numbers are missing."""
-        return tuple(x for x in (self.law, self.worth) if isinstance(x, scaling.Problem))
 
     @property
     def has_law(self) -> bool:
@@ -178,11 +172,11 @@ def _scaling(study: Study, arms: Sequence[Arm]) -> tuple[Scaling, ...]:
     def parameters(arm: Arm) -> int:
         return arm.example.parameters['total']
 
-    def mean(arm: Arm) -> float:
-        return statistics.fmean(arm.losses(arm.split).values())
-
     laws = {
-        key: scaling.fit([*map(parameters, curve.values())], [*map(mean, curve.values())])
+        key: scaling.fit(
+            [parameters(arm) for arm in curve.values()],
+            [arm.loss.mean for arm in curve.values() if arm.loss],
+        )
         for key, curve in curves.items()
     }
     made = []
