@@ -34,8 +34,7 @@ _VAL_LOSS = 'val loss (nats/token)'
 def learning_curves(study: Study, arms: Sequence[Arm], look: Styles) -> Figure | None:
     """Validation loss over training of one size and corpus: a panel an arm, beside the baseline.
 
-    A line is the mean over seeds, its band from the lowest to the highest. The last four fifths of
-    training, where variants differ, are shown. None without any curve.
+    A line is the mean over seeds, its band from the lowest to the highest. None without any curve.
     """
     curves = {arm.variant: curve for arm in arms if len(curve := _curve(arm))}
     if not curves:
@@ -52,11 +51,6 @@ def learning_curves(study: Study, arms: Sequence[Arm], look: Styles) -> Figure |
         ax.set_title(short(variant, 44 // columns), fontsize=8, fontweight='normal')
         ax.locator_params(axis='x', nbins=4 // columns)
         ax.xaxis.set_major_formatter(lambda value, _: prose.si(value))
-    low = min(curve.min(axis=None) for curve in curves.values())
-    late = [curve[curve.index >= 0.2 * curve.index[-1]] for curve in curves.values()]
-    high = max(curve.max(axis=None) for curve in late)
-    pad = 0.06 * (high - low) or 0.05
-    axes[0].set_ylim(low - pad, high + pad)
     legend(figure)
     figure.supxlabel('training tokens')
     figure.supylabel(_VAL_LOSS)
@@ -64,12 +58,13 @@ def learning_curves(study: Study, arms: Sequence[Arm], look: Styles) -> Figure |
 
 
 def _curve(arm: Arm) -> pd.DataFrame:
-    """Validation losses of the chosen trials, [tokens, seeds], at the steps that all share."""
-    losses = []
-    for trial in (trial for trial in arm.chosen if trial.evaluations):
-        tokens = trial.num_tokens / trial.num_steps
-        losses.append(pd.Series({tokens * step: x for step, x in trial.evaluations.items()}))
-    return pd.concat(losses, axis=1, join='inner') if losses else pd.DataFrame()
+    """Validation losses of the chosen trials, [tokens, seeds], after a fifth of the training.
+
+    Before, variants do not differ.
+    """
+    by_step = pd.DataFrame([t.evaluations for t in arm.chosen if t.evaluations]).T.dropna()
+    late = by_step[by_step.index >= 0.2 * max(by_step.index, default=0)]
+    return late.set_axis(late.index * (arm.example.num_tokens / arm.example.num_steps))
 
 
 def _line(ax: Axes, curve: pd.DataFrame, look: Styles, variant: str, label: str) -> None:
