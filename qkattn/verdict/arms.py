@@ -83,11 +83,6 @@ class Arm:
         return self.comparison.difference if self.comparison else None
 
     @property
-    def differences(self) -> tuple[float, ...]:
-        """From the baseline, one for each shared seed."""
-        return tuple(self.comparison.differences.values()) if self.comparison else ()
-
-    @property
     def example(self) -> Trial:
         """A trial with the config, parameter counts and costs that all trials share."""
         return (self.chosen or self.verdict_trials or self.trials)[0]

@@ -65,7 +65,8 @@ def test_a_forest_has_every_declared_arm_with_its_interval_seeds_and_word(drawn)
     (interval, *_) = [c for c in ax.collections if c.get_label() == '95 % interval']
     assert interval.get_segments()[0][:, 0] == pytest.approx((good.low, good.high))
     (seeds, *_) = dots(ax, 'one seed')
-    assert sorted(seeds) == pytest.approx(sorted(by_name['good/vo'].differences))
+    differences = by_name['good/vo'].comparison.differences.values()
+    assert sorted(seeds) == pytest.approx(sorted(differences))
     (band,) = [patch for patch in ax.patches if patch.get_label().startswith('±0.004')]
     corners = band.get_extents().transformed(ax.transData.inverted())
     assert (corners.x0, corners.x1) == pytest.approx((-0.004, 0.004))

@@ -61,7 +61,7 @@ def test_without_tuning_the_best_rate_by_mean_is_compared_over_shared_seeds(stud
         records += seeds_of('swept/vo', dict(enumerate(values)), learning_rate=rate)
     baseline, arm, dead, swept = find(load_study(write_study(study_dir, records))).arms
     assert baseline.is_baseline and baseline.difference is arm.verdict is None
-    assert arm.differences == pytest.approx((0.05, 0.02, 0.08))
+    assert list(arm.comparison.differences.values()) == pytest.approx([0.05, 0.02, 0.08])
     assert dead.loss is dead.learning_rate is dead.difference is None and dead.num_diverged == 2
     assert swept.learning_rate == 3e-3 and swept.over_seeds('val_loss').mean == pytest.approx(2.15)
     assert not swept.at_edge and swept.num_diverged == 1
@@ -209,7 +209,7 @@ def test_arms_without_their_verdict_run_or_a_shared_seed(study_dir):
     (reason,) = findings_of(study_dir / 'b', baseline[:10], complete).arms[1].verdict.reasons
     assert (codes([reason]), reason.data) == (['NO_BASELINE_TRIALS'], {'baseline': 'qk/vo'})
     b = findings_of(study_dir / 'c', baseline, arm('b/vo', 0.5, seeds=range(20, 28))).arms[1]
-    assert b.difference is None and b.differences == () and b.loss is not None
+    assert b.difference is b.comparison is None and b.loss is not None
 
 
 def test_scaling_over_sizes_that_are_bracketed_and_trained_enough(study_dir):
@@ -252,7 +252,8 @@ def test_the_difference_is_the_sum_of_removing_and_reinvesting(study_dir):
     (parts,) = findings.decomposition
     assert parts.removing.difference.mean == pytest.approx(-0.02 + NOISE.mean())
     sums = [list(part.differences.values()) for part in (parts.removing, parts.reinvesting)]
-    assert np.sum(sums, axis=0).tolist() == pytest.approx(findings.arms[1].differences)
+    differences = findings.arms[1].comparison.differences.values()
+    assert np.sum(sums, axis=0).tolist() == pytest.approx(list(differences))
     assert list(parts.longer.differences.values()) == pytest.approx((2 * NOISE - 0.01).tolist())
     # Controls get no verdict, and their steps are their own.
     assert findings.num_comparisons == 1 and not any(a.verdict for a in findings.controls)

@@ -168,10 +168,10 @@ def _line(variant: str, arm: Arm | None, study: Study) -> Line:
     texts += [decision.value] if decision else []
     texts += [f'{arm.num_diverged} diverged'] if arm.num_diverged else []
     line = Line(variant, right='  '.join(texts), is_decided=decision in DECIDED)
-    if (difference := arm.difference) is None:
+    if arm.comparison is None:
         tuned = study.tuning is not None
         why = 'the baseline has not finished' if tuned else 'no seed in common with the baseline'
         return line._replace(absent=why)
-    return line._replace(
-        mean=difference.mean, low=difference.low, high=difference.high, seeds=arm.differences
-    )
+    seeds, difference = arm.comparison.differences.values(), arm.comparison.difference
+    ends = {'low': difference.low, 'high': difference.high}
+    return line._replace(mean=difference.mean, seeds=tuple(seeds), **ends)
