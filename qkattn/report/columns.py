@@ -155,8 +155,7 @@ def columns(study: Study, findings: Findings) -> Iterator[Column]:
     yield Column('corpus', 'corpus', 'corpus' * (len(study.corpora) > 1), **left)
     yield Column('control', 'control', 'control', words, tables=(CONTROL,), left=True)
     yield Column('is_baseline', 'is_baseline')
-    late = study.ledger.post_hoc if study.ledger else ()
-    yield Column('post_hoc', lambda arm: int(arm.key.declared in late))
+    yield Column('post_hoc', lambda arm: int(arm.key.declared in study.ledger.post_hoc))
     yield from _of_difference(study, findings)
     for place, measure in enumerate(measured(findings)):
         tables = (PAGE,) if place else (PAGE, CONTROL) if compared else EVERYWHERE

@@ -184,7 +184,7 @@ def _forms(findings: Findings) -> Iterator[Row]:
 
 
 def _ledger(study: Study) -> Iterator[Row]:
-    for entry in study.ledger.entries if study.ledger else ():
+    for entry in study.ledger.entries:
         arms = [ArmKey(*ledger.arm_key(arm)) for arm in entry.get('arms', ())]
         (details,) = prose.macro('sheets.j2', 'entered', {'study': study}, entry=entry, arms=arms)
         yield {

@@ -104,12 +104,11 @@ def check_page(
 
 def _ledger_problems(study: Study) -> Iterator[str]:
     """Declarations that are not in the ledger, and files that changed since a look."""
-    kept = ledger.read(study.directory / ledger.NAME)
     if study.base_hash != fingerprint_of(study.base):
         yield 'base_hash of study.json is not the hash of its base'
-    if kept.declaration != study.declaration:
+    if study.ledger.declaration != study.declaration:
         yield f'study.json is not what the last declaration in {ledger.NAME} says'
-    if kept.arms != set(study.arms):
+    if study.ledger.arms != set(study.arms):
         yield f'study.json has other arms than {ledger.NAME}'
     if unlike := _changed_files(study):
         altered = [f'run {run} is not what look {n} saw; ' for run, n in study.altered.items()]
@@ -124,7 +123,7 @@ def _changed_files(study: Study) -> list[str]:
     """The files that are not those of the last look, if there was one on more than screening."""
     if not any(run.stage != SCREENING and run.trials for run in study.runs):
         return []
-    looked, files = study.ledger.looked_files if study.ledger else {}, ledger.digests(study.files)
+    looked, files = study.ledger.looked_files, ledger.digests(study.files)
     return [name for name in {**looked, **files} if looked.get(name) != files.get(name)]
 
 

@@ -44,7 +44,7 @@ class PositiveControl:
 def family_size(study: Study) -> int:
     """How many primary arms are, or ever were, declared for comparison with a baseline."""
     declared = sum(p.control is None and p.variant != study.baseline for p in study.arms)
-    return max(declared, study.ledger.family if study.ledger else 0)
+    return max(declared, study.ledger.family)
 
 
 def primary(study: Study, arms: Sequence[Arm], blocks: Sequence[Remark]) -> dict[ArmKey, Verdict]:

@@ -80,7 +80,7 @@ class Study:
     directory: Path  # where reports go
     files: Path  # where logs are; another than `directory` for a stored study
     declaration: str
-    ledger: Ledger | None = None
+    ledger: Ledger
     # Runs that are not what an earlier look saw, with the number of that look.
     altered: Mapping[str, int] = dataclasses.field(default_factory=dict)
     runs: tuple[Run, ...] = ()
@@ -129,8 +129,9 @@ def load_study(directory: str | Path) -> Study:
         raise ReportError(f'study directory {str(directory)!r} does not exist.')
     if not path.exists():
         raise ReportError(f'{str(path)!r} does not exist, so this is not a study directory.')
+    kept = ledger.read(directory / ledger.NAME)
     try:
-        study = _declared(directory, files, parse_file(path, {}))
+        study = _declared(directory, files, kept, parse_file(path, {}))
         path = directory / ledger.YARDSTICKS
         yardsticks = _yardsticks(path, study.baseline) if path.exists() else None
     except ValueError as error:
@@ -142,19 +143,11 @@ def load_study(directory: str | Path) -> Study:
         raise ReportError(f'{error}') from error
     if not any(run.trials for run in runs):
         raise ReportError(f'study {str(directory)!r} has no results yet.')
-    entries = directory / ledger.NAME
-    kept = ledger.read(entries) if study.tuning or entries.exists() else None
-    return dataclasses.replace(
-        study,
-        runs=tuple(runs),
-        ledger=kept,
-        altered=kept.altered(ledger.seen(files)) if kept else {},
-        yardsticks=yardsticks,
-        problems=tuple(problems),
-    )
+    measured = {'yardsticks': yardsticks, 'runs': tuple(runs), 'problems': tuple(problems)}
+    return dataclasses.replace(study, **measured, altered=kept.altered(ledger.seen(files)))
 
 
-def _declared(directory: Path, files: Path, record: Any) -> Study:
+def _declared(directory: Path, files: Path, kept: Ledger, record: Any) -> Study:
     """A study as study.json declares it, without runs; ValueError names what is wrong."""
     controls = {'equal_shape': bool, 'longer': float | None, 'longer_seeds': tuple[int, ...]}
     check(record, {'controls': controls, 'tuning': dict | None, 'arms': tuple[dict, ...]})
@@ -170,6 +163,7 @@ def _declared(directory: Path, files: Path, record: Any) -> Study:
         directory=directory,
         files=files,
         declaration=ledger.digest(record),
+        ledger=kept,
         altered={},
     )
     if not study.seeds or study.tuning and not study.tuning.seeds:

@@ -79,7 +79,7 @@ def _tuning(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
 
 def _declaration(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
     """The study is what its ledger declares, and its runs are what looks have seen."""
-    if study.ledger and study.ledger.declaration != study.declaration:
+    if study.ledger.declaration != study.declaration:
         yield _block(RemarkCode.OTHER_DECLARATION)
     arms_of = {run.name: run.key for run in study.runs}
     for run, look in study.altered.items():
@@ -119,7 +119,7 @@ def _matching(study: Study, arm: Arm) -> Iterator[Remark]:
 
 def _post_hoc(study: Study, arm: Arm) -> Iterator[Remark]:
     """An arm that was added after a look depends on its results, and gets no verdict."""
-    if study.ledger and arm.key.declared in study.ledger.post_hoc:
+    if arm.key.declared in study.ledger.post_hoc:
         yield _block(RemarkCode.POST_HOC, first_look=study.ledger.first_look)
 
 
@@ -274,7 +274,7 @@ def _software(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
     for trial in (trial for arm in arms for trial in arm.trials):
         for name, value in flat(trial.provenance):
             facts.setdefault(name, {}).setdefault(str(value), {})[trial.run.key] = None
-    accepted = study.ledger.accepted if study.ledger else {}
+    accepted = study.ledger.accepted
     for name, arms_of in facts.items():
         if len(arms_of) > 1 and (name.startswith(('versions.', 'imported.')) or name in _SOFTWARE):
             values = {value: tuple(keys) for value, keys in arms_of.items()}
