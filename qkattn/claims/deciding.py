@@ -273,16 +273,15 @@ def evidence(every: Iterable[Case], family: int = 1) -> list[tuple[Row, Arm]]:
 def _beside(expected: Expectation, loaded: Loaded) -> Iterator[Row]:
     """The other parts of the difference: removed, reinvested, matched; of a pair, all of both."""
     study, findings = loaded
-    parts = {part.key: part for part in findings.decomposition}
     for arm in findings.arms:
         if not any(loaded.names(arm.variant, variant) for variant in expected.variants):
             continue
-        part, shown = parts.get(arm.key), expected
+        shown = expected
         if expected.versus:
             shown = Expectation(expected.study, study.bare(arm.variant), expected.relation)
         comparisons = {
-            Kind.REMOVED: part.removing if part else None,
-            Kind.REINVESTED: part.reinvesting if part else None,
+            Kind.REMOVED: arm.parts.removing,
+            Kind.REINVESTED: arm.parts.reinvesting,
             Kind.MATCHED: arm.comparison if study.matched is not None else None,
         }
         for kind, comparison in comparisons.items():

@@ -104,17 +104,16 @@ def _rows(results: Results, name: str, model: str, variant: str) -> Iterator[tup
     if (loaded := results.study(name)) is None:
         return
     study, findings = loaded
-    parts = {part.key: part for part in findings.decomposition}
     for arm, baseline in reversed(with_baselines(findings.arms)):
         if arm.variant != variant or arm.is_baseline or baseline is None or not arm.chosen:
             continue
-        trial, part = arm.example, parts.get(arm.key)
+        trial = arm.example
         decided = arm.verdict.decision.value if arm.verdict else WITHHELD
         context = {'model': model, 'size': arm.size, 'corpus': arm.corpus}
         context |= {'parameters': f'{trial.parameters["total"]:,}'}
         context |= {'tokens': f'{trial.num_tokens:,}'}
         for kind, comparison, decision in (
-            (Kind.REMOVED, part and part.removing, WITHHELD if decided == WITHHELD else None),
+            (Kind.REMOVED, arm.parts.removing, WITHHELD if decided == WITHHELD else None),
             (Kind.MATCHED if study.matched else Kind.REMOVED, arm.comparison, decided),
         ):
             if comparison:

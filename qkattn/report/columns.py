@@ -14,9 +14,8 @@ from qkattn.metrics import METRICS, PREFIXES, Metric, shown
 from qkattn.report import prose
 from qkattn.report.prose import NONE, interval, mean_sd, one_line, p_value, reasons, si, words
 from qkattn.stats.decision import Decision
-from qkattn.stats.inference import Difference, Estimate
+from qkattn.stats.inference import Estimate
 from qkattn.stats.scaling import Interval
-from qkattn.study.arm_key import ArmKey
 from qkattn.study.tuning import KNOBS
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings
@@ -187,12 +186,6 @@ def columns(study: Study, findings: Findings) -> Iterator[Column]:
         yield Column('multiplier', lambda arm: worth.get((arm.variant, arm.corpus)), parts=parts)
 
 
-def parts_of(findings: Findings, name: str) -> dict[ArmKey, Difference]:
-    """The `removing`, `reinvesting` or `longer` part of each arm that has it."""
-    parts = {parts.key: getattr(parts, name) for parts in findings.decomposition}
-    return {key: part.difference for key, part in parts.items() if part}
-
-
 def _of_difference(study: Study, findings: Findings) -> Iterator[Column]:
     """The difference, its verdict, the tests behind the verdict, and its parts."""
     tuned, margin = study.tuning is not None, f'{study.margin:g}'
@@ -214,19 +207,14 @@ def _of_difference(study: Study, findings: Findings) -> Iterator[Column]:
     heading = 'detectable difference,|nats/token' * tuned
     yield Column('detectable_holm', 'verdict.detectable', heading, '.4f')
     for name in PARTS:
-        parts = parts_of(findings, name)
-        heading = f'{name},|nats/token' * (name != 'longer' and bool(parts))
-        part = partial(_part, parts)
+        is_printed = name != 'longer' and any(getattr(arm.parts, name) for arm in findings.arms)
+        part, heading = f'parts.{name}.difference', f'{name},|nats/token' * is_printed
         yield Column(name, part, parts=('mean', 'low', 'high'))
         yield Column('', part, heading, interval, tables=(HEADLINE,))
     yield Column('reason', lambda arm: arm.verdict and reasons(arm))
     yield Column('split', 'comparison.split')
     yield Column('difference_validation', 'comparison.validation')
     yield Column('num_documents', 'comparison.num_documents')
-
-
-def _part(parts: Mapping[ArmKey, Difference], arm: Arm) -> Difference | None:
-    return parts.get(arm.key)
 
 
 def _difference(arm: Arm) -> str:

@@ -117,18 +117,17 @@ def _place(study: Study, row: Any) -> Row:
 
 def _parts(study: Study, findings: Findings) -> Iterator[Row]:
     """Removing and reinvesting, which add up to the difference, and the longer budget."""
-    removing, reinvesting, longer = (columns.parts_of(findings, name) for name in columns.PARTS)
-    for arm in findings.arms:
-        if findings.decomposition and not arm.is_baseline:
+    for arm in findings.arms if findings.has_parts else ():
+        if not arm.is_baseline:
             differences = {
-                'removing|equal shape - baseline': removing.get(arm.key),
-                'reinvesting|matched - equal shape': reinvesting.get(arm.key),
-                'both|matched - baseline': arm.difference,
+                'removing|equal shape - baseline': arm.parts.removing,
+                'reinvesting|matched - equal shape': arm.parts.reinvesting,
+                'both|matched - baseline': arm.comparison,
             }
             if times := study.controls['longer']:
-                heading = f'at {times} x the steps|matched - baseline'
-                differences[heading] = longer.get(arm.key)
-            yield _place(study, arm) | {name: interval(d) for name, d in differences.items()}
+                differences[f'at {times} x the steps|matched - baseline'] = arm.parts.longer
+            texts = {n: interval(d.difference if d else None) for n, d in differences.items()}
+            yield _place(study, arm) | texts
 
 
 def yardsticks(study: Study, findings: Findings) -> Table:

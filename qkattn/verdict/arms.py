@@ -19,6 +19,22 @@ from qkattn.verdict.runs import Trial
 
 
 @dataclasses.dataclass(frozen=True)
+class Decomposition:
+    """The parts of an arm's difference from the baseline, and whether it lasts.
+
+    On shared seeds `removing` (its control of equal shape minus the baseline) + `reinvesting` (the
+    arm minus that control) is the difference; `longer` is that of both trained longer, which only
+    decided arms are. These are estimates with 95 % intervals, not corrected for their number, and
+    give no verdict. A part is None while one of its arms lacks results or breaks a rule; an arm
+    that is only known badly (`findings.UNSURE`) has a part.
+    """
+
+    removing: Comparison | None = None
+    reinvesting: Comparison | None = None
+    longer: Comparison | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Arm:
     """One variant at one size on one corpus, at its tuned settings; or a control of it."""
 
@@ -32,6 +48,7 @@ class Arm:
     comparison: Comparison | None = None
     verdict: Verdict | None = None  # None for the baseline, controls and without tuning
     remarks: tuple[Remark, ...] = ()  # hygiene findings about this arm alone
+    parts: Decomposition = Decomposition()  # of the difference of a primary arm
 
     @property
     def variant(self) -> str:

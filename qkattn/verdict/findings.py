@@ -5,7 +5,7 @@ Computed once for all tables, figures and pages; the statistics are those of `qk
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from qkattn.stats import scaling
@@ -13,7 +13,7 @@ from qkattn.storage.files import as_path
 from qkattn.study import stored
 from qkattn.study.arm_key import EQUAL_SHAPE, LONGER, ArmKey
 from qkattn.verdict import judging, rules
-from qkattn.verdict.arms import Arm, arms_of, compare, with_baselines
+from qkattn.verdict.arms import Arm, Decomposition, arms_of, compare, with_baselines
 from qkattn.verdict.codes import TEST, VALIDATION, Comparison, Remark, RemarkCode
 from qkattn.verdict.judging import PositiveControl
 from qkattn.verdict.load import Study, load_study
@@ -25,23 +25,6 @@ UNSURE = (
     *(RemarkCode.BELOW_YARDSTICK, RemarkCode.LITTLE_CONTEXT),
     *(RemarkCode.LOW_BLEU, RemarkCode.SOURCES_UNUSED),
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Decomposition:
-    """The parts of an arm's difference from the baseline, and whether it lasts.
-
-    On shared seeds `removing` (its control of equal shape minus the baseline) + `reinvesting` (the
-    arm minus that control) is the difference; `longer` is that of both trained longer, which only
-    decided arms are. These are estimates with 95 % intervals, not corrected for their number, and
-    give no verdict. A part is None while one of its arms lacks results or breaks a rule; an arm
-    that is only known badly (UNSURE) has a part.
-    """
-
-    key: ArmKey
-    removing: Comparison | None
-    reinvesting: Comparison | None
-    longer: Comparison | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,13 +54,17 @@ class Findings:
     # if a remark blocks every arm.
     scaling: tuple[Scaling, ...] = ()
     num_comparisons: int = 0  # the family of Holm's correction; 0 in a study without tuning
-    decomposition: tuple[Decomposition, ...] = ()  # of the arms that have a control with results
     positive: tuple[PositiveControl, ...] = ()  # decided as a family of their own
 
     @property
     def blocks(self) -> tuple[Remark, ...]:
         """The remarks that withhold every verdict."""
         return tuple(remark for remark in self.remarks if remark.blocks and remark.arm is None)
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether a part of the difference of any arm is known."""
+        return any(arm.parts != Decomposition() for arm in self.arms)
 
     @property
     def split(self) -> str:
@@ -119,24 +106,28 @@ def find(study: Study) -> Findings:
         )
         for arm, baseline in with_baselines(arms)
     )
-    if study.tuning:
-        verdicts = judging.primary(study, arms, blocks)
-        arms = tuple(dataclasses.replace(arm, verdict=verdicts.get(arm.key)) for arm in arms)
+    verdicts = judging.primary(study, arms, blocks) if study.tuning else {}
+    parts = dict(_decomposed(study, arms, blocks))
+    arms = tuple(
+        dataclasses.replace(
+            arm, verdict=verdicts.get(arm.key), parts=parts.get(arm.key, Decomposition())
+        )
+        for arm in arms
+    )
     return Findings(
         arms=tuple(arm for arm in arms if arm.control is None),
         controls=tuple(arm for arm in arms if arm.control),
         remarks=remarks,
         scaling=() if blocks else _scaling(study, arms),
         num_comparisons=judging.family_size(study) if study.tuning else 0,
-        decomposition=_decomposed(study, arms, blocks),
         positive=judging.positive(study, arms, blocks) if study.tuning else (),
     )
 
 
 def _decomposed(
     study: Study, arms: Sequence[Arm], blocks: Sequence[Remark]
-) -> tuple[Decomposition, ...]:
-    """One for each primary arm but the baseline of which a control has results."""
+) -> Iterator[tuple[ArmKey, Decomposition]]:
+    """The parts of each primary arm but the baseline."""
     by_key = {arm.key: arm for arm in arms}
     shared = [remark for remark in blocks if remark.every_arm]
 
@@ -147,16 +138,13 @@ def _decomposed(
             return None
         return compare(one, other, study)
 
-    parts = []
     for arm in (arm for arm in arms if not arm.control and not arm.is_baseline):
         # A control of equal shape has no destination in its name.
         bare = arm.key._replace(variant=study.bare(arm.variant), control=EQUAL_SHAPE)
         same, longer = by_key.get(bare), by_key.get(arm.key._replace(control=LONGER))
-        if same or longer:
-            longest = by_key.get(arm.group._replace(control=LONGER))
-            three = part(same, by_key.get(arm.group)), part(arm, same), part(longer, longest)
-            parts.append(Decomposition(arm.key, *three))
-    return tuple(parts)
+        longest = by_key.get(arm.group._replace(control=LONGER))
+        three = part(same, by_key.get(arm.group)), part(arm, same), part(longer, longest)
+        yield arm.key, Decomposition(*three)
 
 
 def _scaling(study: Study, arms: Sequence[Arm]) -> tuple[Scaling, ...]:

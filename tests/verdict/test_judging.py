@@ -249,7 +249,7 @@ def controlled():
 def test_the_difference_is_the_sum_of_removing_and_reinvesting(study_dir):
     declared = {'equal_shape': True, 'longer': 4, 'longer_seeds': list(range(8))}
     findings = findings_of(study_dir, controlled(), controls=declared)
-    (parts,) = findings.decomposition
+    parts = findings.arms[1].parts
     assert parts.removing.difference.mean == pytest.approx(-0.02 + NOISE.mean())
     sums = [list(part.differences.values()) for part in (parts.removing, parts.reinvesting)]
     differences = findings.arms[1].comparison.differences.values()
@@ -269,7 +269,7 @@ def test_the_difference_is_the_sum_of_removing_and_reinvesting(study_dir):
     write_yardsticks(study_dir, controlled(), losses={'test': {'5-gram': 1.0}})
     findings = find(load_study(study_dir))
     assert findings.arms[1].verdict.decision is NO_VERDICT
-    assert None not in [getattr(findings.decomposition[0], name) for name in PARTS]
+    assert None not in [getattr(findings.arms[1].parts, name) for name in PARTS]
 
 
 @pytest.mark.parametrize(
@@ -287,6 +287,6 @@ def test_an_arm_that_breaks_a_rule_is_no_part(study_dir, variant, control, lost)
     for name in one or [run.name for run in load_study(study_dir).runs]:
         edit_plan(study_dir, name, optimizer__schedule='constant')
     findings = find(load_study(study_dir))
-    (parts,) = findings.decomposition
+    parts = findings.arms[1].parts
     assert {name for name in PARTS if getattr(parts, name) is None} == lost
     assert findings.arms[1].verdict.decision is (NO_VERDICT if control is None else BETTER)
