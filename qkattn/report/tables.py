@@ -84,7 +84,7 @@ def sheets(study: Study, findings: Findings) -> list[Sheet]:
     made = {
         'parts': _table(_parts(study, findings)),
         'controls': columns.printed(columns.CONTROL, study, findings, findings.controls),
-        'yardsticks': yardsticks(study, findings),
+        'yardsticks': _table(_yardsticks(study, findings)),
         'laws': _table(_laws(study, findings), ['no number, because']),
         'forms': _table(_forms(findings), ['form', 'A[n]', 'B[n]']),
         'ledger': _table(_ledger(study), ['event', 'details']),
@@ -130,9 +130,8 @@ def _parts(study: Study, findings: Findings) -> Iterator[Row]:
             yield _place(study, arm) | texts
 
 
-def yardsticks(study: Study, findings: Findings) -> Table:
+def _yardsticks(study: Study, findings: Findings) -> Iterator[Row]:
     """Each baseline with the yardsticks that it has to beat."""
-    rows = []
     for standing in rules.standings(study, (*findings.arms, *findings.controls)):
         arm, yardstick, best = standing.arm, standing.yardstick, standing.best
         row = {
@@ -151,8 +150,7 @@ def yardsticks(study: Study, findings: Findings) -> Table:
         ):
             measured = prose.NOT_RECORDED if value is None else f'{value:{spec}}'
             row[name] = measured if yardstick and yardstick.task == task else NONE
-        rows.append(row)
-    return _table(iter(rows))
+        yield row
 
 
 def _laws(study: Study, findings: Findings) -> Iterator[Row]:
@@ -258,7 +256,7 @@ def terminal_text(study: Study, findings: Findings, page: Path) -> str:
     lines += [*summary(study, findings), *(f'! {problem}' for problem in study.problems)]
     made = [
         columns.printed(columns.HEADLINE, study, findings, findings.arms),
-        yardsticks(study, findings),
+        _table(_yardsticks(study, findings)),
     ]
     width = min(WIDTH, shutil.get_terminal_size((WIDTH, 0)).columns)
     wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)

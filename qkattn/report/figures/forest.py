@@ -148,13 +148,12 @@ def differences(study: Study, findings: Findings, look: Styles) -> Figure | None
     tuned = study.tuning is not None
     if not groups or not (tuned or any(arm.difference for arm in findings.arms)):
         return None
-    drawn = {title: sorted(lines, key=_mean) for title, lines in groups.items()}
+    drawn = {
+        title: sorted(lines, key=lambda line: math.inf if line.mean is None else line.mean)
+        for title, lines in groups.items()
+    }
     xlabel = f'difference in {findings.split} loss (nats/token)'
     return forest(drawn, xlabel, look, study.margin * tuned)
-
-
-def _mean(line: Line) -> float:
-    return math.inf if line.mean is None else line.mean
 
 
 def _line(variant: str, arm: Arm | None, study: Study) -> Line:
