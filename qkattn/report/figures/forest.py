@@ -11,17 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from qkattn.report import prose
-from qkattn.report.figures.style import (
-    GRID,
-    MUTED,
-    REFERENCE,
-    SEEDS,
-    WIDTH,
-    Styles,
-    legend,
-    panels,
-    short,
-)
+from qkattn.report.figures import style
 from qkattn.study.arm_key import ArmKey
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings
@@ -53,7 +43,7 @@ Panels = Mapping[str, Sequence[Line]]  # by title, from the top
 def forest(
     drawn: Panels,
     xlabel: str,
-    look: Styles,
+    look: style.Styles,
     margin: float = 0.0,
     far: float = 6.0,
     longest: int = 44,
@@ -67,18 +57,20 @@ def forest(
     limits = _limits(every, margin, far)
     line_height = _LINE if any(line.right for line in every) else 0.46
     height = [line_height * len(lines) + 0.7 for lines in drawn.values()]
-    figure = Figure(figsize=(WIDTH, sum(height) + 0.6))
+    figure = Figure(figsize=(style.WIDTH, sum(height) + 0.6))
     grid = {'sharex': limits is not None, 'height_ratios': height}
-    axes = panels(figure, 1, len(drawn), **grid)
+    axes = style.panels(figure, 1, len(drawn), **grid)
     for ax, (title, lines) in zip(axes, drawn.items(), strict=True):
         if margin:
             label = f'±{margin:g}, equivalent inside'
-            ax.axvspan(-margin, margin, color=GRID, alpha=0.75, linewidth=0, zorder=0, label=label)
-        ax.axvline(0.0, label='no difference', **REFERENCE)
-        names = [short(line.name or line.arm, longest) for line in lines]
+            ax.axvspan(
+                -margin, margin, color=style.GRID, alpha=0.75, linewidth=0, zorder=0, label=label
+            )
+        ax.axvline(0.0, label='no difference', **style.REFERENCE)
+        names = [style.short(line.name or line.arm, longest) for line in lines]
         for y, (line, name) in enumerate(zip(lines, names, strict=True)):
             _draw(ax, y, line, look, limits)
-            weight = {'weight': 'bold'} if line.is_decided else {'color': MUTED}
+            weight = {'weight': 'bold'} if line.is_decided else {'color': style.MUTED}
             _above(ax, y + _TEXT, line.right, **weight)
             _above(ax, y + (_NAME if line.right else 1.4 * _TEXT), name)
         ax.set_yticks(range(len(names)), names)
@@ -87,8 +79,8 @@ def forest(
         ax.spines['left'].set_visible(False)
         ax.grid(visible=False, axis='y')
         ax.locator_params(axis='x', nbins=3)
-        ax.set(xlabel=xlabel, title=short(title), xlim=limits, ylim=(len(names) - 0.4, -0.85))
-    legend(figure, 'lower')
+        ax.set(xlabel=xlabel, title=style.short(title), xlim=limits, ylim=(len(names) - 0.4, -0.85))
+    style.legend(figure, 'lower')
     return figure
 
 
@@ -107,18 +99,20 @@ def _limits(lines: Sequence[Line], margin: float, far: float) -> tuple[float, fl
     return (min(shown) - pad, max(shown) + pad) if pad else None
 
 
-def _draw(ax: Axes, y: int, line: Line, look: Styles, limits: tuple[float, float] | None) -> None:
+def _draw(
+    ax: Axes, y: int, line: Line, look: style.Styles, limits: tuple[float, float] | None
+) -> None:
     if line.mean is None:
-        _above(ax, y, line.absent, style='italic', color=MUTED)
+        _above(ax, y, line.absent, style='italic', color=style.MUTED)
         return
     if line.reported is not None:
-        wide = {'color': MUTED, 'alpha': 0.35, 'linewidth': 9, 'solid_capstyle': 'butt'}
+        wide = {'color': style.MUTED, 'alpha': 0.35, 'linewidth': 9, 'solid_capstyle': 'butt'}
         ax.plot(line.reported, [y, y], label='reported', **wide)
     color = look[line.arm]['color']
     if line.low is not None:
         ax.hlines(y, line.low, line.high, color, linewidth=2, label='95 % interval')
     if line.seeds:
-        ax.scatter(line.seeds, [y + _SEEDS] * len(line.seeds), color=color, **SEEDS)
+        ax.scatter(line.seeds, [y + _SEEDS] * len(line.seeds), color=color, **style.SEEDS)
     low, high = limits or (-math.inf, math.inf)
     marker = '<' if line.mean < low else '>' if line.mean > high else look[line.arm]['marker']
     mean = {'s': 42, 'linewidths': 0.8, 'edgecolors': 'white', 'zorder': 4, 'label': 'mean'}
@@ -133,7 +127,7 @@ def _above(ax: Axes, y: float, text: str, **font: Any) -> None:
         ax.text(0, y, text, **place, **font)
 
 
-def differences(study: Study, findings: Findings, look: Styles) -> Figure | None:
+def differences(study: Study, findings: Findings, look: style.Styles) -> Figure | None:
     """Differences from the baseline, with verdicts and margin if tuned; None without any.
 
     A panel for each size and corpus has every declared arm, the lowest mean first.

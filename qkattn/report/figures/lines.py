@@ -10,16 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
 
 from qkattn.report import prose
-from qkattn.report.figures.style import (
-    INK,
-    REFERENCE,
-    SEEDS,
-    WIDTH,
-    Styles,
-    legend,
-    panels,
-    short,
-)
+from qkattn.report.figures import style
 from qkattn.stats.scaling import Law
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings
@@ -31,7 +22,7 @@ EQUAL = 1.01
 _VAL_LOSS = 'val loss (nats/token)'
 
 
-def learning_curves(study: Study, arms: Sequence[Arm], look: Styles) -> Figure | None:
+def learning_curves(study: Study, arms: Sequence[Arm], look: style.Styles) -> Figure | None:
     """Validation loss over training of one size and corpus: a panel an arm, beside the baseline.
 
     A line is the mean over seeds, its band from the lowest to the highest. None without any curve.
@@ -42,16 +33,16 @@ def learning_curves(study: Study, arms: Sequence[Arm], look: Styles) -> Figure |
     last = curves.get(study.baseline or '')
     variants = [v for v in curves if v != study.baseline] or list(curves)
     columns = min(COLUMNS, len(variants))
-    figure = Figure(figsize=(WIDTH, (3.2 / columns) * -(-len(variants) // columns) + 0.9))
-    axes = panels(figure, columns, len(variants), sharex=True, sharey=True)
+    figure = Figure(figsize=(style.WIDTH, (3.2 / columns) * -(-len(variants) // columns) + 0.9))
+    axes = style.panels(figure, columns, len(variants), sharex=True, sharey=True)
     for ax, variant in zip(axes, variants, strict=True):
         if last is not None and variant != study.baseline:
-            _line(ax, last, look, study.baseline, f'baseline {short(study.baseline)}')
+            _line(ax, last, look, study.baseline, f'baseline {style.short(study.baseline)}')
         _line(ax, curves[variant], look, variant, 'the variant named above')
-        ax.set_title(short(variant, 44 // columns), fontsize=8, fontweight='normal')
+        ax.set_title(style.short(variant, 44 // columns), fontsize=8, fontweight='normal')
         ax.locator_params(axis='x', nbins=4 // columns)
         ax.xaxis.set_major_formatter(lambda value, _: prose.si(value))
-    legend(figure)
+    style.legend(figure)
     figure.supxlabel('training tokens')
     figure.supylabel(_VAL_LOSS)
     return figure
@@ -67,27 +58,27 @@ def _curve(arm: Arm) -> pd.DataFrame:
     return late.set_axis(late.index * (arm.example.num_tokens / arm.example.num_steps))
 
 
-def _line(ax: Axes, curve: pd.DataFrame, look: Styles, variant: str, label: str) -> None:
-    style = look[variant]
-    band = {'color': style['color'], 'alpha': 0.18, 'linewidth': 0}
+def _line(ax: Axes, curve: pd.DataFrame, look: style.Styles, variant: str, label: str) -> None:
+    keywords = look[variant]
+    band = {'color': keywords['color'], 'alpha': 0.18, 'linewidth': 0}
     ax.fill_between(curve.index, curve.min(axis=1), curve.max(axis=1), **band)
-    ax.plot(curve.index, curve.mean(axis=1), label=label, zorder=3, **style | {'marker': ''})
+    ax.plot(curve.index, curve.mean(axis=1), label=label, zorder=3, **keywords | {'marker': ''})
 
 
-def sweep_panels(knob: str, arms: Sequence[Arm], look: Styles) -> Figure:
+def sweep_panels(knob: str, arms: Sequence[Arm], look: style.Styles) -> Figure:
     """Screening loss against a setting, a panel an arm of one size and corpus, with the parabola.
 
     Above a panel stand the chosen value and the interval of the optimum. The axis ends at the
     losses of the values that the parabola is fitted to, so that others do not flatten it.
     """
     columns = min(COLUMNS, len(arms))
-    figure = Figure(figsize=(WIDTH, 1.9 * -(-len(arms) // columns) + 0.95))
-    axes = panels(figure, columns, len(arms), sharex=True)
+    figure = Figure(figsize=(style.WIDTH, 1.9 * -(-len(arms) // columns) + 0.95))
+    axes = style.panels(figure, columns, len(arms), sharex=True)
     values = sorted({value for arm in arms for value in arm.sweeps[knob].values})
     for ax, arm in zip(axes, arms, strict=True):
-        sweep, style = arm.sweeps[knob], look[arm.variant]
+        sweep, keywords = arm.sweeps[knob], look[arm.variant]
         interval = prose.optimum(sweep) if sweep.bracketed else 'not bracketed'
-        title = f'{short(arm.variant, 36 // columns)}\n{sweep.chosen:.3g}\n{interval}'
+        title = f'{style.short(arm.variant, 36 // columns)}\n{sweep.chosen:.3g}\n{interval}'
         ax.set_title(title, fontsize=8, fontweight='normal')
         ax.set(xscale='log')
         # A panel has room for three labels.
@@ -97,8 +88,8 @@ def sweep_panels(knob: str, arms: Sequence[Arm], look: Styles) -> Figure:
         ax.xaxis.set_minor_formatter(NullFormatter())
         ax.locator_params(axis='y', nbins=4)
         for value, losses in zip(sweep.values, sweep.losses, strict=True):
-            ax.scatter([value] * len(losses), losses, color=style['color'], **SEEDS)
-        ax.plot(sweep.values, sweep.means, label='mean', **style | {'linestyle': 'none'})
+            ax.scatter([value] * len(losses), losses, color=keywords['color'], **style.SEEDS)
+        ax.plot(sweep.values, sweep.means, label='mean', **keywords | {'linestyle': 'none'})
         pairs = zip(sweep.values, sweep.losses, strict=True)
         if near := [loss for value, losses in pairs if value in sweep.fitted for loss in losses]:
             pad = 0.1 * (max(near) - min(near)) or 0.01
@@ -106,19 +97,19 @@ def sweep_panels(knob: str, arms: Sequence[Arm], look: Styles) -> Figure:
         if sweep.loss is not None:
             x = np.geomspace(sweep.fitted[0], sweep.fitted[-1], 60)
             fit = sweep.loss + sweep.curvature / 2 * np.log(x / sweep.optimum) ** 2
-            ax.plot(x, fit, color=style['color'], zorder=3, label='parabola')
-        ax.axvline(sweep.chosen, label='chosen value', **REFERENCE)
+            ax.plot(x, fit, color=keywords['color'], zorder=3, label='parabola')
+        ax.axvline(sweep.chosen, label='chosen value', **style.REFERENCE)
         if prose.optimum(sweep):
-            band = {'color': INK, 'alpha': 0.1, 'linewidth': 0, 'zorder': 0}
+            band = {'color': style.INK, 'alpha': 0.1, 'linewidth': 0, 'zorder': 0}
             label = '95 % interval of the optimum'
             ax.axvspan(sweep.optimum_low, sweep.optimum_high, label=label, **band)
     figure.supxlabel(f'{prose.words(knob)} (log scale)')
     figure.supylabel(_VAL_LOSS)
-    legend(figure)
+    style.legend(figure)
     return figure
 
 
-def loss_against_parameters(study: Study, findings: Findings, look: Styles) -> Figure | None:
+def loss_against_parameters(study: Study, findings: Findings, look: style.Styles) -> Figure | None:
     """Mean loss of each variant and corpus against parameters, with the law where there is one.
 
     None where all parameter counts are equal.
@@ -132,26 +123,26 @@ def loss_against_parameters(study: Study, findings: Findings, look: Styles) -> F
     if not lines or ends[1] <= EQUAL * ends[0]:
         return None
     laws = {(s.variant, s.corpus): s.law for s in findings.scaling if isinstance(s.law, Law)}
-    figure = Figure(figsize=(WIDTH, 3.4 + 0.2 * len(lines)))
+    figure = Figure(figsize=(style.WIDTH, 3.4 + 0.2 * len(lines)))
     ax = figure.subplots()
     for (variant, corpus), arms in lines.items():
-        style, law = look[variant], laws.get((variant, corpus))
+        keywords, law = look[variant], laws.get((variant, corpus))
         name = variant + f', {corpus}' * (len(study.corpora) > 1)
         losses = [list(arm.losses(arm.split).values()) for arm in arms]
         for arm, of_seeds in zip(arms, losses, strict=True):
-            dots = SEEDS | {'label': '_', 'color': style['color']}
+            dots = style.SEEDS | {'label': '_', 'color': keywords['color']}
             ax.scatter([total[arm.key]] * len(of_seeds), of_seeds, **dots)
         thin = {'linestyle': 'none'} if law else {'linewidth': 0.8}
         x, means = [total[arm.key] for arm in arms], [*map(np.mean, losses)]
-        ax.plot(x, means, label=short(name, 40), **style | thin)
+        ax.plot(x, means, label=style.short(name, 40), **keywords | thin)
         if law:
             sizes = np.geomspace(law.sizes[0], law.sizes[-1], 80)
-            curve = style | {'marker': '', 'label': f'_law of {name}'}
+            curve = keywords | {'marker': '', 'label': f'_law of {name}'}
             ax.plot(sizes, [law.loss(size) for size in sizes], **curve)
     ax.set(xscale='log', xlabel='total parameters (log scale)')
     ax.set_ylabel(f'{findings.split} loss (nats/token)')
     ax.set_xticks(np.geomspace(*ends, 4))
     ax.xaxis.set_minor_locator(NullLocator())
     ax.xaxis.set_major_formatter(lambda value, _: prose.si(value))
-    legend(figure)
+    style.legend(figure)
     return figure
