@@ -34,11 +34,6 @@ PAGES = flags.DEFINE_list(
     [str(path) for path in (*ROOT.glob('README.md'), *sorted((ROOT / 'docs').glob('*.md')))],
     'Markdown pages, at least one of them with a block of results; --pages= checks none.',
 )
-NUMBERS = flags.DEFINE_string(
-    'numbers',
-    str(ROOT / 'docs/numbers.toml'),
-    'Sources of the numbers of pages and config headers.',
-)
 WRITE = flags.DEFINE_bool('write', False, 'Write the blocks of results before checking them.')
 OF_PAGES = {**BLOCKS, 'benchmark': record.block}
 
@@ -58,22 +53,20 @@ def check_costs(directory: Path) -> int:
     Raises:
       ReportError: a result with other counts.
     """
-    models = 0
-    for run in load_findings(directory)[0].runs:
-        if run.trials:
-            models += 1
-            try:
-                costs = _costs(from_json(Config, run.config).model)
-            except (ConfigError, SpecError) as error:
-                raise ReportError(f'{directory}: run {run.name}: {error}') from error
-            for name, expected in costs.items():
-                for trial in run.trials:
-                    if getattr(trial, name) != expected:
-                        raise ReportError(
-                            f'{directory}: seed {trial.seed} of run {run.name} has {name} '
-                            f'{getattr(trial, name)}, but its config gives {expected}'
-                        )
-    return models
+    runs = [run for run in load_findings(directory)[0].runs if run.trials]
+    for run in runs:
+        try:
+            costs = _costs(from_json(Config, run.config).model)
+        except (ConfigError, SpecError) as error:
+            raise ReportError(f'{directory}: run {run.name}: {error}') from error
+        for name, expected in costs.items():
+            for trial in run.trials:
+                if getattr(trial, name) != expected:
+                    raise ReportError(
+                        f'{directory}: seed {trial.seed} of run {run.name} has {name} '
+                        f'{getattr(trial, name)}, but its config gives {expected}'
+                    )
+    return len(runs)
 
 
 def main() -> None:
@@ -89,12 +82,11 @@ def main() -> None:
     declarations = sorted([*results.glob('*/study.json'), *results.glob('claims/*/*/study.json')])
     if not declarations:
         raise ReportError(f'--results={RESULTS.value} contains no study directory')
-    for declaration in declarations:
-        models = check_costs(declaration.parent)
-        count = verify.check_study(declaration.parent)
+    for study in (declaration.parent for declaration in declarations):
+        runs, count = check_costs(study), verify.check_study(study)
         print(
-            f'{declaration.parent.name}: {count:,} numbers agree with the logs, the costs of '
-            f'{counted(models, "run")} with the configs'
+            f'{study.name}: {count:,} numbers agree with the logs, the costs of '
+            f'{counted(runs, "run")} with the configs'
         )
     for path in sorted(results.glob(f'claims/*/{export.CLAIMS}')):
         rows = export.check(path.parent)
@@ -116,10 +108,10 @@ def _check_pages(pages: list[str]) -> None:
     for page, count in counts.items():
         if count:
             print(f'{Path(page).name}: {counted(count, "block")} checked against the results')
-    entries = verify.check_numbers(NUMBERS.value)
+    entries = verify.check_numbers(ROOT / 'docs/numbers.toml')
     print(
-        f'{Path(NUMBERS.value).name}: {counted(entries["logged"], "sentence")} checked against the '
-        f'logs, {entries["external"]} with a source elsewhere'
+        f'numbers.toml: {counted(entries["logged"], "sentence")} checked against the logs, '
+        f'{entries["external"]} with a source elsewhere'
     )
 
 
