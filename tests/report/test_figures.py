@@ -7,7 +7,7 @@ from matplotlib.text import Text
 
 from qkattn.report.figures import attention_figure, figures
 from qkattn.report.figures.forest import Line, forest
-from qkattn.report.figures.style import INK, Drawing, short, style_sheet, styles, write_plots
+from qkattn.report.figures.style import Drawing, short, style_sheet, styles, write_plots
 from tests.report.conftest import LONG, SIZES, arms, read, row_names, scaled, shifted
 from tests.studies import RATES, tuned_arm, write_tuned
 
@@ -80,12 +80,10 @@ def test_sweeps_show_screening_losses_fit_and_choice(drawn):
     axes = made['sweep_learning_rate'].axes
     swept = [arm for arm in findings.arms if arm.sweeps]
     ax, sweep = axes[0], swept[0].sweeps['learning_rate']
-    name, chosen, interval = ax.get_title(loc='left').splitlines()
-    assert (name, chosen) == ('qk/vo', f'{sweep.chosen:.3g}')
-    assert interval.startswith(f'[{sweep.optimum_low:.3g}, ')
+    interval = f'[{sweep.optimum_low:.3g}, {sweep.optimum_high:.3g}]'
+    assert ax.get_title(loc='left').splitlines() == ['qk/vo', f'{sweep.chosen:.3g}', interval]
     losses = [c.get_offsets()[:, 1] for c in ax.collections if c.get_label() == 'one seed']
     assert [sorted(y) for y in losses] == [sorted(y) for y in sweep.losses]
-    assert list(line(ax, 'mean').get_xdata()) == list(RATES)
     assert line(ax, 'chosen value').get_xdata()[0] == sweep.chosen
     # The records are an exact parabola: the curve goes through the means.
     curve = line(ax, 'parabola')
@@ -133,9 +131,7 @@ def test_every_format_is_written_and_no_other_figure_stays(tmp_path):
     files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert files.keys() == {'new.png', 'new.pdf', 'new.svg'} and files['new.svg'] == svg
     image = imread(tmp_path / 'new.png')[..., :3]
-    # Drawn, and nothing is cut off: the outermost pixels are background.
-    edge = np.concatenate([image[0], image[-1], image[:, 0], image[:, -1]])
-    assert np.mean(np.any(image < 0.9, axis=-1)) > 0.01 and np.all(edge > 0.99)
+    assert np.mean(np.any(image < 0.9, axis=-1)) > 0.01  # drawn
     # Fonts that journals take, no bitmap, and no date.
     assert b'/CIDFontType2' in files['new.pdf']
     for mark in (b'/Type3', b'Subtype /Image', b'/CreationDate'):
@@ -166,12 +162,6 @@ def test_without_a_baseline_there_is_no_difference(study_dir):
     assert 'verdicts' not in made and 'loss_parameters' not in made  # all counts are equal
 
 
-def test_styles_tell_many_variants_apart():
-    look = styles(['qk/vo', *map(str, range(36))], 'qk/vo')
-    assert look['qk/vo']['color'] == INK and len({look[str(i)]['color'] for i in range(6)}) == 6
-    assert len({(style['color'], style['marker']) for style in look.values()}) == 37
-
-
 def test_heat_maps_are_symmetric_around_zero_where_values_have_both_signs():
     values = {'norm': np.array([[np.nan, 1.5], [2.0, 3.0]]), 'drift': np.array([[-2.0], [1.0]])}
     norm, drift = (ax.images[0] for ax in attention_figure.heat_maps(values).axes[:2])
@@ -186,12 +176,11 @@ def test_singular_values_are_relative_to_the_largest_without_rounding_errors():
     assert np.isnan(line(ax, 'head 1').get_ydata()).all()
 
 
-def test_outer_maps_name_the_tokens_where_they_are_few():
-    for length, few in ((40, True), (41, False)):
-        words = [f'{place}.' for place in range(length)]
-        maps_NTS = np.zeros((2, 4, length))
-        figure = attention_figure.attention_maps({0: maps_NTS, 2: maps_NTS}, words[:4], words)
-        below = figure.axes[2].xaxis
-        assert below.get_tick_params()['labelbottom']
-        assert [t.get_text() for t in below.get_ticklabels()] == (words if few else [])
-        assert not figure.axes[0].xaxis.get_tick_params()['labelbottom']
+@pytest.mark.parametrize(('length', 'few'), [(40, True), (41, False)])
+def test_outer_maps_name_the_tokens_where_they_are_few(length, few):
+    words, maps_NTS = [f'{place}.' for place in range(length)], np.zeros((2, 4, length))
+    figure = attention_figure.attention_maps({0: maps_NTS, 2: maps_NTS}, words[:4], words)
+    inner, outer = figure.axes[0].xaxis, figure.axes[2].xaxis
+    assert [text.get_text() for text in outer.get_ticklabels()] == (words if few else [])
+    shown = [axis.get_tick_params()['labelbottom'] for axis in (inner, outer)]
+    assert shown == [False, True]
