@@ -112,7 +112,6 @@ NO_RESIDUAL = [
 
 CHANGES = [
     ([('results.jsonl', (), lambda lines: lines[:-1])], 'not the trials of its config in their or'),
-    ([('results.jsonl', (-1, 'val_loss'), less)], 'ends with val_loss .*, its results have'),
     ([('results.jsonl', (-1, 'num_tokens'), lambda x: x // 2)], 'num_tokens 153600, which is 3072'),
     (NO_RESIDUAL, 'has residual 0.0, which is'),
     ([('results.jsonl', (-1, 'eval_tokens'), lambda x: x + 9)], 'ends with eval_tokens'),
@@ -131,7 +130,6 @@ CHANGES = [
     ([('yardsticks.json', ('seconds',), less)], r'yardsticks\.json changed since the last look in'),
     ([('table.md', (), None)], r'table\.md does not exist; make it'),
     ([('table.csv', (), lambda text: text.replace('0.09', '0.08', 1))], 'table.csv is not .*0.08'),
-    ([('table.csv', (), lambda text: text[: text.rindex('qk/no_v')])], r'table\.csv is not what'),
 ]  # fmt: skip
 
 
@@ -158,7 +156,6 @@ def test_numbers_may_differ_by_rounding_but_text_may_not():
         ('p < 0.001, worse', 'p 0.001, worse', True),
         ('+0.0000', '-0.0000', True),
         ('1.5e-07', '1.6e-07', True),
-        ('0.0082', '0.0084', False),
         ('13 seeds', '14 seeds', False),
         ('p < 0.001', 'p 0.003', False),
         ('+0.082 better', '+0.083 worse', False),
@@ -221,68 +218,52 @@ def test_a_headline_is_written_and_checked(study, tmp_path):
 
 # Numbers in sentences: those of a log, and those with a source elsewhere.
 
-ENTRIES = """
+FILES = {
+    'docs/numbers.toml': """
 [[logged]]
 page = "README.md"
-log = "results/table.csv"
+log = "table.csv"
 text = "no_o {log[qk/no_o][mean]:+.3f}, {log[qk/no_o][share]:.1%} of it"
 
 [[logged]]
 page = "config.py"
-log = "results/result.json"
-text = "loss {log[0][val_loss]:.2f} with {log[0][parameters][total]:,} parameters"
-
-[[logged]]
-page = "README.md"
-log = "results/scores.jsonl"
-text = "BLEU {log[1][bleu]:.1f}"
+log = "scores.jsonl"
+text = "BLEU {log[1][bleu]:.1f} of {log[1][pairs]:,} pairs"
 
 [[external]]
 page = "README.md"
 text = "1.88 nats"
 source = "https://example.org"
-"""
-PAGE = 'no_o -0.034,\n12.5 % of it; BLEU 38.7; published: 1.88 nats.\n'
-CONFIG = '"""A config.\n\nExpected: loss 1.74 with 1,234\nparameters.\n"""\nX = 0.7\n'
-FILES = {
-    'docs/numbers.toml': ENTRIES,
-    'README.md': PAGE,
-    'config.py': CONFIG,
-    'results/table.csv': 'variant,mean,share\nqk/no_o,-0.0341,0.1249\n',
-    'results/result.json': json.dumps([{'val_loss': 1.7369, 'parameters': {'total': 1234}}]),
-    'results/scores.jsonl': '{"bleu": 30.0}\n{"bleu": 38.66}\n',
+""",
+    'README.md': 'no_o -0.034,\n12.5 % of it; published: 1.88 nats.\n',
+    'config.py': '"""A config.\n\nExpected: BLEU 38.7 of 1,234\npairs.\n"""\nX = 0.7\n',
+    'table.csv': 'variant,mean,share\nqk/no_o,-0.0341,0.1249\n',
+    'scores.jsonl': '{"bleu": 30.0}\n{"bleu": 38.66, "pairs": 1234}\n',
 }
-
-
-@pytest.fixture
-def numbers(tmp_path):
-    for name, text in FILES.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    return tmp_path / 'docs/numbers.toml'
 
 
 @pytest.mark.parametrize(
     ('name', 'old', 'new', 'message'),
     [
         ('README.md', '-0.034', '-0.035', "README.md does not contain 'no_o -0.034, 12.5 % of it'"),
-        ('README.md', '38.7', '39.7', "README.md does not contain 'BLEU 38.7'.*scores.jsonl"),
         ('README.md', '1.88 nats', '1.9 nats', "does not contain '1.88 nats'.*example.org"),
-        ('config.py', '1.74', '1.73', "config.py does not contain 'loss 1.74 with 1,234"),
-        ('results/table.csv', 'qk/no_o', 'qk/no_v', r'entry 1 cannot be made .*no_o'),
-        ('results/result.json', '[', '', 'entry 2 cannot be made .*result.json'),
-        ('docs/numbers.toml', '[val_loss]:.2f', '[val_loss]:.2q', 'entry 2 cannot be made'),
+        ('config.py', '38.7', '39.7', "config.py does not contain 'BLEU 38.7 of 1,234"),
+        ('table.csv', 'qk/no_o', 'qk/no_v', r'entry 1 cannot be made .*no_o'),
+        ('scores.jsonl', '}', '', 'entry 2 cannot be made .*scores.jsonl'),
+        ('docs/numbers.toml', ':.1f', ':.1q', 'entry 2 cannot be made'),
         ('docs/numbers.toml', 'source =', 'url =', r'\[\[external\]\] entry 1 has .*url'),
         ('docs/numbers.toml', '[[external]]', '[[other]]', r'\[\[other\]\] entry 1 has page'),
         ('docs/numbers.toml', '[[external]]', '[[', 'cannot be read'),
         ('config.py', '"""A', '"A', 'config.py.* cannot be read'),
     ],
 )
-def test_what_does_not_agree_or_cannot_be_read_is_named(numbers, name, old, new, message):
-    assert check_numbers(numbers) == {'logged': 3, 'external': 1}
-    path = numbers.parents[1] / name
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new, 1))
+def test_what_does_not_agree_or_cannot_be_read_is_named(tmp_path, name, old, new, message):
+    (tmp_path / 'docs').mkdir()
+    for file, text in FILES.items():
+        (tmp_path / file).write_text(text)
+    numbers = tmp_path / 'docs/numbers.toml'
+    assert check_numbers(numbers) == {'logged': 2, 'external': 1}
+    assert old in FILES[name]
+    (tmp_path / name).write_text(FILES[name].replace(old, new, 1))
     with pytest.raises(ReportError, match=message):
         check_numbers(numbers)
