@@ -148,18 +148,6 @@ def test_laws_are_drawn_over_the_sizes(study_dir):
     (law,) = [scaling.law for scaling in findings.scaling if scaling.variant == 'b/vo']
     assert line(ax, '_law of b/vo').get_ydata()[-1] == pytest.approx(law.loss(law.sizes[-1]))
     assert list(line(ax, 'b/vo').get_xdata()) == pytest.approx(law.sizes)
-    two = [r for r in scaled(1.2) if r['size'] in list(SIZES)[:2]]
-    _, made = draw(write_tuned(study_dir / 'two', two))
-    assert len(made['loss_parameters'].axes[0].lines) == 2
-
-
-def test_without_a_baseline_there_is_no_difference(study_dir):
-    records = [record for record in arms() if record['variant'] != 'qk/vo']
-    _, made = draw(write_tuned(study_dir, records, declared=[('qk/vo', 'd_model=128', 'verdict')]))
-    assert texts(made['verdicts'].axes[0]).count('the baseline has not finished') == 4
-    only = write_tuned(study_dir / 'only', tuned_arm('qk/vo'), matched=None)
-    made = draw(only)[1]
-    assert 'verdicts' not in made and 'loss_parameters' not in made  # all counts are equal
 
 
 def test_heat_maps_are_symmetric_around_zero_where_values_have_both_signs():

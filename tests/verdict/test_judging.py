@@ -111,16 +111,6 @@ def test_a_positive_control_passes_with_the_expected_verdict(study_dir, delta, p
     assert (same_shape.passed, same_shape.arm.control) == (True, EQUAL_SHAPE)
 
 
-def test_a_positive_control_waits_for_the_verdict_runs_of_all_seeds(study_dir):
-    records = arm('qk/vo', 0) + arm('b/vo', 0.03)
-    for record in records[-4:]:
-        record |= {'run': 'late', 'config_hash': 'late'}
-    write_tuned(study_dir, records, expected=['b/vo is worse'])
-    write_lines(study_dir / 'results.jsonl', records[:-4])
-    (control,) = find(load_study(study_dir)).positive
-    assert control.passed is None and codes(control.verdict.reasons) == ['NO_VERDICT_TRIALS']
-
-
 def shifted(directory, variant, split, sd):
     """Adds differences by document to one arm, of mean zero; returns them and the tokens."""
     run = run_name(variant, SIZE, 'verdict')
@@ -201,7 +191,7 @@ def test_reasons_of_small_noisy_few_and_diverged_differences(
         assert verdict.reasons[0].data == counts
 
 
-def test_arms_without_their_verdict_run_or_a_shared_seed(study_dir):
+def test_arms_without_a_verdict_run_of_all_seeds_or_a_shared_seed(study_dir):
     baseline, complete, begun = arm('qk/vo', 0), arm('b/vo', 0.02), arm('c/vo', 0.02)[:10]
     _, b, c = findings_of(study_dir / 'a', baseline, complete, begun).arms
     assert codes(c.verdict.reasons) == ['NO_VERDICT_TRIALS']
@@ -210,6 +200,12 @@ def test_arms_without_their_verdict_run_or_a_shared_seed(study_dir):
     assert (codes([reason]), reason.data) == (['NO_BASELINE_TRIALS'], {'baseline': 'qk/vo'})
     b = findings_of(study_dir / 'c', baseline, arm('b/vo', 0.5, seeds=range(20, 28))).arms[1]
     assert b.difference is b.comparison is None and b.loss is not None
+    late = [record | {'run': 'late', 'config_hash': 'late'} for record in complete[-4:]]
+    records = baseline + complete[:-4] + late
+    path = write_tuned(study_dir / 'd', records, expected=['b/vo is worse'])
+    write_lines(path / 'results.jsonl', records[:-4])
+    (control,) = find(load_study(path)).positive
+    assert control.passed is None and codes(control.verdict.reasons) == ['NO_VERDICT_TRIALS']
 
 
 def test_scaling_over_sizes_that_are_bracketed_and_trained_enough(study_dir):
@@ -225,7 +221,6 @@ def test_scaling_over_sizes_that_are_bracketed_and_trained_enough(study_dir):
     findings = findings_of(study_dir, records)
     base, other = findings.scaling
     assert (len(base.law.sizes), len(other.law.sizes)) == (4, 5) and findings.num_comparisons == 5
-    assert base.law.a.value == pytest.approx(0.4, rel=0.01) and base.worth is None
     assert other.worth.value == pytest.approx(1.5, rel=0.01)
     worst = max(a.loss.mean for a in findings.arms if a.is_baseline)
     write_yardsticks(study_dir, records, losses={'test': {'5-gram': worst - 1e-6}})
@@ -250,10 +245,9 @@ def test_the_difference_is_the_sum_of_removing_and_reinvesting(study_dir):
     declared = {'equal_shape': True, 'longer': 4, 'longer_seeds': list(range(8))}
     findings = findings_of(study_dir, controlled(), controls=declared)
     parts = findings.arms[1].parts
-    assert parts.removing.difference.mean == pytest.approx(-0.02 + NOISE.mean())
-    sums = [list(part.differences.values()) for part in (parts.removing, parts.reinvesting)]
-    differences = findings.arms[1].comparison.differences.values()
-    assert np.sum(sums, axis=0).tolist() == pytest.approx(list(differences))
+    removing, reinvesting = (part.difference.mean for part in (parts.removing, parts.reinvesting))
+    assert removing == pytest.approx(-0.02 + NOISE.mean())
+    assert removing + reinvesting == pytest.approx(findings.arms[1].difference.mean)
     assert list(parts.longer.differences.values()) == pytest.approx((2 * NOISE - 0.01).tolist())
     # Controls get no verdict, and their steps are their own.
     assert findings.num_comparisons == 1 and not any(a.verdict for a in findings.controls)

@@ -1,12 +1,10 @@
 """Every rule that a verdict has to keep: broken once, reported, and the verdict withheld."""
 
-import json
-
 import numpy as np
 import pytest
 
 from qkattn.storage import ledger
-from qkattn.study.arm_key import LONGER, ArmKey
+from qkattn.study.arm_key import ArmKey
 from qkattn.verdict import Decision, ReasonCode, Remark, RemarkCode, find, load_study
 from qkattn.verdict.rules import standings
 from tests.studies import (
@@ -18,8 +16,6 @@ from tests.studies import (
     translation_record,
     trial_record,
     tuned_arm,
-    write_lines,
-    write_study,
     write_tuned,
 )
 
@@ -238,38 +234,6 @@ def test_code_that_differs_or_that_no_commit_holds_blocks_until_it_is_accepted(s
         assert len(findings.blocks) == still and len(remarks) == 4
         assert 'a comment only' in [remark.data['accepted'] for remark in remarks]
     assert decisions == JUDGED
-
-
-def test_a_study_without_tuning_is_checked_too(study_dir):
-    records = [trial_record('qk/vo', seed=seed) for seed in (0, 1)]
-    records += [trial_record('b/vo', seed=seed, eval_tokens=4096) for seed in (0, 1)]
-    write_study(study_dir, records)
-    write_lines(study_dir / 'results.jsonl', records[1:])
-    lost = {'readable': 1, 'planned': 2, 'stage': None, 'run': run_name('qk/vo', SIZE)}
-    unlike = {'name': 'eval_tokens', 'value': '4096', 'baseline': '65536'}
-    expected = [blocking('DIFFERS_FROM_BASELINE', **unlike)]
-    expected += [Remark(RemarkCode.MISSING_RESULTS, lost, arm=QK)]
-    assert checked(study_dir)[2] == expected
-
-
-@pytest.mark.parametrize('looked', [False, True])
-def test_an_arm_that_was_added_after_a_look_gets_no_verdict(study_dir, looked):
-    records = records_of()
-    for variant in ('qk/vo', 'b/vo'):
-        records += tuned_arm(variant, losses=list(BASE), control=LONGER)
-    write_tuned(study_dir, records)
-    study = json.loads((study_dir / 'study.json').read_text())
-    (study_dir / ledger.NAME).unlink()
-    kept = [arm for arm in study['arms'] if arm['variant'] != 'b/vo']
-    ledger.declare(study_dir, study | {'arms': kept})
-    if looked:
-        ledger.look(study_dir)
-    ledger.declare(study_dir, study)
-    findings, decisions, _ = checked(study_dir)
-    assert decisions == (WITHHELD if looked else JUDGED)
-    post_hoc = [remark for remark in findings.remarks if remark.code is RemarkCode.POST_HOC]
-    assert [remark.arm for remark in post_hoc] == [B, B._replace(control=LONGER)] * looked
-    assert findings.arms[1].difference.mean == pytest.approx(0.02)
 
 
 def test_a_run_that_was_altered_after_a_look_gives_no_verdict(study_dir):
