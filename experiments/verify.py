@@ -94,9 +94,6 @@ def main() -> None:
             f'claims at {path.parent.name} scale: {counted(rows, "row")} of {path.name} agree with '
             'the studies and the checks'
         )
-    for path in sorted(results.glob(f'benchmark/*/{record.FILE}')):
-        rounds = sum(len(row.rounds) for group in record.read(path.parent) for row in group.rows)
-        print(f'benchmark {path.parent.name}: {counted(rounds, "round")}')
     if PAGES.value:
         _check_pages(PAGES.value)
 

@@ -90,19 +90,22 @@ def row_names(ax):
 
 
 class Page(HTMLParser):
-    """Collects tags, ids and text, and fails on tags that do not nest."""
+    """Collects tags, ids and lines of text, and fails on tags that do not nest."""
 
     def __init__(self, html: str):
         super().__init__()
-        self.open, self.tags, self.words, self.ids = [], [], [], []
+        self.open, self.tags, self.ids, self.lines = [], [], [], ['']
         self.feed(html)
         self.close()
         assert self.open == []
-        self.text = ' '.join(' '.join(self.words).split())
+        self.lines = [line for text in self.lines if (line := ' '.join(text.split()))]
+        self.text = ' '.join(self.lines)
 
     def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
         self.ids += [value for name, value in attrs if name == 'id']
+        if tag in {'h1', 'h2', 'h3', 'p', 'li', 'tr', 'section', 'figcaption'}:
+            self.lines.append('')
         if tag not in {'meta', 'br', 'link', 'img', 'input', 'hr'}:
             self.open.append(tag)
 
@@ -110,4 +113,5 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        self.words.append(data)
+        if self.open[-1:] != ['style']:
+            self.lines[-1] += f' {data}'

@@ -17,10 +17,6 @@ def draw(path):
     return findings, {drawing.stem: drawing.figure for drawing in figures(study, findings)}
 
 
-def texts(ax) -> list[str]:
-    return [text.get_text() for text in ax.texts]
-
-
 def dots(ax, label: str) -> list[np.ndarray]:
     """The x of each collection of that label."""
     return [c.get_offsets()[:, 0] for c in ax.collections if c.get_label() == label]
@@ -56,7 +52,7 @@ def test_a_forest_has_every_declared_arm_with_its_interval_seeds_and_word(drawn)
     names = row_names(ax)
     finished = ['good/vo', 'half/vo', 'same/vo', 'wide/vo', short(LONG, 44), 'bad/vo', 'far/vo']
     assert names == [*finished, 'lost/vo', 'late/vo']
-    shown = texts(ax)
+    shown = [text.get_text() for text in ax.texts]
     assert shown.count('diverged or stopped early') == shown.count('no result yet') == 1
     by_name = {arm.variant: arm for arm in findings.arms}
     good = by_name['good/vo'].difference

@@ -21,16 +21,7 @@ from qkattn.report.verify import (
 )
 from qkattn.storage import ledger
 from qkattn.study import stored
-from tests.studies import (
-    named_by_hash,
-    outside_record,
-    read_lines,
-    trial_record,
-    tuned_arm,
-    write_lines,
-    write_study,
-    write_tuned,
-)
+from tests import studies
 
 
 @pytest.fixture(scope='module', autouse=True)
@@ -48,10 +39,10 @@ def written(tmp_path_factory, blank):
     records = []
     for place, (variant, loss) in enumerate(arms.items()):
         losses = [loss + 0.001 * seed + 0.003 * place * (seed % 3) for seed in range(8)]
-        for record in tuned_arm(variant, losses=losses):
-            records.append(outside_record('qk/vo', 1 / record['val_loss']) | record)
+        for record in studies.tuned_arm(variant, losses=losses):
+            records.append(studies.outside_record('qk/vo', 1 / record['val_loss']) | record)
     directory = tmp_path_factory.mktemp('verify') / 'study'
-    write_tuned(directory, named_by_hash(records))
+    studies.write_tuned(directory, studies.named_by_hash(records))
     report.write_report(directory)
     return directory
 
@@ -67,7 +58,7 @@ def study(written, tmp_path):
 def edit(study, name, keys, change):
     """Replaces what `keys` lead to in a file; LOG and DOCUMENTS are those of the last result."""
     if file := {'LOG': 'metrics.jsonl', 'DOCUMENTS': 'documents.json'}.get(name):
-        name = f'{read_lines(study / "results.jsonl")[-1]["run"]}/{file}'
+        name = f'{studies.read_lines(study / "results.jsonl")[-1]["run"]}/{file}'
     path = study / name
     if change is None:
         path.unlink()
@@ -75,11 +66,11 @@ def edit(study, name, keys, change):
         path.write_text(change(path.read_text()))
     else:
         is_lines = path.suffix == '.jsonl'
-        whole = [read_lines(path) if is_lines else json.loads(path.read_text())]
+        whole = [studies.read_lines(path) if is_lines else json.loads(path.read_text())]
         *way, last = (0, *keys)
         holder = functools.reduce(operator.getitem, way, whole)
         holder[last] = change(holder[last])
-        write_lines(path, whole[0] if is_lines else whole)
+        studies.write_lines(path, whole[0] if is_lines else whole)
 
 
 def less(x):
@@ -170,8 +161,8 @@ def test_a_report_on_verdict_results_is_a_look(written, tmp_path):
     assert [entry['event'] for entry in entries] == ['declared', 'looked']
     report.write_report(written)
     assert ledger.read(written / 'ledger.jsonl').entries == entries
-    screened = [r for r in tuned_arm('qk/vo', losses=[2.0]) if r['stage'] == 'screening']
-    unseen = write_tuned(tmp_path / 'study', screened)
+    screened = [r for r in studies.tuned_arm('qk/vo', losses=[2.0]) if r['stage'] == 'screening']
+    unseen = studies.write_tuned(tmp_path / 'study', screened)
     report.write_report(unseen)
     assert ledger.read(unseen / 'ledger.jsonl').first_look is None
 
@@ -190,7 +181,7 @@ def test_an_export_has_a_few_files_of_which_the_report_is_made_again(written, tm
 
 def test_an_export_does_not_overwrite_something_else(written, tmp_path):
     (tmp_path / 'mine.txt').write_text('precious')
-    other = write_study(tmp_path / 'other', [trial_record('qk/vo')], name='another')
+    other = studies.write_study(tmp_path / 'other', [studies.trial_record('qk/vo')], name='another')
     copy = shutil.copytree(written, tmp_path / 'run')
     for destination in (tmp_path, tmp_path / 'mine.txt', written, other, copy):
         with pytest.raises(ReportError, match='holds something else than an export of study'):

@@ -72,7 +72,6 @@ def test_without_tuning_the_best_rate_by_mean_is_compared_over_shared_seeds(stud
     [
         (-0.03, -0.001, BETTER),
         (-0.03, 0.001, None),
-        (-0.003, 0.001, None),
         (0.03, 0.001, WORSE),
         (0.03, -0.001, None),
         (0.0004, -0.004, EQUIVALENT),
@@ -80,8 +79,8 @@ def test_without_tuning_the_best_rate_by_mean_is_compared_over_shared_seeds(stud
     ],
 )
 def test_the_test_split_decides_and_validation_supports_it(study_dir, test, validation, decided):
-    noise = (1.5 if test == -0.003 else 1.0) * (NOISE - NOISE.mean())
-    findings = findings_of(study_dir, arm('qk/vo', 0), arm('b/vo', test, validation, noise))
+    records = arm('qk/vo', 0), arm('b/vo', test, validation, NOISE - NOISE.mean())
+    findings = findings_of(study_dir, *records)
     verdict, compared = findings.arms[1].verdict, findings.arms[1].comparison
     means = {'test': compared.difference.mean, 'validation': compared.validation}
     assert means == pytest.approx({'test': test, 'validation': validation})
@@ -111,15 +110,15 @@ def test_a_positive_control_passes_with_the_expected_verdict(study_dir, delta, p
     assert (same_shape.passed, same_shape.arm.control) == (True, EQUAL_SHAPE)
 
 
-def shifted(directory, variant, split, sd):
-    """Adds differences by document to one arm, of mean zero; returns them and the tokens."""
+def shifted(directory, variant, sd):
+    """Adds differences by document of the test split to an arm; returns them and the tokens."""
     run = run_name(variant, SIZE, 'verdict')
     records = map(json.loads, (directory / 'results.jsonl').read_text().splitlines())
     shifts = np.random.default_rng(6).normal(0, sd, 100)
     of_run = [record for record in records if record['run'] == run]
-    write_documents(directory / run, of_run, 100, {split: shifts})
+    write_documents(directory / run, of_run, 100, {'test': shifts})
     content = json.loads((directory / run / 'documents.json').read_text())
-    return shifts, np.array(content[split]['tokens'])
+    return shifts, np.array(content['test']['tokens'])
 
 
 @pytest.mark.parametrize(('sd', 'decided'), [(0.02, BETTER), (0.3, UNDECIDED)])
@@ -130,10 +129,7 @@ def test_the_interval_includes_the_errors_of_tuning_and_of_documents(study_dir, 
         extra = draws[place // 2] * (-1) ** place
         record['val_loss'] += extra if record['stage'] == 'screening' else 0.0
     baseline, _ = findings_of(study_dir, records).arms
-    shifted(study_dir, 'b/vo', 'validation', 0.3)
-    _, b = find(load_study(study_dir)).arms  # those of validation do not count
-    assert b.difference.error_evaluation < 1e-9 and b.verdict.decision is BETTER
-    shifts, tokens = shifted(study_dir, 'b/vo', 'test', sd)
+    shifts, tokens = shifted(study_dir, 'b/vo', sd)
     _, b = find(load_study(study_dir)).arms
     tuning = [a.sweeps['learning_rate'].at_worst for a in (b, baseline)]
     assert min(tuning) > 1e-4 and tuning[0] != pytest.approx(tuning[1])
@@ -226,11 +222,6 @@ def test_scaling_over_sizes_that_are_bracketed_and_trained_enough(study_dir):
     write_yardsticks(study_dir, records, losses={'test': {'5-gram': worst - 1e-6}})
     problem, law = (scaling.law for scaling in find(load_study(study_dir)).scaling)
     assert problem.data['sizes'] == 3 and len(law.sizes) == 4
-    # Of diverged trials, without losses, blocked by a rule.
-    records = arm('qk/vo', 0) + tuned_arm('b/vo', losses=[None, *BASE[1:]])
-    records += arm('d/vo', 0.1)[:10] + arm('e/vo', 0.1, learning_rate=1e-3)
-    scales = [a.scales for a in findings_of(study_dir / 'some', records).arms]
-    assert scales == [True, False, False, False]
 
 
 def controlled():

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from operator import setitem as put
 
 import numpy as np
 import pytest
@@ -41,11 +42,9 @@ def test_arms_without_results(study_dir):
     assert load_study(study_dir).missing == tuple(key(f'{v}/vo') for v in 'abcd')
 
 
-FINAL = {'kind': 'final', 'step': 400, 'trials': [], 'eval_tokens': 1, 'test_tokens': None}
-EVALUATION = {'kind': 'eval', 'step': 400, 'val_loss': [1.0, 1.0], 'val_bits_per_byte': None}
-OTHER_END, SHORT_END = (
-    f'{json.dumps(EVALUATION | {"val_loss": losses})}\n{json.dumps(FINAL)}'
-    for losses in (['x', 'x'], [1.0])
+EVALUATION, FINAL = (
+    '{"kind": "eval", "step": 400, "val_loss": [1.0]}',
+    '{"kind": "final", "step": 400}',
 )
 
 
@@ -69,8 +68,7 @@ def planned(**changes):
         ('plan.jsonl', planned(control='x'), 'is no arm that study.json declares'),
         ('plan.jsonl', planned(run=RUN), 'is planned twice, differently'),
         (LOG, EVALUATION, 'does not end with the last evaluation'),
-        (LOG, OTHER_END, "'val_loss' is ['x', 'x'], expected"),
-        (LOG, SHORT_END, 'does not have one loss for each of 2 trials'),
+        (LOG, f'{EVALUATION}\n{FINAL}', 'does not have one loss for each of 2 trials'),
     ],
 )
 def test_a_bad_line_of_a_study_is_refused_and_a_bad_log_left_out(study_dir, file, line, message):
@@ -107,7 +105,6 @@ def test_evaluations_need_every_result_and_end_where_a_trial_diverges(study_dir)
 @pytest.mark.parametrize(
     ('changes', 'field'),
     [
-        ({'margin': float('nan')}, "'margin'"),
         ({'margin': 0.0}, "'margin'"),
         ({'tuning__seeds': []}, "'seeds' is []"),
         ({'controls': {'equal_shape': True}}, "'longer' is missing"),
@@ -148,28 +145,17 @@ def sound(tmp_path_factory):
     return write_tuned(tmp_path_factory.mktemp('sound'), records, num_documents=101)
 
 
-def of_test(change):
-    """A damage of the test split of documents.json."""
-
-    def damage(content):
-        documents = json.loads(content)
-        change(documents['test'])
-        return json.dumps(documents).encode()
-
-    return damage
-
-
 @pytest.mark.parametrize(
     ('file', 'damage', 'message', 'decisions'),
     [
         ('results.jsonl', lambda c: c[: c.rindex(b'{"study"')], '7 of its 8 verdict t', C_WITHHELD),
         (LOG_B, None, r'verdict-4 has results, but metrics\.jsonl is missing', JUDGED),
         (DOCUMENTS, None, r'verdict-4 has results, but documents\.json is missing', WITHHELD),
-        (DOCUMENTS, lambda c: c.replace(b'"test": ', b'"t": '), "'test' is missing", WITHHELD),
-        (DOCUMENTS, of_test(lambda t: t['nats'][1].pop()), 'one number for', WITHHELD),
-        (DOCUMENTS, of_test(lambda t: t['tokens'].__setitem__(0, 0)), 'not have targets', WITHHELD),
-        (DOCUMENTS, of_test(lambda t: t['documents'].__setitem__(0, 'other')), '', WITHHELD),
-        (DOCUMENTS, of_test(lambda t: t['nats'][1].__setitem__(0, 1e9)), 'its result', WITHHELD),
+        (DOCUMENTS, lambda d: d.pop('test'), "'test' is missing", WITHHELD),
+        (DOCUMENTS, lambda d: d['test']['nats'][1].pop(), 'one number for', WITHHELD),
+        (DOCUMENTS, lambda d: put(d['test']['tokens'], 0, 0), 'not have targets', WITHHELD),
+        (DOCUMENTS, lambda d: put(d['test']['documents'], 0, 'other'), '', WITHHELD),
+        (DOCUMENTS, lambda d: put(d['test']['nats'][1], 0, 1e9), 'its result', WITHHELD),
     ],
 )  # fmt: skip
 def test_evidence_that_is_damaged_is_named_and_what_rests_on_it_is_withheld(
@@ -179,6 +165,10 @@ def test_evidence_that_is_damaged_is_named_and_what_rests_on_it_is_withheld(
     path = shutil.copytree(sound, study_dir) / file
     if damage is None:
         path.unlink()
+    elif file == DOCUMENTS:
+        documents = json.loads(path.read_text())
+        damage(documents)
+        path.write_text(json.dumps(documents))
     else:
         path.write_bytes(damage(path.read_bytes()))
     study = load_study(study_dir)

@@ -78,14 +78,12 @@ DRAWN, RATE = (*SCREENING_SEEDS, 102), {'knob': 'learning_rate'}
     [
         ({}, {'train__num_steps': 800}, 'STOPPED_EARLY', {'stopped': 8, 'num_steps': 800}),
         ({}, {'optimizer__schedule': 'constant'}, 'NOT_ANNEALED', {'schedule': 'constant'}),
-        ({}, {'optimizer__final_fraction': 0.2}, 'NOT_ANNEALED', {'final_fraction': 0.2}),
         ({}, {'trials__seeds': [*SEEDS, 8]}, 'OTHER_SEEDS', {'actual': (*SEEDS, 8)}),
         ({}, {'screening': [*DRAWN]}, 'OTHER_SEEDS', {'actual': DRAWN, 'stage': 'screening'}),
         ({}, {'train__num_steps': 200}, NAME, {'name': 'train.num_steps', 'baseline': '400'}),
         ({}, {'train__init_from': 'runs/a'}, NAME, {'name': 'train.init_from', 'value': 'runs/a'}),
         # A score scale or weight decay that is not tuned is no arm's own.
         ({}, {'model__score_scale': 2.0}, NAME, {'name': 'model.score_scale', 'value': '2.0'}),
-        ({}, {'trials__weight_decays': [1]}, NAME, {'name': 'trials.weight_decays'}),
         (DATA, {}, NAME, {'name': 'data.version', 'value': '3.12', 'baseline': '3.11.7'}),
         ({'eval_tokens': 4096}, {}, NAME, {'name': 'eval_tokens', 'value': '4096'}),
         (with_b(**LARGE), {}, 'OVER_TOLERANCE', {'residual': LARGE['residual']}),
