@@ -34,10 +34,7 @@ WIDTH = 100  # columns that a report fits into, of a terminal or a log
 
 def files(study: Study, findings: Findings) -> dict[str, str]:
     """The files of a report that are compared with logs, by name."""
-    return {
-        'table.md': report_markdown(study, findings),
-        'table.csv': csv_table(study, findings),
-    }
+    return {'table.md': report_markdown(study, findings), 'table.csv': csv_table(study, findings)}
 
 
 def csv_table(study: Study, findings: Findings) -> str:

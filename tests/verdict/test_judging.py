@@ -26,7 +26,6 @@ BETTER, BETTER_BELOW, EQUIVALENT, WORSE_BELOW, WORSE, UNDECIDED, NO_VERDICT = De
 SIZE = 'd_model=128'
 BASE = 2 + 0.05 * np.arange(8)
 NOISE = 0.001 * np.array([3, -1, 2, 0, -2, 1, -3, 1])
-ERROR = NOISE.std(ddof=1) / 8**0.5
 PARTS = ('removing', 'reinvesting', 'longer')
 
 
