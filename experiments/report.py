@@ -14,7 +14,6 @@ from qkattn import report
 from qkattn.errors import ReportError
 from qkattn.jobs import cli
 from qkattn.jobs.display import waiting
-from qkattn.report import export
 from qkattn.storage import ledger
 from qkattn.storage.files import as_path
 
@@ -48,7 +47,7 @@ def main() -> None:
         text = report.show_report(study)
     print(text)
     if EXPORT.value is not None:
-        print(f'exported to {export(study, EXPORT.value)}')
+        print(f'exported to {report.export(study, EXPORT.value)}')
     if problems:
         raise ReportError(f'yardsticks could not be recorded: {"; ".join(problems)}')
 

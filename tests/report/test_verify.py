@@ -10,7 +10,6 @@ import pytest
 
 from qkattn import report
 from qkattn.errors import ReportError
-from qkattn.report import export
 from qkattn.report.figures import style
 from qkattn.report.verify import (
     check_numbers,
@@ -50,7 +49,7 @@ def written(tmp_path_factory, blank):
 @pytest.fixture
 def study(written, tmp_path):
     """A copy of it that was stored and is a working directory again."""
-    kept = export(written, tmp_path / 'kept')
+    kept = report.export(written, tmp_path / 'kept')
     stored.unpack_in_place(kept)
     return kept
 
@@ -167,7 +166,7 @@ def test_a_report_on_verdict_results_is_a_look(written, tmp_path):
 
 
 def test_an_export_has_a_few_files_of_which_the_report_is_made_again(written, tmp_path):
-    kept = export(written, tmp_path / 'kept')
+    kept = report.export(written, tmp_path / 'kept')
     names = 'study.json ledger.jsonl yardsticks.json runs.jsonl documents.npz table.md table.csv'
     assert {path.name for path in kept.iterdir()} == {*names.split()}
     assert check_study(kept) == check_study(written)
@@ -182,12 +181,12 @@ def test_an_export_does_not_overwrite_something_else(written, tmp_path):
     copy = shutil.copytree(written, tmp_path / 'run')
     for destination in (tmp_path, tmp_path / 'mine.txt', written, other, copy):
         with pytest.raises(ReportError, match='holds something else than an export of study'):
-            export(written, destination)
-    assert export(written, export(written, tmp_path / 'twice')) == tmp_path / 'twice'
+            report.export(written, destination)
+    assert report.export(written, report.export(written, tmp_path / 'twice')) == tmp_path / 'twice'
     log = next(copy.glob('*/metrics.jsonl'))
     log.write_bytes(log.read_bytes() + b'\x80{"kind": "ev\n')
     with pytest.raises(ReportError, match=f'{log} cannot be stored: it is not JSON'):
-        export(copy, tmp_path / 'copy')
+        report.export(copy, tmp_path / 'copy')
 
 
 def test_a_headline_is_written_and_checked(study, tmp_path):

@@ -150,7 +150,6 @@ DIVERGED = with_b(losses=[None, *(BASE[1:] + 0.02)], diverged_rates=(16e-3,))
 @pytest.mark.parametrize(
     ('records', 'study', 'runs', 'changes'),
     [
-        (records_of(), {}, [], {}),
         (records_of(), {}, VERDICT, {'optimizer__final_fraction': 0.1}),
         (records_of(), {}, ['b/vo'], FREE),
         (DIVERGED, {}, [], {}),
