@@ -191,7 +191,8 @@ def check_numbers(path: str | Path) -> dict[str, int]:
         for number, entry in enumerate(entries, start=1):
             where = f'{path}, [[{kind}]] entry {number}'
             if sorted(entry) != sorted(ENTRIES.get(kind, ())):
-                raise ReportError(f'{where} has {", ".join(entry)}; valid is {ENTRIES}')
+                valid = [f'[[{kind}]] of {", ".join(names)}' for kind, names in ENTRIES.items()]
+                raise ReportError(f'{where} has {", ".join(entry)}; valid is {" and ".join(valid)}')
             page, text, source = (entry[name] for name in ENTRIES[kind])
             try:
                 text = text.format(log=_log(root / source)) if kind == 'logged' else text
