@@ -6,7 +6,6 @@ and the ledger. Each is declared once, as rows of text, and printed in every for
 
 import math
 import re
-import shutil
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -255,19 +254,18 @@ def terminal_text(study: Study, findings: Findings, page: Path) -> str:
         columns.printed(columns.HEADLINE, study, findings, findings.arms),
         _table(_yardsticks(study, findings)),
     ]
-    width = min(WIDTH, shutil.get_terminal_size((WIDTH, 0)).columns)
-    wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    wrapper = textwrap.TextWrapper(WIDTH, break_long_words=False, break_on_hyphens=False)
     parts = ['\n'.join(wrapper.fill(visible(one_line(line))) for line in lines)]
-    parts += [_fitted(*table, width) for table in made if table[1]]
+    parts += [_fitted(*table) for table in made if table[1]]
     more = f'all columns, notes and settings: {page.with_name("table.md")}'
     return '\n\n'.join([*parts, f'{more}\nreport: {page}'])
 
 
-def _fitted(titles: Sequence[Heading], rows: Sequence[Sequence[str]], width: int) -> str:
+def _fitted(titles: Sequence[Heading], rows: Sequence[Sequence[str]]) -> str:
     """The first columns, as many as fit; the first loses its middle beyond a quarter of it."""
-    rows = [[short(visible(row[0]), width // 4), *row[1:]] for row in rows]
+    rows = [[short(visible(row[0]), WIDTH // 4), *row[1:]] for row in rows]
     for number in range(len(titles), 0, -1):
         table = text_table(titles[:number], [row[:number] for row in rows])
-        if max(map(len, table.splitlines())) <= width:
+        if max(map(len, table.splitlines())) <= WIDTH:
             break
     return table
