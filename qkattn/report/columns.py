@@ -209,8 +209,7 @@ def _of_difference(study: Study, findings: Findings) -> Iterator[Column]:
     for name in PARTS:
         is_printed = name != 'longer' and any(getattr(arm.parts, name) for arm in findings.arms)
         part, heading = f'parts.{name}.difference', f'{name},|nats/token' * is_printed
-        yield Column(name, part, parts=('mean', 'low', 'high'))
-        yield Column('', part, heading, interval, tables=(HEADLINE,))
+        yield Column(name, part, heading, interval, (HEADLINE,), parts=('mean', 'low', 'high'))
     yield Column('reason', lambda arm: arm.verdict and reasons(arm))
     yield Column('split', 'comparison.split')
     yield Column('difference_validation', 'comparison.validation')
