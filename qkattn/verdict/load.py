@@ -143,8 +143,13 @@ def load_study(directory: str | Path) -> Study:
         raise ReportError(f'{error}') from error
     if not any(run.trials for run in runs):
         raise ReportError(f'study {str(directory)!r} has no results yet.')
-    measured = {'yardsticks': yardsticks, 'runs': tuple(runs), 'problems': tuple(problems)}
-    return dataclasses.replace(study, **measured, altered=kept.altered(ledger.seen(files)))
+    return dataclasses.replace(
+        study,
+        runs=tuple(runs),
+        problems=tuple(problems),
+        yardsticks=yardsticks,
+        altered=kept.altered(ledger.seen(files)),
+    )
 
 
 def _declared(directory: Path, files: Path, kept: Ledger, record: Any) -> Study:

@@ -122,6 +122,15 @@ def test_a_page_has_a_row_and_a_section_for_each_claim(written):
         assert part in section
     assert MISSING.missing[0] in start and MISSING.missing[0] in section
     assert '| ✕ fails |' in page and '<b>' not in page and '&lt;b>x&lt;/b> & $y$' in page
+    # Blocks of pages are its parts, with links to the page of each group.
+    cells = (
+        *('[B2](claims_b.md#b2)', MISSING.title, '○ undecided, needs 48 seeds in place of 12'),
+        '-0.0052 [-0.0114, -0.0018] nats/token, query_free/vo',
+    )
+    lines = {'verdicts': f'| {" | ".join(cells)} |', 'b': '# B. Is W_Q needed?'}
+    for part, line in lines.items():
+        assert line in pages.BLOCKS[f'claims_{part}'](written, 'results')
+    assert '| drop W_Q | -25 % |' in pages.BLOCKS['answers'](written, 'results')
 
 
 def test_figures_show_the_numbers_of_the_rows(written):

@@ -166,5 +166,5 @@ def _line(variant: str, arm: Arm | None, study: Study) -> Line:
         why = 'the baseline has not finished' if tuned else 'no seed in common with the baseline'
         return line._replace(absent=why)
     seeds, difference = arm.comparison.differences.values(), arm.comparison.difference
-    ends = {'low': difference.low, 'high': difference.high}
-    return line._replace(mean=difference.mean, seeds=tuple(seeds), **ends)
+    low, high = difference.low, difference.high
+    return line._replace(mean=difference.mean, low=low, high=high, seeds=tuple(seeds))
