@@ -79,7 +79,7 @@ def test_studies_are_matched_and_screened_by_other_seeds(path, scale):
 
 def test_each_study_of_the_claims_is_trained_and_each_measure_recorded_once(tmp_path, monkeypatch):
     trained, recorded = [], []
-    monkeypatch.setattr(studies.local_workers, 'run', lambda *given: trained.append(given[2].name))
+    monkeypatch.setattr(studies.local_workers, 'run', lambda *given: trained.append(given[1].name))
     claims = declared.chosen(['B3', 'B8', 'E3', 'C6'])
     studies.train(studies.studies_of(claims, 'smoke'), tmp_path, 1)
     assert trained == ['cross', 'masked', 'lm_sharing', 'lm_dropped']
