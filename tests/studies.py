@@ -91,48 +91,12 @@ def result_record(**changes: object) -> dict:
     return {name: value for name, value in record.items() if name not in OF_STUDY}
 
 
-def translation_record(variant: str, bleu: float | None = 30.0, **changes: object) -> dict:
-    """A trial that was scored on translations; None is one that diverged, which has no scores."""
-    record = trial_record(variant, **{'val_loss': None if bleu is None else 2.0} | changes)
-    about = {'version': '1.0.0', 'tokenizer': 'bpe'}
-    record['data'] = {
-        'source': {'name': 'pairs-de-en/de'} | about,
-        'target': {'name': 'pairs-de-en/en'} | about,
-        'packing': {'version': 1, 'source_length': 64, 'length': 64},
-        'dropped_pairs': {'train': 7},
-        **{'unigram_loss': 6.1, 'unigram_bits_per_byte': 2.5},
-    }
-    for split, less in (('val', 1.0), ('test', 0.0)) if bleu is not None else ():
-        scores = {
-            **{'accuracy': 0.5, 'solved': 0.125, 'exact_match': bleu / 200},
-            **{'bleu': bleu - less, 'chrf': bleu + 20 - less},
-            'num_sentences': 1000 if split == 'test' else 1014,
-            'bleu_signature': 'nrefs:1|case:lc|tok:13a|version:2.5.1',
-            'chrf_signature': 'nrefs:1|case:lc|nc:6|version:2.5.1',
-        }
-        record |= {f'{split}_{name}': score for name, score in scores.items()}
-    return record | {name: value for name, value in changes.items() if name in record}
-
-
 def outside_record(variant: str, top: float | None = 0.75, **changes: object) -> dict:
     """A trial with a metric from outside the package, as it is described in results."""
     record = trial_record(variant, **changes)
     metric = Metric('top_3', 'score', 'Share of the first three.', unit='%', scale=100, logged=True)
     top = None if record['val_loss'] is None else top
     return record | described({'top_3': metric}) | {'val_top_3': top, 'test_top_3': top}
-
-
-def probe_record(variant: str, accuracy: float | None = 0.5, **changes: object) -> dict:
-    """A trial on a synthetic task: no bytes, so no bits/byte."""
-    loss = None if accuracy is None else 1 - accuracy
-    record = trial_record(variant, **{'val_loss': loss} | changes)
-    record |= {'val_bits_per_byte': None, 'test_bits_per_byte': None}
-    options = {'options': {'pairs': 8, 'length': 32}, 'unigram_loss': 2.77}
-    record['data'] = {'name': 'recall', 'version': 1, **options, 'unigram_bits_per_byte': None}
-    for split in ('val', 'test'):
-        record[f'{split}_accuracy'] = accuracy
-        record[f'{split}_solved'] = None if accuracy is None else accuracy / 4
-    return record | {name: value for name, value in changes.items() if name in record}
 
 
 def tuned_arm(
@@ -253,15 +217,8 @@ def named_by_hash(records: list[dict]) -> list[dict]:
     return [record | named[record['run']] for record in records]
 
 
-def run_name(
-    variant: str,
-    size: str,
-    stage: str = 'single',
-    knob: str | None = None,
-    corpus: str = 'stdlib',
-    control: str | None = None,
-) -> str:
-    rest = (stage, knob, corpus, control)
+def run_name(variant: str, size: str, *rest: str | None) -> str:
+    """The directory of a run; the rest is its stage, knob, corpus and control, in any order."""
     parts = [variant, size] + [part for part in rest if part not in ('single', 'stdlib', None)]
     kept = ''.join(c if c.isalnum() or c in '-_' else '_' for c in '-'.join(parts))
     return f'{kept[:90]}-{len(variant)}'

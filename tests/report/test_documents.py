@@ -3,42 +3,15 @@
 import csv
 import re
 
-import pytest
-
 from qkattn.jobs.output import text_table
 from qkattn.report import documents, headline, show_report, tables
-from qkattn.report.columns import measured
-from qkattn.verdict import find, load_study
 from tests.report.conftest import Page, read
 from tests.studies import (
     edit_plan,
     outside_record,
-    probe_record,
-    translation_record,
     trial_record,
     write_study,
 )
-
-NO_TEST = dict.fromkeys(
-    f'test_{name}' for name in ('loss', 'bits_per_byte', 'accuracy', 'solved', 'bleu', 'chrf')
-) | {'test_exact_match': None}
-INDUCTION = {'val_induction_gain': 1.0, 'val_induction_accuracy': 0.5}
-
-
-@pytest.mark.parametrize(
-    ('record', 'fields'),
-    [
-        # A language model has an accuracy too; its loss says more.
-        (trial_record('qk/vo', val_accuracy=0.5, val_solved=0.0), 'test_loss val_loss'),
-        (trial_record('qk/vo', **NO_TEST, **INDUCTION), f'val_loss {" ".join(INDUCTION)}'),
-        (probe_record('qk/vo'), 'test_loss test_accuracy test_solved val_loss'),
-        (translation_record('qk/vo') | NO_TEST, 'val_loss val_bleu val_chrf val_exact_match'),
-        (translation_record('qk/vo', bleu=None), 'val_loss'),
-    ],
-)
-def test_metrics_are_shown_that_trials_have(study_dir, record, fields):
-    findings = find(load_study(write_study(study_dir, [record])))
-    assert [measure.field for measure in measured(findings)] == fields.split()
 
 
 def test_a_metric_from_outside_is_a_column_without_its_module(study_dir, tmp_path, monkeypatch):

@@ -269,7 +269,7 @@ def test_the_difference_is_the_sum_of_removing_and_reinvesting(study_dir):
 )
 def test_an_arm_that_breaks_a_rule_is_no_part(study_dir, variant, control, lost):
     write_tuned(study_dir, controlled(), controls=CONTROLS)
-    one = [run_name(variant, SIZE, 'verdict', control=control)] if variant else None
+    one = [run_name(variant, SIZE, 'verdict', control)] if variant else None
     for name in one or [run.name for run in load_study(study_dir).runs]:
         edit_plan(study_dir, name, optimizer__schedule='constant')
     findings = find(load_study(study_dir))

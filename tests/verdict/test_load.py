@@ -15,7 +15,6 @@ from qkattn.study.arm_key import ArmKey
 from qkattn.verdict import Decision, ReasonCode, find, load_findings, load_study
 from tests.studies import (
     plan_line,
-    probe_record,
     run_name,
     trial_record,
     tuned_arm,
@@ -92,7 +91,7 @@ def test_a_bad_line_of_a_study_is_refused_and_a_bad_log_left_out(study_dir, file
 
 def test_evaluations_need_every_result_and_end_where_a_trial_diverges(study_dir):
     """Those of other trials would stand in their columns."""
-    records = [probe_record('qk/vo', seed=0), probe_record('qk/vo', None, seed=1)]
+    records = [result(val_loss=0.5), result(seed=1, val_loss=None)]
     one, other = load_study(write_study(study_dir, records, num_evals=4)).trials
     assert [*one.evaluations] == [100, 200, 300, 400] and one.evaluations[400] == 0.5
     assert other.evaluations == {100: 3.5, 200: 3.5}
