@@ -1,6 +1,7 @@
 """What README.md and docs/ show is what the project does."""
 
 import functools
+import json
 import os
 import re
 import runpy
@@ -16,7 +17,7 @@ from qkattn.attention import SCORES, VALUES
 from qkattn.config import Config, Study, from_config_dict
 from qkattn.jobs import cli
 from qkattn.model.sites import validate
-from qkattn.study import variant_tables
+from qkattn.study import catalogue, variant_tables
 from qkattn.study.arms import build_arms
 from tests.attention import examples  # noqa: F401, makes the modules of docs/extend.md importable
 from tests.experiments.conftest import added_flags_removed
@@ -34,7 +35,11 @@ def between(text: str, begin: str, end: str) -> str:
 
 
 def test_tables_are_generated_and_the_readme_is_short():
-    made = variant_tables.markdown(variant_tables.stored()).strip()
+    stored = variant_tables.stored()
+    assert json.loads(json.dumps(catalogue.measured())) == stored
+    scores, values = map(set, zip(*catalogue.documented_variants(), strict=True))
+    assert scores >= {*SCORES} and values >= {*VALUES}
+    made = variant_tables.markdown(stored).strip()
     assert between(VARIANTS, variant_tables.BEGIN, variant_tables.END) == made
     counted = re.search(r'There are (\d+) scores and values', README)
     assert int(counted[1]) == len(SCORES) + len(VALUES)

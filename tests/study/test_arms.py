@@ -69,8 +69,6 @@ SCALED = {'variants': ('qk/vo', 'qk/vo?score_scale=2.0')} | tuning(score_scales=
         (UNTUNED, {'variants': ('qk/vo', 'qk/vo?d_model=8')}, 'and sizes both set d_model'),
         (UNTUNED, {'variants': ('qk/vo', 'qk/vo?num_heads=[4]')}, r'num_heads=\[4\] must be of'),
         (UNTUNED, ODD, 'head_size'),
-        (UNTUNED, {'sizes': ('d_model=66',)}, 'd_model=66 must be a multiple of num_heads=4'),
-        (UNTUNED, {'sizes': ('d_model=wide',)}, "model.d_model='wide' must be of type int"),
         (UNTUNED, base('model', kind='encoder') | {'match': 'cache'}, 'encoder. has no cache'),
         (TUNED, {'expected': ('shared_qk/vo is bad',)}, 'must be a variant and a decision'),
         (TUNED, {'corpora': ('stdlib', 'stdlub')}, r"corpora=\('stdlib', 'stdlub'\): .*'stdlub'"),
@@ -129,12 +127,9 @@ def test_a_variant_that_saves_parameters_is_also_an_arm_at_the_baselines_shape()
     saved = cost.count(control.model)['total'] / cost.count(baseline.model)['total'] - 1
     assert control.destination is None and control.residual == pytest.approx(saved)
     assert saved < -0.05 and arms[-1].model.d_ff == 200
-    equal, header, _, row, *_ = table([baseline, *arms], 'total').splitlines()
-    shown = dict(zip(header.split(), row.split(), strict=True))
-    names = ('variant', 'd_model', 'd_ff', 'heads', 'head_size', 'residual')
-    values = ['qk/vo', '64', '256', '4', '16', '+0.0000%']
-    assert equal == 'equal: parameters' and [shown[name] for name in names] == values
-    assert shown['total'] == f'{cost.count(baseline.model)["total"]:,}'
+    equal, _, _, row, *_ = table([baseline, *arms], 'total').splitlines()
+    total = f'{cost.count(baseline.model)["total"]:,}'
+    assert equal == 'equal: parameters' and {'qk/vo', '+0.0000%', total} < {*row.split()}
     for without in (
         {'controls': ControlsConfig(equal_shape=False)},
         {'tuning': TuningConfig()},

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import math
 import shutil
 import signal
@@ -18,7 +17,7 @@ from qkattn.study import declaration, local_workers, plan, stored, worker
 from qkattn.study.arms import build_arms
 from qkattn.verdict import Decision, load_findings
 from tests import studies
-from tests.studies import result_record, write_lines
+from tests.studies import read_lines, result_record, write_lines
 from tests.study.test_plan import STUDY
 
 OPTIMA = {'learning_rate': 4e-3, 'weight_decay': 0.3, 'score_scale': 1.25}
@@ -80,10 +79,6 @@ def finished(once, tmp_path):
     return shutil.copytree(once[0], tmp_path / 'out')
 
 
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def changed(**fields):
     """The study with other fields, or other fields in the parts of its base."""
     base = STUDY.base
@@ -99,13 +94,13 @@ def events(path):
 
 def test_a_worker_follows_every_chain_to_its_verdict(once):
     path, begun = once
-    planned = lines(path / 'plan.jsonl')
+    planned = read_lines(path / 'plan.jsonl')
     stages = ('screening', 'screening', 'verdict')
     assert [(line['variant'], line['stage']) for line in planned] == [
         (variant, stage) for variant in STUDY.variants for stage in stages
     ]
     assert sorted(path.glob('runs/*')) == sorted(path / line['directory'] for line in planned)
-    assert [result['run'] for result in lines(path / 'results.jsonl')] == [
+    assert [result['run'] for result in read_lines(path / 'results.jsonl')] == [
         line['run'] for line in planned for _ in range(line['trials'])
     ]
     # The ledger is begun before the first run.
@@ -132,7 +127,7 @@ def test_a_study_is_planned_trained_and_judged(trained, tmp_path):
     tuning = dataclasses.replace(STUDY.tuning, score_scales=(0.5, 1.0, 2.0))
     study = changed(trials={'weight_decays': (0.05, 0.1, 0.2)}, tuning=tuning)
     path = worker.run(study, tmp_path / 'out')
-    studies.write_yardsticks(path, lines(path / 'results.jsonl'))
+    studies.write_yardsticks(path, read_lines(path / 'results.jsonl'))
     findings = load_findings(path)[1]
     baseline, arm = findings.arms
     assert arm.difference.mean == pytest.approx(0.03 + 0.001 / 3)
@@ -230,7 +225,7 @@ def test_what_is_planned_and_what_is_left_are_of_one_moment(trained, tmp_path, m
 
     monkeypatch.setattr(plan, 'runs', others_are_quick)
     worker.run(dataclasses.replace(STUDY, variants=('qk/vo',)), path)
-    stages = [line['stage'] for line in lines(path / 'plan.jsonl')]
+    stages = [line['stage'] for line in read_lines(path / 'plan.jsonl')]
     assert stages == ['screening', 'screening', 'verdict']
 
 
@@ -250,7 +245,7 @@ def edit(path, **changes):
 
 
 def edit_plan(path, **changes):
-    *planned, last = lines(path / 'plan.jsonl')
+    *planned, last = read_lines(path / 'plan.jsonl')
     write_lines(path / 'plan.jsonl', [*planned, last | changes])
 
 
@@ -301,19 +296,19 @@ def test_a_worker_leaves_the_files_to_one_that_adds_arms(trained, tmp_path):
 
     trained.before = another
     worker.run(STUDY, path)
-    assert len(trained) == 6 and len(lines(path / 'plan.jsonl')) == 4  # as it was then
+    assert len(trained) == 6 and len(read_lines(path / 'plan.jsonl')) == 4  # as it was then
     worker.run(grown, path)
-    assert len(trained) == 9 == len(lines(path / 'plan.jsonl'))
+    assert len(trained) == 9 == len(read_lines(path / 'plan.jsonl'))
 
 
 def test_a_stored_study_goes_on_where_it_was(trained, finished, tmp_path):
     """Of the run that is left, nothing counts."""
     results, kept, logs = finished / 'results.jsonl', tmp_path / 'kept', []
-    before = lines(results)
+    before = read_lines(results)
     lost = before[-1]['run']
     write_lines(results, [line for line in before if line['run'] != lost])
     stored.pack(finished, kept)
     trained.before = lambda config, workdir: logs.append((workdir / 'metrics.jsonl').exists())
     worker.run(STUDY, kept)
     assert len(trained) == 1 and trained[0].endswith(lost) and logs == [False]
-    assert lines(kept / 'results.jsonl') == before
+    assert read_lines(kept / 'results.jsonl') == before

@@ -14,7 +14,7 @@ from qkattn.stats import ngrams
 from qkattn.storage.ledger import YARDSTICKS
 from qkattn.storage.records import read_json
 from qkattn.study import yardsticks
-from tests.studies import write_lines
+from tests.studies import read_lines, write_lines
 
 PLACE = {'size': 'd_model=32', 'corpus': 'stdlib', 'control': None}
 RUN = {'run': 'a', 'variant': 'qk/vo', **PLACE, 'stage': 'verdict', 'directory': 'runs/a'}
@@ -58,7 +58,7 @@ def test_counts_are_of_the_rows_that_the_first_trial_saw_and_the_loss_that_of_th
     expected = {f'{order}-gram': nats_M.mean() for order, nats_M in enumerate(nats_OM, start=1)}
     assert group['losses']['test'] == pytest.approx(expected)
     assert list(group['losses']) == ['val', 'test']
-    results = [json.loads(line) for line in (path / 'results.jsonl').read_text().splitlines()]
+    results = read_lines(path / 'results.jsonl')
     assert [trial['seed'] for trial in run['trials']] == [0, 1]
     for trial, result in zip(run['trials'], results, strict=True):
         assert trial['loss'] == pytest.approx(result['test_loss'], abs=1e-5)
@@ -82,7 +82,7 @@ def test_what_is_recorded_is_kept(study, monkeypatch):
 
 
 def edit(path, **changes):
-    write_lines(path, [json.loads(line) | changes for line in path.read_text().splitlines()])
+    write_lines(path, [line | changes for line in read_lines(path)])
 
 
 def test_other_data_and_a_checkpoint_of_another_training_are_not_measured(study):

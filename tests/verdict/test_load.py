@@ -32,15 +32,6 @@ def key(variant, control=None):
     return ArmKey(variant, SIZE, 'stdlib', control)
 
 
-def test_arms_without_results(study_dir):
-    records = tuned_arm('qk/vo') + tuned_arm('a/vo')[:10] + tuned_arm('b/vo')[:10]
-    declared = [('b/vo', SIZE, 'verdict'), ('c/vo', SIZE, 'screening', 'learning_rate')]
-    variants = [f'{v}/vo' for v in ('qk', 'a', 'b', 'c', 'd')]
-    arms = [key(variant)._asdict() for variant in variants]
-    write_tuned(study_dir, records, declared=declared, arms=arms, variants=variants)
-    assert load_study(study_dir).missing == tuple(key(f'{v}/vo') for v in 'abcd')
-
-
 EVALUATION, FINAL = (
     '{"kind": "eval", "step": 400, "val_loss": [1.0]}',
     '{"kind": "final", "step": 400}',
