@@ -63,8 +63,7 @@ def test_studies_have_the_arms_that_claims_expect(scale):
 
 
 @pytest.mark.parametrize(
-    'scale',
-    ['smoke', *(pytest.param(scale, marks=pytest.mark.slow) for scale in ('cpu', 'gpu'))],
+    'scale', ['smoke', *(pytest.param(scale, marks=pytest.mark.slow) for scale in ('cpu', 'gpu'))]
 )
 @pytest.mark.parametrize('path', CONFIGS, ids=lambda path: path.stem)
 def test_studies_are_matched_and_screened_by_other_seeds(path, scale):

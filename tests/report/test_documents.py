@@ -6,12 +6,7 @@ import re
 from qkattn.jobs.output import text_table
 from qkattn.report import documents, headline, show_report, tables
 from tests.report.conftest import Page, read
-from tests.studies import (
-    edit_plan,
-    outside_record,
-    trial_record,
-    write_study,
-)
+from tests.studies import edit_plan, outside_record, trial_record, write_study
 
 
 def test_a_metric_from_outside_is_a_column_without_its_module(study_dir, tmp_path, monkeypatch):

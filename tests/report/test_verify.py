@@ -11,13 +11,7 @@ import pytest
 from qkattn import report
 from qkattn.errors import ReportError
 from qkattn.report.figures import style
-from qkattn.report.verify import (
-    check_numbers,
-    check_page,
-    check_study,
-    difference,
-    near,
-)
+from qkattn.report.verify import check_numbers, check_page, check_study, difference, near
 from qkattn.storage import ledger
 from qkattn.study import stored
 from tests import studies

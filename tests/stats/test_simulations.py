@@ -174,8 +174,7 @@ def crossed(studies, num_seeds=16, documents=100):
 
 @pytest.mark.parametrize('choice', CHOICES)
 @pytest.mark.parametrize(
-    'case',
-    ['flat arms, sharp baseline', 'cubic arms', 'cubic baseline', 'bad trials of the arms'],
+    'case', ['flat arms, sharp baseline', 'cubic arms', 'cubic baseline', 'bad trials of the arms']
 )
 def test_neither_tuning_nor_skewed_sweeps_nor_bad_trials_decide(case, choice):
     """At 5.5 % or less, more than 4 of 24 have a probability below 1 %.

@@ -4,14 +4,7 @@ import dataclasses
 
 import pytest
 
-from qkattn.config import (
-    Config,
-    ControlsConfig,
-    ModelConfig,
-    Study,
-    TrialsConfig,
-    TuningConfig,
-)
+from qkattn.config import Config, ControlsConfig, ModelConfig, Study, TrialsConfig, TuningConfig
 from qkattn.errors import MatchError
 from qkattn.model import cost
 from qkattn.study import catalogue
