@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from qkattn.claims.claim import RELATIONS, ClaimResult, ClaimVerdict, Kind, Row, Speaks
+from qkattn.claims.claim import RELATIONS, ClaimVerdict, Kind, Row, Speaks
 from qkattn.claims.deciding import condition_of, finding, truths, verdict_on
 from qkattn.stats import decision, inference
 from qkattn.verdict import Decision
@@ -111,11 +111,8 @@ def test_verdict_over_contexts():
     assert verdict_on(same[:2]) is ClaimVerdict.UNDECIDED
 
 
-def test_the_condition_names_a_factor_that_separates_or_the_contexts():
+def test_the_condition_names_contexts_where_no_factor_separates():
     for cases, expected in (
-        # The factor that separates; its values may hold commas.
-        ({'8 a': FOR, '8 b': AGAINST, '1 b': OPEN}, 'corpus: a'),
-        ({'8 T<=D,a': FOR, '1 b': FOR, '8 c': AGAINST}, 'corpus: T<=D,a; b'),
         # A factor does not separate where a context is open.
         ({'8 a': FOR, '1 a': OPEN, '1 b': AGAINST}, 'size: 8'),
         # The contexts, where no factor separates, without what they all share.
@@ -127,14 +124,6 @@ def test_the_condition_names_a_factor_that_separates_or_the_contexts():
             for speaks, context in zip(cases.values(), contexts, strict=True)
         ]
         assert condition_of(rows) == expected
-
-
-def test_the_decisive_row_speaks_as_the_verdict():
-    rows = row(BESIDE), row(OPEN, size='1'), row(FOR, size='2'), row(AGAINST, size='3')
-    claim = {'name': 'Z1', **dict.fromkeys(('title', 'statement', 'source', 'rule', 'scale'), 'a')}
-    decided = [ClaimResult(verdict=verdict, rows=rows, **claim) for verdict in ClaimVerdict]
-    assert [each.decisive for each in decided] == [rows[n] for n in (2, 2, 2, 3, 3, 1)]
-    assert ClaimResult(verdict='holds', rows=rows[:1], **claim).decisive is None
 
 
 MARGIN, SD, SEEDS, NUMBER = 0.01, 0.006, 8, 300

@@ -40,17 +40,13 @@ def test_rows_take_turns_in_processes_and_one_that_fails_leaves_the_others(tmp_p
     assert 'dying is left out: BrokenProcessPool' in caplog.text and 'and more' not in caplog.text
 
 
-def test_pages_print_the_tables_of_a_benchmark_that_is_whole(tmp_path):
-    rows = [
-        Row('fast', {}, [0.1, 0.2, 0.3], {'tokens': 10, 'flops': 4e9, 'peak_flops': 8e10}),
-        Row('slow', {}, [0.4, 0.4, 0.4], {'tokens': 10, 'flops': 8e9, 'peak_flops': 8e10}),
-    ]
+def test_a_benchmark_is_read_that_is_whole(tmp_path):
+    rows = [Row('fast', {}, [0.1, 0.2, 0.3], {'tokens': 10})]
     record.write(tmp_path, {'machine': {}}, [group := Group('steps', 'rows', rows, 'fast')])
     assert record.read(tmp_path) == [group]
     with pytest.raises(ReportError, match="no group that matches 'steps:.b'"):
         record.block(tmp_path / 'steps:?b')
-    table = record.block(tmp_path / 'steps:?r*')
-    assert '| slow | 400 | 400 | 400 | 2.000 | 25 | 25.0% | 1.000 |' in table
+    assert '| fast | 200 | 100 | 300 | ' in record.block(tmp_path / 'steps:?r*')
     (tmp_path / record.FILE).write_text('{"schema": 2, "machine": {}, "groups": []}')
     with pytest.raises(ReportError, match='its schema is 2'):
         record.block(tmp_path / 'steps:?b')

@@ -146,14 +146,11 @@ def test_laws_are_drawn_over_the_sizes(study_dir):
     assert list(line(ax, 'b/vo').get_xdata()) == pytest.approx(law.sizes)
 
 
-def test_heat_maps_are_symmetric_around_zero_where_values_have_both_signs():
+def test_heat_maps_are_symmetric_around_zero_and_singular_values_relative_to_the_largest():
     values = {'norm': np.array([[np.nan, 1.5], [2.0, 3.0]]), 'drift': np.array([[-2.0], [1.0]])}
     norm, drift = (ax.images[0] for ax in attention_figure.heat_maps(values).axes[:2])
     assert norm.get_clim() == (0, 3) and drift.get_clim() == (-2, 2)
     assert norm.get_array().mask.tolist() == [[True, False], [False, False]]
-
-
-def test_singular_values_are_relative_to_the_largest_without_rounding_errors():
     layers = {0: np.array([[4.0, 2.0, 1e-7], [0.0, 0.0, 0.0]])}
     (ax,) = attention_figure.singular_values(layers, 'A[n]').axes
     np.testing.assert_array_equal(line(ax, 'head 0').get_ydata(), [1, 0.5, np.nan])

@@ -39,20 +39,6 @@ def bounds(swept):
     return sweep._nearest_worse(swept.losses, swept.means, swept.values.index(swept.best))
 
 
-def test_a_noiseless_parabola_is_recovered():
-    swept = sweep.fit(losses())
-    assert (swept.values, swept.best, swept.bracketed, swept.chosen) == (GRID, 0.004, True, 0.0037)
-    assert (swept.optimum, swept.curvature, swept.loss) == pytest.approx((OPTIMUM, 0.06, 2.05))
-    assert swept.at_worst == pytest.approx(0.0, abs=1e-9)
-    ends = (swept.optimum_low, swept.optimum_high)
-    assert ends == pytest.approx((OPTIMUM, OPTIMUM), rel=1e-4)
-    # The order of values and seeds does not matter, nor do values far from the best.
-    turned = {v: dict(reversed(seeds.items())) for v, seeds in reversed(losses().items())}
-    assert sweep.fit(turned) == swept
-    far = sweep.fit({v: dict.fromkeys(range(3), 9.0) for v in (0.00025, 0.0005, 0.032)} | losses())
-    assert (far.optimum, far.loss) == (swept.optimum, swept.loss)
-
-
 def test_the_fit_is_least_squares_with_a_level_per_seed_and_fiellers_interval():
     """At its ends, the slope of the fitted parabola is the t quantile times its standard error."""
     swept = sweep.fit(losses(rng=np.random.default_rng(1), noise=0.004))
