@@ -35,15 +35,13 @@ def trial_record(
     learning_rate: float = 1e-3,
     val_loss: float | None = 2.0,
     d_model: int = 128,
-    run: str | None = None,
-    stage: str = 'single',
-    knob: str | None = None,
-    corpus: str = 'stdlib',
-    control: str | None = None,
     **changes: object,
 ) -> dict:
     """A line of results.jsonl."""
-    run = run if run is not None else run_name(variant, size, stage, knob, corpus, control)
+    key = {'variant': variant, 'size': size, 'stage': 'single', 'knob': None}
+    key |= {'corpus': 'stdlib', 'control': None}
+    key |= {name: changes[name] for name in key.keys() & changes.keys()}
+    run = run_name(*key.values())
     attention, mlp = 4 * 4 * d_model**2 - 10 * len(variant), 8 * 4 * d_model**2
     parameters = {'embedding': 256 * d_model, 'attention': attention, 'mlp': mlp}
     parameters['norm'] = 9 * d_model
@@ -58,8 +56,7 @@ def trial_record(
         'study': 'synthetic',
         'run': run,
         'config_hash': run,
-        **{'variant': variant, 'size': size, 'corpus': corpus, 'control': control},
-        **{'stage': stage, 'knob': knob},
+        **key,
         'trial': {'seed': seed, 'learning_rate': learning_rate, 'weight_decay': 0.1},
         'status': 'diverged' if val_loss is None else 'finished',
         'num_steps': 400,

@@ -59,7 +59,7 @@ def controlled(directory):
         ('qk/no_o', 'longer'): (-0.31, 136, -80),
         ('qk/no_v', None): (-0.01, 136, -80),
     }
-    arms = {}
+    records = []
     for (variant, control), (shift, d_model, more) in planned.items():
         changes = {'num_steps': 1600, 'num_tokens': 1600 * 768} if control == 'longer' else {}
         if (variant, control) == ('shared_qk/vo', 'equal_shape'):
@@ -69,14 +69,13 @@ def controlled(directory):
         for record in made:
             record |= {'target_parameters': target, 'residual': more / target}
             record['parameters'] = record['parameters'] | {'total': target + more}
-        arms[variant, control] = made
-    late = arms.pop(('qk/no_v', None))
-    records = [record for trials in arms.values() for record in trials]
+        records += made
+    early = [record for record in records if record['variant'] != 'qk/no_v']
     controls = {'equal_shape': True, 'longer': 4, 'longer_seeds': []}
-    write_tuned(directory, records, controls=controls)
+    write_tuned(directory, early, controls=controls)
     ledger.look(directory)
     declared = (directory / ledger.NAME).read_text()
-    write_tuned(directory, [*records, *late], controls=controls)
+    write_tuned(directory, records, controls=controls)
     (directory / ledger.NAME).write_text(declared)
     ledger.declare(directory, json.loads((directory / 'study.json').read_text()))
     ledger.accept(directory, 'uncommitted', 'a comment was edited')
