@@ -2,7 +2,7 @@
 
 `experiments.verify` holds what is printed against the logs with the package's own code, and
 launch/test.sh runs it before the tests. Here the numbers of the headline are made with numpy and
-scipy alone, so that an error in that code shows.
+scipy alone, so that an error in that code shows. And the shapes of models, solved again.
 """
 
 import shutil
@@ -12,14 +12,19 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from qkattn.config import Config, Study, from_json
 from qkattn.stats.decision import Decision
 from qkattn.study import stored
-from qkattn.verdict import load_findings
+from qkattn.study.arms import build_arms
+from qkattn.verdict import load_findings, load_study
 from tests.studies import beat_yardsticks, read_lines
 
 pytestmark = pytest.mark.stored
 
-FAIR = Path(__file__).parents[1] / 'experiments/results/fair_small'
+RESULTS = Path(__file__).parents[1] / 'experiments/results'
+FAIR = RESULTS / 'fair_small'
+CPU = [f'claims/cpu/lm_{name}' for name in ('added', 'dropped', 'sharing')]
+SHAPE = ('d_model', 'd_ff', 'num_heads', 'head_size')
 TRIALS = read_lines(stored.opened(FAIR) / 'results.jsonl')
 
 
@@ -69,3 +74,14 @@ def test_differences_and_verdicts(tmp_path):
             expected = (longer.pop(name) - baseline_longer).mean()
             assert parts.longer.difference.mean == pytest.approx(expected)
     assert not longer
+
+
+@pytest.mark.parametrize('name', ['quickstart', 'translation_small', 'claims/cpu/rank', *CPU])
+def test_arms_have_the_shapes_that_were_trained(name):
+    """The hash of a run, by which a study resumes, is that of its shape."""
+    study = load_study(RESULTS / name)
+    fields = {field: getattr(study, field) for field in ('variants', 'sizes', 'tolerance')}
+    arms = build_arms(Study(**fields, base=from_json(Config, study.base)))
+    trained = {run.key[:2]: run.config['model'] for run in study.runs if not run.key.control}
+    for arm in arms:
+        assert vars(arm.model).items() >= {n: trained[arm.key[:2]][n] for n in SHAPE}.items()
