@@ -5,6 +5,8 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from qkattn.config import (
     Config,
     DataConfig,
@@ -300,32 +302,31 @@ def write_documents(
     directory: Path,
     records: Sequence[Mapping],
     number: int = 100,
-    shifts: Mapping[str, Sequence[float]] | None = None,
+    shifts: float | np.ndarray = 0.0,
 ) -> None:
     """Losses by document whose sums are those of the records, of documents that differ in length.
 
-    They differ from the split's loss by the same nats/token in every trial, plus the `shifts` of a
-    split (by document, of mean zero), so that without these they leave no error in a difference.
+    They differ from the split's loss by the same nats/token in every trial, plus `shifts` on the
+    test split (by document, of mean zero), so that without these they leave no error in a
+    difference.
     """
-    weights = [10 + place % 5 for place in range(number)]
+    weights_C, place_C = 10 + np.arange(number) % 5, np.arange(number)
     content = {}
-    for split, name, total in (
-        ('validation', 'val_loss', records[0]['eval_tokens']),
-        ('test', 'test_loss', records[0]['test_tokens']),
+    for split, name, total, shifts_C in (
+        ('validation', 'val_loss', records[0]['eval_tokens'], 0.0),
+        ('test', 'test_loss', records[0]['test_tokens'], shifts),
     ):
         losses = [record[name] for record in records]
         if any(loss is not None for loss in losses):
-            tokens = [total * weight // sum(weights) for weight in weights]
-            tokens[-1] += total - sum(tokens)
-            more = (shifts or {}).get(split, [0.0] * number)
-            excess = [t * (0.1 * (-1) ** c + more[c]) for c, t in enumerate(tokens)]
-            rest, pairs = sum(excess) / sum(tokens), [*zip(tokens, excess, strict=True)]
-            nats = [
-                None if loss is None else [t * (loss - rest) + e for t, e in pairs]
-                for loss in losses
-            ]
-            names = [f'{split}/{place}.py' for place in range(number)]
-            content[split] = {'documents': names, 'tokens': tokens, 'nats': nats}
+            tokens_C = total * weights_C // weights_C.sum()
+            tokens_C[-1] += total - tokens_C.sum()
+            excess_C = 0.1 * (-1.0) ** place_C + shifts_C
+            excess_C -= tokens_C @ excess_C / total
+            content[split] = {
+                'documents': [f'{split}/{place}.py' for place in place_C],
+                'tokens': tokens_C.tolist(),
+                'nats': [x if x is None else (tokens_C * (x + excess_C)).tolist() for x in losses],
+            }
     (directory / 'documents.json').write_text(json.dumps(content) + '\n')
 
 

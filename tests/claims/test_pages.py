@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-import shutil
 
 import pytest
 
@@ -11,7 +10,6 @@ from qkattn.claims import export, pages
 from qkattn.claims.claim import ClaimVerdict, Kind, Row, Speaks
 from qkattn.claims.export import ANSWERS, CLAIMS, Answer, read_answers, read_claims, write
 from qkattn.claims.pages import claim_figure, compared, has_figure
-from qkattn.claims.studies import Results
 from qkattn.errors import ReportError, RunDirectoryError
 from qkattn.report.figures import style
 from tests.claims import conftest
@@ -91,24 +89,6 @@ def test_what_is_made_again_differs_by_rounding_alone():
         again = (first, dataclasses.replace(second, **row), *rest)
         message = export.mismatch(claim, dataclasses.replace(claim, **{'rows': again} | fields))
         assert message.startswith(start) if start else message is None
-
-
-def test_answers_are_from_the_first_study_with_a_verdict(tmp_path):
-    """One study that learned, one that did not, and one of equal shapes."""
-    for name, source in (
-        ('lm_dropped', conftest.CLAIMS / 'lm_dropped'),
-        ('lm_sharing', conftest.RESULTS / 'fair_small'),
-        ('overparameterised', conftest.CLAIMS / 'overparameterised'),
-    ):
-        shutil.copytree(source, tmp_path / name)
-    made = {answer.variant: answer for answer in export.answers(Results(tmp_path))}
-    for variant, *expected in (('qk/no_o', 'lm_dropped', False), ('qk/k_is_v', 'lm_sharing', True)):
-        for kind in (Kind.REMOVED, Kind.MATCHED):
-            row = made[variant].row('decoder', kind)
-            assert [row.study, row.decision == 'no verdict'] == expected
-    doubled = made['double/double']
-    assert [row.kind for row in doubled.rows] == [Kind.REMOVED]
-    assert [made['qk/no_o'].attention, doubled.attention] == [-1 / 4, 3 / 4]
 
 
 def test_a_page_has_a_row_and_a_section_for_each_claim(written):

@@ -93,7 +93,6 @@ NO_RESIDUAL = [
     for file in ('plan.jsonl', 'results.jsonl')
 ]
 
-
 CHANGES = [
     ([('results.jsonl', (), lambda lines: lines[:-1])], 'not the trials of its config in their or'),
     ([('results.jsonl', (-1, 'num_tokens'), lambda x: x // 2)], 'num_tokens 153600, which is 3072'),

@@ -120,17 +120,15 @@ def longer(runs):
 
 @pytest.fixture(scope='module')
 def study():
-    """One of three arms with controls."""
+    """One of three arms with controls, and its arms."""
     fields = {'controls': ControlsConfig(), 'sizes': ('d_model=64',)}
-    return dataclasses.replace(STUDY, variants=('qk/vo', 'shared_qk/vo', 'query_free/vo'), **fields)
+    fields |= {'variants': ('qk/vo', 'shared_qk/vo', 'query_free/vo')}
+    study = dataclasses.replace(STUDY, **fields)
+    return study, build_arms(study)
 
 
-@pytest.fixture(scope='module')
-def study_arms(study):
-    return build_arms(study)
-
-
-def test_decided_arms_and_the_baseline_are_trained_longer_at_a_rate_of_their_own(study, study_arms):
+def test_decided_arms_and_the_baseline_are_trained_longer_at_a_rate_of_their_own(study):
+    study, study_arms = study
     runs = plan.runs(study, study_arms, DECIDING)
     made = longer(runs)
     assert runs[-len(made) :] == made
@@ -183,8 +181,9 @@ def test_what_is_decided_is_corrected_for_the_whole_study(change, diverged, size
     assert len({run.arm.key for run in runs}) == number
 
 
-def test_the_plan_does_not_depend_on_the_order_in_which_runs_finish(study, study_arms):
-    arms = [arm for arm in study_arms if arm.variant != 'shared_qk/vo']
+def test_the_plan_does_not_depend_on_the_order_in_which_runs_finish(study):
+    study, arms = study
+    arms = [arm for arm in arms if arm.variant != 'shared_qk/vo']
 
     def planned(pick):
         done = {}

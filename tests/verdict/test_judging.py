@@ -115,7 +115,7 @@ def shifted(directory, variant, sd):
     records = map(json.loads, (directory / 'results.jsonl').read_text().splitlines())
     shifts = np.random.default_rng(6).normal(0, sd, 100)
     of_run = [record for record in records if record['run'] == run]
-    write_documents(directory / run, of_run, 100, {'test': shifts})
+    write_documents(directory / run, of_run, 100, shifts)
     content = json.loads((directory / run / 'documents.json').read_text())
     return shifts, np.array(content['test']['tokens'])
 
