@@ -40,10 +40,10 @@ def trial_record(
     **changes: object,
 ) -> dict:
     """A line of results.jsonl."""
-    key = {'variant': variant, 'size': size, 'stage': 'single', 'knob': None}
-    key |= {'corpus': 'stdlib', 'control': None}
+    key = {'variant': variant, 'size': size, 'corpus': 'stdlib', 'control': None}
+    key |= {'stage': 'single', 'knob': None}
     key |= {name: changes[name] for name in key.keys() & changes.keys()}
-    run = run_name(*key.values())
+    run = run_name(variant, size, *(key[n] for n in ('stage', 'knob', 'corpus', 'control')))
     attention, mlp = 4 * 4 * d_model**2 - 10 * len(variant), 8 * 4 * d_model**2
     parameters = {'embedding': 256 * d_model, 'attention': attention, 'mlp': mlp}
     parameters['norm'] = 9 * d_model

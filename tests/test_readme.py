@@ -1,6 +1,9 @@
 """What README.md and docs/ show is what the project does."""
 
+import ast
+import contextlib
 import functools
+import io
 import json
 import os
 import re
@@ -9,7 +12,9 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import matplotlib.pyplot as plt
 import pytest
 from absl import flags
 
@@ -155,3 +160,31 @@ def test_every_config_is_valid(path):
     script = 'ablate' if isinstance(config, Study) else 'train'
     command = f'-m experiments.{script} --config=configs/{path.name}'
     assert all(part in namespace['__doc__'] for part in (command, 'Expected', '\nTime: '))
+
+
+# The notebook, in which Jupyter stores outputs
+
+
+def printed(source: str, namespace: dict[str, Any]) -> list[str]:
+    """The lines that a cell prints, with the value of its last expression."""
+    tree = ast.parse(source)
+    if isinstance(last := tree.body[-1], ast.Expr):
+        tree.body[-1] = ast.Assign([ast.Name('value', ast.Store())], last.value)
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        exec(compile(ast.fix_missing_locations(tree), 'cell', 'exec'), namespace)
+        if isinstance(last, ast.Expr) and (value := namespace.pop('value')) is not None:
+            print(repr(value))
+    return text.getvalue().splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.stored
+def test_the_notebook_runs_and_its_text_is_what_is_stored():
+    namespace: dict[str, Any] = {}
+    for cell in json.loads((ROOT / 'docs/notebook.ipynb').read_text())['cells']:
+        if cell['cell_type'] == 'code':
+            texts = (o.get('text') or o['data'].get('text/plain', []) for o in cell['outputs'])
+            stored = [line.rstrip('\n') for text in texts for line in text]
+            assert printed(''.join(cell['source']), namespace) == stored
+    assert plt.get_fignums(), 'the last cell draws'
+    plt.close('all')

@@ -1,8 +1,12 @@
 """Every command as a user runs it: its help, what it prints, and what it writes."""
 
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
+from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
@@ -14,6 +18,7 @@ from qkattn.config.setting import settings
 from qkattn.convert.conversions import CONVERSIONS, Conversion
 from qkattn.explore import bench
 from qkattn.explore.worked import worked
+from qkattn.jobs import signals
 from qkattn.jobs.cli import shipped
 from qkattn.jobs.output import EXIT_UNREAD
 from qkattn.model import cost
@@ -30,7 +35,7 @@ from tests.processes import other_modes, umask
 from tests.test_readme import README, between
 
 SCRIPTS = [name for name in shipped('experiments') if not name.startswith('_')]
-CONFIGS = {'train': (Config, 'config.'), 'ablate': (Study, 'config.base.')}
+CONFIGS = {'train': Config, 'ablate': Study}
 
 
 @pytest.fixture
@@ -68,17 +73,9 @@ def test_every_flag_and_field_has_type_bounds_default_and_description(printed, n
     assert ('config' in flags) == (name in ('train', 'ablate', 'prepare_data'))
     if name not in CONFIGS:
         return
-    kind, prefix = CONFIGS[name]
-    for field, setting in settings(kind).items():
+    for field, setting in settings(CONFIGS[name]).items():
         head, _, rest = flags[f'config.{field}'].partition('; default ')
         assert head and rest == f'{setting.default!r} {" ".join(setting.doc.split())}'
-    for field, start in (
-        ('model.num_kv_heads', 'int or None, at least 1'),
-        ('model.dropout', 'float, at least 0 and below 1; default 0.0'),
-        ('trials.seeds', 'tuple of int, at least 0 and below'),
-        ('model.norm', "'layernorm' or 'rmsnorm'; default 'layernorm'"),
-    ):
-        assert flags[prefix + field].startswith(start)
 
 
 @pytest.mark.parametrize('command', [('variants', '--markdown'), ('train', '--help')])
@@ -86,6 +83,56 @@ def test_what_nobody_reads_ends_quietly(script_here, unread, monkeypatch, comman
     monkeypatch.setattr(sys, 'stdout', unread)
     done = script_here(*command)
     assert (done.returncode, done.stderr) == (EXIT_UNREAD, '')
+
+
+# Signals before the main function of a script runs
+
+# An import takes a minute.
+WAITING = """
+import sys, time
+class Waiting:
+    def find_spec(self, name, *_):
+        if name == 'jax':
+            print('importing', file=sys.stderr, flush=True)
+            try:
+                time.sleep(60)
+            except BaseException:
+                pass  # as extension modules do
+sys.meta_path.insert(0, Waiting())
+"""
+
+
+def test_a_signal_ends_the_imports_of_a_resumable_script_in_one_line(tmp_path):
+    """Also where an import swallows the interrupt."""
+    (tmp_path / 'sitecustomize.py').write_text(WAITING)
+    process = subprocess.Popen(
+        [sys.executable, '-m', 'qkattn', 'ablate'],
+        cwd=ROOT,
+        env={**os.environ, 'PYTHONPATH': f'{tmp_path}{os.pathsep}{ROOT}'},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        while not (line := process.stderr.readline()).startswith('importing'):
+            assert line
+        process.send_signal(signal.SIGTERM)
+        errors = process.communicate(timeout=60)[1]
+    assert (process.returncode, errors) == (
+        75,
+        'stopped with nothing to save; the same command resumes\n',
+    )
+
+
+def test_an_interrupt_of_another_script_has_no_traceback(script_here, monkeypatch):
+    monkeypatch.setattr('qkattn.study.variant_tables.text', Mock(side_effect=KeyboardInterrupt))
+    done = script_here('variants')
+    assert (done.returncode, done.stderr) == (130, 'interrupted\n')
+
+
+def test_resumable_scripts_are_those_that_leave_at_once():
+    sources = {path.stem: path.read_text() for path in ROOT.glob('experiments/*.py')}
+    leaving = {name for name, text in sources.items() if '\n@signals.exit_on_signal' in text}
+    assert leaving == {*signals.RESUMABLE}
 
 
 # Runs and their models
@@ -344,3 +391,77 @@ def test_a_dry_run_prints_the_runs_and_writes_nothing(printed, tmp_path):
     # 3 trials of 40 steps of 4 rows of 16 tokens, for each of two runs.
     assert re.search(r'\ntotal +2 +6 +1.54e\+04 .* 0:00', text)
     assert {p.name for p in tmp_path.iterdir() if p.suffix != '.py'} <= {'__pycache__'}
+
+
+# Translation
+
+
+@pytest.fixture(scope='module')
+def translator(tiny, tmp_path_factory):
+    """A run on words and their reversal, lower-cased; the second trial learns nothing."""
+    path, rng = tmp_path_factory.mktemp('translate'), np.random.default_rng(0)
+    words = sorted({''.join(rng.choice(list('abcdefgh'), rng.integers(2, 6))) for _ in range(4000)})
+    rng.shuffle(words)
+    for split, lines in (('validation', words[:100]), ('train', words[100:])):
+        (path / f'{split}.en').write_text('\n'.join(lines).upper())
+        (path / f'{split}.xx').write_text('\n'.join(line[::-1] for line in lines))
+    data = {'name': 'parallel', 'path': str(path), 'languages': 'en-xx', 'eval_sequences': 64}
+    data |= {'data_dir': str(path / 'cache'), 'tokenizer': 'characters', 'lowercase': True}
+    steps = {'num_steps': 300, 'steps_per_dispatch': 50, 'log_every': 50, 'eval_every': 150}
+    steps |= {'checkpoint_every': 300, 'batch_size': 32, 'accumulation': 1, 'lifting': 'vmap'}
+    config = tiny(
+        model={'kind': 'encoder_decoder', 'num_layers': 1, 'vocab_size': 16, 'scan_unroll': 1},
+        data=data,
+        optimizer={'warmup_steps': 20},
+        train=steps,
+        trials={'seeds': (0,), 'learning_rates': (1e-2, 1e-6), 'weight_decays': (0.0,)},
+        decode={'beam': 2},
+    )
+    return path / 'run', train(config, path / 'run')
+
+
+def test_reversal_is_learned_from_files(translator):
+    result, untrained = translator[1]
+    assert result['val_exact_match'] >= 0.95 and untrained['val_exact_match'] == 0
+    assert result['val_num_sentences'] == 100
+    assert result['val_chrf'] > 95 and result['val_accuracy'] > 0.95 and result['val_loss'] < 0.2
+    assert result['test_loss'] is result['test_accuracy'] is None and 'test_bleu' not in result
+    assert 0 <= result['val_bleu'] <= 100 and result['val_bleu_signature']
+    assert result['val_bits_per_byte'] > 0 and result['data']['unigram_bits_per_byte'] > 0
+
+
+def test_text_and_files_are_translated_line_by_line(printed, translator, tmp_path):
+    translate_run = ('translate', f'--source={translator[0]}')
+    assert printed(*translate_run, '--text=bad\ncafe') == 'dab\nefac\n'
+    # The run is of lower-cased text. The last line needs no end.
+    (tmp_path / 'in.en').write_text('BAD\n\n   \ncafe')
+    assert printed(*translate_run, '--file=in.en') == 'dab\n\n\nefac\n'
+    assert 'efac' not in printed(*translate_run, '--text=bad\ncafe', '--trial=1', '--beam=1')
+
+
+def test_scores_are_those_of_the_run(printed, translator):
+    path, results = translator
+    scores = json.loads(printed('translate', f'--source={path}', '--score=validation', '--trial=1'))
+    assert scores['split'] == 'validation' and scores['beam'] == 2
+    for name in ('bleu', 'chrf', 'exact_match', 'num_sentences'):
+        assert scores[name] == pytest.approx(results[1][f'val_{name}'])
+
+
+def test_a_wrong_translation_is_one_sentence(refusal, translator):
+    for flags, message in (
+        ([], 'must hold at least one sentence'),
+        (['--text=a', '--file=in.en'], '--text and --file exclude each other'),
+        (['--text=abcdefghabcdefgha'], 'source 1 has 17 tokens, but model.source_context=16'),
+        (['--score=test'], '--score=test must be one of train, validation'),
+        (['--score=validation', '--text=a'], '--score and --text exclude each other'),
+    ):
+        assert message in refusal('translate', f'--source={translator[0]}', *flags)
+
+
+def test_a_vocabulary_that_the_run_did_not_have_is_refused(script_here, translator):
+    """The last test of the run, whose files it changes."""
+    for language in ('en', 'xx'):
+        with (translator[0].parent / f'train.{language}').open('a') as file:
+            file.write('\nzebu')
+    done = script_here('translate', f'--source={translator[0]}', '--text=a')
+    assert done.returncode == 2 and 'was trained with the tokenizer characters-' in done.stderr

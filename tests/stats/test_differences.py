@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from qkattn.stats import inference
-from qkattn.stats.decision import Decision, Judgement, holm, judge
+from qkattn.stats.decision import Decision, holm, judge
 from qkattn.stats.inference import paired
 
 BETTER, BETTER_BELOW, EQUIVALENT, WORSE_BELOW, WORSE, UNDECIDED, _ = Decision
@@ -224,19 +224,3 @@ def test_an_arm_leaves_the_family_when_it_differs_by_more_than_the_margin():
                 assert (same <= alpha) == (arms[arm].p_equivalence <= alpha / left)
             else:
                 assert differs <= alpha < same
-
-
-def test_comparisons_that_are_still_missing_are_corrected_for():
-    values = [0.010, 0.012, 0.011, 0.013, 0.008]
-    differences = {'a': paired(values, tuning=(0.001, 0.002))}
-    alone, among = judge(differences)['a'], judge(differences, planned=7)['a']
-    assert among.p_holm == pytest.approx(7 * alone.p_holm)
-    of_seeds = inference.detectable_difference(stats.sem(values), 4, 0.05 / 7)
-    assert among.detectable == pytest.approx(of_seeds + 0.003)
-    # The others come, and show nothing: the decision stays what it was.
-    nothing = paired([0.02, -0.02, 0.01, -0.01, 0.0])
-    whole = judge(differences | {str(i): nothing for i in range(6)}, planned=7)
-    assert whole['a'] == among
-    # Those without a test are not in the family.
-    untested = judge(differences | {'two': difference(0.02, 1e-9, n=2), 'none': None})
-    assert untested == {'a': alone, 'two': Judgement(UNDECIDED), 'none': Judgement(UNDECIDED)}
