@@ -155,13 +155,3 @@ def test_heat_maps_are_symmetric_around_zero_and_singular_values_relative_to_the
     (ax,) = attention_figure.singular_values(layers, 'A[n]').axes
     np.testing.assert_array_equal(line(ax, 'head 0').get_ydata(), [1, 0.5, np.nan])
     assert np.isnan(line(ax, 'head 1').get_ydata()).all()
-
-
-@pytest.mark.parametrize(('length', 'few'), [(40, True), (41, False)])
-def test_outer_maps_name_the_tokens_where_they_are_few(length, few):
-    words, maps_NTS = [f'{place}.' for place in range(length)], np.zeros((2, 4, length))
-    figure = attention_figure.attention_maps({0: maps_NTS, 2: maps_NTS}, words[:4], words)
-    inner, outer = figure.axes[0].xaxis, figure.axes[2].xaxis
-    assert [text.get_text() for text in outer.get_ticklabels()] == (words if few else [])
-    shown = [axis.get_tick_params()['labelbottom'] for axis in (inner, outer)]
-    assert shown == [False, True]
