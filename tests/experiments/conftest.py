@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -66,20 +65,6 @@ def save_model(path: Path, config: ModelConfig) -> None:
     model = build(config, key=jax.random.key(0))
     params = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
     exported.save(path, config, params, origin={})
-
-
-@pytest.fixture
-def in_process(files):
-    """What a script prints that succeeds, in a process of its own."""
-
-    def run(name: str, *flags: str) -> str:
-        command = [sys.executable, '-m', f'experiments.{name}', *flags]
-        env = {**os.environ, 'PYTHONPATH': str(ROOT)}
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    return run
 
 
 @contextlib.contextmanager

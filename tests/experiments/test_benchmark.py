@@ -159,8 +159,8 @@ def test_a_step_is_one_of_one_trial_and_the_cache_is_as_large_as_the_cost_predic
 
 
 @pytest.mark.slow
-def test_the_smallest_run_measures_every_row(in_process, tmp_path):
-    in_process('benchmark', f'--suite={",".join(suites.SUITES)}', '--scale=smoke', '--out=out')
+def test_the_smallest_run_measures_every_row(printed, tmp_path):
+    printed('benchmark', f'--suite={",".join(suites.SUITES)}', '--scale=smoke', '--out=out')
     groups = json.loads((tmp_path / 'out/benchmark.json').read_text())['groups']
     assert {group['suite'] for group in groups} == {*suites.SUITES}
     rows = [row for group in groups for row in group['rows']]
