@@ -299,10 +299,7 @@ def write_metrics(directory: Path, records: list[dict], num_evals: int) -> None:
 
 
 def write_documents(
-    directory: Path,
-    records: Sequence[Mapping],
-    number: int = 100,
-    shifts: float | np.ndarray = 0.0,
+    directory: Path, records: Sequence[Mapping], number: int = 100, shifts: float | np.ndarray = 0.0
 ) -> None:
     """Losses by document whose sums are those of the records, of documents that differ in length.
 

@@ -159,18 +159,17 @@ class Sandbox:
     def refused(self, sentence: str, directory: Path | None = None, **variables: object) -> None:
         """It ends in one line, and changes no environment."""
         directory = directory or self.venv
-        before = files_below(directory), self.pip_calls()
+
+        def state() -> tuple:
+            paths = sorted(directory.rglob('*'))
+            return self.pip_calls(), paths, [path.read_bytes() for path in paths if path.is_file()]
+
+        before = state()
         text = self.run(2, QKATTN_VENV=directory, **variables)
-        assert sentence in text and len(text.splitlines()) == 1
-        assert (files_below(directory), self.pip_calls()) == before
+        assert sentence in text and len(text.splitlines()) == 1 and state() == before
 
     def pip_calls(self) -> int:
         return len(self.pip_log.read_text().splitlines()) if self.pip_log.exists() else 0
-
-
-def files_below(directory: Path) -> dict[Path, bytes | None]:
-    paths = sorted(directory.rglob('*'))
-    return {path: path.read_bytes() if path.is_file() else None for path in paths}
 
 
 @pytest.fixture

@@ -245,17 +245,13 @@ def test_a_run_is_measured_on_its_own_data_or_on_a_text(refusal, printed, run, t
     out = tmp_path / 'out'
     table, written = pd.read_csv(out / 'analysis.csv'), read_json(out / 'analysis.json', {})
     assert len(table) == len(written['rows']) and (written['step'], written['trial']) == (12, 1)
-    assert written['reference'] == {k: written[k] for k in ('source', 'trial', 'step', 'model')}
-    assert np.shape(written['spectra'][0]['singular_values']) == (2, 16)
     values = {key: rows['value'] for key, rows in table.groupby(['quantity', 'subject'])}
-    assert len(values['symmetric_share', 'A']) == 2
     assert (values['drift', 'A'] == 0).all() and (values['drift', 'B'] == 0).all()
     # The table has means over heads, of induction the best head.
     means = [values[key].mean() for key in (('effective_rank', 'A'), ('entropy', 'pattern'))]
     best = values['induction_score', 'pattern'].max()
     line = one.splitlines()[-2].split()
     assert {f'{value:.3g}' for value in (*means, best)} <= {*line}
-    assert line[2] != text.splitlines()[-1].split()[2]  # of the other trial
     names = 'singular_values_A singular_values_B heads_A heads_B heads_pattern maps'
     assert {path.stem for path in out.glob('*.png')} == {*names.split()}
     assert 'already holds an analysis' in refusal('analyze', '--source=run', '--out=out')
@@ -422,11 +418,8 @@ def translator(tiny, tmp_path_factory):
 def test_reversal_is_learned_from_files(translator):
     result, untrained = translator[1]
     assert result['val_exact_match'] >= 0.95 and untrained['val_exact_match'] == 0
-    assert result['val_num_sentences'] == 100
     assert result['val_chrf'] > 95 and result['val_accuracy'] > 0.95 and result['val_loss'] < 0.2
     assert result['test_loss'] is result['test_accuracy'] is None and 'test_bleu' not in result
-    assert 0 <= result['val_bleu'] <= 100 and result['val_bleu_signature']
-    assert result['val_bits_per_byte'] > 0 and result['data']['unigram_bits_per_byte'] > 0
 
 
 def test_text_and_files_are_translated_line_by_line(printed, translator, tmp_path):

@@ -54,11 +54,7 @@ def test_symbols_become_the_numbers_of_the_matrices(dims, heads):
 
 def test_an_unknown_operation_is_named(monkeypatch):
     (x_122,) = generators({'x': (1, 2, 2)})[1]
-    for name, function in {
-        'exp': jnp.exp,
-        'div': lambda x_1TD: 1 / x_1TD,
-        'integer_pow': lambda x_1TD: x_1TD**-2,
-    }.items():
+    for function, name in ((lambda x: 1 / x, 'div'), (lambda x: x**-2, 'integer_pow')):
         with pytest.raises(SpecError, match=f'the operation {name} is not known for symbols'):
             evaluate(function, x_122)
     matrix = QK.matrix

@@ -150,9 +150,6 @@ def test_numbers_as_they_are_printed():
     assert prose.rounded([1234567.89, 1 / 3, 2.0, 'a']) == [1234567.9, 0.333333, 2.0, 'a']
 
 
-# Structure, columns from outside, and names as text in every format
-
-
 def test_a_metric_from_outside_is_a_column_without_its_module(study_dir, tmp_path, monkeypatch):
     (tmp_path / 'evil.py').write_text('raise AssertionError("imported")')
     monkeypatch.syspath_prepend(tmp_path)

@@ -17,9 +17,6 @@ BETTER, BETTER_BELOW, EQUIVALENT, WORSE_BELOW, WORSE, UNDECIDED, _ = Decision
 VALUES = [-0.012, -0.008, -0.015, -0.006, -0.011, -0.009, -0.010]
 
 
-# Intervals and tests
-
-
 @pytest.mark.parametrize('mean', [-0.02, -0.004, 0.003, 0.009])
 def test_a_difference_is_scipys_t_test_and_its_two_one_sided_ones(mean):
     margin, values = 0.006, np.random.default_rng(4).normal(mean, 0.004, 9)
@@ -161,9 +158,6 @@ def test_pairs_and_documents_that_a_difference_takes():
     # Nothing finds what tuning may hide.
     assert inference.to_find(dataclasses.replace(eight, tuning_low=0.01), 0.01) is None
     assert inference.to_find(paired([0.1]), 0.01) is None
-
-
-# Decisions
 
 
 def test_holm_rejects_what_its_definition_rejects():

@@ -198,9 +198,6 @@ def test_the_plan_does_not_depend_on_the_order_in_which_runs_finish(study):
     assert planned(0) == planned(-1) == plan.runs(study, arms, DECIDING)
 
 
-# The tuning of an arm, from nothing but what was measured.
-
-
 def tuned(limits, sd, diverged=lambda rate, seed: False):
     """Measures what is asked for until nothing is: the sweep, its measurements, what was asked."""
     grids = dict.fromkeys(KNOBS, (1.0,)) | {'learning_rate': GRID}
@@ -242,9 +239,6 @@ def test_further_seeds_are_drawn_until_the_bracket_is_significant():
     assert max(seeds.values()) > 2
 
 
-# What a study costs.
-
-
 def test_the_least_cost_is_that_of_the_plan_with_every_optimum_in_the_middle(monkeypatch):
     optimizer = dataclasses.replace(STUDY.base.optimizer, warmup_steps=10)
     train = TrainConfig(num_steps=100, batch_size=4)
@@ -267,6 +261,5 @@ def test_the_least_cost_is_that_of_the_plan_with_every_optimum_in_the_middle(mon
     monkeypatch.setattr(plan.program, 'warm_up', warm_up)
     shown = [' '.join(line.split()) for line in plan.estimate(study, arms).splitlines()]
     assert measured == [('qk', 32), ('qk', 64)]
-    assert shown[0] == 'stage runs trials tokens FLOPs about'
     assert shown[4].startswith('longer, if every arm is decided 8 36')
     assert shown[5].startswith('total 16 72') and ' 1:0' in shown[5]

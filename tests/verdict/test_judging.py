@@ -10,17 +10,7 @@ from qkattn.stats import inference
 from qkattn.storage import ledger
 from qkattn.study.arm_key import EQUAL_SHAPE, EXPECTED, LONGER
 from qkattn.verdict import Decision, ReasonCode, RemarkCode, find, judging, load_study
-from tests.studies import (
-    edit_plan,
-    run_name,
-    trial_record,
-    tuned_arm,
-    write_documents,
-    write_lines,
-    write_study,
-    write_tuned,
-    write_yardsticks,
-)
+from tests import studies
 
 BETTER, BETTER_BELOW, EQUIVALENT, WORSE_BELOW, WORSE, UNDECIDED, NO_VERDICT = Decision
 SIZE = 'd_model=128'
@@ -31,7 +21,8 @@ PARTS = ('removing', 'reinvesting', 'longer')
 
 def arm(variant, delta, validation=None, noise=NOISE, **keywords):
     """Verdict losses that are `delta` above the baseline's on test, `validation` on validation."""
-    records = tuned_arm(variant, losses=list(BASE + delta + noise * (delta != 0)), **keywords)
+    losses = list(BASE + delta + noise * (delta != 0))
+    records = studies.tuned_arm(variant, losses=losses, **keywords)
     for record in records:
         if validation is not None and record['stage'] == 'verdict':
             record['val_loss'] += validation - delta
@@ -39,7 +30,7 @@ def arm(variant, delta, validation=None, noise=NOISE, **keywords):
 
 
 def findings_of(directory, *arms, **changes):
-    return find(load_study(write_tuned(directory, sum(arms, []), **changes)))
+    return find(load_study(studies.write_tuned(directory, sum(arms, []), **changes)))
 
 
 def codes(reasons):
@@ -47,7 +38,7 @@ def codes(reasons):
 
 
 def seeds_of(variant, losses, **changes):
-    return [trial_record(variant, seed=s, val_loss=v, **changes) for s, v in losses.items()]
+    return [studies.trial_record(variant, seed=s, val_loss=v, **changes) for s, v in losses.items()]
 
 
 def test_without_tuning_the_best_rate_by_mean_is_compared_over_shared_seeds(study_dir):
@@ -58,7 +49,7 @@ def test_without_tuning_the_best_rate_by_mean_is_compared_over_shared_seeds(stud
     # 1e-3 holds the lowest single loss that finished everywhere, 1e-2 a lucky seed: neither wins.
     for rate, values in {1e-3: (2.0, 2.4), 3e-3: (2.1, 2.2), 1e-2: (1.0, None)}.items():
         records += seeds_of('swept/vo', dict(enumerate(values)), learning_rate=rate)
-    baseline, arm, dead, swept = find(load_study(write_study(study_dir, records))).arms
+    baseline, arm, dead, swept = find(load_study(studies.write_study(study_dir, records))).arms
     assert baseline.is_baseline and baseline.difference is arm.verdict is None
     assert list(arm.comparison.differences.values()) == pytest.approx([0.05, 0.02, 0.08])
     assert dead.loss is dead.learning_rate is dead.difference is None and dead.num_diverged == 2
@@ -111,11 +102,11 @@ def test_a_positive_control_passes_with_the_expected_verdict(study_dir, delta, p
 
 def shifted(directory, variant, sd):
     """Adds differences by document of the test split to an arm; returns them and the tokens."""
-    run = run_name(variant, SIZE, 'verdict')
+    run = studies.run_name(variant, SIZE, 'verdict')
     records = map(json.loads, (directory / 'results.jsonl').read_text().splitlines())
     shifts = np.random.default_rng(6).normal(0, sd, 100)
     of_run = [record for record in records if record['run'] == run]
-    write_documents(directory / run, of_run, 100, shifts)
+    studies.write_documents(directory / run, of_run, 100, shifts)
     content = json.loads((directory / run / 'documents.json').read_text())
     return shifts, np.array(content['test']['tokens'])
 
@@ -145,7 +136,7 @@ def test_the_family_is_the_widest_that_was_declared(study_dir):
     records = arm('qk/vo', 0) + arm('b/vo', 0.003), arm('c/vo', 0.03)
     assert findings_of(study_dir, *records).num_comparisons == 2
     entries = (study_dir / ledger.NAME).read_bytes()
-    write_tuned(study_dir, records[0])
+    studies.write_tuned(study_dir, records[0])
     (study_dir / ledger.NAME).write_bytes(entries)
     findings = find(load_study(study_dir))
     assert codes(findings.blocks) == ['OTHER_DECLARATION'] and findings.num_comparisons == 2
@@ -176,8 +167,9 @@ FEW, LOST = [2.0, 2.1, *[None] * 6], [None, *LOWER[1:]]
 def test_reasons_of_small_noisy_few_and_diverged_differences(
     study_dir, base, losses, decided, reasons, data
 ):
-    arms = tuned_arm('qk/vo', losses=list(base)), tuned_arm('b/vo', losses=list(losses))
-    verdict = findings_of(study_dir, *arms).arms[1].verdict
+    arms = {'qk/vo': base, 'b/vo': losses}
+    records = [studies.tuned_arm(variant, losses=list(arms[variant])) for variant in arms]
+    verdict = findings_of(study_dir, *records).arms[1].verdict
     assert verdict.decision is decided and codes(verdict.reasons) == reasons
     assert (verdict.p_holm is None) == (verdict.detectable is None) == ('FEW_PAIRS' in reasons)
     assert verdict.reasons[-1].data.items() >= data.items()
@@ -197,8 +189,8 @@ def test_arms_without_a_verdict_run_of_all_seeds_or_a_shared_seed(study_dir):
     assert b.difference is b.comparison is None and b.loss is not None
     late = [record | {'run': 'late', 'config_hash': 'late'} for record in complete[-4:]]
     records = baseline + complete[:-4] + late
-    path = write_tuned(study_dir / 'd', records, expected=['b/vo is worse'])
-    write_lines(path / 'results.jsonl', records[:-4])
+    path = studies.write_tuned(study_dir / 'd', records, expected=['b/vo is worse'])
+    studies.write_lines(path / 'results.jsonl', records[:-4])
     (control,) = find(load_study(path)).positive
     assert control.passed is None and codes(control.verdict.reasons) == ['NO_VERDICT_TRIALS']
 
@@ -209,16 +201,16 @@ def test_scaling_over_sizes_that_are_bracketed_and_trained_enough(study_dir):
     for d, (variant, worth) in itertools.product(
         (32, 64, 128, 256, 512), (('qk/vo', 1.0), ('b/vo', 1.5))
     ):
-        parameters = trial_record('qk/vo', d_model=d)['parameters']['total']
+        parameters = studies.trial_record('qk/vo', d_model=d)['parameters']['total']
         losses = 1.5 + 40 * (worth * parameters) ** -0.4 + 0.0002 * (np.arange(8) - 3.5)
         optimum = 16e-3 if (variant, d) == ('qk/vo', 128) else 4e-3
-        records += tuned_arm(variant, f's{d}', losses.tolist(), optimum, d_model=d)
+        records += studies.tuned_arm(variant, f's{d}', losses.tolist(), optimum, d_model=d)
     findings = findings_of(study_dir, records)
     base, other = findings.scaling
     assert (len(base.law.sizes), len(other.law.sizes)) == (4, 5) and findings.num_comparisons == 5
     assert other.worth.value == pytest.approx(1.5, rel=0.01)
     worst = max(a.loss.mean for a in findings.arms if a.is_baseline)
-    write_yardsticks(study_dir, records, losses={'test': {'5-gram': worst - 1e-6}})
+    studies.write_yardsticks(study_dir, records, losses={'test': {'5-gram': worst - 1e-6}})
     problem, law = (scaling.law for scaling in find(load_study(study_dir)).scaling)
     assert problem.data['sizes'] == 3 and len(law.sizes) == 4
 
@@ -230,8 +222,8 @@ def controlled():
     """A baseline, an arm with both of its controls, and the baseline trained longer."""
     rates = {'rates': (2e-3, 4e-3, 8e-3), 'control': LONGER, 'num_steps': 1600}
     records = arm('qk/vo', 0) + arm('b/vo', -0.03) + arm('b/vo', -0.02, control=EQUAL_SHAPE)
-    records += tuned_arm('qk/vo', losses=list(BASE[:6] - 0.3), **rates)
-    return records + tuned_arm('b/vo', losses=list((BASE - 0.31 + 2 * NOISE)[:6]), **rates)
+    records += studies.tuned_arm('qk/vo', losses=list(BASE[:6] - 0.3), **rates)
+    return records + studies.tuned_arm('b/vo', losses=list((BASE - 0.31 + 2 * NOISE)[:6]), **rates)
 
 
 def test_controls_have_no_verdict_and_steps_of_their_own(study_dir):
@@ -248,7 +240,7 @@ def test_controls_have_no_verdict_and_steps_of_their_own(study_dir):
     # A longer arm is tuned around the rate of the primary one.
     assert [len(a.sweeps['learning_rate'].values) for a in findings.controls] == [5, 3, 3]
     # Baselines that are not trained enough leave parts without a verdict.
-    write_yardsticks(study_dir, controlled(), losses={'test': {'5-gram': 1.0}})
+    studies.write_yardsticks(study_dir, controlled(), losses={'test': {'5-gram': 1.0}})
     findings = find(load_study(study_dir))
     assert findings.arms[1].verdict.decision is NO_VERDICT
     assert None not in [getattr(findings.arms[1].parts, name) for name in PARTS]
@@ -264,10 +256,10 @@ def test_controls_have_no_verdict_and_steps_of_their_own(study_dir):
     ],
 )
 def test_an_arm_that_breaks_a_rule_is_no_part(study_dir, variant, control, lost):
-    write_tuned(study_dir, controlled(), controls=CONTROLS)
-    one = [run_name(variant, SIZE, 'verdict', control)] if variant else None
+    studies.write_tuned(study_dir, controlled(), controls=CONTROLS)
+    one = [studies.run_name(variant, SIZE, 'verdict', control)] if variant else None
     for name in one or [run.name for run in load_study(study_dir).runs]:
-        edit_plan(study_dir, name, optimizer__schedule='constant')
+        studies.edit_plan(study_dir, name, optimizer__schedule='constant')
     findings = find(load_study(study_dir))
     parts = findings.arms[1].parts
     assert {name for name in PARTS if getattr(parts, name) is None} == lost

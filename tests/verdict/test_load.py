@@ -13,18 +13,10 @@ from qkattn.report.prose import clause
 from qkattn.study import stored
 from qkattn.study.arm_key import ArmKey
 from qkattn.verdict import Decision, ReasonCode, find, load_findings, load_study
-from tests.studies import (
-    plan_line,
-    run_name,
-    trial_record,
-    tuned_arm,
-    write_lines,
-    write_study,
-    write_tuned,
-)
+from tests import studies
 
 SIZE = 'd_model=128'
-RUN = run_name('qk/vo', SIZE)
+RUN = studies.run_name('qk/vo', SIZE)
 LOG = f'{RUN}/metrics.jsonl'
 
 
@@ -39,11 +31,11 @@ EVALUATION, FINAL = (
 
 
 def result(variant='qk/vo', seed=0, **changes):
-    return trial_record(variant, seed=seed, **changes)
+    return studies.trial_record(variant, seed=seed, **changes)
 
 
 def planned(**changes):
-    return plan_line(trial_record('b/vo', SIZE, **changes))
+    return studies.plan_line(studies.trial_record('b/vo', SIZE, **changes))
 
 
 @pytest.mark.parametrize(
@@ -64,8 +56,10 @@ def planned(**changes):
 def test_a_bad_line_of_a_study_is_refused_and_a_bad_log_left_out(study_dir, file, line, message):
     arms = [key(v)._asdict() for v in ('qk/vo', 'b/vo')]
     records = [result(seed=0), result(seed=1)]
-    path = write_study(study_dir, records, arms=arms, variants=['qk/vo', 'b/vo']) / file
-    write_lines(study_dir / 'results.jsonl', [*records, *records])  # a repeated line counts once
+    path = studies.write_study(study_dir, records, arms=arms, variants=['qk/vo', 'b/vo']) / file
+    studies.write_lines(
+        study_dir / 'results.jsonl', [*records, *records]
+    )  # a repeated line counts once
     assert [trial.seed for trial in load_study(study_dir).trials] == [0, 1]
     with path.open('a') as text:
         text.write((line if isinstance(line, str) else json.dumps(line)) + '\n')
@@ -83,10 +77,10 @@ def test_a_bad_line_of_a_study_is_refused_and_a_bad_log_left_out(study_dir, file
 def test_evaluations_need_every_result_and_end_where_a_trial_diverges(study_dir):
     """Those of other trials would stand in their columns."""
     records = [result(val_loss=0.5), result(seed=1, val_loss=None)]
-    one, other = load_study(write_study(study_dir, records, num_evals=4)).trials
+    one, other = load_study(studies.write_study(study_dir, records, num_evals=4)).trials
     assert [*one.evaluations] == [100, 200, 300, 400] and one.evaluations[400] == 0.5
     assert other.evaluations == {100: 3.5, 200: 3.5}
-    write_lines(study_dir / 'results.jsonl', records[1:])
+    studies.write_lines(study_dir / 'results.jsonl', records[1:])
     study = load_study(study_dir)
     assert [trial.seed for trial in study.trials] == [1] and study.problems == ()
     assert not study.trials[0].evaluations
@@ -106,13 +100,13 @@ def test_evaluations_need_every_result_and_end_where_a_trial_diverges(study_dir)
 )
 def test_a_bad_declaration_is_one_sentence(study_dir, changes, field):
     with pytest.raises(ReportError, match=r'study\.json.* cannot be read') as raised:
-        load_study(write_tuned(study_dir, tuned_arm('qk/vo'), **changes))
+        load_study(studies.write_tuned(study_dir, studies.tuned_arm('qk/vo'), **changes))
     assert field in str(raised.value)
 
 
 def test_findings_of_a_stored_study_are_read_again_only_once_a_file_has_changed(study_dir):
     kept = study_dir / 'kept'
-    stored.pack(write_tuned(study_dir, tuned_arm('qk/vo')), kept)
+    stored.pack(studies.write_tuned(study_dir, studies.tuned_arm('qk/vo')), kept)
     before = load_findings(kept)
     assert load_findings(str(kept)) is before
     (kept / 'yardsticks.json').write_text('{}')
@@ -120,7 +114,7 @@ def test_findings_of_a_stored_study_are_read_again_only_once_a_file_has_changed(
         load_findings(kept)
 
 
-OF_B = run_name('b/vo', SIZE, 'verdict')
+OF_B = studies.run_name('b/vo', SIZE, 'verdict')
 DOCUMENTS, LOG_B = f'{OF_B}/documents.json', f'{OF_B}/metrics.jsonl'
 WORSE, NO_VERDICT = Decision.WORSE, Decision.NO_VERDICT
 JUDGED, WITHHELD = {'b/vo': WORSE, 'c/vo': WORSE}, {'b/vo': NO_VERDICT, 'c/vo': WORSE}
@@ -131,8 +125,10 @@ C_WITHHELD = {'b/vo': WORSE, 'c/vo': NO_VERDICT}
 def sound(tmp_path_factory):
     losses = {'qk/vo': 0.0, 'b/vo': 0.02, 'c/vo': 0.04}
     base = 2 + 0.05 * np.arange(8)
-    records = [r for v, delta in losses.items() for r in tuned_arm(v, losses=list(base + delta))]
-    return write_tuned(tmp_path_factory.mktemp('sound'), records, num_documents=101)
+    records = [
+        r for v, delta in losses.items() for r in studies.tuned_arm(v, losses=list(base + delta))
+    ]
+    return studies.write_tuned(tmp_path_factory.mktemp('sound'), records, num_documents=101)
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,6 @@ DRAWN, RATE = (*SCREENING_SEEDS, 102), {'knob': 'learning_rate'}
         ({}, {'optimizer__schedule': 'constant'}, 'NOT_ANNEALED', {'schedule': 'constant'}),
         ({}, {'trials__seeds': [*SEEDS, 8]}, 'OTHER_SEEDS', {'actual': (*SEEDS, 8)}),
         ({}, {'screening': [*DRAWN]}, 'OTHER_SEEDS', {'actual': DRAWN, 'stage': 'screening'}),
-        ({}, {'train__num_steps': 200}, NAME, {'name': 'train.num_steps', 'baseline': '400'}),
         ({}, {'train__init_from': 'runs/a'}, NAME, {'name': 'train.init_from', 'value': 'runs/a'}),
         # A score scale or weight decay that is not tuned is no arm's own.
         ({}, {'model__score_scale': 2.0}, NAME, {'name': 'model.score_scale', 'value': '2.0'}),
