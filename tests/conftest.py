@@ -27,14 +27,7 @@ import jax
 import pytest
 from jax._src.interpreters import mlir
 
-from qkattn.config import (
-    Config,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    TrainConfig,
-    TrialsConfig,
-)
+from qkattn.config import Config, DataConfig, from_json
 from qkattn.data.load import load
 from qkattn.storage import run_directory
 from qkattn.train.program_cache import keep_programs
@@ -94,16 +87,17 @@ def tiny(data_dir):
     """A run of two trials, accumulation on; fields are replaced as in tiny(train={...})."""
 
     def make(**sections) -> Config:
-        config = Config(
-            model=ModelConfig(d_model=32, num_layers=2, num_heads=2, context=16),
-            data=DataConfig(data_dir=data_dir, eval_sequences=8),
-            optimizer=OptimizerConfig(warmup_steps=2),
-            train=TrainConfig(
+        settings = {
+            'model': {'d_model': 32, 'num_layers': 2, 'num_heads': 2, 'context': 16},
+            'data': {'data_dir': data_dir, 'eval_sequences': 8},
+            'optimizer': {'warmup_steps': 2},
+            'train': {
                 **{'num_steps': 12, 'batch_size': 8, 'accumulation': 2, 'steps_per_dispatch': 1},
                 **{'log_every': 1, 'eval_every': 4, 'checkpoint_every': 4, 'lifting': 'map'},
-            ),
-            trials=TrialsConfig(seeds=(0, 1), learning_rates=(1e-2,)),
-        )
+            },
+            'trials': {'seeds': (0, 1), 'learning_rates': (1e-2,)},
+        }
+        config = from_json(Config, settings)
         for name, fields in sections.items():
             section = dataclasses.replace(getattr(config, name), **fields)
             config = dataclasses.replace(config, **{name: section})

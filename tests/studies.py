@@ -7,16 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qkattn.config import (
-    Config,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    TrainConfig,
-    TrialsConfig,
-    fingerprint,
-    to_json,
-)
+from qkattn.config import Config, fingerprint, from_json, to_json
 from qkattn.metrics import Metric, logged_fields, result_fields
 from qkattn.storage import ledger
 from qkattn.storage.records import ARM_KEY, described, metrics_of
@@ -173,7 +164,7 @@ def write_study(
     # Arms that are trained longer are planned once others have results, so never declared.
     keys = [tuple(line[name] for name in ARM_KEY) for line in plan if line['control'] != 'longer']
     arms = [dict(zip(ARM_KEY, key, strict=True)) for key in dict.fromkeys(keys)]
-    base = Config(trials=TrialsConfig(seeds=VERDICT_SEEDS))
+    base = from_json(Config, {'trials': {'seeds': VERDICT_SEEDS}})
     study = {
         'name': 'synthetic',
         'question': 'Does attention need all four matrices at equal parameters?',
@@ -229,13 +220,13 @@ def run_config(record: Mapping, trials: Sequence[Mapping] = ()) -> Config:
     if trials:
         points = {name: tuple(dict.fromkeys(t['trial'][name] for t in trials)) for name in points}
     score, _, value = record['variant'].partition('?')[0].partition(' ')[0].partition('/')
-    return Config(
-        model=ModelConfig(**{'score': score, 'value': value, 'context': 48} | record['config']),
-        data=DataConfig(name=record['corpus']),
-        optimizer=OptimizerConfig(schedule='linear'),
-        train=TrainConfig(num_steps=record['num_steps']),
-        trials=TrialsConfig(**{f'{name}s': values for name, values in points.items()}),
-    )
+    shape = {'score': score, 'value': value, 'context': 48} | record['config']
+    settings = {
+        **{'model': shape, 'data': {'name': record['corpus']}},
+        **{'optimizer': {'schedule': 'linear'}, 'train': {'num_steps': record['num_steps']}},
+        'trials': {f'{name}s': values for name, values in points.items()},
+    }
+    return from_json(Config, settings)
 
 
 def plan_line(record: Mapping, trials: Sequence[Mapping] = ()) -> dict:
@@ -336,9 +327,7 @@ def write_yardsticks(
 ) -> None:
     """yardsticks.json of a study: losses far above those of any arm.
 
-    Args:
-      trials: what is measured of the verdict runs of arms, by variant.
-      **changes: of every group.
+    `trials` are measured of the verdict runs of arms, by variant; `changes` are of every group.
     """
     losses = {split: {'5-gram': 9.0, '6-gram': 9.1} for split in ('val', 'test')}
     counted = {'task': 'language', 'seen': 307200, 'tokens': 307200, 'losses': losses}

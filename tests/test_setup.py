@@ -143,11 +143,9 @@ class Sandbox:
         python = self.bin / 'python3'
         known = {'PATH': self.bin, 'HOME': '', 'FAKE_PIP_LOG': self.pip_log, 'FAKE_BASE': python}
         known |= {'REAL_PYTHON': sys.executable, **variables}
-        environment = {name: str(value) for name, value in known.items()}
+        env = {name: str(value) for name, value in known.items()}
         command = [self.bin / 'bash', self.root / 'launch/venv.sh']
-        return subprocess.Popen(
-            command, env=environment, cwd='/', stderr=subprocess.PIPE, text=True
-        )
+        return subprocess.Popen(command, env=env, cwd='/', stderr=subprocess.PIPE, text=True)
 
     def run(self, expected: int = 0, **variables: object) -> str:
         """What the script prints on the way to the expected exit code."""

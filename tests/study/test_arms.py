@@ -11,6 +11,7 @@ from qkattn.study import catalogue
 from qkattn.study.arms import build_arms, match, table
 from tests.lanes import thinned
 from tests.refusals import refused
+from tests.study.test_plan import changed
 
 UNTUNED = Study(
     base=Config(
@@ -34,11 +35,6 @@ def test_the_grid_is_expanded_and_matched():
     assert arms[4].model.num_layers == 3 and arms[4].model.value == 'no_v'
 
 
-def base(section, **fields):
-    changed = dataclasses.replace(getattr(TUNED.base, section), **fields)
-    return {'base': dataclasses.replace(TUNED.base, **{section: changed})}
-
-
 def tuning(**fields):
     return {'tuning': TuningConfig(**{'seeds': (5,)} | fields)}
 
@@ -49,7 +45,7 @@ def longer(*seeds):
 
 ODD = {'variants': ('qk/vo', 'qk/vo?positions=rope&head_size=7'), 'match': None}
 AT_SHAPE = 'shared_qk/no_v is worse at equal shape'
-FREE, SEEDED = {'match': None}, base('trials', seeds=(0, 1, 7))
+FREE, SEEDED = {'match': None}, {'trials': {'seeds': (0, 1, 7)}}
 SCALED = {'variants': ('qk/vo', 'qk/vo?score_scale=2.0')} | tuning(score_scales=(0.5, 1.0))
 
 
@@ -62,7 +58,7 @@ SCALED = {'variants': ('qk/vo', 'qk/vo?score_scale=2.0')} | tuning(score_scales=
         (UNTUNED, {'variants': ('qk/vo', 'qk/vo?d_model=8')}, 'and sizes both set d_model'),
         (UNTUNED, {'variants': ('qk/vo', 'qk/vo?num_heads=[4]')}, r'num_heads=\[4\] must be of'),
         (UNTUNED, ODD, 'head_size'),
-        (UNTUNED, base('model', kind='encoder') | {'match': 'cache'}, 'encoder. has no cache'),
+        (UNTUNED, {'model': {'kind': 'encoder'}, 'match': 'cache'}, 'encoder. has no cache'),
         (TUNED, {'expected': ('shared_qk/vo is bad',)}, 'must be a variant and a decision'),
         (TUNED, {'corpora': ('stdlib', 'stdlub')}, r"corpora=\('stdlib', 'stdlub'\): .*'stdlub'"),
         (TUNED, SCALED, 'sets score_scale, which tuning.score_scales tunes'),
@@ -75,24 +71,24 @@ SCALED = {'variants': ('qk/vo', 'qk/vo?score_scale=2.0')} | tuning(score_scales=
         (TUNED, tuning() | SEEDED, r'share \(7,\)'),  # may be drawn
         (TUNED, longer(8, 9, 12), 'controls.longer_seeds share'),
         (TUNED, longer(20, 21), 'longer_seeds=.* at least 3 seeds'),
-        (TUNED, base('trials', seeds=(0, 1)), 'trials.seeds=.* at least 3 seeds'),
+        (TUNED, {'trials': {'seeds': (0, 1)}}, 'trials.seeds=.* at least 3 seeds'),
         (TUNED, tuning(seeds=(5, 6), max_seeds=1), 'max_seeds=1 must be at least 2'),
         (TUNED, tuning(max_seeds=1), 'must be at least 2: .* one seed shows'),
         (TUNED, tuning(max_points=2), 'max_points=2 must be at least 3'),
         (TUNED, {'expected': ('qk/vo is worse',)}, "'qk/vo' is none of the arms"),
         (TUNED, FREE | {'expected': (AT_SHAPE,)}, 'needs controls.equal_shape and a match'),
         (TUNED, tuning(init_vos=(1.0, 0.5)), 'init_vos=.* must ascend'),
-        (TUNED, base('trials', learning_rates=(1e-3, 2e-3, 3e-3)), 'rates=.* must ascend'),
-        (TUNED, base('trials', weight_decays=(0.0, 0.1)), 'decays=.* must ascend'),
-        (TUNED, base('trials', learning_rates=(1e-3,)), 'must be a grid with tuning.seeds'),
-        (TUNED, base('optimizer', schedule='constant'), 'schedule=constant .* does not'),
-        (TUNED, base('optimizer', final_fraction=0.2), 'final_fraction=0.2 does not'),
-        (TUNED, base('mesh', trial=2) | tuning(seeds=(7, 8, 9)), r'divide .* \(3, 6, 4, 0\)'),
+        (TUNED, {'trials': {'learning_rates': (1e-3, 2e-3, 3e-3)}}, 'rates=.* must ascend'),
+        (TUNED, {'trials': {'weight_decays': (0.0, 0.1)}}, 'decays=.* must ascend'),
+        (TUNED, {'trials': {'learning_rates': (1e-3,)}}, 'must be a grid with tuning.seeds'),
+        (TUNED, {'optimizer': {'schedule': 'constant'}}, 'schedule=constant .* does not'),
+        (TUNED, {'optimizer': {'final_fraction': 0.2}}, 'final_fraction=0.2 does not'),
+        (TUNED, {'mesh': {'trial': 2}} | tuning(seeds=(7, 8, 9)), r'divide .* \(3, 6, 4, 0\)'),
     ],
 )
 def test_a_wrong_study_is_one_sentence(study, fields, message):
     with refused(message):
-        build_arms(dataclasses.replace(study, **fields))
+        build_arms(changed(study, **fields))
 
 
 def test_each_variant_that_no_model_matches_is_named():

@@ -1,6 +1,5 @@
 """The parent of a study's workers: how many it starts, and what it does when they end."""
 
-import dataclasses
 import itertools
 import math
 import multiprocessing
@@ -11,12 +10,11 @@ import types
 
 import pytest
 
-from qkattn.config import MeshConfig
 from qkattn.jobs import children, cli, machine, signals
 from qkattn.study import local_workers, plan, worker
 from qkattn.study.arms import build_arms
 from tests.processes import ROOT, is_running, until
-from tests.study.test_plan import STUDY
+from tests.study.test_plan import STUDY, changed
 
 # The parents are forked from a process that has imported everything.
 FORKS = multiprocessing.get_context('forkserver')
@@ -121,9 +119,8 @@ def test_workers_are_no_more_than_there_is_room_and_work_for(
     monkeypatch.setattr(machine, 'usable_cores', lambda: list(range(number)))
     names = None if gpus is None else list(map(str, range(gpus)))
     monkeypatch.setattr(machine, 'accelerators', lambda platforms: names)
-    base = dataclasses.replace(STUDY.base, mesh=MeshConfig(data=2))  # of two GPUs
     variants = ('qk/vo', 'shared_qk/vo', 'merged/vo')
-    study = dataclasses.replace(STUDY, variants=variants, base=base)
+    study = changed(variants=variants, mesh={'data': 2})  # of two GPUs
     arms = build_arms(study)
     left = plan.runs(study, arms, lambda run: None)[:runs]
     assert local_workers.limit(study, arms, wanted, left) == most

@@ -7,30 +7,17 @@ import math
 import numpy as np
 import pytest
 
-from qkattn.config import (
-    Config,
-    ControlsConfig,
-    ModelConfig,
-    OptimizerConfig,
-    Study,
-    TrainConfig,
-    TrialsConfig,
-    TuningConfig,
-)
+from qkattn.config import Config, ControlsConfig, Study, TuningConfig, from_json
 from qkattn.model import cost
 from qkattn.study import declaration, plan
 from qkattn.study.arms import build_arms
 from qkattn.study.tuning import KNOBS, tune
 
+TRIALS = {'seeds': (0, 1, 2), 'learning_rates': (1e-3, 2e-3, 4e-3), 'weight_decays': (0.1,)}
+MODEL = {'num_layers': 1, 'context': 16}
 STUDY = Study(
     name='small',
-    base=Config(
-        model=ModelConfig(num_layers=1, context=16),
-        optimizer=OptimizerConfig(decay='coupled'),
-        trials=TrialsConfig(
-            seeds=(0, 1, 2), learning_rates=(1e-3, 2e-3, 4e-3), weight_decays=(0.1,)
-        ),
-    ),
+    base=from_json(Config, {'model': MODEL, 'optimizer': {'decay': 'coupled'}, 'trials': TRIALS}),
     variants=('qk/vo', 'shared_qk/vo'),
     sizes=('d_model=32',),
     tolerance=1e-2,
@@ -38,6 +25,15 @@ STUDY = Study(
     controls=ControlsConfig(equal_shape=False, longer=None),
 )
 GRID = (1e-3, 2e-3, 4e-3)
+
+
+def changed(study=STUDY, **fields):
+    """The study with other fields, or other fields in the parts of its base."""
+    base = study.base
+    for part in vars(base).keys() & fields.keys():
+        values = dataclasses.replace(getattr(base, part), **fields.pop(part))
+        base = dataclasses.replace(base, **{part: values})
+    return dataclasses.replace(study, base=base, **fields)
 
 
 @pytest.fixture(scope='module')
@@ -98,7 +94,7 @@ def test_the_declaration_of_a_study_and_the_run_of_an_untuned_one(arms):
     declared = declaration.content(STUDY, arms)
     # Ledgers of earlier versions hold the hash of a declaration that has the looks of the study.
     assert declared['tuning']['learning_rates'] == [*GRID] and declared['looks'] == [3]
-    untuned = dataclasses.replace(STUDY, tuning=TuningConfig())
+    untuned = changed(tuning=TuningConfig())
     assert declaration.content(untuned, arms)['looks'] == []
     (single, _) = plan.runs(untuned, arms, unfinished)
     assert single.stage == 'single' and single.config.trials == STUDY.base.trials
@@ -121,9 +117,8 @@ def longer(runs):
 @pytest.fixture(scope='module')
 def study():
     """One of three arms with controls, and its arms."""
-    fields = {'controls': ControlsConfig(), 'sizes': ('d_model=64',)}
-    fields |= {'variants': ('qk/vo', 'shared_qk/vo', 'query_free/vo')}
-    study = dataclasses.replace(STUDY, **fields)
+    variants = ('qk/vo', 'shared_qk/vo', 'query_free/vo')
+    study = changed(variants=variants, controls=ControlsConfig(), sizes=('d_model=64',))
     return study, build_arms(study)
 
 
@@ -173,10 +168,8 @@ def test_what_is_decided_is_corrected_for_the_whole_study(change, diverged, size
         return None if seed in diverged else change + NOISE[seed]
 
     sizes = ('d_model=64', 'd_model=72', 'd_model=80')[:sizes]
-    trials = dataclasses.replace(STUDY.base.trials, seeds=tuple(range(6)))
-    base = dataclasses.replace(STUDY.base, trials=trials)
     controls = ControlsConfig(equal_shape=False)
-    study = dataclasses.replace(STUDY, base=base, sizes=sizes, controls=controls)
+    study = changed(trials={'seeds': tuple(range(6))}, sizes=sizes, controls=controls)
     runs = longer(plan.runs(study, build_arms(study), landscape(2.5e-3, effect)))
     assert len({run.arm.key for run in runs}) == number
 
@@ -240,11 +233,9 @@ def test_further_seeds_are_drawn_until_the_bracket_is_significant():
 
 
 def test_the_least_cost_is_that_of_the_plan_with_every_optimum_in_the_middle(monkeypatch):
-    optimizer = dataclasses.replace(STUDY.base.optimizer, warmup_steps=10)
-    train = TrainConfig(num_steps=100, batch_size=4)
-    base = dataclasses.replace(STUDY.base, optimizer=optimizer, train=train)
-    controls, sizes = ControlsConfig(equal_shape=False), ('d_model=32', 'd_model=64')
-    study = dataclasses.replace(STUDY, base=base, sizes=sizes, controls=controls)
+    train, controls = {'num_steps': 100, 'batch_size': 4}, ControlsConfig(equal_shape=False)
+    fields = {'sizes': ('d_model=32', 'd_model=64'), 'controls': controls}
+    study = changed(optimizer={'warmup_steps': 10}, train=train, **fields)
     arms, measured = build_arms(study), []
     runs = plan.imagined(study, arms)
     assert {run.config.trials.learning_rates for run in runs} == {GRID, (2e-3,)}

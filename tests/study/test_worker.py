@@ -18,7 +18,7 @@ from qkattn.study.arms import build_arms
 from qkattn.verdict import Decision, load_findings
 from tests import studies
 from tests.studies import read_lines, result_record, write_lines
-from tests.study.test_plan import STUDY
+from tests.study.test_plan import STUDY, changed
 
 OPTIMA = {'learning_rate': 4e-3, 'weight_decay': 0.3, 'score_scale': 1.25}
 
@@ -77,15 +77,6 @@ def once(tmp_path_factory):
 def finished(once, tmp_path):
     """A copy of the directory of the finished study."""
     return shutil.copytree(once[0], tmp_path / 'out')
-
-
-def changed(**fields):
-    """The study with other fields, or other fields in the parts of its base."""
-    base = STUDY.base
-    for part in vars(base).keys() & fields.keys():
-        values = dataclasses.replace(getattr(base, part), **fields.pop(part))
-        base = dataclasses.replace(base, **{part: values})
-    return dataclasses.replace(STUDY, base=base, **fields)
 
 
 def events(path):

@@ -45,14 +45,12 @@ def test_without_tuning_the_best_rate_by_mean_is_compared_over_shared_seeds(stud
     # The other variant's seeds come in another order than the baseline's.
     base, other = {0: 2.00, 1: 2.10, 2: 2.30}, {2: 2.38, 0: 2.05, 1: 2.12, 9: 1.0}
     records = seeds_of('qk/vo', base) + seeds_of('b/vo', other)
-    records += seeds_of('dead/vo', {0: None, 1: None})
     # 1e-3 holds the lowest single loss that finished everywhere, 1e-2 a lucky seed: neither wins.
     for rate, values in {1e-3: (2.0, 2.4), 3e-3: (2.1, 2.2), 1e-2: (1.0, None)}.items():
         records += seeds_of('swept/vo', dict(enumerate(values)), learning_rate=rate)
-    baseline, arm, dead, swept = find(load_study(studies.write_study(study_dir, records))).arms
+    baseline, arm, swept = find(load_study(studies.write_study(study_dir, records))).arms
     assert baseline.is_baseline and baseline.difference is arm.verdict is None
     assert list(arm.comparison.differences.values()) == pytest.approx([0.05, 0.02, 0.08])
-    assert dead.loss is dead.learning_rate is dead.difference is None and dead.num_diverged == 2
     assert swept.learning_rate == 3e-3 and swept.over_seeds('val_loss').mean == pytest.approx(2.15)
     assert not swept.at_edge and swept.num_diverged == 1
 

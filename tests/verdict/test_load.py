@@ -91,11 +91,9 @@ def test_evaluations_need_every_result_and_end_where_a_trial_diverges(study_dir)
     [
         ({'margin': 0.0}, "'margin'"),
         ({'tuning__seeds': []}, "'seeds' is []"),
-        ({'controls': {'equal_shape': True}}, "'longer' is missing"),
         ({'tuning__choice': 'best'}, "'choice' is 'best'"),
         ({'arms': [key('qk/vo', 'x')._asdict()]}, "control 'x'"),
         ({'arms': [key('qk/vo')._asdict() | {'corpus': 'y'}]}, "corpus 'y'"),
-        ({'arms': [{'variant': 'qk/vo', 'size': SIZE}]}, "'corpus' is missing"),
     ],
 )
 def test_a_bad_declaration_is_one_sentence(study_dir, changes, field):
