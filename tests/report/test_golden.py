@@ -22,15 +22,9 @@ from qkattn.stats.decision import Decision
 from qkattn.stats.scaling import Problem, ProblemCode
 from qkattn.study.arm_key import ArmKey
 from qkattn.verdict import Findings, Reason, ReasonCode, Remark, RemarkCode, Study
+from tests import studies
 from tests.report.conftest import LONG, SIZES, Page, arms, controlled, read, scaled, shifted
-from tests.studies import (
-    edit_plan,
-    outside_record,
-    trial_record,
-    tuned_arm,
-    write_study,
-    write_tuned,
-)
+from tests.studies import outside_record, trial_record, tuned_arm, write_study, write_tuned
 
 GOLDEN = Path(__file__).parent / 'golden'
 
@@ -158,7 +152,7 @@ def test_a_metric_from_outside_is_a_column_without_its_module(study_dir, tmp_pat
     records.append(trial_record('c/vo'))  # whose results lack the metric
     write_study(study_dir, records)
     for run in {record['run'] for record in records}:
-        edit_plan(study_dir, run, train__metrics=['evil:TOP_3'])
+        studies.edit_plan(study_dir, run, train__metrics=['evil:TOP_3'])
     pair = read(study_dir)
     arms = csv.DictReader(tables.csv_table(*pair).splitlines())
     assert [arm['test_top_3_mean'] for arm in arms] == ['0.625', '', '']
