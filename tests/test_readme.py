@@ -162,9 +162,6 @@ def test_every_config_is_valid(path):
     assert all(part in namespace['__doc__'] for part in (command, 'Expected', '\nTime: '))
 
 
-# The notebook, in which Jupyter stores outputs
-
-
 def printed(source: str, namespace: dict[str, Any]) -> list[str]:
     """The lines that a cell prints, with the value of its last expression."""
     tree = ast.parse(source)

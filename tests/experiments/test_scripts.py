@@ -334,9 +334,6 @@ def test_a_study_is_accepted_kept_and_checked(study, printed, refusal):
         assert f'has {name} ' in sentence and 'but its config gives' in sentence
 
 
-# An ablation
-
-
 @pytest.mark.parametrize('workers', only([1], [1, 2]))
 def test_an_ablation_runs_skips_what_is_done_and_takes_an_outside_variant(
     script_here, tmp_path, monkeypatch, workers

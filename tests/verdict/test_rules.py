@@ -6,20 +6,12 @@ import pytest
 from qkattn.storage import ledger
 from qkattn.study.arm_key import ArmKey
 from qkattn.verdict import Decision, ReasonCode, Remark, RemarkCode, find, load_study
-from tests.studies import (
-    RATES,
-    SCREENING_SEEDS,
-    VERDICT_SEEDS,
-    edit_plan,
-    run_name,
-    trial_record,
-    tuned_arm,
-    write_tuned,
-)
+from tests import studies
+from tests.studies import edit_plan, run_name, trial_record, tuned_arm, write_tuned
 
 BASE = 2 + 0.05 * np.arange(8)
 MEAN = float(BASE.mean()) + 0.1  # of the test split
-SEEDS, SIZE = VERDICT_SEEDS, 'd_model=128'
+SEEDS, RATES, SIZE = studies.VERDICT_SEEDS, studies.RATES, 'd_model=128'
 B = ArmKey('b/vo', SIZE, 'stdlib')
 QK = B._replace(variant='qk/vo')
 VERDICT = {v: run_name(v, SIZE, 'verdict') for v in ('qk/vo', 'b/vo', 'c/vo')}
@@ -68,7 +60,7 @@ DECAY = {'trial': {'seed': 7, 'learning_rate': 4e-3, 'weight_decay': 0.2}}
 ONE_DECAY = [*with_b()[:35], with_b()[35] | DECAY, *with_b()[36:]]
 NEAR, NAME = 4.000001e-3, 'DIFFERS_FROM_BASELINE'
 LATER = [r | {'run': 'later', 'config_hash': 'later'} for r in with_b()[28:36]]
-DRAWN, RATE = (*SCREENING_SEEDS, 102), {'knob': 'learning_rate'}
+DRAWN, RATE = (*studies.SCREENING_SEEDS, 102), {'knob': 'learning_rate'}
 
 
 @pytest.mark.parametrize(
