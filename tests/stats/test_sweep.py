@@ -40,7 +40,7 @@ def bounds(swept):
 
 
 def test_the_fit_is_least_squares_with_a_level_per_seed_and_fiellers_interval():
-    """In any order of values. At its ends, the slope of the fitted parabola is the t quantile times its standard error."""
+    """At its ends, the slope of the fitted parabola is the t quantile times its standard error."""
     swept = sweep.fit(dict(reversed(losses(rng=np.random.default_rng(1), noise=0.004).items())))
     means = np.array(swept.losses)
     x = np.log(np.array(GRID) / 0.004)
