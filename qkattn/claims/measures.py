@@ -31,7 +31,6 @@ from qkattn.study.arm_key import EQUAL_SHAPE
 from qkattn.train.step import init_trial, train_trial
 from qkattn.verdict.arms import Arm, compare, with_baselines
 
-Losses = Mapping[float, float]  # of a seed, or differences, by the fraction of training
 DTYPES = ('float64', 'float32', 'bfloat16')
 COMPARED = {
     'products': 'rounding alone',
@@ -52,17 +51,13 @@ def early(directory: Path) -> list[Row]:
     """
     loaded = load(directory)
     margin, planned = loaded.study.margin, loaded.findings.num_comparisons
-    by_arm = {
-        arm.key: _by_seed(arm, baseline, loaded)
-        for arm, baseline in _compared(loaded)
-        if arm.control is None
-    }
-    fractions = {f for seeds in by_arm.values() for seed in seeds for f in seed}
-    rows = []
-    for fraction in sorted(fractions - {1.0}):
+    curves = {arm.key: _curves(arm, other) for arm, other in _compared(loaded) if not arm.control}
+    steps = {step for seeds in curves.values() for seed in seeds for step in seed}
+    last, rows = max(steps, default=0), []
+    for step in sorted(steps - {last}):
         changes = {
-            arm: [seed[fraction] - seed[1.0] for seed in seeds if {fraction, 1.0} <= seed.keys()]
-            for arm, seeds in by_arm.items()
+            arm: [seed[step] - seed[last] for seed in seeds if {step, last} <= seed.keys()]
+            for arm, seeds in curves.items()
         }
         tested = {arm: inference.paired(x, margin) if x else None for arm, x in changes.items()}
         decided = [d.decision for d in decision.judge(tested, planned=planned).values()]
@@ -70,7 +65,7 @@ def early(directory: Path) -> list[Row]:
         speaks = Speaks.FOR if changed else Speaks.OPEN
         if {*decided} == {Decision.EQUIVALENT}:
             speaks = Speaks.AGAINST
-        context = {'arms': str(len(by_arm)), 'fraction of the steps': f'{fraction:g}'}
+        context = {'arms': str(len(curves)), 'fraction of the steps': f'{step / last:g}'}
         quantity = 'differences that change by more than the margin'
         rows.append(Row(quantity, Kind.MEASURED, context, float(changed), speaks, 'arms'))
     return rows
@@ -87,11 +82,11 @@ def growth(directory: Path, variant: str) -> list[Row]:
     for arm, baseline in _compared(loaded):
         if (arm.variant, arm.control) != (variant, EQUAL_SHAPE):
             continue
-        seeds = _by_seed(arm, baseline, loaded)
+        seeds = _curves(arm, baseline)
         if seeds and len(seeds[0]) > 1:
             first, last, margin = min(seeds[0]), max(seeds[0]), loaded.study.margin
             grown = inference.paired([seed[last] - seed[first] for seed in seeds], margin)
-            quantity = f'growth of the difference from {first:.0%} of the steps on'
+            quantity = f'growth of the difference from {first / last:.0%} of the steps on'
             speaks, context = _speaks(grown, margin), loaded.context(arm)
             rows.append(difference_row(quantity, Kind.MEASURED, context, grown, speaks=speaks))
     return rows
@@ -142,22 +137,11 @@ def _at(rate: float, arm: Arm) -> Arm:
     return dataclasses.replace(arm, trials=trials, verdict_trials=trials, chosen=finished)
 
 
-def _by_seed(arm: Arm, baseline: Arm, loaded: Loaded) -> list[Losses]:
-    """For each seed that both arms finished, the differences by fraction of the steps."""
-    pairs = (_losses(loaded, arm), _losses(loaded, baseline))
-    seeds = sorted(pairs[0].keys() & pairs[1].keys())
-    both = [[losses[seed] for losses in pairs] for seed in seeds]
-    return [{f: a[f] - b[f] for f in sorted(a.keys() & b.keys())} for a, b in both]
-
-
-def _losses(loaded: Loaded, arm: Arm) -> dict[int, Losses]:
-    """Validation losses of the chosen trials by seed and fraction of the steps."""
-    by_seed: dict[int, Losses] = {}
-    for trial in arm.chosen:
-        if trial.evaluations:
-            steps = trial.run.num_steps
-            by_seed[trial.seed] = {s / steps: loss for s, loss in trial.evaluations.items()}
-    return by_seed
+def _curves(arm: Arm, baseline: Arm) -> list[dict[int, float]]:
+    """For each seed that both arms finished, the differences in validation loss by step."""
+    shared = [seed for seed in arm.by_seed if seed in baseline.by_seed]
+    pairs = [(arm.by_seed[seed].evaluations, baseline.by_seed[seed].evaluations) for seed in shared]
+    return [{step: a[step] - b[step] for step in a if step in b} for a, b in pairs if a and b]
 
 
 def record_drift(scale: str) -> dict[str, Any]:
