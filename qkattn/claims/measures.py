@@ -163,11 +163,12 @@ def record_drift(scale: str) -> dict[str, Any]:
     for dtype in DTYPES:
         qk, free = (_trained(config, rows, score, dtype) for score in ('qk', 'query_free'))
         reference = reference or qk
-        by_dtype[dtype] = {
-            'products': [_difference(x_LBTD, a, merged(a, dtype), dtype) for a in qk],
-            'rounding': [_difference(x_LBTD, *pair) for pair in zip(reference, qk, strict=True)],
-            'apart': [_difference(x_LBTD, *pair) for pair in zip(qk, free, strict=True)],
-        }
+        with jax.enable_x64(True):
+            by_dtype[dtype] = {
+                'products': [_difference(x_LBTD, a, merged(a, dtype), dtype) for a in qk],
+                'rounding': [_difference(x_LBTD, *ab) for ab in zip(reference, qk, strict=True)],
+                'apart': [_difference(x_LBTD, *ab) for ab in zip(qk, free, strict=True)],
+            }
     return {'scale': scale, 'steps': [0, config.train.num_steps], 'dtypes': by_dtype}
 
 
@@ -202,9 +203,8 @@ def drift_config(scale: str) -> Config:
 
 def merged(factors: Factors, dtype: str) -> Factors:
     """Single heads of `qk` as those of `query_free`: W_K' = W_K W_Q^T, computed in `dtype`."""
-    with jax.enable_x64(dtype == 'float64'):
-        w_q_LDNH, w_k_LDKH = (jnp.asarray(factors[n], dtype) for n in ('w_q_DNH', 'w_k_DKH'))
-        return {'w_k_DKH': jnp.einsum('LDNH,LENH->LDNE', w_k_LDKH, w_q_LDNH)}
+    w_q_LDNH, w_k_LDKH = (jnp.asarray(factors[n], dtype) for n in ('w_q_DNH', 'w_k_DKH'))
+    return {'w_k_DKH': jnp.einsum('LDNH,LENH->LDNE', w_k_LDKH, w_q_LDNH)}
 
 
 def _trained(config: Config, rows: Rows, score: str, dtype: Any) -> list[Factors]:
@@ -218,7 +218,7 @@ def _trained(config: Config, rows: Rows, score: str, dtype: Any) -> list[Factors
             attention['score'] = merged(attention['score'], wide)
         model = dataclasses.replace(config.model, score=score, compute_dtype=dtype)
         config = dataclasses.replace(config, model=model)
-        untrained = trial = init_trial(config, jnp.uint32(0)) | {'params': params}
+        trial = init_trial(config, jnp.uint32(0)) | {'params': params}
         rate = jnp.float32(config.trials.learning_rates[0])
         hyper = {'seed': jnp.uint32(0), 'learning_rate': rate, 'weight_decay': jnp.float32(0)}
         step = jax.jit(lambda k, trial, batch: train_trial(config, k, trial, hyper, batch)[0])
@@ -227,7 +227,7 @@ def _trained(config: Config, rows: Rows, score: str, dtype: Any) -> list[Factors
             trial = step(jnp.int32(number), trial, jax.tree.map(lambda a: a[None], batch))
         if not trial['alive']:
             raise ConfigError(f'{score} in {dtype} diverged; lower the learning rate of the drift')
-        factors = [one['params']['blocks']['attention']['score'] for one in (untrained, trial)]
+        factors = [p['blocks']['attention']['score'] for p in (params, trial['params'])]
         return [{n: np.asarray(w, np.float64) for n, w in one.items()} for one in factors]
 
 
@@ -251,11 +251,10 @@ def _difference(
 
 def logits(x_LBTD: np.ndarray, factors: Factors, dtype: str) -> list[np.ndarray]:
     """Causal logits x W_Q (x W_K)^T of each layer in `dtype`, or x (x W_K)^T, as float64."""
-    with jax.enable_x64(dtype == 'float64'):
-        q_LBTH = y_LBSD = jnp.asarray(x_LBTD, dtype)
-        w_LDH = {name: jnp.asarray(w[:, :, 0], dtype) for name, w in factors.items()}
-        k_LBSH = jnp.einsum('LBSD,LDH->LBSH', y_LBSD, w_LDH['w_k_DKH'])
-        if 'w_q_DNH' in w_LDH:
-            q_LBTH = jnp.einsum('LBTD,LDH->LBTH', y_LBSD, w_LDH['w_q_DNH'])
-        s_LBTS = np.asarray(jnp.einsum('LBTH,LBSH->LBTS', q_LBTH, k_LBSH), np.float64)
+    q_LBTH = y_LBSD = jnp.asarray(x_LBTD, dtype)
+    w_LDH = {name: jnp.asarray(w[:, :, 0], dtype) for name, w in factors.items()}
+    k_LBSH = jnp.einsum('LBSD,LDH->LBSH', y_LBSD, w_LDH['w_k_DKH'])
+    if 'w_q_DNH' in w_LDH:
+        q_LBTH = jnp.einsum('LBTD,LDH->LBTH', y_LBSD, w_LDH['w_q_DNH'])
+    s_LBTS = np.asarray(jnp.einsum('LBTH,LBSH->LBTS', q_LBTH, k_LBSH), np.float64)
     return list(s_LBTS[..., np.tri(s_LBTS.shape[-1], dtype=bool)])
