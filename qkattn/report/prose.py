@@ -43,9 +43,7 @@ QUANTITIES = {
 
 
 def rounded(value: Any) -> Any:
-    """A number as it is stored, and numbers in lists: to DIGITS digits, whole ones as they are."""
-    if isinstance(value, list):
-        return list(map(rounded, value))
+    """A number as it is stored: to DIGITS significant digits, whole ones and text as they are."""
     if not isinstance(value, float) or value.is_integer():
         return value
     # Digits before the point stay: they may be those of a count.
@@ -53,17 +51,15 @@ def rounded(value: Any) -> Any:
     return round(value, 1) if large else float(f'{value:.{DIGITS - 1}e}')
 
 
-def si(value: float | None, digits: int = 3) -> str:
-    """`value` with `digits` significant digits and a decimal prefix, 1234567 -> '1.23M'."""
+def si(value: float | None) -> str:
+    """Three significant digits and a decimal prefix, 1234567 -> '1.23M'."""
     if value is None:
         return NONE
-    if value == 0:
-        return '0'
-    text = f'{value:.{digits - 1}e}'
+    text = f'{value:.2e}'
     thousands = min(max(int(text.partition('e')[2]) // 3, 0), 6)
     if thousands == 0:
-        return f'{float(text):.{digits}g}'
-    return f'{float(text) / 1000**thousands:#.{digits}g}'.rstrip('.') + ' kMGTPE'[thousands]
+        return f'{float(text):.3g}'
+    return f'{float(text) / 1000**thousands:#.3g}'.rstrip('.') + ' kMGTPE'[thousands]
 
 
 def mean_sd(value: Estimate | None, decimals: int) -> str:
@@ -74,14 +70,14 @@ def mean_sd(value: Estimate | None, decimals: int) -> str:
     return mean if value.sd is None else f'{mean} ± {value.sd:.{decimals}f}'
 
 
-def interval(difference: Difference | None, decimals: int = 4) -> str:
+def interval(difference: Difference | None) -> str:
     """'+0.0500 [-0.0245, +0.1245]', without the interval where there is none."""
     if difference is None:
         return NONE
-    mean = f'{difference.mean:+.{decimals}f}'
+    mean = f'{difference.mean:+.4f}'
     if difference.low is None:
         return mean
-    return f'{mean} [{difference.low:+.{decimals}f}, {difference.high:+.{decimals}f}]'
+    return f'{mean} [{difference.low:+.4f}, {difference.high:+.4f}]'
 
 
 def optimum(sweep: Sweep | None) -> str:
@@ -104,10 +100,10 @@ def listed(names: Iterable[object]) -> str:
     return f'{", ".join(first)} and {last}' if first else last
 
 
-def counted(number: int | Sized, noun: str, plural: str | None = None) -> str:
+def counted(number: int | Sized, noun: str) -> str:
     """'1 seed', '8 seeds'; of a sequence the number of its elements."""
     number = number if isinstance(number, int) else len(number)
-    return f'{number:,} {noun if number == 1 else plural or noun + "s"}'
+    return f'{number:,} {noun}{"s" * (number != 1)}'
 
 
 def span(numbers: Iterable[int]) -> str:
@@ -182,12 +178,8 @@ def plain(value: object) -> str:
 
 def device(provenance: Mapping[str, Any]) -> str:
     """'2 x cpu'."""
-    match provenance:
-        case {'devices': {'kind': kind, 'count': count}}:
-            return f'{count} x {kind}'
-        case {'device': name}:
-            return plain(name)
-    return NOT_RECORDED
+    devices = provenance.get('devices')
+    return f'{devices["count"]} x {devices["kind"]}' if devices else NOT_RECORDED
 
 
 def by_where(arms: Iterable[Arm], study: Study) -> dict[str, list[Arm]]:
