@@ -61,8 +61,8 @@ class Measure:
         """In the unit of the result files."""
         return arm.over_seeds(self.field)
 
-    def printed(self, arm: Arm) -> str:
-        return mean_sd(arm.over_seeds(self.field, self.metric.scale), self.metric.decimals)
+    def printed(self, value: Estimate) -> str:
+        return mean_sd(value, self.metric.decimals, self.metric.scale)
 
 
 VAL_LOSS, TEST_LOSS = (Measure(METRICS['loss'], split) for split in ('val', 'test'))
@@ -158,8 +158,8 @@ def columns(study: Study, findings: Findings) -> Iterator[Column]:
     yield from _of_difference(study, findings)
     for place, measure in enumerate(measured(findings)):
         tables = (PAGE,) if place else (PAGE, CONTROL) if compared else EVERYWHERE
-        yield Column(measure.field, measure.over_seeds, parts=ESTIMATE)
-        yield Column('', measure.printed, f'{measure.heading}|mean ± sd', tables=tables)
+        printed = f'{measure.heading}|mean ± sd', measure.printed, tables
+        yield Column(measure.field, measure.over_seeds, *printed, parts=ESTIMATE)
     for split in PREFIXES.values():
         per_byte = Measure(METRICS['bits_per_byte'], split)
         if any(per_byte.over_seeds(arm) for arm in findings.arms):

@@ -62,12 +62,12 @@ def si(value: float | None) -> str:
     return f'{float(text) / 1000**thousands:#.3g}'.rstrip('.') + ' kMGTPE'[thousands]
 
 
-def mean_sd(value: Estimate | None, decimals: int) -> str:
-    """'2.1000 ± 0.0300', without the sd where there is one value only."""
+def mean_sd(value: Estimate | None, decimals: int, scale: float = 1.0) -> str:
+    """'2.1000 ± 0.0300', without the sd where there is one value only; both times `scale`."""
     if value is None:
         return NONE
-    mean = f'{value.mean:.{decimals}f}'
-    return mean if value.sd is None else f'{mean} ± {value.sd:.{decimals}f}'
+    mean = f'{scale * value.mean:.{decimals}f}'
+    return mean if value.sd is None else f'{mean} ± {scale * value.sd:.{decimals}f}'
 
 
 def interval(difference: Difference | None) -> str:

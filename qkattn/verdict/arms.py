@@ -80,10 +80,10 @@ class Arm:
         """Mean over `chosen` on its split, nats/token."""
         return self.over_seeds(f'{self.split}_loss')
 
-    def over_seeds(self, field: str, scale: float = 1.0) -> Estimate | None:
-        """Mean of `scale` times a metric over the chosen trials; None unless all have it."""
+    def over_seeds(self, field: str) -> Estimate | None:
+        """Mean of a metric over the chosen trials; None unless all have it."""
         values = [trial.metrics.get(field) for trial in self.chosen]
-        return estimate([scale * v for v in values]) if values and None not in values else None
+        return estimate(values) if values and None not in values else None
 
     @property
     def by_seed(self) -> dict[int, Trial]:
