@@ -110,21 +110,16 @@ def _ledger_problems(study: Study) -> Iterator[str]:
         yield f'study.json is not what the last declaration in {ledger.NAME} says'
     if study.ledger.arms != set(study.arms):
         yield f'study.json has other arms than {ledger.NAME}'
-    if unlike := _changed_files(study):
+    judged = any(run.stage != SCREENING and run.trials for run in study.runs)
+    looked, files = study.ledger.looked_files, ledger.digests(study.files)
+    unlike = [name for name in {**looked, **files} if looked.get(name) != files.get(name)]
+    if judged and unlike:
         altered = [f'run {run} is not what look {n} saw; ' for run, n in study.altered.items()]
         yield (
             f'{" and ".join(unlike)} changed since the last look in {ledger.NAME}; '
             f'{"".join(altered)}restore what was edited, or make the report again where results '
             'were added'
         )
-
-
-def _changed_files(study: Study) -> list[str]:
-    """The files that are not those of the last look, if there was one on more than screening."""
-    if not any(run.stage != SCREENING and run.trials for run in study.runs):
-        return []
-    looked, files = study.ledger.looked_files, ledger.digests(study.files)
-    return [name for name in {**looked, **files} if looked.get(name) != files.get(name)]
 
 
 def _run_problems(study: Study) -> Iterator[str]:
