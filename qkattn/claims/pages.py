@@ -13,10 +13,11 @@ from markupsafe import Markup
 
 from qkattn.claims import export
 from qkattn.claims.claim import UNIT, ClaimResult, ClaimVerdict, Kind, Row, Speaks
+from qkattn.jobs.output import short
 from qkattn.report import described
 from qkattn.report.figures import figures
 from qkattn.report.figures.forest import Line, Panels, forest
-from qkattn.report.figures.style import Drawing, short, style_sheet, styles, write_plots
+from qkattn.report.figures.style import Drawing, style_sheet, styles, write_plots
 from qkattn.report.prose import NONE, environment, words
 from qkattn.report.tables import Heading, markdown_table, sheets
 from qkattn.report.verify import Block

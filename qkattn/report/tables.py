@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 import pandas as pd
 from markupsafe import Markup
 
-from qkattn.jobs.output import text_table, visible
+from qkattn.jobs.output import short, text_table, visible
 from qkattn.report import columns, prose
 from qkattn.report.columns import Heading, Table
-from qkattn.report.figures.style import short
 from qkattn.report.prose import NONE, interval, one_line, rounded, sentences, words
 from qkattn.stats.inference import LEVEL, POWER
 from qkattn.stats.scaling import Interval, Law, Problem

@@ -5,9 +5,10 @@ import pytest
 from matplotlib.image import imread
 from matplotlib.text import Text
 
+from qkattn.jobs.output import short
 from qkattn.report.figures import attention_figure, figures
 from qkattn.report.figures.forest import Line, forest
-from qkattn.report.figures.style import Drawing, short, style_sheet, styles, write_plots
+from qkattn.report.figures.style import Drawing, style_sheet, styles, write_plots
 from tests.report.conftest import LONG, SIZES, arms, read, row_names, scaled, shifted
 from tests.studies import RATES, tuned_arm, write_tuned
 

@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from qkattn.jobs.output import short
 from qkattn.report import prose
 from qkattn.report.figures import style
 from qkattn.study.arm_key import ArmKey
@@ -67,7 +68,7 @@ def forest(
                 -margin, margin, color=style.GRID, alpha=0.75, linewidth=0, zorder=0, label=label
             )
         ax.axvline(0.0, label='no difference', **style.REFERENCE)
-        names = [style.short(line.name or line.arm, longest) for line in lines]
+        names = [short(line.name or line.arm, longest) for line in lines]
         for y, (line, name) in enumerate(zip(lines, names, strict=True)):
             _draw(ax, y, line, look, limits)
             weight = {'weight': 'bold'} if line.is_decided else {'color': style.MUTED}
@@ -79,7 +80,7 @@ def forest(
         ax.spines['left'].set_visible(False)
         ax.grid(visible=False, axis='y')
         ax.locator_params(axis='x', nbins=3)
-        ax.set(xlabel=xlabel, title=style.short(title), xlim=limits, ylim=(len(names) - 0.4, -0.85))
+        ax.set(xlabel=xlabel, title=short(title, 34), xlim=limits, ylim=(len(names) - 0.4, -0.85))
     style.legend(figure, 'lower')
     return figure
 

@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
 
+from qkattn.jobs.output import short
 from qkattn.report import prose
 from qkattn.report.figures import style
 from qkattn.stats.scaling import Law
@@ -37,9 +38,9 @@ def learning_curves(study: Study, arms: Sequence[Arm], look: style.Styles) -> Fi
     axes = style.panels(figure, columns, len(variants), sharex=True, sharey=True)
     for ax, variant in zip(axes, variants, strict=True):
         if last is not None and variant != study.baseline:
-            _line(ax, last, look, study.baseline, f'baseline {style.short(study.baseline)}')
+            _line(ax, last, look, study.baseline, f'baseline {short(study.baseline, 34)}')
         _line(ax, curves[variant], look, variant, 'the variant named above')
-        ax.set_title(style.short(variant, 44 // columns), fontsize=8, fontweight='normal')
+        ax.set_title(short(variant, 44 // columns), fontsize=8, fontweight='normal')
         ax.locator_params(axis='x', nbins=4 // columns)
         ax.xaxis.set_major_formatter(lambda value, _: prose.si(value))
     style.legend(figure)
@@ -78,7 +79,7 @@ def sweep_panels(knob: str, arms: Sequence[Arm], look: style.Styles) -> Figure:
     for ax, arm in zip(axes, arms, strict=True):
         sweep, keywords = arm.sweeps[knob], look[arm.variant]
         interval = prose.optimum(sweep) if sweep.bracketed else 'not bracketed'
-        title = f'{style.short(arm.variant, 36 // columns)}\n{sweep.chosen:.3g}\n{interval}'
+        title = f'{short(arm.variant, 36 // columns)}\n{sweep.chosen:.3g}\n{interval}'
         ax.set_title(title, fontsize=8, fontweight='normal')
         ax.set(xscale='log')
         # A panel has room for three labels.
@@ -134,7 +135,7 @@ def loss_against_parameters(study: Study, findings: Findings, look: style.Styles
             ax.scatter([total[arm.key]] * len(of_seeds), of_seeds, **dots)
         thin = {'linestyle': 'none'} if law else {'linewidth': 0.8}
         x, means = [total[arm.key] for arm in arms], [*map(np.mean, losses)]
-        ax.plot(x, means, label=style.short(name, 40), **keywords | thin)
+        ax.plot(x, means, label=short(name, 40), **keywords | thin)
         if law:
             sizes = np.geomspace(law.sizes[0], law.sizes[-1], 80)
             curve = keywords | {'marker': '', 'label': f'_law of {name}'}

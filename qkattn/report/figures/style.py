@@ -59,13 +59,6 @@ def styles(variants: Sequence[str], baseline: str | None) -> dict[str, dict[str,
     return looks | {baseline or '': {'color': INK, 'marker': 'D', 'linewidth': 2.0}}
 
 
-def short(name: str, limit: int = 34) -> str:
-    """`name` on one line, its middle left out when it is longer than `limit`."""
-    name = ' '.join(name.split())
-    half = (limit - 1) // 2
-    return name if len(name) <= limit else f'{name[:half]}…{name[-half:]}'
-
-
 def panels(figure: Figure, columns: int, count: int, **share: Any) -> list[Axes]:
     """The first `count` axes of a grid with `columns`; the others are removed."""
     axes = list(figure.subplots(-(-count // columns), columns, squeeze=False, **share).flat)
