@@ -1,6 +1,7 @@
 """Reports: the files of a study directory in; tables, figures and one HTML page out."""
 
 import base64
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from qkattn.report import tables
 from qkattn.report.columns import PAGE, printed
 from qkattn.report.figures import figures
 from qkattn.report.figures.style import DARK, LIGHT, Drawing, write_plots
-from qkattn.report.prose import environment, macro, plain
+from qkattn.report.prose import environment, macro
 from qkattn.report.tables import headline, terminal_text
 from qkattn.storage import ledger
 from qkattn.storage.files import write_atomic
@@ -98,11 +99,10 @@ def _page(
             rows=rows,
             notes=tables.notes(study, findings),
             sheets=tables.sheets(study, findings),
-            settings=tables.settings(study, findings),
+            settings=[line.split(': ', 1) for line in tables.settings(study, findings)],
             provenance=_provenance(study),
             light=LIGHT,
             dark=DARK,
-            css=Path(__file__).with_name('templates').joinpath('style.css').read_text('utf-8'),
         )
     )
 
@@ -120,6 +120,7 @@ def _provenance(study: Study) -> dict[str, list[str]]:
     for trial in study.trials:
         about = {'data': trial.data, 'eval tokens': trial.eval_tokens, 'lifting': trial.lifting}
         for name, value in flat({**about, **trial.provenance}, ': '):
-            facts.setdefault(name, {})[plain(value)] = None
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            facts.setdefault(name, {})[text] = None
     made = {name: [*values] for name, values in facts.items()}
     return made | ({'command': [study.command]} if study.command else {})

@@ -2,7 +2,7 @@
 
 A column with a heading is printed in its `tables`: the page and table.md (PAGE), the headline of a
 Markdown page (HEADLINE), the table of controls (CONTROL). Every column with a
-key stands in the data frame and in table.csv, in the unit of the result files.
+key stands in table.csv, in the unit of the result files.
 """
 
 import dataclasses
@@ -92,23 +92,23 @@ def measured(findings: Findings) -> tuple[Measure, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A column of the data frame, of printed tables, or of both."""
+    """A column of table.csv, of printed tables, or of both."""
 
-    key: str  # its name in the data frame; empty where it is only printed
+    key: str  # its name in table.csv; empty where it is only printed
     # A path of attributes of an Arm, 'verdict.p_holm' (None on the way gives None), or a function.
     value: str | Callable[[Arm], Any]
     heading: str = ''  # with the unit; '|' breaks it into two lines; empty if it is not printed
     text: str | Callable[[Any], str] = ''  # format of a value that is not None, or what prints it
     tables: Sequence[str] = (PAGE,)
     left: bool = False
-    # Attributes of the value that the data frame has as key_part; () for the value itself.
+    # Attributes of the value that table.csv has as key_part; () for the value itself.
     parts: Sequence[str] = ()
 
     def get(self, arm: Arm) -> Any:
         return self.value(arm) if callable(self.value) else follow(arm, self.value)
 
     def cells(self, arm: Arm) -> dict[str, Any]:
-        """Values by their names in the data frame."""
+        """Values by their names in table.csv."""
         value = self.get(arm)
         if self.parts:
             return {f'{self.key}_{part}': follow(value, part) for part in self.parts}
@@ -128,12 +128,6 @@ def follow(value: Any, path: str) -> Any:
         elif value is not None:
             value = getattr(value, name)
     return int(value) if isinstance(value, bool) else value
-
-
-def frame(study: Study, findings: Findings) -> list[dict[str, Any]]:
-    """Unrounded numbers, a row per arm, controls last; None where there is no such number."""
-    of_study, arms = [*columns(study, findings)], (*findings.arms, *findings.controls)
-    return [{k: v for c in of_study for k, v in c.cells(arm).items()} for arm in arms]
 
 
 def printed(table: str, study: Study, findings: Findings, arms: Iterable[Arm]) -> Table:

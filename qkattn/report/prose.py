@@ -6,7 +6,6 @@ plain text, which pages escape.
 
 import functools
 import itertools
-import json
 import re
 from collections.abc import Iterable, Mapping, Sized
 from typing import Any
@@ -170,10 +169,6 @@ def macro(template: str, name: str, about: Mapping[str, Any], /, **values: Any) 
 def tidy(text: str) -> str:
     """On one line, without spaces before commas and the like."""
     return re.sub(r' ([,;:.)])(?=[ ,;.)]|$)', r'\1', one_line(text))
-
-
-def plain(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def device(provenance: Mapping[str, Any]) -> str:

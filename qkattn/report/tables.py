@@ -36,10 +36,10 @@ def files(study: Study, findings: Findings) -> dict[str, str]:
 
 
 def csv_table(study: Study, findings: Findings) -> str:
-    """The data frame as CSV, with the digits of `rounded`; an empty field where it has None."""
-    rows = columns.frame(study, findings)
-    table = [{name: rounded(value) for name, value in row.items()} for row in rows]
-    return pd.DataFrame(table, dtype=object).to_csv(index=False, lineterminator='\n')
+    """A row per arm, controls last, with the digits of `rounded`; empty without a number."""
+    of_study, arms = [*columns.columns(study, findings)], (*findings.arms, *findings.controls)
+    rows = [{n: rounded(v) for c in of_study for n, v in c.cells(arm).items()} for arm in arms]
+    return pd.DataFrame(rows, dtype=object).to_csv(index=False, lineterminator='\n')
 
 
 def markdown_table(titles: Sequence[Heading], rows: Sequence[Sequence[str]]) -> str:
@@ -206,14 +206,11 @@ def headline(study: Study, findings: Findings) -> str:
     )
 
 
-def settings(study: Study, findings: Findings) -> list[tuple[str, str]]:
-    """Names and values of the settings that all arms share, of the runs that results are from."""
+def settings(study: Study, findings: Findings) -> list[str]:
+    """'name: value' of the settings that all arms share, of the runs that results are from."""
     configs = [arm.example.run.config for arm in findings.arms]
-    models = [config['model'] for config in configs]
-    lines = sentences(
-        'settings.j2', study=study, findings=findings, config=configs[0], models=models
-    )
-    return [(name, value) for name, _, value in (line.partition(': ') for line in lines)]
+    about = {'config': configs[0], 'models': [config['model'] for config in configs]}
+    return sentences('settings.j2', study=study, findings=findings, **about)
 
 
 def summary(study: Study, findings: Findings) -> list[str]:
@@ -223,9 +220,8 @@ def summary(study: Study, findings: Findings) -> list[str]:
 
 def notes(study: Study, findings: Findings) -> list[str]:
     """Notes under the table: the meaning of the numbers and their limits."""
-    numbers = {'level': LEVEL, 'power': POWER}
-    about: dict[str, Any] = {'study': study, 'findings': findings, 'numbers': numbers}
-    return sentences('notes.j2', **about, measures=columns.measured(findings))
+    about = {'level': LEVEL, 'power': POWER, 'measures': columns.measured(findings)}
+    return sentences('notes.j2', study=study, findings=findings, **about)
 
 
 def report_markdown(study: Study, findings: Findings) -> str:
@@ -237,8 +233,7 @@ def report_markdown(study: Study, findings: Findings) -> str:
     for sheet in sheets(study, findings):
         table = markdown_table(sheet.headings, sheet.rows)
         parts += [f'## {markdown(sheet.title)}', table, markdown(sheet.note)]
-    lines = [f'{name}: {value}' for name, value in settings(study, findings)]
-    return '\n\n'.join([*parts, '## Settings', _bullets(lines)]) + '\n'
+    return '\n\n'.join([*parts, '## Settings', _bullets(settings(study, findings))]) + '\n'
 
 
 def _bullets(items: Iterable[str]) -> str:
