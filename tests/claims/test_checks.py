@@ -32,11 +32,11 @@ def against(rows):
     return any(row.speaks == Speaks.AGAINST and row.kind == Kind.EXACT for row in rows)
 
 
-def interleaved(x_TD, square, num_heads):
+def interleaved(x_BTD, square, num_heads):
     """Head n takes every N-th column in place of D / N in a row."""
-    order = np.arange(x_TD.shape[1]).reshape(-1, num_heads).T.ravel()
+    order = np.arange(x_BTD.shape[2]).reshape(-1, num_heads).T.ravel()
     mixed = {name: w[:, order] if name != 'w_o' else w for name, w in square.items()}
-    return square_attention(x_TD, mixed, num_heads)
+    return square_attention(x_BTD, mixed, num_heads)
 
 
 def first_head(layer, x_BTD):

@@ -79,17 +79,13 @@ def what_stands_between() -> Iterator[Row]:
         yield exact(quantity, fit_error(pairs, s_BNTS), 0, SAME, **context)
 
 
-def square_attention(x_TD: np.ndarray, square: Square, num_heads: int) -> np.ndarray:
-    """Causal attention as implementations with D x D matrices write it."""
-    T, D = x_TD.shape
-    q, k, v = (
-        (x_TD @ square[name]).reshape(T, num_heads, -1).transpose(1, 0, 2) for name in MATRICES[:3]
-    )
-    s = q @ k.transpose(0, 2, 1) / np.sqrt(D // num_heads)
-    s = np.where(np.tri(T, dtype=bool), s, -np.inf)
-    p = np.exp(s - s.max(-1, keepdims=True))
-    o = (p / p.sum(-1, keepdims=True)) @ v
-    return o.transpose(1, 0, 2).reshape(T, D) @ square['w_o']
+def square_attention(x_BTD: np.ndarray, square: Square, num_heads: int) -> np.ndarray:
+    """Causal attention as implementations with D x D matrices write it: heads are columns."""
+    projected = (x_BTD @ square[name] for name in MATRICES[:3])
+    q, k, v = (np.stack(np.split(a_BTD, num_heads, axis=2), axis=1) for a_BTD in projected)
+    s = q @ k.swapaxes(2, 3) / np.sqrt(k.shape[3])
+    o = oracle.probabilities(s, np.tri(x_BTD.shape[1], dtype=bool)) @ v
+    return np.concatenate([*np.moveaxis(o, 1, 0)], axis=2) @ square['w_o']
 
 
 def gpt2() -> dict[str, np.ndarray]:
@@ -104,7 +100,7 @@ def side_by_side() -> Iterator[Row]:
     tensors, x_BTD = gpt2(), np.asarray(stream())
     matrices = [*np.split(tensors[C_ATTN], 3, axis=1), tensors[C_PROJ]]
     square = dict(zip(MATRICES, matrices, strict=True))
-    squared_BTD = [square_attention(x_TD, square, N) for x_TD in x_BTD]
+    squared_BTD = square_attention(x_BTD, square, N)
     attention, mask_BTS = with_matrices(layer(), square), np.tri(T, dtype=bool)[None]
     A_NDE, B_NDE = map(np.asarray, attention.matrix())
     oracle_BTD = oracle.attention(A_NDE, B_NDE, x_BTD, x_BTD, mask_BTS, scale=attention.score.scale)
