@@ -35,7 +35,7 @@ PAGES = flags.DEFINE_list(
     'Markdown pages, at least one of them with a block of results; --pages= checks none.',
 )
 WRITE = flags.DEFINE_bool('write', False, 'Write the blocks of results before checking them.')
-OF_PAGES = {**BLOCKS, 'benchmark': record.block}
+OF_PAGES = {**verify.HEADLINE, **BLOCKS, 'benchmark': record.block}
 
 
 @functools.cache

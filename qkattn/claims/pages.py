@@ -4,7 +4,7 @@ import dataclasses
 import datetime
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from qkattn.report.figures.forest import Line, Panels, forest
 from qkattn.report.figures.style import Drawing, style_sheet, styles, write_plots
 from qkattn.report.prose import NONE, environment, words
 from qkattn.report.tables import Heading, markdown_table, sheets
-from qkattn.report.verify import Block
+from qkattn.report.verify import Blocks
 from qkattn.stats.decision import Decision
 from qkattn.storage.files import write_atomic
 from qkattn.verdict import Findings, Study, load_findings
@@ -167,7 +167,7 @@ def _cell(row: Row | None) -> str:
     return Markup('<br>').join([value, f'±{max(row.value - row.low, row.high - row.value):.3f}'])
 
 
-BLOCKS: Mapping[str, Block] = {  # blocks of `report.verify.check_page`
+BLOCKS: Blocks = {  # blocks of `report.verify.check_page`
     'answers': answers_markdown,
     **{f'claims_{part}': functools.partial(claims_markdown, part=part) for part in PARTS_OF_PAGE},
 }

@@ -72,21 +72,18 @@ def check_study(directory: str | Path) -> int:
 
 
 # The text between `<!-- NAME: DIRECTORY -->` and `<!-- end -->` in a Markdown page, of the
-# directory and of its path as written.
-Block = Callable[[Path, str], str]
-HEADLINE: dict[str, Block] = {'headline': lambda path, _: tables.headline(*load_findings(path))}
+# directory and of its path as written; by name.
+Blocks = Mapping[str, Callable[[Path, str], str]]
+HEADLINE: Blocks = {'headline': lambda path, _: tables.headline(*load_findings(path))}
 
 
-def check_page(
-    path: str | Path, more: Mapping[str, Block] | None = None, *, write: bool = False
-) -> int:
+def check_page(path: str | Path, blocks: Blocks = HEADLINE, *, write: bool = False) -> int:
     """Checks the blocks of results in a Markdown page and returns how many there are.
 
-    `more` are blocks by name, beside `headline`, that of a study. `write` replaces blocks by what
-    their directories give; else ReportError names one that its directory does not give.
+    `write` replaces blocks by what their directories give; else ReportError names one that its
+    directory does not give.
     """
-    path = Path(path)
-    text, blocks = _page(path), HEADLINE | dict(more or {})
+    text = _page(path := Path(path))
     marks = rf'<!-- ({"|".join(blocks)}): (\S+) -->\n'
     block = re.compile(rf'({marks})(.*?)(<!-- end -->)', re.DOTALL)
 
