@@ -1,15 +1,29 @@
-"""The figures of a study."""
+"""The figures of a study: forest, tuning sweeps, learning curves, loss against parameters."""
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
 
+from qkattn.jobs.output import short
 from qkattn.report import prose
-from qkattn.report.figures import forest, lines
-from qkattn.report.figures.style import Drawing, style_sheet, styles
+from qkattn.report.figures import forest, style
+from qkattn.report.figures.style import Drawing
+from qkattn.stats.scaling import Law
 from qkattn.study.tuning import KNOBS
+from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings
 from qkattn.verdict.load import Study
+
+COLUMNS = 2
+# Parameter counts within this ratio are equal.
+EQUAL = 1.01
+_VAL_LOSS = 'val loss (nats/token)'
 
 
 def figures(study: Study, findings: Findings) -> tuple[Drawing, ...]:
@@ -20,8 +34,8 @@ def figures(study: Study, findings: Findings) -> tuple[Drawing, ...]:
         if figure is not None:
             drawn.append(Drawing(figure, stem, values))
 
-    look = styles(study.variants, study.baseline)
-    with style_sheet():
+    look = style.styles(study.variants, study.baseline)
+    with style.style_sheet():
         stem = 'verdicts' if study.tuning else 'differences'
         add(stem, forest.differences(study, findings, look))
         groups = prose.by_where(findings.arms, study)
@@ -29,9 +43,135 @@ def figures(study: Study, findings: Findings) -> tuple[Drawing, ...]:
             place, size = f'_{number}' if name else '', name or None
             for knob in KNOBS:
                 if swept := [arm for arm in arms if knob in arm.sweeps]:
-                    figure = lines.sweep_panels(knob, swept, look)
+                    figure = _sweep_panels(knob, swept, look)
                     add(f'sweep_{knob}{place}', figure, knob=knob, size=size)
-            add(f'curves{place}', lines.learning_curves(study, arms, look), size=size)
+            add(f'curves{place}', _learning_curves(study, arms, look), size=size)
         laws = any(scaling.has_law for scaling in findings.scaling)
-        add('loss_parameters', lines.loss_against_parameters(study, findings, look), laws=laws)
+        add('loss_parameters', _loss_against_parameters(study, findings, look), laws=laws)
     return tuple(drawn)
+
+
+def _learning_curves(study: Study, arms: Sequence[Arm], look: style.Styles) -> Figure | None:
+    """Validation loss over training of one size and corpus: a panel an arm, beside the baseline.
+
+    A line is the mean over seeds, its band from the lowest to the highest. None without any curve.
+    """
+    curves = {arm.variant: curve for arm in arms if len(curve := _curve(arm))}
+    if not curves:
+        return None
+    last = curves.get(study.baseline or '')
+    variants = [v for v in curves if v != study.baseline] or list(curves)
+    columns = min(COLUMNS, len(variants))
+    figure = Figure(figsize=(style.WIDTH, (3.2 / columns) * -(-len(variants) // columns) + 0.9))
+    axes = style.panels(figure, columns, len(variants), sharex=True, sharey=True)
+    for ax, variant in zip(axes, variants, strict=True):
+        if last is not None and variant != study.baseline:
+            _line(ax, last, look, study.baseline, f'baseline {short(study.baseline, 34)}')
+        _line(ax, curves[variant], look, variant, 'the variant named above')
+        ax.set_title(short(variant, 44 // columns), fontsize=8, fontweight='normal')
+        ax.locator_params(axis='x', nbins=4 // columns)
+        ax.xaxis.set_major_formatter(lambda value, _: prose.si(value))
+    style.legend(figure)
+    figure.supxlabel('training tokens')
+    figure.supylabel(_VAL_LOSS)
+    return figure
+
+
+def _curve(arm: Arm) -> pd.DataFrame:
+    """Validation losses of the chosen trials, [tokens, seeds], after a fifth of the training.
+
+    Before, variants do not differ.
+    """
+    by_step = pd.DataFrame([t.evaluations for t in arm.chosen if t.evaluations]).T.dropna()
+    late = by_step[by_step.index >= 0.2 * max(by_step.index, default=0)]
+    return late.set_axis(late.index * (arm.example.num_tokens / arm.example.num_steps))
+
+
+def _line(ax: Axes, curve: pd.DataFrame, look: style.Styles, variant: str, label: str) -> None:
+    keywords = look[variant]
+    band = {'color': keywords['color'], 'alpha': 0.18, 'linewidth': 0}
+    ax.fill_between(curve.index, curve.min(axis=1), curve.max(axis=1), **band)
+    ax.plot(curve.index, curve.mean(axis=1), label=label, zorder=3, **keywords | {'marker': ''})
+
+
+def _sweep_panels(knob: str, arms: Sequence[Arm], look: style.Styles) -> Figure:
+    """Screening loss against a setting, a panel an arm of one size and corpus, with the parabola.
+
+    Above a panel stand the chosen value and the interval of the optimum. The axis ends at the
+    losses of the values that the parabola is fitted to, so that others do not flatten it.
+    """
+    columns = min(COLUMNS, len(arms))
+    figure = Figure(figsize=(style.WIDTH, 1.9 * -(-len(arms) // columns) + 0.95))
+    axes = style.panels(figure, columns, len(arms), sharex=True)
+    values = sorted({value for arm in arms for value in arm.sweeps[knob].values})
+    for ax, arm in zip(axes, arms, strict=True):
+        sweep, keywords = arm.sweeps[knob], look[arm.variant]
+        interval = prose.optimum(sweep) if sweep.bracketed else 'not bracketed'
+        title = f'{short(arm.variant, 36 // columns)}\n{sweep.chosen:.3g}\n{interval}'
+        ax.set_title(title, fontsize=8, fontweight='normal')
+        ax.set(xscale='log')
+        # A panel has room for three labels.
+        ax.set_xticks(values[::-1][:: math.ceil(len(values) / 3)])
+        ax.xaxis.set_major_formatter('{x:.3g}')
+        ax.xaxis.set_minor_locator(FixedLocator(values))
+        ax.xaxis.set_minor_formatter(NullFormatter())
+        ax.locator_params(axis='y', nbins=4)
+        for value, losses in zip(sweep.values, sweep.losses, strict=True):
+            ax.scatter([value] * len(losses), losses, color=keywords['color'], **style.SEEDS)
+        ax.plot(sweep.values, sweep.means, label='mean', **keywords | {'linestyle': 'none'})
+        pairs = zip(sweep.values, sweep.losses, strict=True)
+        if near := [loss for value, losses in pairs if value in sweep.fitted for loss in losses]:
+            pad = 0.1 * (max(near) - min(near)) or 0.01
+            ax.set_ylim(min(near) - pad, max(near) + pad)
+        if sweep.loss is not None:
+            x = np.geomspace(sweep.fitted[0], sweep.fitted[-1], 60)
+            fit = sweep.loss + sweep.curvature / 2 * np.log(x / sweep.optimum) ** 2
+            ax.plot(x, fit, color=keywords['color'], zorder=3, label='parabola')
+        ax.axvline(sweep.chosen, label='chosen value', **style.REFERENCE)
+        if prose.optimum(sweep):
+            band = {'color': style.INK, 'alpha': 0.1, 'linewidth': 0, 'zorder': 0}
+            label = '95 % interval of the optimum'
+            ax.axvspan(sweep.optimum_low, sweep.optimum_high, label=label, **band)
+    figure.supxlabel(f'{prose.words(knob)} (log scale)')
+    figure.supylabel(_VAL_LOSS)
+    style.legend(figure)
+    return figure
+
+
+def _loss_against_parameters(study: Study, findings: Findings, look: style.Styles) -> Figure | None:
+    """Mean loss of each variant and corpus against parameters, with the law where there is one.
+
+    None where all parameter counts are equal.
+    """
+    total = {arm.key: arm.example.parameters['total'] for arm in findings.arms}
+    lines: dict[tuple[str, str], list[Arm]] = {}
+    for arm in sorted(findings.arms, key=lambda arm: total[arm.key]):
+        if arm.chosen:
+            lines.setdefault((arm.variant, arm.corpus), []).append(arm)
+    ends = min(total.values()), max(total.values())
+    if not lines or ends[1] <= EQUAL * ends[0]:
+        return None
+    laws = {(s.variant, s.corpus): s.law for s in findings.scaling if isinstance(s.law, Law)}
+    figure = Figure(figsize=(style.WIDTH, 3.4 + 0.2 * len(lines)))
+    ax = figure.subplots()
+    for (variant, corpus), arms in lines.items():
+        keywords, law = look[variant], laws.get((variant, corpus))
+        name = variant + f', {corpus}' * (len(study.corpora) > 1)
+        losses = [list(arm.losses(arm.split).values()) for arm in arms]
+        for arm, of_seeds in zip(arms, losses, strict=True):
+            dots = style.SEEDS | {'label': '_', 'color': keywords['color']}
+            ax.scatter([total[arm.key]] * len(of_seeds), of_seeds, **dots)
+        thin = {'linestyle': 'none'} if law else {'linewidth': 0.8}
+        x, means = [total[arm.key] for arm in arms], [*map(np.mean, losses)]
+        ax.plot(x, means, label=short(name, 40), **keywords | thin)
+        if law:
+            sizes = np.geomspace(law.sizes[0], law.sizes[-1], 80)
+            curve = keywords | {'marker': '', 'label': f'_law of {name}'}
+            ax.plot(sizes, [law.loss(size) for size in sizes], **curve)
+    ax.set(xscale='log', xlabel='total parameters (log scale)')
+    ax.set_ylabel(f'{findings.split} loss (nats/token)')
+    ax.set_xticks(np.geomspace(*ends, 4))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(lambda value, _: prose.si(value))
+    style.legend(figure)
+    return figure
