@@ -92,7 +92,7 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
     ]
 
     def judged(family: int) -> tuple[list[Row], list[tuple[Row, Arm]], ClaimVerdict]:
-        items = evidence(every, family)
+        items = list(evidence(every, family))
         rows = [*checked, *(row for row, _ in items), *beside, *measured]
         return rows, items, verdict_on(rows, complete=not missing)
 
@@ -218,7 +218,7 @@ def condition_of(rows: Iterable[Row]) -> str:
     return '; '.join(', '.join(f'{name}: {value}' for name, value in place) for place in places)
 
 
-def cases(expected: Expectation, loaded: Loaded) -> list[Case]:
+def cases(expected: Expectation, loaded: Loaded) -> Iterator[Case]:
     """One for each size and corpus that decide an expectation once its study is finished.
 
     What a baseline lacks, such as its yardstick, also withholds the verdicts on pairs of the arms
@@ -226,7 +226,7 @@ def cases(expected: Expectation, loaded: Loaded) -> list[Case]:
     """
     study, findings = loaded
     if study.tuning is None and expected.at == 'removed':
-        return []  # a study without tuning has no controls
+        return  # a study without tuning has no controls
     control = EQUAL_SHAPE if expected.at == 'removed' else None
     keys = [key for key in study.arms if key.control == control]
     for variant in expected.variants:
@@ -239,23 +239,19 @@ def cases(expected: Expectation, loaded: Loaded) -> list[Case]:
     keys = [key for key in keys if loaded.names(key.variant, expected.variant)]
     keys.sort(key=lambda key: (study.sizes.index(key.size), study.corpora.index(key.corpus)))
     arms = {arm.key: arm for arm in (*findings.arms, *findings.controls)}
-    made = []
     for key in keys:
         arm, blocks = arms.get(key), findings.blocks
         other = arms.get(arm.group) if arm else None
-        if arm:
-            if expected.versus:
-                blocks += other.blocks if other else ()
-                named = (o for o in arms.values() if loaded.names(o.variant, expected.versus))
-                other = next((o for o in named if o.key._replace(variant=key.variant) == key), None)
+        if arm and expected.versus:
+            blocks += other.blocks if other else ()
+            named = (o for o in arms.values() if loaded.names(o.variant, expected.versus))
+            other = next((o for o in named if o.key._replace(variant=key.variant) == key), None)
             arm = replace(arm, comparison=compare(arm, other, study) if other else None)
-        made.append(Case(expected, loaded, key, arm, other, blocks))
-    return made
+        yield Case(expected, loaded, key, arm, other, blocks)
 
 
-def evidence(every: Iterable[Case], family: int = 1) -> list[tuple[Row, Arm]]:
+def evidence(every: Iterable[Case], family: int = 1) -> Iterator[tuple[Row, Arm]]:
     """A row for each case that has results, and its arm with the verdict among `family` ones."""
-    made = []
     for expected, loaded, _, arm, other, blocks in every:
         if arm is None or arm.comparison is None:
             continue
@@ -266,8 +262,7 @@ def evidence(every: Iterable[Case], family: int = 1) -> list[tuple[Row, Arm]]:
         row = _row(arm, arm.comparison, kind, expected, loaded)
         decision, speaks = finding(row, expected.relation, verdict, arm.comparison)
         row = replace(row, relation=expected.relation, decision=decision, speaks=speaks)
-        made.append((row, replace(arm, verdict=verdict)))
-    return made
+        yield row, replace(arm, verdict=verdict)
 
 
 def _beside(expected: Expectation, loaded: Loaded) -> Iterator[Row]:

@@ -53,7 +53,7 @@ def test_a_claim_is_one_family(added):
     names = ('double/double', 'full_size/vo', 'nonlinear_query/vo')
     worse = [expect(name, 'worse', study='lm_added') for name in names]
     every = [case for expected in worse for case in cases(expected, added.study('lm_added'))]
-    together, apart = evidence(every, 1), evidence(every, 3)
+    together, apart = ([*evidence(every, family)] for family in (1, 3))
     sizes = [arm.verdict.num_comparisons for _, arm in together + apart]
     assert sizes == [1, 1, 1, 3, 3, 3]
     assert together[0][1].verdict.p_holm < apart[0][1].verdict.p_holm
