@@ -10,8 +10,7 @@ import pytest
 from qkattn.attention import SCORES, VALUES
 from qkattn.attention.scores.qk import QK
 from qkattn.errors import ConfigError, SpecError
-from qkattn.explore.bench import Bench, generators, numbers
-from qkattn.explore.interpreter import evaluate
+from qkattn.explore.bench import Bench, evaluate, generators, numbers
 from qkattn.explore.worked import in_latex, number, worked
 from tests.refusals import refused
 
