@@ -93,7 +93,6 @@ def _limits(lines: Sequence[Line], margin: float, far: float) -> tuple[float, fl
     values = [[x for x in (*line[1:4], *line.seeds) if x is not None] for line in lines]
     reaches = [max(map(abs, line)) for line in values if line]
     limit = max(4 * margin, far * statistics.median(reaches or [0.0]))
-    limit = limit if max(reaches, default=0.0) > limit else math.inf
     every = [x for line in values for x in line] + [-1.5 * margin, 1.5 * margin]
     shown = np.clip(every, -limit, limit)
     pad = 0.05 * (max(shown) - min(shown))
