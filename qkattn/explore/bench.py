@@ -123,10 +123,7 @@ class Bench:
 
     @functools.cached_property
     def AB(self) -> tuple[np.ndarray, np.ndarray]:
-        """A_NDE and B_NDE, polynomials in `symbols`: what the layer's own `matrix` computes.
-
-        ConfigError if `matrix` has an operation that is unknown for symbols.
-        """
+        """A_NDE and B_NDE, polynomials in `symbols`: what the layer's own `matrix` computes."""
         ring, arrays = self.symbols
 
         def rounded(entry: Any) -> Any:
@@ -134,10 +131,7 @@ class Bench:
             real, terms = ring.domain.dtype, ring(entry).terms()
             return ring.from_dict({powers: real(round(float(c), 14)) for powers, c in terms})
 
-        try:
-            matrices = evaluate(lambda *leaves: self.filled(leaves).matrix(), *arrays)
-        except SpecError as error:
-            raise ConfigError(f'{self.variant}: {error}') from error
+        matrices = evaluate(lambda *leaves: self.filled(leaves).matrix(), *arrays)
         A_NDE, B_NDE = (np.vectorize(rounded, otypes=[object])(matrix) for matrix in matrices)
         return A_NDE, B_NDE
 
@@ -199,7 +193,6 @@ def _product(left: np.ndarray, right: np.ndarray, dimension_numbers: Any, **_: A
 # Primitives on arrays of symbols; the moves are those that XLA would compile for every shape.
 COMPUTED: dict[str, Callable[..., Any]] = {
     'add': lambda a, b, **_: a + b,
-    'add_any': lambda a, b, **_: a + b,
     'broadcast_in_dim': _broadcast,
     'dot_general': _product,
     'mul': lambda a, b, **_: a * b,
@@ -220,7 +213,7 @@ def evaluate(function: Callable[..., Any], *arrays: np.ndarray) -> list[np.ndarr
     are evaluated on elements of a sympy ring. Operations that only move entries (slice, gather,
     ...) run unchanged on the positions of the entries; operations on constants run unchanged.
 
-    SpecError if the function uses an operation that is unknown here.
+    ConfigError if the function uses an operation that is unknown here.
     """
     shapes = [jax.ShapeDtypeStruct(array.shape, jnp.float64) for array in arrays]
     with jax.enable_x64(True), jax.disable_jit():  # functions inside are traced, too
@@ -250,7 +243,7 @@ def _apply(equation: Any, inputs: list[Any]) -> list[Any]:
     if name == 'integer_pow' and parameters['y'] > 0:
         return [operands[0] ** parameters['y']]
     if name not in COMPUTED:
-        raise SpecError(f'the operation {name} is not known for symbols')
+        raise ConfigError(f'the operation {name} is not known for symbols')
     return [np.asarray(COMPUTED[name](*operands, **parameters), object)]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from qkattn.attention import SCORES, VALUES
 from qkattn.attention.scores.qk import QK
-from qkattn.errors import ConfigError, SpecError
+from qkattn.errors import ConfigError
 from qkattn.explore.bench import Bench, evaluate, generators, numbers
 from qkattn.explore.worked import in_latex, number, worked
 from tests.refusals import refused
@@ -54,11 +54,11 @@ def test_symbols_become_the_numbers_of_the_matrices(dims, heads):
 def test_an_unknown_operation_is_named(monkeypatch):
     (x_122,) = generators({'x': (1, 2, 2)})[1]
     for function, name in ((lambda x: 1 / x, 'div'), (lambda x: x**-2, 'integer_pow')):
-        with pytest.raises(SpecError, match=f'the operation {name} is not known for symbols'):
+        with pytest.raises(ConfigError, match=f'the operation {name} is not known for symbols'):
             evaluate(function, x_122)
     matrix = QK.matrix
     monkeypatch.setattr(QK, 'matrix', lambda score: jnp.exp(matrix(score)))
-    with pytest.raises(ConfigError, match='^qk/vo: the operation exp is not known'):
+    with pytest.raises(ConfigError, match='the operation exp is not known'):
         _ = Bench('qk/vo').AB
 
 
