@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
+from matplotlib.ticker import NullLocator
 
 from qkattn.jobs.output import short
 from qkattn.report import prose
@@ -111,10 +111,9 @@ def _sweep_panels(knob: str, arms: Sequence[Arm], look: style.Styles) -> Figure:
         ax.set_title(title, fontsize=8, fontweight='normal')
         ax.set(xscale='log')
         # A panel has room for three labels.
-        ax.set_xticks(values[::-1][:: math.ceil(len(values) / 3)])
-        ax.xaxis.set_major_formatter('{x:.3g}')
-        ax.xaxis.set_minor_locator(FixedLocator(values))
-        ax.xaxis.set_minor_formatter(NullFormatter())
+        labelled = values[::-1][:: math.ceil(len(values) / 3)]
+        ax.set_xticks(labelled, [f'{value:.3g}' for value in labelled])
+        ax.set_xticks(values, [''] * len(values), minor=True)
         ax.locator_params(axis='y', nbins=4)
         for value, losses in zip(sweep.values, sweep.losses, strict=True):
             ax.scatter([value] * len(losses), losses, color=keywords['color'], **style.SEEDS)
