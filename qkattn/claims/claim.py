@@ -3,7 +3,6 @@
 import dataclasses
 import enum
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from qkattn.errors import ConfigError
@@ -131,14 +130,14 @@ class Expectation:
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """Rows that are not differences between arms, read from the directory of a study.
+    """Rows that are not differences between arms, read from a study as `studies.Loaded`.
 
     With `record`, the directory is the measure's own: what `record` returns for a scale is kept
-    there, as measures/STUDY.json, which is exported.
+    there, as measures/STUDY.json, which is exported, and read.
     """
 
     study: str
-    read: Callable[[Path], list[Row]]
+    read: Callable[[Any], list[Row]]
     record: Callable[[str], dict[str, Any]] | None = None
 
 

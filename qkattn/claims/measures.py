@@ -5,7 +5,6 @@ Rows that are not differences between the arms of a study: read from its logs, o
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ from qkattn.analysis.matrices import drift
 from qkattn.analysis.patterns import walk
 from qkattn.claims.claim import Kind, Measure, Row, Speaks, difference_row
 from qkattn.claims.protocol import language_model, pick
-from qkattn.claims.studies import Loaded, load, recording
+from qkattn.claims.studies import Loaded
 from qkattn.config import Config
 from qkattn.data.pipeline import eval_batches, train_batch
 from qkattn.data.tasks.rows import Rows
@@ -26,7 +25,6 @@ from qkattn.model import with_params
 from qkattn.stats import decision, inference
 from qkattn.stats.decision import Decision
 from qkattn.stats.inference import Difference
-from qkattn.storage.records import read_json
 from qkattn.study.arm_key import EQUAL_SHAPE
 from qkattn.train.step import init_trial, train_trial
 from qkattn.verdict.arms import Arm, compare, with_baselines
@@ -37,19 +35,17 @@ COMPARED = {
     'rounding': 'rounding, trained',
     'apart': 'trained apart',
 }
-SCHEMA = {'steps': tuple[int, ...], 'dtypes': Mapping[str, Mapping[str, tuple[float, ...]]]}
 BEYOND = 3.0  # times rounding: a larger difference is not explained by it
 Factors = dict[str, Any]  # by name, of all layers: w_q_DNH and w_k_DKH, or w_k_DKH alone
 
 
-def early(directory: Path) -> list[Row]:
+def early(loaded: Loaded) -> list[Row]:
     """How many differences change after they are read early, by fraction of training.
 
     Differences of primary arms on the validation split, paired by seed. An early difference that
     is more than the margin away from the annealed one supports the claim; if all are equivalent,
     they refute it. The tests are those of a verdict, without the errors of documents and tuning.
     """
-    loaded = load(directory)
     margin, planned = loaded.study.margin, loaded.findings.num_comparisons
     curves = {arm.key: _curves(arm, other) for arm, other in _compared(loaded) if not arm.control}
     steps = {step for seeds in curves.values() for seed in seeds for step in seed}
@@ -71,14 +67,14 @@ def early(directory: Path) -> list[Row]:
     return rows
 
 
-def growth(directory: Path, variant: str) -> list[Row]:
+def growth(loaded: Loaded, variant: str) -> list[Row]:
     """By how much the loss of a control of equal shape grows away from the baseline, on each group.
 
     The difference at the last step minus that at the first evaluation, paired by seed, on the
     validation split. Less than the margin, by its interval, speaks for a difference that does not
     grow; above zero speaks against it.
     """
-    loaded, rows = load(directory), []
+    rows = []
     for arm, baseline in _compared(loaded):
         if (arm.variant, arm.control) != (variant, EQUAL_SHAPE):
             continue
@@ -92,13 +88,13 @@ def growth(directory: Path, variant: str) -> list[Row]:
     return rows
 
 
-def at_one_rate(directory: Path, variant: str) -> list[Row]:
+def at_one_rate(loaded: Loaded, variant: str) -> list[Row]:
     """Differences of a study without tuning, at each learning rate that both arms have.
 
     That at the lowest one, where published baselines tend to stand, decides: better if its interval
     is below zero, not so if it is above.
     """
-    loaded, rows = load(directory), []
+    rows = []
     for arm, baseline in _compared(loaded):
         if loaded.study.bare(arm.variant) != variant:
             continue
@@ -172,13 +168,13 @@ def record_drift(scale: str) -> dict[str, Any]:
     return {'scale': scale, 'steps': [0, config.train.num_steps], 'dtypes': by_dtype}
 
 
-def read_drift(directory: Path) -> list[Row]:
+def read_drift(recorded: Mapping[str, Any]) -> list[Row]:
     """The differences in each precision at the first and the last step recorded.
 
     The claim is that the difference is numerical. It fails if the trained models differ by more
     than BEYOND times the difference that rounding explains.
     """
-    recorded, rows = read_json(recording(directory), SCHEMA), []
+    rows = []
     for dtype, values in recorded['dtypes'].items():
         explained = max(values['products'][-1], values['rounding'][-1])
         decides = Speaks.AGAINST if values['apart'][-1] > BEYOND * explained else Speaks.FOR

@@ -54,11 +54,6 @@ class Loaded(NamedTuple):
         return context | ({'destination': destination} if destination else {})
 
 
-def load(directory: Path) -> Loaded:
-    """A study with its findings, kept until its files change; raises as `load_study`."""
-    return Loaded(*load_findings(directory))
-
-
 class Results:
     """The studies of a directory, WORKDIR/STUDY or an exported copy, each read once."""
 
@@ -70,7 +65,7 @@ class Results:
         """A study with its findings; None if it has no results, or none that can be read."""
         if name not in self._read:
             try:
-                self._read[name] = load(self.directory / name)
+                self._read[name] = Loaded(*load_findings(self.directory / name))
             except ReportError as error:
                 self._read[name] = error
         loaded = self._read[name]
@@ -94,8 +89,11 @@ class Results:
 
     def rows(self, measure: Measure) -> list[Row]:
         """The rows of a measure; none before it has recorded, or before its study has results."""
-        rows = measure.read(self.directory / measure.study) if self.has(measure.study) else []
-        return [dataclasses.replace(row, study=measure.study) for row in rows]
+        if not self.has(name := measure.study):
+            return []
+        path = recording(self.directory / name)
+        rows = measure.read(read_json(path, {}) if measure.record else self.study(name))
+        return [dataclasses.replace(row, study=name) for row in rows]
 
 
 def recording(study: Path) -> Path:

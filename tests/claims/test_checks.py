@@ -17,7 +17,7 @@ from qkattn.claims import declared, measures
 from qkattn.claims.checks import counts, rewrites
 from qkattn.claims.claim import Kind, Speaks, exact
 from qkattn.claims.export import read_claims
-from qkattn.claims.studies import Results, load
+from qkattn.claims.studies import Results
 from qkattn.errors import RunDirectoryError
 from tests.claims.conftest import CLAIMS
 
@@ -79,12 +79,13 @@ def test_a_check_finds_what_is_wrong(wrong, monkeypatch):
 
 @pytest.mark.stored
 def test_an_untuned_difference_speaks_by_the_ends_of_its_interval(committed, monkeypatch):
-    arm = load(committed / 'quickstart').findings.arms[1]
+    loaded = Results(committed).study('quickstart')
+    arm = loaded.findings.arms[1]
     for low, high, speaks in ((-2, -1, Speaks.FOR), (1, 2, Speaks.AGAINST), (-1, 1, Speaks.OPEN)):
         difference = dataclasses.replace(arm.difference, low=low, high=high)
         comparison = dataclasses.replace(arm.comparison, difference=difference)
         monkeypatch.setattr(measures, 'compare', lambda *_, made=comparison: made)
-        assert measures.at_one_rate(committed / 'quickstart', 'merged/vo')[0].speaks == speaks
+        assert measures.at_one_rate(loaded, 'merged/vo')[0].speaks == speaks
 
 
 @pytest.mark.stored
