@@ -7,7 +7,7 @@ and the ledger. Each is declared once, as rows of text, and printed in every for
 import math
 import re
 import textwrap
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,9 +80,9 @@ def sheets(study: Study, findings: Findings) -> list[Sheet]:
         'parts': _table(_parts(study, findings)),
         'controls': columns.printed(columns.CONTROL, study, findings, findings.controls),
         'yardsticks': _table(_yardsticks(study, findings)),
-        'laws': _table(_laws(study, findings), ['no number, because']),
-        'forms': _table(_forms(findings), ['form', 'A[n]', 'B[n]']),
-        'ledger': _table(_ledger(study), ['event', 'details']),
+        'laws': _table(_laws(study, findings)),
+        'forms': _table(_forms(findings)),
+        'ledger': _table(_ledger(study)),
     }
     return [
         Sheet(name, *table, *prose.macro('sheets.j2', name, {'study': study}, findings=findings))
@@ -91,13 +91,13 @@ def sheets(study: Study, findings: Findings) -> list[Sheet]:
     ]
 
 
-_LEFT = {'variant', 'size', 'corpus', 'control', 'verdict', 'time, UTC'}
+_LEFT = {'variant', 'size', 'corpus', 'form', 'A[n]', 'B[n]', 'no number, because'}
+_LEFT |= {'time, UTC', 'event', 'details'}
 
 
-def _table(rows: Iterator[Row], left: Collection[str] = ()) -> Table:
+def _table(rows: Iterator[Row]) -> Table:
     listed = list(rows)
-    names = list(listed[0]) if listed else []
-    headings = [(name, name in _LEFT or name in left) for name in names]
+    headings = [(name, name in _LEFT) for name in (listed[0] if listed else ())]
     return headings, [list(row.values()) for row in listed]
 
 
