@@ -251,10 +251,6 @@ def _of_run(field: str, arm: Arm) -> float | None:
     return getattr(arm.verdict_trials[0], field) if arm.verdict_trials else None
 
 
-def _diverged(arm: Arm) -> str:
-    return f'{arm.num_diverged}/{len(arm.verdict_trials)}'
-
-
 # Seeds, parameters, shape, costs, and how trials ended.
 _BOTH: Mapping[str, Any] = {'tables': (PAGE, CONTROL)}
 COSTS = (
@@ -269,7 +265,7 @@ COSTS = (
     Column('tokens_per_second', partial(_of_run, 'tokens_per_second'), 'tokens|/s', si),
     Column('train_seconds', partial(_of_run, 'train_seconds'), 'run time,|s', si),
     Column('diverged', 'num_diverged'),
-    Column('', _diverged, 'diverged', **_BOTH),
+    Column('', lambda arm: f'{arm.num_diverged}/{len(arm.verdict_trials)}', 'diverged', **_BOTH),
     Column('trials', lambda arm: len(arm.verdict_trials)),
     Column('steps', 'example.num_steps'),
     Column('seeds', lambda arm: ' '.join(str(trial.seed) for trial in arm.chosen)),
