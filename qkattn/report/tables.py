@@ -209,7 +209,10 @@ def headline(study: Study, findings: Findings) -> str:
 def settings(study: Study, findings: Findings) -> list[str]:
     """'name: value' of the settings that all arms share, of the runs that results are from."""
     configs = [arm.example.run.config for arm in findings.arms]
-    about = {'config': configs[0], 'models': [config['model'] for config in configs]}
+    about: dict[str, Any] = {
+        'config': configs[0],
+        'models': [config['model'] for config in configs],
+    }
     return sentences('settings.j2', study=study, findings=findings, **about)
 
 
@@ -220,8 +223,8 @@ def summary(study: Study, findings: Findings) -> list[str]:
 
 def notes(study: Study, findings: Findings) -> list[str]:
     """Notes under the table: the meaning of the numbers and their limits."""
-    about = {'level': LEVEL, 'power': POWER, 'measures': columns.measured(findings)}
-    return sentences('notes.j2', study=study, findings=findings, **about)
+    about: dict[str, Any] = {'study': study, 'findings': findings, 'level': LEVEL, 'power': POWER}
+    return sentences('notes.j2', **about, measures=columns.measured(findings))
 
 
 def report_markdown(study: Study, findings: Findings) -> str:
