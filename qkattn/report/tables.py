@@ -208,12 +208,7 @@ def headline(study: Study, findings: Findings) -> str:
 
 def settings(study: Study, findings: Findings) -> list[str]:
     """'name: value' of the settings that all arms share, of the runs that results are from."""
-    configs = [arm.example.run.config for arm in findings.arms]
-    about: dict[str, Any] = {
-        'config': configs[0],
-        'models': [config['model'] for config in configs],
-    }
-    return sentences('settings.j2', study=study, findings=findings, **about)
+    return sentences('settings.j2', study=study, findings=findings)
 
 
 def summary(study: Study, findings: Findings) -> list[str]:
