@@ -175,14 +175,14 @@ def arms_of(study: Study) -> tuple[Arm, ...]:
         trials, primary = by_key[key], arms.get(key._replace(control=None))
         stage = VERDICT if study.tuning else SINGLE
         judged = tuple(trial for trial in trials if trial.run.stage == stage)
-        complete = tuple(t for t in judged if t.finished and not t.stopped_early)
+        finished = tuple(trial for trial in judged if trial.finished)
         longer = LONGER if key.control == LONGER else None
         arms[key] = Arm(
             key=key,
             group=ArmKey(study.baseline or '', key.size, key.corpus, longer),
             trials=tuple(trials),
             verdict_trials=judged,
-            chosen=complete if study.tuning else _best_setting(judged),
+            chosen=finished if study.tuning else _best_setting(judged),
             tuning=_tuning(study, key, trials, primary) if study.tuning else None,
         )
     return tuple(arms.values())

@@ -23,7 +23,7 @@ class RemarkCode(enum.Enum):
     LEARNING_RATE_NOT_TUNED, SHARED_SEEDS, EVALUATION = range(3)
     SOFTWARE_DIFFERS, UNCOMMITTED_CHANGES, OTHER_DECLARATION = range(3, 6)
     # Of an arm: its training, its matching, its seeds and settings.
-    STOPPED_EARLY, NOT_ANNEALED, MISSING_RESULTS, OVER_TOLERANCE = range(6, 10)
+    NOT_ANNEALED, MISSING_RESULTS, OVER_TOLERANCE = range(7, 10)
     DIFFERS_FROM_BASELINE, OTHER_SEEDS, OTHER_SETTING = range(10, 13)
     NOT_BRACKETED, UNBOUNDED_OPTIMUM, SCREENING_INCOMPLETE = range(13, 16)
     # Of an arm: its splits, when it was declared, and whether a look has seen another run.

@@ -86,13 +86,8 @@ def _declaration(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
         yield _block(RemarkCode.ALTERED, arms_of.get(run), run=run, look=look)
 
 
-def _training(study: Study, arm: Arm) -> Iterator[Remark]:
-    """Verdict trials are trained to the end of a schedule that anneals the learning rate."""
-    if short := [t for t in arm.verdict_trials if t.finished and t.stopped_early]:
-        counts = {'stopped': len(short), 'trials': len(arm.verdict_trials)}
-        steps = {'step': short[0].num_steps, 'num_steps': short[0].run.num_steps}
-        blocks = len(short) == len(arm.verdict_trials)
-        yield Remark(RemarkCode.STOPPED_EARLY, counts | steps, blocks)
+def _annealing(study: Study, arm: Arm) -> Iterator[Remark]:
+    """The schedule anneals the learning rate."""
     planned = arm.example.run.config['optimizer']
     about = {name: planned[name] for name in ('schedule', 'final_fraction')}
     if not (optimizer := OptimizerConfig(**about)).anneals:
@@ -302,6 +297,6 @@ def _evaluation(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
 
 
 OF_STUDY = (_tuning, _declaration)
-OF_ARM = (_training, _results, _matching)
+OF_ARM = (_annealing, _results, _matching)
 OF_TUNED_ARM = (_post_hoc, _seeds, _settings, _splits)
 OF_ARMS = (_trained, _differences, _software, _evaluation)

@@ -113,10 +113,6 @@ class Trial:
         return self.status == FINISHED
 
     @property
-    def stopped_early(self) -> bool:
-        return self.num_steps < self.run.num_steps
-
-    @property
     def val_loss(self) -> float | None:
         """Nats/token."""
         return self.metrics['val_loss']
@@ -237,7 +233,7 @@ def _with_log(run: Run, records: list[dict[str, Any]]) -> Run:
     trials, first = run.trials, run.trials[0]
     evaluations = [record for record in records if record.get('kind') == 'eval']
     ends = [(r.get('kind'), r['step']) for r in (*evaluations[-1:], *records[-1:])]
-    if ends != [('eval', first.num_steps), ('final', first.num_steps)]:
+    if ends != [('eval', run.num_steps), ('final', run.num_steps)]:
         raise ValueError('it does not end with the last evaluation and the final record')
     for record in evaluations:
         check(record, {'val_loss': tuple[float | None, ...]})

@@ -66,7 +66,6 @@ DRAWN, RATE = (*studies.SCREENING_SEEDS, 102), {'knob': 'learning_rate'}
 @pytest.mark.parametrize(
     ('records', 'plan', 'code', 'data'),
     [
-        ({}, {'train__num_steps': 800}, 'STOPPED_EARLY', {'stopped': 8, 'num_steps': 800}),
         ({}, {'optimizer__schedule': 'constant'}, 'NOT_ANNEALED', {'schedule': 'constant'}),
         ({}, {'trials__seeds': [*SEEDS, 8]}, 'OTHER_SEEDS', {'actual': (*SEEDS, 8)}),
         ({}, {'screening': [*DRAWN]}, 'OTHER_SEEDS', {'actual': DRAWN, 'stage': 'screening'}),
@@ -100,7 +99,6 @@ def test_an_arm_that_breaks_a_rule_or_is_unlike_the_baseline_gets_no_verdict(
     assert decisions == WITHHELD and arm.verdict.reasons == arm.blocks
     assert [r for r in remarks if r.blocks] == remarks[: len(arm.blocks)] == list(arm.blocks)
     assert any(r.code.name == code and r.data.items() >= data.items() for r in arm.blocks)
-    assert (arm.chosen == ()) == (code == 'STOPPED_EARLY')
 
 
 FREE = {f'model__{name}': 8 for name in ('d_model', 'd_ff', 'num_heads', 'head_size')}
@@ -169,17 +167,6 @@ def test_fields_of_a_variant_may_differ_and_values_are_compared_at_one_size(stud
     edit_plan(study_dir, run, **changes, model__num_kv_heads=1, train__batch_size=7)
     named = [(r.data['name'], r.arm.size) for r in checked(study_dir)[2] if 'name' in r.data]
     assert named == [('train.batch_size', 's64')]
-
-
-def test_one_trial_that_stopped_early_is_left_out(study_dir):
-    records = records_of()
-    next(r for r in records if r['run'] == VERDICT['b/vo'])['num_steps'] = 100
-    write_tuned(study_dir, records)
-    edit_plan(study_dir, VERDICT['b/vo'], train__num_steps=400)
-    findings, *others = checked(study_dir)
-    data = {'stopped': 1, 'trials': 8, 'step': 100, 'num_steps': 400}
-    assert others == [JUDGED, [Remark(RemarkCode.STOPPED_EARLY, data, arm=B)]]
-    assert findings.arms[1].difference.n == 7
 
 
 def test_what_blocks_the_baseline_blocks_every_arm_and_what_all_share_is_one_remark(study_dir):

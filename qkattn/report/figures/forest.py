@@ -155,7 +155,7 @@ def _line(variant: str, arm: Arm | None, study: Study) -> Line:
     if arm is None or not arm.verdict_trials:
         return Line(variant, absent='no result yet')
     if not arm.chosen:
-        return Line(variant, absent='diverged or stopped early')
+        return Line(variant, absent='diverged')
     decision = arm.verdict.decision if arm.verdict else None
     texts = [prose.interval(arm.difference)] if arm.difference else []
     texts += [decision.value] if decision else []
