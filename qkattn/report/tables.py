@@ -139,9 +139,9 @@ def _yardsticks(study: Study, findings: Findings) -> Iterator[Row]:
             'their|loss': f'{best[1]:.3f}' if best else NONE,
         }
         for name, value, spec, task in (
-            ('gain by|position', standing.gain, '.3f', 'language'),
+            ('gain by|position', yardstick and yardstick.gain, '.3f', 'language'),
             ('BLEU', standing.bleu, '.1f', 'translation'),
-            ('worth of|sources', standing.sources, '.3f', 'translation'),
+            ('worth of|sources', yardstick and yardstick.sources, '.3f', 'translation'),
         ):
             measured = prose.NOT_RECORDED if value is None else f'{value:{spec}}'
             row[name] = measured if yardstick and yardstick.task == task else NONE

@@ -9,6 +9,7 @@ the files of `qkattn.study.stored`, which give these.
 """
 
 import dataclasses
+import statistics
 from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,21 +27,17 @@ from qkattn.verdict.runs import Run, Trial, parse_arm_key, parse_run, parse_tria
 
 # plan.jsonl and results.jsonl are made from the runs.
 _ADVICE = 'restore it from a copy, or remove it and resume the study, which makes it again'
-
-
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """A trial of a verdict run, measured from its checkpoint; nats/token on the last split."""
-
-    loss: float
-    early: float | None  # at position 4; None, as the next two, where there is no such target
-    late: float | None  # over the last half of the context
-    shuffled: float | None  # with the sources of other pairs
+# A trial in yardsticks.json: losses by position, and with the sources of other pairs.
+_MEASURED = {'loss': float, **dict.fromkeys(('early', 'late', 'shuffled'), float | None)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Yardstick:
-    """The losses that a baseline has to beat, and what its models are measured to do."""
+    """The losses that a baseline has to beat, and what its models are measured to do.
+
+    `gain` and `sources` are means over the trials of verdict runs, measured from their checkpoints
+    on the last split; None where none is, or has such targets.
+    """
 
     run: str  # the baseline's run whose data it was counted on
     task: str
@@ -48,7 +45,8 @@ class Yardstick:
     tokens: int | None  # those that were counted, if any
     # Nats/token by split ('val', 'test') and name; empty for a translation.
     losses: Mapping[str, Mapping[str, float]]
-    measured: tuple[Measured, ...] = ()
+    gain: float | None  # fall of the loss from position 4 to the last half of the context
+    sources: float | None  # rise of the loss with the sources of other pairs
 
     def best(self, split: str) -> tuple[str, float] | None:
         """The name and the loss of the lowest on a split; None where nothing was counted."""
@@ -215,15 +213,23 @@ def _read_runs(study: Study) -> list[Run]:
 def _yardsticks(path: Path, baseline: str | None) -> dict[ArmKey, Yardstick]:
     """Those of yardsticks.json by the key of the baseline; ValueError where it is damaged."""
     record = parse_file(path, {'groups': tuple[dict, ...], 'runs': tuple[dict, ...]})
-    measured: dict[ArmKey, list[Measured]] = {}
+    measured: dict[ArmKey, list[dict[str, Any]]] = {}
     for run in record['runs']:
         check(run, {'trials': tuple[dict, ...] | None})
-        trials = [read(Measured, trial) for trial in run['trials'] or ()]
-        measured.setdefault(parse_arm_key(run), []).extend(trials)
+        for trial in run['trials'] or ():
+            check(trial, _MEASURED)
+            measured.setdefault(parse_arm_key(run), []).append(trial)
+
+    def mean(values: list[float]) -> float | None:
+        return statistics.fmean(values) if values else None
+
     yardsticks = {}
     for group in record['groups']:
         check(group, {'size': str, 'corpus': str, 'longer': bool})
         control = LONGER if group['longer'] else None
         key = ArmKey(baseline or '', group['size'], group['corpus'], control)
-        yardsticks[key] = read(Yardstick, group, measured=tuple(measured.get(key, ())))
+        trials = measured.get(key, [])
+        gain = mean([t['early'] - t['late'] for t in trials if t['early'] and t['late']])
+        sources = mean([t['shuffled'] - t['loss'] for t in trials if t['shuffled']])
+        yardsticks[key] = read(Yardstick, group, gain=gain, sources=sources)
     return yardsticks

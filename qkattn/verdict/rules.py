@@ -169,14 +169,12 @@ def _splits(study: Study, arm: Arm) -> Iterator[Remark]:
 
 @dataclasses.dataclass(frozen=True)
 class Standing:
-    """A baseline beside its yardstick; a number is None where it is not defined or not recorded."""
+    """A baseline beside its yardstick, which is None if it is not recorded."""
 
     arm: Arm
     yardstick: Yardstick | None
     best: tuple[str, float] | None  # lowest loss of counts on the baseline's split, with its name
-    gain: float | None  # fall of the loss from position 4 to the last half of the context
     bleu: float | None
-    sources: float | None  # rise of the loss with the sources of other pairs
     remarks: tuple[Remark, ...]  # what the baseline lacks
 
 
@@ -191,29 +189,20 @@ def _standing(arm: Arm, yardstick: Yardstick | None) -> Standing:
     estimate = arm.over_seeds(f'{arm.split}_bleu')
     bleu = estimate.mean if estimate else None
     if yardstick is None or yardstick.run not in {trial.run.name for trial in arm.verdict_trials}:
-        remark = _block(RemarkCode.NO_YARDSTICK, arm.key)
-        return Standing(arm, None, None, None, bleu, None, (remark,))
-
-    def mean(differences: list[float]) -> float | None:
-        return statistics.fmean(differences) if differences else None
-
-    measured, best = yardstick.measured, yardstick.best(arm.split)
-    gain = mean([m.early - m.late for m in measured if m.early and m.late])
-    sources = mean([m.shuffled - m.loss for m in measured if m.shuffled])
-    remarks = []
+        return Standing(arm, None, None, bleu, (_block(RemarkCode.NO_YARDSTICK, arm.key),))
+    best, remarks = yardstick.best(arm.split), []
     if best and arm.loss and arm.loss.mean >= best[1]:
         data = {'split': arm.split, 'loss': arm.loss.mean, 'tokens': yardstick.tokens}
         data |= {'name': best[0], 'yardstick': best[1]}
         remarks.append(_block(RemarkCode.BELOW_YARDSTICK, arm.key, **data))
     for code, name, value, needed in (
-        (RemarkCode.LITTLE_CONTEXT, 'gain', gain, MIN_GAIN),
+        (RemarkCode.LITTLE_CONTEXT, 'gain', yardstick.gain, MIN_GAIN),
         (RemarkCode.LOW_BLEU, 'bleu', bleu, MIN_BLEU),
-        (RemarkCode.SOURCES_UNUSED, 'cost', sources, MIN_SOURCES),
+        (RemarkCode.SOURCES_UNUSED, 'cost', yardstick.sources, MIN_SOURCES),
     ):
-        applies = code is not RemarkCode.LITTLE_CONTEXT or yardstick.task == 'language'
-        if applies and value is not None and value < needed:
+        if value is not None and value < needed:
             remarks.append(_block(code, arm.key, **{name: value, 'needed': needed}))
-    return Standing(arm, yardstick, best, gain, bleu, sources, tuple(remarks))
+    return Standing(arm, yardstick, best, bleu, tuple(remarks))
 
 
 def _trained(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:

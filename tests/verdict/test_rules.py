@@ -246,7 +246,6 @@ TRANSLATION = {'task': 'translation', 'losses': {}, 'tokens': None}
         ({}, measured(early=2.0, late=1.9 + 1e-6), None, [('LITTLE_CONTEXT', GAIN)]),
         ({}, measured(early=2.0, late=1.9 - 1e-6), None, []),
         ({}, measured(early=None, late=None), None, []),
-        ({'task': 'masked'}, measured(early=2.0, late=2.0), None, []),
         (TRANSLATION, measured(shuffled=2.4 + 1e-6), 15.0, []),
         (TRANSLATION, measured(), 14.9, [('LOW_BLEU', {'bleu': 14.9, 'needed': 15.0})]),
         (TRANSLATION, measured(shuffled=2.4 - 1e-6), 20.0, [('SOURCES_UNUSED', COST)]),
