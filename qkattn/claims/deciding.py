@@ -47,7 +47,7 @@ from qkattn.study.arm_key import EQUAL_SHAPE, ArmKey
 from qkattn.verdict import Decision, judging
 from qkattn.verdict.arms import Arm, compare
 from qkattn.verdict.codes import Comparison, ReasonCode, Remark, Verdict
-from qkattn.verdict.rules import standings
+from qkattn.verdict.rules import baselines
 
 # Factors with their values, in the order of a row.
 Context = tuple[tuple[str, str], ...]
@@ -333,16 +333,16 @@ def needed(row: Row, arm: Arm) -> tuple[float, str]:
 def _models(name: str, loaded: Loaded) -> Iterator[str]:
     """The baselines of a study: their size, training and loss, and what they have to beat."""
     study, findings = loaded
-    for standing in standings(study, (*findings.arms, *findings.controls)):
-        arm, trial, loss = standing.arm, standing.arm.example, standing.arm.loss
+    for arm in baselines(study, (*findings.arms, *findings.controls)):
+        trial, loss = arm.example, arm.loss
         text = (
             f'{name}, {arm.size} on {arm.corpus}: {trial.parameters["total"]:,} parameters, '
             f'{trial.num_steps:,} steps, {trial.num_tokens:,} tokens'
         )
         text += f', {SPLITS[arm.split]} loss {loss.mean:.3f}' if loss else ''
-        if standing.best is not None:
-            text += f' ({standing.best[0]} {standing.best[1]:.3f})'
-        yield text + ('' if standing.bleu is None else f', BLEU {standing.bleu:.1f}')
+        if best := arm.yardstick.best(arm.split) if arm.yardstick else None:
+            text += f' ({best[0]} {best[1]:.3f})'
+        yield text + ('' if arm.bleu is None else f', BLEU {arm.bleu:.1f}')
 
 
 def _provenance(

@@ -127,21 +127,22 @@ def _parts(study: Study, findings: Findings) -> Iterator[Row]:
 
 def _yardsticks(study: Study, findings: Findings) -> Iterator[Row]:
     """Each baseline with the yardsticks that it has to beat."""
-    for standing in rules.standings(study, (*findings.arms, *findings.controls)):
-        arm, yardstick, best = standing.arm, standing.yardstick, standing.best
+    for arm in rules.baselines(study, (*findings.arms, *findings.controls)):
+        yardstick = arm.yardstick
+        best = yardstick.best(arm.split) if yardstick else None
         row = {
             'size': arm.size,
             'corpus': arm.corpus,
-            'trained|enough': 'no' if standing.remarks else 'yes',
+            'trained|enough': 'no' if [*rules.untrained(arm)] else 'yes',
             'tokens|seen': prose.si(yardstick.seen) if yardstick else prose.NOT_RECORDED,
             f'{prose.SPLITS[findings.split]}|loss': f'{arm.loss.mean:.3f}' if arm.loss else NONE,
             'best counts|of these': best[0] if best else NONE,
             'their|loss': f'{best[1]:.3f}' if best else NONE,
         }
         for name, value, spec, task in (
-            ('gain by|position', yardstick and yardstick.gain, '.3f', 'language'),
-            ('BLEU', standing.bleu, '.1f', 'translation'),
-            ('worth of|sources', yardstick and yardstick.sources, '.3f', 'translation'),
+            ('gain by|position', yardstick.gain if yardstick else None, '.3f', 'language'),
+            ('BLEU', arm.bleu, '.1f', 'translation'),
+            ('worth of|sources', yardstick.sources if yardstick else None, '.3f', 'translation'),
         ):
             measured = prose.NOT_RECORDED if value is None else f'{value:{spec}}'
             row[name] = measured if yardstick and yardstick.task == task else NONE

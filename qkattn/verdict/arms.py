@@ -14,7 +14,7 @@ from qkattn.study import tuning
 from qkattn.study.arm_key import CONTROLS, LONGER, ArmKey
 from qkattn.study.tuning import SCREENING, SINGLE, VERDICT, Tuning
 from qkattn.verdict.codes import TEST, VALIDATION, Comparison, Remark, Verdict
-from qkattn.verdict.load import Study
+from qkattn.verdict.load import Study, Yardstick
 from qkattn.verdict.runs import Trial
 
 
@@ -48,6 +48,7 @@ class Arm:
     comparison: Comparison | None = None
     verdict: Verdict | None = None  # None for the baseline, controls and without tuning
     remarks: tuple[Remark, ...] = ()  # hygiene findings about this arm alone
+    yardstick: Yardstick | None = None  # of a baseline, if it is recorded from its verdict run
     parts: Decomposition = Decomposition()  # of the difference of a primary arm
 
     @property
@@ -84,6 +85,11 @@ class Arm:
         """Mean of a metric over the chosen trials; None unless all have it."""
         values = [trial.metrics.get(field) for trial in self.chosen]
         return estimate(values) if values and None not in values else None
+
+    @property
+    def bleu(self) -> float | None:
+        mean = self.over_seeds(f'{self.split}_bleu')
+        return mean.mean if mean else None
 
     @property
     def by_seed(self) -> dict[int, Trial]:
@@ -177,6 +183,8 @@ def arms_of(study: Study) -> tuple[Arm, ...]:
         judged = tuple(trial for trial in trials if trial.run.stage == stage)
         finished = tuple(trial for trial in judged if trial.finished)
         longer = LONGER if key.control == LONGER else None
+        yardstick = (study.yardsticks or {}).get(key)
+        of_run = yardstick and yardstick.run in {trial.run.name for trial in judged}
         arms[key] = Arm(
             key=key,
             group=ArmKey(study.baseline or '', key.size, key.corpus, longer),
@@ -184,6 +192,7 @@ def arms_of(study: Study) -> tuple[Arm, ...]:
             verdict_trials=judged,
             chosen=finished if study.tuning else _best_setting(judged),
             tuning=_tuning(study, key, trials, primary) if study.tuning else None,
+            yardstick=yardstick if of_run else None,
         )
     return tuple(arms.values())
 

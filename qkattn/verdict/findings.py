@@ -151,7 +151,7 @@ def _scaling(study: Study, arms: Sequence[Arm]) -> tuple[Scaling, ...]:
     """Scaling fits of all variants that have a size to use, at which models are trained enough."""
     if len(study.sizes) < 2:
         return ()
-    short = {standing.arm.group for standing in rules.standings(study, arms) if standing.remarks}
+    short = {one.group for one in rules.baselines(study, arms) if [*rules.untrained(one)]}
     curves: dict[tuple[str, str], dict[str, Arm]] = {}  # by variant and corpus; arms by size
     for arm in arms:
         if arm.control is None and arm.group not in short and arm.scales:

@@ -19,7 +19,7 @@ from qkattn.study.arm_key import EQUAL_SHAPE, ArmKey
 from qkattn.study.tuning import KNOBS, MODEL_KNOBS, SCREENING, SINGLE, VERDICT, screening_seeds
 from qkattn.verdict.arms import Arm, with_baselines
 from qkattn.verdict.codes import TEST, Remark, RemarkCode
-from qkattn.verdict.load import Study, Yardstick
+from qkattn.verdict.load import Study
 
 # Nats/token that a language model gains between position 4 and the last half of its context.
 MIN_GAIN = 0.1
@@ -167,42 +167,28 @@ def _splits(study: Study, arm: Arm) -> Iterator[Remark]:
             yield _block(RemarkCode.FEW_DOCUMENTS, split=split, **counts)
 
 
-@dataclasses.dataclass(frozen=True)
-class Standing:
-    """A baseline beside its yardstick, which is None if it is not recorded."""
-
-    arm: Arm
-    yardstick: Yardstick | None
-    best: tuple[str, float] | None  # lowest loss of counts on the baseline's split, with its name
-    bleu: float | None
-    remarks: tuple[Remark, ...]  # what the baseline lacks
+def baselines(study: Study, arms: Sequence[Arm]) -> list[Arm]:
+    """Those with results, beside their yardsticks; none of a study that has recorded none."""
+    return [a for a in arms if a.is_baseline and a.loss and study.yardsticks is not None]
 
 
-def standings(study: Study, arms: Sequence[Arm]) -> list[Standing]:
-    """One for each baseline that has results; none of a study whose yardsticks are not recorded."""
-    groups = study.yardsticks
-    baselines = [arm for arm in arms if arm.is_baseline and arm.loss]
-    return [] if groups is None else [_standing(arm, groups.get(arm.key)) for arm in baselines]
-
-
-def _standing(arm: Arm, yardstick: Yardstick | None) -> Standing:
-    estimate = arm.over_seeds(f'{arm.split}_bleu')
-    bleu = estimate.mean if estimate else None
-    if yardstick is None or yardstick.run not in {trial.run.name for trial in arm.verdict_trials}:
-        return Standing(arm, None, None, bleu, (_block(RemarkCode.NO_YARDSTICK, arm.key),))
-    best, remarks = yardstick.best(arm.split), []
+def untrained(arm: Arm) -> Iterator[Remark]:
+    """What a baseline lacks to be trained enough to compare."""
+    if (yardstick := arm.yardstick) is None:
+        yield _block(RemarkCode.NO_YARDSTICK, arm.key)
+        return
+    best = yardstick.best(arm.split)
     if best and arm.loss and arm.loss.mean >= best[1]:
         data = {'split': arm.split, 'loss': arm.loss.mean, 'tokens': yardstick.tokens}
         data |= {'name': best[0], 'yardstick': best[1]}
-        remarks.append(_block(RemarkCode.BELOW_YARDSTICK, arm.key, **data))
+        yield _block(RemarkCode.BELOW_YARDSTICK, arm.key, **data)
     for code, name, value, needed in (
         (RemarkCode.LITTLE_CONTEXT, 'gain', yardstick.gain, MIN_GAIN),
-        (RemarkCode.LOW_BLEU, 'bleu', bleu, MIN_BLEU),
+        (RemarkCode.LOW_BLEU, 'bleu', arm.bleu, MIN_BLEU),
         (RemarkCode.SOURCES_UNUSED, 'cost', yardstick.sources, MIN_SOURCES),
     ):
         if value is not None and value < needed:
-            remarks.append(_block(code, arm.key, **{name: value, 'needed': needed}))
-    return Standing(arm, yardstick, best, bleu, tuple(remarks))
+            yield _block(code, arm.key, **{name: value, 'needed': needed})
 
 
 def _trained(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
@@ -211,8 +197,8 @@ def _trained(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
         return
     if study.yardsticks is None and any(arm.is_baseline and arm.chosen for arm in arms):
         yield _block(RemarkCode.NO_YARDSTICK)
-    for standing in standings(study, arms):
-        yield from standing.remarks
+    for baseline in baselines(study, arms):
+        yield from untrained(baseline)
     for group in dict.fromkeys(arm.group for arm in arms):
         spreads = [(a, a.loss.sd) for a in arms if a.group == group and a.loss and a.loss.sd]
         usual = statistics.median(sd for _, sd in spreads) if spreads else 0.0
