@@ -106,21 +106,19 @@ def paired(
     differences: Sequence[float],
     margin: float = MARGIN,
     *,
-    evaluation_error: float | None = 0.0,
-    evaluation_df: float | None = None,
+    evaluation: tuple[float, float | None] | None = (0.0, None),
     tuning: tuple[float, float] = (0.0, 0.0),
 ) -> Difference:
     """The mean of `differences`, arm minus baseline of the same seed (nats per token).
 
     `margin` and `tuning`, the largest losses by which arm and baseline may miss their optimum, are
-    in nats per token. `evaluation_error` and `evaluation_df` are what the function
-    `evaluation_error` gives; a df of None means that the error is known exactly, an error of None
-    that it is not known. Raises ValueError for no differences, or one that is not finite.
+    in nats per token. `evaluation` is what `evaluation_error` gives, with None for the degrees of
+    freedom of an error that is known exactly; None if it is not known. Raises ValueError for no
+    differences, or one that is not finite.
     """
     values = tuple(map(float, differences))
     if not values or not all(map(math.isfinite, values)):
         raise ValueError(f'differences is {list(values)}; finite ones, at least one, are needed.')
-    evaluation = None if evaluation_error is None else (evaluation_error, evaluation_df)
     every = _difference(values, margin, evaluation, tuning)
     kept = typical(values)
     if every.p is None or len(kept) == len(values):

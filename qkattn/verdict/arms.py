@@ -244,21 +244,17 @@ def compare(arm: Arm, other: Arm, study: Study) -> Comparison | None:
     if not seeds:
         return None
     arm_S, other_S = (np.array([side[seed] for seed in seeds]) for side in losses[split])
-    error, df, number = _evaluation_error(arm, other, seeds, split)
-    difference = inference.paired(
-        (arm_S - other_S).tolist(),
-        study.margin,
-        evaluation_error=error,
-        evaluation_df=df,
-        tuning=(_tuning_error(arm), _tuning_error(other)),
-    )
+    evaluation, number = _evaluation_error(arm, other, seeds, split)
+    tuned = _tuning_error(arm), _tuning_error(other)
+    differences = (arm_S - other_S).tolist()
+    difference = inference.paired(differences, study.margin, evaluation=evaluation, tuning=tuned)
     correlation = None
     if len(seeds) >= inference.MIN_PAIRS and np.ptp(arm_S) > 0 and np.ptp(other_S) > 0:
         correlation = statistics.correlation(arm_S.tolist(), other_S.tolist())
     means = [np.mean([side[seed] for seed in seeds]) for side in losses[VALIDATION]]
     return Comparison(
         split,
-        dict(zip(seeds, (arm_S - other_S).tolist(), strict=True)),
+        dict(zip(seeds, differences, strict=True)),
         difference,
         validation=float(means[0] - means[1]),
         correlation=correlation,
@@ -273,14 +269,14 @@ def _tuning_error(arm: Arm) -> float:
 
 def _evaluation_error(
     arm: Arm, other: Arm, seeds: Sequence[int], split: str
-) -> tuple[float | None, float | None, int | None]:
-    """Standard error over documents, its degrees of freedom, number of documents.
+) -> tuple[tuple[float, float] | None, int | None]:
+    """Standard error over documents with its degrees of freedom, and number of documents.
 
     None without losses by document, or if those of the two arms are of other targets.
     """
     sides = [[one.by_seed[seed].documents.get(split) for seed in seeds] for one in (arm, other)]
     first, *others = [documents for side in sides for documents in side]
     if first is None or not all(d and d.alike(first) for d in others) or len(first.names) < 2:
-        return None, None, None
+        return None, None
     arm_SC, other_SC = (np.array([d.nats_C for d in side if d]) for side in sides)
-    return *inference.evaluation_error(arm_SC - other_SC, first.tokens_C), len(first.names)
+    return inference.evaluation_error(arm_SC - other_SC, first.tokens_C), len(first.names)

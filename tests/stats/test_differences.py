@@ -78,16 +78,16 @@ def test_what_tuning_may_have_missed_widens_the_interval_and_weakens_the_tests(s
 
 def test_the_error_over_documents_adds_to_that_over_seeds():
     error, alone = 0.0015, paired(VALUES)
-    both = paired(VALUES, evaluation_error=error, evaluation_df=20.0)
+    both = paired(VALUES, evaluation=(error, 20.0))
     assert (both.error_seeds, both.error_evaluation) == (alone.error_seeds, error)
     total = math.hypot(alone.error_seeds, error)
     df = total**4 / (alone.error_seeds**4 / 6 + error**4 / 20)  # Satterthwaite
     assert (both.low, both.high) == pytest.approx(stats.t.interval(0.95, df, both.mean, total))
     assert (both.df, both.p) == pytest.approx((df, 2 * stats.t.cdf(both.mean / total, df)))
     # An error that is known exactly costs no degrees of freedom; one that is not leaves nothing.
-    exact = paired(VALUES, evaluation_error=error)
+    exact = paired(VALUES, evaluation=(error, None))
     assert exact.df == pytest.approx(total**4 / (alone.error_seeds**4 / 6))
-    unknown = paired(VALUES, evaluation_error=None)
+    unknown = paired(VALUES, evaluation=None)
     assert unknown.mean == alone.mean and unknown.p is unknown.low is None
 
 
@@ -147,7 +147,7 @@ def test_differences_are_finite(differences):
 
 def test_pairs_and_documents_that_a_difference_takes():
     values = [0.01, 0.03, -0.01, 0.02, 0.0, 0.01, 0.02, -0.02]
-    eight, noisy = paired(values), paired(values, evaluation_error=0.01, evaluation_df=100)
+    eight, noisy = paired(values), paired(values, evaluation=(0.01, 100))
     detectable = inference.detectable_difference(eight.error_seeds, eight.df)
     assert inference.to_find(eight, detectable * (1 + 1e-9)) == (8, 1.0)
     many, more = (inference.to_find(eight, size) for size in (0.001, 0.0005))

@@ -165,9 +165,9 @@ def crossed(studies, num_seeds=16, documents=100):
         noise_SC = rng.normal(0, 0.02, (num_seeds, documents)) + rng.normal(0, 0.03, documents)
         nats_SC = (noise_SC + rng.normal(0, 0.01, (num_seeds, 1))) * tokens_C
         means_S = nats_SC.sum(axis=1) / tokens_C.sum()
-        error, df = inference.evaluation_error(nats_SC, tokens_C)
         seeds = inference.paired(means_S)
-        both = inference.paired(means_S, evaluation_error=error, evaluation_df=df)
+        evaluation = inference.evaluation_error(nats_SC, tokens_C)
+        both = inference.paired(means_S, evaluation=evaluation)
         covered += [d.low <= 0 <= d.high for d in (both, seeds)]
     return covered / studies
 

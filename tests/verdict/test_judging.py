@@ -121,9 +121,8 @@ def test_the_interval_includes_the_errors_of_tuning_and_of_documents(study_dir, 
     _, b = find(load_study(study_dir)).arms
     tuning = [a.sweeps['learning_rate'].at_worst for a in (b, baseline)]
     assert min(tuning) > 1e-4 and tuning[0] != pytest.approx(tuning[1])
-    error, df = inference.evaluation_error((shifts * tokens)[None], tokens)
-    errors = {'evaluation_error': error, 'evaluation_df': df, 'tuning': tuning}
-    expected = inference.paired(NOISE - 0.03, **errors)
+    evaluation = inference.evaluation_error((shifts * tokens)[None], tokens)
+    expected = inference.paired(NOISE - 0.03, evaluation=evaluation, tuning=tuning)
     interval = b.difference.low, b.difference.high
     assert interval == pytest.approx((expected.low, expected.high))
     assert b.comparison.num_documents == 100 and b.verdict.decision is decided
