@@ -23,14 +23,14 @@ class RemarkCode(enum.Enum):
     LEARNING_RATE_NOT_TUNED, SHARED_SEEDS, EVALUATION = range(3)
     SOFTWARE_DIFFERS, UNCOMMITTED_CHANGES, OTHER_DECLARATION = range(3, 6)
     # Of an arm: its training, its matching, its seeds and settings.
-    NOT_ANNEALED, MISSING_RESULTS, OVER_TOLERANCE = range(7, 10)
-    DIFFERS_FROM_BASELINE, OTHER_SEEDS, OTHER_SETTING = range(10, 13)
-    NOT_BRACKETED, UNBOUNDED_OPTIMUM, SCREENING_INCOMPLETE = range(13, 16)
+    NOT_ANNEALED, MISSING_RESULTS, OVER_TOLERANCE = range(6, 9)
+    DIFFERS_FROM_BASELINE, OTHER_SEEDS, OTHER_SETTING = range(9, 12)
+    NOT_BRACKETED, UNBOUNDED_OPTIMUM, SCREENING_INCOMPLETE = range(12, 15)
     # Of an arm: its splits, when it was declared, and whether a look has seen another run.
-    NO_TEST, FEW_DOCUMENTS, POST_HOC, ALTERED = range(16, 20)
+    NO_TEST, FEW_DOCUMENTS, POST_HOC, ALTERED = range(15, 19)
     # Of a baseline, or of the study: whether its models are trained enough to compare.
-    NO_YARDSTICK, BELOW_YARDSTICK, LITTLE_CONTEXT = range(20, 23)
-    LOW_BLEU, SOURCES_UNUSED, BIMODAL_SEEDS = range(23, 26)
+    NO_YARDSTICK, BELOW_YARDSTICK, LITTLE_CONTEXT = range(19, 22)
+    LOW_BLEU, SOURCES_UNUSED, BIMODAL_SEEDS = range(22, 25)
 
 
 class ReasonCode(enum.Enum):
