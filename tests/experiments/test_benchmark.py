@@ -46,7 +46,7 @@ def test_a_benchmark_is_read_that_is_whole(tmp_path):
     assert record.read(tmp_path) == [group]
     with pytest.raises(ReportError, match="no group that matches 'steps:.b'"):
         record.block(tmp_path / 'steps:?b')
-    assert '| fast | 200 | 100 | 300 | ' in record.block(tmp_path / 'steps:?r*')
+    assert '| fast | 200 | 150 | 250 | 50 |' in record.block(tmp_path / 'steps:?r*')
     (tmp_path / record.FILE).write_text('{"schema": 2, "machine": {}, "groups": []}')
     with pytest.raises(ReportError, match='its schema is 2'):
         record.block(tmp_path / 'steps:?b')
