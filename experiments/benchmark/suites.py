@@ -199,7 +199,7 @@ SCALES = {
         names=('qk/vo', 'qk/no_v'),
         stacks=TINY,
         decoding=TINY,
-        study='claims/single_head:smoke',
+        study='claims/lm_one_head:smoke',
         rounds=2,
         seconds=0.0,
     ),

@@ -34,10 +34,10 @@ B2 = Claim(
     reported='training loss +0.01',
     expectations=(
         Expectation(
-            'single_head', 'query_free/vo', 'as_reported', at='removed', reported=(0.005, 0.015)
+            'lm_one_head', 'query_free/vo', 'as_reported', at='removed', reported=(0.005, 0.015)
         ),
     ),
-    measures=(Measure('single_head', partial(measures.growth, variant='query_free/vo')),),
+    measures=(Measure('lm_one_head', partial(measures.growth, variant='query_free/vo')),),
 )
 
 B3 = Claim(
