@@ -18,11 +18,14 @@ from tests.report.conftest import row_names
 STORED = {claim.name: claim for claim in read_claims(conftest.CLAIMS)}
 MADE = read_answers(conftest.CLAIMS)
 FAILS = {'verdict': ClaimVerdict.FAILS, 'statement': '<b>x</b> & $y$ | `z`', 'condition': None}
-NEEDS = {'needed': '48 seeds in place of 12', 'missing': ('study x has no results',)}
-MISSING = dataclasses.replace(STORED['B2'], seconds=5025.0, **NEEDS)
+NEEDS = {
+    'needed': '48 seeds in place of 12',
+    'missing': ('study x has no results',),
+}
+MISSING = dataclasses.replace(STORED['B4'], seconds=5025.0, **NEEDS)
 # One of each verdict and kind, in the order of their names.
 SHOWN = (
-    *(STORED['A1'], STORED['A2'], MISSING, STORED['B3']),
+    *(STORED['A1'], STORED['A2'], STORED['B3'], MISSING),
     *(dataclasses.replace(STORED['C1'], **FAILS), STORED['E6']),
 )
 
@@ -95,16 +98,16 @@ def test_a_page_has_a_row_and_a_section_for_each_claim(written):
     links = re.findall(r'^\| \[(\w+)\]\(#(\w+)\)', page, re.M)
     assert links == [(claim.name, claim.name.lower()) for claim in SHOWN]
     assert re.findall(r'^## (\w\d)$', page, re.M) == [claim.name for claim in SHOWN]
-    start, section = page.partition('\n|')[0], page.split('## B2\n')[1].split('\n## ')[0]
+    start, section = page.partition('\n|')[0], page.split('## B4\n')[1].split('\n## ')[0]
     assert '6 claims at cpu scale: 1 holds, 1 holds under a condition, 1 fails' in start
-    for part in ('would be decided by 48 seeds', 'time: 1:23:45', '(./plots/b2_differences.png)'):
+    for part in ('would be decided by 48 seeds', 'time: 1:23:45', '(./plots/b4_differences.png)'):
         assert part in section
     assert MISSING.missing[0] in start and MISSING.missing[0] in section
     assert '| ✕ fails |' in page and '<b>' not in page and '&lt;b>x&lt;/b> & $y$' in page
     # Blocks of pages are its parts, with links to the page of each group.
     cells = (
-        *('[B2](claims_b.md#b2)', MISSING.title, '○ undecided, needs 48 seeds in place of 12'),
-        '-0.0052 [-0.0114, -0.0018] nats/token, query_free/vo',
+        *('[B4](claims_b.md#b4)', MISSING.title, '○ undecided, needs 48 seeds in place of 12'),
+        '+0.0096 [+0.0026, +0.0170] nats/token, query_free/vo',
     )
     lines = {'verdicts': f'| {" | ".join(cells)} |', 'b': '# B. Is W_Q needed?'}
     for part, line in lines.items():
@@ -114,14 +117,16 @@ def test_a_page_has_a_row_and_a_section_for_each_claim(written):
 
 def test_figures_show_the_numbers_of_the_rows(written):
     files = {path.name for path in (written / 'plots').iterdir()}
-    assert [claim.name for claim in SHOWN if has_figure(claim)] == ['B2', 'E6']
-    assert files == {'answers.png', 'b2_differences.png', 'e6_differences.png'}
+    assert [claim.name for claim in SHOWN if has_figure(claim)] == ['B4', 'E6']
+    assert files == {'answers.png', 'b4_differences.png', 'e6_differences.png'}
     figure = claim_figure(STORED['E4']).figure
     marks = [points for ax in figure.axes for points in ax.collections]
     means = [points.get_offsets()[0][0] for points in marks if points.get_label() == 'mean']
     lines, kinds = compared(STORED['E4'].rows), (Kind.REMOVED, Kind.MATCHED)
     drawn = [parts[kind].value for kind in kinds for parts in lines if kind in parts]
     assert means == drawn and len(drawn) > 10
+    low, high = claim_figure(STORED['B2']).figure.axes[0].get_xlim()
+    assert low < 0 and high > 0.015  # what is reported, beyond the interval
 
 
 def test_lines_of_a_figure_have_names_that_differ_and_the_row_that_decides(tmp_path):

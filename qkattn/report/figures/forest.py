@@ -86,11 +86,12 @@ def forest(
 
 
 def _limits(lines: Sequence[Line], margin: float, far: float) -> tuple[float, float] | None:
-    """X limits: zero, the margin and the intervals, up to `far` times the median of their reach.
+    """X limits: zero, the margin, intervals and reports, up to `far` times their median reach.
 
     Beyond, an interval would flatten the others.
     """
-    values = [[x for x in (*line[1:4], *line.seeds) if x is not None] for line in lines]
+    ends = [(*line[1:4], *line.seeds, *(line.reported or ())) for line in lines]
+    values = [[x for x in numbers if x is not None] for numbers in ends]
     reaches = [max(map(abs, line)) for line in values if line]
     limit = max(4 * margin, far * statistics.median(reaches or [0.0]))
     every = [x for line in values for x in line] + [-1.5 * margin, 1.5 * margin]
