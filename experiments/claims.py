@@ -50,11 +50,12 @@ def main() -> None:
     if CLAIMS.value and EXPORT.value:
         raise ConfigError(f'--export={EXPORT.value} keeps all claims; leave out their names')
     claims = declared.chosen(CLAIMS.value or [])
-    configs, workers = studies.studies_of(claims, SCALE.value), local_workers.parse(WORKERS.value)
+    workers = local_workers.parse(WORKERS.value)
     if LIST.value:
         for claim in claims:
             print(f'{claim.name:<3} {claim.statement}')
         return
+    configs = studies.studies_of(claims, SCALE.value)
     if DRY_RUN.value:
         print(studies.costs(configs))
         return
