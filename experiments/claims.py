@@ -67,7 +67,6 @@ def main() -> None:
     studies.check_workdir(configs, SCALE.value, directory)
     if TRAIN.value:
         studies.train(configs, directory, workers)
-        studies.record(claims, SCALE.value, directory)
     studies.report(claims, directory)
     results, decided = Results(directory), list[ClaimResult]()
     for claim in claims:

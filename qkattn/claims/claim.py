@@ -130,15 +130,10 @@ class Expectation:
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """Rows that are not differences between arms, read from a study as `studies.Loaded`.
-
-    With `record`, the directory is the measure's own: what `record` returns for a scale is kept
-    there, as measures/STUDY.json, which is exported, and read.
-    """
+    """Rows that are not differences between arms, read from a study as `studies.Loaded`."""
 
     study: str
     read: Callable[[Any], list[Row]]
-    record: Callable[[str], dict[str, Any]] | None = None
 
 
 Check = Callable[[], Iterable[Row]]  # exact, in float64, for seconds; verification runs it again

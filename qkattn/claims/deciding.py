@@ -36,12 +36,11 @@ from qkattn.claims.claim import (
     difference_row,
 )
 from qkattn.claims.protocol import pick
-from qkattn.claims.studies import Loaded, Results, recording
+from qkattn.claims.studies import Loaded, Results
 from qkattn.errors import ConfigError
 from qkattn.report.prose import NOT_RECORDED, SPLITS, device, reasons
 from qkattn.stats.decision import ALPHA
 from qkattn.stats.inference import to_find
-from qkattn.storage.records import START, read_json
 from qkattn.storage.run_directory import describe_start
 from qkattn.study.arm_key import EQUAL_SHAPE, ArmKey
 from qkattn.verdict import Decision, judging
@@ -113,7 +112,7 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
             needs = f'--scale={scale}: {", ".join(problems)}'
         elif open_ones := [needed(row, arm) for row, arm in items if row.speaks == Speaks.OPEN]:
             needs = max(open_ones)[1]
-    commit, hardware, seconds = _provenance(claim, studies.values(), results)
+    commit, hardware, seconds = _provenance(studies.values())
     return ClaimResult(
         **{field.name: getattr(claim, field.name) for field in fields(Statement)},
         scale=scale,
@@ -122,7 +121,7 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
         condition=condition,
         needed=needs,
         missing=tuple(dict.fromkeys(missing)),
-        studies=tuple(name for name in claim.studies if results.has(name)),
+        studies=tuple(studies),
         commit=commit,
         hardware=hardware,
         seconds=round(seconds + time.perf_counter() - started, 1),
@@ -345,20 +344,10 @@ def _models(name: str, loaded: Loaded) -> Iterator[str]:
         yield text + ('' if arm.bleu is None else f', BLEU {arm.bleu:.1f}')
 
 
-def _provenance(
-    claim: Claim, studies: Iterable[Loaded], results: Results
-) -> tuple[str, str, float]:
+def _provenance(studies: Iterable[Loaded]) -> tuple[str, str, float]:
     """Commits and hardware of what was trained, else of this process; seconds of training."""
     trials = [run.trials[0] for loaded in studies for run in loaded.study.runs if run.trials]
-    paths = [recording(results.directory / measure.study) for measure in claim.measures]
-    schema = {'start': START, 'seconds': float}
-    records = [read_json(path, schema) for path in paths if path.exists()]
-    starts = [trial.provenance for trial in trials] + [record['start'] for record in records]
-    starts = starts or [describe_start()]
+    starts = [trial.provenance for trial in trials] or [describe_start()]
     commits = {(start['git']['commit'] or NOT_RECORDED)[:12] for start in starts}
     seconds = sum(trial.train_seconds or 0.0 for trial in trials)
-    return (
-        ', '.join(sorted(commits)),
-        ', '.join(sorted(set(map(device, starts)))),
-        seconds + sum(record['seconds'] for record in records),
-    )
+    return ', '.join(sorted(commits)), ', '.join(sorted(set(map(device, starts)))), seconds

@@ -5,7 +5,6 @@ change of attention, the difference between an arm and its baseline in one study
 """
 
 import dataclasses
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +12,7 @@ from typing import Any, TypeVar
 from qkattn.claims import declared
 from qkattn.claims.claim import ClaimResult, Kind, Row, difference_row
 from qkattn.claims.deciding import decide
-from qkattn.claims.studies import MEASURES, Results
+from qkattn.claims.studies import Results
 from qkattn.config import ModelConfig, from_json
 from qkattn.errors import ReportError
 from qkattn.model import cost
@@ -184,11 +183,8 @@ def export(decided: Iterable[ClaimResult], results: Results, destination: str | 
     decided, destination = list(decided), Path(destination)
     names = [name for claim in decided for name in claim.studies]
     for name in dict.fromkeys([*names, SCALING]):
-        source = results.directory / name
         if results.study(name) is not None:
-            export_study(source, destination / name)
-        if (recorded := source / MEASURES).is_dir():
-            shutil.copytree(recorded, destination / name / MEASURES, dirs_exist_ok=True)
+            export_study(results.directory / name, destination / name)
     write(destination, CLAIMS, decided)
     if made := answers(results):
         write(destination, ANSWERS, made)

@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 import runpy
-import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -16,9 +15,8 @@ from qkattn.jobs.display import waiting
 from qkattn.jobs.output import text_table
 from qkattn.report import write_report
 from qkattn.report.prose import counted
-from qkattn.storage.files import check_directory, make_directory
-from qkattn.storage.records import START, read_json, write_json
-from qkattn.storage.run_directory import describe_start
+from qkattn.storage.files import check_directory
+from qkattn.storage.records import read_json
 from qkattn.study import local_workers, plan, yardsticks
 from qkattn.study.arms import build_arms
 from qkattn.study.plan import PlannedRun
@@ -27,7 +25,6 @@ from qkattn.verdict import Study as LoadedStudy
 from qkattn.verdict.arms import Arm
 
 CONFIGS = 'configs/claims'
-MEASURES = 'measures'  # the directory, inside that of a study, of what measures record
 
 log = logging.getLogger(__name__)
 
@@ -71,34 +68,21 @@ class Results:
         loaded = self._read[name]
         return None if isinstance(loaded, ReportError) else loaded
 
-    def has(self, name: str) -> bool:
-        """Whether a study has results, or a measure's own directory what it recorded."""
-        return self.study(name) is not None or recording(self.directory / name).exists()
-
     def problem(self, name: str) -> str | None:
         """What a study lacks to decide a claim alone; None if it has the results of its plan."""
-        loaded = self.study(name)
-        if loaded is None and (self.directory / name / 'study.json').exists():
-            return f'cannot be used: {self._read[name]}'
-        if not self.has(name):
-            return 'has no results'
-        if loaded and (left := loaded.study.missing):
+        if (loaded := self.study(name)) is None:
+            is_study = (self.directory / name / 'study.json').exists()
+            return f'cannot be used: {self._read[name]}' if is_study else 'has no results'
+        if left := loaded.study.missing:
             return f'lacks the results of {counted(left, "arm")}'
-        problems = loaded.study.problems if loaded else ()
+        problems = loaded.study.problems
         return f'is damaged: {problems[0]}' if problems else None
 
     def rows(self, measure: Measure) -> list[Row]:
-        """The rows of a measure; none before it has recorded, or before its study has results."""
-        if not self.has(name := measure.study):
-            return []
-        path = recording(self.directory / name)
-        rows = measure.read(read_json(path, {}) if measure.record else self.study(name))
-        return [dataclasses.replace(row, study=name) for row in rows]
-
-
-def recording(study: Path) -> Path:
-    """The file of what the measure of a directory of its own recorded."""
-    return study / MEASURES / f'{study.name}.json'
+        """The rows of a measure; none before its study has results."""
+        loaded = self.study(measure.study)
+        rows = measure.read(loaded) if loaded else []
+        return [dataclasses.replace(row, study=measure.study) for row in rows]
 
 
 def studies_of(claims: Iterable[Claim], scale: str) -> dict[str, Study]:
@@ -139,20 +123,6 @@ def train(studies: Mapping[str, Study], directory: Path, workers: int | None) ->
     for name, study in studies.items():
         if study.tuning.seeds:
             yardsticks.record_finished(path / name)
-
-
-def record(claims: Iterable[Claim], scale: str, directory: Path) -> None:
-    """Keeps what measures record, with how this process started, unless it is there."""
-    for measure in (measure for claim in claims for measure in claim.measures):
-        path = recording(directory / measure.study)
-        if measure.record is None or path.exists():
-            continue
-        started = time.perf_counter()
-        recorded = measure.record(scale)
-        seconds = time.perf_counter() - started
-        start = {key: value for key, value in describe_start().items() if key in START}
-        make_directory(path.parent)
-        write_json(path, recorded | {'start': start, 'seconds': seconds})
 
 
 def report(claims: Iterable[Claim], directory: Path) -> None:

@@ -9,7 +9,6 @@ from qkattn.claims.claim import Claim, ClaimVerdict, Expectation, Kind, Measure,
 from qkattn.claims.deciding import cases, decide, evidence, needed
 from qkattn.claims.studies import Results
 from qkattn.errors import ConfigError
-from qkattn.storage.records import write_json
 from qkattn.verdict import Decision
 
 pytestmark = pytest.mark.stored
@@ -102,17 +101,17 @@ def test_an_arm_that_the_study_does_not_declare_is_refused(results):
             decide(claim(expected), 'cpu', results)
 
 
-def test_measures_decide_by_what_they_recorded(tmp_path):
-    def read(directory):
-        return [Row('one', Kind.MEASURED, {}, 2.0, Speaks.FOR)]
+def test_measures_decide_by_what_they_read_of_a_study(results, tmp_path):
+    def read(loaded):
+        return [Row(loaded.study.name, Kind.MEASURED, {}, 2.0, Speaks.FOR)]
 
-    measured = claim(measures=(Measure('own', read),))
-    (tmp_path / 'own/measures').mkdir(parents=True)
-    devices = {'kind': 'TPU v5', 'count': 4}
-    start = {'git': {'commit': 'abc'}, 'python': '3.11', 'versions': {}, 'devices': devices}
-    write_json(tmp_path / 'own/measures/own.json', {'start': start, 'seconds': 50.0})
-    done = decide(measured, 'cpu', Results(tmp_path))
-    assert done.verdict is HOLDS_HERE and not done.missing and done.rows[0].value == 2
-    assert (done.commit, done.hardware) == ('abc', '4 x TPU v5') and done.seconds >= 50
+    measured = claim(measures=(Measure('fair_small', read),))
+    done = decide(measured, 'cpu', results)
+    assert done.verdict is HOLDS_HERE and not done.missing and done.studies == ('fair_small',)
+    assert (done.rows[0].quantity, done.rows[0].study) == ('fair_small', 'fair_small')
+    trial = results.study('fair_small').study.trials[0]
+    assert done.commit == trial.provenance['git']['commit'][:12] and done.seconds > 50
     # At this scale studies only show that they run.
-    assert decide(measured, 'smoke', Results(tmp_path)).verdict is UNDECIDED
+    assert decide(measured, 'smoke', results).verdict is UNDECIDED
+    absent = decide(measured, 'cpu', Results(tmp_path))
+    assert absent.verdict is UNDECIDED and absent.missing == ('study fair_small has no results',)

@@ -1,4 +1,4 @@
-"""Exact rewrites: one W_QK (A1), square matrices (A4, D3), Q = X (B1), A and B (C7), double (D1).
+"""Exact rewrites: one W_QK (A1), square matrices (A4, D3), Q = X (B1, B3), A, B (C7), double (D1).
 
 W_Q and W_K choose where to attend, W_V and W_O what is moved. Any invertible M leaves W_Q M,
 W_K M^-T and W_V M, M^-1 W_O the same function: H^2 redundant numbers in each circuit.
@@ -268,3 +268,40 @@ def after_steps(optimizer: optax.GradientTransformation, w_SDE: np.ndarray) -> n
         updates, state = update(gradient_DE, state, w_DE)
         w_DE = optax.apply_updates(w_DE, updates)
     return w_DE
+
+
+def trained_apart() -> Iterator[Row]:
+    """A single head and the same function without W_Q, trained alike; SAME bounds rounding.
+
+    Both learn the output of another head, 200 steps on the same 32 sequences. Of the trained head,
+    W_K' = W_K W_Q^T still gives the softmax input.
+    """
+    x_BTD = jnp.asarray(np.random.default_rng(7).standard_normal((32, T, D)))
+    target_BTD = output(layer(num_heads=1, seed=1), x_BTD)
+    for name, optimizer in (('SGD', optax.sgd(1.0)), ('Adam', optax.adam(0.01))):
+        pair = layer(num_heads=1), without_w_q(layer(num_heads=1))
+        factored, one = (imitating(head, optimizer, x_BTD, target_BTD) for head in pair)
+        for when, heads in (
+            ('before training', pair),
+            ('trained, one product in place of two', (factored, without_w_q(factored))),
+            ('trained apart', (factored, one)),
+        ):
+            inputs = (softmax_input(head, x_BTD) for head in reversed(heads))
+            yield same(f'difference of the softmax input, {when}', *inputs, optimizer=name)
+
+
+def imitating(
+    head: Attention, optimizer: optax.GradientTransformation, x_BTD: Any, target_BTD: Any
+) -> Attention:
+    """The layer after 200 steps on the mean squared error of its output."""
+
+    def loss(head: Attention) -> jax.Array:
+        return ((output(head, x_BTD) - target_BTD) ** 2).mean()
+
+    def step(_: int, carried: tuple) -> tuple:
+        head, state = carried
+        updates, state = optimizer.update(jax.grad(loss)(head), state, head)
+        return optax.apply_updates(head, updates), state
+
+    start = head, optimizer.init(head)
+    return jax.jit(lambda start: jax.lax.fori_loop(0, 200, step, start))(start)[0]

@@ -46,10 +46,9 @@ B3 = Claim(
     statement="The difference between a trained single head with W_Q and W_K and one with W_K' = "
     'W_K W_Q^T alone is a numerical effect of one product against two.',
     source='A forum thread on whether W_Q is needed, with an experiment.',
-    rule='Fails in a precision if models that start as one function and see the same batches have '
-    f'logits that differ by more than {measures.BEYOND:g} times what rounding explains at the '
-    'last step, else holds there.',
-    measures=(measures.DRIFT,),
+    rule='Fails where the softmax input of heads that start as one function, trained on the same '
+    'sequences, differs by more than rounding in float64; the optimizer is a context.',
+    checks=(rewrites.trained_apart,),
 )
 
 B4 = Claim(
