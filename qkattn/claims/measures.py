@@ -23,7 +23,9 @@ def early(loaded: Loaded) -> list[Row]:
     they refute it. The tests are those of a verdict, without the errors of documents and tuning.
     """
     margin, planned = loaded.study.margin, loaded.findings.num_comparisons
-    curves = {arm.key: _curves(arm, other) for arm, other in _compared(loaded) if not arm.control}
+    curves = {
+        arm.key: _curves(arm, other) for arm, other in _compared(loaded) if not arm.key.control
+    }
     steps = {step for seeds in curves.values() for seed in seeds for step in seed}
     last, rows = max(steps, default=0), []
     for step in sorted(steps - {last}):
@@ -52,7 +54,7 @@ def growth(loaded: Loaded, variant: str) -> list[Row]:
     """
     rows = []
     for arm, baseline in _compared(loaded):
-        if (arm.variant, arm.control) != (variant, EQUAL_SHAPE):
+        if (arm.variant, arm.key.control) != (variant, EQUAL_SHAPE):
             continue
         seeds = _curves(arm, baseline)
         if seeds and len(seeds[0]) > 1:

@@ -146,7 +146,7 @@ def columns(study: Study, findings: Findings) -> Iterator[Column]:
     tables: tuple[str, ...] = EVERYWHERE if len(study.sizes) > 1 else (PAGE,)
     yield Column('size', 'size', 'size', tables=tables, left=True)
     yield Column('corpus', 'corpus', 'corpus' * (len(study.corpora) > 1), **left)
-    yield Column('control', 'control', 'control', words, tables=(CONTROL,), left=True)
+    yield Column('control', 'key.control', 'control', words, tables=(CONTROL,), left=True)
     yield Column('is_baseline', 'is_baseline')
     yield Column('post_hoc', lambda arm: int(arm.key.declared in study.ledger.post_hoc))
     yield from _of_difference(study, findings)

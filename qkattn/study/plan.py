@@ -41,8 +41,6 @@ from qkattn.train import program
 
 # The results of a run, one per trial; None until it is finished.
 Results = Callable[['PlannedRun'], list[dict[str, Any]] | None]
-Grids = Mapping[str, tuple[float, ...]]
-Seeds = tuple[int, ...]
 # A training step costs a forward pass and a backward pass of two.
 STEP_PER_FORWARD = 3
 
@@ -128,7 +126,7 @@ def left(known: Sequence[PlannedRun], results: Results) -> list[PlannedRun]:
 
 
 def _tuned(
-    study: Study, results: Results, arm: MatchedArm, grid_of: Grids
+    study: Study, results: Results, arm: MatchedArm, grid_of: Mapping[str, tuple[float, ...]]
 ) -> tuple[list[PlannedRun], Settings]:
     """The runs of an arm known so far, and its settings, chosen once it has verdict runs.
 
@@ -159,7 +157,7 @@ def _run(
     arm: MatchedArm,
     stage: str,
     knob: str | None,
-    seeds: Seeds,
+    seeds: tuple[int, ...],
     stack: Sequence[Settings] = (),
 ) -> PlannedRun:
     """The run of a stack of settings, by default those of the study, each with these seeds."""

@@ -64,10 +64,6 @@ class Arm:
         return self.key.corpus
 
     @property
-    def control(self) -> str | None:
-        return self.key.control
-
-    @property
     def is_baseline(self) -> bool:
         return self.key == self.group
 

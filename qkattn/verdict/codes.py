@@ -64,14 +64,11 @@ class Reason:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Losses of an arm minus those of another, nats/token; below zero is better.
-
-    Of several pairs, one a corpus, the mean over the pairs, seed by seed.
-    """
+    """Losses of an arm minus those of another, nats/token; below zero is better."""
 
     split: str  # of `differences`: TEST, or VALIDATION where a trial has no test loss
-    differences: Mapping[int, float]  # by seed, ascending; empty if no seed finished in all arms
-    difference: Difference  # their mean, tested; of independent samples if no seed is shared
+    differences: Mapping[int, float]  # by seed, ascending
+    difference: Difference  # their mean, tested
     validation: float  # the mean difference on the validation split
     correlation: float | None  # Pearson's, over seeds, of the losses of both; None without spread
     num_documents: int | None  # behind the evaluation error; None without losses by document

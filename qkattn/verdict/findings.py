@@ -115,8 +115,8 @@ def find(study: Study) -> Findings:
         for arm in arms
     )
     return Findings(
-        arms=tuple(arm for arm in arms if arm.control is None),
-        controls=tuple(arm for arm in arms if arm.control),
+        arms=tuple(arm for arm in arms if arm.key.control is None),
+        controls=tuple(arm for arm in arms if arm.key.control),
         remarks=remarks,
         scaling=() if blocks else _scaling(study, arms),
         num_comparisons=judging.family_size(study) if study.tuning else 0,
@@ -138,7 +138,7 @@ def _decomposed(
             return None
         return compare(one, other, study)
 
-    for arm in (arm for arm in arms if not arm.control and not arm.is_baseline):
+    for arm in (arm for arm in arms if not arm.key.control and not arm.is_baseline):
         # A control of equal shape has no destination in its name.
         bare = arm.key._replace(variant=study.bare(arm.variant), control=EQUAL_SHAPE)
         same, longer = by_key.get(bare), by_key.get(arm.key._replace(control=LONGER))
@@ -154,7 +154,7 @@ def _scaling(study: Study, arms: Sequence[Arm]) -> tuple[Scaling, ...]:
     short = {one.group for one in rules.baselines(study, arms) if [*rules.untrained(one)]}
     curves: dict[tuple[str, str], dict[str, Arm]] = {}  # by variant and corpus; arms by size
     for arm in arms:
-        if arm.control is None and arm.group not in short and arm.scales:
+        if arm.key.control is None and arm.group not in short and arm.scales:
             curves.setdefault((arm.variant, arm.corpus), {})[arm.size] = arm
 
     def parameters(arm: Arm) -> int:

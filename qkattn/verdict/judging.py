@@ -50,7 +50,7 @@ def family_size(study: Study) -> int:
 def primary(study: Study, arms: Sequence[Arm], blocks: Sequence[Remark]) -> dict[ArmKey, Verdict]:
     """The verdicts of the primary arms, against their baselines."""
     pairs = with_baselines(arms)
-    cases = [case for case in pairs if not case[0].control and not case[0].is_baseline]
+    cases = [case for case in pairs if not case[0].key.control and not case[0].is_baseline]
     verdicts = judge(study, cases, blocks, family_size(study))
     return {arm.key: verdict for (arm, _), verdict in zip(cases, verdicts, strict=True)}
 
@@ -64,7 +64,7 @@ def positive(
         for expected in map(parse_expected, study.expected)
         for case in with_baselines(arms)
         if case[0].variant == expected.variant
-        and case[0].control == (EQUAL_SHAPE if expected.equal_shape else None)
+        and case[0].key.control == (EQUAL_SHAPE if expected.equal_shape else None)
     ]
     verdicts = judge(study, [case for _, case in effects], blocks, len(effects))
     pairs = zip(effects, verdicts, strict=True)

@@ -105,7 +105,7 @@ def _results(study: Study, arm: Arm) -> Iterator[Remark]:
 
 def _matching(study: Study, arm: Arm) -> Iterator[Remark]:
     residual, matched = arm.example.run.residual, study.matched
-    if matched is None or residual is None or arm.control == EQUAL_SHAPE:
+    if matched is None or residual is None or arm.key.control == EQUAL_SHAPE:
         return
     if abs(residual) > study.tolerance:
         about = {'residual': residual, 'tolerance': study.tolerance}

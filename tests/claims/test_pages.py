@@ -23,9 +23,10 @@ NEEDS = {
     'missing': ('study x has no results',),
 }
 MISSING = dataclasses.replace(STORED['B4'], seconds=5025.0, **NEEDS)
+HERE = {'verdict': ClaimVerdict.FAILS_HERE, 'condition': None}
 # One of each verdict and kind, in the order of their names.
 SHOWN = (
-    *(STORED['A1'], STORED['A2'], STORED['B3'], MISSING),
+    *(STORED['A1'], STORED['A2'], MISSING, dataclasses.replace(STORED['B6'], **HERE)),
     *(dataclasses.replace(STORED['C1'], **FAILS), STORED['E6']),
 )
 

@@ -95,7 +95,7 @@ def test_a_positive_control_passes_with_the_expected_verdict(study_dir, delta, p
     *positive, same_shape = findings_of(study_dir, *records, expected=expected).positive
     assert {control.expected.decision for control in positive if control.passed} == passes
     assert {(c.passed is None, c.verdict.num_comparisons) for c in positive} == {(False, 5)}
-    assert (same_shape.passed, same_shape.arm.control) == (True, EQUAL_SHAPE)
+    assert (same_shape.passed, same_shape.arm.key.control) == (True, EQUAL_SHAPE)
 
 
 def shifted(directory, variant, sd):
