@@ -144,7 +144,7 @@ def write_tuned(directory: Path, records: list[dict], **keywords: object) -> Pat
 def write_study(
     directory: Path,
     records: list[dict],
-    baseline: str | None = 'qk/vo',
+    baseline: str = 'qk/vo',
     declared: Sequence[tuple] = (),
     num_evals: int = 10,
     num_documents: int = 100,
@@ -321,7 +321,7 @@ def write_documents(
 def write_yardsticks(
     directory: Path,
     records: Sequence[dict],
-    baseline: str | None = 'qk/vo',
+    baseline: str = 'qk/vo',
     trials: Mapping[str, Sequence[Mapping]] | None = None,
     **changes: object,
 ) -> None:

@@ -139,7 +139,6 @@ def printed(table: str, study: Study, findings: Findings, arms: Iterable[Arm]) -
 
 def columns(study: Study, findings: Findings) -> Iterator[Column]:
     """The columns of a study; results come first, to be visible on a narrow screen."""
-    compared, tuned = study.baseline is not None, study.tuning is not None
     left: dict[str, Any] = {'tables': EVERYWHERE, 'left': True}
     yield Column('variant', 'variant', 'variant', **left)
     # The size and the corpus are in every table if they distinguish arms of this study.
@@ -151,7 +150,7 @@ def columns(study: Study, findings: Findings) -> Iterator[Column]:
     yield Column('post_hoc', lambda arm: int(arm.key.declared in study.ledger.post_hoc))
     yield from _of_difference(study, findings)
     for place, measure in enumerate(measured(findings)):
-        tables = (PAGE,) if place else (PAGE, CONTROL) if compared else EVERYWHERE
+        tables = (PAGE,) if place else (PAGE, CONTROL)
         printed = f'{measure.heading}|mean ± sd', measure.printed, tables
         yield Column(measure.field, measure.over_seeds, *printed, parts=ESTIMATE)
     for split in PREFIXES.values():
@@ -165,10 +164,10 @@ def columns(study: Study, findings: Findings) -> Iterator[Column]:
             heading = f'tuned {words(knob)}|[95 % interval]'
             yield Column('', text, heading, tables=(PAGE, CONTROL))
             yield Column(knob, f'sweeps.{knob}', parts=SWEEP)
-        elif knob == KNOBS[0] and not tuned:
+        elif knob == KNOBS[0] and study.tuning is None:
             yield Column('', text, 'learning|rate')
-    correlation = 'correlation|over seeds' * compared
-    yield Column('correlation', 'comparison.correlation', correlation, '+.2f')
+    heading = 'correlation|over seeds'
+    yield Column('correlation', 'comparison.correlation', heading, '+.2f')
     yield from COSTS
     if findings.scaling:
         worth = {
@@ -186,9 +185,8 @@ def _of_difference(study: Study, findings: Findings) -> Iterator[Column]:
     intervals = any(arm.difference and arm.difference.low is not None for arm in findings.arms)
     unit = 'nats/token [95 % interval]' if intervals else 'nats/token'
     heading = f'difference in {findings.split} loss,|{unit}'
-    tables = EVERYWHERE if study.baseline is not None else (PAGE,)
     yield Column('difference', 'difference', parts=DIFFERENCE)
-    yield Column('', _difference, heading, tables=tables)
+    yield Column('', _difference, heading, tables=EVERYWHERE)
     heading = f'verdict,|margin {margin}' * tuned
     yield Column('verdict', 'verdict.decision.value', heading, tables=(PAGE, HEADLINE), left=True)
     for key, heading in (

@@ -71,7 +71,7 @@ def record(directory: str | Path) -> list[str]:
     if jax.process_count() > 1:  # reading checkpoints would take all of them
         return ['the job has several processes']
     path = absolute(directory)
-    baseline = read_json(path / 'study.json', {'baseline': str | None})['baseline']
+    baseline = read_json(path / 'study.json', {'baseline': str})['baseline']
     results: dict[str, list[_Record]] = {}
     for result in read_lines(path / 'results.jsonl', {'run': str, 'status': str}):
         results.setdefault(result['run'], []).append(result)

@@ -183,7 +183,7 @@ def arms_of(study: Study) -> tuple[Arm, ...]:
         of_run = yardstick and yardstick.run in {trial.run.name for trial in judged}
         arms[key] = Arm(
             key=key,
-            group=ArmKey(study.baseline or '', key.size, key.corpus, longer),
+            group=ArmKey(study.baseline, key.size, key.corpus, longer),
             trials=tuple(trials),
             verdict_trials=judged,
             chosen=finished if study.tuning else _best_setting(judged),

@@ -169,7 +169,7 @@ def _scaling(study: Study, arms: Sequence[Arm]) -> tuple[Scaling, ...]:
     }
     made = []
     for (variant, corpus), curve in curves.items():
-        worth, key = None, (study.baseline or '', corpus)
+        worth, key = None, (study.baseline, corpus)
         if key in curves and variant != study.baseline:
             shared = [
                 (parameters(arm), parameters(curves[key][size]), arm.difference.mean)

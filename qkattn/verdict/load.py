@@ -59,7 +59,7 @@ class Study:
 
     name: str
     question: str | None
-    baseline: str | None
+    baseline: str
     variants: tuple[str, ...]  # named with the destination of saved parameters, if several
     sizes: tuple[str, ...]
     matched: str | None
@@ -210,7 +210,7 @@ def _read_runs(study: Study) -> list[Run]:
     ]
 
 
-def _yardsticks(path: Path, baseline: str | None) -> dict[ArmKey, Yardstick]:
+def _yardsticks(path: Path, baseline: str) -> dict[ArmKey, Yardstick]:
     """Those of yardsticks.json by the key of the baseline; ValueError where it is damaged."""
     record = parse_file(path, {'groups': tuple[dict, ...], 'runs': tuple[dict, ...]})
     measured: dict[ArmKey, list[dict[str, Any]]] = {}
@@ -227,7 +227,7 @@ def _yardsticks(path: Path, baseline: str | None) -> dict[ArmKey, Yardstick]:
     for group in record['groups']:
         check(group, {'size': str, 'corpus': str, 'longer': bool})
         control = LONGER if group['longer'] else None
-        key = ArmKey(baseline or '', group['size'], group['corpus'], control)
+        key = ArmKey(baseline, group['size'], group['corpus'], control)
         trials = measured.get(key, [])
         gain = mean([t['early'] - t['late'] for t in trials if t['early'] and t['late']])
         sources = mean([t['shuffled'] - t['loss'] for t in trials if t['shuffled']])

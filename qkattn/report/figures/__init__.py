@@ -59,7 +59,7 @@ def _learning_curves(study: Study, arms: Sequence[Arm], look: style.Styles) -> F
     curves = {arm.variant: curve for arm in arms if len(curve := _curve(arm))}
     if not curves:
         return None
-    last = curves.get(study.baseline or '')
+    last = curves.get(study.baseline)
     variants = [v for v in curves if v != study.baseline] or list(curves)
     columns = min(COLUMNS, len(variants))
     figure = Figure(figsize=(style.WIDTH, (3.2 / columns) * -(-len(variants) // columns) + 0.9))

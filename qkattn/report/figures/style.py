@@ -49,14 +49,14 @@ def style_sheet() -> AbstractContextManager[None]:
     return matplotlib.style.context(Path(__file__).with_name('qkattn.mplstyle'))
 
 
-def styles(variants: Sequence[str], baseline: str | None) -> dict[str, dict[str, Any]]:
+def styles(variants: Sequence[str], baseline: str) -> dict[str, dict[str, Any]]:
     """A style for each variant, from the palette in order; the baseline is black and thick."""
     looks: dict[str, dict[str, Any]] = {}
     for place, name in enumerate(name for name in variants if name != baseline):
         turn = place // len(HUES)
         marker = MARKERS[(place + turn) % len(MARKERS)]
         looks[name] = {'color': HUES[place % len(HUES)], 'marker': marker}
-    return looks | {baseline or '': {'color': INK, 'marker': 'D', 'linewidth': 2.0}}
+    return looks | {baseline: {'color': INK, 'marker': 'D', 'linewidth': 2.0}}
 
 
 def panels(figure: Figure, columns: int, count: int, **share: Any) -> list[Axes]:
