@@ -50,7 +50,7 @@ CHANGES = {
 MODELS = {
     'decoder': (
         '{}',
-        ('lm_dropped', 'lm_sharing', 'lm_added', 'depth_heads', 'overparameterised', 'rank'),
+        ('lm_dropped', 'lm_sharing', 'lm_added', 'overparameterised', 'rank'),
     ),
     'masked LM': ('{}', ('masked_lm', 'masked')),
     'translation': ('qk/vo?encoder_variant={}', ('translation', 'encoder_side')),
