@@ -1,7 +1,6 @@
 """How many parameters of a decoder that has learned is one of an arm worth?
 
-Five sizes that each beat counts of the tokens they see; heads have 16 dimensions at scale cpu and
-64 at scale gpu, and their number grows with d_model.
+The number of heads grows with d_model: heads have 16 dimensions at scale cpu and 64 at scale gpu.
 
     python -m experiments.ablate --config=configs/claims/lm_scaling.py:cpu \\
         --workdir=runs/lm_scaling
