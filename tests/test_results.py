@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from qkattn.config import Config, Study, from_json
+from qkattn.config import Study
 from qkattn.stats.decision import Decision
 from qkattn.study import stored
 from qkattn.study.arms import build_arms
@@ -81,7 +81,7 @@ def test_arms_have_the_shapes_that_were_trained(name):
     """The hash of a run, by which a study resumes, is that of its shape."""
     study = load_study(RESULTS / name)
     fields = {field: getattr(study, field) for field in ('variants', 'sizes', 'tolerance')}
-    arms = build_arms(Study(**fields, base=from_json(Config, study.base)))
+    arms = build_arms(Study(**fields, base=study.base))
     trained = {run.key[:2]: run.config['model'] for run in study.runs if not run.key.control}
     for arm in arms:
         assert vars(arm.model).items() >= {n: trained[arm.key[:2]][n] for n in SHAPE}.items()

@@ -224,7 +224,7 @@ def cases(expected: Expectation, loaded: Loaded) -> Iterator[Case]:
     beside it. ConfigError if the study does not declare the arm.
     """
     study, findings = loaded
-    if study.tuning is None and expected.at == 'removed':
+    if not study.tuned and expected.at == 'removed':
         return  # a study without tuning has no controls
     control = EQUAL_SHAPE if expected.at == 'removed' else None
     keys = [key for key in study.arms if key.control == control]
@@ -256,7 +256,7 @@ def evidence(every: Iterable[Case], family: int = 1) -> Iterator[tuple[Row, Arm]
             continue
         study = loaded.study
         # Without matching, neither removed nor at equal parameter count.
-        kind = Kind(expected.at) if study.matched is not None else Kind.MEASURED
+        kind = Kind(expected.at) if study.match is not None else Kind.MEASURED
         verdict = judging.pair(study, arm, other, blocks, family)
         row = _row(arm, arm.comparison, kind, expected, loaded)
         decision, speaks = finding(row, expected.relation, verdict, arm.comparison)
@@ -276,7 +276,7 @@ def _beside(expected: Expectation, loaded: Loaded) -> Iterator[Row]:
         comparisons = {
             Kind.REMOVED: arm.parts.removing,
             Kind.REINVESTED: arm.parts.reinvesting,
-            Kind.MATCHED: arm.comparison if study.matched is not None else None,
+            Kind.MATCHED: arm.comparison if study.match is not None else None,
         }
         for kind, comparison in comparisons.items():
             if comparison and (expected.versus or kind != expected.at):

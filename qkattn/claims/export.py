@@ -110,7 +110,7 @@ def _rows(results: Results, name: str, model: str, variant: str) -> Iterator[tup
         context |= {'tokens': f'{trial.num_tokens:,}'}
         for kind, comparison, decision in (
             (Kind.REMOVED, arm.parts.removing, WITHHELD if decided == WITHHELD else None),
-            (Kind.MATCHED if study.matched else Kind.REMOVED, arm.comparison, decided),
+            (Kind.MATCHED if study.match else Kind.REMOVED, arm.comparison, decided),
         ):
             if comparison:
                 about = {'decision': decision, 'study': name}

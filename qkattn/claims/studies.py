@@ -42,7 +42,7 @@ class Loaded(NamedTuple):
     def context(self, arm: Arm) -> dict[str, str]:
         """The context of an arm: model kind, size, corpus and steps."""
         context = {
-            'model': self.study.base['model']['kind'].replace('_', '-'),
+            'model': self.study.base.model.kind.replace('_', '-'),
             'size': arm.size,
             'corpus': arm.corpus,
             'steps': str(arm.example.run.num_steps),

@@ -164,7 +164,7 @@ def columns(study: Study, findings: Findings) -> Iterator[Column]:
             heading = f'tuned {words(knob)}|[95 % interval]'
             yield Column('', text, heading, tables=(PAGE, CONTROL))
             yield Column(knob, f'sweeps.{knob}', parts=SWEEP)
-        elif knob == KNOBS[0] and study.tuning is None:
+        elif knob == KNOBS[0] and not study.tuned:
             yield Column('', text, 'learning|rate')
     heading = 'correlation|over seeds'
     yield Column('correlation', 'comparison.correlation', heading, '+.2f')
@@ -181,7 +181,7 @@ def columns(study: Study, findings: Findings) -> Iterator[Column]:
 
 def _of_difference(study: Study, findings: Findings) -> Iterator[Column]:
     """The difference, its verdict, the tests behind the verdict, and its parts."""
-    tuned, margin = study.tuning is not None, f'{study.margin:g}'
+    tuned, margin = study.tuned, f'{study.margin:g}'
     intervals = any(arm.difference and arm.difference.low is not None for arm in findings.arms)
     unit = 'nats/token [95 % interval]' if intervals else 'nats/token'
     heading = f'difference in {findings.split} loss,|{unit}'

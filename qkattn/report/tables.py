@@ -119,7 +119,7 @@ def _parts(study: Study, findings: Findings) -> Iterator[Row]:
                 'reinvesting|matched - equal shape': arm.parts.reinvesting,
                 'both|matched - baseline': arm.comparison,
             }
-            if times := study.controls['longer']:
+            if times := study.controls.longer:
                 differences[f'at {times} x the steps|matched - baseline'] = arm.parts.longer
             texts = {n: interval(d.difference if d else None) for n, d in differences.items()}
             yield _place(study, arm) | texts

@@ -101,8 +101,6 @@ def check_page(path: str | Path, blocks: Blocks = HEADLINE, *, write: bool = Fal
 
 def _ledger_problems(study: Study) -> Iterator[str]:
     """Declarations that are not in the ledger, and files that changed since a look."""
-    if study.base_hash != fingerprint_of(study.base):
-        yield 'base_hash of study.json is not the hash of its base'
     if study.ledger.declaration != study.declaration:
         yield f'study.json is not what the last declaration in {ledger.NAME} says'
     if study.ledger.arms != set(study.arms):
@@ -142,13 +140,13 @@ def _derived(study: Study, trial: Trial) -> Iterator[tuple[str, float, float]]:
     total, run = trial.parameters['total'], trial.run
     tokens = run.config['train']['batch_size'] * run.config['model']['context']  # of a step
     yield 'num_tokens', trial.num_tokens, trial.num_steps * tokens
-    if study.matched is not None and run.target:
+    if study.match is not None and run.target:
         measured = {
             'total': total,
             'non_embedding': total - trial.parameters['embedding'],
             'flops': trial.flops_per_token,
             'cache': trial.cache_floats_per_token,
-        }[study.matched]
+        }[study.match]
         yield 'residual', run.residual, measured / run.target - 1
 
 

@@ -175,7 +175,7 @@ def arms_of(study: Study) -> tuple[Arm, ...]:
     arms: dict[ArmKey, Arm] = {}
     for key in sorted((key for key in declared if key in by_key), key=rank):
         trials, primary = by_key[key], arms.get(key._replace(control=None))
-        stage = VERDICT if study.tuning else SINGLE
+        stage = VERDICT if study.tuned else SINGLE
         judged = tuple(trial for trial in trials if trial.run.stage == stage)
         finished = tuple(trial for trial in judged if trial.finished)
         longer = LONGER if key.control == LONGER else None
@@ -186,8 +186,8 @@ def arms_of(study: Study) -> tuple[Arm, ...]:
             group=ArmKey(study.baseline, key.size, key.corpus, longer),
             trials=tuple(trials),
             verdict_trials=judged,
-            chosen=finished if study.tuning else _best_setting(judged),
-            tuning=_tuning(study, key, trials, primary) if study.tuning else None,
+            chosen=finished if study.tuned else _best_setting(judged),
+            tuning=_tuning(study, key, trials, primary) if study.tuned else None,
             yardstick=yardstick if of_run else None,
         )
     return tuple(arms.values())

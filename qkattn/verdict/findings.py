@@ -106,7 +106,7 @@ def find(study: Study) -> Findings:
         )
         for arm, baseline in with_baselines(arms)
     )
-    verdicts = judging.primary(study, arms, blocks) if study.tuning else {}
+    verdicts = judging.primary(study, arms, blocks) if study.tuned else {}
     parts = dict(_decomposed(study, arms, blocks))
     arms = tuple(
         dataclasses.replace(
@@ -119,8 +119,8 @@ def find(study: Study) -> Findings:
         controls=tuple(arm for arm in arms if arm.key.control),
         remarks=remarks,
         scaling=() if blocks else _scaling(study, arms),
-        num_comparisons=judging.family_size(study) if study.tuning else 0,
-        positive=judging.positive(study, arms, blocks) if study.tuning else (),
+        num_comparisons=judging.family_size(study) if study.tuned else 0,
+        positive=judging.positive(study, arms, blocks) if study.tuned else (),
     )
 
 

@@ -75,7 +75,7 @@ def pair(
     study: Study, arm: Arm, other: Arm | None, blocks: Sequence[Remark], family: int
 ) -> Verdict:
     """The verdict of one arm against another, one of `family` comparisons."""
-    if study.tuning is None:
+    if not study.tuned:
         return Verdict(Decision.NO_VERDICT)
     return judge(study, [(arm, other)], blocks, family)[0]
 

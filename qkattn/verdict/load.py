@@ -10,11 +10,13 @@ the files of `qkattn.study.stored`, which give these.
 
 import dataclasses
 import statistics
+import typing
 from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
-from qkattn.config import TuningConfig
+from qkattn import config
+from qkattn.config import Config, ControlsConfig, TuningConfig, fingerprint_of, from_json
 from qkattn.errors import ReportError, RunDirectoryError
 from qkattn.storage import ledger
 from qkattn.storage.files import as_path
@@ -53,27 +55,16 @@ class Yardstick:
         return min(self.losses.get(split, {}).items(), key=lambda item: item[1], default=None)
 
 
-@dataclasses.dataclass(frozen=True)
-class Study:
-    """A study as described by its files."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Study(config.Study):
+    """A study as described by its files: its settings as declared, its runs and their results.
 
-    name: str
-    question: str | None
-    baseline: str
-    variants: tuple[str, ...]  # named with the destination of saved parameters, if several
-    sizes: tuple[str, ...]
-    matched: str | None
-    tolerance: float
-    margin: float
-    destinations: tuple[str, ...]
-    seeds: tuple[int, ...]
-    tuning: TuningConfig | None  # None if nothing is tuned
+    `variants` are named with the destination of saved parameters, if there are several.
+    """
+
+    seeds: tuple[int, ...]  # of the verdict, those of `base`
     grids: Mapping[str, tuple[float, ...]]  # the initial grid of each knob; empty without tuning
-    corpora: tuple[str, ...]
-    controls: Mapping[str, Any]
     arms: tuple[ArmKey, ...]  # the declared ones, controls included but those trained longer
-    base: Mapping[str, Any]  # the settings that all arms share, as JSON
-    base_hash: str  # their fingerprint
     command: str | None
     directory: Path  # where reports go
     files: Path  # where logs are; another than `directory` for a stored study
@@ -85,7 +76,11 @@ class Study:
     problems: tuple[str, ...] = ()  # sentences about files of runs that could not be read
     # By the key of the baseline; None if they are not recorded.
     yardsticks: Mapping[ArmKey, Yardstick] | None = None
-    expected: tuple[str, ...] = ()
+
+    @property
+    def tuned(self) -> bool:
+        """Whether it is tuned, which verdicts need."""
+        return bool(self.tuning.seeds)
 
     @property
     def trials(self) -> tuple[Trial, ...]:
@@ -105,8 +100,7 @@ class Study:
 
     def verdict_seeds(self, key: ArmKey) -> tuple[int, ...]:
         """The declared seeds of an arm's verdict run."""
-        longer = self.controls['longer_seeds'] if key.control == LONGER else ()
-        return tuple(longer) or self.seeds
+        return (key.control == LONGER and self.controls.longer_seeds) or self.seeds
 
     def bare(self, variant: str) -> str:
         """A variant without the destination in its name."""
@@ -134,7 +128,7 @@ def load_study(directory: str | Path) -> Study:
         yardsticks = _yardsticks(path, study.baseline) if path.exists() else None
     except ValueError as error:
         raise ReportError(f'{str(path)!r} cannot be read: {error}.') from error
-    problems: list[str] = []
+    problems = [*study.problems]
     try:
         runs = [with_files(run, files, problems) for run in _read_runs(study)]
     except RunDirectoryError as error:
@@ -152,24 +146,28 @@ def load_study(directory: str | Path) -> Study:
 
 def _declared(directory: Path, files: Path, kept: Ledger, record: Any) -> Study:
     """A study as study.json declares it, without runs; ValueError names what is wrong."""
-    controls = {'equal_shape': bool, 'longer': float | None, 'longer_seeds': tuple[int, ...]}
-    check(record, {'controls': controls, 'tuning': dict | None, 'arms': tuple[dict, ...]})
+    kinds = {'base': {'model': {'kind': str}}, 'base_hash': str, 'controls': dict}
+    kinds |= {'matched': str | None, 'tuning': dict | None, 'arms': tuple[dict, ...]}
+    check(record, kinds)
     if (tuning := record['tuning']) is not None:
         check(tuning, {f'{knob}s': tuple[float, ...] for knob in KNOBS})
-    grids = {} if tuning is None else {knob: tuple(tuning[f'{knob}s']) for knob in KNOBS}
+    is_hash = record['base_hash'] == fingerprint_of(record['base'])
     study = read(
         Study,
-        record,
-        tuning=None if tuning is None else read(TuningConfig, tuning),
-        grids=grids,
+        record | {'match': record['matched']},
+        base=from_json(Config, _known(Config, record['base'])),
+        tuning=read(TuningConfig, tuning or {}),
+        controls=read(ControlsConfig, record['controls']),
+        grids={} if tuning is None else {knob: tuple(tuning[f'{knob}s']) for knob in KNOBS},
         arms=tuple(map(parse_arm_key, record['arms'])),
+        problems=() if is_hash else ('base_hash of study.json is not the hash of its base',),
         directory=directory,
         files=files,
         declaration=ledger.digest(record),
         ledger=kept,
         altered={},
     )
-    if not study.seeds or study.tuning and not study.tuning.seeds:
+    if not study.seeds or tuning is not None and not study.tuned:
         raise ValueError("field 'seeds' is [], expected at least one whole number")
     if not study.margin > 0:
         raise ValueError(f"field 'margin' is {study.margin}, expected nats per token above 0")
@@ -179,6 +177,13 @@ def _declared(directory: Path, files: Path, kept: Ledger, record: Any) -> Study:
             if (value := getattr(arm, field)) not in among:
                 raise ValueError(f'an arm has {field} {value!r}, which is not one of {list(among)}')
     return study
+
+
+def _known(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that this version knows; results of others can be read."""
+    kinds = typing.get_type_hints(cls)
+    known = {name: value for name, value in values.items() if name in kinds}
+    return {n: _known(kinds[n], v) if isinstance(v, dict) else v for n, v in known.items()}
 
 
 def _read_runs(study: Study) -> list[Run]:

@@ -45,7 +45,7 @@ def check(study: Study, arms: Sequence[Arm]) -> tuple[Remark, ...]:
     """The remarks of all rules, the blocking ones first; one that all arms share is one remark."""
     remarks = [remark for rule in OF_STUDY for remark in rule(study, arms)]
     for arm in arms:
-        for rule in (*OF_ARM, *(OF_TUNED_ARM if study.tuning else ())):
+        for rule in (*OF_ARM, *(OF_TUNED_ARM if study.tuned else ())):
             remarks += [dataclasses.replace(remark, arm=arm.key) for remark in rule(study, arm)]
     remarks += [remark for rule in OF_ARMS for remark in rule(study, arms)]
     merged: list[Remark] = []
@@ -66,7 +66,7 @@ def _block(code: RemarkCode, arm: ArmKey | None = None, /, **data: Any) -> Remar
 
 def _tuning(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
     """The learning rate is tuned, on other seeds than those of the verdict."""
-    if study.tuning is None:
+    if not study.tuned:
         return
     if len(rates := study.grids['learning_rate']) < 2:
         yield _block(RemarkCode.LEARNING_RATE_NOT_TUNED, learning_rates=rates)
@@ -104,7 +104,7 @@ def _results(study: Study, arm: Arm) -> Iterator[Remark]:
 
 
 def _matching(study: Study, arm: Arm) -> Iterator[Remark]:
-    residual, matched = arm.example.run.residual, study.matched
+    residual, matched = arm.example.run.residual, study.match
     if matched is None or residual is None or arm.key.control == EQUAL_SHAPE:
         return
     if abs(residual) > study.tolerance:
@@ -193,7 +193,7 @@ def untrained(arm: Arm) -> Iterator[Remark]:
 
 def _trained(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
     """Baselines beat their yardsticks, and the seeds of an arm end close to each other."""
-    if study.tuning is None:
+    if not study.tuned:
         return
     if study.yardsticks is None and any(arm.is_baseline and arm.chosen for arm in arms):
         yield _block(RemarkCode.NO_YARDSTICK)

@@ -8,6 +8,7 @@ from operator import setitem as put
 import numpy as np
 import pytest
 
+from qkattn.config import Config, ModelConfig, fingerprint_of, to_json
 from qkattn.errors import ReportError
 from qkattn.report.prose import clause
 from qkattn.study import stored
@@ -92,6 +93,7 @@ def test_evaluations_need_every_result_and_end_where_a_trial_diverges(study_dir)
         ({'margin': 0.0}, "'margin'"),
         ({'tuning__seeds': []}, "'seeds' is []"),
         ({'tuning__choice': 'best'}, "'choice' is 'best'"),
+        ({'base': {'model': {'kind': 'decoder'}, 'train': 3}}, 'train=3'),
         ({'arms': [key('qk/vo', 'x')._asdict()]}, "control 'x'"),
         ({'arms': [key('qk/vo')._asdict() | {'corpus': 'y'}]}, "corpus 'y'"),
     ],
@@ -100,6 +102,14 @@ def test_a_bad_declaration_is_one_sentence(study_dir, changes, field):
     with pytest.raises(ReportError, match=r'study\.json.* cannot be read') as raised:
         load_study(studies.write_tuned(study_dir, studies.tuned_arm('qk/vo'), **changes))
     assert field in str(raised.value)
+
+
+def test_settings_of_another_version_are_left_out(study_dir):
+    base = to_json(Config())
+    base['model'] |= {'depth_decay': 2, 'num_layers': 3}
+    about = {'base': base, 'base_hash': fingerprint_of(base)}
+    study = load_study(studies.write_tuned(study_dir, studies.tuned_arm('qk/vo'), **about))
+    assert study.base == Config(model=ModelConfig(num_layers=3)) and study.problems == ()
 
 
 def test_findings_of_a_stored_study_are_read_again_only_once_a_file_has_changed(study_dir):

@@ -36,7 +36,7 @@ def figures(study: Study, findings: Findings) -> tuple[Drawing, ...]:
 
     look = style.styles(study.variants, study.baseline)
     with style.style_sheet():
-        stem = 'verdicts' if study.tuning else 'differences'
+        stem = 'verdicts' if study.tuned else 'differences'
         add(stem, forest.differences(study, findings, look))
         groups = prose.by_where(findings.arms, study)
         for number, (name, arms) in enumerate(groups.items(), start=1):

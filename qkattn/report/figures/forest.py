@@ -140,7 +140,7 @@ def differences(study: Study, findings: Findings, look: style.Styles) -> Figure 
             key = ArmKey(variant, size, corpus)
             line = _line(variant, results.get(key), study)
             groups.setdefault(prose.where(study, key), []).append(line)
-    tuned = study.tuning is not None
+    tuned = study.tuned
     if not groups or not (tuned or any(arm.difference for arm in findings.arms)):
         return None
     drawn = {
@@ -163,7 +163,7 @@ def _line(variant: str, arm: Arm | None, study: Study) -> Line:
     texts += [f'{arm.num_diverged} diverged'] if arm.num_diverged else []
     line = Line(variant, right='  '.join(texts), is_decided=decision in DECIDED)
     if arm.comparison is None:
-        tuned = study.tuning is not None
+        tuned = study.tuned
         why = 'the baseline has not finished' if tuned else 'no seed in common with the baseline'
         return line._replace(absent=why)
     seeds, difference = arm.comparison.differences.values(), arm.comparison.difference
