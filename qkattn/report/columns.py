@@ -166,8 +166,7 @@ def columns(study: Study, findings: Findings) -> Iterator[Column]:
             yield Column(knob, f'sweeps.{knob}', parts=SWEEP)
         elif knob == KNOBS[0] and not study.tuned:
             yield Column('', text, 'learning|rate')
-    heading = 'correlation|over seeds'
-    yield Column('correlation', 'comparison.correlation', heading, '+.2f')
+    yield Column('correlation', 'comparison.correlation', 'correlation|over seeds', '+.2f')
     yield from COSTS
     if findings.scaling:
         worth = {

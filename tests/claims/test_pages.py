@@ -18,10 +18,7 @@ from tests.report.conftest import row_names
 STORED = {claim.name: claim for claim in read_claims(conftest.CLAIMS)}
 MADE = read_answers(conftest.CLAIMS)
 FAILS = {'verdict': ClaimVerdict.FAILS, 'statement': '<b>x</b> & $y$ | `z`', 'condition': None}
-NEEDS = {
-    'needed': '48 seeds in place of 12',
-    'missing': ('study x has no results',),
-}
+NEEDS = {'needed': '48 seeds in place of 12', 'missing': ('study x has no results',)}
 MISSING = dataclasses.replace(STORED['B4'], seconds=5025.0, **NEEDS)
 HERE = {'verdict': ClaimVerdict.FAILS_HERE, 'condition': None}
 # One of each verdict and kind, in the order of their names.

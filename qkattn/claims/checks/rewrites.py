@@ -5,6 +5,7 @@ W_K M^-T and W_V M, M^-1 W_O the same function: H^2 redundant numbers in each ci
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from qkattn.claims.checks.small_layers import (
     Options,
     T,
     count,
+    descended,
     fit_error,
     freedom,
     layer,
@@ -278,9 +280,14 @@ def trained_apart() -> Iterator[Row]:
     """
     x_BTD = jnp.asarray(np.random.default_rng(7).standard_normal((32, T, D)))
     target_BTD = output(layer(num_heads=1, seed=1), x_BTD)
+
+    def loss(head: Attention) -> jax.Array:
+        return ((output(head, x_BTD) - target_BTD) ** 2).mean()
+
     for name, optimizer in (('SGD', optax.sgd(1.0)), ('Adam', optax.adam(0.01))):
         pair = layer(num_heads=1), without_w_q(layer(num_heads=1))
-        factored, one = (imitating(head, optimizer, x_BTD, target_BTD) for head in pair)
+        train = jax.jit(partial(descended, loss, optimizer=optimizer, steps=200))
+        factored, one = map(train, pair)
         for when, heads in (
             ('before training', pair),
             ('trained, one product in place of two', (factored, without_w_q(factored))),
@@ -288,20 +295,3 @@ def trained_apart() -> Iterator[Row]:
         ):
             inputs = (softmax_input(head, x_BTD) for head in reversed(heads))
             yield same(f'difference of the softmax input, {when}', *inputs, optimizer=name)
-
-
-def imitating(
-    head: Attention, optimizer: optax.GradientTransformation, x_BTD: Any, target_BTD: Any
-) -> Attention:
-    """The layer after 200 steps on the mean squared error of its output."""
-
-    def loss(head: Attention) -> jax.Array:
-        return ((output(head, x_BTD) - target_BTD) ** 2).mean()
-
-    def step(_: int, carried: tuple) -> tuple:
-        head, state = carried
-        updates, state = optimizer.update(jax.grad(loss)(head), state, head)
-        return optax.apply_updates(head, updates), state
-
-    start = head, optimizer.init(head)
-    return jax.jit(lambda start: jax.lax.fori_loop(0, 200, step, start))(start)[0]

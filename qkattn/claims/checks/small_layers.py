@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.flatten_util import ravel_pytree
 
 from qkattn.analysis.patterns import pattern_of
@@ -48,6 +49,19 @@ def layer(variant: str = 'qk/vo', *, seed: int = 0, **sizes: Any) -> Attention:
 def output(layer: Attention, x_BTD: jax.Array, mask_BTS: jax.Array | None = None) -> jax.Array:
     """out_BTD of a layer, compiled; causal without a mask."""
     return layer(x_BTD, mask_BTS)
+
+
+def descended(
+    loss: Callable[[Any], Any], params: Any, optimizer: optax.GradientTransformation, steps: int
+) -> Any:
+    """The parameters after steps of an optimizer on a loss."""
+
+    def step(_: int, carried: tuple) -> tuple:
+        params, state = carried
+        updates, state = optimizer.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    return jax.lax.fori_loop(0, steps, step, (params, optimizer.init(params)))[0]
 
 
 def stream(length: int = T, *, d_model: int = D, seed: int = 5) -> jax.Array:

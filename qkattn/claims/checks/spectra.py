@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from qkattn.claims.checks.small_layers import SAME, Options
+from qkattn.claims.checks.small_layers import SAME, Options, descended
 from qkattn.claims.claim import Row, exact
 from qkattn.convert.factors import balanced_factors
 
@@ -70,10 +70,5 @@ def fitted(strength: float, *, factored: bool, adam: bool) -> jax.Array:
         misfit = ((form(matrices) - target_DD) ** 2).sum() / 2
         return misfit + (0 if adam else strength) * penalty(matrices)
 
-    def step(_: int, carried: tuple) -> tuple:
-        matrices, state = carried
-        updates, state = optimizer.update(jax.grad(loss)(matrices), state, matrices)
-        return optax.apply_updates(matrices, updates), state
-
     start = tuple(jnp.asarray(w) for w in rng.normal(size=(1 + factored, 5, 5)))
-    return form(jax.lax.fori_loop(0, 5000, step, (start, optimizer.init(start)))[0])
+    return form(descended(loss, start, optimizer, 5000))
