@@ -81,7 +81,7 @@ def main() -> None:
 def _text(claim: ClaimResult) -> str:
     """A claim with its verdict and the conditions of the verdict, line by line."""
     lines = [f'{claim.name:<3} {claim.verdict:<14} {claim.statement}', pages.decisive(claim)]
-    lines += [f'holds for {claim.condition}'] if claim.condition else []
+    lines += [f'only if {claim.condition}'] if claim.condition else []
     lines += [f'would be decided by {claim.needed}'] if claim.needed else []
     return '\n      '.join(filter(None, [*lines, *claim.missing]))
 

@@ -17,8 +17,14 @@ TEXTS = dict.fromkeys(('title', 'statement', 'source', 'rule'), 'One is one.')
 HOLDS = Expectation('fair_small', 'qk/k_is_v', 'not_better')
 FAILS = Expectation('fair_small', 'qk/k_is_v', 'worse')
 LACKS = Expectation('masked', 'shared_qk/vo', 'worse')
+
+
+def one():
+    return [exact('one', 1, 1, side='left'), exact('one', 2, 1, side='right')]
+
+
 KNOWN = {
-    'E7': Claim(name='E7', **TEXTS, checks=(lambda: [exact('one', 1, 1)],)),
+    'E7': Claim(name='E7', **TEXTS, checks=(one,), conditions={'side: left': 'one is left'}),
     'E8': Claim(name='E8', **TEXTS, expectations=(HOLDS,)),
     'E9': Claim(name='E9', **TEXTS, expectations=(FAILS, LACKS)),
 }
@@ -44,11 +50,12 @@ def test_an_export_is_decided_again_and_a_changed_verdict_is_found(
     text = printed('claims', '--notrain', f'--workdir={workdir}', f'--export={kept}')
     for part in ('E7  holds', 'E8  holds', 'E9  undecided', 'study masked has no results'):
         assert part in text
+    assert ' only if one is left\n' in text and 'holds for' not in text
     assert drawn == [str(kept)]
     assert all((kept / name / 'study.json').exists() for name in ('fair_small', 'scaling'))
     stored = read_claims(kept)
     assert [claim.name for claim in stored] == ['E7', 'E8', 'E9']
-    assert export.check(kept) == sum(len(claim.rows) for claim in stored) == 1 + 3 + 3
+    assert export.check(kept) == sum(len(claim.rows) for claim in stored) == 2 + 3 + 3
     failed = dataclasses.replace(stored[0], verdict=ClaimVerdict.FAILS)
     answer = Answer('drop W_Q', 'query_free/vo', -0.25)
     for file, values, message in (
