@@ -18,7 +18,7 @@ from qkattn.errors import ReportError
 from qkattn.model import cost
 from qkattn.report import export as export_study
 from qkattn.report.prose import rounded
-from qkattn.report.verify import difference, near
+from qkattn.report.verify import close, difference, near
 from qkattn.stats.decision import Decision
 from qkattn.storage.records import damaged, flat, parse_file, read, write_json
 from qkattn.study.arms import parse_variant
@@ -210,6 +210,11 @@ def check(directory: str | Path) -> int:
     return sum(len(record.rows) for records in (stored, answered) for record in records)
 
 
+def _needed(one: str, other: str) -> bool:
+    counts = one.isdigit() and other.isdigit()
+    return abs(int(one) - int(other)) <= 1 if counts else close(one, other)
+
+
 def mismatch(old: Record, new: Record) -> str | None:
     """The first difference between a stored claim or answer and the same one made again.
 
@@ -227,7 +232,7 @@ def mismatch(old: Record, new: Record) -> str | None:
         a, b = one.get(name), other.get(name)
         row = name.rpartition('.')[0]
         if name == 'needed' and None not in (a, b):
-            same = difference(a, b, lambda x, y: abs(float(x) - float(y)) <= 1) is None
+            same = difference(a, b, _needed) is None
         elif row and isinstance(a, float) and isinstance(b, float):
             is_exact = one[f'{row}.kind'] == Kind.EXACT
             same = near(a, b) or is_exact and abs(a - b) <= one[f'{row}.tolerance']

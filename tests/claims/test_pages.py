@@ -81,10 +81,11 @@ def test_what_is_made_again_differs_by_rounding_alone():
         ('B2', {'decision': 'worse'}, {}, 'rows.1.decision of B2'),
         ('B2', {}, {'verdict': ClaimVerdict.FAILS}, 'verdict of B2'),
         ('B2', {}, {'rows': rows[:-1]}, 'rows.3.quantity of B2'),
-        ('B2', {}, {'needed': '49 seeds'}, None),
-        ('B2', {}, {'needed': '60 seeds'}, 'needed of B2'),
+        ('B2', {}, {'needed': '49 seeds, to find 0.0041 nats/token'}, None),
+        ('B2', {}, {'needed': '60 seeds, to find 0.0041 nats/token'}, 'needed of B2'),
+        ('B2', {}, {'needed': '48 seeds, to find 0.9 nats/token'}, 'needed of B2'),
     ):
-        claim = dataclasses.replace(STORED[name], needed='48 seeds')
+        claim = dataclasses.replace(STORED[name], needed='48 seeds, to find 0.0042 nats/token')
         first, second, *rest = claim.rows
         again = (first, dataclasses.replace(second, **row), *rest)
         message = export.mismatch(claim, dataclasses.replace(claim, **{'rows': again} | fields))
