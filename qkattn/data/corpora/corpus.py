@@ -142,9 +142,10 @@ def capped(corpus: Corpus) -> Corpus:
 def largest_size(sizes: Sequence[int]) -> int | None:
     """The c that solves SHARES * c = sum_i min(sizes[i], c), to cut documents to.
 
-    None where nothing has to be cut, and for fewer than SHARES documents, which cannot be so small.
+    None where nothing has to be cut, and for fewer than SHARES documents with text, which cannot be
+    so small.
     """
-    ordered = sorted(sizes, reverse=True)
+    ordered = sorted(filter(None, sizes), reverse=True)
     rest = sum(ordered)
     for cut, size in enumerate(ordered[:SHARES]):
         # With the `cut` longest documents cut, and all others whole.
