@@ -58,10 +58,12 @@ def _tokenizer(config: DataConfig, corpus: Corpus) -> Tokenizer:
 
 
 def _sides(config: DataConfig) -> list[TokenDataset]:
-    corpus = find(config)
+    corpus, tokens = find(config), data_root(config.data_dir) / 'tokens'
     tokenizer = _tokenizer(config, corpus)
     sides = [_side(corpus, language) for language in corpus.languages] or [corpus]
-    return [_cached(config, side, tokenizer) for side in sides]
+    places = [tokens / side.name / side.version / tokenizer.name for side in sides]
+    opened = functools.partial(_written_once, kind=config.tokenizer, tokenizer=tokenizer)
+    return list(map(opened, places, sides))
 
 
 def _side(corpus: Corpus, language: str) -> Corpus:
@@ -71,13 +73,7 @@ def _side(corpus: Corpus, language: str) -> Corpus:
     return dataclasses.replace(corpus, name=name, languages=(), documents=lambda _: documents())
 
 
-def _cached(config: DataConfig, corpus: Corpus, tokenizer: Tokenizer) -> TokenDataset:
-    tokens = data_root(config.data_dir) / 'tokens'
-    directory = tokens / corpus.name / corpus.version / tokenizer.name
-    return _written_once(directory, config.tokenizer, corpus, tokenizer)
-
-
-def _written_once(directory: Path, kind: str, corpus: Corpus, tokenizer: Tokenizer) -> TokenDataset:
+def _written_once(directory: Path, corpus: Corpus, kind: str, tokenizer: Tokenizer) -> TokenDataset:
     """The tokens of a corpus, which are written where they are missing or damaged."""
 
     def opened() -> TokenDataset:
@@ -111,4 +107,4 @@ def prepare(config: DataConfig, out: str) -> TokenDataset:
             'one language'
         )
     corpus = find(config)
-    return _written_once(directory, config.tokenizer, corpus, _tokenizer(config, corpus))
+    return _written_once(directory, corpus, config.tokenizer, _tokenizer(config, corpus))
