@@ -20,14 +20,16 @@ def early(loaded: Loaded) -> list[Row]:
 
     Differences of primary arms on the validation split, paired by seed. An early difference that
     is more than the margin away from the annealed one supports the claim; if all are equivalent,
-    they refute it. The tests are those of a verdict, without the errors of documents and tuning.
+    they refute it. The tests are those of a verdict, without the errors of documents and tuning;
+    all fractions share the error rate.
     """
-    margin, planned = loaded.study.margin, loaded.findings.num_comparisons
+    margin = loaded.study.margin
     curves = {
         arm.key: _curves(arm, other) for arm, other in _compared(loaded) if not arm.key.control
     }
     steps = {step for seeds in curves.values() for seed in seeds for step in seed}
     last, rows = max(steps, default=0), []
+    planned = loaded.findings.num_comparisons * len(steps - {last})
     for step in sorted(steps - {last}):
         changes = {
             arm: [seed[step] - seed[last] for seed in seeds if {step, last} <= seed.keys()]

@@ -5,11 +5,14 @@ import shutil
 
 import pytest
 
+from qkattn.claims import measures
 from qkattn.claims.claim import Claim, ClaimVerdict, Expectation, Kind, Measure, Row, Speaks
 from qkattn.claims.deciding import cases, decide, evidence, needed
 from qkattn.claims.studies import Results
 from qkattn.errors import ConfigError
+from qkattn.stats import decision
 from qkattn.verdict import Decision
+from tests.claims.conftest import CLAIMS
 
 pytestmark = pytest.mark.stored
 PLAIN = 'shared_qk/vo'
@@ -59,6 +62,18 @@ def test_a_claim_is_one_family(added):
     # An open row makes the verdict one of selected rows, three here.
     decided = decide(claim(*worse), 'cpu', added)
     assert decided.rows[2] == apart[2][0] and decided.needed == needed(*apart[2])[1]
+
+
+def test_fractions_of_training_share_the_error_rate(monkeypatch):
+    loaded, families, judge = Results(CLAIMS).study('lm_dropped'), [], decision.judge
+
+    def recorded(tested, planned):
+        families.append(planned)
+        return judge(tested, planned=planned)
+
+    monkeypatch.setattr(decision, 'judge', recorded)
+    assert [row.value for row in measures.early(loaded)] == [2, 1, 0]
+    assert families == [3 * loaded.findings.num_comparisons] * 3
 
 
 def test_below_the_margin_the_distance_from_it_decides(results):
