@@ -9,11 +9,13 @@ seeds such an arm may turn out either better or equivalent.
 A claim is one family. "True in every context" and "false in every context" are shown if every row
 rejects at the error rate, without correction: the null hypothesis is a union, that of some context,
 so the test of their intersection errs at most at that rate (Berger 1982, Technometrics 24:295).
+Rows of one context, any of which makes it false, share the rate for "false".
 "True here, false there" selects rows, so each is tested at the error rate over their number.
 """
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from typing import NamedTuple
@@ -95,9 +97,13 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
         rows = [*checked, *(row for row, _ in items), *beside, *measured]
         return rows, items, verdict_on(rows, complete=not missing)
 
-    # All rows together are one test at the error rate; single ones are tested at their share, where
-    # an expectation whose study has no results counts as one.
+    # All contexts together are one test at the error rate, which the rows that can make a context
+    # false share; single ones are tested at their share, where an expectation whose study has no
+    # results counts as one.
     rows, items, verdict = judged(1)
+    if items and verdict in (ClaimVerdict.FAILS, ClaimVerdict.FAILS_HERE):
+        rows_of = Counter(tuple(row.context.items()) for row, _ in items)
+        rows, items, verdict = judged(max(rows_of.values()))
     if verdict in (ClaimVerdict.HOLDS_ONLY_IF, ClaimVerdict.UNDECIDED):
         rows, items, verdict = judged(max(1, len(every) + len(expected) - len(trained)))
     condition: str | None = None

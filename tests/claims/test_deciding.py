@@ -64,6 +64,21 @@ def test_a_claim_is_one_family(added):
     assert decided.rows[2] == apart[2][0] and decided.needed == needed(*apart[2])[1]
 
 
+def test_rows_of_one_context_share_the_error_rate(added, monkeypatch):
+    """Any of them makes it false."""
+    families = []
+
+    def recorded(every, family):
+        families.append(family)
+        return evidence(every, family)
+
+    monkeypatch.setattr('qkattn.claims.deciding.evidence', recorded)
+    for relations, expected in ((('not_worse', 'equivalent'), [1, 2]), (('not_worse',), [1, 1])):
+        families.clear()
+        worse = (expect('double/double', relation, study='lm_added') for relation in relations)
+        assert decide(claim(*worse), 'cpu', added).verdict is FAILS_HERE and families == expected
+
+
 def test_fractions_of_training_share_the_error_rate(monkeypatch):
     loaded, families, judge = Results(CLAIMS).study('lm_dropped'), [], decision.judge
 
