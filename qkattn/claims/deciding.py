@@ -87,7 +87,7 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
     missing = [f'study {name} {problem.removesuffix(".")}' for name, problem in problems.items()]
     missing += [
         f'study {case.expected.study}: {case.key.variant} at {case.key.size} on {case.key.corpus} '
-        'has no difference from the baseline yet'
+        f'has no difference from {case.expected.versus or "the baseline"} yet'
         for case in every
         if not (case.arm and case.arm.comparison)
     ]

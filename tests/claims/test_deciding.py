@@ -118,8 +118,11 @@ def test_missing_results_are_named_and_needed_first(results, committed, tmp_path
     decided = decide(full_size, 'cpu', Results(tmp_path))
     assert (decided.verdict, decided.rows) == (UNDECIDED, ())
     assert 'lacks the results of' in decided.missing[0]
-    assert 'full_size/vo at d_model=96 on stdlib has no difference' in decided.missing[1]
+    assert 'full_size/vo at d_model=96 on stdlib has no difference from the' in decided.missing[1]
     assert decided.needed == '--scale=cpu: lm_added'
+    other = claim(expect('double/double', 'worse', 'lm_added', versus='full_size/vo'))
+    lacks = decide(other, 'cpu', Results(tmp_path)).missing[1]
+    assert lacks.endswith('on stdlib has no difference from full_size/vo yet')
     (study / 'study.json').write_text('{"a"')
     decided = decide(full_size, 'cpu', Results(tmp_path))
     assert decided.missing[0].startswith('study lm_added cannot be used: ')
