@@ -339,7 +339,8 @@ def answers_figure(answers: Sequence[export.Answer]) -> Drawing | None:
 def _line(row: Row, arm: str, is_decided: bool, **texts: Any) -> Line:
     """The line of a difference in the style of `arm`."""
     reported = None
-    if row.expected is not None and row.tolerance is not None:
+    is_beside = row.speaks == Speaks.BESIDE  # of another shape than what is reported
+    if not is_beside and row.expected is not None and row.tolerance is not None:
         reported = row.expected - row.tolerance, row.expected + row.tolerance
     numbers = row.value, row.low, row.high
     return Line(arm, *numbers, is_decided=is_decided, reported=reported, **texts)

@@ -124,8 +124,11 @@ def test_figures_show_the_numbers_of_the_rows(written):
     lines, kinds = compared(STORED['E4'].rows), (Kind.REMOVED, Kind.MATCHED)
     drawn = [parts[kind].value for kind in kinds for parts in lines if kind in parts]
     assert means == drawn and len(drawn) > 10
-    low, high = claim_figure(STORED['B2']).figure.axes[0].get_xlim()
+    same, equal = claim_figure(STORED['B2']).figure.axes
+    low, high = same.get_xlim()
     assert low < 0 and high > 0.015  # what is reported, beyond the interval
+    labels = [[line.get_label() for line in ax.lines] for ax in (same, equal)]
+    assert ['reported' in each for each in labels] == [True, False]  # it is of one shape
 
 
 def test_lines_of_a_figure_have_names_that_differ_and_the_row_that_decides(tmp_path):
