@@ -84,7 +84,7 @@ def language_model(
 def trained_language_model(
     scale: str, *, seeds: int = 8, steps: int = 2000, **fields: Any
 ) -> Config:
-    """A byte-level language model that gets beyond n-grams: 4.1 MB of text at scale cpu."""
+    """A byte-level language model that gets beyond n-grams: 1.2 epochs of 3.4 MB at scale cpu."""
     shape = {
         'num_heads': pick(scale, smoke=2, cpu=4, gpu=12),
         'context': pick(scale, smoke=16, cpu=128, gpu=1024),
