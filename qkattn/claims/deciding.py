@@ -97,9 +97,8 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
         rows = [*checked, *(row for row, _ in items), *beside, *measured]
         return rows, items, verdict_on(rows, complete=not missing)
 
-    # All contexts together are one test at the error rate, which the rows that can make a context
-    # false share; single ones are tested at their share, where an expectation whose study has no
-    # results counts as one.
+    # All contexts together are one test at the error rate, shared by rows that can make one false;
+    # single rows are tested at their share, each expectation whose study has no results as one.
     rows, items, verdict = judged(1)
     if items and verdict in (ClaimVerdict.FAILS, ClaimVerdict.FAILS_HERE):
         rows_of = Counter(tuple(row.context.items()) for row, _ in items)

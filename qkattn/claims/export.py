@@ -106,8 +106,8 @@ def _rows(results: Results, name: str, model: str, variant: str) -> Iterator[tup
         trial = arm.example
         decided = arm.verdict.decision.value if arm.verdict else WITHHELD
         context = {'model': model, 'size': arm.size, 'corpus': arm.corpus}
-        context |= {'parameters': f'{trial.parameters["total"]:,}'}
-        context |= {'tokens': f'{trial.num_tokens:,}'}
+        sizes = {'parameters': trial.parameters['total'], 'tokens': trial.num_tokens}
+        context |= {name: f'{number:,}' for name, number in sizes.items()}
         for kind, comparison, decision in (
             (Kind.REMOVED, arm.parts.removing, WITHHELD if decided == WITHHELD else None),
             (Kind.MATCHED if study.match else Kind.REMOVED, arm.comparison, decided),
@@ -211,8 +211,7 @@ def check(directory: str | Path) -> int:
 
 
 def _needed(one: str, other: str) -> bool:
-    counts = one.isdigit() and other.isdigit()
-    return abs(int(one) - int(other)) <= 1 if counts else close(one, other)
+    return close(one, other) or (one + other).isdigit() and abs(int(one) - int(other)) <= 1
 
 
 def mismatch(old: Record, new: Record) -> str | None:

@@ -38,9 +38,8 @@ def early(loaded: Loaded) -> list[Row]:
         tested = {arm: inference.paired(x, margin) if x else None for arm, x in changes.items()}
         decided = [d.decision for d in decision.judge(tested, planned=planned).values()]
         changed = sum(one in (Decision.BETTER, Decision.WORSE) for one in decided)
-        speaks = Speaks.FOR if changed else Speaks.OPEN
-        if {*decided} == {Decision.EQUIVALENT}:
-            speaks = Speaks.AGAINST
+        same = Speaks.AGAINST if {*decided} == {Decision.EQUIVALENT} else Speaks.OPEN
+        speaks = Speaks.FOR if changed else same
         context = {'arms': str(len(curves)), 'fraction of the steps': f'{step / last:g}'}
         quantity = 'differences that change by more than the margin'
         rows.append(Row(quantity, Kind.MEASURED, context, float(changed), speaks, 'arms'))
@@ -101,8 +100,7 @@ def _speaks(difference: Difference, bound: float) -> Speaks:
 
 def _compared(loaded: Loaded) -> Iterator[tuple[Arm, Arm]]:
     """All arms and controls but the baselines, each with its baseline, if that has results."""
-    arms = (*loaded.findings.arms, *loaded.findings.controls)
-    pairs = with_baselines(arms)
+    pairs = with_baselines((*loaded.findings.arms, *loaded.findings.controls))
     return ((arm, other) for arm, other in pairs if other and not arm.is_baseline)
 
 

@@ -134,9 +134,7 @@ def eval_batches(
 def eval_rows(rows: Rows, split: str, max_rows: int | None = None) -> np.ndarray:
     """Numbers of the rows that `eval_batches` reads."""
     available = rows.count(split)
-    if max_rows is None:
-        return np.arange(available)
-    count = min(max_rows, available)
+    count = available if max_rows is None else min(max_rows, available)
     return np.arange(count) * available // count
 
 

@@ -59,8 +59,7 @@ def write_tokens(directory: Path, kind: str, corpus: Corpus, tokenizer: Tokenize
     splits = {}
     for split in corpus.splits:
         source = f'split {split!r} of {corpus.name}'
-        named = corpus.names is not None and split != 'train'
-        names = tuple(corpus.names(split)) if named else None
+        names = tuple(corpus.names(split)) if corpus.names and split != 'train' else None
         encoded = _encoded(documents[split], source, tokenizer)
         splits[split] = _write(directory / f'{split}.bin', encoded, tokenizer, names)
         if not splits[split].num_documents:

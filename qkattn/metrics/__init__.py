@@ -293,8 +293,7 @@ def values(
     sums: Sums, bytes_per_target: float | None, metrics: Mapping[str, Metric] = METRICS
 ) -> dict[str, np.ndarray | None]:
     """Every evaluated metric for X trials, from the sums of R rows, each [R, X, ...]."""
-    evaluated = {name: metric.value for name, metric in metrics.items() if metric.value is not None}
-    return {name: value(sums, bytes_per_target) for name, value in evaluated.items()}
+    return {name: m.value(sums, bytes_per_target) for name, m in metrics.items() if m.value}
 
 
 def result_fields(metrics: Mapping[str, Metric] = METRICS) -> dict[str, type]:

@@ -63,10 +63,8 @@ def forest(
     axes = style.panels(figure, 1, len(drawn), **grid)
     for ax, (title, lines) in zip(axes, drawn.items(), strict=True):
         if margin:
-            label = f'±{margin:g}, equivalent inside'
-            ax.axvspan(
-                -margin, margin, color=style.GRID, alpha=0.75, linewidth=0, zorder=0, label=label
-            )
+            band = {'color': style.GRID, 'alpha': 0.75, 'linewidth': 0, 'zorder': 0}
+            ax.axvspan(-margin, margin, label=f'±{margin:g}, equivalent inside', **band)
         ax.axvline(0.0, label='no difference', **style.REFERENCE)
         names = [short(line.name or line.arm, longest) for line in lines]
         for y, (line, name) in enumerate(zip(lines, names, strict=True)):
@@ -166,6 +164,5 @@ def _line(variant: str, arm: Arm | None, study: Study) -> Line:
         tuned = study.tuned
         why = 'the baseline has not finished' if tuned else 'no seed in common with the baseline'
         return line._replace(absent=why)
-    seeds, difference = arm.comparison.differences.values(), arm.comparison.difference
-    low, high = difference.low, difference.high
-    return line._replace(mean=difference.mean, low=low, high=high, seeds=tuple(seeds))
+    d, seeds = arm.comparison.difference, tuple(arm.comparison.differences.values())
+    return line._replace(mean=d.mean, low=d.low, high=d.high, seeds=seeds)
