@@ -58,16 +58,17 @@ def primary(study: Study, arms: Sequence[Arm], blocks: Sequence[Remark]) -> dict
 def positive(
     study: Study, arms: Sequence[Arm], blocks: Sequence[Remark]
 ) -> tuple[PositiveControl, ...]:
-    """The verdict of every arm with an expected effect."""
+    """The verdict of every arm with an expected effect, in the family of all declared ones."""
+    cases = {case[0].key: case for case in with_baselines(arms)}
     effects = [
-        (expected, case)
+        (expected, key)
         for expected in map(parse_expected, study.expected)
-        for case in with_baselines(arms)
-        if case[0].variant == expected.variant
-        and case[0].key.control == (EQUAL_SHAPE if expected.equal_shape else None)
+        for key in study.arms
+        if key[::3] == (expected.variant, EQUAL_SHAPE if expected.equal_shape else None)
     ]
-    verdicts = judge(study, [case for _, case in effects], blocks, len(effects))
-    pairs = zip(effects, verdicts, strict=True)
+    known = [(expected, cases[key]) for expected, key in effects if key in cases]
+    verdicts = judge(study, [case for _, case in known], blocks, len(effects))
+    pairs = zip(known, verdicts, strict=True)
     return tuple(PositiveControl(expected, case[0], v) for (expected, case), v in pairs)
 
 

@@ -92,9 +92,12 @@ def test_a_positive_control_passes_with_the_expected_verdict(study_dir, delta, p
     records = [arm('qk/vo', 0), arm('b/vo', delta or 1e-9, noise=noise), arm('c/vo', 0.02)]
     records.append(arm('b/vo', 0.03, control=EQUAL_SHAPE))
     expected = [f'b/vo is {name}' for name in EXPECTED] + ['b/vo is worse at equal shape']
-    *positive, same_shape = findings_of(study_dir, *records, expected=expected).positive
+    # Arms that have no results yet are of the family.
+    declared = [('b/vo', 'd_model=64')]
+    changes = {'expected': expected, 'declared': declared}
+    *positive, same_shape = findings_of(study_dir, *records, **changes).positive
     assert {control.expected.decision for control in positive if control.passed} == passes
-    assert {(c.passed is None, c.verdict.num_comparisons) for c in positive} == {(False, 5)}
+    assert {(c.passed is None, c.verdict.num_comparisons) for c in positive} == {(False, 9)}
     assert (same_shape.passed, same_shape.arm.key.control) == (True, EQUAL_SHAPE)
 
 
