@@ -122,7 +122,7 @@ def _lacking(
     if baseline is None or not baseline.verdict_trials:
         why.append(Reason(ReasonCode.NO_BASELINE_TRIALS, {'baseline': study.baseline}))
     elif baseline.blocks:
-        data = {'baseline': study.baseline, 'remarks': baseline.blocks}
+        data = {'baseline': baseline.variant, 'remarks': baseline.blocks}
         why.append(Reason(ReasonCode.BASELINE_BLOCKED, data))
     elif not why and not all(
         {trial.seed for trial in one.verdict_trials}.issuperset(study.verdict_seeds(one.key))

@@ -264,3 +264,7 @@ def test_an_arm_that_breaks_a_rule_is_no_part(study_dir, variant, control, lost)
     parts = findings.arms[1].parts
     assert {name for name in PARTS if getattr(parts, name) is None} == lost
     assert findings.arms[1].verdict.decision is (NO_VERDICT if control is None else BETTER)
+    # A claim on a pair names the arm that is withheld.
+    broken = [a for a in (*findings.arms, *findings.controls) if a.blocks]
+    verdicts = [judging.pair(load_study(study_dir), findings.arms[0], a, (), 1) for a in broken]
+    assert [v.reasons[-1].data['baseline'] for v in verdicts] == [a.variant for a in broken]
