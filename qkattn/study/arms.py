@@ -20,7 +20,7 @@ from qkattn.jobs.output import text_table
 from qkattn.model import cost
 from qkattn.model.sites import attention_spec, sites, validate
 from qkattn.storage.sinks import check_sinks
-from qkattn.study.arm_key import EQUAL_SHAPE, ArmKey
+from qkattn.study.arm_key import EQUAL_SHAPE, ArmKey, parse_expected
 from qkattn.study.rules import validate as validate_study
 from qkattn.study.tuning import MODEL_KNOBS
 from qkattn.train.optimizer import check_optimizer
@@ -261,6 +261,20 @@ def build_arms(study: Study) -> list[MatchedArm]:
             raise ConfigError(
                 f'{same.key} and {arm.key} are the same model; leave one out, or choose sizes '
                 'whose steps are finer than the parameters saved'
+            )
+    for text in study.expected:
+        variant, _, equal_shape = parse_expected(text)
+        compared = [
+            arm.key.variant
+            for arm in arms
+            if arm.variant != study.baseline and (arm.key.control == EQUAL_SHAPE) == equal_shape
+        ]
+        if variant not in compared:
+            kind = ' at equal shape (cheaper ones, with controls.equal_shape and a match)'
+            raise ConfigError(
+                f'expected={text!r}: {variant!r} is none of the arms{kind * equal_shape} that are '
+                f'compared with {study.baseline!r}; they are '
+                f'{", ".join(map(repr, dict.fromkeys(compared))) or "none"}'
             )
     return [
         dataclasses.replace(arm, key=arm.key._replace(corpus=corpus))

@@ -9,7 +9,6 @@ from qkattn.config.setting import check_section
 from qkattn.errors import ConfigError
 from qkattn.stats.inference import MIN_PAIRS
 from qkattn.stats.sweep import MIN_SEEDS, MIN_VALUES
-from qkattn.study.arm_key import parse_expected
 from qkattn.study.tuning import MODEL_KNOBS, TRIAL_KNOBS, screening_seeds
 
 
@@ -28,7 +27,6 @@ def broken(study: Study) -> Iterator[str]:
         yield (
             f'variants={study.variants} must contain the baseline {study.baseline!r} for a verdict'
         )
-    yield from _expected(study)
     if not (optimizer := study.base.optimizer).anneals:
         yield (
             f'optimizer.schedule={optimizer.schedule} with '
@@ -72,22 +70,6 @@ def broken(study: Study) -> Iterator[str]:
             f'mesh.trial={study.base.mesh.trial} must divide the numbers of tuning.seeds, '
             f'tuning.max_seeds, trials.seeds and controls.longer_seeds, {numbers}'
         )
-
-
-def _expected(study: Study) -> Iterator[str]:
-    """A positive control names an arm that is compared with the baseline."""
-    for text in study.expected:
-        expected, labels = parse_expected(text), study.variants
-        if not expected.equal_shape and len(study.destinations) > 1:
-            labels = tuple(f'{v} [{d}]' for v in labels for d in study.destinations)
-        compared = [label for label in labels if label != study.baseline]
-        if expected.variant not in compared:
-            yield (
-                f'expected={text!r}: {expected.variant!r} is none of the arms that are compared '
-                f'with {study.baseline!r}; they are {", ".join(map(repr, compared))}'
-            )
-        if expected.equal_shape and not (study.controls.equal_shape and study.match):
-            yield f'expected={text!r} needs controls.equal_shape and a match'
 
 
 def _ascends(values: tuple[float, ...]) -> bool:

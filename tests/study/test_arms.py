@@ -45,6 +45,8 @@ def longer(*seeds):
 
 ODD = {'variants': ('qk/vo', 'qk/vo?positions=rope&head_size=7'), 'match': None}
 AT_SHAPE = 'shared_qk/no_v is worse at equal shape'
+LARGER = {'variants': ('qk/vo', 'qk/vo?d_ff=600'), 'tolerance': 1.0}
+LARGER |= {'expected': ('qk/vo?d_ff=600 is better at equal shape',)}
 FREE, SEEDED = {'match': None}, {'trials': {'seeds': (0, 1, 7)}}
 SCALED = {'variants': ('qk/vo', 'qk/vo?score_scale=2.0')} | tuning(score_scales=(0.5, 1.0))
 
@@ -76,7 +78,8 @@ SCALED = {'variants': ('qk/vo', 'qk/vo?score_scale=2.0')} | tuning(score_scales=
         (TUNED, tuning(max_seeds=1), 'must be at least 2: .* one seed shows'),
         (TUNED, tuning(max_points=2), 'max_points=2 must be at least 3'),
         (TUNED, {'expected': ('qk/vo is worse',)}, "'qk/vo' is none of the arms"),
-        (TUNED, FREE | {'expected': (AT_SHAPE,)}, 'needs controls.equal_shape and a match'),
+        (TUNED, FREE | {'expected': (AT_SHAPE,)}, 'with controls.equal_shape and a match.*none'),
+        (TUNED, LARGER, "'qk/vo.d_ff=600' is none of the arms at equal shape"),
         (TUNED, tuning(init_vos=(1.0, 0.5)), 'init_vos=.* must ascend'),
         (TUNED, {'trials': {'learning_rates': (1e-3, 2e-3, 3e-3)}}, 'rates=.* must ascend'),
         (TUNED, {'trials': {'weight_decays': (0.0, 0.1)}}, 'decays=.* must ascend'),
