@@ -22,7 +22,8 @@ APART = 5.0  # standard deviations, estimated from the median absolute deviation
 MIN_DOCUMENTS = 100  # of text in an evaluation; fewer do not stand for the text they are from
 ROUNDING = 1e-12  # a spread below this fraction of the mean is that of rounding, and taken as 0
 
-_MANY = 1_000_000  # degrees of freedom: a t variable is normal; and more pairs than any study has
+_MANY = 1_000_000  # degrees of freedom: a t variable is normal
+_NEVER = 2**62  # pairs: what so many do not find, none do
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,9 +268,9 @@ def to_find(
             df = (n - 1) * (total / seeds) ** 2 if seeds else math.inf  # Satterthwaite
             return detectable_difference(total**0.5, min(df, _MANY), alpha) <= rest
 
-        return bisect.bisect_left(range(_MANY), True, lo=MIN_PAIRS, key=enough)
+        return bisect.bisect_left(range(_NEVER), True, lo=MIN_PAIRS, key=enough)
 
-    if (number := pairs(1.0)) < _MANY:
+    if (number := pairs(1.0)) < _NEVER:
         return number, 1.0
-    documents = 2 * (evaluation * detectable_difference(1.0, _MANY, alpha) / rest) ** 2
+    documents = max(1.0, 2 * (evaluation * detectable_difference(1.0, _MANY, alpha) / rest) ** 2)
     return pairs(documents), documents

@@ -150,7 +150,7 @@ def test_pairs_and_documents_that_a_difference_takes():
     eight, noisy = paired(values), paired(values, evaluation=(0.01, 100))
     detectable = inference.detectable_difference(eight.error_seeds, eight.df)
     assert inference.to_find(eight, detectable * (1 + 1e-9)) == (8, 1.0)
-    many, more = (inference.to_find(eight, size) for size in (0.001, 0.0005))
+    many, more = (inference.to_find(eight, size) for size in (2e-5, 1e-5))  # above a million
     assert many[1] == more[1] == 1 and more[0] / many[0] == pytest.approx(4, rel=0.01)
     pairs, documents = inference.to_find(noisy, 0.01)
     error = math.hypot(eight.sd / pairs**0.5, 0.01 / documents**0.5)
