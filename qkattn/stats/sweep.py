@@ -64,9 +64,9 @@ class Sweep:
     values to fit. `optimum` and the fitted mean `loss` there are also None if the parabola is not
     convex or its vertex lies outside the fitted values. `optimum_low` and `optimum_high`, its 95 %
     interval, are None if the data do not bound it, or if there are no residual degrees of freedom,
-    as with one seed at three values. The interval accounts for noise and misfit only through
-    residuals: where the loss is not a parabola, the error of the vertex exceeds it. `at_worst`
-    bounds what that costs.
+    as with one seed at three values. The interval takes residuals as independent noise: where the
+    loss is not a parabola, or seeds have optima of their own, the error of the vertex exceeds it.
+    `at_worst` bounds what that costs.
     """
 
     values: tuple[float, ...]
