@@ -38,7 +38,7 @@ from qkattn.claims.claim import (
     difference_row,
 )
 from qkattn.claims.protocol import pick
-from qkattn.claims.studies import Loaded, Results
+from qkattn.claims.studies import Loaded, Results, opened
 from qkattn.errors import ConfigError
 from qkattn.report.prose import NOT_RECORDED, SPLITS, device, reasons
 from qkattn.stats.decision import ALPHA
@@ -76,7 +76,7 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
         checked = [row for check in claim.checks for row in check()]
     measured = [row for measure in claim.measures for row in results.rows(measure)]
     if scale == 'smoke':  # its studies only show that they run
-        measured = [replace(row, speaks=Speaks.OPEN) for row in measured]
+        measured = opened(measured)
     studies = {name: study for name in claim.studies if (study := results.study(name))}
     expected = claim.expected_at(scale)
     trained = [(e, studies[e.study]) for e in expected if e.study in studies]

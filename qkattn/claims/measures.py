@@ -62,7 +62,7 @@ def growth(loaded: Loaded, variant: str) -> list[Row]:
             first, last, margin = min(seeds[0]), max(seeds[0]), loaded.study.margin
             grown = inference.paired([seed[last] - seed[first] for seed in seeds], margin)
             quantity = f'growth of the difference from {first / last:.0%} of the steps on'
-            speaks, context = _speaks(grown, margin), loaded.context(arm)
+            speaks, context = _speaks(grown, margin, 0.0), loaded.context(arm)
             rows.append(difference_row(quantity, Kind.MEASURED, context, grown, speaks=speaks))
     return rows
 
@@ -70,8 +70,8 @@ def growth(loaded: Loaded, variant: str) -> list[Row]:
 def at_one_rate(loaded: Loaded, variant: str) -> list[Row]:
     """Differences of a study without tuning, at each learning rate that both arms have.
 
-    That at the lowest one, where published baselines tend to stand, decides: better if its interval
-    is below zero, not so if it is above.
+    That at the lowest one, where published baselines tend to stand, decides: better by more than
+    the margin, or not, by its interval.
     """
     rows = []
     for arm, baseline in _compared(loaded):
@@ -81,7 +81,8 @@ def at_one_rate(loaded: Loaded, variant: str) -> list[Row]:
         for rate in arm.learning_rates:
             if comparison := compare(_at(rate, arm), _at(rate, baseline), loaded.study):
                 difference = comparison.difference
-                speaks = Speaks.BESIDE if speaks else _speaks(difference, 0.0)
+                margin = -loaded.study.margin
+                speaks = Speaks.BESIDE if speaks else _speaks(difference, margin, margin)
                 context = loaded.context(arm)
                 context |= {'baseline': 'untuned', 'learning rate': f'{rate:g}'}
                 about = f'{variant} at one learning rate for both', Kind.MEASURED, context
@@ -89,13 +90,13 @@ def at_one_rate(loaded: Loaded, variant: str) -> list[Row]:
     return rows
 
 
-def _speaks(difference: Difference, bound: float) -> Speaks:
-    """For, if the interval lies below `bound`; against, if it lies above zero."""
+def _speaks(difference: Difference, below: float, above: float) -> Speaks:
+    """For, if the interval lies below one bound; against, if it lies above the other."""
     if difference.low is None or difference.high is None:
         return Speaks.OPEN
-    if difference.high < bound:
+    if difference.high < below:
         return Speaks.FOR
-    return Speaks.AGAINST if difference.low > 0 else Speaks.OPEN
+    return Speaks.AGAINST if difference.low > above else Speaks.OPEN
 
 
 def _compared(loaded: Loaded) -> Iterator[tuple[Arm, Arm]]:

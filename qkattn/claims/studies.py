@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from qkattn.claims.claim import Claim, Measure, Row
+from qkattn.claims.claim import Claim, Measure, Row, Speaks
 from qkattn.config import Study, from_config_dict
 from qkattn.errors import ConfigError, ReportError
 from qkattn.jobs import cli
@@ -20,7 +20,7 @@ from qkattn.storage.records import read_json
 from qkattn.study import local_workers, plan, yardsticks
 from qkattn.study.arms import build_arms
 from qkattn.study.plan import PlannedRun
-from qkattn.verdict import Findings, load_findings
+from qkattn.verdict import Findings, load_findings, rules
 from qkattn.verdict import Study as LoadedStudy
 from qkattn.verdict.arms import Arm
 
@@ -79,10 +79,24 @@ class Results:
         return f'is damaged: {problems[0]}' if problems else None
 
     def rows(self, measure: Measure) -> list[Row]:
-        """The rows of a measure; none before its study has results."""
-        loaded = self.study(measure.study)
-        rows = measure.read(loaded) if loaded else []
-        return [dataclasses.replace(row, study=measure.study) for row in rows]
+        """The rows of a measure; none before its study has results.
+
+        They decide nothing if a baseline falls short of its yardstick.
+        """
+        if (loaded := self.study(measure.study)) is None:
+            return []
+        bases = rules.baselines(loaded.study, loaded.findings.arms)
+        learned = bases and not any([*rules.untrained(arm)] for arm in bases)
+        rows = [dataclasses.replace(row, study=measure.study) for row in measure.read(loaded)]
+        return rows if learned else opened(rows)
+
+
+def opened(rows: Iterable[Row]) -> list[Row]:
+    """The rows, none of which decides."""
+    return [
+        row if row.speaks == Speaks.BESIDE else dataclasses.replace(row, speaks=Speaks.OPEN)
+        for row in rows
+    ]
 
 
 def studies_of(claims: Iterable[Claim], scale: str) -> dict[str, Study]:

@@ -12,7 +12,7 @@ from qkattn.claims.studies import Results
 from qkattn.errors import ConfigError
 from qkattn.stats import decision
 from qkattn.verdict import Decision
-from tests.claims.conftest import CLAIMS
+from tests.claims.conftest import CLAIMS, RESULTS
 
 pytestmark = pytest.mark.stored
 PLAIN = 'shared_qk/vo'
@@ -144,7 +144,9 @@ def test_measures_decide_by_what_they_read_of_a_study(results, tmp_path):
     assert (done.rows[0].quantity, done.rows[0].study) == ('fair_small', 'fair_small')
     trial = results.study('fair_small').study.trials[0]
     assert done.commit == trial.provenance['git']['commit'][:12] and done.seconds > 50
-    # At this scale studies only show that they run.
+    # Models short of a yardstick decide nothing, nor do studies that only show that they run.
+    short = decide(measured, 'cpu', Results(RESULTS))
+    assert (short.verdict, short.rows[0].speaks) == (UNDECIDED, Speaks.OPEN)
     assert decide(measured, 'smoke', results).verdict is UNDECIDED
     absent = decide(measured, 'cpu', Results(tmp_path))
     assert absent.verdict is UNDECIDED and absent.missing == ('study fair_small has no results',)

@@ -1,0 +1,31 @@
+"""A nonlinear query and the standard one at one learning rate, the lowest of those that tune them.
+
+Claim E2 (arXiv 2603.13381): what would be reported without tuning.
+
+    python -m experiments.ablate --config=configs/claims/lm_untuned.py:cpu \\
+        --workdir=runs/lm_untuned
+
+Expected result and time: docs/claims.md, E2; lm_added compares the two tuned.
+"""
+
+import dataclasses
+
+from qkattn.claims.protocol import pick, protocol, trained_language_model
+from qkattn.config import Study, to_config_dict
+
+
+def get_config(scale='cpu'):
+    base = trained_language_model(scale, seeds=12)
+    lowest = dataclasses.replace(base.trials, learning_rates=base.trials.learning_rates[:1])
+    return to_config_dict(
+        Study(
+            name='lm_untuned',
+            question='Is a nonlinear query better than the standard one without tuning?',
+            base=dataclasses.replace(base, trials=lowest),
+            variants=('qk/vo', 'nonlinear_query/vo'),
+            sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=96',), gpu=('d_model=768',)),
+            # Parameters worth 8 % of the model cost this decoder about 0.021 nats.
+            margin=0.01,
+            tolerance=protocol(scale)['tolerance'],
+        )
+    )
