@@ -129,7 +129,7 @@ class Sinks:
         values = {
             f'{record["kind"]}/{name}': np.array(value, np.float64)
             for name, value in record.items()
-            if name != 'trials' and np.ndim(value) == 1 and not isinstance(value[0], str)
+            if name != 'trials' and np.ndim(value) == 1 and str not in map(type, value)
         }
         for name, sink in list(self._open.items()):
             with self._guarded(name):

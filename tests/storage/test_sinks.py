@@ -68,7 +68,7 @@ def test_a_sink_gets_the_values_of_the_trials_and_is_closed(tmp_path):
     sinks = opened(tmp_path, WRITES)
     sinks.write({'kind': 'train', 'step': 2, 'loss': np.arange(4.0)})
     final = {'val_loss': [1.5, None, 2.5, 3.5], 'trials': CONFIG.trials.trials(), 'eval_tokens': 7}
-    final['val_bleu_signature'] = ['nrefs:1'] * 4  # no number
+    final['val_bleu_signature'] = [None, *['nrefs:1'] * 3]  # no number, and the first has diverged
     sinks.write({'kind': 'final', 'step': 2, **final, 'none': None})
     sinks.close()
     written = [json.loads(line) for line in (tmp_path / 'written').read_text().splitlines()]
