@@ -58,7 +58,8 @@ class RunDirectory(contextlib.ExitStack):
             start = {**describe_start(), 'imported': imported(to_json(config))}
             write_json(provenance, {'starts': [*starts, start]})
             self.metrics = MetricsFile(directory / 'metrics.jsonl')  # `rewind` before appending
-            self.callback(self.metrics.close)
+            # In a bucket this writes the whole file, which may be that of another owner by then.
+            self.callback(lambda: None if self.lost() else self.metrics.close())
         except BlockingIOError as error:
             raise InUseError(
                 f'workdir={directory} is in use by {error}; wait for it, stop it, or give another'

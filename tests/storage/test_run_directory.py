@@ -13,7 +13,8 @@ import pytest
 
 from qkattn.config import Config, OptimizerConfig, TrialsConfig, fingerprint, to_json
 from qkattn.errors import ConfigError, InUseError
-from qkattn.storage import run_directory
+from qkattn.storage import leases, run_directory
+from qkattn.storage.metrics_log import read_metrics
 from qkattn.storage.records import read_json
 from qkattn.storage.run_directory import RunDirectory
 
@@ -35,6 +36,18 @@ def test_a_directory_has_one_owner(tmp_path, request, far):
     if server:
         kept = {'a/config.json', 'a/metrics.jsonl', 'a/provenance.json'}
         assert set(server.names('runs')) == kept
+
+
+def test_an_owner_that_was_taken_over_leaves_the_metrics_of_the_next(bucket, monkeypatch):
+    path, seconds = 'gs://runs/a', leases.seconds
+    with RunDirectory(path, CONFIG) as first:
+        first.metrics.append({'step': 5})
+        monkeypatch.setattr(leases, 'seconds', lambda: seconds() + leases.EXPIRY)
+        bucket.set_age('runs', 'a/lock', leases.EXPIRY + 1)
+        with RunDirectory(path, CONFIG) as second:
+            second.metrics.append({'step': 9})
+        assert first.lost() and not second.lost()
+    assert read_metrics(f'{path}/metrics.jsonl') == [{'step': 9}]
 
 
 def test_another_config_is_refused_with_exactly_the_fields_that_differ(tmp_path):
