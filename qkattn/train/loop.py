@@ -5,7 +5,6 @@ import dataclasses
 import itertools
 import json
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -223,7 +222,7 @@ class _Run:
         # A step that the record of a checkpoint lacks stays unknown, None.
         steps_X = record['diverged_at'] or [None] * len(alive_X)
         self.diverged_at = {x: at for x, at in enumerate(steps_X) if not alive_X[x]}
-        clock, val_loss, unwritten = Clock(record), math.inf, None
+        clock, unwritten = Clock(record), None
         with (
             contextlib.closing(stack.batches()) as batches,
             contextlib.closing(
@@ -232,7 +231,7 @@ class _Run:
         ):
             self.stop.defer_exit()
             stopped = f'stopped at step %s of {train.num_steps}, state saved'
-            if not record['evaluated'] and (val_loss := self._validate(step)) is None:
+            if not record['evaluated'] and self._validate(step) is None:
                 raise Stopped(stopped % step)
             self.progress.begin(step)
             since = step
@@ -255,9 +254,9 @@ class _Run:
                 unwritten = None
                 jax.block_until_ready(stack.state)
                 clock.pause((step - since) * self.tokens_per_step)
-                if evaluating and not stopping:
-                    val_loss = self._validate(step)
-                    stopping = val_loss is None
+                # None between evaluations: the best checkpoint is one that was evaluated.
+                val_loss = self._validate(step) if evaluating and not stopping else None
+                stopping |= evaluating and val_loss is None
                 if saving or stopping:
                     record = {
                         # On the disk before the checkpoint: a resumed file has no gap.
