@@ -107,7 +107,7 @@ def load_stack(path: Path, average: int = 1) -> tuple[Config, int, dict]:
     """Settings, step and trials (as in `train.step`, stacked) of a run's newest checkpoint.
 
     The parameters are the mean of the newest `average` checkpoints (Vaswani et al. 2017, section
-    6.1); ConfigError if there are fewer.
+    6.1); ConfigError if there are fewer without a gap.
     """
     config = from_json(Config, read_json(path / 'config.json', CONFIG)['config'])
     seeds = jnp.zeros(len(config.trials.trials()), jnp.uint32)
@@ -118,13 +118,15 @@ def load_stack(path: Path, average: int = 1) -> tuple[Config, int, dict]:
         states = [state for state, _ in itertools.islice(checkpoints.sound(target), average)]
     if not states:
         raise ConfigError(f'{path} has no checkpoint yet')
-    if len(states) < average:
+    steps, span = [int(state['step']) for state in states], average - 1  # in checkpoint_every
+    # The one of the best loss may be far older than the newest.
+    if len(states) < average or steps[0] - steps[-1] > span * config.train.checkpoint_every:
         raise ConfigError(
-            f'average={average}, but {path} has {len(states)} sound checkpoints; train.keep, which '
-            f'is {config.train.keep} there, says how many stay'
+            f'average={average} takes as many in a row, but the newest sound checkpoints of {path} '
+            f'are of steps {steps}; train.keep, {config.train.keep} there, says how many stay'
         )
     newest = states[0]['trials']
     params = jax.tree.map(
         lambda *leaves: sum(leaves) / average, *(state['trials']['params'] for state in states)
     )
-    return config, int(states[0]['step']), {**newest, 'params': params}
+    return config, steps[0], {**newest, 'params': params}

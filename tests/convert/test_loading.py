@@ -61,8 +61,13 @@ def test_the_newest_checkpoints_of_a_run_are_averaged(trained, tmp_path):
         params = [one.params[1] for one in (run, load(trained[0]))]
         for leaf, first in zip(*map(jax.tree.leaves, params), strict=True):
             np.testing.assert_allclose(leaf, factor * first, rtol=1e-6)
-    with refused('average=4, but .* has 3 sound checkpoints; train.keep'):
+    with refused(r'average=4 .* checkpoints of .* are of steps \[8, 6, 4\]; train.keep'):
         load(directory, average=4)
+    with contextlib.closing(Checkpoints(directory / 'checkpoints')) as saved:  # 8 stays as the best
+        later['step'] = jnp.int32(8 + 2 * config.train.checkpoint_every)
+        saved.save(int(later['step']), later, {'data': {}, 'train_seconds': 0.0}, 2.0)
+    with refused(rf'average=2 .* are of steps \[{later["step"]}, 8\]'):
+        load(directory, average=2)
     exported.save(tmp_path / 'w', config.model, run.params[0], origin={})
     one = load(tmp_path / 'w')  # one model
     assert (one.config, one.step, one.trials, one.trial) == (None, None, [{}], 0)
