@@ -53,7 +53,8 @@ def keep_programs() -> None:
             raise PermissionError(f'{path} is not a directory of this user alone, of mode 700')
         tempfile.TemporaryFile(dir=path).close()
         if not os.environ.get(_NAMED):
-            _delete_oldest(path.parent)
+            with contextlib.suppress(FileNotFoundError):  # another start is deleting them
+                _delete_oldest(path.parent)
     except (OSError, ConfigError) as error:  # a user may have no home directory
         log.warning('compiled programs are not kept (%s); %s names a directory', error, _NAMED)
         jax.config.update('jax_enable_compilation_cache', False)

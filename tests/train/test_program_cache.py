@@ -113,7 +113,7 @@ def test_a_directory_that_cannot_be_trusted_keeps_no_programs(
     assert 'compiled programs are not kept' in message and str(kept) in message
 
 
-def test_the_least_recently_used_are_deleted_beyond_a_limit(tmp_path, kept, monkeypatch):
+def test_the_least_recently_used_are_deleted_beyond_a_limit(tmp_path, kept, monkeypatch, caplog):
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
     files = {'1-cores/old-cache': (5, 5), '2-cores/new-cache': (6, 9), '2-cores/used-cache': (9, 5)}
     for name, moments in files.items():
@@ -127,6 +127,9 @@ def test_the_least_recently_used_are_deleted_beyond_a_limit(tmp_path, kept, monk
     monkeypatch.delenv('JAX_COMPILATION_CACHE_DIR')
     keep_programs()
     assert {path.name for path in tmp_path.glob('qkattn/*/*/*')} == {'new-cache', 'used-cache'}
+    file.with_name('gone-cache').symlink_to('nowhere')  # as one that another start has just deleted
+    keep_programs()
+    assert not caplog.messages
 
 
 def test_stages_of_an_arm_share_their_program(small):
