@@ -106,11 +106,11 @@ def describe(config: Config, topology: str) -> Description:
     """Compiles the train program for the pod of a name and describes it."""
     pod = Pod(topology)
     _require_fit(config, pod)
+    devices, compiler = _devices(pod)  # before any code from outside computes, which starts JAX
     validate(config)
     check_optimizer(config.optimizer, config.train.num_steps)
     check_metrics(config)
     model, train, trials = config.model, config.train, len(config.trials.trials())
-    devices, compiler = _devices(pod)
     capacity = pod.chip.hbm // pod.chip.devices
     mesh = sharding.make_mesh(config.mesh, devices)
     lifting = 'vmap' if train.lifting == 'auto' else train.lifting
