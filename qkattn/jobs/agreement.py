@@ -114,9 +114,8 @@ def owner_first(make: Callable[[], T]) -> T:
 
     Returns once all have it, as hosts may have no common disk; what it raises in 0, all raise.
     """
-    made: list[T] = []
-    on_owner(lambda: made.append(make()))
-    value = made[0] if made else make()
+    made = owned(make)
+    value = make() if isinstance(made, _Nothing) else made
     barrier('prepared', limit=OWNER_LIMIT)
     return value
 

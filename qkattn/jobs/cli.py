@@ -132,10 +132,8 @@ def read_config(flag: flags.FlagHolder) -> Any:
             f'{", ".join(known)}{meant}'
         ) from error
     if not isinstance(config, kind := _kind()):
-        other, name = (
-            script('ablate' if isinstance(config, Study) else 'train'),
-            type(config).__name__,
-        )
+        other = script('ablate' if isinstance(config, Study) else 'train')
+        name = type(config).__name__
         raise ConfigError(f'this config is a {name}, not a {kind.__name__}; run it with {other}')
     return config
 

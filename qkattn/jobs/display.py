@@ -108,8 +108,8 @@ class Progress(contextlib.AbstractContextManager['Progress']):
             self._phase = before
             _log.debug('%s: %s took %.3f s', self._label, name, self._clock() - start)
 
-    def begin(self, step: int) -> None:
-        """Training starts or resumes after `step` steps."""
+    def begin(self) -> None:
+        """Training starts or resumes."""
         self._phase = 'first steps', self._clock()
 
     def update(self, step: int, loss: Any = None) -> None:

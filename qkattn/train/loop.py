@@ -233,7 +233,7 @@ class _Run:
             stopped = f'stopped at step %s of {train.num_steps}, state saved'
             if not record['evaluated'] and self._validate(step) is None:
                 raise Stopped(stopped % step)
-            self.progress.begin(step)
+            self.progress.begin()
             since = step
             clock.start()
             for batch in placed:

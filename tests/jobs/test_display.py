@@ -59,7 +59,7 @@ def test_plain_lines_stand_at_intervals(show, clock):
     stream = io.StringIO()
     progress = show(stream, 'qk.vo', 1100, tokens_per_step=1000, study=StudyLeft(3, work=2.0))
     assert stream.getvalue() == ''
-    progress.begin(1040)
+    progress.begin()
     clock.seconds += 5
     for step in range(1041, 1101):
         progress.update(step, loss=jnp.float32(2.5))
@@ -109,7 +109,7 @@ def test_the_row_of_a_terminal_fits_and_shows_what_matters_most(columns, show, c
     study = StudyLeft(120, work=30.0)
     stream = Terminal()
     progress = show(stream, LABEL, 4000, columns=columns, tokens_per_step=3000, study=study)
-    progress.begin(0)
+    progress.begin()
     for step in (10, 1200):
         clock.seconds += 10
         progress.update(step, np.array([2.5, 2.345]))
@@ -160,7 +160,7 @@ def test_no_plain_stretch_is_silent_for_more_than_five_seconds(show, clock):
         for phase in ('preparing data', 'compiling', 'initializing'):
             with progress.phase(phase):
                 wait(3)
-        progress.begin(0)
+        progress.begin()
         wait(12)
         for step, loss in ((1, 1.5), (2, None)):
             progress.update(step, loss)
