@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import signal
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -40,6 +41,16 @@ def test_a_dry_run_prints_the_command_and_the_script(flags, command, retries, op
     assert text[len(line) + 4 :] == f'{script}\n{script.read_text()}'
     variables = ['env', 'QKATTN_VENV=/a v', f'QKATTN_RETRIES={retries}']
     assert shlex.split(line) == [*variables, 'sbatch', *options, str(script), *command]
+
+
+def test_a_crash_is_retried_where_the_controller_does_not_answer_at_first(tmp_path):
+    for name, text in (('srun', 'exit 200'), ('squeue', 'exit 1'), ('scontrol', 'echo $*')):
+        launchers.stand_in(tmp_path / name, f'#!/bin/sh\n{text}\n')
+    job = {'SLURM_JOB_ID': '7', 'SLURM_JOB_NODELIST': 'a', 'SLURM_RESTART_COUNT': '1'}
+    environment = {**launchers.before_path(tmp_path), **job, 'SLURM_SUBMIT_DIR': str(tmp_path)}
+    script = ['bash', ROOT / 'launch/slurm.sbatch', 'train']
+    done = subprocess.run(script, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, 'update JobId=7 Comment=crashes=2\nrequeue 7\n')
 
 
 @pytest.fixture(scope='module')
