@@ -118,8 +118,8 @@ class Sparsemax(Entmax15):
 def _entmax(alpha: float, s_BNTS: jax.Array) -> jax.Array:
     """max((alpha - 1) s - tau, 0)^(1 / (alpha - 1)) over the last axis, alpha 1.5 or 2."""
     z_BNTS = (alpha - 1) * (s_BNTS - s_BNTS.max(-1, keepdims=True))
-    # tau lies in [-1, 0], so what is below -1 has probability 0 whatever its size.
-    z_BNTS = jnp.maximum(z_BNTS, -1)
+    # tau lies in [-1, 0], so all z below have probability 0; z = -1 may round into the support.
+    z_BNTS = jnp.maximum(z_BNTS, -2)
     down_BNTS = -jnp.sort(-z_BNTS, axis=-1)
     size_S = jnp.arange(1, z_BNTS.shape[-1] + 1, dtype=z_BNTS.dtype)
     mean_BNTS = jnp.cumsum(down_BNTS, -1) / size_S

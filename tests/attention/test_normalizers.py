@@ -53,6 +53,17 @@ def test_gradients_are_those_of_differences(name):
         check_grads(lambda s: normalizer(s, jnp.ones((3, 5), bool)), (s_TS,), 1, atol=1e-6)
 
 
+@pytest.mark.parametrize('name', ['entmax15', 'sparsemax'])
+@pytest.mark.parametrize('S', [384, 1024])
+def test_one_key_far_above_many_has_all_probability_and_no_gradient(name, S):
+    normalizer, mask_S = registry.find_normalizer(name), jnp.ones(S, bool)
+    s_S = jax.random.normal(jax.random.key(0), (S,)).at[S // 2].set(9.0)
+    p_S, pullback = jax.vjp(lambda s_S: normalizer(s_S, mask_S), s_S)
+    np.testing.assert_array_equal(p_S > 0, np.arange(S) == S // 2)
+    np.testing.assert_allclose(p_S.sum(), 1, rtol=1e-6)
+    np.testing.assert_allclose(pullback(s_S)[0], 0, atol=1e-6)
+
+
 @pytest.mark.parametrize('name', only(QUICK, NAMES))
 def test_a_query_without_visible_keys_has_finite_output_and_gradients(name):
     q_BTNH = k_BSKH = v_BSKH = 1 + stream().reshape(2, 7, 4, 8)
