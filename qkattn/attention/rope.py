@@ -46,4 +46,4 @@ def sinusoids(positions_T: jax.Array, d_model: int) -> jax.Array:
     frequency_D = 10_000.0 ** (-np.arange(half) / half)
     angle_TD = positions_T[..., None].astype(jnp.float32) * jnp.asarray(frequency_D, jnp.float32)
     both_TD = jnp.concatenate([jnp.sin(angle_TD), jnp.cos(angle_TD)], axis=-1)
-    return 2**0.5 * both_TD[:, :d_model]
+    return 2**0.5 * both_TD[..., :d_model]

@@ -98,10 +98,10 @@ def _embed(stream, tokens_BT, segments_BT, table_VD=None) -> np.ndarray:
         if config.positions == 'learned':
             x_BTD[b, t] += _array(stream.w_position_TD)[position]
         elif config.positions == 'sinusoidal':
-            for i in range(D // 2):
-                angle = position / 10_000 ** (2 * i / D)
-                x_BTD[b, t, i] += np.sin(angle) * (2 / D) ** 0.5
-                x_BTD[b, t, D // 2 + i] += np.cos(angle) * (2 / D) ** 0.5
+            half = (D + 1) // 2
+            for d in range(D):
+                angle = position / 10_000 ** (d % half / half)
+                x_BTD[b, t, d] += (np.sin if d < half else np.cos)(angle) * (2 / D) ** 0.5
     return x_BTD * D**0.5 if config.scale_embeddings else x_BTD
 
 

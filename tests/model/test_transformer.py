@@ -46,9 +46,10 @@ def packed() -> dict[str, np.ndarray]:
 
 
 SCALED = {'norm_position': 'post', 'scale_embeddings': True}
+ODD = {'d_model': 9, 'head_size': 8}  # fewer channels than positions
 FIELDS = [
     {'norm_position': 'pre', 'activation': 'gelu', 'positions': 'learned', 'kernel': 'blockwise'},
-    SCALED | {'activation': 'relu', 'positions': 'sinusoidal', 'biases': True},
+    SCALED | ODD | {'activation': 'relu', 'positions': 'sinusoidal', 'biases': True},
     SCALED | {'norm': 'rmsnorm', 'tied_embeddings': False},
     {'norm_position': 'pre', 'activation': 'swiglu', 'positions': 'sinusoidal', 'biases': True},
     {'score': 'merged', 'value': 'no_v', 'biases': True, 'positions': 'none'},
