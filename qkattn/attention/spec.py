@@ -106,11 +106,13 @@ def fixed_channels(heads: str) -> Check:
 
     def check(spec: AttentionSpec, name: str, option: str, fixed: Any) -> None:
         D, H, count = spec.d_model, spec.head_size, getattr(spec, heads)
-        if fixed is None:
-            return
-        known = [sorted(set(channels) & set(range(D))) for channels in fixed]
-        given = [sorted(channels) for channels in fixed]
-        if known != given or [len(channels) for channels in given] != [H] * count:
+
+        def fits(channels: Any) -> bool:
+            whole = isinstance(channels, list | tuple) and {*map(type, channels)} == {int}
+            return whole and len({*channels} & {*range(D)}) == len(channels) == H
+
+        listed = isinstance(fixed, list | tuple)
+        if fixed is not None and not (listed and [*map(fits, fixed)] == [True] * count):
             raise SpecError(
                 f'{name}({option}={fixed!r}) must hold, for each of {heads}={count} heads, '
                 f'head_size={H} different {option} below d_model={D}'

@@ -86,6 +86,8 @@ def test_every_option_refuses_what_it_cannot_be(kind, known):
     for name, option in options:
         least = -1 if name == 'symmetric_skew' else 0
         numbers = [least, 2.5, True] if option.endswith(('rank', 'size')) else []
+        halves = ((0.0, *range(1, 8)), *[tuple(range(8))] * 3)
+        numbers += [3, (1, 2, 3, 4), halves] if option in ('rows', 'columns') else []
         for wrong in ('wrong', *numbers):
             text = f'{name}({option}={wrong!r})'
             with refused(f'^{re.escape(text)} must ', SpecError):
