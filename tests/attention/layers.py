@@ -169,10 +169,13 @@ def initial_logit_std(score: str, value: str = 'no_v', *, num_seeds: int, **size
     """Standard deviation of the logits of independent unit-normal x and y, mean over seeds."""
     stds = []
     for seed in range(num_seeds):
-        circuit = make((score, value), seed=seed, moved=False, **sizes).score
+        layer = make((score, value), seed=seed, moved=False, **sizes)
+        circuit = layer.score
         x_BTD, y_BSD = (stream(64, seed=seed + s, d_model=sizes['d_model']) for s in (50, 90))
         heads = circuit.queries(x_BTD), circuit.keys(circuit.cached(y_BSD))
         q_BTNH, k_BSKH = (np.asarray(z, np.float64) for z in heads)
+        if layer.spec.qk_norm:
+            q_BTNH, k_BSKH = normed(q_BTNH, layer.g_q_H), normed(k_BSKH, layer.g_k_H)
         k_BSNH = np.repeat(k_BSKH, q_BTNH.shape[2] // k_BSKH.shape[2], axis=2)
         stds.append(circuit.scale * (q_BTNH.swapaxes(1, 2) @ k_BSNH.transpose(0, 2, 3, 1)).std())
     return float(np.mean(stds))

@@ -76,6 +76,12 @@ def test_initial_logits_have_unit_standard_deviation(score, d_model, num_heads):
     contract.test_initial_logits_have_unit_standard_deviation(score, d_model, num_heads)
 
 
+@pytest.mark.parametrize('score', ['collaborative', 'nonlinear_query', 'shared_qk', 'pairwise'])
+def test_initial_logits_have_unit_standard_deviation_under_qk_norm(score):
+    std = layers.initial_logit_std(score, d_model=256, num_seeds=1, head_size=64, qk_norm=True)
+    assert 0.9 < std < 1.1
+
+
 def test_rotary_channels_are_part_of_the_scale():
     sizes = {'d_model': 256, 'num_heads': 4, 'head_size': 32, 'positions': 'rope'}
     std = layers.initial_logit_std('latent(rope_size=64)', 'vo', num_seeds=1, **sizes)

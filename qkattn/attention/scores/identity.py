@@ -130,8 +130,8 @@ class NonlinearQuery(TwoMaps):
 
     f(x) = LayerNorm(gelu(RMSNorm(x) W_1) W_2), both norms with a gain. At R = D / 2 and K = N it
     has the parameters of `qk` and 2 D gains. With form='residual', queries have variance 1/2 at
-    initialization, so the scale is sqrt(2 / H). form='bottleneck' is Q(x) = f(x); `rank` is R, the
-    width of f, by default D // 2.
+    initialization, so without QK-norm the scale is sqrt(2 / H). form='bottleneck' is Q(x) = f(x);
+    `rank` is R, the width of f, by default D // 2.
     """
 
     equation = '(I + f)/2 P[n] W_K[n]^T'
@@ -159,7 +159,7 @@ class NonlinearQuery(TwoMaps):
         self.g_in_D = nnx.Param(jnp.ones((D,), jnp.float32))
         self.g_out_D = nnx.Param(jnp.ones((D,), jnp.float32))
         self.residual = form == 'residual'
-        self.scale = (2 / H if self.residual else 1 / H) ** 0.5
+        self.scale = (2 / H if self.residual and not spec.qk_norm else 1 / H) ** 0.5
         self.spec = spec
 
     def queries(self, x_BTD: jax.Array) -> jax.Array:

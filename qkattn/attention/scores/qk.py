@@ -243,8 +243,8 @@ class Collaborative(Score):
 
     The cache holds one key of width R for all heads (`size`, by default N H); the mixing acts on
     the queries. With R = N H and m[n] the indicator of the n-th block of H columns this is `qk`,
-    with the scale (R / N)^-1/2. m starts as random signs times N^-1/2, of which a head has the sum
-    of squares of an indicator; the authors' library draws normal(0, 0.2^2).
+    with the scale (R / N)^-1/2; QK-norm, after the mixing, has R^-1/2. m starts as random signs
+    times N^-1/2, with the norm of an indicator; the authors' library draws normal(0, 0.2^2).
     """
 
     equation = 'W_Q diag(m[n]) W_K^T'
@@ -260,7 +260,7 @@ class Collaborative(Score):
         self.w_k_DR, self.b_k_R = affine(spec, key, 'w_k_DR', R=R)
         signs_NR = jnp.sign(weight(key, 'w_mixing_NR', (N, R), 1.0)[...])
         self.w_mixing_NR = nnx.Param(N**-0.5 * signs_NR)
-        self.scale = (N / R) ** 0.5
+        self.scale = ((1 if spec.qk_norm else N) / R) ** 0.5
 
     def queries(self, x_BTD: jax.Array) -> jax.Array:
         q_BTR = project(x_BTD, self.w_q_DR, self.b_q_R)

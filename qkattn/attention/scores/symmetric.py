@@ -48,7 +48,9 @@ class SharedQK(Tied):
     shareable = {'query': ('w_q_DNH', 'b_q_NH'), 'key': ('w_q_DNH', 'b_q_NH')}
 
     @classmethod
-    def check(cls, spec: AttentionSpec, *, temperature: Any = None, **options: Any) -> None:
+    def check(
+        cls, spec: AttentionSpec, *, key_norm: Any = False, temperature: Any = None, **_: Any
+    ) -> None:
         number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
         positive = number and 0 < temperature < math.inf
         if not (temperature is None or temperature == 'learned' or positive):
@@ -56,6 +58,8 @@ class SharedQK(Tied):
                 f"shared_qk(temperature={temperature!r}) must be a number above 0, 'learned' "
                 'or None'
             )
+        if spec.qk_norm and (key_norm or temperature == 'learned'):
+            raise SpecError('qk_norm undoes key_norm and a learned temperature of shared_qk')
 
     def __init__(
         self,
@@ -73,8 +77,10 @@ class SharedQK(Tied):
         self.g_temperature_N = nnx.Param(jnp.ones((N,), jnp.float32)) if learned else None
         self.key_norm = key_norm
         self.self_mask = self_mask
-        # With key_norm, x W W^T y / |y W| has variance sqrt(1 + H/D).
+        # With key_norm, x W W^T y / |y W| has variance sqrt(1 + H/D); with QK-norm, H (1 + H/D).
         self.scale = (1 + H / D) ** -0.25 if key_norm else H**-0.5
+        if spec.qk_norm:
+            self.scale *= (1 + H / D) ** -0.5
         if isinstance(temperature, (int, float)):
             self.scale = self.scale / temperature
 
