@@ -98,7 +98,7 @@ def load_gpt2(source: Source, *, num_heads: int | None = None) -> tuple[ModelCon
         if (value := described.get(name, default)) not in (default, *others):
             raise ConfigError(f'config.json: {name}={value!r} is not supported, only {default!r}')
     if described.get('n_inner', 0) is None:
-        described['n_inner'] = 4 * described['n_embd']
+        described['n_inner'] = 4 * described.get('n_embd', 768)
     return _decoder(_normalized(named), described, 'config.json', num_heads)
 
 
@@ -209,7 +209,7 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
         single, index = path / 'model.safetensors', path / 'model.safetensors.index.json'
         path = single if single.exists() or not index.exists() else index
     if path.suffix == '.json':
-        parts = sorted(set(_read_json(path)['weight_map'].values()))
+        parts = sorted({*_read_json(path).get('weight_map', {}).values()})
         return {n: t for part in parts for n, t in _read_safetensors(path.parent / part).items()}
     try:
         with local_copy(path) as file:
@@ -220,8 +220,8 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return parse_json(path.read_bytes())
-    except (OSError, ValueError) as error:
+        return {**parse_json(path.read_bytes())}
+    except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f'{path} cannot be read: {error}') from error
 
 

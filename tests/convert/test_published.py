@@ -182,6 +182,10 @@ def test_what_is_no_model_is_named_and_narrow_floats_are_widened(monkeypatch, tm
             load(source, **options)
 
     check(r'config\.json cannot be read')
+    for text, message in (('[]', r'config\.json cannot be read'), ('{"n_inner": null}', 'n_head')):
+        (tmp_path / 'config.json').write_text(text)
+        save_file(make_tensors(), tmp_path / 'model.safetensors')
+        check(message)
     weights = write(tmp_path, make_tensors()) / 'model.safetensors'
     check('n_head=2 .* num_heads=4', num_heads=4)
     weights.write_bytes(weights.read_bytes()[:1000])
