@@ -34,8 +34,8 @@ def generate(
 
     Compiles one program per shape and set of options. A row depends on its own prompt, its index
     and the key only. `temperature` divides the logits; 0 is greedy decoding and needs no key.
-    Ids from `vocab_size` on are never generated. ConfigError for an option out of range, or more
-    tokens than model.context; the last one needs no position, since it is not fed back.
+    Ids from `vocab_size` on are never generated. ConfigError for an option out of range, an empty
+    prompt, an encoder, or more tokens than model.context (the last one needs no position).
     """
     finite = 0 <= temperature < math.inf
     require(finite, f'{temperature=} must be 0 (greedy) or above, and finite')
@@ -99,6 +99,9 @@ def _started(
     """The logits of the first new token, the cache before it, and the step after it."""
     (B, T), most, context = prompts_BT.shape, model.config.vocab_size, model.config.context
     V, S = most if vocab_size is None else vocab_size, T + num_tokens - 1
+    kind, needed = model.config.kind, 'decoder' if source is None else 'encoder_decoder'
+    require(kind == needed, f'a model of kind {kind!r} continues no tokens here, but a {needed!r}')
+    require(B * T > 0, f'prompts of shape {B, T} hold no token to continue')
     require(num_tokens >= 1, f'{num_tokens=} must be at least 1')
     require(1 <= V <= most, f'vocab_size={V} must be from 1 to model.vocab_size={most}')
     fits = S <= context

@@ -84,3 +84,7 @@ def test_bad_input_is_one_sentence(model):
     ):
         with refused(message):
             function(model, PROMPTS, **{'num_tokens': 2} | options)
+    with refused(r'prompts of shape \(2, 0\) hold no token to continue'):
+        generate(model, PROMPTS[:, :0], 2)
+    with refused("of kind 'encoder' continues no tokens here, but a 'decoder'"):
+        generate(make(kind='encoder'), PROMPTS, 2)
