@@ -55,6 +55,8 @@ class AttentionSpec:
             )
         if self.positions not in ('none', 'rope', 'alibi'):
             raise SpecError(f'positions={self.positions!r} must be none, rope or alibi')
+        if self.init not in ('fan_in', 'nanogpt'):
+            raise SpecError(f'init={self.init!r} must be fan_in or nanogpt')
         if not self.score_scale > 0:
             raise SpecError(f'score_scale={self.score_scale} must be above 0')
         if self.logit_cap is not None and not self.logit_cap > 0:

@@ -49,6 +49,7 @@ def test_auto_takes_the_kernel_of_the_platform_that_serves_the_attention():
 def test_a_named_kernel_refuses_what_it_cannot_serve():
     padded = Mask(valid_BS=jnp.ones((1, 256), bool))
     for kernel, target, options, words in (
+        ('blockwize', CPU, {}, 'is no kernel; valid are auto, einsum, blockwise'),
         ('blockwise', CPU, {'normalizer': 'sigmoid'}, 'not normalizer=Sigmoid; valid are auto, '),
         ('dot_product', CPU, {'G': 32}, 'needs keys and values of one size, not 64 and 32'),
         ('dot_product', CPU, {'K': 1, 'V': 4}, 'as many key as value heads, not 1 and 4'),

@@ -43,6 +43,7 @@ ROPE = {'positions': 'rope'}
 WIDE = {'head_size': 16}
 REFUSED = [
     ('qk/vo', {'num_kv_heads': 3}, 'num_kv_heads=3 must divide num_heads=4'),
+    ('qk/vo', {'init': 'nanoGPT'}, "init='nanoGPT' must be fan_in or nanogpt"),
     ('merged/no_v', {'num_kv_heads': 2}, 'num_kv_heads=2 changes nothing in merged/no_v'),
     ('query_free/vo', WIDE, r'query_free uses .* must equal d_model=32, not 4 \* 16'),
     ('key_free/vo', WIDE, 'key_free uses slices'),

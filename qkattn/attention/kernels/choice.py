@@ -132,6 +132,8 @@ def obstacle(kernel: str, call: Call, target: Target) -> str | None:
         if call.mask.first_query is not None:
             return 'takes no cached keys'
         return LIBRARIES[kernel][0](call, target)
+    if kernel not in KERNELS:
+        return 'is no kernel'
     normalizer = type(call.normalizer)
     if kernel == 'blockwise' and normalizer not in (Softmax, SoftmaxOffByOne):
         return f'computes softmax and softmax_off_by_one, not normalizer={normalizer.__name__}'
