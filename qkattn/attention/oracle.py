@@ -61,28 +61,6 @@ def attention(
     return mix(probabilities(s_BNTS, mask_BTS), B_NDE, y_BSD)
 
 
-def rotary_logits(
-    q_BTNH: np.ndarray, k_BSKH: np.ndarray, *, scale: float, rope_size: int | None = None
-) -> np.ndarray:
-    """s_BNTS of queries and keys whose last `rope_size` channels are rotated by position.
-
-    Pairs (h, h + H/2) are complex numbers; position t turns them by exp(i t / 10000^(2 h / H)),
-    so that a pair contributes Re(q conj(k) exp(i (t - s) w)). Su et al. 2021, eq. 16.
-    """
-    q_BTNH, k_BSKH = np.asarray(q_BTNH, np.float64), np.asarray(k_BSKH, np.float64)
-    (B, T, N, H), S = q_BTNH.shape, k_BSKH.shape[1]
-    keep = 0 if rope_size is None else H - rope_size
-    half = (H - keep) // 2
-    s_BNTS = np.zeros((B, N, T, S))
-    for b, n, t, s in np.ndindex(*s_BNTS.shape):
-        q_H, k_H = q_BTNH[b, t, n], k_BSKH[b, s, n * k_BSKH.shape[2] // N]
-        pairs = [z[keep : keep + half] + 1j * z[keep + half :] for z in (q_H, k_H)]
-        turn = np.exp(1j * (t - s) * 10_000.0 ** (-np.arange(half) / half))
-        plain = q_H[:keep] @ k_H[:keep]
-        s_BNTS[b, n, t, s] = scale * (plain + (pairs[0] * pairs[1].conj() * turn).real.sum())
-    return s_BNTS
-
-
 def with_ones(z_BTD: np.ndarray, width: int) -> np.ndarray:
     """(z, 1) in float64 where a matrix of `width` rows acts on it, z itself where it has D rows."""
     z_BTD = np.asarray(z_BTD, np.float64)

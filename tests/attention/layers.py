@@ -80,6 +80,28 @@ def normed(z_BTNH: Any, gain_H: Any) -> np.ndarray:
     return z_BTNH / np.sqrt((z_BTNH**2).mean(-1, keepdims=True)) * np.asarray(gain_H[...])
 
 
+def rotary_logits(
+    q_BTNH: np.ndarray, k_BSKH: np.ndarray, *, scale: float, rope_size: int | None = None
+) -> np.ndarray:
+    """s_BNTS of queries and keys whose last `rope_size` channels are rotated by position.
+
+    Pairs (h, h + H/2) are complex numbers; position t turns them by exp(i t / 10000^(2 h / H)),
+    so that a pair contributes Re(q conj(k) exp(i (t - s) w)). Su et al. 2021, eq. 16.
+    """
+    q_BTNH, k_BSKH = np.asarray(q_BTNH, np.float64), np.asarray(k_BSKH, np.float64)
+    (B, T, N, H), S = q_BTNH.shape, k_BSKH.shape[1]
+    keep = 0 if rope_size is None else H - rope_size
+    half = (H - keep) // 2
+    s_BNTS = np.zeros((B, N, T, S))
+    for b, n, t, s in np.ndindex(*s_BNTS.shape):
+        q_H, k_H = q_BTNH[b, t, n], k_BSKH[b, s, n * k_BSKH.shape[2] // N]
+        pairs = [z[keep : keep + half] + 1j * z[keep + half :] for z in (q_H, k_H)]
+        turn = np.exp(1j * (t - s) * 10_000.0 ** (-np.arange(half) / half))
+        plain = q_H[:keep] @ k_H[:keep]
+        s_BNTS[b, n, t, s] = scale * (plain + (pairs[0] * pairs[1].conj() * turn).real.sum())
+    return s_BNTS
+
+
 def expected_logits(layer: Attention, x_BTD: Any, y_BSD: Any, *, cross: bool) -> np.ndarray:
     """s_BNTS from A[n], or from queries and keys where a norm or a rotation is between them.
 
@@ -91,7 +113,7 @@ def expected_logits(layer: Attention, x_BTD: Any, y_BSD: Any, *, cross: bool) ->
         if spec.qk_norm:
             q_BTNH, k_BSKH = normed(q_BTNH, layer.g_q_H), normed(k_BSKH, layer.g_k_H)
         size = score.rope_size if spec.positions == 'rope' else 0
-        s_BNTS = oracle.rotary_logits(q_BTNH, k_BSKH, scale=score.scale, rope_size=size)
+        s_BNTS = rotary_logits(q_BTNH, k_BSKH, scale=score.scale, rope_size=size)
     elif score.bilinear:
         s_BNTS = oracle.logits(score.matrix(), x_BTD, y_BSD, scale=score.scale)
     else:
