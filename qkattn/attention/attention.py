@@ -43,7 +43,7 @@ class Attention(nnx.Module):
         return self.score.matrix(), self.value.matrix(self.score)
 
     def at(self, layer: int | jax.Array) -> 'Attention':
-        """The same attention as layer number `layer`, from 0, of a stack."""
+        """The same attention as layer number `layer`, from 0, of a model."""
         placed = jax.tree.map(lambda leaf: leaf, self)
         for circuit in (placed.score, placed.value):
             if circuit.uses_layer:

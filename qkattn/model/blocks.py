@@ -125,7 +125,7 @@ class Block(nnx.Module):
         return lambda y_BTD: attention(y_BTD, mask, dropout=rate, dropout_key=key, **stream)
 
     def at(self, layer: int | jax.Array) -> 'Block':
-        """The same block as layer number `layer`, from 0, of its stack."""
+        """The same block as layer number `layer`, from 0, of all layers."""
         placed = jax.tree.map(lambda leaf: leaf, self)
         for name, module in vars(self).items():
             if isinstance(module, Attention):

@@ -36,7 +36,8 @@ class Circuit(nnx.Module):
     uses_slices: ClassVar[bool] = False  # whether heads are slices of the stream, where N H = D
     options: ClassVar[Mapping[str, Check]] = {}  # what a value has to be; `check` is for the rest
     uses_layer: ClassVar[bool] = False  # whether this circuit reads `layer`
-    # Index in the stack, from 0; an array in a stack that is scanned. `__init__` does not know it.
+    # Index among all layers of its decoder or encoder, from 0; an array where they are scanned.
+    # `__init__` does not know it.
     layer: int | jax.Array
 
     @property

@@ -3,7 +3,8 @@
 Every method receives the Score of the layer, so that a Value can use a projection that the Score
 owns (K = V and the like): it is stored, counted and trained once. Every Value is initialized so
 that heads which each attend to one y of unit variance have outputs whose sum has standard deviation
-`spec.residual_gain`, except where it says otherwise.
+`spec.residual_gain`, except where it says otherwise; with one factor from `shared_qk`, whose std
+is smaller, (1 + H/D)^-1/4 times that.
 """
 
 from collections.abc import Callable
