@@ -1,7 +1,6 @@
 """Normalizers: how the logits of a query become the probabilities with which it mixes values."""
 
 import functools
-import math
 from typing import ClassVar
 
 import jax
@@ -70,7 +69,7 @@ class Sigmoid(Normalizer):
     simplex = False
 
     def __init__(self, *, bias: float | None = None):
-        if bias is not None and not (isinstance(bias, int | float) and math.isfinite(bias)):
+        if bias is not None and not (isinstance(bias, int | float) and abs(bias) < 1e38):
             raise SpecError(f'sigmoid(bias={bias!r}) must be a finite number, or None')
         self.bias = bias
 

@@ -55,6 +55,8 @@ REFUSED = [
     ('shared_qk(temperature=0)/vo', {}, "temperature=0.*above 0, 'learned' or None"),
     ('shared_qk(key_norm=True)/vo', {'qk_norm': True}, 'qk_norm undoes key_norm'),
     ('shared_qk(temperature="learned")/vo', {'qk_norm': True}, 'qk_norm undoes key_norm'),
+    (f'shared_qk(temperature={10**400})/vo', {}, "above 0, 'learned' or None"),
+    ('qk/vo', {'normalizer': f'sigmoid(bias={10**400})'}, 'must be a finite number'),
     ('symmetric_skew(symmetric_rank=33)/vo', {}, 'symmetric_rank=33.*from 0 to d_model=32'),
     ('symmetric_skew(skew_rank=17)/vo', {}, 'skew_rank=17.*d_model // 2=16'),
     ('symmetric_skew(symmetric_rank=0, skew_rank=0)/vo', {}, 'above 0'),

@@ -1,6 +1,5 @@
 """Scores that tie queries to keys: shared, symmetric, pairwise, symmetric plus skew."""
 
-import math
 from typing import Any
 
 import jax
@@ -52,7 +51,7 @@ class SharedQK(Tied):
         cls, spec: AttentionSpec, *, key_norm: Any = False, temperature: Any = None, **_: Any
     ) -> None:
         number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
-        positive = number and 0 < temperature < math.inf
+        positive = number and 0 < temperature < 1e38
         if not (temperature is None or temperature == 'learned' or positive):
             raise SpecError(
                 f"shared_qk(temperature={temperature!r}) must be a number above 0, 'learned' "
