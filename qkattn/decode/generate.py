@@ -100,7 +100,7 @@ def _started(
     (B, T), most, context = prompts_BT.shape, model.config.vocab_size, model.config.context
     V, S = most if vocab_size is None else vocab_size, T + num_tokens - 1
     kind, needed = model.config.kind, 'decoder' if source is None else 'encoder_decoder'
-    require(kind == needed, f'a model of kind {kind!r} continues no tokens here, but a {needed!r}')
+    require(kind == needed, f'generation needs a model of kind {needed!r} here, not {kind!r}')
     require(B * T > 0, f'prompts of shape {B, T} hold no token to continue')
     require(num_tokens >= 1, f'{num_tokens=} must be at least 1')
     require(1 <= V <= most, f'vocab_size={V} must be from 1 to model.vocab_size={most}')

@@ -86,5 +86,5 @@ def test_bad_input_is_one_sentence(model):
             function(model, PROMPTS, **{'num_tokens': 2} | options)
     with refused(r'prompts of shape \(2, 0\) hold no token to continue'):
         generate(model, PROMPTS[:, :0], 2)
-    with refused("of kind 'encoder' continues no tokens here, but a 'decoder'"):
+    with refused("needs a model of kind 'decoder' here, not 'encoder'"):
         generate(make(kind='encoder'), PROMPTS, 2)
