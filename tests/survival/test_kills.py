@@ -70,9 +70,9 @@ def to_end(settings, workdir: str, log: str, phase, environment: dict[str, str])
             yield
         phase.value = before
 
-    def begin(self: Progress, step: int, **follow: int) -> None:
+    def begin(self: Progress) -> None:
         phase.value = NAMES.index('training')
-        real_begin(self, step, **follow)
+        real_begin(self)
 
     Progress.phase, Progress.begin = reported, begin
 
