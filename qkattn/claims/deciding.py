@@ -308,8 +308,8 @@ def _row(
 def needed(row: Row, arm: Arm) -> tuple[float, str]:
     """What would decide an arm, in short before the first comma; behind a number to sort by.
 
-    The seeds find a difference of the measured size, at least of the margin, with probability 0.8
-    at the errors measured; of an arm below the margin, the distance from the margin.
+    The seeds tell the measured difference, at the errors measured, with probability 0.8 from the
+    bound on which the relation turns: the margin, on the nearer side where both sides count.
     """
     trial, verdict, difference = arm.example, arm.verdict, arm.difference
     where = (
@@ -319,14 +319,14 @@ def needed(row: Row, arm: Arm) -> tuple[float, str]:
     if verdict.decision is Decision.NO_VERDICT:
         why = reasons(arm) or 'not tuned'
         return math.inf, f'a verdict that is not withheld, of {where}: {why}'
-    margin, size = difference.margin, max(abs(difference.mean), difference.margin)
-    about = f'to find a difference of {size:.2g} nats/token in {where}'
-    if verdict.decision in (Decision.BETTER_BELOW_MARGIN, Decision.WORSE_BELOW_MARGIN):
-        size = abs(abs(difference.mean) - margin)
-        apart = f'{difference.mean:+.2g} from the margin of {margin:g} nats/token'
-        about = f'to tell a difference of {apart} in {where}'
+    sides = {'better': -1, 'not_better': -1, 'worse': 1, 'not_worse': 1}
+    side = sides.get(row.relation or '', math.copysign(1, difference.mean))
+    bound = side * difference.margin
+    about = f'to tell a difference of {difference.mean:+.2g} from {bound:+g} nats/token in {where}'
+    if difference.sd is None:
+        return math.inf, f'more seeds than {difference.n}, {about}'
     alpha = ALPHA / max(1, verdict.num_comparisons)
-    if (more := to_find(difference, size, alpha)) is None:
+    if (more := to_find(difference, abs(difference.mean - bound), alpha)) is None:
         hidden = difference.tuning_low + difference.tuning_high
         return 1e9, f'a finer sweep, as this one leaves {hidden:.2g} nats/token open, {about}'
     seeds, documents = more

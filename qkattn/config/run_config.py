@@ -97,7 +97,7 @@ class OptimizerConfig:
     @property
     def decays(self) -> bool:
         """Whether the schedule ends at final_fraction; one from outside is checked to."""
-        return self.schedule in DECAYS or ':' in self.schedule
+        return self.schedule.removesuffix('()') in DECAYS or ':' in self.schedule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -220,7 +220,7 @@ def _conflicts(config: Config) -> Iterator[str]:
     if optimizer.warmup_steps >= train.num_steps:
         steps = f'train.num_steps={train.num_steps}'
         yield f'optimizer.warmup_steps={optimizer.warmup_steps} must be below {steps}'
-    if optimizer.schedule == 'inverse_sqrt' and not optimizer.warmup_steps:
+    if optimizer.schedule in ('inverse_sqrt', 'inverse_sqrt()') and not optimizer.warmup_steps:
         yield 'optimizer.warmup_steps=0 must be at least 1 with optimizer.schedule=inverse_sqrt'
     if optimizer.decay == 'independent' and max(config.trials.weight_decays) >= 0.1:
         yield (

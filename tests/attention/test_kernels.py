@@ -223,6 +223,14 @@ SPLASH = {
 }
 
 
+def test_queries_are_scaled_by_all_digits_of_the_scale():
+    q_BTNH = jnp.linspace(1, 2, 256, dtype=jnp.bfloat16).reshape(1, -1, 1, 1)
+    for scale in (112**-0.5, jnp.float32(112**-0.5)):
+        scaled = call([q_BTNH] * 3, mask=Mask(), scale=scale).scaled()
+        expected = np.asarray(q_BTNH, np.float64) * 112**-0.5
+        np.testing.assert_allclose(np.float64(scaled), expected, rtol=2**-8)
+
+
 @pytest.mark.parametrize('case', only(['merged'], SPLASH))
 def test_splash_attention_equals_the_einsums_and_lowers_for_a_tpu(case):
     options, sizes = SPLASH[case]

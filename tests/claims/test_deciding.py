@@ -11,7 +11,6 @@ from qkattn.claims.deciding import cases, decide, evidence, needed
 from qkattn.claims.studies import Results
 from qkattn.errors import ConfigError
 from qkattn.stats import decision
-from qkattn.verdict import Decision
 from tests.claims.conftest import CLAIMS, RESULTS
 
 pytestmark = pytest.mark.stored
@@ -91,16 +90,21 @@ def test_fractions_of_training_share_the_error_rate(monkeypatch):
     assert families == [3 * loaded.findings.num_comparisons] * 3
 
 
-def test_below_the_margin_the_distance_from_it_decides(results):
+def test_the_distance_from_the_bound_of_a_relation_decides(results):
     """Seeds do not make up for a coarse sweep."""
     ((row, arm),) = evidence(cases(expect('qk/no_o', 'better'), results.study('fair_small')))
     assert needed(row, arm)[1].startswith('a finer sweep, as this one leaves')
     known = dataclasses.replace(arm.difference, tuning_low=0.0, tuning_high=0.0)
     arm = dataclasses.replace(arm, comparison=dataclasses.replace(arm.comparison, difference=known))
-    below = dataclasses.replace(arm.verdict, decision=Decision.BETTER_BELOW_MARGIN)
-    seeds, text = needed(row, dataclasses.replace(arm, verdict=below))
-    assert 'a difference of -0.011 from the margin of 0.005 nats/token in qk/no_o' in text
-    assert seeds > 2 * needed(row, arm)[0]
+    seeds = []
+    for relation, bound in (('better', -0.005), ('equivalent', -0.005), ('not_worse', 0.005)):
+        number, text = needed(dataclasses.replace(row, relation=relation), arm)
+        assert f'a difference of -0.011 from {bound:+g} nats/token in qk/no_o' in text
+        seeds.append(number)
+    assert seeds[0] == seeds[1] > 2 * seeds[2]
+    one = dataclasses.replace(known, sd=None, n=1)
+    arm = dataclasses.replace(arm, comparison=dataclasses.replace(arm.comparison, difference=one))
+    assert needed(row, arm)[1].startswith('more seeds than 1, to tell')
 
 
 def test_missing_results_are_named_and_needed_first(results, committed, tmp_path):

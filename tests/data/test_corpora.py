@@ -113,6 +113,9 @@ def test_lower_case_shows_in_the_version(monkeypatch):
     monkeypatch.setitem(CORPORA, 'stdlib', Source(lambda config: corpus))
     lower = find(DataConfig(lowercase=True))
     assert (lower.version, documents(lower)['train']) == ('1-lower', ['ärger, σας\n'.encode()])
+    corpus = made([text for one in TEXTS[:95] for text in (one, one.upper())])
+    splits = documents(find(DataConfig(lowercase=True)))
+    assert sum(len({*texts}) for texts in splits.values()) == 95 and all(splits.values())
 
 
 def test_settings_that_are_needed_and_those_without_effect_are_named():

@@ -174,4 +174,6 @@ def test_a_schedule_from_outside_anneals_where_it_ends_low():
     name = 'strange:ends_at_a_third'
     low, high = (OptimizerConfig(schedule=name, final_fraction=f) for f in (0.1, 1 / 3))
     assert low.anneals and high.decays and not high.anneals
-    assert not OptimizerConfig(schedule='constant').decays
+    for end in ('', '()'):
+        decaying = [name for name in SCHEDULES if OptimizerConfig(schedule=name + end).decays]
+        assert decaying == ['linear', 'cosine']

@@ -35,11 +35,15 @@ class Call:
         """T and S."""
         return self.q_BTNH.shape[1], self.k_BSKH.shape[1]
 
+    def scaled(self) -> jax.Array:
+        """The queries times the scale, of which a dtype like bfloat16 has few digits."""
+        wide = jnp.promote_types(self.q_BTNH.dtype, jnp.float32)
+        return (self.q_BTNH * jnp.asarray(self.scale, wide)).astype(self.q_BTNH.dtype)
+
     def with_static_scale(self) -> tuple[jax.Array, float]:
         """The queries and the scale; an array as scale is multiplied into the queries."""
-        if isinstance(self.scale, jax.Array):
-            return self.q_BTNH * self.scale.astype(self.q_BTNH.dtype), 1.0
-        return self.q_BTNH, self.scale
+        is_array = isinstance(self.scale, jax.Array)
+        return (self.scaled(), 1.0) if is_array else (self.q_BTNH, self.scale)
 
 
 class Target(NamedTuple):

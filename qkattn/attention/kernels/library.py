@@ -124,9 +124,8 @@ def splash(call: Call, target: Target) -> jax.Array:
             check_vma=False,
         )(q_BTNH, k_BSKH, v_BSKH, segments)
 
-    q_BTNH = call.q_BTNH * jnp.asarray(call.scale, call.q_BTNH.dtype)
     run = attention if mesh is None or mesh.size == 1 else partitioned
-    return run(q_BTNH, call.k_BSKH, call.v_BSKH, _segments(call))
+    return run(call.scaled(), call.k_BSKH, call.v_BSKH, _segments(call))
 
 
 def _segments(call: Call) -> Any:

@@ -80,10 +80,11 @@ def find(config: DataConfig) -> Corpus:
 
     Nothing but a set of 'hf:...' is downloaded before `documents` are read. ConfigError as `check`.
     """
-    corpus = carved(check(config).corpus(config), config.carve_test)
-    if config.lowercase:
+    corpus = check(config).corpus(config)
+    if config.lowercase:  # before documents that are then equal can come into different splits
         lower = functools.partial(_lower, corpus)
         corpus = dataclasses.replace(corpus, version=f'{corpus.version}-lower', documents=lower)
+    corpus = carved(corpus, config.carve_test)
     return corpus if corpus.languages else capped(corpus)
 
 
