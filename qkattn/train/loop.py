@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import logging
@@ -158,15 +159,22 @@ def require_shared(directory: Path) -> None:
 
 def build_program(config: Config, directory: Path) -> Program:
     """Compiles; the lifting is chosen once per run, since the last bits depend on it."""
-    params = None
-    if config.train.init_from is not None:
-        _, params = exported.load(config.train.init_from)
-        exported.check(config.model, params, config.train.init_from)
-    path = directory / 'lifting.json'
+    path, source = directory / 'lifting.json', config.train.init_from
     recorded = agreement.on_owner(
         lambda: read_json(path, {'lifting': str})['lifting'] if path.exists() else None
     )
-    built = program.build(config, recorded, params)
+
+    @functools.cache
+    def given() -> dict | None:
+        if source is None:
+            return None
+        _, params = exported.load(source)
+        exported.check(config.model, params, source)
+        return params
+
+    if recorded is None:  # the first start; others take parameters from a checkpoint
+        given()
+    built = program.build(config, recorded, given)
     if recorded is None:
         chosen = {'lifting': built.lifting, 'seconds_per_step': built.measured}
         agreement.on_owner(lambda: write_json(path, chosen))

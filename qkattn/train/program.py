@@ -134,11 +134,13 @@ def lower(
     return steps.lower(state, hyper, batch)
 
 
-def build(config: Config, lifting: str | None = None, params: dict | None = None) -> Program:
+def build(
+    config: Config, lifting: str | None = None, given: Callable[[], dict | None] = lambda: None
+) -> Program:
     """Compiles the run's train program.
 
-    `lifting` is what an earlier start has chosen, None follows config.train.lifting; `params` are
-    the initial ones of all trials, None draws them from the seeds.
+    `lifting` is what an earlier start has chosen, None follows config.train.lifting; `given` makes
+    the initial parameters of all trials where they are initialized, None draws them from the seeds.
     """
     keep_freed_memory()
     mesh = sharding.make_mesh(config.mesh)
@@ -157,7 +159,7 @@ def build(config: Config, lifting: str | None = None, params: dict | None = None
 
     def init() -> dict:
         state = initial(hyper['seed'])
-        if params is not None:
+        if (params := given()) is not None:
             drawn = state['trials'].pop('params')
             state['trials']['params'] = jax.tree.map(_placed, params, drawn)
         return state

@@ -1,6 +1,7 @@
 """Models by themselves: saved, loaded, taken from a run, trained further; damage is named."""
 
 import dataclasses
+import shutil
 
 import jax
 import numpy as np
@@ -42,11 +43,20 @@ def test_training_goes_on_from_a_run_and_from_a_directory(small, small_run, tmp_
     assert model == small_run[0].model
     with umask(0o002):
         exported.save(tmp_path / 'w', model, params, origin={})
+    config = small(train={'init_from': f'{tmp_path}/w'})
     with umask(0o077):
-        train(small(train={'init_from': f'{tmp_path}/w'}), tmp_path / 'run')
+        trained = train(config, tmp_path / 'run')
     assert not other_modes(tmp_path / 'w', 0o002) and not other_modes(tmp_path / 'run', 0o077)
     first, again = (read_metrics(run / 'metrics.jsonl') for run in (small_run[1], tmp_path / 'run'))
     assert again[0]['loss'][0] < first[0]['loss'][0] - 0.5  # it starts where the small run ended
+    # It resumes from its checkpoint, where the directory is gone, too.
+    (tmp_path / 'run/result.json').unlink()
+    shutil.rmtree(tmp_path / 'w')
+    resumed = train(config, tmp_path / 'run')
+    assert [one['test_loss'] for one in resumed] == [one['test_loss'] for one in trained]
+    with refused('holds neither exported parameters'):
+        train(config, tmp_path / 'other')
+    assert not (tmp_path / 'other/lifting.json').exists()
 
 
 def test_other_parameters_are_refused_by_name():

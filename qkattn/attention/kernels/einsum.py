@@ -42,8 +42,9 @@ class Call:
 
     def with_static_scale(self) -> tuple[jax.Array, float]:
         """The queries and the scale; an array as scale is multiplied into the queries."""
-        is_array = isinstance(self.scale, jax.Array)
-        return (self.scaled(), 1.0) if is_array else (self.q_BTNH, self.scale)
+        if isinstance(self.scale, jax.Array):
+            return self.scaled(), 1.0
+        return self.q_BTNH, self.scale
 
 
 class Target(NamedTuple):
