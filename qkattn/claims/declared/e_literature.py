@@ -85,7 +85,7 @@ E4 = Claim(
                 at=at,
                 versus=before,
                 context={**shape, 'order': f'after {ASCENDING[before]}'},
-                label=ASCENDING[variant],
+                label=f'{ASCENDING[variant]} against {ASCENDING[before]}',
             )
             for at, shape in SHAPES
             for before, variant in itertools.pairwise(ASCENDING)
