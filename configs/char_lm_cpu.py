@@ -1,4 +1,4 @@
-"""Characters of tiny_shakespeare on a CPU: a published baseline of language models.
+"""Characters of tiny_shakespeare on a CPU: a published language-model baseline.
 
 Source: nanoGPT's README, "I only have a macbook" (karpathy/nanoGPT): 4 layers, 4 heads, width 128,
 context 64, batches of 12, 2,000 steps of AdamW from 1e-3 to 1e-4 (cosine, 100 steps of warm-up),

@@ -1,4 +1,4 @@
-"""Characters of tiny_shakespeare on one GPU: a published baseline of language models.
+"""Characters of tiny_shakespeare on one GPU: a published language-model baseline.
 
 Source: config/train_shakespeare_char.py of nanoGPT: 6 layers, 6 heads, width 384, context 256,
 batches of 64, 5,000 steps of AdamW from 1e-3 to 1e-4 (cosine, 100 steps of warm-up), beta2 0.99,

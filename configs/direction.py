@@ -1,9 +1,9 @@
 """A control that must fail: one symmetric head without positions cannot point in one direction.
 
 In the probe `successor`, the label of every key in a shuffled set is the payload of the next key
-around a circle. A symmetric score gives the pair (k, k + 1) one number, so it cannot prefer the
-successor at every key; `Successor` in qkattn/data/tasks/probe_tasks.py shows the bound, and how far
-an MLP helps. The pairwise score shares its matrix too, but is not symmetric.
+around a circle. A symmetric score is the same for (k, k + 1) and (k + 1, k), so it cannot prefer
+the successor at every key; `Successor` in qkattn/data/tasks/probe_tasks.py shows the bound, and how
+much an MLP helps. The pairwise score also shares its matrix, but is not symmetric.
 
     python -m experiments.ablate --config=configs/direction.py --workdir=runs/direction
 

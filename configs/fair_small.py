@@ -1,19 +1,19 @@
 """Which of W_Q, W_K, W_V, W_O does a small causal language model need, at equal parameter count?
 
-The full protocol on two CPU cores: every arm tunes its learning rate on a factor-2 grid with its
-own seeds, extended until the optimum is bracketed, and is compared on twelve fresh seeds. Beside
-each arm stands the same variant at the baseline's shape, and decided arms are trained again
-with four times as many tokens. shared_qk stands in two forms: plain, and as in Reformer, with keys
-of unit length and without attention to a token's own position.
+The full protocol on two CPU cores: every arm tunes its learning rate on a factor-2 grid with
+screening seeds, extended until the optimum is bracketed, and is compared on twelve fresh seeds.
+Each variant is also trained at the baseline's shape, and decided arms are trained again with four
+times as many tokens. shared_qk comes in two forms: plain, and as in Reformer, with keys of unit
+length and without attention to a token's own position.
 
     python -m experiments.ablate --config=configs/fair_small.py --workdir=runs/fair_small
 
-Expected: no verdict, as the models stop short of a 5-gram of the same bytes. Lower losses with one
+Expected: no verdict, as the models fall short of a 5-gram of the same bytes. Lower losses with one
 matrix for queries and keys in Reformer's form; higher ones with the plain form and with keys as
 values. With four times as many tokens, Reformer's form no longer differs from the baseline, and the
 other two differ less; see experiments/results/fair_small.
-Time: 137 minutes of training on one CPU core, shared by two workers with a core each; a fifth of
-the work is evaluation, which comes on top.
+Time: 137 core-minutes of training, shared by two workers with a CPU core each; evaluation, a fifth
+of the work, comes on top.
 """
 
 from qkattn.config import (

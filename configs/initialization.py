@@ -2,15 +2,15 @@
 
 Three variants under two initializations, all at equal parameter count and each at its own learning
 rate: the project's own (fan-in) and that of nanoGPT (standard deviation 0.02). A difference between
-variants that is smaller than the difference between the two initializations of one of them is a
-statement about initialization as much as about W_K or W_O.
+variants that is smaller than the difference between the two initializations of one of them says as
+much about initialization as about W_K or W_O.
 
     python -m experiments.ablate --config=configs/initialization.py --workdir=runs/initialization
 
 Expected: nanoGPT's initialization costs the baseline +0.28 nats per token; see
 experiments/results/initialization.
-Time: 24 minutes of training on two very busy CPU cores; a sixth of the work is evaluation, which
-comes on top.
+Time: 24 minutes of training on two very busy CPU cores; evaluation, a sixth of the work, comes on
+top.
 """
 
 from qkattn.config import (

@@ -2,13 +2,13 @@
 
 A positive control: one matrix for queries and keys (shared_qk) costs BERT 0.10 to 0.15 nats per
 masked token at equal width (Courtois et al. 2024, ACL Findings, arXiv 2406.06366), so it should be
-clearly worse at equal parameter count, too.
+clearly worse at equal parameter count as well.
 
     python -m experiments.ablate --config=configs/mlm_small.py --workdir=runs/mlm_small
 
 Expected: shared_qk +0.19 nats per masked token over 3 seeds at one learning rate; see
 experiments/results/mlm_small.
-Time: ten minutes of one CPU core, five on two that are free; a fifth of the work is evaluation.
+Time: ten minutes on one CPU core, five on two idle ones; a fifth of the work is evaluation.
 """
 
 from qkattn.config import (

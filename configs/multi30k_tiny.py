@@ -1,11 +1,11 @@
-"""Transformer-Tiny on Multi30k, English to German: a published baseline of translation.
+"""Transformer-Tiny on Multi30k, English to German: a published translation baseline.
 
 Source: Wu et al., "Good for Misconceived Reasons: An Empirical Revisiting on the Need for Visual
 Context in Multimodal Machine Translation" (ACL 2021), section 5: 4 + 4 layers of width 128, 4
 heads, FFN 256, dropout 0.3, shared embeddings, post-norm, inverse square root schedule with peak
 0.005 after 2,000 steps, label smoothing 0.1, about 4,096 tokens per batch, up to 8,000 updates,
 beam 5, joint BPE of 10,000 merges, average of the last 10 checkpoints
-(experiments.translate --average=10; the figures below are of one).
+(experiments.translate --average=10; the score below is of one).
 
     python -m experiments.train --config=configs/multi30k_tiny.py --workdir=runs/multi30k_tiny
 

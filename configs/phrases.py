@@ -4,7 +4,7 @@
 
 Expected: `translate runs/phrases --text='Sat, Jan 30, 1926'` prints 'Sa., 30. Jan. 1926'; model and
 steps are those of configs/translation_small.py; see experiments/results/phrases.
-Time: 64 seconds of processor time; 85 seconds on two busy CPU cores.
+Time: 64 seconds of CPU time; 85 seconds on two busy CPU cores.
 """
 
 from qkattn.config import (

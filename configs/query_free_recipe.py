@@ -5,15 +5,15 @@ weight decay 2^-5, their baseline with sqrt(H) and 0.1 (github.com/MarkoKarbevsk
 Arms at equal parameter count: the baseline, query_free at the usual scale and at theirs. The
 optimizer is theirs: AdamW with decay coupled to the learning rate, beta2 0.95, cosine to a tenth of
 the peak. The learning rate is tuned per arm. Every arm has weight decay 2^-5, which at a rate of
-0.008 takes 7 % off a matrix in 500 steps, where 0.1 takes 20 %; their baseline's is
+0.008 takes 7 % off a matrix in 500 steps, where 0.1 takes 20 %; that of their baseline is
 --config.base.trials.weight_decays='(0.1,)'.
 
     python -m experiments.ablate --config=configs/query_free_recipe.py --workdir=runs/query_free
 
-Expected: query_free/vo +0.007 nats per token, at their scale +0.033; no verdict, as the models stop
+Expected: query_free/vo +0.007 nats per token, at their scale +0.033; no verdict, as the models fall
 short of a 5-gram of the same bytes; see experiments/results/query_free_recipe.
-Time: 6 minutes of training on two very busy CPU cores; a seventh of the work is evaluation, which
-comes on top.
+Time: 6 minutes of training on two very busy CPU cores; evaluation, a seventh of the work, comes on
+top.
 """
 
 from qkattn.config import (

@@ -2,12 +2,11 @@
 
     python -m experiments.ablate --config=configs/quickstart.py --workdir=runs/quickstart
 
-or launch/quickstart.sh, which also installs what is needed and adds --workers=auto.
+or launch/quickstart.sh, which also installs the dependencies and adds --workers=auto.
 
 Expected: a table and runs/quickstart/report.html; three seeds at one learning rate decide nothing,
 and the report says so; see experiments/results/quickstart.
-Time: seven minutes of one CPU core, four on two that are free; an eighth of the work is
-evaluation.
+Time: seven minutes on one CPU core, four on two idle ones; an eighth of the work is evaluation.
 """
 
 from qkattn.config import (

@@ -3,8 +3,8 @@
     python -m experiments.train --config=configs/small.py --workdir=runs/small
 
 Expected: validation loss 1.77 nats/token with every seed, 434,816 parameters; see
-experiments/results/small. It is the base of the examples in docs/.
-Time: 69 seconds of processor time; 96 seconds on two busy CPU cores.
+experiments/results/small. The examples in docs/ start from it.
+Time: 69 seconds of CPU time; 96 seconds on two busy CPU cores.
 """
 
 from qkattn.config import (

@@ -10,7 +10,7 @@ dropping W_V or W_O, at best breaks even at equal parameter count.
 Expected: over 3 seeds at one learning rate no variant is worse than the standard one, and those
 without W_V or W_O are better, -0.05 and -0.03 nats per token; see
 experiments/results/translation_small.
-Time: 19 minutes of one CPU core, ten on two that are free.
+Time: 19 minutes on one CPU core, ten on two idle ones.
 """
 
 from qkattn.config import (

@@ -1,4 +1,4 @@
-"""Which matrices does cross-attention need, whose two streams differ?
+"""Which matrices does cross-attention, whose two streams differ, need?
 
 Claim B8. The variant of the cross-attention changes; encoder and decoder attend as usual.
 

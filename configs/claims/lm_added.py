@@ -1,6 +1,6 @@
-"""What do more parameters in attention give a decoder that has learned?
+"""What does a decoder that has learned gain from more parameters in attention?
 
-A nonlinear query, W_Q and W_K of D x D in every head, and two matrices in a row for each; the
+A nonlinear query, W_Q and W_K of D x D in every head, and two matrices in a row for each; a smaller
 width pays for them. One head instead of four is the positive control.
 
     python -m experiments.ablate --config=configs/claims/lm_added.py:cpu \\

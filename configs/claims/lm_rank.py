@@ -1,6 +1,6 @@
 """How much rank does W_Q[n] W_K[n]^T of a decoder that has learned need?
 
-Ranks below the head size, which is that of the baseline; the width takes up the savings.
+Ranks below the head size, which is the baseline's; the savings are spent on width.
 
     python -m experiments.ablate --config=configs/claims/lm_rank.py:cpu \\
         --workdir=runs/lm_rank

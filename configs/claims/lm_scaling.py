@@ -1,4 +1,4 @@
-"""How many parameters of a decoder that has learned is one of an arm worth?
+"""How many baseline parameters is one of an arm's worth in decoders that have learned?
 
 The number of heads grows with d_model: heads have 16 dimensions at scale cpu and 64 at scale gpu.
 

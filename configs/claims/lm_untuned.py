@@ -1,4 +1,4 @@
-"""A nonlinear query and the standard one at one learning rate, the lowest of those that tune them.
+"""A nonlinear query and the standard one at one learning rate, the lowest of their tuning grid.
 
 Claim E2 (arXiv 2603.13381): what would be reported without tuning.
 

@@ -1,6 +1,6 @@
 """Which matrices does a masked language model need?
 
-Q = K at equal shape, known to cost a masked model, is the positive control.
+Q = K at equal shape, known to be worse in a masked model, is the positive control.
 
     python -m experiments.ablate --config=configs/claims/masked_lm.py:cpu \\
         --workdir=runs/masked_lm

@@ -1,8 +1,8 @@
-"""Loss against parameters, and how many parameters of the standard model one of an arm is worth.
+"""Loss against parameters, and how many standard-model parameters one of an arm's is worth.
 
 At least four sizes of each arm, all trained on the same number of tokens. The number of heads
 grows with d_model: heads have 64 dimensions at scale gpu and 16 at scale cpu, where the smallest
-model has one of 22.
+model has a single head of 22.
 
     python -m experiments.ablate --config=configs/claims/scaling.py:cpu \\
         --workdir=runs/scaling
