@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# What launch/tpu.py does on each host of a TPU VM, in the copy of the repository there.
+# Sets up, starts and stops qkattn on one host, in its copy of the repository, for launch/tpu.py.
 #
 #   launch/host.sh setup [EXTRAS]                       makes .venv and installs the extras (tpu)
 #   launch/host.sh start [flags of supervise.sh] -- train|ablate FLAGS...   detached
 #   launch/host.sh status|logs
 #   launch/host.sh stop [SECONDS]                       TERM, then waits for the checkpoint (300)
 #
-# `status` prints one line: qkattn HOST new|ready|running|lost|exit CODE. `lost` was running when the
-# host went down. State and log lie in QKATTN_STATE (~/qkattn-run).
+# `status` prints one line: qkattn HOST new|ready|running|lost|exit CODE. `lost`: the command was
+# running when the host went down. State and log are in QKATTN_STATE (~/qkattn-run).
 set -euo pipefail
 
 root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
@@ -31,7 +31,7 @@ setup() {
     PYTHON=$(python3 -m uv python find --managed-python 3.12)
     export PYTHON
   fi
-  if [[ -e .venv/qkattn-stamp ]] && ! is_running; then # venv.sh does not know that nothing runs
+  if [[ -e .venv/qkattn-stamp ]] && ! is_running; then # venv.sh cannot tell that nothing runs
     .venv/bin/python -m pip install --quiet -r requirements.txt
   fi
   launch/venv.sh

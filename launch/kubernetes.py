@@ -43,14 +43,14 @@ PORT = 8476
 FLAT = {1: '1x1', 4: '2x2', 8: '2x4', 16: '4x4', 32: '4x8', 64: '8x8', 128: '8x16', 256: '16x16'}
 SOLID = {4: '2x2x1', 8: '2x2x2', 16: '2x2x4', 32: '2x4x4', 64: '4x4x4', 128: '4x4x8', 256: '4x8x8'}
 SOLID |= {512: '8x8x8', 1024: '8x8x16', 2048: '8x16x16'}
-# GKE's name, cores that the number counts for a chip, topology by chips, chips of a host at most.
+# GKE's name, how much a chip counts in the type's N, topology by chips, most chips per host.
 TPUS = {
     'v4': ('tpu-v4-podslice', 2, SOLID, 4),
     'v5litepod': ('tpu-v5-lite-podslice', 1, FLAT, 8),
     'v5p': ('tpu-v5p-slice', 2, SOLID, 4),
     'v6e': ('tpu-v6e-slice', 1, FLAT, 8),
 }
-# GKE's name; None: any node with GPUs.
+# GKE's name; None for any node with GPUs.
 GPUS = {
     'gpu': None,
     'g2': 'nvidia-l4',
@@ -80,7 +80,7 @@ FLAGS = {
 
 
 class Machine(NamedTuple):
-    """Hosts with so many chips each, of a resource, on nodes with these labels."""
+    """Hosts, the chips of each as a Kubernetes resource, and the labels of their nodes."""
 
     resource: str
     hosts: int
@@ -128,10 +128,10 @@ def manifest(options: Namespace) -> str:
             f'--workers={workers} needs an accelerator of one host, not '
             f'{options.accelerator} with {machine.hosts}; submit one job per worker instead'
         )
-    # Programs are executed: a directory is that of one user, and pods with TPUs run as root.
+    # Compiled programs are executed: a directory has one owner, and pods with TPUs run as root.
     programs = f'/runs/.jax-cache-{"gpu" if on_gpus else "tpu"}'
     env = [{'name': 'JAX_COMPILATION_CACHE_DIR', 'value': programs}]
-    if not workers:  # nodes are made, and images pulled, at different times
+    if not workers:  # nodes start and pull images at different times
         env += [{'name': 'QKATTN_CONNECT_SECONDS', 'value': '3600'}]
     if on_gpus and not workers:
         first = f'{options.name}-train-0-0.{options.name}:{PORT}'

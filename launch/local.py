@@ -33,7 +33,7 @@ EXIT_REQUEUE = 75
 DELAY = 1.0
 """Seconds between a crash and the next start."""
 ALONE = 60.0
-"""Seconds in which the others end once a process of a job has failed; a hung one does not."""
+"""Seconds that the others have to end once a process has failed; a hung one is then killed."""
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 
@@ -64,7 +64,7 @@ class Group:
     def run(self, parts: Parts) -> list[int]:
         """Runs processes to their end; exit codes in order of their end.
 
-        Once one has ended, the others have some time left.
+        Once one has ended, the others have limited time.
         """
         if self.asked:
             return [EXIT_REQUEUE]
@@ -94,7 +94,7 @@ class Group:
                 if (code := process.poll()) is not None:
                     self._running.remove(process)
                     with contextlib.suppress(ProcessLookupError):
-                        os.killpg(process.pid, signal.SIGKILL)  # what it has started and left
+                        os.killpg(process.pid, signal.SIGKILL)  # what it has left running
                     codes.append(128 - code if code < 0 else code)
                     failed = codes[-1] not in (0, EXIT_REQUEUE)
                     self._end_within(min(ALONE, self._grace) if failed else self._grace)
@@ -120,7 +120,7 @@ class Group:
 
 
 def _end_with_parent() -> None:
-    """In a child on Linux: SIGTERM comes even if the launcher is killed and can pass nothing on."""
+    """In a child on Linux: asks for SIGTERM when the launcher dies and can pass nothing on."""
     if sys.platform == 'linux':
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 

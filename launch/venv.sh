@@ -57,8 +57,8 @@ finish() {
   mv "$stamp.part" "$stamp"
 }
 
-# A complete environment is used or left alone: jobs may run in it, here or on another host. Where
-# it has all packages of other requirements, the package alone follows.
+# A complete environment is used or left alone: jobs may run in it, here or on another host. If only
+# the requirements differ and it meets them, the package alone is installed again.
 if [[ -f $stamp ]]; then
   other=''
   while read -r line; do
