@@ -24,8 +24,8 @@ DRY_RUN = flags.DEFINE_bool('dry_run', False, 'Print the plan and its cost, then
 WORKERS = flags.DEFINE_string(
     'workers',
     '1',
-    'Workers on this machine, each on cores or GPUs of its own: a number, or auto, one per mesh of '
-    'GPUs, else per core, as far as memory goes. 1 is this process itself.',
+    'Workers on this machine, each with its own cores or GPUs: a number, or auto for one per mesh '
+    'of GPUs, or else per core, as far as memory allows. 1 is this process itself.',
 )
 
 
@@ -37,8 +37,8 @@ def main() -> None:
     workers = local_workers.parse(WORKERS.value)
     if workers != 1 and bootstrap.start().num_processes > 1:
         raise ConfigError(
-            f'--workers={WORKERS.value} is for one process; in a job of several, all processes are '
-            'one worker, and launchers start further ones'
+            f'--workers={WORKERS.value} is for a single process; in a job of several, all '
+            'processes form one worker, and launchers start more'
         )
     if DRY_RUN.value:
         print(f'\n{plan.estimate(config, _matched(config))}')

@@ -8,7 +8,7 @@ python -m experiments.analyze runs/merged --reference=runs/small
 The source is any that experiments.convert reads. Attention patterns are those of the text or
 tokens; without either, of validation rows of a run. Induction is measured on random tokens.
 With --reference, drift is that of A[n] and B[n] from those of another model. --out receives
-analysis.csv, analysis.json and figures, of a text or tokens the attention maps too.
+analysis.csv, analysis.json and figures; for a text or tokens, also the attention maps.
 """
 
 import dataclasses
@@ -38,12 +38,12 @@ from qkattn.storage.files import as_path, make_directory, write_atomic
 from qkattn.storage.records import write_json
 from qkattn.train.program_cache import keep_programs
 
-SOURCE = flags.DEFINE_string('source', None, 'Model to measure; also without --source=.')
+SOURCE = flags.DEFINE_string('source', None, 'Model to measure; --source= may be left out.')
 TRIAL = flags.DEFINE_integer(
     'trial', None, 'Index of the trial of a run; default: the first that has not diverged.'
 )
 REFERENCE = flags.DEFINE_string(
-    'reference', None, 'Model from which drift is measured; of a run, the same trial.'
+    'reference', None, 'Model from which drift is measured; for a run, the same trial.'
 )
 TEXT = flags.DEFINE_string('text', None, 'Text that the model reads.')
 TOKENS = flags.DEFINE_string('tokens', None, 'Token ids that the model reads, as in "12 7 301".')
@@ -120,7 +120,9 @@ def given(source: loading.Loaded, model: Transformer) -> tuple[list[int], list[s
     """The token ids of --text or --tokens, and the text of each."""
     flag, context = TEXT if TOKENS.value is None else TOKENS, model.config.context
     if isinstance(model, EncoderDecoder):
-        raise ConfigError(f'--{flag.name} has one text; an encoder_decoder reads rows of its run')
+        raise ConfigError(
+            f'--{flag.name} is for a decoder or encoder; an encoder_decoder reads rows of its run'
+        )
     if flag is TOKENS:
         ids = cli.token_ids(flag, source.model_config.vocab_size)
         tokens = [*map(str, ids)]

@@ -29,7 +29,7 @@ SCALE = flags.DEFINE_enum(
     'scale',
     'cpu',
     list(SCALES),
-    'smoke: minutes, decides exact claims alone; cpu: hours on two cores; gpu: published sizes.',
+    'smoke: minutes, decides exact claims only; cpu: hours on two cores; gpu: published sizes.',
 )
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the studies; the same one resumes.')
 WORKERS = flags.DEFINE_string(
@@ -38,7 +38,9 @@ WORKERS = flags.DEFINE_string(
 TRAIN = flags.DEFINE_bool('train', True, '--notrain decides on what the workdir has.')
 DRY_RUN = flags.DEFINE_bool('dry_run', False, 'Print the plan and its cost, then stop.')
 EXPORT = flags.DEFINE_string(
-    'export', None, 'Directory to keep the verdicts on all claims in, with the studies behind them.'
+    'export',
+    None,
+    'Directory to export the verdicts on all claims to, with the studies behind them.',
 )
 
 
@@ -48,7 +50,7 @@ def main() -> None:
     if CLAIMS.value == []:
         raise ConfigError('--claims is empty; give names as in B2,C1, or leave it out for all')
     if CLAIMS.value and EXPORT.value:
-        raise ConfigError(f'--export={EXPORT.value} keeps all claims; leave out their names')
+        raise ConfigError(f'--export={EXPORT.value} exports all claims; leave out their names')
     claims = declared.chosen(CLAIMS.value or [])
     workers = local_workers.parse(WORKERS.value)
     if LIST.value:
@@ -61,9 +63,9 @@ def main() -> None:
         return
     directory = Path(workdir := cli.required(WORKDIR))
     if is_url(workdir):
-        raise ConfigError(f'workdir={workdir} is in a bucket; claims need one of a file system')
+        raise ConfigError(f'workdir={workdir} is in a bucket; claims need one on a file system')
     if not TRAIN.value and not directory.is_dir():
-        raise ConfigError(f'workdir={workdir} is no directory, and --notrain trains nothing')
+        raise ConfigError(f'workdir={workdir} is not a directory, and --notrain trains nothing')
     studies.check_workdir(configs, SCALE.value, directory)
     if TRAIN.value:
         studies.train(configs, directory, workers)

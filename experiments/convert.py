@@ -30,13 +30,15 @@ SOURCE = flags.DEFINE_string('source', None, 'Model to convert.')
 TRIAL = flags.DEFINE_integer(
     'trial', None, 'Index of the trial of a run; default: the first that has not diverged.'
 )
-NUM_HEADS = flags.DEFINE_integer('num_heads', None, 'Heads of published files without a config.')
+NUM_HEADS = flags.DEFINE_integer(
+    'num_heads', None, 'Number of heads, for published files without a config.'
+)
 APPLY = flags.DEFINE_multi_string(
     'apply',
     [],
     '\n'.join(
         [
-            'Conversion, e.g. merge or truncate(rank=8), exact unless it gives an error:',
+            'Conversion, e.g. merge or truncate(rank=8), exact unless an error is mentioned:',
             *(f'{name}: {conversion.summary}' for name, conversion in CONVERSIONS.items()),
             'They are applied in order',
         ]
@@ -70,11 +72,11 @@ def main() -> None:
             change = logit_error(reference, (config, params), tokens_BT)
             if not (errors or change <= EXACT):
                 raise ConversionError(
-                    f'it moves logits by {change:.1e} of the largest, and an exact conversion may '
-                    f'by {EXACT:.0e} at most'
+                    f'it changes logits by {change:.1e} of the largest, but an exact conversion '
+                    f'may change them by {EXACT:.0e} at most'
                 )
         except ConversionError as error:
-            raise ConfigError(f'{text} is refused: {error}') from error
+            raise ConfigError(f'{text} cannot be applied: {error}') from error
         for layer, lost in enumerate(errors):
             print(
                 f'layer {layer}: {text} leaves out {lost:.3e} of the norm of the matrices, the '

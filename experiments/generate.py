@@ -3,9 +3,9 @@
 python -m experiments.generate runs/small
 python -m experiments.generate runs/small --prompt='def main(' --num_tokens=100 --temperature=0
 
-The source is any that experiments.convert reads; of a run it is the newest checkpoint and the first
-trial that has not diverged. The tokenizer is that of the run's data, or that of --data for a source
-without data. Without a prompt a new document begins.
+The source is any that experiments.convert reads; of a run, the newest checkpoint and the first
+trial that has not diverged are used. The tokenizer is that of the run's data, or that of --data for
+a source without data. Without a prompt a new document begins.
 """
 
 import logging
@@ -25,7 +25,7 @@ from qkattn.train.program_cache import keep_programs
 log = logging.getLogger('qkattn.generate')
 
 SOURCE = flags.DEFINE_string(
-    'source', None, 'Model that continues the text; also without --source=.'
+    'source', None, 'Model that continues the text; --source= may be left out.'
 )
 DATA = flags.DEFINE_string(
     'data', DataConfig.name, 'Dataset of the tokenizer, for a source that is not a run.'
@@ -33,7 +33,7 @@ DATA = flags.DEFINE_string(
 TRIAL = flags.DEFINE_integer(
     'trial', None, 'Index of the trial of a run; default: the first that has not diverged.'
 )
-PROMPT = flags.DEFINE_string('prompt', '', 'Text to continue; a new document without one.')
+PROMPT = flags.DEFINE_string('prompt', '', 'Text to continue; by default, a new document.')
 PROMPT_TOKENS = flags.DEFINE_string(
     'prompt_tokens', None, 'Token ids to continue, as in "12 7 301"; prints ids.'
 )

@@ -4,8 +4,8 @@ python -m experiments.prepare_data --config=configs/small.py --out=tokens/stdlib
 python -m experiments.train --config=configs/small.py --workdir=runs/tokens
     --config.data.name=tokens --config.data.path=tokens/stdlib
 
-Of the config only the fields of data are read. Tokens that are there are compared with their
-sha256, and made again where they are damaged.
+Only the data fields of the config are read. Existing tokens are checked against their sha256 and
+made again if they are damaged.
 """
 
 from absl import flags

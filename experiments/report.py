@@ -19,12 +19,12 @@ from qkattn.storage.files import as_path
 
 STUDY = flags.DEFINE_string('study', None, 'Study directory, as written by experiments.ablate.')
 EXPORT = flags.DEFINE_string(
-    'export', None, 'Directory to copy the files to that a report is made from.'
+    'export', None, 'Directory to copy the files to from which a report is made.'
 )
 ACCEPT = flags.DEFINE_list(
     'accept',
     [],
-    'What does not withhold verdicts, entered into the ledger: uncommitted (changes), commits '
+    'What should not withhold verdicts, recorded in the ledger: uncommitted (changes) or commits '
     '(that differ between runs). Needs --why.',
 )
 WHY = flags.DEFINE_string('why', '', 'Why --accept is right, for whoever reads the report.')

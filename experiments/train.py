@@ -23,8 +23,8 @@ CONFIG = cli.define_config(Config)
 DRY_RUN = flags.DEFINE_string(
     'dry_run',
     None,
-    'Compile for this pod only, and print memory, FLOPs and warnings of a step: v5p-2x4x4, '
-    'h100-16x8, ...; needs no accelerator. See docs/scaling.md.',
+    'Only compile, for a pod such as v5p-2x4x4 or h100-16x8, and print memory, FLOPs and warnings '
+    'of a step; needs no accelerator. See docs/scaling.md.',
 )
 LOG = flags.DEFINE_string('dry_run_log', None, 'CSV file to which --dry_run appends a row.')
 WORKDIR = flags.DEFINE_string('workdir', None, 'Run directory; the same directory resumes.')

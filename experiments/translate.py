@@ -4,9 +4,9 @@ python -m experiments.translate runs/phrases --text='Sat, Jan 30, 1926'
 python -m experiments.translate runs/phrases --file=input.en > output.de
 python -m experiments.translate runs/phrases --score=test
 
-Input and output have one sentence per line. The newest checkpoint of the run is used, so that a run
-can be scored while it trains, or the mean of the newest: --average=5, of a run that keeps as many
-(train.keep=5). Flags override the run's settings of the beam search.
+Input and output have one sentence per line. The newest checkpoint of the run is used, so a run can
+be scored while it trains; --average=5 takes the mean of the newest five, which a run with
+train.keep=5 has. Flags override the run's settings of the beam search.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ SCORE = flags.DEFINE_string('score', None, 'Split of the data to translate and s
 BEAM = flags.DEFINE_integer('beam', None, 'Hypotheses of the beam search; 1 is greedy.')
 LENGTH_PENALTY = flags.DEFINE_float('length_penalty', None, 'a in score / length^a.')
 AVERAGE = flags.DEFINE_integer(
-    'average', 1, 'Newest checkpoints whose parameters are averaged.', lower_bound=1
+    'average', 1, 'Number of newest checkpoints whose parameters are averaged.', lower_bound=1
 )
 
 

@@ -77,7 +77,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def read(doc: str, flags: dict[str, dict], argv: list[str]) -> argparse.Namespace:
-    """The command line: the values of `flags`, and `command`, what stands behind `--` or [].
+    """The command line: the values of `flags`, and `command`, what follows `--` or [].
 
     A mistake ends the launcher with one sentence: an unknown flag, a wrong value, a command that is
     not one of COMMANDS or has no directory; workers that share no study.
@@ -96,7 +96,7 @@ def read(doc: str, flags: dict[str, dict], argv: list[str]) -> argparse.Namespac
     command = argv[at + 1 :]
     if at < len(argv) and command[:1] not in [[name] for name in COMMANDS]:
         given = f'is {command[0]!r}' if command else 'is missing'
-        leave(f'the command behind -- {given}; valid are {" and ".join(COMMANDS)}')
+        leave(f'the command after -- {given}; valid: {" and ".join(COMMANDS)}')
     options = parser.parse_args(argv[:at])
     options.command = command
     workers = getattr(options, 'workers', None)
@@ -111,4 +111,4 @@ def read(doc: str, flags: dict[str, dict], argv: list[str]) -> argparse.Namespac
 def require_command(options: argparse.Namespace) -> None:
     """Ends the launcher without a command."""
     if not options.command:
-        leave('no command; give it behind --, as in -- train --config=CONFIG --workdir=DIRECTORY')
+        leave('no command; give it after --, as in -- train --config=CONFIG --workdir=DIRECTORY')

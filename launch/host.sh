@@ -90,7 +90,7 @@ case ${1:-} in
   setup | start | status | stop) "$@" ;;
   logs) exec tail -n 200 -F "$state/log" ;;
   *)
-    echo "unknown verb '${1:-}'; known are setup, start, status, logs and stop" >&2
+    echo "unknown verb '${1:-}'; known: setup, start, status, logs and stop" >&2
     exit 2
     ;;
 esac

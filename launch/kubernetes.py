@@ -63,18 +63,18 @@ GPUS = {
 }
 GKE = 'cloud.google.com/gke-'
 FLAGS = {
-    '--name': flag('of the JobSet or Job', label, required=True),
-    '--image': flag('made with launch/kubernetes/Dockerfile', required=True),
+    '--name': flag('name of the JobSet or Job', label, required=True),
+    '--image': flag('image built with launch/kubernetes/Dockerfile', required=True),
     '--accelerator': flag('e.g. v6e-16, a3-2x8, gpu-1x8', required=True),
     '--workers': flag('pods that share a study', whole(1)),
     '--spot': switch('on nodes that may be preempted'),
-    '--volume': flag('claim that is mounted at /runs'),
+    '--volume': flag('volume claim to mount at /runs'),
     '--env': ENV,
-    '--service_account': flag('with access to the bucket', default='default'),
+    '--service_account': flag('account with access to the bucket', default='default'),
     '--queue': flag("Kueue's local queue"),
     '--namespace': flag("default: kubectl's"),
-    '--retries': flag('after a crash', whole(0), 3),
-    '--grace': flag('seconds to save in', whole(0), 300),
+    '--retries': flag('restarts after a crash', whole(0), 3),
+    '--grace': flag('seconds from a stop to a kill', whole(0), 300),
     '--dry_run': DRY_RUN,
 }
 
@@ -105,7 +105,7 @@ def hardware(accelerator: str) -> Machine:
         nodes = {f'{GKE}tpu-accelerator': name, f'{GKE}tpu-topology': topologies[total]}
         return Machine('google.com/tpu', total // chips, chips, nodes)
     valid = ', '.join([f'{kind}-N' for kind in TPUS] + [f'{kind}-HOSTSxGPUS' for kind in GPUS])
-    leave(f'--accelerator={accelerator} is not known; valid are {valid}')
+    leave(f'--accelerator={accelerator} is not known; valid: {valid}')
 
 
 def quoted(value: Any) -> str:

@@ -39,8 +39,8 @@ _LIBC = ctypes.CDLL(None)
 
 FLAGS = {
     '--processes': flag('processes of the job (1)', whole(1), 1),
-    '--devices_per_process': flag('CPU devices of each process, to try things', whole(1)),
-    '--gpus_per_process': flag('GPUs of each process; without it all see all', whole(1)),
+    '--devices_per_process': flag('CPU devices per process, for trying things out', whole(1)),
+    '--gpus_per_process': flag('GPUs per process; by default each sees all', whole(1)),
     '--retries': flag('how often a crashed job is started again (3)', whole(0), 3),
     '--grace': flag('seconds from a stop to a kill (300)', whole(1), 300),
     '--dry_run': DRY_RUN,
@@ -179,7 +179,7 @@ def supervise(group: Group, options: argparse.Namespace) -> int:
             say('stopped from elsewhere; starting again')
             continue
         if (crashes := crashes + 1) > options.retries:
-            say(f'exit code {code}; no retry is left of {options.retries}')
+            say(f'exit code {code}; no retry left of {options.retries}')
             return code
         say(f'exit code {code}; retry {crashes} of {options.retries}')
         until = time.monotonic() + DELAY

@@ -37,13 +37,13 @@ from arguments import (
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS = {
     '--accelerators': flag('e.g. H100:8, tpu-v6e-16', required=True),
-    '--name': flag('of the job or jobs', label, 'qkattn'),
+    '--name': flag('name of the job or jobs', label, 'qkattn'),
     '--nodes': flag('hosts with GPUs (1)', whole(1), 1),
     '--workers': WORKERS,
     '--infra': flag('where, e.g. gcp/us-east5; default: the cheapest'),
     '--on_demand': switch('capacity that is not preempted'),
     '--env': ENV,
-    '--retries': flag('after a crash (3)', whole(0), 3),
+    '--retries': flag('restarts after a crash (3)', whole(0), 3),
     '--dry_run': DRY_RUN,
 }
 

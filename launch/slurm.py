@@ -30,7 +30,7 @@ FLAGS = {
     '--retries': flag('how often a crashed job is requeued (3)', whole(0), 3),
     '--dry_run': DRY_RUN,
     '--exclusive': switch('share no node with other jobs'),
-    **{f'--{name}': flag('as sbatch has it', metavar='VALUE') for name in PASSED.split()},
+    **{f'--{name}': flag('passed to sbatch', metavar='VALUE') for name in PASSED.split()},
 }
 
 

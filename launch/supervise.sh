@@ -18,11 +18,11 @@ while (($#)); do
     --delay=*) delay=${1#*=} ;;
     --state=*) state=${1#*=} ;;
     --) shift; break ;;
-    *) say "unknown argument '$1'; the command stands behind --"; exit 2 ;;
+    *) say "unknown argument '$1'; the command follows --"; exit 2 ;;
   esac
   shift
 done
-(($#)) || { say 'no command behind --'; exit 2; }
+(($#)) || { say 'no command after --'; exit 2; }
 [[ $retries =~ ^[0-9]+$ ]] || { say "--retries=$retries is not a number >= 0"; exit 2; }
 
 if [[ -n $state ]]; then

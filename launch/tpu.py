@@ -52,7 +52,7 @@ RUNTIMES = {
 HOST = 'qkattn/launch/host.sh'  # on every host, in the copy of the repository
 FLAGS = {
     'verb': flag(', '.join(VERBS), metavar='VERB'),
-    '--name': flag('of the queued resource and its node', label, required=True),
+    '--name': flag('name of the queued resource and its node', label, required=True),
     '--zone': flag('e.g. us-east5-b', required=True),
     '--project': flag("default: gcloud's"),
     '--accelerator': flag('type and number, e.g. v6e-16 (create, watch)'),
@@ -61,10 +61,10 @@ FLAGS = {
     '--reserved': switch('on reserved capacity'),
     '--extras': flag('extras to install (setup, watch)', default='tpu,gcs'),
     '--env': ENV,
-    '--retries': flag('after a crash (run, watch)', whole(0), 3),
+    '--retries': flag('restarts after a crash (run, watch)', whole(0), 3),
     '--grace': flag('seconds to save in (stop)', whole(1), 300),
-    '--worker': flag('whose log (logs)', default='0'),
-    '--poll': flag('seconds (watch)', float, 60),
+    '--worker': flag('host whose log is printed (logs)', default='0'),
+    '--poll': flag('seconds between polls (watch)', float, 60),
     '--dry_run': DRY_RUN,
 }
 UNPACK = """set -e
@@ -183,7 +183,7 @@ def read_options(argv: list[str]) -> Namespace:
     options = read(__doc__, FLAGS, argv)
     verb, kind = options.verb, options.accelerator
     if verb not in VERBS:
-        leave(f'unknown verb {verb!r}; known are {", ".join(VERBS)}')
+        leave(f'unknown verb {verb!r}; known: {", ".join(VERBS)}')
     if options.spot and options.reserved:
         leave('argument --reserved: not allowed with argument --spot')
     if verb in ('create', 'watch'):
@@ -191,11 +191,11 @@ def read_options(argv: list[str]) -> Namespace:
             leave(f'{verb} needs --accelerator=TYPE, e.g. --accelerator=v6e-16')
         if not re.fullmatch(f'({"|".join(RUNTIMES)})-[1-9][0-9]*', kind):
             valid = ', '.join(f'{name}-N' for name in RUNTIMES)
-            leave(f'--accelerator={kind} is not a TPU VM type; valid are {valid}')
+            leave(f'--accelerator={kind} is not a TPU VM type; valid: {valid}')
     if verb in ('run', 'watch'):
         require_command(options)
     elif options.command:
-        leave(f'{verb} takes no command behind --')
+        leave(f'{verb} takes no command after --')
     note_lost(options.command, 'a gs:// directory', 'hosts')
     return options
 

@@ -36,7 +36,7 @@ def main() -> None:
         sys.path.append(str(scripts['train'].parents[1]))  # of experiments
         runpy.run_path(str(scripts[name]), run_name='__main__')
     else:
-        cli.exit_with(f'unknown command {name!r}; known are {", ".join(scripts)}')
+        cli.exit_with(f'unknown command {name!r}; known: {", ".join(scripts)}')
 
 
 def _help(scripts: dict[str, Path]) -> str:

@@ -20,9 +20,9 @@ from qkattn.jobs import cli
 from qkattn.jobs.machine import cpu, usable_cores
 from qkattn.storage.run_directory import describe_start
 
-SUITE = flags.DEFINE_list('suite', None, f'What is measured, several of {", ".join(SUITES)}.')
+SUITE = flags.DEFINE_list('suite', None, f'Suites to run, from {", ".join(SUITES)}.')
 SCALE = flags.DEFINE_enum('scale', 'cpu', [*SCALES], 'Sizes; the times of smoke mean nothing.')
-VARIANTS = flags.DEFINE_list('variants', None, "Variants that are compared, as in 'qk/no_v'.")
+VARIANTS = flags.DEFINE_list('variants', None, "Variants to compare, as in 'qk/no_v'.")
 OUT = flags.DEFINE_string(
     'out',
     None,
@@ -34,7 +34,7 @@ def main() -> None:
     if not SUITE.value:
         raise ConfigError('--suite=NAME is required, e.g. --suite=steps')
     if unknown := [name for name in SUITE.value if name not in SUITES]:
-        raise ConfigError(f'unknown --suite={unknown[0]}; known are {", ".join(SUITES)}')
+        raise ConfigError(f'unknown --suite={unknown[0]}; known: {", ".join(SUITES)}')
     scale = SCALES[SCALE.value]
     if VARIANTS.value:
         scale = scale._replace(names=tuple(dict.fromkeys(['qk/vo', *VARIANTS.value])))

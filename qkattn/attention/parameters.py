@@ -60,7 +60,7 @@ def products_once() -> AbstractContextManager[None]:
 def one_key(key: jax.Array | None, rngs: nnx.Rngs | None) -> jax.Array:
     """`key`, or the next key of the stream 'params' of `rngs`; SpecError unless one is given."""
     if (key is None) == (rngs is None):
-        raise SpecError('give key=jax.random.key(0) or rngs=nnx.Rngs(0), one of them')
+        raise SpecError('give either key=jax.random.key(0) or rngs=nnx.Rngs(0)')
     return rngs.params() if key is None else key
 
 

@@ -203,7 +203,9 @@ def check(directory: str | Path) -> int:
         names, others = ([record.name for record in records] for records in (old, new))
         if names != others:
             unequal = ', '.join(sorted({*names} ^ {*others}))
-            raise ReportError(f'{directory / file} is not of what is declared: {unequal} differ')
+            raise ReportError(
+                f'{directory / file} does not hold what is declared: {unequal} differ'
+            )
         for one, other in zip(old, new, strict=True):
             if unequal := mismatch(one, other):
                 raise ReportError(f'{directory / file}: {unequal}')

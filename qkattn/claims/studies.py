@@ -110,8 +110,8 @@ def check_workdir(studies: Mapping[str, Study], scale: str, directory: Path) -> 
     """Raises ConfigError for the directory of a study or run, and for studies of another scale."""
     if any((directory / file).exists() for file in ('study.json', 'config.json')):
         raise ConfigError(
-            f'workdir={directory} is the directory of a study or run; claims need another, which '
-            'has a directory for each study'
+            f'workdir={directory} is the directory of a study or run; claims need a directory '
+            'of their own, with a subdirectory for each study'
         )
     for name, study in studies.items():
         path = directory / name / 'study.json'

@@ -50,7 +50,7 @@ def resolve(
         near = difflib.get_close_matches(name, known, n=1)
         hint = f', did you mean {near[0]!r}?' if near else ';'
         raise error(
-            f'unknown {field} {name!r}{hint} known are {", ".join(known)}, '
+            f'unknown {field} {name!r}{hint} known: {", ".join(known)}, '
             'or an import path package.module:name'
         )
     accepted = options_of(call(target)) if options else ()

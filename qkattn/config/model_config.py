@@ -19,9 +19,10 @@ class ModelConfig:
         'decoder', "Causal 'decoder', bidirectional 'encoder', or 'encoder_decoder' (translation)."
     )
     score: str = setting(
-        'qk', 'Score of the attention: a name, with options as in low_rank(rank=8), or import path.'
+        'qk',
+        'Score of the attention: a name, with options as in low_rank(rank=8), or an import path.',
     )
-    value: str = setting('vo', 'Value of the attention variant, written as score is.')
+    value: str = setting('vo', 'Value of the attention, in the same form as score.')
     encoder_variant: str | None = setting(
         None, "'score/value' in the encoder of an encoder-decoder; None is that of the decoder."
     )
@@ -33,15 +34,22 @@ class ModelConfig:
     )
     d_model: int = setting(128, 'D, width of the residual stream.', **WIDTH)
     num_layers: int = setting(4, 'L, number of layers.', **COUNT)
-    num_encoder_layers: int | None = setting(None, 'Of the encoder; None is num_layers.', **COUNT)
+    num_encoder_layers: int | None = setting(
+        None, 'Layers of the encoder; None is num_layers.', **COUNT
+    )
     num_heads: int = setting(4, 'N, query heads.', **COUNT)
     num_kv_heads: int | None = setting(None, 'K, key and value heads; None is num_heads.', **COUNT)
     head_size: int | None = setting(None, 'H, width of a head; None is D / N.', **WIDTH)
     d_ff: int | None = setting(
-        None, 'F, width of the MLP; None is 4 d_model, with a gate 8/3.', least=1, most=2**20
+        None,
+        'F, width of the MLP; None is 4 d_model, or 8/3 d_model with a gate.',
+        least=1,
+        most=2**20,
     )
     context: int = setting(128, 'Longest sequence, in tokens.', least=1)
-    source_context: int | None = setting(None, 'Longest source; None is context.', least=1)
+    source_context: int | None = setting(
+        None, 'Longest source, in tokens; None is context.', least=1
+    )
     vocab_size: int = setting(256, 'V, size of the vocabulary.', least=1)
     norm: Literal['layernorm', 'rmsnorm'] = setting(
         'layernorm', "'layernorm' (Ba et al. 2016) or 'rmsnorm' (Zhang & Sennrich 2019)."
@@ -61,12 +69,14 @@ class ModelConfig:
         True, 'Norms before attention have an undecayed gain; only pre-norm can go without.'
     )
     qk_norm: bool = setting(False, 'Queries and keys have RMS 1, times a gain (Henry et al. 2020).')
-    score_scale: float = setting(1.0, "Factor on the logits beside the Score's own scale.", above=0)
+    score_scale: float = setting(
+        1.0, "Factor on the logits, in addition to the Score's own scale.", above=0
+    )
     logit_cap: float | None = setting(
         None, 'c in c tanh(logit / c) (Gemma 2, 2024); None is off.', above=0, most=1e9
     )
     normalizer: str = setting(
-        'softmax', 'softmax, softmax_off_by_one, sigmoid, entmax15, sparsemax or import path.'
+        'softmax', 'softmax, softmax_off_by_one, sigmoid, entmax15, sparsemax or an import path.'
     )
     window: int | None = setting(
         None, 'A query attends to positions at distance |t - s| < window; None is all.', least=1
@@ -78,7 +88,7 @@ class ModelConfig:
     )
     biases: bool = setting(False, 'Biases in projections, MLP and layer norms.')
     tied_embeddings: bool = setting(True, 'The output matrix is the transposed input embedding.')
-    shared_embeddings: bool = setting(True, 'Encoder and decoder read one embedding.')
+    shared_embeddings: bool = setting(True, 'Encoder and decoder share one embedding.')
     scale_embeddings: bool = setting(False, 'Embeddings times sqrt(D) (Vaswani et al. 2017).')
     init: Literal['fan_in', 'nanogpt'] = setting(
         'fan_in',
@@ -90,11 +100,13 @@ class ModelConfig:
     init_vo: float = setting(1.0, 'Factor on the initial deviation of Value matrices.', above=0)
     init_mlp: float = setting(1.0, 'Factor on the initial deviation of MLP matrices.', above=0)
     dropout: float = setting(0.0, 'Rate on embeddings and on every branch of a block.', **RATE)
-    attention_dropout: float | None = setting(None, 'Of probabilities; None is dropout.', **RATE)
+    attention_dropout: float | None = setting(
+        None, 'Rate on attention probabilities; None is dropout.', **RATE
+    )
     activation_dropout: float = setting(0.0, 'Rate on the hidden layer of the MLP.', **RATE)
     remat: Literal['none', 'full', 'dots'] = setting(
         'none',
-        "What the backward pass computes again: 'none', 'full' or 'dots' (all but products).",
+        "What the backward pass recomputes: 'none', 'full' or 'dots' (all but products).",
     )
     scan_unroll: int | None = setting(
         None, 'Layers per step of the scan; None is all below 12 layers, else 1.', **COUNT
@@ -143,9 +155,9 @@ class ModelConfig:
             return (self,)
         variants, where = split_pattern(self.pattern), f'pattern={self.pattern!r}'
         if self.kind == 'encoder_decoder':
-            raise SpecError(f'{where} is a setting of a decoder or an encoder, not of both')
+            raise SpecError(f'{where} is for a decoder or an encoder, not for an encoder_decoder')
         if len(variants) > self.num_layers:
-            count = f'{len(variants)} variants for num_layers={self.num_layers}'
+            count = f'{len(variants)} variants, more than num_layers={self.num_layers}'
             raise SpecError(f'{where} has {count}')
         if variants[0] != str(self.variant):
             raise SpecError(f'{where} must begin with the variant of the model, {self.variant}')

@@ -25,8 +25,10 @@ class DataConfig:
     )
     manual_dir: str | None = setting(None, 'Directory of files downloaded by hand.', path=True)
     path: str | None = setting(None, "Files of 'text', 'parallel' and 'tokens'.", path=True)
-    languages: str | None = setting(None, "Of a translation set, as in 'en-de'.", path=True)
-    feature: str | None = setting(None, 'Text feature of a tfds set, column of a hf set.')
+    languages: str | None = setting(
+        None, "Source and target of a translation set, as in 'en-de'.", path=True
+    )
+    feature: str | None = setting(None, 'Text feature of a tfds set, or column of an hf set.')
     lowercase: bool = setting(False, 'Text is lower-cased before it is tokenized.')
     tokenizer: str = setting(
         'bytes',
@@ -39,10 +41,13 @@ class DataConfig:
     task: str | None = setting(
         None, 'Import path of a task; None is the one for model.kind and the data.', path=True
     )
-    mask_rate: float = setting(0.15, 'Share of tokens that an encoder restores.', above=0, below=1)
+    mask_rate: float = setting(
+        0.15, 'Fraction of tokens that an encoder predicts.', above=0, below=1
+    )
     shift_windows: bool = setting(False, 'Windows of text start at an offset drawn per epoch.')
     drop_long: bool = setting(
-        False, 'Sentence pairs that do not fit into the model are left out, else they are an error.'
+        False,
+        'Sentence pairs that do not fit into the model are left out; by default they are an error.',
     )
     eval_sequences: int | None = setting(
         None, 'Rows per evaluation, evenly spaced over the split; None is all.', least=1
@@ -225,8 +230,8 @@ def _conflicts(config: Config) -> Iterator[str]:
     if optimizer.decay == 'independent' and max(config.trials.weight_decays) >= 0.1:
         yield (
             f'trials.weight_decays={config.trials.weight_decays} must be below 0.1 with '
-            "optimizer.decay='independent', a fraction in every step; optimizer.decay='coupled' "
-            'multiplies by the learning rate'
+            "optimizer.decay='independent', which subtracts that fraction in every step; "
+            "optimizer.decay='coupled' multiplies it by the learning rate"
         )
     trials, microbatch = len(config.trials.trials()), train.batch_size // train.accumulation
     if trials % mesh.trial:

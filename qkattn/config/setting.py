@@ -138,7 +138,7 @@ def _expected(value: Any, kind: Any, bounds: Bounds) -> str | None:
             return f'hold {name} values' if several else f'be of type {name}'
     literals = _literals(kind)
     if literals and not set(entries) <= set(literals):
-        return f'{"hold" if several else "be one of"} {", ".join(literals)}'
+        return f'{"hold only" if several else "be one of"} {", ".join(literals)}'
     if not all(bounds.admit(options[0], entry) for entry in entries):
         return f'{"hold values that are" if several else "be"} {bounds.words(options[0])}'
     if bounds.filled and not entries:

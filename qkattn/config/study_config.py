@@ -33,7 +33,7 @@ class TuningConfig:
     )
     max_excess: float | None = setting(
         None,
-        'Seeds are also drawn while a loss may lie further above its optimum; nats/token.',
+        'Seeds are also drawn while a loss may lie this far above its optimum; nats/token.',
         above=0,
     )
     choice: Choice = setting(
@@ -80,7 +80,8 @@ class Study:
         (), 'Data sets, as in data.name, each with its arms; empty is base.data.name.', path=True
     )
     match: Literal['total', 'non_embedding', 'flops', 'cache'] | None = setting(
-        'total', 'Equal cost: total or non_embedding parameters, flops or cache a token; or None.'
+        'total',
+        'Matched cost: total or non_embedding parameters, flops or cache per token; or None.',
     )
     destinations: tuple[Destination, ...] = setting(
         ('d_model',),

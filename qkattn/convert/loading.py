@@ -86,7 +86,9 @@ def load(
         params = [jax.tree.map(operator.itemgetter(x), stack['params']) for x in range(len(trials))]
         return Loaded(path, config.model, params, trials, alive, config, step)
     if average != 1:
-        raise ConfigError(f'average={average} is for checkpoints of a run, and {path} is none')
+        raise ConfigError(
+            f'average={average} needs the checkpoints of a run, and {path} is not one'
+        )
     if path.suffix == '.pt':
         model = load_nanogpt(path, num_heads=num_heads)
     elif path.is_file() or (
@@ -117,7 +119,7 @@ def tokenizer_for(source: Loaded, dataset: str, otherwise: str) -> Tokenizer:
         if tokenizer.name != trained_with:
             raise ConfigError(
                 f'{source.path} was trained with the tokenizer {trained_with}, but its data has '
-                f'changed since then and gives {tokenizer.name}; restore the data'
+                f'changed since and gives {tokenizer.name}; restore the data'
             )
     size, known = tokenizer.vocab_size, source.model_config.vocab_size
     if size > known:

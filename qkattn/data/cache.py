@@ -53,6 +53,6 @@ def prepared_once(lock: Path, opened: Callable[[], T], prepare: Callable[[], obj
             except FileNotFoundError:
                 pass
             except DamagedData as error:
-                log.warning('%s; it is prepared again', error)
+                log.warning('%s; preparing it again', error)
             prepare()
             return opened()

@@ -177,6 +177,6 @@ def check_documents(rows: Rows, data: DataConfig, minimum: int = MIN_DOCUMENTS) 
             )
     if 'test' not in rows.splits:
         raise ConfigError(
-            f'{name} has no test split, by which a study decides between variants; set '
+            f'{name} has no test split, on which a study decides between variants; set '
             'data.carve_test=True to carve a tenth of its train split.'
         )

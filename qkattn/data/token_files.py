@@ -51,7 +51,7 @@ def write_tokens(directory: Path, kind: str, corpus: Corpus, tokenizer: Tokenize
     """
     log.info('Writing tokens of %s %s to %s', corpus.name, corpus.version, directory)
     for split, share in corpus.carved.items():
-        log.info('%s has no %s split: %.0f %% of train are carved', corpus.name, split, 100 * share)
+        log.info('%s has no %s split; carving %.0f %% of train', corpus.name, split, 100 * share)
     if hasattr(tokenizer, 'model'):
         write_atomic(directory / MODEL, tokenizer.model())
     with readable(corpus.name, RESTORE, *ERRORS):
@@ -63,7 +63,7 @@ def write_tokens(directory: Path, kind: str, corpus: Corpus, tokenizer: Tokenize
         encoded = _encoded(documents[split], source, tokenizer)
         splits[split] = _write(directory / f'{split}.bin', encoded, tokenizer, names)
         if not splits[split].num_documents:
-            raise ConfigError(f'{source} has no document; give it text')
+            raise ConfigError(f'{source} has no document; it must hold text')
     index = Index(
         name=corpus.name,
         version=corpus.version,
@@ -186,7 +186,7 @@ def open_prepared(config: DataConfig) -> TokenDataset:
         if not fits:
             raise ConfigError(
                 f'data.{field}={getattr(config, field)!r} has no effect on tokens, which were made '
-                f'with {index.tokenizer_name} of {index.version}; set it where prepare_data makes '
+                f'with {index.tokenizer_name} of {index.version}; set it when prepare_data makes '
                 'them'
             )
     return dataset

@@ -96,5 +96,5 @@ def _require_port(address: str) -> None:
     except OSError as error:
         raise ProcessError(
             f'the coordinator cannot listen on port {port} ({os.strerror(error.errno or 0)}); '
-            'give the job another one'
+            'give the job another port'
         ) from error

@@ -206,20 +206,20 @@ _METRICS = (
     Metric(
         'exact_match',
         'score',
-        'Fraction of the translations that are their reference, character by character.',
+        'Fraction of the translations that equal their reference, character by character.',
         **PERCENT,
     ),
     Metric(
         'accuracy',
         'score',
-        'Fraction of the targets that are the argmax prediction.',
+        'Fraction of the targets that equal the argmax prediction.',
         **OF_TARGETS,
         per_target=lambda p: p.correct_BT,
     ),
     Metric(
         'solved',
         'score',
-        'Fraction of the rows whose targets are all the argmax prediction.',
+        'Fraction of the rows whose targets all equal the argmax prediction.',
         **OF_TARGETS,
         per_target=lambda p: ~p.correct_BT,
         value=lambda sums, _: (sums['rows'] * (sums['solved'] == 0)).sum(0) / sums['rows'].sum(0),
@@ -257,7 +257,9 @@ def with_outside(outside: Iterable[Metric]) -> Mapping[str, Metric]:
                 "letters, digits and underscores, and the role 'score'"
             )
         if metric.name in _TAKEN | metrics.keys():
-            raise ConfigError(f'metric {metric.name!r} has the name of another; give it its own')
+            raise ConfigError(
+                f'metric {metric.name!r} has the name of another; give it a name of its own'
+            )
         metrics[metric.name] = metric
     return metrics
 

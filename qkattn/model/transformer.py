@@ -91,7 +91,7 @@ class Stream(nnx.Module):
         blocks = [layer_of(self.blocks, index) for index in range(self.config.num_layers)]
         sites = [name for name, part in vars(blocks[0]).items() if isinstance(part, Attention)]
         if site not in sites:
-            raise ValueError(f'{site!r} names no layers; known are {", ".join(sites)}')
+            raise ValueError(f'{site!r} names no layers; known: {", ".join(sites)}')
         return [getattr(block, site) for block in blocks]
 
     def check_length(self, tokens_BT: jax.Array, field: str = 'model.context') -> None:

@@ -69,7 +69,7 @@ def export(study_dir: str | Path, destination: str | Path) -> Path:
     is_empty = not destination.exists() or destination.is_dir() and not any(destination.iterdir())
     if not is_empty and (name != study.name or (destination / 'plan.jsonl').exists()):
         raise ReportError(
-            f'{str(destination)!r} holds something else than an export of study {study.name!r}; '
+            f'{str(destination)!r} holds something other than an export of study {study.name!r}; '
             'give an empty directory.'
         )
     stored.pack(study.files, destination)

@@ -66,7 +66,7 @@ def check_study(directory: str | Path) -> int:
             raise ReportError(f'{path} does not exist; make it with python -m experiments.report')
         actual = path.read_text(encoding='utf-8', errors='replace')
         if place := difference(actual, text):
-            raise ReportError(f'{path} is not what its logs give, {place}')
+            raise ReportError(f'{path} does not match its logs, {place}')
         count += len(PRINT.findall(actual))
     return count
 
@@ -95,7 +95,7 @@ def check_page(path: str | Path, blocks: Blocks = HEADLINE, *, write: bool = Fal
     if write and expected != text:
         write_atomic(path, expected)
     elif place := difference(text, expected):
-        raise ReportError(f'{path} is not what its studies give, {place}')
+        raise ReportError(f'{path} does not match its studies, {place}')
     return len(block.findall(text))
 
 
@@ -182,7 +182,7 @@ def check_numbers(path: str | Path) -> dict[str, int]:
             where = f'{path}, [[{kind}]] entry {number}'
             if sorted(entry) != sorted(ENTRIES.get(kind, ())):
                 valid = [f'[[{kind}]] of {", ".join(names)}' for kind, names in ENTRIES.items()]
-                raise ReportError(f'{where} has {", ".join(entry)}; valid is {" and ".join(valid)}')
+                raise ReportError(f'{where} has {", ".join(entry)}; valid: {" and ".join(valid)}')
             page, text, source = (entry[name] for name in ENTRIES[kind])
             try:
                 text = text.format(log=_log(root / source)) if kind == 'logged' else text

@@ -119,7 +119,7 @@ def paired(
     """
     values = tuple(map(float, differences))
     if not values or not all(map(math.isfinite, values)):
-        raise ValueError(f'differences is {list(values)}; finite ones, at least one, are needed.')
+        raise ValueError(f'differences={list(values)} must be one or more finite numbers.')
     every = _difference(values, margin, evaluation, tuning)
     kept = typical(values)
     if every.p is None or len(kept) == len(values):

@@ -46,7 +46,7 @@ def to_path(url: str | os.PathLike[str]) -> Path:
     bucket, _ = _split(text)
     if not text.startswith(SCHEME) or not bucket:
         raise RunDirectoryError(
-            f'{text} is a URL of another kind than gs://BUCKET/PATH; give one of those, or mount '
+            f'{text} is not a URL of the form gs://BUCKET/PATH; give one that is, or mount '
             'the storage and give a directory'
         )
     _open(bucket)

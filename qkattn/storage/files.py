@@ -27,7 +27,7 @@ _FAILED = {
     errno.EROFS: 'its file system is read-only; make it writable',
     errno.EACCES: 'this user may not write there; make it writable',
 }
-_RESUME = 'and run the same command again, which goes on from what is saved'
+_RESUME = 'and run the same command again, which resumes from what is saved'
 
 
 def as_path(path: str | os.PathLike[str]) -> Path:
@@ -144,7 +144,7 @@ def replacing(path: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def _replacing(path: Path, name: str) -> Iterator[Path]:
     if path.is_dir():
-        raise RunDirectoryError(f'{path} is a directory in the place of a file; move it away')
+        raise RunDirectoryError(f'{path} is a directory where a file is expected; move it away')
     temporary = path.with_name(name)
     with disk_errors(path.parent):
         try:

@@ -107,9 +107,11 @@ def read(path: Path) -> Ledger:
         except ValueError as error:
             raise ReportError(f'{path}, line {number} is damaged ({error}); {ADVICE}') from error
         if entry['hash'] != digest_of_entry(entry) or not line.endswith(b'\n'):
-            raise ReportError(f'{path}, line {number} was edited: its hash is another; {ADVICE}')
+            raise ReportError(
+                f'{path}, line {number} was edited: its hash does not match; {ADVICE}'
+            )
         if entry['previous'] != (entries[-1]['hash'] if entries else None):
-            raise ReportError(f'{path}, line {number} does not follow the one before; {ADVICE}')
+            raise ReportError(f'{path}, line {number} does not follow the line before; {ADVICE}')
         entries.append(entry)
     if not entries or entries[0]['event'] != DECLARED:
         raise ReportError(f'{path} does not exist, or declares no study; {ADVICE}')
@@ -172,7 +174,7 @@ def accept(directory: Path, code: str, why: str) -> None:
     """Enters why `code` withholds no verdict; ReportError if not ACCEPTABLE, or without why."""
     if code not in ACCEPTABLE or not why.strip():
         raise ReportError(
-            f'accept={code!r} with the reason {why!r}: it takes {" or ".join(ACCEPTABLE)}, and a '
+            f'accept={code!r} with the reason {why!r} must be {" or ".join(ACCEPTABLE)}, with a '
             'reason that is not empty'
         )
     path = directory / NAME

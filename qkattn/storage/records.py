@@ -108,7 +108,7 @@ def remove_checksum(record: dict[str, Any]) -> None:
     """Takes `crc32` out of an object; ValueError where it is not that of the other fields."""
     stored = record.pop(CHECKSUM, None)
     if stored != with_checksum(record)[CHECKSUM]:
-        raise ValueError('its checksum is not that of its content')
+        raise ValueError('its checksum does not match its content')
 
 
 def read_json(path: str | os.PathLike, schema: Any, advice: str = ADVICE) -> Any:
@@ -180,7 +180,9 @@ def read_results(path: Path, trials: Sequence[Mapping[str, Any]]) -> list[dict[s
         # Settings that trials have gained since the file was written are not in it.
         known = [{n: v for n, v in trial.items() if n in stored[0]} for trial in trials]
         if stored != known:
-            raise ValueError(f'it has results of {len(stored)} trials that are not of the run')
+            raise ValueError(
+                f'it has results of {len(stored)} trials that do not belong to the run'
+            )
     except ValueError as error:
         raise damaged(path, error, _RESULT_ADVICE) from error
     return results
@@ -232,7 +234,7 @@ def check(value: Any, schema: Any) -> None:
     """Raises ValueError that names the field unless `value` has at least what the schema says."""
     if isinstance(schema, list):
         if not isinstance(value, list) or not value:
-            raise ValueError('expected a list that is not empty')
+            raise ValueError('expected a non-empty list')
         for number, item in enumerate(value):
             try:
                 check(item, schema[0])

@@ -86,7 +86,7 @@ def _check_config(directory: Path, config: Config) -> bool:
     record = read_json(path, CONFIG)
     try:
         if fingerprint_of(record['config']) != record['hash']:
-            raise ConfigError('its hash is not that of its config')
+            raise ConfigError('its hash does not match its config')
         stored: Config = from_json(Config, record['config'])
     except UnknownFieldError as error:
         raise ConfigError(f'{path} has an {error}; or give another workdir') from error
@@ -97,7 +97,7 @@ def _check_config(directory: Path, config: Config) -> bool:
     expected = with_machine_of(config, stored)
     changes = differences(dataclasses.asdict(stored), dataclasses.asdict(expected))
     raise ConfigError(
-        f'workdir={directory} holds a run of another configuration:\n  '
+        f'workdir={directory} holds a run with another configuration:\n  '
         + '\n  '.join(changes)
         + '\nSet these fields back to resume it, or give another workdir.'
     )

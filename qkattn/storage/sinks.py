@@ -147,7 +147,9 @@ class Sinks:
         except Exception as error:
             self._open.pop(name, None)
             kind = type(error).__name__
-            log.warning('sink %s fails, and the run goes on without it: %s: %s', name, kind, error)
+            log.warning(
+                'sink %s failed, and the run continues without it: %s: %s', name, kind, error
+            )
 
 
 def _resolve(text: str) -> tuple[Any, dict[str, Any]]:

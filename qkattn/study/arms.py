@@ -162,8 +162,8 @@ def match(
     gap = dimension.cost(value) / target - 1
     if destination != 'd_ff' and value == dimension.given and abs(gap) > tolerance:
         raise MatchError(
-            f'is {gap:+.2%} from the target, to which no other {destination} is nearer '
-            f'than {value}, so d_ff would absorb it all: use the destination d_ff '
+            f'is {gap:+.2%} from the target at {at}, and no other {destination} is nearer, '
+            'so d_ff would absorb it all: use the destination d_ff '
             '(--config.destinations=\'("d_ff",)\'), or a baseline of another size'
         )
     residual = cost.measured(solved, which) / target - 1
@@ -272,8 +272,8 @@ def build_arms(study: Study) -> list[MatchedArm]:
         if variant not in compared:
             kind = ' at equal shape (cheaper ones, with controls.equal_shape and a match)'
             raise ConfigError(
-                f'expected={text!r}: {variant!r} is none of the arms{kind * equal_shape} that are '
-                f'compared with {study.baseline!r}; they are '
+                f'expected={text!r}: {variant!r} is not among the arms{kind * equal_shape} that '
+                f'are compared with {study.baseline!r}; they are '
                 f'{", ".join(map(repr, dict.fromkeys(compared))) or "none"}'
             )
     return [

@@ -47,8 +47,8 @@ def require_no_run(path: Path) -> None:
     """Raises ConfigError if the directory of a new study holds a run."""
     if (path / 'config.json').exists():
         raise ConfigError(
-            f'workdir={path} holds a run, not a study; give a study its own directory, or go on '
-            'with the run by train'
+            f'workdir={path} holds a run, not a study; give a study its own directory, or resume '
+            'the run with train'
         )
 
 
@@ -138,7 +138,7 @@ def _continued(
     changes += differences(fixed(earlier, before), fixed(declared, now))
     if changes:
         raise ConfigError(
-            f'workdir={file.parent} holds a study of other settings:\n  '
+            f'workdir={file.parent} holds a study with other settings:\n  '
             + '\n  '.join(changes)
             + '\nSet them back or give another workdir; a study may only gain variants, sizes and '
             'corpora.'

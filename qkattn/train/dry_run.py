@@ -130,7 +130,9 @@ def describe(config: Config, topology: str) -> Description:
     notes += [f'mesh {_axes(mesh.shape)}', f'{scan}; {dispatch}', *kernels]
     if (total := sum(memory.values())) > capacity:
         sizes = f'{_size_text(total)} for {_size_text(capacity)} of HBM per device'
-        remedies = 'larger mesh.fsdp or mesh.tensor, train.accumulation and model.remat take less'
+        remedies = (
+            'a larger mesh.fsdp, mesh.tensor or train.accumulation, or model.remat, takes less'
+        )
         notes.append(f'WARNING the program DOES NOT FIT: {sizes}; {remedies}')
     notes += [f'WARNING replication or another axis: {message}' for message in fallbacks]
     seconds = flops * pod.chip.devices / pod.chip.flops
@@ -214,7 +216,7 @@ def _memory(compiled: jax.stages.Compiled, state: dict, batch: Any) -> dict[str,
 def text(run: Description) -> str:
     """The description as a page of at most 100 columns."""
     total = sum(run.memory.values())
-    share = f'{_size_text(run.capacity)}, of which {total / run.capacity:.1%} are used'
+    share = f'{_size_text(run.capacity)}, of which {total / run.capacity:.1%} is used'
     peak = f'{1e3 * run.seconds:,.3g} ms at the peak bfloat16 rate'
     rows: list[tuple[str, float, str]] = [
         ('parameters', run.parameters, f'of {run.trials} trial{"s" * (run.trials > 1)} each'),

@@ -122,8 +122,8 @@ def load_stack(path: Path, average: int = 1) -> tuple[Config, int, dict]:
     # The one of the best loss may be far older than the newest.
     if len(states) < average or steps[0] - steps[-1] > span * config.train.checkpoint_every:
         raise ConfigError(
-            f'average={average} takes as many in a row, but the newest sound checkpoints of {path} '
-            f'are of steps {steps}; train.keep, {config.train.keep} there, says how many stay'
+            f'average={average} needs that many in a row, but the newest sound checkpoints of '
+            f'{path} are of steps {steps}; train.keep={config.train.keep} there sets how many stay'
         )
     newest = states[0]['trials']
     params = jax.tree.map(

@@ -191,7 +191,7 @@ def start_stack(
     state, record = restored
     if changes := differences(record['data'], rows.identity()):
         raise CheckpointError(
-            f'{checkpoints.directory.parent} was trained on other data than the present dataset '
+            f'{checkpoints.directory.parent} was trained on data other than the current dataset '
             f'({", ".join(changes)}); use the interpreter and the data of its first start, or '
             'another workdir'
         )

@@ -50,13 +50,13 @@ def keep_programs() -> None:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.stat()
         if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-            raise PermissionError(f'{path} is not a directory of this user alone, of mode 700')
+            raise PermissionError(f'{path} is not a directory that this user alone can write to')
         tempfile.TemporaryFile(dir=path).close()
         if not os.environ.get(_NAMED):
             with contextlib.suppress(FileNotFoundError):  # another start is deleting them
                 _delete_oldest(path.parent)
     except (OSError, ConfigError) as error:  # a user may have no home directory
-        log.warning('compiled programs are not kept (%s); %s names a directory', error, _NAMED)
+        log.warning('compiled programs are not kept (%s); set %s to a directory', error, _NAMED)
         jax.config.update('jax_enable_compilation_cache', False)
     else:
         jax.config.update('jax_compilation_cache_dir', str(path))

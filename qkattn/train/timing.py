@@ -79,4 +79,4 @@ def traced(directory: Path | None, batches: Iterable[T], state: Callable[[], Any
 
 def _stop(directory: Path) -> None:
     jax.profiler.stop_trace()
-    log.info('traced: see %s by xprof or https://ui.perfetto.dev', directory)
+    log.info('trace written to %s; open it with xprof or https://ui.perfetto.dev', directory)

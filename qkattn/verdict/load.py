@@ -194,7 +194,7 @@ def _read_runs(study: Study) -> list[Run]:
     def add_run(record: Any) -> None:
         run = parse_run(record)
         if run.key.declared not in study.arms:
-            raise ValueError(f'{run.key} is no arm that study.json declares')
+            raise ValueError(f'{run.key} is not an arm that study.json declares')
         if planned.setdefault(run.name, run) != run:
             raise ValueError(f'run {run.name!r} is planned twice, differently')
 

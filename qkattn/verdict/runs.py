@@ -196,7 +196,7 @@ def _with_documents(run: Run, record: Any) -> Run:
         losses = [trial.metrics[f'{prefix}_loss'] for trial in run.trials]
         if split not in record:
             if any(loss is not None for loss in losses):
-                raise ValueError(f'split {split!r} is missing, of which its results have losses')
+                raise ValueError(f'split {split!r} is missing, but its results have losses on it')
             continue
         check(record[split], DOCUMENTS)
         names, tokens_C = tuple(record[split]['documents']), np.array(record[split]['tokens'])
@@ -205,8 +205,8 @@ def _with_documents(run: Run, record: Any) -> Run:
         is_whole = len(rows) == len(losses) and shapes == {(len(set(names)),)}
         if not names or not is_whole or not (tokens_C > 0).all():
             raise ValueError(
-                f'split {split!r} does not have targets, and one number for each of {len(losses)} '
-                'trials, in each of its documents, named once'
+                f'split {split!r} must have documents of different names, each with targets and '
+                f'one number for each of {len(losses)} trials'
             )
         for number, (row, loss) in enumerate(zip(rows, losses, strict=True)):
             mean = math.nan if row is None else float(row.sum() / tokens_C.sum())
@@ -214,7 +214,7 @@ def _with_documents(run: Run, record: Any) -> Run:
             if not np.isclose(mean, expected, _ROUNDING, 0.0, equal_nan=True):
                 raise ValueError(
                     f'trial {number} of split {split!r} has a loss of {mean} nats/token over its '
-                    f'documents, its result has {loss}'
+                    f'documents, but its result has {loss}'
                 )
             if row is not None:
                 by_trial[number][prefix] = Documents(names, tokens_C, row)
@@ -250,7 +250,9 @@ def _with_log(run: Run, records: list[dict[str, Any]]) -> Run:
             value = record.get(name)
             if results[name] != (value if isinstance(value, list) else [value] * len(trials)):
                 expected = f'{results[name]!r:.80}'
-                raise ValueError(f'it ends with {name} {value!r:.80}, its results have {expected}')
+                raise ValueError(
+                    f'it ends with {name} {value!r:.80}, but its results have {expected}'
+                )
     columns = zip(*(record['val_loss'] for record in evaluations), strict=True)
     steps = [record['step'] for record in evaluations]
     by_step = [{s: x for s, x in zip(steps, c, strict=True) if x is not None} for c in columns]

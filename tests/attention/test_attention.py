@@ -50,7 +50,9 @@ def test_rngs_are_drawn_from_as_in_nnx(layer):
         equal = layer.score.w_q_DNH[...] == other.score.w_q_DNH[...]
         assert equal.all() if same else not equal.any()
     for given in ({}, {'key': jax.random.key(0), 'rngs': rngs}):
-        with pytest.raises(SpecError, match=r'give key=jax.random.key\(0\) or rngs=nnx.Rngs\(0\)'):
+        with pytest.raises(
+            SpecError, match=r'either key=jax.random.key\(0\) or rngs=nnx.Rngs\(0\)'
+        ):
             Attention(SPEC, **given)
 
 

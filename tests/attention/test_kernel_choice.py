@@ -49,8 +49,8 @@ def test_auto_takes_the_kernel_of_the_platform_that_serves_the_attention():
 def test_a_named_kernel_refuses_what_it_cannot_serve():
     padded = Mask(valid_BS=jnp.ones((1, 256), bool))
     for kernel, target, options, words in (
-        ('blockwize', CPU, {}, 'is no kernel; valid are auto, einsum, blockwise'),
-        ('blockwise', CPU, {'normalizer': 'sigmoid'}, 'not normalizer=Sigmoid; valid are auto, '),
+        ('blockwize', CPU, {}, 'is no kernel; valid: auto, einsum, blockwise'),
+        ('blockwise', CPU, {'normalizer': 'sigmoid'}, 'not normalizer=Sigmoid; valid: auto, '),
         ('dot_product', CPU, {'G': 32}, 'needs keys and values of one size, not 64 and 32'),
         ('dot_product', CPU, {'K': 1, 'V': 4}, 'as many key as value heads, not 1 and 4'),
         ('dot_product', CPU, {'logit_cap': 3.0}, 'has no logit_cap, which is 3.0'),
@@ -59,7 +59,7 @@ def test_a_named_kernel_refuses_what_it_cannot_serve():
         ('dot_product', GPU, {'H': 256}, 'needs heads of 8, 16, ... 128, not 256'),
         ('dot_product', HOPPER, {'H': 264}, 'needs heads of 8, 16, ... 256, not 264'),
         ('dot_product', TURING, {}, 'needs a CUDA device of compute capability 8.0, not 7.5'),
-        ('splash', CPU, {}, 'runs on a TPU, not on cpu; valid are auto, einsum, blockwise, dot'),
+        ('splash', CPU, {}, 'runs on a TPU, not on cpu; valid: auto, einsum, blockwise, dot'),
         ('splash', TPU, {'T': 100}, 'needs contexts that are multiples of 128, not 100 and 100'),
         ('splash', TPU, {'mask': Mask(hides_self=True)}, 'cannot hide a token from itself'),
         ('splash', TPU, {'bias': abs}, 'has no biases of positions'),

@@ -147,8 +147,11 @@ def test_settings_that_do_not_fit_each_other_are_refused(tmp_path):
             'cross_variant: num_kv_heads=1 ch',
         ),
         ({PATTERN: 'qk/no_v,qk/vo'}, 'must begin with the variant of the model, qk/vo'),
-        ({PATTERN: 'qk/vo,qk/no_v', 'model.num_layers': 1}, 'has 2 variants for num_layers=1'),
-        (BOTH | {PATTERN: 'qk/vo,qk/no_v'}, 'is a setting of a decoder or an encoder'),
+        (
+            {PATTERN: 'qk/vo,qk/no_v', 'model.num_layers': 1},
+            'has 2 variants, more than num_layers=1',
+        ),
+        (BOTH | {PATTERN: 'qk/vo,qk/no_v'}, 'is for a decoder or an encoder'),
         ({PATTERN: 'qk/vo,qk/ov'}, "unknown value 'ov'"),
         ({PATTERN: 'qk/vo,merged/vo', 'model.positions': 'rope'}, '[1]: merged has no rotary'),
         (DOT_PRODUCT | {'model.positions': 'alibi'}, "model: kernel='dot_product' has no biases"),

@@ -71,7 +71,7 @@ def test_the_newest_checkpoints_of_a_run_are_averaged(trained, tmp_path):
     exported.save(tmp_path / 'w', config.model, run.params[0], origin={})
     one = load(tmp_path / 'w')  # one model
     assert (one.config, one.step, one.trials, one.trial) == (None, None, [{}], 0)
-    with refused('average=2 is for checkpoints of a run'):
+    with refused('average=2 needs the checkpoints of a run'):
         load(tmp_path / 'w', average=2)
 
 

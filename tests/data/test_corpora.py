@@ -485,5 +485,5 @@ def test_packages_are_pinned_and_without_copies_scripts_and_tests(tmp_path, monk
     assert sorted(sum(map(corpus.names, corpus.splits), [])) == ['a.py', 'f.md']
     assert corpus.version == f'1.0.0-{hashlib.sha256(b"a==1").hexdigest()[:12]}'
     monkeypatch.setattr(metadata, 'files', lambda name: None)
-    with refused("no list of files of .'a'"):
+    with refused("does not list the files of .'a'"):
         corpus.names('train')

@@ -120,11 +120,11 @@ def lost():
     ('fields', 'texts', 'message'),
     [
         ({'tokenizer': 'characters'}, None, 'holds tokens of text .* bytes; give another'),
-        ({'name': 'tokens'}, None, "data.name='tokens' is tokenized already; name the text"),
+        ({'name': 'tokens'}, None, "data.name='tokens' is already tokenized; name the text"),
         ({'name': 'cldr', 'languages': 'en-de'}, None, 'is a translation set; prepare_data'),
         ({}, [b'a', b'b\0'], "document 2 of split 'train' of x cannot be encoded: "),
         ({}, lost(), "split 'train' of x cannot be read .OSError: lost.; restore"),
-        ({}, [], "split 'train' of x has no document; give it text"),
+        ({}, [], "split 'train' of x has no document; it must hold text"),
         ({'tokenizer': 'bpe', 'tokenizer_size': 257}, [b'\xe4'] * 40, 'cannot be tokenized: '),
     ],
 )
@@ -191,5 +191,5 @@ def test_a_test_split_is_carved_before_tokens_are_made(text, made, tmp_path):
     path = shutil.copytree(text.path, tmp_path / 'files')
     shutil.rmtree(path / 'test')
     prepare(dataclasses.replace(text, path=str(path)), str(tmp_path))
-    with refused('data.carve_test=True has no effect on tokens, .*; set it where prepare_data'):
+    with refused('data.carve_test=True has no effect on tokens, .*; set it when prepare_data'):
         load_text(made_of(tmp_path, carve_test=True))

@@ -76,7 +76,9 @@ def test_a_workdir_of_something_else_is_refused_and_kept(refusal, workdir):
     files = sorted(workdir.rglob('*'))
     for train in ('--train', '--notrain'):
         sentence = refusal('claims', 'E7', train, f'--workdir={study}')
-        assert 'is the directory of a study or run; claims need another' in sentence
+        assert (
+            'is the directory of a study or run; claims need a directory of their own' in sentence
+        )
         sentence = refusal('claims', 'E9', train, f'--workdir={workdir}')
         assert 'masked has the sizes d_model=48, but at scale cpu the study has' in sentence
     assert sorted(workdir.rglob('*')) == files

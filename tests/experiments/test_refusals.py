@@ -8,7 +8,7 @@ from tests.experiments.conftest import save_model
 TRAIN, ABLATE = ('train', '--config=run.py'), ('ablate', '--config=study.py')
 CASES = [
     # Commands, files, directories and configs.
-    ('trian', "unknown command 'trian'; known are ablate, analyze, "),
+    ('trian', "unknown command 'trian'; known: ablate, analyze, "),
     ('train', '--config=small', '--workdir=DIRECTORY is required'),
     ('train', '--config=smal', '--workdir=w', 'come with qkattn are char_lm_cpu, '),
     ('train', '--config=study.py', '--workdir=w', 'not a Config; run it with qkattn ablate'),
@@ -37,9 +37,9 @@ CASES = [
     ('claims', 'E33', "unknown claim 'E33', did you mean 'E3'?"),
     ('claims', 'E3', '--workers=two', '--workers=two must be auto or a number'),
     ('claims', '--claims=', '--claims is empty; give names as in B2,C1'),
-    ('claims', 'A2', '--export=kept', '--export=kept keeps all claims; leave out their names'),
+    ('claims', 'A2', '--export=kept', '--export=kept exports all claims; leave out their names'),
     ('claims', 'A2', '--workdir=gs://a/b', 'workdir=gs://a/b is in a bucket; claims need one'),
-    ('claims', 'A2', '--workdir=nowhere', '--notrain', 'workdir=nowhere is no directory'),
+    ('claims', 'A2', '--workdir=nowhere', '--notrain', 'workdir=nowhere is not a directory'),
     # Models.
     ('translate', '--source=run', '--text=a', 'only an encoder_decoder translates'),
     ('translate', '--source=pair', '--text=a', 'is not the directory of a training run'),
@@ -54,7 +54,7 @@ CASES = [
     ('explore', 'one of --variant=SCORE/VALUE and --html=FILE is required'),
     ('explore', '--html=.', '--html=. is a directory; give a file, e.g. ./explorer.html'),
     ('benchmark', '--suite=NAME is required, e.g. --suite=steps'),
-    ('benchmark', '--suite=stepz', 'unknown --suite=stepz; known are steps, stacks, decoding, st'),
+    ('benchmark', '--suite=stepz', 'unknown --suite=stepz; known: steps, stacks, decoding, st'),
     ('benchmark', '--suite=steps', '--variants=qk/voo', '--variants=qk/voo: model: unknown value '),
 ]
 

@@ -211,7 +211,7 @@ def test_a_run_is_converted_and_generates_the_same_text(refusal, printed, run):
     text = printed('convert', '--source=run', '--apply=truncate(rank=2)')
     assert 'layer 0: truncate(rank=2) leaves out' in text and 'wrote' not in text
     sentence = refusal('convert', '--source=run', '--apply=merge', '--apply=unmerge(rank=1)')
-    assert 'unmerge(rank=1) is refused: layer 0' in sentence
+    assert 'unmerge(rank=1) cannot be applied: layer 0' in sentence
 
 
 def test_nothing_is_written_where_an_exact_conversion_moves_the_logits(
@@ -225,8 +225,8 @@ def test_nothing_is_written_where_an_exact_conversion_moves_the_logits(
     save_model(tmp_path / 'source', ModelConfig(norm_position='post', **sizes))
     monkeypatch.setitem(CONVERSIONS, 'merge_vo', Conversion(doubled, 'OV'))
     for conversion, message in (
-        ('merge_vo', 'merge_vo is refused: it moves logits by '),
-        ('fold_gains', 'fold_gains is refused: in a post-norm model'),
+        ('merge_vo', 'merge_vo cannot be applied: it changes logits by '),
+        ('fold_gains', 'fold_gains cannot be applied: in a post-norm model'),
     ):
         flags = ('--apply=merge', f'--apply={conversion}', '--out=no')
         assert message in refusal('convert', '--source=source', *flags)
@@ -315,8 +315,8 @@ def study(tmp_path):
 
 def test_a_study_is_accepted_kept_and_checked(study, printed, refusal):
     for flags, message in (
-        (['--accept=commits'], "accept='commits' with the reason '': it takes"),
-        (['--accept=dirty', '--why=x'], "accept='dirty' with the reason 'x': it takes uncommitted"),
+        (['--accept=commits'], "accept='commits' with the reason '' must be"),
+        (['--accept=dirty', '--why=x'], "accept='dirty' with the reason 'x' must be uncommitted"),
     ):
         assert message in refusal('report', '--study=study', *flags)
     accept = ('--accept=uncommitted,commits', '--why=docs alone differ')

@@ -48,7 +48,7 @@ def test_a_dry_run_prints_what_would_be_started():
         ('75 75\n0 0', 0, 2, 'starting again'),
         # The others save and end with 75, or kill themselves: the first failure counts.
         ('75-late 2', 2, 1, ''),
-        ('7 75-late\n7 75-late', 7, 2, 'no retry is left of 1'),
+        ('7 75-late\n7 75-late', 7, 2, 'no retry left of 1'),
         ('1 0\n75 75\n0 0', 0, 3, ''),
     ],
 )

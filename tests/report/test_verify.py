@@ -100,7 +100,7 @@ CHANGES = [
     ([('results.jsonl', (-1, 'eval_tokens'), lambda x: x + 9)], 'ends with eval_tokens'),
     (EVERYWHERE, 'results.jsonl and logs changed since the last look'),
     ([('LOG', (-1, 'test_loss', 0), lambda x: math.nextafter(x, 9))], 'ends with test_loss'),
-    ([('LOG', (-2, 'val_top_3', 0), less)], 'ends with val_top_3 .*, its results have'),
+    ([('LOG', (-2, 'val_top_3', 0), less)], 'ends with val_top_3 .*, but its results have'),
     ([('LOG', (2, 'val_loss', 0), less)], 'logs changed since the last look'),
     ([('LOG', (-1, 'trials', 0, 'seed'), lambda x: 9)], 'ends with trials .* its results have'),
     ([('LOG', (-1, 'step'), lambda x: 401)], 'does not end with the last evaluation and the fin'),
@@ -112,7 +112,7 @@ CHANGES = [
     ([('ledger.jsonl', (), lambda lines: lines[:-1])], 'changed since the last look'),
     ([('yardsticks.json', ('seconds',), less)], r'yardsticks\.json changed since the last look in'),
     ([('table.md', (), None)], r'table\.md does not exist; make it'),
-    ([('table.csv', (), lambda text: text.replace('0.09', '0.08', 1))], 'table.csv is not .*0.08'),
+    ([('table.csv', (), lambda text: text.replace('0.09', '0.08', 1))], 'table.csv does .*0.08'),
 ]  # fmt: skip
 
 
@@ -172,7 +172,7 @@ def test_an_export_does_not_overwrite_something_else(written, tmp_path):
     other = studies.write_study(tmp_path / 'other', [studies.trial_record('qk/vo')], name='another')
     copy = shutil.copytree(written, tmp_path / 'run')
     for destination in (tmp_path, tmp_path / 'mine.txt', written, other, copy):
-        with pytest.raises(ReportError, match='holds something else than an export of study'):
+        with pytest.raises(ReportError, match='holds something other than an export of study'):
             report.export(written, destination)
     assert report.export(written, report.export(written, tmp_path / 'twice')) == tmp_path / 'twice'
 
@@ -180,14 +180,14 @@ def test_an_export_does_not_overwrite_something_else(written, tmp_path):
 def test_a_headline_is_written_and_checked(study, tmp_path):
     page = tmp_path / 'README.md'
     page.write_text('before\n<!-- headline: kept -->\n<!-- end -->\nafter 1.5\n')
-    with pytest.raises(ReportError, match='README.md is not what its studies give, line 3'):
+    with pytest.raises(ReportError, match='README.md does not match its studies, line 3'):
         check_page(page)
     assert check_page(page, write=True) == check_page(page) == 1
     text = page.read_text()
     assert text.startswith('before\n<!-- headline: kept -->\n| variant') and 'after 1.5' in text
     assert '| qk/no_v | -0.09' in text and '| better |' in text
     page.write_text(text.replace('-0.09', '-0.10', 1))
-    with pytest.raises(ReportError, match='not what its studies give'):
+    with pytest.raises(ReportError, match='does not match its studies'):
         check_page(page)
 
 

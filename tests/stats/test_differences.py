@@ -141,7 +141,7 @@ def test_a_single_seed_leaves_blanks():
 
 @pytest.mark.parametrize('differences', [[], [0.1, math.nan], [math.inf]])
 def test_differences_are_finite(differences):
-    with pytest.raises(ValueError, match='finite ones, at least one'):
+    with pytest.raises(ValueError, match='must be one or more finite'):
         paired(differences)
 
 

@@ -43,7 +43,7 @@ def test_a_file_of_a_library_is_uploaded_whole_or_not_at_all(bucket):
         ('gs://none/run', 'gs://none does not exist'),
         ('gs://forbidden/run', 'gs://forbidden may not be used to read: .*objectUser'),
         ('gs://read-only/run', 'gs://read-only may not be used to write: .*objectUser'),
-        ('gs:///run', 'gs:///run is a URL of another kind than gs://BUCKET/PATH; .* mount'),
+        ('gs:///run', 'gs:///run is not a URL of the form gs://BUCKET/PATH; .* mount'),
     ],
 )
 def test_a_bucket_that_cannot_be_used_is_one_sentence(bucket, url, message):

@@ -55,7 +55,7 @@ def test_a_failed_write_is_named_and_leaves_the_file_as_it_was(file, monkeypatch
 
 
 def test_a_directory_in_the_place_of_a_file_is_left_alone_and_another_error_as_it_is(tmp_path):
-    with pytest.raises(RunDirectoryError, match='is a directory in the place of a file'):
+    with pytest.raises(RunDirectoryError, match='is a directory where a file is expected'):
         write_atomic(tmp_path, 'x')
     with pytest.raises(ValueError, match='^other$'), replacing(tmp_path / 'file'):
         raise ValueError('other')
@@ -65,7 +65,7 @@ def test_a_directory_in_the_place_of_a_file_is_left_alone_and_another_error_as_i
 @pytest.mark.parametrize(
     ('path', 'message'),
     [
-        ('s3://bucket/run', 's3://bucket/run is a URL of another kind than gs://'),
+        ('s3://bucket/run', 's3://bucket/run is not a URL of the form gs://'),
         ('file/run', r'file/run cannot be used \(Not a directory\)'),
         ('/proc', 'workdir=/proc cannot be used'),
         ('x' * 256 + '/run', r'x/run cannot be used \(File name too long\)'),

@@ -75,7 +75,7 @@ def test_another_config_is_refused_with_exactly_the_fields_that_differ(tmp_path)
 @pytest.mark.parametrize(
     ('name', 'content', 'message'),
     [
-        ('config.json', '{"hash": "a", "config": {}}', r'config\.json .*its hash is not that of'),
+        ('config.json', '{"hash": "a", "config": {}}', r'config\.json .*its hash does not match'),
         ('checkpoints/1', '', 'holds checkpoints but no config.json'),
         ('study.json', '{}', 'holds a study; give a run its own directory'),
     ],

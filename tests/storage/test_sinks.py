@@ -82,7 +82,7 @@ def test_a_sink_that_fails_is_dropped_once_and_the_others_go_on(tmp_path, caplog
         sinks.write({'kind': 'train', 'step': step, 'loss': np.full(4, step)})
     sinks.close()
     assert not (tmp_path / 'written').read_text()
-    assert caplog.text.count('fails, and the run goes on without it: OSError: no room') == 1
+    assert caplog.text.count('failed, and the run continues without it: OSError: no room') == 1
     trial = tmp_path / 'tensorboard' / 'seed=1,learning_rate=0.002'
     assert events(trial) == {'train/loss': {1: 1.0, 2: 2.0}}
     assert trial_names(Config()) == ['']

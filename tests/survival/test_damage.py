@@ -125,7 +125,7 @@ def test_a_damaged_file_of_a_study_is_named_and_nothing_is_made_again(study, cap
             assert all(path.read_bytes() == before[path] for path in files), label
         if not any(file.name in sentence for sentence in (*messages, caplog.text)):
             unnamed.add(label)
-        assert not [m for m in messages if '\n' in m.partition('holds a study of other')[0]]
+        assert not [m for m in messages if '\n' in m.partition('holds a study with other')[0]]
     if name in (*DERIVED, 'metrics.jsonl'):  # not every field is read
         assert unnamed & damages.DAMAGES.keys() <= {'twice', 'empty'}
     else:

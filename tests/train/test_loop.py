@@ -176,7 +176,7 @@ def test_other_data_is_refused(small_run, tmp_path, monkeypatch):
     no_result = shutil.ignore_patterns('result.json')
     path = shutil.copytree(source, tmp_path / 'run', ignore=no_result)
     monkeypatch.setattr(TokenDataset, 'identity', lambda self: {**real(self), 'version': 'other'})
-    changed = r'other data than the present dataset \(version: "\S+" -> "other"\); use'
+    changed = r'data other than the current dataset \(version: "\S+" -> "other"\); use'
     with pytest.raises(CheckpointError, match=changed):
         train(config, path)
 

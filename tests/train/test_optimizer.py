@@ -158,7 +158,7 @@ def divides(config, decay_steps): return lambda steps: 1 / (steps - decay_steps)
 def test_what_is_none_is_refused_in_one_sentence(outside):
     (outside / 'strange.py').write_text(OUTSIDE)
     for fields, says in (
-        ({'name': 'best'}, "unknown optimizer.name 'best'; known are adamw, muon, sgd, or an imp"),
+        ({'name': 'best'}, "unknown optimizer.name 'best'; known: adamw, muon, sgd, or an imp"),
         ({'name': 'adamw(b1=1.0)'}, "adamw has no option 'b1'; it takes none"),
         ({'name': 'wsd:wsd'}, r'is not a function \(config, learning_rate, weight_decay'),
         ({'name': 'strange:returns_nothing'}, 'must return an optax.GradientT.*, not None'),

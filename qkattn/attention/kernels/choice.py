@@ -113,7 +113,7 @@ def choose(kernel: str, call: Call, target: Target) -> tuple[str, str]:
     if kernel != 'auto' and (kernel not in LIBRARIES or call.mask.first_query is None):
         if problem := obstacle(kernel, call, target):
             valid = [k for k in KERNELS[1:] if obstacle(k, call, target) is None]
-            raise SpecError(f'kernel={kernel!r} {problem}; valid are auto, {", ".join(valid)}')
+            raise SpecError(f'kernel={kernel!r} {problem}; valid: auto, {", ".join(valid)}')
         return kernel, 'as model.kernel says'
     for name in AUTO.get(target.platform, ()):
         if obstacle(name, call, target) is None:

@@ -58,7 +58,9 @@ class SharedQK(Tied):
                 'or None'
             )
         if spec.qk_norm and (key_norm or temperature == 'learned'):
-            raise SpecError('qk_norm undoes key_norm and a learned temperature of shared_qk')
+            raise SpecError(
+                'qk_norm=True undoes key_norm and a learned temperature of shared_qk; leave it out'
+            )
 
     def __init__(
         self,

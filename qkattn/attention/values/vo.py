@@ -77,8 +77,8 @@ class GaugeFixed(Factored):
         D, H = spec.d_model, spec.head_size
         if H >= D:
             raise SpecError(
-                f'gauge_fixed fixes head_size={H} of d_model={D} columns, which leaves no free '
-                'one; head_size must be below d_model (without free columns it is no_o)'
+                f'gauge_fixed fixes head_size={H} of d_model={D} columns, which leaves none '
+                'free; head_size must be below d_model (without free columns it is no_o)'
             )
 
     def __init__(

@@ -58,7 +58,7 @@ A5 = Claim(
     statement='With H = D / N a head has 2 D^2 / N parameters in W_Q and W_K; N heads have 2 '
     'D^2 together and buy N attention patterns.',
     source=HEADS,
-    rule='Holds if the counts are those at every N, and the patterns of N heads are linearly '
+    rule='Holds if these are the counts at every N, and the patterns of N heads are linearly '
     'independent.',
     checks=(counts.heads_of_a_fixed_width,),
 )

@@ -29,8 +29,8 @@ B2 = Claim(
     'difference does not grow.',
     source='A forum thread with an experiment on a layer of one head.',
     rule="Read as a loss on the test split. Holds if, at the baseline's shape, the interval of the "
-    'difference lies between 0.005 and 0.015, what rounds to 0.01, and that of its growth from the '
-    'first evaluation to the last below the margin.',
+    'difference lies between 0.005 and 0.015, which rounds to 0.01, and that of its growth from '
+    'the first evaluation to the last lies below the margin.',
     reported='training loss +0.01',
     expectations=(
         Expectation(
@@ -56,7 +56,7 @@ B4 = Claim(
     title='multi-head attention needs W_Q or W_K, not both',
     statement='In multi-head attention W_Q is not necessary: it is enough to transform either keys '
     'or queries.',
-    source='A forum thread in which both this and its opposite are said.',
+    source='A forum thread that states both this and its opposite.',
     rule='Holds if, at equal parameter count, attention is not worse without W_Q and without W_K, '
     'where heads have slices of X as queries (keys), and not worse where every head has all of X, '
     'which is one matrix W_QK a head.',
@@ -94,10 +94,10 @@ B5 = Claim(
 B6 = Claim(
     name='B6',
     title='early differences are not the annealed ones',
-    statement='Differences between arms that are read early are not those of annealed models.',
+    statement='Differences between arms early in training are not those between annealed models.',
     source='A forum thread: removing a matrix acts like a lower learning rate.',
     rule='Holds if, at every fraction of the steps, the difference of some arm from the baseline '
-    'is another than after annealing, by more than the margin, on the same seeds, each arm at its '
+    'is more than the margin away from that after annealing, on the same seeds, each arm at its '
     'own learning rate.',
     measures=(Measure('lm_dropped', measures.early),),
     conditions={'fraction of the steps: 0.25; 0.5': 'half of the steps or fewer are done'},
@@ -106,10 +106,10 @@ B6 = Claim(
 B7 = Claim(
     name='B7',
     title='the rank may be below the head size',
-    statement='W_Q W_K^T may have a low rank: below the head size the loss at equal parameter '
+    statement='W_Q W_K^T may have a low rank: below the head size, the loss at equal parameter '
     'count is not worse.',
     source='A forum thread: W_Q and W_K allow a low-rank W.',
-    rule='Holds if no rank below the head size, which is that of the baseline, is worse.',
+    rule='Holds if no rank below the head size, the rank of the baseline, is worse.',
     expectations=tuple(
         Expectation(
             'lm_rank', f'low_rank(rank={rank})/vo', 'not_worse', context={'rank': str(rank)}

@@ -105,11 +105,11 @@ C6 = Claim(
 C7 = Claim(
     name='C7',
     title='W_Q and W_K choose where, W_V and W_O what',
-    statement='By 2 x 2 matrices: W_Q and W_K act through A = W_Q W_K^T alone and choose where'
+    statement='As 2 x 2 matrices show, W_Q and W_K act through A = W_Q W_K^T alone and choose where'
     ' to attend, W_V and W_O through B = W_V W_O alone and choose what is moved; Q Q^T ties A'
     ' and its transpose.',
     source=f'{THREAD}: intuition from 2 x 2 matrices',
     rule='Holds if a layer has the A and B worked out by hand, GL(H) of each circuit leaves the '
-    'output as it is, and W_V and W_O leave the pattern as it is.',
+    'output unchanged, and W_V and W_O leave the pattern unchanged.',
     checks=(rewrites.worked_by_hand, rewrites.where_and_what, rewrites.gauge),
 )

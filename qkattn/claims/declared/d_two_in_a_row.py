@@ -10,8 +10,8 @@ D1 = Claim(
     title='W_i^Q after a shared W^Q adds no functions',
     statement='W_i^Q applied after a shared W^Q is the same function class as one matrix per head.',
     source=LECTURES,
-    rule='Holds where folding and unfolding leave the output as it is in float64 and all W_Q '
-    'are within reach; the width R of the shared projection is a context.',
+    rule='Holds where folding and unfolding leave the output unchanged in float64 and every W_Q '
+    'can be reached; the width R of the shared projection is a context.',
     checks=(rewrites.two_in_a_row,),
     conditions={
         'width of the shared projection: R >= D': (
@@ -23,10 +23,10 @@ D1 = Claim(
 D2 = Claim(
     name='D2',
     title='two matrices in a row train differently',
-    statement='Two matrices in a row, which write the same functions as one, train differently.',
+    statement='Two matrices in a row, which express the same functions as one, train differently.',
     source='A thread on the lectures about multi-head attention.',
     rule="Holds if each over-parameterised form differs from the baseline at the baseline's shape, "
-    'learning rate and weight decay tuned for each.',
+    'with learning rate and weight decay tuned for each.',
     expectations=tuple(
         Expectation('overparameterised', variant, 'different', context={'doubled': name})
         for variant, name in (
@@ -43,7 +43,7 @@ D3 = Claim(
     statement='Implementations learn one matrix per head directly, for Q, K and V.',
     source=LECTURES,
     rule='Holds if every number of c_attn in GPT-2, and of the projections in flax.nnx, belongs '
-    'to exactly one head, and training heads inside one matrix trains each as by itself; the '
+    'to exactly one head, and training heads inside one matrix trains each as if by itself; the '
     'optimizer is a context.',
     checks=(rewrites.one_matrix_per_head, rewrites.steps_of_training),
     conditions={

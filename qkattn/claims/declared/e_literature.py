@@ -23,7 +23,7 @@ E1 = Claim(
     statement='W_Q = I at twelve heads loses nothing.',
     source='Karbevski and Mijoski 2025, arXiv 2510.23912',
     rule="Holds if the tests find equivalence within the margin, at the baseline's shape and at "
-    'equal parameter count, both arms tuned and annealed.',
+    'equal parameter count, with both arms tuned and annealed.',
     reported='no loss, with 8 % fewer parameters outside the embedding',
     expectations=tuple(
         Expectation('twelve_heads', 'query_free/vo', 'equivalent', at=at, context=shape)
@@ -66,10 +66,10 @@ E3 = Claim(
 E4 = Claim(
     name='E4',
     title='costs ascend: GQA, MQA, K = V, Q = K, Q = K = V',
-    statement='In a causal language model sharing costs, in ascending order: GQA, MQA, K = V, '
-    'Q = K, Q = K = V.',
+    statement='In a causal language model the cost of sharing ascends in the order GQA, MQA, '
+    'K = V, Q = K, Q = K = V.',
     source='Kayyam et al. 2026, arXiv 2606.04032; Shazeer 2019, arXiv 1911.02150',
-    rule='Holds if GQA is worse than the baseline, and each other than the one before it, both at '
+    rule='Holds if GQA is worse than the baseline, and each other one than the one before, both at '
     'the same width and at equal parameter count.',
     reported='perplexity at the same width +0.7 %, +1.5 %, +3.1 %, +4.9 %, +25.4 %',
     expectations=(
@@ -104,8 +104,8 @@ E4 = Claim(
 E5 = Claim(
     name='E5',
     title='decay is a nuclear norm of two matrices, a Frobenius norm of one',
-    statement='Weight decay on W_Q and W_K is a penalty on the nuclear norm of W_Q W_K^T, on '
-    'W_QK one on its Frobenius norm.',
+    statement='Weight decay on W_Q and W_K penalizes the nuclear norm of W_Q W_K^T, on W_QK '
+    'its Frobenius norm.',
     source='Kobayashi et al. 2024, arXiv 2410.23819; Srebro et al. 2005',
     rule='Holds where (|W_Q|^2 + |W_K|^2) / 2 of balanced factors is the nuclear norm, and descent '
     'shrinks singular values d to max(0, d - lambda) in factors and to d / (1 + lambda) in '

@@ -30,8 +30,8 @@ def tfds_set(config: DataConfig) -> Corpus:
     prepared = [path for path in prepared if version.is_valid(path.name)]
     if not prepared:
         raise ConfigError(
-            f'data.name={config.name!r} is not prepared; copy it, or with TensorFlow run `tfds '
-            f'build {name} --data_dir={root} --file_format=array_record`.'
+            f'data.name={config.name!r} is not prepared; copy it, or where TensorFlow is '
+            f'installed run `tfds build {name} --data_dir={root} --file_format=array_record`.'
         )
     directory = max(prepared, key=lambda path: version(path.name))
     builder = tfds.builder_from_directory(directory)

@@ -161,7 +161,8 @@ def cut_at_lines(text: bytes, percents: Sequence[int], name: str) -> list[bytes]
     bounds = list(itertools.pairwise([0, *ends, len(text)]))
     if any(high <= low for low, high in bounds):
         raise ConfigError(
-            f'{name} has too few lines to be cut into its splits; give more text, or each split.'
+            f'{name} has too few lines to be cut into splits; give more text, or a file '
+            'for each split.'
         )
     return [text[low:high] for low, high in bounds]
 

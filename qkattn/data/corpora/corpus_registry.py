@@ -21,7 +21,7 @@ class Source(NamedTuple):
 
 
 def _tokens(config: DataConfig) -> Corpus:
-    raise ConfigError("data.name='tokens' is tokenized already; name the text")
+    raise ConfigError("data.name='tokens' is already tokenized; name the text")
 
 
 CORPORA = {

@@ -109,7 +109,7 @@ def modules() -> dict[str, Path]:
 def _installed() -> dict[str, Path]:
     """Documents by name, without those that are not UTF-8, almost empty or copies of another."""
     if unlisted := [name for name in DISTRIBUTIONS if metadata.files(name) is None]:
-        raise ConfigError(f"data.name='packages': pip has no list of files of {unlisted}.")
+        raise ConfigError(f"data.name='packages': pip does not list the files of {unlisted}.")
     files = {
         file.as_posix(): Path(str(file.locate()))
         for name in DISTRIBUTIONS

@@ -57,8 +57,9 @@ class TranslationRows(Rows):
             source, target = np.concatenate([*sizes.values()], axis=1).max(1)
             raise ConfigError(
                 f'{sum(self.num_dropped.values())} sentence pairs do not fit into '
-                f'model.source_context={source_length} and model.context={length}; {source} and '
-                f'{target} hold all, data.drop_long=True leaves such pairs out, of evaluation too.'
+                f'model.source_context={source_length} and model.context={length}; they must be '
+                f'at least {source} and {target}, or set data.drop_long=True to leave such pairs '
+                'out, of evaluation too.'
             )
 
     def count(self, split: str) -> int:

@@ -44,8 +44,8 @@ class ByteTokenizer(Tokenizer):
         data = text.encode() if isinstance(text, str) else text
         if (position := data.find(0)) >= 0:
             raise ValueError(
-                f"text holds byte 0 at byte {position}, which data.tokenizer='bytes' keeps for the "
-                'ends of documents'
+                f"text holds byte 0 at byte {position}, which data.tokenizer='bytes' reserves for "
+                'the ends of documents'
             )
         return np.frombuffer(data, np.uint8)
 
