@@ -38,7 +38,7 @@ from qkattn.claims.claim import (
     difference_row,
 )
 from qkattn.claims.protocol import pick
-from qkattn.claims.studies import Loaded, Results, opened
+from qkattn.claims.studies import Loaded, Results
 from qkattn.errors import ConfigError
 from qkattn.report.prose import NOT_RECORDED, SPLITS, device, reasons
 from qkattn.stats.decision import ALPHA
@@ -74,9 +74,8 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
     started = time.perf_counter()
     with jax.enable_x64(True):
         checked = [row for check in claim.checks for row in check()]
-    measured = [row for measure in claim.measures for row in results.rows(measure)]
-    if scale == 'smoke':  # its studies only show that they run
-        measured = opened(measured)
+    decisive = scale != 'smoke'  # whose studies only show that they run
+    measured = [row for measure in claim.measures for row in results.rows(measure, decisive)]
     studies = {name: study for name in claim.studies if (study := results.study(name))}
     expected = claim.expected_at(scale)
     trained = [(e, studies[e.study]) for e in expected if e.study in studies]
@@ -326,8 +325,8 @@ def needed(row: Row, arm: Arm) -> tuple[float, str]:
     if difference.sd is None:
         return math.inf, f'more seeds than {difference.n}, {about}'
     alpha = ALPHA / max(1, verdict.num_comparisons)
-    if (more := to_find(difference, abs(difference.mean - bound), alpha)) is None:
-        hidden = difference.tuning_low + difference.tuning_high
+    if (more := to_find(difference, bound - difference.mean, alpha)) is None:
+        hidden = difference.tuning_high if bound > difference.mean else difference.tuning_low
         return 1e9, f'a finer sweep, as this one leaves {hidden:.2g} nats/token open, {about}'
     seeds, documents = more
     held_out = f' and {documents:.2g} times as many held-out documents' if documents > 1 else ''

@@ -203,9 +203,7 @@ def check(directory: str | Path) -> int:
         names, others = ([record.name for record in records] for records in (old, new))
         if names != others:
             unequal = ', '.join(sorted({*names} ^ {*others}))
-            raise ReportError(
-                f'{directory / file} does not hold what is declared: {unequal} differ'
-            )
+            raise ReportError(f'{directory / file} differs from what is declared: {unequal}')
         for one, other in zip(old, new, strict=True):
             if unequal := mismatch(one, other):
                 raise ReportError(f'{directory / file}: {unequal}')

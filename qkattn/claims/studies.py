@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import runpy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -78,25 +78,18 @@ class Results:
         problems = loaded.study.problems
         return f'is damaged: {problems[0]}' if problems else None
 
-    def rows(self, measure: Measure) -> list[Row]:
+    def rows(self, measure: Measure, decisive: bool = True) -> Iterator[Row]:
         """The rows of a measure; none before its study has results.
 
-        They decide nothing if a baseline falls short of its yardstick.
+        They decide nothing if they are not decisive, or a baseline falls short of its yardstick.
         """
-        if (loaded := self.study(measure.study)) is None:
-            return []
-        bases = rules.baselines(loaded.study, loaded.findings.arms)
-        learned = bases and not any([*rules.untrained(arm)] for arm in bases)
-        rows = [dataclasses.replace(row, study=measure.study) for row in measure.read(loaded)]
-        return rows if learned else opened(rows)
-
-
-def opened(rows: Iterable[Row]) -> list[Row]:
-    """The rows, none of which decides."""
-    return [
-        row if row.speaks == Speaks.BESIDE else dataclasses.replace(row, speaks=Speaks.OPEN)
-        for row in rows
-    ]
+        if loaded := self.study(measure.study):
+            bases = rules.baselines(loaded.study, loaded.findings.arms)
+            decisive &= bool(bases) and not any([*rules.untrained(arm)] for arm in bases)
+            for row in measure.read(loaded):
+                is_open = not decisive and row.speaks != Speaks.BESIDE
+                speaks = Speaks.OPEN if is_open else row.speaks
+                yield dataclasses.replace(row, study=measure.study, speaks=speaks)
 
 
 def studies_of(claims: Iterable[Claim], scale: str) -> dict[str, Study]:

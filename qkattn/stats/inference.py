@@ -247,18 +247,19 @@ def _is_rounding(apart: np.ndarray, mean: float) -> bool:
 
 
 def to_find(
-    difference: Difference, size: float, alpha: float = 1 - LEVEL
+    difference: Difference, apart: float, alpha: float = 1 - LEVEL
 ) -> tuple[int, float] | None:
-    """Pairs, and times as many documents, at which `detectable_difference` is at most `size`.
+    """Pairs, and times as many documents, that tell a mean from a bound `apart` above (or below).
 
-    `difference` is of the pairs there are, `size` in nats per token, `alpha` the level of the test.
-    n pairs have error_seeds = sd / sqrt(n), k times as many documents error_evaluation / sqrt(k);
-    the errors of tuning stay. k is 1 where pairs suffice; otherwise each error gets half of the
-    variance. The pairs that do not lie apart (`Difference.typical`) vary less, so they suffice too.
-    None without a spread to plan with (one pair), and if tuning alone may hide `size`.
+    `difference` is of the pairs there are, `apart` in nats per token, `alpha` the level of the
+    test. n pairs have error_seeds = sd / sqrt(n), k times as many documents error_evaluation /
+    sqrt(k); the error of tuning on that side stays. k is 1 where pairs suffice; otherwise each
+    error gets half of the variance. The pairs that do not lie apart (`Difference.typical`) vary
+    less, so they suffice too. None without a spread to plan with (one pair), and if tuning alone
+    may reach the bound.
     """
     sd, evaluation = difference.sd, difference.error_evaluation
-    rest = size - difference.tuning_low - difference.tuning_high
+    rest = abs(apart) - (difference.tuning_high if apart > 0 else difference.tuning_low)
     if sd is None or evaluation is None or rest <= 0:
         return None
 

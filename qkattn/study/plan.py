@@ -273,9 +273,7 @@ def estimate(study: Study, arms: Sequence[MatchedArm]) -> str:
     lines.append('time is for 1 worker on this machine, from a warm-up, without evaluation')
     if study.tuning.seeds:
         most, seeds = study.tuning.max_points, study.tuning.max_seeds
-        lines.append(
-            f'lower bounds: a grid may grow to {most} values, and each value to {seeds} seeds'
-        )
+        lines.append(f'lower bounds: a grid may grow to {most} values, a value to {seeds} seeds')
     return '\n'.join(lines)
 
 

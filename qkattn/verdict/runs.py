@@ -250,9 +250,7 @@ def _with_log(run: Run, records: list[dict[str, Any]]) -> Run:
             value = record.get(name)
             if results[name] != (value if isinstance(value, list) else [value] * len(trials)):
                 expected = f'{results[name]!r:.80}'
-                raise ValueError(
-                    f'it ends with {name} {value!r:.80}, but its results have {expected}'
-                )
+                raise ValueError(f'it ends with {name} {value!r:.80}, its results with {expected}')
     columns = zip(*(record['val_loss'] for record in evaluations), strict=True)
     steps = [record['step'] for record in evaluations]
     by_step = [{s: x for s, x in zip(steps, c, strict=True) if x is not None} for c in columns]

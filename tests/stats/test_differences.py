@@ -155,8 +155,10 @@ def test_pairs_and_documents_that_a_difference_takes():
     pairs, documents = inference.to_find(noisy, 0.01)
     error = math.hypot(eight.sd / pairs**0.5, 0.01 / documents**0.5)
     assert documents > 1 and error == pytest.approx(0.01 / (1.96 + 0.84), rel=0.02)
-    # Nothing finds what tuning may hide.
-    assert inference.to_find(dataclasses.replace(eight, tuning_low=0.01), 0.01) is None
+    # Nothing finds what tuning may hide, on its side.
+    tuned = dataclasses.replace(eight, tuning_low=0.01)
+    assert inference.to_find(tuned, -0.01) is None
+    assert inference.to_find(tuned, 0.01) == inference.to_find(eight, -0.01)
     assert inference.to_find(paired([0.1]), 0.01) is None
 
 
