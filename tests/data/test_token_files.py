@@ -99,6 +99,7 @@ def test_stopped_at_any_write_it_begins_again(text, made, tmp_path, monkeypatch)
 def test_a_finished_directory_is_left_as_it_is_and_a_damaged_one_made_again(
     text, made, tmp_path, caplog, monkeypatch
 ):
+    load_text(text)
     with monkeypatch.context() as patched:
         patched.setattr(token_files, 'write_atomic', None)
         assert prepare(text, str(made)).identity() == load_text(text).identity()
@@ -108,7 +109,7 @@ def test_a_finished_directory_is_left_as_it_is_and_a_damaged_one_made_again(
     assert load_text(made_of(copy))  # which reads no tokens
     prepare(text, str(copy))
     assert contents(copy) == contents(made)
-    assert 'train.bin is missing, or does not hold what tokens.json describes; it is' in caplog.text
+    assert 'train.bin is missing, or does not hold what tokens.json describes; preparing it' in caplog.text
 
 
 def lost():

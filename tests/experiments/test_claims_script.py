@@ -60,8 +60,8 @@ def test_an_export_is_decided_again_and_a_changed_verdict_is_found(
     answer = Answer('drop W_Q', 'query_free/vo', -0.25)
     for file, values, message in (
         (CLAIMS, [failed, *stored[1:]], "verdict of E7 is 'fails', but its checks and .*"),
-        (CLAIMS, stored[:2], 'E9 differ'),
-        (ANSWERS, [answer], 'drop W_Q differ'),
+        (CLAIMS, stored[:2], 'is declared: E9'),
+        (ANSWERS, [answer], 'is declared: drop W_Q'),
     ):
         write(kept, file, values)
         with pytest.raises(ReportError, match=message):

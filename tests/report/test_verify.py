@@ -100,7 +100,7 @@ CHANGES = [
     ([('results.jsonl', (-1, 'eval_tokens'), lambda x: x + 9)], 'ends with eval_tokens'),
     (EVERYWHERE, 'results.jsonl and logs changed since the last look'),
     ([('LOG', (-1, 'test_loss', 0), lambda x: math.nextafter(x, 9))], 'ends with test_loss'),
-    ([('LOG', (-2, 'val_top_3', 0), less)], 'ends with val_top_3 .*, but its results with'),
+    ([('LOG', (-2, 'val_top_3', 0), less)], 'ends with val_top_3 .*, its results with'),
     ([('LOG', (2, 'val_loss', 0), less)], 'logs changed since the last look'),
     ([('LOG', (-1, 'trials', 0, 'seed'), lambda x: 9)], 'ends with trials .* its results with'),
     ([('LOG', (-1, 'step'), lambda x: 401)], 'does not end with the last evaluation and the fin'),
