@@ -15,7 +15,7 @@ from qkattn.config import Study, to_config_dict
 
 
 def get_config(scale='cpu'):
-    base = trained_language_model(scale, seeds=12)
+    base = trained_language_model(scale)
     lowest = dataclasses.replace(base.trials, learning_rates=base.trials.learning_rates[:1])
     return to_config_dict(
         Study(
