@@ -26,7 +26,7 @@ E1 = Claim(
     'equal parameter count, with both arms tuned and annealed.',
     reported='no loss, with 8 % fewer parameters outside the embedding',
     expectations=tuple(
-        Expectation('twelve_heads', 'query_free/vo', 'equivalent', at=at, context=shape)
+        Expectation('lm_twelve_heads', 'query_free/vo', 'equivalent', at=at, context=shape)
         for at, shape in SHAPES
     ),
 )
