@@ -44,7 +44,7 @@ E2 = Claim(
         Expectation('lm_added', 'nonlinear_query/vo', 'better', context={'baseline': 'tuned'}),
     ),
     measures=(
-        Measure('nonlinear_untuned', partial(measures.at_one_rate, variant='nonlinear_query/vo')),
+        Measure('lm_untuned', partial(measures.at_one_rate, variant='nonlinear_query/vo')),
     ),
 )
 
