@@ -43,9 +43,7 @@ E2 = Claim(
     expectations=(
         Expectation('lm_added', 'nonlinear_query/vo', 'better', context={'baseline': 'tuned'}),
     ),
-    measures=(
-        Measure('lm_untuned', partial(measures.at_one_rate, variant='nonlinear_query/vo')),
-    ),
+    measures=(Measure('lm_untuned', partial(measures.at_one_rate, variant='nonlinear_query/vo')),),
 )
 
 E3 = Claim(
