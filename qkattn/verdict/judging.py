@@ -64,7 +64,8 @@ def positive(
         (expected, key)
         for expected in map(parse_expected, study.expected)
         for key in study.arms
-        if key[::3] == (expected.variant, EQUAL_SHAPE if expected.equal_shape else None)
+        if key.variant == expected.variant
+        and key.control == (EQUAL_SHAPE if expected.equal_shape else None)
     ]
     known = [(expected, cases[key]) for expected, key in effects if key in cases]
     verdicts = judge(study, [case for _, case in known], blocks, len(effects))
