@@ -28,7 +28,8 @@ NANOGPT_STD = 0.02
 
 
 @contextlib.contextmanager
-def _inside(variable: contextvars.ContextVar, value: Any) -> Iterator[None]:
+def inside(variable: contextvars.ContextVar, value: Any) -> Iterator[None]:
+    """The variable has the value inside, and its former one after."""
     token = variable.set(value)
     try:
         yield
@@ -41,12 +42,12 @@ def initialization(init: str, factor: float) -> AbstractContextManager[None]:
 
     'fan_in' is the std that a matrix asks for, 'nanogpt' 0.02 (Radford et al. 2019).
     """
-    return _inside(_initialization, (init, factor))
+    return inside(_initialization, (init, factor))
 
 
 def shapes_only() -> AbstractContextManager[None]:
     """Matrices are zeros inside, which `eval_shape` traces six times as fast as draws."""
-    return _inside(_shapes_only, True)
+    return inside(_shapes_only, True)
 
 
 def products_once() -> AbstractContextManager[None]:
@@ -54,7 +55,7 @@ def products_once() -> AbstractContextManager[None]:
 
     The compiler merges equal products, but not the two further products of each one's gradients.
     """
-    return _inside(_products, [])
+    return inside(_products, [])
 
 
 def one_key(key: jax.Array | None, rngs: nnx.Rngs | None) -> jax.Array:

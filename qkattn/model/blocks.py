@@ -78,10 +78,8 @@ class MLP(nnx.Module):
         self.b_out_D = nnx.Param(jnp.zeros((D,), jnp.float32)) if config.biases else None
 
     def __call__(self, x_BTD: jax.Array, dropout_key: jax.Array | None = None) -> jax.Array:
-        activation, hidden_BTF = (
-            ACTIVATIONS[self.activation],
-            project(x_BTD, self.w_in_DF, self.b_in_F),
-        )
+        activation = ACTIVATIONS[self.activation]
+        hidden_BTF = project(x_BTD, self.w_in_DF, self.b_in_F)
         if self.w_gate_DF is None:
             hidden_BTF = activation(hidden_BTF)
         else:

@@ -1,9 +1,9 @@
 """The blocks of a model: stacks of equal layers, through which one scan passes."""
 
-import contextlib
 import contextvars
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from qkattn.attention import Mask
+from qkattn.attention.parameters import inside
 from qkattn.config import ModelConfig
 from qkattn.model.blocks import Block
 
@@ -38,14 +39,9 @@ Placement = Callable[[jax.Array, str], jax.Array]
 _placement: contextvars.ContextVar[Placement] = contextvars.ContextVar('placement')
 
 
-@contextlib.contextmanager
-def placing(placement: Placement) -> Iterator[None]:
+def placing(placement: Placement) -> AbstractContextManager[None]:
     """Models traced inside apply the placement to the stream around layers, logits, embeddings."""
-    token = _placement.set(placement)
-    try:
-        yield
-    finally:
-        _placement.reset(token)
+    return inside(_placement, placement)
 
 
 def placed(array: jax.Array, letters: str) -> jax.Array:

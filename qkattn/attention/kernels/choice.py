@@ -4,11 +4,11 @@ model.kernel='auto' takes the first kernel of the platform's libraries that serv
 never for cached keys in decoding. Else it is `blockwise` from a context on, `einsum` below it.
 """
 
-import contextlib
 import contextvars
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from qkattn.attention.kernels.blockwise import blockwise
 from qkattn.attention.kernels.einsum import Bias, Call, Target, einsum
 from qkattn.attention.mask import Mask
 from qkattn.attention.normalizers import Normalizer, Softmax, SoftmaxOffByOne
+from qkattn.attention.parameters import inside
 from qkattn.errors import SpecError
 
 log = logging.getLogger(__name__)
@@ -95,17 +96,12 @@ def attend(
     return LIBRARIES[name][1](call, target)
 
 
-@contextlib.contextmanager
-def on(mesh: Mesh | None) -> Iterator[None]:
+def on(mesh: Mesh | None) -> AbstractContextManager[None]:
     """Attention traced in the block is for the devices of a mesh; the choice is logged once.
 
     None is for devices not known yet: only a named kernel that serves on no platform is refused.
     """
-    token = _target.set(Target(None) if mesh is None else Target.from_mesh(mesh))
-    try:
-        yield
-    finally:
-        _target.reset(token)
+    return inside(_target, Target(None) if mesh is None else Target.from_mesh(mesh))
 
 
 def choose(kernel: str, call: Call, target: Target) -> tuple[str, str]:
