@@ -50,8 +50,7 @@ def _costs(model: ModelConfig) -> dict[str, Any]:
 def check_costs(directory: Path) -> int:
     """Counts parameters, FLOPs and cache of every trained config again; returns how many agree.
 
-    Raises:
-      ReportError: a result with other counts.
+    ReportError for a result with other counts.
     """
     runs = [run for run in load_findings(directory)[0].runs if run.trials]
     for run in runs:

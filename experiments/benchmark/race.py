@@ -30,36 +30,22 @@ ENVIRONMENT = {'XLA_PYTHON_CLIENT_PREALLOCATE': 'false', 'JAX_ENABLE_COMPILATION
 
 
 class Work(NamedTuple):
-    """Something to time, compiled.
+    """Something to time, compiled."""
 
-    Attributes:
-      run: does its work `calls` times, and returns once all results are there.
-      steps: steps (or tokens, ...) of one call; times are given per step.
-      extra: facts for the row: 'tokens' and 'flops' of a step, ...
-    """
-
-    run: Callable[[int], object]
-    steps: float = 1
-    extra: Mapping[str, Any] = {}
+    run: Callable[[int], object]  # works so many times, and returns once all results are there
+    steps: float = 1  # (or tokens, ...) of one call; times are given per step
+    extra: Mapping[str, Any] = {}  # facts for the row: 'tokens' and 'flops' of a step, ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One row of a table, before it is measured and after.
+    """One row of a table, before it is measured and after."""
 
-    Attributes:
-      name: of the row within its group.
-      settings: keyword arguments of `work`, JSON values.
-      rounds: seconds per step, one number a round; round i of all rows of a race is interleaved.
-      extra: facts, those of its Work too.
-      work: 'package.module:function', which builds its Work.
-    """
-
-    name: str
-    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    rounds: Sequence[float] = ()
-    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    work: str = ''
+    name: str  # within its group
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # arguments of `work`
+    rounds: Sequence[float] = ()  # seconds per step; round i of all rows of a race is interleaved
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # facts, those of its Work
+    work: str = ''  # 'package.module:function', which builds its Work
 
     @property
     def median(self) -> float:
@@ -82,12 +68,9 @@ class Row:
 def race(rows: Sequence[Row], *, rounds: int, seconds: float) -> list[Row]:
     """The rows with what is measured: all are built, then timed interleaved.
 
-    A row that fails, out of memory for example, is left out, with a warning that says why.
-
-    Args:
-      rows: those of one work share a process.
-      rounds: times that each row is timed.
-      seconds: that a row is timed for in a round, at least; at least one call.
+    Rows of one work share a process. In each round a row is timed for at least so many seconds, and
+    one call. A row that fails, out of memory for example, is left out, with a warning that says
+    why.
     """
     built: dict[str, tuple[int, Work, float]] = {}
     measured: dict[str, list[float]] = {}

@@ -19,19 +19,12 @@ FILE = 'benchmark.json'
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Rows that were measured together, and are compared.
-
-    Attributes:
-      suite: that measured it.
-      title: unique in its suite.
-      rows: of its table.
-      reference: name of the row to which times are related; '' is none.
-    """
+    """Rows that were measured together, and are compared."""
 
     suite: str
-    title: str
+    title: str  # unique in its suite
     rows: Sequence[Row]
-    reference: str = ''
+    reference: str = ''  # the name of the row to which times are related; '' is none
 
     @property
     def name(self) -> str:
@@ -49,11 +42,7 @@ def write(directory: Path, facts: Mapping[str, Any], groups: Sequence[Group]) ->
 
 
 def read(directory: Path) -> list[Group]:
-    """What a benchmark has measured.
-
-    Raises:
-      ReportError: a file that is absent, damaged or of another schema.
-    """
+    """What a benchmark has measured; ReportError if absent, damaged or of another schema."""
     path = directory / FILE
     try:
         document = parse_json(path.read_text('utf-8'))
@@ -110,10 +99,7 @@ def table(group: Group) -> str:
 def block(path: Path, _: str = '') -> str:
     """The tables of DIRECTORY/PATTERN: of groups whose names, 'SUITE: TITLE', match the pattern.
 
-    A block of pages, see `report.verify.check_page`.
-
-    Raises:
-      ReportError: a directory without such a benchmark, or such groups.
+    A block of pages, see `report.verify.check_page`. ReportError without such a benchmark or group.
     """
     groups = [group for group in read(path.parent) if fnmatch.fnmatch(group.name, path.name)]
     if not groups:

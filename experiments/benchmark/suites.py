@@ -106,10 +106,7 @@ def decoder(
 ) -> Config:
     """A run: pre-norm, learned positions, tied embeddings, no biases; clipping and AdamW.
 
-    Args:
-      batch: sequences per step.
-      dispatch: steps of a program call.
-      model: further settings of ModelConfig.
+    `batch` is sequences per step, `dispatch` steps of a program call.
     """
     sizes = {'num_layers': layers, 'd_model': width, 'num_heads': heads, 'context': context}
     every = dict.fromkeys(('log_every', 'eval_every', 'checkpoint_every'), 10 * dispatch)
