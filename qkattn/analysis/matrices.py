@@ -40,7 +40,8 @@ def symmetric_share(a_NDD: jax.Array) -> jax.Array:
     Of independent entries or factors about 1/2. Saponati et al. 2025, arXiv 2502.10927, publish
     2 share - 1 of the sum of A[n] over the heads.
     """
-    return _energy(_symmetric(a_NDD)) / _energy(a_NDD)
+    symmetric_NDD = (a_NDD + jnp.swapaxes(a_NDD, -1, -2)) / 2
+    return _energy(symmetric_NDD) / _energy(a_NDD)
 
 
 def directionality(a_NDD: jax.Array) -> jax.Array:
@@ -64,10 +65,6 @@ def directionality(a_NDD: jax.Array) -> jax.Array:
 def drift(reference: Array, other: Array) -> Array:
     """|other - reference| / |reference| in the Frobenius norm."""
     return (((other - reference) ** 2).sum() / (reference**2).sum()) ** 0.5
-
-
-def _symmetric(a_NDD: jax.Array) -> jax.Array:
-    return (a_NDD + jnp.swapaxes(a_NDD, -1, -2)) / 2
 
 
 def _energy(a_NDD: jax.Array) -> jax.Array:

@@ -154,8 +154,6 @@ TIMES = {
 NATS: dict[str, Any] = {'unit': 'nats/token'}
 PERCENT: dict[str, Any] = {'unit': '%', 'scale': 100.0, 'decimals': 2}
 OF_TARGETS: dict[str, Any] = {**PERCENT, 'for_text': False}
-BLEU: dict[str, Any] = {'label': 'BLEU', 'details': {'num_sentences': int, 'bleu_signature': str}}
-CHRF: dict[str, Any] = {'label': 'chrF', 'details': {'chrf_signature': str}}
 # In the order in which they are printed: the main score first.
 _METRICS = (
     Metric(
@@ -193,15 +191,17 @@ _METRICS = (
         'bleu',
         'score',
         'Corpus BLEU of the translations, in percent (sacrebleu).',
+        label='BLEU',
         decimals=2,
-        **BLEU,
+        details={'num_sentences': int, 'bleu_signature': str},
     ),
     Metric(
         'chrf',
         'score',
         'Corpus chrF2 of the translations, in percent (sacrebleu).',
+        label='chrF',
         decimals=2,
-        **CHRF,
+        details={'chrf_signature': str},
     ),
     Metric(
         'exact_match',

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from qkattn.errors import ConfigError, RunDirectoryError
-from qkattn.metrics import METRICS, TIMES, Metric, result_fields, with_outside
+from qkattn.metrics import METRICS, TIMES, Metric, outside, result_fields, with_outside
 from qkattn.storage.files import as_path, write_atomic
 
 T = TypeVar('T')
@@ -203,13 +203,13 @@ def metrics_of(result: Mapping[str, Any]) -> Mapping[str, Metric]:
     if OUTSIDE not in result:
         return METRICS
     check(result, {OUTSIDE: dict})
-    outside = []
+    found = []
     for name, record in result[OUTSIDE].items():
         try:
-            outside.append(read(Metric, record, name=name, details={}))
+            found.append(read(Metric, record, name=name, details={}))
         except ValueError as error:
             raise ValueError(f'metric {name!r}: {error}') from error
-    return with_outside(outside)
+    return with_outside(found)
 
 
 def described(metrics: Mapping[str, Metric]) -> dict[str, dict[str, Any]]:
@@ -219,8 +219,7 @@ def described(metrics: Mapping[str, Metric]) -> dict[str, dict[str, Any]]:
     """
     descriptions = {
         name: {field: getattr(metric, field) for field in _DESCRIBED}
-        for name, metric in metrics.items()
-        if name not in METRICS
+        for name, metric in outside(metrics).items()
     }
     recorded = to_jsonable({OUTSIDE: descriptions} if descriptions else {})
     try:

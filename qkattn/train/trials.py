@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +82,9 @@ class Stack:
         self, split: str, should_stop: Callable[[], bool] = lambda: False
     ) -> Evaluation | None:
         """Evaluates every trial; None if `should_stop`, called before every batch, was true."""
-        batches = self._eval_batches(split, self.config.data.eval_sequences)
+        size, part = self.config.train.batch_size, local_rows(self.config, self.program.mesh)
+        most = self.config.data.eval_sequences
+        batches = pipeline.eval_batches(self.rows, split, batch_size=size, max_rows=most, part=part)
         if (sums := self._sums(batches, should_stop)) is None:
             return None
         measured = metrics.named(self.config.train.metrics)
@@ -119,11 +121,6 @@ class Stack:
             'val_induction_gain': number_X * gain_X,
             'val_induction_accuracy': number_X * second['accuracy'] / second['weight'],
         }
-
-    def _eval_batches(self, split: str, rows: int | None) -> Iterator[Batch]:
-        """What this process reads of the batches over a split, or over `rows` of it."""
-        size, part = self.config.train.batch_size, local_rows(self.config, self.program.mesh)
-        return pipeline.eval_batches(self.rows, split, batch_size=size, max_rows=rows, part=part)
 
     def _measure(self, measure: Callable[..., dict], batch: Batch) -> dict[str, jax.Array]:
         mesh = self.program.mesh
