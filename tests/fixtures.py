@@ -14,8 +14,9 @@ import pytest
 from etils.epath import backend
 
 from qkattn.storage import buckets
+from tests.processes import ROOT
 
-PAGE = Path(__file__).parents[1] / 'docs/outside.md'
+PAGE = ROOT / 'docs/outside.md'
 BLOCK = re.compile(r'^```python\n# (\w+)\.py\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 MODULES = dict(BLOCK.findall(PAGE.read_text('utf-8')))
 BROWSERS = ('chromium', 'chromium-browser', 'google-chrome')

@@ -13,7 +13,9 @@ from qkattn.storage import ledger
 from qkattn.storage.records import ARM_KEY, described, metrics_of
 from qkattn.study import stored
 from qkattn.study.tuning import MODEL_KNOBS
+from tests.processes import ROOT
 
+RESULTS = ROOT / 'experiments/results'  # committed studies
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
 SCREENING_SEEDS, VERDICT_SEEDS = (100, 101), tuple(range(8))
 RUN_KEY = ('run', *ARM_KEY, 'stage', 'knob')

@@ -16,8 +16,8 @@ import pytest
 
 import qkattn
 from qkattn.train import loop, program, sharding, trials
+from tests.processes import ROOT
 
-ROOT = Path(__file__).parents[1]
 FILES = sorted([*ROOT.glob('qkattn/**/*.py'), *ROOT.glob('experiments/**/*.py')])
 MAX_LINES = 600
 

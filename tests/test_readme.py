@@ -27,8 +27,8 @@ from qkattn.study.arms import build_arms
 from tests.attention import examples  # noqa: F401, makes the modules of docs/extend.md importable
 from tests.experiments.conftest import added_flags_removed
 from tests.launch.launchers import launch_here
+from tests.processes import ROOT
 
-ROOT = Path(__file__).parents[1]
 README = (ROOT / 'README.md').read_text()
 VARIANTS = (ROOT / 'docs/variants.md').read_text()
 PAGES = [ROOT / 'README.md', ROOT / 'CONTRIBUTING.md', *sorted(ROOT.glob('docs/*.md'))]

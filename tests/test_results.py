@@ -6,7 +6,6 @@ scipy alone, so that an error in that code shows. And the shapes of models, solv
 """
 
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,11 +16,10 @@ from qkattn.stats.decision import Decision
 from qkattn.study import stored
 from qkattn.study.arms import build_arms
 from qkattn.verdict import load_findings, load_study
-from tests.studies import beat_yardsticks, read_lines
+from tests.studies import RESULTS, beat_yardsticks, read_lines
 
 pytestmark = pytest.mark.stored
 
-RESULTS = Path(__file__).parents[1] / 'experiments/results'
 FAIR = RESULTS / 'fair_small'
 CPU = [f'claims/cpu/lm_{name}' for name in ('added', 'dropped', 'rank', 'sharing')]
 SHAPE = ('d_model', 'd_ff', 'num_heads', 'head_size')

@@ -20,8 +20,8 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from tests.launch.launchers import stand_in
+from tests.processes import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted([*ROOT.glob('launch/*.sh'), *ROOT.glob('launch/*.sbatch'), ROOT / '.ci' / 'run'])
 PYPROJECT = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
 EXTRAS = PYPROJECT['optional-dependencies']

@@ -1,13 +1,11 @@
 """Committed studies, as directories of claims hold them."""
 
 import shutil
-from pathlib import Path
 
 import pytest
 
-from tests.studies import beat_yardsticks
+from tests.studies import RESULTS, beat_yardsticks
 
-RESULTS = Path(__file__).parents[2] / 'experiments/results'
 CLAIMS = RESULTS / 'claims/cpu'
 USED = ('fair_small', 'quickstart', 'claims/cpu/lm_added')
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import runpy
-from pathlib import Path
 
 import pytest
 
@@ -13,8 +12,9 @@ from qkattn.claims.protocol import SCALES
 from qkattn.config import from_config_dict
 from qkattn.errors import ConfigError
 from qkattn.study.arms import build_arms
+from tests.processes import ROOT
 
-CONFIGS = sorted((Path(__file__).parents[2] / 'configs/claims').glob('*.py'))
+CONFIGS = sorted((ROOT / 'configs/claims').glob('*.py'))
 
 
 def test_claims_are_in_order_and_well_formed():

@@ -5,7 +5,6 @@ import json
 import re
 import sys
 import typing
-from pathlib import Path
 
 import pytest
 
@@ -16,6 +15,7 @@ from qkattn.config.serialize import fingerprint, fingerprint_of, from_json, to_j
 from qkattn.errors import ConfigError
 from qkattn.model.sites import validate
 from tests.refusals import refused
+from tests.studies import RESULTS
 
 MODULE = """
 class Linear:
@@ -256,8 +256,7 @@ def test_every_field_has_a_frozen_default():
 
 
 def test_committed_runs_are_named_by_the_hash_of_their_configs():
-    results = Path(__file__).parents[2] / 'experiments/results'
-    assert (studies := [*results.rglob('study.json')])
+    assert (studies := [*RESULTS.rglob('study.json')])
     for study in studies:
         declared = json.loads(study.read_text())
         assert fingerprint_of(declared['base']) == declared['base_hash'], study

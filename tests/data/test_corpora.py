@@ -11,7 +11,6 @@ import random
 import re
 import sys
 from importlib import metadata
-from pathlib import Path
 
 import babel
 import numpy as np
@@ -24,6 +23,7 @@ from qkattn.data.corpora import cldr, downloads, python_text
 from qkattn.data.corpora.corpus import Corpus, capped, carved, largest_size, split_of
 from qkattn.data.corpora.corpus_registry import CORPORA, SETTINGS, Source, find
 from tests.data.datasets import documents
+from tests.processes import ROOT
 from tests.refusals import refused
 
 TEXTS = [f'document {number}\n'.encode() for number in range(200)]
@@ -460,7 +460,7 @@ def test_stdlib_is_the_library_without_tests_and_tables():
 
 
 def test_packages_are_pinned_and_without_copies_scripts_and_tests(tmp_path, monkeypatch):
-    requirements = Path(__file__).parents[2].joinpath('requirements.txt').read_text()
+    requirements = (ROOT / 'requirements.txt').read_text()
     pinned = re.findall(r'^([\w.-]+)==', requirements.split('# Tests')[0], re.M)
     assert set(python_text.DISTRIBUTIONS) <= set(pinned)
     texts = {

@@ -18,8 +18,6 @@ from qkattn.jobs.display import Progress
 from qkattn.model import build
 from qkattn.train import exported
 
-ROOT = Path(__file__).parents[2]
-
 STUDY = """
 from qkattn.config import *
 

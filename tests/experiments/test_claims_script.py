@@ -2,7 +2,6 @@
 
 import dataclasses
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -10,9 +9,8 @@ from qkattn.claims import export, pages
 from qkattn.claims.claim import Claim, ClaimVerdict, Expectation, exact
 from qkattn.claims.export import ANSWERS, CLAIMS, Answer, read_claims, write
 from qkattn.errors import ReportError
-from tests.studies import beat_yardsticks
+from tests.studies import RESULTS, beat_yardsticks
 
-RESULTS = Path(__file__).parents[2] / 'experiments/results'
 TEXTS = dict.fromkeys(('title', 'statement', 'source', 'rule'), 'One is one.')
 HOLDS = Expectation('fair_small', 'qk/k_is_v', 'not_better')
 FAILS = Expectation('fair_small', 'qk/k_is_v', 'worse')

@@ -28,9 +28,9 @@ from qkattn.train.loop import train
 from tests import studies
 from tests.convert.test_published import make_tensors, write
 from tests.data.datasets import contents, write_texts
-from tests.experiments.conftest import ROOT, save_model
+from tests.experiments.conftest import save_model
 from tests.lanes import only
-from tests.processes import other_modes, umask
+from tests.processes import ROOT, other_modes, umask
 from tests.test_readme import README, between
 
 SCRIPTS = [name for name in shipped('experiments') if not name.startswith('_')]

@@ -6,7 +6,8 @@ import subprocess
 
 import pytest
 
-from tests.launch.launchers import ROOT, STUDY, TRAIN, WHERE, before_path, launch_here, stand_in
+from tests.launch.launchers import STUDY, TRAIN, WHERE, before_path, launch_here, stand_in
+from tests.processes import ROOT
 
 KUBERNETES = ('--name=qk', '--image=r/qkattn:1')
 V6E = '--accelerator=v6e-16'

@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from tests.launch import launchers, slurm
-from tests.launch.launchers import AWKWARD, ROOT, dry_run
+from tests.launch.launchers import AWKWARD, dry_run
 from tests.launch.slurm import Jobs
+from tests.processes import ROOT
 from tests.runs import assert_same_run
 
 TRAIN = ('--', 'train', '--config=small', '--workdir=runs/small')
