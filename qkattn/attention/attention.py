@@ -121,7 +121,7 @@ class Attention(nnx.Module):
             o_BTNH = jnp.repeat(o_BTNH.reshape(B, -1, K, H), spec.num_heads // K, axis=2)
         return output(o_BTNH, self.score, x_BTD)
 
-    def bias(self, cross: bool = False) -> Bias | None:
+    def bias(self, cross: bool) -> Bias | None:
         """b_NTS of the distances t - s, from ALiBi and from the Score; None without."""
         biases: list[Bias] = []
         if self.spec.positions == 'alibi':

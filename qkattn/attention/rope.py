@@ -4,16 +4,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+BASE = 10_000.0  # of the frequencies of rotations and of sinusoids
 
-def rotate(x_BTNH: jax.Array, positions_T: jax.Array, base: float = 10_000.0) -> jax.Array:
-    """Rotates channel pairs (h, h + H/2) of position t by the angle t / base^(2 h / H).
+
+def rotate(x_BTNH: jax.Array, positions_T: jax.Array) -> jax.Array:
+    """Rotates channel pairs (h, h + H/2) of position t by the angle t / BASE^(2 h / H).
 
     Inner products of rotated queries and keys depend on the distance t - s only.
     Su et al. 2021 (RoFormer), section 3.2, in the half-split layout.
     """
     half = x_BTNH.shape[-1] // 2
     dtype = jnp.promote_types(x_BTNH.dtype, jnp.float32)
-    frequency_H = jnp.asarray(base ** (-np.arange(half) / half), dtype)
+    frequency_H = jnp.asarray(BASE ** (-np.arange(half) / half), dtype)
     angle_T1H = positions_T[:, None, None].astype(dtype) * frequency_H
     cos_T1H, sin_T1H = jnp.cos(angle_T1H), jnp.sin(angle_T1H)
     a_BTNH, b_BTNH = x_BTNH[..., :half].astype(dtype), x_BTNH[..., half:].astype(dtype)
@@ -43,7 +45,7 @@ def sinusoids(positions_T: jax.Array, d_model: int) -> jax.Array:
     T may be any number of axes. Vaswani et al. 2017, section 3.5.
     """
     half = (d_model + 1) // 2
-    frequency_D = 10_000.0 ** (-np.arange(half) / half)
+    frequency_D = BASE ** (-np.arange(half) / half)
     angle_TD = positions_T[..., None].astype(jnp.float32) * jnp.asarray(frequency_D, jnp.float32)
     both_TD = jnp.concatenate([jnp.sin(angle_TD), jnp.cos(angle_TD)], axis=-1)
     return 2**0.5 * both_TD[..., :d_model]

@@ -78,7 +78,7 @@ class Results:
         problems = loaded.study.problems
         return f'is damaged: {problems[0]}' if problems else None
 
-    def rows(self, measure: Measure, decisive: bool = True) -> Iterator[Row]:
+    def rows(self, measure: Measure, decisive: bool) -> Iterator[Row]:
         """The rows of a measure; none before its study has results.
 
         They decide nothing if they are not decisive, or a baseline falls short of its yardstick.

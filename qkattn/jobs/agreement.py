@@ -59,14 +59,14 @@ def from_all(value: Any, *, limit: float = LIMIT) -> list[Any]:
     return json.loads(answer)['values']
 
 
-def on_owner(call: Callable[[], Any], *, limit: float = OWNER_LIMIT) -> Any:
+def on_owner(call: Callable[[], Any]) -> Any:
     """What `call` returns in process 0, JSON-able; nothing is called in the others.
 
     Raises in all the error of qkattn that `call` raised in process 0; in the others ProcessError
-    for any other error, or if process 0 was not done in `limit` seconds.
+    for any other error, or if process 0 was not done in OWNER_LIMIT seconds.
     """
     if not owner():
-        answer, *_ = from_all(None, limit=limit)
+        answer, *_ = from_all(None, limit=OWNER_LIMIT)
         if 'error' in answer:
             raise getattr(errors, answer['error'])(answer['text'])
         return answer['value']
@@ -78,7 +78,7 @@ def on_owner(call: Callable[[], Any], *, limit: float = OWNER_LIMIT) -> Any:
         with contextlib.suppress(ProcessError):
             from_all({'error': type(error).__name__ if known else 'ProcessError', 'text': text})
         raise
-    return from_all({'value': value}, limit=limit)[0]['value']
+    return from_all({'value': value}, limit=OWNER_LIMIT)[0]['value']
 
 
 def any_process(flag: bool) -> bool:

@@ -308,7 +308,7 @@ def result_fields(metrics: Mapping[str, Metric] = METRICS) -> dict[str, type]:
     }
 
 
-def logged_fields(metrics: Mapping[str, Metric] = METRICS) -> tuple[str, ...]:
+def logged_fields(metrics: Mapping[str, Metric]) -> tuple[str, ...]:
     """The fields of an evaluation in metrics.jsonl, one value a trial."""
     return tuple(m.field('val') for m in metrics.values() if m.logged and 'val' in m.prefixes)
 

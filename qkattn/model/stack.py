@@ -56,7 +56,7 @@ def stacks_of(blocks: Blocks) -> list[Block]:
     return [getattr(blocks, f'stack_{number}') for number in range(blocks.period)]
 
 
-def stack_blocks(config: ModelConfig, *, key: jax.Array, kind: type[Block] = Block) -> Blocks:
+def stack_blocks(config: ModelConfig, *, key: jax.Array, kind: type[Block]) -> Blocks:
     """L blocks: every parameter has a leading axis of the layers of one variant."""
     keys, cycle = jax.random.split(key, config.num_layers), config.cycle
     if len(cycle) == 1:
@@ -114,7 +114,7 @@ def run_blocks(
     mask: Mask,
     *,
     config: ModelConfig,
-    dropout_key: jax.Array | None = None,
+    dropout_key: jax.Array | None,
     **shared: Any,
 ) -> jax.Array:
     """Passes x through all layers; `shared` are further arguments, the same for all of them."""

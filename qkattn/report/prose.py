@@ -129,7 +129,7 @@ def clause(
     return macro('clauses.j2', name, about, **code.data)[0]
 
 
-def placed(key: ArmKey, study: Study | None = None) -> str:
+def placed(key: ArmKey, study: Study | None) -> str:
     """'b/vo at d_model=128', 'b/vo at d_model=128 (equal shape)', with the corpus if several."""
     kind = f' ({words(key.control)})' if key.control else ''
     corpus = f' on {key.corpus}' if study and len(study.corpora) > 1 else ''
@@ -142,7 +142,7 @@ def where(study: Study, group: Any) -> str:
     return ', '.join(name for name, among in several if len(among) > 1)
 
 
-def remark(code: Remark, study: Study | None = None) -> str:
+def remark(code: Remark, study: Study) -> str:
     """A whole sentence, with the arm that it is about."""
     text = clause(code, study=study)
     subject = f'{placed(code.arm, study)}: ' if code.arm else 'every arm: ' * code.every_arm
