@@ -29,6 +29,10 @@ class DiskError(RunDirectoryError):
     """A file could not be written: the disk is full, over its quota, or fails."""
 
 
+class ReadError(Exception):
+    """The system failed to read a file, which may be sound; nothing was changed."""
+
+
 class InUseError(RunDirectoryError):
     """A live process holds the run directory."""
 

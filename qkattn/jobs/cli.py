@@ -22,7 +22,7 @@ from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 
 from qkattn.config import Config, Study, from_config_dict
 from qkattn.config.setting import Setting, concrete_types, settings
-from qkattn.errors import CheckpointError, ConfigError, Lost, ProcessError, Stopped
+from qkattn.errors import CheckpointError, ConfigError, Lost, ProcessError, ReadError, Stopped
 from qkattn.jobs.display import LogHandler
 from qkattn.jobs.machine import keep_freed_memory
 from qkattn.jobs.output import ending_unread, say
@@ -238,7 +238,7 @@ def outcome(error: BaseException) -> tuple[str, int] | None:
         return str(error), EXIT_CONFIG
     if isinstance(error, Stopped):
         return f'{error}; the same command resumes', EXIT_REQUEUE
-    if isinstance(error, Lost | ProcessError):
+    if isinstance(error, Lost | ProcessError | ReadError):
         return str(error), 1
     if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.EACCES):
         text = f'{error.filename} cannot be used ({error.strerror}); give another path'

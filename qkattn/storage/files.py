@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from etils import epath
 
-from qkattn.errors import DiskError, RunDirectoryError
+from qkattn.errors import DiskError, ReadError, RunDirectoryError
 from qkattn.jobs.signals import no_interrupt
 from qkattn.storage import buckets
 
@@ -27,6 +27,13 @@ _FAILED = {
     errno.EROFS: 'its file system is read-only; make it writable',
     errno.EACCES: 'this user may not write there; make it writable',
 }
+# What the system reports of a path whose content is not as expected; the rest are its failures.
+_CONTENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+# The other failures as tensorstore names them, most of a bucket.
+_STATUSES = (
+    *('ABORTED', 'CANCELLED', 'DEADLINE_EXCEEDED', 'PERMISSION_DENIED', 'RESOURCE_EXHAUSTED'),
+    *('UNAUTHENTICATED', 'UNAVAILABLE'),
+)
 _RESUME = 'and run the same command again, which resumes from what is saved'
 
 
@@ -196,6 +203,35 @@ def disk_errors(path: Path) -> Iterator[None]:
             if code == number or os.strerror(code) in text:
                 raise DiskError(f'{directory} cannot be written: {reason} {_RESUME}') from error
         raise
+
+
+@contextlib.contextmanager
+def read_errors(path: Path) -> Iterator[None]:
+    """A block that reads at or below `path`; ReadError where the system fails, not the content."""
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:  # libraries raise their own kinds from that of the system
+            if reason := _failure(cause):
+                raise ReadError(
+                    f'{path} cannot be read ({reason}); nothing was changed: run the same command '
+                    'again once it can be'
+                ) from error
+            cause = cause.__cause__ or cause.__context__
+        raise
+
+
+def _failure(error: BaseException) -> str | None:
+    """How the system failed; None for an error that says that a file is missing or damaged."""
+    if isinstance(error, MemoryError):
+        return 'out of memory'
+    if isinstance(error, OSError):
+        if error.errno in _CONTENT or isinstance(error, FileNotFoundError):
+            return None
+        return error.strerror or str(error)
+    texts = [os.strerror(code) for code in errno.errorcode if code not in _CONTENT]
+    return next((text for text in (*texts, *_STATUSES) if text in str(error)), None)
 
 
 def _gone(path: Path) -> DiskError:

@@ -13,7 +13,7 @@ from typing import Any
 
 from qkattn.errors import RunDirectoryError
 from qkattn.storage import buckets
-from qkattn.storage.files import as_path, disk_errors, write_atomic
+from qkattn.storage.files import as_path, disk_errors, read_errors, write_atomic
 from qkattn.storage.records import (
     CHECKSUM,
     check,
@@ -39,7 +39,8 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
 def _parse(path: Path) -> Lines:
     """The complete lines."""
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
+        with read_errors(path):
+            lines = path.read_bytes().splitlines(keepends=True)
     except OSError as error:
         raise damaged(path, error) from error
     parsed: Lines = []
@@ -77,9 +78,11 @@ class MetricsFile:
         self._file: Any = io.BytesIO()
         try:
             if not buckets.is_url(self.path):
-                self._file = open(self.path, 'a+b', buffering=0)  # noqa: SIM115
+                with disk_errors(self.path):
+                    self._file = open(self.path, 'a+b', buffering=0)  # noqa: SIM115
             elif self.path.exists():
-                self._file = io.BytesIO(self.path.read_bytes())
+                with read_errors(self.path):
+                    self._file = io.BytesIO(self.path.read_bytes())
         except OSError as error:
             raise damaged(self.path, error) from error
         self._end_with([])

@@ -21,7 +21,7 @@ import numpy as np
 
 from qkattn.errors import ConfigError, RunDirectoryError
 from qkattn.metrics import METRICS, TIMES, Metric, outside, result_fields, with_outside
-from qkattn.storage.files import as_path, write_atomic
+from qkattn.storage.files import as_path, read_errors, write_atomic
 
 T = TypeVar('T')
 FINISHED, DIVERGED = 'finished', 'diverged'  # `status` of each entry of result.json
@@ -112,7 +112,10 @@ def remove_checksum(record: dict[str, Any]) -> None:
 
 
 def read_json(path: str | os.PathLike, schema: Any, advice: str = ADVICE) -> Any:
-    """Reads a file of `write_json`, with or without checksums; RunDirectoryError if damaged."""
+    """Reads a file of `write_json`, with or without checksums; RunDirectoryError if damaged.
+
+    ReadError where the system fails to read it.
+    """
     try:
         return parse_file(path, schema)
     except ValueError as error:
@@ -121,8 +124,10 @@ def read_json(path: str | os.PathLike, schema: Any, advice: str = ADVICE) -> Any
 
 def parse_file(path: str | os.PathLike, schema: Any) -> Any:
     """As `read_json`, but for ValueError with the reason alone."""
+    path = as_path(path)
     try:
-        value = parse_json(as_path(path).read_bytes())
+        with read_errors(path):
+            value = parse_json(path.read_bytes())
     except OSError as error:
         raise ValueError(error.strerror or error) from error
     for item in value if isinstance(value, list) else [value]:
@@ -154,7 +159,9 @@ def read_lines(
     """
     place, records = str(path), []
     try:
-        for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        with read_errors(path):
+            lines = path.read_bytes().splitlines()
+        for number, line in enumerate(lines, start=1):
             place = f'{path}, line {number}'
             check(record := parse_json(line), schema)
             take(record)

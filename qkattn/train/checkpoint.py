@@ -27,10 +27,16 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from qkattn import __version__
-from qkattn.errors import CheckpointError
+from qkattn.errors import CheckpointError, ReadError
 from qkattn.jobs import agreement
 from qkattn.storage import buckets
-from qkattn.storage.files import disk_errors, remove_tree, require_room, require_same
+from qkattn.storage.files import (
+    disk_errors,
+    read_errors,
+    remove_tree,
+    require_room,
+    require_same,
+)
 from qkattn.storage.records import check, parse_file, parse_json, remove_checksum, with_checksum
 
 T = TypeVar('T')
@@ -108,7 +114,8 @@ class Checkpoints:
         """The newest sound checkpoint as (state, record), placed like `target`; None if none.
 
         Of a target {} it reads the record alone. Raises CheckpointError where every checkpoint is
-        damaged, or a later version wrote the newest one.
+        damaged, or a later version wrote the newest one; ReadError where the system fails to read
+        one, which is neither passed over nor changed.
         """
         return next(self.sound(target), None)
 
@@ -138,7 +145,8 @@ class Checkpoints:
         """(record, None), or (None, what is wrong with it)."""
         path = self.directory / str(step) / 'record/metadata'
         try:
-            record = parse_json(path.read_bytes())
+            with read_errors(path):
+                record = parse_json(path.read_bytes())
             check(record, {'format': int, 'version': str})
             remove_checksum(record)
             if record['format'] > FORMAT:
@@ -153,22 +161,30 @@ class Checkpoints:
         return record, None
 
     def _state_of(self, step: int, target: dict) -> tuple[dict, str | None]:
-        """(state, None), or (state, what is wrong with it in any of the processes)."""
+        """(state, None), or (state, what is wrong with it in any of the processes).
+
+        ReadError in all of them where one fails to read it.
+        """
         names, placed = leaf_names(target), jax.tree.leaves(target)[0].sharding
         sharding = placed and _replicated(placed)
         sums = jax.ShapeDtypeStruct((len(names),), 'uint32', sharding=sharding)
-        state, damage = {}, None
+        state, failure = {}, None
+        path = epath.Path(self.directory / str(step) / 'state')
         try:
             # Not by the manager, which waits for all processes, also for one whose files are bad.
-            path = epath.Path(self.directory / str(step) / 'state')
             args = ocp.args.StandardRestore({**target, SUMS: sums})
-            state = ocp.StandardCheckpointHandler().restore(path, args=args)
+            with read_errors(path):
+                state = ocp.StandardCheckpointHandler().restore(path, args=args)
         except Exception as error:  # orbax and tensorstore raise many kinds on damaged files
-            damage = str(error)
-        damages = [damage] if self._read_only else agreement.from_all(damage)
-        for rank, damage in enumerate(damages):
-            if damage is not None:
-                return state, f'process {rank}: {damage}' if len(damages) > 1 else damage
+            failure = isinstance(error, ReadError), str(error)
+        failures = [failure] if self._read_only else agreement.from_all(failure)
+        texts: dict[bool, str] = {}
+        for rank, (unread, text) in [(r, f) for r, f in enumerate(failures) if f]:
+            texts[unread] = f'process {rank}: {text}' if len(failures) > 1 else text
+        if True in texts:
+            raise ReadError(texts[True])
+        if texts:
+            return state, texts[False]
         differ = np.asarray(state.pop(SUMS)) != np.asarray(checksums(state))
         return state, f'checksum of {names[differ.argmax()]}' if differ.any() else None
 

@@ -1,7 +1,9 @@
 """Checkpoints on every mesh and in several processes; damage costs at most its checkpoint."""
 
 import contextlib
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 from unittest.mock import Mock
@@ -15,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from qkattn import __version__
 from qkattn.config import MeshConfig
-from qkattn.errors import CheckpointError, DiskError
+from qkattn.errors import CheckpointError, DiskError, ReadError
 from qkattn.storage import files
 from qkattn.storage.files import as_path
 from qkattn.storage.records import with_checksum
@@ -203,6 +205,42 @@ def test_a_damaged_file_costs_at_most_its_checkpoint(two, tmp_path, name, every)
         assert int(state['step']) in (4, 8), label
         jax.tree.map(np.testing.assert_array_equal, state, state_of(int(state['step'])))
         assert record['train_seconds'] == 2.5
+
+
+@pytest.mark.parametrize(
+    'name', ['metrics/metrics', 'record/metadata', 'state/_METADATA', 'an array', 'a remote array']
+)
+def test_a_checkpoint_that_cannot_be_read_is_no_damaged_one(two, tmp_path, monkeypatch, name):
+    """The newest checkpoint is neither passed over nor moved; the next start reads it."""
+    path, error = shutil.copytree(two, tmp_path / 'c'), OSError(errno.EIO, os.strerror(errno.EIO))
+    read_bytes = Path.read_bytes
+
+    def failing(file: Path) -> bytes:
+        if file == path / '8' / name:
+            raise error
+        return read_bytes(file)
+
+    def restore(*_, **__):
+        try:  # as orbax does, whose own text does not say why
+            text = (
+                'UNAVAILABLE: HTTP 503' if 'remote' in name else f'UNKNOWN: w/0: {error.strerror}'
+            )
+            raise ValueError(text)
+        except ValueError as cause:
+            raise Exception('Encountered error while reading array index') from cause
+
+    with monkeypatch.context() as patch:
+        if 'array' in name:
+            patch.setattr(checkpoint.ocp.StandardCheckpointHandler, 'restore', restore)
+        elif name.startswith('state'):
+            patch.setattr(
+                checkpoint.ocp.StandardCheckpointHandler, 'restore', Mock(side_effect=error)
+            )
+        else:
+            patch.setattr(Path, 'read_bytes', failing)
+        with pytest.raises(ReadError, match=rf'^{path}/8.* cannot be read .*; nothing was changed'):
+            restored(path)
+    assert names_in(path) == ['4', '8'] and int(restored(path)[0]['step']) == 8
 
 
 def test_checkpoints_whose_descriptions_are_damaged_are_never_started_over(two, tmp_path):
