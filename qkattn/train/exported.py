@@ -2,10 +2,12 @@
 
 directory/model.safetensors   parameters by path, e.g. blocks.attention.score.w_q_DNH
 directory/qkattn.json         {"model": fields of ModelConfig, "origin": where it came from,
-                               "parameters_crc32": checksum of each parameter's bytes}
+                               "parameters_crc32": checksum of each parameter's bytes,
+                               "parameters_sha256": their `fingerprint`}
 """
 
 import contextlib
+import hashlib
 import itertools
 import logging
 import os
@@ -45,8 +47,8 @@ def save(
     flat = {name: np.ascontiguousarray(leaf) for name, leaf in flat.items()}
     with replacing(path / PARAMETERS) as part:
         safetensors.numpy.save_file(flat, part)
-    about = {'model': to_json(model), 'origin': origin, 'parameters_crc32': _crc32s(flat)}
-    write_json(path / ABOUT, about)
+    sums = {'parameters_crc32': _crc32s(flat), 'parameters_sha256': fingerprint(params)}
+    write_json(path / ABOUT, {'model': to_json(model), 'origin': origin, **sums})
     return path
 
 
@@ -97,6 +99,15 @@ def check(model: ModelConfig, params: dict, where: str) -> None:
     for name, leaf in expected.items():
         if leaf.shape != actual[name].shape:
             raise ConfigError(f'{where}: {name} is {actual[name].shape}, not {leaf.shape}')
+
+
+def fingerprint(params: dict) -> str:
+    """The sha256 of names, types, shapes and bytes, in the order of names."""
+    digest = hashlib.sha256()
+    for name, leaf in sorted(traverse_util.flatten_dict(params, sep='.').items()):
+        array = np.asarray(leaf)
+        digest.update(f'{name} {array.dtype} {array.shape}\n'.encode() + array.tobytes())
+    return digest.hexdigest()
 
 
 def _crc32s(flat: dict[str, np.ndarray]) -> dict[str, int]:

@@ -37,8 +37,9 @@ from qkattn.train.trials import Evaluation, Stack, check_metrics
 
 SEEN_WITHIN = 60.0  # seconds, for others to see a file that process 0 has written
 
-# The record before step 0; checkpoints of earlier versions lack some of its fields.
-_FIRST: dict[str, Any] = {'diverged_at': None, 'evaluated': True, 'metrics': None}
+# The record before step 0; checkpoints of earlier versions lack some of its fields. `given`: what
+# the run began with, by setting, and its sha256.
+_FIRST: dict[str, Any] = {'diverged_at': None, 'evaluated': True, 'metrics': None, 'given': {}}
 _FIRST |= dict.fromkeys(('train_seconds', *PARTS), 0.0)
 
 log = logging.getLogger(__name__)
@@ -93,8 +94,9 @@ def train(
         )
         if finished is not None:
             return finished
+        given = functools.cache(functools.partial(given_params, config))
         with progress.phase('compiling'):
-            compiled = build_program(config, path)
+            compiled = build_program(config, path, given)
 
         def taken_over() -> bool:
             return agreement.owner() and (lost() or directory.lost())
@@ -103,7 +105,7 @@ def train(
             Checkpoints(path / 'checkpoints', keep=config.train.keep)
         ) as checkpoints:
             with progress.phase('initializing'):
-                stack, record = start_stack(config, compiled, rows, checkpoints)
+                stack, record = start_stack(config, compiled, rows, checkpoints, given)
             metrics = directory.metrics
             run = _Run(path, stack, tokens, metrics, sinks, progress, checkpoints, stop, taken_over)
             trial_results, documents = run.to_end(record, traces)
@@ -157,21 +159,25 @@ def require_shared(directory: Path) -> None:
             )
 
 
-def build_program(config: Config, directory: Path) -> Program:
+def given_params(config: Config) -> dict | None:
+    """The parameters of train.init_from; ConfigError where they do not fit the model."""
+    if (source := config.train.init_from) is None:
+        return None
+    model, params = exported.load(source)
+    exported.check(config.model, params, source)
+    if changes := differences(to_json(model), to_json(config.model)):
+        log.warning('train.init_from=%s has other settings: %s', source, ', '.join(changes))
+    return params
+
+
+def build_program(
+    config: Config, directory: Path, given: Callable[[], dict | None] = lambda: None
+) -> Program:
     """Compiles; the lifting is chosen once per run, since the last bits depend on it."""
-    path, source = directory / 'lifting.json', config.train.init_from
+    path = directory / 'lifting.json'
     recorded = agreement.on_owner(
         lambda: read_json(path, {'lifting': str})['lifting'] if path.exists() else None
     )
-
-    @functools.cache
-    def given() -> dict | None:
-        if source is None:
-            return None
-        _, params = exported.load(source)
-        exported.check(config.model, params, source)
-        return params
-
     if recorded is None:  # the first start; others take parameters from a checkpoint
         given()
     built = program.build(config, recorded, given)
@@ -182,12 +188,21 @@ def build_program(config: Config, directory: Path) -> Program:
 
 
 def start_stack(
-    config: Config, built: Program, rows: Rows, checkpoints: Checkpoints
+    config: Config,
+    built: Program,
+    rows: Rows,
+    checkpoints: Checkpoints,
+    given: Callable[[], dict | None],
 ) -> tuple[Stack, dict[str, Any]]:
     """The trials at the newest sound checkpoint, or before step 0, and the checkpoint's record."""
     restored = checkpoints.restore(built.abstract_state)
     if restored is None:
-        return Stack(config, built, rows, built.init()), _FIRST
+        record = _FIRST
+        if (params := given()) is not None:
+            sha256 = exported.fingerprint(params)
+            agreement.require_same(f'train.init_from={config.train.init_from}', sha256)
+            record = record | {'given': {'train.init_from': sha256}}
+        return Stack(config, built, rows, built.init()), record
     state, record = restored
     if changes := differences(record['data'], rows.identity()):
         raise CheckpointError(
@@ -215,6 +230,7 @@ class _Run:
     stop: StopRequest
     lost: Callable[[], bool]
     asked: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+    given: dict[str, str] = dataclasses.field(default_factory=dict)  # as in the record
     validated: tuple[int, Evaluation] | None = None  # the newest, and its step
     diverged_at: dict[int, int | None] = dataclasses.field(default_factory=dict)  # by trial
 
@@ -227,6 +243,7 @@ class _Run:
         kept = {'evaluated': record['evaluated'], 'written': record['metrics']}
         agreement.on_owner(lambda: self.metrics.rewind(step, **kept))
         self.sinks.open(step)
+        self.given = record['given']
         # A step that the record of a checkpoint lacks stays unknown, None.
         steps_X = record['diverged_at'] or [None] * len(alive_X)
         self.diverged_at = {x: at for x, at in enumerate(steps_X) if not alive_X[x]}
@@ -273,6 +290,7 @@ class _Run:
                         **clock.seconds,
                         'diverged_at': [self.diverged_at.get(x) for x in range(len(alive_X))],
                         'evaluated': not (evaluating and stopping),
+                        'given': self.given,
                     }
                     with self.progress.phase('saving'):
                         self.checkpoints.save(step, stack.state, record, val_loss)
@@ -337,7 +355,9 @@ class _Run:
             'tokens_per_second': clock.tokens_per_second,
             'lifting': stack.program.lifting,
         }
-        about = {'provenance': agreement.on_owner(lambda: results.software_of(self.path))}
+        provenance = agreement.on_owner(lambda: results.software_of(self.path, self.given))
         with self.progress.phase('measuring'):
-            by_trial = results.trial_results(stack, evaluations, costs, about, self.diverged_at)
+            by_trial = results.trial_results(
+                stack, evaluations, costs, {'provenance': provenance}, self.diverged_at
+            )
         return by_trial, results.document_results(stack, evaluations, by_trial)

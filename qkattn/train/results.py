@@ -149,8 +149,11 @@ def final_record(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def software_of(directory: Path) -> dict[str, Any]:
-    """The provenance of results; user and host stay in provenance.json."""
+def software_of(directory: Path, given: Mapping[str, str]) -> dict[str, Any]:
+    """The provenance of results, with the sha256 of what the run was `given` beside its modules.
+
+    User and host stay in provenance.json.
+    """
     start = read_json(directory / 'provenance.json', PROVENANCE)['starts'][-1]
-    imported = {'imported': start['imported']} if start['imported'] else {}
-    return {name: start[name] for name in START} | imported
+    imported = {**start['imported'], **given}
+    return {name: start[name] for name in START} | ({'imported': imported} if imported else {})

@@ -1,6 +1,7 @@
 """Models by themselves: saved, loaded, taken from a run, trained further; damage is named."""
 
 import dataclasses
+import json
 import shutil
 
 import jax
@@ -12,7 +13,7 @@ from qkattn.model.cost import abstract_params
 from qkattn.storage.files import as_path
 from qkattn.storage.metrics_log import read_metrics
 from qkattn.train import exported
-from qkattn.train.loop import train
+from qkattn.train.loop import given_params, train
 from tests import damages
 from tests.processes import other_modes, umask
 from tests.refusals import refused
@@ -49,14 +50,27 @@ def test_training_goes_on_from_a_run_and_from_a_directory(small, small_run, tmp_
     assert not other_modes(tmp_path / 'w', 0o002) and not other_modes(tmp_path / 'run', 0o077)
     first, again = (read_metrics(run / 'metrics.jsonl') for run in (small_run[1], tmp_path / 'run'))
     assert again[0]['loss'][0] < first[0]['loss'][0] - 0.5  # it starts where the small run ended
+    kept = json.loads((tmp_path / 'w' / exported.ABOUT).read_text())['parameters_sha256']
+    assert kept == exported.fingerprint(params) != exported.fingerprint(params_of(model))
     # It resumes from its checkpoint, where the directory is gone, too.
     (tmp_path / 'run/result.json').unlink()
     shutil.rmtree(tmp_path / 'w')
     resumed = train(config, tmp_path / 'run')
     assert [one['test_loss'] for one in resumed] == [one['test_loss'] for one in trained]
+    imported = [one['provenance']['imported'] for one in (*trained, *resumed)]
+    assert imported == [{'train.init_from': kept}] * 2 * len(trained)
     with refused('holds neither exported parameters'):
         train(config, tmp_path / 'other')
     assert not (tmp_path / 'other/lifting.json').exists()
+
+
+def test_settings_of_a_model_that_the_run_does_not_have_are_named(small, tmp_path, caplog):
+    config = small()
+    model = dataclasses.replace(config.model, activation='gelu')
+    exported.save(tmp_path / 'w', model, params_of(model), origin={})
+    config = small(train={'init_from': f'{tmp_path}/w'})
+    jax.tree.map(np.testing.assert_array_equal, given_params(config), params_of(model))
+    assert f'{tmp_path}/w has other settings: activation: "gelu" -> "gelu_tanh"' in caplog.text
 
 
 def test_other_parameters_are_refused_by_name():
