@@ -7,7 +7,6 @@ GELU (`gelu_new`), scale H^-0.5, norm epsilon 1e-5. Radford et al. 2019.
 import dataclasses
 import importlib
 import os
-import pickle
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,9 +18,10 @@ import safetensors
 from flax import traverse_util
 from safetensors.numpy import load_file
 
-from qkattn.config import ModelConfig
+from qkattn.config import Config, ModelConfig
 from qkattn.errors import ConfigError
 from qkattn.model.cost import abstract_params
+from qkattn.model.sites import validate
 from qkattn.storage.files import as_path, local_copy
 from qkattn.storage.records import parse_json
 
@@ -83,8 +83,8 @@ def load_gpt2(source: Source, *, num_heads: int | None = None) -> tuple[ModelCon
     `source` is a directory with model.safetensors (or its index) and config.json, a .safetensors
     file, beside which config.json is read where there is one, or a dictionary of numpy, jax or
     torch arrays by name, in 16 or 32 bits. Without a config.json, `num_heads` is required.
-    ConfigError if the tensors or the config.json are not those of a GPT-2, SpecError if its heads
-    do not divide its width.
+    ConfigError if the tensors or the config.json are not those of a GPT-2, or if its heads do not
+    divide its width.
     """
     named: Any = source
     described: dict[str, Any] = {}
@@ -97,8 +97,9 @@ def load_gpt2(source: Source, *, num_heads: int | None = None) -> tuple[ModelCon
     for name, (default, *others) in SUPPORTED.items():
         if (value := described.get(name, default)) not in (default, *others):
             raise ConfigError(f'config.json: {name}={value!r} is not supported, only {default!r}')
-    if described.get('n_inner', 0) is None:
-        described['n_inner'] = 4 * described.get('n_embd', 768)
+    width = described.get('n_embd', 768)
+    if described.get('n_inner', 0) is None and isinstance(width, int):
+        described['n_inner'] = 4 * width
     return _decoder(_normalized(named), described, 'config.json', num_heads)
 
 
@@ -109,15 +110,18 @@ def load_nanogpt(source: Source, *, num_heads: int | None = None) -> tuple[Model
     config has the exact GELU of nanoGPT's MLP (`nn.GELU()`). `source` is a checkpoint .pt (requires
     torch, and loads tensors and plain values only), a .safetensors file, or a dictionary of arrays,
     alone or as 'model' beside 'model_args', without which `num_heads` is required. ConfigError if
-    the tensors are not of this layout or torch is missing; SpecError as `load_gpt2`.
+    the tensors are not of this layout or torch is missing.
     """
     named: Any = source
     described: dict[str, Any] = {}
     if not isinstance(source, Mapping):
         path = as_path(source)
         named = _read_safetensors(path) if path.suffix == '.safetensors' else _read_torch(path)
-    if 'model' in named and isinstance(named['model'], Mapping):
-        described, named = {**(named.get('model_args') or {})}, named['model']
+    if isinstance(named, Mapping) and isinstance(named.get('model'), Mapping):
+        arguments, named = named.get('model_args') or {}, named['model']
+        if not isinstance(arguments, Mapping):
+            raise ConfigError(f'model_args={arguments!r:.80} must be a dictionary, as of nanoGPT')
+        described = {**arguments}
         described.pop('dropout', None)  # no part of a trained model
     for name in described.keys() - FIELDS.keys():
         raise ConfigError(f'model_args: {name}={described[name]!r} is not an argument of nanoGPT')
@@ -171,7 +175,7 @@ def _decoder(
     numbers = [re.match(r'h\.(\d+)\.', name) for name in tensors]
     config = ModelConfig(
         d_model=tensors['wte.weight'].shape[1],
-        num_layers=1 + max(int(number[1]) for number in numbers if number),
+        num_layers=len({number[1] for number in numbers if number}),
         num_heads=described['n_head'] if num_heads is None else num_heads,
         d_ff=tensors['h.0.mlp.c_fc.weight'].shape[1],
         context=len(tensors['wpe.weight']),
@@ -179,6 +183,7 @@ def _decoder(
         biases='ln_f.bias' in tensors,
         tied_embeddings=tied,
     )
+    validate(Config(model=config))
     expected, flat = shapes(config), {}
     for name, shape in expected.items():
         if name not in tensors:
@@ -209,7 +214,14 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
         single, index = path / 'model.safetensors', path / 'model.safetensors.index.json'
         path = single if single.exists() or not index.exists() else index
     if path.suffix == '.json':
-        parts = sorted({*_read_json(path).get('weight_map', {}).values()})
+        files = _read_json(path).get('weight_map')
+        if not isinstance(files, dict) or not all(
+            isinstance(part, str) and part.endswith('.safetensors') for part in files.values()
+        ):
+            raise ConfigError(
+                f'{path}: weight_map={files!r:.80} must name a .safetensors file for each tensor'
+            )
+        parts = sorted({*files.values()})
         return {n: t for part in parts for n, t in _read_safetensors(path.parent / part).items()}
     try:
         with local_copy(path) as file:
@@ -233,15 +245,19 @@ def _read_torch(path: Path) -> dict[str, Any]:
     try:
         with local_copy(path) as file:
             return torch.load(file, map_location='cpu', weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # of any kind where the file is damaged
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f'{path} cannot be read as a torch checkpoint: {reason}') from error
 
 
 def _normalized(named: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """The tensors in float32, under GPT-2's names without prefixes; saved masks are left out."""
     tensors: dict[str, np.ndarray] = {}
+    if not isinstance(named, Mapping):
+        raise ConfigError(f'a {type(named).__name__} is no dictionary of tensors by name')
     for original, value in named.items():
+        if not isinstance(original, str) or not hasattr(value, 'dtype'):
+            raise ConfigError(f'{original!r}: a {type(value).__name__} is no tensor by name')
         name = PREFIXES.sub('', original, count=1)
         if MASKS.fullmatch(name):
             continue

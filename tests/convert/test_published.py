@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import sys
+from unittest.mock import Mock
 
 import jax
 import ml_dtypes
@@ -13,7 +14,7 @@ from safetensors.numpy import save_file
 
 from qkattn.config import ModelConfig
 from qkattn.convert.published import load_gpt2, load_nanogpt
-from qkattn.errors import ConfigError, SpecError
+from qkattn.errors import ConfigError
 from qkattn.model import with_params
 from tests.refusals import refused
 
@@ -166,13 +167,17 @@ def test_a_wrong_tensor_or_description_is_named(tmp_path):
         ({'n_layer': 4}, 'n_layer=4 .* num_layers=3'),
         ({'n_inner': None}, 'n_inner=64 .* mlp_width=48'),
         ({'n_head': 3}, 'd_model=16 must be a multiple of num_heads=3'),
+        ({'n_head': 0}, 'num_heads=0 must be at least 1'),
+        ({'n_head': [2]}, r'num_heads=\[2\] must be of type int'),
+        ({'n_embd': None, 'n_inner': None}, 'n_embd=None does not fit .* d_model=16'),
+        (put('h.99999999999.ln_1.weight', (D,)), "'h.3.ln_1.weight' is missing"),
         ({'activation_function': 'gelu'}, "activation_function='gelu' is not supported"),
         ({'model_type': 'gptj'}, "model_type='gptj'"),
     ):
         tensors, described = make_tensors(), {} if callable(damage) else damage
         if callable(damage):
             damage(tensors)
-        with refused(message, (ConfigError, SpecError)):
+        with refused(message):
             load_gpt2(write(tmp_path, tensors, **described))
 
 
@@ -199,5 +204,25 @@ def test_what_is_no_model_is_named_and_narrow_floats_are_widened(monkeypatch, tm
         ({'use_rmsnorm': True}, 'use_rmsnorm=True is not an argument of nanoGPT'),
     ):
         check(message, {'model': named, 'model_args': ARGUMENTS | wrong}, load_nanogpt)
+    for files in (None, ['a.safetensors'], {'wte.weight': 3}, {'wte.weight': '/etc/passwd'}):
+        (tmp_path / 'parts').mkdir(exist_ok=True)
+        index = tmp_path / 'parts/model.safetensors.index.json'
+        index.write_text(json.dumps({'weight_map': files}))
+        (tmp_path / 'parts/config.json').write_text(json.dumps(DESCRIPTION))
+        check(r'index\.json: weight_map=.* must name a \.safetensors file', tmp_path / 'parts')
+    torch, pt = Mock(), tmp_path / 'ckpt.pt'
+    monkeypatch.setitem(sys.modules, 'torch', torch)
+    pt.touch()
+    for content, message in (
+        ({'model': named, 'model_args': [1, 2]}, r'model_args=\[1, 2\] must be a dictionary'),
+        ({'model': [1], 'model_args': ARGUMENTS}, "'model': a list is no tensor by name"),
+        ({'model': named | {'iter_num': 3}}, "'iter_num': a int is no tensor by name"),
+        ({3: named['_orig_mod.lm_head.weight']}, '3: a ndarray is no tensor by name'),
+        ([1], 'a list is no dictionary of tensors'),
+    ):
+        torch.load.return_value = content
+        check(message, pt, load_nanogpt)
+    torch.load.side_effect = KeyError
+    check('ckpt.pt cannot be read as a torch checkpoint: KeyError', pt, load_nanogpt)
     monkeypatch.setitem(sys.modules, 'torch', None)
     check(r'ckpt\.pt can only be read with torch', tmp_path / 'ckpt.pt', load_nanogpt)
