@@ -51,8 +51,8 @@ def stream(length: int = T, seed: int = 5, d_model: int = D) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal((2, length, d_model)))
 
 
-def causal(length: int = T) -> jax.Array:
-    return visible(length, length, causal=True)
+def causal() -> jax.Array:
+    return visible(T, T, causal=True)
 
 
 def hide_self(score: Any, mask_BTS: Any) -> np.ndarray:
@@ -81,7 +81,7 @@ def normed(z_BTNH: Any, gain_H: Any) -> np.ndarray:
 
 
 def rotary_logits(
-    q_BTNH: np.ndarray, k_BSKH: np.ndarray, *, scale: float, rope_size: int | None = None
+    q_BTNH: np.ndarray, k_BSKH: np.ndarray, *, scale: float, rope_size: int | None
 ) -> np.ndarray:
     """s_BNTS of queries and keys whose last `rope_size` channels are rotated by position.
 

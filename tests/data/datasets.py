@@ -69,9 +69,9 @@ def check_shapes(batch: Batch, num_rows: int, length: int) -> None:
     assert {array.shape for array in batch.values()} == {(num_rows, length)}
 
 
-def write_texts(directory: Path, count: int = 60) -> Path:
+def write_texts(directory: Path) -> Path:
     """A folder per split with a document per file, of 10 to 200 bytes."""
-    for split, number in (('train', count), ('validation', 20), ('test', 20)):
+    for split, number in (('train', 60), ('validation', 20), ('test', 20)):
         (directory / split).mkdir(parents=True)
         for n in range(number):
             text = f'{split} {n}: ' + 'naïve words, ' * (1 + n * 7 % 13) + '\n'

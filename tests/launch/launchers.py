@@ -76,7 +76,7 @@ def launch_here(name: str, *arguments: str, env: dict[str, str]) -> subprocess.C
     return subprocess.CompletedProcess(arguments, code, printed.getvalue(), said.getvalue())
 
 
-def dry_run(name: str, *flags: str, command: tuple[str, ...] = (), **variables: str) -> str:
+def dry_run(name: str, *flags: str, command: tuple[str, ...], **variables: str) -> str:
     """What the dry run of a launcher prints."""
     behind = ('--', *command) if command else ()
     done = launch_here(name, *flags, '--dry_run', *behind, env={**os.environ, **variables})

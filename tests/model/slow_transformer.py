@@ -22,12 +22,10 @@ GATES = {
 }
 
 
-def shaken(model, size: float = 0.2):
+def shaken(model):
     """The model with every parameter off its initial value, gains and biases too."""
     rng = np.random.default_rng(0)
-    return jax.tree.map(
-        lambda a: a + (size * rng.standard_normal(a.shape)).astype(np.float32), model
-    )
+    return jax.tree.map(lambda a: a + np.float32(0.2 * rng.standard_normal(a.shape)), model)
 
 
 def forward(model, tokens_BT, segments_BT=None, source_BS=None, source_segments_BS=None):

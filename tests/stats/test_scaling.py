@@ -16,7 +16,7 @@ def law(parameters):
     return E + A * np.asarray(parameters) ** -EXPONENT
 
 
-def means(rng, parameters, sd=SD):
+def means(rng, parameters, sd):
     return law(parameters) + sd * rng.normal(size=len(parameters))
 
 

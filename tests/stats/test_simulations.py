@@ -111,7 +111,7 @@ def is_false(decided, true):
     return decided is Decision.EQUIVALENT and abs(true) >= MARGIN
 
 
-def simulate(case, num_seeds, studies, effect=0.0, choice='vertex'):
+def simulate(case, num_seeds, studies, choice, effect=0.0):
     """Studies that decide falsely; arms that are tested; of these, what is covered and detectable.
 
     The first arm differs by `effect`, up and down in turns, which is found if it is decided in the
@@ -150,14 +150,14 @@ def simulate(case, num_seeds, studies, effect=0.0, choice='vertex'):
     )
 
 
-def crossed(studies, num_seeds=16, documents=100):
+def crossed(studies):
     """Shares of intervals that cover, with seeds and documents in the interval or seeds alone.
 
     The tokens of documents are log-normal, none above 5 % of all. Arms differ by noise of the seed,
     of the document, and of a seed at a document.
     """
+    num_seeds, documents, covered = 16, 100, np.zeros(2)
     rng = np.random.default_rng([num_seeds, documents])
-    covered = np.zeros(2)
     for _ in range(studies):
         tokens_C = rng.lognormal(8, 1.0, documents)
         for _ in range(20):
@@ -181,7 +181,7 @@ def test_neither_tuning_nor_skewed_sweeps_nor_bad_trials_decide(case, choice):
 
     Without the error of tuning, more than half of the studies with cubic sweeps decide falsely.
     """
-    counts = simulate(case, MANY, 24, choice=choice)
+    counts = simulate(case, MANY, 24, choice)
     assert counts.false <= 4 and counts.tested >= 0.97 * 24 * ARMS
     assert case.startswith('bad') or counts.coverage >= 0.94
 
@@ -196,7 +196,7 @@ def test_intervals_over_seeds_and_documents_cover():
 @pytest.mark.parametrize('choice', CHOICES)
 @pytest.mark.parametrize('case', CASES)
 def test_studies_are_decided_falsely_at_most_once_in_twenty(case, choice, num_seeds):
-    counts = simulate(case, num_seeds, 400, choice=choice)
+    counts = simulate(case, num_seeds, 400, choice)
     assert counts.false <= ALLOWED * 400
     if case == 'all nearly constant':
         assert counts.tested < 0.05 * 400 * ARMS
@@ -204,7 +204,7 @@ def test_studies_are_decided_falsely_at_most_once_in_twenty(case, choice, num_se
     if not case.startswith('bad'):  # few seeds do not show how rare bad trials shift a mean
         assert counts.coverage >= 0.94
     assert counts.tested >= 0.97 * 400 * ARMS
-    shifted = simulate(case, num_seeds, 400, counts.detectable, choice)
+    shifted = simulate(case, num_seeds, 400, choice, counts.detectable)
     assert shifted.power >= (0.65 if case.startswith('bad') else 0.78)
 
 

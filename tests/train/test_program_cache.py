@@ -45,10 +45,10 @@ def count():
     jax.monitoring.unregister_event_listener(listen)
 
 
-def use(start=1.0):
+def use():
     """Compiles and runs one program, as a process of its own would."""
     jax.clear_caches()
-    return np.asarray(jax.jit(lambda x: jnp.sin(x) * 3)(np.full(5, start, np.float32)))
+    return np.asarray(jax.jit(lambda x: jnp.sin(x) * 3)(np.ones(5, np.float32)))
 
 
 def test_the_directory_is_the_one_named_or_in_the_users_cache(monkeypatch, tmp_path):

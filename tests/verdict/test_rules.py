@@ -223,9 +223,9 @@ def test_a_run_that_was_altered_after_a_look_gives_no_verdict(study_dir):
     assert not ledger.look(path) and (path / ledger.NAME).read_text() == entries
 
 
-def measured(early=2.0, late=1.8, loss=1.9, shuffled=None):
+def measured(early=2.0, late=1.8, shuffled=None):
     by_position = {'positions': {'1': 2.6, '5-8': None}, 'early': early, 'late': late}
-    return {'seed': 0, 'loss': loss, 'shuffled': shuffled} | by_position
+    return {'seed': 0, 'loss': 1.9, 'shuffled': shuffled} | by_position
 
 
 def against(test):
