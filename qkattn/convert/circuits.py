@@ -18,6 +18,7 @@ import numpy as np
 
 from qkattn.attention.attention import Attention
 from qkattn.attention.scores.qk import fixed_first
+from qkattn.attention.values.vo import fixed_columns_first
 from qkattn.convert.factors import (
     balanced_factors,
     dtype_of,
@@ -115,7 +116,7 @@ def gauge_fix_vo(layers: Sequence[Attention]) -> list[Attention]:
     factors = [extract_factors(layer).with_kv_heads(N) for layer in layers]
     w_o_LDNH = np.stack([np.moveaxis(old.w_o_NHD, 2, 0) for old in factors])
     columns, fixed = _best_rows(w_o_LDNH), []
-    orders_ND = np.stack([np.append(c, np.setdiff1d(np.arange(D), c)) for c in columns])
+    orders_ND = fixed_columns_first(columns, D)
     for layer, old, w_o_DNH in zip(layers, factors, w_o_LDNH, strict=True):
         target = empty_layer(layer, value=f'gauge_fixed(columns={columns})')
         new = _in_gauge(w_o_DNH, old.w_v_DKH, old.b_v_KH, orders_ND, layer, 'W_O')

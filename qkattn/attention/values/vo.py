@@ -97,7 +97,7 @@ class GaugeFixed(Factored):
             self.w_o_NHC = weight(key, 'w_o_NHC', (N, H, D - H), H**-0.5)
         else:
             vo = VO(spec, score, key=key)
-            order_ND = self._fixed_first(D)
+            order_ND = fixed_columns_first(self.columns, D)
             w_o_NHD = jnp.take_along_axis(vo.w_o_NHD[...], order_ND[:, None, :], axis=-1)
             block_NHH, rest_NHC = w_o_NHD[..., :H], w_o_NHD[..., H:]
             v_DNH = grouped(vo.w_v_DKH[...], N)
@@ -111,13 +111,14 @@ class GaugeFixed(Factored):
         N, H, _ = free_NHC.shape
         identity_NHH = jnp.broadcast_to(jnp.eye(H, dtype=free_NHC.dtype), (N, H, H))
         w_o_NHD = jnp.concatenate([identity_NHH, free_NHC], axis=-1)
-        column_ND = np.argsort(self._fixed_first(w_o_NHD.shape[-1]), axis=-1)
+        column_ND = np.argsort(fixed_columns_first(self.columns, w_o_NHD.shape[-1]), axis=-1)
         return jnp.take_along_axis(w_o_NHD, column_ND[:, None, :], axis=-1)
 
-    def _fixed_first(self, d_model: int) -> np.ndarray:
-        """order_ND: the fixed columns of a head as given, then the free ones in ascending order."""
-        rest = [np.setdiff1d(np.arange(d_model), fixed) for fixed in self.columns]
-        return np.concatenate([self.columns, rest], axis=1)
+
+def fixed_columns_first(columns: Channels, d_model: int) -> np.ndarray:
+    """order_ND: the fixed columns of a head as given, then the free ones in ascending order."""
+    rest = [np.setdiff1d(np.arange(d_model), fixed) for fixed in columns]
+    return np.concatenate([columns, rest], axis=1)
 
 
 class Double(Factored):
