@@ -14,12 +14,7 @@ import numpy as np
 from absl import flags
 
 from qkattn.convert import loading
-from qkattn.convert.conversions import (
-    CONVERSIONS,
-    convert_model,
-    logit_error,
-    parse_conversion,
-)
+from qkattn.convert.conversions import CONVERSIONS, convert_model, logit_error, parse_conversion
 from qkattn.errors import ConfigError, ConversionError
 from qkattn.jobs import cli
 from qkattn.storage.files import as_path

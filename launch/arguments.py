@@ -84,9 +84,7 @@ def read(doc: str, flags: dict[str, dict], argv: list[str]) -> argparse.Namespac
     """
     at = argv.index('--') if '--' in argv else len(argv)
     parser = _Parser(
-        description=doc,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     for name, settings in flags.items():
         parser.add_argument(name, **settings)

@@ -49,10 +49,7 @@ def _help(scripts: dict[str, Path]) -> str:
             text = ast.get_docstring(ast.parse(path.read_text('utf-8'))) or ''
             about = f'  {name:<26} ' + text.partition('\n')[0]
             lines += textwrap.wrap(
-                about,
-                flags.get_help_width(),
-                subsequent_indent=' ' * 29,
-                break_on_hyphens=False,
+                about, flags.get_help_width(), subsequent_indent=' ' * 29, break_on_hyphens=False
             )
     return '\n'.join(lines)
 

@@ -10,12 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qkattn.analysis.matrices import MATRIX_QUANTITIES, drift, singular_values
-from qkattn.analysis.patterns import (
-    attention_patterns,
-    induction_score,
-    pattern_quantities,
-    sites,
-)
+from qkattn.analysis.patterns import attention_patterns, induction_score, pattern_quantities, sites
 from qkattn.errors import ConfigError
 from qkattn.model import EncoderDecoder
 from qkattn.model.transformer import Transformer, inputs_of

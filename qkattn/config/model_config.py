@@ -105,8 +105,7 @@ class ModelConfig:
     )
     activation_dropout: float = setting(0.0, 'Rate on the hidden layer of the MLP.', **RATE)
     remat: Literal['none', 'full', 'dots'] = setting(
-        'none',
-        "What the backward pass recomputes: 'none', 'full' or 'dots' (all but products).",
+        'none', "What the backward pass recomputes: 'none', 'full' or 'dots' (all but products)."
     )
     scan_unroll: int | None = setting(
         None, 'Layers per step of the scan; None is all below 12 layers, else 1.', **COUNT

@@ -154,10 +154,7 @@ def _names(name: str, config: ModelConfig) -> list[str]:
 
 
 def _decoder(
-    tensors: dict[str, np.ndarray],
-    described: Mapping[str, Any],
-    where: str,
-    num_heads: int | None,
+    tensors: dict[str, np.ndarray], described: Mapping[str, Any], where: str, num_heads: int | None
 ) -> tuple[ModelConfig, dict]:
     """The config and parameters; shapes give all sizes but num_heads, `described` has to agree."""
     if num_heads is None and 'n_head' not in described:

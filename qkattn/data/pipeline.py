@@ -103,12 +103,7 @@ def _stacked(parts: list[Batch]) -> Batch:
 
 
 def eval_batches(
-    rows: Rows,
-    split: str,
-    *,
-    batch_size: int,
-    max_rows: int | None = None,
-    part: Part = None,
+    rows: Rows, split: str, *, batch_size: int, max_rows: int | None = None, part: Part = None
 ) -> Iterator[Batch]:
     """Batches over a split in a fixed order; every row once, or `max_rows` evenly spaced ones.
 

@@ -42,10 +42,7 @@ def translate(
 
 
 def translate_ids(
-    model: EncoderDecoder,
-    tokenizer: Tokenizer,
-    sources: Sequence[np.ndarray],
-    config: DecodeConfig,
+    model: EncoderDecoder, tokenizer: Tokenizer, sources: Sequence[np.ndarray], config: DecodeConfig
 ) -> list[str]:
     """`translate` for the token ids of the sources, without separators.
 

@@ -64,11 +64,7 @@ class Stream(nnx.Module):
         return x_BTD * D**0.5 if self.config.scale_embeddings else x_BTD
 
     def run(
-        self,
-        x_BTD: jax.Array,
-        mask: Mask,
-        dropout_key: jax.Array | None = None,
-        **shared: Any,
+        self, x_BTD: jax.Array, mask: Mask, dropout_key: jax.Array | None = None, **shared: Any
     ) -> jax.Array:
         """The stream after all blocks and the final norm, from the embedded tokens."""
         embedding_key, blocks_key = split_key(dropout_key, 2)
@@ -175,11 +171,7 @@ class EncoderDecoder(Transformer):
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        key: jax.Array | None = None,
-        rngs: nnx.Rngs | None = None,
+        self, config: ModelConfig, *, key: jax.Array | None = None, rngs: nnx.Rngs | None = None
     ):
         key = one_key(key, rngs)
         super().__init__(config, key=key, block=CrossBlock)

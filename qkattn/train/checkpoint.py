@@ -30,13 +30,7 @@ from qkattn import __version__
 from qkattn.errors import CheckpointError, ReadError
 from qkattn.jobs import agreement
 from qkattn.storage import buckets
-from qkattn.storage.files import (
-    disk_errors,
-    read_errors,
-    remove_tree,
-    require_room,
-    require_same,
-)
+from qkattn.storage.files import disk_errors, read_errors, remove_tree, require_room, require_same
 from qkattn.storage.records import check, parse_file, parse_json, remove_checksum, with_checksum
 
 T = TypeVar('T')
