@@ -30,10 +30,8 @@ from arguments import DRY_RUN, EXIT_CONFIG, flag, leave, read, require_command, 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = Path(os.environ.get('QKATTN_VENV') or ROOT / '.venv') / 'bin/python'
 EXIT_REQUEUE = 75
-DELAY = 1.0
-"""Seconds between a crash and the next start."""
-ALONE = 60.0
-"""Seconds that the others have to end once a process has failed; a hung one is then killed."""
+DELAY = 1.0  # seconds between a crash and the next start
+ALONE = 60.0  # seconds to end in for the others, once a process has failed; then they are killed
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 
@@ -45,8 +43,8 @@ FLAGS = {
     '--grace': flag('seconds from a stop to a kill (300)', whole(1), 300),
     '--dry_run': DRY_RUN,
 }
+# Command lines and additional variables of processes by label.
 Parts = dict[str, tuple[list[str], dict[str, str]]]
-"""Command lines and additional variables of processes by label."""
 
 
 class Group:
@@ -56,8 +54,7 @@ class Group:
         self._grace = grace
         self._running: list[subprocess.Popen] = []
         self._deadline: float | None = None
-        self.asked = False
-        """Whether this process was asked to stop."""
+        self.asked = False  # to stop
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
 
