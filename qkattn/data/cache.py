@@ -35,21 +35,28 @@ def data_root(data_dir: str | os.PathLike[str] | None = None) -> Path:
     return local_directory(chosen or '~/.cache/qkattn', 'data.data_dir').absolute()
 
 
-def prepared_once(lock: Path, opened: Callable[[], T], prepare: Callable[[], object]) -> T:
-    """Returns `opened()`; where there is nothing to open yet, one process prepares it first.
+def prepared_once(path: Path, opened: Callable[[], T], prepare: Callable[[], object]) -> T:
+    """Returns `opened()`; where the file `path` is not there yet, one process prepares it first.
 
     Any number of processes may call this at the same time; they wait for the one that holds the
-    file `lock`. `opened` raises FileNotFoundError where nothing is there, and DamagedData, which is
-    logged as a warning, where something has to be prepared again. ConfigError if anything has to be
-    prepared and the directory of `lock` cannot be written.
+    file `lock` beside it. `opened` raises DamagedData, which is logged as a warning, where
+    something has to be prepared again. ConfigError if anything has to be prepared and the directory
+    cannot be written.
     """
+
+    def found() -> T:
+        # os.path, because Path.exists raises where a directory may not be entered.
+        if not os.path.exists(path):
+            raise FileNotFoundError(path)
+        return opened()
+
     try:
         # Without the lock first, so that a finished cache may be on a read-only disk.
-        return opened()
+        return found()
     except (FileNotFoundError, DamagedData):
-        with locked(lock):
+        with locked(path.with_name('lock')):
             try:
-                return opened()
+                return found()
             except FileNotFoundError:
                 pass
             except DamagedData as error:

@@ -6,7 +6,6 @@ Cached in `<data_dir>/tokens/<name>/<version>/<tokenizer>`.
 import dataclasses
 import functools
 import itertools
-import os
 from pathlib import Path
 
 from qkattn.config import DataConfig
@@ -77,9 +76,6 @@ def _written_once(directory: Path, corpus: Corpus, kind: str, tokenizer: Tokeniz
     """The tokens of a corpus, which are written where they are missing or damaged."""
 
     def opened() -> TokenDataset:
-        # os.path, because Path.exists raises where a directory may not be entered.
-        if not os.path.exists(directory / INDEX):
-            raise FileNotFoundError(directory)
         index = read_index(directory)
         stored = (index.name, index.version, index.tokenizer_name)
         if stored != (corpus.name, corpus.version, tokenizer.name):
@@ -88,10 +84,8 @@ def _written_once(directory: Path, corpus: Corpus, kind: str, tokenizer: Tokeniz
             )
         return open_index(directory, index, tokenizer, compare=True)
 
-    def write() -> None:
-        write_tokens(directory, kind, corpus, tokenizer)
-
-    return prepared_once(directory / 'lock', opened, write)
+    write = functools.partial(write_tokens, directory, kind, corpus, tokenizer)
+    return prepared_once(directory / INDEX, opened, write)
 
 
 def prepare(config: DataConfig, out: str) -> TokenDataset:

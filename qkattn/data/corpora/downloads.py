@@ -76,7 +76,8 @@ def fetched(dataset: str, url: str, config: DataConfig) -> bytes:
     It is read from `config.manual_dir` if given, else downloaded; ConfigError if that fails or the
     sha256 differs.
     """
-    directory, name = data_root(config.data_dir) / 'downloads' / dataset, url.rpartition('/')[2]
+    name = url.rpartition('/')[2]
+    path = data_root(config.data_dir) / 'downloads' / dataset / name
     advice = f'put {url}, unchanged, into a directory and name it in data.manual_dir'
 
     def checked(content: bytes, source: str) -> bytes:
@@ -85,7 +86,7 @@ def fetched(dataset: str, url: str, config: DataConfig) -> bytes:
         return content
 
     def opened() -> bytes:
-        return checked((directory / name).read_bytes(), str(directory / name))
+        return checked(path.read_bytes(), str(path))
 
     def get() -> None:
         source = url if config.manual_dir is None else str(expanded(config.manual_dir) / name)
@@ -96,6 +97,6 @@ def fetched(dataset: str, url: str, config: DataConfig) -> bytes:
                 response = requests.get(url, timeout=TIMEOUT)
                 response.raise_for_status()
                 content = response.content
-        write_atomic(directory / name, checked(content, source))
+        write_atomic(path, checked(content, source))
 
-    return prepared_once(directory / 'lock', opened, get)
+    return prepared_once(path, opened, get)

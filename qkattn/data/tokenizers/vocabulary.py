@@ -8,7 +8,6 @@ keyword-only options. One that is learned has `train(texts, *, options)`, `load(
 
 import inspect
 import logging
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -62,9 +61,6 @@ def open_tokenizer(
     path = directory / folder / 'tokenizer.json'
 
     def opened() -> Tokenizer:
-        # os.path, because Path.exists raises where a directory may not be entered.
-        if not os.path.exists(path):
-            raise FileNotFoundError(path)
         try:
             return restored(kind, path.read_bytes())
         except Exception as error:  # the class that the library of subwords raises
@@ -74,7 +70,7 @@ def open_tokenizer(
         log.info('Training the %s tokenizer in %s', kind, path.parent)
         write_atomic(path, cls.train(texts(), **options).model())
 
-    return prepared_once(path.with_name('lock'), opened, train)
+    return prepared_once(path, opened, train)
 
 
 def restored(kind: str, model: bytes | None) -> Tokenizer:
