@@ -120,7 +120,7 @@ def test_a_study_is_planned_trained_and_judged(trained, tmp_path):
     path = worker.run(study, tmp_path / 'out')
     studies.write_yardsticks(path, read_lines(path / 'results.jsonl'))
     findings = load_findings(path)[1]
-    baseline, arm = findings.arms
+    _, arm = findings.arms
     assert arm.difference.mean == pytest.approx(0.03 + 0.001 / 3)
     assert arm.verdict.decision is Decision.WORSE and not findings.blocks
     for one in findings.arms:
