@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 STORED = Path(__file__).with_name('catalogue.json')
-BEGIN, END = '<!-- catalogue: python -m experiments.variants --markdown -->', '<!-- end -->'
 Catalogue = dict[str, dict[str, dict[str, Any]]]
 
 
