@@ -73,7 +73,7 @@ def main() -> None:
     keep_programs()
     if TEXT.value is not None and TOKENS.value is not None:
         raise ConfigError('--text and --tokens exclude each other')
-    out = None if OUT.value is None else as_path(OUT.value)
+    out = None if OUT.value is None else as_path(cli.required(OUT))
     if out is not None and (out / 'analysis.json').exists():
         raise ConfigError(f'{out} already holds an analysis; give another directory')
     source = loading.load(cli.required(SOURCE))

@@ -50,7 +50,7 @@ def main() -> None:
     path = cli.required(SOURCE)
     for text in APPLY.value:
         parse_conversion(text)  # refuses a misspelled conversion before anything is loaded
-    if OUT.value is not None and (as_path(OUT.value) / exported.PARAMETERS).exists():
+    if OUT.value is not None and (as_path(cli.required(OUT)) / exported.PARAMETERS).exists():
         raise ConfigError(f'{OUT.value} already holds parameters; give another directory')
     source = loading.load(path, num_heads=NUM_HEADS.value)
     trial = source.check_trial(TRIAL.value)

@@ -18,8 +18,8 @@ class Bounds:
     """What a field may hold beyond its type; in a tuple, what each entry may.
 
     Integers without an upper bound are below 2**31, floats without one are finite in float32, and
-    texts are Unicode without null characters, of less than 4,096 bytes; a path is one line, each
-    part of less than 256 bytes. A tuple that is filled has an entry; none has one twice.
+    texts are Unicode without null characters, of less than 4,096 bytes; a path is one line and not
+    empty, each part of less than 256 bytes. A tuple that is filled has an entry; none has one twice.
     """
 
     least: float | None = None
@@ -36,7 +36,7 @@ class Bounds:
                 parts = [part.encode() for part in value.split('/')]
             except UnicodeEncodeError:  # half of a surrogate pair
                 return False
-            is_path = len(value.splitlines()) <= 1 and max(map(len, parts)) < PART_END
+            is_path = len(value.splitlines()) == 1 and max(map(len, parts)) < PART_END
             sound = len(b'/'.join(parts)) < TEXT_END and '\0' not in value
             return sound and (is_path or not self.path)
         most, end = FLOAT_MAX if self.most is None else self.most, self._end(kind)
@@ -54,7 +54,9 @@ class Bounds:
         """What is valid for values of type `kind`, e.g. 'at least 0 and below 1'."""
         if kind is str:
             words = ['Unicode text without null characters', f'below {TEXT_END} bytes']
-            return ', '.join(words + [f'one line, parts below {PART_END} bytes'] * self.path)
+            return ', '.join(
+                words + [f'one line that is not empty, parts below {PART_END} bytes'] * self.path
+            )
         low, end = {'at least': self.least, 'above': self.above}, self._end(kind)
         words = []
         for word, bound in (low | {'at most': self.most, 'below': end}).items():

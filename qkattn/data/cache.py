@@ -31,8 +31,8 @@ def local_directory(path: str | os.PathLike[str], field: str) -> Path:
 
 def data_root(data_dir: str | os.PathLike[str] | None = None) -> Path:
     """The directory for prepared data: `data_dir`, else $QKATTN_DATA, else ~/.cache/qkattn."""
-    chosen = data_dir if data_dir is not None else os.environ.get('QKATTN_DATA')
-    return local_directory(chosen or '~/.cache/qkattn', 'data.data_dir').absolute()
+    chosen = data_dir or os.environ.get('QKATTN_DATA') or '~/.cache/qkattn'
+    return local_directory(chosen, 'data.data_dir').absolute()
 
 
 def prepared_once(path: Path, opened: Callable[[], T], prepare: Callable[[], object]) -> T:

@@ -140,7 +140,7 @@ def read_config(flag: flags.FlagHolder) -> Any:
 
 def required(flag: flags.FlagHolder) -> str:
     """The value of a flag that names a directory; ConfigError without one."""
-    if flag.value is None:
+    if not flag.value:  # an empty one, of a shell variable that is not set, is no directory
         raise ConfigError(f'--{flag.name}=DIRECTORY is required')
     return flag.value
 

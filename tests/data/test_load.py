@@ -26,7 +26,7 @@ def test_data_root_prefers_the_argument_then_the_environment(monkeypatch, tmp_pa
     monkeypatch.setenv('QKATTN_DATA', str(tmp_path / 'environment'))
     monkeypatch.setenv('HOME', str(tmp_path))
     assert data_root(tmp_path / 'argument') == tmp_path / 'argument'
-    assert data_root() == tmp_path / 'environment'
+    assert data_root() == data_root('') == tmp_path / 'environment'
     monkeypatch.delenv('QKATTN_DATA')
     assert data_root() == tmp_path / '.cache' / 'qkattn'
     with refused('data.data_dir=gs://bucket/x is a URL, but token files'):

@@ -10,6 +10,7 @@ CASES = [
     # Commands, files, directories and configs.
     ('trian', "unknown command 'trian'; known: ablate, analyze, "),
     ('train', '--config=small', '--workdir=DIRECTORY is required'),
+    ('train', '--config=small', '--workdir=', '--workdir=DIRECTORY is required'),
     ('train', '--config=smal', '--workdir=w', 'come with qkattn are char_lm_cpu, '),
     ('train', '--config=study.py', '--workdir=w', 'not a Config; run it with qkattn ablate'),
     ('train', '--config=study.py', '--config.data.name=x', "no field 'data' to override"),
@@ -25,6 +26,7 @@ CASES = [
     (*TRAIN, '--config.train.num_steps=1.5', "'1.5'"),
     (*TRAIN, '--noconfig.model.biasses', 'mean --config.model.biases?'),
     (*TRAIN, '--config.num_steps', '9', 'mean --config.train.num_steps?'),
+    (*TRAIN, '--workdir=w', '--config.train.init_from=', "init_from='' must be Unicode text"),
     (*TRAIN, '--workdir=w', 'extra', "unknown argument 'extra'"),
     (*TRAIN, '--workdri=w', 'workdri'),
     (*ABLATE, '--dry_run', '--config.tuning.seeds=' + '-' * 20000 + '1', 'Memory'),
@@ -46,6 +48,7 @@ CASES = [
     ('generate', 'pair', "model of kind 'encoder_decoder'; only a decoder continues text"),
     ('generate', 'run', '--prompt=a\udc80', 'cannot be encoded'),
     ('generate', 'run', '--prompt_tokens=a b', 'must be whole numbers from 0 to 255'),
+    ('convert', 'run', '--out=', '--out=DIRECTORY is required'),
     ('convert', 'absent', '--apply=merg', "unknown conversion 'merg'"),
     ('analyze', 'run', '--text=a', '--tokens=1 2', 'exclude each other'),
     ('analyze', 'run', '--text=a', '--text has 1 tokens; the model reads 2 to 16'),

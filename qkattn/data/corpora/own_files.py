@@ -33,6 +33,8 @@ def text(config: DataConfig) -> Corpus:
         return Corpus(name='text', version=version, splits=SPLITS, documents=parts)
 
     files = {split: texts for split in SPLITS if (texts := _documents(path, split))}
+    if 'train' not in files:
+        raise ConfigError(f'data.path: {str(path)!r} holds neither train.txt nor train/*.txt')
 
     def documents(language: str | None) -> dict[str, Iterator[bytes]]:
         return {split: map(_read, files[split].values()) for split in files}
@@ -103,7 +105,7 @@ def _version(files: dict[str, Path]) -> str:
 
 def _scan(path: Path) -> tuple[str, int]:
     """The sha256 of a file and the number of its lines; ConfigError if it is not text."""
-    with readable(f'data.path: {str(path)!r}', 'give text in UTF-8', UnicodeDecodeError):
+    with readable(f'data.path: {str(path)!r}', 'give a file of UTF-8', UnicodeDecodeError):
         return _scan_version(path, version_of(path))
 
 
