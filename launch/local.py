@@ -191,6 +191,8 @@ def say(text: str) -> None:
 def main() -> int:
     options = read(__doc__, FLAGS, sys.argv[1:])
     require_command(options)
+    if options.devices_per_process and options.gpus_per_process:
+        leave('--devices_per_process makes CPU devices; leave out --gpus_per_process, or this one')
     if options.dry_run:
         for label, (line, variables) in ranks(options).items():
             settings = [f'{name}={shlex.quote(value)}' for name, value in variables.items()]

@@ -22,6 +22,8 @@ pip=("$venv/bin/python" -I -m pip --disable-pip-version-check --quiet)
 say() { printf 'venv: %s\n' "$*" >&2; }
 fail() { say "$1"; exit "${2:-2}"; }
 
+(($# == 0)) || fail "launch/venv.sh takes no arguments, but '$*'; its first lines say what it reads"
+
 python=''
 for candidate in "${PYTHON:-$venv/bin/python}" ${PYTHON:-python3.12 python3.11 python3.13 python3}; do
   if "$candidate" -I -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' \

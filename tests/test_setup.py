@@ -182,6 +182,13 @@ def test_without_a_suitable_python_one_sentence_says_so(sandbox):
     assert not sandbox.venv.exists()
 
 
+def test_an_argument_is_refused(sandbox):
+    command = [sandbox.bin / 'bash', sandbox.root / 'launch/venv.sh', '--help']
+    done = subprocess.run(command, env={'PATH': str(sandbox.bin)}, capture_output=True, text=True)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1) and not sandbox.venv.exists()
+    assert "takes no arguments, but '--help'" in done.stderr
+
+
 def test_a_complete_environment_is_reused_and_never_changed_under_a_job(sandbox):
     sandbox.run()
     assert sandbox.pip_calls() == 2, 'requirements, then the package'

@@ -34,6 +34,11 @@ WRONG = [
     *((name, (*RIGHT[name], *FROB), 'unrecognized --frob --help') for name in RIGHT),
     ('local', TRAIN_SMALL, '/v/bin/python missing QKATTN_VENV'),
     ('local', (*GPUS, '--dry_run', *TRAIN_SMALL), 'CUDA_VISIBLE_DEVICES=4,5,6 has no 4'),
+    (
+        'local',
+        ('--gpus_per_process=1', '--devices_per_process=2', '--dry_run', *TRAIN_SMALL),
+        '--devices_per_process --gpus_per_process',
+    ),
     ('slurm', TRAIN_SMALL, '/v has no bin/python launch/venv.sh'),
     ('tpu', ('frob', *WHERE), 'frob create setup run status logs stop delete watch'),
     ('tpu', ('create', *WHERE), '--accelerator v6e-16'),
