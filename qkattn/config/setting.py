@@ -18,8 +18,9 @@ class Bounds:
     """What a field may hold beyond its type; in a tuple, what each entry may.
 
     Integers without an upper bound are below 2**31, floats without one are finite in float32, and
-    texts are Unicode without null characters, of less than 4,096 bytes; a path is one line and not
-    empty, each part of less than 256 bytes. A tuple that is filled has an entry; none has one twice.
+    texts are Unicode without null characters, of less than 4,096 bytes; a path is one line that is
+    not empty, each part of less than 256 bytes. A tuple that is filled has an entry; none has one
+    twice.
     """
 
     least: float | None = None
