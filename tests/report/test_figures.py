@@ -67,9 +67,39 @@ def test_a_forest_has_every_declared_arm_with_its_interval_seeds_and_word(drawn)
     (band,) = [patch for patch in ax.patches if patch.get_label().startswith('±0.004')]
     corners = band.get_extents().transformed(ax.transData.inverted())
     assert (corners.x0, corners.x1) == pytest.approx((-0.004, 0.004))
-    # An outlier does not flatten the others.
-    means = np.concatenate(dots(ax, 'mean'))
-    assert means[-1] == ax.get_xlim()[1] < 0.5 and (means[:-1] < 0.1).all()
+    # An outlier does not flatten the others: its mean and its seeds are arrowheads at the edge.
+    means, edge = np.concatenate(dots(ax, 'mean')), ax.get_xlim()[1]
+    assert (means[:-1] < 0.1).all() and means[-1] > edge < 0.5
+    assert np.concatenate(dots(ax, 'off the scale')).tolist() == [edge] * 2
+
+
+def test_what_is_cut_at_the_edge_of_a_forest_has_an_arrowhead_there():
+    def line(name, mean, low, high, *seeds):
+        return Line(name, mean, low, high, seeds, reported=(mean - 0.1, mean + 0.1))
+
+    lines = [line('in/vo', 0.1, -0.1, 0.2, 0.1), line('near/vo', -0.1, -0.2, 0.1, -0.1)]
+    lines += [line('wide/vo', 0.1, -9.0, 9.0, 0.1), line('far/vo', 50.0, 40.0, 60.0, 50.0)]
+    names = [line.arm for line in lines]
+    with style_sheet():
+        (ax,) = forest({'': lines}, 'x', styles(names, None), far=1.5).axes
+    low, high = ax.get_xlim()
+    beyond = [c for c in ax.collections if c.get_label() == 'off the scale']
+    edges = [tuple(c.get_offsets()[0]) for c in beyond]
+    # By line: on it what others report and the interval, below it the seeds.
+    assert edges == [(low, 2), (high, 2), (high, 3), (high, 3), (high, 3.16)]
+
+
+@pytest.mark.parametrize('number', [1, 2, 8])
+def test_no_box_of_a_text_covers_another_however_few_lines_there_are(number):
+    lines = [Line(f'{n}/vo', 1.0, 0.5, 2.0, (1.0, 1.1), right='gjy') for n in range(number)]
+    looks = styles([line.arm for line in lines], None)
+    with style_sheet():
+        figure = forest({'': lines}, 'x', looks, margin=0.00833)
+        figure.draw_without_rendering()
+    boxes = [text.get_bbox_patch().get_window_extent() for text in figure.axes[0].texts]
+    assert len(boxes) == 2 * number
+    for place, box in enumerate(boxes):
+        assert not any(box.overlaps(other) for other in boxes[:place])
 
 
 def test_sweeps_show_screening_losses_fit_and_choice(drawn):

@@ -51,14 +51,14 @@ def forest(
 ) -> Figure:
     """Panels below each other, in which name and text of a line stand above its mean.
 
-    Beside the axis, they would leave no room for it on a narrow screen. A mean beyond the `_limits`
+    Beside the axis, they would leave no room for it on a narrow screen. What lies beyond `_limits`
     is an arrowhead at the edge; names beyond `longest` characters are cut in the middle.
     """
     every = [line for lines in drawn.values() for line in lines]
     limits = _limits(every, margin, far)
     line_height = _LINE if any(line.right for line in every) else 0.46
-    height = [line_height * len(lines) + 0.7 for lines in drawn.values()]
-    figure = Figure(figsize=(style.WIDTH, sum(height) + 0.6))
+    height = [line_height * (len(lines) + 0.45) + 0.7 for lines in drawn.values()]
+    figure = Figure()
     grid = {'sharex': limits is not None, 'height_ratios': height}
     axes = style.panels(figure, 1, len(drawn), **grid)
     for ax, (title, lines) in zip(axes, drawn.items(), strict=True):
@@ -79,7 +79,7 @@ def forest(
         ax.grid(visible=False, axis='y')
         ax.locator_params(axis='x', nbins=3)
         ax.set(xlabel=xlabel, title=short(title, 34), xlim=limits, ylim=(len(names) - 0.4, -0.85))
-    style.legend(figure, 'lower')
+    figure.set_size_inches(style.WIDTH, sum(height) + style.legend(figure, 'lower'))
     return figure
 
 
@@ -107,16 +107,20 @@ def _draw(
     if line.reported is not None:
         wide = {'color': style.MUTED, 'alpha': 0.35, 'linewidth': 9, 'solid_capstyle': 'butt'}
         ax.plot(line.reported, [y, y], label='reported', **wide)
-    color = look[line.arm]['color']
+    color, marker = look[line.arm]['color'], look[line.arm]['marker']
     if line.low is not None:
         ax.hlines(y, line.low, line.high, color, linewidth=2, label='95 % interval')
     if line.seeds:
         ax.scatter(line.seeds, [y + _SEEDS] * len(line.seeds), color=color, **style.SEEDS)
+    mean = {'s': 42, 'linewidths': 0.8, 'edgecolors': 'white', 'zorder': 4}
+    ax.scatter([line.mean], [y], marker=marker, color=color, label='mean', **mean)
     low, high = limits or (-math.inf, math.inf)
-    marker = '<' if line.mean < low else '>' if line.mean > high else look[line.arm]['marker']
-    mean = {'s': 42, 'linewidths': 0.8, 'edgecolors': 'white', 'zorder': 4, 'label': 'mean'}
-    mean |= {'marker': marker, 'color': color, 'clip_on': False}
-    ax.scatter([min(max(line.mean, low), high)], [y], **mean)
+    drawn = (line.reported or (), y, style.MUTED), (line[1:4], y, color)
+    for values, at, shade in (*drawn, (line.seeds, y + _SEEDS, color)):
+        far = [x for x in values if x is not None and not low <= x <= high]
+        for edge, arrow in sorted({(low, '<') if x < low else (high, '>') for x in far}):
+            arrowhead = mean | {'marker': arrow, 'color': shade, 'clip_on': False}
+            ax.scatter([edge], [at], label='off the scale', **arrowhead)
 
 
 def _above(ax: Axes, y: float, text: str, **font: Any) -> None:

@@ -69,8 +69,8 @@ def panels(figure: Figure, columns: int, count: int, **share: Any) -> list[Axes]
     return axes[:count]
 
 
-def legend(figure: Figure, loc: Literal['upper', 'lower'] = 'upper') -> None:
-    """One entry for each label of the figure, in two columns if the labels are short."""
+def legend(figure: Figure, loc: Literal['upper', 'lower'] = 'upper') -> float:
+    """One entry for each label, in two columns if the labels are short; its height in inches."""
     handles: dict[str, Any] = {}
     for ax in figure.axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
@@ -78,6 +78,7 @@ def legend(figure: Figure, loc: Literal['upper', 'lower'] = 'upper') -> None:
     widths = sorted(max(map(len, label.splitlines())) for label in handles)
     columns = 2 if sum(widths[-2:]) <= 38 else 1
     figure.legend(handles.values(), handles, loc=f'outside {loc} center', ncols=columns)
+    return 0.1 + 0.18 * -(-len(handles) // columns)
 
 
 def render(figure: Figure, kind: str) -> bytes:
