@@ -168,9 +168,10 @@ def match(
         )
     residual = cost.measured(solved, which) / target - 1
     if abs(residual) > tolerance:
+        at = ' and '.join(dict.fromkeys((at, f'd_ff={solved.mlp_width}')))
         raise MatchError(
-            f'reaches {goal} only to {residual:+.3%}, at {at} and '
-            f'd_ff={solved.mlp_width}; the tolerance is {tolerance:.3%}'
+            f'reaches {goal} only to {100 * residual:+.3g}%, at {at}; choose another size, or a '
+            f'tolerance above {tolerance:g}'
         )
     return solved
 

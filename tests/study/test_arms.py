@@ -101,7 +101,9 @@ def test_each_variant_that_no_model_matches_is_named():
         build_arms(study)
     for line, variant in zip(str(caught.value).splitlines(), variants[1:], strict=True):
         assert line.startswith(f'variant {variant!r} reaches ')
-        assert 'd_ff=' in line and line.endswith('; the tolerance is 0.100%')
+        assert 'd_ff=' in line and line.endswith(
+            '; choose another size, or a tolerance above 0.001'
+        )
 
 
 def test_a_variant_that_saves_parameters_is_also_an_arm_at_the_baselines_shape():
@@ -211,7 +213,13 @@ WIDE = {'d_model': 128, 'head_size': 32}
         (FIVE_LAYERS, ALL_SHARED, 'num_layers', {}, {'num_layers': 14, 'd_ff': 386}),
         # A request that cannot be met names the constraint.
         ({'d_model': 128}, SHARED, 'd_model', {'fill': None}, 'only to .* d_model=13.'),
-        ({}, SHARED, 'd_model', {'tolerance': 1e-7, 'target': 252385}, 'the tolerance is 0.000%'),
+        (
+            {},
+            SHARED,
+            'd_model',
+            {'tolerance': 1e-7, 'target': 252385},
+            '0.0456%, .* above 1e-07',
+        ),
         ({}, {'score': 'query_free', 'value': 'low_rank(rank=0)'}, 'd_model', {}, 'built: .*rank'),
         ({'num_heads': 32}, {}, 'd_model', {'target': 500}, 'more than 500 .* at d_ff=1'),
         ({}, {'value': 'hadamard'}, 'd_model', {}, 'power of two'),
@@ -219,7 +227,7 @@ WIDE = {'d_model': 128, 'head_size': 32}
         ({}, NO_QUERY, 'num_heads', {}, 'no other num_heads is nearer, so d_ff'),
         ({'num_kv_heads': 2}, {}, 'num_heads', CACHE, 'has the same cost at any num_heads'),
         ({}, SHARED, 'num_layers', {}, 'no other num_layers is nearer, so'),
-        ({'d_ff': 4}, FULL, 'd_ff', {}, 'only to .* at d_ff=1 and'),
+        ({'d_ff': 4}, FULL, 'd_ff', {}, 'only to .* at d_ff=1;'),
         ({'d_ff': 4, 'num_layers': 1}, FULL, 'num_layers', {}, 'at d_ff=1 and num_layers=1'),
         ({}, {}, 'd_ff', CACHE, 'has the same cost at any d_ff'),
     ],
