@@ -39,6 +39,7 @@ from qkattn.claims.claim import (
 )
 from qkattn.claims.protocol import pick
 from qkattn.claims.studies import Loaded, Results
+from qkattn.config.calls import called
 from qkattn.errors import ConfigError
 from qkattn.report.prose import NOT_RECORDED, SPLITS, device, reasons
 from qkattn.stats.decision import ALPHA
@@ -73,9 +74,11 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
     """
     started = time.perf_counter()
     with jax.enable_x64(True):
-        checked = [row for check in claim.checks for row in check()]
+        checks = claim.checks
+        checked = called('claim', claim.name, lambda: [row for check in checks for row in check()])
     decisive = scale != 'smoke'  # whose studies only show that they run
-    measured = [row for measure in claim.measures for row in results.rows(measure, decisive)]
+    read = (results.rows(measure, decisive) for measure in claim.measures)
+    measured = called('claim', claim.name, lambda: [row for rows in read for row in rows])
     studies = {name: study for name in claim.studies if (study := results.study(name))}
     expected = claim.expected_at(scale)
     trained = [(e, studies[e.study]) for e in expected if e.study in studies]

@@ -160,15 +160,22 @@ def check_documents(rows: Rows, data: DataConfig, minimum: int = MIN_DOCUMENTS) 
     """Raises ConfigError without a test split, or if an evaluation reads too few documents."""
     name = f'data.name={data.name!r}{"" if data.path is None else f", data.path={data.path!r}"}'
     for split in rows.splits[1:]:
-        documents = rows.documents(split)
-        evaluated = len(np.unique(clusters(rows, split, data.eval_sequences)[1]))
+        documents, number = rows.documents(split), data.eval_sequences
+        evaluated = len(np.unique(clusters(rows, split, number)[1]))
         if documents is not None and evaluated < minimum:
-            raise ConfigError(
-                f'data.eval_sequences={data.eval_sequences} evaluates {evaluated} of '
-                f'{len(np.unique(documents[1]))} documents in split {split!r} of {name}, but a '
-                f'study that decides between variants needs at least {minimum}; raise it, or '
+            total = len(np.unique(documents[1]))
+            remedy = (
                 "choose a corpus of more documents, such as 'stdlib', 'packages', or 'text' with a "
-                'folder of files per split.'
+                'folder of files per split'
+            )
+            if number is not None and total >= minimum:
+                while len(np.unique(clusters(rows, split, number)[1])) < minimum:
+                    number *= 2
+                remedy = f'raise it to {number}'
+            raise ConfigError(
+                f'data.eval_sequences={data.eval_sequences} evaluates {evaluated} of {total} '
+                f'documents in split {split!r} of {name}, but a study that decides between '
+                f'variants needs at least {minimum}; {remedy}.'
             )
     if 'test' not in rows.splits:
         raise ConfigError(

@@ -118,7 +118,8 @@ def load_study(directory: str | Path) -> Study:
     directory = as_path(directory)
     path, files = directory / 'study.json', stored.opened(directory)
     if not directory.is_dir():
-        raise ReportError(f'study directory {str(directory)!r} does not exist.')
+        problem = 'is a file' if directory.exists() else 'does not exist'
+        raise ReportError(f'study directory {str(directory)!r} {problem}.')
     if not path.exists():
         raise ReportError(f'{str(path)!r} does not exist, so this is not a study directory.')
     kept = ledger.read(directory / ledger.NAME)

@@ -138,6 +138,16 @@ def test_an_arm_that_the_study_does_not_declare_is_refused(results):
             decide(claim(expected), 'cpu', results)
 
 
+@pytest.mark.parametrize('part', ['checks', 'measures'])
+def test_a_check_or_a_measure_that_fails_is_named_with_its_claim(results, part):
+    def absent(*loaded):
+        return [row.absent for row in (*loaded, 1)]
+
+    failing = claim(**{part: (absent if part == 'checks' else Measure('fair_small', absent),)})
+    with pytest.raises(ConfigError, match=r"claim='Z1' fails, AttributeError in .*test_deciding\.py"):
+        decide(failing, 'cpu', results)
+
+
 def test_measures_decide_by_what_they_read_of_a_study(results, tmp_path):
     def read(loaded):
         return [Row(loaded.study.name, Kind.MEASURED, {}, 2.0, Speaks.FOR)]

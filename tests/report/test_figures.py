@@ -118,6 +118,9 @@ def test_sweeps_show_screening_losses_fit_and_choice(drawn):
     assert at == pytest.approx(sweep.means[1], abs=1e-4)
     far = axes[[arm.variant for arm in swept].index('far/vo')]
     assert far.get_ylim()[0] > ax.get_ylim()[1] > max(map(max, sweep.losses))
+    # A value that diverged has no point, and none of another figure's values is off its scale.
+    assert [x.tolist() for x in dots(far, 'off the scale')] == [[RATES[-1]]]
+    assert dots(ax, 'off the scale') == []
 
 
 def test_learning_curves_stand_beside_the_baseline(drawn):

@@ -98,7 +98,8 @@ def _sweep_panels(knob: str, arms: Sequence[Arm], look: style.Styles) -> Figure:
     """Screening loss against a setting, a panel an arm of one size and corpus, with the parabola.
 
     Above a panel stand the chosen value and the interval of the optimum. The axis ends at the
-    losses of the values that the parabola is fitted to, so that others do not flatten it.
+    losses of the values that the parabola is fitted to, so that others, which are arrowheads at its
+    top as diverged ones are, do not flatten it.
     """
     columns = min(COLUMNS, len(arms))
     figure = Figure(figsize=(style.WIDTH, 1.9 * -(-len(arms) // columns) + 0.95))
@@ -122,6 +123,10 @@ def _sweep_panels(knob: str, arms: Sequence[Arm], look: style.Styles) -> Figure:
         if near := [loss for value, losses in pairs if value in sweep.fitted for loss in losses]:
             pad = 0.1 * (max(near) - min(near)) or 0.01
             ax.set_ylim(min(near) - pad, max(near) + pad)
+        top, pairs = ax.get_ylim()[1], zip(sweep.values, sweep.means, strict=True)
+        if far := [value for value, mean in pairs if mean > top]:
+            arrowhead = {'marker': '^', 'color': keywords['color'], 'clip_on': False}
+            ax.scatter(far, [top] * len(far), s=30, zorder=4, label=style.BEYOND, **arrowhead)
         if sweep.loss is not None:
             x = np.geomspace(sweep.fitted[0], sweep.fitted[-1], 60)
             fit = sweep.loss + sweep.curvature / 2 * np.log(x / sweep.optimum) ** 2

@@ -120,7 +120,7 @@ def _draw(
         far = [x for x in values if x is not None and not low <= x <= high]
         for edge, arrow in sorted({(low, '<') if x < low else (high, '>') for x in far}):
             arrowhead = mean | {'marker': arrow, 'color': shade, 'clip_on': False}
-            ax.scatter([edge], [at], label='off the scale', **arrowhead)
+            ax.scatter([edge], [at], label=style.BEYOND, **arrowhead)
 
 
 def _above(ax: Axes, y: float, text: str, **font: Any) -> None:

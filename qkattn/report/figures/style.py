@@ -32,6 +32,7 @@ Styles = Mapping[str, dict[str, Any]]
 # Keywords of a line at zero, at the baseline's mean, at a chosen value; of the dots of seeds.
 REFERENCE: dict[str, Any] = {'color': INK, 'linewidth': 1, 'linestyle': (0, (4, 2)), 'zorder': 1}
 SEEDS: dict[str, Any] = {'s': 8, 'alpha': 0.6, 'linewidths': 0, 'zorder': 3, 'label': 'one seed'}
+BEYOND = 'off the scale'  # the label of an arrowhead at an edge
 _METADATA = {'png': {'Software': None}, 'pdf': {'CreationDate': None}, 'svg': {'Date': None}}
 
 
