@@ -144,7 +144,9 @@ def test_a_check_or_a_measure_that_fails_is_named_with_its_claim(results, part):
         return [row.absent for row in (*loaded, 1)]
 
     failing = claim(**{part: (absent if part == 'checks' else Measure('fair_small', absent),)})
-    with pytest.raises(ConfigError, match=r"claim='Z1' fails, AttributeError in .*test_deciding\.py"):
+    with pytest.raises(
+        ConfigError, match=r"claim='Z1' fails, AttributeError in .*test_deciding\.py"
+    ):
         decide(failing, 'cpu', results)
 
 

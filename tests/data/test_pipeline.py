@@ -147,7 +147,12 @@ def test_a_cluster_is_a_document_or_rows_that_are_dealt_out(stdlib):
     pipeline.check_documents(modules, DataConfig())
     for checked, fields, minimum, message in (
         (rows, {'name': 'letters'}, 3, "'letters' has no test split, .*; set data.carve_test=True"),
-        (rows, {'path': 'a.txt'}, 4, "3 of 3 documents in split 'validation' of .*'a.txt', .* 4; choose"),
+        (
+            rows,
+            {'path': 'a.txt'},
+            4,
+            "3 of 3 documents in split 'validation' of .*'a.txt', .* 4; choose",
+        ),
         (modules, {'eval_sequences': 64}, 100, '46 of 111 documents .* 100; raise it to 4096'),
     ):
         with refused(message):

@@ -5,6 +5,7 @@ import math
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import types
 
@@ -62,6 +63,19 @@ def run_workers(work, path) -> None:
             local_workers.run(STUDY, path, [], wanted=2)
     except Exception as error:
         cli.exit_with(*cli.outcome(error))
+
+
+def test_a_worker_is_started_without_a_warning():
+    lines = [
+        'import jax, sys',
+        'from qkattn.jobs.children import Child',
+        'jax.devices()  # after which JAX warns of forks',
+        "Child([sys.executable, '-c', ''], [0], {}).close()",
+    ]
+    started = subprocess.run(
+        [sys.executable, '-c', '\n'.join(lines)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (started.returncode, started.stderr) == (0, '')
 
 
 def pids(path) -> list[int]:
