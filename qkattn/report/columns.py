@@ -208,6 +208,8 @@ def _of_difference(study: Study, findings: Findings) -> Iterator[Column]:
 
 
 def _difference(arm: Arm) -> str:
+    if arm.is_baseline and not arm.chosen:
+        return 'baseline, no result yet'
     if arm.is_baseline:
         return f'baseline, {arm.split} loss {mean_sd(arm.loss, 4)}'
     return interval(arm.difference)

@@ -255,8 +255,15 @@ def terminal_text(study: Study, findings: Findings, page: Path) -> str:
 
 
 def _fitted(titles: Sequence[Heading], rows: Sequence[Sequence[str]]) -> str:
-    """The first columns, as many as fit; the first loses its middle beyond a quarter of it."""
-    rows = [[short(visible(row[0]), WIDTH // 4), *row[1:]] for row in rows]
+    """The first columns, as many as fit.
+
+    The first loses its middle beyond a quarter of the width, or where its texts begin to differ.
+    """
+    names = [visible(row[0]) for row in rows]
+    longest = WIDTH // 4
+    while len({short(name, longest) for name in names}) < len({*names}):
+        longest += 1
+    rows = [[short(name, longest), *row[1:]] for name, row in zip(names, rows, strict=True)]
     for number in range(len(titles), 0, -1):
         table = text_table(titles[:number], [row[:number] for row in rows])
         if max(map(len, table.splitlines())) <= WIDTH:

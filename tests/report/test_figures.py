@@ -134,6 +134,15 @@ def test_learning_curves_stand_beside_the_baseline(drawn):
     assert good.get_xdata()[-1] == 400 * 768
 
 
+def test_panels_of_long_names_that_differ_in_the_middle_have_titles_of_their_own(study_dir):
+    names = [f'low_rank(rank={rank})/vo?num_kv_heads=1' for rank in (4, 8)]
+    records = [r for name in ('qk/vo', *names) for r in tuned_arm(name, losses=shifted(0.0))]
+    _, made = draw(write_tuned(study_dir, records, num_evals=4))
+    for stem in ('sweep_learning_rate', 'curves'):
+        titles = [ax.get_title(loc='left').splitlines()[0] for ax in made[stem].axes]
+        assert titles[-2:] == names
+
+
 def test_text_is_legible_on_a_narrow_screen_and_nothing_overlaps(drawn):
     """At least 11 pixels at 368 of 400, the rest of which is the margin of the page."""
     for stem, figure in drawn[1].items():

@@ -195,6 +195,17 @@ def test_names_are_text_everywhere(study_dir):
         assert not re.search('[\x1b\u202e]', text)
 
 
+def test_a_terminal_tells_long_names_apart_and_a_baseline_without_results(study_dir):
+    names = [f'low_rank(rank={rank})/vo?num_kv_heads=1' for rank in (4, 8)]
+    records = [r for name in ('qk/vo', *names) for r in tuned_arm(name, losses=shifted(0.0))]
+    last = ('qk/vo', 'd_model=128', 'verdict', None)
+    records = [r for r in records if (r['variant'], r['stage']) != ('qk/vo', 'verdict')]
+    pair = read(write_tuned(study_dir, records, declared=[last]))
+    rows = [line.split('  ')[0] for line in tables.terminal_text(*pair, study_dir).splitlines()]
+    assert len([row for row in rows if re.fullmatch('low_rank.*rank=[48].*', row)]) == 2
+    assert '| qk/vo | baseline, no result yet |' in headline(*pair)
+
+
 def test_text_tables_are_aligned():
     text = text_table([('name', True), ('loss,|nats', False)], [['a\n', '1'], ['b', '23']])
     rows = ['name  loss,', '       nats', '----  -----', r'a\n       1', 'b        23']

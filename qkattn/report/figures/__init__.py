@@ -61,7 +61,7 @@ def _learning_curves(study: Study, arms: Sequence[Arm], look: style.Styles) -> F
         return None
     last = curves.get(study.baseline)
     variants = [v for v in curves if v != study.baseline] or list(curves)
-    columns = min(COLUMNS, len(variants))
+    columns = _columns(variants, 44)
     figure = Figure(figsize=(style.WIDTH, (3.2 / columns) * -(-len(variants) // columns) + 0.9))
     axes = style.panels(figure, columns, len(variants), sharex=True, sharey=True)
     for ax, variant in zip(axes, variants, strict=True):
@@ -75,6 +75,13 @@ def _learning_curves(study: Study, arms: Sequence[Arm], look: style.Styles) -> F
     figure.supxlabel('training tokens')
     figure.supylabel(_VAL_LOSS)
     return figure
+
+
+def _columns(variants: Sequence[str], room: int) -> int:
+    """Columns of panels titled by variants: one where several would cut titles to the same text."""
+    columns = min(COLUMNS, len(variants))
+    titles = {short(variant, room // columns) for variant in variants}
+    return columns if len(titles) == len(variants) else 1
 
 
 def _curve(arm: Arm) -> pd.DataFrame:
@@ -101,7 +108,7 @@ def _sweep_panels(knob: str, arms: Sequence[Arm], look: style.Styles) -> Figure:
     losses of the values that the parabola is fitted to, so that others, which are arrowheads at its
     top as diverged ones are, do not flatten it.
     """
-    columns = min(COLUMNS, len(arms))
+    columns = _columns([arm.variant for arm in arms], 36)
     figure = Figure(figsize=(style.WIDTH, 1.9 * -(-len(arms) // columns) + 0.95))
     axes = style.panels(figure, columns, len(arms), sharex=True)
     values = sorted({value for arm in arms for value in arm.sweeps[knob].values})
