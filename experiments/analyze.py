@@ -34,6 +34,7 @@ from qkattn.model import EncoderDecoder
 from qkattn.model.transformer import Transformer
 from qkattn.report.figures.attention_figure import attention_maps, heat_maps, singular_values
 from qkattn.report.figures.style import render, style_sheet
+from qkattn.report.prose import counted
 from qkattn.storage.files import as_path, make_directory, write_atomic
 from qkattn.storage.records import write_json
 from qkattn.train.program_cache import keep_programs
@@ -92,7 +93,7 @@ def main() -> None:
         count = min(NUM_ROWS, source_rows.count('validation'))
         batch = next(eval_batches(source_rows, 'validation', batch_size=count, max_rows=count))
     analysis = analyze(model, batch, reference=reference)
-    print(f'{SOURCE.value}: {model.config.variant}, {model.config.num_layers} layers')
+    print(f'{SOURCE.value}: {model.config.variant}, {counted(model.config.num_layers, "layer")}')
     if reference is not None:
         print(f'drift from {REFERENCE.value}: {reference.config.variant}')
     print(table(analysis))
@@ -134,7 +135,8 @@ def given(source: loading.Loaded, model: Transformer) -> tuple[list[int], list[s
             raise ConfigError(f'--text cannot be encoded: {error}') from error
         tokens = [tokenizer.decode([number]).replace('\n', '\\n') for number in ids]
     if not 2 <= len(ids) <= context:
-        raise ConfigError(f'--{flag.name} has {len(ids)} tokens; the model reads 2 to {context}')
+        number = counted(ids, 'token')
+        raise ConfigError(f'--{flag.name} has {number}; the model reads 2 to {context}')
     return ids, tokens
 
 

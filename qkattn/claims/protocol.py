@@ -9,17 +9,7 @@ is evaluated `evaluations` times, evenly spaced; `fields` replace those of the s
 import dataclasses
 from typing import Any, TypeVar
 
-from qkattn.config import (
-    Config,
-    ControlsConfig,
-    DataConfig,
-    DecodeConfig,
-    ModelConfig,
-    OptimizerConfig,
-    TrainConfig,
-    TrialsConfig,
-    TuningConfig,
-)
+from qkattn import config
 from qkattn.config.study_config import Choice
 from qkattn.errors import ConfigError
 
@@ -48,14 +38,14 @@ def language_model(
     seeds: int = 10,
     sequences: int = 2048,
     **fields: Any,
-) -> Config:
+) -> config.Config:
     """A byte-level language model of two layers; at scale gpu, twelve layers and BPE pieces.
 
     `learning_rates` are those of the screening at scale cpu; at scale gpu, a sixteenth of them.
     `sequences` of each split are evaluated at scale cpu. With `kind='encoder'` it restores masked
     tokens.
     """
-    is_large = scale == 'gpu'
+    is_large, num_steps = scale == 'gpu', pick(scale, smoke=20, cpu=steps, gpu=gpu_steps)
     pieces = 16384 if is_large else 256
     model: dict[str, Any] = {
         'num_layers': pick(scale, smoke=2, cpu=2, gpu=12),
@@ -67,36 +57,28 @@ def language_model(
     if is_large:
         model |= {'compute_dtype': 'bfloat16'}
         corpus = {'name': 'tfds:wiki40b/en', 'tokenizer': 'bpe', 'tokenizer_size': pieces}
-    return Config(
-        model=ModelConfig(**model | fields),
-        data=DataConfig(**corpus, eval_sequences=pick(scale, smoke=512, cpu=sequences, gpu=4096)),
-        optimizer=_optimizer(scale),
-        train=_train(
-            scale,
-            pick(scale, smoke=20, cpu=steps, gpu=gpu_steps),
-            pick(scale, smoke=8, cpu=16, gpu=64),
-            evaluations,
+    return config.Config(
+        model=config.ModelConfig(**model | fields),
+        data=config.DataConfig(
+            **corpus, eval_sequences=pick(scale, smoke=512, cpu=sequences, gpu=4096)
         ),
+        optimizer=_optimizer(scale),
+        train=_train(scale, num_steps, pick(scale, smoke=8, cpu=16, gpu=64), evaluations),
         trials=_trials(scale, learning_rates, seeds),
     )
 
 
 def trained_language_model(
     scale: str, *, seeds: int = 8, steps: int = 2000, **fields: Any
-) -> Config:
+) -> config.Config:
     """A byte-level language model that gets beyond n-grams: 1.2 epochs of 3.4 MB at scale cpu."""
-    shape = {
+    about: dict[str, Any] = {
         'num_heads': pick(scale, smoke=2, cpu=4, gpu=12),
         'context': pick(scale, smoke=16, cpu=128, gpu=1024),
+        'learning_rates': (3e-3, 6e-3, 1.2e-2),
+        'sequences': 4096,  # 100 documents, which a verdict needs
     }
-    return language_model(
-        scale,
-        seeds=seeds,
-        steps=steps,
-        learning_rates=(3e-3, 6e-3, 1.2e-2),
-        sequences=4096,  # 100 documents, which a verdict needs
-        **shape | fields,
-    )
+    return language_model(scale, seeds=seeds, steps=steps, **about | fields)
 
 
 def translator(
@@ -107,14 +89,14 @@ def translator(
     batch_size: int = 8,
     learning_rates: tuple[float, ...] = (4e-3, 8e-3, 1.6e-2),
     data: str = 'cldr',
-) -> Config:
+) -> config.Config:
     """An encoder-decoder, English to German; scales smoke and cpu share one shape."""
     is_large, pieces = scale == 'gpu', pick(scale, smoke=500, cpu=1000, gpu=8192)
     num_steps = pick(scale, smoke=20, cpu=steps, gpu=6000)
     train = _train(scale, num_steps, pick(scale, smoke=8, cpu=batch_size, gpu=64))
     sources = pick(scale, smoke=8, cpu=64, gpu=None)
-    return Config(
-        model=ModelConfig(
+    return config.Config(
+        model=config.ModelConfig(
             kind='encoder_decoder',
             num_layers=3 if is_large else 1,
             num_encoder_layers=6 if is_large else 4,
@@ -124,7 +106,7 @@ def translator(
             dropout=0.1,
             attention_dropout=0.0,
         ),
-        data=DataConfig(
+        data=config.DataConfig(
             name=data,
             languages='en-de',
             tokenizer='bpe',
@@ -135,11 +117,11 @@ def translator(
         optimizer=dataclasses.replace(_optimizer(scale), beta2=0.98),
         train=dataclasses.replace(train, label_smoothing=0.1),
         trials=_trials(scale, learning_rates, seeds),
-        decode=DecodeConfig(beam=4 if is_large else 1, max_sources=sources),
+        decode=config.DecodeConfig(beam=4 if is_large else 1, max_sources=sources),
     )
 
 
-def trained_translator(scale: str) -> Config:
+def trained_translator(scale: str) -> config.Config:
     """A translator that uses its sources: 2,200 steps of 32 sentences at scale cpu."""
     data, rates = pick(scale, smoke='cldr', cpu='multi30k', gpu='multi30k'), (2e-3, 4e-3, 8e-3)
     return translator(scale, steps=2200, batch_size=32, learning_rates=rates, data=data)
@@ -161,29 +143,29 @@ def protocol(
     return {
         'tuning': pick(
             scale,
-            smoke=TuningConfig(),
-            cpu=TuningConfig(
+            smoke=config.TuningConfig(),
+            cpu=config.TuningConfig(
                 seeds=tuple(range(SCREENING, SCREENING + screening)),
                 max_seeds=4 if max_excess is None else 8,
                 max_excess=max_excess,
                 choice=choice,
             ),
-            gpu=TuningConfig(seeds=(SCREENING,), max_seeds=3, choice=choice),
+            gpu=config.TuningConfig(seeds=(SCREENING,), max_seeds=3, choice=choice),
         ),
         'tolerance': pick(scale, smoke=5e-3, cpu=2e-3, gpu=1e-3),
-        'controls': ControlsConfig(equal_shape=equal_shape, longer=None, longer_seeds=()),
+        'controls': config.ControlsConfig(equal_shape=equal_shape, longer=None, longer_seeds=()),
     }
 
 
-def _optimizer(scale: str) -> OptimizerConfig:
-    return OptimizerConfig(warmup_steps=pick(scale, smoke=5, cpu=50, gpu=500))
+def _optimizer(scale: str) -> config.OptimizerConfig:
+    return config.OptimizerConfig(warmup_steps=pick(scale, smoke=5, cpu=50, gpu=500))
 
 
-def _train(scale: str, num_steps: int, batch_size: int, evaluations: int = 2) -> TrainConfig:
+def _train(scale: str, num_steps: int, batch_size: int, evaluations: int = 2) -> config.TrainConfig:
     """The runs of a study are lifted without a measurement."""
     interval = num_steps // evaluations
     dispatch = 5 if interval < 25 else 25
-    return TrainConfig(
+    return config.TrainConfig(
         num_steps=num_steps,
         batch_size=batch_size,
         steps_per_dispatch=dispatch,
@@ -194,9 +176,9 @@ def _train(scale: str, num_steps: int, batch_size: int, evaluations: int = 2) ->
     )
 
 
-def _trials(scale: str, learning_rates: tuple[float, ...], seeds: int) -> TrialsConfig:
+def _trials(scale: str, learning_rates: tuple[float, ...], seeds: int) -> config.TrialsConfig:
     of_gpu = tuple(rate / 16 for rate in learning_rates)
-    return TrialsConfig(
+    return config.TrialsConfig(
         seeds=tuple(range(pick(scale, smoke=2, cpu=seeds, gpu=5))),
         learning_rates=pick(scale, smoke=learning_rates[:1], cpu=learning_rates, gpu=of_gpu),
     )

@@ -20,18 +20,8 @@ from qkattn.config import (
     with_machine_of,
 )
 from qkattn.errors import ConfigError, UnknownFieldError
-from qkattn.storage import ledger
+from qkattn.storage import ledger, records
 from qkattn.storage.leases import locked
-from qkattn.storage.records import (
-    ADVICE,
-    STUDY,
-    check,
-    damaged,
-    read_json,
-    read_lines,
-    to_jsonable,
-    write_json,
-)
 from qkattn.storage.run_directory import command_line
 from qkattn.study import plan, stored
 from qkattn.study.arm_key import LONGER
@@ -73,7 +63,7 @@ def content(study: Study, arms: Sequence[MatchedArm]) -> dict[str, Any]:
         'arms': [arm.key._asdict() for arm in arms],
         'command': ' '.join(command_line()),
     }
-    return to_jsonable(declared)
+    return records.to_jsonable(declared)
 
 
 def declare(path: Path, study: Study, arms: Sequence[MatchedArm]) -> dict[str, Any]:
@@ -87,7 +77,7 @@ def declare(path: Path, study: Study, arms: Sequence[MatchedArm]) -> dict[str, A
     with locked(path / 'lock'):
         stored.unpack_in_place(path)
         begun = any((path / name).exists() for name in (file.name, entries.name, 'runs'))
-        earlier = read_json(file, {}) if file.exists() else None
+        earlier = records.read_json(file, {}) if file.exists() else None
         known = [declared]
         if earlier is not None:
             declared = _continued(file, study, earlier, declared)
@@ -101,7 +91,7 @@ def declare(path: Path, study: Study, arms: Sequence[MatchedArm]) -> dict[str, A
         _check_runs(path, study, arms)
         ledger.declare(path, declared)
         if earlier is None or ledger.digest(earlier) != ledger.digest(declared):
-            write_json(file, declared)
+            records.write_json(file, declared)
     return declared
 
 
@@ -116,12 +106,12 @@ def _continued(
     always = serialize.introduced('1', kind)
     later = {name: v for name, v in serialize.defaults(kind).items() if name not in always}
     try:
-        check(earlier, STUDY)
+        records.check(earlier, records.STUDY)
         before: Config = from_json(Config, earlier['base'], 'base.')
     except UnknownFieldError as error:
         raise ConfigError(f'{file} has an {error}') from error
     except (ValueError, TypeError, LookupError, AttributeError) as error:
-        raise damaged(file, error, ADVICE) from error
+        raise records.damaged(file, error, records.ADVICE) from error
     now: Config = with_machine_of(study.base, before)
 
     def fixed(record: dict[str, Any], base: Config) -> dict[str, Any]:
@@ -158,7 +148,7 @@ def _check_runs(path: Path, study: Study, arms: Sequence[MatchedArm]) -> None:
     advice = 'restore it from a copy, or remove it: it is then made again from the results'
     known = {run.id for run in plan.runs(study, arms, plan.results_in(path))}
     schema = {'run': str, 'directory': str, 'control': str | None}
-    for record in read_lines(file, schema, advice):
+    for record in records.read_lines(file, schema, advice):
         # Arms that are trained longer may be decided no more, once others are added.
         expected = record['run'] in known or record['control'] == LONGER
         if not expected and (path / record['directory'] / 'result.json').exists():

@@ -31,17 +31,9 @@ from qkattn.jobs.display import waiting
 from qkattn.metrics import PREFIXES
 from qkattn.model.transformer import cross_entropy
 from qkattn.stats import ngrams
+from qkattn.storage import records
 from qkattn.storage.files import absolute
 from qkattn.storage.ledger import YARDSTICKS
-from qkattn.storage.records import (
-    ARM_KEY,
-    FINISHED,
-    START,
-    read_json,
-    read_lines,
-    to_jsonable,
-    write_json,
-)
 from qkattn.storage.run_directory import describe_start
 from qkattn.study.arm_key import EQUAL_SHAPE, LONGER
 from qkattn.study.tuning import SCREENING, VERDICT
@@ -71,23 +63,23 @@ def record(directory: str | Path) -> list[str]:
     if jax.process_count() > 1:  # reading checkpoints would take all of them
         return ['the job has several processes']
     path = absolute(directory)
-    baseline = read_json(path / 'study.json', {'baseline': str})['baseline']
+    baseline = records.read_json(path / 'study.json', {'baseline': str})['baseline']
     results: dict[str, list[_Record]] = {}
-    for result in read_lines(path / 'results.jsonl', {'run': str, 'status': str}):
+    for result in records.read_lines(path / 'results.jsonl', {'run': str, 'status': str}):
         results.setdefault(result['run'], []).append(result)
     before: _Record = {'groups': [], 'runs': []}
     if (path / YARDSTICKS).exists():
-        before = read_json(path / YARDSTICKS, dict.fromkeys(before, tuple[dict, ...]))
+        before = records.read_json(path / YARDSTICKS, dict.fromkeys(before, tuple[dict, ...]))
     known = {group['run']: group for group in before['groups']}
     measured = {run['run']: run for run in before['runs'] if run['trials'] is not None}
     problems: dict[str, None] = {}
     made: dict[str, list[_Record]] = {'groups': [], 'runs': []}
     counted: dict[tuple, _Record] = {}
-    schema = ARM_KEY | {'run': str, 'stage': str, 'config': dict}
-    for run in read_lines(path / 'plan.jsonl', schema):
+    schema = records.ARM_KEY | {'run': str, 'stage': str, 'config': dict}
+    for run in records.read_lines(path / 'plan.jsonl', schema):
         name, of_run = run['run'], results.get(run['run'], [])
         is_baseline = run['variant'] == baseline and run['control'] != EQUAL_SHAPE
-        finished = FINISHED in [result['status'] for result in of_run]
+        finished = records.FINISHED in [result['status'] for result in of_run]
         if run['stage'] == SCREENING or not is_baseline or not finished:
             continue
         config: Config = from_json(Config, run['config'])
@@ -99,14 +91,14 @@ def record(directory: str | Path) -> list[str]:
                 counted[key] = _group(config, of_run[0])
             made['groups'].append(known.get(name) or {'run': name} | group | counted[key])
             if run['stage'] == VERDICT:
-                about = {'run': name} | {field: run[field] for field in ARM_KEY}
+                about = {'run': name} | {field: run[field] for field in records.ARM_KEY}
                 made['runs'].append(measured.get(name) or about | _run(path, run, config, of_run))
         except ConfigError as error:
             problems[f'{run["size"]}, {run["corpus"]}: {error}'] = None
-    if any(one not in before[name] for name, records in made.items() for one in records):
+    if any(one not in before[name] for name, new in made.items() for one in new):
         start = describe_start()
-        about = {'recorded': start['started'], 'start': {key: start[key] for key in START}}
-        write_json(path / YARDSTICKS, about | to_jsonable(made))
+        about = {'recorded': start['started'], 'start': {key: start[key] for key in records.START}}
+        records.write_json(path / YARDSTICKS, about | records.to_jsonable(made))
     return list(problems)
 
 
@@ -142,7 +134,7 @@ def _group(config: Config, result: Mapping[str, Any]) -> _Record:
 def _same_rows(config: Config, result: Mapping[str, Any]) -> Rows:
     """The rows of a config; ConfigError if they differ from those of the result."""
     rows = rows_of(config)
-    here = to_jsonable(rows.identity())
+    here = records.to_jsonable(rows.identity())
     if any(result['data'].get(name) != value for name, value in here.items()):
         raise ConfigError(
             f'data.name={config.data.name!r} gives other data on this machine than the study was '
@@ -216,7 +208,7 @@ def _run(path: Path, run: _Record, config: Config, results: list[_Record]) -> _R
     log.info('measuring the loss by position of %s', run['directory'])
     split, made = PREFIXES[rows.splits[-1]], []
     for result, trial in zip(results, _trials(config, rows, params), strict=True):
-        if result['status'] == FINISHED:
+        if result['status'] == records.FINISHED:
             loss, logged = trial['loss'], result[f'{split}_loss']
             if not np.isclose(loss, logged, atol=ROUNDING):
                 why = f'its checkpoint has a loss of {loss:.4f}, its result {logged:.4f}'

@@ -11,19 +11,9 @@ import numpy as np
 
 from qkattn.errors import RunDirectoryError
 from qkattn.metrics import PREFIXES, Metric, logged_fields, result_fields
+from qkattn.storage import records
 from qkattn.storage.ledger import left_out_documents
 from qkattn.storage.metrics_log import read_metrics
-from qkattn.storage.records import (
-    ARM_KEY,
-    DOCUMENTS,
-    FINISHED,
-    RUN_FILES,
-    check,
-    check_result,
-    metrics_of,
-    parse_file,
-    read,
-)
 from qkattn.study.arm_key import ArmKey
 from qkattn.study.tuning import MODEL_KNOBS, TRIAL_KNOBS, Settings
 
@@ -110,7 +100,7 @@ class Trial:
 
     @property
     def finished(self) -> bool:
-        return self.status == FINISHED
+        return self.status == records.FINISHED
 
     @property
     def val_loss(self) -> float | None:
@@ -128,31 +118,31 @@ _CONFIG = {
 
 def parse_arm_key(record: Any) -> ArmKey:
     """The arm that an object names by variant, size, corpus and control; ValueError as `check`."""
-    check(record, ARM_KEY)
-    return ArmKey(*(record[name] for name in ARM_KEY))
+    records.check(record, records.ARM_KEY)
+    return ArmKey(*(record[name] for name in records.ARM_KEY))
 
 
 def parse_run(record: Any) -> Run:
     """Reads a planned run from its JSON object; raises ValueError that names the bad field."""
-    check(record, {'run': str, 'trials': int, 'config': _CONFIG})
+    records.check(record, {'run': str, 'trials': int, 'config': _CONFIG})
     given = {'name': record['run'], 'num_trials': record['trials'], 'trials': ()}
-    return read(Run, record, key=parse_arm_key(record), **given)
+    return records.read(Run, record, key=parse_arm_key(record), **given)
 
 
 def parse_trial(record: Any, run: Run) -> Trial:
     """Reads the result of a trial of `run`; ValueError names the bad field."""
-    check_result(record)
+    records.check_result(record)
     seed = record['trial']['seed']
     if seed not in run.seeds:
         raise ValueError(f'seed {seed} is not one of run {run.name!r}, which has {run.seeds}')
-    declared, model = metrics_of(record), run.config['model']
+    declared, model = records.metrics_of(record), run.config['model']
     settings = [record['trial'][knob] for knob in TRIAL_KNOBS]
     given = {
         'at': (*settings, *(model[knob] for knob in MODEL_KNOBS)),
         'declared_metrics': declared,
         'metrics': {name: record.get(name) for name in result_fields(declared)},
     }
-    return read(Trial, record, run=run, documents={}, evaluations={}, **given)
+    return records.read(Trial, record, run=run, documents={}, evaluations={}, **given)
 
 
 def with_files(run: Run, study: Path, problems: list[str]) -> Run:
@@ -174,10 +164,10 @@ def with_files(run: Run, study: Path, problems: list[str]) -> Run:
             else:
                 problems.append(f'{run.directory}/{name} is damaged: {error}.')
 
-    for name, schema in RUN_FILES.items():  # which no number of a report comes from
+    for name, schema in records.RUN_FILES.items():  # which no number of a report comes from
         with named(name) as path:
             if path.exists():
-                parse_file(path, schema)
+                records.parse_file(path, schema)
     if not run.trials and (study / run.directory / 'documents.json').exists():
         problems.append(f'results.jsonl lacks the results of {run.directory}, which has ended.')
     if len(run.trials) == run.num_trials:
@@ -185,7 +175,9 @@ def with_files(run: Run, study: Path, problems: list[str]) -> Run:
             run = _with_log(run, read_metrics(path))
         if not left_out_documents(study / run.directory):
             with named('documents.json') as path:
-                run = _with_documents(run, parse_file(path, {'validation': DOCUMENTS}))
+                run = _with_documents(
+                    run, records.parse_file(path, {'validation': records.DOCUMENTS})
+                )
     return run
 
 
@@ -198,7 +190,7 @@ def _with_documents(run: Run, record: Any) -> Run:
             if any(loss is not None for loss in losses):
                 raise ValueError(f'split {split!r} is missing, but its results have losses on it')
             continue
-        check(record[split], DOCUMENTS)
+        records.check(record[split], records.DOCUMENTS)
         names, tokens_C = tuple(record[split]['documents']), np.array(record[split]['tokens'])
         rows = [None if row is None else np.array(row, float) for row in record[split]['nats']]
         shapes = {row.shape for row in (tokens_C, *rows) if row is not None}
@@ -228,15 +220,15 @@ def _with_each(run: Run, field: str, values: Sequence[Any]) -> Run:
     return dataclasses.replace(run, trials=trials)
 
 
-def _with_log(run: Run, records: list[dict[str, Any]]) -> Run:
+def _with_log(run: Run, lines: list[dict[str, Any]]) -> Run:
     """With the evaluations of metrics.jsonl; ValueError if they do not end with the results."""
     trials, first = run.trials, run.trials[0]
-    evaluations = [record for record in records if record.get('kind') == 'eval']
-    ends = [(r.get('kind'), r['step']) for r in (*evaluations[-1:], *records[-1:])]
+    evaluations = [record for record in lines if record.get('kind') == 'eval']
+    ends = [(r.get('kind'), r['step']) for r in (*evaluations[-1:], *lines[-1:])]
     if ends != [('eval', run.num_steps), ('final', run.num_steps)]:
         raise ValueError('it does not end with the last evaluation and the final record')
     for record in evaluations:
-        check(record, {'val_loss': tuple[float | None, ...]})
+        records.check(record, {'val_loss': tuple[float | None, ...]})
         if len(record['val_loss']) != len(trials):
             number = f'{len(trials)} trials'
             raise ValueError(f'step {record["step"]} does not have one loss for each of {number}')
@@ -245,7 +237,7 @@ def _with_log(run: Run, records: list[dict[str, Any]]) -> Run:
     for name in ('eval_tokens', 'test_tokens'):  # of all trials
         results[name] = [getattr(trial, name) for trial in trials]
     logged = logged_fields(first.declared_metrics)
-    for record, names in ((evaluations[-1], logged), (records[-1], tuple(results))):
+    for record, names in ((evaluations[-1], logged), (lines[-1], tuple(results))):
         for name in names:
             value = record.get(name)
             if results[name] != (value if isinstance(value, list) else [value] * len(trials)):

@@ -52,7 +52,7 @@ CASES = [
     ('convert', 'run', '--out=', '--out=DIRECTORY is required'),
     ('convert', 'absent', '--apply=merg', "unknown conversion 'merg'"),
     ('analyze', 'run', '--text=a', '--tokens=1 2', 'exclude each other'),
-    ('analyze', 'run', '--text=a', '--text has 1 tokens; the model reads 2 to 16'),
+    ('analyze', 'run', '--text=a', '--text has 1 token; the model reads 2 to 16'),
     ('analyze', 'run', '--text=a\udc80', '--text cannot be encoded'),
     ('analyze', 'pair', '--text=a dog', 'an encoder_decoder reads rows of its run'),
     ('explore', 'one of --variant=SCORE/VALUE and --html=FILE is required'),

@@ -130,8 +130,8 @@ def _sweep_panels(knob: str, arms: Sequence[Arm], look: style.Styles) -> Figure:
         if near := [loss for value, losses in pairs if value in sweep.fitted for loss in losses]:
             pad = 0.1 * (max(near) - min(near)) or 0.01
             ax.set_ylim(min(near) - pad, max(near) + pad)
-        top, pairs = ax.get_ylim()[1], zip(sweep.values, sweep.means, strict=True)
-        if far := [value for value, mean in pairs if mean > top]:
+        top, means = ax.get_ylim()[1], zip(sweep.values, sweep.means, strict=True)
+        if far := [value for value, mean in means if mean > top]:
             arrowhead = {'marker': '^', 'color': keywords['color'], 'clip_on': False}
             ax.scatter(far, [top] * len(far), s=30, zorder=4, label=style.BEYOND, **arrowhead)
         if sweep.loss is not None:
