@@ -17,7 +17,7 @@ from qkattn.convert import loading
 from qkattn.convert.conversions import CONVERSIONS, convert_model, logit_error, parse_conversion
 from qkattn.errors import ConfigError, ConversionError
 from qkattn.jobs import cli
-from qkattn.storage.files import as_path
+from qkattn.storage.files import check_directory
 from qkattn.train import exported
 from qkattn.train.program_cache import keep_programs
 
@@ -50,7 +50,10 @@ def main() -> None:
     path = cli.required(SOURCE)
     for text in APPLY.value:
         parse_conversion(text)  # refuses a misspelled conversion before anything is loaded
-    if OUT.value is not None and (as_path(cli.required(OUT)) / exported.PARAMETERS).exists():
+    if (
+        OUT.value is not None
+        and (check_directory(cli.required(OUT), name='--out') / exported.PARAMETERS).exists()
+    ):
         raise ConfigError(f'{OUT.value} already holds parameters; give another directory')
     source = loading.load(path, num_heads=NUM_HEADS.value)
     trial = source.check_trial(TRIAL.value)

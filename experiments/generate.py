@@ -41,7 +41,9 @@ NUM_TOKENS = flags.DEFINE_integer(
     'num_tokens', None, 'Tokens to add; default: what fits into the context, at most 256.'
 )
 TEMPERATURE = flags.DEFINE_float('temperature', 0.8, 'Divides the logits; 0 is greedy decoding.')
-SEED = flags.DEFINE_integer('seed', 0, 'Random seed of the sampling.')
+SEED = flags.DEFINE_integer(
+    'seed', 0, 'Random seed of the sampling.', lower_bound=0, upper_bound=2**31 - 1
+)
 
 
 def main() -> None:

@@ -53,7 +53,9 @@ def expanded(path: str | os.PathLike[str]) -> Path:
     return as_path(os.path.expanduser(path))
 
 
-def check_directory(path: str | os.PathLike[str], *, create: bool = False) -> Path:
+def check_directory(
+    path: str | os.PathLike[str], *, name: str = 'workdir', create: bool = False
+) -> Path:
     """`path`, absolute; RunDirectoryError unless it or its nearest parent takes files."""
     if buckets.is_url(path):
         directory = as_path(path)
@@ -69,7 +71,7 @@ def check_directory(path: str | os.PathLike[str], *, create: bool = False) -> Pa
             pass  # permissions alone do not say whether a file system takes files
     except OSError as error:
         raise RunDirectoryError(
-            f'workdir={directory} cannot be used ({error.strerror}); '
+            f'{name}={directory} cannot be used ({error.strerror}); '
             'give a directory that this user can write to'
         ) from error
     return directory

@@ -73,7 +73,7 @@ def train(
     check_sinks(config.train.sinks)
     check_metrics(config)
     path, trials = check_directory(workdir), config.trials.trials()
-    traces = None if profile is None else make_directory(profile)
+    traces = None if profile is None else make_directory(profile, name='profile')
     sharding.require_devices(config.mesh)
     agreement.on_owner(lambda: sharding.require_memory(config))
     tokens = len(trials) * config.train.batch_size * config.model.context  # of a step
@@ -84,6 +84,10 @@ def train(
         with progress.phase('preparing data'):
             rows = owner_first(lambda: rows_of(config))
         agreement.require_same('dataset', json.dumps(rows.identity()))
+        given = functools.cache(functools.partial(given_params, config))
+        files = [path / name for name in ('lifting.json', 'result.json')]
+        if not agreement.on_owner(lambda: any(file.exists() for file in files)):
+            given()  # refused before there is a run; later starts take them from a checkpoint
         directory = exits.enter_context(owned(lambda: RunDirectory(path, config)))
         stop = exits.enter_context(StopRequest())
         sinks = exits.enter_context(contextlib.closing(owned(lambda: Sinks(config, path))))
@@ -94,7 +98,6 @@ def train(
         )
         if finished is not None:
             return finished
-        given = functools.cache(functools.partial(given_params, config))
         with progress.phase('compiling'):
             compiled = build_program(config, path, given)
 
@@ -165,7 +168,9 @@ def given_params(config: Config) -> dict | None:
         return None
     model, params = exported.load(source)
     exported.check(config.model, params, source)
-    if changes := differences(to_json(model), to_json(config.model)):
+    changes = differences(to_json(model), to_json(config.model))
+    # One of null follows from others, and shapes tell what it is.
+    if changes := [change for change in changes if 'null' not in change]:
         log.warning('train.init_from=%s has other settings: %s', source, ', '.join(changes))
     return params
 
@@ -178,8 +183,6 @@ def build_program(
     recorded = agreement.on_owner(
         lambda: read_json(path, {'lifting': str})['lifting'] if path.exists() else None
     )
-    if recorded is None:  # the first start; others take parameters from a checkpoint
-        given()
     built = program.build(config, recorded, given)
     if recorded is None:
         chosen = {'lifting': built.lifting, 'seconds_per_step': built.measured}

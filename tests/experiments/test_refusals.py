@@ -50,6 +50,8 @@ CASES = [
     ('generate', 'run', '--prompt=a\udc80', 'cannot be encoded'),
     ('generate', 'run', '--prompt_tokens=a b', 'must be whole numbers from 0 to 255'),
     ('convert', 'run', '--out=', '--out=DIRECTORY is required'),
+    ('convert', 'run', '--out=/proc/x', '--out=/proc/x cannot be used'),
+    ('generate', 'run', '--seed=99999999999999999999', '--seed=99999999999999999999'),
     ('convert', 'absent', '--apply=merg', "unknown conversion 'merg'"),
     ('analyze', 'run', '--text=a', '--tokens=1 2', 'exclude each other'),
     ('analyze', 'run', '--text=a', '--text has 1 token; the model reads 2 to 16'),
