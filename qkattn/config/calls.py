@@ -165,7 +165,9 @@ def _import(path: str, field: str, error: type[ValueError]) -> Any:
     except Exception as failure:
         raise error(f'{field}={path!r}: {module} cannot be imported, {_at(failure)}') from failure
     if not hasattr(imported, name):
-        raise error(f'{field}={path!r}: {module} has no {name!r}')
+        near = difflib.get_close_matches(name, vars(imported), n=1)
+        hint = f'; did you mean {near[0]!r}?' if near else ''
+        raise error(f'{field}={path!r}: {module} has no {name!r}{hint}')
     return getattr(imported, name)
 
 

@@ -36,6 +36,11 @@ def test_claims_are_chosen_by_name_or_import_path(tmp_path, monkeypatch):
     assert [claim.name for claim in declared.chosen(['my_claims:CLAIM', 'c1'])] == ['Z3', 'C1']
     with pytest.raises(ConfigError, match=r'my_claims:Claim.* is not a qkattn.claims.claim.Claim'):
         declared.chosen(['my_claims:Claim'])
+    (tmp_path / 'other_claims.py').write_text(
+        f'from qkattn.claims.claim import Claim\n\nCLAIM = {text.replace("Z3", "C1")}\n'
+    )
+    with pytest.raises(ConfigError, match="other_claims:CLAIM' has the name 'C1' of a declared"):
+        declared.chosen(['other_claims:CLAIM'])
     again = dataclasses.replace(declared.claims()['C1'], title='again')
     monkeypatch.setattr(d_two_in_a_row, 'AGAIN', again, raising=False)
     with pytest.raises(ConfigError, match="'C1' is declared twice, also in .*d_two_in_a_row"):

@@ -24,11 +24,15 @@ def claims() -> dict[str, Claim]:
 def chosen(names: Iterable[str]) -> list[Claim]:
     """The claims of these names or import paths, in their order; all of them for no names.
 
-    ConfigError for an unknown name, with the one most like it, or an import path of something else.
+    ConfigError for an unknown name, with the one most like it, an import path of something else, or
+    of a claim with the name of a declared one.
     """
     known, kind = claims(), 'a qkattn.claims.claim.Claim'
     texts = dict.fromkeys(name if ':' in name else name.upper() for name in names)
-    return [
-        resolve(text, known, 'claim', needs=kind, fits=lambda value: isinstance(value, Claim))[0]
-        for text in texts or known
-    ]
+    found = []
+    for text in texts or known:
+        claim, _ = resolve(text, known, 'claim', needs=kind, fits=lambda x: isinstance(x, Claim))
+        if known.get(claim.name, claim) is not claim:
+            raise ConfigError(f'claim={text!r} has the name {claim.name!r} of a declared claim')
+        found.append(claim)
+    return found
