@@ -235,7 +235,7 @@ def test_nothing_is_written_where_an_exact_conversion_moves_the_logits(
 
 def test_a_run_is_measured_on_its_own_data_or_on_a_text(refusal, printed, run, tmp_path):
     text = printed('analyze', 'run')
-    assert text.startswith('run: qk/vo, 1 layers\n') and 'attention 0' in text
+    assert text.startswith('run: qk/vo, 1 layer\n') and 'attention 0' in text
     assert 'drift' not in text
     flags = ('--text=def f(x):', '--trial=1', '--reference=run', '--out=out')
     one = printed('analyze', '--source=run', *flags)

@@ -25,20 +25,28 @@ def start(directory: Path, plan: str, *flags: str) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=directory, env=env, **pipes)
 
 
-def test_a_dry_run_prints_what_would_be_started():
-    flags = ('--processes=2', '--devices_per_process=4', '--gpus_per_process=1')
+@pytest.mark.parametrize(
+    ('flag', 'settings'),
+    [
+        ('--gpus_per_process=1', ('CUDA_VISIBLE_DEVICES=4', 'CUDA_VISIBLE_DEVICES=5')),
+        (
+            '--devices_per_process=4',
+            ("JAX_PLATFORMS=cpu XLA_FLAGS='--xla_a=1 --xla_force_host_platform_device_count=4'",)
+            * 2,
+        ),
+    ],
+)
+def test_a_dry_run_prints_what_would_be_started(flag, settings):
     hostile = "--config.name=two $HOME 'words'"
     variables = {'QKATTN_VENV': '/v', 'CUDA_VISIBLE_DEVICES': '4,5,6', 'XLA_FLAGS': '--xla_a=1'}
-    text = dry_run('local', *flags, command=(*TRAIN, hostile), **variables)
+    text = dry_run('local', '--processes=2', flag, command=(*TRAIN, hostile), **variables)
     port = re.search(r'127\.0\.0\.1:(\d+)', text)[1]
     quoted = "'--config.name=two $HOME '\"'\"'words'\"'\"''"
     assert text.splitlines() == [
         f'[{rank}] JAX_COORDINATOR_ADDRESS=127.0.0.1:{port} JAX_NUM_PROCESSES=2 '
-        f'JAX_PROCESS_ID={rank} JAX_PLATFORMS=cpu '
-        "XLA_FLAGS='--xla_a=1 --xla_force_host_platform_device_count=4' "
-        f'CUDA_VISIBLE_DEVICES={gpu} '
+        f'JAX_PROCESS_ID={rank} {setting} '
         f'/v/bin/python -m qkattn train --config=small --workdir=runs/small {quoted}'
-        for rank, gpu in enumerate('45')
+        for rank, setting in enumerate(settings)
     ]
 
 
