@@ -1,5 +1,6 @@
 import contextlib
 import itertools
+import re
 import threading
 import time
 
@@ -153,7 +154,12 @@ def test_a_cluster_is_a_document_or_rows_that_are_dealt_out(stdlib):
             4,
             "3 of 3 documents in split 'validation' of .*'a.txt', .* 4; choose",
         ),
-        (modules, {'eval_sequences': 64}, 100, '46 of 111 documents .* 100; raise it to 4096'),
     ):
         with refused(message):
             pipeline.check_documents(checked, DataConfig(**fields), minimum)
+    with refused(r'evaluates \d+ of \d+ documents .* at least 100; raise it to \d+\.$') as caught:
+        pipeline.check_documents(modules, DataConfig(eval_sequences=64), 100)
+    number = int(re.search(r'(\d+)\.$', str(caught.value))[1])
+    pipeline.check_documents(modules, DataConfig(eval_sequences=number), 100)
+    with refused(f'at least 100; raise it to {number}'):
+        pipeline.check_documents(modules, DataConfig(eval_sequences=number // 2), 100)
