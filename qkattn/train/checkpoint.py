@@ -174,7 +174,7 @@ class Checkpoints:
         failures = [failure] if self._read_only else agreement.from_all(failure)
         texts: dict[bool, str] = {}
         for rank, (unread, text) in [(r, f) for r, f in enumerate(failures) if f]:
-            texts[unread] = f'process {rank}: {text}' if len(failures) > 1 else text
+            texts.setdefault(unread, f'process {rank}: {text}' if len(failures) > 1 else text)
         if True in texts:
             raise ReadError(texts[True])
         if texts:
