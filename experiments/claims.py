@@ -68,6 +68,13 @@ def main() -> None:
         raise ConfigError(f'workdir={workdir} is not a directory, and --notrain trains nothing')
     studies.check_workdir(configs, SCALE.value, directory)
     if TRAIN.value:
+        for claim in claims:
+            for name in claim.studies:
+                if name not in configs and not (directory / name).is_dir():
+                    raise ConfigError(
+                        f'claim {claim.name}: configs/claims has no study {name!r}, and no '
+                        f'{directory / name} holds one that experiments.ablate has trained'
+                    )
         studies.train(configs, directory, workers)
     studies.report(claims, directory)
     results, decided = Results(directory), list[ClaimResult]()

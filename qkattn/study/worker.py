@@ -106,15 +106,14 @@ class _Worker:
         if self.lease is None:
             self.refused.clear()
             return self._wait(left) if left else None
-        workers = len(leases.holders(self.path / 'leases'))
         others = sum(one.work for one in left) - run.work
-        after = StudyLeft(len(left) - 1, others / run.work / workers)
+        workers = len(leases.holders(self.path / 'leases'))
         return {
             'run': run.id,
             'config': to_json(run.config),
             'directory': run.directory,
             'label': f'{run.arm.title} {run.knob or run.stage}'.removesuffix(f' {SINGLE}'),
-            'left': dataclasses.asdict(after),
+            'left': dataclasses.asdict(StudyLeft(len(left) - 1, others / run.work / workers)),
         }
 
     def _write_plan(self) -> list[PlannedRun]:
@@ -135,14 +134,15 @@ class _Worker:
     def _wait(self, left: list[PlannedRun]) -> dict[str, Any]:
         """Waits until a result has come, a lease may have been given up, or 10 s have passed."""
         held = leases.holders(self.path / 'leases')
+        places = {run.id: run.directory for run in left}
         if held and held != self._held:
-            by_run = '; '.join(f'{run}, held by {holder}' for run, holder in held.items())
-            log.info('waiting for %s', by_run)
+            by_run = (f'{places.get(run, run)}, held by {holder}' for run, holder in held.items())
+            log.info('waiting for %s', '; '.join(by_run))
         self._held = held
-        results = [self.path / run.directory / 'result.json' for run in left]
         until = time.monotonic() + (10.0 if held else 1.0)
         while time.monotonic() < until and not self.stop.requested:
-            if not is_url(self.path) and any(result.exists() for result in results):
+            done = ((self.path / place / 'result.json').exists() for place in places.values())
+            if not is_url(self.path) and any(done):
                 break
             time.sleep(0.1)
         return {}

@@ -82,6 +82,13 @@ def test_a_workdir_of_something_else_is_refused_and_kept(refusal, workdir):
     assert sorted(workdir.rglob('*')) == files
 
 
+def test_a_study_that_is_neither_shipped_nor_trained_is_named(refusal, workdir, monkeypatch):
+    mine = Claim(name='E6', **TEXTS, expectations=(Expectation('lm_dropt', 'qk/no_v', 'worse'),))
+    monkeypatch.setitem(KNOWN, 'E6', mine)
+    sentence = refusal('claims', 'E6', f'--workdir={workdir}')
+    assert "claim E6: configs/claims has no study 'lm_dropt', and no " in sentence
+
+
 def test_claims_are_listed_and_a_plan_has_a_line_for_each_study(printed):
     assert 'E3  Positive control: one matrix' in printed('claims', '--list')
     lines = printed('claims', 'B7', '--scale=gpu', '--dry_run').splitlines()

@@ -193,7 +193,8 @@ def test_a_run_that_cannot_be_trained_does_not_stop_the_others_but_a_full_disk_d
     assert not leases.holders(tmp_path / 'out/leases')
 
 
-def test_waiting_ends_on_request(trained, tmp_path, monkeypatch):
+def test_waiting_names_the_run_and_ends_on_request(trained, tmp_path, monkeypatch, caplog):
+    caplog.set_level('INFO')
     path = tmp_path / 'out'
     single = changed(tuning=TuningConfig(), variants=('qk/vo',))
     (run,) = plan.runs(single, build_arms(single), lambda run: None)
@@ -201,6 +202,7 @@ def test_waiting_ends_on_request(trained, tmp_path, monkeypatch):
     with leases.acquire(path / 'leases', run.id), pytest.raises(Stopped):
         worker.run(single, path)
     assert not trained
+    assert f'waiting for {run.directory}, held by process' in caplog.text
 
 
 def test_what_is_planned_and_what_is_left_are_of_one_moment(trained, tmp_path, monkeypatch):
