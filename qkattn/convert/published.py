@@ -187,6 +187,8 @@ def _decoder(
             raise ConfigError(f'tensor {name!r} is missing')
         if tensors[name].shape != shape:
             raise ConfigError(f'tensor {name!r} has shape {tensors[name].shape}, not {shape}')
+        if not np.isfinite(tensors[name]).all():
+            raise ConfigError(f'tensor {name!r} has values that are not finite')
     if unexpected := sorted(tensors.keys() - expected.keys() - {HEAD}):
         biased = 'with' if config.biases else 'without'
         raise ConfigError(f'tensor {unexpected[0]!r} does not belong to a GPT-2 {biased} biases')

@@ -162,6 +162,7 @@ def test_a_wrong_tensor_or_description_is_named(tmp_path):
         (put('h.0.x', (8,)), "'h.0.x' does not belong to a GPT-2 with"),
         (put('h.1.attn.c_attn.weight', (48, 16)), r'c_attn.* \(48, 16\), not \(16, 48\)'),
         (put('wte.weight', (V, D), np.float64), "'wte.weight' is of float64"),
+        (lambda tensors: tensors['wpe.weight'].fill(np.nan), "'wpe.weight' has values that are"),
         (put('lm_head.weight', (V, D)), "'lm_head.weight' differs from 'wte.weight'"),
         (put('transformer.ln_f.bias', (D,)), "'ln_f.bias' occurs twice"),
         ({'n_layer': 4}, 'n_layer=4 .* num_layers=3'),
