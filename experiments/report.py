@@ -11,7 +11,7 @@ import importlib
 from absl import flags
 
 from qkattn import report
-from qkattn.errors import ReportError
+from qkattn.errors import ConfigError, ReportError
 from qkattn.jobs import cli
 from qkattn.jobs.display import waiting
 from qkattn.storage import ledger
@@ -35,6 +35,8 @@ YARDSTICKS = flags.DEFINE_bool(
 
 def main() -> None:
     study = as_path(cli.required(STUDY))
+    if WHY.value and not ACCEPT.value:
+        raise ConfigError(f'--why={WHY.value!r} is a reason without --accept')
     for code in ACCEPT.value:
         ledger.accept(study, code, WHY.value)
     problems = []

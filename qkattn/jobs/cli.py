@@ -188,7 +188,8 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
                 flag.parse(','.join(argv[1:]))
                 del argv[1:]
         if len(argv) > 1:
-            exit_with(f'unknown argument {argv[1]!r}; settings are given as --config.field=value')
+            settings = '; settings are given as --config.field=value' * ('config' in flags.FLAGS)
+            exit_with(f'unknown argument {argv[1]!r}{settings}')
         _log_to_stderr()
         keep_freed_memory()  # before there are other threads
         try:

@@ -28,7 +28,7 @@ CASES = [
     (*TRAIN, '--noconfig.model.biasses', 'mean --config.model.biases?'),
     (*TRAIN, '--config.num_steps', '9', 'mean --config.train.num_steps?'),
     (*TRAIN, '--workdir=w', '--config.train.init_from=', "init_from='' must be Unicode text"),
-    (*TRAIN, '--workdir=w', 'extra', "unknown argument 'extra'"),
+    (*TRAIN, '--workdir=w', 'extra', "unknown argument 'extra'; settings are"),
     (*TRAIN, '--workdri=w', 'workdri'),
     (*ABLATE, '--dry_run', '--config.tuning.seeds=' + '-' * 20000 + '1', 'Memory'),
     (*ABLATE, '--config.model.d_model=3', '--config.base.model.d_model?'),

@@ -317,6 +317,7 @@ def test_a_study_is_accepted_kept_and_checked(study, printed, refusal):
     for flags, message in (
         (['--accept=commits'], "accept='commits' with the reason '' must be"),
         (['--accept=dirty', '--why=x'], "accept='dirty' with the reason 'x' must be uncommitted"),
+        (['--why=x'], "--why='x' is a reason without --accept"),
     ):
         assert message in refusal('report', '--study=study', *flags)
     accept = ('--accept=uncommitted,commits', '--why=docs alone differ')
