@@ -25,7 +25,7 @@ HTML = flags.DEFINE_string('html', None, 'File to write a page with all variants
 
 def main() -> None:
     if (VARIANT.value is None) == (HTML.value is None):
-        raise ConfigError('one of --variant=SCORE/VALUE and --html=FILE is required')
+        raise ConfigError('give either --variant=SCORE/VALUE or --html=FILE')
     if HTML.value is None:
         bench = Bench(VARIANT.value, TOKENS.value, DIMS.value, HEADS.value)
         print(worked(bench, latex=LATEX.value), end='')
@@ -35,7 +35,7 @@ def main() -> None:
     file = as_path(HTML.value)
     if file.is_dir():
         raise ConfigError(f'--html={file} is a directory; give a file, e.g. {file}/explorer.html')
-    make_directory(file.parent)
+    make_directory(file.parent, name='the directory of --html')
     with waiting(file.name, 'writing the page'):
         write_atomic(file, page())
     print(f'wrote {file}')
