@@ -112,6 +112,9 @@ def test_a_page_has_a_row_and_a_section_for_each_claim(written):
     for part, line in lines.items():
         assert line in pages.BLOCKS[f'claims_{part}'](written, 'results')
     assert '| drop W_Q | -25 % |' in pages.BLOCKS['answers'](written, 'results')
+    # Differences have a sign, of arms with more parameters at the same shape, too.
+    assert all(pages.amount(row)[0] in '+-' for row in STORED['D2'].rows)
+    assert pages.amount(STORED['A2'].rows[0])[0] not in '+-'
 
 
 def test_figures_show_the_numbers_of_the_rows(written):
