@@ -28,7 +28,7 @@ D2 = Claim(
     rule="Holds if each over-parameterised form differs from the baseline at the baseline's shape, "
     'with learning rate and weight decay tuned for each.',
     expectations=tuple(
-        Expectation('overparameterised', variant, 'different', context={'doubled': name})
+        Expectation('lm_doubled', variant, 'different', context={'doubled': name})
         for variant, name in (
             ('double/vo', 'W_Q, W_K'),
             ('qk/double', 'W_V'),
