@@ -37,8 +37,8 @@ def main() -> None:
     study = as_path(cli.required(STUDY))
     if WHY.value and not ACCEPT.value:
         raise ConfigError(f'--why={WHY.value!r} is a reason without --accept')
-    for code in ACCEPT.value:
-        ledger.accept(study, code, WHY.value)
+    if ACCEPT.value:
+        ledger.accept(study, ACCEPT.value, WHY.value)
     problems = []
     if YARDSTICKS.value:
         # Imported here: reports are written without JAX.

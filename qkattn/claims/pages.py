@@ -5,6 +5,7 @@ import datetime
 import functools
 import math
 from collections.abc import Iterable, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -265,10 +266,11 @@ def _tables(claim: ClaimResult) -> list[str]:
         numbers = [amount(parts[kind], False) if kind in parts else NONE for kind in PARTS]
         cells.append([*numbers, ' / '.join(decisions) or NONE, _spoken(parts.values())])
     others = [row for row in claim.rows if row.kind not in PARTS]
-    values = [[amount(row), _expected(row), _spoken([row])] for row in others]
+    values = [[amount(row), _expected(row), row.decision or NONE, _spoken([row])] for row in others]
+    first = 'arm' if any(row.decision for row in others) else 'quantity'
     tables = (
         ('arm', titles, firsts, cells),
-        ('quantity', [('value', False), ('expected', False)], others, values),
+        (first, [('value', False), ('expected', False), ('verdict', True)], others, values),
     )
     return [_table(*table) for table in tables if table[-1]]
 
@@ -276,15 +278,18 @@ def _tables(claim: ClaimResult) -> list[str]:
 def _table(
     first: str, titles: Sequence[Heading], rows: Sequence[Row], cells: Sequence[Sequence[str]]
 ) -> str:
-    """What is compared, the contexts that differ, and the cells of each row."""
+    """What is compared, the contexts that differ, and the cells; without columns of NONE alone."""
     names = varying(rows)
     contexts = [(words(name), True) for name in names]
     lines = [
         [row.quantity, *(row.context.get(name, NONE) for name in names), *more]
         for row, more in zip(rows, cells, strict=True)
     ]
-    spoken = ('for or against|the claim', True)
-    return markdown_table([(first, True), *contexts, *titles, spoken], lines)
+    titles = [(first, True), *contexts, *titles, ('for or against|the claim', True)]
+    filled = [any(cell != NONE for cell in column) for column in zip(*lines, strict=True)]
+    return markdown_table(
+        list(compress(titles, filled)), [list(compress(line, filled)) for line in lines]
+    )
 
 
 def _spoken(rows: Iterable[Row]) -> str:

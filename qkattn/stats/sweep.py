@@ -35,7 +35,6 @@ MIN_SEEDS = 2  # one shows no noise
 SKEW = 0.6  # the largest relative cubic part of a curve, per unit of ln(value), that a bound allows
 POINTS = 41  # optima, and skews, at which the bound of an excess is evaluated, ...
 ZOOMS = 4  # ... each time on a finer grid around those that the data do not contradict
-MAX_LOG = 100.0  # an interval wider than a factor e^100 bounds nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,11 +61,8 @@ class Sweep:
 
     `curvature` is 2c, the second derivative of the loss by ln(value); None with fewer than three
     values to fit. `optimum` and the fitted mean `loss` there are also None if the parabola is not
-    convex or its vertex lies outside the fitted values. `optimum_low` and `optimum_high`, its 95 %
-    interval, are None if the data do not bound it, or if there are no residual degrees of freedom,
-    as with one seed at three values. The interval takes residuals as independent noise: where the
-    loss is not a parabola, or seeds have optima of their own, the error of the vertex exceeds it.
-    `at_worst` bounds what that costs.
+    convex or its vertex lies outside the fitted values. `bounded`: the curvature differs from zero
+    by a t test at 95 %, for which one seed at three values leaves no degrees of freedom.
     """
 
     values: tuple[float, ...]
@@ -80,8 +76,7 @@ class Sweep:
     curvature: float | None = None
     optimum: float | None = None
     loss: float | None = None
-    optimum_low: float | None = None
-    optimum_high: float | None = None
+    bounded: bool = False
 
     @functools.cached_property
     def chosen(self) -> float:
@@ -106,15 +101,24 @@ class Sweep:
         """The bound of `excess` at `chosen`; None where nothing bounds the optimum."""
         return None if self._curves is None else self.excess(self.chosen)
 
+    @property
+    def optimum_low(self) -> float | None:
+        """The least optimum of the curves of `excess`; None where nothing bounds it."""
+        return None if self._curves is None else self.best * math.exp(self._curves[1].min())
+
+    @property
+    def optimum_high(self) -> float | None:
+        """The largest optimum of these curves."""
+        return None if self._curves is None else self.best * math.exp(self._curves[1].max())
+
     def excess(self, value: float) -> float:
         """Nats by which the loss at `value` exceeds that of the optimum, at most, at 95 %.
 
         The largest of all curves C g_k(x - x0) with an optimum x0 among the fitted values, whose
         residual sum of squares exceeds the least of any of them by t^2 times the variance at most.
-        For parabolas alone these are the optima of Fieller's interval. The variance is that of the
-        residuals, or that between the slopes of the seeds if it is larger: where the optima of
-        seeds differ, the losses of a seed err together. Infinite if the data do not bound the
-        optimum.
+        The variance is that of the residuals, or that between the slopes of the seeds if it is
+        larger: where the optima of seeds differ, the losses of a seed err together. Infinite if
+        the data do not bound the optimum.
         """
         if self._curves is None:
             return math.inf
@@ -124,7 +128,7 @@ class Sweep:
     @functools.cached_property
     def _curves(self) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
         """The largest scale, the optimum ln(value / best) and the skew of each possible curve."""
-        if not (self.curvature and self.optimum_low and self.optimum_high):
+        if not self.bounded:
             return None
         x_V = np.log(np.array(self.fitted) / self.best)
         losses_VS = np.array([self.losses[self.values.index(v)] for v in self.fitted])
@@ -171,9 +175,7 @@ def fit(losses: Mapping[float, Mapping[int, float | None]], choice: str = 'verte
     """Fits `losses`: value -> seed -> loss, where None or a non-finite loss means diverged.
 
     There is one value or more, above 0, all with the same seeds. The parabola is fitted to
-    `Sweep.fitted` by least squares. The optimum's interval is Fieller's (1954): all x at which the
-    slope b + 2 c x does not differ from zero by a t test with the residual degrees of freedom. It
-    ends at the nearest worse values at the latest, which bracket the optimum too.
+    `Sweep.fitted` by least squares.
     """
     values = tuple(sorted(losses))
     seeds = sorted(losses[values[0]])
@@ -191,21 +193,16 @@ def fit(losses: Mapping[float, Mapping[int, float | None]], choice: str = 'verte
     parabola: dict[str, Any] = {}
     if len(near) >= MIN_VALUES:
         parabola = _parabola(fitted, np.array([finite[j] for j in near]), values[i])
-    bounded = 'optimum_low' in parabola
-    bracketed = False
-    if len(seeds) >= MIN_SEEDS and below is not None and above is not None:
-        bracketed = True
-        if bounded:
-            parabola['optimum_low'] = max(parabola['optimum_low'], values[below])
-            parabola['optimum_high'] = min(parabola['optimum_high'], values[above])
+    bracketed = len(seeds) >= MIN_SEEDS and below is not None and above is not None
     at_end = (i == 0 and above == 1) or (i == len(values) - 1 and below == i - 1)
+    is_clear = (bracketed and parabola.get('bounded')) or at_end
     return Sweep(
         values=values,
         losses=finite,
         means=means,
         best=values[i],
         bracketed=bracketed,
-        needs_seeds=not (bracketed and bounded) and not at_end and math.isfinite(means[i]),
+        needs_seeds=not is_clear and math.isfinite(means[i]),
         fitted=fitted,
         choice=choice,
         **parabola,
@@ -253,9 +250,7 @@ def _nearest_worse(
     return below, min((j for j in range(i + 1, len(means)) if worse[j]), default=None)
 
 
-def _parabola(
-    values: tuple[float, ...], losses_VS: np.ndarray, best: float
-) -> dict[str, float | None]:
+def _parabola(values: tuple[float, ...], losses_VS: np.ndarray, best: float) -> dict[str, Any]:
     """The fields of a `Sweep` that a parabola through all losses gives."""
     x = np.log(np.array(values) / best)
     V, S = losses_VS.shape
@@ -264,25 +259,14 @@ def _parabola(
     coefficients_P = np.linalg.lstsq(design_NP, losses_N)[0]
     b, c = coefficients_P[S:]
     vertex = -b / (2 * c) if c > 0 else math.inf
-    parabola: dict[str, float | None] = {'curvature': float(2 * c)}
+    parabola: dict[str, Any] = {'curvature': float(2 * c)}
     # A vertex at an end of the values is not lost to rounding.
     if not x[0] - ROUNDING <= vertex <= x[-1] + ROUNDING:
         return parabola
     parabola['optimum'] = float(best * math.exp(vertex))
     parabola['loss'] = float(np.mean(coefficients_P[:S]) + b * vertex + c * vertex**2)
-    if not (df := V * S - (S + 2)):
-        return parabola
-    variance = float(np.sum((losses_N - design_NP @ coefficients_P) ** 2)) / df
-    bound_PP = quantile(df) ** 2 * variance * np.linalg.inv(design_NP.T @ design_NP)[S:, S:]
-    # Fieller: {x: (b + 2 c x)^2 <= (1, 2x) bound (1, 2x)^T}.
-    quadratic = 4 * (c**2 - bound_PP[1, 1])
-    linear = 4 * (b * c - bound_PP[0, 1])
-    constant = b**2 - bound_PP[0, 0]
-    if quadratic <= 0:
-        return parabola
-    root = max(linear**2 - 4 * quadratic * constant, 0.0) ** 0.5
-    low, high = (float((-linear + sign * root) / (2 * quadratic)) for sign in (-1, 1))
-    if max(-low, high) < MAX_LOG:
-        parabola['optimum_low'] = best * math.exp(low)
-        parabola['optimum_high'] = best * math.exp(high)
+    if df := V * S - (S + 2):
+        variance = float(np.sum((losses_N - design_NP @ coefficients_P) ** 2)) / df
+        error = (variance * np.linalg.inv(design_NP.T @ design_NP)[-1, -1]) ** 0.5
+        parabola['bounded'] = bool(c > quantile(df) * error)
     return parabola

@@ -21,7 +21,7 @@ import datetime
 import functools
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -170,18 +170,22 @@ def look(directory: Path, logs: Path | None = None) -> bool:
     return True
 
 
-def accept(directory: Path, code: str, why: str) -> None:
-    """Enters why `code` withholds no verdict; ReportError if not ACCEPTABLE, or without why."""
-    if code not in ACCEPTABLE or not why.strip():
-        raise ReportError(
-            f'accept={code!r} with the reason {why!r} must be {" or ".join(ACCEPTABLE)}, with a '
-            'reason that is not empty'
-        )
-    path = directory / NAME
-    if (code, why) in read(path).accepted.items():
-        return
+def accept(directory: Path, codes: Sequence[str], why: str) -> None:
+    """Enters why `codes` withhold no verdict; ReportError, and no entry, if one is not ACCEPTABLE.
+
+    ReportError without why as well.
+    """
+    for code in codes:
+        if code not in ACCEPTABLE or not why.strip():
+            raise ReportError(
+                f'accept={code!r} with the reason {why!r} must be {" or ".join(ACCEPTABLE)}, with '
+                'a reason that is not empty'
+            )
+    known = read(directory / NAME).accepted
     with locked(directory / 'lock'):
-        append(path, ACCEPTED, code=code, why=why)
+        for code in codes:
+            if known.get(code) != why:
+                append(directory / NAME, ACCEPTED, code=code, why=why)
 
 
 def arm_key(arm: Mapping[str, Any]) -> tuple[str | None, ...]:

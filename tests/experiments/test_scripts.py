@@ -316,10 +316,11 @@ def study(tmp_path):
 def test_a_study_is_accepted_kept_and_checked(study, printed, refusal):
     for flags, message in (
         (['--accept=commits'], "accept='commits' with the reason '' must be"),
-        (['--accept=dirty', '--why=x'], "accept='dirty' with the reason 'x' must be uncommitted"),
+        (['--accept=commits,dirty', '--why=x'], "accept='dirty' with the reason 'x' must be"),
         (['--why=x'], "--why='x' is a reason without --accept"),
     ):
         assert message in refusal('report', '--study=study', *flags)
+    assert not ledger.read(study / 'ledger.jsonl').accepted
     accept = ('--accept=uncommitted,commits', '--why=docs alone differ')
     printed('report', '--study=study', *accept, '--export=kept/study')
     entries = ledger.read(study.parent / 'kept/study/ledger.jsonl')

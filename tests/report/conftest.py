@@ -78,7 +78,7 @@ def controlled(directory):
     write_tuned(directory, records, controls=controls)
     (directory / ledger.NAME).write_text(declared)
     ledger.declare(directory, json.loads((directory / 'study.json').read_text()))
-    ledger.accept(directory, 'uncommitted', 'a comment was edited')
+    ledger.accept(directory, ['uncommitted'], 'a comment was edited')
     return directory
 
 

@@ -50,7 +50,7 @@ def directory(looked):
     """The study, extended and accepted."""
     (looked / 'study.json').write_text(json.dumps(LARGER))
     ledger.declare(looked, LARGER)
-    ledger.accept(looked, 'uncommitted', 'a typo in docs')
+    ledger.accept(looked, ['uncommitted'], 'a typo in docs')
     return looked
 
 
@@ -84,7 +84,7 @@ def test_arms_of_a_study_without_verdicts_are_never_post_hoc(looked):
 def test_what_is_declared_or_looked_at_again_is_entered_once(directory):
     before = (directory / 'ledger.jsonl').read_bytes()
     ledger.declare(directory, LARGER | {'command': 'another'})  # no part of a declaration
-    ledger.accept(directory, 'uncommitted', 'a typo in docs')
+    ledger.accept(directory, ['uncommitted'], 'a typo in docs')
     assert (directory / 'ledger.jsonl').read_bytes() == before
     assert ledger.look(directory)  # the study has grown since the first look
     (directory / 'lock').unlink()
@@ -123,7 +123,7 @@ def test_a_ledger_that_was_changed_names_the_line(directory, change, problem):
     path = directory / 'ledger.jsonl'
     lines = path.read_text().splitlines(keepends=True)
     path.unlink() if change is None else path.write_text(''.join(change(lines)))
-    for call in (read, ledger.look, lambda d: ledger.accept(d, 'commits', 'x')):
+    for call in (read, ledger.look, lambda d: ledger.accept(d, ['commits'], 'x')):
         with pytest.raises(ReportError, match=rf'ledger\.jsonl,? {problem}.*restore'):
             call(directory)
 

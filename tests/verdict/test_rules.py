@@ -202,7 +202,7 @@ def test_code_that_differs_or_that_no_commit_holds_blocks_until_it_is_accepted(s
     ]
     assert remarks[0].data['values']['f' * 40] == (B,)
     for code, still in (('uncommitted', 2), ('commits', 0)):
-        ledger.accept(study_dir, code, 'a comment only')
+        ledger.accept(study_dir, [code], 'a comment only')
         findings, decisions, remarks = checked(study_dir)
         assert len(findings.blocks) == still and len(remarks) == 4
         assert 'a comment only' in [remark.data['accepted'] for remark in remarks]
