@@ -115,6 +115,9 @@ def test_a_page_has_a_row_and_a_section_for_each_claim(written):
     # Differences have a sign, of arms with more parameters at the same shape, too.
     assert all(pages.amount(row)[0] in '+-' for row in STORED['D2'].rows)
     assert pages.amount(STORED['A2'].rows[0])[0] not in '+-'
+    (table,) = pages._tables(STORED['D2'])
+    titles = ('arm', 'doubled', 'value', 'verdict', 'for or against the claim')  # none expected
+    assert table.partition('\n')[0] == f'| {" | ".join(titles)} |'
 
 
 def test_figures_show_the_numbers_of_the_rows(written):
