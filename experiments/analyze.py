@@ -35,7 +35,7 @@ from qkattn.model.transformer import Transformer
 from qkattn.report.figures.attention_figure import attention_maps, heat_maps, singular_values
 from qkattn.report.figures.style import render, style_sheet
 from qkattn.report.prose import counted
-from qkattn.storage.files import as_path, make_directory, write_atomic
+from qkattn.storage.files import check_directory, make_directory, write_atomic
 from qkattn.storage.records import write_json
 from qkattn.train.program_cache import keep_programs
 
@@ -74,7 +74,7 @@ def main() -> None:
     keep_programs()
     if TEXT.value is not None and TOKENS.value is not None:
         raise ConfigError('--text and --tokens exclude each other')
-    out = None if OUT.value is None else as_path(cli.required(OUT))
+    out = None if OUT.value is None else check_directory(cli.required(OUT), name='--out')
     if out is not None and (out / 'analysis.json').exists():
         raise ConfigError(f'{out} already holds an analysis; give another directory')
     source = loading.load(cli.required(SOURCE))

@@ -20,6 +20,7 @@ from qkattn.errors import ConfigError
 from qkattn.jobs import cli, signals
 from qkattn.jobs.display import waiting
 from qkattn.storage.buckets import is_url
+from qkattn.storage.files import check_directory
 from qkattn.study import local_workers
 from qkattn.train.program_cache import keep_programs
 
@@ -51,6 +52,8 @@ def main() -> None:
         raise ConfigError('--claims is empty; give names as in B2,C1, or leave it out for all')
     if CLAIMS.value and EXPORT.value:
         raise ConfigError(f'--export={EXPORT.value} exports all claims; leave out their names')
+    if EXPORT.value:
+        check_directory(EXPORT.value, name='--export')
     claims = declared.chosen(CLAIMS.value or [])
     workers = local_workers.parse(WORKERS.value)
     if LIST.value:
@@ -75,7 +78,7 @@ def main() -> None:
                         f'claim {claim.name}: configs/claims has no study {name!r}, and no '
                         f'{directory / name} holds one that experiments.ablate has trained'
                     )
-        studies.train(configs, directory, workers)
+        studies.train(configs, SCALE.value, directory, workers)
     studies.report(claims, directory)
     results, decided = Results(directory), list[ClaimResult]()
     for claim in claims:

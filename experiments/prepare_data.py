@@ -11,6 +11,7 @@ made again if they are damaged.
 from absl import flags
 
 from qkattn.config import Config
+from qkattn.config.setting import check_section
 from qkattn.data.load import prepare
 from qkattn.jobs import cli, signals
 
@@ -21,7 +22,9 @@ OUT = flags.DEFINE_string('out', None, 'Directory of the tokens.')
 @signals.exit_on_signal()
 def main() -> None:
     out = cli.required(OUT)
-    dataset = prepare(cli.read_config(CONFIG).data, out)
+    data = cli.read_config(CONFIG).data
+    check_section('data.', data)
+    dataset = prepare(data, out)
     for split in dataset.splits:
         info = dataset.info(split)
         print(

@@ -10,6 +10,7 @@ from typing import Any
 from absl import flags
 
 from qkattn.config import Config
+from qkattn.errors import ConfigError
 from qkattn.jobs import agreement, bootstrap, cli, signals
 from qkattn.metrics import PREFIXES, shown
 from qkattn.storage.files import as_path
@@ -38,6 +39,8 @@ PROFILE = flags.DEFINE_string(
 def main() -> None:
     keep_programs()
     config = cli.read_config(CONFIG)
+    if LOG.value is not None and DRY_RUN.value is None:
+        raise ConfigError(f'--dry_run_log={LOG.value} needs --dry_run')
     if DRY_RUN.value is not None:
         if LOG.value is not None:
             dry_run.check_log(LOG.value)

@@ -123,9 +123,10 @@ def _end_with_parent() -> None:
 
 
 def _copy(source: IO[bytes], to: IO[bytes], prefix: str) -> None:
-    for line in source:
-        to.write(prefix.encode() + line.rstrip(b'\n') + b'\n')
-        to.flush()
+    for line in source:  # to its end, also without a reader: a full pipe would stop the process
+        with contextlib.suppress(OSError):
+            to.write(prefix.encode() + line.rstrip(b'\n') + b'\n')
+            to.flush()
 
 
 def outcome(codes: list[int]) -> int:

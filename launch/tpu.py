@@ -64,7 +64,7 @@ FLAGS = {
     '--retries': flag('restarts after a crash (run, watch)', whole(0), 3),
     '--grace': flag('seconds to save in (stop)', whole(1), 300),
     '--worker': flag('host whose log is printed (logs)', default='0'),
-    '--poll': flag('seconds between polls (watch)', float, 60),
+    '--poll': flag('seconds between polls (watch)', whole(0), 60),
     '--dry_run': DRY_RUN,
 }
 UNPACK = """set -e
@@ -213,7 +213,8 @@ def main() -> int:
         options.bundle = f'{folder}/qkattn.bundle'
         if options.verb in ('setup', 'watch'):
             bundle = ['git', '-C', str(ROOT), 'bundle', 'create', '--quiet', options.bundle, 'HEAD']
-            subprocess.run(bundle, check=True)
+            if subprocess.run(bundle).returncode:
+                leave(f'{ROOT} has no commit of git; setup copies one')
         return watch(options) if options.verb == 'watch' else do(options, options.verb)
 
 

@@ -8,7 +8,6 @@ import importlib.metadata
 import os
 import shutil
 import subprocess
-from pathlib import Path
 
 import jax
 from absl import flags
@@ -18,6 +17,7 @@ from experiments.benchmark.suites import SCALES, SUITES, training_row, varied
 from qkattn.errors import ConfigError
 from qkattn.jobs import cli
 from qkattn.jobs.machine import cpu, usable_cores
+from qkattn.storage.files import check_directory
 from qkattn.storage.run_directory import describe_start
 
 SUITE = flags.DEFINE_list('suite', None, f'Suites to run, from {", ".join(SUITES)}.')
@@ -42,7 +42,8 @@ def main() -> None:
             except ValueError as error:
                 raise ConfigError(f'--variants={name}: {error}') from error
     jax.config.update('jax_platforms', 'cpu')  # the accelerator's memory is for the contestants
-    directory = Path(OUT.value or f'runs/benchmark/{"-".join(SUITE.value)}')
+    out = OUT.value or f'runs/benchmark/{"-".join(SUITE.value)}'
+    directory = check_directory(out, name='--out')
     start = describe_start()
     torch = [d.version for d in importlib.metadata.distributions(name='torch')]
     machine = {

@@ -47,6 +47,10 @@ class Analysis:
         chosen = [row for row in chosen if subject in (None, row.subject)]
         if not chosen:
             raise KeyError(f'no {quantity} of {subject} at {site}')
+        if len(subjects := {row.subject for row in chosen}) > 1:
+            raise KeyError(
+                f'{quantity} is of {" and of ".join(sorted(subjects))}; give the subject'
+            )
         layers = [row.layer for row in at_site]
         layers += [layer for where, layer, _ in self.missing if where == site]
         shape = max(layers) + 1, max(row.head for row in chosen) + 1

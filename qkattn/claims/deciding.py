@@ -324,10 +324,13 @@ def needed(row: Row, arm: Arm) -> tuple[float, str]:
     sides = {'better': -1, 'not_better': -1, 'worse': 1, 'not_worse': 1}
     side = sides.get(row.relation or '', math.copysign(1, difference.mean))
     bound = side * difference.margin
+    if row.relation == AS_REPORTED:
+        ends = row.expected - row.tolerance, row.expected + row.tolerance
+        bound = min(ends, key=lambda end: abs(end - difference.mean))
     about = f'to tell a difference of {difference.mean:+.2g} from {bound:+g} nats/token in {where}'
     if difference.sd is None:
         return math.inf, f'more seeds than {difference.n}, {about}'
-    alpha = ALPHA / max(1, verdict.num_comparisons)
+    alpha = 2 * ALPHA / max(1, verdict.num_comparisons)  # tests at a bound are one-sided
     if (more := to_find(difference, bound - difference.mean, alpha)) is None:
         hidden = difference.tuning_high if bound > difference.mean else difference.tuning_low
         return 1e9, f'a finer sweep, as this one leaves {hidden:.2g} nats/token open, {about}'

@@ -3,7 +3,6 @@
 Rows that are not differences between the arms of a study, read from its logs.
 """
 
-import dataclasses
 from collections.abc import Iterator
 
 from qkattn.claims.claim import Kind, Row, Speaks, difference_row
@@ -12,7 +11,7 @@ from qkattn.stats import decision, inference
 from qkattn.stats.decision import Decision
 from qkattn.stats.inference import Difference
 from qkattn.study.arm_key import EQUAL_SHAPE
-from qkattn.verdict.arms import Arm, compare, with_baselines
+from qkattn.verdict.arms import Arm, with_baselines
 
 
 def early(loaded: Loaded) -> list[Row]:
@@ -68,25 +67,18 @@ def growth(loaded: Loaded, variant: str) -> list[Row]:
 
 
 def at_one_rate(loaded: Loaded, variant: str) -> list[Row]:
-    """Differences of a study without tuning, at each learning rate that both arms have.
+    """The difference of a study without tuning, whose arms share one learning rate.
 
-    That at the lowest one, where published baselines tend to stand, decides: better by more than
-    the margin, or not, by its interval.
+    Better by more than the margin, or not, by its interval.
     """
-    rows = []
-    for arm, baseline in _compared(loaded):
-        if loaded.study.bare(arm.variant) != variant:
-            continue
-        speaks = None
-        for rate in arm.learning_rates:
-            if comparison := compare(_at(rate, arm), _at(rate, baseline), loaded.study):
-                difference = comparison.difference
-                margin = -loaded.study.margin
-                speaks = Speaks.BESIDE if speaks else _speaks(difference, margin, margin)
-                context = loaded.context(arm)
-                context |= {'baseline': 'untuned', 'learning rate': f'{rate:g}'}
-                about = f'{variant} at one learning rate for both', Kind.MEASURED, context
-                rows.append(difference_row(*about, difference, speaks=speaks))
+    rows, margin = [], -loaded.study.margin
+    for arm, _ in _compared(loaded):
+        if loaded.study.bare(arm.variant) == variant and arm.difference:
+            context = loaded.context(arm)
+            context |= {'baseline': 'untuned', 'learning rate': f'{arm.learning_rate:g}'}
+            about = f'{variant} at one learning rate for both', Kind.MEASURED, context
+            speaks = _speaks(arm.difference, margin, margin)
+            rows.append(difference_row(*about, arm.difference, speaks=speaks))
     return rows
 
 
@@ -103,13 +95,6 @@ def _compared(loaded: Loaded) -> Iterator[tuple[Arm, Arm]]:
     """All arms and controls but the baselines, each with its baseline, if that has results."""
     pairs = with_baselines((*loaded.findings.arms, *loaded.findings.controls))
     return ((arm, other) for arm, other in pairs if other and not arm.is_baseline)
-
-
-def _at(rate: float, arm: Arm) -> Arm:
-    """The arm restricted to the trials at one learning rate."""
-    trials = tuple(trial for trial in arm.trials if trial.learning_rate == rate)
-    finished = tuple(trial for trial in trials if trial.finished)
-    return dataclasses.replace(arm, trials=trials, verdict_trials=trials, chosen=finished)
 
 
 def _curves(arm: Arm, baseline: Arm) -> list[dict[int, float]]:

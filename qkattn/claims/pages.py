@@ -228,7 +228,8 @@ def amount(row: Row, with_unit: bool = True) -> str:
 
     Differences have a sign, losses four decimals.
     """
-    sign, is_loss = '+' * (row.kind in PARTS or bool(row.relation)), row.unit.startswith('nats')
+    is_loss = row.unit == UNIT
+    sign = '+' * is_loss
 
     def number(value: float) -> str:
         whole = value == round(value) and abs(value) < 1e12

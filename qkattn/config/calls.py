@@ -173,7 +173,14 @@ def _import(path: str, field: str, error: type[ValueError]) -> Any:
 
 def split_pattern(text: str) -> list[str]:
     """'qk/vo,low_rank(rank=8)/vo' -> the variants between the commas outside of parentheses."""
-    return re.split(r',\s*(?![^()]*\))', text)
+    parts, depth = [''], 0
+    for character in text:
+        depth += (character == '(') - (character == ')')
+        if character == ',' and not depth:
+            parts.append('')
+        else:
+            parts[-1] += character
+    return [parts[0], *(part.lstrip() for part in parts[1:])]
 
 
 def load_extra(package: str, extra: str) -> ModuleType:

@@ -81,8 +81,8 @@ class OptimizerConfig:
     final_fraction: float = setting(
         0.0, 'Final learning rate over the peak, where the schedule decays.', least=0, most=1
     )
-    beta1: float = setting(0.9, 'Decay of the first moment in Adam.', least=0, most=1)
-    beta2: float = setting(0.99, 'Decay of the second moment in Adam.', least=0, most=1)
+    beta1: float = setting(0.9, 'Decay of the first moment in Adam.', least=0, below=1)
+    beta2: float = setting(0.99, 'Decay of the second moment in Adam.', least=0, below=1)
     epsilon: float = setting(1e-8, 'Added to the root in Adam and Muon.', least=0)
     momentum: float = setting(0.95, "Momentum of 'muon' and 'sgd'.", least=0, most=1)
     clip_norm: float | None = setting(1.0, 'Largest norm of the gradient; None is off.', above=0)
@@ -214,6 +214,10 @@ def _conflicts(config: Config) -> Iterator[str]:
         value = getattr(model, name)
         if value is not None and model.kind != 'encoder_decoder':
             yield f'model.{name}={value!r} is a setting of an encoder-decoder, not of {model.kind}'
+    if model.kind == 'encoder' and model.context < 2:
+        yield f'model.context={model.context} must be at least 2 in an encoder'
+    if optimizer.name.partition('(')[0] == 'muon' and optimizer.momentum == 1:
+        yield "optimizer.momentum=1 must be below 1 with optimizer.name='muon'"
     if train.batch_size % train.accumulation:
         yield f'train.accumulation={train.accumulation} must divide batch_size={train.batch_size}'
     for name in ('num_steps', 'log_every', 'eval_every', 'checkpoint_every'):

@@ -222,7 +222,7 @@ def balanced_factors(A_NED: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarr
     heads, is the least at this rank (Eckart & Young 1936). Zeros fill columns beyond the size of A.
     """
     left_NER, s_NR, right_NRD = np.linalg.svd(A_NED, full_matrices=False)
-    lost = np.linalg.norm(s_NR[:, rank:]) / np.linalg.norm(A_NED)
+    lost = np.linalg.norm(s_NR[:, rank:]) / (np.linalg.norm(A_NED) or 1.0)
     root_NR = np.sqrt(s_NR[:, :rank])
     left_ENR = np.moveaxis(left_NER[..., :rank] * root_NR[:, None], 0, 1)
     right_DNR = np.moveaxis(right_NRD[:, :rank], -1, 0) * root_NR

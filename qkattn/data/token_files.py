@@ -89,7 +89,12 @@ def _encoded(texts: Iterable[bytes], source: str, tokenizer: Tokenizer) -> Itera
     with readable(source, RESTORE, *ERRORS):
         for number, text in enumerate(texts, start=1):
             try:
-                yield np.append(tokenizer.encode(text), tokenizer.separator)
+                ids = np.append(tokenizer.encode(text), tokenizer.separator)
+                if ids.min() < 0 or ids.max() >= tokenizer.vocab_size:
+                    raise ValueError(f'it has ids outside of 0 .. {tokenizer.vocab_size - 1}')
+                if np.count_nonzero(ids == tokenizer.separator) > 1:
+                    raise ValueError(f'its ids hold the separator, {tokenizer.separator}')
+                yield ids
             except ValueError as error:
                 raise ConfigError(
                     f'document {number} of {source} cannot be encoded: {error}'

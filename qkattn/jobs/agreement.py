@@ -73,10 +73,12 @@ def on_owner(call: Callable[[], Any]) -> Any:
     try:
         value = call()
     except Exception as error:
-        known = getattr(errors, type(error).__name__, None) is type(error)
+        # A subclass from elsewhere is raised as the error of qkattn that it is.
+        names = (kind.__name__ for kind in type(error).__mro__ if kind in vars(errors).values())
+        known = next(names, None)
         text = str(error) if known else f'process 0 raised {type(error).__name__}: {error}'
         with contextlib.suppress(ProcessError):
-            from_all({'error': type(error).__name__ if known else 'ProcessError', 'text': text})
+            from_all({'error': known or 'ProcessError', 'text': text})
         raise
     return from_all({'value': value}, limit=OWNER_LIMIT)[0]['value']
 

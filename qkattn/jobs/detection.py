@@ -7,6 +7,7 @@ from jax._src.clusters import ClusterEnv, OmpiCluster, SlurmCluster
 from jax._src.clusters.cloud_tpu_cluster import GceTpuCluster, GkeTpuCluster
 
 from qkattn.errors import ConfigError
+from qkattn.jobs import machine
 
 TRIPLE = ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
 PORT = 'JAX_COORDINATOR_PORT'
@@ -104,7 +105,10 @@ def _job(engine: str, cluster: type[ClusterEnv]) -> Job | None:
 
 def _gpus(engine: str, count: int) -> tuple[int, ...] | None:
     """The GPUs of a task among those it sees: all if they are its own, else its equal share."""
-    visible = len([gpu for gpu in os.environ.get('CUDA_VISIBLE_DEVICES', '').split(',') if gpu])
+    if (given := os.environ.get('CUDA_VISIBLE_DEVICES')) is None:  # Open MPI does not set it
+        visible = len(machine.accelerators(os.environ.get('JAX_PLATFORMS')) or [])
+    else:
+        visible = len([gpu for gpu in given.split(',') if gpu])
     if not visible:
         return None
     total = visible

@@ -41,7 +41,10 @@ class Screen:
 
     def draw(self, line: str) -> None:
         """Shows this line in place of the one before; for a terminal only."""
-        columns = self._columns or os.get_terminal_size(self._stream.fileno()).columns or 80
+        columns = self._columns
+        with contextlib.suppress(OSError):  # the terminal may be gone; `say` then drops the line
+            columns = columns or os.get_terminal_size(self._stream.fileno()).columns
+        columns = columns or 80
         self._write('', line if len(line) < columns else f'{line[: columns - 2]}…')
 
     def close(self, keep: bool = False) -> None:

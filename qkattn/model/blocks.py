@@ -17,9 +17,10 @@ Branch = Callable[[jax.Array], jax.Array]
 
 
 class Norm(nnx.Module):
-    """(x - mean) / sd * gain + bias ('layernorm') or x / rms * gain ('rmsnorm'), in float32.
+    """(x - mean) / sd * gain + bias ('layernorm') or x / rms * gain ('rmsnorm').
 
-    Ba et al. 2016; Zhang & Sennrich 2019.
+    Normalized in float32; gain and bias act in the dtype of x. Ba et al. 2016; Zhang & Sennrich
+    2019.
     """
 
     def __init__(self, config: ModelConfig, *, gain: bool = True):

@@ -39,12 +39,8 @@ class Estimate:
 
 def estimate(values: Sequence[float]) -> Estimate:
     """Mean of `values`, with sd and 95 % t interval of the mean when there are two or more."""
-    mean, n = statistics.fmean(values), len(values)
-    if n < 2:
-        return Estimate(mean, n, None, None, None)
-    sd = _sd(values)
-    half = quantile(n - 1) * sd / n**0.5
-    return Estimate(mean, n, sd, mean - half, mean + half)
+    d = _difference(values, MARGIN, (0.0, None), (0.0, 0.0))
+    return Estimate(d.mean, d.n, d.sd, d.low, d.high)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -181,9 +181,9 @@ def accept(directory: Path, codes: Sequence[str], why: str) -> None:
                 f'accept={code!r} with the reason {why!r} must be {" or ".join(ACCEPTABLE)}, with '
                 'a reason that is not empty'
             )
-    known = read(directory / NAME).accepted
     with locked(directory / 'lock'):
-        for code in codes:
+        known = read(directory / NAME).accepted
+        for code in dict.fromkeys(codes):
             if known.get(code) != why:
                 append(directory / NAME, ACCEPTED, code=code, why=why)
 

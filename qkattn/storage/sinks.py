@@ -109,7 +109,8 @@ class Sinks:
     """The open sinks of a run; one that fails is dropped. ConfigError for SINKS in a bucket."""
 
     def __init__(self, config: Config, directory: Path):
-        if buckets.is_url(directory) and (local := sorted(SINKS.keys() & set(config.train.sinks))):
+        names = {name.partition('(')[0] for name in config.train.sinks}
+        if buckets.is_url(directory) and (local := sorted(SINKS.keys() & names)):
             raise ConfigError(
                 f'train.sinks: {", ".join(local)} cannot write to workdir={directory}; leave sinks '
                 'out, or give a directory on a file system'

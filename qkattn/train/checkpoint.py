@@ -115,7 +115,7 @@ class Checkpoints:
 
     def sound(self, target: dict) -> Iterator[tuple[dict, dict[str, Any]]]:
         """All sound checkpoints, the newest first; as `restore`."""
-        num_sound = 0
+        num_sound = num_damaged = 0
         steps = self._on_owner(lambda: sorted(self._manager.all_steps(), reverse=True))
         for step in steps:
             state: dict = {}
@@ -127,9 +127,12 @@ class Checkpoints:
                 num_sound += 1
                 yield state, record
                 continue
+            if self._read_only and not (self.directory / str(step)).exists():
+                continue  # its writer has superseded it
+            num_damaged += 1
             _name_damaged(step, damage)
         aside = self._on_owner(lambda: any(self.directory.glob(f'*{SET_ASIDE}')))
-        if not num_sound and (steps or aside):
+        if not num_sound and (num_damaged or aside):
             raise CheckpointError(
                 f'every checkpoint in {self.directory} is damaged; restore one from a copy or use '
                 'another workdir'
@@ -209,13 +212,16 @@ class Checkpoints:
                 for name, schema in DESCRIPTIONS.items():
                     parse_file(path / name, schema)
             except ValueError as error:
+                if self._read_only and not path.exists():
+                    continue  # its writer has superseded it
                 if self._read_only:
                     raise CheckpointError(
                         f'{path} is damaged ({error}); run the training command again, which goes '
                         'on from the checkpoint before'
                     ) from error
                 _name_damaged(path.name, error)
-                path.rename(path.with_name(path.name + SET_ASIDE))
+                remove_tree(aside := path.with_name(path.name + SET_ASIDE))
+                path.rename(aside)
 
     def close(self) -> None:
         """Waits for the last save; removes it if it could not be finished, and raises as `save`."""

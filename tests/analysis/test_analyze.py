@@ -196,6 +196,8 @@ def test_numbers_of_a_layer_are_those_of_its_matrices():
     assert analysis.values('norm', 'B')[1, 0] == pytest.approx(np.linalg.norm(B), rel=1e-4)
     with pytest.raises(KeyError, match='no entropy'):
         analysis.values('entropy')
+    with pytest.raises(KeyError, match='norm is of A and of B; give the subject'):
+        analysis.values('norm')
 
 
 def test_a_circuit_without_a_matrix_is_missing():

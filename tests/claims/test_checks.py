@@ -81,5 +81,6 @@ def test_an_untuned_difference_speaks_by_the_ends_of_its_interval(committed, mon
     for low, high, speaks in ((-2, -1, Speaks.FOR), (1, 2, Speaks.AGAINST), (-1, 1, Speaks.OPEN)):
         difference = dataclasses.replace(arm.difference, low=low, high=high)
         comparison = dataclasses.replace(arm.comparison, difference=difference)
-        monkeypatch.setattr(measures, 'compare', lambda *_, made=comparison: made)
+        judged = dataclasses.replace(arm, comparison=comparison)
+        monkeypatch.setattr(measures, '_compared', lambda _, one=judged: [(one, None)])
         assert measures.at_one_rate(loaded, 'merged/vo')[0].speaks == speaks

@@ -10,7 +10,7 @@ from qkattn.claims.claim import Claim, ClaimVerdict, Expectation, Kind, Measure,
 from qkattn.claims.deciding import cases, decide, evidence, needed
 from qkattn.claims.studies import Results
 from qkattn.errors import ConfigError
-from qkattn.stats import decision
+from qkattn.stats import decision, inference
 from tests.claims.conftest import CLAIMS, RESULTS
 
 pytestmark = pytest.mark.stored
@@ -102,6 +102,11 @@ def test_the_distance_from_the_bound_of_a_relation_decides(results):
         assert f'a difference of -0.011 from {bound:+g} nats/token in qk/no_o' in text
         seeds.append(number)
     assert seeds[0] == seeds[1] > 2 * seeds[2]
+    # Seeds find what they find with probability 0.8 by a one-sided test.
+    alpha = 2 * decision.ALPHA / arm.verdict.num_comparisons
+    assert seeds[2] == inference.to_find(known, 0.005 - known.mean, alpha)[0]
+    reported = dataclasses.replace(row, relation='as_reported', expected=0.02, tolerance=0.01)
+    assert 'from +0.01 nats/token' in needed(reported, arm)[1]
     one = dataclasses.replace(known, sd=None, n=1)
     arm = dataclasses.replace(arm, comparison=dataclasses.replace(arm.comparison, difference=one))
     assert needed(row, arm)[1].startswith('more seeds than 1, to tell')

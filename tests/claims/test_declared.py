@@ -77,8 +77,14 @@ def test_studies_are_tuned_and_have_arms(path, scale):
 
 
 def test_each_study_of_the_claims_is_trained_once(tmp_path, monkeypatch):
-    trained = []
+    """And has its yardsticks recorded, also where it is not tuned, as claim E2 reads it."""
+    trained, recorded = [], []
     monkeypatch.setattr(studies.local_workers, 'run', lambda *given: trained.append(given[1].name))
+    monkeypatch.setattr(
+        studies.yardsticks, 'record_finished', lambda path: recorded.append(path.name)
+    )
     claims = declared.chosen(['B3', 'B8', 'E3', 'C6'])
-    studies.train(studies.studies_of(claims, 'smoke'), tmp_path, 1)
-    assert trained == ['cross', 'masked', 'lm_sharing', 'lm_dropped']
+    studies.train(studies.studies_of(claims, 'smoke'), 'smoke', tmp_path, 1)
+    assert trained == ['cross', 'masked', 'lm_sharing', 'lm_dropped'] and not recorded
+    studies.train(studies.studies_of(declared.chosen(['E2']), 'cpu'), 'cpu', tmp_path, 1)
+    assert recorded == trained[4:] == ['lm_added', 'lm_untuned']

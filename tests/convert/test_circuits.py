@@ -9,6 +9,7 @@ from qkattn.attention import Attention
 from qkattn.config.calls import Variant
 from qkattn.convert.circuits import gauge_fix_qk, gauge_fix_vo, truncate, truncate_vo
 from qkattn.convert.conversions import parse_conversion
+from qkattn.convert.factors import balanced_factors
 from qkattn.convert.whole_layer import fold_gains, to_standard
 from qkattn.errors import ConversionError
 from qkattn.study.catalogue import documented_variants
@@ -139,6 +140,11 @@ def test_unmerged_factors_are_balanced():
     q_NHH, k_NHH = (np.einsum('DNH,DNG->NHG', w, w) for w in (score.w_q_DNH, score.w_k_DKH))
     np.testing.assert_allclose(q_NHH, k_NHH, atol=1e-12)
     assert np.abs(q_NHH * (1 - np.eye(16))).max() < 1e-12 * np.abs(q_NHH).max()
+
+
+def test_a_zero_matrix_has_factors():
+    left_ENR, right_DNR, lost = balanced_factors(np.zeros((2, 4, 4)), 3)
+    assert lost == 0 and not left_ENR.any() and not right_DNR.any()
 
 
 @pytest.mark.parametrize('rank', [2, 15])

@@ -138,6 +138,20 @@ def test_what_cannot_be_prepared(text, made, tmp_path, monkeypatch, fields, text
         prepare(data, str(out))
 
 
+@pytest.mark.parametrize(
+    ('ids', 'message'),
+    [
+        ([300], 'it has ids outside of 0 .. 255'),
+        ([-1], 'it has ids outside of 0 .. 255'),
+        ([5, 0, 5], 'its ids hold the separator, 0'),
+    ],
+)
+def test_ids_that_a_tokenizer_must_not_give(text, tmp_path, monkeypatch, ids, message):
+    monkeypatch.setattr(ByteTokenizer, 'encode', lambda *_: np.array(ids))
+    with refused(f'cannot be encoded: .*{message}'):
+        load_text(dataclasses.replace(text, data_dir=str(tmp_path)))
+
+
 def test_the_vocabulary_comes_with_the_tokens(text, tmp_path):
     data = dataclasses.replace(text, tokenizer='characters')
     prepare(data, str(tmp_path))

@@ -23,6 +23,11 @@ CASES = [
     ('verify', '--results=absent', '--results=absent contains no study directory'),
     ('verify', '--results=absent', '--pages=/dev/zero', "--pages: '/dev/zero' is not a file"),
     ('prepare_data', '--config=run.py', '--out=/proc/x', '/proc/x cannot be written'),
+    ('prepare_data', '--config=run.py', '--out=w', '--config.data.name=None', 'data.name=None'),
+    ('analyze', 'run', '--out=/proc/x', '--out=/proc/x cannot be used'),
+    ('claims', '--export=/proc/x', '--list', '--export=/proc/x cannot be used'),
+    (*TRAIN, '--workdir=w', '--dry_run_log=x.csv', '--dry_run_log=x.csv needs --dry_run'),
+    (*TRAIN, '--workdir=w', '--config.optimizer.beta2=1', 'beta2=1'),
     # Settings.
     (*TRAIN, '--config.train.num_steps=1.5', "'1.5'"),
     (*TRAIN, '--noconfig.model.biasses', 'mean --config.model.biases?'),

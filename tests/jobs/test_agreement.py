@@ -33,6 +33,8 @@ JOB = """
     seen['owner'] = agreement.on_owner(lambda: called.append('value') or [rank, 'value'])
     seen['refused'] = attempt(lambda: agreement.owned(lambda: says(errors.InUseError, 'held')))
     seen['bug'] = attempt(lambda: agreement.on_owner(lambda: says(KeyError, 'bug')))
+    damaged = type('Damaged', (errors.ConfigError,), {})  # as of another module
+    seen['kind'] = attempt(lambda: agreement.on_owner(lambda: says(damaged, 'x')))
     seen['any'] = [agreement.any_process(rank == 1), agreement.any_process(False)]
 
     def use(made):
@@ -64,9 +66,10 @@ def test_three_processes_agree():
     assert [code for code, _, _ in results] == [0, 0, 0], results
     first, *others = seen = [json.loads(out) for _, out, _ in results]
     assert first['all'] == [{'rank': rank, 'none': None} for rank in range(3)]
-    assert [one['called'] for one in seen] == [['value', 'held', 'bug', 'made'], [], []]
+    assert [one['called'] for one in seen] == [['value', 'held', 'bug', 'x', 'made'], [], []]
     bugs = [['KeyError', "'bug'"], *[['ProcessError', "process 0 raised KeyError: 'bug'"]] * 2]
     assert [one['bug'] for one in seen] == bugs
+    assert [one['kind'] for one in seen] == [['Damaged', 'x'], *[['ConfigError', 'x']] * 2]
     assert [one['first'] for one in seen] == ['made by 0', 'made by 1', 'made by 2']
     assert [one['stays'] for one in seen] == [0, *[['ValueError', 'stays']] * 2]
     late = ['ProcessError', 'process 2 did not arrive within 1 s, while the others waited']

@@ -6,6 +6,7 @@ import pytest
 from jax._src.clusters import cloud_tpu_cluster
 
 from qkattn.errors import ConfigError
+from qkattn.jobs import machine
 from qkattn.jobs.detection import TRIPLE, Job, detect
 
 
@@ -84,10 +85,13 @@ def test_a_job_of_every_engine(environ, job, job_of):
         ('3', '2', '1', (0,)),
         ('0,1,2,3', None, '1', (2, 3)),
         ('0,1,2', '3', '0', '^2 tasks on a node with 3 GPUs, of which each sees 3'),
+        (None, None, '1', (2, 3)),  # none set, as by Open MPI: those of the machine
     ],
 )
-def test_the_gpus_of_a_task(visible, on_node, local, devices, job_of):
-    gpus = {'CUDA_VISIBLE_DEVICES': visible, 'SLURM_LOCALID': local}
+def test_the_gpus_of_a_task(visible, on_node, local, devices, job_of, monkeypatch):
+    monkeypatch.setattr(machine, 'accelerators', lambda platforms: ['0', '1', '2', '3'])
+    gpus = {'SLURM_LOCALID': local}
+    gpus |= {} if visible is None else {'CUDA_VISIBLE_DEVICES': visible}
     gpus |= {} if on_node is None else {'SLURM_GPUS_ON_NODE': on_node}
     refused = pytest.raises(ConfigError, match=devices) if isinstance(devices, str) else None
     with refused or contextlib.nullcontext():

@@ -214,6 +214,16 @@ def test_no_display_needs_a_reader(kind, terminal, unread, monkeypatch):
     assert goes_nowhere(unread)
 
 
+def test_a_run_goes_on_without_its_terminal():
+    ours, theirs = os.openpty()
+    with open(theirs, 'w') as stream:
+        screen = Screen(stream)
+        os.close(ours)
+        for _ in range(2):
+            screen.draw('a line')
+        assert goes_nowhere(stream)
+
+
 def test_a_full_disk_is_an_error():
     with pytest.raises(OSError, match='No space left'), open('/dev/full', 'w') as full:
         output.say('a', full)

@@ -1,5 +1,7 @@
 """launch/local.py: command lines; and jobs of small stand-ins for qkattn's processes."""
 
+import importlib
+import io
 import os
 import re
 import signal
@@ -23,6 +25,16 @@ def start(directory: Path, plan: str, *flags: str) -> subprocess.Popen:
     env = {**os.environ, 'QKATTN_VENV': str(directory / 'venv'), 'HOME': str(directory)}
     pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
     return subprocess.Popen(command, cwd=directory, env=env, **pipes)
+
+
+def test_output_is_read_to_its_end_without_a_reader(monkeypatch):
+    monkeypatch.syspath_prepend(LAUNCH)
+    copy = importlib.import_module('local')._copy
+    ours, theirs = os.pipe()
+    os.close(ours)
+    with open(theirs, 'wb', buffering=0) as closed:
+        copy(source := io.BytesIO(b'a\nb\n'), closed, '[0] ')
+    assert source.read() == b''
 
 
 @pytest.mark.parametrize(

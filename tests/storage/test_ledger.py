@@ -50,7 +50,7 @@ def directory(looked):
     """The study, extended and accepted."""
     (looked / 'study.json').write_text(json.dumps(LARGER))
     ledger.declare(looked, LARGER)
-    ledger.accept(looked, ['uncommitted'], 'a typo in docs')
+    ledger.accept(looked, ['uncommitted', 'uncommitted'], 'a typo in docs')
     return looked
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from qkattn.config import Config, TrainConfig, TrialsConfig, fingerprint
 from qkattn.errors import ConfigError
+from qkattn.storage.files import as_path
 from qkattn.storage.sinks import Sinks, check_sinks, trial_names
 
 CONFIG = Config(trials=TrialsConfig(seeds=(0, 1), learning_rates=(1e-3, 2e-3)))
@@ -115,6 +116,12 @@ def test_a_sink_that_cannot_be_opened_is_refused(name, sentence, monkeypatch):
         monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=sentence):
         check_sinks([name])
+
+
+def test_a_sink_with_options_is_refused_in_a_bucket_too(bucket):
+    config = Config(train=TrainConfig(sinks=('tensorboard()', 'wandb(project="x")')))
+    with pytest.raises(ConfigError, match='^train.sinks: tensorboard, wandb cannot write to'):
+        Sinks(config, as_path('gs://runs/x'))
 
 
 def test_wandb_continues_the_run_of_its_directory_offline(tmp_path, monkeypatch):

@@ -254,6 +254,29 @@ def test_checkpoints_whose_descriptions_are_damaged_are_never_started_over(two, 
         with pytest.raises(CheckpointError, match='every checkpoint in .* is damaged'):
             restored(path)
     assert names_in(path) == ['4.damaged', '8.damaged']
+    shutil.copytree(path / '4.damaged', path / '4')  # a copy that is damaged as well
+    with pytest.raises(CheckpointError, match='every checkpoint in .* is damaged'):
+        restored(path)
+    assert names_in(path) == ['4.damaged', '8.damaged']
+
+
+def test_a_checkpoint_superseded_while_it_is_read_is_not_damaged(two, tmp_path, monkeypatch):
+    path = shutil.copytree(two, tmp_path / 'c')
+    with contextlib.closing(Checkpoints(path, read_only=True)) as saved:
+        sound = saved.sound(target_on())
+        assert int(next(sound)[0]['step']) == 8
+        shutil.rmtree(path / '4')
+        assert list(sound) == []
+        shutil.rmtree(path / '8')
+        assert saved.restore({}) is None
+    path, parse = shutil.copytree(two, tmp_path / 'd'), checkpoint.parse_file
+
+    def superseded(file, schema):
+        shutil.rmtree(path / '4', ignore_errors=True)
+        return parse(file, schema)
+
+    monkeypatch.setattr(checkpoint, 'parse_file', superseded)
+    Checkpoints(path, read_only=True).close()
 
 
 def test_an_unfinished_checkpoint_in_a_bucket_is_removed(bucket):

@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 
+from qkattn.report import tables
 from qkattn.stats import inference
 from qkattn.storage import ledger
 from qkattn.study.arm_key import EQUAL_SHAPE, EXPECTED, LONGER
@@ -193,6 +194,13 @@ def test_arms_without_a_verdict_run_of_all_seeds_or_a_shared_seed(study_dir):
     studies.write_lines(path / 'results.jsonl', records[:-4])
     (control,) = find(load_study(path)).positive
     assert control.passed is None and codes(control.verdict.reasons) == ['NO_VERDICT_TRIALS']
+
+
+def test_a_positive_control_whose_trials_all_diverged_fails_in_words(study_dir):
+    lost = studies.tuned_arm('b/vo', losses=[None] * len(BASE))
+    path = studies.write_tuned(study_dir, arm('qk/vo', 0) + lost, expected=['b/vo is worse'])
+    study = load_study(path)
+    assert 'b/vo is expected to be worse' in ' '.join(tables.summary(study, find(study)))
 
 
 def test_scaling_over_sizes_that_are_bracketed_and_trained_enough(study_dir):

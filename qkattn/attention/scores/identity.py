@@ -106,7 +106,7 @@ class NeitherFull(TwoMaps):
 
     equation = 'I'
     parameter_count = '0'
-    source = 'Luong et al. 2015, eq. 8 ("dot")'
+    source = 'Luong et al. 2015, section 3.1 ("dot")'
     supports_rope = False
     key_map = STREAM
     queries = QueryFreeFull.queries

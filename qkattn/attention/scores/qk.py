@@ -40,7 +40,8 @@ class QK(TwoMaps):
 class LowRank(TwoMaps):
     """A[n] = W_Q[n] W_K[n]^T of rank <= R, where R is independent of the head size of the values.
 
-    R = H is `qk`. Rotary positions need an even R. `rank` is 1 to D; None is max(1, H // 2).
+    R = H is `qk`. Rotary positions need an even R. `rank` is 1 to D; None is max(1, H // 2) or D,
+    whichever is less.
     """
 
     equation = 'W_Q[n] W_K[n]^T, rank R'
@@ -215,7 +216,7 @@ class Merged(TwoMaps):
 
     equation = 'W_QK[n]'
     parameter_count = 'N*D*D'
-    source = 'Luong et al. 2015, eq. 8 ("general")'
+    source = 'Luong et al. 2015, section 3.1 ("general")'
     options = {'init': one_of('dense', 'product')}
     supports_rope = False
     query_map, key_map = Projection('w_qk_DNE', 'b_q_NE'), STREAM

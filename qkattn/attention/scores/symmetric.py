@@ -189,9 +189,9 @@ class SymmetricSkew(Score):
     C = H. L starts as in `symmetric`. Rotary positions mix the two parts.
 
     Args:
-      symmetric_rank: R, 0 to D; None is H.
-      skew_rank: C, 0 to D // 2; None is H // 2, which gives the parameter count of `qk` with K = N
-        (H even) but for the N R signs.
+      symmetric_rank: R, 0 to D; None is min(H, D).
+      skew_rank: C, 0 to D // 2; None is min(H, D) // 2, which gives the parameter count of `qk`
+        with K = N (H even, at most D) but for the N R signs.
     """
 
     equation = 'W[n] L[n] W[n]^T + U[n] V[n]^T - V[n] U[n]^T'

@@ -157,7 +157,8 @@ class OIsQ(OIsK):
 class Subspace(KIsV):
     """B[n] = c W_K[n] W_K[n]^T: keys, values and output are one matrix, owned by the Score.
 
-    With `shared_qk` all four matrices are one, as in CRATE. c = residual_gain is the step size.
+    With `shared_qk` all four matrices are one, as in CRATE. c = residual_gain is the step size, so
+    the output has standard deviation c sqrt(N H / D), with `qk` sqrt(1 + H/D) times that.
     """
 
     equation = 'c W_K[n] W_K[n]^T'

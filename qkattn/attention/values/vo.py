@@ -33,7 +33,8 @@ class VO(Factored):
 class LowRank(Factored):
     """B[n] = W_V[n] W_O[n] of rank <= R, where R is independent of the head size of the Score.
 
-    R = H is `vo`; in the source, queries and keys have rank R too. `rank` None is max(1, H // 2).
+    R = H is `vo`; in the source, queries and keys have rank R too. `rank` None is
+    max(1, H // 2) or D, whichever is less.
     """
 
     equation = 'W_V[n] W_O[n], rank R'
@@ -156,7 +157,10 @@ class MergedVO(Factored):
 
     equation = 'W_OV[n]'
     parameter_count = 'N*D*D'
-    source = 'Elhage et al. 2021, section "Splitting attention heads into circuits"'
+    source = (
+        'Elhage et al. 2021, "Splitting Attention Head terms into Query-Key and Output-Value '
+        'Circuits"'
+    )
     options = {'init': one_of('dense', 'product')}
     value_map = STREAM
 

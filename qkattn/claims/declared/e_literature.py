@@ -38,7 +38,7 @@ E2 = Claim(
     source='Karbevski 2026, arXiv 2603.13381; a public audit finds that the gain is that of tuning '
     'the baseline.',
     rule='Holds if it is better with both arms tuned, and with both at the lowest learning rate of '
-    'the sweep; holds only if the baseline is untuned, where tuning takes the gain away.',
+    'the first grid; holds only if the baseline is untuned, where tuning takes the gain away.',
     reported='-0.037 nats untuned; at most 0.005 after the baseline is tuned',
     expectations=(
         Expectation('lm_added', 'nonlinear_query/vo', 'better', context={'baseline': 'tuned'}),

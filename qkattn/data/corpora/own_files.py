@@ -110,7 +110,7 @@ def _scan(path: Path) -> tuple[str, int]:
 
 
 # A run opens its corpus more than once.
-@functools.lru_cache
+@functools.cache
 def _scan_version(path: Path, version: tuple[int, int]) -> tuple[str, int]:
     content = path.read_bytes()
     content.decode()

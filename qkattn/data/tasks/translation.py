@@ -130,6 +130,7 @@ class TranslationRows(Rows):
         return self.pairs.identity() | packing
 
     def bytes_per_token(self, split: str) -> float:
+        """Of the whole split with the pairs that `drop_long` leaves out, as is `unigram_nats`."""
         return self.pairs.target.bytes_per_token(split)
 
     def unigram_nats(self, split: str) -> float:

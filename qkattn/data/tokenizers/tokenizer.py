@@ -78,7 +78,10 @@ class CharacterTokenizer(Tokenizer):
     @classmethod
     def train(cls, texts: Iterable[bytes]) -> Self:
         """The tokenizer of the characters of `texts`; ValueError if one is not valid UTF-8."""
-        return cls(''.join(sorted(set().union(*(text.decode() for text in texts)))))
+        characters: set[str] = set()
+        for text in texts:
+            characters.update(text.decode())
+        return cls(''.join(sorted(characters)))
 
     @classmethod
     def load(cls, model: bytes) -> Self:
