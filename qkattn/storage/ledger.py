@@ -181,6 +181,7 @@ def accept(directory: Path, codes: Sequence[str], why: str) -> None:
                 f'accept={code!r} with the reason {why!r} must be {" or ".join(ACCEPTABLE)}, with '
                 'a reason that is not empty'
             )
+    read(directory / NAME)  # a lock makes its directory
     with locked(directory / 'lock'):
         known = read(directory / NAME).accepted
         for code in dict.fromkeys(codes):

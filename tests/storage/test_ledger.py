@@ -162,3 +162,9 @@ def test_runs_are_added_after_a_look_and_none_goes(looked):
     (looked / 'plan.jsonl').unlink()
     run_of(looked, 'b')
     assert altered(looked) == {'a': 1}
+
+
+def test_a_study_that_is_not_there_is_not_made(tmp_path):
+    with pytest.raises(ReportError, match='ledger.jsonl does not exist'):
+        ledger.accept(tmp_path / 'absent', ['commits'], 'docs alone differ')
+    assert not (tmp_path / 'absent').exists()
