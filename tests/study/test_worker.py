@@ -5,6 +5,8 @@ import dataclasses
 import math
 import shutil
 import signal
+import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -198,7 +200,11 @@ def test_waiting_names_the_run_and_ends_on_request(trained, tmp_path, monkeypatc
     path = tmp_path / 'out'
     single = changed(tuning=TuningConfig(), variants=('qk/vo',))
     (run,) = plan.runs(single, build_arms(single), lambda run: None)
-    monkeypatch.setattr(worker.time, 'sleep', lambda _: signal.raise_signal(signal.SIGTERM))
+    # The worker's alone: other threads may sleep too, while nobody handles the signal.
+    stop = SimpleNamespace(
+        monotonic=time.monotonic, sleep=lambda _: signal.raise_signal(signal.SIGTERM)
+    )
+    monkeypatch.setattr(worker, 'time', stop)
     with leases.acquire(path / 'leases', run.id), pytest.raises(Stopped):
         worker.run(single, path)
     assert not trained
