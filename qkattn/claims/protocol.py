@@ -3,7 +3,8 @@
 'smoke' trains every arm for seconds, which shows that it runs and decides nothing; 'cpu' is the
 fair protocol at the size of two CPU cores; 'gpu' is the same protocol at published sizes. Of each
 config, `seeds` counts those of the verdict and `steps` those of training, both at scale cpu; a run
-is evaluated `evaluations` times, evenly spaced; `fields` replace those of the scale's model.
+is evaluated `evaluations` times, evenly spaced; `fields` replace those of the scale's model. Seeds
+count from `first_seed`, so that a study may be repeated with others.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ SCALES = ('smoke', 'cpu', 'gpu')
 T = TypeVar('T')
 
 RATES = (4e-3, 8e-3, 1.6e-2, 3.2e-2)  # learning rates of the screening, at scale cpu
-SCREENING = 100  # the first seed of the screening; those of the verdicts count from 0
+SCREENING = 100  # the first seed of the screening; those of the verdicts are below
 
 
 def pick(scale: str, *, smoke: T, cpu: T, gpu: T) -> T:
@@ -36,6 +37,7 @@ def language_model(
     evaluations: int = 2,
     learning_rates: tuple[float, ...] = RATES,
     seeds: int = 10,
+    first_seed: int = 0,
     sequences: int = 2048,
     **fields: Any,
 ) -> config.Config:
@@ -64,7 +66,7 @@ def language_model(
         ),
         optimizer=_optimizer(scale),
         train=_train(scale, num_steps, pick(scale, smoke=8, cpu=16, gpu=64), evaluations),
-        trials=_trials(scale, learning_rates, seeds),
+        trials=_trials(scale, learning_rates, seeds, first_seed),
     )
 
 
@@ -176,9 +178,11 @@ def _train(scale: str, num_steps: int, batch_size: int, evaluations: int = 2) ->
     )
 
 
-def _trials(scale: str, learning_rates: tuple[float, ...], seeds: int) -> config.TrialsConfig:
+def _trials(
+    scale: str, learning_rates: tuple[float, ...], seeds: int, first_seed: int = 0
+) -> config.TrialsConfig:
     of_gpu = tuple(rate / 16 for rate in learning_rates)
     return config.TrialsConfig(
-        seeds=tuple(range(pick(scale, smoke=2, cpu=seeds, gpu=5))),
+        seeds=tuple(range(first_seed, first_seed + pick(scale, smoke=2, cpu=seeds, gpu=5))),
         learning_rates=pick(scale, smoke=learning_rates[:1], cpu=learning_rates, gpu=of_gpu),
     )
