@@ -8,6 +8,7 @@ import inspect
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from qkattn.attention.normalizers import NORMALIZERS, Normalizer
 from qkattn.attention.parameters import initialization
@@ -119,8 +120,23 @@ def check(spec: AttentionSpec) -> None:
             f'{spec.score} has no rotary form, so positions=rope cannot be used with it; '
             'use none, learned, sinusoidal or alibi'
         )
-    if spec.positions == 'rope' and spec.head_size % 2:
-        raise SpecError(f'head_size={spec.head_size} must be even for positions=rope')
+    if spec.positions == 'rope':
+        _check_rotated(spec, score, score_options)
+
+
+def _check_rotated(spec: AttentionSpec, score: type[Score], options: dict[str, Any]) -> None:
+    """Raises SpecError where the channels that are rotated are not pairs."""
+
+    def queries() -> jax.Array:
+        made = score(spec, key=jax.random.key(0), **options)
+        q_BTNH = made.queries(jnp.zeros((1, 1, spec.d_model)))
+        return q_BTNH[..., -(made.rope_size or q_BTNH.shape[-1]) :]
+
+    if (size := jax.eval_shape(queries).shape[-1]) % 2:
+        raise SpecError(
+            f'{spec.score} with d_model={spec.d_model} and head_size={spec.head_size} rotates '
+            f'{size} channels of a head, which must be an even number for positions=rope'
+        )
 
 
 def _check_circuit(

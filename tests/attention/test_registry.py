@@ -4,6 +4,7 @@ import inspect
 import re
 
 import jax
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 
@@ -50,8 +51,10 @@ REFUSED = [
     ('qk/hadamard', WIDE, 'hadamard uses slices'),
     ('collaborative/vo', ROPE, 'collaborative has no rotary form'),
     ('low_rank(rank=33)/vo', {}, 'rank=33.*from 1 to d_model=32'),
-    ('low_rank(rank=3)/vo', ROPE, 'rank=3.*even'),
-    ('full_size/vo', {**ROPE, 'd_model': 33}, 'd_model=33 must be even'),
+    ('low_rank(rank=3)/vo', ROPE, 'low_rank.*rotates 3 channels of a head, which must be an even'),
+    ('full_size/vo', {**ROPE, 'd_model': 33}, 'd_model=33 .* rotates 33 channels'),
+    ('latent(rope_size=3)/vo', ROPE, 'rotates 3 channels'),
+    ('qk/k_is_v', {**ROPE, 'head_size': 7}, 'qk with .* head_size=7 rotates 7 channels'),
     ('shared_qk(temperature=0)/vo', {}, "temperature=0.*above 0, 'learned' or None"),
     ('shared_qk(key_norm=True)/vo', {'qk_norm': True}, 'qk_norm=True undoes key_norm'),
     ('shared_qk(temperature="learned")/vo', {'qk_norm': True}, 'qk_norm=True undoes key_norm'),
@@ -82,6 +85,13 @@ def test_what_cannot_be_built_is_refused_in_one_sentence():
         spec = {**SIZES, **parse_variant(variant)._asdict(), **change}
         with refused(message, SpecError):
             registry.check(AttentionSpec(**spec))
+
+
+def test_only_what_is_rotated_needs_an_even_size():
+    for score in ('low_rank(rank=4)', 'full_size', 'latent(rope_size=4)'):
+        odd = {**SIZES, **ROPE, 'score': score, 'head_size': 7}
+        layer = Attention(AttentionSpec(**odd), key=jax.random.key(0))
+        assert layer(jnp.ones((1, 5, 32))).shape == (1, 5, 32)
 
 
 @pytest.mark.parametrize(('kind', 'known'), [('score', SCORES), ('value', VALUES)])

@@ -163,6 +163,10 @@ def test_a_setting_that_does_not_fit_the_data_is_one_sentence(files):
         ('decoder', CAUSAL, {'context': 8}, 'model.context=8 must equal .*, 7.$'),
         ('decoder', CAUSAL, {'vocab_size': 7}, 'vocab_size=7 must be at least 8 .*recall'),
         ('decoder', CAUSAL, {'lowercase': True}, 'data.lowercase=True has no effect'),
+        ('decoder', CAUSAL, {'mask_rate': 0.5}, 'data.mask_rate=0.5 has no effect'),
+        ('decoder', TEXT, {'drop_long': True}, 'data.drop_long=True has no effect on a decoder'),
+        ('encoder', TEXT, {'shift_windows': True}, 'data.shift_windows=True .* on an encoder'),
+        ('encoder_decoder', PAIRS, {'mask_rate': 0.5}, 'mask_rate=0.5 .* on an encoder-decoder'),
     ):
         with refused(says):
             rows_of(config_of(kind, form, **fields))

@@ -53,11 +53,7 @@ class Latent(Score):
                 'latent(rope_size=G), an even number of extra channels, '
                 f'e.g. {max(2, spec.head_size // 4 * 2)}'
             )
-        if rope_size is None:
-            return
-        if rope_size % 2:
-            raise SpecError(f'latent(rope_size={rope_size}) must be even')
-        if spec.positions != 'rope':
+        if rope_size is not None and spec.positions != 'rope':
             raise SpecError(
                 f'latent(rope_size={rope_size}) rotates channels, so it needs positions=rope, not '
                 f'{spec.positions}'

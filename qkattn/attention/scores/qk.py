@@ -52,18 +52,8 @@ class LowRank(TwoMaps):
     query_map = Projection('w_q_DNR', 'b_q_NR')
     key_map = Projection('w_k_DKR', 'b_k_KR', 'k_BSKR')
 
-    @classmethod
-    def check(cls, spec: AttentionSpec, *, rank: int | None = None) -> None:
-        rank = cls.default_rank(spec) if rank is None else rank
-        if spec.positions == 'rope' and rank % 2:
-            raise SpecError(f'low_rank(rank={rank}) must have an even rank for positions=rope')
-
-    @staticmethod
-    def default_rank(spec: AttentionSpec) -> int:
-        return min(max(1, spec.head_size // 2), spec.d_model)
-
     def __init__(self, spec: AttentionSpec, *, key: jax.Array, rank: int | None = None):
-        R = self.default_rank(spec) if rank is None else rank
+        R = min(max(1, spec.head_size // 2), spec.d_model) if rank is None else rank
         self.w_q_DNR, self.b_q_NR = affine(spec, key, 'w_q_DNR', R=R)
         self.w_k_DKR, self.b_k_KR = affine(spec, key, 'w_k_DKR', R=R)
         self.scale = R**-0.5
@@ -76,11 +66,6 @@ class FullSize(LowRank):
     parameter_count = 'D*N*D + D*K*D'
     source = 'Vaswani et al. 2017 with d_k = d_model'
     key_map = Projection('w_k_DKR', 'b_k_KR', 'k_BSKD')
-
-    @classmethod
-    def check(cls, spec: AttentionSpec, **options: Any) -> None:
-        if spec.positions == 'rope' and spec.d_model % 2:
-            raise SpecError(f'd_model={spec.d_model} must be even for full_size with rope')
 
     def __init__(self, spec: AttentionSpec, *, key: jax.Array):
         super().__init__(spec, key=key, rank=spec.d_model)

@@ -68,11 +68,12 @@ def check(config: DataConfig) -> Source:
     return source
 
 
-def refuse_unused(config: DataConfig, fields: Iterable[str]) -> None:
+def refuse_unused(config: DataConfig, fields: Iterable[str], of: str | None = None) -> None:
     """Refuses settings without effect, because they would still stand in the record of a run."""
     for field in fields:
         if (value := getattr(config, field)) != getattr(DataConfig, field):
-            raise ConfigError(f'data.{field}={value!r} has no effect on data.name={config.name!r}.')
+            what = of or f'data.name={config.name!r}'
+            raise ConfigError(f'data.{field}={value!r} has no effect on {what}.')
 
 
 def find(config: DataConfig) -> Corpus:

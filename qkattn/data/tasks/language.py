@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from qkattn.config import Config
+from qkattn.data.corpora.corpus_registry import refuse_unused
 from qkattn.data.load import load_text
 from qkattn.data.tasks.rows import Batch, DataForm, Rows, token_batch, uniform
 from qkattn.data.tokens import TokenDataset
@@ -60,6 +61,7 @@ class LanguageRows(TextRows):
     @classmethod
     def open(cls, config: Config) -> Self:
         data, length = config.data, config.model.context
+        refuse_unused(data, ('mask_rate', 'drop_long'), 'a decoder')
         return cls(load_text(data), length, shift=data.shift_windows)
 
     def __init__(self, dataset: TokenDataset, length: int, *, shift: bool = False):
@@ -101,6 +103,7 @@ class MaskedRows(TextRows):
 
     @classmethod
     def open(cls, config: Config) -> Self:
+        refuse_unused(config.data, ('shift_windows', 'drop_long'), 'an encoder')
         return cls(load_text(config.data), config.model.context, config.data.mask_rate)
 
     def __init__(self, dataset: TokenDataset, length: int, mask_rate: float = 0.15):

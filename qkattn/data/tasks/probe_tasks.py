@@ -237,7 +237,8 @@ class ProbeRows(Rows):
 
     @classmethod
     def open(cls, config: Config) -> Self:
-        refuse_unused(config.data, (*SETTINGS, 'lowercase', 'tokenizer', 'carve_test'))
+        of_text = 'lowercase', 'tokenizer', 'carve_test', 'mask_rate', 'shift_windows', 'drop_long'
+        refuse_unused(config.data, (*SETTINGS, *of_text))
         rows = cls(*find(config.data.name))
         if rows.length != config.model.context:
             raise ConfigError(

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from qkattn.config import Config, ModelConfig
+from qkattn.data.corpora.corpus_registry import refuse_unused
 from qkattn.data.load import load_pairs
 from qkattn.data.tasks.rows import INT, ArrayShapes, Batch, DataForm, Rows, token_batch
 from qkattn.data.tokens import PairDataset
@@ -38,6 +39,7 @@ class TranslationRows(Rows):
     @classmethod
     def open(cls, config: Config) -> Self:
         model, data = config.model, config.data
+        refuse_unused(data, ('mask_rate', 'shift_windows'), 'an encoder-decoder')
         return cls(load_pairs(data), model.encoder.context, model.context, drop_long=data.drop_long)
 
     def __init__(
