@@ -49,7 +49,7 @@ CHANGES = {
 # In each kind of model a variant, and the studies that compare them, the best ones first.
 MODELS = {
     'decoder': ('{}', ('lm_dropped', 'lm_sharing', 'lm_added', 'lm_doubled')),
-    'masked LM': ('{}', ('masked_lm', 'masked')),
+    'masked LM': ('{}', ('masked_lm',)),
     'translation': ('qk/vo?encoder_variant={}', ('translation', 'encoder_side')),
 }
 

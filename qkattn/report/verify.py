@@ -17,9 +17,9 @@ form (`qkattn.study.stored`).
 
 What a run logged, and what only copies or counts it, is compared exactly: hashes, results, counts,
 texts and verdicts. Derived numbers are not the same everywhere: processors and versions of numpy
-round exp, log and sums differently, and a bootstrapped fit carries the last bits to the ninth
-digit. So a number of claims.json agrees with the one made again, x, if one within TOLERANCE of x is
-stored like that (`near`), and a printed one if it is one apart in its last decimal (`close`).
+round exp, log and sums differently, and a fit carries the last bits to the ninth digit. So a number
+of claims.json agrees with the one made again, x, if one within TOLERANCE of x is stored like that
+(`near`), and a printed one if it is one apart in its last decimal (`close`).
 """
 
 import ast

@@ -113,11 +113,11 @@ def test_the_distance_from_the_bound_of_a_relation_decides(results):
 
 
 def test_missing_results_are_named_and_needed_first(results, committed, tmp_path):
-    pair = expect('qk/k_is_v', 'worse'), expect('qk/no_v', 'worse', study='masked')
+    pair = expect('qk/k_is_v', 'worse'), expect('qk/no_v', 'worse', study='masked_lm')
     decided = decide(claim(*pair), 'cpu', results)
     assert decided.verdict is UNDECIDED and decided.studies == ('fair_small',)
-    assert decided.missing == ('study masked has no results',)
-    assert decided.needed == '--scale=cpu: masked'
+    assert decided.missing == ('study masked_lm has no results',)
+    assert decided.needed == '--scale=cpu: masked_lm'
     # Results of a run, then the declaration.
     study = shutil.copytree(committed / 'claims/cpu/lm_added', tmp_path / 'lm_added')
     full_size = claim(expect('full_size/vo', 'better', 'lm_added'))

@@ -14,7 +14,7 @@ from tests.studies import RESULTS, beat_yardsticks
 TEXTS = dict.fromkeys(('title', 'statement', 'source', 'rule'), 'One is one.')
 HOLDS = Expectation('fair_small', 'qk/k_is_v', 'not_better')
 FAILS = Expectation('fair_small', 'qk/k_is_v', 'worse')
-LACKS = Expectation('masked', 'shared_qk/vo', 'worse')
+LACKS = Expectation('masked_lm', 'shared_qk/vo', 'worse')
 
 
 def one():
@@ -46,7 +46,7 @@ def test_an_export_is_decided_again_and_a_changed_verdict_is_found(
     kept = tmp_path / 'kept'
     shutil.copytree(workdir / 'fair_small', workdir / 'scaling')  # belongs to no claim
     text = printed('claims', '--notrain', f'--workdir={workdir}', f'--export={kept}')
-    for part in ('E7  holds', 'E8  holds', 'E9  undecided', 'study masked has no results'):
+    for part in ('E7  holds', 'E8  holds', 'E9  undecided', 'study masked_lm has no results'):
         assert part in text
     assert ' only if one is left\n' in text and 'holds for' not in text
     assert drawn == [str(kept)]
@@ -70,7 +70,7 @@ def test_an_export_is_decided_again_and_a_changed_verdict_is_found(
 def test_a_workdir_of_something_else_is_refused_and_kept(refusal, workdir):
     """One study, and studies of another scale."""
     study = workdir / 'fair_small'
-    shutil.copytree(study, workdir / 'masked')
+    shutil.copytree(study, workdir / 'masked_lm')
     files = sorted(workdir.rglob('*'))
     for train in ('--train', '--notrain'):
         sentence = refusal('claims', 'E7', train, f'--workdir={study}')
@@ -78,7 +78,7 @@ def test_a_workdir_of_something_else_is_refused_and_kept(refusal, workdir):
             'is the directory of a study or run; claims need a directory of their own' in sentence
         )
         sentence = refusal('claims', 'E9', train, f'--workdir={workdir}')
-        assert 'masked has the sizes d_model=48, but at scale cpu the study has' in sentence
+        assert 'masked_lm has the sizes d_model=48, but at scale cpu the study has' in sentence
     assert sorted(workdir.rglob('*')) == files
 
 

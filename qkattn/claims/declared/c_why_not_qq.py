@@ -16,8 +16,9 @@ C1 = Claim(
     'dominates.',
     source=f'{THREAD}, with an answer by an experimenter',
     rule='Each part is a context. Half the information: a share of 0.4 to 0.6 of the free '
-    'numbers of A, or of the pattern of T tokens. The diagonal dominates: it is the largest '
-    'of its row in more than half of the rows at initialization, T = 64.',
+    'numbers of A, or of the pattern of T tokens. The diagonal dominates, at initialization and '
+    'T = 64: in more than half of the rows it is the largest, always it has the largest score of '
+    'all and is above the sum of the absolute values of the rest of its row.',
     checks=(
         counts.symmetry,
         counts.half_the_numbers,
@@ -92,11 +93,11 @@ C6 = Claim(
     expectations=tuple(
         Expectation(study, variant, relation, at=at, context={'conclusion': name})
         for variant, relation, at, name, studies in (
-            ('shared_qk/vo', 'worse', 'removed', 'of C2', ('masked', 'lm_sharing')),
-            ('shared_qk/vo', 'not_better', 'matched', 'of C3', ('masked', 'lm_sharing')),
-            ('qk/no_v', 'worse', 'removed', 'of C4', ('masked', 'lm_dropped')),
-            ('qk/no_v', 'not_better', 'matched', 'of C4', ('masked', 'lm_dropped')),
-            ('qk/no_o', 'not_better', 'matched', 'of C5', ('masked', 'lm_dropped')),
+            ('shared_qk/vo', 'worse', 'removed', 'of C2', ('masked_lm', 'lm_sharing')),
+            ('shared_qk/vo', 'not_better', 'matched', 'of C3', ('masked_lm', 'lm_sharing')),
+            ('qk/no_v', 'worse', 'removed', 'of C4', ('masked_lm', 'lm_dropped')),
+            ('qk/no_v', 'not_better', 'matched', 'of C4', ('masked_lm', 'lm_dropped')),
+            ('qk/no_o', 'not_better', 'matched', 'of C5', ('masked_lm', 'lm_dropped')),
         )
         for study in studies
     ),

@@ -56,7 +56,7 @@ E3 = Claim(
     'count.',
     reported='+0.10 to +0.15 nats per masked token at equal width',
     expectations=tuple(
-        Expectation('masked', 'shared_qk/vo', 'worse', at=at, context=shape, reported=reported)
+        Expectation('masked_lm', 'shared_qk/vo', 'worse', at=at, context=shape, reported=reported)
         for (at, shape), reported in zip(SHAPES, ((0.10, 0.15), None), strict=True)
     ),
 )
