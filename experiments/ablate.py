@@ -7,6 +7,7 @@ each worker trains runs that no other worker holds a lease on.
 """
 
 import importlib
+import logging
 
 from absl import flags
 
@@ -14,9 +15,12 @@ from qkattn.config import Study
 from qkattn.errors import ConfigError
 from qkattn.jobs import agreement, bootstrap, cli, signals
 from qkattn.jobs.display import waiting
+from qkattn.storage.run_directory import git_state
 from qkattn.study import local_workers, plan, yardsticks
 from qkattn.study.arms import MatchedArm, build_arms, table
 from qkattn.train.program_cache import keep_programs
+
+log = logging.getLogger('qkattn.ablate')
 
 CONFIG = cli.define_config(Study)
 WORKDIR = flags.DEFINE_string('workdir', None, 'Study directory; the same directory resumes.')
@@ -58,7 +62,12 @@ def _matched(config: Study) -> list[MatchedArm]:
     """Builds the arms and prints them."""
     with waiting(config.name, 'matching parameters'):
         arms = build_arms(config)
-    print(f'{config.name}: {len(arms)} arms\n{table(arms, config.match)}', flush=True)
+    print(
+        f'{config.name}: {len(arms)} arm{"s" * (len(arms) > 1)}\n{table(arms, config.match)}',
+        flush=True,
+    )
+    if config.tuning.seeds and git_state()['dirty']:
+        log.warning('files are changed or untracked, which withholds verdicts: commit them first')
     return arms
 
 

@@ -1,7 +1,7 @@
 """Measures the attention of a model: rank, symmetry and patterns, by layer and head.
 
 python -m experiments.analyze runs/small --out=runs/small/analysis
-python -m experiments.analyze runs/small --text='def main(' --out=analysis
+python -m experiments.analyze runs/small --text='def main(' --out=runs/analysis
 python -m experiments.analyze gpt2/model.safetensors --tokens='464 3290 318'
 python -m experiments.analyze runs/merged --reference=runs/small
 
@@ -37,6 +37,7 @@ from qkattn.report.figures.style import render, style_sheet
 from qkattn.report.prose import counted
 from qkattn.storage.files import check_directory, make_directory, write_atomic
 from qkattn.storage.records import write_json
+from qkattn.train import exported
 from qkattn.train.program_cache import keep_programs
 
 SOURCE = flags.DEFINE_string('source', None, 'Model to measure; --source= may be left out.')
@@ -44,7 +45,10 @@ TRIAL = flags.DEFINE_integer(
     'trial', None, 'Index of the trial of a run; default: the first that has not diverged.'
 )
 REFERENCE = flags.DEFINE_string(
-    'reference', None, 'Model from which drift is measured; for a run, the same trial.'
+    'reference',
+    None,
+    'Model from which drift is measured; of a run, the trial that --source was converted from, or '
+    'else the same trial.',
 )
 TEXT = flags.DEFINE_string('text', None, 'Text that the model reads.')
 TOKENS = flags.DEFINE_string('tokens', None, 'Token ids that the model reads, as in "12 7 301".')
@@ -83,7 +87,8 @@ def main() -> None:
     reference, about['reference'] = None, None
     if REFERENCE.value is not None:
         other = loading.load(REFERENCE.value)
-        reference, about['reference'] = chosen(other, trial if len(other.models) > 1 else 0)
+        same = exported.origin(source.path).get('trial', trial)
+        reference, about['reference'] = chosen(other, same if len(other.models) > 1 else 0)
     batch, tokens = None, None
     if TEXT.value is not None or TOKENS.value is not None:
         ids, tokens = given(source, model)
@@ -93,9 +98,9 @@ def main() -> None:
         count = min(NUM_ROWS, source_rows.count('validation'))
         batch = next(eval_batches(source_rows, 'validation', batch_size=count, max_rows=count))
     analysis = analyze(model, batch, reference=reference)
-    print(f'{SOURCE.value}: {model.config.variant}, {counted(model.config.num_layers, "layer")}')
+    print(f'{named(source, trial)}, {counted(model.config.num_layers, "layer")}')
     if reference is not None:
-        print(f'drift from {REFERENCE.value}: {reference.config.variant}')
+        print(f'drift from {named(other, about["reference"]["trial"])}')
     print(table(analysis))
     for circuit, why in (('A', 'not bilinear'), ('B', 'not linear in the values')):
         places = [f'{site} {layer}' for site, layer, name in analysis.missing if name == circuit]
@@ -115,6 +120,12 @@ def chosen(source: loading.Loaded, trial: int) -> tuple[Transformer, dict[str, A
     model = source.models[source.check_trial(trial)]
     about = {'source': str(source.path), 'trial': trial, 'step': source.step}
     return model, about | {'model': model.config}
+
+
+def named(source: loading.Loaded, trial: int) -> str:
+    """Path, trial of a run, and variant."""
+    at = '' if source.config is None else f', trial {trial}'
+    return f'{source.path}{at}: {source.model_config.variant}'
 
 
 def given(source: loading.Loaded, model: Transformer) -> tuple[list[int], list[str]]:

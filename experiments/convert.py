@@ -17,6 +17,7 @@ from qkattn.convert import loading
 from qkattn.convert.conversions import CONVERSIONS, convert_model, logit_error, parse_conversion
 from qkattn.errors import ConfigError, ConversionError
 from qkattn.jobs import cli
+from qkattn.report.prose import counted
 from qkattn.storage.files import check_directory
 from qkattn.train import exported
 from qkattn.train.program_cache import keep_programs
@@ -50,11 +51,10 @@ def main() -> None:
     path = cli.required(SOURCE)
     for text in APPLY.value:
         parse_conversion(text)  # refuses a misspelled conversion before anything is loaded
-    if (
-        OUT.value is not None
-        and (check_directory(cli.required(OUT), name='--out') / exported.PARAMETERS).exists()
-    ):
-        raise ConfigError(f'{OUT.value} already holds parameters; give another directory')
+    if OUT.value is not None:
+        out = check_directory(cli.required(OUT), name='--out')
+        if out.exists() and any(out.iterdir()):
+            raise ConfigError(f'--out={OUT.value} is not empty; give another directory')
     source = loading.load(path, num_heads=NUM_HEADS.value)
     trial = source.check_trial(TRIAL.value)
     config, params = reference = source.model_config, source.params[trial]
@@ -63,7 +63,7 @@ def main() -> None:
     diverged = (
         '' if source.alive[trial] else f'; trial {trial} diverged, its last finite parameters'
     )
-    print(f'{path}: {config.variant}, {config.num_layers} layers{diverged}')
+    print(f'{path}: {config.variant}, {counted(config.num_layers, "layer")}{diverged}')
     for text in APPLY.value:
         try:
             config, params, errors = convert_model(text, config, params)

@@ -1,7 +1,7 @@
 """Works a variant out on symbols for 2 to 4 tokens and dimensions, or writes a page of all.
 
 python -m experiments.explore --variant=shared_qk/vo --tokens=3 --dims=2
-python -m experiments.explore --html=explorer.html   # drag numbers, see attention move
+python -m experiments.explore --html=runs/explorer.html   # drag numbers
 """
 
 from absl import flags
@@ -36,6 +36,8 @@ def main() -> None:
     if file.is_dir():
         raise ConfigError(f'--html={file} is a directory; give a file, e.g. {file}/explorer.html')
     make_directory(file.parent, name='the directory of --html')
+    if file.exists():
+        raise ConfigError(f'--html={file} exists; give another file')
     with waiting(file.name, 'writing the page'):
         write_atomic(file, page())
     print(f'wrote {file}')

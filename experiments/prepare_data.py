@@ -1,8 +1,8 @@
 """Tokenizes a text once into a directory, which any number of runs on any number of hosts read.
 
-python -m experiments.prepare_data --config=configs/small.py --out=tokens/stdlib
-python -m experiments.train --config=configs/small.py --workdir=runs/tokens
-    --config.data.name=tokens --config.data.path=tokens/stdlib
+python -m experiments.prepare_data --config=configs/small.py --out=runs/tokens
+python -m experiments.train --config=configs/small.py --workdir=runs/small
+    --config.data.name=tokens --config.data.path=runs/tokens
 
 Only the data fields of the config are read. Existing tokens are checked against their sha256 and
 made again if they are damaged.
@@ -13,7 +13,9 @@ from absl import flags
 from qkattn.config import Config
 from qkattn.config.setting import check_section
 from qkattn.data.load import prepare
+from qkattn.errors import ConfigError
 from qkattn.jobs import cli, signals
+from qkattn.storage.files import as_path
 
 CONFIG = cli.define_config(Config)
 OUT = flags.DEFINE_string('out', None, 'Directory of the tokens.')
@@ -24,6 +26,8 @@ def main() -> None:
     out = cli.required(OUT)
     data = cli.read_config(CONFIG).data
     check_section('data.', data)
+    if any((as_path(out) / name).exists() for name in ('config.json', 'study.json')):
+        raise ConfigError(f'--out={out} holds a run or a study; give another directory')
     dataset = prepare(data, out)
     for split in dataset.splits:
         info = dataset.info(split)

@@ -37,6 +37,8 @@ def main() -> None:
     study = as_path(cli.required(STUDY))
     if WHY.value and not ACCEPT.value:
         raise ConfigError(f'--why={WHY.value!r} is a reason without --accept')
+    if EXPORT.value is not None:
+        report.check_export(study, EXPORT.value)
     if ACCEPT.value:
         ledger.accept(study, ACCEPT.value, WHY.value)
     problems = []

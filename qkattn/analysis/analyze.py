@@ -46,7 +46,8 @@ class Analysis:
         chosen = [row for row in at_site if row.quantity == quantity]
         chosen = [row for row in chosen if subject in (None, row.subject)]
         if not chosen:
-            raise KeyError(f'no {quantity} of {subject} at {site}')
+            of = '' if subject is None else f' of {subject}'
+            raise KeyError(f'no {quantity}{of} was measured at {site}')
         if len(subjects := {row.subject for row in chosen}) > 1:
             raise KeyError(
                 f'{quantity} is of {" and of ".join(sorted(subjects))}; give the subject'

@@ -79,7 +79,9 @@ def load(
     """
     path = as_path(source)
     if not path.exists():
-        raise ConfigError(f'{path} does not exist')
+        raise ConfigError(
+            f'{path} does not exist; give a run, exported parameters or a published model'
+        )
     if exported.is_run(path):
         config, step, stack = exported.load_stack(absolute(path), average)
         trials, alive = config.trials.trials(), stack['alive'].tolist()

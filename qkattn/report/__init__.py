@@ -1,6 +1,7 @@
 """Reports: the files of a study directory in; tables, figures and one HTML page out."""
 
 import base64
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -61,21 +62,28 @@ def export(study_dir: str | Path, destination: str | Path) -> Path:
     working directory, in which the study goes on with the runs that have no result. ReportError if
     there is no study, or `destination` is neither empty nor an earlier export of the same study.
     """
+    check_export(study_dir, destination)
     (study, findings), destination = load_findings(study_dir), Path(destination)
-    try:
-        name = parse_file(destination / 'study.json', {'name': str})['name']
-    except ValueError:
-        name = None
-    is_empty = not destination.exists() or destination.is_dir() and not any(destination.iterdir())
-    if not is_empty and (name != study.name or (destination / 'plan.jsonl').exists()):
-        raise ReportError(
-            f'{str(destination)!r} holds something other than an export of study {study.name!r}; '
-            'give an empty directory.'
-        )
     stored.pack(study.files, destination)
     for file, text in tables.files(study, findings).items():
         write_atomic(destination / file, text)
     return destination
+
+
+def check_export(study_dir: str | Path, destination: str | Path) -> None:
+    """ReportError if `destination` is neither empty nor an earlier export of the same study."""
+    study, name = _name(Path(study_dir)), _name(destination := Path(destination))
+    is_empty = not destination.exists() or destination.is_dir() and not any(destination.iterdir())
+    if not is_empty and (name != study or (destination / 'plan.jsonl').exists()):
+        raise ReportError(
+            f'{str(destination)!r} holds something other than an export of study {study!r}; '
+            'give an empty directory.'
+        )
+
+
+def _name(directory: Path) -> str | None:
+    with contextlib.suppress(ValueError):
+        return parse_file(directory / 'study.json', {'name': str})['name']
 
 
 def _page(

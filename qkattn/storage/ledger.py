@@ -176,11 +176,10 @@ def accept(directory: Path, codes: Sequence[str], why: str) -> None:
     ReportError without why as well.
     """
     for code in codes:
-        if code not in ACCEPTABLE or not why.strip():
-            raise ReportError(
-                f'accept={code!r} with the reason {why!r} must be {" or ".join(ACCEPTABLE)}, with '
-                'a reason that is not empty'
-            )
+        if code not in ACCEPTABLE:
+            raise ReportError(f'accept={code!r} must be {" or ".join(ACCEPTABLE)}')
+    if not why.strip():
+        raise ReportError(f'accept={",".join(codes)} needs a reason, why={why!r}')
     read(directory / NAME)  # a lock makes its directory
     with locked(directory / 'lock'):
         known = read(directory / NAME).accepted

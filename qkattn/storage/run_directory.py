@@ -33,6 +33,7 @@ from qkattn.storage.leases import locked
 from qkattn.storage.metrics_log import MetricsFile
 from qkattn.storage.records import CONFIG, PROVENANCE, damaged, read_json, write_json
 
+PACKAGE = Path(__file__).resolve().parent
 RECORDED_VERSIONS = (
     *('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'tensorflow-datasets', 'grain'),
     'numpy',
@@ -118,7 +119,7 @@ def describe_start() -> dict[str, Any]:
         'working_directory': os.getcwd(),
         'hostname': socket.gethostname(),
         'process': os.getpid(),
-        'git': git_state(Path(__file__).resolve().parent),
+        'git': git_state(),
         'python': platform.python_version(),
         'platform': platform.platform(),
         'imported': {},
@@ -132,7 +133,7 @@ def describe_start() -> dict[str, Any]:
     }
 
 
-def git_state(directory: Path) -> dict[str, Any]:
+def git_state(directory: Path = PACKAGE) -> dict[str, Any]:
     """'commit' and 'dirty' (or untracked) of a package's checkout, or None and 'reason'."""
     environment = {**os.environ, 'GIT_OPTIONAL_LOCKS': '0'}
 

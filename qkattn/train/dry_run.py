@@ -30,6 +30,7 @@ from qkattn.train.program_cache import without_cache
 from qkattn.train.trials import check_metrics
 
 MOST_FAKE_DEVICES = 2048  # that the CPU client of one process allows
+LOG_COLUMNS = 'run,compiler,devices,tokens,state_gb,memory_gb,model_tflop'
 # LLVM's optimizations take half the time and change nothing that is described.
 UNOPTIMIZED: dict[str, str | bool] = {
     'xla_backend_optimization_level': '0',
@@ -235,6 +236,9 @@ def check_log(path: str | Path) -> None:
     if not Path(path).parent.is_dir() or (Path(path).exists() and not Path(path).is_file()):
         valid = 'a CSV file, or a name for one in a directory that exists'
         raise ConfigError(f'--dry_run_log={path} must be {valid}')
+    known = Path(path).read_text() if Path(path).exists() else ''
+    if known and known.partition('\n')[0] != LOG_COLUMNS:
+        raise ConfigError(f'--dry_run_log={path} must have the columns {LOG_COLUMNS}')
 
 
 def append_to_log(run: Description, path: str | Path) -> None:
@@ -245,7 +249,7 @@ def append_to_log(run: Description, path: str | Path) -> None:
     sizes = f'{state:.6g},{sum(run.memory.values()) / 1e9:.6g},{run.flops / 1e12:.6g}'
     with open(path, 'a') as file:
         if not file.tell():
-            file.write('run,compiler,devices,tokens,state_gb,memory_gb,model_tflop\n')
+            file.write(f'{LOG_COLUMNS}\n')
         devices = math.prod(run.mesh.values())
         file.write(f'{name},"{run.compiler}",{devices},{run.tokens},{sizes}\n')
 

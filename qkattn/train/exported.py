@@ -84,6 +84,12 @@ def load(path: str | os.PathLike) -> tuple[ModelConfig, dict]:
     return model, params
 
 
+def origin(path: Path) -> dict[str, Any]:
+    """Where exported parameters came from; {} for a source of another kind."""
+    about = path / ABOUT
+    return read_json(about, {'origin': dict})['origin'] if about.exists() else {}
+
+
 def is_run(path: Path) -> bool:
     """Whether a directory holds a run with checkpoints."""
     return (path / 'config.json').exists() and (path / 'checkpoints').is_dir()

@@ -158,8 +158,8 @@ def check_optimizer(config: OptimizerConfig, num_steps: int) -> None:
         if not isinstance(made, Transformation):
             needed = f'must return an optax.GradientTransformation, not {made!r}'
             raise ConfigError(f'optimizer.name={config.name!r} {needed}')
-    if ':' in config.schedule:
-        text, steps = config.schedule, num_steps - config.warmup_steps
+    if ':' in config.schedule and (steps := num_steps - config.warmup_steps) > 0:
+        text = config.schedule
         end = called('optimizer.schedule', text, lambda: float(decay(config, steps)(steps)))
         # final_fraction decides whether a run anneals.
         if not math.isclose(end, config.final_fraction, abs_tol=1e-3):

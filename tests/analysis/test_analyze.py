@@ -194,7 +194,7 @@ def test_numbers_of_a_layer_are_those_of_its_matrices():
     assert analysis.values('norm', 'A')[1, 1] == pytest.approx(np.linalg.norm(A), rel=1e-5)
     B = np.asarray(value.w_v_DKH[...], np.float64)[:, 0] @ value.w_o_NHD[...][0]
     assert analysis.values('norm', 'B')[1, 0] == pytest.approx(np.linalg.norm(B), rel=1e-4)
-    with pytest.raises(KeyError, match='no entropy'):
+    with pytest.raises(KeyError, match='no entropy was measured at attention'):
         analysis.values('entropy')
     with pytest.raises(KeyError, match='norm is of A and of B; give the subject'):
         analysis.values('norm')

@@ -24,6 +24,7 @@ CASES = [
     ('verify', '--results=absent', '--pages=/dev/zero', "--pages: '/dev/zero' is not a file"),
     ('prepare_data', '--config=run.py', '--out=/proc/x', '/proc/x cannot be written'),
     ('prepare_data', '--config=run.py', '--out=w', '--config.data.name=None', 'data.name=None'),
+    ('prepare_data', '--config=run.py', '--out=run', '--out=run holds a run or a study'),
     ('analyze', 'run', '--out=/proc/x', '--out=/proc/x cannot be used'),
     ('claims', '--export=/proc/x', '--list', '--export=/proc/x cannot be used'),
     (*TRAIN, '--workdir=w', '--dry_run_log=x.csv', '--dry_run_log=x.csv needs --dry_run'),
@@ -40,6 +41,7 @@ CASES = [
     (*ABLATE, '--config.xyzzy=3', 'unknown field --config.xyzzy (--help'),
     # Dry runs of pods; reading /dev/full has no end.
     (*TRAIN, '--dry_run=v5e-1x1', '--dry_run_log=/dev/full', '=/dev/full must be a CSV file'),
+    (*TRAIN, '--dry_run=v5e-1x1', '--dry_run_log=run.py', '=run.py must have the columns run,'),
     (*TRAIN, '--dry_run=v5e-1x1', "--config.train.metrics=('top_5',)", 'must be an import path'),
     # Claims.
     ('claims', 'E33', "unknown claim 'E33', did you mean 'E3'?"),
@@ -55,6 +57,7 @@ CASES = [
     ('generate', 'run', '--prompt=a\udc80', 'cannot be encoded'),
     ('generate', 'run', '--prompt_tokens=a b', 'must be whole numbers from 0 to 255'),
     ('convert', 'run', '--out=', '--out=DIRECTORY is required'),
+    ('convert', 'run', '--out=run', '--out=run is not empty; give another directory'),
     ('convert', 'run', '--out=/proc/x', '--out=/proc/x cannot be used'),
     ('generate', 'run', '--seed=99999999999999999999', '--seed=99999999999999999999'),
     ('convert', 'absent', '--apply=merg', "unknown conversion 'merg'"),
@@ -65,6 +68,7 @@ CASES = [
     ('explore', 'give either --variant=SCORE/VALUE or --html=FILE'),
     ('explore', '--html=/proc/x.html', 'the directory of --html=/proc cannot be used'),
     ('explore', '--html=.', '--html=. is a directory; give a file, e.g. ./explorer.html'),
+    ('explore', '--html=run.py', '--html=run.py exists; give another file'),
     ('benchmark', '--suite=NAME is required, e.g. --suite=steps'),
     ('benchmark', '--suite=stepz', 'unknown --suite=stepz; known: steps, stacks, decoding, st'),
     ('benchmark', '--suite=steps', '--variants=qk/voo', '--variants=qk/voo: model: unknown value '),
@@ -83,7 +87,7 @@ def sources(small_run, tmp_path_factory):
 @pytest.mark.parametrize('case', CASES, ids=lambda case: ' '.join(case)[-60:])
 def test_bad_input_is_one_sentence(case, refusal, request, tmp_path, capsys):
     *command, message = case
-    if {'run', 'pair', '--source=run', '--source=pair'} & {*command}:
+    if {'run', 'pair', '--source=run', '--source=pair', '--out=run'} & {*command}:
         for source, path in request.getfixturevalue('sources').items():
             (tmp_path / source).symlink_to(path)
         capsys.readouterr()  # the log of their training

@@ -22,7 +22,7 @@ from qkattn.jobs import signals
 from qkattn.jobs.cli import shipped
 from qkattn.jobs.output import EXIT_UNREAD
 from qkattn.model import cost
-from qkattn.storage import ledger
+from qkattn.storage import ledger, run_directory
 from qkattn.storage.records import read_json
 from qkattn.train.loop import train
 from tests import studies
@@ -207,7 +207,10 @@ def test_a_run_is_converted_and_generates_the_same_text(refusal, printed, run):
     greedy = ('--prompt=def f(', '--num_tokens=10', '--temperature=0', f'--data={run[0].data.name}')
     text = printed('generate', '--source=run', '--trial=1', *greedy)
     assert printed('generate', '--source=merged', *greedy) == text
-    assert 'already holds' in refusal(*flags)
+    assert '--out=merged is not empty' in refusal(*flags)
+    # The reference is the trial that was converted, not the one of the same index.
+    text = printed('analyze', '--source=merged', '--reference=run')
+    assert 'drift from run, trial 1: qk/vo\n' in text
     text = printed('convert', '--source=run', '--apply=truncate(rank=2)')
     assert 'layer 0: truncate(rank=2) leaves out' in text and 'wrote' not in text
     sentence = refusal('convert', '--source=run', '--apply=merge', '--apply=unmerge(rank=1)')
@@ -235,7 +238,7 @@ def test_nothing_is_written_where_an_exact_conversion_moves_the_logits(
 
 def test_a_run_is_measured_on_its_own_data_or_on_a_text(refusal, printed, run, tmp_path):
     text = printed('analyze', 'run')
-    assert text.startswith('run: qk/vo, 1 layer\n') and 'attention 0' in text
+    assert text.startswith('run, trial 0: qk/vo, 1 layer\n') and 'attention 0' in text
     assert 'drift' not in text
     flags = ('--text=def f(x):', '--trial=1', '--reference=run', '--out=out')
     one = printed('analyze', '--source=run', *flags)
@@ -315,9 +318,10 @@ def study(tmp_path):
 
 def test_a_study_is_accepted_kept_and_checked(study, printed, refusal):
     for flags, message in (
-        (['--accept=commits'], "accept='commits' with the reason '' must be"),
-        (['--accept=commits,dirty', '--why=x'], "accept='dirty' with the reason 'x' must be"),
+        (['--accept=commits'], "accept=commits needs a reason, why=''"),
+        (['--accept=commits,dirty', '--why=x'], "accept='dirty' must be uncommitted or commits"),
         (['--why=x'], "--why='x' is a reason without --accept"),
+        (['--accept=commits', '--why=x', '--export=.'], 'holds something other than an export of'),
     ):
         assert message in refusal('report', '--study=study', *flags)
     assert not ledger.read(study / 'ledger.jsonl').accepted
@@ -380,6 +384,17 @@ def test_a_dry_run_prints_the_runs_and_writes_nothing(printed, tmp_path):
     # 3 trials of 40 steps of 4 rows of 16 tokens, for each of two runs.
     assert re.search(r'\ntotal +2 +6 +1.54e\+04 .* 0:00', text)
     assert {p.name for p in tmp_path.iterdir() if p.suffix != '.py'} <= {'__pycache__'}
+
+
+@pytest.mark.parametrize('dirty', [True, False])
+def test_a_tuned_study_of_uncommitted_code_is_warned_of(script_here, monkeypatch, dirty):
+    monkeypatch.setattr(run_directory, 'git_state', lambda: {'dirty': dirty})
+    warning = 'files are changed or untracked, which withholds verdicts'
+    rates = '--config.base.trials.learning_rates=(0.001, 0.002, 0.004)'
+    for flags, warned in ((['--config.tuning.seeds=(100,)', rates], dirty), ([], False)):
+        done = script_here('ablate', '--config=study.py', '--dry_run', *flags)
+        assert done.returncode == 0, done.stderr
+        assert (warning in done.stderr) == warned
 
 
 # Translation

@@ -168,6 +168,8 @@ def test_what_is_none_is_refused_in_one_sentence(outside):
     ):
         with refused(says):
             check_optimizer(OptimizerConfig(**fields), 1000)
+    # With no step after the warm-up a schedule has no end, and the config is refused for that.
+    check_optimizer(OptimizerConfig(schedule='strange:ends_at_a_third'), 50)
 
 
 def test_a_schedule_from_outside_anneals_where_it_ends_low():
