@@ -125,9 +125,12 @@ def describe(config: Config, topology: str) -> Description:
     memory = _memory(compiled, state, batch)
     tokens = trials * train.batch_size * model.context
     flops = 3 * cost.flops_per_token(model) * tokens / mesh.size
-    scan = f'{model.num_layers} layers, {model.unroll} in an iteration of the scan'
+    scan = f'num_layers={model.num_layers}, {model.unroll} in an iteration of the scan'
     dispatch = f'trials by {lifting}; {train.steps_per_dispatch} steps per dispatch'
-    notes = [f'{pod.name}: {pod.chips:,} {pod.chip.kind} chips', f'compiled by {compiler}']
+    notes = [
+        f'{pod.name}: {pod.chips:,} {pod.chip.kind} chip{"s" * (pod.chips > 1)}',
+        f'compiled by {compiler}',
+    ]
     notes += [f'mesh {_axes(mesh.shape)}', f'{scan}; {dispatch}', *kernels]
     if (total := sum(memory.values())) > capacity:
         sizes = f'{_size_text(total)} for {_size_text(capacity)} of HBM per device'
@@ -189,7 +192,8 @@ def _devices(pod: Pod) -> tuple[list[jax.Device], str]:
             f'ones of this process, which may have {MOST_FAKE_DEVICES:,}; slices of more TPUs need '
             "libtpu: pip install -e '.[tpu]'"
         )
-    return fake, f'XLA for CPU, partitioned over {pod.devices:,} fake devices'
+    fakes = f'{pod.devices:,} fake device{"s" * (pod.devices > 1)}'
+    return fake, f'XLA for CPU, partitioned over {fakes}'
 
 
 def _memory(compiled: jax.stages.Compiled, state: dict, batch: Any) -> dict[str, int]:
