@@ -115,7 +115,7 @@ B7 = Claim(
         Expectation(study, f'low_rank(rank={rank})/vo', 'not_worse', context={'rank': str(rank)})
         for study, rank in (('lm_rank', 1), ('lm_rank', 4), ('lm_rank_12', 12))
     ),
-    conditions={'rank: 12': 'the rank is half the head size, not a sixth of it or less'},
+    conditions={'rank: 12': 'the rank is 12, half of a head size of 24, not 4 or less'},
 )
 
 B8 = Claim(
