@@ -126,7 +126,7 @@ def translator(
 def trained_translator(scale: str) -> config.Config:
     """A translator that uses its sources: 2,200 steps of 32 sentences at scale cpu."""
     data, rates = pick(scale, smoke='cldr', cpu='multi30k', gpu='multi30k'), (2e-3, 4e-3, 8e-3)
-    return translator(scale, seeds=32, steps=2200, batch_size=32, learning_rates=rates, data=data)
+    return translator(scale, steps=2200, batch_size=32, learning_rates=rates, data=data)
 
 
 def protocol(
