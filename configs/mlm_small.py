@@ -1,4 +1,4 @@
-"""Masked language models of the embedded text: which matrices does an encoder need?
+"""Masked language models of the standard library: which matrices does an encoder need?
 
 A positive control: one matrix for queries and keys (shared_qk) costs BERT 0.10 to 0.15 nats per
 masked token at equal width (Courtois et al. 2024, ACL Findings, arXiv 2406.06366), so it should be

@@ -1,4 +1,4 @@
-"""One small encoder-decoder that translates the embedded phrases, English to German.
+"""One small encoder-decoder that translates CLDR's phrases, English to German.
 
     python -m experiments.train --config=configs/phrases.py --workdir=runs/phrases
 

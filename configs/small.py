@@ -1,4 +1,4 @@
-"""One small decoder with standard attention on the embedded text, three seeds.
+"""One small decoder with standard attention on the standard library, three seeds.
 
     python -m experiments.train --config=configs/small.py --workdir=runs/small
 

@@ -1,4 +1,4 @@
-"""Translation of the embedded phrases, English to German: which matrices does an encoder need?
+"""Translation of CLDR's phrases, English to German: which matrices does an encoder need?
 
 The variant of the encoder's self-attention changes; the decoder and its cross-attention stay
 standard. A public discussion claims that on the encoder side W_Q W_Q^T instead of W_Q W_K^T, or

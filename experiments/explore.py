@@ -1,4 +1,4 @@
-"""Works a variant out on symbols for 2 to 4 tokens and dimensions, or writes a page of all.
+"""Evaluates a variant symbolically for 2 to 4 tokens and dimensions, or writes a page with all.
 
 python -m experiments.explore --variant=shared_qk/vo --tokens=3 --dims=2
 python -m experiments.explore --html=runs/explorer.html   # drag numbers

@@ -1,4 +1,4 @@
-"""Checks every number of committed reports and pages against the logs.
+"""Checks the numbers of committed reports and pages against the logs.
 
 python -m experiments.verify                        # all studies under experiments/results
 python -m experiments.verify --write                # writes the blocks of results into the pages

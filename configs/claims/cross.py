@@ -5,7 +5,7 @@ Claim B8. The variant of the cross-attention changes; encoder and decoder attend
     python -m experiments.ablate --config=configs/claims/cross.py:cpu \\
         --workdir=runs/cross
 
-Expected result and time: docs/claims.md, B8.
+Expected result and time: docs/claims_b.md, B8.
 """
 
 from qkattn.claims.protocol import pick, protocol, translator

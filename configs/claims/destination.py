@@ -5,7 +5,7 @@ Claim E6.
     python -m experiments.ablate --config=configs/claims/destination.py:cpu \\
         --workdir=runs/destination
 
-Expected result and time: docs/claims.md, E6.
+Expected result and time: docs/claims_e.md, E6.
 """
 
 from qkattn.claims.protocol import language_model, pick, protocol

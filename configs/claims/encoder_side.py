@@ -6,7 +6,7 @@ standard.
     python -m experiments.ablate --config=configs/claims/encoder_side.py:cpu \\
         --workdir=runs/encoder_side
 
-Expected result and time: docs/claims.md, C2 to C5.
+Expected result and time: docs/claims_c.md, C2 to C5.
 """
 
 from qkattn.claims.protocol import pick, protocol, translator

@@ -4,6 +4,8 @@ One head at the same depth is the positive control.
 
     python -m experiments.ablate --config=configs/claims/heads_depth.py:cpu \\
         --workdir=runs/heads_depth
+
+Expected result and time: docs/claims_b.md, B5.
 """
 
 from qkattn.claims.protocol import pick, protocol, trained_language_model

@@ -5,6 +5,8 @@ width pays for them. One head instead of four is the positive control.
 
     python -m experiments.ablate --config=configs/claims/lm_added.py:cpu \\
         --workdir=runs/lm_added
+
+Expected result and time: docs/claims_a.md, A6.
 """
 
 from qkattn.claims.protocol import pick, protocol, trained_language_model

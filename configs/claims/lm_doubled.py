@@ -5,6 +5,8 @@ weight decay is tuned, too: it acts on the factors.
 
     python -m experiments.ablate --config=configs/claims/lm_doubled.py:cpu \\
         --workdir=runs/lm_doubled
+
+Expected result and time: docs/claims_d.md, D2.
 """
 
 import dataclasses

@@ -5,6 +5,8 @@ spent on width. One head instead of four is the positive control.
 
     python -m experiments.ablate --config=configs/claims/lm_dropped.py:cpu \\
         --workdir=runs/lm_dropped
+
+Expected result and time: docs/claims_b.md, B4.
 """
 
 from qkattn.claims.protocol import pick, protocol, trained_language_model

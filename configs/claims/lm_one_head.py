@@ -4,6 +4,8 @@ W_Q dropped: at the same shape, and with the savings spent on width.
 
     python -m experiments.ablate --config=configs/claims/lm_one_head.py:cpu \\
         --workdir=runs/lm_one_head
+
+Expected result and time: docs/claims_b.md, B2.
 """
 
 from qkattn.claims.protocol import pick, protocol, trained_language_model

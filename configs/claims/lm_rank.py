@@ -4,6 +4,8 @@ Ranks below the head size, which is the baseline's; the savings are spent on wid
 
     python -m experiments.ablate --config=configs/claims/lm_rank.py:cpu \\
         --workdir=runs/lm_rank
+
+Expected result and time: docs/claims_b.md, B7.
 """
 
 from qkattn.claims.protocol import pick, protocol, trained_language_model

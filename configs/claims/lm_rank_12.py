@@ -4,6 +4,8 @@ Rank 12 in heads of 24 at seeds that `lm_rank`, whose 8 left this open, does not
 
     python -m experiments.ablate --config=configs/claims/lm_rank_12.py:cpu \\
         --workdir=runs/lm_rank_12
+
+Expected result and time: docs/claims_b.md, B7.
 """
 
 from qkattn.claims.protocol import pick, protocol, trained_language_model

@@ -5,6 +5,8 @@ is the positive control.
 
     python -m experiments.ablate --config=configs/claims/lm_sharing.py:cpu \\
         --workdir=runs/lm_sharing
+
+Expected result and time: docs/claims_e.md, E4.
 """
 
 from qkattn.claims.protocol import pick, protocol, trained_language_model

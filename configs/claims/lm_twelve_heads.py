@@ -4,6 +4,8 @@ W_Q dropped: at the same shape, and with the savings spent on the MLP.
 
     python -m experiments.ablate --config=configs/claims/lm_twelve_heads.py:cpu \\
         --workdir=runs/lm_twelve_heads
+
+Expected result and time: docs/claims_e.md, E1.
 """
 
 from qkattn.claims.protocol import pick, protocol, trained_language_model

@@ -5,7 +5,7 @@ Claim E2 (arXiv 2603.13381): what would be reported without tuning.
     python -m experiments.ablate --config=configs/claims/lm_untuned.py:cpu \\
         --workdir=runs/lm_untuned
 
-Expected result and time: docs/claims.md, E2; lm_added compares the two tuned.
+Expected result and time: docs/claims_e.md, E2; lm_added compares the two tuned.
 """
 
 import dataclasses

@@ -4,6 +4,8 @@ Q = K at equal shape, known to be worse in a masked model, is the positive contr
 
     python -m experiments.ablate --config=configs/claims/masked_lm.py:cpu \\
         --workdir=runs/masked_lm
+
+Expected result and time: docs/claims_e.md, E3.
 """
 
 from qkattn.claims.protocol import pick, protocol, trained_language_model

@@ -1,4 +1,4 @@
-"""Rows side by side: each work in a process that stays alive, timed in turns.
+"""Times rows in turns, each in a process of its own that stays alive.
 
 Round i goes through all rows before round i + 1 begins, so that what changes on the machine
 in the meantime hits all alike; only one of them computes at a time.

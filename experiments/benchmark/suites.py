@@ -228,13 +228,13 @@ def _peers(run: Config) -> list[Row]:
 
 
 def stacks(scale: Scale) -> Iterator[Group]:
-    """Seconds per step and trial, whose ratio to one run is that of X trials to X runs in turn."""
+    """Time per step and trial, whose ratio to one run is that of X trials to X runs in turn."""
     rows = [training_row('one run', varied(scale.stacks, lifting='vmap'))]
     for trials in (2, 8, 32):
         for lifting in ('vmap', 'map'):
             run = varied(scale.stacks, trials=trials, lifting=lifting)
             rows.append(training_row(f'{lifting}, {trials} trials', run))
-    title = f'{title_of(scale.stacks)}, seconds per step and trial'
+    title = f'{title_of(scale.stacks)}, time per step and trial'
     yield _timed('stacks', title, rows, scale, 'one run')
 
 

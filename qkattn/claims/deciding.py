@@ -320,7 +320,7 @@ def needed(row: Row, arm: Arm) -> tuple[float, str]:
     )
     if verdict.decision is Decision.NO_VERDICT:
         why = reasons(arm) or 'not tuned'
-        return math.inf, f'a verdict that is not withheld, of {where}: {why}'
+        return math.inf, f'runs that qualify for a verdict, of {where}: {why}'
     sides = {'better': -1, 'not_better': -1, 'worse': 1, 'not_worse': 1}
     side = sides.get(row.relation or '', math.copysign(1, difference.mean))
     bound = side * difference.margin

@@ -39,12 +39,12 @@ CHANGES = {
     'Q = K = V': 'shared_qk/k_is_v',
     'drop W_V': 'qk/no_v',
     'drop W_O': 'qk/no_o',
-    'GQA, 2 key heads': 'qk/vo?num_kv_heads=2',
-    'MQA, 1 key head': 'qk/vo?num_kv_heads=1',
-    'one head for 4': 'qk/vo?num_heads=1',
+    'GQA, 2 key/value heads': 'qk/vo?num_kv_heads=2',
+    'MQA, 1 key/value head': 'qk/vo?num_kv_heads=1',
+    '1 head in place of 4': 'qk/vo?num_heads=1',
     'nonlinear W_Q': 'nonlinear_query/vo',
-    'W_Q, W_K of D x D': 'full_size/vo',
-    'two in a row for each': 'double/double',
+    'W_Q, W_K of D x D per head': 'full_size/vo',
+    'W_Q, W_K, W_V as products of two': 'double/double',
 }
 # In each kind of model a variant, and the studies that compare them, the best ones first.
 MODELS = {

@@ -55,6 +55,7 @@ SHAPES: dict[Kind, tuple[str, str]] = {
     Kind.REMOVED: ('same shape, fewer parameters', 'same shape'),
     Kind.MATCHED: ('equal parameter count', 'equal count'),
 }
+_SHAPES = {'equal': 'same shape', 'matched': 'equal parameter count'}  # of a context
 DECIDED_IN = 'decoder', Kind.MATCHED  # where answers have their verdict
 _LONGEST, _QUANTITY = 52, 22  # characters of a name in figures, and of what is compared in it
 
@@ -88,6 +89,9 @@ def varying(rows: Sequence[Row]) -> list[str]:
 def located(row: Row, names: Iterable[str]) -> list[str]:
     """'d_model=64', 'stdlib', 'steps 500': these of its context, a number with its name."""
     values = [(name, row.context[name]) for name in names if name in row.context]
+    values = [
+        (name, _SHAPES.get(value, value) if name == 'shape' else value) for name, value in values
+    ]
     return [f'{words(name)} {value}' if value[:1].isdigit() else value for name, value in values]
 
 
@@ -157,13 +161,13 @@ def answers_markdown(directory: Path, base: str) -> str:
 
 
 def _cell(row: Row | None) -> str:
-    """A difference and the longer side of its interval; a dagger where there is no verdict."""
+    """A difference and its 95 % interval; a dagger where there is no verdict."""
     if row is None:
         return NONE
     value = f'{row.value:+.3f}' + '†' * (row.decision == Decision.NO_VERDICT.value)
     if row.low is None or row.high is None:
         return value
-    return Markup('<br>').join([value, f'±{max(row.value - row.low, row.high - row.value):.3f}'])
+    return Markup('<br>').join([value, f'[{row.low:+.3f}, {row.high:+.3f}]'])
 
 
 BLOCKS: Blocks = {  # blocks of `report.verify.check_page`

@@ -44,7 +44,7 @@ def csv_table(study: Study, findings: Findings) -> str:
 
 def markdown_table(titles: Sequence[Heading], rows: Sequence[Sequence[str]]) -> str:
     """A pipe table; cells are escaped, but for the markup in those that are `Markup`."""
-    names = [markdown(title.replace('|', ' ')) for title, _ in titles]
+    names = [markdown(title.replace('|/', '/').replace('|', ' ')) for title, _ in titles]
     places = [':--' if left else '--:' for _, left in titles]
     escaped = [[c if isinstance(c, Markup) else markdown(c) for c in row] for row in rows]
     lines = [names, places, *([c.replace('|', r'\|') for c in row] for row in escaped)]

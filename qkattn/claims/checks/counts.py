@@ -1,10 +1,10 @@
-"""Counts of parameters (A2, A5), multiply-adds (A3) and free numbers (C1).
+"""Counts of parameters (A2, A5), multiply-adds (A3) and free parameters (C1).
 
 Per head, W_Q and W_K take 2 T D H + T^2 H and W_QK takes T D^2 + T^2 D for T tokens: merging adds
 T D (D - 2 H) + T^2 (D - H). With D >= 2 H both terms are at least 0, so that one matrix never costs
 less. With H < D < 2 H it does up to T = D (2 H - D) / (D - H); with D <= H it does at every T.
 
-A = W W^T has D H - H (H - 1) / 2 free numbers, where W_Q W_K^T has 2 D H - H^2: a share of
+A = W W^T has D H - H (H - 1) / 2 free parameters, where W_Q W_K^T has 2 D H - H^2: a share of
 1/2 + 1/(2 (2 D - H)) at every H. The pattern softmax(x A x^T) of T <= D tokens is free in T (T - 1)
 numbers, and with W W^T in T (T + 1) / 2 - 1 of them, a share of (T + 2) / (2 T). A causal mask
 hides one of s[t, s] and s[s, t], so that W W^T is free in all T (T - 1) / 2 that are left.
@@ -117,7 +117,7 @@ def symmetry() -> Iterator[Row]:
 
 
 def half_the_numbers() -> Iterator[Row]:
-    """Parameters and free numbers of W W^T over those of W_Q W_K^T."""
+    """Parameters and free parameters of W W^T over those of W_Q W_K^T."""
     for H in (4, 16):
         sizes: Options = {'d_model': 16, 'num_heads': 1, 'head_size': H}
         scores = [layer(f'{name}/vo', **sizes).score for name in SCORES]
@@ -125,7 +125,7 @@ def half_the_numbers() -> Iterator[Row]:
         stored = [count(f'{name}/vo', 'score', **sizes) for name in SCORES]
         about: Options = {'part': 'half of A', 'head_size': H}
         yield exact('share of the parameters', stored[0] / stored[1], 1 / 2, **about)
-        yield exact('share of the free numbers', tied / free, 1 / 2, 0.1, **about)
+        yield exact('share of the free parameters', tied / free, 1 / 2, 0.1, **about)
 
 
 def half_the_pattern() -> Iterator[Row]:
@@ -134,7 +134,7 @@ def half_the_pattern() -> Iterator[Row]:
         for T, side in ((8, '<='), (24, '>')):
             tied, free = (pattern_freedom(name, T, causal=causal) for name in SCORES)
             about: Options = {'part': f'half of the pattern, T {side} D{mask}', 'tokens': T}
-            quantity = 'share of the free numbers of a pattern'
+            quantity = 'share of the free parameters of a pattern'
             yield exact(quantity, tied / free, 1 / 2, 0.1, **about)
 
 

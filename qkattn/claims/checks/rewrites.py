@@ -231,7 +231,7 @@ def two_in_a_row() -> Iterator[Row]:
     for R, context in ((8, WIDE), (5, {WIDTH: 'R < D'})):
         score = layer(f"double(size={R},which='q')/vo", d_model=8, num_heads=2).score
         free = freedom(lambda score: score.queries(jnp.eye(8)[None]), score)
-        yield exact(f'numbers that W_Q is free in, D = 8, R = {R}', free, 8 * 8, **context)
+        yield exact(f'free parameters of W_Q, D = 8, R = {R}', free, 8 * 8, **context)
 
 
 def one_matrix_per_head() -> Iterator[Row]:
@@ -241,7 +241,7 @@ def one_matrix_per_head() -> Iterator[Row]:
     heads = published.load_gpt2(tensors, num_heads=N)[1]['blocks']['attention']
     projections = heads['score']['w_q_DNH'], heads['score']['w_k_DKH'], heads['value']['w_v_DKH']
     places = np.concatenate([np.ravel(w) for w in projections])
-    quantity = 'numbers of c_attn that are not in exactly one head, GPT-2'
+    quantity = 'entries of c_attn that are not in exactly one head, GPT-2'
     yield exact(quantity, int((np.sort(places) != numbers).sum()), 0, **ENTRIES)
     flax = nnx.MultiHeadAttention(N, D, use_bias=False, decode=False, rngs=nnx.Rngs(0))
     square = {

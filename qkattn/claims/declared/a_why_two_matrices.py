@@ -44,7 +44,7 @@ A3 = Claim(
 
 A4 = Claim(
     name='A4',
-    title='Linear(D, D) is the matrices of all heads',
+    title='Linear(D, D) holds the matrices of all heads',
     statement='A square Linear(D, D) holds N rectangular D x H matrices side by side: equal '
     'function, equal parameter count.',
     source=HEADS,

@@ -16,7 +16,7 @@ C1 = Claim(
     'dominates.',
     source=f'{THREAD}, with an answer by an experimenter',
     rule='Each part is a context. Half the information: a share of 0.4 to 0.6 of the free '
-    'numbers of A, or of the pattern of T tokens. The diagonal dominates, at initialization and '
+    'parameters of A, or of the pattern of T tokens. The diagonal dominates, at initialization and '
     'T = 64: in more than half of the rows it is the largest, always it has the largest score of '
     'all and is above the sum of the absolute values of the rest of its row.',
     checks=(
@@ -29,8 +29,8 @@ C1 = Claim(
         'part: symmetry; half of A; half of the pattern, T > D; half of the pattern, T > D, '
         'causal mask; diagonal the largest of its row, H > 2 ln T; diagonal has the largest score '
         'of all': (
-            'T > D, for the pattern, and H > 2 ln T, for a diagonal that is the largest of its '
-            'row, not above its sum'
+            'T > D (half of the pattern) and H > 2 ln T (the diagonal is the largest of its row); '
+            'it is never above the sum of the rest'
         ),
     },
 )
@@ -43,7 +43,7 @@ C2 = Claim(
     source=EXPERIMENT,
     rule="Holds if one matrix for queries and keys is worse at the baseline's shape, at every "
     'width.',
-    reported='d_model from 128 to 2048: works, saves weights, performs worse',
+    reported='d_model from 128 to 2048: works, saves parameters, performs worse',
     expectations=(Expectation('encoder_side', TIED, 'worse', at='removed'),),
 )
 

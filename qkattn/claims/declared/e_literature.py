@@ -67,8 +67,8 @@ E4 = Claim(
     statement='In a causal language model the cost of sharing ascends in the order GQA, MQA, '
     'K = V, Q = K, Q = K = V.',
     source='Kayyam et al. 2026, arXiv 2606.04032; Shazeer 2019, arXiv 1911.02150',
-    rule='Holds if GQA is worse than the baseline, and each other one than the one before, both at '
-    'the same width and at equal parameter count.',
+    rule='Holds if GQA is worse than the baseline, and each of the others than the one before it, '
+    'both at the same width and at equal parameter count.',
     reported='perplexity at the same width +0.7 %, +1.5 %, +3.1 %, +4.9 %, +25.4 %',
     expectations=(
         *(
