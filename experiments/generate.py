@@ -58,6 +58,8 @@ def main() -> None:
         )
     tokenizer, vocab_size = None, model.config.vocab_size
     if PROMPT_TOKENS.value is not None:
+        if PROMPT.value != PROMPT.default:
+            raise ConfigError(f'--{PROMPT.name} and --{PROMPT_TOKENS.name} exclude each other')
         ids = cli.token_ids(PROMPT_TOKENS, vocab_size)
     else:
         tokenizer = loading.tokenizer_for(source, DATA.value, '--prompt_tokens')

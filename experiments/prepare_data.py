@@ -13,9 +13,7 @@ from absl import flags
 from qkattn.config import Config
 from qkattn.config.setting import check_section
 from qkattn.data.load import prepare
-from qkattn.errors import ConfigError
 from qkattn.jobs import cli, signals
-from qkattn.storage.files import as_path
 
 CONFIG = cli.define_config(Config)
 OUT = flags.DEFINE_string('out', None, 'Directory of the tokens.')
@@ -26,8 +24,6 @@ def main() -> None:
     out = cli.required(OUT)
     data = cli.read_config(CONFIG).data
     check_section('data.', data)
-    if any((as_path(out) / name).exists() for name in ('config.json', 'study.json')):
-        raise ConfigError(f'--out={out} holds a run or a study; give another directory')
     dataset = prepare(data, out)
     for split in dataset.splits:
         info = dataset.info(split)

@@ -23,10 +23,16 @@ def need(tool: str, hint: str) -> None:
         leave(f'{tool} is not installed; {hint}')
 
 
-def note_lost(command: list[str], storage: str, owners: str) -> None:
-    """Says that results will be lost where the command names no bucket."""
-    if command and not any('gs://' in argument for argument in command):
-        print(f'note: without {storage}, results end with the {owners}', file=sys.stderr)
+def check_kept(options: argparse.Namespace, storage: str, owners: str, *places: str) -> None:
+    """Says that results end with the hosts where --workdir is in no bucket and none of `places`.
+
+    Ends the launcher where workers would share nothing.
+    """
+    if options.command and not options.workdir.startswith(('gs://', *places)):
+        lost = f'--workdir={options.workdir}: without {storage}, '
+        if getattr(options, 'workers', None):
+            leave(f'{lost}--workers={options.workers} share no study')
+        print(f'note: {lost}results end with the {owners}', file=sys.stderr)
 
 
 def whole(least: int) -> Callable[[str], int]:
@@ -100,9 +106,10 @@ def read(doc: str, flags: dict[str, dict], argv: list[str]) -> argparse.Namespac
     workers = getattr(options, 'workers', None)
     if workers and command[:1] == ['train']:
         leave(f'--workers={workers} share a study, but the command is train')
-    names = [word.lstrip('-').partition('=')[0] for word in command if word.startswith('-')]
-    if command and 'workdir' not in names:
+    found = re.search('^--?workdir[=\n](.+)$', '\n'.join(command), re.MULTILINE)
+    if command and not found:
         leave('the command has no --workdir=DIRECTORY, from which a job that is restarted resumes')
+    options.workdir = found[1] if found else ''
     return options
 
 

@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 from arguments import (
     DRY_RUN,
     ENV,
+    check_kept,
     flag,
     label,
     leave,
     need,
-    note_lost,
     read,
     require_command,
     switch,
@@ -172,8 +172,7 @@ def main() -> int:
     options = read(__doc__, FLAGS, sys.argv[1:])
     require_command(options)
     text = manifest(options)
-    if not options.volume:
-        note_lost(options.command, '--volume or gs://', 'pods')
+    check_kept(options, 'gs:// or /runs of a --volume', 'pods', *['/runs'] * bool(options.volume))
     if options.dry_run:
         print(text, end='')
         return 0

@@ -23,11 +23,11 @@ from arguments import (
     DRY_RUN,
     ENV,
     WORKERS,
+    check_kept,
     flag,
     label,
     leave,
     need,
-    note_lost,
     read,
     require_command,
     switch,
@@ -85,7 +85,7 @@ def main() -> int:
         leave(f'--accelerators={options.accelerators} is not NAME or NAME:COUNT, e.g. H100:8')
     if options.workers and options.nodes > 1:
         leave(f'--workers={options.workers} excludes --nodes={options.nodes}: a worker is one host')
-    note_lost(options.command, 'a gs:// directory', 'hosts')
+    check_kept(options, 'a gs:// directory', 'hosts')
     text = task(options)
     if options.dry_run:
         print(text)

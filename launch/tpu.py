@@ -26,11 +26,11 @@ from pathlib import Path
 from arguments import (
     DRY_RUN,
     ENV,
+    check_kept,
     flag,
     label,
     leave,
     need,
-    note_lost,
     read,
     require_command,
     switch,
@@ -196,7 +196,7 @@ def read_options(argv: list[str]) -> Namespace:
         require_command(options)
     elif options.command:
         leave(f'{verb} takes no command after --')
-    note_lost(options.command, 'a gs:// directory', 'hosts')
+    check_kept(options, 'a gs:// directory', 'hosts')
     return options
 
 

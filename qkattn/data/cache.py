@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from qkattn.errors import ConfigError
-from qkattn.storage.files import expanded
+from qkattn.storage.files import as_path
 from qkattn.storage.leases import locked
 
 T = TypeVar('T')
@@ -26,7 +26,7 @@ def local_directory(path: str | os.PathLike[str], field: str) -> Path:
             f'{field}={path} is a URL, but token files are memory-mapped; give a local or mounted '
             'directory'
         )
-    return expanded(path)
+    return as_path(path)
 
 
 def data_root(data_dir: str | os.PathLike[str] | None = None) -> Path:

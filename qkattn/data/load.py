@@ -92,9 +92,13 @@ def prepare(config: DataConfig, out: str) -> TokenDataset:
     """Tokenizes all splits of a dataset into the directory `out`, unless they are there.
 
     ConfigError if the dataset cannot be read, is a translation set, or lacks text; if the directory
-    cannot be written or holds other tokens.
+    cannot be written or holds other tokens or files.
     """
     directory = local_directory(out, '--out')
+    held = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
+    # Without its index a preparation that was killed has the lock, as a run has.
+    if held and (held.isdisjoint({'lock', INDEX}) or held & {'config.json', 'study.json'}):
+        raise ConfigError(f'--out={out} holds files that are no tokens; give another directory')
     if config.languages:
         raise ConfigError(
             f'data.languages={config.languages!r} is a translation set; prepare_data takes text in '

@@ -185,7 +185,11 @@ def open_prepared(config: DataConfig) -> TokenDataset:
         ('carve_test', not config.carve_test or 'test' in dataset.splits),
         (
             'tokenizer',
-            _without_directory(config.tokenizer) in (DataConfig.tokenizer, index.tokenizer),
+            _without_directory(config.tokenizer) in (DataConfig.tokenizer, index.tokenizer)
+            and (
+                not config.tokenizer.endswith('.json')
+                or restored(config.tokenizer, None).name == tokenizer.name
+            ),
         ),
     ):
         if not fits:

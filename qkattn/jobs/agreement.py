@@ -38,7 +38,8 @@ def from_all(value: Any, *, limit: float = LIMIT) -> list[Any]:
     key, rank = f'qkattn/agreed/{next(_numbers)}', distributed.global_state.process_id
     if rank:
         client().key_value_set(f'{key}/{rank}', text)
-        answer = _get(f'{key}/all', limit + _GRACE)
+        # Process 0 waits from its own arrival, which may be that late.
+        answer = _get(f'{key}/all', 2 * limit + _GRACE)
         missing = [0] if answer is None else json.loads(answer)['missing']
     else:
         deadline = time.monotonic() + limit

@@ -40,22 +40,24 @@ class Child:
         os.set_blocking(self.output, False)
         # Held back until the child has no handlers of this process, which would take them.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        with warnings.catch_warnings():
-            # Of forks in general; this one only runs `_begin` before the program is loaded.
-            warnings.filterwarnings('ignore', r'os\.fork\(\) was called', RuntimeWarning)
-            self._process = subprocess.Popen(
-                line,
-                stdin=subprocess.DEVNULL,
-                stdout=written,
-                stderr=written,
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, **variables, _PIPE: str(theirs.fileno())},
-                start_new_session=True,
-                preexec_fn=functools.partial(_begin, cores, os.getpid()),
-            )
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-        theirs.close()
-        os.close(written)
+        try:
+            with warnings.catch_warnings():
+                # Of forks in general; this one only runs `_begin` before the program is loaded.
+                warnings.filterwarnings('ignore', r'os\.fork\(\) was called', RuntimeWarning)
+                self._process = subprocess.Popen(
+                    line,
+                    stdin=subprocess.DEVNULL,
+                    stdout=written,
+                    stderr=written,
+                    pass_fds=[theirs.fileno()],
+                    env={**os.environ, **variables, _PIPE: str(theirs.fileno())},
+                    start_new_session=True,
+                    preexec_fn=functools.partial(_begin, cores, os.getpid()),
+                )
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+            theirs.close()
+            os.close(written)
 
     def ended(self) -> int | None:
         """The exit code, below zero for a signal; None while it runs."""

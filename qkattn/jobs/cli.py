@@ -162,7 +162,7 @@ def text_of(text: flags.FlagHolder, file: flags.FlagHolder) -> str:
     if text.value is not None:
         raise ConfigError(f'--{text.name} and --{file.name} exclude each other')
     try:
-        return Path(file.value).read_text(encoding='utf-8')
+        return Path(file.value).read_text(encoding='utf-8-sig')  # without a mark of byte order
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f'--{file.name}={file.value} cannot be read: {error}') from error
 

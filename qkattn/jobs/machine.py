@@ -75,7 +75,11 @@ def accelerators(platforms: str | None, root: Path = Path('/')) -> list[str] | N
     gpus = list(root.glob('dev/nvidia[0-9]*'))
     if gpus and importlib.util.find_spec('jax_plugins'):
         every = ','.join(map(str, range(len(gpus))))
-        return [gpu for gpu in os.environ.get('CUDA_VISIBLE_DEVICES', every).split(',') if gpu]
+        return [
+            gpu
+            for gpu in os.environ.get('CUDA_VISIBLE_DEVICES', every).split(',')
+            if gpu not in ('', '-1')
+        ]
     return None if any(list(root.glob(pattern)) for pattern in _ACCELERATORS) else []
 
 

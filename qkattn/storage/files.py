@@ -38,19 +38,14 @@ _RESUME = 'and run the same command again, which resumes from what is saved'
 
 
 def as_path(path: str | os.PathLike[str]) -> Path:
-    """A path on a file system, or in a bucket for a URL; raises as `buckets.to_path`."""
-    return buckets.to_path(path) if buckets.is_url(path) else Path(path)
+    """A path on a file system, ~ expanded, or in a bucket for a URL; as `buckets.to_path`."""
+    return buckets.to_path(path) if buckets.is_url(path) else Path(path).expanduser()
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
     """`as_path`, absolute, as orbax needs it."""
     path = as_path(path)
     return path if buckets.is_url(path) else path.absolute()
-
-
-def expanded(path: str | os.PathLike[str]) -> Path:
-    """`as_path` with the home directory for ~."""
-    return as_path(os.path.expanduser(path))
 
 
 def check_directory(
@@ -62,7 +57,7 @@ def check_directory(
         buckets.check_writable(directory)
         return directory
     # POSIX keeps two leading slashes apart from one; orbax cannot write below them.
-    directory = Path('/' + os.path.abspath(path).lstrip('/'))
+    directory = Path('/' + os.path.abspath(as_path(path)).lstrip('/'))
     try:
         if create:
             directory.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from qkattn.errors import ConfigError
-from qkattn.storage.files import expanded
+from qkattn.storage.files import as_path
 
 LIMIT = 4 * 2**30  # bytes, beyond which programs are deleted, least recently used first
 
@@ -33,7 +33,7 @@ def directory() -> Path:
     """N-cores of JAX_COMPILATION_CACHE_DIR, else of qkattn/compiled in the user's cache."""
     cache = os.environ.get('XDG_CACHE_HOME', '')
     cache = cache if os.path.isabs(cache) else '~/.cache'  # the standard ignores relative ones
-    path = expanded(os.environ.get(_NAMED) or f'{cache}/qkattn/compiled').absolute()
+    path = as_path(os.environ.get(_NAMED) or f'{cache}/qkattn/compiled').absolute()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
     return path / f'{os.environ.get("NPROC") or cores}-cores'
 

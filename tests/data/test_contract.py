@@ -32,7 +32,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture
 def data(tmp_path):
-    return DataConfig(name='fables:fables', data_dir=str(tmp_path / 'cache'), tokenizer_size=260)
+    return DataConfig(name='fables:fables', data_dir=str(tmp_path / 'cache'))
 
 
 def test_a_dataset_gives_the_same_documents_each_time(dataset, data):
@@ -52,7 +52,8 @@ def test_a_dataset_gives_the_same_documents_each_time(dataset, data):
 
 
 def test_a_tokenizer_counts_the_bytes_of_what_it_encodes(tokenizer, data):
-    named = dataclasses.replace(data, tokenizer=tokenizer)
+    size = {'tokenizer_size': 260} if tokenizer == 'bpe' else {}
+    named = dataclasses.replace(data, tokenizer=tokenizer, **size)
     first, again = tokenizer_of(named), tokenizer_of(named)
     assert first.name == again.name and first.vocab_size > first.separator >= 0
     for text in ('', 'a line\nand another', 'naïve \N{SNOWMAN} 🤝\t', 'x' * 300):
@@ -107,6 +108,8 @@ def test_other_objects_are_refused_in_one_sentence(data, outside):
     ):
         with refused(says):
             rows_of(Config(data=dataclasses.replace(data, **fields)))
+    with refused("languages='en-de', but 'fables:fables' returns text in one language"):
+        find(dataclasses.replace(data, languages='en-de'))
 
 
 def test_a_changed_source_or_option_is_another_dataset_and_tokenizer(outside, data):

@@ -43,7 +43,7 @@ def made(texts=TEXTS, names=None, languages=(), **others) -> Corpus:
 def test_a_tenth_of_the_documents_each_whatever_their_order():
     both = carved(made(), test=False)
     assert both.carved == {'validation': 0.1, 'test': 0.1}
-    assert both.version == '1-carved-validation-test'
+    assert both.version == '1-carved2-validation-test'
     splits = documents(both)
     assert [*map(len, splits.values())] == [160, 20, 20]
     assert sorted(sum(splits.values(), [])) == sorted(TEXTS)
@@ -55,7 +55,7 @@ def test_a_tenth_of_the_documents_each_whatever_their_order():
     # A carved split is the same where the other one came with the corpus, and stays.
     for test, split, other in ((False, 'validation', 'test'), (True, 'test', 'validation')):
         given = carved(made(**{other: [b'x\n']}), test)
-        assert (given.version, given.carved) == (f'1-carved-{split}', {split: 0.1})
+        assert (given.version, given.carved) == (f'1-carved2-{split}', {split: 0.1})
         assert documents(given)[other] == [b'x\n'] and documents(given)[split] == splits[split]
     assert carved(made(validation=[b'x\n']), test=False).splits == ('train', 'validation')
 
@@ -72,6 +72,9 @@ def test_equal_documents_are_in_one_split_and_names_go_with_their_documents():
         result = carved(made(names=names, **others), test=False)
         for split, texts in documents(result).items():
             assert result.names(split) == [text.decode() for text in texts]
+    copies = made(TEXTS + TEXTS, names=lambda split: [str(number) for number in range(400)])
+    splits = documents(carved(copies, test=False))
+    assert len(splits['test']) == 40 and not set(splits['train']) & set(splits['test'])
 
     # Both sides of a translation are carved alike, whichever is the source.
     corpora = [carved(made(languages=sides), test=False) for sides in (('en', 'de'), ('de', 'en'))]
@@ -159,6 +162,9 @@ def test_a_split_is_a_file_or_a_folder_and_the_version_is_that_of_the_text(tmp_p
         versions.append(opened(tmp_path, {name: content}).version)
     (tmp_path / 'validation/b.txt').rename(tmp_path / 'validation/0.txt')
     assert len({*versions, opened(tmp_path, {}).version}) == 5
+    (tmp_path / 'test.txt').unlink()
+    with refused("test' holds no .txt file"):
+        opened(tmp_path, {'test/a.text': 'a\n'})
     for name in ('files/train.txt', 'folder/train/a.txt'):
         bucket.put('runs', name, b'a\n')
     assert opened(tmp_path, {}, path='gs://runs/files').names('train') == ['train']
@@ -483,7 +489,7 @@ def test_packages_are_pinned_and_without_copies_scripts_and_tests(tmp_path, monk
     monkeypatch.setattr(python_text, '_installed', python_text._installed.__wrapped__)
     corpus = find(PACKAGES)
     assert sorted(sum(map(corpus.names, corpus.splits), [])) == ['a.py', 'f.md']
-    assert corpus.version == f'1.0.0-{hashlib.sha256(b"a==1").hexdigest()[:12]}'
+    assert corpus.version == f'2.0.0-{hashlib.sha256(b"a==1").hexdigest()[:12]}'
     monkeypatch.setattr(metadata, 'files', lambda name: None)
     with refused("does not list the files of .'a'"):
         corpus.names('train')

@@ -138,6 +138,14 @@ def test_what_cannot_be_prepared(text, made, tmp_path, monkeypatch, fields, text
         prepare(data, str(out))
 
 
+@pytest.mark.parametrize('name', ['train.bin', 'tokenizer.json'])
+def test_files_of_the_user_are_not_replaced(text, tmp_path, name):
+    (tmp_path / name).write_text('{}')
+    with refused('holds files that are no tokens; give another directory'):
+        prepare(dataclasses.replace(text, tokenizer='characters'), str(tmp_path))
+    assert (tmp_path / name).read_text() == '{}'
+
+
 @pytest.mark.parametrize(
     ('ids', 'message'),
     [
@@ -205,6 +213,6 @@ def test_a_test_split_is_carved_before_tokens_are_made(text, made, tmp_path):
     assert load_text(made_of(made, carve_test=True)).splits == ('train', 'validation', 'test')
     path = shutil.copytree(text.path, tmp_path / 'files')
     shutil.rmtree(path / 'test')
-    prepare(dataclasses.replace(text, path=str(path)), str(tmp_path))
+    prepare(dataclasses.replace(text, path=str(path)), str(tmp_path / 'tokens'))
     with refused('data.carve_test=True has no effect on tokens, .*; set it when prepare_data'):
-        load_text(made_of(tmp_path, carve_test=True))
+        load_text(made_of(tmp_path / 'tokens', carve_test=True))

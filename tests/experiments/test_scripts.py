@@ -435,7 +435,7 @@ def test_text_and_files_are_translated_line_by_line(printed, translator, tmp_pat
     translate_run = ('translate', f'--source={translator[0]}')
     assert printed(*translate_run, '--text=bad\ncafe') == 'dab\nefac\n'
     # The run is of lower-cased text. The last line needs no end.
-    (tmp_path / 'in.en').write_text('BAD\n\n   \ncafe')
+    (tmp_path / 'in.en').write_text('\ufeffBAD\n\n   \ncafe')
     assert printed(*translate_run, '--file=in.en') == 'dab\n\n\nefac\n'
     assert 'efac' not in printed(*translate_run, '--text=bad\ncafe', '--trial=1', '--beam=1')
 

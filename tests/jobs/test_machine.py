@@ -56,6 +56,7 @@ def test_a_quota_leaves_as_many_cores_of_the_affinity(monkeypatch):
         (('nvidia0', 'nvidia1', 'nvidiactl'), None, None, ['0', '1']),
         (('nvidia0', 'nvidia1'), '1', None, ['1']),
         (('nvidia0', 'nvidia1'), '', None, []),
+        (('nvidia0', 'nvidia1'), '-1', None, []),
         (('nvidia0', 'accel0'), None, 'cpu', []),
         (('accel0', 'accel1'), None, None, None),
         (('vfio/0',), None, 'tpu', None),

@@ -82,8 +82,24 @@ def test_results_that_end_with_the_hosts_are_noted():
     for name in ('tpu', 'kubernetes', 'sky'):
         for workdir, lost in (('gs://b/w', False), ('runs/w', True)):
             arguments = (*RIGHT[name], '--dry_run', '--', 'train', f'--workdir={workdir}')
-            done = launch_here(name, *arguments, env={**os.environ})
-            assert (done.returncode, 'note: without' in done.stderr) == (0, lost), name
+            other = '--config.train.init_from=gs://b/x'  # is no directory of results
+            done = launch_here(name, *arguments, other, env={**os.environ})
+            assert (done.returncode, 'results end with' in done.stderr) == (0, lost), name
+
+
+@pytest.mark.parametrize('name', ['kubernetes', 'sky'])
+def test_workers_that_would_share_nothing_are_refused(name):
+    arguments = (*RIGHT[name], '--workers=2', '--dry_run', '--', 'ablate', '--workdir=runs/w')
+    done = launch_here(name, *arguments, env={**os.environ})
+    assert done.returncode == 2 and done.stdout == ''
+    assert done.stderr.endswith(', --workers=2 share no study\n')
+
+
+def test_a_claim_keeps_what_is_below_its_place():
+    for workdir, lost in (('/runs/w', False), ('runs/w', True)):
+        arguments = ('--volume=claim', '--dry_run', '--', 'train', f'--workdir={workdir}')
+        done = launch_here('kubernetes', *RIGHT['kubernetes'], *arguments, env={**os.environ})
+        assert (done.returncode, 'results end with' in done.stderr) == (0, lost)
 
 
 @pytest.mark.skipif(shutil.which('shellcheck') is None, reason='shellcheck is not installed')

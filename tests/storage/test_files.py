@@ -6,7 +6,13 @@ import os
 import pytest
 
 from qkattn.errors import DiskError, RunDirectoryError
-from qkattn.storage.files import check_directory, make_directory, replacing, write_atomic
+from qkattn.storage.files import (
+    as_path,
+    check_directory,
+    make_directory,
+    replacing,
+    write_atomic,
+)
 from tests.processes import umask
 from tests.refusals import refused
 
@@ -84,3 +90,8 @@ def test_a_directory_is_checked_without_a_trace_and_made_absolute(tmp_path):
     assert check_directory(doubled) == tmp_path / 'a' / 'run' and names(tmp_path) == []
     assert make_directory(doubled) == tmp_path / 'a' / 'run'
     assert names(tmp_path / 'a' / 'run') == []
+
+
+def test_the_home_directory_may_be_written_as_a_tilde(tmp_path, monkeypatch):
+    monkeypatch.setenv('HOME', str(tmp_path))
+    assert check_directory('~/run') == as_path('~/run') == tmp_path / 'run'

@@ -65,6 +65,12 @@ def run_workers(work, path) -> None:
         cli.exit_with(*cli.outcome(error))
 
 
+def test_a_process_that_cannot_be_started_leaves_no_signal_blocked():
+    with pytest.raises(FileNotFoundError):
+        children.Child(['/none'], [0], {})
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
 def test_a_worker_is_started_without_a_warning():
     lines = [
         'import jax, sys',

@@ -17,6 +17,7 @@ from qkattn.errors import ConfigError
 SPLITS = ('train', 'validation', 'test')
 # Fraction of the documents of train that a carved split takes, or of the bytes of each if few.
 SHARE = 0.1
+CARVING = 2  # changes whenever the same documents would be carved differently
 SHARES = 20  # no document is more than a twentieth of the bytes of an evaluation split
 
 
@@ -65,8 +66,8 @@ def carved(corpus: Corpus, test: bool) -> Corpus:
     """The corpus with a validation split, and with a test split if `test` or if it had neither.
 
     A tenth of the documents of train with the smallest sha256 is the test split, the next tenth the
-    validation split. The hash is of a document's name, else of its text, for parallel text of the
-    language that comes first in the alphabet; the order of the documents does not matter. Of fewer
+    validation split. The hash is of a document's text, for parallel text of the language
+    that comes first in the alphabet; the order of the documents does not matter. Of fewer
     than 20 documents each is cut at the ends of the lines that reach 80 % and 90 % of its bytes.
     ConfigError without a train split and, while documents are read, as `cut_at_lines`.
     """
@@ -79,11 +80,8 @@ def carved(corpus: Corpus, test: bool) -> Corpus:
 
     @functools.cache  # train may be large
     def split_of_document() -> np.ndarray | None:
-        if corpus.names:
-            keys: Iterable[bytes] = (name.encode() for name in corpus.names('train'))
-        else:
-            keys = corpus.documents(min(corpus.languages, default=None))['train']
-        hashes = np.fromiter(map(hash64, keys), np.uint64)
+        texts = corpus.documents(min(corpus.languages, default=None))['train']
+        hashes = np.fromiter(map(hash64, texts), np.uint64)
         if len(hashes) < SHARES:
             return None
         # Equal documents have one rank, so that none is in two splits.
@@ -111,7 +109,7 @@ def carved(corpus: Corpus, test: bool) -> Corpus:
 
     return dataclasses.replace(
         corpus,
-        version='-'.join((corpus.version, 'carved', *missing)),
+        version='-'.join((corpus.version, f'carved{CARVING}', *missing)),
         splits=tuple(split for split in SPLITS if split in (*corpus.splits, *missing)),
         documents=documents,
         names=names if corpus.names else None,

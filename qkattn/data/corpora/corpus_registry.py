@@ -62,6 +62,8 @@ def check(config: DataConfig) -> Source:
             source = Source(functools.partial(_from_outside, source, options), optional=SETTINGS)
     taken = (*source.required, *source.optional)
     refuse_unused(config, [field for field in SETTINGS if field not in taken])
+    if config.tokenizer != 'bpe':
+        refuse_unused(config, ['tokenizer_size'], f'data.tokenizer={config.tokenizer!r}')
     for field in source.required:
         if not getattr(config, field):
             raise ConfigError(f'data.name={config.name!r} needs data.{field}.')
@@ -103,6 +105,11 @@ def _from_outside(
         corpus = function(config, **options)
         if not isinstance(corpus, Corpus):
             raise ConfigError(f'data.name={config.name!r} must return a Corpus, not {corpus!r:.80}')
+        if bool(corpus.languages) != bool(config.languages):
+            held = f'of {"-".join(corpus.languages)}' if corpus.languages else 'in one language'
+            raise ConfigError(
+                f'data.languages={config.languages!r}, but {config.name!r} returns text {held}'
+            )
         return dataclasses.replace(corpus, version=f'{corpus.version}-{digest(config.name)}')
 
     return called('data.name', config.name, versioned)

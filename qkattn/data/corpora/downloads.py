@@ -10,7 +10,7 @@ from qkattn.config import DataConfig
 from qkattn.data.cache import DamagedData, data_root, prepared_once
 from qkattn.data.corpora.corpus import Corpus, parse_languages, readable
 from qkattn.errors import ConfigError
-from qkattn.storage.files import expanded, write_atomic
+from qkattn.storage.files import as_path, write_atomic
 
 TIMEOUT = (10, 60)  # seconds to connect, and of silence, after which a download has failed
 PLAYS = 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt'
@@ -89,7 +89,7 @@ def fetched(dataset: str, url: str, config: DataConfig) -> bytes:
         return checked(path.read_bytes(), str(path))
 
     def get() -> None:
-        source = url if config.manual_dir is None else str(expanded(config.manual_dir) / name)
+        source = url if config.manual_dir is None else str(as_path(config.manual_dir) / name)
         with readable(source, advice):  # errors of requests are OSErrors
             if config.manual_dir is not None:
                 content = Path(source).read_bytes()

@@ -13,7 +13,7 @@ from pathlib import Path
 from qkattn.config import DataConfig
 from qkattn.data.corpora.corpus import SPLITS, Corpus, cut_at_lines, parse_languages, readable
 from qkattn.errors import ConfigError
-from qkattn.storage.files import expanded, version_of
+from qkattn.storage.files import as_path, version_of
 
 
 def text(config: DataConfig) -> Corpus:
@@ -22,7 +22,7 @@ def text(config: DataConfig) -> Corpus:
     A file is cut at the ends of the lines that reach 90 % and 95 % of its bytes, and each part is
     one document; so is a split's file, and each file of a split's folder.
     """
-    path = expanded(config.path)
+    path = as_path(config.path)
     if not path.is_dir():
 
         def parts(language: str | None) -> dict[str, list[bytes]]:
@@ -53,7 +53,7 @@ def parallel(config: DataConfig) -> Corpus:
 
     A line is a document. Pairs of which a side is blank are left out.
     """
-    languages, path = parse_languages(config), expanded(config.path)
+    languages, path = parse_languages(config), as_path(config.path)
     pairs = {split: [path / f'{split}.{side}' for side in languages] for split in SPLITS}
     pairs = {
         split: pair
@@ -95,6 +95,8 @@ def _documents(directory: Path, split: str) -> dict[str, Path]:
         raise ConfigError(f'{str(directory)!r} holds both {split} and {file.name}; keep one.')
     with readable(repr(str(folder)), 'give its text as a file', NotImplementedError):  # in a bucket
         files = sorted(folder.rglob('*.txt'))
+    if not files:  # else a split is carved in the place of the user's
+        raise ConfigError(f'data.path: {str(folder)!r} holds no .txt file.')
     return {file.relative_to(directory).as_posix(): file for file in files}
 
 

@@ -59,11 +59,18 @@ def stdlib(config: DataConfig) -> Corpus:
 
 
 def packages(config: DataConfig) -> Corpus:
-    """The distributions' texts; a file is a document, in the order of the names, split 80/10/10."""
+    """The distributions' texts; a file is a document, in the order of the names.
+
+    Folders, whose files share passages, are split 80/10/10.
+    """
     with readable("data.name='packages'", 'install requirements.txt', ImportError):
         pins = ' '.join(f'{name}=={metadata.version(name)}' for name in DISTRIBUTIONS)
-    version = f'1.0.0-{hashlib.sha256(pins.encode()).hexdigest()[:12]}'
-    return _corpus('packages', version, _installed, lambda name: split_of(name, 80, 10))
+    version = f'2.0.0-{hashlib.sha256(pins.encode()).hexdigest()[:12]}'
+
+    def split(name: str) -> str:
+        return split_of(name.rpartition('/')[0], 80, 10)
+
+    return _corpus('packages', version, _installed, split)
 
 
 def _corpus(
