@@ -108,7 +108,9 @@ class ModelConfig:
         'none', "What the backward pass recomputes: 'none', 'full' or 'dots' (all but products)."
     )
     scan_unroll: int | None = setting(
-        None, 'Layers per step of the scan; None is all below 12 layers, else 1.', **COUNT
+        None,
+        'Layers per step of the scan; None is all below 12 layers without remat, else 1.',
+        **COUNT,
     )
     compute_dtype: Literal['float32', 'bfloat16'] = setting(
         'float32', "'float32' or 'bfloat16'; parameters stay in float32."
@@ -145,7 +147,10 @@ class ModelConfig:
 
     @property
     def unroll(self) -> int:
-        return self.scan_unroll or (self.num_layers if self.num_layers < 12 else 1)
+        if self.scan_unroll is not None:
+            return self.scan_unroll
+        # XLA merges unrolled layers that remat repeats with the forward pass: nothing is saved.
+        return self.num_layers if self.num_layers < 12 and self.remat == 'none' else 1
 
     @property
     def cycle(self) -> tuple['ModelConfig', ...]:

@@ -12,6 +12,7 @@ from qkattn.attention import Attention, Mask
 from qkattn.attention.parameters import initialization, one_key, product, shapes_only, weight
 from qkattn.attention.rope import sinusoids
 from qkattn.config import ModelConfig
+from qkattn.config.setting import check_section
 from qkattn.model.blocks import Block, CrossBlock, Norm, drop, module_key, split_key
 from qkattn.model.stack import layer_of, placed, run_blocks, stack_blocks
 
@@ -109,6 +110,7 @@ class Transformer(Stream):
         rngs: nnx.Rngs | None = None,
         block: type[Block] = Block,
     ):
+        check_section('model.', config)
         key = one_key(key, rngs)
         super().__init__(config, key=key, block=block)
         D, V = config.d_model, config.vocab_size
@@ -248,7 +250,11 @@ KINDS: dict[str, type[Transformer]] = {
 def build(
     config: ModelConfig, *, key: jax.Array | None = None, rngs: nnx.Rngs | None = None
 ) -> Transformer:
-    """A model of config.kind at initialization; its parameters are drawn with a key or rngs."""
+    """A model of config.kind at initialization; its parameters are drawn with a key or rngs.
+
+    ConfigError for a setting that is out of its bounds.
+    """
+    check_section('model.', config)  # before kind is looked up
     return KINDS[config.kind](config, key=key, rngs=rngs)
 
 

@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from qkattn.config import ModelConfig
+from qkattn.errors import ConfigError
 from qkattn.model import Decoder, Encoder, EncoderDecoder, abstract_model, build
 from tests.attention import examples  # noqa: F401, classes that the settings name
 from tests.lanes import only
@@ -125,6 +126,24 @@ def test_more_tokens_than_there_is_room_for_are_refused():
     for tokens, source, field in ((8, 7, 'context'), (7, 8, 'source_context')):
         with pytest.raises(ValueError, match=refusal.format(field)):
             both(jnp.zeros((1, tokens), int), source_BS=jnp.zeros((1, source), int))
+
+
+def test_a_setting_out_of_its_bounds_is_refused_by_name():
+    fields = {'positions': 'rotary', 'norm': 'layer_norm', 'norm_position': 'Pre', 'dropout': 1.5}
+    for field, value in (fields | {'activation': 'silu', 'kind': 'gpt'}).items():
+        for make_model in (build, Decoder):
+            with pytest.raises(ConfigError, match=f'^model.{field}={value!r} must be'):
+                make_model(config_of(**{field: value}), key=jax.random.key(0))
+
+
+def test_what_is_recomputed_takes_no_memory_once_compiled():
+    def temporaries(**fields):
+        model = abstract_model(config_of(num_layers=4, context=64, scan_unroll=None, **fields))
+        gradients = jax.jit(jax.grad(lambda model, tokens_BT: model(tokens_BT).sum()))
+        compiled = gradients.lower(model, jax.ShapeDtypeStruct((16, 64), int)).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(remat='full') < temporaries() / 2
 
 
 def test_dropout_acts_on_embeddings_and_on_both_sides_and_only_with_a_key():
