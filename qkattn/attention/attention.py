@@ -142,7 +142,8 @@ class Attention(nnx.Module):
     ) -> jax.Array:
         """Self-attention, or cross-attention to y where it is given; `dropout` as in attend_to.
 
-        Without a mask, self-attention is causal and within spec.window, and all of y is visible.
+        Without a mask, self-attention is causal and within spec.window, and all of y is visible; a
+        mask replaces both causality and spec.window.
         """
         cross = y_BSD is not None
         y_BSD = y_BSD if cross else x_BTD

@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from qkattn.errors import SpecError
+
 
 @functools.partial(
     jax.tree_util.register_dataclass,
@@ -33,6 +35,22 @@ class Mask:
     def from_array(cls, mask: 'Mask | jax.Array') -> 'Mask':
         """The mask itself, or a mask_BTS as a Mask."""
         return mask if isinstance(mask, Mask) else cls(mask_BTS=mask)
+
+    def check(self, num_rows: int, num_queries: int, num_keys: int) -> None:
+        """Raises SpecError unless the arrays fit the attention; slices would crop or shift them."""
+        if (self.segments_BT is None) != (self.segments_BS is None):
+            raise SpecError('a mask must have both segments_BT and segments_BS, or neither')
+        sizes = {'B': num_rows, 'T': num_queries, 'S': num_keys}
+        for field in ('valid_BS', 'segments_BT', 'segments_BS', 'mask_BTS'):
+            if (array := getattr(self, field)) is None:
+                continue
+            shape = tuple(sizes[letter] for letter in field.partition('_')[2])
+            boolean = field in ('valid_BS', 'mask_BTS')
+            if array.shape not in (shape, (1, *shape[1:])) or (boolean and array.dtype != bool):
+                valid = f'{"boolean and " * boolean}of shape {shape}, where B may be 1'
+                raise SpecError(
+                    f'{field} is {array.dtype} of shape {array.shape}; it must be {valid}'
+                )
 
     def queries(self, num_queries: int) -> jax.Array:
         """Positions of the queries, t_T."""

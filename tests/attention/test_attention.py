@@ -150,6 +150,25 @@ def test_every_field_allows_what_it_says(name):
     np.testing.assert_array_equal(block_BTS, got_BTS[:, 3:5, 4:7])
 
 
+def test_a_mask_that_does_not_fit_is_refused(layer):
+    seen_BTS, both = jnp.ones((2, T, T), bool), 'both segments_BT and segments_BS'
+    assert jnp.array_equal(layer(stream(), seen_BTS), layer(stream(), seen_BTS[:1]))
+    for fields, words in (
+        ({'segments_BT': SEGMENTS['segments_BT']}, both),
+        ({'segments_BS': SEGMENTS['segments_BS']}, both),
+        (SEGMENTS, r'segments_BT is int32 of shape \(2, 5\); it must be of shape \(2, 7\), where'),
+        ({'valid_BS': jnp.ones((3, T), bool)}, r'valid_BS is bool of shape \(3, 7\)'),
+        ({'valid_BS': jnp.ones((2, T))}, 'valid_BS is float32 .* must be boolean and of shape'),
+        *(
+            ({'mask_BTS': seen_BTS[index]}, 'mask_BTS')
+            for index in (0, np.s_[:, 1:], np.s_[..., 1:])
+        ),
+        ({'mask_BTS': jnp.ones((2, T, T + 1), bool)}, r'mask_BTS is bool of shape \(2, 7, 8\)'),
+    ):
+        with pytest.raises(SpecError, match=words):
+            layer(stream(), Mask(causal=True, **fields))
+
+
 def test_a_query_attends_to_itself_where_it_may_to_no_other():
     mask = Mask(causal=True, window=2, valid_BS=VALID[:, :Q])
     open_BTS = np.asarray(mask.dense(Q, Q))

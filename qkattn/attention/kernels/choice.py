@@ -60,7 +60,8 @@ def attend(
 
     Keys and values may have fewer heads than queries, each a number that divides N, and values may
     have another head size. A shared head is not copied to the N query heads. What a query without
-    visible keys returns is finite, but without meaning. SpecError where the kernel cannot do it.
+    visible keys returns is finite, but without meaning. SpecError where the kernel cannot do it or
+    the mask does not fit.
 
     Args:
       mask: a Mask, or a mask_BTS, True where a query may attend to a key; B may be 1.
@@ -81,6 +82,7 @@ def attend(
         dropout_key=dropout_key,
     )
     on_mesh, (T, S) = _target.get(None), call.lengths
+    call.mask.check(len(q_BTNH), T, S)
     if kernel == 'einsum' and not on_mesh:
         return einsum(call)  # costs are counted before there are devices
     target = on_mesh or Target.from_mesh(None)
