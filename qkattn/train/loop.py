@@ -169,8 +169,9 @@ def given_params(config: Config) -> dict | None:
     model, params = exported.load(source)
     exported.check(config.model, params, source)
     changes = differences(to_json(model), to_json(config.model))
-    # One of null follows from others, and shapes tell what it is.
-    if changes := [change for change in changes if 'null' not in change]:
+    # Most that may be null follow from others, and shapes tell what they are.
+    kept = ('logit_cap: ', 'window: ', 'encoder_variant: ', 'cross_variant: ')
+    if changes := [c for c in changes if 'null' not in c or c.startswith(kept)]:
         log.warning('train.init_from=%s has other settings: %s', source, ', '.join(changes))
     return params
 

@@ -66,11 +66,14 @@ def test_training_goes_on_from_a_run_and_from_a_directory(small, small_run, tmp_
 
 def test_settings_of_a_model_that_the_run_does_not_have_are_named(small, tmp_path, caplog):
     config = small()
-    model = dataclasses.replace(config.model, activation='gelu', d_ff=config.model.mlp_width)
+    fields = {'activation': 'gelu', 'd_ff': config.model.mlp_width, 'window': 3, 'logit_cap': 9.0}
+    model = dataclasses.replace(config.model, **fields, encoder_variant='a/b', cross_variant='a/b')
     exported.save(tmp_path / 'w', model, params_of(model), origin={})
     config = small(train={'init_from': f'{tmp_path}/w'})
     jax.tree.map(np.testing.assert_array_equal, given_params(config), params_of(model))
-    assert f'{tmp_path}/w has other settings: activation: "gelu" -> "gelu_tanh"\n' in caplog.text
+    changes = 'encoder_variant: "a/b" -> null, cross_variant: "a/b" -> null, activation: "gelu" -> '
+    changes += '"gelu_tanh", logit_cap: 9.0 -> null, window: 3 -> null\n'
+    assert f'{tmp_path}/w has other settings: {changes}' in caplog.text
 
 
 def test_other_parameters_are_refused_by_name():
