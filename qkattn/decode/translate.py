@@ -63,7 +63,8 @@ def translate_ids(
         width = min(-(-longest // WIDTH_STEP) * WIDTH_STEP, most)
         source_BS = np.zeros((BATCH_SIZE, width), np.int32)
         valid_BS = np.zeros((BATCH_SIZE, width), bool)
-        for row, i in enumerate(chosen):
+        # A batch that is not full repeats its sources: empty rows would search to the last token.
+        for row, i in enumerate(np.resize(chosen, BATCH_SIZE)):
             ids = np.append(sources[i], separator)
             source_BS[row, : len(ids)], valid_BS[row, : len(ids)] = ids, True
         best = search(

@@ -75,6 +75,19 @@ def test_greedy_translations_are_those_without_a_cache():
     assert translated([]) == []
 
 
+def test_every_row_of_a_batch_is_a_source(monkeypatch):
+    def search(model, prompts_BT, num_tokens, source, **options):
+        given.append(source)
+        return types.SimpleNamespace(tokens_BKT=np.full((64, 1, num_tokens), SEPARATOR))
+
+    given = []
+    monkeypatch.setattr(translate, 'search', search)
+    assert translated(sources_of(3)) == [[]] * 3
+    ((source_BS, valid_BS),) = given
+    np.testing.assert_array_equal(source_BS, np.resize(source_BS[:3], source_BS.shape))
+    assert valid_BS.any(1).all()
+
+
 def test_the_search_has_the_beam_and_the_length_penalty_of_the_settings():
     sources, model = sources_of(8), make(context=5)
     short, long = (translated(sources, model, beam=4, length_penalty=a) for a in (-2.0, 4.0))
