@@ -83,7 +83,7 @@ class OptimizerConfig:
     )
     beta1: float = setting(0.9, 'Decay of the first moment in Adam.', least=0, below=1)
     beta2: float = setting(0.99, 'Decay of the second moment in Adam.', least=0, below=1)
-    epsilon: float = setting(1e-8, 'Added to the root in Adam and Muon.', least=0)
+    epsilon: float = setting(1e-8, 'Added to the root in Adam and Muon.', above=0)
     momentum: float = setting(0.95, "Momentum of 'muon' and 'sgd'.", least=0, most=1)
     clip_norm: float | None = setting(1.0, 'Largest norm of the gradient; None is off.', above=0)
     decay: Literal['independent', 'coupled'] = setting(

@@ -72,7 +72,11 @@ def spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> P:
 
     'params/blocks/mlp/w_in_DF' has XLDF: trials, layers, D and F. Others than parameters have X.
     """
-    match = re.search(r'(?:^|/)[wbg](?:_[a-z]+)*_([A-Z]+)$', path)
+    match = re.search(r'(?:^|/)[wbg](?:_[a-z\d]+)*_([A-Z]+)$', path)
+    if not match and re.search(r'(^|/)params/', path):
+        say_once(
+            f'{path}: the name does not end in the letters of its axes, as w_q_DNH; replicated'
+        )
     names = 'X' + ('L' if match and re.search(r'(^|/)blocks/', path) else '')
     names = (names + (match[1] if match else '')).ljust(len(shape), '.')[: len(shape)]
     axes: dict[str, tuple[str, ...]] = {'X': ('trial',)}

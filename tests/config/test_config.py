@@ -122,6 +122,7 @@ def test_a_wrong_setting_is_named_with_its_value():
         ('train.accumulation', 3, 'must divide batch_size=16'),
         ('train.log_every', 15, 'must be a multiple of train.steps_per_dispatch=10'),
         ('train.eval_every', 25, 'must be a multiple of train.log_every=10'),
+        ('optimizer.epsilon', 0.0, 'must be above 0 and finite'),
         ('optimizer.warmup_steps', 1000, 'must be below train.num_steps=1000'),
         ('trials.seeds', (), 'must hold at least one value'),
         ('trials.seeds', (1, 1), 'must hold no value twice'),

@@ -1,6 +1,7 @@
 """The mesh, arrays by the letters of their names, batches by their rows, memory."""
 
 import dataclasses
+import logging
 
 import jax
 import numpy as np
@@ -14,10 +15,14 @@ from qkattn.model import cost
 from qkattn.train import sharding
 
 
-def test_rules_follow_the_letters_of_the_name():
+def test_rules_follow_the_letters_of_the_name(caplog):
     mesh = sharding.make_mesh(MeshConfig(trial=2, fsdp=2, tensor=2))
+    sharding.say_once.cache_clear()
+    caplog.set_level(logging.INFO)
     for path, shape, want in (
         ('p/blocks/a/w_q_DNH', (2, 3, 32, 4, 8), P('trial', None, 'fsdp', 'tensor', None)),
+        ('params/blocks/a/w_q2_DNH', (2, 3, 32, 4, 8), P('trial', None, 'fsdp', 'tensor', None)),
+        ('params/blocks/a/w_Query_DNH', (2, 3, 32, 4, 8), P('trial')),
         ('s/0/mu/blocks/mlp/w_in_DF', (2, 3, 32, 64), P('trial', None, 'fsdp', 'tensor')),
         ('trials/opt_state/1/0/count', (2,), P('trial')),
         ('p/final_norm/g_D', (2, 32), P('trial', 'fsdp')),
@@ -30,8 +35,10 @@ def test_rules_follow_the_letters_of_the_name():
         # 3 heads do not divide over 2 devices: the head size takes their place
         ('p/blocks/a/w_q_DNH', (2, 3, 33, 3, 8), P('trial', None, None, None, 'tensor')),
     ):
-        spec = sharding.spec(path, shape, mesh)
+        for _ in range(2):
+            spec = sharding.spec(path, shape, mesh)
         assert tuple(spec) == (*want, *[None] * (len(spec) - len(want))), path
+    assert caplog.text.count('params/') == caplog.text.count('params/blocks/a/w_Query_DNH: ') == 1
 
 
 @dataclasses.dataclass(frozen=True)
