@@ -74,8 +74,10 @@ def gauge_fix_qk(layers: Sequence[Attention]) -> list[Attention]:
     require(score == 'qk', f'it starts from the score qk, not {score}')
     D, _, H = factors[0].w_k_DKH.shape
     rows, fixed = _best_rows(np.stack([old.w_k_DKH for old in factors])), []
-    for layer, old in zip(layers, factors, strict=True):
-        new = _in_gauge(old.w_k_DKH, old.w_q_DNH, old.b_q_NH, fixed_first(rows, D), layer, 'W_K')
+    orders_KD = fixed_first(rows, D)
+    for index, (layer, old) in enumerate(zip(layers, factors, strict=True)):
+        matrix = f'W_K, layer {index}'
+        new = _in_gauge(old.w_k_DKH, old.w_q_DNH, old.b_q_NH, orders_KD, layer, matrix)
         arrays = {'w_q_DNH': new[0], 'b_q_NH': new[1], 'b_k_KH': np.zeros_like(old.b_k_KH)}
         arrays |= {'w_k_free_CKH': new[2]} if H < D else {}
         target = empty_layer(layer, score=f'gauge_fixed(rows={rows})')
@@ -117,9 +119,10 @@ def gauge_fix_vo(layers: Sequence[Attention]) -> list[Attention]:
     w_o_LDNH = np.stack([np.moveaxis(old.w_o_NHD, 2, 0) for old in factors])
     columns, fixed = _best_rows(w_o_LDNH), []
     orders_ND = fixed_columns_first(columns, D)
-    for layer, old, w_o_DNH in zip(layers, factors, w_o_LDNH, strict=True):
+    for index, (layer, old, w_o_DNH) in enumerate(zip(layers, factors, w_o_LDNH, strict=True)):
         target = empty_layer(layer, value=f'gauge_fixed(columns={columns})')
-        new = _in_gauge(w_o_DNH, old.w_v_DKH, old.b_v_KH, orders_ND, layer, 'W_O')
+        matrix = f'W_O, layer {index}'
+        new = _in_gauge(w_o_DNH, old.w_v_DKH, old.b_v_KH, orders_ND, layer, matrix)
         arrays = {'w_v_DNH': new[0], 'b_v_NH': new[1], 'w_o_NHC': np.moveaxis(new[2], 0, 2)}
         fixed.append(fill(target, layer, value=arrays | {'b_o_D': old.b_o_D}))
     return fixed

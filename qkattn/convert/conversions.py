@@ -119,7 +119,9 @@ def convert_model(
             before = (gain_LD[index], bias_LD[index]) if conversion.takes_norm else ()
             results.append(conversion(sources[index], *before, **options))
     except (ConversionError, SpecError) as refusal:
-        raise ConversionError(f'layer {len(results)}: {refusal}') from refusal
+        # A conversion of the stack names the layer itself, where it is not all of them.
+        layer = '' if conversion.of_stack else f'layer {len(results)}: '
+        raise ConversionError(f'{layer}{refusal}') from refusal
     layers = [layer for layer, _ in results]
     errors = [error for _, error in results] if conversion.lossy else []
     for index, layer in enumerate(layers):

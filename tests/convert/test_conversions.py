@@ -100,6 +100,17 @@ def test_a_refusal_names_the_reason():
             convert_model(text, config, params_of(config))
 
 
+def test_a_refusal_names_the_layer_of_a_stack():
+    params = params_of(CONFIG)
+    w_LDKH = params['blocks']['attention']['score']['w_k_DKH']
+    w_LDKH[[0, 2], :-8] = 0  # so that the block is of the last rows, which are small in layer 1
+    w_LDKH[1, -8:] *= 1e-6
+    with refused('^the block of W_K, layer 1, head 0, that becomes', ConversionError):
+        convert_model('gauge_fix_qk', CONFIG, params)
+    with refused('^it starts from the score qk, not merged', ConversionError):
+        convert_model('gauge_fix_qk', *convert_model('merge', CONFIG, params)[:2])
+
+
 def test_layers_that_would_become_different_variants_are_refused(monkeypatch):
     def one_merged(layer):
         layers.append(layer)
