@@ -117,9 +117,7 @@ class TrainConfig:
     log_every: int = setting(10, 'Steps per record; a multiple of steps_per_dispatch.', least=1)
     eval_every: int = setting(100, 'Steps per evaluation; a multiple of log_every.', least=1)
     checkpoint_every: int = setting(100, 'Steps per checkpoint; a multiple of log_every.', least=1)
-    keep: int = setting(
-        2, 'Newest checkpoints that are kept, beside the one of the best validation loss.', least=2
-    )
+    keep: int = setting(2, 'Newest checkpoints that are kept.', least=2)
     lifting: Literal['auto', 'vmap', 'map'] = setting(
         'auto', "Trials run as 'vmap' (at once), 'map' (in turn), or 'auto', as is faster."
     )

@@ -12,7 +12,6 @@ depend on mesh or processes.
 import contextlib
 import functools
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,8 +38,6 @@ SUMS = 'checksums'
 TRASH, UNFINISHED = 'trash', '*.orbax-checkpoint-tmp'
 SET_ASIDE = '.damaged'
 COMMITTED = 'commit_success.txt'  # the last object of a checkpoint in a bucket; no renaming there
-# What is read of a checkpoint besides its state.
-DESCRIPTIONS = {'_CHECKPOINT_METADATA': {}, 'metrics/metrics': {'val_loss': float | None}}
 
 log = logging.getLogger(__name__)
 # Orbax warns of every directory that it is asked to read only.
@@ -48,7 +45,7 @@ logging.getLogger('absl').addFilter(lambda record: 'directory is read only' not 
 
 
 class Checkpoints:
-    """The checkpoints of a run: the newest `keep` and the one with the best validation loss.
+    """The newest `keep` checkpoints of a run.
 
     `save` returns when the state is copied; a step exists once it is complete on disk. Training has
     waited for `stall_seconds`, over all starts.
@@ -57,11 +54,8 @@ class Checkpoints:
     def __init__(self, directory: Path, *, keep: int = 2, read_only: bool = False):
         """Opens `directory` (absolute); unless read only, clears its trash and unfinished saves."""
         self.directory, self.stall_seconds, self._read_only = directory, 0.0, read_only
-        best = preservation_policy.BestN(get_metric_fn=_rank, reverse=True, n=1)
-        kept = preservation_policy.AnyPreservationPolicy([preservation_policy.LatestN(keep), best])
         options = ocp.CheckpointManagerOptions(
-            best_fn=_rank,  # without it no metrics are saved
-            preservation_policy=kept,
+            preservation_policy=preservation_policy.LatestN(keep),
             todelete_subdir=None if read_only else TRASH,
             save_interval_steps=0 if read_only else 1,
             create=not read_only,
@@ -75,12 +69,11 @@ class Checkpoints:
             watched = agreement.owner() and not read_only and not buckets.is_url(directory)
             self._status = directory.stat() if watched else None  # on a disk, of its writer
 
-    def save(self, step: int, state: dict, record: dict[str, Any], val_loss: float | None) -> None:
+    def save(self, step: int, state: dict, record: dict[str, Any]) -> None:
         """Saves under `step`, unless that is there; DiskError if this or the last save failed."""
         if step in self._manager.all_steps():
             return
         about = {'checkpoint_seconds': self.stall_seconds, 'format': FORMAT, 'version': __version__}
-        metrics = {'val_loss': val_loss if _rank({'val_loss': val_loss}) < math.inf else None}
         self.wait()
         # Checked before: orbax logs a traceback per leaf, and is slow to fail without a directory.
         size = 2**20 + sum(leaf.nbytes for leaf in jax.tree.leaves(state))  # and a MiB for the rest
@@ -91,7 +84,7 @@ class Checkpoints:
                 state=ocp.args.StandardSave({**state, SUMS: sums}),
                 record=ocp.args.JsonSave(with_checksum({**record, **about})),
             )
-            self._manager.save(step, args=items, metrics=metrics)
+            self._manager.save(step, args=items)
 
     def wait(self) -> None:
         """Waits for the last save, and deletes what it supersedes; raises as `save`."""
@@ -209,8 +202,9 @@ class Checkpoints:
                     remove_tree(path)
                 continue
             try:
-                for name, schema in DESCRIPTIONS.items():
-                    parse_file(path / name, schema)
+                parse_file(path / '_CHECKPOINT_METADATA', {})
+                if (path / 'metrics').exists():  # of an earlier version; orbax reads it as well
+                    parse_file(path / 'metrics/metrics', {})
             except ValueError as error:
                 if self._read_only and not path.exists():
                     continue  # its writer has superseded it
@@ -251,12 +245,6 @@ class Checkpoints:
 def _name_damaged(step: int | str, damage: object) -> None:
     reason = str(damage).partition('\n')[0]
     log.error('checkpoint %s is damaged (%s); trying the one before', step, reason)
-
-
-def _rank(metrics: dict[str, Any]) -> float:
-    """Runs without a finite loss rank last."""
-    loss = metrics['val_loss']
-    return math.inf if loss is None else loss
 
 
 def checksums(tree: Any) -> jax.Array:

@@ -136,7 +136,6 @@ def load_stack(path: Path, average: int = 1) -> tuple[Config, int, dict]:
     if not states:
         raise ConfigError(f'{path} has no checkpoint yet')
     steps, span = [int(state['step']) for state in states], average - 1  # in checkpoint_every
-    # The one of the best loss may be far older than the newest.
     if len(states) < average or steps[0] - steps[-1] > span * config.train.checkpoint_every:
         raise ConfigError(
             f'average={average} needs that many in a row, but the newest sound checkpoints of '

@@ -260,7 +260,7 @@ class _Run:
         ):
             self.stop.defer_exit()
             stopped = f'stopped at step %s of {train.num_steps}, state saved'
-            if not record['evaluated'] and self._validate(step) is None:
+            if not record['evaluated'] and not self._validate(step):
                 raise Stopped(stopped % step)
             self.progress.begin()
             since = step
@@ -283,9 +283,7 @@ class _Run:
                 unwritten = None
                 jax.block_until_ready(stack.state)
                 clock.pause((step - since) * self.tokens_per_step)
-                # None between evaluations: the best checkpoint is one that was evaluated.
-                val_loss = self._validate(step) if evaluating and not stopping else None
-                stopping |= evaluating and val_loss is None
+                stopping = stopping or (evaluating and not self._validate(step))
                 if saving or stopping:
                     record = {
                         # On the disk before the checkpoint: a resumed file has no gap.
@@ -297,7 +295,7 @@ class _Run:
                         'given': self.given,
                     }
                     with self.progress.phase('saving'):
-                        self.checkpoints.save(step, stack.state, record, val_loss)
+                        self.checkpoints.save(step, stack.state, record)
                 if stopping:
                     raise Stopped(stopped % step)
                 since = step
@@ -308,16 +306,16 @@ class _Run:
         """Whether to stop here: the same in all processes, which ask equally often."""
         return self.stop.should_stop(next(self.asked), also=also)
 
-    def _validate(self, step: int) -> float | None:
-        """Records an evaluation; its mean loss, None if a stop request came before its end."""
+    def _validate(self, step: int) -> bool:
+        """Records an evaluation; False if a stop request came before its end."""
         with self.progress.phase('evaluating'):
             evaluation = self.stack.evaluate('validation', self._should_stop)
         if evaluation is None:
-            return None
+            return False
         self.validated = step, evaluation
         self._record(results.eval_record(step, evaluation))
         self.progress.evaluated(step, evaluation.values['loss'])
-        return float(np.mean(evaluation.values['loss']))
+        return True
 
     def _record(self, record: dict[str, Any]) -> None:
         self.metrics.append(record)

@@ -28,7 +28,7 @@ def trained(tiny, tmp_path_factory):
     state = jax.jit(lambda seeds: init_stack(config, seeds))(jnp.arange(2, dtype=jnp.uint32))
     state['trials']['alive'] = jnp.array([False, True])
     with contextlib.closing(Checkpoints(directory / 'checkpoints')) as checkpoints:
-        checkpoints.save(4, {**state, 'step': jnp.int32(4)}, record, 1.0)
+        checkpoints.save(4, {**state, 'step': jnp.int32(4)}, record)
     return directory, config, state
 
 
@@ -54,7 +54,7 @@ def test_the_newest_checkpoints_of_a_run_are_averaged(trained, tmp_path):
         trials['params'] = jax.tree.map(lambda leaf, by=factor: by * leaf, trials['params'])
         later = {**state, 'trials': trials, 'step': jnp.int32(step)}
         with contextlib.closing(Checkpoints(directory / 'checkpoints', keep=3)) as saved:
-            saved.save(step, later, {'data': {}, 'train_seconds': 0.0}, 1.0)
+            saved.save(step, later, {'data': {}, 'train_seconds': 0.0})
     for average, factor in ((1, 5.0), (2, 4.0), (3, 3.0)):
         run = load(directory, average=average)
         assert run.step == 8 and run.alive == [True, False]
@@ -63,9 +63,9 @@ def test_the_newest_checkpoints_of_a_run_are_averaged(trained, tmp_path):
             np.testing.assert_allclose(leaf, factor * first, rtol=1e-6)
     with refused(r'average=4 .* checkpoints of .* are of steps \[8, 6, 4\]; train.keep'):
         load(directory, average=4)
-    with contextlib.closing(Checkpoints(directory / 'checkpoints')) as saved:  # 8 stays as the best
+    with contextlib.closing(Checkpoints(directory / 'checkpoints')) as saved:
         later['step'] = jnp.int32(8 + 2 * config.train.checkpoint_every)
-        saved.save(int(later['step']), later, {'data': {}, 'train_seconds': 0.0}, 2.0)
+        saved.save(int(later['step']), later, {'data': {}, 'train_seconds': 0.0})
     with refused(rf'average=2 .* are of steps \[{later["step"]}, 8\]'):
         load(directory, average=2)
     exported.save(tmp_path / 'w', config.model, run.params[0], origin={})
