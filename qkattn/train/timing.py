@@ -66,6 +66,7 @@ def traced(directory: Path | None, batches: Iterable[T], state: Callable[[], Any
     if directory is None or not agreement.owner():
         yield from batches
         return
+    number = -1
     with contextlib.ExitStack() as tracing:
         for number, batch in enumerate(batches):
             if number in (SKIPPED, SKIPPED + TRACED):
@@ -75,6 +76,11 @@ def traced(directory: Path | None, batches: Iterable[T], state: Callable[[], Any
                 jax.profiler.start_trace(directory, create_perfetto_trace=True)
                 tracing.callback(_stop, directory)
             yield batch
+    if number < SKIPPED:
+        log.warning(
+            'no trace written to %s: it begins at dispatch %s of a start, and this one had %s',
+            *(directory, SKIPPED + 1, number + 1),
+        )
 
 
 def _stop(directory: Path) -> None:

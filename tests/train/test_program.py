@@ -84,7 +84,7 @@ def test_parts_are_waits_for_input_and_logging_and_a_resumed_run_adds_to_them(mo
 
 
 @pytest.mark.parametrize(('number', 'calls'), [(9, '001112'), (4, '0011'), (2, '00')])
-def test_three_dispatches_are_traced(tmp_path, monkeypatch, number, calls):
+def test_three_dispatches_are_traced(tmp_path, monkeypatch, caplog, number, calls):
     """The calls of the profiler so far, at each dispatch, and after the end."""
     profiler, seen = Mock(), ''
     monkeypatch.setattr(timing.jax, 'profiler', profiler)
@@ -93,6 +93,7 @@ def test_three_dispatches_are_traced(tmp_path, monkeypatch, number, calls):
     assert seen[:6] == calls
     made = [call[0] for call in profiler.method_calls]
     assert made == ['start_trace', 'stop_trace'] * (number > 2)
+    assert ('begins at dispatch 3 of a start, and this one had 2' in caplog.text) == (number == 2)
 
 
 @pytest.mark.slow
