@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -36,7 +37,7 @@ class AttentionSpec:
     kernel: str = 'auto'
 
     def __post_init__(self) -> None:
-        for field in ('d_model', 'num_heads', 'num_kv_heads', 'head_size'):
+        for field in ('d_model', 'num_heads', 'num_kv_heads', 'head_size', 'window'):
             number = getattr(self, field)
             if number is None and field == 'num_kv_heads':
                 object.__setattr__(self, field, number := self.num_heads)
@@ -47,8 +48,14 @@ class AttentionSpec:
                         f'num_heads={self.num_heads}, or head_size must be given'
                     )
                 object.__setattr__(self, field, number := self.d_model // self.num_heads)
-            if not isinstance(number, int) or number < 1:
-                raise SpecError(f'{field}={number!r} must be a whole number of at least 1')
+            if number is None and field == 'window':
+                continue
+            if not _is(numbers.Integral, number) or number < 1:
+                optional = ', or None' * (field == 'window')
+                raise SpecError(
+                    f'{field}={number!r} must be a whole number of at least 1{optional}'
+                )
+            object.__setattr__(self, field, int(number))
         if self.num_heads % self.num_kv_heads:
             raise SpecError(
                 f'num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}'
@@ -57,12 +64,12 @@ class AttentionSpec:
             raise SpecError(f'positions={self.positions!r} must be none, rope or alibi')
         if self.init not in ('fan_in', 'nanogpt'):
             raise SpecError(f'init={self.init!r} must be fan_in or nanogpt')
-        if not self.score_scale > 0:
-            raise SpecError(f'score_scale={self.score_scale} must be above 0')
-        if self.logit_cap is not None and not self.logit_cap > 0:
-            raise SpecError(f'logit_cap={self.logit_cap} must be above 0, or None')
-        if self.window is not None and self.window < 1:
-            raise SpecError(f'window={self.window} must be at least 1, or None')
+        for field in ('score_scale', 'init_qk', 'init_vo', 'residual_gain', 'logit_cap'):
+            number, gain, cap = getattr(self, field), field == 'residual_gain', field == 'logit_cap'
+            in_range = _is(numbers.Real, number) and (number > 0 or (gain and number == 0))
+            if not in_range and not (cap and number is None):
+                valid = ('at least 0' if gain else 'above 0') + ', or None' * cap
+                raise SpecError(f'{field}={number!r} must be a number {valid}')
 
     @property
     def variant(self) -> Variant:
@@ -75,6 +82,10 @@ class AttentionSpec:
         return {'D': D, 'E': D, 'N': N, 'K': K, 'H': H}
 
 
+def _is(kind: type, number: Any) -> bool:
+    return isinstance(number, kind) and not isinstance(number, bool)
+
+
 # Raises SpecError unless (spec, name, option, value) fit together.
 Check = Callable[[AttentionSpec, str, str, Any], None]
 
@@ -84,8 +95,7 @@ def whole(low: int, top: str | None = None) -> Check:
 
     def check(spec: AttentionSpec, name: str, option: str, number: Any) -> None:
         high = spec.d_model // (2 if top == 'd_model // 2' else 1) if top else math.inf
-        is_whole = isinstance(number, int) and not isinstance(number, bool)
-        if number is not None and not (is_whole and low <= number <= high):
+        if number is not None and not (_is(numbers.Integral, number) and low <= number <= high):
             valid = f'from {low} to {top}={high}' if top else f'of at least {low}'
             raise SpecError(f'{name}({option}={number!r}) must be a whole number {valid}')
 

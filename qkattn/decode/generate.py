@@ -2,10 +2,12 @@
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from qkattn.decode.beam import Hypotheses, Step, beam_search, decode
 from qkattn.decode.kv_cache import KVCache, encode_source, init_cache, prefill, take_rows
@@ -20,6 +22,27 @@ def choose(logits_BV: jax.Array, keys_B: jax.Array, *, temperature: float) -> ja
     return jax.vmap(jax.random.categorical)(keys_B, logits_BV / temperature)
 
 
+def _with_known_ids(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled function that refuses ids outside of the vocabulary, which it could not see."""
+
+    @functools.wraps(compiled)
+    def checked(
+        model: Any, prompts_BT: Any, num_tokens: int, source: Any = None, **options: Any
+    ) -> Any:
+        given, V = {'prompts_BT': prompts_BT}, model.config.vocab_size
+        if source is not None:
+            given['source_BS'], options['source'] = source[0], source
+        for name, ids in given.items():
+            if np.size(ids) and not isinstance(ids, jax.core.Tracer):
+                low, high = np.min(ids), np.max(ids)
+                valid = f'must be from 0 to {V - 1}, below model.vocab_size'
+                require(0 <= low and high < V, f'{name} has ids from {low} to {high}; they {valid}')
+        return compiled(model, prompts_BT, num_tokens, **options)
+
+    return checked
+
+
+@_with_known_ids
 @functools.partial(jax.jit, static_argnames=('num_tokens', 'temperature', 'vocab_size'))
 def generate(
     model: Decoder,
@@ -34,8 +57,8 @@ def generate(
 
     Compiles one program per shape and set of options. A row depends on its own prompt, its index
     and the key only. `temperature` divides the logits; 0 is greedy decoding and needs no key.
-    Ids from `vocab_size` on are never generated. ConfigError for an option out of range, an empty
-    prompt, an encoder, or more tokens than model.context (the last one needs no position).
+    Ids from `vocab_size` on are never generated. ConfigError for an option or an id out of range,
+    an empty prompt, an encoder, or more tokens than model.context (the last one needs no position).
     """
     finite = 0 <= temperature < math.inf
     require(finite, f'{temperature=} must be 0 (greedy) or above, and finite')
@@ -53,6 +76,7 @@ def generate(
     return decode(logits_BV, cache, step, pick, tokens_BT, num_tokens)
 
 
+@_with_known_ids
 @functools.partial(
     jax.jit, static_argnames=('num_tokens', 'separator', 'beam', 'length_penalty', 'vocab_size')
 )
@@ -71,7 +95,7 @@ def search(
 
     `source` is source_BS and valid_BS of `encode_source`, for an encoder-decoder. Ids from
     `vocab_size` on are never chosen and have no share of the probability. ConfigError as
-    `generate`.
+    `generate`, and for a source longer than model.source_context.
     """
     logits_BV, cache, step = _started(model, prompts_BT, num_tokens, vocab_size, source)
     V = logits_BV.shape[1]
@@ -97,13 +121,19 @@ def _started(
     source: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, KVCache, Step]:
     """The logits of the first new token, the cache before it, and the step after it."""
-    (B, T), most, context = prompts_BT.shape, model.config.vocab_size, model.config.context
+    shape, most, context = prompts_BT.shape, model.config.vocab_size, model.config.context
+    require(len(shape) == 2, f'prompts of shape {shape} must have two axes, rows and tokens')
+    B, T = shape
     V, S = most if vocab_size is None else vocab_size, T + num_tokens - 1
     kind, needed = model.config.kind, 'decoder' if source is None else 'encoder_decoder'
     require(kind == needed, f'generation needs a model of kind {needed!r} here, not {kind!r}')
     require(B * T > 0, f'prompts of shape {B, T} hold no token to continue')
     require(num_tokens >= 1, f'{num_tokens=} must be at least 1')
     require(1 <= V <= most, f'vocab_size={V} must be from 1 to model.vocab_size={most}')
+    if source is not None:
+        length, room = source[0].shape[1], model.config.encoder.context
+        fits = length <= room
+        require(fits, f'a source of {length} tokens does not fit into model.source_context={room}')
     fits = S <= context
     require(fits, f'{T} tokens and {num_tokens=} need {S} positions; model.context={context}')
     cache = init_cache(model, B, S) if source is None else encode_source(model, *source, S)

@@ -30,6 +30,17 @@ def test_sizes_default_to_a_head_of_keys_per_head_that_cuts_the_stream():
     assert AttentionSpec(d_model=32, num_heads=4, num_kv_heads=2, head_size=6).head_size == 6
     with pytest.raises(SpecError, match='d_model=30 must be a multiple of num_heads=4'):
         AttentionSpec(d_model=30, num_heads=4)
+    numpy_sizes = {'d_model': np.int64(32), 'num_heads': np.int32(4), 'window': np.int64(3)}
+    assert AttentionSpec(**numpy_sizes) == dataclasses.replace(SPEC, window=3)
+    for field, number, words in (
+        *(('d_model', n, 'a whole number of at least 1') for n in (True, 32.0, 0, 'a')),
+        *(('window', n, 'a whole number of at least 1, or None') for n in (2.5, True, 0)),
+        *(('score_scale', n, 'a number above 0') for n in ('a', True, 0, None, float('nan'))),
+        ('logit_cap', 0.0, 'a number above 0, or None'),
+        ('residual_gain', -0.5, 'a number at least 0'),
+    ):
+        with pytest.raises(SpecError, match=f'^{field}={number!r} must be {words}$'):
+            dataclasses.replace(SPEC, **{field: number})
 
 
 def test_the_mask_is_causal_with_the_window_unless_given(layer):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from qkattn.decode.generate import choose, generate, search
-from tests.decode.test_kv_cache import TOKENS, make, uncached
+from tests.decode.test_kv_cache import PAIRS, TOKENS, make, uncached
 from tests.refusals import refused
 
 PROMPTS = TOKENS[:, :4]
@@ -84,6 +84,19 @@ def test_bad_input_is_one_sentence(model):
     ):
         with refused(message):
             function(model, PROMPTS, **{'num_tokens': 2} | options)
+    for prompts, message in (
+        (PROMPTS[0], r'prompts of shape \(4,\) must have two axes, rows and tokens'),
+        (PROMPTS + 40, r'prompts_BT has ids from \d+ to \d+; they must be from 0 to 49, below'),
+        (PROMPTS - 50, 'prompts_BT has ids from -'),
+    ):
+        for function, options in ((generate, {}), (search, beam)):
+            with refused(message):
+                function(model, prompts, 2, **options)
+    source, pairs = np.zeros((2, 13), int), make(**PAIRS)
+    with refused('a source of 13 tokens does not fit into model.source_context=12'):
+        search(pairs, PROMPTS, 2, (source, source == 0), **beam)
+    with refused('source_BS has ids from 50 to 50'):
+        search(pairs, PROMPTS, 2, source=(source[:, 1:] + 50, source == 0), **beam)
     with refused(r'prompts of shape \(2, 0\) hold no token to continue'):
         generate(model, PROMPTS[:, :0], 2)
     with refused("needs a model of kind 'decoder' here, not 'encoder'"):
