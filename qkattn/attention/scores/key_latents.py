@@ -43,7 +43,6 @@ class Latent(Score):
     }
     shareable = {'latent': ('w_down_DR', 'b_down_R')}
     w_q_down_DC: nnx.Param | None = None
-    w_k_rope_DG: nnx.Param | None = None
 
     @classmethod
     def check(cls, spec: AttentionSpec, *, rope_size: int | None = None, **sizes: Any) -> None:
@@ -82,18 +81,9 @@ class Latent(Score):
             w_q_rope, self.b_q_rope_NG = affine(spec, key, name, G=G, C=C or 0)
             setattr(self, name, w_q_rope)
         self.scale = (spec.head_size + (G or 0)) ** -0.5
-        self.spec = spec
-
-    @property
-    def parameter_count(self) -> str:
-        rotary = '' if self.rope_size is None else ' + D*G'
-        size = 'H' if self.rope_size is None else '(H + G)'
-        queries = f'D*N*{size}' if self.w_q_down_DC is None else f'D*C + C*N*{size}'
-        return f'D*R + R*N*H + {queries}{rotary}'
-
-    @property
-    def rope_size(self) -> int | None:
-        return None if self.w_k_rope_DG is None else self.w_k_rope_DG.shape[-1]
+        queries = 'D*C + C*N*' if C else 'D*N*'
+        self.parameter_count = f'D*R + R*N*H + {queries}' + ('(H + G) + D*G' if G else 'H')
+        self.rope_size, self.spec = G, spec
 
     def _query_maps(self) -> list[Projection]:
         """Of the content and, where there are any, of the rotary channels."""
@@ -111,7 +101,7 @@ class Latent(Score):
 
     def cached(self, y_BSD: jax.Array) -> Cache:
         cache = {'latent_BSR': project(y_BSD, self.w_down_DR, self.b_down_R)}
-        if self.w_k_rope_DG is not None:
+        if self.rope_size is not None:
             cache['rope_BSG'] = project(y_BSD, self.w_k_rope_DG, self.b_k_rope_G)
         return cache
 

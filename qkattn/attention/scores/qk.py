@@ -162,8 +162,6 @@ class Double(TwoMaps):
     source = 'over-parameterized linear maps, Arora et al. 2018, arXiv 1802.06509'
     options = {'size': whole(1), 'which': one_of('q', 'k', 'both')}
     uses_kv_heads = True
-    w_q_outer_DR: nnx.Param | None = None
-    w_k_outer_DR: nnx.Param | None = None
 
     def __init__(
         self, spec: AttentionSpec, *, key: jax.Array, size: int | None = None, which: str = 'both'
@@ -184,12 +182,9 @@ class Double(TwoMaps):
             self.w_k_outer_DR, self.b_k_outer_R = affine(spec, key, 'w_k_outer_DR', R=R)
             self.w_k_RKH, self.b_k_KH = affine(spec, key, 'w_k_RKH', R=R)
             self.key_map = Projection('w_k_RKH', 'b_k_KH', 'k_BSKH', outer)
+        queries, keys = (f'D*{h}*H' if which == o else f'D*R + R*{h}*H' for h, o in ('Nk', 'Kq'))
+        self.parameter_count = f'{queries} + {keys}'
         self.scale = spec.head_size**-0.5
-
-    @property
-    def parameter_count(self) -> str:
-        queries = 'D*N*H' if self.w_q_outer_DR is None else 'D*R + R*N*H'
-        return queries + ' + ' + ('D*K*H' if self.w_k_outer_DR is None else 'D*R + R*K*H')
 
 
 class Merged(TwoMaps):

@@ -26,8 +26,7 @@ class Circuit(nnx.Module):
     A subclass builds its parameters in `__init__`, with the key and its options as keyword-only
     arguments, and overrides what differs from the defaults below. Parameters are named by role and
     axes: matrices `w_q_DNH`, biases `b_q_NH`, gains `g_q_H`; the axes decide how they are sharded.
-    A property that no option changes may be overridden with a class attribute:
-    `parameter_count = 'D*N*H'`.
+    What an option changes is set in `__init__` in place of the class attribute.
     """
 
     equation: ClassVar[str]  # A[n] or B[n] as text
@@ -39,11 +38,7 @@ class Circuit(nnx.Module):
     # Index among all layers of its decoder or encoder, from 0; an array where they are scanned.
     # `__init__` does not know it.
     layer: int | jax.Array
-
-    @property
-    def parameter_count(self) -> str:
-        """Parameters without biases, as 'D*N*H'; what a Value shares counts in the Score."""
-        raise NotImplementedError
+    parameter_count: str  # without biases, as 'D*N*H'; what a Value shares counts in the Score
 
     @classmethod
     def check(cls, spec: AttentionSpec, *args: Any, **options: Any) -> None:
@@ -61,20 +56,12 @@ class Score(Circuit):
     # that is cached as 'latent_BSR'.
     shareable: ClassVar[Mapping[str, tuple[str, str]]] = {}
 
-    @property
-    def bilinear(self) -> bool:
-        """Whether the logits are scale * x A[n] y^T; else `reference_logits` replaces `matrix`."""
-        return True
-
-    @property
-    def rope_size(self) -> int | None:
-        """How many of the last channels of queries and keys are rotated; None is all."""
-        return None
-
-    @property
-    def hides_self(self) -> bool:
-        """Whether a query attends to its own position only where no other one is visible."""
-        return False
+    # Whether the logits are scale * x A[n] y^T; else `reference_logits` replaces `matrix`.
+    bilinear: bool = True
+    # How many of the last channels of queries and keys are rotated; None is all.
+    rope_size: int | None = None
+    # Whether a query attends to its own position only where no other one is visible.
+    hides_self: bool = False
 
     def queries(self, x_BTD: jax.Array) -> jax.Array:
         """q_BTNH."""

@@ -76,26 +76,14 @@ class SharedQK(Tied):
         self.w_q_DNH, self.b_q_NH = affine(spec, key, 'w_q_DNH', std)
         learned = temperature == 'learned'
         self.g_temperature_N = nnx.Param(jnp.ones((N,), jnp.float32)) if learned else None
-        self.key_norm = key_norm
-        self.self_mask = self_mask
+        self.parameter_count = 'D*N*H + N' if learned else 'D*N*H'
+        self.key_norm, self.bilinear, self.hides_self = key_norm, not key_norm, self_mask
         # With key_norm, x W W^T y / |y W| has variance sqrt(1 + H/D); with QK-norm, H (1 + H/D).
         self.scale = (1 + H / D) ** -0.25 if key_norm else H**-0.5
         if spec.qk_norm:
             self.scale *= (1 + H / D) ** -0.5
         if isinstance(temperature, (int, float)):
             self.scale = self.scale / temperature
-
-    @property
-    def parameter_count(self) -> str:
-        return 'D*N*H' if self.g_temperature_N is None else 'D*N*H + N'
-
-    @property
-    def bilinear(self) -> bool:
-        return not self.key_norm
-
-    @property
-    def hides_self(self) -> bool:
-        return self.self_mask
 
     def queries(self, x_BTD: jax.Array) -> jax.Array:
         q_BTNH = super().queries(x_BTD)
@@ -229,11 +217,7 @@ class SymmetricSkew(Score):
             self.w_left_DNC, self.b_left_NC = affine(spec, key, 'w_left_DNC', C=C)
             self.w_right_DNC, self.b_right_NC = affine(spec, key, 'w_right_DNC', C=C)
         self.scale = (R + 2 * C) ** -0.5
-
-    @property
-    def parameter_count(self) -> str:
-        symmetric = [] if self.w_symmetric_DNR is None else ['D*N*R + N*R']
-        return ' + '.join(symmetric + ([] if self.w_left_DNC is None else ['2*D*N*C']))
+        self.parameter_count = ' + '.join(['D*N*R + N*R'] * (R > 0) + ['2*D*N*C'] * (C > 0))
 
     def queries(self, x_BTD: jax.Array) -> jax.Array:
         cache = self.cached(x_BTD)
