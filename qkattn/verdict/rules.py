@@ -1,7 +1,7 @@
 """The rules that a verdict depends on, applied to results: functions that give remarks.
 
 Results are validation and test measurements only; training losses are not read. Three rules of
-`qkattn.study.rules`, which refuse a study before it starts, hold for results, too.
+`qkattn.study.arms`, which refuse a study before it starts, hold for results, too.
 """
 
 import dataclasses
