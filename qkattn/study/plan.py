@@ -134,7 +134,8 @@ def _tuned(
     """
     known: list[PlannedRun] = []
     measured: dict[Settings, dict[int, float | None]] = {}
-    while (tuning := tune(grid_of, study.tuning, measured)).knob is not None:
+    decay = study.base.optimizer.decay
+    while (tuning := tune(grid_of, study.tuning, measured, decay)).knob is not None:
         stack = [tuning.at(value) for value in tuning.values]
         # The values of a trial's knob share a run; those of a model's field are compiled in.
         stacks = [stack] if tuning.knob in TRIAL_KNOBS else [[settings] for settings in stack]

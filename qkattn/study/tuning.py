@@ -5,6 +5,7 @@ the settings.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 from qkattn.config import TuningConfig
@@ -17,6 +18,7 @@ from qkattn.stats.sweep import Sweep
 TRIAL_KNOBS = ('learning_rate', 'weight_decay')
 MODEL_KNOBS = ('score_scale', 'init_embedding', 'init_qk', 'init_vo', 'init_mlp')
 KNOBS = TRIAL_KNOBS + MODEL_KNOBS
+WEIGHT_DECAY_END = 0.1  # with optimizer.decay='independent', by the rules of a run
 
 # What a run is for: screening values of one knob, the verdict at the chosen ones, or, in a study
 # without tuning, both.
@@ -45,7 +47,7 @@ class Tuning:
 
 
 def tune(
-    grids: Mapping[str, tuple[float, ...]], limits: TuningConfig, measured: Measured
+    grids: Mapping[str, tuple[float, ...]], limits: TuningConfig, measured: Measured, decay: str
 ) -> Tuning:
     """Tunes as far as the measured losses allow.
 
@@ -54,6 +56,7 @@ def tune(
     seeds as at first are drawn for all its values. A value at which a seed
     diverged is worse than any other, so it gets no further seeds. A knob with a single value
     is not tuned; other grids ascend. `measured` may hold more settings and seeds than needed.
+    `decay` is that of the optimizer: no run trains at a weight decay that it refuses.
     """
     settings = tuple(grids[knob][len(grids[knob]) // 2] for knob in KNOBS)
     sweeps: dict[str, Sweep] = {}
@@ -68,7 +71,9 @@ def tune(
                 together = tuple(v for v in values if missing[v] == open_seeds)
                 return Tuning(sweeps, settings, knob, together, open_seeds)
             swept = sweeps[knob] = sweep.fit(losses, limits.choice)
-            further = sweep.next_values(swept, grids[knob][1] / grids[knob][0], limits.max_points)
+            ratio = grids[knob][1] / grids[knob][0]
+            end = WEIGHT_DECAY_END if (knob, decay) == ('weight_decay', 'independent') else math.inf
+            further = sweep.next_values(swept, ratio, limits.max_points, end)
             if further:
                 values += further
             elif _needs_seeds(swept, limits) and len(seeds) < limits.max_seeds:

@@ -223,7 +223,7 @@ def _tuning(study: Study, key: ArmKey, trials: Sequence[Trial], primary: Arm | N
     for trial in screening:
         loss = trial.val_loss if trial.finished else None
         measured.setdefault(trial.at, {})[trial.seed] = loss
-    return tuning.tune(grids, study.tuning, measured)
+    return tuning.tune(grids, study.tuning, measured, study.base.optimizer.decay)
 
 
 def compare(arm: Arm, other: Arm, study: Study) -> Comparison | None:

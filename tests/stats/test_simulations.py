@@ -91,7 +91,7 @@ def tuned(case, studies, choice):
         optima = [rng.uniform(math.log(0.002), math.log(0.016)) for _ in shapes]
         for shape, optimum in zip(shapes, optima, strict=True):
             measured, shift_S = {}, shape.shifts(rng, 100)
-            while (plan := tune(GRIDS, limits, measured)).knob is not None:
+            while (plan := tune(GRIDS, limits, measured, 'coupled')).knob is not None:
                 places = np.array(plan.seeds) - SEEDS[0]
                 for at in map(plan.at, plan.values):
                     x = math.log(at[0]) - optimum

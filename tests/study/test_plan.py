@@ -195,7 +195,7 @@ def tuned(limits, sd, diverged=lambda rate, seed: False):
     """Measures what is asked for until nothing is: the sweep, its measurements, what was asked."""
     grids = dict.fromkeys(KNOBS, (1.0,)) | {'learning_rate': GRID}
     measured, asked = {}, []
-    while (tuning := tune(grids, limits, measured)).knob:
+    while (tuning := tune(grids, limits, measured, 'coupled')).knob:
         asked.append((tuning.values, tuning.seeds))
         for value, seed in itertools.product(tuning.values, tuning.seeds):
             losses = measured.setdefault(tuning.at(value), {})
@@ -205,7 +205,7 @@ def tuned(limits, sd, diverged=lambda rate, seed: False):
             losses[seed] = None if diverged(value, seed) else loss
     # More measurements than asked for change nothing.
     other = {(5e-3, *tuning.settings[1:]): {10: 0.0, 11: 0.0}}
-    assert tune(grids, limits, measured | other) == tuning
+    assert tune(grids, limits, measured | other, 'coupled') == tuning
     return tuning.sweeps['learning_rate'], measured, asked
 
 

@@ -13,6 +13,7 @@ import pytest
 from qkattn.config import DataConfig, Study, TuningConfig, fingerprint
 from qkattn.config.setting import setting
 from qkattn.errors import CheckpointError, ConfigError, DiskError, InUseError, Lost, Stopped
+from qkattn.model.sites import validate
 from qkattn.storage import leases, ledger
 from qkattn.storage.records import read_json, write_json
 from qkattn.study import declaration, local_workers, plan, stored, worker
@@ -130,6 +131,16 @@ def test_a_study_is_planned_trained_and_judged(trained, tmp_path):
         chosen = {knob: sweep.chosen for knob, sweep in one.sweeps.items()}
         assert chosen == pytest.approx(OPTIMA, rel=1e-2) and chosen['learning_rate'] == 4e-3
         assert one.sweeps['weight_decay'].values == (0.05, 0.1, 0.2, 0.4, 0.8)
+
+
+def test_no_weight_decay_is_screened_that_no_run_may_have(trained, tmp_path):
+    """The best one may lie beyond; the study ends all the same."""
+    trained.before = lambda config, _: validate(config)
+    fields = {'optimizer': {'decay': 'independent'}, 'variants': ('qk/vo',)}
+    study = changed(trials={'weight_decays': (0.0125, 0.025, 0.05)}, **fields)
+    (arm,) = load_findings(worker.run(study, tmp_path / 'out'))[1].arms
+    assert arm.chosen and arm.sweeps['weight_decay'].values[-1] == 0.05
+    assert [remark.data.get('knob') for remark in arm.blocks] == ['weight_decay']
 
 
 @pytest.mark.parametrize('workers', [1, 2])
