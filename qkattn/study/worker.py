@@ -80,8 +80,9 @@ class _Worker:
         study, path = self.study, self.path
         declaration.require_no_run(path)
         # Before the directory is created, so that a refused study leaves nothing behind.
-        left = left_of(study, self.arms, path)
-        for run in {run.config.data: run for run in left}.values():
+        left = reversed(left_of(study, self.arms, path))
+        # Of each model on each corpus the longest run.
+        for run in {(run.config.data, run.config.model): run for run in left}.values():
             sharding.require_devices(run.config.mesh)
             require_memory(run.config)
             with waiting(study.name, 'preparing data'):

@@ -162,6 +162,14 @@ def test_what_no_run_can_do_without_is_refused_before_anything_is_written(tmp_pa
     assert not (tmp_path / 'out').exists()
 
 
+def test_every_model_is_checked_before_anything_is_written(trained, tmp_path, monkeypatch):
+    checked = []
+    monkeypatch.setattr(worker, 'require_memory', checked.append)
+    sizes = ('d_model=32', 'd_model=64')
+    worker.run(changed(variants=('qk/vo',), sizes=sizes), tmp_path / 'out')
+    assert sorted(config.model.d_model for config in checked) == [32, 64]
+
+
 def test_the_longest_runs_are_taken_first(tmp_path):
     study = changed(variants=('qk/vo',), sizes=('d_model=32', 'd_model=64'))
     left = worker.left_of(study, build_arms(study), tmp_path)
