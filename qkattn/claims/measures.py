@@ -20,12 +20,13 @@ def early(loaded: Loaded) -> list[Row]:
     Differences of primary arms on the validation split, paired by seed. An early difference that
     is more than the margin away from the annealed one supports the claim; if all are equivalent,
     they refute it. The tests are those of a verdict, without the errors of documents and tuning;
-    all fractions share the error rate.
+    all fractions share the error rate. Where a trial diverged, or a rule withholds the verdict,
+    that of a change is withheld, too.
     """
     margin = loaded.study.margin
-    curves = {
-        arm.key: _curves(arm, other) for arm, other in _compared(loaded) if not arm.key.control
-    }
+    pairs = {arm.key: (arm, other) for arm, other in _compared(loaded) if not arm.key.control}
+    curves = {key: _curves(*pair) for key, pair in pairs.items()}
+    withheld = {key: (_withheld(*pair),) * 2 for key, pair in pairs.items()}
     steps = {step for seeds in curves.values() for seed in seeds for step in seed}
     last, rows = max(steps, default=0), []
     planned = loaded.findings.num_comparisons * len(steps - {last})
@@ -35,7 +36,8 @@ def early(loaded: Loaded) -> list[Row]:
             for arm, seeds in curves.items()
         }
         tested = {arm: inference.paired(x, margin) if x else None for arm, x in changes.items()}
-        decided = [d.decision for d in decision.judge(tested, planned=planned).values()]
+        judged = decision.judge(tested, diverged=withheld, planned=planned)
+        decided = [one.decision for one in judged.values()]
         changed = sum(one in (Decision.BETTER, Decision.WORSE) for one in decided)
         same = Speaks.AGAINST if {*decided} == {Decision.EQUIVALENT} else Speaks.OPEN
         speaks = Speaks.FOR if changed else same
@@ -61,7 +63,7 @@ def growth(loaded: Loaded, variant: str) -> list[Row]:
             first, last, margin = min(seeds[0]), max(seeds[0]), loaded.study.margin
             grown = inference.paired([seed[last] - seed[first] for seed in seeds], margin)
             quantity = f'growth of the difference from {first / last:.0%} of the steps on'
-            speaks, context = _speaks(grown, margin, 0.0), loaded.context(arm)
+            speaks, context = _speaks(arm, baseline, grown, margin, 0.0), loaded.context(arm)
             rows.append(difference_row(quantity, Kind.MEASURED, context, grown, speaks=speaks))
     return rows
 
@@ -72,19 +74,24 @@ def at_one_rate(loaded: Loaded, variant: str) -> list[Row]:
     Better by more than the margin, or not, by its interval.
     """
     rows, margin = [], -loaded.study.margin
-    for arm, _ in _compared(loaded):
+    for arm, baseline in _compared(loaded):
         if loaded.study.bare(arm.variant) == variant and arm.difference:
             context = loaded.context(arm)
             context |= {'baseline': 'untuned', 'learning rate': f'{arm.learning_rate:g}'}
             about = f'{variant} at one learning rate for both', Kind.MEASURED, context
-            speaks = _speaks(arm.difference, margin, margin)
+            speaks = _speaks(arm, baseline, arm.difference, margin, margin)
             rows.append(difference_row(*about, arm.difference, speaks=speaks))
     return rows
 
 
-def _speaks(difference: Difference, below: float, above: float) -> Speaks:
+def _withheld(arm: Arm, baseline: Arm) -> bool:
+    """Whether a diverged trial or a broken rule keeps a difference from deciding."""
+    return any(one.num_diverged > 0 or bool(one.blocks) for one in (arm, baseline))
+
+
+def _speaks(arm: Arm, baseline: Arm, difference: Difference, below: float, above: float) -> Speaks:
     """For, if the interval lies below one bound; against, if it lies above the other."""
-    if difference.low is None or difference.high is None:
+    if _withheld(arm, baseline) or difference.low is None or difference.high is None:
         return Speaks.OPEN
     if difference.high < below:
         return Speaks.FOR

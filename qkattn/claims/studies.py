@@ -81,11 +81,13 @@ class Results:
     def rows(self, measure: Measure, decisive: bool) -> Iterator[Row]:
         """The rows of a measure; none before its study has results.
 
-        They decide nothing if they are not decisive, or a baseline falls short of its yardstick.
+        They decide nothing if they are not decisive, or a rule withholds every verdict or that of a
+        baseline, which has to beat its yardstick.
         """
         if loaded := self.study(measure.study):
             bases = rules.baselines(loaded.study, loaded.findings.arms)
-            decisive &= bool(bases) and not any([*rules.untrained(arm)] for arm in bases)
+            decisive &= bool(bases) and not loaded.findings.blocks
+            decisive &= not any([*rules.untrained(arm), *arm.blocks] for arm in bases)
             for row in measure.read(loaded):
                 is_open = not decisive and row.speaks != Speaks.BESIDE
                 speaks = Speaks.OPEN if is_open else row.speaks

@@ -16,6 +16,7 @@ from qkattn.claims.checks import counts, rewrites
 from qkattn.claims.claim import Kind, Speaks, exact
 from qkattn.claims.export import read_claims
 from qkattn.claims.studies import Results
+from qkattn.verdict import Remark, RemarkCode
 from tests.claims.conftest import CLAIMS
 
 
@@ -76,11 +77,18 @@ def test_a_check_finds_what_is_wrong(wrong, monkeypatch):
 
 @pytest.mark.stored
 def test_an_untuned_difference_speaks_by_the_ends_of_its_interval(committed, monkeypatch):
+    """Unless a rule withholds the verdict of its baseline, or a trial diverged."""
     loaded = Results(committed).study('quickstart')
     arm = loaded.findings.arms[1]
+    remark = Remark(RemarkCode.OVER_TOLERANCE, blocks=True)
+    bases = [arm, dataclasses.replace(arm, remarks=(remark,))]
+    trials = (dataclasses.replace(arm.chosen[0], status='diverged'), *arm.chosen[1:])
+    bases.append(dataclasses.replace(arm, verdict_trials=trials))
     for low, high, speaks in ((-2, -1, Speaks.FOR), (1, 2, Speaks.AGAINST), (-1, 1, Speaks.OPEN)):
         difference = dataclasses.replace(arm.difference, low=low, high=high)
         comparison = dataclasses.replace(arm.comparison, difference=difference)
         judged = dataclasses.replace(arm, comparison=comparison)
-        monkeypatch.setattr(measures, '_compared', lambda _, one=judged: [(one, None)])
-        assert measures.at_one_rate(loaded, 'merged/vo')[0].speaks == speaks
+        pairs = [(judged, base) for base in bases]
+        monkeypatch.setattr(measures, '_compared', lambda _, pairs=pairs: pairs)
+        spoken = [row.speaks for row in measures.at_one_rate(loaded, 'merged/vo')]
+        assert spoken == [speaks, Speaks.OPEN, Speaks.OPEN]

@@ -5,18 +5,20 @@ import shutil
 
 import pytest
 
-from qkattn.claims import measures
+from qkattn.claims import measures, studies
 from qkattn.claims.claim import Claim, ClaimVerdict, Expectation, Kind, Measure, Row, Speaks
 from qkattn.claims.deciding import cases, decide, evidence, needed
 from qkattn.claims.studies import Results
 from qkattn.errors import ConfigError
 from qkattn.stats import decision, inference
+from qkattn.verdict import Remark, RemarkCode
 from tests.claims.conftest import CLAIMS, RESULTS
 
 pytestmark = pytest.mark.stored
 PLAIN = 'shared_qk/vo'
 HOLDS_HERE, FAILS_HERE = ClaimVerdict.HOLDS_HERE, ClaimVerdict.FAILS_HERE
 UNDECIDED = ClaimVerdict.UNDECIDED
+BLOCK = Remark(RemarkCode.OTHER_DECLARATION, blocks=True)
 
 
 def claim(*expectations, **parts):
@@ -81,13 +83,17 @@ def test_rows_of_one_context_share_the_error_rate(added, monkeypatch):
 def test_fractions_of_training_share_the_error_rate(monkeypatch):
     loaded, families, judge = Results(CLAIMS).study('lm_dropped'), [], decision.judge
 
-    def recorded(tested, planned):
+    def recorded(tested, planned, **given):
         families.append(planned)
-        return judge(tested, planned=planned)
+        return judge(tested, planned=planned, **given)
 
     monkeypatch.setattr(decision, 'judge', recorded)
     assert [row.value for row in measures.early(loaded)] == [2, 1, 0]
     assert families == [3 * loaded.findings.num_comparisons] * 3
+    # What a rule withholds the verdict of decides nothing here either.
+    blocked = [dataclasses.replace(arm, remarks=(BLOCK,)) for arm in loaded.findings.arms]
+    findings = dataclasses.replace(loaded.findings, arms=tuple(blocked))
+    assert [row.value for row in measures.early(loaded._replace(findings=findings))] == [0, 0, 0]
 
 
 def test_the_distance_from_the_bound_of_a_relation_decides(results):
@@ -155,7 +161,7 @@ def test_a_check_or_a_measure_that_fails_is_named_with_its_claim(results, part):
         decide(failing, 'cpu', results)
 
 
-def test_measures_decide_by_what_they_read_of_a_study(results, tmp_path):
+def test_measures_decide_by_what_they_read_of_a_study(results, tmp_path, monkeypatch):
     def read(loaded):
         return [Row(loaded.study.name, Kind.MEASURED, {}, 2.0, Speaks.FOR)]
 
@@ -169,5 +175,13 @@ def test_measures_decide_by_what_they_read_of_a_study(results, tmp_path):
     short = decide(measured, 'cpu', Results(RESULTS))
     assert (short.verdict, short.rows[0].speaks) == (UNDECIDED, Speaks.OPEN)
     assert decide(measured, 'smoke', results).verdict is UNDECIDED
+    study, findings = results.study('fair_small')
+    first, *others = findings.arms
+    blocked = {'arms': (dataclasses.replace(first, remarks=(BLOCK,)), *others)}
+    for changes in (blocked, {'remarks': (BLOCK,)}):
+        withheld = study, dataclasses.replace(findings, **changes)
+        monkeypatch.setattr(studies, 'load_findings', lambda path, loaded=withheld: loaded)
+        assert decide(measured, 'cpu', Results(tmp_path)).verdict is UNDECIDED
+    monkeypatch.undo()
     absent = decide(measured, 'cpu', Results(tmp_path))
     assert absent.verdict is UNDECIDED and absent.missing == ('study fair_small has no results',)
