@@ -26,7 +26,7 @@ MIN_GAIN = 0.1
 MIN_BLEU = 15.0
 # Nats/token that a translation loses with the sources of other pairs.
 MIN_SOURCES = 0.5
-# How many times the median sd of the arms of its group an arm's losses may spread over seeds.
+# How many times the median sd of the other arms of its group an arm's losses may spread over seeds.
 MAX_SPREAD = 3.0
 # What an entry of the ledger accepts that would otherwise withhold every verdict.
 UNCOMMITTED, COMMITS = ledger.ACCEPTABLE
@@ -201,9 +201,9 @@ def _trained(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
         yield from untrained(baseline)
     for group in dict.fromkeys(arm.group for arm in arms):
         spreads = [(a, a.loss.sd) for a in arms if a.group == group and a.loss and a.loss.sd]
-        usual = statistics.median(sd for _, sd in spreads) if spreads else 0.0
         for arm, sd in spreads:
-            if sd > MAX_SPREAD * usual:
+            others = [other for one, other in spreads if one is not arm]
+            if others and sd > MAX_SPREAD * (usual := statistics.median(others)):
                 data = {'sd': sd, 'usual': usual, 'times': MAX_SPREAD}
                 yield _block(RemarkCode.BIMODAL_SEEDS, arm.key, **data)
 

@@ -282,3 +282,5 @@ def test_seeds_that_end_far_apart_withhold_the_verdict_of_their_arm(variant, stu
     assert bimodal.arm.variant == variant and bimodal.data['sd'] > 3 * bimodal.data['usual']
     withheld = {v for v, decision in decisions.items() if decision is NO_VERDICT}
     assert withheld == ({'b/vo'} if variant == 'b/vo' else {'b/vo', 'c/vo', 'd/vo'})
+    two = [record for record in records if record['variant'] in ('qk/vo', 'b/vo')]
+    assert checked(write_tuned(study_dir / 'two', two))[1] == {'b/vo': NO_VERDICT}
