@@ -54,6 +54,11 @@ from qkattn.verdict.rules import baselines
 # Factors with their values, in the order of a row.
 Context = tuple[tuple[str, str], ...]
 SETTING = ('size', 'corpus', 'steps')  # the factors whose values make another setting
+# What an arm lacks for which more seeds do not make up.
+_BEYOND_SEEDS = (
+    (ReasonCode.DIVERGED, 'trials that do not diverge'),
+    (ReasonCode.SPLITS_DISAGREE, 'a validation split that agrees'),
+)
 
 
 class Case(NamedTuple):
@@ -92,6 +97,11 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
         f'has no difference from {case.expected.versus or "the baseline"} yet'
         for case in every
         if not (case.arm and case.arm.comparison)
+    ]
+    missing += [
+        f'study {one.study}: {one.variant} has no control of equal shape, as it is not tuned'
+        for one, loaded in trained
+        if decisive and one.at == 'removed' and not loaded.study.tuned
     ]
 
     def judged(family: int) -> tuple[list[Row], list[tuple[Row, Arm]], ClaimVerdict]:
@@ -321,6 +331,9 @@ def needed(row: Row, arm: Arm) -> tuple[float, str]:
     if verdict.decision is Decision.NO_VERDICT:
         why = reasons(arm) or 'not tuned'
         return math.inf, f'runs that qualify for a verdict, of {where}: {why}'
+    for code, lacking in _BEYOND_SEEDS:
+        if code in (reason.code for reason in verdict.reasons):
+            return math.inf, f'{lacking}, of {where}'
     sides = {'better': -1, 'not_better': -1, 'worse': 1, 'not_worse': 1}
     side = sides.get(row.relation or '', math.copysign(1, difference.mean))
     bound = side * difference.margin

@@ -1,6 +1,7 @@
 """Claims decided on committed studies."""
 
 import dataclasses
+import math
 import shutil
 
 import pytest
@@ -11,13 +12,15 @@ from qkattn.claims.deciding import cases, decide, evidence, needed
 from qkattn.claims.studies import Results
 from qkattn.errors import ConfigError
 from qkattn.stats import decision, inference
-from qkattn.verdict import Remark, RemarkCode
+from qkattn.verdict import ReasonCode, Remark, RemarkCode
+from qkattn.verdict.codes import Reason
 from tests.claims.conftest import CLAIMS, RESULTS
 
 pytestmark = pytest.mark.stored
 PLAIN = 'shared_qk/vo'
 HOLDS_HERE, FAILS_HERE = ClaimVerdict.HOLDS_HERE, ClaimVerdict.FAILS_HERE
 UNDECIDED = ClaimVerdict.UNDECIDED
+DIVERGED, SPLITS_DISAGREE = ReasonCode.DIVERGED, ReasonCode.SPLITS_DISAGREE
 BLOCK = Remark(RemarkCode.OTHER_DECLARATION, blocks=True)
 
 
@@ -116,6 +119,10 @@ def test_the_distance_from_the_bound_of_a_relation_decides(results):
     one = dataclasses.replace(known, sd=None, n=1)
     arm = dataclasses.replace(arm, comparison=dataclasses.replace(arm.comparison, difference=one))
     assert needed(row, arm)[1].startswith('more seeds than 1, to tell')
+    for code, lacking in ((DIVERGED, 'trials that'), (SPLITS_DISAGREE, 'a validation split')):
+        verdict = dataclasses.replace(arm.verdict, reasons=(Reason(code),))
+        number, text = needed(row, dataclasses.replace(arm, verdict=verdict))
+        assert number == math.inf and text.startswith(lacking)
 
 
 def test_missing_results_are_named_and_needed_first(results, committed, tmp_path):
@@ -124,6 +131,9 @@ def test_missing_results_are_named_and_needed_first(results, committed, tmp_path
     assert decided.verdict is UNDECIDED and decided.studies == ('fair_small',)
     assert decided.missing == ('study masked_lm has no results',)
     assert decided.needed == '--scale=cpu: masked_lm'
+    removed = expect('merged/vo', 'worse', study='quickstart', at='removed')
+    decided = decide(claim(pair[0], removed), 'cpu', results)
+    assert decided.verdict is UNDECIDED and 'merged/vo has no control' in decided.missing[0]
     # Results of a run, then the declaration.
     study = shutil.copytree(committed / 'claims/cpu/lm_added', tmp_path / 'lm_added')
     full_size = claim(expect('full_size/vo', 'better', 'lm_added'))
