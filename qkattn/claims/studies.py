@@ -140,8 +140,11 @@ def report(claims: Iterable[Claim], directory: Path) -> None:
         results, page = (directory / name / file for file in ('results.jsonl', 'report.html'))
         times = [path.stat().st_mtime if path.exists() else 0.0 for path in (page, results)]
         if times[0] < times[1] and results.stat().st_size:
-            with waiting(name, 'writing the report'):
-                write_report(directory / name)
+            try:
+                with waiting(name, 'writing the report'):
+                    write_report(directory / name)
+            except ReportError as error:  # other claims can be decided all the same
+                log.warning('no report of study %s: %s', name, error)
 
 
 def costs(studies: Mapping[str, Study]) -> str:

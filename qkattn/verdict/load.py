@@ -17,6 +17,7 @@ from typing import Any
 
 from qkattn import config
 from qkattn.config import Config, ControlsConfig, TuningConfig, fingerprint_of, from_json
+from qkattn.config.setting import check_section
 from qkattn.errors import ReportError, RunDirectoryError
 from qkattn.storage import ledger
 from qkattn.storage.files import as_path
@@ -168,6 +169,7 @@ def _declared(directory: Path, files: Path, kept: Ledger, record: Any) -> Study:
         ledger=kept,
         altered={},
     )
+    check_section('tuning.', study.tuning)
     if not study.seeds or tuning is not None and not study.tuned:
         raise ValueError("field 'seeds' is [], expected at least one whole number")
     if not study.margin > 0:
@@ -184,7 +186,8 @@ def _known(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that this version knows; results of others can be read."""
     kinds = typing.get_type_hints(cls)
     known = {name: value for name, value in values.items() if name in kinds}
-    return {n: _known(kinds[n], v) if isinstance(v, dict) else v for n, v in known.items()}
+    sections = {n: v for n, v in known.items() if dataclasses.is_dataclass(kinds[n])}
+    return known | {n: _known(kinds[n], v) for n, v in sections.items() if isinstance(v, dict)}
 
 
 def _read_runs(study: Study) -> list[Run]:

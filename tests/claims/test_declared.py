@@ -10,7 +10,7 @@ from qkattn.claims.claim import Expectation
 from qkattn.claims.declared import d_two_in_a_row
 from qkattn.claims.protocol import SCALES
 from qkattn.config import from_config_dict
-from qkattn.errors import ConfigError
+from qkattn.errors import ConfigError, ReportError
 from qkattn.study.arms import build_arms
 from tests.processes import ROOT
 
@@ -74,6 +74,22 @@ def test_studies_are_tuned_and_have_arms(path, scale):
     assert study.name == path.stem
     assert bool(study.tuning.seeds) == (scale != 'smoke' and 'untuned' not in study.name)
     assert build_arms(study)
+
+
+def test_a_damaged_study_is_named_and_the_others_have_their_reports(tmp_path, monkeypatch, caplog):
+    def write_report(path):
+        if path.name == 'lm_added':
+            raise ReportError('study.json is damaged')
+        written.append(path.name)
+
+    written = []
+    monkeypatch.setattr(studies, 'write_report', write_report)
+    for name in ('lm_added', 'lm_untuned'):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / 'results.jsonl').write_text('{}')
+    studies.report(declared.chosen(['E2']), tmp_path)
+    assert written == ['lm_untuned']
+    assert 'no report of study lm_added: study.json is damaged' in caplog.text
 
 
 def test_each_study_of_the_claims_is_trained_once(tmp_path, monkeypatch):

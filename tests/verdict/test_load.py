@@ -93,6 +93,7 @@ def test_evaluations_need_every_result_and_end_where_a_trial_diverges(study_dir)
         ({'margin': 0.0}, "'margin'"),
         ({'tuning__seeds': []}, "'seeds' is []"),
         ({'tuning__choice': 'best'}, "'choice' is 'best'"),
+        ({'tuning__max_seeds': 10**30}, 'tuning.max_seeds=1'),
         ({'base': {'model': {'kind': 'decoder'}, 'train': 3}}, 'train=3'),
         ({'arms': [key('qk/vo', 'x')._asdict()]}, "control 'x'"),
         ({'arms': [key('qk/vo')._asdict() | {'corpus': 'y'}]}, "corpus 'y'"),
@@ -110,6 +111,9 @@ def test_settings_of_another_version_are_left_out(study_dir):
     about = {'base': base, 'base_hash': fingerprint_of(base)}
     study = load_study(studies.write_tuned(study_dir, studies.tuned_arm('qk/vo'), **about))
     assert study.base == Config(model=ModelConfig(num_layers=3)) and study.problems == ()
+    base['model']['d_ff'] = {'a': 1}
+    (problem,) = load_study(studies.write_study(study_dir, [result()], **about)).problems
+    assert problem.startswith('base_hash of study.json is not')
 
 
 def test_findings_of_a_stored_study_are_read_again_only_once_a_file_has_changed(study_dir):
