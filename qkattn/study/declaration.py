@@ -48,9 +48,9 @@ def content(study: Study, arms: Sequence[MatchedArm]) -> dict[str, Any]:
     values, tuning = to_json(study), None
     matched = values.pop('match')
     if study.tuning.seeds:
-        tuning = values['tuning'] | {
-            f'{k}s': grid for k, grid in plan.grids(study, arms[0]).items()
-        }
+        baseline = next(arm for arm in arms if arm.variant == study.baseline)
+        grids = plan.grids(study, baseline)
+        tuning = values['tuning'] | {f'{knob}s': grid for knob, grid in grids.items()}
     declared = values | {
         'variants': list(dict.fromkeys(a.key.variant for a in arms if a.key.control is None)),
         'matched': matched,

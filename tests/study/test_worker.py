@@ -112,7 +112,8 @@ def test_a_finished_study_trains_nothing_again_may_grow_and_ask_something_else(t
     (path / 'study.json').write_bytes(before)  # of a worker that died after its ledger was written
     worker.run(grown, path)
     ledger.look(path)
-    worker.run(changed(variants=(*grown.variants, 'qk/o_is_v')), path)
+    # First, with a value of its own of a setting that is not tuned.
+    worker.run(changed(variants=('qk/o_is_v?score_scale=0.5', *grown.variants)), path)
     assert len(trained) == 6 and events(path)[2:] == ['arms_added', 'looked', 'arms_added']
 
 
