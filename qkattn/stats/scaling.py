@@ -66,7 +66,7 @@ class Law:
     middle: float  # N_0
     estimates_P: np.ndarray
     covariance_PP: np.ndarray
-    df: int  # of the residuals
+    df: int  # of that covariance
     E: Interval
     A: float  # nats * parameters^a
     a: Interval
@@ -81,15 +81,19 @@ def _law(x: Any, E: Any, B: Any, a: Any) -> Any:
     return E + B * x**-a
 
 
-def fit(parameters: Sequence[float], losses: Sequence[float]) -> Law | Problem:
+def fit(
+    parameters: Sequence[float], losses: Sequence[float], seeds: tuple[float, int] = (0.0, 1)
+) -> Law | Problem:
     """Fits the law to mean losses over seeds (nats per token), one for each of `parameters`.
 
     By least squares with equal weights: for a given exponent, E and B solve a linear problem, so
-    only the exponent is searched (variable projection, Golub and Pereyra 1973). Errors of V sizes
-    are those of the linearized fit, t distributed with V - 3 degrees of freedom. The
-    residuals hold what is left of the seeds' noise, a loss that is not quite a power law, and
-    learning rates that are not quite tuned. A Problem: fewer than 4 sizes, or within a factor of 4;
-    R^2 below 0.95; an exponent whose interval is wider than the exponent itself.
+    only the exponent is searched (variable projection, Golub and Pereyra 1973). Errors are those of
+    the linearized fit, t distributed; their variance is that of the residuals, with V - 3 degrees
+    of freedom for V sizes. The residuals hold what is left of the seeds' noise, a loss that is not
+    quite a power law, and learning rates that are not quite tuned. A few may all be small by
+    chance, so the variance of the mean losses by their `seeds`, given with its degrees of freedom,
+    takes its place where intervals are wider for it. A Problem: fewer than 4 sizes, or within a
+    factor of 4; R^2 below 0.95; an exponent whose interval is wider than the exponent itself.
 
     A diverged seed has no loss: leave out its size, since the mean of the others is biased low.
     """
@@ -119,7 +123,9 @@ def fit(parameters: Sequence[float], losses: Sequence[float]) -> Law | Problem:
     if r_squared < MIN_R_SQUARED:
         return Problem(ProblemCode.POOR_FIT, {'r_squared': r_squared, 'needed': MIN_R_SQUARED})
     slopes_VP = np.column_stack([np.ones_like(x), x**-a, -B * x**-a * np.log(x)])
-    covariance_PP = norm**2 / df * np.linalg.inv(slopes_VP.T @ slopes_VP)
+    errors = (norm**2 / df, df), seeds
+    variance, df = max(errors, key=lambda error: quantile(error[1]) * error[0] ** 0.5)
+    covariance_PP = variance * np.linalg.inv(slopes_VP.T @ slopes_VP)
     half_P = quantile(df) * np.sqrt(np.diag(covariance_PP))
     floor, _, exponent = (
         Interval(value, value - half, value + half)

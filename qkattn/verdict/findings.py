@@ -5,6 +5,7 @@ Computed once for all tables, figures and pages; the statistics are those of `qk
 
 import dataclasses
 import functools
+import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -160,13 +161,13 @@ def _scaling(study: Study, arms: Sequence[Arm]) -> tuple[Scaling, ...]:
     def parameters(arm: Arm) -> int:
         return arm.example.parameters['total']
 
-    laws = {
-        key: scaling.fit(
-            [parameters(arm) for arm in curve.values()],
-            [arm.loss.mean for arm in curve.values() if arm.loss],
-        )
-        for key, curve in curves.items()
-    }
+    laws = {}
+    for key, curve in curves.items():
+        means = [arm.loss for arm in curve.values() if arm.loss]
+        variance = statistics.fmean((one.sd or 0.0) ** 2 / one.n for one in means)
+        seeds = variance, sum(one.n - 1 for one in means) or 1
+        sizes = [parameters(arm) for arm in curve.values()]
+        laws[key] = scaling.fit(sizes, [one.mean for one in means], seeds)
     made = []
     for (variant, corpus), curve in curves.items():
         worth, key = None, (study.baseline, corpus)

@@ -37,6 +37,23 @@ def test_intervals_are_those_of_a_general_solver_in_any_order_of_sizes():
         assert (interval.low, interval.high) == pytest.approx(ends, rel=1e-4)
 
 
+@pytest.mark.parametrize('more', [0.0, 0.002])
+def test_intervals_of_few_sizes_hold_the_truth_in_most_studies_that_give_them(more):
+    """By the residuals alone, 17 % of those of 4 sizes miss it: few are narrow but by luck.
+
+    `more` is noise that the losses of a size share, as that of its tuning.
+    """
+    rng, sizes, laws = np.random.default_rng(1), np.geomspace(1e5, 1.6e6, 4), []
+    for _ in range(400):
+        losses_SV = 1 + 0.6 * (sizes / 1e5) ** -0.25 + more * rng.normal(size=4)
+        losses_SV = losses_SV + 0.003 * 8**0.5 * rng.normal(size=(8, 4))
+        seeds = losses_SV.var(axis=0, ddof=1).mean() / 8, 4 * 7
+        laws.append(scaling.fit(sizes, losses_SV.mean(axis=0), seeds))
+    given = [law for law in laws if not isinstance(law, Problem)]
+    assert len(given) > 50
+    assert np.mean([holds(law.a, 0.25) and holds(law.E, 1.0) for law in given]) > 0.93
+
+
 def test_the_floor_is_never_negative():
     """Without the bound, a curve that bends down in ln N has a floor below zero."""
     losses = 20 * SIZES**-0.25 - 0.001 * np.log(SIZES / SIZES[0]) ** 2

@@ -216,6 +216,10 @@ def test_scaling_over_sizes_that_are_bracketed_and_trained_enough(study_dir):
     findings = findings_of(study_dir, records)
     base, other = findings.scaling
     assert (len(base.law.sizes), len(other.law.sizes)) == (4, 5) and findings.num_comparisons == 5
+    assert (base.law.df, other.law.df) == (
+        4 * 7,
+        5 * 7,
+    )  # residuals are zero, but not the seeds' sd
     assert other.worth.value == pytest.approx(1.5, rel=0.01)
     worst = max(a.loss.mean for a in findings.arms if a.is_baseline)
     studies.write_yardsticks(study_dir, records, losses={'test': {'5-gram': worst - 1e-6}})
