@@ -54,11 +54,6 @@ from qkattn.verdict.rules import baselines
 # Factors with their values, in the order of a row.
 Context = tuple[tuple[str, str], ...]
 SETTING = ('size', 'corpus', 'steps')  # the factors whose values make another setting
-# What an arm lacks for which more seeds do not make up.
-_BEYOND_SEEDS = (
-    (ReasonCode.DIVERGED, 'trials that do not diverge'),
-    (ReasonCode.SPLITS_DISAGREE, 'a validation split that agrees'),
-)
 
 
 class Case(NamedTuple):
@@ -331,9 +326,12 @@ def needed(row: Row, arm: Arm) -> tuple[float, str]:
     if verdict.decision is Decision.NO_VERDICT:
         why = reasons(arm) or 'not tuned'
         return math.inf, f'runs that qualify for a verdict, of {where}: {why}'
-    for code, lacking in _BEYOND_SEEDS:
-        if code in (reason.code for reason in verdict.reasons):
-            return math.inf, f'{lacking}, of {where}'
+    # More seeds do not make up for these.
+    codes = {reason.code for reason in verdict.reasons}
+    if ReasonCode.DIVERGED in codes:
+        return math.inf, f'trials that do not diverge, of {where}'
+    if ReasonCode.SPLITS_DISAGREE in codes:
+        return math.inf, f'a validation split that agrees, of {where}'
     sides = {'better': -1, 'not_better': -1, 'worse': 1, 'not_worse': 1}
     side = sides.get(row.relation or '', math.copysign(1, difference.mean))
     bound = side * difference.margin

@@ -81,8 +81,7 @@ class Results:
     def rows(self, measure: Measure, decisive: bool) -> Iterator[Row]:
         """The rows of a measure; none before its study has results.
 
-        They decide nothing if they are not decisive, or a rule withholds every verdict or that of a
-        baseline, which has to beat its yardstick.
+        They decide nothing if not decisive, or if a rule withholds every verdict or a baseline's.
         """
         if loaded := self.study(measure.study):
             bases = rules.baselines(loaded.study, loaded.findings.arms)

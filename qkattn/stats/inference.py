@@ -140,7 +140,8 @@ def _difference(
     plain = Difference(mean, n, margin, *tuning)
     if n < 2 or evaluation is None:
         return plain
-    sd = _sd(values)
+    rounded = _is_rounding(np.subtract(values, mean), mean)
+    sd = 0.0 if rounded else float(np.std(values, ddof=1))
     error, df = combined([(sd / n**0.5, n - 1), evaluation])
 
     def tail(excess: float) -> float:
@@ -229,13 +230,6 @@ def detectable_difference(error: float, df: float, alpha: float = 1 - LEVEL) -> 
     critical = scipy.special.stdtrit(df, 1 - alpha / 2)
     unbiased = error * (df / scipy.special.chdtri(df, 0.5)) ** 0.5
     return float(scipy.special.nctdtrinc(df, 1 - POWER, critical) * unbiased)
-
-
-def _sd(values: Sequence[float]) -> float:
-    """Standard deviation, n - 1 in the denominator; 0 if the spread is only rounding."""
-    mean = float(np.mean(values))
-    rounded = _is_rounding(np.subtract(values, mean), mean)
-    return 0.0 if rounded else float(np.std(values, ddof=1))
 
 
 def _is_rounding(apart: np.ndarray, mean: float) -> bool:

@@ -209,23 +209,20 @@ def fit(losses: Mapping[float, Mapping[int, float | None]], choice: str = 'verte
     )
 
 
-def next_values(
-    sweep: Sweep, grid_ratio: float, max_points: int, end: float = math.inf
-) -> tuple[float, ...]:
+def next_values(sweep: Sweep, ratio: float, max_points: int, end: float) -> tuple[float, ...]:
     """The values to screen next, ascending; () if the best is bracketed or max_points are tried.
 
     On each side of the best that has no worse value (see `Sweep.bracketed`; with a single seed, no
-    larger loss), the grid grows by one step of `grid_ratio` (> 1) beyond its end, downwards first
-    if `max_points` leaves room for one only. If every value diverged, it grows downwards. All are
-    below `end`.
+    larger loss), the grid grows by one step of `ratio` (> 1) beyond its end, but stays below `end`;
+    downwards first if `max_points` leaves room for one only, and if every value diverged.
     """
     i = sweep.values.index(sweep.best)
     below, above = _nearest_worse(sweep.losses, sweep.means, i)
     steps = []
     if below is None:
-        steps.append(sweep.values[0] / grid_ratio)
+        steps.append(sweep.values[0] / ratio)
     if above is None and math.isfinite(sweep.means[i]):
-        steps.append(sweep.values[-1] * grid_ratio)
+        steps.append(sweep.values[-1] * ratio)
     room = max(max_points - len(sweep.values), 0)
     rounded = (float(f'{value:.10g}') for value in steps)  # 0.1 * 3 is 0.3
     return tuple(value for value in rounded if value < end)[:room]

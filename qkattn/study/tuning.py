@@ -76,18 +76,15 @@ def tune(
             further = sweep.next_values(swept, ratio, limits.max_points, end)
             if further:
                 values += further
-            elif _needs_seeds(swept, limits) and len(seeds) < limits.max_seeds:
+            elif len(seeds) < limits.max_seeds and (
+                swept.needs_seeds or (swept.at_worst or 0.0) > (limits.max_excess or math.inf)
+            ):
                 number = min(len(seeds) + len(limits.seeds), limits.max_seeds)
                 seeds = screening_seeds(limits, number)
             else:
                 settings = with_knob(settings, knob, swept.chosen)
                 break
     return Tuning(sweeps, settings, None, (), ())
-
-
-def _needs_seeds(swept: Sweep, limits: TuningConfig) -> bool:
-    most, excess = limits.max_excess, swept.at_worst
-    return swept.needs_seeds or (most is not None and excess is not None and excess > most)
 
 
 def screening_seeds(limits: TuningConfig, number: int | None = None) -> tuple[int, ...]:

@@ -139,10 +139,11 @@ def test_the_grid_grows_where_no_worse_value_stands_and_seeds_are_drawn_where_th
     assert swept.chosen == swept.best or number >= 3
     assert (swept.bracketed, swept.needs_seeds) == (bracketed, needs_seeds)
     for most, values in ((9, expected), (len(means), ()), (len(means) + 1, expected[:1])):
-        assert sweep.next_values(swept, 2.0, most) == values
+        assert sweep.next_values(swept, 2.0, most, math.inf) == values
     one = of_means(2.0, values=(0.1,))
-    assert sweep.next_values(one, 3.0, 9) == (0.03333333333, 0.3)  # without rounding noise
-    assert sweep.next_values(one, 3.0, 9, end=0.3) == (0.03333333333,)
+    values = 0.03333333333, 0.3  # without rounding noise
+    assert sweep.next_values(one, 3.0, 9, math.inf) == values
+    assert sweep.next_values(one, 3.0, 9, 0.3) == values[:1]
 
 
 def test_a_value_is_worse_by_a_paired_t_test_over_seeds_with_pooled_variance():

@@ -4,7 +4,7 @@ import itertools
 from functools import partial
 
 from qkattn.claims import measures
-from qkattn.claims.checks import spectra
+from qkattn.claims.checks import rewrites
 from qkattn.claims.claim import Claim, Expectation, Measure
 
 # Each costs more than the one before it, and the first more than the baseline.
@@ -108,7 +108,7 @@ E5 = Claim(
     rule='Holds where (|W_Q|^2 + |W_K|^2) / 2 of balanced factors is the nuclear norm, and descent '
     'shrinks singular values d to max(0, d - lambda) in factors and to d / (1 + lambda) in '
     'one matrix; where the decay acts is a context.',
-    checks=(spectra.least_penalty, spectra.shrunk_spectra),
+    checks=(rewrites.least_penalty, rewrites.shrunk_spectra),
     conditions={'decay: in the loss': 'the decay is part of the loss; that of AdamW is not'},
 )
 
