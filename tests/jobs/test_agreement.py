@@ -2,6 +2,7 @@
 
 import json
 import socket
+from unittest import mock
 
 import pytest
 
@@ -84,6 +85,19 @@ def test_three_processes_agree():
 
 def test_a_single_process_gets_the_values_of_json():
     assert agreement.on_owner(lambda: {1: (2,)}) == {'1': [2]}
+
+
+def test_process_0_may_arrive_as_late_as_it_then_waits_itself(monkeypatch):
+    waits = []
+
+    def get(key, limit):
+        waits.append(limit)
+        return json.dumps({'missing': [], 'values': [1, 2]})
+
+    monkeypatch.setattr(agreement.distributed.global_state, 'process_id', 1)
+    monkeypatch.setattr(agreement, 'client', mock.MagicMock())
+    monkeypatch.setattr(agreement, '_get', get)
+    assert agreement.from_all(2, limit=60.0) == [1, 2] and waits[0] > 120
 
 
 # Processes that do not come together.
