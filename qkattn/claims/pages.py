@@ -55,7 +55,7 @@ SHAPES: dict[Kind, tuple[str, str]] = {
     Kind.REMOVED: ('same shape, fewer parameters', 'same shape'),
     Kind.MATCHED: ('equal parameter count', 'equal count'),
 }
-_SHAPES = {'equal': 'same shape', 'matched': 'equal parameter count'}  # of a context
+_OF_CONTEXT = {'equal': 'same shape', 'matched': 'equal parameter count'}  # its 'shape'
 DECIDED_IN = 'decoder', Kind.MATCHED  # where answers have their verdict
 _LONGEST, _QUANTITY = 52, 22  # characters of a name in figures, and of what is compared in it
 
@@ -90,7 +90,8 @@ def located(row: Row, names: Iterable[str]) -> list[str]:
     """'d_model=64', 'stdlib', 'steps 500': these of its context, a number with its name."""
     values = [(name, row.context[name]) for name in names if name in row.context]
     values = [
-        (name, _SHAPES.get(value, value) if name == 'shape' else value) for name, value in values
+        (name, _OF_CONTEXT.get(value, value) if name == 'shape' else value)
+        for name, value in values
     ]
     return [f'{words(name)} {value}' if value[:1].isdigit() else value for name, value in values]
 

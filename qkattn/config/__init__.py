@@ -6,6 +6,7 @@ fields are overridden on the command line as `--config.model.d_model=256`.
 
 from qkattn.config.model_config import ModelConfig as ModelConfig
 from qkattn.config.run_config import ANNEALED as ANNEALED
+from qkattn.config.run_config import INDEPENDENT_END as INDEPENDENT_END
 from qkattn.config.run_config import Config as Config
 from qkattn.config.run_config import DataConfig as DataConfig
 from qkattn.config.run_config import DecodeConfig as DecodeConfig

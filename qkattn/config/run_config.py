@@ -57,6 +57,7 @@ class DataConfig:
 MAX_HEADS_WIDTH = 2**24  # N H, all heads of one layer together
 # Schedules that decay to final_fraction, and the fraction at which a run counts as annealed.
 DECAYS, ANNEALED = ('linear', 'cosine'), 0.1
+INDEPENDENT_END = 0.1  # of weight decays with optimizer.decay='independent', which stay below
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -229,10 +230,11 @@ def _conflicts(config: Config) -> Iterator[str]:
         yield f'optimizer.warmup_steps={optimizer.warmup_steps} must be below {steps}'
     if optimizer.schedule in ('inverse_sqrt', 'inverse_sqrt()') and not optimizer.warmup_steps:
         yield 'optimizer.warmup_steps=0 must be at least 1 with optimizer.schedule=inverse_sqrt'
-    if optimizer.decay == 'independent' and max(config.trials.weight_decays) >= 0.1:
+    if optimizer.decay == 'independent' and max(config.trials.weight_decays) >= INDEPENDENT_END:
         yield (
-            f'trials.weight_decays={config.trials.weight_decays} must be below 0.1 with '
-            "optimizer.decay='independent', which subtracts that fraction in every step; "
+            f'trials.weight_decays={config.trials.weight_decays} must be below '
+            f"{INDEPENDENT_END} with optimizer.decay='independent', which subtracts that fraction in "
+            'every step; '
             "optimizer.decay='coupled' multiplies it by the learning rate"
         )
     trials, microbatch = len(config.trials.trials()), train.batch_size // train.accumulation

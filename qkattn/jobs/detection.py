@@ -108,7 +108,7 @@ def _gpus(engine: str, count: int) -> tuple[int, ...] | None:
     if (given := os.environ.get('CUDA_VISIBLE_DEVICES')) is None:  # Open MPI does not set it
         visible = len(machine.accelerators(os.environ.get('JAX_PLATFORMS')) or [])
     else:
-        visible = len([gpu for gpu in given.split(',') if gpu not in ('', '-1')])
+        visible = len(machine.listed(given))
     if not visible:
         return None
     total = visible

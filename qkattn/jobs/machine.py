@@ -65,6 +65,11 @@ def cpu() -> str:
     return platform.processor() or platform.machine()
 
 
+def listed(visible: str) -> list[str]:
+    """The GPUs that a CUDA_VISIBLE_DEVICES names; '' and '-1' hide all."""
+    return [gpu for gpu in visible.split(',') if gpu not in ('', '-1')]
+
+
 def accelerators(platforms: str | None, root: Path = Path('/')) -> list[str] | None:
     """The GPUs that CUDA may use; [] on a CPU; None for others, which one process drives together.
 
@@ -75,11 +80,7 @@ def accelerators(platforms: str | None, root: Path = Path('/')) -> list[str] | N
     gpus = list(root.glob('dev/nvidia[0-9]*'))
     if gpus and importlib.util.find_spec('jax_plugins'):
         every = ','.join(map(str, range(len(gpus))))
-        return [
-            gpu
-            for gpu in os.environ.get('CUDA_VISIBLE_DEVICES', every).split(',')
-            if gpu not in ('', '-1')
-        ]
+        return listed(os.environ.get('CUDA_VISIBLE_DEVICES', every))
     return None if any(list(root.glob(pattern)) for pattern in _ACCELERATORS) else []
 
 

@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from qkattn.config import TuningConfig
+from qkattn.config import INDEPENDENT_END, TuningConfig
 from qkattn.stats import sweep
 from qkattn.stats.sweep import Sweep
 
@@ -18,7 +18,6 @@ from qkattn.stats.sweep import Sweep
 TRIAL_KNOBS = ('learning_rate', 'weight_decay')
 MODEL_KNOBS = ('score_scale', 'init_embedding', 'init_qk', 'init_vo', 'init_mlp')
 KNOBS = TRIAL_KNOBS + MODEL_KNOBS
-WEIGHT_DECAY_END = 0.1  # with optimizer.decay='independent', by the rules of a run
 
 # What a run is for: screening values of one knob, the verdict at the chosen ones, or, in a study
 # without tuning, both.
@@ -72,7 +71,7 @@ def tune(
                 return Tuning(sweeps, settings, knob, together, open_seeds)
             swept = sweeps[knob] = sweep.fit(losses, limits.choice)
             ratio = grids[knob][1] / grids[knob][0]
-            end = WEIGHT_DECAY_END if (knob, decay) == ('weight_decay', 'independent') else math.inf
+            end = INDEPENDENT_END if (knob, decay) == ('weight_decay', 'independent') else math.inf
             further = sweep.next_values(swept, ratio, limits.max_points, end)
             if further:
                 values += further

@@ -66,9 +66,9 @@ def carved(corpus: Corpus, test: bool) -> Corpus:
     """The corpus with a validation split, and with a test split if `test` or if it had neither.
 
     A tenth of the documents of train with the smallest sha256 is the test split, the next tenth the
-    validation split. The hash is of a document's text, for parallel text of the language
-    that comes first in the alphabet; the order of the documents does not matter. Of fewer
-    than 20 documents each is cut at the ends of the lines that reach 80 % and 90 % of its bytes.
+    validation split. The hash is of a document's text, for parallel text of the language that comes
+    first in the alphabet; the order of the documents does not matter. Of fewer than 20 documents
+    each is cut at the ends of the lines that reach 80 % and 90 % of its bytes.
     ConfigError without a train split and, while documents are read, as `cut_at_lines`.
     """
     missing = tuple(split for split in SPLITS[1:] if split not in corpus.splits)
