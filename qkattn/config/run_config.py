@@ -233,8 +233,8 @@ def _conflicts(config: Config) -> Iterator[str]:
     if optimizer.decay == 'independent' and max(config.trials.weight_decays) >= INDEPENDENT_END:
         yield (
             f'trials.weight_decays={config.trials.weight_decays} must be below '
-            f"{INDEPENDENT_END} with optimizer.decay='independent', which subtracts that fraction in "
-            'every step; '
+            f"{INDEPENDENT_END} with optimizer.decay='independent', which subtracts that fraction "
+            'in every step; '
             "optimizer.decay='coupled' multiplies it by the learning rate"
         )
     trials, microbatch = len(config.trials.trials()), train.batch_size // train.accumulation
