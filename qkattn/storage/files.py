@@ -38,8 +38,17 @@ _RESUME = 'and run the same command again, which resumes from what is saved'
 
 
 def as_path(path: str | os.PathLike[str]) -> Path:
-    """A path on a file system, ~ expanded, or in a bucket for a URL; as `buckets.to_path`."""
-    return buckets.to_path(path) if buckets.is_url(path) else Path(path).expanduser()
+    """A path on a file system, ~ expanded, or in a bucket for a URL; as `buckets.to_path`.
+
+    RunDirectoryError where ~ has no directory.
+    """
+    if buckets.is_url(path):
+        return buckets.to_path(path)
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        problem = 'names no home directory; set HOME, or give a path without ~'
+        raise RunDirectoryError(f'{path} {problem}') from error
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
@@ -124,6 +133,13 @@ def write_atomic(path: str | os.PathLike[str], content: str | bytes) -> Path:
     with no_interrupt, _replacing(path, f'.{path.name}.{uuid.uuid4().hex}.tmp') as temporary:
         temporary.write_bytes(data)
     return path
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Deletes what `write_atomic` of a killed process left; for the only writer of a directory."""
+    if not buckets.is_url(directory):
+        for path in directory.glob(f'.*.{"[0-9a-f]" * 32}.tmp'):
+            path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

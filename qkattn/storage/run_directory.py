@@ -28,7 +28,7 @@ from qkattn.config import (
 )
 from qkattn.config.calls import imported
 from qkattn.errors import ConfigError, InUseError, RunDirectoryError, UnknownFieldError
-from qkattn.storage.files import make_directory
+from qkattn.storage.files import make_directory, remove_unfinished
 from qkattn.storage.leases import locked
 from qkattn.storage.metrics_log import MetricsFile
 from qkattn.storage.records import CONFIG, PROVENANCE, damaged, read_json, write_json
@@ -53,6 +53,7 @@ class RunDirectory(contextlib.ExitStack):
         directory = make_directory(path)
         try:
             self.lost = self.enter_context(locked(directory / 'lock', wait=False))
+            remove_unfinished(directory)
             self.resumed = _check_config(directory, config)
             provenance = directory / 'provenance.json'
             starts = read_json(provenance, PROVENANCE)['starts'] if provenance.exists() else []

@@ -75,8 +75,9 @@ def test_a_directory_in_the_place_of_a_file_is_left_alone_and_another_error_as_i
         ('file/run', r'file/run cannot be used \(Not a directory\)'),
         ('/proc', 'workdir=/proc cannot be used'),
         ('x' * 256 + '/run', r'x/run cannot be used \(File name too long\)'),
+        ('~not a user/run', 'run names no home directory; set HOME, or give a path without ~'),
     ],
-    ids=range(4),
+    ids=range(5),
 )
 def test_a_directory_that_takes_no_files_is_refused(file, monkeypatch, function, path, message):
     monkeypatch.chdir(file.parent)

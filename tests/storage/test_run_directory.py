@@ -14,6 +14,7 @@ import pytest
 from qkattn.config import Config, OptimizerConfig, TrialsConfig, fingerprint, to_json
 from qkattn.errors import ConfigError, InUseError
 from qkattn.storage import leases, run_directory
+from qkattn.storage.files import write_atomic
 from qkattn.storage.metrics_log import read_metrics
 from qkattn.storage.records import read_json
 from qkattn.storage.run_directory import RunDirectory
@@ -22,7 +23,7 @@ CONFIG = Config(trials=TrialsConfig(seeds=(0, 1)))
 
 
 @pytest.mark.parametrize('far', [False, True], ids=['disk', 'bucket'])
-def test_a_directory_has_one_owner(tmp_path, request, far):
+def test_a_directory_has_one_owner(tmp_path, request, monkeypatch, far):
     server = request.getfixturevalue('bucket') if far else None
     path = 'gs://runs/a' if far else tmp_path
     with RunDirectory(path, CONFIG) as first:
@@ -31,8 +32,14 @@ def test_a_directory_has_one_owner(tmp_path, request, far):
         owner = f'^workdir={path} is in use by process {os.getpid()} on '
         with pytest.raises(InUseError, match=owner):
             RunDirectory(path, CONFIG)
+    if not far:  # a start that is killed as it writes its results
+        with monkeypatch.context() as patch:
+            patch.setattr(os, 'replace', lambda *_: None)
+            write_atomic(tmp_path / 'result.json', '[]')
+        assert [*tmp_path.glob('.*')]
     with RunDirectory(path, CONFIG) as again:
         assert again.resumed and again.metrics.last_step == 5
+    assert not [*tmp_path.glob('.*')]
     if server:
         kept = {'a/config.json', 'a/metrics.jsonl', 'a/provenance.json'}
         assert set(server.names('runs')) == kept
