@@ -118,8 +118,8 @@ def pack(study: Path, destination: Path) -> None:
     lines = [packed(run, results.get(run['run'], [])) for run in lines_of('plan.jsonl')]
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **arrays)
-    made = {RUNS: _text([{'format': _FORMAT} | shared, *lines]), DOCUMENTS: buffer.getvalue()}
-    made |= _read(study, WHOLE_FILES)
+    made = _read(study, WHOLE_FILES)  # written first: they name the study to the next export
+    made |= {RUNS: _text([{'format': _FORMAT} | shared, *lines]), DOCUMENTS: buffer.getvalue()}
     for name, content in _files(made):
         if files.get(name, content) != content:
             raise ReportError(f'{study / name} cannot be stored: it would not come back as it is')

@@ -13,6 +13,7 @@ from qkattn.errors import ReportError
 from qkattn.report.figures import style
 from qkattn.report.verify import check_numbers, check_page, check_study, difference, near
 from qkattn.storage import ledger
+from qkattn.storage.files import write_atomic
 from qkattn.study import stored
 from tests import studies
 
@@ -167,13 +168,21 @@ def test_an_export_has_a_few_files_of_which_the_report_is_made_again(written, tm
         assert (kept / name).read_text() == (written / name).read_text()
 
 
-def test_an_export_does_not_overwrite_something_else(written, tmp_path):
+def interrupted(path, content):
+    write_atomic(path, content)
+    raise KeyboardInterrupt
+
+
+def test_an_export_does_not_overwrite_something_else(written, tmp_path, monkeypatch):
     (tmp_path / 'mine.txt').write_text('precious')
     other = studies.write_study(tmp_path / 'other', [studies.trial_record('qk/vo')], name='another')
     copy = shutil.copytree(written, tmp_path / 'run')
     for destination in (tmp_path, tmp_path / 'mine.txt', written, other, copy):
         with pytest.raises(ReportError, match='holds something other than an export of study'):
             report.export(written, destination)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(stored, 'write_atomic', interrupted)
+        report.export(written, tmp_path / 'twice')
     assert report.export(written, report.export(written, tmp_path / 'twice')) == tmp_path / 'twice'
 
 
