@@ -186,7 +186,8 @@ def supervise(group: Group, options: argparse.Namespace) -> int:
 
 
 def say(text: str) -> None:
-    print(f'local: {text}', file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # the job goes on without a reader
+        os.write(2, f'local: {text}\n'.encode())
 
 
 def main() -> int:
