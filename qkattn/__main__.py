@@ -10,16 +10,16 @@ import sys
 import textwrap
 from pathlib import Path
 
-from qkattn.jobs import signals
+from qkattn.jobs import output, signals
 
 if __name__ == '__main__' or Path(sys.argv[0]).name == 'qkattn':  # before imports that take seconds
+    output.prepare_streams()
     signals.exit_while_starting(''.join(sys.argv[1:2]))
 
 from absl import flags
 
 from qkattn import __version__
 from qkattn.jobs import cli
-from qkattn.jobs.output import ending_unread
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
     scripts = cli.shipped('experiments')
     name, *arguments = sys.argv[1:] or ['--help']
     if name in ('--version', '--help', '-h', 'help'):
-        with ending_unread():
+        with output.ending_unread():
             print(__version__ if name == '--version' else _help(scripts))
     elif name in scripts:
         sys.argv = [f'qkattn {name}', *arguments]

@@ -25,8 +25,8 @@ from qkattn.config.setting import Setting, concrete_types, settings
 from qkattn.errors import CheckpointError, ConfigError, Lost, ProcessError, ReadError, Stopped
 from qkattn.jobs.display import LogHandler
 from qkattn.jobs.machine import keep_freed_memory
-from qkattn.jobs.output import ending_unread, say
-from qkattn.jobs.signals import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_REQUEUE
+from qkattn.jobs.output import discard, ending_unread, say
+from qkattn.jobs.signals import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_REQUEUE, RESUMABLE
 
 flags.disclaim_key_flags()  # --config is a flag of the script that defines it here
 
@@ -177,8 +177,8 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
     """Runs `main` under absl; the value of the flag `positional` may be given without its name.
 
     Exit codes: 0 done; 75 stopped on request with nothing lost (run the same command again); 2 an
-    impossible setting or workdir (do not retry); 130 interrupted with nothing to resume; 141 done
-    as far as anybody read what it printed, as in `... | head`; 1 anything else.
+    impossible setting or workdir (do not retry); 130 interrupted without saving; 141 done as far
+    as anybody read what it printed, as in `... | head`; 1 anything else.
     """
 
     def wrapped(argv: list[str]) -> None:
@@ -199,8 +199,10 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
             if (expected := outcome(error)) is None:
                 raise
             exit_with(*expected)
-        except KeyboardInterrupt:  # not in a RESUMABLE script
-            exit_with('interrupted', EXIT_INTERRUPTED)
+        except KeyboardInterrupt:  # in a RESUMABLE script the second one
+            name = Path(inspect.unwrap(main).__globals__['__file__']).stem
+            resumes = '; the same command resumes from what is saved' * (name in RESUMABLE)
+            exit_with(f'interrupted{resumes}', EXIT_INTERRUPTED)
 
     parsed = False
     kind = _kind() if 'config' in flags.FLAGS else None
@@ -244,13 +246,20 @@ def outcome(error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.EACCES):
         text = f'{error.filename} cannot be used ({error.strerror}); give another path'
         return text, EXIT_CONFIG
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        place = error.filename or 'standard output or error'
+        text = f'{place} cannot be written ({error.strerror}); make room and run the command again'
+        return text, EXIT_CONFIG
     return None
 
 
 def exit_with(sentence: str, code: int = EXIT_CONFIG) -> None:
     """Ends the process with a sentence on standard error; 2 is a setting that is wrong."""
-    say(f'{sentence}\n', sys.stderr)
-    say('', sys.stdout)  # what is buffered
+    for text, stream in ((f'{sentence}\n', sys.stderr), ('', sys.stdout)):  # what is buffered
+        try:
+            say(text, stream)
+        except OSError:  # on a full disk; the exit code has to do
+            discard(stream)
     sys.exit(code)
 
 

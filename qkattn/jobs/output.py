@@ -2,17 +2,29 @@
 
 import contextlib
 import errno
+import io
 import os
 import re
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TextIO
+from typing import TextIO, cast
 
 # Nobody reads standard output: what a shell reports of a command that SIGPIPE ended.
 EXIT_UNREAD = 128 + signal.SIGPIPE
 # What a terminal obeys instead of showing it: control codes and changes of the reading direction.
 _OBEYED = re.compile(r'[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]')
+
+
+def prepare_streams() -> None:
+    """Makes every text printable: closed streams lead nowhere, other characters are escaped."""
+    # A file that is opened later would take the number of a closed stream, and what it prints.
+    while (number := os.open(os.devnull, os.O_RDWR)) < 3:
+        os.set_inheritable(number, True)
+    os.close(number)
+    sys.stdout = sys.stdout or os.fdopen(1, 'w', closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, 'w', closefd=False)
+    cast(io.TextIOWrapper, sys.stdout).reconfigure(errors='backslashreplace')  # as standard error
 
 
 def visible(text: str) -> str:
@@ -50,7 +62,7 @@ def say(text: str, stream: TextIO) -> None:
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.EIO):
             raise
-        _discard(stream)
+        discard(stream)
 
 
 @contextlib.contextmanager
@@ -60,11 +72,11 @@ def ending_unread() -> Iterator[None]:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        _discard(sys.stdout)
+        discard(sys.stdout)
         sys.exit(EXIT_UNREAD)
 
 
-def _discard(stream: TextIO) -> None:
+def discard(stream: TextIO) -> None:
     """Sends what is buffered, and all that follows, nowhere."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())

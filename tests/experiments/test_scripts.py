@@ -30,7 +30,7 @@ from tests.convert.test_published import make_tensors, write
 from tests.data.datasets import contents, write_texts
 from tests.experiments.conftest import save_model
 from tests.lanes import only
-from tests.processes import ROOT, other_modes, umask
+from tests.processes import ROOT, ended, other_modes, start_python, umask
 from tests.test_readme import README, between
 
 SCRIPTS = [name for name in shipped('experiments') if not name.startswith('_')]
@@ -84,6 +84,17 @@ def test_what_nobody_reads_ends_quietly(script_here, unread, monkeypatch, comman
     assert (done.returncode, done.stderr) == (EXIT_UNREAD, '')
 
 
+@pytest.mark.parametrize(('command', 'code'), [('qkattn --version', 0), ('experiments.report', 2)])
+def test_closed_streams_change_no_exit_code(command, code):
+    line = f'exec {sys.executable} -m {command} <&- >&- 2>&-'
+    assert subprocess.run(['sh', '-c', line], cwd=ROOT).returncode == code
+
+
+def test_a_character_that_the_encoding_lacks_is_escaped():
+    source = 'from qkattn.jobs import output; output.prepare_streams(); print("±")'
+    assert ended([start_python(source, PYTHONIOENCODING='ascii')]) == [(0, '\\xb1\n', '')]
+
+
 # Signals before the main function of a script runs
 
 # An import takes a minute.
@@ -120,10 +131,17 @@ def test_a_signal_ends_the_imports_of_a_resumable_script_in_one_line(tmp_path):
     assert errors == 'stopped with nothing to save; the same command resumes\n'
 
 
-def test_an_interrupt_of_another_script_has_no_traceback(script_here, monkeypatch):
-    monkeypatch.setattr('qkattn.study.variant_tables.text', Mock(side_effect=KeyboardInterrupt))
-    done = script_here('variants')
-    assert (done.returncode, done.stderr) == (130, 'interrupted\n')
+@pytest.mark.parametrize(
+    ('name', 'called', 'advice'),
+    [
+        ('variants', 'study.variant_tables.text', ''),
+        ('train', 'train.program_cache.keep_programs', '; the same command resumes'),
+    ],
+)
+def test_an_interrupt_has_no_traceback(script_here, monkeypatch, name, called, advice):
+    monkeypatch.setattr(f'qkattn.{called}', Mock(side_effect=KeyboardInterrupt))
+    done = script_here(name)
+    assert done.returncode == 130 and done.stderr.startswith(f'interrupted{advice}')
 
 
 def test_resumable_scripts_are_those_that_leave_at_once():

@@ -1,5 +1,6 @@
 """The display with a clock that is set by hand, on terminals, plain streams and unread ones."""
 
+import contextlib
 import io
 import logging
 import os
@@ -225,13 +226,17 @@ def test_a_run_goes_on_without_its_terminal():
 
 
 def test_a_full_disk_is_an_error():
-    with pytest.raises(OSError, match='No space left'), open('/dev/full', 'w') as full:
+    with pytest.raises(OSError, match='No space left') as raised, open('/dev/full', 'w') as full:
         output.say('a', full)
+    sentence = 'standard output or error cannot be written (No space left on device); make room'
+    assert cli.outcome(raised.value) == (f'{sentence} and run the command again', 2)
 
 
-def test_a_wrong_setting_keeps_its_exit_code(unread, monkeypatch):
-    monkeypatch.setattr(sys, 'stdout', unread)
-    print('buffered')
-    with pytest.raises(SystemExit) as ended:
-        cli.exit_with('d_model=0 must be at least 1')
-    assert ended.value.code == 2 and goes_nowhere(unread)
+@pytest.mark.parametrize('full', [False, True])
+def test_a_wrong_setting_keeps_its_exit_code(unread, monkeypatch, full):
+    with open('/dev/full', 'w') if full else contextlib.nullcontext(unread) as stream:
+        monkeypatch.setattr(sys, 'stdout', stream)
+        print('buffered')
+        with pytest.raises(SystemExit) as ended:
+            cli.exit_with('d_model=0 must be at least 1')
+        assert ended.value.code == 2 and goes_nowhere(stream)
