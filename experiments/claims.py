@@ -1,10 +1,10 @@
 """Decides the claims: runs their checks and studies at a scale, and writes the verdicts.
 
 python -m experiments.claims --list
-python -m experiments.claims --scale=cpu --workdir=runs/claims --workers=auto    # all; resumes
+python -m experiments.claims --scale=cpu --workdir=runs/claims  # all; resumes
 python -m experiments.claims B2 C1 --scale=cpu --workdir=runs/claims
-python -m experiments.claims --scale=gpu --dry_run                               # plan and cost
-python -m experiments.claims --notrain --workdir=runs/claims --export=results/claims/cpu
+python -m experiments.claims --scale=gpu --dry_run  # plan and cost
+python -m experiments.claims --notrain --workdir=runs/claims --export=claims_cpu
 """
 
 from pathlib import Path

@@ -1,6 +1,7 @@
 """Rewrites the attention of a trained or published model, exactly where that is possible.
 
-python -m experiments.convert --source=runs/small --apply=fold_gains --apply=merge --out=runs/merged
+python -m experiments.convert runs/small --apply='truncate(rank=8)'
+python -m experiments.convert runs/small --apply=merge --out=runs/merged
 
 The source is a run directory, a directory of exported parameters, a directory or .safetensors file
 of a GPT-2 in the Hugging Face layout, or a nanoGPT .pt file. --out is a directory of exported

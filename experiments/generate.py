@@ -1,7 +1,7 @@
 """Continues a text with a trained language model.
 
 python -m experiments.generate runs/small
-python -m experiments.generate runs/small --prompt='def main(' --num_tokens=50 --temperature=0
+python -m experiments.generate runs/small --prompt='def main(' --temperature=0
 
 The source is any that experiments.convert reads; of a run, the newest checkpoint and the first
 trial that has not diverged are used. The tokenizer is that of the run's data, or that of --data for

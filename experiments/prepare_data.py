@@ -1,7 +1,7 @@
 """Tokenizes a text once into a directory, which any number of runs on any number of hosts read.
 
 python -m experiments.prepare_data --config=configs/small.py --out=runs/tokens
-python -m experiments.train --config=configs/small.py --workdir=runs/from_tokens
+python -m experiments.train --config=small --workdir=runs/from_tokens \\
     --config.data.name=tokens --config.data.path=runs/tokens
 
 Only the data fields of the config are read. Existing tokens are checked against their sha256 and

@@ -1,9 +1,9 @@
 """Prints the results of a study and writes its tables, figures and report.html.
 
 python -m experiments.report --study=runs/fair_small
-python -m experiments.report --study=runs/fair_small --export=results/fair_small   # to keep
-python -m experiments.report --study=runs/fair_small --yardsticks          # record them first
-python -m experiments.report --study=runs/fair_small --accept=commits --why='docs alone differ'
+python -m experiments.report --study=runs/fair_small --export=kept/fair_small
+python -m experiments.report --study=runs/fair_small --yardsticks
+python -m experiments.report --study=runs/fair_small --accept=commits --why=WHY
 """
 
 import importlib

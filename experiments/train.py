@@ -1,7 +1,7 @@
 """Trains one architecture as a stack of trials.
 
 python -m experiments.train --config=configs/small.py --workdir=runs/small
-python -m experiments.train --config=small --dry_run=v5e-2x2 --config.mesh.data=4
+python -m experiments.train --config=small --dry_run=v5e-1x1  # memory and FLOPs
 """
 
 import textwrap

@@ -1,7 +1,7 @@
 """Checks the numbers of committed reports and pages against the logs.
 
-python -m experiments.verify                        # all studies under experiments/results
-python -m experiments.verify --write                # writes the blocks of results into the pages
+python -m experiments.verify          # all studies under experiments/results
+python -m experiments.verify --write  # writes blocks of results into pages
 """
 
 import functools

@@ -1,7 +1,7 @@
 """Times training and decoding beside other implementations, on the cores of this process.
 
 python -m experiments.benchmark --suite=steps
-python -m experiments.benchmark --suite=steps,stacks,decoding,study --scale=smoke  # does it run?
+python -m experiments.benchmark --suite=steps,study --scale=smoke  # a trial
 """
 
 import importlib.metadata

@@ -159,7 +159,8 @@ def _decoder(
     """The config and parameters; shapes give all sizes but num_heads, `described` has to agree."""
     if num_heads is None and 'n_head' not in described:
         raise ConfigError(
-            f'--num_heads=N (num_heads= in Python) is required where no {where} gives n_head'
+            f'--num_heads=N of convert (num_heads= in Python) is required where no {where} gives '
+            'n_head; other commands read what convert writes to --out'
         )
     for name in ('wte.weight', 'wpe.weight', 'h.0.mlp.c_fc.weight'):
         if name not in tensors or tensors[name].ndim != 2:

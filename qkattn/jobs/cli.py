@@ -91,10 +91,11 @@ class _ConfigParser(ConfigFileFlagParser):
             frames = traceback.extract_tb(error.__traceback__)
             own = os.path.abspath(file)
             lines = [f.lineno for f in frames if os.path.abspath(f.filename) == own]
-            if not lines:
-                raise
-            what = f'line {lines[-1]}: {type(error).__name__}: {error}'
-            raise ValueError(what) from error
+            if lines:
+                raise ValueError(f'line {lines[-1]}: {type(error).__name__}: {error}') from error
+            if isinstance(error, SyntaxError):  # the file is not Python
+                raise ValueError(str(error)) from error
+            raise
 
 
 def define_config(kind: Kind) -> flags.FlagHolder:
@@ -224,7 +225,10 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
             raise
         near = _misspelt(sys.argv[1:], kind) if kind else None
         first, *more = (str(error) or type(error).__name__).strip().splitlines()
-        if "'config_config' has no attribute 'get_config'" in first:  # ml_collections' name of it
+        wrong = re.match(r'flag --config\.([\w.]+)=(.*?): ', first)
+        if wrong and kind and (field := settings(kind).get(wrong[1])):
+            first, more = f'--config.{wrong[1]}={wrong[2]} must be {_expected(field)}', []
+        elif "'config_config' has no attribute 'get_config'" in first:  # ml_collections' name of it
             first = 'the file of --config has no function get_config()'
         elif isinstance(error, KeyError):  # a known field, of a config of the other kind
             other = script('train' if kind is Study else 'ablate')
@@ -285,8 +289,9 @@ def _help(doc: str, kind: Kind | None) -> str:
     for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0]):
         lines += _entry(f'--{flag.name}: {flag.flag_type()}; default {flag.default!r}', flag.help)
     for name, field in settings(kind).items() if kind else ():
-        valid = ', '.join(filter(None, [_type(field.kind), _valid(field)]))
-        lines += _entry(f'--config.{name}: {valid}; default {field.default!r}', field.doc)
+        lines += _entry(
+            f'--config.{name}: {_expected(field)}; default {field.default!r}', field.doc
+        )
     return '\n'.join(lines)
 
 
@@ -312,12 +317,13 @@ def _type(kind: Any) -> str:
     return 'None' if kind is type(None) else kind.__name__
 
 
-def _valid(setting: Setting) -> str:
-    """The bounds of numbers; texts have their limits at the length of a path."""
+def _expected(setting: Setting) -> str:
+    """The type, with the bounds of numbers; texts have their limits at the length of a path."""
     (kind, *_) = concrete_types(setting.kind)
     if kind is tuple:
         (kind, *_) = concrete_types(typing.get_args(setting.kind)[0])
-    return setting.bounds.words(kind) if kind in (int, float) else ''
+    bounds = setting.bounds.words(kind) if kind in (int, float) else ''
+    return ', '.join(filter(None, [_type(setting.kind), bounds]))
 
 
 def _misspelt(arguments: Sequence[str], kind: Kind) -> str | None:

@@ -128,7 +128,7 @@ def test_dictionaries_and_files_hold_the_same(tmp_path):
     save_file(tensors, gpt2)
     save_file(named, nanogpt)
     for load, source in ((load_gpt2, gpt2), (load_nanogpt, named), (load_nanogpt, nanogpt)):
-        with pytest.raises(ConfigError, match='--num_heads=N .* is required'):
+        with pytest.raises(ConfigError, match='--num_heads=N of convert .* is required'):
             load(source)
         same(load(source, num_heads=N))
     checkpoint = load_nanogpt({'model': named, 'model_args': ARGUMENTS, 'iter_num': 7})

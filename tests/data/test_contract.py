@@ -99,6 +99,7 @@ def test_a_task_reads_rows_of_the_stated_shape_that_depend_on_their_draws_alone(
 def test_other_objects_are_refused_in_one_sentence(data, outside):
     (outside / 'listed.py').write_text("def listed(config):\n    return ['a']\n")
     for fields, says in (
+        ({'name': 'recal(pairs=2)'}, "unknown data.name 'recal', did you mean 'recall'"),
         ({'name': 'fables:none'}, "data.name='fables:none': fables has no 'none'"),
         ({'name': 'fables:fables(count="a")'}, 'fails, TypeError in .*fables.py, line 6: '),
         ({'name': 'listed:listed'}, r"'listed:listed' must return a Corpus, not \['a'\]"),

@@ -190,7 +190,7 @@ def test_files_that_do_not_fit_are_named(tmp_path):
     cases = (
         ({'path': f'{tmp_path}/x'}, {}, "x' cannot be read .*FileNotFound"),
         ({}, {'validation.txt': 'x'}, r'holds neither train.txt nor train/\*.txt'),
-        ({}, {'train.txt': ''}, "train.txt' is empty"),
+        ({}, {'train.txt': ''}, "data.path: .*train.txt' is empty"),
         ({}, {'train.txt': b'a\nb\n' * 20 + b'\xc3'}, 'cannot be read .*0xc3 in position 80'),
         (parallel, PAIRS | {'validation.de': 'd\nv\nf'}, 'equal numbers of lines, not 1 and 3'),
         (parallel, PAIRS | {'test.en': 'x'}, "test.de' cannot be read .*FileNotFound"),

@@ -181,7 +181,6 @@ def test_rows_are_the_same_for_ever_and_bad_names_are_one_sentence():
     tokens_BT = read_rows(opened(SMALL[0]), 'train', [0], seed=5)['tokens_BT']
     assert tokens_BT.tolist() == [[5, 4, 1, 3, 1, 7, 5, 4, 1, 3]]
     for name, says in (
-        ('recal(pairs=2)', "unknown data.name 'recal', did you mean 'recall'"),
         ('copy(length=True)', 'whole numbers'),
         ('induction(length=14)', 'length=14 must be at least 15'),
         ('recall(pairs=33)', 'keys=32 must be at least 33'),

@@ -30,7 +30,9 @@ CASES = [
     (*TRAIN, '--workdir=w', '--dry_run_log=x.csv', '--dry_run_log=x.csv needs --dry_run'),
     (*TRAIN, '--workdir=w', '--config.optimizer.beta2=1', 'beta2=1'),
     # Settings.
-    (*TRAIN, '--config.train.num_steps=1.5', "'1.5'"),
+    (*TRAIN, '--config.train.num_steps=1.5', '--config.train.num_steps=1.5 must be int, at lea'),
+    (*TRAIN, '--config.model.biases=yes', '--config.model.biases=yes must be bool'),
+    (*TRAIN, '--config.trials.seeds=(0,1', 'seeds=(0,1 must be tuple of int, at least 0 and'),
     (*TRAIN, '--noconfig.model.biasses', 'mean --config.model.biases?'),
     (*TRAIN, '--config.num_steps', '9', 'mean --config.train.num_steps?'),
     (*TRAIN, '--workdir=w', '--config.train.init_from=', "init_from='' must be Unicode text"),
@@ -101,4 +103,6 @@ def test_bad_input_is_one_sentence(case, refusal, request, tmp_path, capsys):
 def test_what_fails_in_a_file_of_the_working_directory_is_named(refusal, tmp_path):
     (tmp_path / 'own.py').write_text('def get_config():\n    return {}["seeds"]\n')
     assert "--config=own.py: line 2: KeyError: 'seeds'" in refusal('train', '--config=own.py')
+    (tmp_path / 'book.txt').write_text('Once upon a time')
+    assert '--config=book.txt: invalid syntax' in refusal('train', '--config=book.txt')
     assert "own has no 'Miss'" in refusal(*TRAIN, '--workdir=w', '--config.model.score=own:Miss')

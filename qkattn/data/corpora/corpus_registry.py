@@ -45,14 +45,17 @@ def in_catalogue(name: str) -> bool:
     return name.startswith(('tfds:', 'hf:'))
 
 
-def check(config: DataConfig) -> Source:
-    """The source that `config` names; ConfigError for a setting it lacks or does not take."""
+def check(config: DataConfig, others: Iterable[str] = ()) -> Source:
+    """The source that `config` names; ConfigError for a setting it lacks or does not take.
+
+    `others` are names of other data, for the message on an unknown name.
+    """
     if in_catalogue(config.name):
         source = CORPORA[f'{config.name.partition(":")[0]}:NAME']
     else:
         source, options = resolve(
             config.name,
-            CORPORA,
+            {**CORPORA, **dict.fromkeys(others)},
             'data.name',
             needs='a function (config, *, options) that returns a Corpus',
             fits=takes('config'),

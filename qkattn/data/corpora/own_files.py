@@ -117,7 +117,7 @@ def _scan_version(path: Path, version: tuple[int, int]) -> tuple[str, int]:
     content = path.read_bytes()
     content.decode()
     if not content:
-        raise ConfigError(f'{str(path)!r} is empty; it must hold text.')
+        raise ConfigError(f'data.path: {str(path)!r} is empty; it must hold text.')
     return hashlib.sha256(content).hexdigest(), content.removesuffix(b'\n').count(b'\n') + 1
 
 

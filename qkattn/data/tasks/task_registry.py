@@ -70,6 +70,6 @@ def _form(data: DataConfig) -> DataForm:
     if probe_tasks.is_probe(data.name):
         _, probe = probe_tasks.find(data.name)
         return 'a causal probe' if probe.causal else 'a labelling probe'
-    corpus_registry.check(data)
+    corpus_registry.check(data, probe_tasks.PROBES)
     vocabulary.check(data.tokenizer)
     return 'a translation set' if data.languages else 'text in one language'
