@@ -273,8 +273,9 @@ class _Run:
                 unwritten = step, metrics
                 lost = self.lost()
                 stopping = self._should_stop(also=lost)
-                evaluating = step % train.eval_every == 0
-                saving = stopping or step % train.checkpoint_every == 0 or step == train.num_steps
+                last = step == train.num_steps
+                evaluating = last or step % train.eval_every == 0
+                saving = last or stopping or step % train.checkpoint_every == 0
                 if saving and agreement.any_process(lost):
                     raise Lost(f'{self.path} was taken over at step {step}')
                 if not (evaluating or saving):

@@ -76,9 +76,10 @@ def test_a_run_follows_its_plan_and_a_finished_one_is_not_touched(small, tmp_pat
     monkeypatch.setattr(Progress, 'phase', lambda *a: phases.update(a[1:]) or phase(*a))
     monkeypatch.setattr(Stack, 'evaluate', lambda *a: splits.append(a[1]) or evaluate(*a))
     monkeypatch.setattr(Checkpoints, 'save', lambda *a: saved.append(a[1]) or save(*a))
-    config = small(train={'checkpoint_every': 2})
+    config = small(train={'checkpoint_every': 2, 'eval_every': 5})
     trial_results = train(config, tmp_path)
     records = read_metrics(tmp_path / 'metrics.jsonl')
+    assert [r['step'] for r in records if r['kind'] == 'eval'] == [5, 10, 12]
     logged = {record['step']: record['loss'] for record in records if record['kind'] == 'train'}
     assert {step: loss.tolist() for step, loss in losses.items()} == logged
     assert list(logged) == list(range(1, 13))
