@@ -1,12 +1,12 @@
 """The specification of one attention layer, and checks that Scores and Values share."""
 
 import dataclasses
-import math
 import numbers
 from collections.abc import Callable
 from typing import Any, Literal
 
 from qkattn.config.calls import Variant
+from qkattn.config.model_config import WIDTH
 from qkattn.errors import SpecError
 
 
@@ -91,13 +91,15 @@ Check = Callable[[AttentionSpec, str, str, Any], None]
 
 
 def whole(low: int, top: str | None = None) -> Check:
-    """An option that is None or an int from `low`, up to `top`: 'd_model' or 'd_model // 2'."""
+    """An option that is None or an int from `low` to 'd_model', 'd_model // 2' or the widest."""
 
     def check(spec: AttentionSpec, name: str, option: str, number: Any) -> None:
-        high = spec.d_model // (2 if top == 'd_model // 2' else 1) if top else math.inf
+        widths = {None: WIDTH['most'], 'd_model': spec.d_model, 'd_model // 2': spec.d_model // 2}
+        high = widths[top]
         if number is not None and not (_is(numbers.Integral, number) and low <= number <= high):
-            valid = f'from {low} to {top}={high}' if top else f'of at least {low}'
-            raise SpecError(f'{name}({option}={number!r}) must be a whole number {valid}')
+            limit = f'{top}={high}' if top else high
+            valid = f'a whole number from {low} to {limit}'
+            raise SpecError(f'{name}({option}={number!r}) must be {valid}')
 
     return check
 
@@ -124,7 +126,8 @@ def fixed_channels(heads: str) -> Check:
             return whole and len({*channels} & {*range(D)}) == len(channels) == H
 
         listed = isinstance(fixed, list | tuple)
-        if fixed is not None and not (listed and [*map(fits, fixed)] == [True] * count):
+        # A head that is wider than the stream is refused by `check`, with or without the option.
+        if fixed is not None and H <= D and not (listed and [*map(fits, fixed)] == [True] * count):
             raise SpecError(
                 f'{name}({option}={fixed!r}) must hold, for each of {heads}={count} heads, '
                 f'head_size={H} different {option} below d_model={D}'

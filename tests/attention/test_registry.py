@@ -64,9 +64,10 @@ REFUSED = [
     ('symmetric_skew(skew_rank=17)/vo', {}, 'skew_rank=17.*d_model // 2=16'),
     ('symmetric_skew(symmetric_rank=0, skew_rank=0)/vo', {}, 'above 0'),
     ('latent(size=64)/vo', {}, 'size=64.*from 1 to d_model=32'),
-    ('latent(rope_size=4)/vo', {}, 'rope_size=4.*needs positions=rope, not none'),
+    ('latent(rope_size=4)/vo', {}, 'needs positions=rope, not none; leave it out in cross-'),
     ('latent/vo', ROPE, r'positions=rope needs latent\(rope_size=G\)'),
     ('gauge_fixed/vo', {'head_size': 64}, 'head_size=64 must be at most d_model=32'),
+    ('gauge_fixed(rows=((0, 1),))/vo', {'head_size': 64}, 'head_size=64 must be at most d_model'),
     ('gauge_fixed(rows=((0, 1),))/vo', {}, 'for each of num_kv_heads=4 heads, head_size=8'),
     ('qk/gauge_fixed', {'num_heads': 1, 'num_kv_heads': 1, 'head_size': 32}, 'below d_model'),
     ('qk/gauge_fixed(columns=((0, 1),))', {}, 'for each of num_heads=4 heads, head_size=8'),
@@ -100,7 +101,7 @@ def test_every_option_refuses_what_it_cannot_be(kind, known):
     assert len(options) >= 5
     for name, option in options:
         least = -1 if name == 'symmetric_skew' else 0
-        numbers = [least, 2.5, True] if option.endswith(('rank', 'size')) else []
+        numbers = [least, 2.5, True, 2**17 + 1] if option.endswith(('rank', 'size')) else []
         halves = ((0.0, *range(1, 8)), *[tuple(range(8))] * 3)
         numbers += [3, (1, 2, 3, 4), halves] if option in ('rows', 'columns') else []
         for wrong in ('wrong', *numbers):

@@ -55,7 +55,7 @@ class Latent(Score):
         if rope_size is not None and spec.positions != 'rope':
             raise SpecError(
                 f'latent(rope_size={rope_size}) rotates channels, so it needs positions=rope, not '
-                f'{spec.positions}'
+                f'{spec.positions}; leave it out in cross-attention, which has no rope'
             )
 
     def __init__(
