@@ -13,6 +13,7 @@ from qkattn.attention.parameters import initialization, one_key, product, shapes
 from qkattn.attention.rope import sinusoids
 from qkattn.config import ModelConfig
 from qkattn.config.setting import check_section
+from qkattn.errors import ConfigError
 from qkattn.model.blocks import Block, CrossBlock, Norm, drop, module_key, split_key
 from qkattn.model.stack import layer_of, placed, run_blocks, stack_blocks
 
@@ -102,6 +103,8 @@ class Stream(nnx.Module):
 class Transformer(Stream):
     """A Stream and an output matrix, which may be the transposed embedding."""
 
+    kind: ClassVar[str]  # what `ModelConfig.kind` has to be
+
     def __init__(
         self,
         config: ModelConfig,
@@ -111,6 +114,11 @@ class Transformer(Stream):
         block: type[Block] = Block,
     ):
         check_section('model.', config)
+        if config.kind != self.kind:
+            raise ConfigError(
+                f'model.kind={config.kind!r} must be {self.kind!r} in {type(self).__name__}; '
+                'qkattn.model.build takes any'
+            )
         key = one_key(key, rngs)
         super().__init__(config, key=key, block=block)
         D, V = config.d_model, config.vocab_size
@@ -137,6 +145,7 @@ class Transformer(Stream):
 class Decoder(Transformer):
     """Causal transformer (Radford et al. 2019): logits of the next token at every position."""
 
+    kind = 'decoder'
     causal: ClassVar[bool] = True
 
     def stream(
@@ -162,7 +171,7 @@ class Encoder(Decoder):
     The head is the output matrix alone, without BERT's dense layer before it.
     """
 
-    causal = False
+    kind, causal = 'encoder', False
 
 
 class EncoderDecoder(Transformer):
@@ -171,6 +180,8 @@ class EncoderDecoder(Transformer):
     Vaswani et al. 2017. Rows may hold several sentence pairs, numbered by segments; a token attends
     to its own pair only, and its position is counted from the beginning of the pair.
     """
+
+    kind = 'encoder_decoder'
 
     def __init__(
         self, config: ModelConfig, *, key: jax.Array | None = None, rngs: nnx.Rngs | None = None
@@ -240,11 +251,7 @@ def _one_pair(tokens_BT: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
     return jnp.ones_like(tokens_BT) if segments_BT is None else segments_BT
 
 
-KINDS: dict[str, type[Transformer]] = {
-    'decoder': Decoder,
-    'encoder': Encoder,
-    'encoder_decoder': EncoderDecoder,
-}
+KINDS: dict[str, type[Transformer]] = {m.kind: m for m in (Decoder, Encoder, EncoderDecoder)}
 
 
 def build(

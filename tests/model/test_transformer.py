@@ -134,6 +134,8 @@ def test_a_setting_out_of_its_bounds_is_refused_by_name():
         for make_model in (build, Decoder):
             with pytest.raises(ConfigError, match=f'^model.{field}={value!r} must be'):
                 make_model(config_of(**{field: value}), key=jax.random.key(0))
+    with pytest.raises(ConfigError, match="^model.kind='decoder' must be 'encoder' in Encoder"):
+        Encoder(config_of(), key=jax.random.key(0))
 
 
 def test_what_is_recomputed_takes_no_memory_once_compiled():
