@@ -51,7 +51,8 @@ def validate(config: Config) -> None:
         except SpecError as error:
             raise ConfigError(f'{where}: {error}') from error
         if ':' in str(made.variant):  # classes from outside, whose arrays may not fit together
-            once = functools.partial(_attend_once, config.model, where, made)
+            plain = dataclasses.replace(made, kernel='einsum')  # other kernels are checked below
+            once = functools.partial(_attend_once, config.model, where, plain)
             called(where, str(made.variant), once)
     check_kernel(config.model, None)
 

@@ -14,6 +14,7 @@ from qkattn.config.run_config import Config, DataConfig, MeshConfig, TrainConfig
 from qkattn.config.serialize import fingerprint, fingerprint_of, from_json, to_json
 from qkattn.errors import ConfigError
 from qkattn.model.sites import validate
+from tests.attention import examples  # noqa: F401, classes that the settings name
 from tests.refusals import refused
 from tests.studies import RESULTS
 
@@ -107,7 +108,9 @@ def changed(fields: dict) -> Config:
 
 
 def test_a_wrong_setting_is_named_with_its_value():
-    validate(changed({'model.kernel': 'splash', 'model.context': 128}))  # perhaps for a pod
+    for value in ('vo', 'gated:Gated'):  # perhaps for a pod
+        splash = {'model.kernel': 'splash', 'model.context': 128}
+        validate(changed(splash | {'model.value': value}))
     # The cross-attention has no rotary positions, whatever the model's are.
     validate(changed(BOTH | {'model.positions': 'rope', CROSS: 'merged/vo'}))
     for name, value, words in (
