@@ -56,7 +56,7 @@ def read(directory: Path) -> list[Group]:
         raise ReportError(f'{path} is not a benchmark: {error!r}; measure it again') from error
 
 
-HEADINGS = ('ms', 'from', 'to', 'ratio', 'tokens/s', 'MFU', 'ratio / by FLOPs', 'cache MiB')
+HEADINGS = ('ms', 'from', 'to', 'ratio', 'tokens/s', 'ratio / by FLOPs', 'cache MiB')
 
 
 def cells(row: Row, group: Group) -> dict[str, str]:
@@ -77,8 +77,6 @@ def cells(row: Row, group: Group) -> dict[str, str]:
             printed['ratio / by FLOPs'] = f'{row.ratio(reference) / predicted:.3f}'
     if numbers.get('tokens'):
         printed['tokens/s'] = f'{numbers["tokens"] / row.median:,.0f}'
-    if numbers.get('flops') and numbers.get('peak_flops'):  # of earlier versions
-        printed['MFU'] = f'{numbers["flops"] / row.median / numbers["peak_flops"]:.1%}'
     if 'cache_bytes' in numbers:
         printed['cache MiB'] = f'{numbers["cache_bytes"] / 2**20:,.2f}'
     return printed
