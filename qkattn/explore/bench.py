@@ -243,7 +243,7 @@ def _apply(equation: Any, inputs: list[Any]) -> list[Any]:
     if name == 'integer_pow' and parameters['y'] > 0:
         return [operands[0] ** parameters['y']]
     if name not in COMPUTED:
-        raise ConfigError(f'the operation {name} is not known for symbols')
+        raise ConfigError(f'matrix() uses {name}; symbols have sums, products and positive powers')
     return [np.asarray(COMPUTED[name](*operands, **parameters), object)]
 
 

@@ -98,11 +98,16 @@ def test_a_task_reads_rows_of_the_stated_shape_that_depend_on_their_draws_alone(
 
 def test_other_objects_are_refused_in_one_sentence(data, outside):
     (outside / 'listed.py').write_text("def listed(config):\n    return ['a']\n")
+    fables = (outside / 'fables.py').read_text()
+    (outside / 'strings.py').write_text(fables.replace('.encode()', ''))
+    (outside / 'valid.py').write_text(fables.replace("('train',)", "('train', 'valid')"))
     for fields, says in (
         ({'name': 'recal(pairs=2)'}, "unknown data.name 'recal', did you mean 'recall'"),
         ({'name': 'fables:none'}, "data.name='fables:none': fables has no 'none'"),
         ({'name': 'fables:fables(count="a")'}, 'fails, TypeError in .*fables.py, line 6: '),
         ({'name': 'listed:listed'}, r"'listed:listed' must return a Corpus, not \['a'\]"),
+        ({'name': 'strings:fables'}, "'strings:fables': a document must be bytes, not 'The 0th"),
+        ({'name': 'valid:fables'}, "split 'valid' is none of train, validation, test"),
         ({'tokenizer': 'fables:fables'}, "='fables:fables' is not a class with encode, decode"),
         ({'task': 'nibbles:Nibbles'}, "data.task='nibbles:Nibbles' is not a class with the attr"),
         ({'task': 'causal_probe'}, 'causal probe, but .* is text in one language'),

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from qkattn.config import DataConfig
 from qkattn.config.calls import called, digest, resolve, takes
 from qkattn.data.corpora import catalogues, cldr, downloads, own_files, python_text
-from qkattn.data.corpora.corpus import Corpus, capped, carved
+from qkattn.data.corpora.corpus import SPLITS, Corpus, capped, carved
 from qkattn.errors import ConfigError
 
 
@@ -113,6 +113,21 @@ def _from_outside(
             raise ConfigError(
                 f'data.languages={config.languages!r}, but {config.name!r} returns text {held}'
             )
-        return dataclasses.replace(corpus, version=f'{corpus.version}-{digest(config.name)}')
+        for split in corpus.splits:
+            if split not in SPLITS:  # another validation split would be carved
+                known = ', '.join(SPLITS)
+                raise ConfigError(f'data.name={config.name!r}: split {split!r} is none of {known}')
+        version = f'{corpus.version}-{digest(config.name)}'
+        documents = functools.partial(_bytes, corpus, config.name)
+        return dataclasses.replace(corpus, version=version, documents=documents)
 
     return called('data.name', config.name, versioned)
+
+
+def _bytes(corpus: Corpus, name: str, language: str | None) -> dict[str, Iterable[bytes]]:
+    def checked(text: bytes) -> bytes:
+        if not isinstance(text, bytes):
+            raise ConfigError(f'data.name={name!r}: a document must be bytes, not {text!r:.40}')
+        return text
+
+    return {split: map(checked, texts) for split, texts in corpus.documents(language).items()}
