@@ -198,3 +198,4 @@ def test_heat_maps_are_symmetric_around_zero_and_singular_values_relative_to_the
     (ax,) = attention_figure.singular_values(layers, 'A[n]').axes
     np.testing.assert_array_equal(line(ax, 'head 0').get_ydata(), [1, 0.5, np.nan])
     assert np.isnan(line(ax, 'head 1').get_ydata()).all()
+    assert [ax.yaxis.get_major_formatter()(value) for value in (1, 0.01)] == ['1', '0.01']

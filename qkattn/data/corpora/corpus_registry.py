@@ -76,8 +76,8 @@ def check(config: DataConfig, others: Iterable[str] = ()) -> Source:
 def refuse_unused(config: DataConfig, fields: Iterable[str], of: str | None = None) -> None:
     """Refuses settings without effect, because they would still stand in the record of a run."""
     for field in fields:
-        if (value := getattr(config, field)) != getattr(DataConfig, field):
-            what = of or f'data.name={config.name!r}'
+        if (value := getattr(config, field)) != (unset := getattr(DataConfig, field)):
+            what = f'{of or f"data.name={config.name!r}"}; leave it at {unset!r}'
             raise ConfigError(f'data.{field}={value!r} has no effect on {what}.')
 
 

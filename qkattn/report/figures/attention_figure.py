@@ -11,8 +11,7 @@ from qkattn.report.figures.style import GRID, legend, panels
 
 # Layers and heads that attention maps have room for; of more, they show some, evenly spaced.
 MAX_LAYERS, MAX_HEADS = 12, 16
-# Tokens that attention maps name.
-MAX_TOKENS = 40
+MAX_TOKENS = 40  # that attention maps name
 _WIDTH = 6.6  # inches
 
 
@@ -28,6 +27,7 @@ def singular_values(layers: Mapping[int, np.ndarray], circuit: str) -> Figure:
             relative_D = np.where(s_D > 1e-6 * s_D[0], s_D / (s_D[0] or 1.0), np.nan)
             ax.plot(np.arange(1, len(s_D) + 1), relative_D, color=shade, label=f'head {head}')
         ax.set(yscale='log', title=f'layer {layer}')
+        ax.yaxis.set(major_formatter='{x:g}', minor_formatter='')  # those of 'log' are TeX
     figure.supxlabel('index')
     figure.supylabel(f'singular value of {circuit}\n(largest = 1)')
     legend(figure)
