@@ -17,7 +17,7 @@ from qkattn.jobs.display import waiting
 from qkattn.storage import ledger
 from qkattn.storage.files import as_path
 
-STUDY = flags.DEFINE_string('study', None, 'Study directory, as written by experiments.ablate.')
+STUDY = flags.DEFINE_string('study', None, 'Study directory; --study= may be left out.')
 EXPORT = flags.DEFINE_string(
     'export', None, 'Directory to copy the files to from which a report is made.'
 )
@@ -57,4 +57,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    cli.run(main)
+    cli.run(main, positional=STUDY)

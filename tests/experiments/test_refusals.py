@@ -18,7 +18,7 @@ CASES = [
     ('ablate', '--config=claims/cross:tpu', '--dry_run', "scale='tpu' must be one of smoke, cpu"),
     ('ablate', '--config=FILE.py is required'),
     ('report', '--study=absent', "'absent' does not exist"),
-    ('report', '--study=study.py', "'study.py' is a file"),
+    ('report', 'study.py', "'study.py' is a file"),
     ('report', '--study=DIRECTORY is required'),
     ('verify', '--results=absent', '--results=absent contains no study directory'),
     ('verify', '--results=absent', '--pages=/dev/zero', "--pages: '/dev/zero' is not a file"),
