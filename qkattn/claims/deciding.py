@@ -121,7 +121,7 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
         larger = pick(scale, smoke='cpu', cpu='gpu', gpu='gpu')
         needs = f'--scale={larger}: {", ".join(claim.studies)}'
         if problems:
-            needs = f'--scale={scale}: {", ".join(problems)}'
+            needs = f'the results of {", ".join(problems)} at scale {scale}'
         elif open_ones := [needed(row, arm) for row, arm in items if row.speaks == Speaks.OPEN]:
             needs = max(open_ones)[1]
     commit, hardware, seconds = _provenance(studies.values())

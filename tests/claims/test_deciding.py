@@ -130,7 +130,7 @@ def test_missing_results_are_named_and_needed_first(results, committed, tmp_path
     decided = decide(claim(*pair), 'cpu', results)
     assert decided.verdict is UNDECIDED and decided.studies == ('fair_small',)
     assert decided.missing == ('study masked_lm has no results',)
-    assert decided.needed == '--scale=cpu: masked_lm'
+    assert decided.needed == 'the results of masked_lm at scale cpu'
     removed = expect('merged/vo', 'worse', study='quickstart', at='removed')
     decided = decide(claim(pair[0], removed), 'cpu', results)
     assert decided.verdict is UNDECIDED and 'merged/vo has no control' in decided.missing[0]
@@ -144,7 +144,7 @@ def test_missing_results_are_named_and_needed_first(results, committed, tmp_path
     assert (decided.verdict, decided.rows) == (UNDECIDED, ())
     assert 'lacks the results of' in decided.missing[0]
     assert 'full_size/vo at d_model=96 on stdlib has no difference from the' in decided.missing[1]
-    assert decided.needed == '--scale=cpu: lm_added'
+    assert decided.needed == 'the results of lm_added at scale cpu'
     other = claim(expect('double/double', 'worse', 'lm_added', versus='full_size/vo'))
     lacks = decide(other, 'cpu', Results(tmp_path)).missing[1]
     assert lacks.endswith('on stdlib has no difference from full_size/vo yet')
