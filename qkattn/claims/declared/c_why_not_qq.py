@@ -67,8 +67,8 @@ C4 = Claim(
     rule="Holds if the encoder without W_V is worse at the baseline's shape, and at equal "
     'parameter count not better by more than the margin, at every width.',
     expectations=(
-        Expectation('encoder_side', WITHOUT_V, 'worse', at='removed', context={'shape': 'equal'}),
-        Expectation('encoder_side', WITHOUT_V, 'not_better', context={'shape': 'matched'}),
+        Expectation('translation', WITHOUT_V, 'worse', at='removed', context={'shape': 'equal'}),
+        Expectation('translation', WITHOUT_V, 'not_better', context={'shape': 'matched'}),
     ),
 )
 
@@ -79,7 +79,7 @@ C5 = Claim(
     'parameter count.',
     source=EXPERIMENT,
     rule='Holds if it is not better by more than the margin, at every width.',
-    expectations=(Expectation('encoder_side', WITHOUT_O, 'not_better'),),
+    expectations=(Expectation('translation', WITHOUT_O, 'not_better'),),
 )
 
 C6 = Claim(
