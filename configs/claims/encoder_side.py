@@ -1,12 +1,12 @@
 """Which matrices does the encoder of a translation model need, from small widths to large ones?
 
-Claims C2 to C5. The variant of the encoder changes; the decoder and its cross-attention are
+Claims C2 and C3. The variant of the encoder changes; the decoder and its cross-attention are
 standard.
 
     python -m experiments.ablate --config=configs/claims/encoder_side.py:cpu \\
         --workdir=runs/encoder_side
 
-Expected result and time: docs/claims_c.md, C2 to C5.
+Expected result and time: docs/claims_c.md, C2 and C3.
 """
 
 from qkattn.claims.protocol import pick, protocol, translator
