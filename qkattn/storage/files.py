@@ -35,6 +35,7 @@ _STATUSES = (
     *('UNAUTHENTICATED', 'UNAVAILABLE'),
 )
 _RESUME = 'and run the same command again, which resumes from what is saved'
+_TEMPORARY = '.{}.{}.tmp'  # of write_atomic: the file's name, and a UUID
 
 
 def as_path(path: str | os.PathLike[str]) -> Path:
@@ -129,8 +130,9 @@ def write_atomic(path: str | os.PathLike[str], content: str | bytes) -> Path:
         return path
     with disk_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
+    name = _TEMPORARY.format(path.name, uuid.uuid4().hex)
     # Written by open(), not tempfile, so that the permissions are those that the umask allows.
-    with no_interrupt, _replacing(path, f'.{path.name}.{uuid.uuid4().hex}.tmp') as temporary:
+    with no_interrupt, _replacing(path, name) as temporary:
         temporary.write_bytes(data)
     return path
 
@@ -138,7 +140,7 @@ def write_atomic(path: str | os.PathLike[str], content: str | bytes) -> Path:
 def remove_unfinished(directory: Path) -> None:
     """Deletes what `write_atomic` of a killed process left; for the only writer of a directory."""
     if not buckets.is_url(directory):
-        for path in directory.glob(f'.*.{"[0-9a-f]" * 32}.tmp'):
+        for path in directory.glob(_TEMPORARY.format('*', '[0-9a-f]' * 32)):
             path.unlink(missing_ok=True)
 
 
