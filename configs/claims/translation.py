@@ -1,12 +1,12 @@
 """Which matrices does the encoder of a translator need?
 
-Claims C4 and C5, on Multi30k, English to German. The variant of the encoder changes; the
+Claims C2 to C5, on Multi30k, English to German. The variant of the encoder changes; the
 decoder and its cross-attention are standard.
 
     python -m experiments.ablate --config=configs/claims/translation.py:cpu \\
         --workdir=runs/translation
 
-Expected result and time: docs/claims_c.md, C4 and C5.
+Expected result and time: docs/claims_c.md, C2 to C5.
 """
 
 from qkattn.claims.protocol import pick, protocol, trained_translator
@@ -25,7 +25,12 @@ def get_config(scale='cpu'):
                 'qk/vo?encoder_variant=qk/no_v',
                 'qk/vo?encoder_variant=qk/no_o',
             ),
-            sizes=pick(scale, smoke=('d_model=40',), cpu=('d_model=96',), gpu=('d_model=512',)),
+            sizes=pick(
+                scale,
+                smoke=('d_model=40',),
+                cpu=('d_model=96',),
+                gpu=tuple(f'd_model={d}' for d in (128, 512, 2048)),
+            ),
             margin=0.02,
             **protocol(scale, choice='minimax', max_excess=0.006, screening=4),
         )

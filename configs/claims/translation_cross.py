@@ -25,6 +25,6 @@ def get_config(scale='cpu'):
             sizes=pick(scale, smoke=('d_model=40',), cpu=('d_model=96',), gpu=('d_model=512',)),
             destinations=('d_ff',),
             margin=0.02,
-            **protocol(scale, choice='minimax', max_excess=0.006, screening=4),
+            **protocol(scale, equal_shape=False, choice='minimax', max_excess=0.006, screening=4),
         )
     )

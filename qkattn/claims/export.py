@@ -50,7 +50,7 @@ CHANGES = {
 MODELS = {
     'decoder': ('{}', ('lm_dropped', 'lm_sharing', 'lm_added', 'lm_doubled')),
     'masked LM': ('{}', ('masked_lm',)),
-    'translation': ('qk/vo?encoder_variant={}', ('translation', 'encoder_side')),
+    'translation': ('qk/vo?encoder_variant={}', ('translation',)),
 }
 
 
