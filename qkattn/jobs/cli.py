@@ -254,6 +254,13 @@ def outcome(error: BaseException) -> tuple[str, int] | None:
         place = error.filename or 'standard output or error'
         text = f'{place} cannot be written ({error.strerror}); make room and run the command again'
         return text, EXIT_CONFIG
+    if isinstance(error, RuntimeError) and str(error).startswith('RESOURCE_EXHAUSTED'):  # of XLA
+        reason = str(error).partition(': ')[2].partition('\n')[0].rstrip('.')
+        text = f'the devices are out of memory ({reason}); reduce train.batch_size, model.context '
+        return (
+            text + 'or the trials of a run, or set train.accumulation or model.remat',
+            EXIT_CONFIG,
+        )
     return None
 
 

@@ -232,6 +232,16 @@ def test_a_full_disk_is_an_error():
     assert cli.outcome(raised.value) == (f'{sentence} and run the command again', 2)
 
 
+def test_exhausted_devices_are_not_tried_again():
+    with pytest.raises(RuntimeError) as raised:
+        jnp.zeros(2**46, jnp.uint8).block_until_ready()
+    sentence, code = cli.outcome(raised.value)
+    assert re.match(
+        r'the devices are out of memory \(Out of memory allocating \d+ bytes\); r', sentence
+    )
+    assert code == 2 and cli.outcome(RuntimeError('a bug')) is None
+
+
 @pytest.mark.parametrize('full', [False, True])
 def test_a_wrong_setting_keeps_its_exit_code(unread, monkeypatch, full):
     with open('/dev/full', 'w') if full else contextlib.nullcontext(unread) as stream:
