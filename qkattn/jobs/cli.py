@@ -257,10 +257,8 @@ def outcome(error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, RuntimeError) and str(error).startswith('RESOURCE_EXHAUSTED'):  # of XLA
         reason = str(error).partition(': ')[2].partition('\n')[0].rstrip('.')
         text = f'the devices are out of memory ({reason}); reduce train.batch_size, model.context '
-        return (
-            text + 'or the trials of a run, or set train.accumulation or model.remat',
-            EXIT_CONFIG,
-        )
+        text += 'or the trials of a run, or set train.accumulation or model.remat'
+        return text, EXIT_CONFIG
     return None
 
 
