@@ -22,7 +22,7 @@ def get_config(scale='cpu'):
             name='lm_scaling',
             question='How many parameters of a decoder that has learned is one of an arm worth?',
             base=trained_language_model(scale, seeds=5),
-            variants=('qk/vo', 'query_free/vo', 'shared_qk/vo', 'qk/no_v'),
+            variants=('qk/vo', 'query_free/vo', 'shared_qk/vo'),
             sizes=tuple(f'd_model={d_model}&num_heads={heads}' for d_model, heads in shapes),
             # Parameters worth 8 % of the model cost a decoder of four heads about 0.021 nats.
             margin=0.01,
