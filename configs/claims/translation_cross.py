@@ -11,11 +11,12 @@ from qkattn.config import Study, to_config_dict
 
 
 def get_config(scale='cpu'):
+    rates = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
     return to_config_dict(
         Study(
             name='translation_cross',
             question='Which matrices does the cross-attention of a translator need?',
-            base=trained_translator(scale),
+            base=trained_translator(scale, seeds=40, first_seed=8, learning_rates=rates),
             variants=(
                 'qk/vo',
                 'qk/vo?cross_variant=query_free/vo',
@@ -25,6 +26,6 @@ def get_config(scale='cpu'):
             sizes=pick(scale, smoke=('d_model=40',), cpu=('d_model=96',), gpu=('d_model=512',)),
             destinations=('d_ff',),
             margin=0.02,
-            **protocol(scale, equal_shape=False, choice='minimax', max_excess=0.006, screening=4),
+            **protocol(scale, equal_shape=False, choice='minimax', max_excess=0.006, screening=8),
         )
     )

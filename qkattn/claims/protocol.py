@@ -87,6 +87,7 @@ def translator(
     scale: str,
     *,
     seeds: int = 8,
+    first_seed: int = 0,
     steps: int = 500,
     batch_size: int = 8,
     learning_rates: tuple[float, ...] = (4e-3, 8e-3, 1.6e-2),
@@ -118,15 +119,16 @@ def translator(
         ),
         optimizer=dataclasses.replace(_optimizer(scale), beta2=0.98),
         train=dataclasses.replace(train, label_smoothing=0.1),
-        trials=_trials(scale, learning_rates, seeds),
+        trials=_trials(scale, learning_rates, seeds, first_seed),
         decode=config.DecodeConfig(beam=4 if is_large else 1, max_sources=sources),
     )
 
 
-def trained_translator(scale: str) -> config.Config:
+def trained_translator(scale: str, **fields: Any) -> config.Config:
     """A translator that uses its sources: 2,200 steps of 32 sentences at scale cpu."""
-    data, rates = pick(scale, smoke='cldr', cpu='multi30k', gpu='multi30k'), (2e-3, 4e-3, 8e-3)
-    return translator(scale, steps=2200, batch_size=32, learning_rates=rates, data=data)
+    data = pick(scale, smoke='cldr', cpu='multi30k', gpu='multi30k')
+    about: dict[str, Any] = {'learning_rates': (2e-3, 4e-3, 8e-3)}
+    return translator(scale, steps=2200, batch_size=32, data=data, **about | fields)
 
 
 def protocol(
@@ -148,7 +150,7 @@ def protocol(
             smoke=config.TuningConfig(),
             cpu=config.TuningConfig(
                 seeds=tuple(range(SCREENING, SCREENING + screening)),
-                max_seeds=4 if max_excess is None else 8,
+                max_seeds=max(screening, 4 if max_excess is None else 8),
                 max_excess=max_excess,
                 choice=choice,
             ),

@@ -1,0 +1,32 @@
+"""Is an encoder with one matrix for queries and keys worse?
+
+The arm of `translation` whose seeds lie far apart, with others.
+
+    python -m experiments.ablate --config=configs/claims/translation_shared.py:cpu \\
+        --workdir=runs/translation_shared
+
+Expected result and time: docs/claims_c.md, C2 and C3.
+"""
+
+from qkattn.claims.protocol import pick, protocol, trained_translator
+from qkattn.config import Study, to_config_dict
+
+
+def get_config(scale='cpu'):
+    rates = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
+    return to_config_dict(
+        Study(
+            name='translation_shared',
+            question='Is an encoder with one matrix for queries and keys worse?',
+            base=trained_translator(scale, seeds=40, first_seed=8, learning_rates=rates),
+            variants=('qk/vo', 'qk/vo?encoder_variant=shared_qk/vo'),
+            sizes=pick(
+                scale,
+                smoke=('d_model=40',),
+                cpu=('d_model=96',),
+                gpu=tuple(f'd_model={d}' for d in (128, 512, 2048)),
+            ),
+            margin=0.02,
+            **protocol(scale, choice='minimax', max_excess=0.006, screening=8),
+        )
+    )
