@@ -48,8 +48,8 @@ CHANGES = {
 }
 # In each kind of model a variant, and the studies that compare them, the best ones first.
 MODELS = {
-    'decoder': ('{}', ('lm_dropped', 'lm_sharing', 'lm_added', 'lm_doubled')),
-    'masked LM': ('{}', ('masked_lm',)),
+    'decoder': ('{}', ('lm_near_margin', 'lm_dropped', 'lm_sharing', 'lm_added', 'lm_doubled')),
+    'masked LM': ('{}', ('masked_near_margin', 'masked_lm')),
     'translation': ('qk/vo?encoder_variant={}', ('translation',)),
 }
 

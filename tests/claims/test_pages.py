@@ -19,7 +19,8 @@ STORED = {claim.name: claim for claim in read_claims(conftest.CLAIMS)}
 MADE = read_answers(conftest.CLAIMS)
 FAILS = {'verdict': ClaimVerdict.FAILS, 'statement': '<b>x</b> & $y$ | `z`', 'condition': None}
 NEEDS = {'needed': '48 seeds in place of 12', 'missing': ('study x has no results',)}
-MISSING = dataclasses.replace(STORED['B4'], seconds=5025.0, **NEEDS)
+OPEN = {'verdict': ClaimVerdict.UNDECIDED, 'condition': None}
+MISSING = dataclasses.replace(STORED['B4'], seconds=5025.0, **NEEDS, **OPEN)
 HERE = {'verdict': ClaimVerdict.FAILS_HERE, 'condition': None}
 # One of each verdict and kind, in the order of their names.
 SHOWN = (
@@ -106,7 +107,7 @@ def test_a_page_has_a_row_and_a_section_for_each_claim(written):
     # Blocks of pages are its parts, with links to the page of each group.
     cells = (
         *('[B4](claims_b.md#b4)', MISSING.title, '○ undecided, needs 48 seeds in place of 12'),
-        '+0.0096 [+0.0026, +0.0170] nats/token, query_free/vo',
+        '+0.0086 [+0.0056, +0.0125] nats/token, query_free/vo',
     )
     lines = {'verdicts': f'| {" | ".join(cells)} |', 'b': '# B. Is W_Q needed?'}
     for part, line in lines.items():

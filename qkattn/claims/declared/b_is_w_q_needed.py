@@ -54,33 +54,32 @@ B3 = Claim(
 B4 = Claim(
     name='B4',
     title='multi-head attention needs W_Q or W_K, not both',
-    statement='In multi-head attention W_Q is not necessary: it is enough to transform either keys '
-    'or queries.',
+    statement='Multi-head attention does not need W_Q: to transform keys or queries is enough.',
     source='A forum thread that states both this and its opposite.',
     rule='Holds if, at equal parameter count, attention is not worse without W_Q and without W_K, '
     'where heads have slices of X as queries (keys), and not worse where every head has all of X, '
     'which is one matrix W_QK a head.',
     expectations=tuple(
-        Expectation('lm_dropped', variant, 'not_worse', context={**reading, 'without': without})
+        Expectation('lm_near_margin', variant, 'not_worse', context={**reading, 'without': without})
         for variant, reading, without in (
             ('query_free/vo', SLICES, 'W_Q'),
             ('key_free/vo', SLICES, 'W_K'),
             ('merged/vo', WHOLE, 'W_Q'),
         )
     ),
+    conditions={'reading: all of X in every head': 'every head has all of X, which is one W_QK'},
 )
 
 B5 = Claim(
     name='B5',
     title='many single-head layers beat fewer multi-head ones',
-    statement='Many single-head layers are better than fewer multi-head layers at equal parameter '
-    'count.',
+    statement='At equal parameter count many single-head layers beat fewer multi-head layers.',
     source='A forum thread; Liu et al. 2021, arXiv 2106.09650, with an initialization of its own.',
     rule='Holds if stacks of single-head layers, two and four times as deep as the multi-head '
     'baseline, are better.',
     expectations=tuple(
         Expectation(
-            'heads_depth',
+            'lm_near_margin',
             f'qk/vo?num_heads=1&num_layers={layers}',
             'better',
             context={'depth': f'{times} times'},

@@ -97,10 +97,11 @@ C6 = Claim(
             ('shared_qk/vo', 'not_better', 'matched', 'of C3', ('masked_lm', 'lm_sharing')),
             ('qk/no_v', 'worse', 'removed', 'of C4', ('masked_lm', 'lm_dropped')),
             ('qk/no_v', 'not_better', 'matched', 'of C4', ('masked_lm', 'lm_dropped')),
-            ('qk/no_o', 'not_better', 'matched', 'of C5', ('masked_lm', 'lm_dropped')),
+            ('qk/no_o', 'not_better', 'matched', 'of C5', ('masked_near_margin', 'lm_dropped')),
         )
         for study in studies
     ),
+    conditions={'conclusion: of C2; of C3': 'it is about Q = K, not W_O; W_V is left open'},
 )
 
 C7 = Claim(
