@@ -5,6 +5,7 @@ other change takes another directory.
 """
 
 import dataclasses
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -55,13 +56,12 @@ def content(study: Study, arms: Sequence[MatchedArm]) -> dict[str, Any]:
         'variants': list(dict.fromkeys(a.key.variant for a in arms if a.key.control is None)),
         'matched': matched,
         'seeds': study.base.trials.seeds,
-        # Numbers of seeds at interim analyses, of a time when there could be several. It is in the
-        # hash by which ledgers know a study.
+        # Once the seeds at interim analyses; part of the hash by which ledgers know a study.
         'looks': [len(study.base.trials.seeds)] if study.tuning.seeds else [],
         'tuning': tuning,
         'base_hash': fingerprint(study.base),
         'arms': [arm.key._asdict() for arm in arms],
-        'command': ' '.join(command_line()),
+        'command': shlex.join(command_line()),
     }
     return records.to_jsonable(declared)
 

@@ -3,6 +3,8 @@
 import dataclasses
 import itertools
 import math
+import shlex
+import sys
 
 import numpy as np
 import pytest
@@ -90,8 +92,11 @@ def test_an_arm_is_screened_until_bracketed_then_judged_on_fresh_seeds(arms, res
     assert last.config.model == arms[0].model
 
 
-def test_the_declaration_of_a_study_and_the_run_of_an_untuned_one(arms):
+def test_the_declaration_of_a_study_and_the_run_of_an_untuned_one(arms, monkeypatch):
+    typed = ['-m', 'experiments.ablate', '--config.variants=("qk/vo", "qk/no_v")']
+    monkeypatch.setattr(sys, 'orig_argv', ['/bin/python3', *typed])
     declared = declaration.content(STUDY, arms)
+    assert shlex.split(declared['command']) == ['python', *typed]  # a shell reads it as it was
     # Ledgers of earlier versions hold the hash of a declaration that has the looks of the study.
     assert declared['tuning']['learning_rates'] == [*GRID] and declared['looks'] == [3]
     untuned = changed(tuning=TuningConfig())

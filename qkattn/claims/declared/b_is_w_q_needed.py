@@ -58,7 +58,7 @@ B4 = Claim(
     source='A forum thread that states both this and its opposite.',
     rule='Holds if, at equal parameter count, attention is not worse without W_Q and without W_K, '
     'where heads have slices of X as queries (keys), and not worse where every head has all of X, '
-    'which is one matrix W_QK a head.',
+    'which is one matrix W_QK a head. 40 seeds decide what 16 others left open.',
     expectations=tuple(
         Expectation('lm_near_margin', variant, 'not_worse', context={**reading, 'without': without})
         for variant, reading, without in (
@@ -76,7 +76,7 @@ B5 = Claim(
     statement='At equal parameter count many single-head layers beat fewer multi-head layers.',
     source='A forum thread; Liu et al. 2021, arXiv 2106.09650, with an initialization of its own.',
     rule='Holds if stacks of single-head layers, two and four times as deep as the multi-head '
-    'baseline, are better.',
+    'baseline, are better. 40 seeds decide what 8 others left open.',
     expectations=tuple(
         Expectation(
             'lm_near_margin',
