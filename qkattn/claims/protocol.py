@@ -17,7 +17,6 @@ from qkattn.errors import ConfigError
 SCALES = ('smoke', 'cpu', 'gpu')
 T = TypeVar('T')
 
-RATES = (4e-3, 8e-3, 1.6e-2, 3.2e-2)  # learning rates of the screening, at scale cpu
 SCREENING = 100  # the first seed of the screening; those of the verdicts are below
 
 
@@ -33,9 +32,8 @@ def language_model(
     scale: str,
     *,
     steps: int = 500,
-    gpu_steps: int = 10000,
     evaluations: int = 2,
-    learning_rates: tuple[float, ...] = RATES,
+    learning_rates: tuple[float, ...] = (4e-3, 8e-3, 1.6e-2, 3.2e-2),
     seeds: int = 10,
     first_seed: int = 0,
     sequences: int = 2048,
@@ -47,7 +45,7 @@ def language_model(
     `sequences` of each split are evaluated at scale cpu. With `kind='encoder'` it restores masked
     tokens.
     """
-    is_large, num_steps = scale == 'gpu', pick(scale, smoke=20, cpu=steps, gpu=gpu_steps)
+    is_large, num_steps = scale == 'gpu', pick(scale, smoke=20, cpu=steps, gpu=10000)
     pieces = 16384 if is_large else 256
     model: dict[str, Any] = {
         'num_layers': pick(scale, smoke=2, cpu=2, gpu=12),
@@ -70,9 +68,7 @@ def language_model(
     )
 
 
-def trained_language_model(
-    scale: str, *, seeds: int = 8, steps: int = 2000, **fields: Any
-) -> config.Config:
+def trained_language_model(scale: str, *, seeds: int = 8, **fields: Any) -> config.Config:
     """A byte-level language model that gets beyond n-grams: 1.2 epochs of 3.4 MB at scale cpu."""
     about: dict[str, Any] = {
         'num_heads': pick(scale, smoke=2, cpu=4, gpu=12),
@@ -80,7 +76,7 @@ def trained_language_model(
         'learning_rates': (3e-3, 6e-3, 1.2e-2),
         'sequences': 4096,  # 100 documents, which a verdict needs
     }
-    return language_model(scale, seeds=seeds, steps=steps, **about | fields)
+    return language_model(scale, seeds=seeds, steps=2000, **about | fields)
 
 
 def translator(
@@ -180,11 +176,9 @@ def _train(scale: str, num_steps: int, batch_size: int, evaluations: int = 2) ->
     )
 
 
-def _trials(
-    scale: str, learning_rates: tuple[float, ...], seeds: int, first_seed: int = 0
-) -> config.TrialsConfig:
-    of_gpu = tuple(rate / 16 for rate in learning_rates)
+def _trials(scale: str, rates: tuple[float, ...], seeds: int, first: int) -> config.TrialsConfig:
+    of_gpu = tuple(rate / 16 for rate in rates)
     return config.TrialsConfig(
-        seeds=tuple(range(first_seed, first_seed + pick(scale, smoke=2, cpu=seeds, gpu=5))),
-        learning_rates=pick(scale, smoke=learning_rates[:1], cpu=learning_rates, gpu=of_gpu),
+        seeds=tuple(range(first, first + pick(scale, smoke=2, cpu=seeds, gpu=5))),
+        learning_rates=pick(scale, smoke=rates[:1], cpu=rates, gpu=of_gpu),
     )

@@ -18,7 +18,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jax.errors import JaxRuntimeError
+
 from qkattn.config import Config, Study, fingerprint, to_json
+from qkattn.errors import ConfigError
+from qkattn.jobs import cli
 from qkattn.jobs.output import text_table
 from qkattn.model import cost as model_cost
 from qkattn.stats import decision, inference
@@ -41,8 +45,7 @@ from qkattn.train import program
 
 # The results of a run, one per trial; None until it is finished.
 Results = Callable[['PlannedRun'], list[dict[str, Any]] | None]
-# A training step costs a forward pass and a backward pass of two.
-STEP_PER_FORWARD = 3
+STEP_PER_FORWARD = 3  # of FLOPs: a backward pass costs two forward passes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,19 +248,23 @@ def cost(runs: Sequence[PlannedRun]) -> tuple[int, int, int, float]:
 def estimate(study: Study, arms: Sequence[MatchedArm]) -> str:
     """A table of the least cost of the plan by stage; compiles one program per size.
 
-    Time is that of compilation and training at the baseline's speed, by size.
+    Time is that of compilation and training at the baseline's speed, by size; there is none if this
+    machine lacks the memory or devices of a size.
     """
     planned = imagined(study, arms)
-    times: dict[str, tuple[float, float]] = {}  # seconds for a FLOP and for compilation, by size
-    for run in sorted(planned, key=lambda run: run.arm.variant != study.baseline):
-        if run.arm.key.size not in times:
-            per_step, compilation = program.warm_up(run.config)
-            times[run.arm.key.size] = per_step * run.config.train.num_steps / run.flops, compilation
-
-    def seconds(run: PlannedRun) -> float:
-        per_flop, compilation = times[run.arm.key.size]
-        return run.flops * per_flop + compilation
-
+    note = 'time is for 1 worker on this machine, from a warm-up, without evaluation'
+    speeds: dict[str, tuple[float, float]] = {}  # seconds for a FLOP and for compilation, by size
+    seconds: dict[str, float] = {}  # by run
+    try:
+        for run in sorted(planned, key=lambda run: run.arm.variant != study.baseline):
+            if (size := run.arm.key.size) not in speeds:
+                per_step, compilation = program.warm_up(run.config)
+                speeds[size] = per_step * run.config.train.num_steps / run.flops, compilation
+            seconds[run.id] = run.flops * speeds[size][0] + speeds[size][1]
+    except (ConfigError, JaxRuntimeError) as error:
+        if (outcome := cli.outcome(error)) is None:
+            raise
+        seconds, note = {}, f'no time, as this machine cannot train it: {outcome[0]}'
     stages: dict[str, list[PlannedRun]] = {}
     for run in planned:
         stage = ' '.join(filter(None, (run.arm.key.control, run.stage, run.knob)))
@@ -267,15 +274,14 @@ def estimate(study: Study, arms: Sequence[MatchedArm]) -> str:
     rows = []
     for stage, members in (stages | {'total': planned}).items():
         number, trials, tokens, flops = cost(members)
-        time = str(datetime.timedelta(seconds=round(sum(map(seconds, members)))))
-        rows.append([stage, str(number), str(trials), f'{tokens:.3g}', f'{flops:.3g}', time])
-    names = ('runs', 'trials', 'tokens', 'FLOPs', 'about')
-    lines = [text_table([('stage', True), *((name, False) for name in names)], rows)]
-    lines.append('time is for 1 worker on this machine, from a warm-up, without evaluation')
+        time = datetime.timedelta(seconds=round(sum(seconds.get(run.id, 0) for run in members)))
+        figures = str(number), str(trials), f'{tokens:.3g}', f'{flops:.3g}'
+        rows.append([stage, *figures, str(time) if seconds else '-'])
     if study.tuning.seeds:
         most, seeds = study.tuning.max_points, study.tuning.max_seeds
-        lines.append(f'lower bounds: a grid may grow to {most} values, a value to {seeds} seeds')
-    return '\n'.join(lines)
+        note += f'\nlower bounds: a grid may grow to {most} values, a value to {seeds} seeds'
+    names = ('runs', 'trials', 'tokens', 'FLOPs', 'about')
+    return text_table([('stage', True), *((name, False) for name in names)], rows) + f'\n{note}'
 
 
 def _settings(config: Config, trial: Mapping[str, Any]) -> Settings:

@@ -3,13 +3,17 @@
 import dataclasses
 import itertools
 import math
+import re
 import shlex
 import sys
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from jax.errors import JaxRuntimeError
 
 from qkattn.config import Config, ControlsConfig, Study, TuningConfig, from_json
+from qkattn.errors import ConfigError
 from qkattn.model import cost
 from qkattn.study import declaration, plan
 from qkattn.study.arms import build_arms
@@ -259,3 +263,12 @@ def test_the_least_cost_is_that_of_the_plan_with_every_optimum_in_the_middle(mon
     assert measured == [('qk', 32), ('qk', 64)]
     assert shown[4].startswith('longer, if every arm is decided 8 36')
     assert shown[5].startswith('total 16 72') and ' 1:0' in shown[5]
+
+    for error in (ConfigError('it needs 200 GiB'), JaxRuntimeError('RESOURCE_EXHAUSTED: it')):
+        monkeypatch.setattr(plan.program, 'warm_up', Mock(side_effect=error))
+        shown = [' '.join(line.split()) for line in plan.estimate(study, arms).splitlines()]
+        assert shown[5].startswith('total 16 72') and shown[5].endswith(' -')
+        assert re.match('no time, as this machine cannot train it: .*it', shown[6])
+    monkeypatch.setattr(plan.program, 'warm_up', Mock(side_effect=JaxRuntimeError('a bug')))
+    with pytest.raises(JaxRuntimeError, match='a bug'):
+        plan.estimate(study, arms)
