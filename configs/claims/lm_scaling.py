@@ -4,6 +4,8 @@ The number of heads grows with d_model: heads have 16 dimensions at scale cpu an
 
     python -m experiments.ablate --config=configs/claims/lm_scaling.py:cpu \\
         --workdir=runs/lm_scaling
+
+Expected result: docs/claims.md, Scaling laws. Time: about 10 hours of a core.
 """
 
 from qkattn.claims.protocol import pick, protocol, trained_language_model

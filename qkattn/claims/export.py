@@ -26,7 +26,7 @@ from qkattn.verdict.arms import Arm, with_baselines
 
 CLAIMS, ANSWERS = 'claims.json', 'answers.json'
 WITHHELD = Decision.NO_VERDICT.value
-SCALING = 'scaling'  # a study of no claim, which is exported beside them
+SCALING = 'lm_scaling'  # a study of no claim, which is exported beside them
 # What another machine or commit changes.
 _OF_MACHINE = ('commit', 'hardware', 'seconds')
 # What is done to attention, and the variant that does it.

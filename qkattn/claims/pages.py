@@ -107,7 +107,7 @@ def write_page(directory: str | Path) -> Path:
     if figure := answers_figure(export.read_answers(directory)):
         drawn.append(figure)
     if scaling := _scaling(directory):
-        drawn += [Drawing(law.figure, f'{export.SCALING}_{law.stem}') for law in scaling[1]]
+        drawn += [Drawing(law.figure, f'scaling_{law.stem}') for law in scaling[1]]
     write_plots(directory / 'plots', drawn, kinds=('png',))
     blocks = [claims_markdown(directory, '.', part, '') for part in PARTS_OF_PAGE]
     return write_atomic(directory / PAGE, '# Claims\n\n' + '\n'.join(blocks))

@@ -154,10 +154,11 @@ def _laws(study: Study, findings: Findings) -> Iterator[Row]:
     for scaling in findings.scaling:
         law, worth = scaling.law, scaling.worth
         fitted = dict.fromkeys(('E,|nats/token', 'A', 'a', 'R²'), NONE)
-        if isinstance(law, Law):
+        loose = law.loose if isinstance(law, Law) else law
+        if isinstance(law, Law) and not loose:
             numbers = _bounded(law.E), f'{law.A:.3g}', _bounded(law.a), f'{law.r_squared:.3f}'
             fitted = dict(zip(fitted, numbers, strict=True))
-        problems = [x for x in (law, worth) if isinstance(x, Problem)]
+        problems = [x for x in (loose, worth) if isinstance(x, Problem)]
         why = '; '.join(map(prose.clause, problems)) or NONE
         per_parameter = _bounded(worth) if isinstance(worth, Interval) else NONE
         last = {'baseline parameters|per parameter': per_parameter, 'no number, because': why}

@@ -3,10 +3,10 @@
 The law is L(N) = E + A N^-a with E, A, a >= 0: L the loss in nats per token, N the parameters, E
 the irreducible loss. The power law in N is Kaplan et al. 2020 ("Scaling laws for neural language
 models"); the floor E is Hoffmann et al. 2022 ("Training compute-optimal large language models"),
-section D. The three numbers trade off against each other over the few sizes of a study, and
-published intervals were far narrower than the data allow (Besiroglu et al. 2024, "Chinchilla
-scaling: a replication attempt"). Hence no number is given without an interval that the residuals
-of the sizes make, nor where the data do not determine it: a `Problem` holds the reason.
+section D. The three numbers trade off over the few sizes of a study, and published intervals were
+far narrower than the data allow (Besiroglu et al. 2024, "Chinchilla scaling: a replication
+attempt"). Hence no number is given without an interval, nor where the data do not determine it: a
+`Problem` holds the reason. What parameters are worth depends on the curve between the sizes alone.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ class ProblemCode(enum.Enum):
 
     FEW_SIZES = enum.auto()  # [sizes] that span a [factor]; [needed] and [span] at least
     POOR_FIT = enum.auto()  # [r_squared], [needed] at least
-    EXPONENT_LOOSE = enum.auto()  # [value], with an interval from [low] to [high]
+    EXPONENT_LOOSE = enum.auto()  # [value], with an interval from [low] to [high], or a bound
     # Of multipliers.
     NO_BASELINE_LAW = enum.auto()
     SINGLE_SIZE = enum.auto()  # of the arm and the baseline
@@ -71,6 +71,7 @@ class Law:
     A: float  # nats * parameters^a
     a: Interval
     r_squared: float  # of the mean losses
+    loose: Problem | None  # why E, A and a are no findings; the curve between the sizes is one
 
     def loss(self, parameters: float) -> float:
         """Nats per token at `parameters`."""
@@ -93,7 +94,8 @@ def fit(
     quite a power law, and learning rates that are not quite tuned. A few may all be small by
     chance, so the variance of the mean losses by their `seeds`, given with its degrees of freedom,
     takes its place where intervals are wider for it. A Problem: fewer than 4 sizes, or within a
-    factor of 4; R^2 below 0.95; an exponent whose interval is wider than the exponent itself.
+    factor of 4; R^2 below 0.95; an exponent at an end of those searched. If the interval of the
+    exponent is wider than itself, the law is `loose`.
 
     A diverged seed has no loss: leave out its size, since the mean of the others is biased low.
     """
@@ -131,10 +133,12 @@ def fit(
         Interval(value, value - half, value + half)
         for value, half in zip((float(E), float(B), a), half_P.tolist(), strict=True)
     )
-    if exponent.high - exponent.low > a or exponent.high > _EXPONENTS[1]:
-        return Problem(ProblemCode.EXPONENT_LOOSE, vars(exponent))
+    problem = Problem(ProblemCode.EXPONENT_LOOSE, vars(exponent))
+    if not 1.01 * _EXPONENTS[0] < a < 0.99 * _EXPONENTS[1]:
+        return problem
+    loose = problem if exponent.high - exponent.low > a else None
     fitted = tuple(sizes.tolist()), middle, np.array([E, B, a]), covariance_PP, df
-    return Law(*fitted, floor, float(B) * middle**a, exponent, r_squared)
+    return Law(*fitted, floor, float(B) * middle**a, exponent, r_squared, loose)
 
 
 def multiplier(

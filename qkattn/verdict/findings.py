@@ -35,13 +35,8 @@ class Scaling:
     variant: str
     corpus: str
     law: scaling.Law | scaling.Problem
-    # How many parameters of the baseline one of the variant is worth; None for the baseline and if
-    # the baseline has no results.
+    # Baseline parameters that one of the variant is worth; None for the baseline or without one.
     worth: scaling.Interval | scaling.Problem | None
-
-    @property
-    def has_law(self) -> bool:
-        return isinstance(self.law, scaling.Law)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +161,7 @@ def _scaling(study: Study, arms: Sequence[Arm]) -> tuple[Scaling, ...]:
         means = [arm.loss for arm in curve.values() if arm.loss]
         variance = statistics.fmean((one.sd or 0.0) ** 2 / one.n for one in means)
         seeds = variance, sum(one.n - 1 for one in means) or 1
-        sizes = [parameters(arm) for arm in curve.values()]
+        sizes = [*map(parameters, curve.values())]
         laws[key] = scaling.fit(sizes, [one.mean for one in means], seeds)
     made = []
     for (variant, corpus), curve in curves.items():

@@ -44,13 +44,13 @@ def test_an_export_is_decided_again_and_a_changed_verdict_is_found(
     drawn = []
     monkeypatch.setattr(pages, 'write_page', drawn.append)
     kept = tmp_path / 'kept'
-    shutil.copytree(workdir / 'fair_small', workdir / 'scaling')  # belongs to no claim
+    shutil.copytree(workdir / 'fair_small', workdir / 'lm_scaling')  # belongs to no claim
     text = printed('claims', '--notrain', f'--workdir={workdir}', f'--export={kept}')
     for part in ('E7  holds', 'E8  holds', 'E9  undecided', 'study masked_lm has no results'):
         assert part in text
     assert ' only if one is left\n' in text and 'holds for' not in text
     assert drawn == [str(kept)]
-    assert all((kept / name / 'study.json').exists() for name in ('fair_small', 'scaling'))
+    assert all((kept / name / 'study.json').exists() for name in ('fair_small', 'lm_scaling'))
     stored = read_claims(kept)
     assert [claim.name for claim in stored] == ['E7', 'E8', 'E9']
     assert export.check(kept) == sum(len(claim.rows) for claim in stored) == 2 + 3 + 3

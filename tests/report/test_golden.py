@@ -6,6 +6,7 @@ Where a change of the report is meant, write the golden files again and read wha
 """
 
 import csv
+import dataclasses
 import math
 import re
 import shutil
@@ -228,6 +229,19 @@ def test_a_report_is_complete_well_formed_and_self_contained(study_dir):
     assert {link[1:] for link in links if link[0] == '#'} <= set(page.ids)
     assert len(page.ids) == len(set(page.ids)) and 'http' not in html and '@import' not in html
     assert [tag for tag, _ in page.tags].count('img') == len(list(study_dir.glob('plots/*.png')))
+
+
+def test_a_law_whose_exponent_is_open_shows_what_parameters_are_worth_alone(tmp_path):
+    study, findings = read(write_tuned(tmp_path, scaled(1.2)))
+    reason = Problem(ProblemCode.EXPONENT_LOOSE, {'value': 0.2, 'low': -0.1, 'high': 0.5})
+    base, arm = findings.scaling
+    loose = dataclasses.replace(arm, law=dataclasses.replace(arm.law, loose=reason))
+    for law, exponent, why in (arm, '0.30', '-'), (loose, '-', 'the sizes do not determine'):
+        changed = dataclasses.replace(findings, scaling=(base, law))
+        (sheet,) = (sheet for sheet in tables.sheets(study, changed) if sheet.name == 'laws')
+        row = dict(zip((name for name, _ in sheet.headings), sheet.rows[1], strict=True))
+        assert row['a'].startswith(exponent) and row['no number, because'].startswith(why)
+        assert row['baseline parameters|per parameter'].startswith('1.200 [')
 
 
 if __name__ == '__main__':

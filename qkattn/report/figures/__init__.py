@@ -46,7 +46,7 @@ def figures(study: Study, findings: Findings) -> tuple[Drawing, ...]:
                     figure = _sweep_panels(knob, swept, look)
                     add(f'sweep_{knob}{place}', figure, knob=knob, size=size)
             add(f'curves{place}', _learning_curves(study, arms, look), size=size)
-        laws = any(scaling.has_law for scaling in findings.scaling)
+        laws = any(isinstance(scaling.law, Law) for scaling in findings.scaling)
         add('loss_parameters', _loss_against_parameters(study, findings, look), laws=laws)
     return tuple(drawn)
 
