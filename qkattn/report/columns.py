@@ -169,11 +169,8 @@ def columns(study: Study, findings: Findings) -> Iterator[Column]:
     yield Column('correlation', 'comparison.correlation', 'correlation|over seeds', '+.2f')
     yield from COSTS
     if findings.scaling:
-        worth = {
-            (s.variant, s.corpus): s.worth
-            for s in findings.scaling
-            if isinstance(s.worth, Interval)
-        }
+        given = [one for one in findings.scaling if isinstance(one.worth, Interval)]
+        worth = {(one.variant, one.corpus): one.worth for one in given}
         parts = ('value', 'low', 'high')
         yield Column('multiplier', lambda arm: worth.get((arm.variant, arm.corpus)), parts=parts)
 
