@@ -95,7 +95,7 @@ def fit(
     chance, so the variance of the mean losses by their `seeds`, given with its degrees of freedom,
     takes its place where intervals are wider for it. A Problem: fewer than 4 sizes, or within a
     factor of 4; R^2 below 0.95; an exponent at an end of those searched. If the interval of the
-    exponent is wider than itself, the law is `loose`.
+    exponent is wider than itself or reaches beyond those searched, the law is `loose`.
 
     A diverged seed has no loss: leave out its size, since the mean of the others is biased low.
     """
@@ -136,7 +136,7 @@ def fit(
     problem = Problem(ProblemCode.EXPONENT_LOOSE, vars(exponent))
     if not 1.01 * _EXPONENTS[0] < a < 0.99 * _EXPONENTS[1]:
         return problem
-    loose = problem if exponent.high - exponent.low > a else None
+    loose = problem if exponent.high - exponent.low > a or exponent.high > _EXPONENTS[1] else None
     fitted = tuple(sizes.tolist()), middle, np.array([E, B, a]), covariance_PP, df
     return Law(*fitted, floor, float(B) * middle**a, exponent, r_squared, loose)
 

@@ -86,6 +86,19 @@ def test_sizes_that_leave_the_exponent_open_tell_what_parameters_are_worth():
     assert np.median([worth.high / worth.low for worth in worths]) < 1.15
 
 
+@pytest.mark.parametrize(
+    'losses',
+    [
+        3 - np.log(SIZES / 1e5) * 0.1 + 0.01 * np.random.default_rng(0).normal(size=5),
+        law(SIZES) + 0.02 * np.array([-1, 0, 1, 0, -1]),
+        2 + (SIZES / 1e5) ** -9.5 + 2e-5 * np.array([0, -1, 1, 1, -1]),  # its interval exceeds 10
+    ],
+)
+def test_an_exponent_is_no_finding_whose_interval_is_wide_or_leaves_those_searched(losses):
+    assert scaling.fit(SIZES, losses).loose.code is ProblemCode.EXPONENT_LOOSE
+    assert scaling.fit(SIZES, law(SIZES)).loose is None
+
+
 @pytest.mark.parametrize('factor', [0.7, 1.0, 1.5])
 def test_the_interval_of_the_multiplier_holds_the_truth_in_most_studies(factor):
     exact = worth_of(factor, np.random.default_rng(0), sd=0)
