@@ -11,12 +11,12 @@ Expected result and time: docs/claims_d.md, D2.
 
 import dataclasses
 
-from qkattn.claims.protocol import pick, protocol, trained_language_model
+from qkattn.claims.protocol import language_model, pick, protocol
 from qkattn.config import Study, to_config_dict
 
 
 def get_config(scale='cpu'):
-    base = trained_language_model(scale)
+    base = language_model(scale)
     decays = pick(scale, smoke=(2e-3,), cpu=(1e-3, 2e-3, 4e-3), gpu=(2.5e-4, 5e-4, 1e-3))
     return to_config_dict(
         Study(
@@ -30,6 +30,6 @@ def get_config(scale='cpu'):
             match=None,
             # Parameters worth 8 % of the model cost this decoder about 0.021 nats.
             margin=0.01,
-            **protocol(scale, equal_shape=False, choice='minimax', max_excess=0.004),
+            **protocol(scale, equal_shape=False, max_excess=0.004),
         )
     )

@@ -9,7 +9,7 @@ spent on width. One head instead of four is the positive control.
 Expected result and time: docs/claims_b.md, B4.
 """
 
-from qkattn.claims.protocol import pick, protocol, trained_language_model
+from qkattn.claims.protocol import language_model, pick, protocol
 from qkattn.config import Study, to_config_dict
 
 
@@ -19,7 +19,7 @@ def get_config(scale='cpu'):
         Study(
             name='lm_dropped',
             question='What does a decoder that has learned lose without a matrix?',
-            base=trained_language_model(scale, seeds=16, evaluations=4),
+            base=language_model(scale, seeds=16, evaluations=4),
             variants=(
                 'qk/vo',
                 'query_free/vo',
@@ -33,6 +33,6 @@ def get_config(scale='cpu'):
             # Parameters worth 8 % of the model cost this decoder about 0.021 nats.
             margin=0.01,
             expected=('qk/vo?num_heads=1 is worse',) if tuned else (),
-            **protocol(scale, equal_shape=True, choice='minimax', max_excess=0.003, screening=4),
+            **protocol(scale, max_excess=0.003, screening=4),
         )
     )

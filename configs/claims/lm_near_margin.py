@@ -9,7 +9,7 @@ five learning rates bound the loss between them: the choice of a rate hides less
 Expected result and time: docs/claims_b.md, B4 and B5.
 """
 
-from qkattn.claims.protocol import pick, protocol, trained_language_model
+from qkattn.claims.protocol import language_model, pick, protocol
 from qkattn.config import Study, to_config_dict
 
 
@@ -20,7 +20,7 @@ def get_config(scale='cpu'):
         Study(
             name='lm_near_margin',
             question='What are decoders worth that fewer seeds leave near the margin?',
-            base=trained_language_model(scale, seeds=40, first_seed=16, learning_rates=rates),
+            base=language_model(scale, seeds=40, first_seed=16, learning_rates=rates),
             variants=(
                 'qk/vo',
                 'query_free/vo',
@@ -31,6 +31,6 @@ def get_config(scale='cpu'):
             sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=96',), gpu=('d_model=768',)),
             # Parameters worth 8 % of the model cost this decoder about 0.021 nats.
             margin=0.01,
-            **protocol(scale, equal_shape=False, choice='minimax', max_excess=0.003, screening=8),
+            **protocol(scale, equal_shape=False, max_excess=0.003, screening=8),
         )
     )

@@ -8,7 +8,7 @@ Ranks below the head size, which is the baseline's; the savings are spent on wid
 Expected result and time: docs/claims_b.md, B7.
 """
 
-from qkattn.claims.protocol import pick, protocol, trained_language_model
+from qkattn.claims.protocol import language_model, pick, protocol
 from qkattn.config import Study, to_config_dict
 
 
@@ -17,7 +17,7 @@ def get_config(scale='cpu'):
         Study(
             name='lm_rank',
             question='How much rank does W_Q[n] W_K[n]^T of a decoder that has learned need?',
-            base=trained_language_model(scale),
+            base=language_model(scale),
             variants=(
                 'qk/vo',
                 'low_rank(rank=1)/vo',
@@ -27,6 +27,6 @@ def get_config(scale='cpu'):
             sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=96',), gpu=('d_model=768',)),
             # Parameters worth 8 % of the model cost this decoder about 0.021 nats.
             margin=0.01,
-            **protocol(scale, equal_shape=False, choice='minimax', max_excess=0.004),
+            **protocol(scale, equal_shape=False, max_excess=0.004),
         )
     )

@@ -8,7 +8,7 @@ The number of heads grows with d_model: heads have 16 dimensions at scale cpu an
 Expected result: docs/claims.md, Scaling laws. Time: about 10 hours of a core.
 """
 
-from qkattn.claims.protocol import pick, protocol, trained_language_model
+from qkattn.claims.protocol import language_model, pick, protocol
 from qkattn.config import Study, to_config_dict
 
 
@@ -23,11 +23,11 @@ def get_config(scale='cpu'):
         Study(
             name='lm_scaling',
             question='How many parameters of a decoder that has learned is one of an arm worth?',
-            base=trained_language_model(scale, seeds=5),
+            base=language_model(scale, seeds=5),
             variants=('qk/vo', 'query_free/vo', 'shared_qk/vo'),
             sizes=tuple(f'd_model={d_model}&num_heads={heads}' for d_model, heads in shapes),
             # Parameters worth 8 % of the model cost a decoder of four heads about 0.021 nats.
             margin=0.01,
-            **protocol(scale, equal_shape=False, choice='minimax'),
+            **protocol(scale, equal_shape=False),
         )
     )

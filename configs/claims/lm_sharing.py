@@ -9,7 +9,7 @@ is the positive control.
 Expected result and time: docs/claims_e.md, E4.
 """
 
-from qkattn.claims.protocol import pick, protocol, trained_language_model
+from qkattn.claims.protocol import language_model, pick, protocol
 from qkattn.config import Study, to_config_dict
 
 
@@ -19,7 +19,7 @@ def get_config(scale='cpu'):
         Study(
             name='lm_sharing',
             question='What does sharing across heads and matrices cost a decoder that has learned?',
-            base=trained_language_model(scale, seeds=16),
+            base=language_model(scale, seeds=16),
             variants=(
                 'qk/vo',
                 'qk/vo?num_kv_heads=2',
@@ -32,6 +32,6 @@ def get_config(scale='cpu'):
             # Parameters worth 8 % of the model cost this decoder about 0.021 nats.
             margin=0.01,
             expected=('shared_qk/vo is worse',) if tuned else (),
-            **protocol(scale, equal_shape=True, choice='minimax', max_excess=0.003, screening=4),
+            **protocol(scale, max_excess=0.003, screening=4),
         )
     )

@@ -8,7 +8,7 @@ W_Q dropped: at the same shape, and with the savings spent on the MLP.
 Expected result and time: docs/claims_e.md, E1.
 """
 
-from qkattn.claims.protocol import pick, protocol, trained_language_model
+from qkattn.claims.protocol import language_model, pick, protocol
 from qkattn.config import Study, to_config_dict
 
 
@@ -17,12 +17,12 @@ def get_config(scale='cpu'):
         Study(
             name='lm_twelve_heads',
             question='Does a decoder of twelve heads that has learned lose anything without W_Q?',
-            base=trained_language_model(scale, seeds=12, num_heads=12),
+            base=language_model(scale, seeds=12, num_heads=12),
             variants=('qk/vo', 'query_free/vo'),
             sizes=pick(scale, smoke=('d_model=48',), cpu=('d_model=96',), gpu=('d_model=768',)),
             destinations=('d_ff',),
             # Parameters worth 8 % of the model cost a decoder of four heads about 0.021 nats.
             margin=0.01,
-            **protocol(scale, choice='minimax', max_excess=0.003),
+            **protocol(scale, max_excess=0.003),
         )
     )

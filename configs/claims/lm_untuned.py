@@ -10,12 +10,12 @@ Expected result and time: docs/claims_e.md, E2; lm_added compares the two tuned.
 
 import dataclasses
 
-from qkattn.claims.protocol import pick, protocol, trained_language_model
+from qkattn.claims.protocol import language_model, pick, protocol
 from qkattn.config import Study, to_config_dict
 
 
 def get_config(scale='cpu'):
-    base = trained_language_model(scale)
+    base = language_model(scale)
     lowest = dataclasses.replace(base.trials, learning_rates=base.trials.learning_rates[:1])
     return to_config_dict(
         Study(

@@ -12,13 +12,13 @@ Expected result and time: docs/claims_e.md, E3.
 
 import dataclasses
 
-from qkattn.claims.protocol import pick, protocol, trained_language_model
+from qkattn.claims.protocol import language_model, pick, protocol
 from qkattn.config import Study, to_config_dict
 
 
 def get_config(scale='cpu'):
     tuned = scale != 'smoke'
-    base = trained_language_model(scale, kind='encoder', positions='rope')
+    base = language_model(scale, kind='encoder', positions='rope')
     return to_config_dict(
         Study(
             name='masked_lm',
@@ -35,6 +35,6 @@ def get_config(scale='cpu'):
             # Parameters worth 8 % of the model cost a decoder of four heads about 0.021 nats.
             margin=0.01,
             expected=('shared_qk/vo is worse at equal shape',) if tuned else (),
-            **protocol(scale, equal_shape=True, choice='minimax'),
+            **protocol(scale),
         )
     )

@@ -10,12 +10,12 @@ Expected result and time: docs/claims_c.md, C6.
 
 import dataclasses
 
-from qkattn.claims.protocol import pick, protocol, trained_language_model
+from qkattn.claims.protocol import language_model, pick, protocol
 from qkattn.config import Study, to_config_dict
 
 
 def get_config(scale='cpu'):
-    base = trained_language_model(
+    base = language_model(
         scale,
         seeds=40,
         first_seed=8,
@@ -33,6 +33,6 @@ def get_config(scale='cpu'):
             destinations=('d_ff',),  # rotary heads have even sizes, so d_model has few values
             # Parameters worth 8 % of the model cost a decoder of four heads about 0.021 nats.
             margin=0.01,
-            **protocol(scale, equal_shape=False, choice='minimax', max_excess=0.003, screening=8),
+            **protocol(scale, equal_shape=False, max_excess=0.003, screening=8),
         )
     )

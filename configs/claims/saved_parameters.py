@@ -1,12 +1,12 @@
 """Does it matter where the saved parameters go?
 
-To d_model, d_ff, heads or layers; each is an arm of its own.
+Claim E6. To d_model, d_ff, heads or layers; each is an arm of its own.
 
     python -m experiments.ablate --config=configs/claims/saved_parameters.py:cpu \\
         --workdir=runs/saved_parameters
 """
 
-from qkattn.claims.protocol import pick, protocol, trained_language_model
+from qkattn.claims.protocol import language_model, pick, protocol
 from qkattn.config import Study, to_config_dict
 
 
@@ -15,7 +15,7 @@ def get_config(scale='cpu'):
         Study(
             name='saved_parameters',
             question='Does it matter where the saved parameters go?',
-            base=trained_language_model(scale, num_layers=pick(scale, smoke=8, cpu=8, gpu=12)),
+            base=language_model(scale, num_layers=pick(scale, smoke=8, cpu=8, gpu=12)),
             variants=(
                 'qk/vo',
                 'qk/k_is_v',
@@ -24,6 +24,6 @@ def get_config(scale='cpu'):
             destinations=('d_model', 'd_ff', 'num_heads', 'num_layers'),
             # Parameters worth 8 % of the model cost a decoder of two layers about 0.021 nats.
             margin=0.01,
-            **protocol(scale, equal_shape=True, choice='minimax'),
+            **protocol(scale),
         )
     )

@@ -9,7 +9,7 @@ decoder and its cross-attention are standard.
 Expected result and time: docs/claims_c.md, C2 to C5.
 """
 
-from qkattn.claims.protocol import pick, protocol, trained_translator
+from qkattn.claims.protocol import pick, protocol, translator
 from qkattn.config import Study, to_config_dict
 
 
@@ -18,7 +18,7 @@ def get_config(scale='cpu'):
         Study(
             name='translation',
             question='Which matrices does the encoder of a translator need?',
-            base=trained_translator(scale),
+            base=translator(scale),
             variants=(
                 'qk/vo',
                 'qk/vo?encoder_variant=shared_qk/vo',
@@ -32,6 +32,6 @@ def get_config(scale='cpu'):
                 gpu=tuple(f'd_model={d}' for d in (128, 512, 2048)),
             ),
             margin=0.02,
-            **protocol(scale, choice='minimax', max_excess=0.006, screening=4),
+            **protocol(scale, max_excess=0.006, screening=4),
         )
     )

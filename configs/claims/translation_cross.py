@@ -1,12 +1,12 @@
 """Which matrices does the cross-attention of a translator need?
 
-Multi30k, English to German.
+Claim B8, on Multi30k, English to German.
 
     python -m experiments.ablate --config=configs/claims/translation_cross.py:cpu \\
         --workdir=runs/translation_cross
 """
 
-from qkattn.claims.protocol import pick, protocol, trained_translator
+from qkattn.claims.protocol import pick, protocol, translator
 from qkattn.config import Study, to_config_dict
 
 
@@ -16,7 +16,7 @@ def get_config(scale='cpu'):
         Study(
             name='translation_cross',
             question='Which matrices does the cross-attention of a translator need?',
-            base=trained_translator(scale, seeds=40, first_seed=8, learning_rates=rates),
+            base=translator(scale, seeds=40, first_seed=8, learning_rates=rates),
             variants=(
                 'qk/vo',
                 'qk/vo?cross_variant=query_free/vo',
@@ -26,6 +26,6 @@ def get_config(scale='cpu'):
             sizes=pick(scale, smoke=('d_model=40',), cpu=('d_model=96',), gpu=('d_model=512',)),
             destinations=('d_ff',),
             margin=0.02,
-            **protocol(scale, equal_shape=False, choice='minimax', max_excess=0.006, screening=8),
+            **protocol(scale, equal_shape=False, max_excess=0.006, screening=8),
         )
     )

@@ -6,7 +6,7 @@ The arm of `translation` whose seeds lie far apart, with others.
         --workdir=runs/translation_shared
 """
 
-from qkattn.claims.protocol import pick, protocol, trained_translator
+from qkattn.claims.protocol import pick, protocol, translator
 from qkattn.config import Study, to_config_dict
 
 
@@ -16,7 +16,7 @@ def get_config(scale='cpu'):
         Study(
             name='translation_shared',
             question='Is an encoder with one matrix for queries and keys worse at the same shape?',
-            base=trained_translator(scale, seeds=24, first_seed=8, learning_rates=rates),
+            base=translator(scale, seeds=24, first_seed=8, learning_rates=rates),
             variants=('qk/vo', 'qk/vo?encoder_variant=shared_qk/vo'),
             sizes=pick(
                 scale,
@@ -26,6 +26,6 @@ def get_config(scale='cpu'):
             ),
             match=None,
             margin=0.02,
-            **protocol(scale, equal_shape=False, choice='minimax', max_excess=0.006, screening=8),
+            **protocol(scale, equal_shape=False, max_excess=0.006, screening=8),
         )
     )

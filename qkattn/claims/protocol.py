@@ -2,16 +2,15 @@
 
 'smoke' trains every arm for seconds, which shows that it runs and decides nothing; 'cpu' is the
 fair protocol at the size of two CPU cores; 'gpu' is the same protocol at published sizes. Of each
-config, `seeds` counts those of the verdict and `steps` those of training, both at scale cpu; a run
-is evaluated `evaluations` times, evenly spaced; `fields` replace those of the scale's model. Seeds
-count from `first_seed`, so that a study may be repeated with others.
+config, `seeds` counts those of the verdict at scale cpu, from `first_seed`, so that a study may be
+repeated with others; a run is evaluated `evaluations` times, evenly spaced; `fields` replace those
+of the scale's model.
 """
 
 import dataclasses
 from typing import Any, TypeVar
 
 from qkattn import config
-from qkattn.config.study_config import Choice
 from qkattn.errors import ConfigError
 
 SCALES = ('smoke', 'cpu', 'gpu')
@@ -31,26 +30,24 @@ def pick(scale: str, *, smoke: T, cpu: T, gpu: T) -> T:
 def language_model(
     scale: str,
     *,
-    steps: int = 500,
-    evaluations: int = 2,
-    learning_rates: tuple[float, ...] = (4e-3, 8e-3, 1.6e-2, 3.2e-2),
-    seeds: int = 10,
+    learning_rates: tuple[float, ...] = (3e-3, 6e-3, 1.2e-2),
+    seeds: int = 8,
     first_seed: int = 0,
-    sequences: int = 2048,
+    evaluations: int = 2,
     **fields: Any,
 ) -> config.Config:
-    """A byte-level language model of two layers; at scale gpu, twelve layers and BPE pieces.
+    """A byte-level language model that gets beyond n-grams: 1.2 epochs of 3.4 MB at scale cpu.
 
-    `learning_rates` are those of the screening at scale cpu; at scale gpu, a sixteenth of them.
-    `sequences` of each split are evaluated at scale cpu. With `kind='encoder'` it restores masked
-    tokens.
+    It has two layers; at scale gpu, twelve and BPE pieces. `learning_rates` are those of the
+    screening at scale cpu; at scale gpu, a sixteenth of them. With `kind='encoder'` it restores
+    masked tokens.
     """
-    is_large, num_steps = scale == 'gpu', pick(scale, smoke=20, cpu=steps, gpu=10000)
+    is_large, num_steps = scale == 'gpu', pick(scale, smoke=20, cpu=2000, gpu=10000)
     pieces = 16384 if is_large else 256
     model: dict[str, Any] = {
         'num_layers': pick(scale, smoke=2, cpu=2, gpu=12),
-        'num_heads': pick(scale, smoke=2, cpu=2, gpu=12),
-        'context': pick(scale, smoke=16, cpu=64, gpu=1024),
+        'num_heads': pick(scale, smoke=2, cpu=4, gpu=12),
+        'context': pick(scale, smoke=16, cpu=128, gpu=1024),
         'vocab_size': pieces + (fields.get('kind') == 'encoder'),  # one more, for the mask
     }
     corpus: dict[str, Any] = {}
@@ -60,7 +57,9 @@ def language_model(
     return config.Config(
         model=config.ModelConfig(**model | fields),
         data=config.DataConfig(
-            **corpus, eval_sequences=pick(scale, smoke=512, cpu=sequences, gpu=4096)
+            **corpus,
+            # At scale cpu 100 documents, which a verdict needs.
+            eval_sequences=pick(scale, smoke=512, cpu=4096, gpu=4096),
         ),
         optimizer=_optimizer(scale),
         train=_train(scale, num_steps, pick(scale, smoke=8, cpu=16, gpu=64), evaluations),
@@ -68,31 +67,20 @@ def language_model(
     )
 
 
-def trained_language_model(scale: str, *, seeds: int = 8, **fields: Any) -> config.Config:
-    """A byte-level language model that gets beyond n-grams: 1.2 epochs of 3.4 MB at scale cpu."""
-    about: dict[str, Any] = {
-        'num_heads': pick(scale, smoke=2, cpu=4, gpu=12),
-        'context': pick(scale, smoke=16, cpu=128, gpu=1024),
-        'learning_rates': (3e-3, 6e-3, 1.2e-2),
-        'sequences': 4096,  # 100 documents, which a verdict needs
-    }
-    return language_model(scale, seeds=seeds, steps=2000, **about | fields)
-
-
 def translator(
     scale: str,
     *,
+    learning_rates: tuple[float, ...] = (2e-3, 4e-3, 8e-3),
     seeds: int = 8,
     first_seed: int = 0,
-    steps: int = 500,
-    batch_size: int = 8,
-    learning_rates: tuple[float, ...] = (4e-3, 8e-3, 1.6e-2),
-    data: str = 'cldr',
 ) -> config.Config:
-    """An encoder-decoder, English to German; scales smoke and cpu share one shape."""
+    """An encoder-decoder, English to German, that uses its sources; Multi30k, cldr in smoke.
+
+    Scales smoke and cpu share one shape.
+    """
     is_large, pieces = scale == 'gpu', pick(scale, smoke=500, cpu=1000, gpu=8192)
-    num_steps = pick(scale, smoke=20, cpu=steps, gpu=6000)
-    train = _train(scale, num_steps, pick(scale, smoke=8, cpu=batch_size, gpu=64))
+    num_steps = pick(scale, smoke=20, cpu=2200, gpu=6000)
+    train = _train(scale, num_steps, pick(scale, smoke=8, cpu=32, gpu=64))
     sources = pick(scale, smoke=8, cpu=64, gpu=None)
     return config.Config(
         model=config.ModelConfig(
@@ -106,7 +94,7 @@ def translator(
             attention_dropout=0.0,
         ),
         data=config.DataConfig(
-            name=data,
+            name=pick(scale, smoke='cldr', cpu='multi30k', gpu='multi30k'),
             languages='en-de',
             tokenizer='bpe',
             tokenizer_size=pieces,
@@ -120,25 +108,17 @@ def translator(
     )
 
 
-def trained_translator(scale: str, **fields: Any) -> config.Config:
-    """A translator that uses its sources: 2,200 steps of 32 sentences at scale cpu."""
-    fields = {'learning_rates': (2e-3, 4e-3, 8e-3)} | fields
-    data = pick(scale, smoke='cldr', cpu='multi30k', gpu='multi30k')
-    return translator(scale, steps=2200, batch_size=32, data=data, **fields)
-
-
 def protocol(
     scale: str,
     *,
     equal_shape: bool = True,
-    choice: Choice = 'vertex',
     max_excess: float | None = None,
     screening: int = 2,
 ) -> dict[str, Any]:
     """The fields `tuning`, `tolerance` and `controls` of a study.
 
-    `equal_shape` trains each arm at the baseline's shape, too; `choice` is of a swept setting,
-    whose loss `max_excess` bounds, at scale cpu, where `screening` seeds are the first.
+    `equal_shape` trains each arm at the baseline's shape, too; `max_excess` bounds, at scale cpu,
+    what the tuning may miss, where `screening` seeds are the first.
     """
     return {
         'tuning': pick(
@@ -148,9 +128,9 @@ def protocol(
                 seeds=tuple(range(SCREENING, SCREENING + screening)),
                 max_seeds=max(screening, 4 if max_excess is None else 8),
                 max_excess=max_excess,
-                choice=choice,
+                choice='minimax',
             ),
-            gpu=config.TuningConfig(seeds=(SCREENING,), max_seeds=3, choice=choice),
+            gpu=config.TuningConfig(seeds=(SCREENING,), max_seeds=3, choice='minimax'),
         ),
         'tolerance': pick(scale, smoke=5e-3, cpu=2e-3, gpu=1e-3),
         'controls': config.ControlsConfig(equal_shape=equal_shape, longer=None, longer_seeds=()),

@@ -25,7 +25,7 @@ HERE = {'verdict': ClaimVerdict.FAILS_HERE, 'condition': None}
 # One of each verdict and kind, in the order of their names.
 SHOWN = (
     *(STORED['A1'], STORED['A2'], MISSING, dataclasses.replace(STORED['B6'], **HERE)),
-    *(dataclasses.replace(STORED['C1'], **FAILS), STORED['E6']),
+    *(dataclasses.replace(STORED['C1'], **FAILS), STORED['C3']),
 )
 
 
@@ -123,8 +123,8 @@ def test_a_page_has_a_row_and_a_section_for_each_claim(written):
 
 def test_figures_show_the_numbers_of_the_rows(written):
     files = {path.name for path in (written / 'plots').iterdir()}
-    assert [claim.name for claim in SHOWN if has_figure(claim)] == ['B4', 'E6']
-    assert files == {'answers.png', 'b4_differences.png', 'e6_differences.png'}
+    assert [claim.name for claim in SHOWN if has_figure(claim)] == ['B4', 'C3']
+    assert files == {'answers.png', 'b4_differences.png', 'c3_differences.png'}
     figure = claim_figure(STORED['E4']).figure
     marks = [points for ax in figure.axes for points in ax.collections]
     means = [points.get_offsets()[0][0] for points in marks if points.get_label() == 'mean']

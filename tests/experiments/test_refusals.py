@@ -15,7 +15,7 @@ CASES = [
     ('train', '--config=study.py', '--workdir=w', 'not a Config; run it with qkattn ablate'),
     ('train', '--config=study.py', '--config.data.name=x', "no field 'data' to override"),
     ('ablate', '--config=claims/maskd_lm:cpu', '--workdir=w', '--config=claims/masked_lm?'),
-    ('ablate', '--config=claims/cross:tpu', '--dry_run', "scale='tpu' must be one of smoke, cpu"),
+    ('ablate', '--config=claims/lm_rank:tpu', '--dry_run', "scale='tpu' must be one of smoke, cpu"),
     ('ablate', '--config=FILE.py is required'),
     ('report', '--study=absent', "'absent' does not exist"),
     ('report', 'study.py', "'study.py' is a file"),
