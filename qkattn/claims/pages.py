@@ -140,7 +140,7 @@ def answers_markdown(directory: Path, base: str) -> str:
     after_decided = columns.index(DECIDED_IN) + 1
     titles.insert(after_decided, ('verdict', True))
     lines: list[list[str]] = []
-    sources: dict[str, dict[tuple, str]] = {}
+    sources: dict[str, dict[tuple, dict[str | None, None]]] = {}  # studies by model and setting
     others: dict[str | None, None] = {}  # studies without a verdict
     for answer in made:
         cells, row = [_cell(answer.row(*column)) for column in columns], answer.row(*DECIDED_IN)
@@ -151,8 +151,9 @@ def answers_markdown(directory: Path, base: str) -> str:
             if row.decision == Decision.NO_VERDICT.value:
                 others[row.study] = None
             else:
-                where = row.study, row.context['size'], row.context['corpus']
-                sources.setdefault(row.context['model'], {})[where] = row.context['tokens']
+                setting = tuple(row.context[name] for name in ('size', 'corpus', 'tokens'))
+                places = sources.setdefault(row.context['model'], {})
+                places.setdefault(setting, {})[row.study] = None
     return _template('answers.md.j2').render(
         table=markdown_table([('', True), ('size of attention', False), *titles], lines),
         sources=sources,
