@@ -30,7 +30,7 @@ SCALE = flags.DEFINE_enum(
     'scale',
     'cpu',
     list(SCALES),
-    'smoke: minutes, decides exact claims only; cpu: hours on two cores; gpu: published sizes.',
+    'smoke: minutes, decides exact claims only; cpu: days on two cores; gpu: published sizes.',
 )
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the studies; the same one resumes.')
 WORKERS = flags.DEFINE_string(
@@ -94,7 +94,7 @@ def _text(claim: ClaimResult) -> str:
     """A claim with its verdict and the conditions of the verdict, line by line."""
     lines = [f'{claim.name:<3} {claim.verdict:<14} {claim.statement}', pages.decisive(claim)]
     lines += [f'only if {claim.condition}'] if claim.condition else []
-    lines += [f'would be decided by {claim.needed}'] if claim.needed else []
+    lines += [f'needs {claim.needed}'] if claim.needed else []
     return '\n      '.join(filter(None, [*lines, *claim.missing]))
 
 

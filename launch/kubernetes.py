@@ -2,9 +2,9 @@
 """Runs qkattn on a Kubernetes cluster: one run as a JobSet, or the workers of a study as a Job.
 
   launch/kubernetes.py --name=N --image=IMAGE --accelerator=v6e-16 -- \\
-      train --config=small --workdir=gs://BUCKET/small
+      train --config=small --workdir=gs://BUCKET/small --config.mesh.data=16
   launch/kubernetes.py --name=N --image=IMAGE --accelerator=a3-2x8 --volume=CLAIM -- \\
-      train --config=small --workdir=/runs/small
+      train --config=small --workdir=/runs/small --config.mesh.data=16
   launch/kubernetes.py --name=N --image=IMAGE --accelerator=v6e-8 --workers=4 -- \\
       ablate --config=quickstart --workdir=gs://BUCKET/quickstart
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Submits a run, or the workers of a study, to SkyPilot as managed jobs.
 
-  launch/sky.py --accelerators=H100:8 --nodes=2 -- train --config=small --workdir=gs://BUCKET/small
+  launch/sky.py --accelerators=H100:8 --nodes=2 -- \\
+      train --config=small --workdir=gs://BUCKET/small --config.mesh.data=16
   launch/sky.py --accelerators=tpu-v6e-8 --workers=4 -- \\
       ablate --config=quickstart --workdir=gs://BUCKET/quickstart
 

@@ -111,7 +111,7 @@ def commands() -> list[str]:
     blocks = [b for page in PAGES for b in re.findall(r'```sh\n(.*?)```', page.read_text(), re.S)]
     lines = '\n'.join(blocks).replace('\\\n', ' ').splitlines()
     stripped = [shlex.join(shlex.split(line, comments=True)) for line in lines]
-    return [x.removeprefix('PYTHONPATH=. ') for x in stripped if x]
+    return [x for x in stripped if x]
 
 
 def started_by(launcher: str) -> str:

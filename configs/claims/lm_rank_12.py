@@ -1,6 +1,6 @@
 """Does W_Q[n] W_K[n]^T of a decoder that has learned need more than half of its rank?
 
-Rank 12 in heads of 24 at seeds that `lm_rank`, whose 8 left this open, does not use.
+Rank 12 in heads of 24 at seeds that `lm_rank`, whose 8 leave claim B7 open, does not use.
 
     python -m experiments.ablate --config=configs/claims/lm_rank_12.py:cpu \\
         --workdir=runs/lm_rank_12

@@ -343,7 +343,7 @@ def needed(row: Row, arm: Arm) -> tuple[float, str]:
         return math.inf, f'more seeds than {difference.n}, {about}'
     alpha = 2 * ALPHA / max(1, verdict.num_comparisons)  # tests at a bound are one-sided
     hidden = difference.tuning_high if bound > difference.mean else difference.tuning_low
-    sweep = f'a finer sweep, as this one leaves {hidden:.2g} nats/token open'
+    sweep = f'a finer sweep (this one may miss {hidden:.2g} nats/token)'
     if (more := to_find(difference, bound - difference.mean, alpha)) is None:
         return 1e9, f'{sweep}, {about}'
     seeds, documents = more

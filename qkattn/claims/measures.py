@@ -42,8 +42,8 @@ def early(loaded: Loaded) -> list[Row]:
         same = Speaks.AGAINST if {*decided} == {Decision.EQUIVALENT} else Speaks.OPEN
         speaks = Speaks.FOR if changed else same
         context = {'arms': str(len(curves)), 'fraction of the steps': f'{step / last:g}'}
-        quantity = 'differences that change by more than the margin'
-        rows.append(Row(quantity, Kind.MEASURED, context, float(changed), speaks, 'arms'))
+        quantity = 'arms whose difference changes by more than the margin'
+        rows.append(Row(quantity, Kind.MEASURED, context, float(changed), speaks))
     return rows
 
 

@@ -46,9 +46,9 @@ PHRASES = {
     ClaimVerdict.UNDECIDED: ('○', 'is undecided', 'are undecided'),
 }
 PARTS: dict[str, str] = {
-    Kind.REMOVED: f'removed, {UNIT}|same shape',
-    Kind.REINVESTED: f'reinvested, {UNIT}|matched - same shape',
-    Kind.MATCHED: f'both, {UNIT}|equal parameter count',
+    Kind.REMOVED: f'removing, {UNIT}|same shape',
+    Kind.REINVESTED: f'reinvesting, {UNIT}|matched - same shape',
+    Kind.MATCHED: f'total, {UNIT}|equal parameter count',
 }
 # The parts in figures, and in the table of answers.
 SHAPES: dict[Kind, tuple[str, str]] = {

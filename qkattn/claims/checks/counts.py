@@ -167,7 +167,8 @@ def dominant_diagonal() -> Iterator[Row]:
         mean = inference.estimate(shares_X.tolist())
         expected = stats.chi.expect(lambda q: stats.norm.cdf(q) ** (T - 1), args=(H,))
         part = f'diagonal the largest of its row, H {side}'
-        row = exact('share of rows', mean.mean, expected, 0.05, part=part, head_size=H)
+        quantity = 'share of rows, above 0.5 for the claim'
+        row = exact(quantity, mean.mean, expected, 0.05, part=part, head_size=H)
         speaks = Speaks.FOR if mean.low > 1 / 2 else Speaks.AGAINST
         yield dataclasses.replace(row, low=mean.low, high=mean.high, speaks=speaks)
     largest = (diagonal_XBNT.max(-1) == s_XBNTS.max((-1, -2))).mean()

@@ -58,7 +58,7 @@ B4 = Claim(
     source='A forum thread that states both this and its opposite.',
     rule='Holds if, at equal parameter count, attention is not worse without W_Q and without W_K, '
     'where heads have slices of X as queries (keys), and not worse where every head has all of X, '
-    'which is one matrix W_QK a head. 40 seeds decide what 16 others left open.',
+    'which is one matrix W_QK a head. It is decided by 40 seeds; 16 others left it open.',
     expectations=tuple(
         Expectation('lm_near_margin', variant, 'not_worse', context={**reading, 'without': without})
         for variant, reading, without in (
@@ -76,7 +76,7 @@ B5 = Claim(
     statement='At equal parameter count many single-head layers beat fewer multi-head layers.',
     source='A forum thread; Liu et al. 2021, arXiv 2106.09650, with an initialization of its own.',
     rule='Holds if stacks of single-head layers, two and four times as deep as the multi-head '
-    'baseline, are better. 40 seeds decide what 8 others left open.',
+    'baseline, are better.',
     expectations=tuple(
         Expectation(
             'lm_near_margin',
@@ -108,8 +108,8 @@ B7 = Claim(
     statement='W_Q W_K^T may have a low rank: below the head size, the loss at equal parameter '
     'count is not worse.',
     source='A forum thread: W_Q and W_K allow a low-rank W.',
-    rule='Holds if no rank below the head size, the rank of the baseline, is worse. Rank 12, which '
-    '8 seeds left open, is decided by 28 others.',
+    rule='Holds if no rank below the head size, the rank of the baseline, is worse. Rank 12 is '
+    'decided by 28 seeds; 8 others left it open.',
     expectations=tuple(
         Expectation(study, f'low_rank(rank={rank})/vo', 'not_worse', context={'rank': str(rank)})
         for study, rank in (('lm_rank', 1), ('lm_rank', 4), ('lm_rank_12', 12))

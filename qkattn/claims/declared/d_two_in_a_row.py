@@ -42,7 +42,7 @@ D3 = Claim(
     title='implementations learn one matrix per head',
     statement='Implementations learn one matrix per head directly, for Q, K and V.',
     source=LECTURES,
-    rule='Holds if every number of c_attn in GPT-2, and of the projections in flax.nnx, belongs '
+    rule='Holds if every parameter of c_attn in GPT-2, and of the projections in flax.nnx, belongs '
     'to exactly one head, and training heads inside one matrix trains each as if by itself; the '
     'optimizer is a context.',
     checks=(rewrites.one_matrix_per_head, rewrites.steps_of_training),
