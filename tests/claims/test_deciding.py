@@ -102,14 +102,14 @@ def test_fractions_of_training_share_the_error_rate(monkeypatch):
 def test_the_distance_from_the_bound_of_a_relation_decides(results):
     """Seeds do not make up for a coarse sweep."""
     ((row, arm),) = evidence(cases(expect('qk/no_o', 'better'), results.study('fair_small')))
-    assert needed(row, arm)[1].startswith('a finer sweep, as this one leaves')
+    assert needed(row, arm)[1].startswith('a finer sweep (this one may miss')
     known = dataclasses.replace(arm.difference, tuning_low=0.0, tuning_high=0.0)
     coarse = dataclasses.replace(known, tuning_high=0.01)  # of 0.016 to the bound
     for difference, advised in ((coarse, True), (known, False)):
         comparison = dataclasses.replace(arm.comparison, difference=difference)
         arm = dataclasses.replace(arm, comparison=comparison)
         text = needed(dataclasses.replace(row, relation='not_worse'), arm)[1]
-        assert (', or fewer after a finer sweep, as this one leaves 0.01' in text) == advised
+        assert (', or fewer after a finer sweep (this one may miss 0.01' in text) == advised
     seeds = []
     for relation, bound in (('better', -0.005), ('equivalent', -0.005), ('not_worse', 0.005)):
         number, text = needed(dataclasses.replace(row, relation=relation), arm)

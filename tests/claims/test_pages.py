@@ -100,7 +100,7 @@ def test_a_page_has_a_row_and_a_section_for_each_claim(written):
     assert re.findall(r'^## (\w\d)$', page, re.M) == [claim.name for claim in SHOWN]
     start, section = page.partition('\n|')[0], page.split('## B4\n')[1].split('\n## ')[0]
     assert '6 claims at cpu scale: 1 holds, 1 holds under a condition, 1 fails' in start
-    for part in ('would be decided by 48 seeds', 'time: 1:23:45', '(./plots/b4_differences.png)'):
+    for part in ('; needs 48 seeds', 'time: 1:23:45', '(./plots/b4_differences.png)'):
         assert part in section
     assert MISSING.missing[0] in start and MISSING.missing[0] in section
     assert '| ✕ fails |' in page and '<b>' not in page and '&lt;b>x&lt;/b> & $y$' in page
