@@ -121,6 +121,10 @@ class Expectation:
             if (value := getattr(self, field)) not in values:
                 valid = ', '.join(values)
                 raise ConfigError(f'{field}={value!r} of an expectation must be one of {valid}')
+        if self.relation == AS_REPORTED and self.reported is None:
+            raise ConfigError(
+                f'relation={AS_REPORTED!r} needs reported=(lowest, highest), in nats/token'
+            )
 
     @property
     def variants(self) -> tuple[str, ...]:

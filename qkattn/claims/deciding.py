@@ -44,6 +44,7 @@ from qkattn.errors import ConfigError
 from qkattn.report.prose import NOT_RECORDED, SPLITS, device, reasons
 from qkattn.stats.decision import ALPHA
 from qkattn.stats.inference import to_find
+from qkattn.storage.records import flat
 from qkattn.storage.run_directory import describe_start
 from qkattn.study.arm_key import EQUAL_SHAPE, ArmKey
 from qkattn.verdict import Decision, judging
@@ -189,7 +190,8 @@ def truths(rows: Iterable[Row]) -> dict[Context, Speaks]:
     spoken: dict[Context, set[str]] = {}
     for row in rows:
         if row.speaks != Speaks.BESIDE:
-            spoken.setdefault(tuple(row.context.items()), set()).add(row.speaks)
+            context = tuple(row.context.items()) or (('part', 'checks'),)
+            spoken.setdefault(context, set()).add(row.speaks)
     order = (Speaks.AGAINST, Speaks.OPEN, Speaks.FOR)
     return {context: next(s for s in order if s in each) for context, each in spoken.items()}
 
@@ -207,7 +209,9 @@ def verdict_on(rows: Iterable[Row], complete: bool = True) -> ClaimVerdict:
         return ClaimVerdict.HOLDS_ONLY_IF
     if not complete or len(spoken) != 1 or Speaks.OPEN in spoken:
         return ClaimVerdict.UNDECIDED
+    # Those of checks have none.
     settings = {tuple(row.context.get(name) for name in SETTING) for row in rows}
+    settings.discard((None,) * len(SETTING))
     enough = len(settings) > 1 or all(row.kind == Kind.EXACT for row in rows)
     if spoken == {Speaks.FOR}:
         return ClaimVerdict.HOLDS if enough else ClaimVerdict.HOLDS_HERE
@@ -341,7 +345,9 @@ def needed(row: Row, arm: Arm) -> tuple[float, str]:
     about = f'to tell a difference of {difference.mean:+.2g} from {bound:+g} nats/token in {where}'
     if difference.sd is None:
         return math.inf, f'more seeds than {difference.n}, {about}'
-    alpha = 2 * ALPHA / max(1, verdict.num_comparisons)  # tests at a bound are one-sided
+    # Tests at a bound are one-sided, but what was reported is compared with a 95 % interval.
+    decided = 2 * ALPHA / max(1, verdict.num_comparisons)
+    alpha = ALPHA if row.relation == AS_REPORTED else decided
     hidden = difference.tuning_high if bound > difference.mean else difference.tuning_low
     sweep = f'a finer sweep (this one may miss {hidden:.2g} nats/token)'
     if (more := to_find(difference, bound - difference.mean, alpha)) is None:
@@ -372,6 +378,6 @@ def _provenance(studies: Iterable[Loaded]) -> tuple[str, str, float]:
     """Commits and hardware of what was trained, else of this process; seconds of training."""
     trials = [run.trials[0] for loaded in studies for run in loaded.study.runs if run.trials]
     starts = [trial.provenance for trial in trials] or [describe_start()]
-    commits = {(start['git']['commit'] or NOT_RECORDED)[:12] for start in starts}
+    commits = {(dict(flat(start)).get('git.commit') or NOT_RECORDED)[:12] for start in starts}
     seconds = sum(trial.train_seconds or 0.0 for trial in trials)
     return ', '.join(sorted(commits)), ', '.join(sorted(set(map(device, starts)))), seconds

@@ -65,7 +65,7 @@ def record(directory: str | Path) -> list[str]:
     path = absolute(directory)
     baseline = records.read_json(path / 'study.json', {'baseline': str})['baseline']
     results: dict[str, list[_Record]] = {}
-    for result in records.read_lines(path / 'results.jsonl', {'run': str, 'status': str}):
+    for result in records.read_lines(path / 'results.jsonl', {}, take=records.check_result):
         results.setdefault(result['run'], []).append(result)
     before: _Record = {'groups': [], 'runs': []}
     if (path / YARDSTICKS).exists():
@@ -75,7 +75,7 @@ def record(directory: str | Path) -> list[str]:
     problems: dict[str, None] = {}
     made: dict[str, list[_Record]] = {'groups': [], 'runs': []}
     counted: dict[tuple, _Record] = {}
-    schema = records.ARM_KEY | {'run': str, 'stage': str, 'config': dict}
+    schema = records.ARM_KEY | {'run': str, 'stage': str, 'trials': int, 'config': dict}
     for run in records.read_lines(path / 'plan.jsonl', schema):
         name, of_run = run['run'], results.get(run['run'], [])
         is_baseline = run['variant'] == baseline and run['control'] != EQUAL_SHAPE
@@ -204,6 +204,8 @@ def _run(path: Path, run: _Record, config: Config, results: list[_Record]) -> _R
         params = load_stack(path / run['directory'])[2]['params']
     except (ConfigError, CheckpointError) as error:
         return {'trials': None, 'why': str(error)}
+    if len(results) != run['trials']:
+        return {'trials': None, 'why': 'results of its trials are missing'}
     rows = _same_rows(config, results[0])
     log.info('measuring the loss by position of %s', run['directory'])
     split, made = PREFIXES[rows.splits[-1]], []

@@ -147,7 +147,7 @@ class Arm:
         The mean over the seeds that did not diverge is biased towards lower losses, and a setting
         that is not the best one gives higher losses.
         """
-        biased = self.num_diverged or self.not_bracketed or self.blocks
+        biased = self.num_diverged or self.blocks
         return bool(self.chosen) and not biased
 
 

@@ -124,7 +124,7 @@ def _seeds(study: Study, arm: Arm) -> Iterator[Remark]:
     Screening seeds beyond the first ones count on from the last of these.
     """
     first = len(study.tuning.seeds)
-    drawn = screening_seeds(study.tuning, max(first, study.tuning.max_seeds))
+    drawn = screening_seeds(study.tuning)
     screening = [drawn[:number] for number in range(first, len(drawn) + 1)]
     for stage, allowed in ((SCREENING, screening), (VERDICT, [study.verdict_seeds(arm.key)])):
         runs = [r.seeds for r in study.runs if r.key == arm.key and r.stage == stage]

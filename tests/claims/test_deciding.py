@@ -54,6 +54,19 @@ def test_verdicts_follow_from_those_of_arms(added, results):
         assert decide(claim(expected), 'cpu', results).verdict is verdict
 
 
+def test_a_check_is_no_setting_and_a_part_of_its_own(added):
+    worse = expect('double/double', 'worse', study='lm_added')
+    sound, false = (
+        lambda speaks=speaks: [Row('q', Kind.EXACT, {}, 0.0, speaks)]
+        for speaks in (Speaks.FOR, Speaks.AGAINST)
+    )
+    assert decide(claim(worse, checks=(sound,)), 'cpu', added).verdict is HOLDS_HERE
+    mixed = decide(claim(worse, checks=(false,)), 'cpu', added)
+    assert mixed.verdict is ClaimVerdict.HOLDS_ONLY_IF and mixed.condition == 'model: decoder'
+    other = expect('double/double', 'not_worse', study='lm_added')
+    assert decide(claim(other, checks=(sound,)), 'cpu', added).condition == 'part: checks'
+
+
 def test_a_claim_is_one_family(added):
     """All rows at once are tested at the error rate; to tell them apart, each at its share."""
     names = ('double/double', 'full_size/vo', 'nonlinear_query/vo')
@@ -153,6 +166,9 @@ def test_missing_results_are_named_and_needed_first(results, committed, tmp_path
     other = claim(expect('double/double', 'worse', 'lm_added', versus='full_size/vo'))
     lacks = decide(other, 'cpu', Results(tmp_path)).missing[1]
     assert lacks.endswith('on stdlib has no difference from full_size/vo yet')
+    lines = [line.replace('"git": {', '"other": {') for line in lines]  # no record of a commit
+    (study / 'results.jsonl').write_text(''.join(lines))
+    assert decide(full_size, 'cpu', Results(tmp_path)).commit == 'not recorded'
     (study / 'study.json').write_text('{"a"')
     decided = decide(full_size, 'cpu', Results(tmp_path))
     assert decided.missing[0].startswith('study lm_added cannot be used: ')

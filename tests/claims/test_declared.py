@@ -52,6 +52,8 @@ def test_an_expectation_of_another_relation_or_shape_is_refused():
         fields = {'study': 'lm', 'variant': 'qk/no_v', 'relation': 'better', field: value}
         with pytest.raises(ConfigError, match=f"{field}='{value}' of an expectation must be one"):
             Expectation(**fields)
+    with pytest.raises(ConfigError, match="relation='as_reported' needs reported="):
+        Expectation('lm', 'qk/no_v', 'as_reported')
 
 
 @pytest.mark.parametrize('scale', SCALES)

@@ -99,6 +99,25 @@ def test_at_worst_and_the_interval_are_those_of_the_curves_that_the_data_do_not_
         assert choice == 'vertex' or ends[0] < one.chosen < ends[1]
 
 
+@pytest.mark.parametrize(
+    ('seeds', 'spread', 'low', 'high'),
+    [(2, 0.0, 0.95, 1.0), (2, 0.15, 0.83, 0.94), (2, 0.4, 0.65, 0.84), (4, 0.15, 0.95, 1.0)],
+)
+def test_two_seeds_whose_optima_differ_bound_too_little(seeds, spread, low, high):
+    """The share of sweeps whose chosen value misses no more than they say, as in docs/limits.md."""
+    rng, held = np.random.default_rng(0), []
+    for _ in range(200):
+        moved = np.exp(spread * rng.standard_normal(seeds))
+        table = {
+            v: {s: loss(v / moved[s], s, 0.4) + rng.normal(0, 0.002) for s in range(seeds)}
+            for v in GRID
+        }
+        swept = sweep.fit(table, 'minimax')
+        if swept.bracketed and swept.at_worst is not None:
+            held.append(loss(swept.chosen, 0, 0.4) - loss(OPTIMUM) <= swept.at_worst)
+    assert len(held) > 50 and low <= np.mean(held) <= high
+
+
 def test_a_value_at_which_a_seed_diverged_is_worse_than_any_and_not_fitted():
     table = losses()
     table[0.008] = {0: 1.0, 1: None, 2: 1.0}  # the lucky seeds

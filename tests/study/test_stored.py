@@ -27,6 +27,11 @@ def kept(study, tmp_path):
     return tmp_path / 'kept'
 
 
+def flipped(content, place):
+    """With one bit changed."""
+    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+
+
 def files(path):
     return {
         file.relative_to(path).as_posix(): file.read_bytes()
@@ -71,7 +76,10 @@ def test_what_would_not_come_back_is_refused_and_nothing_is_written(study, tmp_p
         ('runs.jsonl', lambda content: content.replace(b'"format": 1', b'"format": 2')),
         ('runs.jsonl', lambda content: content.replace(b'"data": 0', b'"data": 7', 1)),
         ('documents.npz', lambda content: content[: len(content) // 2]),
+        ('runs.jsonl', lambda content: content.replace(b'"log": [', b'"log": [null, ', 1)),
         ('documents.npz', lambda content: b''),
+        ('documents.npz', lambda content: flipped(content, 28)),  # raises zlib.error
+        ('documents.npz', lambda content: flipped(content, 103)),  # TokenError
     ],
 )
 def test_damage_is_one_sentence(kept, name, change):

@@ -26,8 +26,9 @@ def study(small_run, tmp_path):
     config, run = small_run
     shutil.copytree(run, tmp_path / 'runs/a')
     (tmp_path / 'study.json').write_text('{"baseline": "qk/vo"}')
-    write_lines(tmp_path / 'plan.jsonl', [RUN | {'config': to_json(config)}])
     results = read_json(run / 'result.json', [{}])
+    planned = RUN | {'config': to_json(config), 'trials': len(results)}
+    write_lines(tmp_path / 'plan.jsonl', [planned])
     write_lines(tmp_path / 'results.jsonl', [result | {'run': 'a'} for result in results])
     return config, tmp_path
 
@@ -92,6 +93,10 @@ def test_other_data_and_a_checkpoint_of_another_training_are_not_measured(study)
     assert yardsticks.record(path) == []
     (run,) = recorded(path)['runs']
     assert run['trials'] is None and run['why'].endswith(', its result 1.0000')
+    write_lines(path / 'results.jsonl', results[:1])
+    assert yardsticks.record(path) == []
+    (run,) = recorded(path)['runs']
+    assert (run['trials'], run['why']) == (None, 'results of its trials are missing')
 
 
 def test_a_probe_has_chance(tiny):
