@@ -133,7 +133,9 @@ def test_the_distance_from_the_bound_of_a_relation_decides(results):
     alpha = 2 * decision.ALPHA / arm.verdict.num_comparisons
     assert seeds[2] == inference.to_find(known, 0.005 - known.mean, alpha)[0]
     reported = dataclasses.replace(row, relation='as_reported', expected=0.02, tolerance=0.01)
-    assert 'from +0.01 nats/token' in needed(reported, arm)[1]
+    number, text = needed(reported, arm)
+    assert 'from +0.01 nats/token' in text  # of a 95 % interval
+    assert number == inference.to_find(known, 0.01 - known.mean, decision.ALPHA)[0]
     one = dataclasses.replace(known, sd=None, n=1)
     arm = dataclasses.replace(arm, comparison=dataclasses.replace(arm.comparison, difference=one))
     assert needed(row, arm)[1].startswith('more seeds than 1, to tell')
