@@ -87,12 +87,14 @@ def varying(rows: Sequence[Row]) -> list[str]:
 
 
 def located(row: Row, names: Iterable[str]) -> list[str]:
-    """'d_model=64', 'stdlib', 'steps 500': these of its context, a number with its name."""
+    """'d_model=64', 'steps 500', 'part: symmetry': these of its context, named where needed."""
     values = [(name, row.context[name]) for name in names if name in row.context]
     values = [
         (name, _OF_CONTEXT.get(value, value) if name == 'shape' else value)
         for name, value in values
     ]
+    if row.kind == Kind.EXACT:
+        return [f'{words(name)}: {value}' for name, value in values]
     return [f'{words(name)} {value}' if value[:1].isdigit() else value for name, value in values]
 
 
