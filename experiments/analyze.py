@@ -41,9 +41,7 @@ from qkattn.train import exported
 from qkattn.train.program_cache import keep_programs
 
 SOURCE = flags.DEFINE_string('source', None, 'Model to measure; --source= may be left out.')
-TRIAL = flags.DEFINE_integer(
-    'trial', None, 'Index of the trial of a run; default: the first that has not diverged.'
-)
+TRIAL = cli.define_trial()
 REFERENCE = flags.DEFINE_string(
     'reference',
     None,

@@ -7,8 +7,6 @@ python -m experiments.claims --scale=gpu --dry_run  # plan and cost
 python -m experiments.claims --notrain --workdir=runs/claims --export=claims_cpu
 """
 
-from pathlib import Path
-
 from absl import flags
 
 from qkattn.claims import declared, export, pages, studies
@@ -20,7 +18,7 @@ from qkattn.errors import ConfigError
 from qkattn.jobs import cli, signals
 from qkattn.jobs.display import waiting
 from qkattn.storage.buckets import is_url
-from qkattn.storage.files import check_directory
+from qkattn.storage.files import as_path, check_directory
 from qkattn.study import local_workers
 from qkattn.train.program_cache import keep_programs
 
@@ -64,9 +62,9 @@ def main() -> None:
     if DRY_RUN.value:
         print(studies.costs(configs))
         return
-    directory = Path(workdir := cli.required(WORKDIR))
-    if is_url(workdir):
+    if is_url(workdir := cli.required(WORKDIR)):
         raise ConfigError(f'workdir={workdir} is in a bucket; claims need one on a file system')
+    directory = as_path(workdir)
     if not TRAIN.value and not directory.is_dir():
         raise ConfigError(f'workdir={workdir} is not a directory, and --notrain trains nothing')
     studies.check_workdir(configs, SCALE.value, directory)

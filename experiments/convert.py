@@ -24,9 +24,7 @@ from qkattn.train import exported
 from qkattn.train.program_cache import keep_programs
 
 SOURCE = flags.DEFINE_string('source', None, 'Model to convert.')
-TRIAL = flags.DEFINE_integer(
-    'trial', None, 'Index of the trial of a run; default: the first that has not diverged.'
-)
+TRIAL = cli.define_trial()
 NUM_HEADS = flags.DEFINE_integer(
     'num_heads', None, 'Number of heads, for published files without a config.'
 )

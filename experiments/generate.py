@@ -30,9 +30,7 @@ SOURCE = flags.DEFINE_string(
 DATA = flags.DEFINE_string(
     'data', DataConfig.name, 'Dataset of the tokenizer, for a source that is not a run.'
 )
-TRIAL = flags.DEFINE_integer(
-    'trial', None, 'Index of the trial of a run; default: the first that has not diverged.'
-)
+TRIAL = cli.define_trial()
 PROMPT = flags.DEFINE_string('prompt', '', 'Text to continue; by default, a new document.')
 PROMPT_TOKENS = flags.DEFINE_string(
     'prompt_tokens', None, 'Token ids to continue, as in "12 7 301"; prints ids.'

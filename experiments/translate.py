@@ -25,7 +25,7 @@ from qkattn.jobs import cli
 from qkattn.train.program_cache import keep_programs
 
 SOURCE = flags.DEFINE_string('source', None, 'Run directory of an encoder-decoder.')
-TRIAL = flags.DEFINE_integer('trial', 0, 'Index of the trial of the run.')
+TRIAL = cli.define_trial()
 TEXT = flags.DEFINE_string('text', None, 'Sentences to translate, one per line.')
 FILE = flags.DEFINE_string('file', None, 'File of sentences to translate, one per line.')
 SCORE = flags.DEFINE_string('score', None, 'Split of the data to translate and score.')

@@ -133,6 +133,8 @@ def manifest(options: Namespace) -> str:
     env = [{'name': 'JAX_COMPILATION_CACHE_DIR', 'value': programs}]
     if not workers:  # nodes start and pull images at different times
         env += [{'name': 'QKATTN_CONNECT_SECONDS', 'value': '3600'}]
+    if on_gpus:  # one that does not open is an error: no run goes on on the CPU
+        env += [{'name': 'JAX_PLATFORMS', 'value': 'cuda,cpu'}]
     if on_gpus and not workers:
         first = f'{options.name}-train-0-0.{options.name}:{PORT}'
         index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"

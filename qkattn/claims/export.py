@@ -20,6 +20,7 @@ from qkattn.report import export as export_study
 from qkattn.report.prose import rounded
 from qkattn.report.verify import close, difference, near
 from qkattn.stats.decision import Decision
+from qkattn.storage.files import as_path
 from qkattn.storage.records import damaged, flat, parse_file, read, write_json
 from qkattn.study.arms import parse_variant
 from qkattn.verdict.arms import Arm, with_baselines
@@ -138,7 +139,7 @@ def write(directory: str | Path, name: str, records: Iterable[Record]) -> Path:
     for record in records:
         rows = [{name: rounded(x) for name, x in fields(row).items()} for row in record.rows]
         made.append(fields(record) | {'rows': rows})
-    write_json(path := Path(directory) / name, made)
+    write_json(path := as_path(directory) / name, made)
     return path
 
 
@@ -177,7 +178,7 @@ def export(decided: Iterable[ClaimResult], results: Results, destination: str | 
 
     ReportError if the destination holds something else.
     """
-    decided, destination = list(decided), Path(destination)
+    decided, destination = list(decided), as_path(destination)
     names = [name for claim in decided for name in claim.studies]
     for name in dict.fromkeys([*names, SCALING]):
         if results.study(name) is not None:

@@ -98,6 +98,12 @@ class _ConfigParser(ConfigFileFlagParser):
             raise
 
 
+def define_trial() -> flags.FlagHolder:
+    """The flag --trial of scripts that read a run."""
+    about = 'Index of the trial of a run; default: the first that has not diverged.'
+    return flags.DEFINE_integer('trial', None, about)
+
+
 def define_config(kind: Kind) -> flags.FlagHolder:
     """The flag --config=FILE.py or NAME of a kind, whose fields --config.a.b=VALUE overrides."""
     holder = config_flags.DEFINE_config_file(
@@ -280,7 +286,8 @@ def _log_to_stderr() -> None:
     handler.setFormatter(logging.Formatter('%(message)s'))
     logger = logging.getLogger('qkattn')
     logger.addHandler(handler)
-    logger.setLevel(os.environ.get('QKATTN_LOG', 'INFO'))
+    level = os.environ.get('QKATTN_LOG', '').upper()
+    logger.setLevel(level if level in logging.getLevelNamesMapping() else logging.INFO)
     logger.propagate = False
 
 

@@ -6,6 +6,7 @@ Standard library only.
 import ctypes
 import functools
 import importlib.util
+import itertools
 import math
 import os
 import platform
@@ -51,10 +52,12 @@ def free_memory(
     free = [math.inf]
     if available := re.search(r'^MemAvailable:\s*(\d+)', _text(memory), re.MULTILINE):
         free.append(1024 * int(available[1]))
-    names = ('memory.max', 'memory.current')
-    for limit, used in zip(*(_settings(n, groups, membership) for n in names), strict=False):
-        if limit != 'max':
-            free.append(int(limit) - int(used))
+    names = ('memory.max', 'memory.current', 'memory.stat')
+    settings = (_settings(name, groups, membership) for name in names)
+    for limit, used, stat in itertools.zip_longest(*settings, fillvalue=''):
+        if limit not in ('', 'max'):
+            cached = re.search(r'^inactive_file (\d+)', stat, re.MULTILINE)  # is given back
+            free.append(int(limit) - int(used) + int(cached[1] if cached else 0))
     return min(free)
 
 

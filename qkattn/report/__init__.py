@@ -15,7 +15,7 @@ from qkattn.report.figures.style import DARK, LIGHT, Drawing, write_plots
 from qkattn.report.prose import environment, macro
 from qkattn.report.tables import headline, terminal_text
 from qkattn.storage import ledger
-from qkattn.storage.files import write_atomic
+from qkattn.storage.files import as_path, write_atomic
 from qkattn.storage.records import flat, parse_file
 from qkattn.study import stored
 from qkattn.study.tuning import SCREENING
@@ -63,7 +63,7 @@ def export(study_dir: str | Path, destination: str | Path) -> Path:
     there is no study, or `destination` is neither empty nor an earlier export of the same study.
     """
     check_export(study_dir, destination)
-    (study, findings), destination = load_findings(study_dir), Path(destination)
+    (study, findings), destination = load_findings(study_dir), as_path(destination)
     stored.pack(study.files, destination)
     for file, text in tables.files(study, findings).items():
         write_atomic(destination / file, text)
@@ -72,7 +72,7 @@ def export(study_dir: str | Path, destination: str | Path) -> Path:
 
 def check_export(study_dir: str | Path, destination: str | Path) -> None:
     """ReportError if `destination` is neither empty nor an earlier export of the same study."""
-    study, name = _name(Path(study_dir)), _name(destination := Path(destination))
+    study, name = _name(as_path(study_dir)), _name(destination := as_path(destination))
     is_empty = not destination.exists() or destination.is_dir() and not any(destination.iterdir())
     if not is_empty and (name != study or (destination / 'plan.jsonl').exists()):
         raise ReportError(

@@ -54,7 +54,7 @@ class RunDirectory(contextlib.ExitStack):
         try:
             self.lost = self.enter_context(locked(directory / 'lock', wait=False))
             remove_unfinished(directory)
-            self.resumed = _check_config(directory, config)
+            _check_config(directory, config)
             provenance = directory / 'provenance.json'
             starts = read_json(provenance, PROVENANCE)['starts'] if provenance.exists() else []
             start = {**describe_start(), 'imported': imported(to_json(config))}
@@ -71,8 +71,8 @@ class RunDirectory(contextlib.ExitStack):
             raise
 
 
-def _check_config(directory: Path, config: Config) -> bool:
-    """Writes config.json, or checks the existing one; returns whether it existed."""
+def _check_config(directory: Path, config: Config) -> None:
+    """Writes config.json, or checks the existing one."""
     path = directory / 'config.json'
     if not path.exists():
         if (directory / 'study.json').exists():
@@ -84,7 +84,7 @@ def _check_config(directory: Path, config: Config) -> bool:
                 'from; restore it from a copy or give another directory.'
             )
         write_json(path, {'hash': fingerprint(config), 'config': to_json(config)})
-        return False
+        return
     record = read_json(path, CONFIG)
     try:
         if fingerprint_of(record['config']) != record['hash']:
@@ -95,7 +95,7 @@ def _check_config(directory: Path, config: Config) -> bool:
     except ConfigError as error:
         raise damaged(path, error) from error
     if fingerprint(stored) == fingerprint(config):
-        return True
+        return
     expected = with_machine_of(config, stored)
     changes = differences(dataclasses.asdict(stored), dataclasses.asdict(expected))
     raise ConfigError(

@@ -208,6 +208,8 @@ def parse_fields(text: str, where: str) -> dict[str, Any]:
                 f'{where}: {part!r} must be a model field as in d_model=128; '
                 f'fields are {", ".join(known)}'
             )
+        if name in fields:
+            raise ConfigError(f'{where} sets {name} twice')
         try:
             fields[name] = ast.literal_eval(value)
         except (SyntaxError, ValueError):

@@ -57,7 +57,7 @@ def limit(study: Study, arms: list[MatchedArm], wanted: int | None, left: list[P
     if gpus is None:
         return 1  # an accelerator whose chips one process drives together
     if gpus:
-        room = len(gpus) // math.prod(dataclasses.astuple(study.base.mesh))
+        room = min(room, len(gpus) // math.prod(dataclasses.astuple(study.base.mesh)))
     elif wanted is None and left:
         each = _PROCESS + _TRAINING * least_memory(left[0].config)
         room = min(room, machine.free_memory() / each)

@@ -12,11 +12,14 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, cast
 
+import jax
+from jax.errors import JaxRuntimeError
+
 from qkattn.config import Config, Study, from_json, to_json
 from qkattn.data.pipeline import check_documents
 from qkattn.data.tasks.task_registry import rows_of
 from qkattn.errors import CheckpointError, ConfigError, DiskError, InUseError, Lost, Stopped
-from qkattn.jobs import agreement
+from qkattn.jobs import agreement, cli
 from qkattn.jobs.agreement import owned
 from qkattn.jobs.display import StudyLeft, waiting
 from qkattn.jobs.signals import StopRequest
@@ -165,9 +168,13 @@ def _train(path: Path, leased: dict[str, Any], worker: _Worker, failed: dict[str
             worker.refused.add(leased['run'])
         except DiskError:
             raise  # no other run could be saved either
-        except (ConfigError, CheckpointError) as error:
-            log.error('skipping %s: %s', leased['directory'], error)
-            failed[leased['run']] = str(error)
+        except (ConfigError, CheckpointError, JaxRuntimeError) as error:
+            # Out of memory is a fault of this run; other errors of XLA are bugs, or of the machine.
+            known = cli.outcome(error)
+            if known is None or isinstance(error, JaxRuntimeError) and jax.process_count() > 1:
+                raise
+            log.error('skipping %s: %s', leased['directory'], known[0])
+            failed[leased['run']] = known[0]
 
 
 def left_of(study: Study, arms: list[MatchedArm], path: Path) -> list[PlannedRun]:

@@ -21,6 +21,7 @@ from jax.experimental import topologies
 
 from qkattn.attention.kernels import choice
 from qkattn.config import Config
+from qkattn.config.setting import check_section
 from qkattn.errors import ConfigError
 from qkattn.model import cost
 from qkattn.model.sites import validate
@@ -106,6 +107,7 @@ class Description:
 def describe(config: Config, topology: str) -> Description:
     """Compiles the train program for the pod of a name and describes it."""
     pod = Pod(topology)
+    check_section('', config)
     _require_fit(config, pod)
     devices, compiler = _devices(pod)  # before any code from outside computes, which starts JAX
     validate(config)
@@ -240,7 +242,7 @@ def check_log(path: str | Path) -> None:
     if not Path(path).parent.is_dir() or (Path(path).exists() and not Path(path).is_file()):
         valid = 'a CSV file, or a name for one in a directory that exists'
         raise ConfigError(f'--dry_run_log={path} must be {valid}')
-    known = Path(path).read_text() if Path(path).exists() else ''
+    known = Path(path).read_text(errors='replace') if Path(path).exists() else ''
     if known and known.partition('\n')[0] != LOG_COLUMNS:
         raise ConfigError(f'--dry_run_log={path} must have the columns {LOG_COLUMNS}')
 

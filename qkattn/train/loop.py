@@ -286,6 +286,8 @@ class _Run:
                 clock.pause((step - since) * self.tokens_per_step)
                 stopping = stopping or (evaluating and not self._validate(step))
                 if saving or stopping:
+                    if agreement.any_process(self.lost()):  # an evaluation may take minutes
+                        raise Lost(f'{self.path} was taken over at step {step}')
                     record = {
                         # On the disk before the checkpoint: a resumed file has no gap.
                         'metrics': agreement.on_owner(self.metrics.flush),

@@ -38,6 +38,9 @@ def test_the_narrowest_control_group_limits_cores_and_memory(group, tmp_path):
     group('outer', {'memory.max': '5000', 'memory.current': '2000'})
     group('', {'cpu.max': '150000 100000'})
     assert left() == (1.5, 3000)
+    group('outer/inner', {'memory.stat': 'anon 5'})
+    group('outer', {'memory.stat': 'anon 7\ninactive_file 500'})  # is given back
+    assert left() == (1.5, 3500)
 
 
 def test_a_quota_leaves_as_many_cores_of_the_affinity(monkeypatch):

@@ -251,3 +251,13 @@ def test_what_does_not_agree_or_cannot_be_read_is_named(tmp_path, name, old, new
     (tmp_path / name).write_text(FILES[name].replace(old, new, 1))
     with pytest.raises(ReportError, match=message):
         check_numbers(numbers)
+
+
+def test_an_export_to_a_bucket_is_there_and_not_below_this_directory(
+    written, bucket, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        report.export(written, 'gs://runs/kept')
+    assert {'kept/study.json', 'kept/runs.jsonl', 'kept/table.md'} <= set(bucket.names('runs'))
+    assert not [*tmp_path.iterdir()]

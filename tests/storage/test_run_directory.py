@@ -27,7 +27,7 @@ def test_a_directory_has_one_owner(tmp_path, request, monkeypatch, far):
     server = request.getfixturevalue('bucket') if far else None
     path = 'gs://runs/a' if far else tmp_path
     with RunDirectory(path, CONFIG) as first:
-        assert not first.resumed and not first.lost()
+        assert not first.lost()
         first.metrics.append({'step': 5})
         owner = f'^workdir={path} is in use by process {os.getpid()} on '
         with pytest.raises(InUseError, match=owner):
@@ -38,7 +38,7 @@ def test_a_directory_has_one_owner(tmp_path, request, monkeypatch, far):
             write_atomic(tmp_path / 'result.json', '[]')
         assert [*tmp_path.glob('.*')]
     with RunDirectory(path, CONFIG) as again:
-        assert again.resumed and again.metrics.last_step == 5
+        assert again.metrics.last_step == 5
     assert not [*tmp_path.glob('.*')]
     if server:
         kept = {'a/config.json', 'a/metrics.jsonl', 'a/provenance.json'}
@@ -72,8 +72,7 @@ def test_another_config_is_refused_with_exactly_the_fields_that_differ(tmp_path)
     assert listed[:2] == ['model.d_model: 128 -> 64', 'model.window: null -> 8']
     assert listed[2:] == ['trials.seeds: [0, 1] -> [0, 2]']
     # A refusal leaves the directory free.
-    with RunDirectory(tmp_path, CONFIG) as run:
-        assert run.resumed
+    RunDirectory(tmp_path, CONFIG).close()
     assert (tmp_path / 'config.json').read_bytes() == before
     stored = {'hash': fingerprint(CONFIG), 'config': to_json(CONFIG)}
     assert read_json(tmp_path / 'config.json', {}) == stored

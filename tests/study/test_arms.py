@@ -56,6 +56,7 @@ SCALED = {'variants': ('qk/vo', 'qk/vo?score_scale=2.0')} | tuning(score_scales=
     [
         (UNTUNED, {'variants': ('qk/vv',)}, "variant 'qk/vv': unknown value 'vv'"),
         (UNTUNED, {'variants': ('qk/vo?num_heads',)}, "'num_heads' must be a model field"),
+        (UNTUNED, {'sizes': ('d_model=64&d_model=32',)}, 'd_model=32.* sets d_model twice'),
         (UNTUNED, {'variants': ('qk/vo', 'qk/vo?num_heads=4')}, 'are the same model'),
         (UNTUNED, {'variants': ('qk/vo', 'qk/vo?d_model=8')}, 'and sizes both set d_model'),
         (UNTUNED, {'variants': ('qk/vo', 'qk/vo?num_heads=[4]')}, r'num_heads=\[4\] must be of'),

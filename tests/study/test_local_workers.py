@@ -126,6 +126,7 @@ def test_workers_that_end_in_any_way(tmp_path):
         (2, 0, 3, 3, math.inf, 2),
         (8, 4, None, 3, math.inf, 2),
         (8, 1, 2, 3, math.inf, 1),
+        (1, 8, None, 3, math.inf, 1),  # each worker has cores of its own
         (8, None, None, 3, math.inf, 1),
         (2, 0, None, 3, 2**31, 1),
         (2, 0, 2, 3, 2**31, 2),  # asked for by number

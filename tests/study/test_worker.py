@@ -9,6 +9,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from jax.errors import JaxRuntimeError
 
 from qkattn.config import DataConfig, Study, TuningConfig, fingerprint
 from qkattn.config.setting import setting
@@ -192,6 +193,8 @@ def test_a_held_run_is_left_alone_and_taken_when_it_is_given_up(trained, tmp_pat
         (InUseError('in use'), None, 6),
         (Lost('taken over'), None, 6),
         (CheckpointError('every checkpoint is damaged'), ConfigError, 3),
+        (JaxRuntimeError('RESOURCE_EXHAUSTED: no room'), ConfigError, 3),
+        (JaxRuntimeError('INTERNAL: a bug'), JaxRuntimeError, 0),
         (DiskError('the disk is full'), DiskError, 0),
     ],
 )
@@ -208,7 +211,8 @@ def test_a_run_that_cannot_be_trained_does_not_stop_the_others_but_a_full_disk_d
 
     trained.before = broken
     monkeypatch.setattr(worker._Worker, '_wait', lambda *_: {})
-    with pytest.raises(raised, match=str(error)) if raised else contextlib.nullcontext():
+    message = str(error).rpartition(': ')[2]
+    with pytest.raises(raised, match=message) if raised else contextlib.nullcontext():
         worker.run(STUDY, tmp_path / 'out')
     assert len(trained) == len(set(trained)) == number
     assert raised or refused[0] in trained[1:]

@@ -31,8 +31,11 @@ from tests.train.conftest import PAIRS
 pytestmark = pytest.mark.usefixtures('programs_kept')
 
 
-def at_dispatch(number: int, call):
-    """A function `lost` that calls `call` after that many dispatches; what it returns is lost."""
+def at_question(number: int, call):
+    """A function `lost` that calls `call` when asked for that time; what it returns is lost.
+
+    It is asked once after each dispatch, and once before each save.
+    """
     asked = iter(range(1, 1000))
     return lambda: bool(call()) if next(asked) == number else False
 
@@ -110,8 +113,8 @@ def test_further_metrics_are_logged_and_nothing_else_changes(small, small_run, t
 
 def test_a_signal_saves_after_the_step_and_the_run_resumes(small_run, tmp_path):
     config, straight = small_run
-    for step in (3, 6):
-        stop = at_dispatch(3, lambda: signal.raise_signal(signal.SIGTERM))
+    for step, question in ((3, 3), (6, 4)):
+        stop = at_question(question, lambda: signal.raise_signal(signal.SIGTERM))
         with pytest.raises(Stopped, match=f'stopped at step {step} of 12, state saved'):
             train(config, tmp_path, lost=stop)
         assert step in saved_steps(tmp_path)
@@ -123,7 +126,7 @@ def test_a_signal_saves_after_the_step_and_the_run_resumes(small_run, tmp_path):
 def test_a_lost_run_saves_nothing_more_and_can_be_gone_on_with(small_run, tmp_path):
     config, straight = small_run
     with pytest.raises(Lost, match='taken over at step 7'):  # checkpoints are every four
-        train(config, tmp_path, lost=at_dispatch(7, lambda: True))
+        train(config, tmp_path, lost=at_question(8, lambda: True))
     assert not (tmp_path / 'result.json').exists() and saved_steps(tmp_path) == [4]
     train(config, tmp_path)
     assert_same_run(tmp_path, straight)
@@ -157,6 +160,14 @@ def test_a_stopped_evaluation_comes_first_in_the_next_start(small_run, tmp_path,
     assert_same_run(tmp_path, straight)
 
 
+def test_a_run_that_is_lost_in_an_evaluation_saves_nothing(small_run, tmp_path, monkeypatch):
+    lost, record = [], results.eval_record
+    monkeypatch.setattr(results, 'eval_record', lambda *a: lost.append(1) or record(*a))
+    with pytest.raises(Lost, match='taken over at step 4'):
+        train(small_run[0], tmp_path, lost=lambda: bool(lost))
+    assert not saved_steps(tmp_path)
+
+
 # A run that is resumed
 
 
@@ -167,7 +178,7 @@ def test_metrics_that_are_changed_while_a_run_trains_are_named_at_its_end(small,
             file.write(b'9')
 
     with pytest.raises(ConfigError, match=r'metrics\.jsonl, line 1 .*; restore the file from'):
-        train(small(), tmp_path, lost=at_dispatch(7, change))
+        train(small(), tmp_path, lost=at_question(7, change))
     assert not (tmp_path / 'result.json').exists() and (tmp_path / 'checkpoints/12').exists()
 
 
@@ -185,7 +196,7 @@ def test_a_diverged_trial_is_recorded_with_its_step_and_leaves_no_losses(small, 
     """Also when the run was resumed after it."""
     config = small(trials={'seeds': (0,), 'learning_rates': (1e-2, 1e30)})
     with pytest.raises(Lost):
-        train(config, tmp_path, lost=at_dispatch(6, lambda: True))
+        train(config, tmp_path, lost=at_question(6, lambda: True))
     assert saved_steps(tmp_path) == [4]
     fine, diverged = train(config, tmp_path)
     *records, final = read_metrics(tmp_path / 'metrics.jsonl')
