@@ -38,9 +38,9 @@ from qkattn.train.trials import Evaluation, Stack, check_metrics
 SEEN_WITHIN = 60.0  # seconds, for others to see a file that process 0 has written
 
 # The record before step 0; checkpoints of earlier versions lack some of its fields. `given`: what
-# the run began with, by setting, and its sha256.
+# the run began with, by setting, and its sha256. `code`: of the starts that led to it.
 _FIRST: dict[str, Any] = {'diverged_at': None, 'evaluated': True, 'metrics': None, 'given': {}}
-_FIRST |= dict.fromkeys(('train_seconds', *PARTS), 0.0)
+_FIRST |= {'code': []} | dict.fromkeys(('train_seconds', *PARTS), 0.0)
 
 log = logging.getLogger(__name__)
 
@@ -235,6 +235,7 @@ class _Run:
     lost: Callable[[], bool]
     asked: Iterator[int] = dataclasses.field(default_factory=itertools.count)
     given: dict[str, str] = dataclasses.field(default_factory=dict)  # as in the record
+    code: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     validated: tuple[int, Evaluation] | None = None  # the newest, and its step
     diverged_at: dict[int, int | None] = dataclasses.field(default_factory=dict)  # by trial
 
@@ -248,6 +249,7 @@ class _Run:
         agreement.on_owner(lambda: self.metrics.rewind(step, **kept))
         self.sinks.open(step)
         self.given = record['given']
+        self.code = agreement.on_owner(lambda: results.with_this_start(self.path, record['code']))
         # A step that the record of a checkpoint lacks stays unknown, None.
         steps_X = record['diverged_at'] or [None] * len(alive_X)
         self.diverged_at = {x: at for x, at in enumerate(steps_X) if not alive_X[x]}
@@ -296,6 +298,7 @@ class _Run:
                         'diverged_at': [self.diverged_at.get(x) for x in range(len(alive_X))],
                         'evaluated': not (evaluating and stopping),
                         'given': self.given,
+                        'code': self.code,
                     }
                     with self.progress.phase('saving'):
                         self.checkpoints.save(step, stack.state, record)
@@ -360,7 +363,9 @@ class _Run:
             'tokens_per_second': clock.tokens_per_second,
             'lifting': stack.program.lifting,
         }
-        provenance = agreement.on_owner(lambda: results.software_of(self.path, self.given))
+        provenance = agreement.on_owner(
+            lambda: results.software_of(self.path, self.given, self.code)
+        )
         with self.progress.phase('measuring'):
             by_trial = results.trial_results(
                 stack, evaluations, costs, {'provenance': provenance}, self.diverged_at

@@ -149,11 +149,22 @@ def final_record(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def software_of(directory: Path, given: Mapping[str, str]) -> dict[str, Any]:
+def with_this_start(directory: Path, before: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The code, without repetition, of the starts `before` and of this one, which is the last."""
+    start = read_json(directory / 'provenance.json', PROVENANCE)['starts'][-1]
+    code = {name: start[name] for name in ('git', 'imported')}
+    return [*(other for other in before if other != code), code]
+
+
+def software_of(
+    directory: Path, given: Mapping[str, str], code: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
     """The provenance of results, with the sha256 of what the run was `given` beside its modules.
 
-    User and host stay in provenance.json.
+    It is that of the last start, beside the `code` of earlier ones, if another, that the run was
+    resumed from. User and host stay in provenance.json.
     """
     start = read_json(directory / 'provenance.json', PROVENANCE)['starts'][-1]
-    imported = {**start['imported'], **given}
-    return {name: start[name] for name in START} | ({'imported': imported} if imported else {})
+    imported, earlier = {**start['imported'], **given}, list(code[:-1])
+    parts = {'imported': imported, 'earlier': earlier}
+    return {name: start[name] for name in START} | {n: part for n, part in parts.items() if part}

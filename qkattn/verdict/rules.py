@@ -5,6 +5,7 @@ Results are validation and test measurements only; training losses are not read.
 """
 
 import dataclasses
+import itertools
 import re
 import statistics
 from collections.abc import Iterator, Sequence
@@ -238,11 +239,12 @@ def _software(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
     """Versions and devices, which seldom affect results; and the code, which may.
 
     Results of several commits, or of uncommitted changes, withhold every verdict unless
-    the ledger accepts them.
+    the ledger accepts them; also where a run was resumed on another commit.
     """
     facts: dict[str, dict[str, dict[ArmKey, None]]] = {}
     for trial in (trial for arm in arms for trial in arm.trials):
-        for name, value in flat(trial.provenance):
+        starts = trial.provenance, *trial.provenance.get('earlier', ())
+        for name, value in itertools.chain.from_iterable(map(flat, starts)):
             facts.setdefault(name, {}).setdefault(str(value), {})[trial.run.key] = None
     accepted = study.ledger.accepted
     for name, arms_of in facts.items():

@@ -17,6 +17,7 @@ from qkattn.data.tokens import TokenDataset
 from qkattn.errors import CheckpointError, ConfigError, Lost, Stopped
 from qkattn.jobs.display import Progress
 from qkattn.metrics import TIMES
+from qkattn.storage import run_directory
 from qkattn.storage.metrics_log import read_metrics
 from qkattn.storage.records import metrics_of, read_json
 from qkattn.train import loop, results, timing
@@ -169,6 +170,21 @@ def test_a_run_that_is_lost_in_an_evaluation_saves_nothing(small_run, tmp_path, 
 
 
 # A run that is resumed
+
+
+def test_results_name_the_code_of_every_start_that_they_come_from(small_run, tmp_path, monkeypatch):
+    git = [{'commit': name, 'dirty': dirty} for name, dirty in (('a', True), ('b', False))]
+    # The third start saves nothing.
+    for state, question in ((git[0], 3), (git[0], 4), ({'commit': 'c', 'dirty': False}, 1)):
+        monkeypatch.setattr(run_directory, 'git_state', lambda state=state: state)
+        lost = question == 1
+        stop = at_question(question, lambda lost=lost: lost or signal.raise_signal(signal.SIGTERM))
+        with pytest.raises(Lost if lost else Stopped):
+            train(small_run[0], tmp_path, lost=stop)
+    monkeypatch.setattr(run_directory, 'git_state', lambda: git[1])
+    for result in train(small_run[0], tmp_path):
+        assert result['provenance']['git'] == git[1]
+        assert result['provenance']['earlier'] == [{'git': git[0], 'imported': {}}]
 
 
 def test_metrics_that_are_changed_while_a_run_trains_are_named_at_its_end(small, tmp_path):

@@ -209,6 +209,15 @@ def test_code_that_differs_or_that_no_commit_holds_blocks_until_it_is_accepted(s
     assert decisions == JUDGED
 
 
+def test_code_that_a_run_was_resumed_from_counts(study_dir):
+    earlier = [{'git': {'commit': 'e' * 40, 'dirty': True}, 'imported': {}}]
+    provenance = trial_record('x')['provenance'] | {'earlier': earlier}
+    _, decisions, remarks = checked(write_tuned(study_dir, records_of(provenance=provenance)))
+    assert decisions == ALL_WITHHELD
+    found = [(remark.code.name, remark.data.get('name')) for remark in remarks]
+    assert found == [('SOFTWARE_DIFFERS', 'git.commit'), ('UNCOMMITTED_CHANGES', None)]
+
+
 def test_a_run_that_was_altered_after_a_look_gives_no_verdict(study_dir):
     """Its numbers agree with each other; the arm without that run keeps its verdict."""
     path = write_tuned(study_dir, records_of())
