@@ -1,6 +1,7 @@
 """The specification of one attention layer, and checks that Scores and Values share."""
 
 import dataclasses
+import math
 import numbers
 from collections.abc import Callable
 from typing import Any, Literal
@@ -66,10 +67,10 @@ class AttentionSpec:
             raise SpecError(f'init={self.init!r} must be fan_in or nanogpt')
         for field in ('score_scale', 'init_qk', 'init_vo', 'residual_gain', 'logit_cap'):
             number, gain, cap = getattr(self, field), field == 'residual_gain', field == 'logit_cap'
-            in_range = _is(numbers.Real, number) and (number > 0 or (gain and number == 0))
+            in_range = _is(numbers.Real, number) and (0 < number < math.inf or gain and number == 0)
             if not in_range and not (cap and number is None):
                 valid = ('at least 0' if gain else 'above 0') + ', or None' * cap
-                raise SpecError(f'{field}={number!r} must be a number {valid}')
+                raise SpecError(f'{field}={number!r} must be a finite number {valid}')
 
     @property
     def variant(self) -> Variant:

@@ -84,7 +84,8 @@ class ModelConfig:
     kernel: Literal['auto', 'einsum', 'blockwise', 'dot_product', 'splash'] = setting(
         'auto',
         "What computes attention: 'einsum', 'blockwise' (memory linear in the context), "
-        "'dot_product' (cuDNN on GPUs), 'splash' (TPUs), or 'auto'. They differ in rounding only.",
+        "'dot_product' (cuDNN on GPUs), 'splash' (TPUs), or 'auto'. They differ in rounding, "
+        'and in the draws of attention dropout.',
     )
     biases: bool = setting(False, 'Biases in projections, MLP and layer norms.')
     tied_embeddings: bool = setting(True, 'The output matrix is the transposed input embedding.')

@@ -73,13 +73,13 @@ class Bench:
             if (number := getattr(self, field)) not in valid:
                 raise ConfigError(f'{field}={number} must be from {valid[0]} to {valid[-1]}')
         try:
-            bilinear = self.layer.score.bilinear and self.layer.value.linear
+            score, linear = self.layer.score, self.layer.value.linear
         except SpecError as error:
             raise ConfigError(str(error)) from error
-        if not bilinear:
+        if score.hides_self or not (score.bilinear and linear):
             raise ConfigError(
-                f'{self.variant} has no matrices A and B: the scores are not bilinear, or the '
-                'output is not linear, in the tokens'
+                f'{self.variant} has no matrices A and B that say all: a token does not attend to '
+                'itself, or the scores are not bilinear, or the output is not linear, in the tokens'
             )
 
     @functools.cached_property

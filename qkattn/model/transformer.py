@@ -9,7 +9,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from qkattn.attention import Attention, Mask
-from qkattn.attention.parameters import initialization, one_key, product, shapes_only, weight
+from qkattn.attention.parameters import (
+    NANOGPT_STD,
+    initialization,
+    one_key,
+    product,
+    shapes_only,
+    weight,
+)
 from qkattn.attention.rope import sinusoids
 from qkattn.config import ModelConfig
 from qkattn.config.setting import check_section
@@ -61,8 +68,10 @@ class Stream(nnx.Module):
             )
         elif self.config.positions == 'sinusoidal':
             t_BT = jnp.arange(T) if positions_BT is None else positions_BT
-            # Scaled like the token embeddings, whose elements have variance 1 / D.
-            x_BTD = x_BTD + (sinusoids(t_BT, D) * D**-0.5).astype(x_BTD.dtype)
+            # Scaled like the token embeddings.
+            std = NANOGPT_STD if self.config.init == 'nanogpt' else D**-0.5
+            scale = std * self.config.init_embedding
+            x_BTD = x_BTD + (sinusoids(t_BT, D) * scale).astype(x_BTD.dtype)
         return x_BTD * D**0.5 if self.config.scale_embeddings else x_BTD
 
     def run(

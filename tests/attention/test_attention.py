@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import re
 
 import jax
@@ -32,12 +33,13 @@ def test_sizes_default_to_a_head_of_keys_per_head_that_cuts_the_stream():
         AttentionSpec(d_model=30, num_heads=4)
     numpy_sizes = {'d_model': np.int64(32), 'num_heads': np.int32(4), 'window': np.int64(3)}
     assert AttentionSpec(**numpy_sizes) == dataclasses.replace(SPEC, window=3)
+    finite = 'a finite number above 0'
     for field, number, words in (
         *(('d_model', n, 'a whole number of at least 1') for n in (True, 32.0, 0, 'a')),
         *(('window', n, 'a whole number of at least 1, or None') for n in (2.5, True, 0)),
-        *(('score_scale', n, 'a number above 0') for n in ('a', True, 0, None, float('nan'))),
-        ('logit_cap', 0.0, 'a number above 0, or None'),
-        ('residual_gain', -0.5, 'a number at least 0'),
+        *(('score_scale', n, finite) for n in ('a', True, 0, None, math.nan, math.inf)),
+        ('logit_cap', 0.0, 'a finite number above 0, or None'),
+        ('residual_gain', -0.5, 'a finite number at least 0'),
     ):
         with pytest.raises(SpecError, match=f'^{field}={number!r} must be {words}$'):
             dataclasses.replace(SPEC, **{field: number})

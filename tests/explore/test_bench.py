@@ -81,6 +81,7 @@ def test_bad_input_is_refused():
         (('qk/vo', 2, 5), 'dims=5 must be from 2 to 4'),
         (('qk/vo', 2, 2, 3), 'heads=3 must be from 1 to 2'),
         (('nonlinear_query/vo',), 'nonlinear_query/vo has no matrices A and B'),
+        (('shared_qk(self_mask=True)/vo',), 'a token does not attend to itself'),
         (('qk/vo', 2, 3, 2), 'must be a multiple of num_heads=2'),
     ):
         with refused(re.escape(message)):

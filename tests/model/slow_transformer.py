@@ -97,9 +97,12 @@ def _embed(stream, tokens_BT, segments_BT, table_VD=None) -> np.ndarray:
             x_BTD[b, t] += _array(stream.w_position_TD)[position]
         elif config.positions == 'sinusoidal':
             half = (D + 1) // 2
+            std = 0.02 if config.init == 'nanogpt' else D**-0.5
             for d in range(D):
                 angle = position / 10_000 ** (d % half / half)
-                x_BTD[b, t, d] += (np.sin if d < half else np.cos)(angle) * (2 / D) ** 0.5
+                x_BTD[b, t, d] += (np.sin if d < half else np.cos)(angle) * (
+                    2**0.5 * std * config.init_embedding
+                )
     return x_BTD * D**0.5 if config.scale_embeddings else x_BTD
 
 

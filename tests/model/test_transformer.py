@@ -53,6 +53,7 @@ FIELDS = [
     SCALED | ODD | {'activation': 'relu', 'positions': 'sinusoidal', 'biases': True},
     SCALED | {'norm': 'rmsnorm', 'tied_embeddings': False},
     {'norm_position': 'pre', 'activation': 'swiglu', 'positions': 'sinusoidal', 'biases': True},
+    {'positions': 'sinusoidal', 'init': 'nanogpt', 'init_embedding': 2.0},
     {'score': 'merged', 'value': 'no_v', 'biases': True, 'positions': 'none'},
     {'score': 'query_free', 'attention_gain': False},
     {'score': 't5_bias:T5Bias', 'value': 'differential:Differential', 'normalizer': 'sigmoid'},
