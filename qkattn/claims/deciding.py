@@ -209,9 +209,8 @@ def verdict_on(rows: Iterable[Row], complete: bool = True) -> ClaimVerdict:
         return ClaimVerdict.HOLDS_ONLY_IF
     if not complete or len(spoken) != 1 or Speaks.OPEN in spoken:
         return ClaimVerdict.UNDECIDED
-    # Those of checks have none.
     settings = {tuple(row.context.get(name) for name in SETTING) for row in rows}
-    settings.discard((None,) * len(SETTING))
+    settings.discard((None,) * len(SETTING))  # of checks
     enough = len(settings) > 1 or all(row.kind == Kind.EXACT for row in rows)
     if spoken == {Speaks.FOR}:
         return ClaimVerdict.HOLDS if enough else ClaimVerdict.HOLDS_HERE
@@ -346,8 +345,8 @@ def needed(row: Row, arm: Arm) -> tuple[float, str]:
     if difference.sd is None:
         return math.inf, f'more seeds than {difference.n}, {about}'
     # Tests at a bound are one-sided, but what was reported is compared with a 95 % interval.
-    decided = 2 * ALPHA / max(1, verdict.num_comparisons)
-    alpha = ALPHA if row.relation == AS_REPORTED else decided
+    share = 1 if row.relation == AS_REPORTED else 2 / max(1, verdict.num_comparisons)
+    alpha = ALPHA * share
     hidden = difference.tuning_high if bound > difference.mean else difference.tuning_low
     sweep = f'a finer sweep (this one may miss {hidden:.2g} nats/token)'
     if (more := to_find(difference, bound - difference.mean, alpha)) is None:

@@ -7,20 +7,20 @@ plain text, which pages escape.
 import functools
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 import jinja2
 import jinja2.runtime
 
-from qkattn.config.calls import parse_call
+from qkattn.config.calls import Variant, parse_call, split_pattern
 from qkattn.metrics import PREFIXES
 from qkattn.stats.decision import Decision
 from qkattn.stats.inference import Difference, Estimate
 from qkattn.stats.scaling import Problem
 from qkattn.stats.sweep import Sweep
-from qkattn.study import variant_tables
 from qkattn.study.arm_key import ArmKey
+from qkattn.study.variant_tables import stored
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.codes import Reason, Remark, RemarkCode
 from qkattn.verdict.load import Study
@@ -183,21 +183,27 @@ def by_where(arms: Iterable[Arm], study: Study) -> dict[str, list[Arm]]:
     return {name: list(group) for name, group in groups}
 
 
-def form(config: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Name of a config's attention with all options, and the equations of A[n] and B[n].
+def forms(model: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Each variant in a model with all options, and the equations of A[n] and B[n].
 
-    'shared_qk(self_mask=False)/vo'; an equation is NONE for a class outside the package.
+    'shared_qk(self_mask=False)/vo', 'encoder variant: qk/no_v'; an equation is NONE for a class
+    outside the package.
     """
-    forms = []
-    for kind, known in variant_tables.stored().items():  # Score, Value
-        text, equation = config['model'][kind.lower()], NONE
-        if entry := known.get(text.partition('(')[0]):
-            text, options = parse_call(text, kind)
-            every = ', '.join(f'{key}={x!r}' for key, x in (entry['options'] | options).items())
-            text, equation = text + f'({every})' * bool(every), entry['equation']
-        forms.append((text, equation))
-    (score, A), (value, B) = forms
-    return f'{score}/{value}', A, B
+    variants = {'': f'{model["score"]}/{model["value"]}'}
+    for site in ('encoder_variant', 'cross_variant', 'pattern'):
+        texts = filter(None, split_pattern(model.get(site) or ''))
+        variants |= {f'{words(site)}: {text}': text for text in texts}
+    for name, variant in variants.items():
+        made = []
+        for text, (kind, known) in zip(Variant.parse(variant), stored().items(), strict=True):
+            equation = NONE
+            if entry := known.get(text.partition('(')[0]):
+                text, options = parse_call(text, kind)
+                every = ', '.join(f'{key}={x!r}' for key, x in (entry['options'] | options).items())
+                text, equation = text + f'({every})' * bool(every), entry['equation']
+            made.append((text, equation))
+        (score, A), (value, B) = made
+        yield f'{name.removesuffix(variant)}{score}/{value}', A, B
 
 
 @jinja2.pass_context

@@ -173,8 +173,8 @@ def _bounded(number: Interval) -> str:
 def _forms(findings: Findings) -> Iterator[Row]:
     """The equations of each variant, with all options."""
     for name, arm in {arm.variant: arm for arm in findings.arms}.items():
-        form, score, value = prose.form(arm.example.run.config)
-        yield {'variant': name, 'form': form, 'A[n]': score, 'B[n]': value}
+        for form, score, value in prose.forms(arm.example.run.config['model']):
+            yield {'variant': name, 'form': form, 'A[n]': score, 'B[n]': value}
 
 
 def _ledger(study: Study) -> Iterator[Row]:
