@@ -87,7 +87,7 @@ def gauge_fix_qk(layers: Sequence[Attention]) -> list[Attention]:
 
 def merge_vo(layer: Attention) -> Attention:
     """Any Value -> `merged_vo`: W_OV[n] = W_V[n] W_O[n], and b_V W_O is added to b_O. Exact."""
-    B_NDE, b_E = extract_factors(layer).output_matrices()
+    B_NDE, b_E = extract_factors(layer, of_qk=False).output_matrices()
     target = empty_layer(layer, value='merged_vo')
     return fill(target, layer, value={'w_ov_NDE': B_NDE, 'b_o_D': b_E})
 
@@ -101,7 +101,7 @@ def truncate_vo(layer: Attention, *, rank: int) -> tuple[Attention, float]:
     """The best `vo` or `low_rank(rank=)` of that rank, and its error."""
     value, letter = _of_rank('vo', rank, layer)
     target = empty_layer(layer, value=value)
-    B_NDE, b_E = extract_factors(layer).output_matrices()
+    B_NDE, b_E = extract_factors(layer, of_qk=False).output_matrices()
     left_DNR, right_ENR, lost = balanced_factors(B_NDE, rank)
     arrays = {f'w_v_DK{letter}': left_DNR, f'w_o_N{letter}D': np.moveaxis(right_ENR, 0, -1)}
     arrays |= {f'b_v_K{letter}': np.zeros(left_DNR.shape[1:]), 'b_o_D': b_E}
@@ -115,7 +115,7 @@ def gauge_fix_vo(layers: Sequence[Attention]) -> list[Attention]:
     """
     D, N, value = layers[0].spec.d_model, layers[0].spec.num_heads, layers[0].spec.value
     require(value == 'vo', f'it starts from the value vo, not {value}')
-    factors = [extract_factors(layer).with_kv_heads(N) for layer in layers]
+    factors = [extract_factors(layer, of_qk=False).with_kv_heads(N) for layer in layers]
     w_o_LDNH = np.stack([np.moveaxis(old.w_o_NHD, 2, 0) for old in factors])
     columns, fixed = _best_rows(w_o_LDNH), []
     orders_ND = fixed_columns_first(columns, D)

@@ -84,9 +84,10 @@ def require(condition: bool, reason: str) -> None:
         raise ConversionError(reason)
 
 
-def extract_factors(layer: Attention) -> Factors:
+def extract_factors(layer: Attention, *, of_qk: bool = True) -> Factors:
     """The factors of a layer, measured by applying its projections to a basis of the stream.
 
+    Those of its OV circuit alone, where the Score is kept as it is and need not be linear.
     ConversionError if a map is not linear, or for biases under probabilities that do not sum to 1.
     """
     spec, D, N = layer.spec, layer.spec.d_model, layer.spec.num_heads
@@ -111,8 +112,10 @@ def extract_factors(layer: Attention) -> Factors:
             )
             return [w_DNH, b_NH]
 
-        w_q, b_q = affine_map(score.queries, 'queries')
-        w_k, b_k = affine_map(lambda y_BSD: score.keys(score.cached(y_BSD)), 'keys')
+        w_q, b_q = w_k, b_k = [np.zeros((D, N, 0)), np.zeros((N, 0))]
+        if of_qk:
+            w_q, b_q = affine_map(score.queries, 'queries')
+            w_k, b_k = affine_map(lambda y_BSD: score.keys(score.cached(y_BSD)), 'keys')
         w_v, b_v = affine_map(lambda y_BSD: value.values(layer.cached(y_BSD), score), 'values')
         H = w_v.shape[-1]
         probe_TNH = np.concatenate([np.zeros((1, N * H)), np.eye(N * H)]).reshape(-1, N, H)

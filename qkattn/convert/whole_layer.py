@@ -55,8 +55,9 @@ def to_standard(layer: Attention) -> Attention:
 
 def fold_double(layer: Attention) -> Attention:
     """`double` -> qk, vo, or both: each pair of projections becomes its product. Exact."""
-    factors, changes, arrays = extract_factors(layer), {}, {}
-    if layer.spec.score.partition('(')[0] == 'double':
+    of_qk = layer.spec.score.partition('(')[0] == 'double'
+    factors, changes, arrays = extract_factors(layer, of_qk=of_qk), {}, {}
+    if of_qk:
         changes['score'], arrays['score'] = 'qk', factors.qk()
     if layer.spec.value.partition('(')[0] == 'double':
         changes['value'], arrays['value'] = 'vo', factors.vo()
