@@ -29,17 +29,25 @@ def _with_known_ids(compiled: Callable[..., Any]) -> Callable[..., Any]:
     def checked(
         model: Any, prompts_BT: Any, num_tokens: int, source: Any = None, **options: Any
     ) -> Any:
-        given, V = {'prompts_BT': prompts_BT}, model.config.vocab_size
+        V = model.config.vocab_size
         if source is not None:
-            given['source_BS'], options['source'] = source[0], source
-        for name, ids in given.items():
-            if np.size(ids) and not isinstance(ids, jax.core.Tracer):
-                low, high = np.min(ids), np.max(ids)
-                valid = f'must be from 0 to {V - 1}, below model.vocab_size'
-                require(0 <= low and high < V, f'{name} has ids from {low} to {high}; they {valid}')
-        return compiled(model, prompts_BT, num_tokens, **options)
+            options['source'] = (_known('source_BS', source[0], V), *source[1:])
+        return compiled(model, _known('prompts_BT', prompts_BT, V), num_tokens, **options)
 
     return checked
+
+
+def _known(name: str, ids: Any, V: int) -> Any:
+    """The ids as an array; ConfigError unless they are whole numbers below `V`."""
+    if isinstance(ids, jax.core.Tracer):
+        return ids
+    whole = np.asarray(ids)
+    if whole.size:
+        require(whole.dtype.kind in 'iu', f'{name} holds {whole.dtype}; it must hold whole numbers')
+        low, high = whole.min(), whole.max()
+        valid = f'must be from 0 to {V - 1}, below model.vocab_size'
+        require(0 <= low and high < V, f'{name} has ids from {low} to {high}; they {valid}')
+    return ids if isinstance(ids, jax.Array) else jnp.asarray(whole, jnp.int32)
 
 
 @_with_known_ids

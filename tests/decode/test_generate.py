@@ -88,6 +88,8 @@ def test_bad_input_is_one_sentence(model):
         (PROMPTS[0], r'prompts of shape \(4,\) must have two axes, rows and tokens'),
         (PROMPTS + 40, r'prompts_BT has ids from \d+ to \d+; they must be from 0 to 49, below'),
         (PROMPTS - 50, 'prompts_BT has ids from -'),
+        (PROMPTS.astype(float), 'prompts_BT holds float.*; it must hold whole numbers'),
+        ([['a']], 'prompts_BT holds <U1; it must hold whole numbers'),
     ):
         for function, options in ((generate, {}), (search, beam)):
             with refused(message):
