@@ -1,12 +1,12 @@
 """Which matrices does the encoder of a translator need?
 
-Claims C2 to C5, on Multi30k, English to German. The variant of the encoder changes; the
+Claims C3 to C5, on Multi30k, English to German. The variant of the encoder changes; the
 decoder and its cross-attention are standard.
 
     python -m experiments.ablate --config=configs/claims/translation.py:cpu \\
         --workdir=runs/translation
 
-Expected result and time: docs/claims_c.md, C2 to C5.
+Expected result and time: docs/claims_c.md, C3 to C5.
 """
 
 from qkattn.claims.protocol import pick, protocol, translator

@@ -1,9 +1,11 @@
 """Is an encoder with one matrix for queries and keys worse, at the shape of the baseline?
 
-The arm of `translation` whose seeds lie far apart, with others.
+Claim C2: the arm of `translation` whose seeds lie far apart, with others.
 
     python -m experiments.ablate --config=configs/claims/translation_shared.py:cpu \\
         --workdir=runs/translation_shared
+
+Expected result and time: docs/claims_c.md, C2.
 """
 
 from qkattn.claims.protocol import pick, protocol, translator

@@ -51,7 +51,7 @@ CHANGES = {
 MODELS = {
     'decoder': ('{}', ('lm_near_margin', 'lm_dropped', 'lm_sharing', 'lm_added', 'lm_doubled')),
     'masked LM': ('{}', ('masked_near_margin', 'masked_lm')),
-    'translation': ('qk/vo?encoder_variant={}', ('translation',)),
+    'translation': ('qk/vo?encoder_variant={}', ('translation_shared', 'translation')),
 }
 
 

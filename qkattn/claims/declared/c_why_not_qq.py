@@ -42,9 +42,9 @@ C2 = Claim(
     'worse.',
     source=EXPERIMENT,
     rule="Holds if one matrix for queries and keys is worse at the baseline's shape, at every "
-    'width.',
+    'width. It is decided by 24 seeds; 8 others left it open.',
     reported='d_model from 128 to 2048: works, saves parameters, performs worse',
-    expectations=(Expectation('translation', TIED, 'worse', at='removed'),),
+    expectations=(Expectation('translation_shared', TIED, 'worse'),),
 )
 
 C3 = Claim(
