@@ -1,8 +1,9 @@
 """The attention layers of a model configuration: one specification per site."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -46,14 +47,17 @@ def validate(config: Config) -> None:
     """Raises ConfigError for the first invalid setting of a run; nothing compiles."""
     validate_settings(config)
     for where, spec in sites(config.model).items():
-        try:
-            registry.check(made := spec())
-        except SpecError as error:
-            raise ConfigError(f'{where}: {error}') from error
-        if ':' in str(made.variant):  # classes from outside, whose arrays may not fit together
-            plain = dataclasses.replace(made, kernel='einsum')  # other kernels are checked below
-            once = functools.partial(_attend_once, config.model, where, plain)
-            called(where, str(made.variant), once)
+        with _refused(where):
+            made = spec()
+        check = _refused(where)(functools.partial(registry.check, made))
+        outside = ', '.join(x for x in (str(made.variant), made.normalizer) if ':' in x)
+        if not outside:
+            check()
+            continue
+        called(where, outside, check)
+        plain = dataclasses.replace(made, kernel='einsum')  # other kernels are checked below
+        # The arrays of classes from outside may not fit together.
+        called(where, outside, functools.partial(_attend_once, config.model, where, plain))
     check_kernel(config.model, None)
 
 
@@ -65,11 +69,17 @@ def check_kernel(model: ModelConfig, mesh: Mesh | None) -> None:
     if model.kernel == 'auto':
         return
     for where, spec in sites(model).items():
-        try:
-            with choice.on(mesh):
-                _attend_once(model, where, spec())
-        except SpecError as error:
-            raise ConfigError(f'{where}: {error}') from error
+        with _refused(where), choice.on(mesh):
+            _attend_once(model, where, spec())
+
+
+@contextlib.contextmanager
+def _refused(where: str) -> Iterator[None]:
+    """A SpecError becomes a ConfigError that names the setting."""
+    try:
+        yield
+    except SpecError as error:
+        raise ConfigError(f'{where}: {error}') from error
 
 
 def _attend_once(model: ModelConfig, where: str, spec: AttentionSpec) -> None:

@@ -25,10 +25,17 @@ def quadratic(config, steps, *, power=2): pass
 NUMBER = 3
 """
 SCORE = """
+from qkattn.attention import Normalizer
 from qkattn.attention.scores.symmetric import SharedQK
 class Flat(SharedQK):
     def queries(self, x_BTD):
         return super().queries(x_BTD).reshape(7)
+class Failing(SharedQK):
+    def __init__(self, spec, *, key):
+        raise KeyError(spec)
+class Broken(Normalizer):
+    def __init__(self):
+        raise KeyError('broken')
 """
 
 
@@ -165,8 +172,13 @@ def test_settings_that_do_not_fit_each_other_are_refused(tmp_path):
         (BOTH | DOT_PRODUCT, "model: kernel='dot_product' takes no padding"),
         (
             {'model.score': 'outside_score:Flat'},
-            f"'outside_score:Flat/vo' fails, TypeError in {tmp_path}/outside_score.py, line 5: ",
+            f"'outside_score:Flat/vo' fails, TypeError in {tmp_path}/outside_score.py, line 6: ",
         ),
+        (
+            {'model.score': 'outside_score:Failing', 'model.positions': 'rope'},
+            f"'outside_score:Failing/vo' fails, KeyError in {tmp_path}/outside_score.py, line 9: ",
+        ),
+        ({'model.normalizer': 'outside_score:Broken'}, "model='outside_score:Broken' fails, Key"),
     ):
         with refused(re.escape(message)):
             validate(changed(fields))
