@@ -26,10 +26,10 @@ def worked(bench: Bench, *, latex: bool = False) -> str:
     scale = float(bench.layer.score.scale)
     s = f's{head}' if scale == 1 else f'{number(scale)} s{head}'
     sections = {
-        f'A[n] = {type(bench.layer.score).equation}': _circuit(bench, 'A', A_NDE, a_NDE),
+        f'A[n] = {bench.layer.score.equation}': _circuit(bench, 'A', A_NDE, a_NDE),
         f's{head} = x A{head} x^T': _equations(s_NTS, scores),
         f'p{head}_ts = exp({s}_ts) / sum_u exp({s}_tu)': [],
-        f'B[n] = {type(bench.layer.value).equation}': _circuit(bench, 'B', B_NDE, b_NDE),
+        f'B[n] = {bench.layer.value.equation}': _circuit(bench, 'B', B_NDE, b_NDE),
         'out = sum_n p[n] x B[n]' if N > 1 else 'out = p x B': _equations(out_1TE, output),
     }
     title = f'{bench.variant}: {T} tokens, d_model {D}, {N} head{"s" if N > 1 else ""}'

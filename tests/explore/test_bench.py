@@ -120,3 +120,18 @@ def test_text_and_latex_have_the_same_equations():
     assert in_latex('diag(g)^-1 W_K[n]^T, rank R') == expected
     roots = [number(x) for x in (0.5, 2.0, 3**-0.5, 0.123456789)]
     assert roots == ['1/2', '2', 'sqrt(1/3)', '0.123457']
+
+
+@pytest.mark.parametrize(
+    ('score', 'equation'),
+    [
+        ('qk', 'W_Q[n] W_K[n]^T'),
+        ('double(which="q")', 'O_Q W_Q[n] W_K[n]^T'),
+        ('double(which="k")', 'W_Q[n] (O_K W_K[n])^T'),
+        ('symmetric_skew(symmetric_rank=0, skew_rank=1)', 'U[n] V[n]^T - V[n] U[n]^T'),
+        ('shared_qk(temperature="learned")', 'g[n] W_Q[n] W_Q[n]^T'),
+        ('latent(query_size=1)', 'W_DQ W_Q[n] W_K[n]^T W_D^T'),
+    ],
+)
+def test_the_equation_is_that_of_the_options(score, equation):
+    assert f'A[n] = {equation}\n' in worked(Bench(f'{score}/vo'))

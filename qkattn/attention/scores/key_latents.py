@@ -73,6 +73,7 @@ class Latent(Score):
         if C:
             self.w_q_down_DC, self.b_q_down_C = affine(spec, key, 'w_q_down_DC', C=C)
             self.w_q_CNH, self.b_q_NH = affine(spec, key, 'w_q_CNH', C=C)
+            self.equation = f'W_DQ {self.equation}'
         else:
             self.w_q_DNH, self.b_q_NH = affine(spec, key, 'w_q_DNH')
         if G:

@@ -182,6 +182,9 @@ class Double(TwoMaps):
             self.w_k_outer_DR, self.b_k_outer_R = affine(spec, key, 'w_k_outer_DR', R=R)
             self.w_k_RKH, self.b_k_KH = affine(spec, key, 'w_k_RKH', R=R)
             self.key_map = Projection('w_k_RKH', 'b_k_KH', 'k_BSKH', outer)
+        left = 'W_Q[n]' if which == 'k' else 'O_Q W_Q[n]'
+        right = 'W_K[n]^T' if which == 'q' else '(O_K W_K[n])^T'
+        self.equation = f'{left} {right}'
         queries, keys = (f'D*{h}*H' if which == o else f'D*R + R*{h}*H' for h, o in ('Nk', 'Kq'))
         self.parameter_count = f'{queries} + {keys}'
         self.scale = spec.head_size**-0.5

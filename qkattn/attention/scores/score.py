@@ -29,7 +29,7 @@ class Circuit(nnx.Module):
     What an option changes is set in `__init__` in place of the class attribute.
     """
 
-    equation: ClassVar[str]  # A[n] or B[n] as text
+    equation: str  # A[n] or B[n] as text
     source: ClassVar[str]  # where the form comes from
     uses_kv_heads: ClassVar[bool] = False  # whether num_kv_heads changes this circuit
     uses_slices: ClassVar[bool] = False  # whether heads are slices of the stream, where N H = D

@@ -77,6 +77,7 @@ class SharedQK(Tied):
         learned = temperature == 'learned'
         self.g_temperature_N = nnx.Param(jnp.ones((N,), jnp.float32)) if learned else None
         self.parameter_count = 'D*N*H + N' if learned else 'D*N*H'
+        self.equation = f'{"g[n] " * learned}W_Q[n] W_Q[n]^T'
         self.key_norm, self.bilinear, self.hides_self = key_norm, not key_norm, self_mask
         # With key_norm, x W W^T y / |y W| has variance sqrt(1 + H/D); with QK-norm, H (1 + H/D).
         self.scale = (1 + H / D) ** -0.25 if key_norm else H**-0.5
@@ -217,6 +218,8 @@ class SymmetricSkew(Score):
             self.w_left_DNC, self.b_left_NC = affine(spec, key, 'w_left_DNC', C=C)
             self.w_right_DNC, self.b_right_NC = affine(spec, key, 'w_right_DNC', C=C)
         self.scale = (R + 2 * C) ** -0.5
+        symmetric, skew = self.equation.split(' + ')
+        self.equation = ' + '.join([symmetric] * (R > 0) + [skew] * (C > 0))
         self.parameter_count = ' + '.join(['D*N*R + N*R'] * (R > 0) + ['2*D*N*C'] * (C > 0))
 
     def queries(self, x_BTD: jax.Array) -> jax.Array:
