@@ -74,7 +74,7 @@ def test_imports_are_declared_and_pinned_to_one_version_in_the_declared_range(py
 def test_launchers_install_extras_that_there_are():
     files = [path for path in (ROOT / 'launch').rglob('*') if path.suffix in ('', '.py', '.yaml')]
     text = ''.join(path.read_text() for path in files + [ROOT / 'docs/launch.md'] if path.is_file())
-    named = {name for pair in re.findall(r'\b(cuda|tpu),(\w+)', text) for name in pair}
+    named = {name for pair in re.findall(r'\b(cuda|tpu),(?!cpu)(\w+)', text) for name in pair}
     assert {'cuda', 'tpu'} < named <= EXTRAS.keys()
 
 
