@@ -19,6 +19,7 @@ from qkattn.jobs import cli
 from qkattn.model import cost
 from qkattn.report import verify
 from qkattn.report.prose import counted
+from qkattn.storage.files import as_path
 from qkattn.verdict import load_findings
 
 ROOT = Path(__file__).parents[1]
@@ -77,7 +78,7 @@ def main() -> None:
     if WRITE.value:
         count = sum(verify.check_page(page, OF_PAGES, write=True) for page in PAGES.value)
         print(f'{counted(count, "block")} of results written')
-    results = Path(RESULTS.value)
+    results = as_path(RESULTS.value)
     declarations = sorted([*results.glob('*/study.json'), *results.glob('claims/*/*/study.json')])
     if not declarations:
         raise ReportError(f'--results={RESULTS.value} contains no study directory')

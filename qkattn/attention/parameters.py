@@ -45,6 +45,11 @@ def initialization(init: str, factor: float) -> AbstractContextManager[None]:
     return inside(_initialization, (init, factor))
 
 
+def std_of(init: str, std: float) -> float:
+    """The std that an initialization gives what asks for `std`, before any factor."""
+    return NANOGPT_STD if init == 'nanogpt' else std
+
+
 def shapes_only() -> AbstractContextManager[None]:
     """Matrices are zeros inside, which `eval_shape` traces six times as fast as draws."""
     return inside(_shapes_only, True)
@@ -78,7 +83,7 @@ def weight(
     if _shapes_only.get():
         return nnx.Param(jnp.zeros(shape, jnp.float32))
     init, factor = _initialization.get()
-    std = NANOGPT_STD if init == 'nanogpt' else std
+    std = std_of(init, std)
     key = jax.random.fold_in(key, zlib.crc32(name.encode()))
     return nnx.Param(factor * (gain * std) * _normal(key, shape))
 

@@ -10,11 +10,11 @@ from flax import nnx
 
 from qkattn.attention import Attention, Mask
 from qkattn.attention.parameters import (
-    NANOGPT_STD,
     initialization,
     one_key,
     product,
     shapes_only,
+    std_of,
     weight,
 )
 from qkattn.attention.rope import sinusoids
@@ -69,8 +69,7 @@ class Stream(nnx.Module):
         elif self.config.positions == 'sinusoidal':
             t_BT = jnp.arange(T) if positions_BT is None else positions_BT
             # Scaled like the token embeddings.
-            std = NANOGPT_STD if self.config.init == 'nanogpt' else D**-0.5
-            scale = std * self.config.init_embedding
+            scale = std_of(self.config.init, D**-0.5) * self.config.init_embedding
             x_BTD = x_BTD + (sinusoids(t_BT, D) * scale).astype(x_BTD.dtype)
         return x_BTD * D**0.5 if self.config.scale_embeddings else x_BTD
 

@@ -19,8 +19,8 @@ from qkattn.stats.decision import Decision
 from qkattn.stats.inference import Difference, Estimate
 from qkattn.stats.scaling import Problem
 from qkattn.stats.sweep import Sweep
+from qkattn.study import variant_tables
 from qkattn.study.arm_key import ArmKey
-from qkattn.study.variant_tables import stored
 from qkattn.verdict.arms import Arm
 from qkattn.verdict.codes import Reason, Remark, RemarkCode
 from qkattn.verdict.load import Study
@@ -189,13 +189,13 @@ def forms(model: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     'shared_qk(self_mask=False)/vo', 'encoder variant: qk/no_v'; an equation is NONE for a class
     outside the package.
     """
-    variants = {'': f'{model["score"]}/{model["value"]}'}
+    catalogue, variants = variant_tables.stored(), [('', f'{model["score"]}/{model["value"]}')]
     for site in ('encoder_variant', 'cross_variant', 'pattern'):
-        texts = filter(None, split_pattern(model.get(site) or ''))
-        variants |= {f'{words(site)}: {text}': text for text in texts}
-    for name, variant in variants.items():
+        texts = dict.fromkeys(filter(None, split_pattern(model.get(site) or '')))
+        variants += [(f'{words(site)}: ', text) for text in texts]
+    for site, variant in variants:
         made = []
-        for text, (kind, known) in zip(Variant.parse(variant), stored().items(), strict=True):
+        for text, (kind, known) in zip(Variant.parse(variant), catalogue.items(), strict=True):
             equation = NONE
             if entry := known.get(text.partition('(')[0]):
                 text, options = parse_call(text, kind)
@@ -203,7 +203,7 @@ def forms(model: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
                 text, equation = text + f'({every})' * bool(every), entry['equation']
             made.append((text, equation))
         (score, A), (value, B) = made
-        yield f'{name.removesuffix(variant)}{score}/{value}', A, B
+        yield f'{site}{score}/{value}', A, B
 
 
 @jinja2.pass_context

@@ -66,8 +66,6 @@ KEPT = [
     ('merge_vo', 'qk/vo', NORMED, 'qk/merged_vo'),
     ('merge_vo', 'qk/k_is_v', ROPE, 'qk/merged_vo'),
     ('merge_vo unmerge_vo', 'qk/hadamard', ROPE, 'qk/vo'),
-    ('merge_vo unmerge_vo gauge_fix_vo', 'nonlinear_query/vo', {}, None),  # keeps any Score
-    ('merge_vo', 'shared_qk(key_norm=True)/vo', {}, 'shared_qk(key_norm=True)/merged_vo'),
     ('merge_vo unmerge_vo(rank=5)', 'merged/low_rank(rank=5)', {}, 'merged/low_rank(rank=5)'),
     ('merge_vo unmerge', 'qk/vo', {'d_model': 8}, 'qk/merged_vo'),  # a rank above d_model
     ('gauge_fix_vo', 'qk/vo', NORMED | GROUPED, None),
@@ -78,6 +76,8 @@ KEPT = [
     ('fold_biases', 'qk/vo', ALIBI | GROUPED, 'qk/vo'),
     ('merge', 'qk/vo', {'normalizer': 'entmax15'}, 'merged/vo'),
     ('merge', 'qk/vo', {'normalizer': 'sigmoid', 'biases': False}, 'merged/vo'),
+    ('merge_vo', 'shared_qk(key_norm=True)/vo', {}, 'shared_qk(key_norm=True)/merged_vo'),
+    ('merge_vo unmerge_vo gauge_fix_vo', 'nonlinear_query/vo', {}, None),  # keeps any Score
 ]
 
 
