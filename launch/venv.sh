@@ -90,6 +90,7 @@ if command -v flock >/dev/null && ! flock -n 9; then
   flock 9
   exec "$here/venv.sh"
 fi
+[[ ! -f $stamp ]] || exec "$here/venv.sh" # another installation has ended since the look above
 
 # Incomplete: nothing runs in it. The chosen interpreter may be the one about to be removed.
 if [[ $python == "$venv/bin/python" ]]; then

@@ -239,3 +239,15 @@ def test_two_installers_at_a_time_install_once(sandbox):
     for process in both:
         assert process.communicate()[1] and process.returncode == 0
     assert sandbox.pip_calls() == 2
+
+
+@pytest.mark.skipif(not shutil.which('flock'), reason='venv.sh locks where flock is')
+def test_an_installation_that_ends_just_before_the_lock_is_taken_is_kept(sandbox):
+    flock = sandbox.bin / 'flock'
+    flock.unlink()
+    other = f'{{ : >"$0.called"; "{sandbox.root}/launch/venv.sh"; }}'
+    stand_in(
+        flock, f'#!/bin/sh\n[ -e "$0.called" ] || {other}\nexec {shutil.which("flock")} "$@"\n'
+    )
+    assert 'venv: using' in sandbox.run()
+    assert sandbox.pip_calls() == 2
