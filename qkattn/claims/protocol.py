@@ -34,15 +34,17 @@ def language_model(
     seeds: int = 8,
     first_seed: int = 0,
     evaluations: int = 2,
+    times_as_long: int = 1,
     **fields: Any,
 ) -> config.Config:
     """A byte-level language model that gets beyond n-grams: 1.2 epochs of 3.4 MB at scale cpu.
 
     It has two layers; at scale gpu, twelve and BPE pieces. `learning_rates` are those of the
-    screening at scale cpu; at scale gpu, a sixteenth of them. With `kind='encoder'` it restores
-    masked tokens.
+    screening at scale cpu; at scale gpu, a sixteenth of them. `times_as_long` multiplies the
+    steps. With `kind='encoder'` it restores masked tokens.
     """
-    is_large, num_steps = scale == 'gpu', pick(scale, smoke=20, cpu=2000, gpu=10000)
+    is_large = scale == 'gpu'
+    num_steps = times_as_long * pick(scale, smoke=20, cpu=2000, gpu=10000)
     pieces = 16384 if is_large else 256
     model: dict[str, Any] = {
         'num_layers': pick(scale, smoke=2, cpu=2, gpu=12),
@@ -114,19 +116,23 @@ def protocol(
     equal_shape: bool = True,
     max_excess: float | None = None,
     screening: int = 2,
+    max_screening: int | None = None,
 ) -> dict[str, Any]:
     """The fields `tuning`, `tolerance` and `controls` of a study.
 
     `equal_shape` trains each arm at the baseline's shape, too; `max_excess` bounds, at scale cpu,
-    what the tuning may miss, where `screening` seeds are the first.
+    what the tuning may miss. An arm is screened with `screening` seeds, and while its optimum is
+    unclear with more of them, up to `max_screening` (by default 4, or 8 with `max_excess`).
     """
+    if max_screening is None:
+        max_screening = max(screening, 4 if max_excess is None else 8)
     return {
         'tuning': pick(
             scale,
             smoke=config.TuningConfig(),
             cpu=config.TuningConfig(
                 seeds=tuple(range(SCREENING, SCREENING + screening)),
-                max_seeds=max(screening, 4 if max_excess is None else 8),
+                max_seeds=max_screening,
                 max_excess=max_excess,
                 choice='minimax',
             ),
