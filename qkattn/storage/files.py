@@ -9,7 +9,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from etils import epath
 
@@ -36,6 +36,27 @@ _STATUSES = (
 )
 _RESUME = 'and run the same command again, which resumes from what is saved'
 _TEMPORARY = '.{}.{}.tmp'  # of write_atomic: the file's name, and a UUID
+
+
+class Files(Protocol):
+    """The files below a directory, which is on a disk, in a bucket or in an archive."""
+
+    def __truediv__(self, name: str, /) -> 'Readable': ...
+
+
+class Readable(Files, Protocol):
+    """A path, as far as readers of a study need one."""
+
+    def exists(self) -> bool: ...
+
+    def is_file(self) -> bool: ...
+
+    def read_bytes(self) -> bytes: ...
+
+
+def as_readable(path: str | os.PathLike[str] | Readable) -> Readable:
+    """`as_path`, or a file in an archive as it is."""
+    return as_path(path) if isinstance(path, str | os.PathLike) else path
 
 
 def as_path(path: str | os.PathLike[str]) -> Path:
@@ -221,7 +242,7 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def read_errors(path: Path) -> Iterator[None]:
+def read_errors(path: Readable) -> Iterator[None]:
     """A block that reads at or below `path`; ReadError where the system fails, not the content."""
     try:
         yield

@@ -27,7 +27,7 @@ from typing import Any
 
 from qkattn.errors import ReportError
 from qkattn.metrics import result_fields
-from qkattn.storage.files import write_atomic
+from qkattn.storage.files import Files, Readable, write_atomic
 from qkattn.storage.leases import locked
 from qkattn.storage.records import ARM_KEY, OUTSIDE, check, metrics_of, parse_json, to_jsonable
 
@@ -154,7 +154,7 @@ def declare(directory: Path, declared: Mapping[str, Any]) -> None:
         append(path, DECLARED, **common, **rest, post_hoc=False)
 
 
-def look(directory: Path, logs: Path | None = None) -> bool:
+def look(directory: Path, logs: Files | None = None) -> bool:
     """Enters a look at the files in `logs`; False if unchanged, or if runs were altered."""
     path = directory / NAME
     logs = directory if logs is None else logs
@@ -203,7 +203,7 @@ def digest_of_entry(entry: Entry) -> str:
     return _sha256({name: value for name, value in entry.items() if name != 'hash'})
 
 
-def digests(directory: Path) -> dict[str, str | None]:
+def digests(directory: Files) -> dict[str, str | None]:
     """SHA-256 of the files that a look sees, and of all planned runs' logs without training."""
     names = ('study.json', 'plan.jsonl', 'results.jsonl', YARDSTICKS)
     files = {name: _file_sha256(directory / name) for name in names}
@@ -213,7 +213,7 @@ def digests(directory: Path) -> dict[str, str | None]:
     return files | {'logs': _sha256(logs)}
 
 
-def seen(directory: Path) -> dict[str, str]:
+def seen(directory: Files) -> dict[str, str]:
     """SHA-256 of what a look sees of each planned run with results: metrics and logs."""
     results: dict[str, list[dict[str, Any]]] = {}
     for line in _lines(directory / 'results.jsonl'):
@@ -231,7 +231,7 @@ def seen(directory: Path) -> dict[str, str]:
     }
 
 
-def _logs(directory: Path) -> Iterator[tuple[dict[str, Any], list[str | None]]]:
+def _logs(directory: Files) -> Iterator[tuple[dict[str, Any], list[str | None]]]:
     """Each line of the plan with the hashes of the run's documents.json and evaluations."""
     for line in _lines(directory / 'plan.jsonl'):
         # A report names a line that has no directory.
@@ -245,10 +245,10 @@ def _logs(directory: Path) -> Iterator[tuple[dict[str, Any], list[str | None]]]:
             yield planned, [documents, evaluations.hexdigest()]
 
 
-def left_out_documents(run: Path) -> str | None:
+def left_out_documents(run: Readable) -> str | None:
     """SHA-256 of the documents.json that the stored form of a study leaves out of a run."""
     path = run / DOCUMENTS_SHA256
-    return path.read_text().strip() if path.is_file() else None
+    return path.read_bytes().decode().strip() if path.is_file() else None
 
 
 def is_training(line: bytes) -> bool:
@@ -256,11 +256,11 @@ def is_training(line: bytes) -> bool:
     return b'"kind": "train"' in line
 
 
-def _file_sha256(path: Path) -> str | None:
+def _file_sha256(path: Readable) -> str | None:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
-def _lines(path: Path, keepends: bool = False) -> list[bytes]:
+def _lines(path: Readable, keepends: bool = False) -> list[bytes]:
     return path.read_bytes().splitlines(keepends) if path.is_file() else []
 
 

@@ -13,7 +13,14 @@ from typing import Any
 
 from qkattn.errors import RunDirectoryError
 from qkattn.storage import buckets
-from qkattn.storage.files import as_path, disk_errors, read_errors, write_atomic
+from qkattn.storage.files import (
+    Readable,
+    as_path,
+    as_readable,
+    disk_errors,
+    read_errors,
+    write_atomic,
+)
 from qkattn.storage.records import (
     CHECKSUM,
     check,
@@ -31,12 +38,12 @@ ADVICE = (
 Lines = list[tuple[dict[str, Any], bytes]]  # of a log: (record, line with its newline)
 
 
-def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
+def read_metrics(path: str | os.PathLike | Readable) -> list[dict[str, Any]]:
     """The records of a log, but for an unfinished last line; RunDirectoryError if damaged."""
-    return [record for record, _ in _parse(as_path(path))]
+    return [record for record, _ in _parse(as_readable(path))]
 
 
-def _parse(path: Path) -> Lines:
+def _parse(path: Readable) -> Lines:
     """The complete lines."""
     try:
         with read_errors(path):

@@ -21,7 +21,7 @@ import numpy as np
 
 from qkattn.errors import ConfigError, RunDirectoryError
 from qkattn.metrics import METRICS, TIMES, Metric, outside, result_fields, with_outside
-from qkattn.storage.files import as_path, read_errors, write_atomic
+from qkattn.storage.files import Readable, as_readable, read_errors, write_atomic
 
 T = TypeVar('T')
 FINISHED, DIVERGED = 'finished', 'diverged'  # `status` of each entry of result.json
@@ -111,7 +111,7 @@ def remove_checksum(record: dict[str, Any]) -> None:
         raise ValueError('its checksum does not match its content')
 
 
-def read_json(path: str | os.PathLike, schema: Any, advice: str = ADVICE) -> Any:
+def read_json(path: str | os.PathLike | Readable, schema: Any, advice: str = ADVICE) -> Any:
     """Reads a file of `write_json`, with or without checksums; RunDirectoryError if damaged.
 
     ReadError where the system fails to read it.
@@ -122,9 +122,9 @@ def read_json(path: str | os.PathLike, schema: Any, advice: str = ADVICE) -> Any
         raise damaged(path, error, advice) from error
 
 
-def parse_file(path: str | os.PathLike, schema: Any) -> Any:
+def parse_file(path: str | os.PathLike | Readable, schema: Any) -> Any:
     """As `read_json`, but for ValueError with the reason alone."""
-    path = as_path(path)
+    path = as_readable(path)
     try:
         with read_errors(path):
             value = parse_json(path.read_bytes())
@@ -148,7 +148,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_lines(
-    path: Path,
+    path: Readable,
     schema: Mapping[str, Any],
     advice: str = ADVICE,
     take: Callable[[Any], object] = lambda record: None,
@@ -171,7 +171,9 @@ def read_lines(
     return records
 
 
-def damaged(path: str | os.PathLike, error: Exception, advice: str = ADVICE) -> RunDirectoryError:
+def damaged(
+    path: str | os.PathLike | Readable, error: Exception, advice: str = ADVICE
+) -> RunDirectoryError:
     """The error that says that a file cannot be used, why, and what to do."""
     reason = (isinstance(error, OSError) and error.strerror) or error
     return RunDirectoryError(f'{path} is damaged ({reason}); {advice}.')

@@ -35,6 +35,7 @@ from qkattn.storage import records
 from qkattn.storage.files import absolute
 from qkattn.storage.ledger import YARDSTICKS
 from qkattn.storage.run_directory import describe_start
+from qkattn.study import stored
 from qkattn.study.arm_key import EQUAL_SHAPE, LONGER
 from qkattn.study.tuning import SCREENING, VERDICT
 from qkattn.train import step
@@ -63,9 +64,10 @@ def record(directory: str | Path) -> list[str]:
     if jax.process_count() > 1:  # reading checkpoints would take all of them
         return ['the job has several processes']
     path = absolute(directory)
+    logs = stored.opened(path)
     baseline = records.read_json(path / 'study.json', {'baseline': str})['baseline']
     results: dict[str, list[_Record]] = {}
-    for result in records.read_lines(path / 'results.jsonl', {}, take=records.check_result):
+    for result in records.read_lines(logs / 'results.jsonl', {}, take=records.check_result):
         results.setdefault(result['run'], []).append(result)
     before: _Record = {'groups': [], 'runs': []}
     if (path / YARDSTICKS).exists():
@@ -76,7 +78,7 @@ def record(directory: str | Path) -> list[str]:
     made: dict[str, list[_Record]] = {'groups': [], 'runs': []}
     counted: dict[tuple, _Record] = {}
     schema = records.ARM_KEY | {'run': str, 'stage': str, 'trials': int, 'config': dict}
-    for run in records.read_lines(path / 'plan.jsonl', schema):
+    for run in records.read_lines(logs / 'plan.jsonl', schema):
         name, of_run = run['run'], results.get(run['run'], [])
         is_baseline = run['variant'] == baseline and run['control'] != EQUAL_SHAPE
         finished = records.FINISHED in [result['status'] for result in of_run]

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from qkattn.stats import scaling
-from qkattn.storage.files import as_path
+from qkattn.storage.files import Files, as_path
 from qkattn.study import stored
 from qkattn.study.arm_key import EQUAL_SHAPE, LONGER, ArmKey
 from qkattn.verdict import judging, rules
@@ -75,14 +75,15 @@ def load_findings(directory: str | Path) -> tuple[Study, Findings]:
     Raises as `load_study`.
     """
     path = as_path(directory)
-    if (copy := stored.opened(path)) == path:
-        return _load.__wrapped__(path, copy)
-    return _load(path, copy)
+    files = stored.opened(path)
+    if files == path:
+        return _load.__wrapped__(path, files)
+    return _load(path, files)
 
 
 @functools.lru_cache(maxsize=32)
-def _load(directory: Path, copy: Path) -> tuple[Study, Findings]:
-    """`copy`, a new one whenever a file of a stored study changed, tells when to read again."""
+def _load(directory: Path, files: Files) -> tuple[Study, Findings]:
+    """`files`, another object once a file of a stored study changed, tell when to read again."""
     study = load_study(directory)
     return study, find(study)
 

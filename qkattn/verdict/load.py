@@ -20,7 +20,7 @@ from qkattn.config import Config, ControlsConfig, TuningConfig, fingerprint_of, 
 from qkattn.config.setting import check_section
 from qkattn.errors import ReportError, RunDirectoryError
 from qkattn.storage import ledger
-from qkattn.storage.files import as_path
+from qkattn.storage.files import Files, as_path
 from qkattn.storage.ledger import Ledger
 from qkattn.storage.records import check, parse_file, read, read_lines
 from qkattn.study import stored
@@ -68,7 +68,7 @@ class Study(config.Study):
     arms: tuple[ArmKey, ...]  # the declared ones, controls included but those trained longer
     command: str | None
     directory: Path  # where reports go
-    files: Path  # where logs are; another than `directory` for a stored study
+    files: Files  # the logs, which a stored study has in an archive
     declaration: str
     ledger: Ledger
     # Runs that are not what an earlier look saw, with the number of that look.
@@ -146,7 +146,7 @@ def load_study(directory: str | Path) -> Study:
     )
 
 
-def _declared(directory: Path, files: Path, kept: Ledger, record: Any) -> Study:
+def _declared(directory: Path, files: Files, kept: Ledger, record: Any) -> Study:
     """A study as study.json declares it, without runs; ValueError names what is wrong."""
     kinds = {'base': {'model': {'kind': str}}, 'base_hash': str, 'controls': dict}
     kinds |= {'matched': str | None, 'tuning': dict | None, 'arms': tuple[dict, ...]}

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -12,6 +11,7 @@ import numpy as np
 from qkattn.errors import RunDirectoryError
 from qkattn.metrics import PREFIXES, Metric, logged_fields, result_fields
 from qkattn.storage import records
+from qkattn.storage.files import Files, Readable
 from qkattn.storage.ledger import left_out_documents
 from qkattn.storage.metrics_log import read_metrics
 from qkattn.study.arm_key import ArmKey
@@ -147,14 +147,14 @@ def parse_trial(record: Any, run: Run) -> Trial:
     return records.read(Trial, record, run=run, documents={}, evaluations={}, **given)
 
 
-def with_files(run: Run, study: Path, problems: list[str]) -> Run:
+def with_files(run: Run, study: Files, problems: list[str]) -> Run:
     """The run with the files of its directory; `problems` gets a sentence for each bad one.
 
     They are its log and losses by document, which are read once no result of it is missing.
     """
 
     @contextlib.contextmanager
-    def named(name: str) -> Iterator[Path]:
+    def named(name: str) -> Iterator[Readable]:
         path = study / run.directory / name
         try:
             yield path
