@@ -244,7 +244,7 @@ def plan_line(record: Mapping, trials: Sequence[Mapping] = ()) -> dict:
 
 
 def read_lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def write_lines(path: Path, records: Sequence[Mapping]) -> None:

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.stored
 FAIR = RESULTS / 'fair_small'
 CPU = [f'claims/cpu/lm_{name}' for name in ('added', 'dropped', 'rank', 'sharing')]
 SHAPE = ('d_model', 'd_ff', 'num_heads', 'head_size')
-TRIALS = read_lines(stored.opened(FAIR) / 'results.jsonl')
+TRIALS = read_lines(stored.opened(FAIR) / stored.RESULTS)
 
 
 def losses_of(control: str | None, num_seeds: int = 12) -> dict[str, np.ndarray]:

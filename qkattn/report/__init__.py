@@ -3,6 +3,7 @@
 import base64
 import contextlib
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ from qkattn.report.figures.style import DARK, LIGHT, Drawing, write_plots
 from qkattn.report.prose import environment, macro
 from qkattn.report.tables import headline, terminal_text
 from qkattn.storage import ledger
-from qkattn.storage.files import as_path, write_atomic
+from qkattn.storage.files import as_path, without_directories, write_atomic
 from qkattn.storage.records import flat, parse_file
 from qkattn.study import stored
 from qkattn.study.tuning import SCREENING
 from qkattn.verdict import Findings, Study, find, load_findings, load_study
+
+log = logging.getLogger(__name__)
 
 __all__ = ['described', 'documents', 'export', 'headline', 'show_report', 'write_report']
 
@@ -65,9 +68,29 @@ def export(study_dir: str | Path, destination: str | Path) -> Path:
     check_export(study_dir, destination)
     (study, findings), destination = load_findings(study_dir), as_path(destination)
     stored.pack(study.files, destination)
+    _warn_of_directories(destination / 'study.json')
     for file, text in tables.files(study, findings).items():
         write_atomic(destination / file, text)
     return destination
+
+
+def _warn_of_directories(declaration: Path) -> None:
+    """Warns of settings in study.json that name directories of this machine.
+
+    They are exported as they are: the ledger and the names of runs are hashes of them.
+    """
+    named = []
+    for setting, value in flat(parse_file(declaration, {})):
+        texts = value if isinstance(value, list) else [value]
+        if any(isinstance(text, str) and without_directories(text) != text for text in texts):
+            named.append(setting)
+    if named:
+        log.warning(
+            '%s names directories of this machine in %s, as hashes of the study cover it; give a '
+            'study that is to be published paths relative to the working directory',
+            declaration,
+            ', '.join(named),
+        )
 
 
 def check_export(study_dir: str | Path, destination: str | Path) -> None:

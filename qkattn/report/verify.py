@@ -12,8 +12,8 @@ The chain from a log to a printed number:
     logs -> sentences of pages, by docs/numbers.toml, see `check_numbers`    made again
 
 `load_study` compares results with the last evaluation and the final record of metrics.jsonl, and
-losses with the sums of documents.json. A stored study has the files of the first lines in another
-form (`qkattn.study.stored`).
+losses with the sums of documents.json. A stored study has the files of the first lines in a zip
+archive (`qkattn.study.stored`).
 
 What a run logged, and what only copies or counts it, is compared exactly: hashes, results, counts,
 texts and verdicts. Derived numbers are not the same everywhere: processors and versions of numpy

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import functools
 import os
+import re
 import shutil
 import tempfile
 import uuid
@@ -35,6 +36,8 @@ _STATUSES = (
     *('UNAUTHENTICATED', 'UNAVAILABLE'),
 )
 _RESUME = 'and run the same command again, which resumes from what is saved'
+# An absolute path in text: all of it, what follows `--flag=`, or a string in a list or call.
+_ABSOLUTE = re.compile(r"""(^|[=,"'([])(/[^,"')\]]*)""")
 _TEMPORARY = '.{}.{}.tmp'  # of write_atomic: the file's name, and a UUID
 
 
@@ -77,6 +80,23 @@ def absolute(path: str | os.PathLike[str]) -> Path:
     """`as_path`, absolute, as orbax needs it."""
     path = as_path(path)
     return path if buckets.is_url(path) else path.absolute()
+
+
+def without_directories(text: str) -> str:
+    """An argument or setting without the directories of the machine that it was given on.
+
+    An absolute path below the working directory becomes relative to it; of another one, the last
+    component is left: `--workdir=/home/ann/runs/a` becomes `--workdir=runs/a` or `--workdir=a`.
+    """
+
+    def shortened(match: re.Match[str]) -> str:
+        before, absolute_path = match.groups()
+        path = Path(os.path.normpath(absolute_path))
+        if path.is_relative_to(Path.cwd()):
+            return before + str(path.relative_to(Path.cwd()))
+        return before + (path.name or '/')
+
+    return _ABSOLUTE.sub(shortened, text)
 
 
 def check_directory(

@@ -8,7 +8,6 @@ import math
 import os
 import zlib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from qkattn.errors import RunDirectoryError

@@ -22,6 +22,7 @@ from qkattn.config import (
 )
 from qkattn.errors import ConfigError, UnknownFieldError
 from qkattn.storage import ledger, records
+from qkattn.storage.files import without_directories
 from qkattn.storage.leases import locked
 from qkattn.storage.run_directory import command_line
 from qkattn.study import plan, stored
@@ -61,7 +62,8 @@ def content(study: Study, arms: Sequence[MatchedArm]) -> dict[str, Any]:
         'tuning': tuning,
         'base_hash': fingerprint(study.base),
         'arms': [arm.key._asdict() for arm in arms],
-        'command': shlex.join(command_line()),
+        # Exports have this file as it is, and looks its hash: it names no directory of a user.
+        'command': shlex.join(map(without_directories, command_line())),
     }
     return records.to_jsonable(declared)
 

@@ -13,7 +13,7 @@ the files out and goes on.
 import functools
 import hashlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from qkattn.storage import buckets
 from qkattn.storage.archive import Archive, Member, is_clean, zipped
 from qkattn.storage.files import Files, Readable, as_path, read_errors, version_of, write_atomic
 from qkattn.storage.ledger import DOCUMENTS_SHA256, is_training, left_out_documents
-from qkattn.storage.records import ARM_KEY, parse_json, read_lines, write_json
+from qkattn.storage.records import ARM_KEY, read_lines, write_json
 from qkattn.study.tuning import SCREENING
 
 LOGS = 'logs.zip'
@@ -171,23 +171,23 @@ def planned(plan: Readable) -> list[Record]:
     Raises ReportError for a damaged line, and for a run whose directory is not one or two
     components below the study.
     """
-
-    def check_directory(run: Record) -> None:
-        directory = run['directory']
-        parts = directory.split('/')
-        if not is_clean(directory) or len(parts) > 2 or not _TAKEN.isdisjoint(parts):
-            raise ValueError(
-                f"field 'directory' is {directory!r}, expected one or two components below the "
-                'study'
-            )
-
     if not plan.is_file():
         return []
     schema = {'run': str, 'directory': str, 'stage': str}
     try:
-        return read_lines(plan, schema, _ADVICE, check_directory)
+        return read_lines(plan, schema, _ADVICE, check_run_directory)
     except RunDirectoryError as error:
         raise ReportError(str(error)) from error
+
+
+def check_run_directory(run: Mapping[str, Any]) -> None:
+    """Raises ValueError unless a run's directory is one or two components below its study."""
+    directory = run['directory']
+    parts = directory.split('/')
+    if not is_clean(directory) or len(parts) > 2 or not _TAKEN.isdisjoint(parts):
+        raise ValueError(
+            f"field 'directory' is {directory!r}, expected one or two components below the study"
+        )
 
 
 def _refuse_links(directory: Path, name: str) -> None:

@@ -78,7 +78,8 @@ def record(directory: str | Path) -> list[str]:
     made: dict[str, list[_Record]] = {'groups': [], 'runs': []}
     counted: dict[tuple, _Record] = {}
     schema = records.ARM_KEY | {'run': str, 'stage': str, 'trials': int, 'config': dict}
-    for run in records.read_lines(logs / 'plan.jsonl', schema):
+    schema |= {'directory': str}
+    for run in records.read_lines(logs / 'plan.jsonl', schema, take=stored.check_run_directory):
         name, of_run = run['run'], results.get(run['run'], [])
         is_baseline = run['variant'] == baseline and run['control'] != EQUAL_SHAPE
         finished = records.FINISHED in [result['status'] for result in of_run]

@@ -4,8 +4,8 @@ A bad file of the study is refused, a bad file of a run is left out and named.
 
 A study is `study.json` (the declared arms), `plan.jsonl` (one object per run known so far),
 `results.jsonl` (one object per trial, those of a run in order), `ledger.jsonl` (what was declared
-and when), `yardsticks.json` and one directory per run with `metrics.jsonl` and `documents.json`; or
-the files of `qkattn.study.stored`, which give these.
+and when), `yardsticks.json` and one directory per run with `metrics.jsonl` and `documents.json`. A
+stored study (`qkattn.study.stored`) has its logs in an archive.
 """
 
 import dataclasses

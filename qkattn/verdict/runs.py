@@ -15,6 +15,7 @@ from qkattn.storage.files import Files, Readable
 from qkattn.storage.ledger import left_out_documents
 from qkattn.storage.metrics_log import read_metrics
 from qkattn.study.arm_key import ArmKey
+from qkattn.study.stored import check_run_directory
 from qkattn.study.tuning import MODEL_KNOBS, TRIAL_KNOBS, Settings
 
 _ROUNDING = 1e-5  # relative; losses are sums of the same numbers in another order
@@ -128,7 +129,9 @@ def parse_run(record: Any) -> Run:
     if record['trials'] < 1:
         raise ValueError(f"field 'trials' is {record['trials']}, expected 1 or more")
     given = {'name': record['run'], 'num_trials': record['trials'], 'trials': ()}
-    return records.read(Run, record, key=parse_arm_key(record), **given)
+    run = records.read(Run, record, key=parse_arm_key(record), **given)
+    check_run_directory(record)
+    return run
 
 
 def parse_trial(record: Any, run: Run) -> Trial:

@@ -160,12 +160,24 @@ def test_a_report_on_verdict_results_is_a_look(written, tmp_path):
 
 def test_an_export_has_a_few_files_of_which_the_report_is_made_again(written, tmp_path):
     kept = report.export(written, tmp_path / 'kept')
-    names = 'study.json ledger.jsonl yardsticks.json runs.jsonl documents.npz table.md table.csv'
+    names = 'study.json ledger.jsonl yardsticks.json logs.zip table.md table.csv'
     assert {path.name for path in kept.iterdir()} == {*names.split()}
     assert check_study(kept) == check_study(written)
     report.write_report(kept)
     for name in ('report.html', 'ledger.jsonl'):
         assert (kept / name).read_text() == (written / name).read_text()
+
+
+def test_an_export_warns_of_settings_that_name_a_directory_of_the_machine(tmp_path, caplog):
+    study = studies.write_study(
+        tmp_path / 'study',
+        [studies.trial_record('qk/vo')],
+        question='is a/b worse?',
+        command='python -m experiments.ablate --workdir=/home/ann/a',
+    )
+    report.export(study, tmp_path / 'kept')
+    (record,) = caplog.records
+    assert 'kept/study.json names directories of this machine in command, as' in record.message
 
 
 def interrupted(path, content):
@@ -259,5 +271,5 @@ def test_an_export_to_a_bucket_is_there_and_not_below_this_directory(
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
         report.export(written, 'gs://runs/kept')
-    assert {'kept/study.json', 'kept/runs.jsonl', 'kept/table.md'} <= set(bucket.names('runs'))
+    assert {'kept/study.json', 'kept/logs.zip', 'kept/table.md'} <= set(bucket.names('runs'))
     assert not [*tmp_path.iterdir()]

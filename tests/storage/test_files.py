@@ -11,6 +11,7 @@ from qkattn.storage.files import (
     check_directory,
     make_directory,
     replacing,
+    without_directories,
     write_atomic,
 )
 from tests.processes import umask
@@ -96,3 +97,28 @@ def test_a_directory_is_checked_without_a_trace_and_made_absolute(tmp_path):
 def test_the_home_directory_may_be_written_as_a_tilde(tmp_path, monkeypatch):
     monkeypatch.setenv('HOME', str(tmp_path))
     assert check_directory('~/run') == as_path('~/run') == tmp_path / 'run'
+
+
+@pytest.mark.parametrize(
+    ('argument', 'expected'),
+    [
+        ('--workdir={cwd}/runs/a', '--workdir=runs/a'),
+        ('--workdir={cwd}', '--workdir=.'),
+        ('--workdir=/home/ann/My Studies/a/', '--workdir=a'),
+        ('--workdir={cwd}/../a', '--workdir=a'),
+        ('/home/ann/ablate.py', 'ablate.py'),
+        ('--config=/home/ann/study.py:cpu', '--config=study.py:cpu'),
+        ('--config.base.data.path=/a/b.txt,/c/d.txt', '--config.base.data.path=b.txt,d.txt'),
+        ('--sinks=wandb(dir="/home/ann/w", project="x")', '--sinks=wandb(dir="w", project="x")'),
+        *(
+            (same, same)
+            for same in ('--workdir=runs/a', '--workdir=gs://b/a', 'qk/vo,qk/no_o', '/')
+        ),
+    ],
+)
+def test_an_argument_loses_the_directories_of_the_machine(
+    tmp_path, monkeypatch, argument, expected
+):
+    (tmp_path / 'cwd').mkdir()
+    monkeypatch.chdir(tmp_path / 'cwd')
+    assert without_directories(argument.format(cwd=tmp_path / 'cwd')) == expected

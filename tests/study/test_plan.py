@@ -96,6 +96,13 @@ def test_an_arm_is_screened_until_bracketed_then_judged_on_fresh_seeds(arms, res
     assert last.config.model == arms[0].model
 
 
+def test_the_declared_command_names_no_directory_of_the_machine(arms, monkeypatch):
+    typed = ['/home/ann/ablate.py', '--workdir=/home/ann/runs/a b']
+    monkeypatch.setattr(sys, 'orig_argv', ['/bin/python3', *typed])
+    command = declaration.content(STUDY, arms)['command']
+    assert shlex.split(command) == ['python', 'ablate.py', '--workdir=a b']
+
+
 def test_the_declaration_of_a_study_and_the_run_of_an_untuned_one(arms, monkeypatch):
     typed = ['-m', 'experiments.ablate', '--config.variants=("qk/vo", "qk/no_v")']
     monkeypatch.setattr(sys, 'orig_argv', ['/bin/python3', *typed])

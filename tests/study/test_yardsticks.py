@@ -10,10 +10,11 @@ from qkattn.config import to_json
 from qkattn.data import pipeline
 from qkattn.data.tasks.language import MaskedRows
 from qkattn.data.tasks.task_registry import rows_of
+from qkattn.errors import ConfigError
 from qkattn.stats import ngrams
 from qkattn.storage.ledger import YARDSTICKS
 from qkattn.storage.records import read_json
-from qkattn.study import yardsticks
+from qkattn.study import stored, yardsticks
 from tests.studies import read_lines, write_lines
 
 PLACE = {'size': 'd_model=32', 'corpus': 'stdlib', 'control': None}
@@ -63,6 +64,23 @@ def test_counts_are_of_the_rows_that_the_first_trial_saw_and_the_loss_that_of_th
     for trial, result in zip(run['trials'], results, strict=True):
         assert trial['loss'] == pytest.approx(result['test_loss'], abs=1e-5)
         assert trial['early'] > 0 < trial['late'] and trial['shuffled'] is None
+
+
+def test_a_stored_study_has_counts(study):
+    _, path = study
+    stored.pack(path, path / 'kept')
+    assert yardsticks.record(path / 'kept') == []
+    yardsticks.record(path)
+    (run,) = recorded(path / 'kept')['runs']
+    assert recorded(path / 'kept')['groups'] == recorded(path)['groups']
+    assert run['trials'] is None and run['why'] == 'it has no checkpoint'
+
+
+def test_checkpoints_outside_the_study_are_not_read(study):
+    _, path = study
+    write_lines(path / 'plan.jsonl', [read_lines(path / 'plan.jsonl')[0] | {'directory': '../a'}])
+    with pytest.raises(ConfigError, match=r"plan.jsonl, line 1 is damaged \(field 'directory' is"):
+        yardsticks.record(path)
 
 
 def test_what_is_recorded_is_kept(study, monkeypatch):

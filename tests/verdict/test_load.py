@@ -50,6 +50,7 @@ def planned(**changes):
         ('results.jsonl', result(val_loss=float('nan')), "'val_loss' is nan"),
         ('plan.jsonl', planned(control='x'), 'is not an arm that study.json declares'),
         ('plan.jsonl', planned(run=RUN), 'is planned twice, differently'),
+        ('plan.jsonl', planned() | {'directory': '../x'}, "'directory' is '../x', expected one"),
         ('plan.jsonl', planned() | {'trials': 0}, "field 'trials' is 0, expected 1 or more"),
         (LOG, EVALUATION, 'does not end with the last evaluation'),
         (LOG, f'{EVALUATION}\n{FINAL}', 'does not have one loss for each of 2 trials'),
