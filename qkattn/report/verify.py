@@ -64,7 +64,7 @@ def check_study(directory: str | Path) -> int:
         path = study.directory / name
         if not path.is_file():
             raise ReportError(f'{path} does not exist; make it with python -m experiments.report')
-        actual = path.read_text(encoding='utf-8', errors='replace')
+        actual = path.read_bytes().decode(errors='replace')  # also in a bucket
         if place := difference(actual, text):
             raise ReportError(f'{path} does not match its logs, {place}')
         count += len(PRINT.findall(actual))

@@ -12,7 +12,6 @@ the files out and goes on.
 
 import functools
 import hashlib
-import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -104,7 +103,7 @@ def pack(study: Files, destination: Path) -> None:
     users. Raises ReportError, and writes nothing, where the files could not be read again.
     """
     logs = zipped(dict(_stored_logs(study)))
-    StoredFiles(destination, logs)
+    StoredFiles(destination, logs)  # raises where nobody could read it
     for name in WHOLE_FILES:  # written first: they name the study to the next export
         if (study / name).is_file():
             write_atomic(destination / name, (study / name).read_bytes())
@@ -194,8 +193,10 @@ def _refuse_links(directory: Path, name: str) -> None:
     """ReportError where a directory below the study, into which files go, is a link elsewhere."""
     if buckets.is_url(directory):
         return
-    for path in itertools.accumulate(name.split('/'), Path.joinpath, initial=directory):
-        if path != directory and path.is_symlink():
+    path = directory
+    for part in name.split('/'):
+        path = path / part
+        if path.is_symlink():
             raise ReportError(
                 f'{path} is a link, but files of {directory / LOGS} go there; remove it'
             )

@@ -272,4 +272,5 @@ def test_an_export_to_a_bucket_is_there_and_not_below_this_directory(
     for _ in range(2):
         report.export(written, 'gs://runs/kept')
     assert {'kept/study.json', 'kept/logs.zip', 'kept/table.md'} <= set(bucket.names('runs'))
+    assert check_study('gs://runs/kept') == check_study(written)
     assert not [*tmp_path.iterdir()]

@@ -162,16 +162,21 @@ def test_a_study_with_such_a_plan_is_not_stored(study, kept, tmp_path, directory
     assert not (tmp_path / 'other').exists()
 
 
+def test_what_could_not_be_read_again_is_not_stored(study, tmp_path, monkeypatch):
+    monkeypatch.setattr(archive, 'MAX_MEMBER', 100)
+    with pytest.raises(ReportError, match='logs.zip, member .* bytes, more than 100'):
+        stored.pack(study, tmp_path / 'other')
+    assert not (tmp_path / 'other').exists()
+
+
 @pytest.mark.parametrize('place', ['', 'runs'])
 def test_no_link_is_followed_where_files_are_taken_out(kept, tmp_path, place):
     directory = f'{place}/link'.strip('/')
     elsewhere = tmp_path / 'elsewhere'
     elsewhere.mkdir()
-    edit(
-        kept,
-        {'plan.jsonl': replanned(kept, directory), LOG: None, f'{directory}/metrics.jsonl': b''}
-        | {name: None for name in logs_of(kept) if name.startswith(RUN)},
-    )
+    moved = {name: None for name in logs_of(kept) if name.startswith(RUN)}
+    moved[f'{directory}/metrics.jsonl'] = b''
+    edit(kept, moved | {'plan.jsonl': replanned(kept, directory)})
     link = kept / (place or directory)
     link.symlink_to(elsewhere)
     with pytest.raises(ReportError, match=f'{link} is a link, but files of .*logs.zip go there'):
