@@ -1,7 +1,7 @@
 """The settings of a model."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from qkattn.config.setting import setting
 from qkattn.config.variant import Variant, split_pattern
@@ -223,7 +223,7 @@ class ModelConfig:
         )
 
 
-def _variant_fields(variant: str | None) -> dict[str, str]:
+def _variant_fields(variant: str | None) -> dict[str, Any]:
     """The fields `score` and `value` of a variant; none where it is that of the decoder."""
     if variant is None:
         return {}

@@ -172,10 +172,10 @@ def check_section(prefix: str, section: Any) -> None:
     for field in dataclasses.fields(section):
         name = f'{prefix}{field.name}'
         value = getattr(section, field.name)
-        annotation = annotations[field.name]
+        annotation: Any = annotations[field.name]
         if not dataclasses.is_dataclass(annotation):
             _check_value(name, value, annotation, field.metadata['bounds'])
-        elif isinstance(value, annotation):  # type: ignore[arg-type]
+        elif isinstance(value, annotation):
             check_section(f'{name}.', value)
         else:
             raise ConfigError(f'{name}={_shown(value)} must be a {annotation.__name__}')
