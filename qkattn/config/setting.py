@@ -135,7 +135,7 @@ def settings(cls: Any, prefix: str = '') -> dict[str, Setting]:
     for field in dataclasses.fields(cls):
         name = f'{prefix}{field.name}'
         annotation = annotations[field.name]
-        if dataclasses.is_dataclass(annotation):
+        if _is_section(annotation):
             declared |= settings(annotation, f'{name}.')
         else:
             declared[name] = Setting(name, annotation, field.default, **field.metadata)
@@ -173,12 +173,17 @@ def check_section(prefix: str, section: Any) -> None:
         name = f'{prefix}{field.name}'
         value = getattr(section, field.name)
         annotation: Any = annotations[field.name]
-        if not dataclasses.is_dataclass(annotation):
+        if not _is_section(annotation):
             _check_value(name, value, annotation, field.metadata['bounds'])
         elif isinstance(value, annotation):
             check_section(f'{name}.', value)
         else:
             raise ConfigError(f'{name}={_shown(value)} must be a {annotation.__name__}')
+
+
+def _is_section(annotation: Any) -> bool:
+    """Whether a field holds settings of its own rather than a value."""
+    return dataclasses.is_dataclass(annotation)
 
 
 def _check_value(name: str, value: Any, annotation: Any, bounds: Bounds) -> None:
