@@ -26,7 +26,7 @@ from qkattn.config import (
     from_json,
     to_json,
 )
-from qkattn.config.calls import Variant
+from qkattn.config.variant import Variant
 from qkattn.decode.generate import generate
 from qkattn.decode.kv_cache import init_cache
 from qkattn.errors import ConfigError, ProcessError

@@ -17,7 +17,8 @@ from qkattn.attention.scores.score import Circuit, Score
 from qkattn.attention.spec import AttentionSpec
 from qkattn.attention.values import slices, tied, value_latents, vo
 from qkattn.attention.values.value import Value
-from qkattn.config.calls import Variant, resolve
+from qkattn.config.calls import resolve
+from qkattn.config.variant import Variant
 from qkattn.errors import SpecError
 
 SCORES: dict[str, type[Score]] = {

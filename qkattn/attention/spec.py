@@ -6,8 +6,8 @@ import numbers
 from collections.abc import Callable
 from typing import Any, Literal
 
-from qkattn.config.calls import Variant
 from qkattn.config.model_config import WIDTH
+from qkattn.config.variant import Variant
 from qkattn.errors import SpecError
 
 

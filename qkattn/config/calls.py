@@ -1,20 +1,13 @@
-"""The notations `name(option=value, ...)`, `package.module:name` and `score/value`."""
+"""Settings that name code, with options: `low_rank(rank=8)`, `my_package.my_file:MyScore`."""
 
 import ast
 import difflib
-import hashlib
-import importlib
 import inspect
-import json
-import re
-import sys
-import traceback
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-from qkattn.errors import ConfigError, SpecError
+from qkattn.config.imports import describe_failure, import_object
+from qkattn.errors import ConfigError
 
 T = TypeVar('T')
 
@@ -29,53 +22,94 @@ def resolve(
     call: Callable[[Any], Callable[..., Any]] = lambda target: target,
     error: type[ValueError] = ConfigError,
 ) -> tuple[Any, dict[str, Any]]:
-    """The object that `text` names, a key of `known` or an import path, and the options behind it.
+    """The object that a setting names, and the options behind the name.
 
-    `text` is 'name', 'package.module:name', or either with options, as in 'low_rank(rank=8)', and
-    `field` the setting that holds it. An imported object has to be what `needs` says and `fits`
-    checks; `call` gives the callable whose keyword-only parameters are the options. Raises `error`
-    for a malformed or unknown name, a module that cannot be imported, an object of another kind, or
-    an option that it does not take.
+    `resolve('low_rank(rank=8)', SCORES, 'score')` returns (LowRank, {'rank': 8}).
+
+    Args:
+      text: a key of `known` or an import path, either perhaps with options.
+      known: the registered objects by name.
+      field: the setting that holds `text`, for errors.
+      needs: what an imported object has to be, in words.
+      fits: whether an imported object is that.
+      call: the callable whose keyword-only parameters are the options of an object; by default the
+        object itself.
+      error: the exception to raise.
+
+    Raises `error` for a malformed or unknown name, a module that cannot be imported, an imported
+    object of another kind, and an option that the object does not take.
     """
     name, options = parse_call(text, field, error)
     if ':' in name:
-        target = _import(name, field, error)
+        target = import_object(name, field, error)
         if not fits(target):
             raise error(f'{field}={name!r} is not {needs}')
     elif name in known:
         target = known[name]
-    elif not known:
-        raise error(f'{field}={name!r} must be an import path, as in package.module:name')
     else:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f', did you mean {near[0]!r}?' if near else ';'
-        raise error(
-            f'unknown {field} {name!r}{hint} known: {", ".join(known)}, '
-            'or an import path package.module:name'
-        )
-    accepted = options_of(call(target)) if options else ()
-    for option in options:
-        if option not in accepted:
-            names = ', '.join(accepted) or 'none'
-            raise error(f'{name} has no option {option!r}; it takes {names}')
+        raise error(_unknown_name(name, known, field))
+    if options:
+        accepted = options_of(call(target))
+        for option in options:
+            if option not in accepted:
+                names = ', '.join(accepted) or 'none'
+                raise error(f'{name} has no option {option!r}; it takes {names}')
     return target, options
 
 
-def called(field: str, text: str, call: Callable[[], T]) -> T:
-    """The result of a call into code that `text` names; ConfigError in place of an exception."""
+def _unknown_name(name: str, known: Mapping[str, Any], field: str) -> str:
+    """What is wrong with a name that is neither registered nor an import path."""
+    if not known:
+        return f'{field}={name!r} must be an import path, as in package.module:name'
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f', did you mean {near[0]!r}?' if near else ';'
+    return (
+        f'unknown {field} {name!r}{hint} known: {", ".join(known)}, '
+        'or an import path package.module:name'
+    )
+
+
+def parse_call(
+    text: str, field: str, error: type[ValueError] = ConfigError
+) -> tuple[str, dict[str, Any]]:
+    """Splits 'name(option=literal, ...)' into the name and its options.
+
+    Raises `error`, which names the setting `field`, for anything that is not written so.
+    """
+    name, parenthesis, _ = text.partition('(')
+    if not parenthesis:
+        return name, {}
     try:
-        return call()
-    except ConfigError:
-        raise
-    except Exception as failure:
-        raise ConfigError(f'{field}={text!r} fails, {_at(failure)}') from failure
+        return name, _keyword_literals(text[len(name) :])
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        form = 'name(option=value, ...) with literal values'
+        raise error(f'{field}={text!r} must be written {form}') from None
+
+
+def _keyword_literals(arguments: str) -> dict[str, Any]:
+    """The arguments of '(a=1, b=(2, 3))' by name; any of several exceptions for other text."""
+    call = ast.parse('f' + arguments, mode='eval').body
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+        raise ValueError('not one call with keyword arguments alone')
+    options = {}
+    for keyword in call.keywords:
+        if keyword.arg is None or keyword.arg in options:
+            raise ValueError('an argument is given twice, or as **mapping')
+        options[keyword.arg] = ast.literal_eval(keyword.value)
+    return options
 
 
 def options_of(target: Callable[..., Any]) -> dict[str, Any]:
-    """The options of a class or function, its keyword-only parameters, and their defaults."""
+    """The options of a class or function and their defaults: its keyword-only parameters.
+
+    The parameter `key`, from which random numbers are drawn, is no option.
+    """
     function = target.__init__ if inspect.isclass(target) else target
-    parameters = inspect.signature(function).parameters.values()
-    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != 'key'}
+    options = {}
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and parameter.name != 'key':
+            options[parameter.name] = parameter.default
+    return options
 
 
 def takes(*arguments: str) -> Callable[[Any], bool]:
@@ -83,110 +117,22 @@ def takes(*arguments: str) -> Callable[[Any], bool]:
 
     def fits(target: Any) -> bool:
         try:
-            return bool(inspect.signature(target).bind(*arguments))
+            inspect.signature(target).bind(*arguments)
         except (TypeError, ValueError):
             return False
+        return True
 
     return fits
 
 
-def _source_sha256(path: str) -> str | None:
-    """The sha256 of the file of the imported module of an import path; None if it has no file."""
-    file = getattr(sys.modules[path.partition(':')[0]], '__file__', None)
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
+def called(field: str, text: str, call: Callable[[], T]) -> T:
+    """The result of a call into code that the setting `field` names with `text`.
 
-
-def imported(values: Any) -> dict[str, str | None]:
-    """The import paths of imported modules in a config as JSON, and the sha256 of their files."""
-    text = json.dumps(values, ensure_ascii=False)
-    paths = sorted(set(re.findall(r'[^\W\d][\w.]*:[^\W\d]\w*', text)))
-    return {path: _source_sha256(path) for path in paths if path.split(':')[0] in sys.modules}
-
-
-def digest(text: str) -> str:
-    """Identifies the object and the options of an import path: its text and its source file."""
-    return hashlib.sha256(f'{text} {_source_sha256(text)}'.encode()).hexdigest()[:12]
-
-
-def parse_call(
-    text: str, field: str, error: type[ValueError] = ConfigError
-) -> tuple[str, dict[str, Any]]:
-    """Splits 'name(option=literal, ...)' into name and options; `error` names the `field`."""
-    name, parenthesis, _ = text.partition('(')
-    if not parenthesis:
-        return name, {}
+    Raises ConfigError in place of the code's exception, with the line that raises it.
+    """
     try:
-        call = ast.parse('f' + text[len(name) :], mode='eval').body
-        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)) or call.args:
-            raise ValueError
-        options = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords if k.arg}
-        if len(options) < len(call.keywords):  # one twice, or **
-            raise ValueError
-        return name, options
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        form = 'name(option=value, ...) with literal values'
-        raise error(f'{field}={text!r} must be written {form}') from None
-
-
-class Variant(NamedTuple):
-    """One way to write attention, as text `score/value`; each may have options."""
-
-    score: str
-    value: str
-
-    @classmethod
-    def parse(cls, text: str) -> 'Variant':
-        """The variant of 'score/value'; SpecError where it is written otherwise."""
-        score, slash, value = text.partition('/')
-        if not slash:
-            raise SpecError(f'variant {text!r} must be written score/value, e.g. qk/vo')
-        return cls(score, value)
-
-    def __str__(self) -> str:
-        return f'{self.score}/{self.value}'
-
-
-def _at(failure: Exception) -> str:
-    frames = traceback.extract_tb(failure.__traceback__)
-    # Where a library refuses what it is given, the line that calls it.
-    last = next((f for f in reversed(frames) if 'site-packages' not in f.filename), frames[-1])
-    reason = ' '.join(str(failure).split())
-    return f'{type(failure).__name__} in {last.filename}, line {last.lineno}: {reason}'
-
-
-def _import(path: str, field: str, error: type[ValueError]) -> Any:
-    module, _, name = path.partition(':')
-    if not all(part.isidentifier() for part in [*module.split('.'), name]):
-        raise error(f'{field}={path!r} must be written package.module:name to be an import path')
-    try:
-        imported = importlib.import_module(module)
-    except ModuleNotFoundError as missing:
-        raise error(f'{field}={path!r}: no module named {missing.name!r}') from missing
+        return call()
+    except ConfigError:
+        raise
     except Exception as failure:
-        raise error(f'{field}={path!r}: {module} cannot be imported, {_at(failure)}') from failure
-    if not hasattr(imported, name):
-        near = difflib.get_close_matches(name, vars(imported), n=1)
-        hint = f'; did you mean {near[0]!r}?' if near else ''
-        raise error(f'{field}={path!r}: {module} has no {name!r}{hint}')
-    return getattr(imported, name)
-
-
-def split_pattern(text: str) -> list[str]:
-    """'qk/vo,low_rank(rank=8)/vo' -> the variants between the commas outside of parentheses."""
-    parts, depth = [''], 0
-    for character in text:
-        depth += (character == '(') - (character == ')')
-        if character == ',' and not depth:
-            parts.append('')
-        else:
-            parts[-1] += character
-    return [parts[0], *(part.lstrip() for part in parts[1:])]
-
-
-def load_extra(package: str, extra: str) -> ModuleType:
-    """Imports a package of an extra of pyproject.toml; ConfigError says how to install it."""
-    try:
-        return importlib.import_module(package)
-    except ModuleNotFoundError as missing:
-        install = f"pip install -e '.[{extra}]'"
-        raise ConfigError(f'{extra} needs the package {missing.name}: {install}') from missing
+        raise ConfigError(f'{field}={text!r} fails, {describe_failure(failure)}') from failure

@@ -3,12 +3,17 @@
 import dataclasses
 from typing import Any, Literal
 
-from qkattn.config.calls import Variant, split_pattern
 from qkattn.config.setting import setting
+from qkattn.config.variant import Variant, split_pattern
 from qkattn.errors import SpecError
 
+# Bounds of settings: a rate, a number of heads or layers, the width of a stream or head.
 RATE = {'least': 0, 'below': 1}
-COUNT, WIDTH = {'least': 1, 'most': 2**14}, {'least': 1, 'most': 2**17}
+COUNT = {'least': 1, 'most': 2**14}
+WIDTH = {'least': 1, 'most': 2**17}
+
+# Below this number of layers, compiled code that repeats them is faster than a loop over them.
+SCANNED_LAYERS = 12
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,26 +124,33 @@ class ModelConfig:
 
     @property
     def variant(self) -> Variant:
+        """The variant of self-attention; in an encoder-decoder, that of the decoder."""
         return Variant(self.score, self.value)
 
     @property
     def mlp_width(self) -> int:
+        """F, as given or by default."""
         if self.d_ff is not None:
             return self.d_ff
-        # Three matrices of this width have the parameters of two that are 4 d_model wide.
-        return (8 * self.d_model + 1) // 3 if self.has_gate else 4 * self.d_model
+        if self.has_gate:
+            # Three matrices of this width have the parameters of two that are 4 d_model wide.
+            return (8 * self.d_model + 1) // 3
+        return 4 * self.d_model
 
     @property
     def has_gate(self) -> bool:
+        """Whether the MLP multiplies its hidden layer by a gate, which takes a third matrix."""
         return self.activation.endswith('glu')
 
     @property
     def num_branches(self) -> int:
         """Residual branches from the embedding to the output: attentions and MLPs."""
-        return (3 if self.kind == 'encoder_decoder' else 2) * self.num_layers
+        branches_per_layer = 3 if self.kind == 'encoder_decoder' else 2
+        return branches_per_layer * self.num_layers
 
     @property
     def probability_dropout(self) -> float:
+        """Dropout rate on attention probabilities, as given or by default."""
         return self.dropout if self.attention_dropout is None else self.attention_dropout
 
     @property
@@ -148,25 +160,42 @@ class ModelConfig:
 
     @property
     def unroll(self) -> int:
+        """Layers in one step of the scan over layers, as given or by default."""
         if self.scan_unroll is not None:
             return self.scan_unroll
-        # XLA merges unrolled layers that remat repeats with the forward pass: nothing is saved.
-        return self.num_layers if self.num_layers < 12 and self.remat == 'none' else 1
+        # XLA merges unrolled layers that remat repeats with the forward pass, so that remat saves
+        # no memory.
+        if self.remat == 'none' and self.num_layers < SCANNED_LAYERS:
+            return self.num_layers
+        return 1
 
     @property
     def cycle(self) -> tuple['ModelConfig', ...]:
-        """Settings with each variant of `pattern` in turn; SpecError if it does not fit."""
+        """The settings of layers, repeated in this order: one for each variant of `pattern`.
+
+        Without a pattern it is this config alone. Raises SpecError if the pattern does not fit.
+        """
         if self.pattern is None:
             return (self,)
-        variants, where = split_pattern(self.pattern), f'pattern={self.pattern!r}'
+        variants = split_pattern(self.pattern)
+        setting_text = f'pattern={self.pattern!r}'
         if self.kind == 'encoder_decoder':
-            raise SpecError(f'{where} is for a decoder or an encoder, not for an encoder_decoder')
+            raise SpecError(
+                f'{setting_text} is for a decoder or an encoder, not for an encoder_decoder'
+            )
         if len(variants) > self.num_layers:
-            count = f'{len(variants)} variants, more than num_layers={self.num_layers}'
-            raise SpecError(f'{where} has {count}')
+            raise SpecError(
+                f'{setting_text} has {len(variants)} variants, more than '
+                f'num_layers={self.num_layers}'
+            )
         if variants[0] != str(self.variant):
-            raise SpecError(f'{where} must begin with the variant of the model, {self.variant}')
-        return tuple(dataclasses.replace(self, pattern=None, **_fields(v)) for v in variants)
+            raise SpecError(
+                f'{setting_text} must begin with the variant of the model, {self.variant}'
+            )
+        return tuple(
+            dataclasses.replace(self, pattern=None, **_variant_fields(variant))
+            for variant in variants
+        )
 
     @property
     def encoder(self) -> 'ModelConfig':
@@ -176,19 +205,26 @@ class ModelConfig:
             kind='encoder',
             num_layers=self.num_encoder_layers or self.num_layers,
             context=self.source_context or self.context,
-            **_fields(self.encoder_variant),
+            **_variant_fields(self.encoder_variant),
         )
 
     @property
     def cross(self) -> 'ModelConfig':
         """The decoder's attention to the encoder.
 
-        It has no positions inside attention, which mean different things in the two streams.
+        It has neither rotary positions, position biases nor a window: positions in the two streams
+        mean different things.
         """
-        positions = self.positions if self.positions not in ('rope', 'alibi') else 'none'
-        variant = _fields(self.cross_variant)
-        return dataclasses.replace(self, positions=positions, window=None, **variant)
+        positions = self.positions
+        if positions in ('rope', 'alibi'):
+            positions = 'none'
+        return dataclasses.replace(
+            self, positions=positions, window=None, **_variant_fields(self.cross_variant)
+        )
 
 
-def _fields(variant: str | None) -> dict[str, Any]:
-    return {} if variant is None else Variant.parse(variant)._asdict()
+def _variant_fields(variant: str | None) -> dict[str, Any]:
+    """The fields `score` and `value` of a variant; none where it is that of the decoder."""
+    if variant is None:
+        return {}
+    return Variant.parse(variant)._asdict()

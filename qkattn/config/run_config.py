@@ -54,10 +54,14 @@ class DataConfig:
     )
 
 
-MAX_HEADS_WIDTH = 2**24  # N H, all heads of one layer together
-# Schedules that decay to final_fraction, and the fraction at which a run counts as annealed.
-DECAYS, ANNEALED = ('linear', 'cosine'), 0.1
-INDEPENDENT_END = 0.1  # of weight decays with optimizer.decay='independent', which stay below
+# Largest N H, the width of all heads of one layer together.
+MAX_HEADS_WIDTH = 2**24
+# Schedules that decay to final_fraction.
+DECAYS = ('linear', 'cosine')
+# The largest final_fraction with which a run counts as annealed.
+ANNEALED = 0.1
+# With optimizer.decay='independent', weight decays are below this.
+INDEPENDENT_END = 0.1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,6 +156,7 @@ class TrialsConfig:
     )
 
     def trials(self) -> list[dict[str, Any]]:
+        """The seed, learning rate and weight decay of each trial, in the order of a stack."""
         return [
             {'seed': seed, 'learning_rate': learning_rate, 'weight_decay': weight_decay}
             for learning_rate in self.learning_rates
@@ -203,42 +208,74 @@ def validate_settings(config: Config) -> None:
 
 def _conflicts(config: Config) -> Iterator[str]:
     """A sentence for each setting that does not fit another one."""
-    model, optimizer, train, mesh = config.model, config.optimizer, config.train, config.mesh
-    width = model.num_heads * (model.head_size or 1)
-    if width > MAX_HEADS_WIDTH:
-        yield f'model.num_heads * model.head_size = {width} must be at most {MAX_HEADS_WIDTH}'
+    yield from _model_conflicts(config.model)
+    yield from _optimizer_conflicts(config)
+    yield from _train_conflicts(config.train)
+    yield from _mesh_conflicts(config)
+
+
+def _model_conflicts(model: ModelConfig) -> Iterator[str]:
+    heads_width = model.num_heads * (model.head_size or 1)
+    if heads_width > MAX_HEADS_WIDTH:
+        yield f'model.num_heads * model.head_size = {heads_width} must be at most {MAX_HEADS_WIDTH}'
     if not model.attention_gain and model.norm_position == 'post':
         yield 'model.attention_gain=False needs model.norm_position=pre'
-    for name in ('encoder_variant', 'cross_variant', 'num_encoder_layers', 'source_context'):
-        value = getattr(model, name)
-        if value is not None and model.kind != 'encoder_decoder':
-            yield f'model.{name}={value!r} is a setting of an encoder-decoder, not of {model.kind}'
+    if model.kind != 'encoder_decoder':
+        for name in ('encoder_variant', 'cross_variant', 'num_encoder_layers', 'source_context'):
+            value = getattr(model, name)
+            if value is not None:
+                yield (
+                    f'model.{name}={value!r} is a setting of an encoder-decoder, not of '
+                    f'{model.kind}'
+                )
     if model.kind == 'encoder' and model.context < 2:
         yield f'model.context={model.context} must be at least 2 in an encoder'
+
+
+def _optimizer_conflicts(config: Config) -> Iterator[str]:
+    optimizer = config.optimizer
+    num_steps = config.train.num_steps
+    weight_decays = config.trials.weight_decays
     if optimizer.name.partition('(')[0] == 'muon' and optimizer.momentum == 1:
         yield "optimizer.momentum=1 must be below 1 with optimizer.name='muon'"
-    if train.batch_size % train.accumulation:
-        yield f'train.accumulation={train.accumulation} must divide batch_size={train.batch_size}'
-    for name in ('num_steps', 'log_every', 'eval_every', 'checkpoint_every'):
-        # A run can only resume between two dispatches.
-        unit = 'steps_per_dispatch' if name in ('num_steps', 'log_every') else 'log_every'
-        steps, multiple = getattr(train, name), getattr(train, unit)
-        if steps % multiple:
-            yield f'train.{name}={steps} must be a multiple of train.{unit}={multiple}'
-    if optimizer.warmup_steps >= train.num_steps:
-        steps = f'train.num_steps={train.num_steps}'
-        yield f'optimizer.warmup_steps={optimizer.warmup_steps} must be below {steps}'
-    if optimizer.schedule in ('inverse_sqrt', 'inverse_sqrt()') and not optimizer.warmup_steps:
-        yield 'optimizer.warmup_steps=0 must be at least 1 with optimizer.schedule=inverse_sqrt'
-    if optimizer.decay == 'independent' and max(config.trials.weight_decays) >= INDEPENDENT_END:
+    if optimizer.warmup_steps >= num_steps:
         yield (
-            f'trials.weight_decays={config.trials.weight_decays} must be below '
-            f"{INDEPENDENT_END} with optimizer.decay='independent', which subtracts that fraction "
-            'in every step; '
+            f'optimizer.warmup_steps={optimizer.warmup_steps} must be below '
+            f'train.num_steps={num_steps}'
+        )
+    if optimizer.schedule in ('inverse_sqrt', 'inverse_sqrt()') and optimizer.warmup_steps == 0:
+        yield 'optimizer.warmup_steps=0 must be at least 1 with optimizer.schedule=inverse_sqrt'
+    if optimizer.decay == 'independent' and max(weight_decays) >= INDEPENDENT_END:
+        yield (
+            f'trials.weight_decays={weight_decays} must be below {INDEPENDENT_END} with '
+            "optimizer.decay='independent', which subtracts that fraction in every step; "
             "optimizer.decay='coupled' multiplies it by the learning rate"
         )
-    trials, microbatch = len(config.trials.trials()), train.batch_size // train.accumulation
-    if trials % mesh.trial:
-        yield f'mesh.trial={mesh.trial} must divide the number of trials, {trials}'
-    if microbatch % (parts := mesh.data * mesh.fsdp):
-        yield f'mesh.data * mesh.fsdp = {parts} must divide the microbatch of {microbatch}'
+
+
+def _train_conflicts(train: TrainConfig) -> Iterator[str]:
+    if train.batch_size % train.accumulation:
+        yield f'train.accumulation={train.accumulation} must divide batch_size={train.batch_size}'
+    # A run logs and ends between two dispatches; it evaluates, saves and resumes where it logs.
+    units = {
+        'num_steps': 'steps_per_dispatch',
+        'log_every': 'steps_per_dispatch',
+        'eval_every': 'log_every',
+        'checkpoint_every': 'log_every',
+    }
+    for name, unit in units.items():
+        steps = getattr(train, name)
+        unit_steps = getattr(train, unit)
+        if steps % unit_steps:
+            yield f'train.{name}={steps} must be a multiple of train.{unit}={unit_steps}'
+
+
+def _mesh_conflicts(config: Config) -> Iterator[str]:
+    mesh = config.mesh
+    num_trials = len(config.trials.trials())
+    if num_trials % mesh.trial:
+        yield f'mesh.trial={mesh.trial} must divide the number of trials, {num_trials}'
+    microbatch = config.train.batch_size // config.train.accumulation
+    row_devices = mesh.data * mesh.fsdp
+    if microbatch % row_devices:
+        yield f'mesh.data * mesh.fsdp = {row_devices} must divide the microbatch of {microbatch}'

@@ -36,10 +36,15 @@ def merge(layer: Attention) -> Attention:
 
     b_Q becomes W_K b_Q, one vector per head; b_K, which softmax ignores, is dropped.
     """
-    factors, target = qk_factors(layer), empty_layer(layer, score='merged')
+    factors = qk_factors(layer)
+    target = empty_layer(layer, score='merged')
+    # Rows: the stream, then the bias of the queries.
     A_NED = factors.logit_matrices()[..., :-1] / logit_scale(target)
-    arrays = {'w_qk_DNE': np.moveaxis(A_NED[:, :-1], 0, 1), 'b_q_NE': A_NED[:, -1]}
-    return fill(target, layer, score=arrays)
+    score = {
+        'w_qk_DNE': np.moveaxis(A_NED[:, :-1], 0, 1),
+        'b_q_NE': A_NED[:, -1],
+    }
+    return fill(target, layer, score=score)
 
 
 def unmerge(layer: Attention, *, rank: int | None = None) -> Attention:
@@ -52,15 +57,26 @@ def unmerge(layer: Attention, *, rank: int | None = None) -> Attention:
 
 def truncate(layer: Attention, *, rank: int) -> tuple[Attention, float]:
     """The best `qk` or `low_rank(rank=)` of that rank, and its error."""
-    factors, (score, letter) = qk_factors(layer), _of_rank('qk', rank, layer)
-    target, D = empty_layer(layer, score=score), layer.spec.d_model
-    A_NED, root = factors.logit_matrices()[..., :D], logit_scale(target) ** 0.5
-    q_ENR, k_DNR, lost = balanced_factors(A_NED[:, : D + layer.spec.biases], rank)
-    arrays = {f'w_q_DN{letter}': q_ENR[:D] / root, f'w_k_DK{letter}': k_DNR / root}
+    factors = qk_factors(layer)
+    variant, letter = _variant_of_rank('qk', rank, layer)
+    target = empty_layer(layer, score=variant)
+    D = layer.spec.d_model
+    A_NED = factors.logit_matrices()[..., :D]
+    if not layer.spec.biases:
+        A_NED = A_NED[:, :D]  # without the row of the bias of the queries
+    q_ENR, k_DNR, lost = balanced_factors(A_NED, rank)
+    root_of_scale = logit_scale(target) ** 0.5
     zeros_NR = np.zeros(k_DNR.shape[1:])
-    b_q_NR = q_ENR[D] / root if layer.spec.biases else zeros_NR
-    arrays |= {f'b_q_N{letter}': b_q_NR, f'b_k_K{letter}': zeros_NR}
-    return fill(target, layer, score=arrays), lost
+    b_q_NR = zeros_NR
+    if layer.spec.biases:
+        b_q_NR = q_ENR[D] / root_of_scale
+    score = {
+        f'w_q_DN{letter}': q_ENR[:D] / root_of_scale,
+        f'w_k_DK{letter}': k_DNR / root_of_scale,
+        f'b_q_N{letter}': b_q_NR,
+        f'b_k_K{letter}': zeros_NR,
+    }
+    return fill(target, layer, score=score), lost
 
 
 def gauge_fix_qk(layers: Sequence[Attention]) -> list[Attention]:
@@ -70,19 +86,32 @@ def gauge_fix_qk(layers: Sequence[Attention]) -> list[Attention]:
     b_K, which softmax ignores, becomes 0. ConversionError as `qk_factors`, for another Score, or if
     the block is so close to singular that half of the digits of the dtype would be lost.
     """
-    factors, score = [qk_factors(layer) for layer in layers], layers[0].spec.score
-    require(score == 'qk', f'it starts from the score qk, not {score}')
+    factors = [qk_factors(layer) for layer in layers]
+    variant = layers[0].spec.score
+    require(variant == 'qk', f'it starts from the score qk, not {variant}')
     D, _, H = factors[0].w_k_DKH.shape
-    rows, fixed = _best_rows(np.stack([old.w_k_DKH for old in factors])), []
+    rows = _best_rows(np.stack([of_layer.w_k_DKH for of_layer in factors]))
     orders_KD = fixed_first(rows, D)
-    for index, (layer, old) in enumerate(zip(layers, factors, strict=True)):
-        matrix = f'W_K, layer {index}'
-        new = _in_gauge(old.w_k_DKH, old.w_q_DNH, old.b_q_NH, orders_KD, layer, matrix)
-        arrays = {'w_q_DNH': new[0], 'b_q_NH': new[1], 'b_k_KH': np.zeros_like(old.b_k_KH)}
-        arrays |= {'w_k_free_CKH': new[2]} if H < D else {}
+    converted = []
+    for index, (layer, of_layer) in enumerate(zip(layers, factors, strict=True)):
+        w_q_DNH, b_q_NH, w_k_free_CKH = _in_gauge(
+            of_layer.w_k_DKH,
+            of_layer.w_q_DNH,
+            of_layer.b_q_NH,
+            orders_KD,
+            dtype=dtype_of(layer),
+            matrix=f'W_K, layer {index}',
+        )
+        score = {
+            'w_q_DNH': w_q_DNH,
+            'b_q_NH': b_q_NH,
+            'b_k_KH': np.zeros_like(of_layer.b_k_KH),
+        }
+        if H < D:
+            score['w_k_free_CKH'] = w_k_free_CKH
         target = empty_layer(layer, score=f'gauge_fixed(rows={rows})')
-        fixed.append(fill(target, layer, score=arrays))
-    return fixed
+        converted.append(fill(target, layer, score=score))
+    return converted
 
 
 def merge_vo(layer: Attention) -> Attention:
@@ -99,13 +128,17 @@ def unmerge_vo(layer: Attention, *, rank: int | None = None) -> Attention:
 
 def truncate_vo(layer: Attention, *, rank: int) -> tuple[Attention, float]:
     """The best `vo` or `low_rank(rank=)` of that rank, and its error."""
-    value, letter = _of_rank('vo', rank, layer)
-    target = empty_layer(layer, value=value)
+    variant, letter = _variant_of_rank('vo', rank, layer)
+    target = empty_layer(layer, value=variant)
     B_NDE, b_E = extract_factors(layer, of_qk=False).output_matrices()
-    left_DNR, right_ENR, lost = balanced_factors(B_NDE, rank)
-    arrays = {f'w_v_DK{letter}': left_DNR, f'w_o_N{letter}D': np.moveaxis(right_ENR, 0, -1)}
-    arrays |= {f'b_v_K{letter}': np.zeros(left_DNR.shape[1:]), 'b_o_D': b_E}
-    return fill(target, layer, value=arrays), lost
+    v_DNR, o_ENR, lost = balanced_factors(B_NDE, rank)
+    value = {
+        f'w_v_DK{letter}': v_DNR,
+        f'w_o_N{letter}D': np.moveaxis(o_ENR, 0, -1),
+        f'b_v_K{letter}': np.zeros(v_DNR.shape[1:]),
+        'b_o_D': b_E,
+    }
+    return fill(target, layer, value=value), lost
 
 
 def gauge_fix_vo(layers: Sequence[Attention]) -> list[Attention]:
@@ -113,30 +146,50 @@ def gauge_fix_vo(layers: Sequence[Attention]) -> list[Attention]:
 
     As `gauge_fix_qk`, with the columns of each head of W_O in place of the rows of W_K.
     """
-    D, N, value = layers[0].spec.d_model, layers[0].spec.num_heads, layers[0].spec.value
-    require(value == 'vo', f'it starts from the value vo, not {value}')
-    factors = [extract_factors(layer, of_qk=False).with_kv_heads(N) for layer in layers]
-    w_o_LDNH = np.stack([np.moveaxis(old.w_o_NHD, 2, 0) for old in factors])
-    columns, fixed = _best_rows(w_o_LDNH), []
-    orders_ND = fixed_columns_first(columns, D)
-    for index, (layer, old, w_o_DNH) in enumerate(zip(layers, factors, w_o_LDNH, strict=True)):
+    spec = layers[0].spec
+    require(spec.value == 'vo', f'it starts from the value vo, not {spec.value}')
+    factors = [
+        extract_factors(layer, of_qk=False).with_kv_heads(spec.num_heads) for layer in layers
+    ]
+    w_o_LDNH = np.stack([np.moveaxis(of_layer.w_o_NHD, 2, 0) for of_layer in factors])
+    columns = _best_rows(w_o_LDNH)
+    orders_ND = fixed_columns_first(columns, spec.d_model)
+    converted = []
+    for index, (layer, of_layer) in enumerate(zip(layers, factors, strict=True)):
+        w_v_DNH, b_v_NH, w_o_free_CNH = _in_gauge(
+            w_o_LDNH[index],
+            of_layer.w_v_DKH,
+            of_layer.b_v_KH,
+            orders_ND,
+            dtype=dtype_of(layer),
+            matrix=f'W_O, layer {index}',
+        )
+        value = {
+            'w_v_DNH': w_v_DNH,
+            'b_v_NH': b_v_NH,
+            'w_o_NHC': np.moveaxis(w_o_free_CNH, 0, 2),
+            'b_o_D': of_layer.b_o_D,
+        }
         target = empty_layer(layer, value=f'gauge_fixed(columns={columns})')
-        matrix = f'W_O, layer {index}'
-        new = _in_gauge(w_o_DNH, old.w_v_DKH, old.b_v_KH, orders_ND, layer, matrix)
-        arrays = {'w_v_DNH': new[0], 'b_v_NH': new[1], 'w_o_NHC': np.moveaxis(new[2], 0, 2)}
-        fixed.append(fill(target, layer, value=arrays | {'b_o_D': old.b_o_D}))
-    return fixed
+        converted.append(fill(target, layer, value=value))
+    return converted
 
 
-def _of_rank(full: str, rank: int, layer: Attention) -> tuple[str, str]:
-    """The variant of that rank of a circuit with its own key heads, and its letter for the rank."""
-    N, K = layer.spec.num_heads, layer.spec.num_kv_heads
+def _variant_of_rank(full: str, rank: int, layer: Attention) -> tuple[str, str]:
+    """The Score or Value of that rank, and the letter of the rank in its parameters' names.
+
+    It is `full`, 'qk' or 'vo', where the rank is the head size.
+    """
+    N = layer.spec.num_heads
+    K = layer.spec.num_kv_heads
     require(
         N == K,
         f'every query head gets its own key head, and num_kv_heads={K} are shared among {N}; '
         'apply gqa_to_mha first',
     )
-    return (full, 'H') if rank == layer.spec.head_size else (f'low_rank(rank={rank})', 'R')
+    if rank == layer.spec.head_size:
+        return full, 'H'
+    return f'low_rank(rank={rank})', 'R'
 
 
 def _lossless(
@@ -146,7 +199,8 @@ def _lossless(
     matrix: str,
 ) -> Attention:
     """The truncated layer, where that lost rounding error only: 256 ulp of the parameters."""
-    rank = layer.spec.head_size if rank is None else rank
+    if rank is None:
+        rank = layer.spec.head_size
     target, lost = truncate(layer, rank=rank)
     require(
         lost <= 256 * float(jnp.finfo(dtype_of(layer)).eps),
@@ -162,43 +216,66 @@ def _best_rows(w_LDNH: np.ndarray) -> tuple[tuple[int, ...], ...]:
     Greedy: the next row has the largest product, over the matrices, of its distances from the span
     of the rows before. For L = 1 this is QR with column pivoting (Businger & Golub 1965).
     """
-    picks = []
-    for rest_LDH in np.linalg.qr(np.moveaxis(w_LDNH, 2, 0))[0]:
+    orthonormal_NLDH, _ = np.linalg.qr(np.moveaxis(w_LDNH, 2, 0))
+    rows_of_heads = []
+    for remainder_LDH in orthonormal_NLDH:  # without the span of the rows that are chosen
         rows: list[int] = []
-        for _ in range(rest_LDH.shape[2]):
-            length_LD = np.linalg.norm(rest_LDH, axis=-1)
-            length_LD[:, rows] = 0
+        for _ in range(remainder_LDH.shape[2]):
+            distance_LD = np.linalg.norm(remainder_LDH, axis=-1)
+            distance_LD[:, rows] = 0
             with np.errstate(divide='ignore'):
-                row = int(np.log(length_LD).sum(0).argmax())
+                row = int(np.log(distance_LD).sum(0).argmax())
             rows.append(row)
-            unit_LH = rest_LDH[:, row] / length_LD[:, row, None]
-            rest_LDH -= np.einsum('LDH,LH,LG->LDG', rest_LDH, unit_LH, unit_LH, optimize=True)
-        picks.append(tuple(sorted(rows)))
-    return tuple(picks)
+            unit_LH = remainder_LDH[:, row] / distance_LD[:, row, None]
+            remainder_LDH -= np.einsum(
+                'LDH,LH,LG->LDG', remainder_LDH, unit_LH, unit_LH, optimize=True
+            )
+        rows_of_heads.append(tuple(sorted(rows)))
+    return tuple(rows_of_heads)
 
 
 def _in_gauge(
     w_DKH: np.ndarray,
-    w_DNH: np.ndarray,
+    other_DNH: np.ndarray,
     b_NH: np.ndarray,
     orders_KD: np.ndarray,
-    layer: Attention,
+    *,
+    dtype: np.dtype,
     matrix: str,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """w M^T and b M^T, and the other rows of W M^-1, CKH; M[k] are the first H rows in an order."""
-    H, dtype, blocks, free = w_DKH.shape[2], dtype_of(layer), [], []
-    limit = float(jnp.finfo(dtype).eps) ** -0.5
-    for k, order_D in enumerate(orders_KD):
-        q_DH = np.linalg.qr(w_DKH[:, k])[0][order_D]
+    """The factors of a product in the gauge in which a block of one of them is the identity.
+
+    Args:
+      w_DKH: the factor W that gets the identity. Of head k, the block M[k] is made of the first H
+        rows in the order orders_KD[k].
+      other_DNH: the other factor, which becomes other M^T.
+      b_NH: the bias of the other factor, which becomes b M^T.
+      orders_KD: an order of the rows of W for each head.
+      dtype: that of the parameters, whose rounding a block close to singular multiplies.
+      matrix: the name of W, for errors.
+
+    Returns other M^T, b M^T, and the rows of W M^-1 outside of the block, CKH with C = D - H.
+    """
+    H = w_DKH.shape[2]
+    largest_factor = float(jnp.finfo(dtype).eps) ** -0.5
+    blocks = []
+    free = []
+    for head, order_D in enumerate(orders_KD):
+        orthonormal_DH, _ = np.linalg.qr(w_DKH[:, head])
+        q_DH = orthonormal_DH[order_D]
         smallest = np.linalg.svd(q_DH[:H], compute_uv=False)[-1]
         require(
-            bool(smallest * limit > 1),
-            f'the block of {matrix}, head {k}, that becomes the identity is too close to singular '
-            f'for {dtype}: it would multiply rounding errors by {1 / max(smallest, 1e-300):.1e}, '
-            f'more than {limit:.1e}',
+            bool(smallest * largest_factor > 1),
+            f'the block of {matrix}, head {head}, that becomes the identity is too close to '
+            f'singular for {dtype}: it would multiply rounding errors by '
+            f'{1 / max(smallest, 1e-300):.1e}, more than {largest_factor:.1e}',
         )
-        blocks.append(w_DKH[order_D[:H], k])
+        blocks.append(w_DKH[order_D[:H], head])
         free.append(q_DH[H:] @ np.linalg.inv(q_DH[:H]))
-    M_NHH = np.repeat(np.stack(blocks), w_DNH.shape[1] // len(blocks), axis=0)
-    w_DNH, b_NH = np.einsum('DNH,NGH->DNG', w_DNH, M_NHH), np.einsum('NH,NGH->NG', b_NH, M_NHH)
-    return w_DNH, b_NH, np.stack(free, axis=1)
+    num_query_heads = other_DNH.shape[1]
+    M_NHH = np.repeat(np.stack(blocks), num_query_heads // len(blocks), axis=0)
+    return (
+        np.einsum('DNH,NGH->DNG', other_DNH, M_NHH),
+        np.einsum('NH,NGH->NG', b_NH, M_NHH),
+        np.stack(free, axis=1),
+    )

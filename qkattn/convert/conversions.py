@@ -21,6 +21,7 @@ from qkattn.convert import circuits, whole_layer
 from qkattn.convert.factors import require
 from qkattn.errors import ConfigError, ConversionError, SpecError
 from qkattn.model import with_params
+from qkattn.model.blocks import Norm
 from qkattn.model.sites import attention_spec
 from qkattn.model.transformer import Transformer
 
@@ -96,56 +97,88 @@ def convert_model(
     if a precondition does not hold.
     """
     conversion, options = parse_conversion(text)
-    if config.kind == 'encoder_decoder' or config.pattern is not None:
-        field = 'kind' if config.pattern is None else 'pattern'
-        raise ConfigError(
-            'conversions rewrite a decoder or an encoder, a stack of one variant, but '
-            f'model.{field} is {getattr(config, field)!r}'
-        )
+    _require_one_stack(config)
     require(
         not (conversion.takes_norm and config.norm_position == 'post'),
         'in a post-norm model the residual stream also reads what the norm before attention writes',
     )
     model = with_params(config, jax.tree.map(jnp.asarray, params))
-    norm, sources = model.blocks.attention_norm, model.layers()
-    shape = config.num_layers, config.d_model
-    gain_LD = np.ones(shape) if norm.g_D is None else np.array(norm.g_D)
-    bias_LD = np.zeros(shape) if norm.b_D is None else np.array(norm.b_D)
-    results: list[tuple[Attention, float]] = []
-    try:
-        if conversion.of_stack:
-            results = [(layer, 0.0) for layer in conversion.function(sources, **options)]
-        for index in range(len(results), config.num_layers):
-            before = (gain_LD[index], bias_LD[index]) if conversion.takes_norm else ()
-            results.append(conversion(sources[index], *before, **options))
-    except (ConversionError, SpecError) as refusal:
-        # A conversion of the stack names the layer itself, where it is not all of them.
-        layer = '' if conversion.of_stack else f'layer {len(results)}: '
-        raise ConversionError(f'{layer}{refusal}') from refusal
+    results = _convert_layers(conversion, options, model)
     layers = [layer for layer, _ in results]
-    errors = [error for _, error in results] if conversion.lossy else []
+    spec = layers[0].spec
     for index, layer in enumerate(layers):
         require(
-            layer.spec == layers[0].spec,
-            f'layer {index} would become {layer.spec.variant} and layer 0 '
-            f'{layers[0].spec.variant}, but a stack has one variant',
+            layer.spec == spec,
+            f'layer {index} would become {layer.spec.variant} and layer 0 {spec.variant}, but a '
+            'stack has one variant',
         )
     model.blocks.attention = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
     if conversion.takes_norm:
-        for parameter, initial in ((norm.g_D, 1.0), (norm.b_D, 0.0)):
-            if parameter is not None:
-                parameter[...] = jnp.full_like(parameter[...], initial)
-    spec = layers[0].spec
-    fields = ('score', 'value', 'num_kv_heads', 'head_size', 'score_scale')
-    changes: dict[str, Any] = {name: getattr(spec, name) for name in fields}
+        _reset_norm(model.blocks.attention_norm)
+    changes: dict[str, Any] = {
+        name: getattr(spec, name)
+        for name in ('score', 'value', 'num_kv_heads', 'head_size', 'score_scale')
+    }
     config = dataclasses.replace(config, d_ff=config.mlp_width, **changes)
     require(attention_spec(config) == spec, f'no model setting gives layers of {spec}')
+    errors = [error for _, error in results] if conversion.lossy else []
     return config, jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model))), errors
+
+
+def _require_one_stack(config: ModelConfig) -> None:
+    """Raises ConfigError for a model that is no stack of one variant."""
+    if config.pattern is not None:
+        field = 'pattern'
+    elif config.kind == 'encoder_decoder':
+        field = 'kind'
+    else:
+        return
+    raise ConfigError(
+        'conversions rewrite a decoder or an encoder, a stack of one variant, but '
+        f'model.{field} is {getattr(config, field)!r}'
+    )
+
+
+def _convert_layers(
+    conversion: Conversion, options: dict[str, Any], model: Transformer
+) -> list[tuple[Attention, float]]:
+    """Each layer converted, and its error; ConversionError names the layer that cannot be."""
+    layers = model.layers()
+    results: list[tuple[Attention, float]] = []
+    try:
+        if conversion.of_stack:
+            return [(layer, 0.0) for layer in conversion.function(layers, **options)]
+        for index, layer in enumerate(layers):
+            norm = _norm_of_layer(model, index) if conversion.takes_norm else ()
+            results.append(conversion(layer, *norm, **options))
+        return results
+    except (ConversionError, SpecError) as refusal:
+        # A conversion of the stack names the layer itself, where it is not all of them.
+        layer_name = '' if conversion.of_stack else f'layer {len(results)}: '
+        raise ConversionError(f'{layer_name}{refusal}') from refusal
+
+
+def _norm_of_layer(model: Transformer, index: int) -> tuple[np.ndarray, np.ndarray]:
+    """The gain and the bias [D] of the norm before attention of one layer."""
+    norm = model.blocks.attention_norm
+    D = model.config.d_model
+    gain_D = np.ones(D) if norm.g_D is None else np.array(norm.g_D)[index]
+    bias_D = np.zeros(D) if norm.b_D is None else np.array(norm.b_D)[index]
+    return gain_D, bias_D
+
+
+def _reset_norm(norm: Norm) -> None:
+    """Sets the gain of a norm to 1 and its bias to 0, where it has them."""
+    if norm.g_D is not None:
+        norm.g_D[...] = jnp.ones_like(norm.g_D[...])
+    if norm.b_D is not None:
+        norm.b_D[...] = jnp.zeros_like(norm.b_D[...])
 
 
 def converted(model: Transformer, *texts: str) -> Transformer:
     """The model after the conversions that `texts` name; see `convert_model`."""
-    config, params = model.config, nnx.to_pure_dict(nnx.state(model))
+    config = model.config
+    params = nnx.to_pure_dict(nnx.state(model))
     for text in texts:
         config, params, _ = convert_model(text, config, params)
     return with_params(config, jax.tree.map(jnp.asarray, params))

@@ -55,9 +55,12 @@ class Factors:
         """The factors with zeros appended to every head, up to that size."""
         padded: dict[str, Any] = {}
         for name, array in (self.qk() | self.vo()).items():
-            axis = name.rpartition('_')[2].find('H')
-            width = [(0, size - n if i == axis else 0) for i, n in enumerate(array.shape)]
-            padded[name] = np.pad(array, width)
+            letters = name.rpartition('_')[2]
+            padding = [(0, 0)] * array.ndim
+            if 'H' in letters:
+                axis = letters.index('H')
+                padding[axis] = (0, size - array.shape[axis])
+            padded[name] = np.pad(array, padding)
         return dataclasses.replace(self, **padded)
 
     def logit_matrices(self) -> np.ndarray:
@@ -75,7 +78,8 @@ class Factors:
         """B_NDE = W_V[n] W_O[n], and the output bias b_E = b_O + sum_n b_V[n] W_O[n]."""
         heads = self.with_kv_heads(len(self.w_o_NHD))
         B_NDE = np.einsum('DNH,NHE->NDE', heads.w_v_DKH, self.w_o_NHD)
-        return B_NDE, self.b_o_D + np.einsum('NH,NHE->E', heads.b_v_KH, self.w_o_NHD)
+        b_E = self.b_o_D + np.einsum('NH,NHE->E', heads.b_v_KH, self.w_o_NHD)
+        return B_NDE, b_E
 
 
 def require(condition: bool, reason: str) -> None:
@@ -87,10 +91,13 @@ def require(condition: bool, reason: str) -> None:
 def extract_factors(layer: Attention, *, of_qk: bool = True) -> Factors:
     """The factors of a layer, measured by applying its projections to a basis of the stream.
 
-    Those of its OV circuit alone, where the Score is kept as it is and need not be linear.
-    ConversionError if a map is not linear, or for biases under probabilities that do not sum to 1.
+    With of_qk=False only those of the OV circuit: W_Q and W_K are empty, and the Score, which the
+    caller keeps as it is, need not be linear. Raises ConversionError if a map is not linear, or for
+    biases under probabilities that do not sum to 1.
     """
-    spec, D, N = layer.spec, layer.spec.d_model, layer.spec.num_heads
+    spec = layer.spec
+    D = spec.d_model
+    N = spec.num_heads
     require(layer.value.linear, f'{spec.value} is not linear in the values: it has no matrix B[n]')
     require(
         not spec.biases or registry.find_normalizer(spec.normalizer).simplex,
@@ -99,31 +106,51 @@ def extract_factors(layer: Attention, *, of_qk: bool = True) -> Factors:
     )
     with jax.enable_x64(True):
         layer = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), layer)
-        score, value = layer.score, layer.value
+        score = layer.score
+        value = layer.value
 
-        def affine_map(project: Callable[[jax.Array], jax.Array], name: str) -> list[np.ndarray]:
+        def affine_map(
+            project: Callable[[jax.Array], jax.Array], name: str
+        ) -> tuple[np.ndarray, np.ndarray]:
+            """W and b of `project`(y) = y W + b, from its values at 0, at a basis, and at 2."""
             probe_SD = np.concatenate([np.zeros((1, D)), np.eye(D), 2 * np.ones((1, D))])
             projected_SNH = np.array(project(jnp.asarray(probe_SD)[None]))[0]
-            b_NH, w_DNH = projected_SNH[0], projected_SNH[1:-1] - projected_SNH[0]
-            error = np.abs(projected_SNH[-1] - (2 * w_DNH.sum(0) + b_NH)).max()
+            b_NH = projected_SNH[0]
+            w_DNH = projected_SNH[1:-1] - b_NH
+            expected_NH = 2 * w_DNH.sum(0) + b_NH
+            error = np.abs(projected_SNH[-1] - expected_NH).max()
             require(
                 bool(error <= 1e-9 * (1 + np.abs(projected_SNH).max())),
                 f'the {name} of {spec.variant} are not linear in the stream and have no matrix',
             )
-            return [w_DNH, b_NH]
+            return w_DNH, b_NH
 
-        w_q, b_q = w_k, b_k = [np.zeros((D, N, 0)), np.zeros((N, 0))]
+        w_q_DNH = np.zeros((D, N, 0))
+        b_q_NH = np.zeros((N, 0))
+        w_k_DKH = w_q_DNH
+        b_k_KH = b_q_NH
         if of_qk:
-            w_q, b_q = affine_map(score.queries, 'queries')
-            w_k, b_k = affine_map(lambda y_BSD: score.keys(score.cached(y_BSD)), 'keys')
-        w_v, b_v = affine_map(lambda y_BSD: value.values(layer.cached(y_BSD), score), 'values')
-        H = w_v.shape[-1]
+            w_q_DNH, b_q_NH = affine_map(score.queries, 'queries')
+            w_k_DKH, b_k_KH = affine_map(lambda y_BSD: score.keys(score.cached(y_BSD)), 'keys')
+        w_v_DKH, b_v_KH = affine_map(
+            lambda y_BSD: value.values(layer.cached(y_BSD), score), 'values'
+        )
+        H = w_v_DKH.shape[-1]
         probe_TNH = np.concatenate([np.zeros((1, N * H)), np.eye(N * H)]).reshape(-1, N, H)
         zeros_BTD = jnp.zeros((1, len(probe_TNH), D))
         out_TD = np.array(value.output(jnp.asarray(probe_TNH)[None], score, zeros_BTD))[0]
-    w_o = (out_TD[1:] - out_TD[0]).reshape(N, H, D)
-    scale = float(score.scale) * spec.score_scale
-    return Factors(w_q, b_q, w_k, b_k, w_v, b_v, w_o, out_TD[0], scale)
+    b_o_D = out_TD[0]
+    return Factors(
+        w_q_DNH=w_q_DNH,
+        b_q_NH=b_q_NH,
+        w_k_DKH=w_k_DKH,
+        b_k_KH=b_k_KH,
+        w_v_DKH=w_v_DKH,
+        b_v_KH=b_v_KH,
+        w_o_NHD=(out_TD[1:] - b_o_D).reshape(N, H, D),
+        b_o_D=b_o_D,
+        scale=float(score.scale) * spec.score_scale,
+    )
 
 
 def qk_factors(layer: Attention) -> Factors:
@@ -155,7 +182,8 @@ def qk_factors(layer: Attention) -> Factors:
 
 def require_bilinear(layer: Attention) -> None:
     """Requires logits that are a bilinear form of x and y, for all pairs and nothing more."""
-    name, score = layer.spec.score, layer.score
+    name = layer.spec.score
+    score = layer.score
     bias_NTS = score.relative_bias(jnp.zeros((1, 1), int))
     require(bias_NTS is None, f'{name} adds a learned bias to the logits; the target does not')
     require(not score.hides_self, f'{name} masks the diagonal, which the target does not')
@@ -180,17 +208,22 @@ def empty_layer(source: Attention, **changes: Any) -> Attention:
     another size than the QK-norm gains have.
     """
     spec = dataclasses.replace(source.spec, **changes)
-    score, value = registry.find_score(spec.score)[0], registry.find_value(spec.value)[0]
-    if not (score.uses_kv_heads or value.uses_kv_heads):
+    score_class, _ = registry.find_score(spec.score)
+    value_class, _ = registry.find_value(spec.value)
+    if not (score_class.uses_kv_heads or value_class.uses_kv_heads):
         spec = dataclasses.replace(spec, num_kv_heads=spec.num_heads)
     layer = jax.eval_shape(lambda: Attention(spec, key=jax.random.key(0)))
-    for name in ('g_q_H', 'g_k_H') if spec.qk_norm else ():
-        gain, (size,) = getattr(source, name), getattr(layer, name).shape
+    if not spec.qk_norm:
+        return layer
+    for name in ('g_q_H', 'g_k_H'):
+        gain_H = getattr(source, name)
+        (size,) = getattr(layer, name).shape
         require(
-            gain.shape == (size,),
-            f'QK-norm acts on queries of size {len(gain)}; in {spec.variant} they have size {size}',
+            gain_H.shape == (size,),
+            f'QK-norm acts on queries of size {len(gain_H)}; in {spec.variant} they have size '
+            f'{size}',
         )
-        setattr(layer, name, nnx.Param(jnp.array(gain[...], dtype_of(source))))
+        setattr(layer, name, nnx.Param(jnp.array(gain_H[...], dtype_of(source))))
     return layer
 
 

@@ -53,17 +53,27 @@ class Loaded:
 
     def check_trial(self, trial: int | None) -> int:
         """`trial`, or the default where it is None; ConfigError where it is out of range."""
-        trial, number = self.trial if trial is None else trial, len(self.params)
-        if not 0 <= trial < number:
-            raise ConfigError(f'trial={trial} must be in [0, {number}), the trials of {self.path}')
+        if trial is None:
+            return self.trial
+        num_trials = len(self.params)
+        if not 0 <= trial < num_trials:
+            raise ConfigError(
+                f'trial={trial} must be in [0, {num_trials}), the trials of {self.path}'
+            )
         return trial
 
     def __repr__(self) -> str:
-        model, at = self.model_config, f'path: {self.path}'
+        model = self.model_config
+        parts = [
+            f'{model.kind} {model.variant}',
+            f'd_model={model.d_model}',
+            f'num_layers={model.num_layers}',
+        ]
         if self.config is not None:
-            at = f'step {self.step} of {self.config.train.num_steps}, trials: {self.trials}, {at}'
-        size = f'd_model={model.d_model}, num_layers={model.num_layers}'
-        return f'Loaded({model.kind} {model.variant}, {size}, {at})'
+            parts.append(f'step {self.step} of {self.config.train.num_steps}')
+            parts.append(f'trials: {self.trials}')
+        parts.append(f'path: {self.path}')
+        return f'Loaded({", ".join(parts)})'
 
 
 def load(
@@ -84,9 +94,18 @@ def load(
         )
     if exported.is_run(path):
         config, step, stack = exported.load_stack(absolute(path), average)
-        trials, alive = config.trials.trials(), stack['alive'].tolist()
-        params = [jax.tree.map(operator.itemgetter(x), stack['params']) for x in range(len(trials))]
-        return Loaded(path, config.model, params, trials, alive, config, step)
+        trials = config.trials.trials()
+        return Loaded(
+            path=path,
+            model_config=config.model,
+            params=[
+                jax.tree.map(operator.itemgetter(x), stack['params']) for x in range(len(trials))
+            ],
+            trials=trials,
+            alive=stack['alive'].tolist(),
+            config=config,
+            step=step,
+        )
     if average != 1:
         raise ConfigError(
             f'average={average} needs the checkpoints of a run, and {path} is not one'
@@ -123,8 +142,10 @@ def tokenizer_for(source: Loaded, dataset: str, otherwise: str) -> Tokenizer:
                 f'{source.path} was trained with the tokenizer {trained_with}, but its data has '
                 f'changed since and gives {tokenizer.name}; restore the data'
             )
-    size, known = tokenizer.vocab_size, source.model_config.vocab_size
-    if size > known:
-        sizes = f'tokenizer {tokenizer.name} has {size} tokens and the model {known}'
-        raise ConfigError(f'{sizes}; give {otherwise}')
+    vocab_size = source.model_config.vocab_size
+    if tokenizer.vocab_size > vocab_size:
+        raise ConfigError(
+            f'tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens and the model '
+            f'{vocab_size}; give {otherwise}'
+        )
     return tokenizer

@@ -25,43 +25,54 @@ def to_standard(layer: Attention) -> Attention:
     masks the diagonal; under RoPE or QK-norm, also if query heads would be widened or are rotated
     in part.
     """
-    spec, score = layer.spec, layer.score
+    spec = layer.spec
     require_bilinear(layer)
     factors = extract_factors(layer)
-    G, H = factors.w_q_DNH.shape[-1], factors.w_v_DKH.shape[-1]
-    size = max(G, H)
+    size_of_queries = factors.w_q_DNH.shape[-1]
+    size_of_values = factors.w_v_DKH.shape[-1]
+    size = max(size_of_queries, size_of_values)
     if spec.positions == 'rope' or spec.qk_norm:
+        rope_size = layer.score.rope_size
         require(
-            score.rope_size in (None, G),
-            f'{spec.score} rotates {score.rope_size} of {G} channels, and qk rotates all',
+            rope_size in (None, size_of_queries),
+            f'{spec.score} rotates {rope_size} of {size_of_queries} channels, and qk rotates all',
         )
         acts = 'RoPE rotates' if spec.positions == 'rope' else 'QK-norm normalizes'
         require(
-            size == G,
-            f'queries of size {G} would be widened to the {H} of the values, and {acts} them over '
-            'their whole size',
+            size == size_of_queries,
+            f'queries of size {size_of_queries} would be widened to the {size_of_values} of the '
+            f'values, and {acts} them over their whole size',
         )
-    K, same = factors.w_k_DKH.shape[1], factors.w_k_DKH.shape[1] == factors.w_v_DKH.shape[1]
-    K = K if same else spec.num_heads
+    num_key_heads = factors.w_k_DKH.shape[1]
+    num_value_heads = factors.w_v_DKH.shape[1]
+    K = num_key_heads if num_key_heads == num_value_heads else spec.num_heads
     factors = factors.with_kv_heads(K).with_head_size(size)
-    ratio, scale = float(score.scale) * size**0.5, spec.score_scale
+
+    # The scale of this Score over that of qk at the same size, which is size^-1/2.
+    ratio = float(layer.score.scale) * size**0.5
+    score_scale = spec.score_scale
     if spec.qk_norm:  # divides the length of the queries out
-        scale *= ratio
+        score_scale *= ratio
     else:
         factors.w_q_DNH[...] *= ratio
         factors.b_q_NH[...] *= ratio
-    return _standard(layer, factors, num_kv_heads=K, head_size=size, score_scale=scale)
+    return _standard(layer, factors, num_kv_heads=K, head_size=size, score_scale=score_scale)
 
 
 def fold_double(layer: Attention) -> Attention:
     """`double` -> qk, vo, or both: each pair of projections becomes its product. Exact."""
-    of_qk = layer.spec.score.partition('(')[0] == 'double'
-    factors, changes, arrays = extract_factors(layer, of_qk=of_qk), {}, {}
-    if of_qk:
-        changes['score'], arrays['score'] = 'qk', factors.qk()
-    if layer.spec.value.partition('(')[0] == 'double':
-        changes['value'], arrays['value'] = 'vo', factors.vo()
-    require(bool(changes), f'{layer.spec.variant} has no double projection to fold')
+    folds_score = layer.spec.score.partition('(')[0] == 'double'
+    folds_value = layer.spec.value.partition('(')[0] == 'double'
+    require(folds_score or folds_value, f'{layer.spec.variant} has no double projection to fold')
+    factors = extract_factors(layer, of_qk=folds_score)
+    changes = {}
+    arrays = {}
+    if folds_score:
+        changes['score'] = 'qk'
+        arrays['score'] = factors.qk()
+    if folds_value:
+        changes['value'] = 'vo'
+        arrays['value'] = factors.vo()
     return fill(empty_layer(layer, **changes), layer, **arrays)
 
 
@@ -72,12 +83,14 @@ def fold_gains(layer: Attention, gain_D: np.ndarray, bias_D: np.ndarray) -> Atte
     queries are slices of the stream (`query_free`), no matrix can take the gain.
     """
     factors = _factors_of_standard(layer)
-    gain_D, bias_D = np.asarray(gain_D, np.float64), np.asarray(bias_D, np.float64)
-    for w_DNH, b_NH in (
+    gain_D = np.asarray(gain_D, np.float64)
+    bias_D = np.asarray(bias_D, np.float64)
+    projections = (
         (factors.w_q_DNH, factors.b_q_NH),
         (factors.w_k_DKH, factors.b_k_KH),
         (factors.w_v_DKH, factors.b_v_KH),
-    ):
+    )
+    for w_DNH, b_NH in projections:
         b_NH[...] += np.tensordot(bias_D, w_DNH, axes=1)
         w_DNH[...] *= gain_D[:, None, None]
     return _standard(layer, factors, biases=layer.spec.biases or bool(bias_D.any()))
@@ -93,7 +106,8 @@ def fold_biases(layer: Attention) -> Attention:
     if factors.b_k_KH.any():
         qk_factors(layer)  # raises where the bias matters
     factors.b_k_KH[...] = 0
-    factors.b_o_D[...] = factors.output_matrices()[1]
+    _, b_of_values_and_output_E = factors.output_matrices()
+    factors.b_o_D[...] = b_of_values_and_output_E
     factors.b_v_KH[...] = 0
     return _standard(layer, factors)
 
@@ -101,7 +115,8 @@ def fold_biases(layer: Attention) -> Attention:
 def gqa_to_mha(layer: Attention) -> Attention:
     """qk/vo with shared key and value heads -> one of each per query head, by copying. Exact."""
     N = layer.spec.num_heads
-    return _standard(layer, _factors_of_standard(layer).with_kv_heads(N), num_kv_heads=N)
+    factors = _factors_of_standard(layer).with_kv_heads(N)
+    return _standard(layer, factors, num_kv_heads=N)
 
 
 def gqa_to_latent(layer: Attention) -> Attention:
@@ -111,22 +126,29 @@ def gqa_to_latent(layer: Attention) -> Attention:
     parameters, so QK-norm and caps may stay. Meng et al. 2025, arXiv 2502.07864, section 3.
     ConversionError for another variant, RoPE, or 2 K H > d_model, a latent wider than the stream.
     """
-    spec, factors = layer.spec, _factors_of_standard(layer)
+    spec = layer.spec
+    factors = _factors_of_standard(layer)
     D, N, K, H = spec.d_model, spec.num_heads, spec.num_kv_heads, spec.head_size
     R = 2 * K * H
     require(
         spec.positions != 'rope',
         'RoPE would have to rotate between the latent and W_K, where all heads share the latent',
     )
-    width = f'2 * num_kv_heads * head_size = {R}'
-    require(R <= D, f'the latent has size {width}, wider than the stream, d_model={D}')
+    require(
+        R <= D,
+        f'the latent has size 2 * num_kv_heads * head_size = {R}, wider than the stream, '
+        f'd_model={D}',
+    )
     target = empty_layer(layer, score=f'latent(size={R})', value='latent', num_kv_heads=N)
-    select_KN = np.repeat(np.eye(K), N // K, axis=1)  # the key head of each query head
+    # 1 where K is the key head of the query head N; then the same for every channel of a head.
+    select_KN = np.repeat(np.eye(K), N // K, axis=1)
     select_RNH = np.einsum('KN,HG->KHNG', select_KN, np.eye(H)).reshape(K * H, N, H)
-    zeros_RNH, zeros_NH = np.zeros_like(select_RNH), np.zeros((N, H))
-    keys_and_values = factors.w_k_DKH.reshape(D, -1), factors.w_v_DKH.reshape(D, -1)
+    zeros_RNH = np.zeros_like(select_RNH)
+    zeros_NH = np.zeros((N, H))
+    w_k_DR = factors.w_k_DKH.reshape(D, -1)
+    w_v_DR = factors.w_v_DKH.reshape(D, -1)
     score = {
-        'w_down_DR': np.concatenate(keys_and_values, axis=1),
+        'w_down_DR': np.concatenate([w_k_DR, w_v_DR], axis=1),
         'b_down_R': np.concatenate([factors.b_k_KH.ravel(), factors.b_v_KH.ravel()]),
         'w_k_RNH': np.concatenate([select_RNH, zeros_RNH]),
         'b_k_NH': zeros_NH,
@@ -143,6 +165,7 @@ def gqa_to_latent(layer: Attention) -> Attention:
 
 
 def _factors_of_standard(layer: Attention) -> Factors:
+    """The factors of a layer qk/vo; ConversionError for another variant."""
     variant = str(layer.spec.variant)
     require(variant == 'qk/vo', f'it starts from qk/vo, not {variant}; apply to_standard first')
     return extract_factors(layer)

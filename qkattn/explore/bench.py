@@ -14,7 +14,7 @@ import numpy as np
 
 from qkattn.attention import Attention, AttentionSpec, parse_variant
 from qkattn.attention.parameters import shapes_only
-from qkattn.config.calls import load_extra
+from qkattn.config.imports import load_extra
 from qkattn.errors import ConfigError, SpecError
 
 SIZES = range(2, 5)

@@ -334,7 +334,7 @@ def _expected(setting: Setting) -> str:
     (kind, *_) = concrete_types(setting.kind)
     if kind is tuple:
         (kind, *_) = concrete_types(typing.get_args(setting.kind)[0])
-    bounds = setting.bounds.words(kind) if kind in (int, float) else ''
+    bounds = setting.bounds.describe(kind) if kind in (int, float) else ''
     return ', '.join(filter(None, [_type(setting.kind), bounds]))
 
 

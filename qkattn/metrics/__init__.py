@@ -66,12 +66,16 @@ class Metric:
     value: Callable[[Sums, float | None], Any] | None = None
 
     def __post_init__(self) -> None:
-        better = 'lower' if self.role in ('loss', 'error') else 'higher'
-        mean = None if self.per_target is None else functools.partial(_mean, self.name)
-        defaults = {'direction': better, 'logged': mean is not None, 'value': mean}
-        for name, default in (defaults | {'label': self.name.replace('_', ' ')}).items():
-            if getattr(self, name) in (None, ''):
-                object.__setattr__(self, name, default)
+        is_evaluated = self.per_target is not None
+        defaults = {
+            'label': self.name.replace('_', ' '),
+            'direction': 'lower' if self.role in ('loss', 'error') else 'higher',
+            'logged': is_evaluated,
+            'value': functools.partial(_mean, self.name) if is_evaluated else None,
+        }
+        for field, default in defaults.items():
+            if getattr(self, field) in (None, ''):
+                object.__setattr__(self, field, default)  # the dataclass is frozen
 
     def field(self, prefix: str) -> str:
         """Its field in a result, 'val_loss' for 'val'; ValueError if not measured on this split."""
@@ -81,24 +85,32 @@ class Metric:
 
     def text(self, value: float) -> str:
         """The value as printed, with its label and unit: 'loss 3.2189 nats/token'."""
-        unit = '' if self.unit in (None, self.label) else f' {self.unit}'
-        return f'{self.label} {self.scale * value:.{self.decimals}f}{unit}'
+        text = f'{self.label} {self.scale * value:.{self.decimals}f}'
+        if self.unit is None or self.unit == self.label:
+            return text
+        return f'{text} {self.unit}'
 
 
 def row_sums(per_target: Mapping[str, Any], loss_weights_BT: Any) -> dict[str, Any]:
-    """Sums over each row of a batch, [B, ...], of `per_target` times the weights, by metric.
+    """Sums over each row of a batch of what is measured on its targets, for numpy and jax.jit.
 
-    'weight' is the sum of the weights, 'rows' True for a row with at least one target. What stands
-    where a position has no target, of weight 0, does not count. For numpy and inside jax.jit.
+    Args:
+      per_target: by metric, numbers of each target [B, T, ...].
+      loss_weights_BT: the weight of each target in the loss; 0 where a position has no target.
+
+    Returns by metric the weighted sums [B, ...], and 'weight', the sum of the weights [B], and
+    'rows', whether a row has a target [B]. Numbers at positions without a target, perhaps NaN, do
+    not count.
     """
-    arrays = loss_weights_BT.__array_namespace__()
-
-    def total(values: Any) -> Any:
-        weights = loss_weights_BT.reshape(loss_weights_BT.shape + (1,) * (values.ndim - 2))
-        return arrays.where(weights > 0, values * weights, 0).sum(1)
-
-    sums = {name: total(values) for name, values in per_target.items()}
-    return sums | {'weight': loss_weights_BT.sum(-1), 'rows': loss_weights_BT.any(-1)}
+    array_library = loss_weights_BT.__array_namespace__()
+    sums = {}
+    for name, values in per_target.items():
+        trailing_axes = (1,) * (values.ndim - 2)
+        weights = loss_weights_BT.reshape(loss_weights_BT.shape + trailing_axes)
+        sums[name] = array_library.where(weights > 0, values * weights, 0).sum(1)
+    sums['weight'] = loss_weights_BT.sum(-1)
+    sums['rows'] = loss_weights_BT.any(-1)
+    return sums
 
 
 def _mean(name: str, sums: Sums, bytes_per_target: float | None = None) -> np.ndarray:
@@ -117,9 +129,10 @@ def standard_error(sums: Sums, bytes_per_target: float | None = None) -> np.ndar
     without the correction for a finite population: a split stands for all text of its kind.
     """
     excess_RX = sums['loss'] - mean_loss(sums) * sums['weight']
-    rows_X = sums['rows'].sum(0)
-    rows_X = np.where(rows_X > 1, rows_X, np.nan)
-    return np.sqrt(rows_X / (rows_X - 1) * (excess_RX**2).sum(0)) / sums['weight'].sum(0)
+    num_rows_X = sums['rows'].sum(0)
+    num_rows_X = np.where(num_rows_X > 1, num_rows_X, np.nan)
+    correction_X = num_rows_X / (num_rows_X - 1)
+    return np.sqrt(correction_X * (excess_RX**2).sum(0)) / sums['weight'].sum(0)
 
 
 def perplexity(nats_per_token: float) -> float:
@@ -136,9 +149,21 @@ def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
 
 
 def _bits_per_byte(sums: Sums, bytes_per_target: float | None) -> np.ndarray | None:
+    """Bits per byte [X]; None where targets are no text."""
     if bytes_per_target is None:
         return None
     return np.array([bits_per_byte(loss, bytes_per_target) for loss in mean_loss(sums)])
+
+
+def _perplexity(sums: Sums, bytes_per_target: float | None) -> np.ndarray:
+    """Perplexity [X]."""
+    return np.array([perplexity(loss) for loss in mean_loss(sums)])
+
+
+def _solved(sums: Sums, bytes_per_target: float | None) -> np.ndarray:
+    """Fraction of the rows with targets [X] without a wrong prediction, which `solved` counts."""
+    solved_RX = sums['rows'] * (sums['solved'] == 0)
+    return solved_RX.sum(0) / sums['rows'].sum(0)
 
 
 # Each is of the whole run, all its trials together.
@@ -161,7 +186,7 @@ _METRICS = (
         'loss',
         'Mean cross-entropy of the targets.',
         **NATS,
-        per_target=lambda p: p.nats_BT,
+        per_target=lambda predictions: predictions.nats_BT,
     ),
     Metric(
         'bits_per_byte',
@@ -177,7 +202,7 @@ _METRICS = (
         'loss',
         'Exponential of the loss.',
         decimals=2,
-        value=lambda sums, _: np.array([perplexity(loss) for loss in mean_loss(sums)]),
+        value=_perplexity,
     ),
     Metric(
         'loss_se',
@@ -214,15 +239,15 @@ _METRICS = (
         'score',
         'Fraction of the targets that equal the argmax prediction.',
         **OF_TARGETS,
-        per_target=lambda p: p.correct_BT,
+        per_target=lambda predictions: predictions.correct_BT,
     ),
     Metric(
         'solved',
         'score',
         'Fraction of the rows whose targets all equal the argmax prediction.',
         **OF_TARGETS,
-        per_target=lambda p: ~p.correct_BT,
-        value=lambda sums, _: (sums['rows'] * (sums['solved'] == 0)).sum(0) / sums['rows'].sum(0),
+        per_target=lambda predictions: ~predictions.correct_BT,
+        value=_solved,
     ),
     Metric(
         'induction_gain',
@@ -243,8 +268,11 @@ _METRICS = (
     ),
 )
 METRICS: Mapping[str, Metric] = {metric.name: metric for metric in _METRICS}
-# Names that metrics from outside cannot have: those of other fields and of sums.
-_TAKEN = {*METRICS, *(n for m in _METRICS for n in m.details), 'tokens', 'weight', 'rows'}
+# Names that metrics from outside cannot have: those of metrics, of other fields of a result, and
+# of sums.
+_TAKEN = {*METRICS, 'tokens', 'weight', 'rows'}
+for _metric in _METRICS:
+    _TAKEN.update(_metric.details)
 
 
 def with_outside(outside: Iterable[Metric]) -> Mapping[str, Metric]:
@@ -265,25 +293,29 @@ def with_outside(outside: Iterable[Metric]) -> Mapping[str, Metric]:
 
 
 def named(texts: Sequence[str]) -> Mapping[str, Metric]:
-    """METRICS and those that `train.metrics` names; ConfigError where a text names none."""
+    """METRICS and those that `train.metrics` names by import path, in order, by name.
 
-    def metric(text: str) -> Metric:
-        target, options = resolve(
-            text,
-            {},
-            'train.metrics',
-            needs='a Metric, or a function (*, options) that returns one',
-            fits=lambda target: isinstance(target, Metric) or takes()(target),
-            call=lambda target: target if callable(target) else lambda: target,
-        )
-        if isinstance(target, Metric):
-            return target
-        made = called('train.metrics', text, lambda: target(**options))
-        if not isinstance(made, Metric):
-            raise ConfigError(f'train.metrics={text!r} must return a Metric, not {made!r:.80}')
-        return made
+    Raises ConfigError where a text names no metric.
+    """
+    return with_outside([_imported_metric(text) for text in texts])
 
-    return with_outside(map(metric, texts))
+
+def _imported_metric(text: str) -> Metric:
+    """The metric of 'my_file:METRIC', or that a function returns, as in 'my_file:top(k=5)'."""
+    target, options = resolve(
+        text,
+        {},
+        'train.metrics',
+        needs='a Metric, or a function (*, options) that returns one',
+        fits=lambda target: isinstance(target, Metric) or takes()(target),
+        call=lambda target: target if callable(target) else lambda: target,
+    )
+    if isinstance(target, Metric):
+        return target
+    metric = called('train.metrics', text, lambda: target(**options))
+    if not isinstance(metric, Metric):
+        raise ConfigError(f'train.metrics={text!r} must return a Metric, not {metric!r:.80}')
+    return metric
 
 
 def outside(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
@@ -294,23 +326,32 @@ def outside(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
 def values(
     sums: Sums, bytes_per_target: float | None, metrics: Mapping[str, Metric] = METRICS
 ) -> dict[str, np.ndarray | None]:
-    """Every evaluated metric for X trials, from the sums of R rows, each [R, X, ...]."""
-    return {name: m.value(sums, bytes_per_target) for name, m in metrics.items() if m.value}
+    """The value of every evaluated metric [X] by name, from the sums of R rows, [R, X, ...]."""
+    return {
+        name: metric.value(sums, bytes_per_target)
+        for name, metric in metrics.items()
+        if metric.value is not None
+    }
 
 
 def result_fields(metrics: Mapping[str, Metric] = METRICS) -> dict[str, type]:
     """The fields that metrics may have in a result, and their types (null where not measured)."""
-    return {
-        f'{prefix}_{name}': kind
-        for metric in metrics.values()
-        for prefix in metric.prefixes
-        for name, kind in {metric.name: float, **metric.details}.items()
-    }
+    fields: dict[str, type] = {}
+    for metric in metrics.values():
+        for prefix in metric.prefixes:
+            fields[f'{prefix}_{metric.name}'] = float
+            for detail, kind in metric.details.items():
+                fields[f'{prefix}_{detail}'] = kind
+    return fields
 
 
 def logged_fields(metrics: Mapping[str, Metric]) -> tuple[str, ...]:
     """The fields of an evaluation in metrics.jsonl, one value a trial."""
-    return tuple(m.field('val') for m in metrics.values() if m.logged and 'val' in m.prefixes)
+    return tuple(
+        metric.field('val')
+        for metric in metrics.values()
+        if metric.logged and 'val' in metric.prefixes
+    )
 
 
 def shown(metrics: Mapping[str, Metric], results: Iterable[Mapping[str, Any]]) -> list[Metric]:

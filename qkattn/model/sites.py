@@ -14,8 +14,9 @@ from qkattn.attention import Attention, Mask, registry
 from qkattn.attention.kernels import choice
 from qkattn.attention.spec import AttentionSpec
 from qkattn.config import Config, ModelConfig
-from qkattn.config.calls import called, split_pattern
+from qkattn.config.calls import called
 from qkattn.config.run_config import validate_settings
+from qkattn.config.variant import split_pattern
 from qkattn.errors import ConfigError, SpecError
 
 

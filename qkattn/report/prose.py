@@ -13,7 +13,8 @@ from typing import Any
 import jinja2
 import jinja2.runtime
 
-from qkattn.config.calls import Variant, parse_call, split_pattern
+from qkattn.config.calls import parse_call
+from qkattn.config.variant import Variant, split_pattern
 from qkattn.metrics import PREFIXES
 from qkattn.stats.decision import Decision
 from qkattn.stats.inference import Difference, Estimate

@@ -19,11 +19,15 @@ from scipy import optimize
 
 from qkattn.stats.inference import combined, quantile
 
+# What a law needs: sizes, the factor in parameters from the smallest to the largest, and R^2.
 MIN_SIZES = 4
-MIN_SPAN = 4.0  # from the smallest to the largest size, as a factor of parameters
+MIN_SPAN = 4.0
 MIN_R_SQUARED = 0.95
-REACH = 2.0  # how far beyond the baseline's sizes its law is used, as a factor of parameters
-_EXPONENTS = 1e-3, 10.0  # that are searched
+# How far beyond the baseline's sizes its law is used, as a factor of parameters.
+REACH = 2.0
+# The exponents that are searched.
+MIN_EXPONENT = 1e-3
+MAX_EXPONENT = 10.0
 
 
 class ProblemCode(enum.Enum):
@@ -87,58 +91,90 @@ def fit(
 ) -> Law | Problem:
     """Fits the law to mean losses over seeds (nats per token), one for each of `parameters`.
 
-    By least squares with equal weights: for a given exponent, E and B solve a linear problem, so
-    only the exponent is searched (variable projection, Golub and Pereyra 1973). Errors are those of
-    the linearized fit, t distributed; their variance is that of the residuals, with V - 3 degrees
-    of freedom for V sizes. The residuals hold what is left of the seeds' noise, a loss that is not
-    quite a power law, and learning rates that are not quite tuned. A few may all be small by
-    chance, so the variance of the mean losses by their `seeds`, given with its degrees of freedom,
-    takes its place where intervals are wider for it. A Problem: fewer than 4 sizes, or within a
-    factor of 4; R^2 below 0.95; an exponent at an end of those searched. If the interval of the
-    exponent is wider than itself or reaches beyond those searched, the law is `loose`.
+    The fit is by least squares with equal weights. For a given exponent, E and B solve a linear
+    problem, so only the exponent is searched (variable projection, Golub and Pereyra 1973).
+
+    Errors are those of the linearized fit, t distributed. Their variance is that of the residuals,
+    with V - 3 degrees of freedom for V sizes: residuals hold what is left of the seeds' noise, a
+    loss that is not quite a power law, and learning rates that are not quite tuned. A few residuals
+    may all be small by chance. So the variance of the mean losses by their `seeds`, given with its
+    degrees of freedom, takes its place where intervals are wider for it.
+
+    Returns a Problem for fewer than 4 sizes or sizes within a factor of 4, for an R^2 below 0.95,
+    and for an exponent at an end of those searched. A law is `loose` if the interval of its
+    exponent is wider than the exponent or reaches beyond those searched.
 
     A diverged seed has no loss: leave out its size, since the mean of the others is biased low.
     """
     order = np.argsort(parameters)
-    sizes, losses_V = np.asarray(parameters, float)[order], np.asarray(losses, float)[order]
-    number, factor = len(set(sizes.tolist())), float(sizes[-1] / sizes[0])
-    if number < MIN_SIZES or factor < MIN_SPAN:
-        needed = {'needed': MIN_SIZES, 'span': MIN_SPAN}
-        return Problem(ProblemCode.FEW_SIZES, {'sizes': number, 'factor': factor} | needed)
-    middle = float(np.exp(np.mean(np.log(sizes))))
-    x, df = sizes / middle, len(sizes) - 3
-
-    def linear(a: float) -> tuple[np.ndarray, float]:
-        """E and B >= 0 of the least residual norm, and the norm."""
-        return optimize.nnls(np.column_stack([np.ones_like(x), x**-a]), losses_V)
-
-    searched = optimize.minimize_scalar(
-        lambda log_a: linear(np.exp(log_a))[1],
-        bounds=np.log(_EXPONENTS),
-        method='bounded',
-        options={'xatol': 1e-9},
-    )
-    a = float(np.exp(searched.x))
-    (E, B), norm = linear(a)
+    sizes_V = np.asarray(parameters, float)[order]
+    losses_V = np.asarray(losses, float)[order]
+    num_sizes = len(set(sizes_V.tolist()))
+    span = float(sizes_V[-1] / sizes_V[0])
+    if num_sizes < MIN_SIZES or span < MIN_SPAN:
+        return Problem(
+            ProblemCode.FEW_SIZES,
+            {'sizes': num_sizes, 'factor': span, 'needed': MIN_SIZES, 'span': MIN_SPAN},
+        )
+    middle = float(np.exp(np.mean(np.log(sizes_V))))
+    x_V = sizes_V / middle
+    E, B, a, norm = _least_squares(x_V, losses_V)
     total = float(np.sum((losses_V - losses_V.mean()) ** 2))
     r_squared = 1 - norm**2 / total if total else 0.0
     if r_squared < MIN_R_SQUARED:
         return Problem(ProblemCode.POOR_FIT, {'r_squared': r_squared, 'needed': MIN_R_SQUARED})
-    slopes_VP = np.column_stack([np.ones_like(x), x**-a, -B * x**-a * np.log(x)])
-    errors = (norm**2 / df, df), seeds
-    variance, df = max(errors, key=lambda error: quantile(error[1]) * error[0] ** 0.5)
+
+    # dL/dE, dL/dB and dL/da at each size.
+    slopes_VP = np.column_stack([np.ones_like(x_V), x_V**-a, -B * x_V**-a * np.log(x_V)])
+    df_of_residuals = len(sizes_V) - 3
+    of_residuals = (norm**2 / df_of_residuals, df_of_residuals)
+    variance, df = max(of_residuals, seeds, key=_interval_width)
     covariance_PP = variance * np.linalg.inv(slopes_VP.T @ slopes_VP)
-    half_P = quantile(df) * np.sqrt(np.diag(covariance_PP))
-    floor, _, exponent = (
-        Interval(value, value - half, value + half)
-        for value, half in zip((float(E), float(B), a), half_P.tolist(), strict=True)
+    half_E, _, half_a = (quantile(df) * np.sqrt(np.diag(covariance_PP))).tolist()
+    floor = Interval(E, E - half_E, E + half_E)
+    exponent = Interval(a, a - half_a, a + half_a)
+
+    exponent_loose = Problem(ProblemCode.EXPONENT_LOOSE, vars(exponent))
+    is_at_end = not 1.01 * MIN_EXPONENT < a < 0.99 * MAX_EXPONENT
+    if is_at_end:
+        return exponent_loose
+    is_loose = exponent.high - exponent.low > a or exponent.high > MAX_EXPONENT
+    return Law(
+        sizes=tuple(sizes_V.tolist()),
+        middle=middle,
+        estimates_P=np.array([E, B, a]),
+        covariance_PP=covariance_PP,
+        df=df,
+        E=floor,
+        A=B * middle**a,
+        a=exponent,
+        r_squared=r_squared,
+        loose=exponent_loose if is_loose else None,
     )
-    problem = Problem(ProblemCode.EXPONENT_LOOSE, vars(exponent))
-    if not 1.01 * _EXPONENTS[0] < a < 0.99 * _EXPONENTS[1]:
-        return problem
-    loose = problem if exponent.high - exponent.low > a or exponent.high > _EXPONENTS[1] else None
-    fitted = tuple(sizes.tolist()), middle, np.array([E, B, a]), covariance_PP, df
-    return Law(*fitted, floor, float(B) * middle**a, exponent, r_squared, loose)
+
+
+def _least_squares(x_V: np.ndarray, losses_V: np.ndarray) -> tuple[float, float, float, float]:
+    """E, B and a of the law with the least norm of residuals, and that norm; x is N / N_0."""
+
+    def given_exponent(a: float) -> tuple[np.ndarray, float]:
+        """E and B >= 0 of the least residual norm, and the norm."""
+        return optimize.nnls(np.column_stack([np.ones_like(x_V), x_V**-a]), losses_V)
+
+    searched = optimize.minimize_scalar(
+        lambda log_a: given_exponent(np.exp(log_a))[1],
+        bounds=np.log([MIN_EXPONENT, MAX_EXPONENT]),
+        method='bounded',
+        options={'xatol': 1e-9},
+    )
+    a = float(np.exp(searched.x))
+    (E, B), norm = given_exponent(a)
+    return float(E), float(B), a, norm
+
+
+def _interval_width(error: tuple[float, float]) -> float:
+    """The half-width of the 95 % interval of a (variance, degrees of freedom)."""
+    variance, df = error
+    return quantile(df) * variance**0.5
 
 
 def multiplier(
@@ -156,27 +192,29 @@ def multiplier(
     """
     if isinstance(law, Problem):
         return Problem(ProblemCode.NO_BASELINE_LAW)
-    if (number := len(sizes)) < 2:
+    if len(sizes) < 2:
         return Problem(ProblemCode.SINGLE_SIZE)
     arm_V, baseline_V, difference_V = np.array(sizes, float).T
 
     def equivalent(estimates_P: np.ndarray) -> np.ndarray:
-        """ln N_eq; not a number where the loss lies below the floor."""
+        """ln N_eq of each size; not a number where the loss lies below the floor."""
         E, B, a = estimates_P
-        above_V = _law(baseline_V / law.middle, E, B, a) + difference_V - E
+        above_floor_V = _law(baseline_V / law.middle, E, B, a) + difference_V - E
         with np.errstate(invalid='ignore', divide='ignore'):
-            return np.log(law.middle) - np.log(above_V / B) / a
+            return np.log(law.middle) - np.log(above_floor_V / B) / a
 
-    ends = np.log([law.sizes[0] / REACH, law.sizes[-1] * REACH])
+    lowest, highest = np.log([law.sizes[0] / REACH, law.sizes[-1] * REACH])
     equivalent_V = equivalent(law.estimates_P)
-    inside_V = (ends[0] <= equivalent_V) & (equivalent_V <= ends[1])
-    if not inside_V.all():
-        data = {'parameters': float(arm_V[inside_V.argmin()]), 'factor': REACH}
-        return Problem(ProblemCode.EXTRAPOLATED, data)
-    worth_V = equivalent_V - np.log(arm_V)
+    is_inside_V = (lowest <= equivalent_V) & (equivalent_V <= highest)
+    if not is_inside_V.all():
+        first_outside = float(arm_V[is_inside_V.argmin()])
+        return Problem(ProblemCode.EXTRAPOLATED, {'parameters': first_outside, 'factor': REACH})
+
+    worth_V = equivalent_V - np.log(arm_V)  # ln of N_eq / N
+    mean = float(worth_V.mean())
+    error_of_sizes = float(worth_V.std(ddof=1)) / len(sizes) ** 0.5
     slope_P = optimize.approx_fprime(law.estimates_P, lambda p: equivalent(p).mean())
-    of_law = float(slope_P @ law.covariance_PP @ slope_P) ** 0.5
-    of_sizes = float(worth_V.std(ddof=1)) / number**0.5
-    error, df = combined([(of_sizes, number - 1), (of_law, law.df)])
-    mean, half = float(worth_V.mean()), quantile(df) * error
+    error_of_law = float(slope_P @ law.covariance_PP @ slope_P) ** 0.5
+    error, df = combined([(error_of_sizes, len(sizes) - 1), (error_of_law, law.df)])
+    half = quantile(df) * error
     return Interval(*np.exp([mean, mean - half, mean + half]).tolist())

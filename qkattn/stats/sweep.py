@@ -21,7 +21,7 @@ a value is worse than the best by more than the luck of the seeds: see `Sweep.br
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,53 +29,59 @@ import scipy  # whose submodules are imported on first use
 
 from qkattn.stats.inference import LEVEL, ROUNDING, quantile
 
-REACH = 2  # grid steps to either side of the best value that the parabola is fitted to, at least
-MIN_VALUES = 3  # a parabola has three coefficients, a bracketed value a worse one on both sides
-MIN_SEEDS = 2  # one shows no noise
-SKEW = 0.6  # the largest relative cubic part of a curve, per unit of ln(value), that a bound allows
-POINTS = 41  # optima, and skews, at which the bound of an excess is evaluated, ...
-ZOOMS = 4  # ... each time on a finer grid around those that the data do not contradict
+# Grid steps to either side of the best value that the parabola is fitted to, at least.
+REACH = 2
+# A parabola has three coefficients; a best value between two worse ones is bracketed.
+MIN_VALUES = 3
+# The losses of a single seed do not show their noise.
+MIN_SEEDS = 2
+# The largest relative cubic part of a curve, per unit of ln(value), that a bound allows.
+SKEW = 0.6
+# Optima, and skews, at which the bound of an excess is evaluated. This is repeated ZOOMS times,
+# each time on a finer grid around the curves that the data do not contradict.
+POINTS = 41
+ZOOMS = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
     """The screening of one setting: losses, best value, fitted optimum.
 
-    `losses` holds, for each value, the losses of the seeds that finished, in the order of seeds;
-    `means` is their mean, infinite where a seed diverged, since the mean of the others would be
-    biased low. `best` is the grid value of the lowest mean (of ties the smallest; the smallest
-    value if all diverged).
-
-    `bracketed`: there is a worse value on both sides of the best, which takes two seeds or more. A
-    diverged value is worse. Another is worse at 95 % confidence by a paired one-sided t test over
-    seeds, corrected (Bonferroni) for the number of values compared with the best; since a few seeds
-    leave a t test no power, the variance of what a seed adds at one value (the residual of a level
-    per value and one per seed) is pooled over all values that are no worse. This is Hsu's (1981)
-    comparison with the best: the values not found worse contain the best one of the grid with 95 %
-    confidence, although the lowest mean was selected.
-
-    `needs_seeds`: further seeds may help, because the values do not bracket the optimum or leave it
-    without an interval. They do not help if all values diverged, or if the best one is at an end of
-    the grid and its neighbour worse. `fitted` are the values of the parabola: within two grid steps
-    of the best, and further, up to the nearest worse value, where the noise hides the rise.
-
-    `curvature` is 2c, the second derivative of the loss by ln(value); None with fewer than three
-    values to fit. `optimum` and the fitted mean `loss` there are also None if the parabola is not
-    convex or its vertex lies outside the fitted values. `bounded`: the curvature differs from zero
-    by a t test at 95 %, for which one seed at three values leaves no degrees of freedom.
+    The optimum is bracketed if a value on either side of the best one is worse than it. A value at
+    which a seed diverged is worse. Another one is worse at 95 % confidence by a paired one-sided t
+    test over seeds, corrected (Bonferroni) for the number of values compared with the best. A few
+    seeds leave a t test no power, so the variance of what a seed adds at one value (the residual of
+    a level per value and one per seed) is pooled over all values that are no worse. This is Hsu's
+    (1981) comparison with the best: the values that are not worse contain the best one of the grid
+    with 95 % confidence, although the lowest mean was selected.
     """
 
+    # The grid, ascending.
     values: tuple[float, ...]
+    # For each value, the losses of the seeds that finished, in the order of the seeds.
     losses: tuple[tuple[float, ...], ...]
+    # Their means; infinite where a seed diverged, as the mean of the others would be biased low.
     means: tuple[float, ...]
+    # The value of the lowest mean: of ties the smallest, and the smallest if all diverged.
     best: float
+    # Whether values on both sides of `best` are worse, which takes two seeds or more.
     bracketed: bool
+    # Whether further seeds may help: the optimum is not bracketed, or has no interval. They do not
+    # help if all values diverged, or if the best is at an end of the grid and its neighbour worse.
     needs_seeds: bool
+    # The values of the parabola: those within two grid steps of the best, and further ones up to
+    # the nearest worse value, where noise hides the rise.
     fitted: tuple[float, ...]
+    # What `chosen` is: 'vertex' or 'minimax'.
     choice: str
+    # 2c, the second derivative of the loss by ln(value); None with fewer than three fitted values.
     curvature: float | None = None
+    # The vertex and the fitted mean loss there; None, too, if the parabola is not convex or has its
+    # vertex outside the fitted values.
     optimum: float | None = None
     loss: float | None = None
+    # Whether the curvature differs from zero by a t test at 95 %. One seed at three values leaves
+    # that test no degree of freedom.
     bounded: bool = False
 
     @functools.cached_property
@@ -85,83 +91,131 @@ class Sweep:
         By `choice` it is the optimum of the parabola ('vertex'), or the value whose excess over the
         optimum has the least bound ('minimax'). `best` where there is none between its neighbours.
         """
-        i = self.values.index(self.best)
-        if self.optimum is None or i in (0, len(self.values) - 1):
+        index = self.values.index(self.best)
+        if self.optimum is None or index in (0, len(self.values) - 1):
             return self.best
-        below, above = self.values[i - 1], self.values[i + 1]
+        below = self.values[index - 1]
+        above = self.values[index + 1]
         value = self.optimum
         if self.choice == 'minimax' and self._curves is not None:
-            ends = max(below, self.fitted[0]), min(above, self.fitted[-1])
-            value = min(np.geomspace(*ends, 2 * POINTS)[1:-1].tolist(), key=self.excess)
+            lowest = max(below, self.fitted[0])
+            highest = min(above, self.fitted[-1])
+            candidates = np.geomspace(lowest, highest, 2 * POINTS)[1:-1]
+            value = min(candidates.tolist(), key=self.excess)
         rounded = float(f'{value:.3g}')
-        return rounded if below < rounded < above else self.best
+        if below < rounded < above:
+            return rounded
+        return self.best
 
     @functools.cached_property
     def at_worst(self) -> float | None:
         """The bound of `excess` at `chosen`; None where nothing bounds the optimum."""
-        return None if self._curves is None else self.excess(self.chosen)
+        if self._curves is None:
+            return None
+        return self.excess(self.chosen)
 
     @property
     def optimum_low(self) -> float | None:
-        """The least optimum of the curves of `excess`; None where nothing bounds it."""
-        return None if self._curves is None else self.best * math.exp(self._curves[1].min())
+        """The smallest optimum of the curves of `excess`; None where nothing bounds it."""
+        if self._curves is None:
+            return None
+        return self.best * math.exp(self._curves.optimum_C.min())
 
     @property
     def optimum_high(self) -> float | None:
-        """The largest optimum of these curves."""
-        return None if self._curves is None else self.best * math.exp(self._curves[1].max())
+        """The largest optimum of the curves of `excess`; None where nothing bounds it."""
+        if self._curves is None:
+            return None
+        return self.best * math.exp(self._curves.optimum_C.max())
 
     def excess(self, value: float) -> float:
         """Nats by which the loss at `value` exceeds that of the optimum, at most, at 95 %.
 
-        The largest of all curves C g_k(x - x0) with an optimum x0 among the fitted values, whose
-        residual sum of squares exceeds the least of any of them by t^2 times the variance at most.
-        The variance is that of the residuals, or that between the slopes of the seeds if it is
-        larger: where the optima of seeds differ, the losses of a seed err together. Infinite if
-        the data do not bound the optimum.
+        It is the largest excess of the curves C g_k(x - x0) that `_possible_curves` finds.
+        Infinite if the data do not bound the optimum.
         """
         if self._curves is None:
             return math.inf
-        scale_C, optimum_C, skew_C = self._curves
-        return float(np.max(scale_C * _curve(math.log(value / self.best) - optimum_C, skew_C)))
+        curves = self._curves
+        from_optimum_C = math.log(value / self.best) - curves.optimum_C
+        return float(np.max(curves.scale_C * _curve(from_optimum_C, curves.skew_C)))
 
     @functools.cached_property
-    def _curves(self) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-        """The largest scale, the optimum ln(value / best) and the skew of each possible curve."""
+    def _curves(self) -> '_Curves | None':
+        """The curves that the data do not contradict; None where nothing bounds the optimum."""
         if not self.bounded:
             return None
         x_V = np.log(np.array(self.fitted) / self.best)
-        losses_VS = np.array([self.losses[self.values.index(v)] for v in self.fitted])
-        losses_VS -= losses_VS.mean(axis=0)
-        V, S = losses_VS.shape
-        if (df := V * S - S - min(V - 1, MIN_VALUES)) < 1:
-            return None
-        means_V = losses_VS.mean(axis=1)
-        scatter = float(np.sum((losses_VS - means_V[:, None]) ** 2))
-        x_V_centred = x_V - x_V.mean()
-        slopes_S = x_V_centred @ losses_VS / (x_V_centred @ x_V_centred) ** 0.5
-        between = float(np.var(slopes_S, ddof=1)) if S > 1 else 0.0
-        t = quantile(df)
-        ends = [(x_V[0], x_V[-1]), (-SKEW, SKEW)]
-        for _ in range(ZOOMS):
-            axes = [np.linspace(*end, POINTS) for end in ends]
-            optimum_C, skew_C = (axis.ravel() for axis in np.meshgrid(*axes))
-            curve_CV = _curve(x_V - optimum_C[:, None], skew_C[:, None])
-            curve_CV -= curve_CV.mean(axis=1, keepdims=True)
-            squares_C = np.sum(curve_CV**2, axis=1)
-            scale_C = np.maximum(np.sum(curve_CV * means_V, axis=1) / squares_C, 0)
-            misfit_C = S * np.sum((means_V - scale_C[:, None] * curve_CV) ** 2, axis=1)
-            variance = max((scatter + misfit_C.min()) / df, between)
-            spare_C = misfit_C.min() + t**2 * variance - misfit_C
-            possible_C = spare_C >= 0
-            scale_C = scale_C + np.sqrt(np.maximum(spare_C, 0) / (S * squares_C))
-            kept = optimum_C[possible_C], skew_C[possible_C]
-            steps = [axis[1] - axis[0] for axis in axes]
-            ends = [
-                (max(low, kept_C.min() - step), min(high, kept_C.max() + step))
-                for kept_C, (low, high), step in zip(kept, ends, steps, strict=True)
-            ]
-        return scale_C[possible_C], *kept
+        losses_VS = np.array([self.losses[self.values.index(value)] for value in self.fitted])
+        return _possible_curves(x_V, losses_VS)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Curves:
+    """Curves scale g_skew(x - optimum) with x = ln(value / best); the scale is the largest one."""
+
+    scale_C: np.ndarray
+    optimum_C: np.ndarray
+    skew_C: np.ndarray
+
+
+def _possible_curves(x_V: np.ndarray, losses_VS: np.ndarray) -> _Curves | None:
+    """The curves whose misfit to the losses of V values and S seeds is not refuted at 95 %.
+
+    A curve C g_k(x - x0), with its optimum x0 among the values, is possible if its residual sum of
+    squares exceeds the least of any curve by at most t^2 times the variance. The variance is that
+    of the residuals, or that between the slopes of the seeds if it is larger: where the optima of
+    seeds differ, the losses of a seed err together. None without a degree of freedom.
+    """
+    V, S = losses_VS.shape
+    df = V * S - S - min(V - 1, MIN_VALUES)
+    if df < 1:
+        return None
+    losses_VS = losses_VS - losses_VS.mean(axis=0)  # without the level of each seed
+    means_V = losses_VS.mean(axis=1)
+    scatter = float(np.sum((losses_VS - means_V[:, None]) ** 2))
+    variance_of_slopes = _variance_of_slopes(x_V, losses_VS)
+    t = quantile(df)
+
+    optimum_range = (x_V[0], x_V[-1])
+    skew_range = (-SKEW, SKEW)
+    for _ in range(ZOOMS):
+        optimum_P = np.linspace(*optimum_range, POINTS)
+        skew_P = np.linspace(*skew_range, POINTS)
+        optimum_C, skew_C = (grid.ravel() for grid in np.meshgrid(optimum_P, skew_P))
+        curve_CV = _curve(x_V - optimum_C[:, None], skew_C[:, None])
+        curve_CV -= curve_CV.mean(axis=1, keepdims=True)
+        squares_C = np.sum(curve_CV**2, axis=1)
+        # The scale of least squares, and how far it may rise until the misfit is refuted.
+        scale_C = np.maximum(np.sum(curve_CV * means_V, axis=1) / squares_C, 0)
+        misfit_C = S * np.sum((means_V - scale_C[:, None] * curve_CV) ** 2, axis=1)
+        variance = max((scatter + misfit_C.min()) / df, variance_of_slopes)
+        spare_C = misfit_C.min() + t**2 * variance - misfit_C
+        largest_scale_C = scale_C + np.sqrt(np.maximum(spare_C, 0) / (S * squares_C))
+        is_possible_C = spare_C >= 0
+        curves = _Curves(
+            largest_scale_C[is_possible_C], optimum_C[is_possible_C], skew_C[is_possible_C]
+        )
+        optimum_range = _zoomed(curves.optimum_C, optimum_P, optimum_range)
+        skew_range = _zoomed(curves.skew_C, skew_P, skew_range)
+    return curves
+
+
+def _variance_of_slopes(x_V: np.ndarray, losses_VS: np.ndarray) -> float:
+    """The variance between seeds of the slope of the loss, in units of one loss; 0 for one seed."""
+    if losses_VS.shape[1] == 1:
+        return 0.0
+    centred_V = x_V - x_V.mean()
+    slopes_S = centred_V @ losses_VS / (centred_V @ centred_V) ** 0.5
+    return float(np.var(slopes_S, ddof=1))
+
+
+def _zoomed(
+    possible_C: np.ndarray, grid_P: np.ndarray, limits: tuple[float, float]
+) -> tuple[float, float]:
+    """The range of the possible values of a grid, a step wider at both ends, within `limits`."""
+    step = grid_P[1] - grid_P[0]
+    return max(limits[0], possible_C.min() - step), min(limits[1], possible_C.max() + step)
 
 
 def _curve(u: np.ndarray, skew: np.ndarray) -> np.ndarray:
@@ -172,41 +226,55 @@ def _curve(u: np.ndarray, skew: np.ndarray) -> np.ndarray:
 
 
 def fit(losses: Mapping[float, Mapping[int, float | None]], choice: str = 'vertex') -> Sweep:
-    """Fits `losses`: value -> seed -> loss, where None or a non-finite loss means diverged.
+    """Fits the losses of a screening.
 
-    There is one value or more, above 0, all with the same seeds. The parabola is fitted to
-    `Sweep.fitted` by least squares.
+    `losses` maps each value (one or more, above 0) to the loss of each seed, the same seeds for all
+    values; None or a non-finite loss means that the seed diverged. `choice` is as in
+    `Sweep.chosen`. The parabola is fitted to `Sweep.fitted` by least squares.
     """
     values = tuple(sorted(losses))
     seeds = sorted(losses[values[0]])
-    finite = tuple(
-        tuple(y for y in (losses[v][s] for s in seeds) if y is not None and math.isfinite(y))
-        for v in values
+    finished = tuple(_finite(losses[value][seed] for seed in seeds) for value in values)
+    means = tuple(
+        math.fsum(of_value) / len(of_value) if len(of_value) == len(seeds) else math.inf
+        for of_value in finished
     )
-    means = tuple(math.fsum(ys) / len(ys) if len(ys) == len(seeds) else math.inf for ys in finite)
-    i = means.index(min(means))
-    below, above = _nearest_worse(finite, means, i)
-    first = 0 if below is None else max(min(below, i - REACH), 0)
-    last = len(values) - 1 if above is None else max(above, i + REACH)
-    near = [j for j in range(len(values)) if first <= j <= last and math.isfinite(means[j])]
-    fitted = tuple(values[j] for j in near)
+    best = means.index(min(means))
+    below, above = _nearest_worse(finished, means, best)
+
+    last = len(values) - 1
+    first_fitted = 0 if below is None else max(min(below, best - REACH), 0)
+    last_fitted = last if above is None else min(max(above, best + REACH), last)
+    fitted = [
+        index for index in range(first_fitted, last_fitted + 1) if math.isfinite(means[index])
+    ]
+    fitted_values = tuple(values[index] for index in fitted)
     parabola: dict[str, Any] = {}
-    if len(near) >= MIN_VALUES:
-        parabola = _parabola(fitted, np.array([finite[j] for j in near]), values[i])
+    if len(fitted) >= MIN_VALUES:
+        losses_VS = np.array([finished[index] for index in fitted])
+        parabola = _parabola(fitted_values, losses_VS, values[best])
+
     bracketed = len(seeds) >= MIN_SEEDS and below is not None and above is not None
-    at_end = (i == 0 and above == 1) or (i == len(values) - 1 and below == i - 1)
-    is_clear = (bracketed and parabola.get('bounded')) or at_end
+    is_bounded = bracketed and parabola.get('bounded', False)
+    is_lowest_beside_worse = best == 0 and above == 1
+    is_highest_beside_worse = best == last and below == best - 1
+    is_clear = is_bounded or is_lowest_beside_worse or is_highest_beside_worse
     return Sweep(
         values=values,
-        losses=finite,
+        losses=finished,
         means=means,
-        best=values[i],
+        best=values[best],
         bracketed=bracketed,
-        needs_seeds=not is_clear and math.isfinite(means[i]),
-        fitted=fitted,
+        needs_seeds=not is_clear and math.isfinite(means[best]),
+        fitted=fitted_values,
         choice=choice,
         **parabola,
     )
+
+
+def _finite(losses: Iterable[float | None]) -> tuple[float, ...]:
+    """The losses of the seeds that finished."""
+    return tuple(loss for loss in losses if loss is not None and math.isfinite(loss))
 
 
 def next_values(sweep: Sweep, ratio: float, max_points: int, end: float) -> tuple[float, ...]:
@@ -216,58 +284,80 @@ def next_values(sweep: Sweep, ratio: float, max_points: int, end: float) -> tupl
     larger loss), the grid grows by one step of `ratio` (> 1) beyond its end, but stays below `end`;
     downwards first if `max_points` leaves room for one only, and if every value diverged.
     """
-    i = sweep.values.index(sweep.best)
-    below, above = _nearest_worse(sweep.losses, sweep.means, i)
-    steps = []
+    best = sweep.values.index(sweep.best)
+    below, above = _nearest_worse(sweep.losses, sweep.means, best)
+    candidates = []
     if below is None:
-        steps.append(sweep.values[0] / ratio)
-    if above is None and math.isfinite(sweep.means[i]):
-        steps.append(sweep.values[-1] * ratio)
+        candidates.append(sweep.values[0] / ratio)
+    if above is None and math.isfinite(sweep.means[best]):
+        candidates.append(sweep.values[-1] * ratio)
+    rounded = [float(f'{value:.10g}') for value in candidates]  # 0.1 * 3 is 0.3
     room = max(max_points - len(sweep.values), 0)
-    rounded = (float(f'{value:.10g}') for value in steps)  # 0.1 * 3 is 0.3
     return tuple(value for value in rounded if value < end)[:room]
 
 
 def _nearest_worse(
-    losses: tuple[tuple[float, ...], ...], means: tuple[float, ...], i: int
+    losses: tuple[tuple[float, ...], ...], means: tuple[float, ...], best: int
 ) -> tuple[int | None, int | None]:
-    """The nearest values that are worse than value i, the best, below and above it."""
-    worse = [mean > means[i] for mean in means]
-    by_mean = sorted((j for j, m in enumerate(means) if math.isfinite(m)), key=means.__getitem__)
-    seeds = len(losses[i])
-    if seeds > 1 and by_mean:
-        table_VS = np.array([losses[j] for j in by_mean])
-        table_VS -= table_VS.mean(axis=1, keepdims=True)
-        # Residual squares of the best 1, 2, ... values, without levels of values and of seeds.
-        number_V = np.arange(1, len(by_mean) + 1)
-        of_seeds_V = np.sum(np.cumsum(table_VS, axis=0) ** 2, axis=1) / number_V
-        squares_V = np.maximum(np.cumsum(np.sum(table_VS**2, axis=1)) - of_seeds_V, 0)
-        df_V = np.maximum((number_V - 1) * (seeds - 1), 1)
-        t_V = scipy.special.stdtrit(df_V, 1 - (1 - LEVEL) / max(len(means) - 1, 1))
-        critical_V = t_V * np.sqrt(squares_V / df_V * 2 / seeds)
-        for j, critical in zip(by_mean[1:], critical_V[1:].tolist(), strict=True):
-            worse[j] = means[j] - means[i] > critical
-    below = max((j for j in range(i) if worse[j]), default=None)
-    return below, min((j for j in range(i + 1, len(means)) if worse[j]), default=None)
+    """The indices of the nearest values below and above the best one that are worse than it.
+
+    None where there is none. With several seeds, worse is as in `Sweep.bracketed`; with one, any
+    larger loss is.
+    """
+    is_worse = [mean > means[best] for mean in means]
+    finished = [index for index, mean in enumerate(means) if math.isfinite(mean)]
+    num_seeds = len(losses[best])
+    if num_seeds > 1 and finished:
+        by_mean = sorted(finished, key=means.__getitem__)
+        critical_V = _critical_differences([losses[index] for index in by_mean], len(means) - 1)
+        for index, critical in zip(by_mean[1:], critical_V[1:].tolist(), strict=True):
+            is_worse[index] = means[index] - means[best] > critical
+    below = [index for index in range(best) if is_worse[index]]
+    above = [index for index in range(best + 1, len(means)) if is_worse[index]]
+    return max(below, default=None), min(above, default=None)
+
+
+def _critical_differences(losses: list[tuple[float, ...]], num_compared: int) -> np.ndarray:
+    """The differences from the best mean at which values are worse at 95 % confidence.
+
+    `losses` are those of each value, in ascending order of their means. For the k-th value, the
+    variance of what a seed adds at one value is pooled over the best k values.
+    """
+    table_VS = np.array(losses)
+    num_seeds = table_VS.shape[1]
+    table_VS -= table_VS.mean(axis=1, keepdims=True)
+    # Residual squares of the best 1, 2, ... values, without levels of values and of seeds.
+    number_V = np.arange(1, len(losses) + 1)
+    squares_of_seeds_V = np.sum(np.cumsum(table_VS, axis=0) ** 2, axis=1) / number_V
+    squares_V = np.maximum(np.cumsum(np.sum(table_VS**2, axis=1)) - squares_of_seeds_V, 0)
+    df_V = np.maximum((number_V - 1) * (num_seeds - 1), 1)
+    t_V = scipy.special.stdtrit(df_V, 1 - (1 - LEVEL) / max(num_compared, 1))
+    return t_V * np.sqrt(squares_V / df_V * 2 / num_seeds)
 
 
 def _parabola(values: tuple[float, ...], losses_VS: np.ndarray, best: float) -> dict[str, Any]:
     """The fields of a `Sweep` that a parabola through all losses gives."""
-    x = np.log(np.array(values) / best)
+    x_V = np.log(np.array(values) / best)
     V, S = losses_VS.shape
-    x_N, losses_N = np.repeat(x, S), losses_VS.ravel()
-    design_NP = np.column_stack([np.tile(np.eye(S), (V, 1)), x_N, x_N**2])
+    # Coefficients: the level of each seed, then b and c.
+    x_N = np.repeat(x_V, S)
+    losses_N = losses_VS.ravel()
+    levels_NS = np.tile(np.eye(S), (V, 1))
+    design_NP = np.column_stack([levels_NS, x_N, x_N**2])
     coefficients_P = np.linalg.lstsq(design_NP, losses_N)[0]
     b, c = coefficients_P[S:]
-    vertex = -b / (2 * c) if c > 0 else math.inf
     parabola: dict[str, Any] = {'curvature': float(2 * c)}
+    vertex = -b / (2 * c) if c > 0 else math.inf
     # A vertex at an end of the values is not lost to rounding.
-    if not x[0] - ROUNDING <= vertex <= x[-1] + ROUNDING:
+    if not x_V[0] - ROUNDING <= vertex <= x_V[-1] + ROUNDING:
         return parabola
+    level = np.mean(coefficients_P[:S])
     parabola['optimum'] = float(best * math.exp(vertex))
-    parabola['loss'] = float(np.mean(coefficients_P[:S]) + b * vertex + c * vertex**2)
-    if df := V * S - (S + 2):
-        variance = float(np.sum((losses_N - design_NP @ coefficients_P) ** 2)) / df
-        error = (variance * np.linalg.inv(design_NP.T @ design_NP)[-1, -1]) ** 0.5
-        parabola['bounded'] = bool(c > quantile(df) * error)
+    parabola['loss'] = float(level + b * vertex + c * vertex**2)
+    df = V * S - (S + 2)
+    if df > 0:
+        residuals_N = losses_N - design_NP @ coefficients_P
+        variance = float(np.sum(residuals_N**2)) / df
+        error_of_c = (variance * np.linalg.inv(design_NP.T @ design_NP)[-1, -1]) ** 0.5
+        parabola['bounded'] = bool(c > quantile(df) * error_of_c)
     return parabola

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 
 from etils import epath
 
-from qkattn.config.calls import load_extra
+from qkattn.config.imports import load_extra
 from qkattn.errors import RunDirectoryError
 
 EXTRA = 'gcs'

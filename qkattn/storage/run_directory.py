@@ -26,7 +26,7 @@ from qkattn.config import (
     to_json,
     with_machine_of,
 )
-from qkattn.config.calls import imported
+from qkattn.config.imports import imported
 from qkattn.errors import ConfigError, InUseError, RunDirectoryError, UnknownFieldError
 from qkattn.storage.files import make_directory, remove_unfinished
 from qkattn.storage.leases import locked

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from qkattn.config import Config, to_json
-from qkattn.config.calls import load_extra, resolve, takes
+from qkattn.config.calls import resolve, takes
+from qkattn.config.imports import load_extra
 from qkattn.errors import ConfigError
 from qkattn.storage import buckets
 from qkattn.storage.files import write_atomic

@@ -33,11 +33,12 @@ def optimizer(
     clip = optax.identity()
     if config.clip_norm is not None:
         clip = optax.clip_by_global_norm(jnp.float32(config.clip_norm))
-    rate, named = learning_rate * fraction, _named(config, 'name', OPTIMIZERS)
+    rate = learning_rate * fraction
+    make = _named_function(config, 'name', OPTIMIZERS)
     if config.decay == 'coupled':
-        return optax.chain(clip, named(config, rate, weight_decay))
+        return optax.chain(clip, make(config, rate, weight_decay))
     decay = optax.add_decayed_weights(-fraction * weight_decay, mask=decayed)
-    return optax.chain(clip, named(config, rate, 0.0), decay)
+    return optax.chain(clip, make(config, rate, 0.0), decay)
 
 
 def decayed(params: dict) -> dict:
@@ -54,8 +55,14 @@ def _is_frozen(path: tuple) -> bool:
 
 def adamw(config: OptimizerConfig, rate: jax.Array, weight_decay: jax.Array) -> Transformation:
     """AdamW (Loshchilov & Hutter 2019)."""
-    b1, b2, eps = config.beta1, config.beta2, config.epsilon
-    return optax.adamw(rate, b1, b2, eps, weight_decay=weight_decay, mask=decayed)
+    return optax.adamw(
+        rate,
+        config.beta1,
+        config.beta2,
+        config.epsilon,
+        weight_decay=weight_decay,
+        mask=decayed,
+    )
 
 
 def sgd(config: OptimizerConfig, rate: jax.Array, weight_decay: jax.Array) -> Transformation:
@@ -89,30 +96,34 @@ def muon(config: OptimizerConfig, rate: jax.Array, weight_decay: jax.Array) -> T
 
 
 def matrix_axes(params: dict) -> dict:
-    """The two matrix axes of every matrix of the blocks, which Muon trains, None for the others.
+    """The two matrix axes of every matrix of the blocks, which Muon trains; None for the others.
 
-    Layers L and heads N, K, with two letters besides, are batches: w_q_DNH is [D, H] for each.
+    Heads N and K are batches of matrices where two other letters are left: w_q_DNH holds a matrix
+    [D, H] for each head. So are layers L, a leading axis that names do not have.
     """
+    return jax.tree_util.tree_map_with_path(_axes_of_parameter, params)
 
-    def axes(path: tuple, leaf: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
-        name = path[-1].key
-        letters = name.rpartition('_')[2]
-        in_block = any(entry.key == 'blocks' for entry in path)
-        if not (in_block and name.startswith('w_') and len(letters) > 1) or _is_frozen(path):
-            return None
-        first = leaf.ndim - len(letters)
-        kept = [i for i, letter in enumerate(letters) if letter not in 'NK']
-        kept = kept if len(kept) == 2 else list(range(len(letters)))
-        *rows, columns = (first + i for i in kept)
-        return optax.contrib.MuonDimensionNumbers(tuple(rows), (columns,))
 
-    return jax.tree_util.tree_map_with_path(axes, params)
+def _axes_of_parameter(path: tuple, leaf: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
+    name = path[-1].key
+    letters = name.rpartition('_')[2]
+    is_in_block = any(entry.key == 'blocks' for entry in path)
+    is_matrix = name.startswith('w_') and len(letters) > 1
+    if not is_in_block or not is_matrix or _is_frozen(path):
+        return None
+    axes_of_matrix = [axis for axis, letter in enumerate(letters) if letter not in 'NK']
+    if len(axes_of_matrix) != 2:
+        axes_of_matrix = list(range(len(letters)))
+    num_leading = leaf.ndim - len(letters)
+    *rows, columns = [num_leading + axis for axis in axes_of_matrix]
+    return optax.contrib.MuonDimensionNumbers(tuple(rows), (columns,))
 
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {'adamw': adamw, 'muon': muon, 'sgd': sgd}
 
 
 def _inverse_sqrt(config: OptimizerConfig, decay_steps: int) -> optax.Schedule:
+    """sqrt(W / (W + s)) at step s after a warm-up of W steps."""
     warmup = config.warmup_steps
     return lambda steps: jnp.sqrt(warmup / (warmup + jnp.maximum(steps, 0)))
 
@@ -133,37 +144,54 @@ def schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     final_fraction after the last step, except 'inverse_sqrt', which is sqrt(W / s).
     """
     warmup = config.warmup_steps
-    decay = _named(config, 'schedule', SCHEDULES)(config, num_steps - warmup)
+    make_decay = _named_function(config, 'schedule', SCHEDULES)
+    decay = make_decay(config, num_steps - warmup)
     if not warmup:
         return decay
     rise = optax.linear_schedule(1 / (warmup + 1), 1.0, warmup)
     return optax.join_schedules([rise, decay], [warmup])
 
 
-def _named(config: OptimizerConfig, field: str, known: Mapping[str, Any]) -> Callable[..., Any]:
-    """The function that a field of the config names, with its options."""
+def _named_function(
+    config: OptimizerConfig, field: str, known: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """The function that the field 'name' or 'schedule' of the config names, with its options."""
     arguments = ('learning_rate', 'weight_decay') if field == 'name' else ('decay_steps',)
-    needs, fits = f'a function (config, {", ".join(arguments)}, *, options)', takes('', *arguments)
     function, options = resolve(
-        getattr(config, field), known, f'optimizer.{field}', needs=needs, fits=fits
+        getattr(config, field),
+        known,
+        f'optimizer.{field}',
+        needs=f'a function (config, {", ".join(arguments)}, *, options)',
+        fits=takes('config', *arguments),
     )
     return functools.partial(function, **options)
 
 
 def check_optimizer(config: OptimizerConfig, num_steps: int) -> None:
-    """Raises ConfigError for an optimizer or schedule that is unknown or not what it has to be."""
-    named, decay = _named(config, 'name', OPTIMIZERS), _named(config, 'schedule', SCHEDULES)
+    """Raises ConfigError for an optimizer or schedule that is unknown or not what it has to be.
+
+    Those from outside are called: an optimizer returns a GradientTransformation, and a schedule
+    ends at final_fraction after `num_steps`.
+    """
+    make_optimizer = _named_function(config, 'name', OPTIMIZERS)
+    make_decay = _named_function(config, 'schedule', SCHEDULES)
     if ':' in config.name:
-        made = called('optimizer.name', config.name, lambda: named(config, 1e-3, 0.0))
-        if not isinstance(made, Transformation):
-            needed = f'must return an optax.GradientTransformation, not {made!r}'
-            raise ConfigError(f'optimizer.name={config.name!r} {needed}')
-    if ':' in config.schedule and (steps := num_steps - config.warmup_steps) > 0:
-        text = config.schedule
-        end = called('optimizer.schedule', text, lambda: float(decay(config, steps)(steps)))
+        transform = called('optimizer.name', config.name, lambda: make_optimizer(config, 1e-3, 0.0))
+        if not isinstance(transform, Transformation):
+            raise ConfigError(
+                f'optimizer.name={config.name!r} must return an optax.GradientTransformation, '
+                f'not {transform!r}'
+            )
+    decay_steps = num_steps - config.warmup_steps
+    if ':' in config.schedule and decay_steps > 0:
+        end = called(
+            'optimizer.schedule',
+            config.schedule,
+            lambda: float(make_decay(config, decay_steps)(decay_steps)),
+        )
         # final_fraction decides whether a run anneals.
         if not math.isclose(end, config.final_fraction, abs_tol=1e-3):
             raise ConfigError(
                 f'optimizer.final_fraction={config.final_fraction} must be {end:.4g}, where '
-                f'optimizer.schedule={text!r} ends'
+                f'optimizer.schedule={config.schedule!r} ends'
             )

@@ -27,6 +27,7 @@ from qkattn.train.program_cache import without_cache
 from qkattn.train.sharding import leading_shape
 from qkattn.train.step import init_stack, train_trial
 
+# What differs between trials as arrays: names of scalars and their types.
 HYPER = {'seed': np.uint32, 'learning_rate': np.float32, 'weight_decay': np.float32}
 
 log = logging.getLogger(__name__)
@@ -37,36 +38,43 @@ class Program:
     """A run's train program on its mesh."""
 
     mesh: Mesh
+    # 'vmap' or 'map', as in `lift`.
     lifting: str
-    abstract_state: dict  # ShapeDtypeStructs with shardings, the target of a restore
-    train: Callable[[dict, dict], tuple[dict, dict]]  # batch [C, X, A, B, ...], metrics [C, X]
-    init: Callable[[], dict]  # the state before step 0
+    # ShapeDtypeStructs with shardings, the target of a restore.
+    abstract_state: dict
+    # (state, batch [C, X, A, B, ...]) -> (state, metrics [C, X]).
+    train: Callable[[dict, dict], tuple[dict, dict]]
+    # Makes the state before step 0.
+    init: Callable[[], dict]
     compile_seconds: float
-    measured: dict[str, float]  # seconds per step by lifting, where that was chosen by measurement
+    # Seconds per step by lifting, where it was chosen by measurement; else empty.
+    measured: dict[str, float]
 
 
-def lift(one: Callable, lifting: str, mesh: Mesh) -> Callable:
-    """`one` over the leading axis X of all its arguments; no trial reads another.
+def lift(of_trial: Callable, lifting: str, mesh: Mesh) -> Callable:
+    """A function of one trial as a function of X trials, the leading axis of all its arguments.
 
-    'vmap': side by side. 'map': in turn on each slice of the mesh's trial axis. One trial: neither.
+    With 'vmap' all trials are computed side by side, with 'map' one after another on each slice of
+    the mesh's trial axis. A single trial needs neither. No trial reads another.
     """
-    slices = mesh.shape['trial']
-    side_by_side = jax.vmap(one, spmd_axis_name='trial')
+    num_slices = mesh.shape['trial']
+    side_by_side = jax.vmap(of_trial, spmd_axis_name='trial')
 
     def lifted(*stacked: Any) -> Any:
-        if len(jax.tree.leaves(stacked)[0]) == 1:
-            alone = one(*jax.tree.map(operator.itemgetter(0), stacked))
-            return jax.tree.map(lambda a: a[None], alone)
+        num_trials = len(jax.tree.leaves(stacked)[0])
+        if num_trials == 1:
+            results = of_trial(*jax.tree.map(operator.itemgetter(0), stacked))
+            return jax.tree.map(lambda a: a[None], results)
         if lifting == 'vmap':
             return side_by_side(*stacked)
-        if slices == 1:
-            return jax.lax.map(lambda turn: one(*turn), stacked)
-        # Slice i of the mesh holds X / slices trials in a row; a turn takes one of each slice.
+        if num_slices == 1:
+            return jax.lax.map(lambda arguments: of_trial(*arguments), stacked)
+        # Slice i of the mesh holds X / num_slices trials in a row; a turn takes one of each slice.
         turns = jax.tree.map(
-            lambda a: jnp.swapaxes(a.reshape(slices, -1, *a.shape[1:]), 0, 1), stacked
+            lambda a: jnp.swapaxes(a.reshape(num_slices, -1, *a.shape[1:]), 0, 1), stacked
         )
-        done = jax.lax.map(lambda turn: side_by_side(*turn), turns)
-        return jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1).reshape(-1, *a.shape[2:]), done)
+        results = jax.lax.map(lambda arguments: side_by_side(*arguments), turns)
+        return jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1).reshape(-1, *a.shape[2:]), results)
 
     return lifted
 
@@ -79,25 +87,32 @@ def train_steps(
     With 'map' a trial takes all C steps before the next one: its state stays near the processor.
     """
 
-    def steps_of_trial(step: jax.Array, trial: dict, hyper: dict, batches: dict) -> tuple:
-        def one(trial: dict, inputs: tuple) -> tuple[dict, dict]:
-            return train_trial(config, inputs[0], trial, hyper, inputs[1])
+    def steps_of_trial(first_step: jax.Array, trial: dict, hyper: dict, batches: dict) -> tuple:
+        def one_step(trial: dict, inputs: tuple) -> tuple[dict, dict]:
+            step, batch = inputs
+            return train_trial(config, step, trial, hyper, batch)
 
-        steps_C = step + jnp.arange(batches['targets_BT'].shape[0])
-        return jax.lax.scan(one, trial, (steps_C, batches))
+        steps_C = first_step + jnp.arange(batches['targets_BT'].shape[0])
+        return jax.lax.scan(one_step, trial, (steps_C, batches))
 
     def many_steps(state: dict, hyper: dict, batches: dict) -> tuple[dict, dict]:
-        swap = functools.partial(jax.tree.map, lambda a: jnp.swapaxes(a, 0, 1))  # C and X
-        run = lift(functools.partial(steps_of_trial, state['step']), lifting, mesh)
+        steps_of_stack = lift(functools.partial(steps_of_trial, state['step']), lifting, mesh)
+        batches_XC = _swap_leading_axes(batches)
         with placing(sharding.place_activations(mesh)), choice.on(mesh):
-            trials, metrics = run(state['trials'], hyper, swap(batches))
+            trials, metrics_XC = steps_of_stack(state['trials'], hyper, batches_XC)
         step = state['step'] + batches['targets_BT'].shape[0]
-        return {'step': step, 'trials': trials}, swap(metrics)
+        return {'step': step, 'trials': trials}, _swap_leading_axes(metrics_XC)
 
     return many_steps
 
 
-@functools.lru_cache(maxsize=16)  # those of a run are few, and those of runs before it are freed
+def _swap_leading_axes(tree: dict) -> dict:
+    """[C, X, ...] of steps and trials as [X, C, ...], or back, in every array of a tree."""
+    return jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), tree)
+
+
+# A run has few such programs; the cache frees those of the runs before it.
+@functools.lru_cache(maxsize=16)
 def stack_program(
     config: Config, lifting: str, mesh: Mesh, measure: Callable[[Config, dict, dict], dict]
 ) -> Callable[[dict, dict], dict[str, jax.Array]]:
@@ -113,14 +128,26 @@ def stack_program(
 
 def abstract_inputs(config: Config, mesh: Mesh) -> tuple[dict, dict, Any]:
     """ShapeDtypeStructs with shardings of the train program's state, hyper and batch."""
-    leading, shapes = leading_shape(config), task_of(config).array_shapes(config.model)
-    over_trials, placed = NamedSharding(mesh, P('trial')), sharding.batch_sharding(mesh)
-    struct = jax.ShapeDtypeStruct
-    hyper = {n: struct(leading[1:2], dtype, sharding=over_trials) for n, dtype in HYPER.items()}
+    leading = leading_shape(config)
+    _, X, _, _ = leading
+    over_trials = NamedSharding(mesh, P('trial'))
+    hyper = {
+        name: jax.ShapeDtypeStruct((X,), dtype, sharding=over_trials)
+        for name, dtype in HYPER.items()
+    }
     state = jax.eval_shape(functools.partial(init_stack, config), hyper['seed'])
-    shardings = sharding.state_shardings(state, mesh)
-    state = jax.tree.map(lambda a, s: struct(a.shape, a.dtype, sharding=s), state, shardings)
-    batch = {n: struct((*leading, size), d, sharding=placed) for n, (size, d) in shapes.items()}
+    state = jax.tree.map(
+        lambda a, placed: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=placed),
+        state,
+        sharding.state_shardings(state, mesh),
+    )
+    arrays = task_of(config).array_shapes(config.model)
+    batch = {
+        name: jax.ShapeDtypeStruct(
+            (*leading, length), dtype, sharding=sharding.batch_sharding(mesh)
+        )
+        for name, (length, dtype) in arrays.items()
+    }
     return state, hyper, batch
 
 
@@ -129,65 +156,85 @@ def lower(
 ) -> jax.stages.Lowered:
     """The train program on abstract inputs; raises ConfigError if model.kernel cannot serve it."""
     check_kernel(config.model, mesh)
-    shardings = jax.tree.map(lambda a: a.sharding, state), NamedSharding(mesh, P())
-    steps = jax.jit(train_steps(config, lifting, mesh), donate_argnums=0, out_shardings=shardings)
+    of_state = jax.tree.map(lambda a: a.sharding, state)
+    of_metrics = NamedSharding(mesh, P())
+    steps = jax.jit(
+        train_steps(config, lifting, mesh),
+        donate_argnums=0,
+        out_shardings=(of_state, of_metrics),
+    )
     return steps.lower(state, hyper, batch)
 
 
 def build(
-    config: Config, lifting: str | None = None, given: Callable[[], dict | None] = lambda: None
+    config: Config,
+    lifting: str | None = None,
+    initial_params: Callable[[], dict | None] = lambda: None,
 ) -> Program:
     """Compiles the run's train program.
 
-    `lifting` is what an earlier start has chosen, None follows config.train.lifting; `given` makes
-    the initial parameters of all trials where they are initialized, None draws them from the seeds.
+    Args:
+      config: the settings of the run.
+      lifting: what an earlier start of the run has chosen; None follows config.train.lifting.
+      initial_params: returns the parameters that all trials start from, or None where they are
+        drawn from the seeds. It is called where a state is made.
     """
     keep_freed_memory()
     mesh = sharding.make_mesh(config.mesh)
     trials = config.trials.trials()
-    abstract, abstract_hyper, batch = abstract_inputs(config, mesh)
+    abstract_state, abstract_hyper, abstract_batch = abstract_inputs(config, mesh)
     hyper: dict[str, jax.Array] = {
-        name: _placed(np.array([trial[name] for trial in trials]), wanted)
-        for name, wanted in abstract_hyper.items()
+        name: _placed(np.array([trial[name] for trial in trials]), abstract)
+        for name, abstract in abstract_hyper.items()
     }
-    shardings = jax.tree.map(lambda a: a.sharding, abstract)
-    initial = jax.jit(
+    draw_initial_state = jax.jit(
         functools.partial(init_stack, config),
-        out_shardings=shardings,
+        out_shardings=jax.tree.map(lambda a: a.sharding, abstract_state),
         compiler_options=_quick_to_compile(mesh),
     )
 
     def init() -> dict:
-        state = initial(hyper['seed'])
-        if (params := given()) is not None:
+        state = draw_initial_state(hyper['seed'])
+        params = initial_params()
+        if params is not None:
             drawn = state['trials'].pop('params')
             state['trials']['params'] = jax.tree.map(_placed, params, drawn)
         return state
 
-    def compiled(kind: str) -> tuple[Callable, float]:
+    def compiled(lifting: str) -> tuple[Callable, float]:
         start = time.perf_counter()
-        steps = lower(config, kind, mesh, abstract, abstract_hyper, batch).compile()
+        lowered = lower(config, lifting, mesh, abstract_state, abstract_hyper, abstract_batch)
+        steps = lowered.compile()
         return steps, time.perf_counter() - start
 
-    chosen = lifting or config.train.lifting
-    auto = ('map', 'vmap') if len(trials) > 1 else ('vmap',)
-    programs = {kind: compiled(kind) for kind in (auto if chosen == 'auto' else (chosen,))}
+    candidates = _liftings(lifting or config.train.lifting, len(trials))
+    programs = {candidate: compiled(candidate) for candidate in candidates}
     measured: dict[str, float] = {}
     if len(programs) > 1:
-        scratch = constant_batch(config, mesh)
-        for kind, (run, _) in programs.items():
-            seconds = seconds_per_dispatch(run, lambda: (init(), hyper, scratch))
-            measured[kind] = seconds / config.train.steps_per_dispatch
+        batch = constant_batch(config, mesh)
+        for candidate, (steps, _) in programs.items():
+            seconds = seconds_per_dispatch(steps, lambda: (init(), hyper, batch))
+            measured[candidate] = seconds / config.train.steps_per_dispatch
+        # All processes of a job choose by the times of one of them.
         measured = agreement.on_owner(lambda: measured)
-        each = ', '.join(f'{kind} {seconds:.3g}' for kind, seconds in measured.items())
-        log.info('seconds per step by lifting: %s', each)
-    chosen = min(programs, key=lambda kind: measured.get(kind, 0.0))
-    steps, compile_seconds = programs[chosen]
+        times = ', '.join(f'{candidate} {seconds:.3g}' for candidate, seconds in measured.items())
+        log.info('seconds per step by lifting: %s', times)
+    chosen = min(programs, key=lambda candidate: measured.get(candidate, 0.0))
+    chosen_steps, compile_seconds = programs[chosen]
 
     def train(state: dict, batch: dict) -> tuple[dict, dict]:
-        return steps(state, hyper, batch)
+        return chosen_steps(state, hyper, batch)
 
-    return Program(mesh, chosen, abstract, train, init, compile_seconds, measured)
+    return Program(mesh, chosen, abstract_state, train, init, compile_seconds, measured)
+
+
+def _liftings(setting: str, num_trials: int) -> tuple[str, ...]:
+    """The liftings to compile: the one that is set, or those that 'auto' chooses from."""
+    if setting != 'auto':
+        return (setting,)
+    if num_trials == 1:
+        return ('vmap',)
+    return ('map', 'vmap')
 
 
 def _placed(value: np.ndarray, like: Any) -> jax.Array:
@@ -198,10 +245,10 @@ def _placed(value: np.ndarray, like: Any) -> jax.Array:
 
 def constant_batch(config: Config, mesh: Mesh) -> dict[str, jax.Array]:
     """A global batch of ones, for timing."""
-    held = sharding.local_share(config, mesh)
-    leading = (config.train.steps_per_dispatch, *map(len, held))
-    shapes = task_of(config).array_shapes(config.model)
-    local = {name: np.ones((*leading, length), dtype) for name, (length, dtype) in shapes.items()}
+    local_trials, local_rows = sharding.local_share(config, mesh)
+    leading = (config.train.steps_per_dispatch, len(local_trials), len(local_rows))
+    arrays = task_of(config).array_shapes(config.model)
+    local = {name: np.ones((*leading, length), dtype) for name, (length, dtype) in arrays.items()}
     return sharding.place_batch(config, mesh, local)
 
 
@@ -231,8 +278,8 @@ def warm_up(config: Config) -> tuple[float, float]:
 
 def _quick_to_compile(mesh: Mesh) -> dict[str, int] | None:
     """Options of a program that runs once: on a CPU it costs its compilation. Bits are the same."""
-    options = {'xla_backend_optimization_level': 1, 'xla_cpu_parallel_codegen_split_count': 1}
     if mesh.devices.flat[0].platform != 'cpu':
         return None
-    chosen = os.environ.get('XLA_FLAGS', '')
-    return {name: value for name, value in options.items() if name not in chosen}
+    options = {'xla_backend_optimization_level': 1, 'xla_cpu_parallel_codegen_split_count': 1}
+    flags_of_user = os.environ.get('XLA_FLAGS', '')
+    return {name: value for name, value in options.items() if name not in flags_of_user}

@@ -1,6 +1,7 @@
 """What a run leaves for reports: an object per trial, per evaluation, and per document."""
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,29 +36,43 @@ def trial_results(
 ) -> list[dict[str, Any]]:
     """The results of a finished run, in trial order; JSON.
 
-    `evaluations` are the last of each split but 'train', `diverged_at` the steps by trial number;
-    `costs` and `about` are what all results hold.
+    Args:
+      stack: the trained trials.
+      evaluations: the last evaluation of each split but 'train'.
+      costs: times of the run, which all results hold.
+      about: further fields that all results hold.
+      diverged_at: by trial number, the step at which a trial diverged.
     """
     num_steps = stack.step
-    evaluated = {n: m for n, m in evaluations['validation'].metrics.items() if m.value is not None}
+    validation = evaluations['validation']
+    evaluated = {
+        name: metric for name, metric in validation.metrics.items() if metric.value is not None
+    }
     common = {**_common(stack, evaluations, costs), **about, **described(evaluated)}
-    measured = stack.induction() or {}
-    loss_X, alive_X = evaluations['validation'].values['loss'], stack.alive_X
+    probes = stack.induction() or {}
+    loss_X = validation.values['loss']
+    alive_X = stack.alive_X
     results = []
     for x, trial in enumerate(stack.config.trials.trials()):
         # A finite gradient in the last step may still have left parameters with an infinite loss.
-        finite = bool(alive_X[x] and np.isfinite(loss_X[x]))
-        at = num_steps if alive_X[x] and not finite else diverged_at.get(x)
-        status = {'status': FINISHED if finite else DIVERGED, 'diverged_at': at}
-        result = {'trial': trial, **status, **common}
+        is_finished = bool(alive_X[x] and np.isfinite(loss_X[x]))
+        result: dict[str, Any] = {'trial': trial}
+        result['status'] = FINISHED if is_finished else DIVERGED
+        result['diverged_at'] = diverged_at.get(x)
+        if alive_X[x] and not is_finished:
+            result['diverged_at'] = num_steps
+        result |= common
         for split, prefix in PREFIXES.items():
-            values = evaluations[split].values if finite and split in evaluations else {}
+            values: Mapping[str, np.ndarray | None] = {}
+            if is_finished and split in evaluations:
+                values = evaluations[split].values
             for name, metric in evaluated.items():
                 if prefix in metric.prefixes:
                     value_X = values.get(name)
                     result[metric.field(prefix)] = None if value_X is None else float(value_X[x])
-        result |= {name: float(v_X[x]) if finite else None for name, v_X in measured.items()}
-        if finite:
+        for name, value_X in probes.items():
+            result[name] = float(value_X[x]) if is_finished else None
+        if is_finished:
             params = functools.partial(stack.params, x)
             result |= score_trial(stack.config, stack.rows, params) or {}
         results.append(result)
@@ -67,10 +82,17 @@ def trial_results(
 def _common(
     stack: Stack, evaluations: Mapping[str, Evaluation], costs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    config, rows, num_steps = stack.config, stack.rows, stack.step
-    model, spec = config.model, attention_spec(config.model)
-    unigram, size = rows.unigram_nats('validation'), rows.bytes_per_token('validation')
-    known = unigram is not None and size is not None
+    """The fields that the results of all trials share."""
+    config = stack.config
+    model = config.model
+    rows = stack.rows
+    num_steps = stack.step
+    spec = attention_spec(model)
+    unigram_nats = rows.unigram_nats('validation')
+    bytes_per_token = rows.bytes_per_token('validation')
+    unigram_bits_per_byte = None
+    if unigram_nats is not None and bytes_per_token is not None:
+        unigram_bits_per_byte = bits_per_byte(unigram_nats, bytes_per_token)
     return {
         'num_steps': num_steps,
         'num_tokens': num_steps * config.train.batch_size * model.context,
@@ -89,8 +111,8 @@ def _common(
         **costs,
         'data': {
             **rows.identity(),
-            'unigram_loss': unigram,
-            'unigram_bits_per_byte': bits_per_byte(unigram, size) if known else None,
+            'unigram_loss': unigram_nats,
+            'unigram_bits_per_byte': unigram_bits_per_byte,
         },
         'eval_tokens': evaluations['validation'].num_targets,
         'test_tokens': evaluations['test'].num_targets if 'test' in evaluations else None,
@@ -110,27 +132,40 @@ def document_results(
     for split, evaluation in evaluations.items():
         max_rows = stack.config.data.eval_sequences
         names, document_R = pipeline.clusters(stack.rows, split, max_rows)
-        count = len(document_R)  # rows that pad the last batch follow
-        sums = functools.partial(np.bincount, document_R, minlength=len(names))
-        targets_C = sums(weights=evaluation.targets_R[:count])
-        present_C = targets_C > 0
+        by_document = functools.partial(_sums_by_document, document_R, len(names))
+        targets_C = by_document(evaluation.targets_R)
+        has_targets_C = targets_C > 0
+        nats: list[list[float] | None] = []
+        for nats_R, result in zip(evaluation.nats_RX.T, results, strict=True):
+            if result['status'] == FINISHED:
+                nats.append(by_document(nats_R)[has_targets_C].tolist())
+            else:
+                nats.append(None)
         splits[split] = {
-            'documents': [name for name, present in zip(names, present_C, strict=True) if present],
-            'tokens': targets_C[present_C].astype(int).tolist(),
-            'nats': [
-                sums(weights=nats_R[:count])[present_C].tolist()
-                if result['status'] == FINISHED
-                else None
-                for nats_R, result in zip(evaluation.nats_RX.T, results, strict=True)
-            ],
+            'documents': list(itertools.compress(names, has_targets_C)),
+            'tokens': targets_C[has_targets_C].astype(int).tolist(),
+            'nats': nats,
         }
     return splits
 
 
+def _sums_by_document(
+    document_R: np.ndarray, num_documents: int, values_R: np.ndarray
+) -> np.ndarray:
+    """The sums [C] of values over the rows of each document, whose number document_R holds.
+
+    Values of rows beyond these, which pad the last batch, are left out.
+    """
+    values_R = values_R[: len(document_R)]
+    return np.bincount(document_R, weights=values_R, minlength=num_documents)
+
+
 def eval_record(step: int, evaluation: Evaluation) -> dict[str, Any]:
     """The record of an evaluation on the validation split, for all trials."""
-    names = {field: field.removeprefix('val_') for field in logged_fields(evaluation.metrics)}
-    logged = {field: evaluation.values[name] for field, name in names.items()}
+    logged = {
+        field: evaluation.values[field.removeprefix('val_')]
+        for field in logged_fields(evaluation.metrics)
+    }
     return {'kind': 'eval', 'step': step, **logged}
 
 
@@ -153,18 +188,25 @@ def with_this_start(directory: Path, before: list[dict[str, Any]]) -> list[dict[
     """The code, without repetition, of the starts `before` and of this one, which is the last."""
     start = read_json(directory / 'provenance.json', PROVENANCE)['starts'][-1]
     code = {name: start[name] for name in ('git', 'imported')}
-    return [*(other for other in before if other != code), code]
+    others = [earlier for earlier in before if earlier != code]
+    return [*others, code]
 
 
 def software_of(
-    directory: Path, given: Mapping[str, str], code: Sequence[dict[str, Any]]
+    directory: Path, read_files: Mapping[str, str], code: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """The provenance of results, with the sha256 of what the run was `given` beside its modules.
+    """The provenance of results: the software and devices of the last start.
 
-    It is that of the last start, beside the `code` of earlier ones, if another, that the run was
-    resumed from. User and host stay in provenance.json.
+    'imported' holds the sha256 of modules from outside and of `read_files`, which the run read.
+    'earlier' holds the `code` of earlier starts that the run was resumed from, if it was another
+    one. Both are absent where they are empty. User and host stay in provenance.json.
     """
     start = read_json(directory / 'provenance.json', PROVENANCE)['starts'][-1]
-    imported, earlier = {**start['imported'], **given}, list(code[:-1])
-    parts = {'imported': imported, 'earlier': earlier}
-    return {name: start[name] for name in START} | {n: part for n, part in parts.items() if part}
+    provenance = {name: start[name] for name in START}
+    imported = {**start['imported'], **read_files}
+    earlier = list(code[:-1])
+    if imported:
+        provenance['imported'] = imported
+    if earlier:
+        provenance['earlier'] = earlier
+    return provenance

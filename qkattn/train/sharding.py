@@ -10,6 +10,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,11 +23,13 @@ from qkattn.data.tasks.task_registry import task_of
 from qkattn.errors import ConfigError
 from qkattn.model import cost
 
-# The first letter that divides is split over the mesh axis; V, and the logits, over both together.
-# Never D over tensor: with the embedding's V over fsdp, jaxlib 0.10.2 and 0.12.0 return wrong sums
-# from a scan over microbatches on a mesh of all three axes.
+# For each mesh axis the letters that it may split: the first one whose size divides is split.
+# D is never split over tensor: with the embedding's V over fsdp, jaxlib 0.10.2 and 0.12.0 return
+# wrong sums from a scan over microbatches on a mesh of all three axes.
 CANDIDATES = {'fsdp': 'VDERC', 'tensor': 'NKFHV'}
+# The letter that both mesh axes may split together; so are the logits.
 JOINT = 'V'
+# The mesh axes that split the rows of a batch.
 BATCH_AXES = ('data', 'fsdp')
 
 log = logging.getLogger(__name__)
@@ -34,15 +37,20 @@ log = logging.getLogger(__name__)
 
 def require_devices(config: MeshConfig) -> None:
     """Raises ConfigError where the mesh needs more devices, or leaves some of a job idle."""
-    wanted, present = math.prod(dataclasses.astuple(config)), len(jax.devices())
-    mesh, processes = f'mesh {dataclasses.asdict(config)}', jax.process_count()
-    if wanted > present:
-        advice = f'; launch/local.py --devices_per_process={wanted} makes as many of a CPU'
-        advice *= jax.default_backend() == 'cpu'
-        raise ConfigError(f'{mesh} needs {wanted} devices, but there are {present}{advice}')
-    if wanted < present and processes > 1:
-        devices = f'{wanted} of the {present} devices of {processes} processes'
-        raise ConfigError(f'{mesh} uses {devices}; it must use all of them')
+    needed = math.prod(dataclasses.astuple(config))
+    present = len(jax.devices())
+    num_processes = jax.process_count()
+    mesh = f'mesh {dataclasses.asdict(config)}'
+    if needed > present:
+        message = f'{mesh} needs {needed} devices, but there are {present}'
+        if jax.default_backend() == 'cpu':
+            message += f'; launch/local.py --devices_per_process={needed} makes as many of a CPU'
+        raise ConfigError(message)
+    if needed < present and num_processes > 1:
+        raise ConfigError(
+            f'{mesh} uses {needed} of the {present} devices of {num_processes} processes; '
+            'it must use all of them'
+        )
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -54,57 +62,93 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     if devices is None:
         require_devices(config)
         devices = jax.devices()
-    names = ('trial', 'data', 'fsdp', 'tensor')
-    shape = tuple(getattr(config, axis) for axis in names)
-    if (size := math.prod(shape)) < len(devices):
+    axes = ('trial', 'data', 'fsdp', 'tensor')
+    shape = tuple(getattr(config, axis) for axis in axes)
+    size = math.prod(shape)
+    if size < len(devices):
         log.warning('the mesh uses %d of %d devices', size, len(devices))
     # jax.make_mesh refuses several slices, and a mesh such as 32 x 8 on a torus of 16 x 16 chips.
-    devices = sorted(devices[:size], key=lambda device: getattr(device, 'slice_index', 0))
-    if len({getattr(device, 'slice_index', 0) for device in devices}) > 1:
+    devices = sorted(devices[:size], key=_slice_of)
+    num_slices = len({_slice_of(device) for device in devices})
+    if num_slices > 1:
         arranged = np.array(devices).reshape(shape)
     else:
         arranged = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-    return Mesh(arranged, names, axis_types=(AxisType.Auto,) * 4)
+    return Mesh(arranged, axes, axis_types=(AxisType.Auto,) * 4)
+
+
+def _slice_of(device: jax.Device) -> int:
+    """The TPU slice of a device; 0 for devices of other kinds."""
+    return getattr(device, 'slice_index', 0)
 
 
 def spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> P:
     """The partition of one leaf of the train state, by the letters of its axes.
 
-    'params/blocks/mlp/w_in_DF' has XLDF: trials, layers, D and F. Others than parameters have X.
+    'params/blocks/mlp/w_in_DF' has the axes X L D F: trials, layers, D and F. A leaf that is no
+    parameter has the axis X of trials alone.
     """
-    match = re.search(r'(?:^|/)[wbg](?:_[a-z\d]+)*_([A-Z]+)$', path)
-    if not match and re.search(r'(^|/)params/', path):
-        say_once(
-            f'{path}: the name does not end in the letters of its axes, as w_q_DNH; replicated'
-        )
-    names = 'X' + ('L' if match and re.search(r'(^|/)blocks/', path) else '')
-    names = (names + (match[1] if match else '')).ljust(len(shape), '.')[: len(shape)]
+    letters = _letters_of(path, len(shape))
     axes: dict[str, tuple[str, ...]] = {'X': ('trial',)}
     for mesh_axis, candidates in CANDIDATES.items():
-        present = [c for c in candidates if c in names and (c not in axes or c in JOINT)]
+        present = [
+            letter
+            for letter in candidates
+            if letter in letters and (letter not in axes or letter in JOINT)
+        ]
         if mesh.shape[mesh_axis] == 1 or not present:
             continue
         # Tensor before fsdp: what fsdp gathers of V is then the part that a device has in logits.
-        over = {c: (mesh_axis, *axes.get(c, ())) for c in present}
-        fitting = [c for c in present if shape[names.index(c)] % _devices(mesh, over[c]) == 0]
-        if fitting[:1] != present[:1]:
-            taken = f'split over {fitting[0]}' if fitting else f'replicated over {mesh_axis}'
-            size = shape[names.index(present[0])]
-            where = ' x '.join(f'{axis}={mesh.shape[axis]}' for axis in over[present[0]])
-            say_once(f'{path}: {present[0]}={size} does not divide over {where}; {taken}')
-        if fitting:
-            axes[fitting[0]] = over[fitting[0]]
-    # A mesh axis splits one axis of an array: the first N of w_talk_NN, and the second is whole.
-    split = [axes.get(x, ()) if x not in names[:i] else () for i, x in enumerate(names)]
-    return P(*(over if len(over) > 1 else (over or (None,))[0] for over in split))
+        split_over = {letter: (mesh_axis, *axes.get(letter, ())) for letter in present}
+        dividing = [
+            letter
+            for letter in present
+            if shape[letters.index(letter)] % _num_devices(mesh, split_over[letter]) == 0
+        ]
+        if not dividing or dividing[0] != present[0]:
+            size = shape[letters.index(present[0])]
+            where = ' x '.join(f'{axis}={mesh.shape[axis]}' for axis in split_over[present[0]])
+            instead = f'replicated over {mesh_axis}'
+            if dividing:
+                instead = f'split over {dividing[0]}'
+            say_once(f'{path}: {present[0]}={size} does not divide over {where}; {instead}')
+        if dividing:
+            axes[dividing[0]] = split_over[dividing[0]]
+
+    partition: list[Any] = []
+    for position, letter in enumerate(letters):
+        # A mesh axis splits one axis of an array: the first N of w_talk_NN, not the second.
+        is_repeated = letter in letters[:position]
+        split = () if is_repeated else axes.get(letter, ())
+        if len(split) > 1:
+            partition.append(split)
+        else:
+            partition.append(split[0] if split else None)
+    return P(*partition)
 
 
-def _devices(mesh: Mesh, axes: tuple[str, ...]) -> int:
+def _letters_of(path: str, num_axes: int) -> str:
+    """A letter for each axis of a leaf of the train state; '.' for an axis without one."""
+    letters = 'X'
+    name = re.search(r'(?:^|/)[wbg](?:_[a-z\d]+)*_([A-Z]+)$', path)
+    if name:
+        if re.search(r'(^|/)blocks/', path):
+            letters += 'L'
+        letters += name[1]
+    elif re.search(r'(^|/)params/', path):
+        say_once(
+            f'{path}: the name does not end in the letters of its axes, as w_q_DNH; replicated'
+        )
+    return letters.ljust(num_axes, '.')[:num_axes]
+
+
+def _num_devices(mesh: Mesh, axes: tuple[str, ...]) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
 @functools.cache
 def say_once(message: str) -> None:
+    """Logs a message the first time that it is given."""
     log.info(message)
 
 
@@ -131,11 +175,16 @@ def place_activations(mesh: Mesh) -> Callable[[jax.Array, str], jax.Array]:
     def place(array: jax.Array, letters: str) -> jax.Array:
         if letters == 'VD' and array.shape[0] % mesh.shape['fsdp'] == 0:
             return array
-        axes = {'B': BATCH_AXES} | ({'V': ('tensor',)} if mesh.shape['tensor'] > 1 else {})
-        over = [axes.get(letter) for letter in letters]
-        sizes = zip(over, array.shape, strict=True)
-        split = [o if o and size % _devices(mesh, o) == 0 else None for o, size in sizes]
-        return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, P(*split)))
+        axes: dict[str, tuple[str, ...]] = {'B': BATCH_AXES}
+        if mesh.shape['tensor'] > 1:
+            axes['V'] = ('tensor',)
+        partition = []
+        for letter, size in zip(letters, array.shape, strict=True):
+            mesh_axes = axes.get(letter)
+            if mesh_axes is not None and size % _num_devices(mesh, mesh_axes) != 0:
+                mesh_axes = None
+            partition.append(mesh_axes)
+        return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, P(*partition)))
 
     return place
 
@@ -152,16 +201,19 @@ def row_sharding(mesh: Mesh) -> NamedSharding:
 
 def leading_shape(config: Config) -> tuple[int, int, int, int]:
     """[C, X, A, B] of one dispatch: steps, trials, microbatches, rows."""
-    train, trials = config.train, len(config.trials.trials())
-    rows = train.batch_size // train.accumulation
-    return train.steps_per_dispatch, trials, train.accumulation, rows
+    train = config.train
+    num_trials = len(config.trials.trials())
+    num_rows = train.batch_size // train.accumulation
+    return train.steps_per_dispatch, num_trials, train.accumulation, num_rows
 
 
 def local_share(config: Config, mesh: Mesh) -> tuple[np.ndarray, np.ndarray]:
     """Trials and rows (r // A of microbatch r % A) of a batch that this process holds, sorted."""
-    _, _, A, _ = shape = leading_shape(config)
-    trials, rows_B = (_held(batch_sharding(mesh), shape, axis) for axis in (1, 3))
-    return trials, (rows_B[:, None] * A + np.arange(A)).ravel()
+    shape = leading_shape(config)
+    _, _, A, _ = shape
+    trials_X = _held(batch_sharding(mesh), shape, axis=1)
+    rows_B = _held(batch_sharding(mesh), shape, axis=3)
+    return trials_X, (rows_B[:, None] * A + np.arange(A)).ravel()
 
 
 def local_rows(config: Config, mesh: Mesh) -> np.ndarray:
@@ -175,8 +227,8 @@ def place_batch(config: Config, mesh: Mesh, local: dict[str, np.ndarray]) -> dic
     C, X, A, B = leading_shape(config)
 
     def place(local_CXBT: np.ndarray) -> jax.Array:
-        _, held, _, T = local_CXBT.shape
-        local_CXABT = np.swapaxes(local_CXBT.reshape(C, held, -1, A, T), 2, 3)
+        _, num_local_trials, _, T = local_CXBT.shape
+        local_CXABT = np.swapaxes(local_CXBT.reshape(C, num_local_trials, -1, A, T), 2, 3)
         return _place(local_CXABT, batch_sharding(mesh), (C, X, A, B, T))
 
     return jax.tree.map(place, local)
@@ -184,8 +236,11 @@ def place_batch(config: Config, mesh: Mesh, local: dict[str, np.ndarray]) -> dic
 
 def place_rows(config: Config, mesh: Mesh, local: dict[str, np.ndarray]) -> dict[str, jax.Array]:
     """The global evaluation batch [B, ...] from its `local_rows`."""
-    B, rows = config.train.batch_size, row_sharding(mesh)
-    return {name: _place(a_BT, rows, (B, *a_BT.shape[1:])) for name, a_BT in local.items()}
+    B = config.train.batch_size
+    return {
+        name: _place(local_BT, row_sharding(mesh), (B, *local_BT.shape[1:]))
+        for name, local_BT in local.items()
+    }
 
 
 def fetch(array: jax.Array) -> np.ndarray:
@@ -194,50 +249,68 @@ def fetch(array: jax.Array) -> np.ndarray:
 
 
 def _held(sharding: NamedSharding, shape: tuple[int, ...], axis: int) -> np.ndarray:
-    """The numbers along one axis of a global array that this process's devices hold, ascending."""
+    """The indices along one axis of a global array that this process's devices hold, ascending."""
     parts = sharding.addressable_devices_indices_map(shape).values()
     return np.unique([np.arange(shape[axis])[part[axis]] for part in parts])
 
 
 def _place(local: np.ndarray, sharding: NamedSharding, shape: tuple[int, ...]) -> jax.Array:
     """The global array of which `local` is what this process's devices hold along every axis."""
-    partial = [axis for axis, size in enumerate(local.shape) if size < shape[axis]]
-    held = {axis: _held(sharding, shape, axis) for axis in partial}
+    # Along these axes `local` has only the indices that are held here.
+    held = {
+        axis: _held(sharding, shape, axis)
+        for axis, size in enumerate(local.shape)
+        if size < shape[axis]
+    }
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
-        within = list(index)
-        for axis, numbers in held.items():
-            start, stop, _ = index[axis].indices(shape[axis])
-            first = int(np.searchsorted(numbers, start))
-            within[axis] = slice(first, first + stop - start)
-        return local[tuple(within)]
+    def part_of_device(global_index: tuple[slice, ...]) -> np.ndarray:
+        local_index = list(global_index)
+        for axis, held_here in held.items():
+            start, stop, _ = global_index[axis].indices(shape[axis])
+            first = int(np.searchsorted(held_here, start))
+            local_index[axis] = slice(first, first + stop - start)
+        return local[tuple(local_index)]
 
-    return jax.make_array_from_callback(shape, sharding, part)
+    return jax.make_array_from_callback(shape, sharding, part_of_device)
 
 
 def least_memory(config: Config) -> int:
     """Bytes of parameters, gradients and a batch; a run holds more than these."""
-    trials, parameters = len(config.trials.trials()), cost.measured(config.model, 'total')
-    shapes = task_of(config).array_shapes(config.model).values()
-    row = sum(length * np.dtype(dtype).itemsize for length, dtype in shapes)
-    return 2 * 4 * trials * int(parameters) + math.prod(leading_shape(config)) * row
+    num_trials = len(config.trials.trials())
+    num_parameters = int(cost.measured(config.model, 'total'))
+    arrays = task_of(config).array_shapes(config.model).values()
+    bytes_per_row = sum(length * np.dtype(dtype).itemsize for length, dtype in arrays)
+    bytes_of_floats = 2 * 4 * num_trials * num_parameters
+    return bytes_of_floats + math.prod(leading_shape(config)) * bytes_per_row
 
 
 def require_memory(config: Config) -> None:
     """Raises ConfigError where the devices lack `least_memory`, however it is placed."""
-    needed, model, trials = least_memory(config), config.model, len(config.trials.trials())
-    devices = jax.devices()[: math.prod(dataclasses.astuple(config.mesh))]
-    here = [device for device in devices if device.process_index == jax.process_index()]
-    limits = [stats['bytes_limit'] for device in here if (stats := device.memory_stats())]
-    # CPU devices report no limit and share the memory of the machine.
-    present = sum(limits) or os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
-    present *= len(devices) // len(here)  # of all processes, as that of this one
-    if needed > present:
-        fields = ('vocab_size', 'd_model', 'num_layers')
-        sizes = ', '.join(f'model.{name}={getattr(model, name)}' for name in fields)
-        raise ConfigError(
-            f'{trials} trial{"s" * (trials > 1)} of {cost.measured(model, "total"):,} parameters '
-            f'({sizes}) and batches of train.batch_size={config.train.batch_size} need '
-            f'{needed / 2**30:,.1f} GiB, more than the {present / 2**30:,.1f} GiB of the devices; '
-            'reduce these or use more devices'
-        )
+    needed = least_memory(config)
+    available = _memory_of_mesh(config.mesh)
+    if needed <= available:
+        return
+    num_trials = len(config.trials.trials())
+    trials = '1 trial' if num_trials == 1 else f'{num_trials} trials'
+    sizes = ', '.join(
+        f'model.{name}={getattr(config.model, name)}'
+        for name in ('vocab_size', 'd_model', 'num_layers')
+    )
+    raise ConfigError(
+        f'{trials} of {cost.measured(config.model, "total"):,} parameters '
+        f'({sizes}) and batches of train.batch_size={config.train.batch_size} need '
+        f'{needed / 2**30:,.1f} GiB, more than the {available / 2**30:,.1f} GiB of the devices; '
+        'reduce these or use more devices'
+    )
+
+
+def _memory_of_mesh(mesh: MeshConfig) -> int:
+    """Bytes of memory of the devices of a mesh, if other processes have as much as this one."""
+    devices = jax.devices()[: math.prod(dataclasses.astuple(mesh))]
+    local = [device for device in devices if device.process_index == jax.process_index()]
+    statistics = [device.memory_stats() for device in local]
+    available = sum(of_device['bytes_limit'] for of_device in statistics if of_device)
+    if not available:
+        # CPU devices report no limit and share the memory of the machine.
+        available = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+    return available * (len(devices) // len(local))

@@ -44,21 +44,26 @@ class Stack:
     state: dict
 
     def batches(self) -> Generator[Batch]:
-        """What this process reads of the batches from the next step to the last; close it."""
-        train, trials, step = self.config.train, self.config.trials.trials(), self.step
-        held, rows = local_share(self.config, self.program.mesh)
+        """The part of each batch that this process holds, from the next step to the last.
+
+        A thread reads ahead until the generator is closed.
+        """
+        train = self.config.train
+        trials = self.config.trials.trials()
+        first_step = self.step
+        local_trials, local_rows_of_batch = local_share(self.config, self.program.mesh)
         return pipeline.train_batches(
             self.rows,
-            seeds=[trials[x]['seed'] for x in held],
+            seeds=[trials[x]['seed'] for x in local_trials],
             batch_size=train.batch_size,
-            start_step=step,
-            num_steps=train.num_steps - step,
+            start_step=first_step,
+            num_steps=train.num_steps - first_step,
             steps_per_read=train.steps_per_dispatch,
-            part=rows,
+            part=local_rows_of_batch,
         )
 
     def place(self, batch: Batch) -> dict[str, jax.Array]:
-        """One of `batches` on the devices."""
+        """A batch of `batches` on the devices, with the parts of other processes."""
         return place_batch(self.config, self.program.mesh, batch)
 
     def train(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -68,10 +73,12 @@ class Stack:
 
     @property
     def step(self) -> int:
+        """The steps that are done."""
         return int(self.state['step'])
 
     @property
     def alive_X(self) -> np.ndarray:
+        """Whether each trial's losses and gradients were all finite."""
         return fetch(self.state['trials']['alive'])
 
     def params(self, x: int) -> dict:
@@ -82,20 +89,29 @@ class Stack:
         self, split: str, should_stop: Callable[[], bool] = lambda: False
     ) -> Evaluation | None:
         """Evaluates every trial; None if `should_stop`, called before every batch, was true."""
-        size, part = self.config.train.batch_size, local_rows(self.config, self.program.mesh)
-        most = self.config.data.eval_sequences
-        batches = pipeline.eval_batches(self.rows, split, batch_size=size, max_rows=most, part=part)
-        if (sums := self._sums(batches, should_stop)) is None:
+        batches = pipeline.eval_batches(
+            self.rows,
+            split,
+            batch_size=self.config.train.batch_size,
+            max_rows=self.config.data.eval_sequences,
+            part=local_rows(self.config, self.program.mesh),
+        )
+        sums = self._sums(batches, should_stop)
+        if sums is None:
             return None
-        measured = metrics.named(self.config.train.metrics)
-        values = metrics.values(sums, self.rows.bytes_per_token(split), measured)
-        number_X = self._number_X()
+        evaluated = metrics.named(self.config.train.metrics)
+        one_or_nan_X = self._one_or_nan_X()
+        values: dict[str, np.ndarray | None] = {}
+        all_values = metrics.values(sums, self.rows.bytes_per_token(split), evaluated)
+        for name, value_X in all_values.items():
+            values[name] = None if value_X is None else one_or_nan_X * value_X
+        # Targets and rows are those of the first trial: all trials are evaluated on the same rows.
         return Evaluation(
-            values={name: None if v_X is None else number_X * v_X for name, v_X in values.items()},
-            metrics=measured,
+            values=values,
+            metrics=evaluated,
             num_targets=int(sums['weight'].sum(0)[0]),
             num_rows=int(sums['rows'].sum(0)[0]),
-            nats_RX=number_X * sums['loss'],
+            nats_RX=one_or_nan_X * sums['loss'],
             targets_R=sums['weight'][:, 0],
         )
 
@@ -105,26 +121,34 @@ class Stack:
         Random tokens are shown twice (Olsson et al. 2022, 'In-context learning and induction
         heads'); only a model that finds them again in its context does better on the second copy.
         """
-        r_BH = repeats.sequences(self.rows)
-        if r_BH is None:
+        random_BH = repeats.sequences(self.rows)
+        if random_BH is None:
             return None
 
-        def total(copy: repeats.Copy) -> dict[str, np.ndarray]:
-            size, part = self.config.train.batch_size, local_rows(self.config, self.program.mesh)
-            context = self.config.model.context
-            batches = repeats.batches(r_BH, context, copy, batch_size=size, part=part)
+        def totals(copy: repeats.Copy) -> dict[str, np.ndarray]:
+            """The sums [X] over all targets of one of the two copies."""
+            batches = repeats.batches(
+                random_BH,
+                self.config.model.context,
+                copy,
+                batch_size=self.config.train.batch_size,
+                part=local_rows(self.config, self.program.mesh),
+            )
             return {name: sums_RX.sum(0) for name, sums_RX in self._sums(batches).items()}
 
-        first, second, number_X = total('first'), total('second'), self._number_X()
+        first = totals('first')
+        second = totals('second')
         gain_X = first['loss'] / first['weight'] - second['loss'] / second['weight']
+        one_or_nan_X = self._one_or_nan_X()
         return {
-            'val_induction_gain': number_X * gain_X,
-            'val_induction_accuracy': number_X * second['accuracy'] / second['weight'],
+            'val_induction_gain': one_or_nan_X * gain_X,
+            'val_induction_accuracy': one_or_nan_X * second['accuracy'] / second['weight'],
         }
 
-    def _measure(self, measure: Callable[..., dict], batch: Batch) -> dict[str, jax.Array]:
+    def _measure(self, batch: Batch) -> dict[str, jax.Array]:
+        """`row_sums` of a batch for every trial, [X, B, ...]."""
         mesh = self.program.mesh
-        run = stack_program(self.config, self.program.lifting, mesh, measure)
+        run = stack_program(self.config, self.program.lifting, mesh, row_sums)
         return run(self.state['trials']['params'], place_rows(self.config, mesh, batch))
 
     def _sums(
@@ -135,54 +159,68 @@ class Stack:
         for batch in batches:
             if should_stop():
                 return None
-            parts.append(self._measure(row_sums, batch))
+            parts.append(self._measure(batch))
             # At most two batches ahead of the devices, so that a stop request is seen early.
-            jax.block_until_ready(parts[-2:][0])
-        whole = {name: np.concatenate([part[name] for part in parts], 1) for name in parts[0]}
-        return {name: np.swapaxes(sums.astype(np.float64), 0, 1) for name, sums in whole.items()}
+            last_two = parts[-2:]
+            jax.block_until_ready(last_two[0])
+        sums = {}
+        for name in parts[0]:
+            sums_XR = np.concatenate([part[name] for part in parts], axis=1)
+            sums[name] = np.swapaxes(sums_XR.astype(np.float64), 0, 1)
+        return sums
 
-    def _number_X(self) -> np.ndarray:
+    def _one_or_nan_X(self) -> np.ndarray:
+        """A factor that makes numbers of trials that diverged NaN."""
         return np.where(self.alive_X, 1.0, np.nan)
 
 
 def row_sums(config: Config, params: dict, batch: dict) -> dict[str, jax.Array]:
     """`metrics.row_sums` of one trial [B, ...], without dropout or label smoothing."""
-    measured = metrics.named(config.train.metrics)
-    of_targets = on_targets(config, params, batch, functools.partial(per_target, measured))
-    return metrics.row_sums(of_targets, batch['loss_weights_BT'])
+    evaluated = metrics.named(config.train.metrics)
+    numbers = on_targets(config, params, batch, functools.partial(per_target, evaluated))
+    return metrics.row_sums(numbers, batch['loss_weights_BT'])
 
 
 def per_target(
-    measured: Mapping[str, metrics.Metric], logits_BTV: jax.Array, targets_BT: jax.Array
+    evaluated: Mapping[str, metrics.Metric], logits_BTV: jax.Array, targets_BT: jax.Array
 ) -> dict[str, jax.Array]:
-    """What metrics give of each target [B, T, ...], by name."""
+    """The numbers of each target [B, T, ...] that metrics are made of, by metric."""
     nats_BT = cross_entropy(logits_BTV, targets_BT)
     correct_BT = jnp.argmax(logits_BTV, -1) == targets_BT
     predictions = metrics.Predictions(logits_BTV, targets_BT, nats_BT, correct_BT)
-    given = {name: metric.per_target for name, metric in measured.items() if metric.per_target}
-    return {name: function(predictions) for name, function in given.items()}
+    return {
+        name: metric.per_target(predictions)
+        for name, metric in evaluated.items()
+        if metric.per_target is not None
+    }
 
 
 def check_metrics(config: Config) -> None:
     """Raises ConfigError where `train.metrics` names what is no metric; nothing compiles."""
     if not config.train.metrics:
         return
-    texts, (B, T, R, X) = ', '.join(config.train.metrics), (2, 3, 5, 7)
-    measured = metrics.named(config.train.metrics)
+    texts = ', '.join(config.train.metrics)
+    evaluated = metrics.named(config.train.metrics)
+    # Sizes that differ, so that axes which are mixed up do not fit by chance.
+    B, T, R, X = 2, 3, 5, 7
     logits_BTV = jax.ShapeDtypeStruct((B, T, config.model.vocab_size), jnp.float32)
     targets_BT = jax.ShapeDtypeStruct((B, T), jnp.int32)
-    measure = functools.partial(per_target, measured)
-    given = called('train.metrics', texts, lambda: jax.eval_shape(measure, logits_BTV, targets_BT))
-    sums = {name: np.ones((R, X)) for name in ('weight', 'rows')}
-    for name, values in given.items():
-        if (shape := getattr(values, 'shape', ()))[:2] != (B, T):
+    numbers = called(
+        'train.metrics',
+        texts,
+        lambda: jax.eval_shape(functools.partial(per_target, evaluated), logits_BTV, targets_BT),
+    )
+    sums = {'weight': np.ones((R, X)), 'rows': np.ones((R, X))}
+    for name, array in numbers.items():
+        shape = getattr(array, 'shape', ())
+        if shape[:2] != (B, T):
             raise ConfigError(
                 f'per_target of metric {name!r} gives {shape} for targets of shape {(B, T)}; it '
                 'must give an array [B, T] or [B, T, ...]'
             )
         sums[name] = np.ones((R, X, *shape[2:]))
-    described(measured)
-    for name, metric in metrics.outside(measured).items():
+    described(evaluated)
+    for name, metric in metrics.outside(evaluated).items():
         if metric.value is None:
             raise ConfigError(f'metric {name!r} must have per_target, value or both')
         with np.errstate(all='ignore'):

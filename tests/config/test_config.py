@@ -9,9 +9,10 @@ import typing
 import pytest
 
 from qkattn.config import ModelConfig, Study, serialize
-from qkattn.config.calls import resolve, split_pattern, takes
+from qkattn.config.calls import resolve, takes
 from qkattn.config.run_config import Config, DataConfig, MeshConfig, TrainConfig, TrialsConfig
 from qkattn.config.serialize import fingerprint, fingerprint_of, from_json, to_json
+from qkattn.config.variant import split_pattern
 from qkattn.errors import ConfigError
 from qkattn.model.sites import validate
 from qkattn.study.stored import PLAN, opened, planned

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from qkattn.attention import Attention
-from qkattn.config.calls import Variant
+from qkattn.config.variant import Variant
 from qkattn.convert.circuits import gauge_fix_qk, gauge_fix_vo, truncate, truncate_vo
 from qkattn.convert.conversions import parse_conversion
 from qkattn.convert.factors import balanced_factors

@@ -77,7 +77,7 @@ def induction_of(config, answer, alive=(True, True)):
     """Induction of two models that predict `answer(tokens_BT)`, logits_BTV."""
 
     class Answering(Stack):
-        def _measure(self, measure, batch):
+        def _measure(self, batch):
             logits_BTV = answer(batch['tokens_BT'])
             targets = trials.per_target(metrics.METRICS, logits_BTV, batch['targets_BT'])
             sums = metrics.row_sums(targets, batch['loss_weights_BT'])

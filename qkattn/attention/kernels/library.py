@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from qkattn.attention.kernels.einsum import Call, Target
 from qkattn.attention.normalizers import Softmax
-from qkattn.config.calls import load_extra
+from qkattn.config.imports import load_extra
 
 SPLASH = 'jax.experimental.pallas.ops.tpu.splash_attention'
 SPLASH_BLOCKS = (512, 256, 128)  # of queries and keys, the largest that divides both

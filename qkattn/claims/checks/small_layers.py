@@ -14,7 +14,7 @@ from qkattn.analysis.patterns import pattern_of
 from qkattn.attention import Attention, AttentionSpec, Mask, Score
 from qkattn.attention.parameters import shapes_only
 from qkattn.claims.claim import Row, exact
-from qkattn.config.calls import Variant
+from qkattn.config.variant import Variant
 from qkattn.convert.factors import relative_error
 
 Options = dict[str, Any]  # of a layer, or the context of a row

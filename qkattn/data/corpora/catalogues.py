@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow_datasets as tfds
 
 from qkattn.config import DataConfig
-from qkattn.config.calls import load_extra
+from qkattn.config.imports import load_extra
 from qkattn.data.cache import data_root
 from qkattn.data.corpora.corpus import Corpus, parse_languages, readable
 from qkattn.errors import ConfigError

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from qkattn.config import DataConfig
-from qkattn.config.calls import called, digest, resolve, takes
+from qkattn.config.calls import called, resolve, takes
+from qkattn.config.imports import digest
 from qkattn.data.corpora import catalogues, cldr, downloads, own_files, python_text
 from qkattn.data.corpora.corpus import SPLITS, Corpus, capped, carved
 from qkattn.errors import ConfigError

@@ -13,7 +13,8 @@ from typing import Any, ClassVar, NamedTuple, Self
 import numpy as np
 
 from qkattn.config import Config
-from qkattn.config.calls import digest, parse_call, resolve
+from qkattn.config.calls import parse_call, resolve
+from qkattn.config.imports import digest
 from qkattn.data.corpora.corpus import SPLITS
 from qkattn.data.corpora.corpus_registry import SETTINGS, in_catalogue, refuse_unused
 from qkattn.data.tasks.rows import Batch, DataForm, Rows, token_batch, uniform

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from qkattn.config.calls import called, digest, resolve
+from qkattn.config.calls import called, resolve
+from qkattn.config.imports import digest
 from qkattn.data.cache import DamagedData, prepared_once
 from qkattn.data.tokenizers.subwords import BPETokenizer, FileTokenizer
 from qkattn.data.tokenizers.tokenizer import ByteTokenizer, CharacterTokenizer, Tokenizer
