@@ -117,7 +117,7 @@ def describe_start() -> dict[str, Any]:
     return {
         'started': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
         'command': command_line(),
-        'working_directory': os.getcwd(),
+        'working_directory': _working_directory(),
         'hostname': socket.gethostname(),
         'process': os.getpid(),
         'git': git_state(),
@@ -132,6 +132,13 @@ def describe_start() -> dict[str, Any]:
             'processes': jax.process_count(),
         },
     }
+
+
+def _working_directory() -> str | None:
+    """None once it was removed, which a worker of a study outlives."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.getcwd()
+    return None
 
 
 def git_state(directory: Path = PACKAGE) -> dict[str, Any]:
