@@ -129,6 +129,6 @@ def _settings(name: str, groups: Path, membership: Path) -> Iterator[str]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text().strip()
+        return path.read_text(encoding='utf-8', errors='replace').strip()
     except OSError:
         return ''

@@ -28,6 +28,7 @@ from qkattn.config import (
 )
 from qkattn.config.calls import imported
 from qkattn.errors import ConfigError, InUseError, RunDirectoryError, UnknownFieldError
+from qkattn.jobs.output import run_program
 from qkattn.storage.files import make_directory, remove_unfinished
 from qkattn.storage.leases import locked
 from qkattn.storage.metrics_log import MetricsFile
@@ -147,10 +148,8 @@ def git_state(directory: Path = PACKAGE) -> dict[str, Any]:
 
     def git(*arguments: str) -> str:
         command = ['git', '-C', str(directory), *arguments]
-        made = subprocess.run(
-            command, check=True, capture_output=True, text=True, timeout=30, env=environment
-        )
-        return made.stdout.strip()
+        done = run_program(command, check=True, capture_output=True, timeout=30, env=environment)
+        return done.stdout.strip()
 
     try:
         git('ls-files', '--error-unmatch', '__init__.py')  # fails for an installed copy
