@@ -6,6 +6,7 @@ import inspect
 import logging
 import os
 import re
+import signal
 import sys
 import textwrap
 import traceback
@@ -27,7 +28,13 @@ from qkattn.jobs import environment
 from qkattn.jobs.display import LogHandler
 from qkattn.jobs.machine import keep_freed_memory
 from qkattn.jobs.output import discard, ending_unread, say
-from qkattn.jobs.signals import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_REQUEUE, RESUMABLE
+from qkattn.jobs.signals import (
+    EXIT_CONFIG,
+    EXIT_INTERRUPTED,
+    EXIT_REQUEUE,
+    INTERRUPTED,
+    RESUMABLE,
+)
 
 flags.disclaim_key_flags()  # --config is a flag of the script that defines it here
 
@@ -224,10 +231,10 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
             if (expected := outcome(error)) is None:
                 raise
             exit_with(*expected)
-        except KeyboardInterrupt:  # in a RESUMABLE script the second one
+        except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # another one would end in a traceback
             name = Path(inspect.unwrap(main).__globals__['__file__']).stem
-            resumes = '; the same command resumes from what is saved' * (name in RESUMABLE)
-            exit_with(f'interrupted{resumes}', EXIT_INTERRUPTED)
+            exit_with(INTERRUPTED if name in RESUMABLE else 'interrupted', EXIT_INTERRUPTED)
 
     parsed = False
     kind = _kind() if 'config' in flags.FLAGS else None

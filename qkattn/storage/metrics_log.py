@@ -96,7 +96,7 @@ def _is_complete(line: bytes) -> bool:
 def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
     """The record of a line, without its checksum; RunDirectoryError where it is damaged."""
     try:
-        record = parse_json(line) if line.endswith(b'\n') else None
+        record: Any = parse_json(line) if line.endswith(b'\n') else None
         check(record, {'step': int})
         if CHECKSUM in record:
             remove_checksum(record)
