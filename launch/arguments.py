@@ -3,6 +3,7 @@
 import argparse
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -21,6 +22,11 @@ def need(tool: str, hint: str) -> None:
     """Ends the launcher where a program is not installed."""
     if not shutil.which(tool):
         leave(f'{tool} is not installed; {hint}')
+
+
+def run_program(command: list[str], **settings: Any) -> 'subprocess.CompletedProcess[str]':
+    """`subprocess.run` with text, in which bytes that are not UTF-8 are replaced."""
+    return subprocess.run(command, encoding='utf-8', errors='replace', **settings)
 
 
 def check_kept(options: argparse.Namespace, storage: str, owners: str, *places: str) -> None:

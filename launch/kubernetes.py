@@ -18,7 +18,6 @@ arguments, else kubectl's.
 import json
 import re
 import string
-import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -34,6 +33,7 @@ from arguments import (
     need,
     read,
     require_command,
+    run_program,
     switch,
     whole,
 )
@@ -182,7 +182,7 @@ def main() -> int:
     where = [f'--namespace={options.namespace}'] if options.namespace else []
     # `create` refuses a name that is taken, where `apply` would leave a finished job as it is.
     command = ['kubectl', 'create', *where, '-f', '-']
-    return subprocess.run(command, input=text, text=True).returncode
+    return run_program(command, input=text).returncode
 
 
 if __name__ == '__main__':

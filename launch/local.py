@@ -5,7 +5,7 @@
   launch/local.py --processes=2 --gpus_per_process=1 -- ablate --config=NAME --workdir=DIRECTORY
 
 Lines of the log begin with the rank of their process. SIGTERM and Ctrl-C are passed on to all
-processes, which save and end; a second Ctrl-C kills them. A job that was stopped from elsewhere
+processes, which save and end; a third Ctrl-C kills them. A job that was stopped from elsewhere
 (75) is started again, one that crashed at most --retries times, one with a wrong setting (2) never.
 --dry_run prints the commands, and does nothing. Standard library only. QKATTN_VENV is the virtual
 environment (.venv in the repository). Exit code: that of the job.
@@ -55,6 +55,7 @@ class Group:
         self._running: list[subprocess.Popen] = []
         self._deadline: float | None = None
         self.asked = False  # to stop
+        self._interrupts = 0
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
 
@@ -103,8 +104,12 @@ class Group:
         return codes
 
     def _stop(self, number: int, frame: Any) -> None:
-        self._send(signal.SIGKILL if self.asked and number == signal.SIGINT else signal.SIGTERM)
         self.asked = True
+        if number == signal.SIGINT:
+            self._interrupts += 1
+        if self._interrupts == 2:
+            say('waiting until the processes have saved; press Ctrl-C again to kill them')
+        self._send(signal.SIGKILL if self._interrupts > 2 else signal.SIGTERM)
         self._end_within(self._grace)
 
     def _end_within(self, seconds: float) -> None:

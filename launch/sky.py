@@ -95,7 +95,7 @@ def main() -> int:
     need('sky', "pip install 'skypilot[gcp]' in an environment of its own")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, 'job.yaml')
-        path.write_text(text)
+        path.write_text(text, encoding='utf-8')
         for submission in submissions(options, str(path)):  # `workdir: .` is the repository
             if code := subprocess.run(submission, cwd=ROOT).returncode:
                 return code

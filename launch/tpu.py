@@ -33,6 +33,7 @@ from arguments import (
     need,
     read,
     require_command,
+    run_program,
     switch,
     whole,
 )
@@ -123,7 +124,7 @@ def steps(options: Namespace, verb: str) -> list[list[str]]:
 
 def output_of(command: list[str]) -> str | None:
     """What a command prints; None if it fails, which is then on standard error."""
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    done = run_program(command, stdout=subprocess.PIPE)
     return done.stdout if done.returncode == 0 else None
 
 

@@ -133,6 +133,21 @@ def test_no_circle_of_imports(graph):
     tuple(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which shows it
 
 
+def test_output_of_other_programs_is_decoded_in_one_place_that_takes_any_bytes():
+    """A file name that git prints, or a message in another encoding, is no reason to end."""
+    strict = {'text', 'universal_newlines', 'encoding'}
+    helpers = {ROOT / 'qkattn/jobs/output.py', ROOT / 'launch/arguments.py'}
+    places = []
+    for path in {*FILES, *ROOT.glob('launch/*.py')} - helpers:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            of_subprocess = ast.unparse(node.func).startswith('subprocess.')
+            if of_subprocess and strict & {keyword.arg for keyword in node.keywords}:
+                places.append(f'{path.relative_to(ROOT)}, line {node.lineno}')
+    assert not places
+
+
 def test_every_room_has_its_layer_and_nothing_lies_flat():
     entries = {path.name for path in ROOT.glob('qkattn/*') if path.name != '__pycache__'}
     files = {name for name in entries if '.' in name}

@@ -7,7 +7,6 @@ python -m experiments.benchmark --suite=steps,study --scale=smoke  # a trial
 import importlib.metadata
 import os
 import shutil
-import subprocess
 
 import jax
 from absl import flags
@@ -17,6 +16,7 @@ from experiments.benchmark.suites import SCALES, SUITES, training_row, varied
 from qkattn.errors import ConfigError
 from qkattn.jobs import cli
 from qkattn.jobs.machine import cpu, usable_cores
+from qkattn.jobs.output import run_program
 from qkattn.storage.files import check_directory
 from qkattn.storage.run_directory import describe_start
 
@@ -68,7 +68,7 @@ def gpus() -> list[str]:
     if not shutil.which('nvidia-smi'):
         return []
     query = ['nvidia-smi', '--query-gpu=name', '--format=csv,noheader']
-    return subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
+    return run_program(query, capture_output=True).stdout.splitlines()
 
 
 if __name__ == '__main__':

@@ -31,6 +31,7 @@ from qkattn.decode.generate import generate
 from qkattn.decode.kv_cache import init_cache
 from qkattn.errors import ConfigError, ProcessError
 from qkattn.jobs.machine import usable_cores
+from qkattn.jobs.output import run_program
 from qkattn.model import build, cost
 from qkattn.model.sites import validate
 from qkattn.report.prose import counted
@@ -271,12 +272,11 @@ def _ablate(config: str, directory: Path, *flags: str) -> float:
     command = [sys.executable, '-m', 'experiments.ablate', f'--config={config}', *flags]
     environment = {'JAX_COMPILATION_CACHE_DIR': f'{directory}/compiled'}
     start = time.perf_counter()
-    done = subprocess.run(
+    done = run_program(
         [*command, f'--workdir={directory}/study'],
         env={**os.environ, **environment, 'PYTHONPATH': os.pathsep.join(filter(None, sys.path))},
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
-        text=True,
     )
     if done.returncode:
         last = done.stderr.strip().rpartition('\n')[2]

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import ipaddress
 import os
 import socket
 import sys
@@ -31,7 +32,7 @@ def start() -> Job:
         return job
     seconds = connect_seconds()
     if job.process_id == 0:
-        _require_port(str(job.coordinator))
+        _require_port(job)
     # JobPeers agrees on stop requests; jax's service would take SIGTERM from Python's handlers.
     jax.config.update('jax_enable_preemption_service', False)
     peers = JobPeers(job, seconds)
@@ -44,6 +45,7 @@ def start() -> Job:
         initialization_timeout=seconds,
         heartbeat_timeout_seconds=HEARTBEAT,
         shutdown_timeout_seconds=HEARTBEAT,
+        coordinator_bind_address=bind_address(job),
     )
     peers.watch()
     return job
@@ -88,11 +90,36 @@ def _from_jax(error: BaseException | None) -> bool:
     return _from_jax(error.__cause__ or error.__context__)
 
 
-def _require_port(address: str) -> None:
-    """Raises ProcessError where the coordinator cannot listen: jax's service would crash."""
-    port = int(address.rpartition(':')[2])
+def bind_address(job: Job) -> str | None:
+    """Where the coordinator listens, so that a job of one machine is open to no other; None: jax's.
+
+    By default jax listens on all addresses, as the others of a job may reach it by any of them.
+    """
+    if 'JAX_COORDINATOR_BIND_ADDRESS' in os.environ:  # which jax reads
+        return None
+    return job.coordinator if _is_loopback(_host(job)) else None
+
+
+def _host(job: Job) -> str:
+    return str(job.coordinator).rpartition(':')[0].strip('[]')
+
+
+def _is_loopback(host: str) -> bool:
+    if host == 'localhost':
+        return True
     try:
-        socket.create_server(('', port)).close()
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # another name
+        return False
+
+
+def _require_port(job: Job) -> None:
+    """Raises ProcessError where the coordinator cannot listen: jax's service would crash."""
+    port = int(str(job.coordinator).rpartition(':')[2])
+    host = _host(job) if bind_address(job) else ''
+    family = socket.AF_INET6 if ':' in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
     except OSError as error:
         raise ProcessError(
             f'the coordinator cannot listen on port {port} ({os.strerror(error.errno or 0)}); '

@@ -6,6 +6,7 @@ import inspect
 import logging
 import os
 import re
+import signal
 import sys
 import textwrap
 import traceback
@@ -17,16 +18,23 @@ from typing import Any, Literal, cast
 
 import absl.logging
 from absl import app, flags
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
 from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 
-from qkattn.config import Config, Study, from_config_dict
+from qkattn.config import Config, Study, from_config_dict, to_config_dict
 from qkattn.config.setting import Setting, concrete_types, settings
 from qkattn.errors import CheckpointError, ConfigError, Lost, ProcessError, ReadError, Stopped
+from qkattn.jobs import environment
 from qkattn.jobs.display import LogHandler
 from qkattn.jobs.machine import keep_freed_memory
 from qkattn.jobs.output import discard, ending_unread, say
-from qkattn.jobs.signals import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_REQUEUE, RESUMABLE
+from qkattn.jobs.signals import (
+    EXIT_CONFIG,
+    EXIT_INTERRUPTED,
+    EXIT_REQUEUE,
+    INTERRUPTED,
+    RESUMABLE,
+)
 
 flags.disclaim_key_flags()  # --config is a flag of the script that defines it here
 
@@ -83,8 +91,11 @@ class _ConfigParser(ConfigFileFlagParser):
     def parse(self, path: str) -> Any:
         name, colon, argument = path.partition(':')
         file = str(shipped_configs().get(name, name))
+        absl_log = absl.logging.get_absl_logger()
         try:
-            return super().parse(f'{file}{colon}{argument}')
+            absl_log.disabled = True  # it warns of None, which `_config_dict` refuses
+            returned = super().parse(f'{file}{colon}{argument}')
+            return _config_dict(returned)
         except ConfigError:
             raise
         except Exception as error:  # of the file's own code, at the last of its lines that ran
@@ -96,6 +107,20 @@ class _ConfigParser(ConfigFileFlagParser):
             if isinstance(error, SyntaxError):  # the file is not Python
                 raise ValueError(str(error)) from error
             raise
+        finally:
+            absl_log.disabled = False
+
+
+def _config_dict(returned: Any) -> Any:
+    """What get_config() of a file has returned, as a ConfigDict, which flags override."""
+    if isinstance(returned, Config | Study):
+        return to_config_dict(returned)
+    # The other class stands for a file that cannot be read, and raises why once it is used.
+    is_unread = type(returned).__module__ == ConfigFileFlagParser.__module__
+    if isinstance(returned, ConfigDict) or is_unread:
+        return returned
+    kind = 'nothing' if returned is None else f'a value of type {type(returned).__name__}'
+    raise ConfigError(f'get_config() returns {kind}; it must return a Config or a Study')
 
 
 def define_trial() -> flags.FlagHolder:
@@ -206,10 +231,10 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
             if (expected := outcome(error)) is None:
                 raise
             exit_with(*expected)
-        except KeyboardInterrupt:  # in a RESUMABLE script the second one
+        except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # another one would end in a traceback
             name = Path(inspect.unwrap(main).__globals__['__file__']).stem
-            resumes = '; the same command resumes from what is saved' * (name in RESUMABLE)
-            exit_with(f'interrupted{resumes}', EXIT_INTERRUPTED)
+            exit_with(INTERRUPTED if name in RESUMABLE else 'interrupted', EXIT_INTERRUPTED)
 
     parsed = False
     kind = _kind() if 'config' in flags.FLAGS else None
@@ -224,6 +249,10 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
         parsed = True
         return rest
 
+    try:
+        environment.check()
+    except ConfigError as error:
+        exit_with(str(error))
     try:
         app.run(wrapped, flags_parser=parse)
     except MALFORMED as error:
@@ -247,6 +276,8 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
 
 def outcome(error: BaseException) -> tuple[str, int] | None:
     """The sentence and the exit code of an error; None for a bug, which keeps its traceback."""
+    if (problem := environment.platform_problem(error)) is not None:
+        return problem, EXIT_CONFIG
     if isinstance(error, ConfigError | CheckpointError):
         return str(error), EXIT_CONFIG
     if isinstance(error, Stopped):

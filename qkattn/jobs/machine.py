@@ -87,6 +87,19 @@ def accelerators(platforms: str | None, root: Path = Path('/')) -> list[str] | N
     return None if any(list(root.glob(pattern)) for pattern in _ACCELERATORS) else []
 
 
+def described(root: Path = Path('/')) -> str:
+    """The accelerators of this machine for people, whether or not JAX can use them."""
+    gpus = len(list(root.glob('dev/nvidia[0-9]*')))
+    visible = os.environ.get('CUDA_VISIBLE_DEVICES')
+    if gpus:
+        text = '1 NVIDIA GPU' if gpus == 1 else f'{gpus} NVIDIA GPUs'
+        hidden = visible is not None and not listed(visible)
+        return f'{text}, hidden by CUDA_VISIBLE_DEVICES={visible}' if hidden else text
+    if any(list(root.glob(pattern)) for pattern in _ACCELERATORS):
+        return 'a TPU or a GPU of AMD'
+    return 'no accelerator'
+
+
 @functools.cache
 def keep_freed_memory() -> None:
     """Memory that is freed stays with this process, which takes it again without page faults.
@@ -116,6 +129,6 @@ def _settings(name: str, groups: Path, membership: Path) -> Iterator[str]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text().strip()
+        return path.read_text(encoding='utf-8', errors='replace').strip()
     except OSError:
         return ''

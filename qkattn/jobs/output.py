@@ -1,4 +1,4 @@
-"""Text for people: what a terminal shows of it, and readers that are gone, as in `... | head`."""
+"""Text of and for others: what terminals show, readers that are gone, what other programs print."""
 
 import contextlib
 import errno
@@ -6,9 +6,10 @@ import io
 import os
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
 
 # Nobody reads standard output: what a shell reports of a command that SIGPIPE ended.
 EXIT_UNREAD = 128 + signal.SIGPIPE
@@ -74,6 +75,14 @@ def ending_unread() -> Iterator[None]:
     except BrokenPipeError:
         discard(sys.stdout)
         sys.exit(EXIT_UNREAD)
+
+
+def run_program(command: Sequence[str], **settings: Any) -> subprocess.CompletedProcess[str]:
+    """`subprocess.run` of another program, whose output is text in whatever encoding.
+
+    A file name in it, for example, may be any bytes: those that are not UTF-8 are replaced.
+    """
+    return subprocess.run(command, encoding='utf-8', errors='replace', **settings)
 
 
 def discard(stream: TextIO) -> None:

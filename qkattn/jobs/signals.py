@@ -23,6 +23,7 @@ exit_hooks: list[Callable[[], None]] = []
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SAVED = 'stopped after the last step, state saved'
 _NOTHING = 'stopped with nothing to save; the same command resumes'
+INTERRUPTED = 'interrupted; the same command resumes from what is saved'
 
 
 class StopRequest:
@@ -33,13 +34,16 @@ class StopRequest:
             stop.defer_exit()
             while not stop.requested: ...
 
-    A second Ctrl-C interrupts at once. Previous handlers are restored on exit. For the main thread.
+    In a script with `exit_on_signal` a second Ctrl-C changes nothing, and a third one ends the
+    process without what is being saved; elsewhere the second one interrupts at once. Previous
+    handlers are restored on exit. For the main thread.
     """
 
     requested: ClassVar[bool] = False  # whether a signal came since the outermost block began
     peers: ClassVar[Any] = None  # the others of the job, a qkattn.jobs.peers.JobPeers
     deferring: ClassVar[list['StopRequest']] = []  # those with something to save
     _depth: ClassVar[int] = 0  # of nested blocks
+    _interrupts: ClassVar[int] = 0  # Ctrl-C while there was something to save
     _exits = False  # whether inside `exit_on_signal`
 
     def __enter__(self) -> 'StopRequest':
@@ -52,7 +56,9 @@ class StopRequest:
         with no_interrupt:
             self._undefer()
         StopRequest._depth -= 1
-        StopRequest.requested &= StopRequest._depth > 0
+        if StopRequest._depth == 0:
+            StopRequest.requested = False
+            StopRequest._interrupts = 0
 
     def defer_exit(self) -> None:
         """From here to the end of the block there is something to save: no signal exits at once.
@@ -91,10 +97,21 @@ class StopRequest:
 
     def _handle(self, number: int, frame: Any) -> None:
         StopRequest.requested = True
-        if number == signal.SIGINT:
-            if self.deferring or not self._exits:
-                _say('\nstopping after this step; press Ctrl-C again to stop at once\n')
+        if number != signal.SIGINT:
+            return
+        if not self._exits:
+            _say('\nstopping after this step; press Ctrl-C again to stop at once\n')
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            return
+        if not self.deferring:
+            return  # the thread of `exit_on_signal` ends the process
+        StopRequest._interrupts += 1
+        if self._interrupts == 1:
+            _say('\nstopping after this step, and saving\n')
+        elif self._interrupts == 2:
+            _say('\nwaiting until the state is saved; press Ctrl-C again to stop without it\n')
+        else:
+            end(EXIT_INTERRUPTED, INTERRUPTED)
 
 
 @contextlib.contextmanager
@@ -113,7 +130,8 @@ def exit_on_signal() -> Iterator[None]:
     try:
         yield
     except Stopped:  # the process ends as it was asked to, and not by who asks again
-        previous[signal.SIGTERM] = lambda *_: None
+        # Python keeps this to its very end, where it takes its own handlers away.
+        previous = dict.fromkeys(_SIGNALS, signal.SIG_IGN)
         raise
     finally:
         StopRequest._exits = False

@@ -1,14 +1,17 @@
 """The metrics log of a run: JSON Lines whose steps never go back, on a disk or in a bucket."""
 
 import contextlib
+import dataclasses
 import errno
 import io
+import itertools
 import json
 import math
 import os
 import zlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
 
 from qkattn.errors import RunDirectoryError
 from qkattn.storage import buckets
@@ -34,7 +37,20 @@ ADVICE = (
     'restore the file from a copy or use another run directory; the checkpoints of this one are '
     'kept, and convert --source exports their parameters'
 )
-Lines = list[tuple[dict[str, Any], bytes]]  # of a log: (record, line with its newline)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Beginning:
+    """The first complete lines of a log, without their content."""
+
+    lines: int = 0
+    size: int = 0  # in bytes
+    crc32: int = 0  # of these bytes
+    last_step: int | None = None
+
+    def followed_by(self, line: bytes, step: int) -> '_Beginning':
+        crc32 = zlib.crc32(line, self.crc32)
+        return _Beginning(self.lines + 1, self.size + len(line), crc32, step)
 
 
 def read_metrics(path: str | os.PathLike | Readable) -> list[dict[str, Any]]:
@@ -42,33 +58,85 @@ def read_metrics(path: str | os.PathLike | Readable) -> list[dict[str, Any]]:
     return [record for record, _ in _parse(as_readable(path))]
 
 
-def _parse(path: Readable) -> Lines:
-    """The complete lines."""
+def _parse(path: Readable) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """Checks and yields the complete lines as (record, line with its newline)."""
+    step = -math.inf
+    with _reading(path) as file:
+        following = next(file, None)
+        for number in itertools.count(1):
+            line = following
+            if line is None:
+                return
+            following = next(file, None)
+            if following is None and not _is_complete(line):
+                return
+            record = _record(path, number, line)
+            if record['step'] < step:
+                raise _damaged_line(path, number, f'step {record["step"]} comes after step {step}')
+            step = record['step']
+            yield record, line
+
+
+@contextlib.contextmanager
+def _reading(path: Readable) -> Iterator[Iterator[bytes]]:
+    """The lines of a log one by one: a long log need not fit in memory."""
     try:
-        with read_errors(path):
-            lines = path.read_bytes().splitlines(keepends=True)
+        with read_errors(path), _opened(path) as file:
+            yield file
     except OSError as error:
         raise damaged(path, error) from error
-    parsed: Lines = []
-    step = -math.inf
-    for number, line in enumerate(lines, start=1):
-        record: Any = None
-        with contextlib.suppress(ValueError):
-            record = parse_json(line) if line.endswith(b'\n') else None
-        if not isinstance(record, dict) and number == len(lines):
-            break
-        try:
-            check(record, {'step': int})
-            if record['step'] < step:
-                raise ValueError(f'step {record["step"]} comes after step {step}')
-            if CHECKSUM in record:
-                remove_checksum(record)
-        except ValueError as error:
-            problem = f'{path}, line {number} is damaged ({error}); {ADVICE}'
-            raise RunDirectoryError(problem) from error
-        step = record['step']
-        parsed.append((record, line))
-    return parsed
+
+
+def _opened(path: Readable) -> IO[bytes]:
+    if isinstance(path, Path) and not buckets.is_url(path):
+        return path.open('rb')
+    return io.BytesIO(path.read_bytes())  # in a bucket or an archive
+
+
+def _is_complete(line: bytes) -> bool:
+    """Whether a last line is a record, and not what a crash has left of one."""
+    with contextlib.suppress(ValueError):
+        return line.endswith(b'\n') and isinstance(parse_json(line), dict)
+    return False
+
+
+def _record(path: Readable, number: int, line: bytes) -> dict[str, Any]:
+    """The record of a line, without its checksum; RunDirectoryError where it is damaged."""
+    try:
+        record: Any = parse_json(line) if line.endswith(b'\n') else None
+        check(record, {'step': int})
+        if CHECKSUM in record:
+            remove_checksum(record)
+    except ValueError as error:
+        raise _damaged_line(path, number, error) from error
+    return record
+
+
+def _damaged_line(path: Readable, number: int, reason: object) -> RunDirectoryError:
+    return RunDirectoryError(f'{path}, line {number} is damaged ({reason}); {ADVICE}')
+
+
+def _beginning(path: Readable, limit: int | None = None) -> _Beginning:
+    """The complete lines of a log, or the first `limit`; of these it parses the last one alone.
+
+    RunDirectoryError where that one is damaged.
+    """
+    lines = size = crc32 = 0
+    last = line = b''
+    with _reading(path) as file:
+        for line in itertools.islice(file, limit):
+            if not line.endswith(b'\n'):
+                break
+            last = line
+            lines += 1
+            size += len(line)
+            crc32 = zlib.crc32(line, crc32)
+    if lines == 0:
+        return _Beginning()
+    # What a crash leaves stands at the end of the file.
+    if limit is None and line is last and not _is_complete(last):
+        return _beginning(path, lines - 1)
+    return _Beginning(lines, size, crc32, _record(path, lines, last)['step'])
 
 
 class MetricsFile:
@@ -76,10 +144,13 @@ class MetricsFile:
 
     Only the next record overwrites what a crash left after the last complete line: a damaged file
     stays as it is. Each record has a `crc32`, which `read_metrics` checks and leaves out.
+
+    A log may have millions of lines, so opening it parses the last of them alone; `rewind` proves
+    that the others are those that were written.
     """
 
     def __init__(self, path: str | os.PathLike):
-        """Opens `path`, or creates it; RunDirectoryError if a line but the last is damaged."""
+        """Opens `path`, or creates it; RunDirectoryError if its last complete line is damaged."""
         self.path = as_path(path)
         self._file: Any = io.BytesIO()
         try:
@@ -91,9 +162,14 @@ class MetricsFile:
                     self._file = io.BytesIO(self.path.read_bytes())
         except OSError as error:
             raise damaged(self.path, error) from error
-        self._end_with([])
+        self._kept = _Beginning()
         self.flush()
-        self._end_with(_parse(self.path))
+        self._kept = _beginning(self.path)
+
+    @property
+    def last_step(self) -> int | None:
+        """The step of the last record; None without any."""
+        return self._kept.last_step
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Writes one line, which survives the death of this process, in a bucket after `flush`.
@@ -110,7 +186,7 @@ class MetricsFile:
             if self._file.write(data) != len(data):
                 self._cut()
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._add(line, data)
+        self._kept = self._kept.followed_by(data, line['step'])
 
     def flush(self) -> dict[str, int]:
         """Syncs all lines to disk or bucket; call it before a checkpoint is committed.
@@ -122,7 +198,7 @@ class MetricsFile:
         else:
             with disk_errors(self.path):
                 os.fsync(self._file.fileno())
-        return {'lines': self._lines, 'crc32': self._crc32}
+        return {'lines': self._kept.lines, 'crc32': self._kept.crc32}
 
     def check(self) -> None:
         """Raises RunDirectoryError unless the file holds what was written."""
@@ -134,17 +210,14 @@ class MetricsFile:
         """Drops records after `step`, and a final one, so that a run resumed there repeats none.
 
         `written`: of `flush`, how the file must begin; without it, `evaluated`: the evaluation at
-        `step` stays.
+        `step` stays. RunDirectoryError where a line that stays is damaged, or is another one than
+        was written. Lines that are dropped may be damaged.
         """
         self.flush()
         if written is not None:
-            lines = self._first(written)
-        else:  # in checkpoints of earlier versions
-            lines = [(record, line) for record, line in _parse(self.path) if record['step'] <= step]
-            dropped = ('final',) if evaluated else ('final', 'eval')
-            while lines and lines[-1][0]['step'] == step and lines[-1][0].get('kind') in dropped:
-                lines.pop()
-        self._end_with(lines)
+            self._kept = self._first(written)
+        else:  # before the first checkpoint, and in those of earlier versions
+            self._kept = self._until(step, evaluated)
         self._cut()
 
     def close(self) -> None:
@@ -155,29 +228,33 @@ class MetricsFile:
             finally:
                 self._file.close()
 
-    def _first(self, written: Mapping[str, int]) -> Lines:
-        """The lines that were written; RunDirectoryError where they are others."""
+    def _first(self, written: Mapping[str, int]) -> _Beginning:
+        """The lines that were written; RunDirectoryError where the file begins with others."""
         number = written['lines']
-        lines = _parse(self.path)[:number]
-        if zlib.crc32(b''.join(line for _, line in lines)) != written['crc32']:
-            raise RunDirectoryError(
-                f'{self.path}: its first {len(lines)} lines are not the {number} that the run has '
-                f'written; {ADVICE}'
-            )
-        return lines
+        # Lines are not parsed where their bytes are those that were written.
+        with contextlib.suppress(RunDirectoryError):
+            beginning = _beginning(self.path, number)
+            if (beginning.lines, beginning.crc32) == (number, written['crc32']):
+                return beginning
+        sound = sum(1 for _ in itertools.islice(_parse(self.path), number))  # names a damaged line
+        raise RunDirectoryError(
+            f'{self.path}: its first {sound} lines are not the {number} that the run has written; '
+            f'{ADVICE}'
+        )
+
+    def _until(self, step: int, evaluated: bool) -> _Beginning:
+        """The lines up to a step, without the last ones there if they are made again."""
+        made_again = ('final',) if evaluated else ('final', 'eval')
+        beginning = kept = _Beginning()
+        for record, line in _parse(self.path):
+            if record['step'] > step:
+                break
+            beginning = beginning.followed_by(line, record['step'])
+            if record['step'] < step or record.get('kind') not in made_again:
+                kept = beginning
+        return kept
 
     def _cut(self) -> None:
         """Drops what follows the last complete line; needs no room on the disk."""
-        if self._file.seek(0, os.SEEK_END) > self._size:
-            self._file.truncate(self._size)
-
-    def _end_with(self, lines: Lines) -> None:
-        self._lines, self._size, self._crc32, self.last_step = 0, 0, 0, None
-        for record, line in lines:
-            self._add(record, line)
-
-    def _add(self, record: dict[str, Any], line: bytes) -> None:
-        self._lines += 1
-        self._size += len(line)
-        self._crc32 = zlib.crc32(line, self._crc32)
-        self.last_step = record['step']
+        if self._file.seek(0, os.SEEK_END) > self._kept.size:
+            self._file.truncate(self._kept.size)

@@ -28,6 +28,7 @@ from qkattn.config import (
 )
 from qkattn.config.imports import imported
 from qkattn.errors import ConfigError, InUseError, RunDirectoryError, UnknownFieldError
+from qkattn.jobs.output import run_program
 from qkattn.storage.files import make_directory, remove_unfinished
 from qkattn.storage.leases import locked
 from qkattn.storage.metrics_log import MetricsFile
@@ -117,7 +118,7 @@ def describe_start() -> dict[str, Any]:
     return {
         'started': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
         'command': command_line(),
-        'working_directory': os.getcwd(),
+        'working_directory': _working_directory(),
         'hostname': socket.gethostname(),
         'process': os.getpid(),
         'git': git_state(),
@@ -134,16 +135,21 @@ def describe_start() -> dict[str, Any]:
     }
 
 
+def _working_directory() -> str | None:
+    """None once it was removed, which a worker of a study outlives."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.getcwd()
+    return None
+
+
 def git_state(directory: Path = PACKAGE) -> dict[str, Any]:
     """'commit' and 'dirty' (or untracked) of a package's checkout, or None and 'reason'."""
     environment = {**os.environ, 'GIT_OPTIONAL_LOCKS': '0'}
 
     def git(*arguments: str) -> str:
         command = ['git', '-C', str(directory), *arguments]
-        made = subprocess.run(
-            command, check=True, capture_output=True, text=True, timeout=30, env=environment
-        )
-        return made.stdout.strip()
+        done = run_program(command, check=True, capture_output=True, timeout=30, env=environment)
+        return done.stdout.strip()
 
     try:
         git('ls-files', '--error-unmatch', '__init__.py')  # fails for an installed copy

@@ -5,6 +5,7 @@ the run of a worker that died is resumed from its last checkpoint. A worker may 
 processes, of which process 0 holds the leases and writes the files of the study.
 """
 
+import contextlib
 import dataclasses
 import logging
 import time
@@ -18,7 +19,15 @@ from jax.errors import JaxRuntimeError
 from qkattn.config import Config, Study, from_json, to_json
 from qkattn.data.pipeline import check_documents
 from qkattn.data.tasks.task_registry import rows_of
-from qkattn.errors import CheckpointError, ConfigError, DiskError, InUseError, Lost, Stopped
+from qkattn.errors import (
+    CheckpointError,
+    ConfigError,
+    DiskError,
+    InUseError,
+    Lost,
+    ReadError,
+    Stopped,
+)
 from qkattn.jobs import agreement, cli
 from qkattn.jobs.agreement import owned
 from qkattn.jobs.display import StudyLeft, waiting
@@ -76,7 +85,11 @@ class _Worker:
     stop: StopRequest
     lease: leases.Lease | None = None  # of the run that `lease_next` has returned
     refused: set[str] = dataclasses.field(default_factory=set)  # tried again after the others
-    _held: dict[str, str] = dataclasses.field(default_factory=dict)
+    _held: dict[str, str] = dataclasses.field(default_factory=dict)  # the runs last waited for
+    _leased: PlannedRun | None = None
+    # When `study_left` last looked: the others without a result, and all that are held.
+    _others: list[PlannedRun] = dataclasses.field(default_factory=list)
+    _trained: set[str] = dataclasses.field(default_factory=set)
 
     def __post_init__(self) -> None:
         """Checks and declares the study."""
@@ -110,15 +123,31 @@ class _Worker:
         if self.lease is None:
             self.refused.clear()
             return self._wait(left) if left else None
-        others = sum(one.work for one in left) - run.work
-        workers = len(leases.holders(self.path / 'leases'))
+        self._leased = run
+        self._others = [other for other in left if other is not run]
         return {
             'run': run.id,
             'config': to_json(run.config),
             'directory': run.directory,
             'label': f'{run.arm.title} {run.knob or run.stage}'.removesuffix(f' {SINGLE}'),
-            'left': dataclasses.asdict(StudyLeft(len(left) - 1, others / run.work / workers)),
         }
+
+    def study_left(self) -> StudyLeft:
+        """What is left beside the run that `lease_next` has returned, as others have gone on."""
+        with contextlib.suppress(OSError, ReadError):  # else what was known before
+            self._others = [run for run in self._others if not self._is_finished(run)]
+            self._trained = set(leases.holders(self.path / 'leases'))
+        assert self._leased is not None
+        waiting = [run for run in self._others if run.id not in self._trained]
+        return StudyLeft(
+            runs=len(self._others),
+            waiting_work=sum(run.work for run in waiting) / self._leased.work,
+            workers=len({self._leased.id, *self._trained}),
+        )
+
+    def _is_finished(self, run: PlannedRun) -> bool:
+        # A bucket would be asked once for every run.
+        return not is_url(self.path) and (self.path / run.directory / 'result.json').exists()
 
     def _write_plan(self) -> list[PlannedRun]:
         """Writes the files of the study; returns the runs without result.
@@ -160,7 +189,7 @@ def _train(path: Path, leased: dict[str, Any], worker: _Worker, failed: dict[str
                 from_json(Config, leased['config']),
                 path / leased['directory'],
                 label=leased['label'],
-                study=StudyLeft(**leased['left']),
+                study=worker.study_left,
                 lost=lambda: lease.lost,
             )
         except (InUseError, Lost) as error:

@@ -50,7 +50,7 @@ def train(
     workdir: str | Path,
     *,
     label: str = 'train',
-    study: StudyLeft | None = None,
+    study: Callable[[], StudyLeft] | None = None,
     lost: Callable[[], bool] = lambda: False,
     profile: str | None = None,
 ) -> list[dict[str, Any]]:
@@ -58,9 +58,9 @@ def train(
 
     A finished run returns its results at once; an unfinished one resumes at its newest sound
     checkpoint, bitwise as if it had never stopped (same devices, same versions). The progress
-    display shows `label` and `study`. `lost`, called after every dispatch in process 0 of a job,
-    says whether another process has taken over the run. A trace of three dispatches goes to the
-    directory `profile`.
+    display shows `label` and, in process 0 of a job, what `study` returns. `lost`, called there
+    after every dispatch, says whether another process has taken over the run. A trace of three
+    dispatches goes to the directory `profile`.
 
     ConfigError: an invalid setting, or a workdir in use or of another configuration.
     CheckpointError: checkpoints are damaged, or of other data. Stopped: SIGTERM or Ctrl-C; the

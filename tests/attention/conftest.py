@@ -49,7 +49,8 @@ def pytest_generate_tests(metafunc):
         cases = only([(pair,) for pair in quick], [(pair,) for pair in every])
         metafunc.parametrize(fixture, cases, ids=map('/'.join, every))
     if 'score' in metafunc.fixturenames:
-        metafunc.parametrize('score', dict(named) or SCORES)
+        outside = [score for score, _ in examples.VARIANTS if score not in SCORES]
+        metafunc.parametrize('score', dict(named) or [*SCORES, *outside])
 
 
 def _checked(text: str) -> tuple[str, str]:

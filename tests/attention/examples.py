@@ -16,4 +16,5 @@ VARIANTS = [
     ('qk', 'differential:Differential'),
     ('qk', 'talking_heads:TalkingHeads'),
     ('t5_bias:T5Bias', 'vo'),
+    ('cosine:Cosine', 'vo'),
 ]

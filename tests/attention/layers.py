@@ -201,3 +201,14 @@ def initial_logit_std(score: str, value: str = 'no_v', *, num_seeds: int, **size
         k_BSNH = np.repeat(k_BSKH, q_BTNH.shape[2] // k_BSKH.shape[2], axis=2)
         stds.append(circuit.scale * (q_BTNH.swapaxes(1, 2) @ k_BSNH.transpose(0, 2, 3, 1)).std())
     return float(np.mean(stds))
+
+
+def assert_initial_logits_are_as_declared(score: str, **sizes: Any) -> None:
+    """That their standard deviation is `Score.initial_logit_std`, 1 by default."""
+    declared = make((score, 'no_v'), **sizes).score.initial_logit_std
+    num_seeds = 6 if sizes['d_model'] == 64 else 2
+    std = initial_logit_std(score, num_seeds=num_seeds, **sizes)
+    assert 0.9 < std / declared < 1.1, (
+        f'initial logits of {score} have the standard deviation {std:.2f}, not {declared:.2f}; '
+        'choose another `scale`, or declare `initial_logit_std` if that is meant (docs/extend.md)'
+    )

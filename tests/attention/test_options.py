@@ -1,5 +1,7 @@
 """Options of Scores and Values: held to the same contract as the registered forms."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 from qkattn.attention import VALUES, Mask
 from qkattn.attention.scores import key_latents
 from qkattn.attention.values import value_latents
-from tests.attention import layers
+from tests.attention import examples, layers
 from tests.attention import test_contract as contract
 from tests.attention.layers import D, H, T, causal, error, make, stream, wide
 from tests.lanes import only, thinned
@@ -73,7 +75,25 @@ def test_keys_alone_are_rotated_and_can_be_cached(variant):
 @pytest.mark.parametrize(('d_model', 'num_heads'), only([(64, 8)], [(64, 8), (512, 1)]))
 @pytest.mark.parametrize('score', thinned(UNIT_LOGITS, every=4))
 def test_initial_logits_have_unit_standard_deviation(score, d_model, num_heads):
-    contract.test_initial_logits_have_unit_standard_deviation(score, d_model, num_heads)
+    contract.test_initial_logits_have_the_declared_standard_deviation(score, d_model, num_heads)
+
+
+def test_another_standard_deviation_has_to_be_declared(monkeypatch):
+    """The cosines of docs/extend.md, which are 10 times 8^-1/2."""
+    assert 'cosine' in examples.SOURCES
+    module = sys.modules['cosine']
+
+    class Undeclared(module.Cosine):
+        def __init__(self, spec, *, key):
+            super().__init__(spec, key=key)
+            self.initial_logit_std = 1.0
+
+    monkeypatch.setattr(module, 'Undeclared', Undeclared, raising=False)
+    sizes = {'d_model': 64, 'num_heads': 8, 'num_kv_heads': 8, 'head_size': 8}
+    layers.assert_initial_logits_are_as_declared('cosine:Cosine', **sizes)
+    problem = r'of cosine:Undeclared have the standard deviation 3\.\d+, not 1\.00; .* declare'
+    with pytest.raises(AssertionError, match=problem):
+        layers.assert_initial_logits_are_as_declared('cosine:Undeclared', **sizes)
 
 
 @pytest.mark.parametrize('score', ['collaborative', 'nonlinear_query', 'shared_qk', 'pairwise'])

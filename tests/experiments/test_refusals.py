@@ -106,3 +106,37 @@ def test_what_fails_in_a_file_of_the_working_directory_is_named(refusal, tmp_pat
     (tmp_path / 'book.txt').write_text('Once upon a time')
     assert '--config=book.txt: invalid syntax' in refusal('train', '--config=book.txt')
     assert "own has no 'Miss'" in refusal(*TRAIN, '--workdir=w', '--config.model.score=own:Miss')
+
+
+@pytest.mark.parametrize(
+    ('returned', 'kind'),
+    [
+        ("{'train': {'num_steps': 3}}", 'a value of type dict'),
+        ('None', 'nothing'),
+        ("'small'", 'a value of type str'),
+        ('Config', 'a value of type type'),
+    ],
+)
+def test_a_config_file_that_returns_something_else_is_refused(refusal, tmp_path, returned, kind):
+    source = f'from qkattn.config import Config\n\ndef get_config():\n    return {returned}\n'
+    (tmp_path / 'own.py').write_text(source)
+    for overrides in ([], ['--config.train.num_steps=3']):
+        sentence = refusal('train', '--config=own.py', '--workdir=w', *overrides)
+        assert sentence == (
+            f'flag --config=own.py: get_config() returns {kind}; it must return a Config or a Study'
+        )
+
+
+@pytest.mark.parametrize(
+    ('script', 'kind', 'field'),
+    [
+        ('train', 'Config', 'train.batch_size'),
+        ('ablate', 'Study', 'base.train.batch_size'),
+    ],
+)
+def test_a_config_file_may_return_the_dataclass(refusal, tmp_path, script, kind, field):
+    """Its fields are overridden as those of a ConfigDict."""
+    source = f'from qkattn.config import {kind}\n\ndef get_config():\n    return {kind}()\n'
+    (tmp_path / 'own.py').write_text(source)
+    sentence = refusal(script, '--config=own.py', '--workdir=w', f'--config.{field}=0')
+    assert 'train.batch_size=0 must be at least 1' in sentence

@@ -170,7 +170,7 @@ def test_training_prints_its_losses_and_where_everything_lies(
     loss = r'\d\.\d{4} to \d\.\d{4} nats/token'
     for logged in (
         *(f'step {step}/20: validation loss {loss}\n' for step in (10, 20)),
-        f'train: 100%, loss {loss}, ',
+        f'train: step 20/20, validation loss {loss}, .* 100%, loss {loss}',
     ):
         assert re.search(f'^{logged}', done.stderr, re.MULTILINE)
     values = r'^  validation loss \d\.\d{4} nats/token, .* top 3 \d+\.\d\d %'

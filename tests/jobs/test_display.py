@@ -15,7 +15,15 @@ import numpy as np
 import pytest
 
 from qkattn.jobs import cli, output
-from qkattn.jobs.display import LogHandler, Progress, Screen, StudyLeft, interval, loss_text
+from qkattn.jobs.display import (
+    LogHandler,
+    Pace,
+    Progress,
+    Screen,
+    StudyLeft,
+    interval,
+    loss_text,
+)
 
 LABEL = 'shared_qk(key_norm=True,self_mask=True)/vo d_model=128 equal_shape learning_rate'
 
@@ -58,7 +66,8 @@ def show(clock):
 
 def test_plain_lines_stand_at_intervals(show, clock):
     stream = io.StringIO()
-    progress = show(stream, 'qk.vo', 1100, tokens_per_step=1000, study=StudyLeft(3, work=2.0))
+    left = StudyLeft(runs=3, waiting_work=4.0, workers=2)
+    progress = show(stream, 'qk.vo', 1100, tokens_per_step=1000, study=lambda: left)
     assert stream.getvalue() == ''
     progress.begin()
     clock.seconds += 5
@@ -69,16 +78,69 @@ def test_plain_lines_stand_at_intervals(show, clock):
             progress.evaluated(step, np.array([2.25, 2.5]))
     progress.close()
     progress.close()
-    loss, both = 'loss 2.5000 nats/token', 'validation loss 2.2500 to 2.5000 nats/token, 5,000'
+    validation = 'validation loss 2.2500 to 2.5000 nats/token'
+    loss = 'loss 2.5000 nats/token'
+    # Four runs of 5 + 1100 / 5 seconds follow, which two workers share.
     assert stream.getvalue().splitlines() == [
-        f'qk.vo: 95%, {loss}, 3 runs left, step 1,041/1,100',
-        # Two runs of 5 + 1100 / 5 seconds follow.
-        f'qk.vo: 96%, {loss}, 00:07 left, study 07:37 left, 3 runs left, step 1,061/1,100, '
-        '5,000 tokens/s',
-        f'qk.vo: 98%, {loss}, 00:03 left, study 07:33 left, 3 runs left, step 1,081/1,100, '
-        f'{both} tokens/s',
-        f'qk.vo: 100%, {loss}, study 07:30 left, 3 runs left, step 1,100/1,100, {both} tokens/s',
+        f'qk.vo: step 1,041/1,100, 95%, {loss}, 3 runs left',
+        f'qk.vo: step 1,061/1,100, 5,000 tokens/s, 00:07 left, 96%, {loss}, '
+        'study 07:37 left with 2 workers, 3 runs left',
+        f'qk.vo: step 1,081/1,100, {validation}, 5,000 tokens/s, 00:03 left, 98%, {loss}, '
+        'study 07:33 left with 2 workers, 3 runs left',
+        f'qk.vo: step 1,100/1,100, {validation}, 5,000 tokens/s, 100%, {loss}, '
+        'study 07:30 left with 2 workers, 3 runs left',
     ]
+
+
+# Seconds of a step, of the first evaluation and of later ones, of the first save and of later ones.
+PACES = {
+    'evaluations are compiled': (0.2, 10.0, 1.0, 5.0, 0.0),
+    'evaluations are slow': (0.2, 10.0, 10.0, 0.1, 0.1),
+    'steps are slow': (30.0, 60.0, 2.0, 1.0, 1.0),
+    'nothing is paid once': (1.0, 1.0, 1.0, 1.0, 1.0),
+}
+
+
+@pytest.mark.parametrize('name', PACES)
+def test_what_is_paid_once_does_not_move_the_time_left(name, clock):
+    """An evaluation and a save after every 25 of 200 steps."""
+    step_seconds, first_evaluation, evaluation, first_save, save = PACES[name]
+    pace = Pace(clock.seconds)
+    clock.seconds += 100.0  # compilation
+    estimates = {}
+    for step in range(1, 201):
+        clock.seconds += step_seconds
+        pace.report(step, clock.seconds)
+        if step % 25 == 0:
+            first = step == 25
+            for phase, seconds in (
+                ('evaluating', first_evaluation if first else evaluation),
+                ('saving', first_save if first else save),
+            ):
+                pace.pause(clock.seconds)
+                clock.seconds += seconds
+                assert pace.left(200, clock.seconds) == pace.left(200, clock.seconds - seconds)
+                pace.resume(phase, clock.seconds)
+        estimates[step] = pace.left(200, clock.seconds)
+    assert estimates[1] is None  # of the first step nothing is known yet
+    of_steps = {step: (200 - step) * step_seconds for step in estimates}
+    for step in (2, 24, 25, 26, 49):  # before the phases have recurred
+        assert estimates[step] == pytest.approx(of_steps[step])
+    for step in (50, 74, 100, 199):
+        recurring = (200 - step) / 25 * (evaluation + save)
+        assert estimates[step] == pytest.approx(of_steps[step] + recurring)
+
+
+def test_the_study_is_asked_at_evaluations_but_not_all_the_time(show, clock):
+    ask = Mock(return_value=StudyLeft(runs=3, waiting_work=4.0, workers=2))
+    progress = show(io.StringIO(), 'x', 100, study=ask)
+    progress.begin()
+    assert ask.call_count == 1
+    for step in range(1, 101):
+        clock.seconds += 10
+        progress.update(step)
+        progress.evaluated(step, 2.5)
+    assert ask.call_count == 1 + 1000 // 60
 
 
 def test_plain_lines_of_a_long_run_stand_farther_apart(show, clock):
@@ -105,29 +167,41 @@ def test_the_loss_of_several_trials_is_their_range(loss, text):
     assert [interval(s) for s in (59.9, 130, 3723)] == ['00:59', '02:10', '1:02:03']
 
 
-@pytest.mark.parametrize('columns', [80, 140, 200])
-def test_the_row_of_a_terminal_fits_and_shows_what_matters_most(columns, show, clock):
-    study = StudyLeft(120, work=30.0)
+@pytest.mark.parametrize(
+    ('columns', 'row'),
+    [
+        (60, 'share…_rate: step 1,200/4,000, 357,000 tokens/s, 00:22 left'),
+        (80, 'shar…rate: step 1,200/4,000, validation loss 2.2500 to 2.5000, 357,000 tokens/s'),
+        (
+            110,
+            'shared_qk(k…rning_rate: step 1,200/4,000, validation loss 2.2500 to 2.5000, '
+            '357,000 tokens/s, 00:22 left, 30%',
+        ),
+        (
+            200,
+            'shared_qk(ke…arning_rate: step 1,200/4,000, validation loss 2.2500 to 2.5000, '
+            '357,000 tokens/s, 00:22 left, 30%, loss 2.3450 to 2.5000, '
+            'study 22:10 left with 1 worker, 120 runs left',
+        ),
+    ],
+)
+def test_the_row_of_a_terminal_shows_what_matters_most(columns, row, show, clock):
+    study = StudyLeft(120, waiting_work=30.0, workers=1)
     stream = Terminal()
-    progress = show(stream, LABEL, 4000, columns=columns, tokens_per_step=3000, study=study)
+    progress = show(
+        *(stream, LABEL, 4000), columns=columns, tokens_per_step=3000, study=lambda: study
+    )
     progress.begin()
     for step in (10, 1200):
         clock.seconds += 10
         progress.update(step, np.array([2.5, 2.345]))
     progress.evaluated(1200, np.array([2.5, 2.25]))
     LogHandler().emit(logging.LogRecord('x', 20, '', 1, 'resuming', (), None))
-    before = stream.lines()[-1]
     clock.seconds += 1
     progress.tick()
-    above, line = stream.lines()
-    assert above == 'resuming' and line != before  # the time left
-    assert len(line) <= columns and line.startswith('shar') and '…' in line[:24]
-    assert '30%' in line and 'loss 2.3450 to 2.5000, 00:2' in line
-    rest = ('step 1,200/4,000', 'validation loss 2.25', '357,000 tokens/s')
-    shown = ('study 2', '120 runs left', *rest)
-    assert sum(text in line for text in shown) == {80: 1, 140: 4, 200: 5}[columns]
+    assert stream.lines() == ['resuming', row] and len(row) < columns
     progress.close()
-    assert stream.lines() == ['resuming', line, '']
+    assert stream.lines() == ['resuming', row, '']
 
 
 def test_a_phase_that_lasts_is_shown_with_its_seconds(show, clock, caplog):
@@ -173,7 +247,7 @@ def test_no_plain_stretch_is_silent_for_more_than_five_seconds(show, clock):
     assert max(np.diff(times)) <= 5 and min(np.diff(times[:4])) >= 4
     first, *_, last = stream.getvalue().splitlines()
     assert first == 'x: compiling ... 1 s'
-    assert re.search(r'^x: 20%, [\d:]+ left, step 2/10$', stream.getvalue(), re.M)  # without a loss
+    assert re.search(r'^x: step 2/10, [\d:]+ left, 20%$', stream.getvalue(), re.M)  # without a loss
     assert last == 'step 2/10: validation loss 2.5000 nats/token'
 
 

@@ -97,3 +97,24 @@ PROGRAM = """
 def test_freed_memory_is_taken_again_without_faults_unless_the_user_says_otherwise():
     processes = [start_python(PROGRAM), start_python(PROGRAM, MALLOC_ARENA_MAX='4')]
     assert [int(faults) < 100 for _, faults, _ in ended(processes)] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ('devices', 'visible', 'words'),
+    [
+        ((), None, 'no accelerator'),
+        (('nvidia0', 'nvidiactl'), None, '1 NVIDIA GPU'),
+        (('nvidia0', 'nvidia1'), '1', '2 NVIDIA GPUs'),
+        (('nvidia0', 'nvidia1'), '', '2 NVIDIA GPUs, hidden by CUDA_VISIBLE_DEVICES='),
+        (('nvidia0',), '-1', '1 NVIDIA GPU, hidden by CUDA_VISIBLE_DEVICES=-1'),
+        (('accel0',), None, 'a TPU or a GPU of AMD'),
+    ],
+)
+def test_the_accelerators_of_a_machine_in_words(devices, visible, words, monkeypatch, tmp_path):
+    monkeypatch.delenv('CUDA_VISIBLE_DEVICES', raising=False)
+    if visible is not None:
+        monkeypatch.setenv('CUDA_VISIBLE_DEVICES', visible)
+    (tmp_path / 'dev').mkdir()
+    for name in devices:
+        (tmp_path / 'dev' / name).touch()
+    assert machine.described(tmp_path) == words

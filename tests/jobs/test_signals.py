@@ -1,6 +1,7 @@
 """Stop requests with real signals."""
 
 import signal
+import time
 
 import pytest
 
@@ -105,19 +106,81 @@ def test_exit_on_signal_cuts_no_file_and_keeps_no_lease(held, tmp_path):
     assert (lease.stat().st_mtime == 0) == ('not' in held)  # released
 
 
-def test_a_process_that_was_stopped_ends_as_asked_where_it_is_asked_again():
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
+def test_a_process_that_was_stopped_ends_as_asked_where_it_is_asked_again(number):
+    """Also while Python ends, which calls what is below a module's names last."""
     program = """
     import os, signal, sys
     from qkattn.errors import Stopped
     from qkattn.jobs import signals
+
+    class Late:
+        def __del__(self, kill=os.kill, pid=os.getpid(), number=int(sys.argv[1])):
+            kill(pid, number)
+
+    sys.late = Late()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with signals.exit_on_signal():
             raise Stopped('state saved')
     except Stopped:
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), int(sys.argv[1]))
         sys.exit(signals.EXIT_REQUEUE)
     """
-    assert ended([start_python(program)])[0][0] == EXIT_REQUEUE
+    ((code, _, errors),) = ended([start_python(program, int(number))])
+    assert (code, errors) == (EXIT_REQUEUE, '')
+
+
+SAVE = """
+    import signal, sys, time
+    from qkattn.errors import Stopped
+    from qkattn.jobs import cli, signals
+
+    @signals.exit_on_signal()
+    def main():
+        with signals.StopRequest() as stop:
+            stop.defer_exit()
+            print('ready', flush=True)
+            while not stop.requested:
+                time.sleep(0.01)
+            print('saving', flush=True)
+            until = time.monotonic() + float(sys.argv[1])
+            while time.monotonic() < until:
+                time.sleep(0.01)
+            raise Stopped('state saved')
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        main()
+    except Stopped as error:
+        cli.exit_with(*cli.outcome(error))
+"""
+
+
+@pytest.mark.parametrize(
+    ('again', 'seconds', 'code', 'last'),
+    [
+        ([], 0, EXIT_REQUEUE, 'state saved; the same command resumes'),
+        ([signal.SIGINT], 2, EXIT_REQUEUE, 'state saved; the same command resumes'),
+        ([signal.SIGTERM] * 3, 2, EXIT_REQUEUE, 'state saved; the same command resumes'),
+        ([signal.SIGINT] * 2, 60, 130, 'interrupted; the same command resumes from what is saved'),
+    ],
+    ids=['once', 'a second Ctrl-C', 'SIGTERM again', 'a third Ctrl-C'],
+)
+def test_who_asks_again_while_the_state_is_saved_loses_nothing(again, seconds, code, last):
+    """And no request ends in a traceback; a third Ctrl-C is the way out of a save that hangs."""
+    process = start_python(SAVE, seconds)
+    assert process.stdout.readline() == 'ready\n', process.stderr.read()
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == 'saving\n'
+    for number in again:
+        process.send_signal(number)
+        time.sleep(0.5)  # signals of one kind that come at once are one
+    assert process.wait(60) == code
+    lines = [line for line in process.stderr.read().splitlines() if line]
+    assert lines[0] == 'stopping after this step, and saving' and lines[-1] == last
+    waits = 'waiting until the state is saved; press Ctrl-C again to stop without it'
+    assert lines[1:-1] == ([waits] if signal.SIGINT in again else [])
 
 
 END = """

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -100,3 +101,17 @@ def test_all_may_save_and_who_does_not_end_in_time_is_killed(plan, number, code,
     out, errors = job.communicate(timeout=30)
     assert (job.returncode, out.count('saved')) == (code, saved), errors
     until(lambda: not any(is_running(pid) for start in starts(tmp_path) for pid in start['pids']))
+
+
+@pytest.mark.parametrize(
+    ('interrupts', 'code', 'saved'), [(2, 75, 2), (3, 128 + signal.SIGKILL, 0)]
+)
+def test_only_a_third_interrupt_kills_what_saves(interrupts, code, saved, tmp_path):
+    job = start(tmp_path, 'saves saves' if saved else 'ignores ignores', '--retries=0')
+    until(lambda: len(starts(tmp_path)) == 2)
+    for _ in range(interrupts):
+        job.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+    out, errors = job.communicate(timeout=30)
+    assert (job.returncode, out.count('saved')) == (code, saved), errors
+    assert 'press Ctrl-C again to kill them' in errors

@@ -7,6 +7,7 @@ from unittest.mock import Mock
 import pytest
 
 from qkattn.errors import DiskError, RunDirectoryError
+from qkattn.storage import metrics_log
 from qkattn.storage.files import make_directory
 from qkattn.storage.metrics_log import MetricsFile, read_metrics
 from qkattn.storage.records import with_checksum
@@ -68,10 +69,35 @@ def test_opening_repairs_a_torn_end_so_that_appending_is_safe(path, tail):
 def test_a_damaged_line_in_the_middle_is_named_and_nothing_is_changed(path, damage):
     write_steps(path, [1, 2], tail=damage + '\n{"step": 4}\n')
     before = path.read_bytes()
-    for reader in (read_metrics, MetricsFile):
+    for reader in (read_metrics, lambda path: MetricsFile(path).rewind(4)):
         with pytest.raises(RunDirectoryError, match=r'metrics\.jsonl, line 3 is damaged'):
             reader(path)
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize('damage', ['{"step": 3, "lo\n', '{"step": 1}\n', '\0\0\n{"step": 9}\n'])
+def test_damage_behind_the_checkpoint_is_dropped_with_the_lines_there(path, damage):
+    metrics = MetricsFile(path)
+    for step in (1, 2):
+        metrics.append({'step': step})
+    kept = metrics.flush()
+    before = path.read_bytes()
+    path.write_bytes(before + damage.encode())
+    MetricsFile(path).rewind(2, written=kept)
+    assert path.read_bytes() == before
+
+
+def test_a_resume_parses_the_last_lines_of_a_log_alone(path, monkeypatch):
+    write_steps(path, range(1000))
+    kept = MetricsFile(path).flush()
+    write_steps(path, range(1500))
+    parse = Mock(wraps=metrics_log.parse_json)
+    monkeypatch.setattr(metrics_log, 'parse_json', parse)
+    metrics = MetricsFile(path)
+    metrics.rewind(999, written=kept)
+    metrics.append({'step': 1000})
+    metrics.check()
+    assert metrics.last_step == 1000 and parse.call_count < 10
 
 
 @pytest.mark.parametrize('cut', [0.0, 0.9])

@@ -133,5 +133,9 @@ def test_git_state_in_and_outside_a_checkout(tmp_path, monkeypatch):
     assert run_directory.git_state(package) == {'commit': head, 'dirty': False}
     (package / '__init__.py').write_text('changed = 1\n')
     assert run_directory.git_state(package) == {'commit': head, 'dirty': True}
+    git('checkout', '-q', '.')
+    git('config', 'core.quotePath', 'false')
+    (package / os.fsdecode(b'caf\xe9')).touch()  # in Latin-1
+    assert run_directory.git_state(package) == {'commit': head, 'dirty': True}
     monkeypatch.setenv('PATH', str(tmp_path))
     assert "'git'" in run_directory.git_state(package)['reason']

@@ -187,6 +187,30 @@ def test_a_held_run_is_left_alone_and_taken_when_it_is_given_up(trained, tmp_pat
     assert [name.startswith('shared_qk') for name in trained] == [True] * 3 + [False] * 3
 
 
+def test_the_runs_that_wait_are_shared_by_the_workers_that_train(trained, tmp_path, monkeypatch):
+    """Three runs of one length, of which another worker trains one and then gives it up."""
+    study = changed(
+        tuning=TuningConfig(), variants=('qk/vo',), sizes=('d_model=32', 'd_model=64', 'd_model=48')
+    )
+    longest, *_ = worker.left_of(study, build_arms(study), tmp_path)
+    held = leases.acquire(tmp_path / 'out/leases', longest.id)
+    train, lefts = worker.train, []
+
+    def displayed(config, workdir, *, study, **settings):
+        lefts.append(study())
+        held.release()
+        lefts.append(study())
+        return train(config, workdir, **settings)
+
+    monkeypatch.setattr(worker, 'train', displayed)
+    worker.run(study, tmp_path / 'out')
+    assert [(left.runs, left.workers) for left in lefts[:2]] == [(2, 2), (2, 1)]
+    assert [(left.runs, left.workers) for left in lefts[2:]] == [(1, 1)] * 2 + [(0, 1)] * 2
+    shared, alone = lefts[:2]
+    assert 0 < shared.waiting_work < alone.waiting_work - 1  # as the longest run waits, too
+    assert lefts[-1].waiting_work == 0
+
+
 @pytest.mark.parametrize(
     ('error', 'raised', 'number'),
     [

@@ -3,8 +3,9 @@
 x is the normed stream of the queries, y that of the keys (y = x in self-attention). With biases, x
 and y stand for (x, 1) and (y, 1), and A[n] has one more row and column.
 
-Every Score starts with logits of standard deviation 1 for independent x and y of unit variance, so
-that differences in training come from the form of A[n], not from the size of the first logits.
+A Score starts with logits of standard deviation 1 for independent x and y of unit variance, so that
+differences in training come from the form of A[n], not from the size of the first logits. One that
+is defined with another size declares it as `initial_logit_std`; no registered one does.
 """
 
 from collections.abc import Mapping
@@ -49,6 +50,7 @@ class Score(Circuit):
     """A factorization of A[n], built by `__init__(spec, *, key, **options)`."""
 
     scale: float  # factor on q k^T, which `__init__` sets
+    initial_logit_std: float = 1.0
     # Whether both may be rotated; merged and identity maps of full width have no rotary form.
     supports_rope: ClassVar[bool] = True
     # The projections that a Value may use, as the attribute names of matrix and bias: 'query' and

@@ -1,0 +1,61 @@
+"""What a start needs of its environment: JAX's variables and a working directory that exists.
+
+A problem is one sentence, and a setting that is wrong: starting again would not mend it.
+"""
+
+import os
+import re
+import traceback
+
+from qkattn.errors import ConfigError
+from qkattn.jobs import machine
+
+PLATFORMS = 'JAX_PLATFORMS'
+_DEVICE_COUNT = re.compile(r'--xla_force_host_platform_device_count(?:=(\S*))?')
+_UNKNOWN_PLATFORM = re.compile(r"Backend '(.*?)' is not in the list of known backends: \[(.*?)\]")
+
+
+def check() -> None:
+    """Raises ConfigError for what can be told before JAX opens its devices."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise ConfigError(
+            'the working directory was removed; change to one that exists, as in `cd ~`'
+        ) from error
+    for match in _DEVICE_COUNT.finditer(os.environ.get('XLA_FLAGS', '')):
+        count = match[1] or ''
+        if not (count.isascii() and count.isdecimal() and int(count) >= 1):
+            raise ConfigError(
+                f'XLA_FLAGS has {match[0]}, whose value must be a whole number of at least 1'
+            )
+
+
+def platform_problem(error: BaseException) -> str | None:
+    """Why JAX cannot open the devices that JAX_PLATFORMS names; None for any other error.
+
+    Where the machine has accelerators, that they do not open may pass: that is no wrong setting.
+    """
+    value = os.environ.get(PLATFORMS)
+    if not value or not _is_of_opening(error):
+        return None
+    unknown = _UNKNOWN_PLATFORM.search(str(error))
+    if unknown is not None:
+        known = unknown[2].replace("'", '')
+        reason = f'JAX here has no platform {unknown[1]!r}, only {known}'
+    elif machine.accelerators(None) == []:
+        reason = 'JAX finds no device of this platform'
+    else:
+        return None
+    return (
+        f'{PLATFORMS}={value}: {reason}, and this machine has {machine.described()}; '
+        f'set {PLATFORMS}=cpu, or unset it'
+    )
+
+
+def _is_of_opening(error: BaseException) -> bool:
+    """Whether an error is that of JAX as it opens its devices."""
+    if isinstance(error, AssertionError):  # where it finds none at all
+        frames = traceback.extract_tb(error.__traceback__)
+        return bool(frames) and os.path.basename(frames[-1].filename) == 'xla_bridge.py'
+    return isinstance(error, RuntimeError) and 'Unable to initialize backend' in str(error)
