@@ -17,12 +17,16 @@ from qkattn.errors import ConfigError, ProcessError
 
 T = TypeVar('T')
 
-# Seconds that processes wait for the last of them, longer than one compiles alone; and for what
-# process 0 does for all, such as to prepare data.
-LIMIT, OWNER_LIMIT = 600.0, 86_400.0
-_GRACE = 10.0  # seconds by which process 0, which knows who is missing, gives up first
+# Seconds that processes wait for the last of them, longer than one compiles alone.
+LIMIT = 600.0
+# Seconds that processes wait for what process 0 does for all, such as to prepare data.
+OWNER_LIMIT = 86_400.0
+# Seconds by which process 0, which knows who is missing, gives up first.
+_GRACE = 10.0
+# Numbers of the calls of `from_all`, the same in all processes.
 _numbers = itertools.count()
-_published: list[str] = []  # keys that process 0 has not deleted yet
+# Keys of earlier calls that process 0 has not deleted yet.
+_published: list[str] = []
 
 
 def owner() -> bool:
@@ -35,29 +39,41 @@ def from_all(value: Any, *, limit: float = LIMIT) -> list[Any]:
     text = json.dumps(value)
     if client() is None:
         return [json.loads(text)]
-    key, rank = f'qkattn/agreed/{next(_numbers)}', distributed.global_state.process_id
-    if rank:
+    key = f'qkattn/agreed/{next(_numbers)}'
+    rank = distributed.global_state.process_id
+    if rank == 0:
+        answer = _collect(key, value, limit)
+    else:
         client().key_value_set(f'{key}/{rank}', text)
         # Process 0 waits from its own arrival, which may be that late.
-        answer = _get(f'{key}/all', 2 * limit + _GRACE)
-        missing = [0] if answer is None else json.loads(answer)['missing']
-    else:
-        deadline = time.monotonic() + limit
-        ranks = range(1, distributed.global_state.num_processes)
-        texts = {rank: _get(f'{key}/{rank}', deadline - time.monotonic()) for rank in ranks}
-        missing = [rank for rank, late in texts.items() if late is None]
-        values = [value, *(json.loads(text) for text in texts.values() if text is not None)]
-        answer = json.dumps({'missing': missing, 'values': values})
-        if not missing:  # all have read what came before
-            for old in _published:
-                client().key_value_delete(old)
-            _published.clear()
-        _published.append(key)
-        client().key_value_set(f'{key}/all', answer)
-    if answer is None or missing:
-        text = f'{named(missing)} did not arrive within {limit:g} s, while the others waited'
-        raise ProcessError(text)
-    return json.loads(answer)['values']
+        published = _get(f'{key}/all', 2 * limit + _GRACE)
+        answer = {'missing': [0]} if published is None else json.loads(published)
+    if answer['missing']:
+        raise ProcessError(
+            f'{named(answer["missing"])} did not arrive within {limit:g} s, while the others waited'
+        )
+    return answer['values']
+
+
+def _collect(key: str, own_value: Any, limit: float) -> dict[str, Any]:
+    """In process 0: publishes, and returns, the values of all and the ranks that are missing."""
+    deadline = time.monotonic() + limit
+    values = [own_value]
+    missing = []
+    for rank in range(1, distributed.global_state.num_processes):
+        text = _get(f'{key}/{rank}', deadline - time.monotonic())
+        if text is None:
+            missing.append(rank)
+        else:
+            values.append(json.loads(text))
+    if not missing:  # all have read the answers of earlier calls
+        for earlier in _published:
+            client().key_value_delete(earlier)
+        _published.clear()
+    _published.append(key)
+    text = json.dumps({'missing': missing, 'values': values})
+    client().key_value_set(f'{key}/all', text)
+    return json.loads(text)
 
 
 def on_owner(call: Callable[[], Any]) -> Any:
@@ -74,14 +90,23 @@ def on_owner(call: Callable[[], Any]) -> Any:
     try:
         value = call()
     except Exception as error:
-        # A subclass from elsewhere is raised as the error of qkattn that it is.
-        names = (kind.__name__ for kind in type(error).__mro__ if kind in vars(errors).values())
-        known = next(names, None)
-        text = str(error) if known else f'process 0 raised {type(error).__name__}: {error}'
+        name = _name_in_qkattn(error)
+        text = str(error)
+        if name is None:
+            name = 'ProcessError'
+            text = f'process 0 raised {type(error).__name__}: {error}'
         with contextlib.suppress(ProcessError):
-            from_all({'error': known or 'ProcessError', 'text': text})
+            from_all({'error': name, 'text': text})
         raise
     return from_all({'value': value}, limit=OWNER_LIMIT)[0]['value']
+
+
+def _name_in_qkattn(error: Exception) -> str | None:
+    """The error of qkattn that an exception is, perhaps by a subclass from elsewhere, by name."""
+    for kind in type(error).__mro__:
+        if kind in vars(errors).values():
+            return kind.__name__
+    return None
 
 
 def any_process(flag: bool) -> bool:
@@ -91,17 +116,19 @@ def any_process(flag: bool) -> bool:
 
 def barrier(name: str, *, limit: float = LIMIT) -> None:
     """Returns once all are here; ProcessError if some are elsewhere, or late by `limit` seconds."""
-    if len(names := set(from_all(name, limit=limit))) > 1:
+    names = set(from_all(name, limit=limit))
+    if len(names) > 1:
         raise ProcessError(f'the processes wait at different places: {", ".join(sorted(names))}')
 
 
 def require_same(name: str, value: str) -> None:
     """Raises ConfigError, with the ranks, where processes differ in a value, such as a hash."""
     values = from_all(value)
-    if others := [rank for rank, other in enumerate(values) if other != values[0]]:
+    different = [rank for rank, other in enumerate(values) if other != values[0]]
+    if different:
         raise ConfigError(
-            f'{name} of {named(others)} differs from that of process 0 ({values[0]}): '
-            f'{values[others[0]]}; start all processes with the same command, code and data'
+            f'{name} of {named(different)} differs from that of process 0 ({values[0]}): '
+            f'{values[different[0]]}; start all processes with the same command, code and data'
         )
 
 
@@ -125,7 +152,8 @@ def owner_first(make: Callable[[], T]) -> T:
 
 def named(ranks: list[int]) -> str:
     """'process 1', or 'processes 1, 2'."""
-    return f'process{"es" * (len(ranks) > 1)} {", ".join(map(str, ranks))}'
+    noun = 'process' if len(ranks) == 1 else 'processes'
+    return f'{noun} {", ".join(map(str, ranks))}'
 
 
 def client() -> Any:

@@ -97,7 +97,8 @@ def _job(engine: str, cluster: type[ClusterEnv]) -> Job | None:
         count = int(os.environ.get('SLURM_STEP_NUM_TASKS', count))
     if count == 1:
         return None
-    rank, address = cluster.get_process_id(), os.environ.get(TRIPLE[0])
+    rank = cluster.get_process_id()
+    address = os.environ.get(TRIPLE[0])
     if address is None:
         address = cluster.get_coordinator_address(connect_seconds(), os.environ.get(PORT))
     return Job(count, rank, engine, address, _gpus(engine, count))
@@ -113,11 +114,12 @@ def _gpus(engine: str, count: int) -> tuple[int, ...] | None:
         return None
     total = visible
     if engine == 'slurm':
-        local, nodes = int(os.environ['SLURM_LOCALID']), int(os.environ['SLURM_STEP_NUM_NODES'])
-        tasks, total = count // nodes, int(os.environ.get('SLURM_GPUS_ON_NODE', visible))
+        local = int(os.environ['SLURM_LOCALID'])
+        tasks = count // int(os.environ['SLURM_STEP_NUM_NODES'])
+        total = int(os.environ.get('SLURM_GPUS_ON_NODE', visible))
     elif engine == 'openmpi':
-        names = ('OMPI_COMM_WORLD_LOCAL_RANK', 'OMPI_COMM_WORLD_LOCAL_SIZE')
-        local, tasks = (int(os.environ[name]) for name in names)
+        local = int(os.environ['OMPI_COMM_WORLD_LOCAL_RANK'])
+        tasks = int(os.environ['OMPI_COMM_WORLD_LOCAL_SIZE'])
     else:
         return None
     if visible * tasks == total:

@@ -15,11 +15,13 @@ import numpy as np
 
 from qkattn.jobs.output import say, short
 
-# A terminal is drawn at most and at least this often, so that something moves.
-_DRAWN_EVERY, _TICK = 0.2, 1.0
-# Plain lines are at least so many seconds apart, and with a tick at most five; later they are this
-# fraction of the run so far apart, so that a long run does not fill its log.
-_QUIET, _PLAIN_FRACTION = 4.0, 0.05
+# Seconds between two drawings of a terminal, at least and, so that something moves, at most.
+_DRAWN_EVERY = 0.2
+_TICK = 1.0
+# Seconds between two plain lines, at least.
+_QUIET = 4.0
+# Later, plain lines are this fraction of the run so far apart: a long run does not fill its log.
+_PLAIN_FRACTION = 0.05
 # Characters of a label on a terminal: at most, and where the line has no room for more.
 _LABEL = 24
 _SHORTEST_LABEL = 8
@@ -36,9 +38,11 @@ class Screen:
 
     def __init__(self, stream: TextIO | None = None, columns: int | None = None):
         """Draws nothing on a stream (None: standard error) of so many columns (None: its own)."""
-        self._stream, self._columns, self._line = stream or sys.stderr, columns, ''
-        dumb = os.environ.get('TERM', 'dumb') in ('dumb', 'unknown')
-        self.terminal = self._stream.isatty() and not dumb
+        self._stream = stream or sys.stderr
+        self._columns = columns
+        self._line = ''
+        is_dumb = os.environ.get('TERM', 'dumb') in ('dumb', 'unknown')
+        self.terminal = self._stream.isatty() and not is_dumb
 
     def print(self, text: str) -> None:
         """Writes a line, above the one that is shown."""
@@ -187,14 +191,16 @@ class Progress(contextlib.AbstractContextManager['Progress']):
         Tokens per step are summed over trials. Without a study every evaluation is printed; with
         one, `study` is asked at evaluations what is left of it.
         """
-        self._label, self._total = label, total_steps
+        self._label = label
+        self._total = total_steps
         self._tokens_per_step = tokens_per_step
         self._study = study
         self._study_left: StudyLeft | None = None
         self._study_asked = -math.inf  # time of the last answer
         self._screen = Screen() if screen is None else screen
         self._unit = '' if self._screen.terminal else _UNIT
-        self._clock, self._opened = clock, clock()
+        self._clock = clock
+        self._opened = clock()
         self._pace = Pace(self._opened)
         self._phase: tuple[str, float] | None = None  # name, start
         self._step: int | None = None  # of the newest report
@@ -212,7 +218,8 @@ class Progress(contextlib.AbstractContextManager['Progress']):
         """A block without steps, as 'compiling': named if it lasts, its seconds logged at DEBUG."""
         with self._lock:
             start = self._clock()
-            before, self._phase = self._phase, (name, start)
+            before = self._phase
+            self._phase = name, start
             self._pace.pause(start)
         try:
             yield
@@ -353,17 +360,23 @@ def loss_text(loss: Any, unit: str = '') -> str:
     finite = values[np.isfinite(values)]
     if finite.size == 0:
         return 'not finite'
-    low, high = finite.min(), finite.max()
-    text = (f'{low:.4f}' if values.size == 1 else f'{low:.4f} to {high:.4f}') + unit
-    diverged = values.size - finite.size
-    return f'{text} ({diverged} of {values.size} trials not finite)' if diverged else text
+    text = f'{finite.min():.4f}'
+    if values.size > 1:
+        text += f' to {finite.max():.4f}'
+    text += unit
+    num_diverged = values.size - finite.size
+    if num_diverged:
+        text += f' ({num_diverged} of {values.size} trials not finite)'
+    return text
 
 
 def interval(seconds: float) -> str:
     """'02:10', or '1:02:10' from an hour on."""
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f'{hours}:{minutes:02d}:{seconds:02d}' if hours else f'{minutes:02d}:{seconds:02d}'
+    if hours:
+        return f'{hours}:{minutes:02d}:{seconds:02d}'
+    return f'{minutes:02d}:{seconds:02d}'
 
 
 @contextlib.contextmanager
@@ -377,7 +390,8 @@ class LogHandler(logging.Handler):
     """Prints messages on standard error, above the display if there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        text, progress = self.format(record), Progress._open
+        text = self.format(record)
+        progress = Progress._open
         if progress is None:
             say(f'{text}\n', sys.stderr)
         else:

@@ -14,19 +14,25 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-GROUPS, MEMBERSHIP = Path('/sys/fs/cgroup'), Path('/proc/self/cgroup')
-_ACCELERATORS = ('dev/accel[0-9]*', 'dev/vfio/[0-9]*', 'dev/kfd')  # TPUs, and GPUs of AMD
-# Parameters of mallopt (glibc's malloc.h), and their values: one arena for all threads, which keeps
-# freed memory and takes large blocks too. glibc refuses a last one that is above its limit.
-_M_ARENA_MAX, _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -8, -1, -3
+# Where Linux shows the limits of control groups, and the groups that this process is in.
+GROUPS = Path('/sys/fs/cgroup')
+MEMBERSHIP = Path('/proc/self/cgroup')
+# Devices of TPUs, and of GPUs of AMD.
+_ACCELERATORS = ('dev/accel[0-9]*', 'dev/vfio/[0-9]*', 'dev/kfd')
+# Parameters of mallopt, as in glibc's malloc.h.
+_M_ARENA_MAX = -8
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+# glibc refuses a threshold above its limit, which depends on the machine.
+_LARGEST_MMAP_THRESHOLDS = (2**30, 2**25)
 
 
 def usable_cores() -> list[int]:
     """The cores by number: as many as the affinity and the quota of the control groups leave."""
     affinity = getattr(os, 'sched_getaffinity', lambda _: range(os.cpu_count() or 1))
     cores = sorted(affinity(0))
-    wanted = max(1, math.floor(min(len(cores), quota())))
-    return [cores[i * len(cores) // wanted] for i in range(wanted)]
+    number = max(1, math.floor(min(len(cores), quota())))
+    return [cores[index * len(cores) // number] for index in range(number)]
 
 
 def shares(items: Sequence, number: int) -> list[list]:
@@ -108,12 +114,18 @@ def keep_freed_memory() -> None:
     every call: clearing their pages takes as long as a small model computes. To be called before
     any thread has an arena of its own; does nothing without glibc, or if its variables are set.
     """
-    set_by_user = any(n.startswith('MALLOC_') or n == 'GLIBC_TUNABLES' for n in os.environ)
+    is_set_by_user = 'GLIBC_TUNABLES' in os.environ or any(
+        name.startswith('MALLOC_') for name in os.environ
+    )
     mallopt = getattr(ctypes.CDLL(None), 'mallopt', None)
-    if mallopt is not None and not set_by_user:
-        mallopt(_M_ARENA_MAX, 1)
-        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-        any(mallopt(_M_MMAP_THRESHOLD, value) for value in (2**30, 2**25))
+    if mallopt is None or is_set_by_user:
+        return
+    # One arena for all threads, which keeps freed memory and takes large blocks, too.
+    mallopt(_M_ARENA_MAX, 1)
+    mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+    for threshold in _LARGEST_MMAP_THRESHOLDS:
+        if mallopt(_M_MMAP_THRESHOLD, threshold):
+            break
 
 
 def _settings(name: str, groups: Path, membership: Path) -> Iterator[str]:

@@ -20,9 +20,13 @@ from qkattn.jobs.detection import Job
 from qkattn.jobs.signals import EXIT_REQUEUE, StopRequest
 
 EXIT_CRASH = 1
-# Seconds between two readings of the coordinator's keys, more in a job of over 256 processes; that
-# a process which ends waits for the others to; between the first and the last ready to train.
-_INTERVAL, _LINGER, _MEET_LIMIT = 0.5, 20.0, 3600.0
+# Seconds between two readings of the coordinator's keys; more in a job of over 256 processes.
+_INTERVAL = 0.5
+# Seconds that a process which ends waits for the others to end.
+_LINGER = 20.0
+# Seconds between the first process that is ready to train and the last one.
+_MEET_LIMIT = 3600.0
+# What the keys of a job begin with.
 _ROOT = 'qkattn/job/'
 
 
@@ -30,7 +34,8 @@ class JobPeers:
     """Watches the others of a job, who have `seconds` to connect."""
 
     def __init__(self, job: Job, seconds: int):
-        self._job, self._seconds = job, seconds
+        self._job = job
+        self._seconds = seconds
         self._watched = threading.Event()  # set when Python exits
         self._broken = False
         self._exit_code: int | None = None  # of this process, once it ends
@@ -48,7 +53,8 @@ class JobPeers:
     def watch(self) -> None:
         """Starts to watch; all processes are connected."""
         StopRequest.peers = self
-        (thread := threading.Thread(target=self._run, name='peers', daemon=True)).start()
+        thread = threading.Thread(target=self._run, name='peers', daemon=True)
+        thread.start()
         # Python unwinds the stack of a daemon thread when it exits, and jax's code there aborts.
         atexit.register(self._unwatch, thread)
 
@@ -56,8 +62,11 @@ class JobPeers:
         """Waits for every process; whether a stop was requested in one of them."""
         with self._moved:
             self._block += 1
-            self._last, self._stop_after = -1, None
-            self._also = self._frozen = self._confirmed = False
+            self._last = -1
+            self._stop_after = None
+            self._also = False
+            self._frozen = False
+            self._confirmed = False
         stop = any(agreement.from_all(requested, limit=_MEET_LIMIT))
         self._confirmed = not stop
         return stop
@@ -96,7 +105,8 @@ class JobPeers:
         """Replaces an abort by jax by a sentence and an exit code that launchers know."""
         if self._exit_code is not None:  # the others were faster
             os._exit(self._exit_code)
-        self._exit_code, self._broken = EXIT_CRASH, True  # the coordinator does not answer here
+        self._exit_code = EXIT_CRASH
+        self._broken = True  # the coordinator does not answer here
         if StopRequest.peers is None:
             signals.end(
                 EXIT_CRASH,
@@ -121,12 +131,15 @@ class JobPeers:
         """Acts on what the others have published."""
         ranks = range(self._job.num_processes)
         for rank in ranks:
-            if (left := news.get(f'left/{rank}')) is not None:
-                self._end_after(rank, *json.loads(left))
+            left = news.get(f'left/{rank}')
+            if left is not None:
+                code, sentence = json.loads(left)
+                self._end_after(rank, code, sentence)
         if 'request' in news and not StopRequest.pending():
             os.kill(os.getpid(), signal.SIGTERM)  # as if it had been sent to this process, too
         with self._moved:
-            block, also = self._block, self._also
+            block = self._block
+            also = self._also
             stopping = block > 0 and ('request' in news or f'also/{block}' in news)
             first = stopping and not self._frozen
             self._frozen |= first
@@ -139,7 +152,8 @@ class JobPeers:
         steps = [news.get(f'at/{block}/{rank}') for rank in ranks]
         if agreement.owner() and None not in steps:
             _set(f'{_ROOT}after/{block}', str(max(int(step or 0) for step in steps)))
-        if (after := news.get(f'after/{block}')) is not None:
+        after = news.get(f'after/{block}')
+        if after is not None:
             with self._moved:
                 self._stop_after = int(after)
                 self._moved.notify_all()
@@ -154,4 +168,5 @@ class JobPeers:
 
 
 def _set(key: str, value: str) -> None:
+    """Sets a key of the coordinator, which may have a value."""
     client().key_value_set(key, value, allow_overwrite=True)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qkattn.jobs import cli, output
+from qkattn.jobs import cli, display, output
 from qkattn.jobs.display import (
     LogHandler,
     Pace,
@@ -49,6 +49,12 @@ class Terminal(io.StringIO):
 @pytest.fixture(autouse=True)
 def terminal(monkeypatch):
     monkeypatch.setenv('TERM', 'xterm')
+
+
+@pytest.fixture(autouse=True)
+def no_ticks_of_its_own(monkeypatch):
+    """Tests call `tick`; on a slow machine the thread's would come between two of their lines."""
+    monkeypatch.setattr(display, '_TICK', 3600.0)
 
 
 @pytest.fixture
