@@ -13,7 +13,14 @@ from typing import Any
 
 from qkattn.errors import RunDirectoryError
 from qkattn.storage import buckets
-from qkattn.storage.files import as_path, disk_errors, read_errors, write_atomic
+from qkattn.storage.files import (
+    as_path,
+    disk_errors,
+    in_place,
+    read_errors,
+    read_whole,
+    write_atomic,
+)
 from qkattn.storage.records import (
     CHECKSUM,
     check,
@@ -40,7 +47,7 @@ def _parse(path: Path) -> Lines:
     """The complete lines."""
     try:
         with read_errors(path):
-            lines = path.read_bytes().splitlines(keepends=True)
+            lines = read_whole(path).splitlines(keepends=True)
     except OSError as error:
         raise damaged(path, error) from error
     parsed: Lines = []
@@ -79,7 +86,9 @@ class MetricsFile:
         try:
             if not buckets.is_url(self.path):
                 with disk_errors(self.path):
-                    self._file = open(self.path, 'a+b', buffering=0)  # noqa: SIM115
+                    self._file = open(  # noqa: SIM115
+                        self.path, 'a+b', buffering=0, opener=in_place
+                    )
             elif self.path.exists():
                 with read_errors(self.path):
                     self._file = io.BytesIO(self.path.read_bytes())

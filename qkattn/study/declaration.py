@@ -22,6 +22,7 @@ from qkattn.config import (
 )
 from qkattn.errors import ConfigError, UnknownFieldError
 from qkattn.storage import ledger, records
+from qkattn.storage.files import run_path
 from qkattn.storage.leases import locked
 from qkattn.storage.run_directory import command_line
 from qkattn.study import plan, stored
@@ -148,10 +149,15 @@ def _check_runs(path: Path, study: Study, arms: Sequence[MatchedArm]) -> None:
     advice = 'restore it from a copy, or remove it: it is then made again from the results'
     known = {run.id for run in plan.runs(study, arms, plan.results_in(path))}
     schema = {'run': str, 'directory': str, 'control': str | None}
-    for record in records.read_lines(file, schema, advice):
+
+    def check_directory(record: dict[str, Any]) -> None:
+        run_path(path, record['directory'])
+
+    for record in records.read_lines(file, schema, advice, check_directory):
         # Arms that are trained longer may be decided no more, once others are added.
         expected = record['run'] in known or record['control'] == LONGER
-        if not expected and (path / record['directory'] / 'result.json').exists():
+        directory = run_path(path, record['directory'])
+        if not expected and (directory / 'result.json').exists():
             raise ConfigError(
                 f'this version of qkattn would train {record["directory"]} of workdir={path} '
                 'again; use the version that trained it, or give another workdir'

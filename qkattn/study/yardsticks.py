@@ -32,7 +32,7 @@ from qkattn.metrics import PREFIXES
 from qkattn.model.transformer import cross_entropy
 from qkattn.stats import ngrams
 from qkattn.storage import records
-from qkattn.storage.files import absolute
+from qkattn.storage.files import absolute, run_path
 from qkattn.storage.ledger import YARDSTICKS
 from qkattn.storage.run_directory import describe_start
 from qkattn.study.arm_key import EQUAL_SHAPE, LONGER
@@ -76,7 +76,12 @@ def record(directory: str | Path) -> list[str]:
     made: dict[str, list[_Record]] = {'groups': [], 'runs': []}
     counted: dict[tuple, _Record] = {}
     schema = records.ARM_KEY | {'run': str, 'stage': str, 'trials': int, 'config': dict}
-    for run in records.read_lines(path / 'plan.jsonl', schema):
+    schema |= {'directory': str}
+
+    def check_directory(run: _Record) -> None:
+        run_path(path, run['directory'])
+
+    for run in records.read_lines(path / 'plan.jsonl', schema, take=check_directory):
         name, of_run = run['run'], results.get(run['run'], [])
         is_baseline = run['variant'] == baseline and run['control'] != EQUAL_SHAPE
         finished = records.FINISHED in [result['status'] for result in of_run]

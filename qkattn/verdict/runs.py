@@ -12,6 +12,7 @@ import numpy as np
 from qkattn.errors import RunDirectoryError
 from qkattn.metrics import PREFIXES, Metric, logged_fields, result_fields
 from qkattn.storage import records
+from qkattn.storage.files import run_path
 from qkattn.storage.ledger import left_out_documents
 from qkattn.storage.metrics_log import read_metrics
 from qkattn.study.arm_key import ArmKey
@@ -124,7 +125,8 @@ def parse_arm_key(record: Any) -> ArmKey:
 
 def parse_run(record: Any) -> Run:
     """Reads a planned run from its JSON object; raises ValueError that names the bad field."""
-    records.check(record, {'run': str, 'trials': int, 'config': _CONFIG})
+    records.check(record, {'run': str, 'directory': str, 'trials': int, 'config': _CONFIG})
+    run_path(Path(), record['directory'])
     if record['trials'] < 1:
         raise ValueError(f"field 'trials' is {record['trials']}, expected 1 or more")
     given = {'name': record['run'], 'num_trials': record['trials'], 'trials': ()}
