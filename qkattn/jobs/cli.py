@@ -116,12 +116,14 @@ class _ConfigParser(ConfigFileFlagParser):
     def parse(self, path: str) -> Any:
         name, colon, argument = path.partition(':')
         file = str(shipped_configs().get(name) or PathParser().parse(name))
-        if os.path.exists(file):
-            require_regular(file)
         try:
+            if os.path.exists(file) and not os.path.isdir(file):
+                require_regular(file)
             return super().parse(f'{file}{colon}{argument}')
         except ConfigError:
             raise
+        except UnsuitableFileError as error:
+            raise ValueError(f'{error}; give a Python file') from error
         except Exception as error:  # of the file's own code, at the last of its lines that ran
             frames = traceback.extract_tb(error.__traceback__)
             own = os.path.abspath(file)
@@ -324,7 +326,8 @@ def outcome(error: BaseException) -> tuple[str, int] | None:
 
 def exit_with(sentence: str, code: int = EXIT_CONFIG) -> None:
     """Ends the process with a sentence on standard error; 2 is a setting that is wrong."""
-    for text, stream in ((f'{sentence}\n', sys.stderr), ('', sys.stdout)):  # what is buffered
+    printable = sentence.encode(errors='backslashreplace').decode()  # of paths that are not UTF-8
+    for text, stream in ((f'{printable}\n', sys.stderr), ('', sys.stdout)):  # what is buffered
         try:
             say(text, stream)
         except OSError:  # on a full disk; the exit code has to do

@@ -209,7 +209,7 @@ class Checkpoints:
     def _tidy(self) -> None:
         """Sets aside checkpoints with damaged descriptions: orbax would open no other either."""
         if not self._read_only:
-            remove_tree(self.directory / TRASH)
+            remove_tree(below(self.directory, TRASH))
         for path in self.directory.glob('[0-9]*'):
             if not path.name.isdecimal():
                 continue
