@@ -84,14 +84,17 @@ def component(name: str) -> str:
 
 
 def run_path(study: Path, directory: str) -> Path:
-    """The directory of a run, which a plan gives as runs/NAME, in a study.
+    """The directory of a run, which a plan gives relative to its study, as in runs/NAME.
 
-    RunDirectoryError where the plan gives anything else: it may be from elsewhere.
+    RunDirectoryError where it is not inside the study: the plan may be from elsewhere.
     """
-    folder, _, name = directory.partition('/')
-    if folder != 'runs':
-        raise RunDirectoryError(f'{directory!r:.80} is no directory of a run; valid is runs/NAME')
-    return study / folder / component(name)
+    try:
+        names = [component(name) for name in directory.split('/')]
+    except RunDirectoryError as error:
+        raise RunDirectoryError(
+            f'{directory!r:.80} is no directory inside the study; valid is runs/NAME'
+        ) from error
+    return study.joinpath(*names)
 
 
 def below(directory: Path, *names: str) -> Path:
