@@ -24,7 +24,7 @@ from qkattn.train.program_cache import keep_programs
 log = logging.getLogger('qkattn.ablate')
 
 CONFIG = cli.define_config(Study)
-WORKDIR = flags.DEFINE_string('workdir', None, 'Study directory; the same directory resumes.')
+WORKDIR = cli.define_path('workdir', None, 'Study directory; the same directory resumes.')
 DRY_RUN = flags.DEFINE_bool('dry_run', False, 'Print the plan and its cost, then stop.')
 WORKERS = flags.DEFINE_string(
     'workers',

@@ -40,9 +40,9 @@ from qkattn.storage.records import write_json
 from qkattn.train import exported
 from qkattn.train.program_cache import keep_programs
 
-SOURCE = flags.DEFINE_string('source', None, 'Model to measure; --source= may be left out.')
+SOURCE = cli.define_path('source', None, 'Model to measure; --source= may be left out.')
 TRIAL = cli.define_trial()
-REFERENCE = flags.DEFINE_string(
+REFERENCE = cli.define_path(
     'reference',
     None,
     'Model from which drift is measured; of a run, the trial that --source was converted from, or '
@@ -53,7 +53,7 @@ TOKENS = flags.DEFINE_string('tokens', None, 'Token ids that the model reads, as
 DATA = flags.DEFINE_string(
     'data', DataConfig.name, 'Dataset of the tokenizer, for a source that is not a run.'
 )
-OUT = flags.DEFINE_string('out', None, 'Directory for numbers and figures.')
+OUT = cli.define_path('out', None, 'Directory for numbers and figures.')
 
 # Columns of the printed table: heading, quantity, its subject; means over heads.
 COLUMNS = (

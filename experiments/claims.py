@@ -30,13 +30,13 @@ SCALE = flags.DEFINE_enum(
     list(SCALES),
     'smoke: minutes, decides exact claims only; cpu: days on two cores; gpu: published sizes.',
 )
-WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the studies; the same one resumes.')
+WORKDIR = cli.define_path('workdir', None, 'Directory of the studies; the same one resumes.')
 WORKERS = flags.DEFINE_string(
     'workers', '1', 'Workers on this machine, a number or auto, as in experiments.ablate.'
 )
 TRAIN = flags.DEFINE_bool('train', True, '--notrain decides on what the workdir has.')
 DRY_RUN = flags.DEFINE_bool('dry_run', False, 'Print the plan and its cost, then stop.')
-EXPORT = flags.DEFINE_string(
+EXPORT = cli.define_path(
     'export',
     None,
     'Directory to export the verdicts on all claims to, with the studies behind them.',

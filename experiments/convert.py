@@ -23,7 +23,7 @@ from qkattn.storage.files import check_directory
 from qkattn.train import exported
 from qkattn.train.program_cache import keep_programs
 
-SOURCE = flags.DEFINE_string('source', None, 'Model to convert.')
+SOURCE = cli.define_path('source', None, 'Model to convert.')
 TRIAL = cli.define_trial()
 NUM_HEADS = flags.DEFINE_integer(
     'num_heads', None, 'Number of heads, for published files without a config.'
@@ -42,7 +42,7 @@ APPLY = flags.DEFINE_multi_string(
 # Largest change of the logits, relative to the largest, that rounding explains.
 EXACT = 1e-3
 
-OUT = flags.DEFINE_string('out', None, 'Directory to write to.')
+OUT = cli.define_path('out', None, 'Directory to write to.')
 
 
 def main() -> None:

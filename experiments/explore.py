@@ -20,7 +20,7 @@ TOKENS = flags.DEFINE_integer('tokens', 2, 'Number of tokens, 2 to 4.')
 DIMS = flags.DEFINE_integer('dims', 2, 'd_model, 2 to 4.')
 HEADS = flags.DEFINE_integer('heads', 1, 'Number of heads, which divides --dims.')
 LATEX = flags.DEFINE_bool('latex', False, 'Print LaTeX (amsmath) instead of text.')
-HTML = flags.DEFINE_string('html', None, 'File to write a page with all variants to.')
+HTML = cli.define_path('html', None, 'File to write a page with all variants to.')
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from qkattn.train.program_cache import keep_programs
 
 log = logging.getLogger('qkattn.generate')
 
-SOURCE = flags.DEFINE_string(
+SOURCE = cli.define_path(
     'source', None, 'Model that continues the text; --source= may be left out.'
 )
 DATA = flags.DEFINE_string(

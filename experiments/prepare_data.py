@@ -8,15 +8,13 @@ Only the data fields of the config are read. Existing tokens are checked against
 made again if they are damaged.
 """
 
-from absl import flags
-
 from qkattn.config import Config
 from qkattn.config.setting import check_section
 from qkattn.data.load import prepare
 from qkattn.jobs import cli, signals
 
 CONFIG = cli.define_config(Config)
-OUT = flags.DEFINE_string('out', None, 'Directory of the tokens.')
+OUT = cli.define_path('out', None, 'Directory of the tokens.')
 
 
 @signals.exit_on_signal()

@@ -17,8 +17,8 @@ from qkattn.jobs.display import waiting
 from qkattn.storage import ledger
 from qkattn.storage.files import as_path
 
-STUDY = flags.DEFINE_string('study', None, 'Study directory; --study= may be left out.')
-EXPORT = flags.DEFINE_string(
+STUDY = cli.define_path('study', None, 'Study directory; --study= may be left out.')
+EXPORT = cli.define_path(
     'export', None, 'Directory to copy the files to from which a report is made.'
 )
 ACCEPT = flags.DEFINE_list(

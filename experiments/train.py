@@ -27,11 +27,9 @@ DRY_RUN = flags.DEFINE_string(
     'Only compile, for a pod such as v5p-2x4x4 or h100-16x8, and print memory, FLOPs and warnings '
     'of a step; needs no accelerator. See docs/scaling.md.',
 )
-LOG = flags.DEFINE_string('dry_run_log', None, 'CSV file to which --dry_run appends a row.')
-WORKDIR = flags.DEFINE_string('workdir', None, 'Run directory; the same directory resumes.')
-PROFILE = flags.DEFINE_string(
-    'profile', None, 'Directory for a trace of the third to fifth dispatch.'
-)
+LOG = cli.define_path('dry_run_log', None, 'CSV file to which --dry_run appends a row.')
+WORKDIR = cli.define_path('workdir', None, 'Run directory; the same directory resumes.')
+PROFILE = cli.define_path('profile', None, 'Directory for a trace of the third to fifth dispatch.')
 
 
 @signals.exit_on_signal()

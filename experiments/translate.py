@@ -24,10 +24,10 @@ from qkattn.errors import ConfigError
 from qkattn.jobs import cli
 from qkattn.train.program_cache import keep_programs
 
-SOURCE = flags.DEFINE_string('source', None, 'Run directory of an encoder-decoder.')
+SOURCE = cli.define_path('source', None, 'Run directory of an encoder-decoder.')
 TRIAL = cli.define_trial()
 TEXT = flags.DEFINE_string('text', None, 'Sentences to translate, one per line.')
-FILE = flags.DEFINE_string('file', None, 'File of sentences to translate, one per line.')
+FILE = cli.define_path('file', None, 'File of sentences to translate, one per line.')
 SCORE = flags.DEFINE_string('score', None, 'Split of the data to translate and score.')
 BEAM = flags.DEFINE_integer('beam', None, 'Hypotheses of the beam search; 1 is greedy.')
 LENGTH_PENALTY = flags.DEFINE_float('length_penalty', None, 'a in score / length^a.')

@@ -25,12 +25,12 @@ from qkattn.verdict import load_findings
 ROOT = Path(__file__).parents[1]
 
 COMMITTED = ROOT / 'experiments/results'  # not part of an installation
-RESULTS = flags.DEFINE_string(
+RESULTS = cli.define_path(
     'results',
     str(COMMITTED) if COMMITTED.is_dir() else None,
     'Directory of study directories; by default the committed ones.',
 )
-PAGES = flags.DEFINE_list(
+PAGES = cli.define_paths(
     'pages',
     [str(path) for path in (*ROOT.glob('README.md'), *sorted((ROOT / 'docs').glob('*.md')))],
     'Markdown pages, at least one of them with a block of results; --pages= checks none.',

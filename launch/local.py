@@ -28,7 +28,8 @@ from typing import IO, Any
 from arguments import DRY_RUN, EXIT_CONFIG, flag, leave, read, require_command, whole
 
 ROOT = Path(__file__).resolve().parent.parent
-PYTHON = Path(os.environ.get('QKATTN_VENV') or ROOT / '.venv') / 'bin/python'
+VENV = Path(os.environ.get('QKATTN_VENV') or ROOT / '.venv').expanduser()
+PYTHON = VENV / 'bin/python'
 EXIT_REQUEUE = 75
 DELAY = 1.0  # seconds between a crash and the next start
 ALONE = 60.0  # seconds to end in for the others, once a process has failed; then they are killed

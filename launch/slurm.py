@@ -37,7 +37,7 @@ FLAGS = {
 def main() -> None:
     options = read(__doc__, FLAGS, sys.argv[1:])
     require_command(options)
-    venv = Path(os.environ.get('QKATTN_VENV') or ROOT / '.venv').absolute()
+    venv = Path(os.environ.get('QKATTN_VENV') or ROOT / '.venv').expanduser().absolute()
     variables = {'QKATTN_VENV': str(venv), 'QKATTN_RETRIES': str(options.retries)}
     submit = ['sbatch', f'--nodes={options.nodes}']
     submit += [f'--ntasks-per-node={options.processes_per_node}']

@@ -33,6 +33,13 @@ class ReadError(Exception):
     """The system failed to read a file, which may be sound; nothing was changed."""
 
 
+class UnsuitableFileError(OSError):
+    """A path where a file is read holds no regular file, or one that is too large."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
 class InUseError(RunDirectoryError):
     """A live process holds the run directory."""
 

@@ -1,9 +1,11 @@
 """Damages of files: what crashes, disks, editors, other programs and attackers leave behind."""
 
 import copy
+import enum
 import functools
 import json
 import operator
+import os
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,23 +46,43 @@ def some(cases: list[T], name: str, every: int) -> list[T]:
     return [*cases[:1], *cases[1:][len(name) % min(every, EVERY // 2) :: every]]
 
 
-def replace(path: Path, content: bytes | None) -> None:
-    """Writes the content; None is a directory in the place of the file."""
+class Special(enum.Enum):
+    """What may be in the place of a file."""
+
+    DIRECTORY = enum.auto()
+    PIPE = enum.auto()  # without anybody who writes to it
+
+
+def replace(path: Path, content: bytes | Special) -> None:
+    """Writes the content, or puts something else in the place of the file."""
     if path.is_dir():
         path.rmdir()
-    if content is None:
+    elif not path.is_file():
         path.unlink(missing_ok=True)
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+        return
+    path.unlink(missing_ok=True)
+    if content is Special.DIRECTORY:
         path.mkdir()
     else:
-        path.write_bytes(content)
+        os.mkfifo(path)
 
 
-def whole(content: bytes) -> Iterator[tuple[str, bytes | None]]:
-    """(name, damaged content) of a file, None for a directory in its place."""
+def content_of(path: Path) -> bytes | Special:
+    """The content that `replace` takes to make the path what it is."""
+    if path.is_file():
+        return path.read_bytes()
+    return Special.DIRECTORY if path.is_dir() else Special.PIPE
+
+
+def whole(content: bytes) -> Iterator[tuple[str, bytes | Special]]:
+    """(name, damaged content) of a file, or what is in its place."""
     for name, damage in DAMAGES.items():
         if (damaged := damage(content)) != content:
             yield name, damaged
-    yield 'a directory', None
+    yield 'a directory', Special.DIRECTORY
+    yield 'a pipe', Special.PIPE
 
 
 def fields(content: bytes) -> Iterator[tuple[str, bytes]]:

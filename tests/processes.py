@@ -3,6 +3,7 @@
 import contextlib
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -98,3 +99,19 @@ def other_modes(directory: Path, mask: int) -> dict[str, str]:
         for path, mode in modes.items()
         if mode != (0o777 if path.is_dir() else 0o666) & ~mask
     }
+
+
+@contextlib.contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """A block of the main thread, which TimeoutError ends if it waits longer."""
+
+    def stop(number: int, frame: object) -> None:
+        raise TimeoutError(f'it waits for more than {seconds} s')
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

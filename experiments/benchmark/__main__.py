@@ -23,7 +23,7 @@ from qkattn.storage.run_directory import describe_start
 SUITE = flags.DEFINE_list('suite', None, f'Suites to run, from {", ".join(SUITES)}.')
 SCALE = flags.DEFINE_enum('scale', 'cpu', [*SCALES], 'Sizes; the times of smoke mean nothing.')
 VARIANTS = flags.DEFINE_list('variants', None, "Variants to compare, as in 'qk/no_v'.")
-OUT = flags.DEFINE_string(
+OUT = cli.define_path(
     'out', None, f'Directory in which {record.FILE} is replaced; runs/benchmark/SUITES by default.'
 )
 

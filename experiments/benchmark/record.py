@@ -10,7 +10,7 @@ from typing import Any
 from experiments.benchmark.race import Row
 from qkattn.errors import ReportError
 from qkattn.report.tables import markdown_table
-from qkattn.storage.files import write_atomic
+from qkattn.storage.files import read_whole, write_atomic
 from qkattn.storage.records import parse_json
 
 SCHEMA = 1
@@ -45,7 +45,7 @@ def read(directory: Path) -> list[Group]:
     """What a benchmark has measured; ReportError if absent, damaged or of another schema."""
     path = directory / FILE
     try:
-        document = parse_json(path.read_text('utf-8'))
+        document = parse_json(read_whole(path))
         if document['schema'] != SCHEMA:
             raise ValueError(f'its schema is {document["schema"]}; this version reads {SCHEMA}')
         return [

@@ -20,7 +20,7 @@ from qkattn.report import export as export_study
 from qkattn.report.prose import rounded
 from qkattn.report.verify import close, difference, near
 from qkattn.stats.decision import Decision
-from qkattn.storage.files import as_path
+from qkattn.storage.files import as_path, below
 from qkattn.storage.records import damaged, flat, parse_file, read, write_json
 from qkattn.study.arms import parse_variant
 from qkattn.verdict.arms import Arm, with_baselines
@@ -182,7 +182,7 @@ def export(decided: Iterable[ClaimResult], results: Results, destination: str | 
     names = [name for claim in decided for name in claim.studies]
     for name in dict.fromkeys([*names, SCALING]):
         if results.study(name) is not None:
-            export_study(results.directory / name, destination / name)
+            export_study(results.directory / name, below(destination, name))
     write(destination, CLAIMS, decided)
     if made := answers(results):
         write(destination, ANSWERS, made)

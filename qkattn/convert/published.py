@@ -22,7 +22,7 @@ from qkattn.config import Config, ModelConfig
 from qkattn.errors import ConfigError
 from qkattn.model.cost import abstract_params
 from qkattn.model.sites import validate
-from qkattn.storage.files import as_path, local_copy
+from qkattn.storage.files import as_path, component, local_copy, read_whole
 from qkattn.storage.records import parse_json
 
 Source = str | os.PathLike[str] | Mapping[str, Any]
@@ -221,7 +221,7 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
             raise ConfigError(
                 f'{path}: weight_map={files!r:.80} must name a .safetensors file for each tensor'
             )
-        parts = sorted({*files.values()})
+        parts = sorted(map(component, {*files.values()}))
         return {n: t for part in parts for n, t in _read_safetensors(path.parent / part).items()}
     try:
         with local_copy(path) as file:
@@ -232,7 +232,7 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return {**parse_json(path.read_bytes())}
+        return {**parse_json(read_whole(path))}
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f'{path} cannot be read: {error}') from error
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from qkattn.errors import ConfigError
-from qkattn.storage.files import as_path
+from qkattn.storage.files import as_path, below
 from qkattn.storage.leases import locked
 
 T = TypeVar('T')
@@ -35,13 +35,15 @@ def data_root(data_dir: str | os.PathLike[str] | None = None) -> Path:
     return local_directory(chosen, 'data.data_dir').absolute()
 
 
-def prepared_once(path: Path, opened: Callable[[], T], prepare: Callable[[], object]) -> T:
+def prepared_once(
+    path: Path, opened: Callable[[], T], prepare: Callable[[], object], *, root: Path
+) -> T:
     """Returns `opened()`; where the file `path` is not there yet, one process prepares it first.
 
     Any number of processes may call this at the same time; they wait for the one that holds the
     file `lock` beside it. `opened` raises DamagedData, which is logged as a warning, where
     something has to be prepared again. ConfigError if anything has to be prepared and the directory
-    cannot be written.
+    cannot be written, or is reached by a link below `root`, the directory that the user has named.
     """
 
     def found() -> T:
@@ -54,6 +56,7 @@ def prepared_once(path: Path, opened: Callable[[], T], prepare: Callable[[], obj
         # Without the lock first, so that a finished cache may be on a read-only disk.
         return found()
     except (FileNotFoundError, DamagedData):
+        below(root, *path.parent.relative_to(root).parts)
         with locked(path.with_name('lock')):
             try:
                 return found()

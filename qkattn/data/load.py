@@ -45,7 +45,8 @@ def _tokenizer(config: DataConfig, corpus: Corpus) -> Tokenizer:
     sides = corpus.languages or (None,)
     try:
         return open_tokenizer(
-            data_root(config.data_dir) / 'tokenizers' / corpus.name / corpus.version,
+            data_root(config.data_dir),
+            f'{corpus.name}/{corpus.version}',
             config.tokenizer,
             config.tokenizer_size,
             lambda: itertools.chain.from_iterable(corpus.documents(x)['train'] for x in sides),
@@ -57,11 +58,11 @@ def _tokenizer(config: DataConfig, corpus: Corpus) -> Tokenizer:
 
 
 def _sides(config: DataConfig) -> list[TokenDataset]:
-    corpus, tokens = find(config), data_root(config.data_dir) / 'tokens'
+    corpus, root = find(config), data_root(config.data_dir)
     tokenizer = _tokenizer(config, corpus)
     sides = [_side(corpus, language) for language in corpus.languages] or [corpus]
-    places = [tokens / side.name / side.version / tokenizer.name for side in sides]
-    opened = functools.partial(_written_once, kind=config.tokenizer, tokenizer=tokenizer)
+    places = [root / 'tokens' / side.name / side.version / tokenizer.name for side in sides]
+    opened = functools.partial(_written_once, kind=config.tokenizer, tokenizer=tokenizer, root=root)
     return list(map(opened, places, sides))
 
 
@@ -72,8 +73,13 @@ def _side(corpus: Corpus, language: str) -> Corpus:
     return dataclasses.replace(corpus, name=name, languages=(), documents=lambda _: documents())
 
 
-def _written_once(directory: Path, corpus: Corpus, kind: str, tokenizer: Tokenizer) -> TokenDataset:
-    """The tokens of a corpus, which are written where they are missing or damaged."""
+def _written_once(
+    directory: Path, corpus: Corpus, kind: str, tokenizer: Tokenizer, root: Path
+) -> TokenDataset:
+    """The tokens of a corpus, which are written where they are missing or damaged.
+
+    `root` is the directory that the user has named, `directory` itself or above it.
+    """
 
     def opened() -> TokenDataset:
         index = read_index(directory)
@@ -85,7 +91,7 @@ def _written_once(directory: Path, corpus: Corpus, kind: str, tokenizer: Tokeniz
         return open_index(directory, index, tokenizer, compare=True)
 
     write = functools.partial(write_tokens, directory, kind, corpus, tokenizer)
-    return prepared_once(directory / INDEX, opened, write)
+    return prepared_once(directory / INDEX, opened, write, root=root)
 
 
 def prepare(config: DataConfig, out: str) -> TokenDataset:
@@ -105,4 +111,5 @@ def prepare(config: DataConfig, out: str) -> TokenDataset:
             'one language'
         )
     corpus = find(config)
-    return _written_once(directory, corpus, config.tokenizer, _tokenizer(config, corpus))
+    tokenizer = _tokenizer(config, corpus)
+    return _written_once(directory, corpus, config.tokenizer, tokenizer, root=directory)

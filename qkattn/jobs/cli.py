@@ -3,6 +3,7 @@
 import difflib
 import errno
 import inspect
+import io
 import logging
 import os
 import re
@@ -22,8 +23,17 @@ from ml_collections import ConfigDict, config_flags
 from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 
 from qkattn.config import Config, Study, from_config_dict, to_config_dict
+from qkattn.config.paths import expanded, read_regular, require_regular, require_utf8
 from qkattn.config.setting import Setting, concrete_types, settings
-from qkattn.errors import CheckpointError, ConfigError, Lost, ProcessError, ReadError, Stopped
+from qkattn.errors import (
+    CheckpointError,
+    ConfigError,
+    Lost,
+    ProcessError,
+    ReadError,
+    Stopped,
+    UnsuitableFileError,
+)
 from qkattn.jobs import environment
 from qkattn.jobs.display import LogHandler
 from qkattn.jobs.machine import keep_freed_memory
@@ -38,6 +48,8 @@ from qkattn.jobs.signals import (
 
 flags.disclaim_key_flags()  # --config is a flag of the script that defines it here
 
+DESCRIPTORS = ('/dev/fd/', '/dev/stdin')  # files that this process was started with
+
 Kind = type[Config] | type[Study]
 
 # What parsing raises: unknown flags or fields, values of a wrong type, literals that are malformed.
@@ -45,6 +57,27 @@ MALFORMED = (
     *(flags.Error, AttributeError, KeyError, TypeError, ValueError),
     *(SyntaxError, MemoryError, RecursionError),
 )
+
+
+class PathParser(flags.ArgumentParser):
+    """A parser of paths and URLs: ~ is expanded, and what is not UTF-8 is refused.
+
+    The empty value of a shell variable that is not set stays empty, for `required` to refuse.
+    """
+
+    def parse(self, argument: Any) -> str:
+        require_utf8(argument)
+        return os.fspath(expanded(argument)) if argument.startswith('~') else argument
+
+    def flag_type(self) -> str:
+        return 'path'
+
+
+class PathsParser(flags.ListParser):
+    """A parser of paths between commas."""
+
+    def parse(self, argument: Any) -> list[str]:
+        return [PathParser().parse(path) for path in super().parse(argument)]
 
 
 class _OrNone(flags.ArgumentParser):
@@ -90,14 +123,18 @@ class _ConfigParser(ConfigFileFlagParser):
 
     def parse(self, path: str) -> Any:
         name, colon, argument = path.partition(':')
-        file = str(shipped_configs().get(name, name))
+        file = str(shipped_configs().get(name) or PathParser().parse(name))
         absl_log = absl.logging.get_absl_logger()
         try:
+            if os.path.exists(file) and not os.path.isdir(file):
+                require_regular(file)
             absl_log.disabled = True  # it warns of None, which `_config_dict` refuses
             returned = super().parse(f'{file}{colon}{argument}')
             return _config_dict(returned)
         except ConfigError:
             raise
+        except UnsuitableFileError as error:
+            raise ValueError(f'{error}; give a Python file') from error
         except Exception as error:  # of the file's own code, at the last of its lines that ran
             frames = traceback.extract_tb(error.__traceback__)
             own = os.path.abspath(file)
@@ -121,6 +158,17 @@ def _config_dict(returned: Any) -> Any:
         return returned
     kind = 'nothing' if returned is None else f'a value of type {type(returned).__name__}'
     raise ConfigError(f'get_config() returns {kind}; it must return a Config or a Study')
+
+
+def define_path(name: str, default: str | None, about: str) -> flags.FlagHolder:
+    """A flag that names a file or a directory; whatever a flag names is defined by this."""
+    return flags.DEFINE(PathParser(), name, default, about)
+
+
+def define_paths(name: str, default: list[str], about: str) -> flags.FlagHolder:
+    """A flag that names several files or directories, between commas."""
+    serializer = flags.CsvListSerializer(',')
+    return flags.DEFINE(PathsParser(), name, default, about, serializer=serializer)
 
 
 def define_trial() -> flags.FlagHolder:
@@ -194,7 +242,13 @@ def text_of(text: flags.FlagHolder, file: flags.FlagHolder) -> str:
     if text.value is not None:
         raise ConfigError(f'--{text.name} and --{file.name} exclude each other')
     try:
-        return Path(file.value).read_text(encoding='utf-8-sig')  # without a mark of byte order
+        # What a shell gives as --file=<(command), or as standard input, may be a pipe.
+        if file.value.startswith(DESCRIPTORS):
+            content = Path(file.value).read_bytes()
+        else:
+            content = read_regular(file.value)
+        # Without a mark of byte order, and with one kind of line ends.
+        return io.TextIOWrapper(io.BytesIO(content), encoding='utf-8-sig').read()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f'--{file.name}={file.value} cannot be read: {error}') from error
 
@@ -284,6 +338,8 @@ def outcome(error: BaseException) -> tuple[str, int] | None:
         return f'{error}; the same command resumes', EXIT_REQUEUE
     if isinstance(error, Lost | ProcessError | ReadError):
         return str(error), 1
+    if isinstance(error, UnsuitableFileError):
+        return f'{error.filename} cannot be read: {error}', EXIT_CONFIG
     if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.EACCES):
         text = f'{error.filename} cannot be used ({error.strerror}); give another path'
         return text, EXIT_CONFIG
@@ -301,7 +357,8 @@ def outcome(error: BaseException) -> tuple[str, int] | None:
 
 def exit_with(sentence: str, code: int = EXIT_CONFIG) -> None:
     """Ends the process with a sentence on standard error; 2 is a setting that is wrong."""
-    for text, stream in ((f'{sentence}\n', sys.stderr), ('', sys.stdout)):  # what is buffered
+    printable = sentence.encode(errors='backslashreplace').decode()  # of paths that are not UTF-8
+    for text, stream in ((f'{printable}\n', sys.stderr), ('', sys.stdout)):  # what is buffered
         try:
             say(text, stream)
         except OSError:  # on a full disk; the exit code has to do

@@ -40,7 +40,7 @@ from qkattn.errors import ReportError
 from qkattn.report import tables
 from qkattn.report.prose import one_line, rounded
 from qkattn.storage import ledger
-from qkattn.storage.files import write_atomic
+from qkattn.storage.files import read_whole, write_atomic
 from qkattn.storage.records import parse_json
 from qkattn.study.tuning import SCREENING
 from qkattn.verdict import Study, load_findings
@@ -64,7 +64,7 @@ def check_study(directory: str | Path) -> int:
         path = study.directory / name
         if not path.is_file():
             raise ReportError(f'{path} does not exist; make it with python -m experiments.report')
-        actual = path.read_bytes().decode(errors='replace')  # also in a bucket
+        actual = read_whole(path).decode(errors='replace')
         if place := difference(actual, text):
             raise ReportError(f'{path} does not match its logs, {place}')
         count += len(PRINT.findall(actual))
@@ -174,7 +174,7 @@ def check_numbers(path: str | Path) -> dict[str, int]:
     """
     path, root = Path(path), Path(path).parents[1]
     try:
-        content = tomllib.loads(path.read_text(encoding='utf-8'))
+        content = tomllib.loads(read_whole(path).decode())
     except (OSError, ValueError) as error:
         raise ReportError(f'{path} cannot be read: {error}') from error
     for kind, entries in content.items():
@@ -199,7 +199,7 @@ def check_numbers(path: str | Path) -> dict[str, int]:
 
 
 def _log(path: Path) -> Any:
-    text = path.read_text(encoding='utf-8')
+    text = read_whole(path).decode()
     if path.suffix == '.jsonl':
         return [parse_json(line) for line in text.splitlines()]
     if path.suffix != '.csv':
@@ -211,7 +211,7 @@ def _log(path: Path) -> Any:
 
 def _page(path: Path) -> str:
     try:
-        text = path.read_text(encoding='utf-8')
+        text = read_whole(path).decode()
         return ast.get_docstring(ast.parse(text)) or '' if path.suffix == '.py' else text
     except (OSError, ValueError, SyntaxError) as error:
         raise ReportError(f'page {str(path)!r} cannot be read: {error}.') from error

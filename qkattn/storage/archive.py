@@ -14,14 +14,13 @@ import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from qkattn.errors import ReportError
+from qkattn.errors import ReportError, RunDirectoryError
+from qkattn.storage.files import component
 
 # In bytes. A member is inflated at once.
 MAX_MEMBER = 2**29
 # All members are inflated once, one after another, by the check: this bounds its time.
 MAX_TOTAL = 2**32
-# A component of a path that common file systems take.
-MAX_COMPONENT = 255
 
 # Of every member, so that the same files make the same archive.
 _EPOCH = (1980, 1, 1, 0, 0, 0)
@@ -127,13 +126,12 @@ def zipped(files: Mapping[str, bytes]) -> bytes:
 
 def is_clean(name: str) -> bool:
     """Whether a relative path with slashes leads below its directory on every file system."""
-    return all(
-        part not in ('', '.', '..')
-        and '\\' not in part
-        and part.isprintable()  # which neither NUL nor half of a surrogate pair is
-        and len(part.encode()) <= MAX_COMPONENT
-        for part in name.split('/')
-    )
+    try:
+        parts = [component(part) for part in name.split('/')]
+    except RunDirectoryError:
+        return False
+    # Windows takes a backslash for a slash; other characters that do not print hide what is named.
+    return all('\\' not in part and part.isprintable() for part in parts)
 
 
 def _problem(member: zipfile.ZipInfo) -> str | None:

@@ -6,6 +6,7 @@ import functools
 import os
 import re
 import shutil
+import stat
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -14,7 +15,14 @@ from typing import Any, Protocol, cast
 
 from etils import epath
 
-from qkattn.errors import DiskError, ReadError, RunDirectoryError
+from qkattn.config.paths import (
+    LARGEST,
+    expanded,
+    read_regular,
+    require_regular,
+    require_utf8,
+)
+from qkattn.errors import DiskError, ReadError, RunDirectoryError, UnsuitableFileError
 from qkattn.jobs.signals import no_interrupt
 from qkattn.storage import buckets
 
@@ -39,6 +47,7 @@ _RESUME = 'and run the same command again, which resumes from what is saved'
 # An absolute path in text: all of it, what follows `--flag=`, or a string in a list or call.
 _ABSOLUTE = re.compile(r"""(^|[=,"'([])(/[^,"')\]]*)""")
 _TEMPORARY = '.{}.{}.tmp'  # of write_atomic: the file's name, and a UUID
+_NAME_END = 256  # bytes of one component of a path; the limit of Linux and macOS
 
 
 class Files(Protocol):
@@ -65,21 +74,103 @@ def as_readable(path: str | os.PathLike[str] | Readable) -> Readable:
 def as_path(path: str | os.PathLike[str]) -> Path:
     """A path on a file system, ~ expanded, or in a bucket for a URL; as `buckets.to_path`.
 
-    RunDirectoryError where ~ has no directory.
+    RunDirectoryError where ~ has no directory, or the path is not UTF-8.
     """
-    if buckets.is_url(path):
-        return buckets.to_path(path)
-    try:
-        return Path(path).expanduser()
-    except RuntimeError as error:
-        problem = 'names no home directory; set HOME, or give a path without ~'
-        raise RunDirectoryError(f'{path} {problem}') from error
+    return buckets.to_path(path) if buckets.is_url(path) else expanded(path)
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
     """`as_path`, absolute, as orbax needs it."""
     path = as_path(path)
-    return path if buckets.is_url(path) else path.absolute()
+    if buckets.is_url(path):
+        return path
+    require_utf8(path.absolute())  # the working directory may not be
+    return path.absolute()
+
+
+def component(name: str) -> str:
+    """`name`, which a file gives, where it names one entry of a directory and nothing else.
+
+    RunDirectoryError where it is empty, '.' or '..', has a slash or a null character, is not UTF-8,
+    or has 256 bytes or more.
+    """
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError:
+        size = _NAME_END
+    leads_elsewhere = name in ('', os.curdir, os.pardir) or '/' in name
+    if leads_elsewhere or '\0' in name or size >= _NAME_END:
+        raise RunDirectoryError(
+            f'{name!r:.80} is no name of a file or directory; valid is one component of a path, '
+            f"below {_NAME_END} bytes of UTF-8, other than '.' and '..'"
+        )
+    return name
+
+
+def run_path(study: Files, directory: str) -> Files:
+    """The directory of a run, which a plan gives relative to its study, as in runs/NAME.
+
+    RunDirectoryError where it is not inside the study: the plan may be from elsewhere.
+    """
+    try:
+        names = [component(name) for name in directory.split('/')]
+    except RunDirectoryError as error:
+        raise RunDirectoryError(
+            f'{directory!r:.80} is no directory inside the study; valid is runs/NAME'
+        ) from error
+    path = study
+    for name in names:
+        path = path / name
+    return path
+
+
+def below(directory: Path, *names: str) -> Path:
+    """The path of what the program makes in a directory, in order to write or delete there.
+
+    `directory` may be a link, since a user names it. RunDirectoryError where one of `names`, each
+    a `component`, is a link: a directory from elsewhere may link to anything. Buckets have none.
+    """
+    path = directory
+    for name in names:
+        path = path / component(name)
+        if not buckets.is_url(path) and path.is_symlink():
+            raise _linked(path)
+    return path
+
+
+def in_place(path: str, flags: int) -> int:
+    """An opener, as `open` takes it, of a file that is changed in place and not replaced.
+
+    RunDirectoryError where that is a link, or no regular file.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if os.path.islink(path):
+            raise _linked(Path(path)) from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise RunDirectoryError(f'{path} is no regular file; remove it')
+    return descriptor
+
+
+def _linked(path: Path) -> RunDirectoryError:
+    return RunDirectoryError(
+        f'{path} is a link, and nothing is written or deleted through one; put what it links to '
+        'in its place, or give another directory'
+    )
+
+
+def read_whole(path: Readable, most: int | None = LARGEST) -> bytes:
+    """The content of a regular file, of an object in a bucket, or of a file in an archive.
+
+    UnsuitableFileError for a pipe or a device, which may have no end, and for a file of more than
+    `most` bytes; else OSError.
+    """
+    if isinstance(path, Path) and not buckets.is_url(path):
+        return read_regular(path, most)
+    return path.read_bytes()
 
 
 def without_directories(text: str) -> str:
@@ -109,6 +200,7 @@ def check_directory(
         return directory
     # POSIX keeps two leading slashes apart from one; orbax cannot write below them.
     directory = Path('/' + os.path.abspath(as_path(path)).lstrip('/'))
+    require_utf8(directory)
     try:
         if create:
             directory.mkdir(parents=True, exist_ok=True)
@@ -127,8 +219,10 @@ make_directory = functools.partial(check_directory, create=True)
 
 
 def remove_tree(path: Path) -> None:
-    """Deletes a directory, if it is there, as far as that is possible."""
+    """Deletes a directory, if it is there, as far as that is possible; of a link, the link."""
     if not buckets.is_url(path):
+        if path.is_symlink():
+            path.unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
     elif path.exists():
         cast(epath.Path, path).rmtree(missing_ok=True)
@@ -198,7 +292,7 @@ def replacing(path: Path) -> Iterator[Path]:
         return
     with _replacing(path, f'{path.name}.tmp') as temporary:
         temporary.unlink(missing_ok=True)
-        temporary.touch()
+        temporary.touch(exist_ok=False)  # follows no link
         mode = temporary.stat().st_mode  # as the umask gives it; safetensors makes private files
         yield temporary
         temporary.chmod(mode)
@@ -230,8 +324,12 @@ def _sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def local_copy(path: Path) -> Iterator[Path]:
-    """Yields `path`, or for one in a bucket a local file of the same name and content."""
+    """Yields `path`, or for one in a bucket a local file of the same name and content.
+
+    UnsuitableFileError for a pipe or a device.
+    """
     if not buckets.is_url(path):
+        require_regular(path, most=None)
         yield path
         return
     with tempfile.TemporaryDirectory() as directory:
@@ -283,7 +381,7 @@ def _failure(error: BaseException) -> str | None:
     if isinstance(error, MemoryError):
         return 'out of memory'
     if isinstance(error, OSError):
-        if error.errno in _CONTENT or isinstance(error, FileNotFoundError):
+        if error.errno in _CONTENT or isinstance(error, FileNotFoundError | UnsuitableFileError):
             return None
         return error.strerror or str(error)
     texts = [os.strerror(code) for code in errno.errorcode if code not in _CONTENT]

@@ -23,15 +23,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TextIO
 
+from qkattn.config.paths import open_regular
 from qkattn.errors import ConfigError
 from qkattn.jobs.signals import exit_hooks, no_interrupt
 from qkattn.storage import buckets
-from qkattn.storage.files import disk_errors
+from qkattn.storage.files import below, disk_errors, in_place
 from qkattn.storage.records import check, parse_json
 
 EXPIRY = 180.0  # seconds; longer than a network file system stalls, shorter than most runs
 _BEATS = 8  # per expiry; the holder gives up one heartbeat before its lease expires
+_NAME_LENGTH = 1000  # characters that are read of a lock file
 _CLOCK = getattr(time, 'CLOCK_BOOTTIME', time.CLOCK_MONOTONIC)  # the former also counts suspension
 
 log = logging.getLogger(__name__)
@@ -112,7 +115,7 @@ class _File(Lease):
     """The newest lease of a run on a file system."""
 
     def __init__(self, directory: Path, run: str):
-        directory.mkdir(parents=True, exist_ok=True)
+        below(directory.parent, directory.name).mkdir(parents=True, exist_ok=True)
         self._prefix = directory / run
         numbers = (name.removeprefix(f'{run}.') for name in os.listdir(directory))
         self._number = max((int(number) for number in numbers if number.isdecimal()), default=-1)
@@ -124,7 +127,7 @@ class _File(Lease):
         # Before the lease is read, so that a heartbeat in between can only lower its age.
         with tempfile.TemporaryFile(dir=self._prefix.parent) as file:
             now = os.fstat(file.fileno()).st_mtime
-        with contextlib.suppress(FileNotFoundError), open(self.path(), 'rb') as file:
+        with contextlib.suppress(FileNotFoundError), open_regular(self.path()) as file:
             # Of the open file: NFS answers a plain stat from a cache that may be a minute old.
             return file.read(), os.fstat(file.fileno()).st_mtime, now
         return None
@@ -140,12 +143,12 @@ class _File(Lease):
 
     def renew(self) -> bool:
         with contextlib.suppress(FileNotFoundError):
-            os.utime(self.path())
+            os.utime(self.path(), follow_symlinks=False)
             return not os.path.exists(self.path(1))
         return False
 
     def free(self) -> None:
-        os.utime(self.path(), (0, 0))
+        os.utime(self.path(), (0, 0), follow_symlinks=False)
 
 
 class _Object(Lease):
@@ -245,10 +248,10 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[Callable[[], bool]]:
     with contextlib.ExitStack() as exits:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = exits.enter_context(open(path, 'a+', encoding='utf-8'))
+            file = exits.enter_context(open(path, 'a+', encoding='utf-8', opener=in_place))
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError as error:
-            holder = path.read_text(errors='replace').strip() or 'another process'
+            holder = _name_in(file) or 'another process'
             raise BlockingIOError(holder) from error
         except OSError as error:
             raise ConfigError(
@@ -261,6 +264,14 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[Callable[[], bool]]:
                 holder = f'process {os.getpid()} on {socket.gethostname()}\n'
                 os.write(file.fileno(), holder.encode())
         yield lambda: False
+
+
+def _name_in(file: TextIO) -> str:
+    """The holder that a lock file names, '' without one."""
+    file.seek(0)
+    with contextlib.suppress(UnicodeDecodeError):
+        return file.read(_NAME_LENGTH).strip()
+    return ''
 
 
 def _leased(path: Path, wait: bool) -> Lease:

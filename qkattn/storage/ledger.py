@@ -27,7 +27,7 @@ from typing import Any
 
 from qkattn.errors import ReportError
 from qkattn.metrics import result_fields
-from qkattn.storage.files import Files, Readable, write_atomic
+from qkattn.storage.files import Files, Readable, read_whole, run_path, write_atomic
 from qkattn.storage.leases import locked
 from qkattn.storage.records import ARM_KEY, OUTSIDE, check, metrics_of, parse_json, to_jsonable
 
@@ -128,8 +128,8 @@ def append(path: Path, event: str, **data: Any) -> None:
         'previous': entries[-1]['hash'] if entries else None,
     }
     entry['hash'] = digest_of_entry(entry)
-    text = path.read_text(encoding='utf-8') if entries else ''
-    write_atomic(path, text + json.dumps(entry) + '\n')
+    before = read_whole(path) if entries else b''
+    write_atomic(path, before + json.dumps(entry).encode() + b'\n')
 
 
 def declare(directory: Path, declared: Mapping[str, Any]) -> None:
@@ -235,8 +235,9 @@ def _logs(directory: Files) -> Iterator[tuple[dict[str, Any], list[str | None]]]
     """Each line of the plan with the hashes of the run's documents.json and evaluations."""
     for line in _lines(directory / 'plan.jsonl'):
         # A report names a line that has no directory.
-        with contextlib.suppress(ValueError, TypeError, KeyError, OSError):
-            run = directory / (planned := parse_json(line))['directory']
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, OSError):
+            planned = parse_json(line)
+            run = run_path(directory, planned['directory'])
             evaluations = hashlib.sha256()
             for record in _lines(run / 'metrics.jsonl'):
                 if not is_training(record):
@@ -245,10 +246,10 @@ def _logs(directory: Files) -> Iterator[tuple[dict[str, Any], list[str | None]]]
             yield planned, [documents, evaluations.hexdigest()]
 
 
-def left_out_documents(run: Readable) -> str | None:
+def left_out_documents(run: Files) -> str | None:
     """SHA-256 of the documents.json that the stored form of a study leaves out of a run."""
     path = run / DOCUMENTS_SHA256
-    return path.read_bytes().decode().strip() if path.is_file() else None
+    return read_whole(path).decode().strip() if path.is_file() else None
 
 
 def is_training(line: bytes) -> bool:
@@ -257,11 +258,11 @@ def is_training(line: bytes) -> bool:
 
 
 def _file_sha256(path: Readable) -> str | None:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+    return hashlib.sha256(read_whole(path)).hexdigest() if path.is_file() else None
 
 
 def _lines(path: Readable, keepends: bool = False) -> list[bytes]:
-    return path.read_bytes().splitlines(keepends) if path.is_file() else []
+    return read_whole(path).splitlines(keepends) if path.is_file() else []
 
 
 def _sha256(values: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from qkattn.config.paths import open_regular
 from qkattn.errors import RunDirectoryError
 from qkattn.storage import buckets
 from qkattn.storage.files import (
@@ -20,6 +21,7 @@ from qkattn.storage.files import (
     as_path,
     as_readable,
     disk_errors,
+    in_place,
     read_errors,
     write_atomic,
 )
@@ -89,7 +91,7 @@ def _reading(path: Readable) -> Iterator[Iterator[bytes]]:
 
 def _opened(path: Readable) -> IO[bytes]:
     if isinstance(path, Path) and not buckets.is_url(path):
-        return path.open('rb')
+        return open_regular(path)
     return io.BytesIO(path.read_bytes())  # in a bucket or an archive
 
 
@@ -156,7 +158,9 @@ class MetricsFile:
         try:
             if not buckets.is_url(self.path):
                 with disk_errors(self.path):
-                    self._file = open(self.path, 'a+b', buffering=0)  # noqa: SIM115
+                    self._file = open(  # noqa: SIM115
+                        self.path, 'a+b', buffering=0, opener=in_place
+                    )
             elif self.path.exists():
                 with read_errors(self.path):
                     self._file = io.BytesIO(self.path.read_bytes())

@@ -21,7 +21,7 @@ import numpy as np
 
 from qkattn.errors import ConfigError, RunDirectoryError
 from qkattn.metrics import METRICS, TIMES, Metric, outside, result_fields, with_outside
-from qkattn.storage.files import Readable, as_readable, read_errors, write_atomic
+from qkattn.storage.files import Readable, as_readable, read_errors, read_whole, write_atomic
 
 T = TypeVar('T')
 FINISHED, DIVERGED = 'finished', 'diverged'  # `status` of each entry of result.json
@@ -127,7 +127,7 @@ def parse_file(path: str | os.PathLike | Readable, schema: Any) -> Any:
     path = as_readable(path)
     try:
         with read_errors(path):
-            value = parse_json(path.read_bytes())
+            value = parse_json(read_whole(path))
     except OSError as error:
         raise ValueError(error.strerror or error) from error
     for item in value if isinstance(value, list) else [value]:
@@ -160,7 +160,7 @@ def read_lines(
     place, records = str(path), []
     try:
         with read_errors(path):
-            lines = path.read_bytes().splitlines()
+            lines = read_whole(path).splitlines()
         for number, line in enumerate(lines, start=1):
             place = f'{path}, line {number}'
             check(record := parse_json(line), schema)

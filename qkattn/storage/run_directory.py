@@ -29,7 +29,7 @@ from qkattn.config import (
 from qkattn.config.imports import imported
 from qkattn.errors import ConfigError, InUseError, RunDirectoryError, UnknownFieldError
 from qkattn.jobs.output import run_program
-from qkattn.storage.files import make_directory, remove_unfinished
+from qkattn.storage.files import below, make_directory, remove_unfinished
 from qkattn.storage.leases import locked
 from qkattn.storage.metrics_log import MetricsFile
 from qkattn.storage.records import CONFIG, PROVENANCE, damaged, read_json, write_json
@@ -41,17 +41,29 @@ RECORDED_VERSIONS = (
 )
 
 
+# What is changed in place, or written and deleted in.
+WRITTEN = (
+    ('lock',),
+    ('metrics.jsonl',),
+    ('checkpoints', 'trash'),
+    ('tensorboard',),
+    ('wandb',),
+)
+
+
 class RunDirectory(contextlib.ExitStack):
     """A run directory that this process, in a job process 0, holds until `close`."""
 
     def __init__(self, path: str | os.PathLike, config: Config):
         """Creates or resumes a run directory; records jax's devices, which it opens.
 
-        InUseError if a live process holds it, RunDirectoryError if it is damaged, ConfigError if it
-        holds a study or a run of another configuration.
+        InUseError if a live process holds it, RunDirectoryError if it is damaged or has a link
+        where something is written, ConfigError if it holds a study or a run of another
+        configuration.
         """
         super().__init__()
         directory = make_directory(path)
+        require_no_links(directory)
         try:
             self.lost = self.enter_context(locked(directory / 'lock', wait=False))
             remove_unfinished(directory)
@@ -70,6 +82,14 @@ class RunDirectory(contextlib.ExitStack):
         except BaseException:
             self.close()
             raise
+
+
+def require_no_links(directory: Path) -> None:
+    """Raises RunDirectoryError where a link in a run directory would be followed by its owner."""
+    for names in WRITTEN:
+        below(directory, *names)
+    for step in (directory / 'checkpoints').glob('[0-9]*'):
+        below(directory, 'checkpoints', step.name)
 
 
 def _check_config(directory: Path, config: Config) -> None:

@@ -21,7 +21,7 @@ from qkattn.config.calls import resolve, takes
 from qkattn.config.imports import load_extra
 from qkattn.errors import ConfigError
 from qkattn.storage import buckets
-from qkattn.storage.files import write_atomic
+from qkattn.storage.files import below, read_whole, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class TensorBoard:
         self._event = events.event_pb2.Event
         self._writers = []
         for name in trial_names(config):
-            path = directory / 'tensorboard' / name
+            path = below(directory, 'tensorboard', *filter(None, [name]))
             path.mkdir(parents=True, exist_ok=True)
             # Two starts may fall into the same second, of which the file is named.
             self._writers.append(writer := events.EventsWriter(str(path / 'events'), f'.{step}'))
@@ -71,7 +71,7 @@ class WandB:
 
     def __init__(self, directory: Path, config: Config, step: int, *, project: str = 'qkattn'):
         wandb = load_extra(self.package, 'wandb')
-        file = directory / 'wandb' / 'id'
+        file = below(directory, 'wandb', 'id')
         if not file.exists():
             write_atomic(file, uuid.uuid4().hex)
         self._trials = [f'/{name}' if name else '' for name in trial_names(config)]
@@ -79,7 +79,7 @@ class WandB:
             project=project,
             name=directory.name,
             dir=str(directory),
-            id=file.read_text(encoding='utf-8'),
+            id=read_whole(file).decode(),
             resume='allow',
             config=to_json(config),
             settings=wandb.Settings(console='off'),

@@ -150,7 +150,8 @@ def _check_runs(path: Path, study: Study, arms: Sequence[MatchedArm]) -> None:
     advice = 'restore it from a copy, or remove it: it is then made again from the results'
     known = {run.id for run in plan.runs(study, arms, plan.results_in(path))}
     schema = {'run': str, 'directory': str, 'control': str | None}
-    for record in records.read_lines(file, schema, advice):
+
+    for record in records.read_lines(file, schema, advice, stored.check_run_directory):
         # Arms that are trained longer may be decided no more, once others are added.
         expected = record['run'] in known or record['control'] == LONGER
         if not expected and (path / record['directory'] / 'result.json').exists():

@@ -34,7 +34,7 @@ from qkattn.jobs.display import StudyLeft, waiting
 from qkattn.jobs.signals import StopRequest
 from qkattn.storage import leases, ledger
 from qkattn.storage.buckets import is_url
-from qkattn.storage.files import check_directory, make_directory, write_atomic
+from qkattn.storage.files import below, check_directory, make_directory, write_atomic
 from qkattn.storage.leases import locked
 from qkattn.storage.records import read_json
 from qkattn.study import declaration, plan
@@ -95,6 +95,8 @@ class _Worker:
         """Checks and declares the study."""
         study, path = self.study, self.path
         declaration.require_no_run(path)
+        for name in ('lock', 'leases', 'runs', 'plots'):
+            below(path, name)
         # Before the directory is created, so that a refused study leaves nothing behind.
         left = reversed(left_of(study, self.arms, path))
         # Of each model on each corpus the longest run.
@@ -187,7 +189,7 @@ def _train(path: Path, leased: dict[str, Any], worker: _Worker, failed: dict[str
         try:
             train(
                 from_json(Config, leased['config']),
-                path / leased['directory'],
+                below(path, *leased['directory'].split('/')),
                 label=leased['label'],
                 study=worker.study_left,
                 lost=lambda: lease.lost,

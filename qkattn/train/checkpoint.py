@@ -26,10 +26,19 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from qkattn import __version__
+from qkattn.config.paths import require_regular_tree
 from qkattn.errors import CheckpointError, ReadError
 from qkattn.jobs import agreement
 from qkattn.storage import buckets
-from qkattn.storage.files import disk_errors, read_errors, remove_tree, require_room, require_same
+from qkattn.storage.files import (
+    below,
+    disk_errors,
+    read_errors,
+    read_whole,
+    remove_tree,
+    require_room,
+    require_same,
+)
 from qkattn.storage.records import check, parse_file, parse_json, remove_checksum, with_checksum
 
 T = TypeVar('T')
@@ -91,10 +100,14 @@ class Checkpoints:
         with self._waiting():
             self._manager.wait_until_finished()
             if self._status is not None:
-                self._remove(f'{TRASH}/*')
+                self._empty_trash()
 
-    def _remove(self, *patterns: str) -> None:
-        for path in (path for pattern in patterns for path in self.directory.glob(pattern)):
+    def _empty_trash(self) -> None:
+        for path in below(self.directory, TRASH).glob('*'):
+            remove_tree(path)
+
+    def _remove(self, pattern: str) -> None:
+        for path in self.directory.glob(pattern):
             remove_tree(path)
 
     def restore(self, target: dict) -> tuple[dict, dict[str, Any]] | None:
@@ -136,7 +149,7 @@ class Checkpoints:
         path = self.directory / str(step) / 'record/metadata'
         try:
             with read_errors(path):
-                record = parse_json(path.read_bytes())
+                record = parse_json(read_whole(path))
             check(record, {'format': int, 'version': str})
             remove_checksum(record)
             if record['format'] > FORMAT:
@@ -164,6 +177,8 @@ class Checkpoints:
             # Not by the manager, which waits for all processes, also for one whose files are bad.
             args = ocp.args.StandardRestore({**target, SUMS: sums})
             with read_errors(path):
+                if not buckets.is_url(path):
+                    require_regular_tree(path)
                 state = ocp.StandardCheckpointHandler().restore(path, args=args)
         except Exception as error:  # orbax and tensorstore raise many kinds on damaged files
             failure = isinstance(error, ReadError), str(error)
@@ -184,7 +199,8 @@ class Checkpoints:
             if later > step:
                 self._manager.delete(later)
         # A step has to be free in the trash when it is superseded a second time.
-        self._on_owner(lambda: self._remove(f'{TRASH}/*', f'*{SET_ASIDE}'))
+        self._on_owner(self._empty_trash)
+        self._on_owner(lambda: self._remove(f'*{SET_ASIDE}'))
 
     def _on_owner(self, call: Callable[[], T]) -> T:
         """The result of `call` in process 0, for all processes; if read only, in this one."""
@@ -193,7 +209,7 @@ class Checkpoints:
     def _tidy(self) -> None:
         """Sets aside checkpoints with damaged descriptions: orbax would open no other either."""
         if not self._read_only:
-            remove_tree(self.directory / TRASH)
+            remove_tree(below(self.directory, TRASH))
         for path in self.directory.glob('[0-9]*'):
             if not path.name.isdecimal():
                 continue
@@ -225,7 +241,8 @@ class Checkpoints:
             with self._waiting():
                 self._manager.close()
             if agreement.owner() and not self._read_only:
-                self._remove(TRASH, UNFINISHED)
+                self._remove(TRASH)
+                self._remove(UNFINISHED)
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:

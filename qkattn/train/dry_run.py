@@ -25,6 +25,7 @@ from qkattn.config.setting import check_section
 from qkattn.errors import ConfigError
 from qkattn.model import cost
 from qkattn.model.sites import validate
+from qkattn.storage.files import read_whole
 from qkattn.train import program, sharding
 from qkattn.train.optimizer import check_optimizer
 from qkattn.train.program_cache import without_cache
@@ -242,7 +243,7 @@ def check_log(path: str | Path) -> None:
     if not Path(path).parent.is_dir() or (Path(path).exists() and not Path(path).is_file()):
         valid = 'a CSV file, or a name for one in a directory that exists'
         raise ConfigError(f'--dry_run_log={path} must be {valid}')
-    known = Path(path).read_text(errors='replace') if Path(path).exists() else ''
+    known = read_whole(Path(path)).decode(errors='replace') if Path(path).exists() else ''
     if known and known.partition('\n')[0] != LOG_COLUMNS:
         raise ConfigError(f'--dry_run_log={path} must have the columns {LOG_COLUMNS}')
 

@@ -23,7 +23,7 @@ from qkattn.jobs.agreement import owned, owner_first
 from qkattn.jobs.display import Progress, StudyLeft, waiting
 from qkattn.jobs.signals import StopRequest
 from qkattn.model.sites import validate
-from qkattn.storage.files import check_directory, make_directory
+from qkattn.storage.files import below, check_directory, make_directory
 from qkattn.storage.metrics_log import MetricsFile
 from qkattn.storage.records import read_json, read_results, write_json
 from qkattn.storage.run_directory import RunDirectory
@@ -74,6 +74,8 @@ def train(
     check_metrics(config)
     path, trials = check_directory(workdir), config.trials.trials()
     traces = None if profile is None else make_directory(profile, name='profile')
+    if traces is not None:
+        below(traces, 'plugins', 'profile')  # where the profiler writes
     sharding.require_devices(config.mesh)
     agreement.on_owner(lambda: sharding.require_memory(config))
     tokens = len(trials) * config.train.batch_size * config.model.context  # of a step

@@ -15,7 +15,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from qkattn.errors import ConfigError
-from qkattn.storage.files import as_path
+from qkattn.storage.files import as_path, below
 
 LIMIT = 4 * 2**30  # bytes, beyond which programs are deleted, least recently used first
 
@@ -47,6 +47,7 @@ def keep_programs() -> None:
         return  # a bucket, which JAX writes itself
     try:
         path = directory()
+        below(path.parent, path.name)
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.stat()
         if status.st_uid != os.geteuid() or status.st_mode & 0o022:
@@ -77,7 +78,8 @@ def without_cache() -> Iterator[None]:
 
 
 def _delete_oldest(path: Path) -> None:
-    stats = {file: file.stat() for file in path.glob('*/*-cache')}
+    folders = [folder for folder in path.glob('*-cores') if not folder.is_symlink()]
+    stats = {file: file.stat() for folder in folders for file in folder.glob('*-cache')}
     total = sum(stat.st_size for stat in stats.values())
     for file in sorted(stats, key=lambda file: max(stats[file].st_atime, stats[file].st_mtime)):
         if total > LIMIT:

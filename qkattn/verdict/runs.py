@@ -125,7 +125,7 @@ def parse_arm_key(record: Any) -> ArmKey:
 
 def parse_run(record: Any) -> Run:
     """Reads a planned run from its JSON object; raises ValueError that names the bad field."""
-    records.check(record, {'run': str, 'trials': int, 'config': _CONFIG})
+    records.check(record, {'run': str, 'directory': str, 'trials': int, 'config': _CONFIG})
     if record['trials'] < 1:
         raise ValueError(f"field 'trials' is {record['trials']}, expected 1 or more")
     given = {'name': record['run'], 'num_trials': record['trials'], 'trials': ()}

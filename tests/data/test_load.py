@@ -45,7 +45,9 @@ def test_of_those_that_race_one_prepares_and_another_if_it_fails(tmp_path):
 
     def opened(_):
         try:
-            return prepared_once(tmp_path / 'file', (tmp_path / 'file').read_text, prepare)
+            return prepared_once(
+                tmp_path / 'file', (tmp_path / 'file').read_text, prepare, root=tmp_path
+            )
         except KeyError:
             return 'failed'
 

@@ -56,13 +56,15 @@ PHRASES = [b'peter piper picked a peck\n' * 3, b'of pickled peppers']
 
 def test_a_tokenizer_is_trained_once_and_again_if_it_is_damaged(tmp_path, warnings):
     def opened(kind, texts=PHRASES, size=270):
-        return open_tokenizer(tmp_path, kind, size, lambda: texts or pytest.fail('texts are read'))
+        return open_tokenizer(
+            tmp_path, 'corpus/1.0.0', kind, size, lambda: texts or pytest.fail('texts are read')
+        )
 
     assert opened('bytes', None).name == 'bytes' and not list(tmp_path.iterdir())
     letters, bpe = CharacterTokenizer.train(PHRASES), BPETokenizer.train(PHRASES, 270)
     for kind, folder, made in (('characters', 'characters', letters), ('bpe', 'byte-bpe-270', bpe)):
         assert opened(kind).name == opened(kind, None).name == made.name and not warnings
-        path = tmp_path / folder / 'tokenizer.json'
+        path = tmp_path / 'tokenizers/corpus/1.0.0' / folder / 'tokenizer.json'
         model = path.read_bytes()
         path.write_bytes(model[:-9])
         assert opened(kind).name == made.name and path.read_bytes() == model

@@ -8,9 +8,12 @@ import pytest
 from qkattn.errors import DiskError, RunDirectoryError
 from qkattn.storage.files import (
     as_path,
+    below,
     check_directory,
+    component,
     make_directory,
     replacing,
+    run_path,
     without_directories,
     write_atomic,
 )
@@ -122,3 +125,36 @@ def test_an_argument_loses_the_directories_of_the_machine(
     (tmp_path / 'cwd').mkdir()
     monkeypatch.chdir(tmp_path / 'cwd')
     assert without_directories(argument.format(cwd=tmp_path / 'cwd')) == expected
+
+
+@pytest.mark.parametrize(
+    'name', ['', '.', '..', '/', '/etc', 'a/b', '../a', 'a/', 'a\0b', 'a\udcff', 'ä' * 128]
+)
+def test_a_name_of_a_file_from_elsewhere_is_one_component(tmp_path, name):
+    for check in (
+        component,
+        lambda name: below(tmp_path, name),
+        lambda name: below(tmp_path, 'a', name),
+    ):
+        with refused(
+            'is no name of a file or directory; valid is one component', RunDirectoryError
+        ):
+            check(name)
+
+
+@pytest.mark.parametrize('name', ['a', 'a.b', '...', '-a', 'ä' * 127, 'a b', '~'])
+def test_any_other_name_is_taken_as_it_is(tmp_path, name):
+    assert component(name) == name and below(tmp_path, 'x', name) == tmp_path / 'x' / name
+
+
+def test_a_run_of_a_study_is_one_directory_below_runs(tmp_path):
+    assert run_path(tmp_path, 'runs/a-b') == tmp_path / 'runs/a-b'
+
+
+@pytest.mark.parametrize('create', [False, True])
+def test_a_working_directory_that_is_not_utf8_is_refused(tmp_path, monkeypatch, create):
+    os.mkdir(os.fsencode(tmp_path) + b'/a\xff')
+    monkeypatch.chdir(tmp_path / os.fsdecode(b'a\xff'))
+    with refused('is not UTF-8, as checkpoints need it', RunDirectoryError):
+        check_directory('run', create=create)
+    assert names(tmp_path / os.fsdecode(b'a\xff')) == []

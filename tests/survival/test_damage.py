@@ -49,8 +49,7 @@ def test_a_damaged_run_is_refused_or_ends_as_it_would_have(small_run, tmp_path, 
             train(config, path)
         except (ConfigError, CheckpointError) as error:
             assert name in str(error) and '\n' not in str(error)
-            left = None if (path / name).is_dir() else (path / name).read_bytes()
-            assert left == content
+            assert damages.content_of(path / name) == content
             assert (path / 'result.json').exists() == (name == 'result.json')
         else:
             assert name == 'metrics.jsonl' or label == '0: without crc32', label
@@ -119,7 +118,7 @@ def test_a_damaged_file_of_a_study_is_named_and_nothing_is_made_again(study, cap
             except ConfigError as error:
                 messages.append(str(error))
             if file.name not in DERIVED:
-                assert (None if file.is_dir() else file.read_bytes()) == content, label
+                assert damages.content_of(file) == content, label
             for path in {file, *(study / derived for derived in DERIVED)}:
                 damages.replace(path, before[path])
             assert all(path.read_bytes() == before[path] for path in files), label

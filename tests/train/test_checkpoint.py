@@ -216,12 +216,12 @@ def test_a_damaged_file_costs_at_most_its_checkpoint(two, tmp_path, name, every)
 def test_a_checkpoint_that_cannot_be_read_is_no_damaged_one(two, tmp_path, monkeypatch, name):
     """The newest checkpoint is neither passed over nor moved; the next start reads it."""
     path, error = shutil.copytree(two, tmp_path / 'c'), OSError(errno.EIO, os.strerror(errno.EIO))
-    read_bytes = Path.read_bytes
+    read_regular = files.read_regular
 
-    def failing(file: Path) -> bytes:
+    def failing(file: Path, most: int) -> bytes:
         if file == path / '8' / name:
             raise error
-        return read_bytes(file)
+        return read_regular(file, most)
 
     def restore(*_, **__):
         try:  # as orbax does, whose own text does not say why
@@ -240,7 +240,7 @@ def test_a_checkpoint_that_cannot_be_read_is_no_damaged_one(two, tmp_path, monke
                 checkpoint.ocp.StandardCheckpointHandler, 'restore', Mock(side_effect=error)
             )
         else:
-            patch.setattr(Path, 'read_bytes', failing)
+            patch.setattr(files, 'read_regular', failing)
         with pytest.raises(ReadError, match=rf'^{path}/8.* cannot be read .*; nothing was changed'):
             restored(path)
     assert names_in(path) == ['4', '8'] and int(restored(path)[0]['step']) == 8

@@ -10,7 +10,7 @@ from qkattn.config import DataConfig
 from qkattn.data.cache import DamagedData, data_root, prepared_once
 from qkattn.data.corpora.corpus import Corpus, parse_languages, readable
 from qkattn.errors import ConfigError
-from qkattn.storage.files import as_path, write_atomic
+from qkattn.storage.files import as_path, read_whole, write_atomic
 
 TIMEOUT = (10, 60)  # seconds to connect, and of silence, after which a download has failed
 PLAYS = 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt'
@@ -77,7 +77,8 @@ def fetched(dataset: str, url: str, config: DataConfig) -> bytes:
     sha256 differs.
     """
     name = url.rpartition('/')[2]
-    path = data_root(config.data_dir) / 'downloads' / dataset / name
+    root = data_root(config.data_dir)
+    path = root / 'downloads' / dataset / name
     advice = f'put {url}, unchanged, into a directory and name it in data.manual_dir'
 
     def checked(content: bytes, source: str) -> bytes:
@@ -86,17 +87,17 @@ def fetched(dataset: str, url: str, config: DataConfig) -> bytes:
         return content
 
     def opened() -> bytes:
-        return checked(path.read_bytes(), str(path))
+        return checked(read_whole(path), str(path))
 
     def get() -> None:
         source = url if config.manual_dir is None else str(as_path(config.manual_dir) / name)
         with readable(source, advice):  # errors of requests are OSErrors
             if config.manual_dir is not None:
-                content = Path(source).read_bytes()
+                content = read_whole(Path(source))
             else:
                 response = requests.get(url, timeout=TIMEOUT)
                 response.raise_for_status()
                 content = response.content
         write_atomic(path, checked(content, source))
 
-    return prepared_once(path, opened, get)
+    return prepared_once(path, opened, get, root=root)

@@ -13,7 +13,7 @@ from pathlib import Path
 from qkattn.config import DataConfig
 from qkattn.data.corpora.corpus import SPLITS, Corpus, cut_at_lines, parse_languages, readable
 from qkattn.errors import ConfigError
-from qkattn.storage.files import as_path, version_of
+from qkattn.storage.files import as_path, read_whole, version_of
 
 
 def text(config: DataConfig) -> Corpus:
@@ -114,7 +114,7 @@ def _scan(path: Path) -> tuple[str, int]:
 # A run opens its corpus more than once.
 @functools.cache
 def _scan_version(path: Path, version: tuple[int, int]) -> tuple[str, int]:
-    content = path.read_bytes()
+    content = read_whole(path, most=None)
     content.decode()
     if not content:
         raise ConfigError(f'data.path: {str(path)!r} is empty; it must hold text.')
@@ -123,4 +123,4 @@ def _scan_version(path: Path, version: tuple[int, int]) -> tuple[str, int]:
 
 def _read(path: Path) -> bytes:
     # The byte order mark that some editors put in front of UTF-8 is not text.
-    return path.read_bytes().removeprefix(codecs.BOM_UTF8)
+    return read_whole(path, most=None).removeprefix(codecs.BOM_UTF8)

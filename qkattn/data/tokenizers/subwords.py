@@ -11,7 +11,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from qkattn.data.corpora.corpus import readable
 from qkattn.data.tokenizers.tokenizer import Ids, Tokenizer, text_of
 from qkattn.errors import ConfigError
-from qkattn.storage.files import as_path
+from qkattn.storage.files import as_path, read_whole
 
 SEPARATOR = '\0'  # in text, U+0000 is encoded as the byte 0
 # The library allocates memory for the requested size before it reads any text.
@@ -121,7 +121,7 @@ class FileTokenizer(Subwords):
         """The tokenizer of a file; ConfigError if it cannot be read, or is not of the library."""
         advice = 'give a tokenizer.json of the Hugging Face tokenizers library'
         with readable(f'data.tokenizer={path!r}', advice, Exception):  # which the library raises
-            return cls(as_path(path).read_bytes())
+            return cls(read_whole(as_path(path)))
 
     def encode(self, text: str | bytes) -> np.ndarray:
         encoding = self._tokenizer.encode(text_of(text), add_special_tokens=False)

@@ -17,7 +17,7 @@ from qkattn.config.imports import digest
 from qkattn.data.cache import DamagedData, prepared_once
 from qkattn.data.tokenizers.subwords import BPETokenizer, FileTokenizer
 from qkattn.data.tokenizers.tokenizer import ByteTokenizer, CharacterTokenizer, Tokenizer
-from qkattn.storage.files import write_atomic
+from qkattn.storage.files import read_whole, write_atomic
 
 KINDS: dict[str, Any] = {
     'bytes': ByteTokenizer,
@@ -45,10 +45,11 @@ def check(kind: str) -> tuple[Any, dict[str, Any]]:
 
 
 def open_tokenizer(
-    directory: Path, kind: str, size: int, texts: Callable[[], Iterable[bytes]]
+    root: Path, corpus: str, kind: str, size: int, texts: Callable[[], Iterable[bytes]]
 ) -> Tokenizer:
-    """The tokenizer of a kind; trained below `directory`, that of the corpus, the first time.
+    """The tokenizer of a kind; trained the first time, in the prepared data below `root`.
 
+    `corpus` is its name and version, as in 'stdlib/1.0.0', by which its tokenizers are kept.
     Only 'bpe' has a `size`, in ids. `texts`, always the same, is called only to train.
     """
     cls, options = check(kind)
@@ -59,11 +60,11 @@ def open_tokenizer(
         folder, options = f'byte-bpe-{size}', {'size': size}
     elif ':' in kind:
         folder = f'{kind.partition("(")[0].replace(":", ".")}-{digest(kind)}'
-    path = directory / folder / 'tokenizer.json'
+    path = root / 'tokenizers' / corpus / folder / 'tokenizer.json'
 
     def opened() -> Tokenizer:
         try:
-            return restored(kind, path.read_bytes())
+            return restored(kind, read_whole(path))
         except Exception as error:  # the class that the library of subwords raises
             raise DamagedData(f'{path} is damaged: {error}') from error
 
@@ -71,7 +72,7 @@ def open_tokenizer(
         log.info('Training the %s tokenizer in %s', kind, path.parent)
         write_atomic(path, cls.train(texts(), **options).model())
 
-    return prepared_once(path, opened, train)
+    return prepared_once(path, opened, train, root=root)
 
 
 def restored(kind: str, model: bytes | None) -> Tokenizer:

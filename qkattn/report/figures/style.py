@@ -11,7 +11,7 @@ import matplotlib.style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from qkattn.storage.files import write_atomic
+from qkattn.storage.files import below, write_atomic
 
 # Six hues chosen for distance under simulated deuteranopia and protanopia (Machado, Oliveira and
 # Fernandes 2009: at least 16 CIELAB units between any two on white, 20 on dark) and for 3:1
@@ -97,6 +97,7 @@ def write_plots(
     plots: Path, drawn: Sequence[Drawing], kinds: Sequence[str] = ('png', 'pdf', 'svg')
 ) -> dict[str, bytes]:
     """Writes figures and removes earlier ones not drawn now; returns those of the last kind."""
+    plots = below(plots.parent, plots.name)
     for file in plots.glob('*.*'):
         if file.stem not in {drawing.stem for drawing in drawn}:
             file.unlink()

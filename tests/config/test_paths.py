@@ -1,0 +1,67 @@
+"""Regular files, as they are told from everything else that a path may name."""
+
+import os
+import socket
+
+import pytest
+
+from qkattn.config.paths import (
+    LARGEST,
+    expanded,
+    open_regular,
+    read_regular,
+    require_regular,
+    require_regular_tree,
+)
+from qkattn.errors import RunDirectoryError, UnsuitableFileError
+from tests.processes import limited
+from tests.refusals import refused
+
+
+@pytest.fixture
+def special(tmp_path):
+    """Paths that hold no regular file, by kind."""
+    os.mkfifo(tmp_path / 'pipe')
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / 'socket'))
+        yield {'pipe': tmp_path / 'pipe', 'socket': tmp_path / 'socket', 'device': '/dev/zero'}
+
+
+@pytest.mark.parametrize('kind', ['pipe', 'socket', 'device'])
+@pytest.mark.parametrize('read', [open_regular, read_regular, require_regular])
+def test_only_a_regular_file_is_read(special, kind, read):
+    with limited(10), refused(f'^it is a {kind} and no regular file$', UnsuitableFileError):
+        read(special[kind])
+
+
+def test_a_regular_file_and_a_link_to_one_are_read(tmp_path):
+    (tmp_path / 'file').write_bytes(b'content')
+    (tmp_path / 'link').symlink_to('file')
+    assert read_regular(tmp_path / 'file') == read_regular(tmp_path / 'link') == b'content'
+
+
+def test_a_directory_is_refused_as_ever(tmp_path):
+    with pytest.raises(IsADirectoryError):
+        read_regular(tmp_path)
+
+
+def test_a_file_that_is_too_large_is_not_read(tmp_path):
+    with (tmp_path / 'file').open('wb') as file:
+        file.truncate(LARGEST + 1)  # takes no room
+    with refused('it has 4,294,967,297 bytes, and ', UnsuitableFileError):
+        read_regular(tmp_path / 'file')
+
+
+def test_a_tree_holds_files_and_directories_only(special, tmp_path):
+    (tmp_path / 'tree/folder').mkdir(parents=True)
+    (tmp_path / 'tree/folder/file').touch()
+    require_regular_tree(tmp_path / 'tree')
+    (tmp_path / 'tree/folder/link').symlink_to(special['pipe'])
+    with refused('a pipe', UnsuitableFileError):
+        require_regular_tree(tmp_path / 'tree')
+
+
+@pytest.mark.parametrize('path', ['a\udcff', '~/a\udcff', 'a\0b'])
+def test_a_path_that_checkpoints_cannot_have_is_refused(path):
+    with refused('is not UTF-8|has a null character', RunDirectoryError):
+        expanded(path)

@@ -1,0 +1,265 @@
+"""A directory from elsewhere is data: nothing outside of it is touched, and nothing waits for it.
+
+Each table has the writers, readers or names of every room; none of them may follow a link, wait for
+a pipe, or leave the directory.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+
+from experiments.benchmark import record
+from qkattn.config import Config, DataConfig, ModelConfig
+from qkattn.convert.published import load_gpt2
+from qkattn.data.cache import prepared_once
+from qkattn.data.corpora.downloads import CAPTIONS, fetched
+from qkattn.data.corpora.own_files import text
+from qkattn.data.tokenizers.subwords import FileTokenizer
+from qkattn.errors import ConfigError, RunDirectoryError, UnsuitableFileError
+from qkattn.report.figures.style import write_plots
+from qkattn.report.verify import check_numbers, check_page
+from qkattn.storage import leases, ledger, records
+from qkattn.storage.files import local_copy, remove_tree, replacing
+from qkattn.storage.metrics_log import MetricsFile, read_metrics
+from qkattn.storage.run_directory import RunDirectory
+from qkattn.study import declaration, worker, yardsticks
+from qkattn.study.worker import _Worker
+from qkattn.train import program_cache
+from qkattn.train.checkpoint import Checkpoints
+from qkattn.train.loop import train
+from qkattn.verdict.runs import parse_run
+from tests.processes import limited
+from tests.refusals import refused
+
+
+def contents(directory: Path) -> dict[str, bytes | None]:
+    """All that is in a directory, with the times of its files."""
+    return {
+        str(path): f'{path.read_bytes()!r} {path.stat().st_mtime_ns}' if path.is_file() else ''
+        for path in directory.rglob('*')
+    }
+
+
+def own_run(path):
+    RunDirectory(path, Config()).close()
+
+
+def own_checkpoints(path):
+    Checkpoints(path).close()
+
+
+def supersede(path):
+    """Deletes superseded checkpoints where the trash has become a link since they were opened."""
+    (path / 'trash').rename(path.parent / 'link')
+    checkpoints = Checkpoints(path)
+    (path.parent / 'link').rename(path / 'trash')
+    checkpoints.wait()
+
+
+def acquire(path):
+    leases.acquire(path / 'leases', 'run')
+
+
+def plan_study(path):
+    _Worker(Mock(), path, [], Mock())
+
+
+def train_planned(path):
+    """Trains a run of a study, whose error is that of the run."""
+    failed = {}
+    leased = {'run': 'x', 'directory': 'runs/x', 'config': {}, 'label': 'x'}
+    lease = contextlib.nullcontext(Mock(lost=False))
+    worker._train(path, leased | {'left': {'runs': 0, 'share': 0.0}}, Mock(lease=lease), failed)
+    raise RunDirectoryError(failed['x'])
+
+
+def draw(path):
+    write_plots(path / 'plots', [])
+
+
+def prepare(path):
+    file = path / 'tokens/text/1.0.0/tokens.json'
+    prepared_once(file, Mock(), lambda: file.write_text('{}'), root=path)
+
+
+def trace(path):
+    train(Config(), path / 'run', profile=str(path))
+
+
+def hold_lock(path):
+    with leases.locked(path / 'lock', wait=False):
+        pass
+
+
+# The place of a link in a directory, and what would write or delete through it.
+WRITERS = [
+    ('lock', hold_lock),
+    *((name, own_run) for name in ('lock', 'metrics.jsonl', 'checkpoints', 'checkpoints/trash')),
+    *((name, own_run) for name in ('checkpoints/4', 'tensorboard', 'wandb')),
+    *(('trash', write) for write in (own_checkpoints, supersede)),
+    ('leases', acquire),
+    *((name, plan_study) for name in ('lock', 'leases', 'runs', 'plots')),
+    *((name, train_planned) for name in ('runs', 'runs/x')),
+    ('plots', draw),
+    *((name, prepare) for name in ('tokens', 'tokens/text', 'tokens/text/1.0.0')),
+    *((name, trace) for name in ('plugins', 'plugins/profile')),
+]
+
+
+@pytest.mark.parametrize(
+    ('place', 'write'), WRITERS, ids=lambda value: getattr(value, '__name__', value)
+)
+def test_nothing_is_written_or_deleted_through_a_link(tmp_path, place, write):
+    outside, received = tmp_path / 'outside', tmp_path / 'received'
+    for folder in ('4', 'x'):
+        (outside / folder).mkdir(parents=True)
+        (outside / folder / 'kept').write_text('kept')
+    (received / place).parent.mkdir(parents=True)
+    is_file = place in ('lock', 'metrics.jsonl')
+    (received / place).symlink_to(outside / '4/kept' if is_file else outside)
+    before = contents(outside)
+    with limited(20), refused('is a link', RunDirectoryError):
+        write(received)
+    assert contents(outside) == before
+    assert {path.name for path in received.rglob('*')} == {*Path(place).parts}
+
+
+def test_no_program_is_deleted_through_a_link(tmp_path, monkeypatch):
+    monkeypatch.setattr(program_cache, 'LIMIT', 0)
+    (tmp_path / 'outside').mkdir()
+    (tmp_path / 'outside/kept-cache').write_text('kept')
+    (tmp_path / 'compiled/1-cores').mkdir(parents=True)
+    (tmp_path / 'compiled/1-cores/old-cache').write_text('old')
+    (tmp_path / 'compiled/2-cores').symlink_to(tmp_path / 'outside')
+    program_cache._delete_oldest(tmp_path / 'compiled')
+    assert (tmp_path / 'outside/kept-cache').exists()
+    assert not (tmp_path / 'compiled/1-cores/old-cache').exists()
+
+
+@pytest.mark.parametrize('own', [own_run, own_checkpoints, hold_lock, acquire, draw])
+def test_the_directory_that_a_user_names_may_be_a_link(tmp_path, own):
+    (tmp_path / 'elsewhere').mkdir()
+    (tmp_path / 'named').symlink_to(tmp_path / 'elsewhere')
+    own(tmp_path / 'named')
+    assert (tmp_path / 'named').is_symlink()
+
+
+def test_what_is_replaced_or_removed_is_the_link_itself(tmp_path):
+    outside, link = tmp_path / 'outside', tmp_path / 'file.tmp'
+    outside.mkdir()
+    (outside / 'kept').write_text('kept')
+    before = contents(outside)
+    link.symlink_to(outside / 'kept')
+    with replacing(tmp_path / 'file') as temporary:
+        temporary.write_text('whole')
+    (tmp_path / 'run.0').symlink_to(outside / 'kept')
+    lease = leases._File(tmp_path, 'run')
+    lease.renew()
+    lease.free()
+    remove_tree_of_link = tmp_path / 'tree'
+    remove_tree_of_link.symlink_to(outside)
+    remove_tree(remove_tree_of_link)
+    assert contents(outside) == before
+    assert not (tmp_path / 'file').is_symlink() and not remove_tree_of_link.is_symlink()
+
+
+def open_local(path):
+    with local_copy(path):
+        pass
+
+
+def read_download(path):
+    path.rename(path.with_name('train.de.gz'))
+    config = DataConfig(manual_dir=str(path.parent), data_dir=str(path.parent / 'data'))
+    fetched('multi30k', f'{CAPTIONS}/train.de.gz', config)
+
+
+def read_lease(path):
+    path.rename(path.with_name('run.0'))
+    leases.acquire(path.parent, 'run')
+
+
+def read_state(path):
+    checkpoints = Checkpoints(path.parent, read_only=True)
+    state = path.parent / '4/state'
+    state.mkdir(parents=True)
+    path.rename(state / 'manifest.ocdbt')
+    target = {'a': Mock(sharding=None)}
+    _, damage = checkpoints._state_of(4, target)
+    raise RunDirectoryError(damage)
+
+
+# What reads a file that a user or a directory names.
+READERS = {
+    'an object': lambda path: records.read_json(path, {}),
+    'lines': lambda path: records.read_lines(path, {}),
+    'metrics': read_metrics,
+    'metrics to append to': MetricsFile,
+    'a locked file': lambda path: leases.locked(path).__enter__(),
+    'a lease': read_lease,
+    'a checkpoint': read_state,
+    'safetensors': open_local,
+    'a published model': load_gpt2,
+    'a tokenizer': lambda path: FileTokenizer.open(str(path)),
+    'a text': lambda path: text(DataConfig(name='text', path=str(path))),
+    'a download': read_download,
+    'a page': check_page,
+    'numbers.toml': check_numbers,
+}
+
+
+@pytest.mark.parametrize('read', READERS.values(), ids=READERS)
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path, read):
+    os.mkfifo(tmp_path / 'pipe')
+    errors = ConfigError, UnsuitableFileError
+    with limited(10), refused('is a pipe|no regular file|no file', errors):
+        read(tmp_path / 'pipe')
+
+
+@pytest.mark.parametrize('name', ['plan.jsonl', 'results.jsonl', 'ledger.jsonl', 'study.json'])
+def test_a_pipe_among_the_files_of_a_study_ends_what_its_ledger_reads(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with limited(10):
+        ledger.digests(tmp_path)
+        ledger.seen(tmp_path)
+
+
+def test_a_pipe_in_the_place_of_a_benchmark_is_refused(tmp_path):
+    os.mkfifo(tmp_path / record.FILE)
+    with limited(10), pytest.raises(ConfigError, match='is a pipe'):
+        record.read(tmp_path)
+
+
+ELSEWHERE = ['/etc', '../x', '..', '', 'runs/..', 'runs/../../x', 'runs/', 'runs//x', 'runs/.']
+KEY = {'variant': 'qk/vo', 'size': 's', 'corpus': 'c', 'control': None}
+LINE = {'run': 'x', 'trials': 1, 'stage': 'verdict', **KEY}
+CONFIG = {
+    'model': dataclasses.asdict(ModelConfig()),
+    'optimizer': {'schedule': 'linear', 'final_fraction': 0.0},
+    'train': {'num_steps': 1},
+    'trials': {'seeds': [0]},
+}
+
+
+@pytest.mark.parametrize('directory', ELSEWHERE)
+def test_a_planned_run_is_in_its_study(tmp_path, monkeypatch, directory):
+    """Whatever reads plan.jsonl: reports, workers, yardsticks and the ledger."""
+    line = LINE | {'directory': directory, 'config': CONFIG}
+    (tmp_path / 'plan.jsonl').write_text(json.dumps(line) + '\n')
+    (tmp_path / 'results.jsonl').touch()
+    (tmp_path / 'study.json').write_text('{"baseline": "qk/vo"}')
+    monkeypatch.setattr(declaration.plan, 'runs', Mock(return_value=[]))
+    before = contents(tmp_path)
+    for read in (
+        lambda: parse_run(line),
+        lambda: declaration._check_runs(tmp_path, Mock(), []),
+        lambda: yardsticks.record(tmp_path),
+    ):
+        with refused('is no directory inside the study; valid is runs/NAME', ValueError):
+            read()
+    assert [*ledger._logs(tmp_path)] == [] and contents(tmp_path) == before
