@@ -260,6 +260,6 @@ def test_a_planned_run_is_in_its_study(tmp_path, monkeypatch, directory):
         lambda: declaration._check_runs(tmp_path, Mock(), []),
         lambda: yardsticks.record(tmp_path),
     ):
-        with refused('is no directory inside the study; valid is runs/NAME', ValueError):
+        with refused('expected one or two components below the study', ValueError):
             read()
     assert [*ledger._logs(tmp_path)] == [] and contents(tmp_path) == before
