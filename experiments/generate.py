@@ -28,7 +28,10 @@ SOURCE = flags.DEFINE_string(
     'source', None, 'Model that continues the text; --source= may be left out.'
 )
 DATA = flags.DEFINE_string(
-    'data', DataConfig.name, 'Dataset of the tokenizer, for a source that is not a run.'
+    'data',
+    DataConfig.name,
+    'For a source that is not a run, what its tokenizer is from: a dataset whose text is read as '
+    'bytes, a tokenizer.json, or a directory that prepare_data has written.',
 )
 TRIAL = cli.define_trial()
 PROMPT = flags.DEFINE_string('prompt', '', 'Text to continue; by default, a new document.')

@@ -13,8 +13,13 @@ import jax.numpy as jnp
 
 from qkattn.config import Config, DataConfig, ModelConfig
 from qkattn.convert.published import load_gpt2, load_nanogpt
+from qkattn.data.corpora import corpus_registry
+from qkattn.data.corpora.corpus import readable
 from qkattn.data.load import tokenizer_of
-from qkattn.data.tokenizers.tokenizer import Tokenizer
+from qkattn.data.token_files import INDEX, open_prepared, read_index
+from qkattn.data.tokenizers.subwords import FileTokenizer
+from qkattn.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
+from qkattn.data.tokenizers.vocabulary import as_recorded, is_import_path, names_in
 from qkattn.errors import ConfigError
 from qkattn.model import with_params
 from qkattn.model.transformer import Transformer
@@ -102,29 +107,65 @@ def load(
     return Loaded(path, model[0], [model[1]], [{}], [True])
 
 
-def tokenizer_for(source: Loaded, dataset: str, otherwise: str) -> Tokenizer:
-    """The tokenizer of a run, or that of the named dataset for a model without a run.
+def tokenizer_for(source: Loaded, data: str, otherwise: str) -> Tokenizer:
+    """The tokenizer of a run, or that of the flag --data for a model without a run.
 
     ConfigError if it has more tokens than the model (naming the flag `otherwise`, which takes token
-    ids in the place of text), or if the data has changed since the run.
+    ids in the place of text), or if the data has changed since the run; and as `tokenizer_of_flag`.
     """
     if source.config is None:
-        tokenizer = tokenizer_of(DataConfig(name=dataset))
+        tokenizer = tokenizer_of_flag(data, otherwise)
     else:
-        tokenizer = tokenizer_of(source.config.data)
-        directory = absolute(source.path) / 'checkpoints'
-        with contextlib.closing(Checkpoints(directory, read_only=True)) as checkpoints:
-            restored = checkpoints.restore({})
-        assert restored is not None  # the checkpoint that was loaded
-        data = restored[1]['data']
-        trained_with = data.get('source', data)['tokenizer']
-        if tokenizer.name != trained_with:
-            raise ConfigError(
-                f'{source.path} was trained with the tokenizer {trained_with}, but its data has '
-                f'changed since and gives {tokenizer.name}; restore the data'
-            )
+        tokenizer = _tokenizer_of_run(source.path, source.config.data)
     size, known = tokenizer.vocab_size, source.model_config.vocab_size
     if size > known:
         sizes = f'tokenizer {tokenizer.name} has {size} tokens and the model {known}'
         raise ConfigError(f'{sizes}; give {otherwise}')
     return tokenizer
+
+
+def _tokenizer_of_run(path: Path, data: DataConfig) -> Tokenizer:
+    """The tokenizer of a run's data; ConfigError where it is not the one of its training."""
+    directory = absolute(path) / 'checkpoints'
+    with contextlib.closing(Checkpoints(directory, read_only=True)) as checkpoints:
+        restored = checkpoints.restore({})
+    assert restored is not None  # the checkpoint that was loaded
+    trained_with = names_in(restored[1]['data'])
+    with as_recorded(*trained_with):
+        tokenizer = tokenizer_of(data)
+    if trained_with and tokenizer.name != trained_with[0]:
+        raise ConfigError(
+            f'{path} was trained with the tokenizer {trained_with[0]}, but its data has '
+            f'changed since and gives {tokenizer.name}; restore the data'
+        )
+    return tokenizer
+
+
+def tokenizer_of_flag(data: str, otherwise: str) -> Tokenizer:
+    """The tokenizer that --data names: a dataset, a tokenizer.json, or a directory of tokens.
+
+    A dataset by its name alone is tokenized as bytes, and opened only if it is an import path.
+    ConfigError for anything else, for files that cannot be read, and for tokens of a class from
+    outside; `otherwise` is the flag that takes token ids.
+    """
+    advice = (
+        'give a dataset that needs no other setting '
+        f'({", ".join(corpus_registry.NAMED_ALONE)}), a tokenizer.json, or a directory that '
+        'prepare_data has written'
+    )
+    if data.endswith('.json'):
+        with readable(f'--data={data}', advice, Exception):  # of the library of subwords
+            return FileTokenizer(as_path(data).read_bytes())
+    if data and (as_path(data) / INDEX).exists():
+        kind = read_index(as_path(data)).tokenizer
+        if is_import_path(kind):
+            raise ConfigError(
+                f'--data={data} has tokens of {kind!r:.200}, code that only a config can name; '
+                f'give {otherwise}'
+            )
+        return open_prepared(DataConfig(name='tokens', path=data)).tokenizer
+    if is_import_path(data):
+        return tokenizer_of(DataConfig(name=data))
+    if data in corpus_registry.NAMED_ALONE or corpus_registry.in_catalogue(data):
+        return ByteTokenizer()
+    raise ConfigError(f'--data={data} names no tokenizer; {advice}')

@@ -1,8 +1,10 @@
 """The directory of prepared data, and how it is filled: once, under a lock, checked when opened."""
 
+import contextlib
+import contextvars
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,6 +19,29 @@ log = logging.getLogger(__name__)
 
 class DamagedData(ConfigError):
     """A file is not what its description states, or one of the two cannot be read."""
+
+
+class NotPrepared(ConfigError):
+    """Data that are not on this machine yet."""
+
+
+_PREPARING: contextvars.ContextVar[bool] = contextvars.ContextVar('preparing', default=True)
+
+
+@contextlib.contextmanager
+def nothing_prepared() -> Iterator[None]:
+    """While a dry run looks at data: what would be downloaded or prepared raises NotPrepared."""
+    token = _PREPARING.set(False)
+    try:
+        yield
+    finally:
+        _PREPARING.reset(token)
+
+
+def require_preparing(name: str) -> None:
+    """Raises NotPrepared where nothing may be prepared."""
+    if not _PREPARING.get():
+        raise NotPrepared(f'{name} is prepared by the first start, or by prepare_data')
 
 
 def local_directory(path: str | os.PathLike[str], field: str) -> Path:
@@ -41,7 +66,7 @@ def prepared_once(path: Path, opened: Callable[[], T], prepare: Callable[[], obj
     Any number of processes may call this at the same time; they wait for the one that holds the
     file `lock` beside it. `opened` raises DamagedData, which is logged as a warning, where
     something has to be prepared again. ConfigError if anything has to be prepared and the directory
-    cannot be written.
+    cannot be written; NotPrepared in `nothing_prepared`.
     """
 
     def found() -> T:
@@ -54,6 +79,7 @@ def prepared_once(path: Path, opened: Callable[[], T], prepare: Callable[[], obj
         # Without the lock first, so that a finished cache may be on a read-only disk.
         return found()
     except (FileNotFoundError, DamagedData):
+        require_preparing(str(path))
         with locked(path.with_name('lock')):
             try:
                 return found()

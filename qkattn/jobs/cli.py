@@ -169,7 +169,8 @@ def text_of(text: flags.FlagHolder, file: flags.FlagHolder) -> str:
     if text.value is not None:
         raise ConfigError(f'--{text.name} and --{file.name} exclude each other')
     try:
-        return Path(file.value).read_text(encoding='utf-8-sig')  # without a mark of byte order
+        # Text mode would end lines at lone carriage returns too. A byte order mark is dropped.
+        return Path(file.value).read_bytes().decode('utf-8-sig')
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f'--{file.name}={file.value} cannot be read: {error}') from error
 

@@ -26,6 +26,7 @@ from qkattn.data.tasks.language import LanguageRows, MaskedRows
 from qkattn.data.tasks.rows import Batch, Rows
 from qkattn.data.tasks.task_registry import rows_of, task_of
 from qkattn.data.tasks.translation import TranslationRows
+from qkattn.data.tokenizers.vocabulary import as_recorded, names_in
 from qkattn.errors import CheckpointError, ConfigError
 from qkattn.jobs.display import waiting
 from qkattn.metrics import PREFIXES
@@ -133,7 +134,8 @@ def _group(config: Config, result: Mapping[str, Any]) -> _Record:
 
 def _same_rows(config: Config, result: Mapping[str, Any]) -> Rows:
     """The rows of a config; ConfigError if they differ from those of the result."""
-    rows = rows_of(config)
+    with as_recorded(*names_in(result['data'])):
+        rows = rows_of(config)
     here = records.to_jsonable(rows.identity())
     if any(result['data'].get(name) != value for name, value in here.items()):
         raise ConfigError(
