@@ -4,6 +4,7 @@ import difflib
 import errno
 import inspect
 import logging
+import operator
 import os
 import re
 import sys
@@ -143,6 +144,19 @@ def read_config(flag: flags.FlagHolder) -> Any:
         name = type(config).__name__
         raise ConfigError(f'this config is a {name}, not a {kind.__name__}; run it with {other}')
     return config
+
+
+def arguments(config: Config) -> list[str]:
+    """The arguments that give a script these settings: those that --config's file lacks are set."""
+    flag = flags.FLAGS['config']
+    path = config_flags.get_config_filename(flag)
+    of_file = from_config_dict(flag.parser.parse(path))
+    changes = []
+    for name in settings(type(config)):
+        value = operator.attrgetter(name)(config)
+        if value != operator.attrgetter(name)(of_file):
+            changes.append(f'--config.{name}={value}')
+    return [f'--config={path}', *changes]
 
 
 def required(flag: flags.FlagHolder) -> str:

@@ -13,6 +13,7 @@ of the baseline's verdict runs that are still there:
 """
 
 import logging
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,7 @@ def record_finished(directory: Path) -> None:
         log.warning(
             'yardsticks of %s not recorded: %s; python -m experiments.report --study=%s '
             '--yardsticks records them',
-            *(directory.name, problem, directory),
+            *(directory.name, problem, shlex.quote(str(directory))),
         )
 
 
