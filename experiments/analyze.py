@@ -44,6 +44,7 @@ from qkattn.train.program_cache import keep_programs
 
 SOURCE = flags.DEFINE_string('source', None, 'Model to measure; --source= may be left out.')
 TRIAL = cli.define_trial()
+IMPORTS = cli.define_imports()
 REFERENCE = flags.DEFINE_string(
     'reference',
     None,
@@ -84,12 +85,12 @@ def main() -> None:
     out = None if OUT.value is None else check_directory(cli.required(OUT), name='--out')
     if out is not None and (out / 'analysis.json').exists():
         raise ConfigError(f'{out} already holds an analysis; give another directory')
-    source = loading.load(cli.required(SOURCE))
+    source = loading.load(cli.required(SOURCE), imports=IMPORTS.value)
     trial = source.check_trial(TRIAL.value)
     model, about = chosen(source, trial)
     reference, about['reference'] = None, None
     if REFERENCE.value is not None:
-        other = loading.load(REFERENCE.value)
+        other = loading.load(REFERENCE.value, imports=IMPORTS.value)
         same = exported.origin(source.path).get('trial', trial)
         reference, about['reference'] = chosen(other, same if len(other.models) > 1 else 0)
     batch, tokens = None, None

@@ -34,6 +34,7 @@ DATA = flags.DEFINE_string(
     'bytes, a tokenizer.json, or a directory that prepare_data has written.',
 )
 TRIAL = cli.define_trial()
+IMPORTS = cli.define_imports()
 PROMPT = flags.DEFINE_string('prompt', '', 'Text to continue; by default, a new document.')
 PROMPT_TOKENS = flags.DEFINE_string(
     'prompt_tokens', None, 'Token ids to continue, as in "12 7 301"; prints ids.'
@@ -49,7 +50,7 @@ SEED = flags.DEFINE_integer(
 
 def main() -> None:
     keep_programs()
-    source = loading.load(cli.required(SOURCE))
+    source = loading.load(cli.required(SOURCE), imports=IMPORTS.value)
     trial = source.check_trial(TRIAL.value)
     model = source.models[trial]
     if not isinstance(model, Decoder) or isinstance(model, Encoder):

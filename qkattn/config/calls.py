@@ -9,7 +9,7 @@ import json
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
@@ -96,11 +96,31 @@ def _source_sha256(path: str) -> str | None:
     return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
 
 
+def import_paths(values: Any) -> list[str]:
+    """The import paths in a config as JSON, without their options."""
+    # Sets of these catalogues are written alike.
+    strings = re.findall(r'[^\W\d][\w.]*:[^\W\d]\w*', json.dumps(values, ensure_ascii=False))
+    return sorted({path for path in strings if not path.startswith(('tfds:', 'hf:'))})
+
+
 def imported(values: Any) -> dict[str, str | None]:
     """The import paths of imported modules in a config as JSON, and the sha256 of their files."""
-    text = json.dumps(values, ensure_ascii=False)
-    paths = sorted(set(re.findall(r'[^\W\d][\w.]*:[^\W\d]\w*', text)))
+    paths = import_paths(values)
     return {path: _source_sha256(path) for path in paths if path.split(':')[0] in sys.modules}
+
+
+def require_named(values: Any, named: Collection[str], where: object, remedy: str) -> None:
+    """Raises ConfigError for an import path in `values`, read from `where`, that is not `named`.
+
+    What a file names is data, and is imported only where the user names it too; `remedy` says how,
+    with {} for the path.
+    """
+    for path in import_paths(values):
+        if path not in named:
+            raise ConfigError(
+                f'{where} names {path}, code that is imported only if you name it too; '
+                f'{remedy.format(path)}'
+            )
 
 
 def digest(text: str) -> str:

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import operator
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -72,15 +73,20 @@ class Loaded:
 
 
 def load(
-    source: str | os.PathLike[str], *, num_heads: int | None = None, average: int = 1
+    source: str | os.PathLike[str],
+    *,
+    num_heads: int | None = None,
+    average: int = 1,
+    imports: Collection[str] = (),
 ) -> Loaded:
     """The run or the one model at `source`, whose kind follows from its files.
 
     `source` is a run directory or a directory of exported parameters; a directory or .safetensors
     file of a GPT-2 in the Hugging Face layout; or a nanoGPT .pt checkpoint. `num_heads` is for
     published files without a config, and `average` the newest checkpoints of a run whose parameters
-    are averaged. ConfigError if it is none of these, damaged or of another
-    layout; CheckpointError if every checkpoint of the run is damaged.
+    are averaged. `imports` are the import paths that exported parameters may name; the config of a
+    run is code, whose import paths are followed. ConfigError if it is none of these, damaged or of
+    another layout; CheckpointError if every checkpoint of the run is damaged.
     """
     path = as_path(source)
     if not path.exists():
@@ -103,7 +109,7 @@ def load(
     ):
         model = load_gpt2(path, num_heads=num_heads)
     else:
-        model = exported.load(path)
+        model = exported.load(path, imports)
     return Loaded(path, model[0], [model[1]], [{}], [True])
 
 

@@ -105,6 +105,15 @@ def define_trial() -> flags.FlagHolder:
     return flags.DEFINE_integer('trial', None, about)
 
 
+def define_imports() -> flags.FlagHolder:
+    """The flag --imports of scripts that read what may be from others."""
+    about = (
+        'Import paths, as in my.module:Score, that files of the model or study may name; code that '
+        'they name is imported only if it is named here.'
+    )
+    return flags.DEFINE_list('imports', [], about)
+
+
 def define_config(kind: Kind) -> flags.FlagHolder:
     """The flag --config=FILE.py or NAME of a kind, whose fields --config.a.b=VALUE overrides."""
     holder = config_flags.DEFINE_config_file(

@@ -14,7 +14,7 @@ of the baseline's verdict runs that are still there:
 
 import logging
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from qkattn.config import Config, MeshConfig, from_json
+from qkattn.config.calls import require_named
 from qkattn.data import pipeline
 from qkattn.data.tasks.language import LanguageRows, MaskedRows
 from qkattn.data.tasks.rows import Batch, Rows
@@ -56,11 +57,12 @@ log = logging.getLogger(__name__)
 _Record = dict[str, Any]
 
 
-def record(directory: str | Path) -> list[str]:
+def record(directory: str | Path, imports: Collection[str] | None = None) -> list[str]:
     """Writes yardsticks.json into a study's directory; what it holds already is kept.
 
-    Returns why yardsticks of a size and corpus could not be computed, a sentence each. Raises
-    ConfigError for a directory without the files of a study.
+    `imports` are the import paths that configs of the study may name; None is any, of a study that
+    this process has trained. Returns why yardsticks of a size and corpus could not be computed, a
+    sentence each. Raises ConfigError for a directory without the files of a study.
     """
     if jax.process_count() > 1:  # reading checkpoints would take all of them
         return ['the job has several processes']
@@ -77,13 +79,21 @@ def record(directory: str | Path) -> list[str]:
     problems: dict[str, None] = {}
     made: dict[str, list[_Record]] = {'groups': [], 'runs': []}
     counted: dict[tuple, _Record] = {}
-    schema = records.ARM_KEY | {'run': str, 'stage': str, 'trials': int, 'config': dict}
+    schema = records.ARM_KEY | {
+        'run': str,
+        'stage': str,
+        'trials': int,
+        'config': dict,
+        'directory': str,
+    }
     for run in records.read_lines(path / 'plan.jsonl', schema):
         name, of_run = run['run'], results.get(run['run'], [])
         is_baseline = run['variant'] == baseline and run['control'] != EQUAL_SHAPE
         finished = records.FINISHED in [result['status'] for result in of_run]
         if run['stage'] == SCREENING or not is_baseline or not finished:
             continue
+        if imports is not None:
+            _require_named(path, run, imports)
         config: Config = from_json(Config, run['config'])
         group = {'size': run['size'], 'corpus': run['corpus'], 'longer': run['control'] == LONGER}
         # What the losses of counts depend on.
@@ -102,6 +112,16 @@ def record(directory: str | Path) -> list[str]:
         about = {'recorded': start['started'], 'start': {key: start[key] for key in records.START}}
         records.write_json(path / YARDSTICKS, about | records.to_jsonable(made))
     return list(problems)
+
+
+def _require_named(path: Path, run: _Record, imports: Collection[str]) -> None:
+    """Raises ConfigError for an import path that the plan, or the run's own config, names alone."""
+    remedy = 'if you trust it, give --imports={}'
+    require_named(run['config'], imports, path / 'plan.jsonl', remedy)
+    file = path / run['directory'] / 'config.json'
+    if file.exists():
+        config = records.read_json(file, records.CONFIG)['config']
+        require_named(config, imports, file, remedy)
 
 
 def record_finished(directory: Path) -> None:

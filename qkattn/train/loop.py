@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from qkattn.config import Config, Study, differences, to_json
+from qkattn.config.calls import import_paths
 from qkattn.data.tasks.rows import Rows
 from qkattn.data.tasks.task_registry import rows_of
 from qkattn.data.tokenizers.vocabulary import as_recorded
@@ -166,7 +167,8 @@ def given_params(config: Config) -> dict | None:
     """The parameters of train.init_from; ConfigError where they do not fit the model."""
     if (source := config.train.init_from) is None:
         return None
-    model, params = exported.load(source)
+    remedy = "name it in the model's settings too, or start from other parameters"
+    model, params = exported.load(source, import_paths(to_json(config.model)), remedy)
     exported.check(config.model, params, source)
     changes = differences(to_json(model), to_json(config.model))
     # Most that may be null follow from others, and shapes tell what they are.
