@@ -6,6 +6,8 @@ from qkattn.config import ModelConfig
 from tests.experiments.conftest import save_model
 
 TRAIN, ABLATE = ('train', '--config=run.py'), ('ablate', '--config=study.py')
+POD = (*TRAIN, '--dry_run=v5e-1x1')
+PLAN = (*ABLATE, '--dry_run', '--config.tuning.seeds=(10,)')
 CASES = [
     # Commands, files, directories and configs.
     ('trian', "unknown command 'trian'; known: ablate, analyze, "),
@@ -45,6 +47,27 @@ CASES = [
     (*TRAIN, '--dry_run=v5e-1x1', '--dry_run_log=/dev/full', '=/dev/full must be a CSV file'),
     (*TRAIN, '--dry_run=v5e-1x1', '--dry_run_log=run.py', '=run.py must have the columns run,'),
     (*TRAIN, '--dry_run=v5e-1x1', "--config.train.metrics=('top_5',)", 'must be an import path'),
+    # What a start refuses, a dry run refuses.
+    (
+        *POD,
+        '--config.model.vocab_size=100',
+        'model.vocab_size=100 must be at least 256 for data.nam',
+    ),
+    (*POD, '--config.model.context=9999999', 'model.context=9999999 is too long for split'),
+    (*POD, '--config.data.name=text', '--config.data.path=x.txt', "x.txt' cannot be read"),
+    (*POD, '--config.data.name=hf:json', 'names a loader'),
+    (*POD, '--config.train.init_from=absent', 'absent holds neither exported parameters'),
+    (*POD, "--config.train.sinks=('x',)", "unknown train.sinks 'x'"),
+    (*PLAN, '--config.base.data.eval_sequences=8', 'eval_sequences=8 evaluates'),
+    (
+        *PLAN,
+        '--config.base.data.name=text',
+        '--config.base.data.path=run.py',
+        'evaluates 1 of 1 doc',
+    ),
+    (*PLAN, "--config.base.train.sinks=('x',)", "unknown train.sinks 'x'"),
+    (*PLAN, '--workdir=/proc/x', '/proc/x cannot be'),
+    (*PLAN, '--workdir=run', 'holds a run, not a study'),
     # Claims.
     ('claims', 'E33', "unknown claim 'E33', did you mean 'E3'?"),
     ('claims', 'E3', '--workers=two', '--workers=two must be auto or a number'),
@@ -59,6 +82,18 @@ CASES = [
     ('generate', 'run', '--prompt=a\udc80', 'cannot be encoded'),
     ('generate', 'run', '--prompt_tokens=a b', 'must be whole numbers from 0 to 255'),
     ('generate', 'run', '--prompt_tokens=1', '--prompt=a', '--prompt and --prompt_tokens exclude'),
+    *(
+        (
+            'generate',
+            'decoder',
+            f'--data={name}',
+            f'--data={name} names no tokenizer; give a dataset',
+        )
+        for name in ('tokens', 'text', 'cldr', 'parallel', 'stdlibs', '')
+    ),
+    ('generate', 'decoder', '--data=absent.json', '--data=absent.json cannot be read'),
+    ('generate', 'decoder', '--data=run.py', '--data=run.py names no tokenizer; give a dataset'),
+    ('analyze', 'decoder', '--text=a dog', '--data=tokens', '--data=tokens names no tokenizer'),
     ('convert', 'run', '--out=', '--out=DIRECTORY is required'),
     ('convert', 'run', '--out=run', '--out=run is not empty; give another directory'),
     ('convert', 'run', '--out=/proc/x', '--out=/proc/x cannot be used'),
@@ -80,17 +115,20 @@ CASES = [
 
 @pytest.fixture(scope='session')
 def sources(small_run, tmp_path_factory):
-    """Models by name: a run of a decoder, and exported parameters of an encoder-decoder."""
+    """Models by name: a run of a decoder, and exported parameters of two kinds."""
     pair = tmp_path_factory.mktemp('sources') / 'pair'
     sizes = {'d_model': 16, 'num_layers': 1, 'num_heads': 2, 'context': 8}
     save_model(pair, ModelConfig(kind='encoder_decoder', **sizes))
-    return {'run': small_run[1], 'pair': pair}
+    decoder = tmp_path_factory.mktemp('sources') / 'decoder'
+    save_model(decoder, ModelConfig(**sizes))
+    return {'run': small_run[1], 'pair': pair, 'decoder': decoder}
 
 
 @pytest.mark.parametrize('case', CASES, ids=lambda case: ' '.join(case)[-60:])
 def test_bad_input_is_one_sentence(case, refusal, request, tmp_path, capsys):
     *command, message = case
-    if {'run', 'pair', '--source=run', '--source=pair', '--out=run'} & {*command}:
+    words = {word.rpartition('=')[2] for word in command}
+    if {'run', 'pair', 'decoder'} & words:
         for source, path in request.getfixturevalue('sources').items():
             (tmp_path / source).symlink_to(path)
         capsys.readouterr()  # the log of their training
