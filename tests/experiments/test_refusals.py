@@ -7,7 +7,8 @@ from tests.experiments.conftest import save_model
 
 TRAIN, ABLATE = ('train', '--config=run.py'), ('ablate', '--config=study.py')
 POD = (*TRAIN, '--dry_run=v5e-1x1')
-PLAN = (*ABLATE, '--dry_run', '--config.tuning.seeds=(10,)')
+TUNED = ('--config.tuning.seeds=(10,)', '--config.base.trials.learning_rates=(1e-3,2e-3,4e-3)')
+PLAN = (*ABLATE, '--dry_run', *TUNED)
 CASES = [
     # Commands, files, directories and configs.
     ('trian', "unknown command 'trian'; known: ablate, analyze, "),
