@@ -48,25 +48,9 @@ CASES = [
     (*TRAIN, '--dry_run=v5e-1x1', '--dry_run_log=/dev/full', '=/dev/full must be a CSV file'),
     (*TRAIN, '--dry_run=v5e-1x1', '--dry_run_log=run.py', '=run.py must have the columns run,'),
     (*TRAIN, '--dry_run=v5e-1x1', "--config.train.metrics=('top_5',)", 'must be an import path'),
-    # What a start refuses, a dry run refuses.
-    (
-        *POD,
-        '--config.model.vocab_size=100',
-        'model.vocab_size=100 must be at least 256 for data.nam',
-    ),
-    (*POD, '--config.model.context=9999999', 'model.context=9999999 is too long for split'),
-    (*POD, '--config.data.name=text', '--config.data.path=x.txt', "x.txt' cannot be read"),
+    # Dry runs, of what a start refuses as well.
     (*POD, '--config.data.name=hf:json', 'names a loader'),
     (*POD, '--config.train.init_from=absent', 'absent holds neither exported parameters'),
-    (*POD, "--config.train.sinks=('x',)", "unknown train.sinks 'x'"),
-    (*PLAN, '--config.base.data.eval_sequences=8', 'eval_sequences=8 evaluates'),
-    (
-        *PLAN,
-        '--config.base.data.name=text',
-        '--config.base.data.path=run.py',
-        'evaluates 1 of 1 doc',
-    ),
-    (*PLAN, "--config.base.train.sinks=('x',)", "unknown train.sinks 'x'"),
     (*PLAN, '--workdir=/proc/x', '/proc/x cannot be'),
     (*PLAN, '--workdir=run', 'holds a run, not a study'),
     # Claims.
@@ -137,6 +121,30 @@ def test_bad_input_is_one_sentence(case, refusal, request, tmp_path, capsys):
     assert message in refusal(*command)
     # Importing the config may cache its bytecode; nothing else is left behind.
     assert {path.name for path in {*tmp_path.iterdir()} - before} <= {'__pycache__'}
+
+
+@pytest.mark.parametrize(
+    ('dry', 'settings', 'message'),
+    [
+        (POD, ('config.model.vocab_size=100',), 'model.vocab_size=100 must be at least 256 for'),
+        (POD, ('config.data.mask_rate=0.3',), 'data.mask_rate=0.3 has no effect on a decoder'),
+        (POD, ('config.data.name=text', 'config.data.path=x.txt'), "x.txt' cannot be read"),
+        (POD, ("config.train.sinks=('x',)",), "unknown train.sinks 'x'"),
+        (PLAN, ('config.base.data.eval_sequences=8',), 'eval_sequences=8 evaluates 8 of '),
+        (PLAN, ('config.base.data.name=text', 'config.base.data.path=run.py'), 'has too few lines'),
+        (PLAN, ("config.base.train.sinks=('x',)",), "unknown train.sinks 'x'"),
+    ],
+)
+def test_a_dry_run_refuses_what_a_start_refuses(script_here, tmp_path, dry, settings, message):
+    """In the same sentence, whether or not the data have to be tokenized for it."""
+    start = [word for word in dry if not word.startswith('--dry_run')]
+    sentences = []
+    for command in (dry, (*start, '--workdir=w')):
+        done = script_here(*command, *(f'--{setting}' for setting in settings))
+        assert done.returncode == 2, done.stderr
+        sentences.append(done.stderr.splitlines()[-1])
+    assert message in sentences[0] and sentences[0] == sentences[1]
+    assert not (tmp_path / 'w').exists()
 
 
 def test_what_fails_in_a_file_of_the_working_directory_is_named(refusal, tmp_path):
