@@ -372,7 +372,12 @@ def test_a_bench_is_printed_and_the_package_that_it_needs_is_named(refusal, prin
     assert sentence == "explore needs the package sympy: pip install -e '.[explore]'"
 
 
-ELSEWHERE = [('tiny_shakespeare',), ('tfds:lm1b',), ('hf:owner/set',), ('tokens', 'absent')]
+ELSEWHERE = [
+    'name=tiny_shakespeare',
+    'name=tfds:lm1b',
+    'name=hf:owner/set',
+    'name=tokens path=absent',
+]
 
 
 @pytest.mark.parametrize('data', only(ELSEWHERE[:1], ELSEWHERE))
@@ -380,8 +385,7 @@ def test_a_dry_run_says_that_data_are_not_prepared_here(printed, tmp_path, monke
     """And neither downloads nor prepares them; other checks are made all the same."""
     monkeypatch.setattr(requests, 'get', lambda *_, **__: pytest.fail('it downloads'))
     monkeypatch.setenv('QKATTN_DATA', str(tmp_path / 'data'))
-    fields = zip(('name', 'path'), data, strict=False)
-    flags = [f'--config.base.data.{name}={value}' for name, value in fields]
+    flags = [f'--config.base.data.{setting}' for setting in data.split()]
     said = 'WARNING data are not checked, as they are not prepared on this machine: '
     assert said in printed('ablate', '--config=study.py', '--dry_run', *flags)
     assert not (tmp_path / 'data').exists()
