@@ -16,8 +16,9 @@ from qkattn.config import Study
 from qkattn.errors import ConfigError
 from qkattn.jobs import agreement, bootstrap, cli, signals
 from qkattn.jobs.display import waiting
+from qkattn.storage.files import check_directory
 from qkattn.storage.run_directory import git_state
-from qkattn.study import local_workers, plan, yardsticks
+from qkattn.study import local_workers, plan, worker, yardsticks
 from qkattn.study.arms import MatchedArm, build_arms, table
 from qkattn.train.program_cache import keep_programs
 
@@ -46,7 +47,12 @@ def main() -> None:
             'processes form one worker, and launchers start more'
         )
     if DRY_RUN.value:
-        print(f'\n{plan.estimate(config, _matched(config))}')
+        arms = _matched(config)
+        path = None if WORKDIR.value is None else check_directory(cli.required(WORKDIR))
+        unchecked = worker.check_start(config, arms, path)
+        print(f'\n{plan.estimate(config, arms)}')
+        for reason in unchecked:
+            print(f'WARNING {reason}')
         return
     path = local_workers.run(config, cli.required(WORKDIR), _matched(config), workers)
     if not agreement.owner():

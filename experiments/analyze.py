@@ -27,6 +27,7 @@ from qkattn.config import DataConfig
 from qkattn.convert import loading
 from qkattn.data.pipeline import eval_batches
 from qkattn.data.tasks.task_registry import rows_of
+from qkattn.data.tokenizers.vocabulary import as_recorded
 from qkattn.errors import ConfigError
 from qkattn.jobs import cli
 from qkattn.jobs.output import text_table
@@ -35,13 +36,15 @@ from qkattn.model.transformer import Transformer
 from qkattn.report.figures.attention_figure import attention_maps, heat_maps, singular_values
 from qkattn.report.figures.style import render, style_sheet
 from qkattn.report.prose import counted
-from qkattn.storage.files import check_directory, make_directory, write_atomic
+from qkattn.storage.files import absolute, check_directory, make_directory, write_atomic
 from qkattn.storage.records import write_json
 from qkattn.train import exported
+from qkattn.train.checkpoint import recorded_tokenizers
 from qkattn.train.program_cache import keep_programs
 
 SOURCE = cli.define_path('source', None, 'Model to measure; --source= may be left out.')
 TRIAL = cli.define_trial()
+IMPORTS = cli.define_imports()
 REFERENCE = cli.define_path(
     'reference',
     None,
@@ -51,7 +54,10 @@ REFERENCE = cli.define_path(
 TEXT = flags.DEFINE_string('text', None, 'Text that the model reads.')
 TOKENS = flags.DEFINE_string('tokens', None, 'Token ids that the model reads, as in "12 7 301".')
 DATA = flags.DEFINE_string(
-    'data', DataConfig.name, 'Dataset of the tokenizer, for a source that is not a run.'
+    'data',
+    DataConfig.name,
+    'For a source that is not a run, what its tokenizer is from: a dataset whose text is read as '
+    'bytes, a tokenizer.json, or a directory that prepare_data has written.',
 )
 OUT = cli.define_path('out', None, 'Directory for numbers and figures.')
 
@@ -79,12 +85,12 @@ def main() -> None:
     out = None if OUT.value is None else check_directory(cli.required(OUT), name='--out')
     if out is not None and (out / 'analysis.json').exists():
         raise ConfigError(f'{out} already holds an analysis; give another directory')
-    source = loading.load(cli.required(SOURCE))
+    source = loading.load(cli.required(SOURCE), imports=IMPORTS.value)
     trial = source.check_trial(TRIAL.value)
     model, about = chosen(source, trial)
     reference, about['reference'] = None, None
     if REFERENCE.value is not None:
-        other = loading.load(REFERENCE.value)
+        other = loading.load(REFERENCE.value, imports=IMPORTS.value)
         same = exported.origin(source.path).get('trial', trial)
         reference, about['reference'] = chosen(other, same if len(other.models) > 1 else 0)
     batch, tokens = None, None
@@ -92,7 +98,9 @@ def main() -> None:
         ids, tokens = given(source, model)
         batch = {'tokens_BT': np.array([ids], np.int32)}
     elif source.config is not None:
-        source_rows = rows_of(source.config)
+        recorded = recorded_tokenizers(absolute(source.path), source.config.data)
+        with as_recorded(*recorded):
+            source_rows = rows_of(source.config)
         count = min(NUM_ROWS, source_rows.count('validation'))
         batch = next(eval_batches(source_rows, 'validation', batch_size=count, max_rows=count))
     analysis = analyze(model, batch, reference=reference)

@@ -25,6 +25,7 @@ from qkattn.train.program_cache import keep_programs
 
 SOURCE = cli.define_path('source', None, 'Model to convert.')
 TRIAL = cli.define_trial()
+IMPORTS = cli.define_imports()
 NUM_HEADS = flags.DEFINE_integer(
     'num_heads', None, 'Number of heads, for published files without a config.'
 )
@@ -54,7 +55,7 @@ def main() -> None:
         out = check_directory(cli.required(OUT), name='--out')
         if out.exists() and any(out.iterdir()):
             raise ConfigError(f'--out={OUT.value} is not empty; give another directory')
-    source = loading.load(path, num_heads=NUM_HEADS.value)
+    source = loading.load(path, num_heads=NUM_HEADS.value, imports=IMPORTS.value)
     trial = source.check_trial(TRIAL.value)
     config, params = reference = source.model_config, source.params[trial]
     length = min(config.context, 64)

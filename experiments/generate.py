@@ -28,9 +28,13 @@ SOURCE = cli.define_path(
     'source', None, 'Model that continues the text; --source= may be left out.'
 )
 DATA = flags.DEFINE_string(
-    'data', DataConfig.name, 'Dataset of the tokenizer, for a source that is not a run.'
+    'data',
+    DataConfig.name,
+    'For a source that is not a run, what its tokenizer is from: a dataset whose text is read as '
+    'bytes, a tokenizer.json, or a directory that prepare_data has written.',
 )
 TRIAL = cli.define_trial()
+IMPORTS = cli.define_imports()
 PROMPT = flags.DEFINE_string('prompt', '', 'Text to continue; by default, a new document.')
 PROMPT_TOKENS = flags.DEFINE_string(
     'prompt_tokens', None, 'Token ids to continue, as in "12 7 301"; prints ids.'
@@ -46,7 +50,7 @@ SEED = flags.DEFINE_integer(
 
 def main() -> None:
     keep_programs()
-    source = loading.load(cli.required(SOURCE))
+    source = loading.load(cli.required(SOURCE), imports=IMPORTS.value)
     trial = source.check_trial(TRIAL.value)
     model = source.models[trial]
     if not isinstance(model, Decoder) or isinstance(model, Encoder):

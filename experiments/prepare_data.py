@@ -5,12 +5,19 @@ python -m experiments.train --config=small --workdir=runs/from_tokens \\
     --config.data.name=tokens --config.data.path=runs/tokens
 
 Only the data fields of the config are read. Existing tokens are checked against their sha256 and
-made again if they are damaged.
+made again if they are damaged. The command that trains on them is printed.
 """
 
-from qkattn.config import Config
+import dataclasses
+import shlex
+
+from qkattn.config import Config, DataConfig
 from qkattn.config.setting import check_section
+from qkattn.data.corpora.corpus_registry import SETTINGS
 from qkattn.data.load import prepare
+from qkattn.data.tasks.language import MaskedRows
+from qkattn.data.tokenizers.vocabulary import is_import_path
+from qkattn.data.tokens import TokenDataset
 from qkattn.jobs import cli, signals
 
 CONFIG = cli.define_config(Config)
@@ -20,7 +27,8 @@ OUT = cli.define_path('out', None, 'Directory of the tokens.')
 @signals.exit_on_signal()
 def main() -> None:
     out = cli.required(OUT)
-    data = cli.read_config(CONFIG).data
+    config = cli.read_config(CONFIG)
+    data = config.data
     check_section('data.', data)
     dataset = prepare(data, out)
     for split in dataset.splits:
@@ -30,7 +38,31 @@ def main() -> None:
             f'{info.num_bytes:,} bytes'
         )
     print(f'{dataset.tokenizer.name}, {dataset.vocab_size:,} ids')
-    print(f'to train: --config.data.name=tokens --config.data.path={out}')
+    arguments = [*cli.arguments(on_tokens(config, out, dataset)), '--workdir=DIRECTORY']
+    print(f'to train: {cli.script("train")} {shlex.join(arguments)}')
+
+
+def on_tokens(config: Config, out: str, dataset: TokenDataset) -> Config:
+    """The settings of a run that reads the tokens in `out`.
+
+    Settings of the text, which have no effect on tokens, are unset, but for the import path of a
+    tokenizer, which is imported only where a config names it.
+    """
+    outside = is_import_path(config.data.tokenizer)
+    text_settings = dict.fromkeys((*SETTINGS, 'lowercase', 'tokenizer', 'tokenizer_size'))
+    unset = {name: getattr(DataConfig, name) for name in text_settings}
+    data = dataclasses.replace(config.data, **unset)
+    data = dataclasses.replace(
+        data,
+        name='tokens',
+        path=out,
+        tokenizer=config.data.tokenizer if outside else data.tokenizer,
+    )
+    # An encoder has one more id, that of a hidden token.
+    needed = dataset.vocab_size + (config.model.kind == MaskedRows.kind)
+    vocab_size = max(config.model.vocab_size, needed)
+    model = dataclasses.replace(config.model, vocab_size=vocab_size)
+    return dataclasses.replace(config, data=data, model=model)
 
 
 if __name__ == '__main__':

@@ -31,6 +31,7 @@ WHY = flags.DEFINE_string('why', '', 'Why --accept is right, for whoever reads t
 YARDSTICKS = flags.DEFINE_bool(
     'yardsticks', False, 'Record what the models of the study have to beat, if it is not recorded.'
 )
+IMPORTS = cli.define_imports()
 
 
 def main() -> None:
@@ -46,7 +47,7 @@ def main() -> None:
         # Imported here: reports are written without JAX.
         recorder = importlib.import_module('qkattn.study.yardsticks')
         with waiting(study.name, 'recording yardsticks'):
-            problems = recorder.record(study)
+            problems = recorder.record(study, IMPORTS.value)
     with waiting(study.name, 'writing the report'):
         text = report.show_report(study)
     print(text)

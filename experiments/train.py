@@ -4,6 +4,7 @@ python -m experiments.train --config=configs/small.py --workdir=runs/small
 python -m experiments.train --config=small --dry_run=v5e-1x1  # memory and FLOPs
 """
 
+import shlex
 import textwrap
 from typing import Any
 
@@ -60,7 +61,8 @@ def main() -> None:
     print(f'results     {path / "result.json"}')
     print(f'metrics     {path / "metrics.jsonl"}')
     print(f'checkpoints {path / "checkpoints"}')
-    print(f'to export   {cli.script("convert")} --source={path} --out=DIRECTORY')
+    source = shlex.quote(f'--source={path}')
+    print(f'to export   {cli.script("convert")} {source} --out=DIRECTORY')
 
 
 def summary(result: dict[str, Any]) -> dict[str, list[str]]:

@@ -18,10 +18,13 @@ from absl import flags
 from qkattn.config.setting import check_section
 from qkattn.convert import loading
 from qkattn.data.load import load
+from qkattn.data.tokenizers.vocabulary import as_recorded
 from qkattn.data.tokens import PairDataset
 from qkattn.decode.translate import score_split, translate
 from qkattn.errors import ConfigError
 from qkattn.jobs import cli
+from qkattn.storage.files import absolute
+from qkattn.train.checkpoint import recorded_tokenizers
 from qkattn.train.program_cache import keep_programs
 
 SOURCE = cli.define_path('source', None, 'Run directory of an encoder-decoder.')
@@ -57,24 +60,33 @@ def main() -> None:
         for flag in (TEXT, FILE):
             if flag.value is not None:
                 raise ConfigError(f'--score and --{flag.name} exclude each other')
-        pairs = load(config.data)
+        with as_recorded(*recorded_tokenizers(absolute(source.path), config.data)):
+            pairs = load(config.data)
         assert isinstance(pairs, PairDataset)  # an encoder_decoder is trained on nothing else
         if SCORE.value not in pairs.splits:
             raise ConfigError(f'--score={SCORE.value} must be one of {", ".join(pairs.splits)}')
         scores = score_split(model, pairs, SCORE.value, decode, lowercase=config.data.lowercase)
         print(json.dumps({'split': SCORE.value, **dataclasses.asdict(decode), **scores}, indent=2))
         return
-    # Empty lines are kept, so that line i of the output belongs to line i of the input.
-    lines = cli.text_of(TEXT, FILE).split('\n')
-    if lines[-1] == '':
-        del lines[-1]
+    lines = lines_of(cli.text_of(TEXT, FILE))
     if not lines:
         raise ConfigError('--text or --file must hold at least one sentence')
     if config.data.lowercase:
         lines = [line.lower() for line in lines]
     sentences = [line for line in lines if line.strip()]
     translations = iter(translate(model, tokenizer, sentences, decode))
-    print(*(next(translations) if line.strip() else '' for line in lines), sep='\n')
+    for line in lines:
+        translation = next(translations) if line.strip() else ''
+        # A model may write an end of line; line i of the output belongs to line i of the input.
+        print(translation.replace('\n', ' '))
+
+
+def lines_of(text: str) -> list[str]:
+    """The lines of a text, empty ones too; a line ends at '\\n' or '\\r\\n' and at nothing else."""
+    lines = text.split('\n')
+    if lines[-1] == '':
+        del lines[-1]
+    return [line.removesuffix('\r') for line in lines]
 
 
 if __name__ == '__main__':

@@ -11,10 +11,18 @@ from types import SimpleNamespace
 
 import pytest
 
+from qkattn import report
+from qkattn.config import ModelConfig
+from qkattn.convert import loading
 from qkattn.convert.published import load_nanogpt
-from qkattn.errors import ConfigError, SpecError
+from qkattn.errors import ConfigError, ReportError, SpecError
+from qkattn.report import verify
+from qkattn.study import yardsticks
 from qkattn.train import exported
+from qkattn.train.loop import given_params
+from tests import studies
 from tests.damages import PICKLE
+from tests.experiments.conftest import save_model
 from tests.refusals import refused
 
 
@@ -38,3 +46,47 @@ def test_no_published_weights_are_executed(tmp_path, monkeypatch):
     (tmp_path / 'ckpt.pt').write_bytes(PICKLE)
     with refused('cannot be read as a torch checkpoint: Weights only'):
         load_nanogpt(tmp_path / 'ckpt.pt')
+
+
+@pytest.fixture
+def evil(tmp_path, monkeypatch):
+    """A module on the path of the interpreter; whether it was imported."""
+    (tmp_path / 'evil.py').write_text('raise SystemExit')  # it would be noticed
+    monkeypatch.syspath_prepend(tmp_path)
+    return 'evil:Name'
+
+
+def test_exported_parameters_import_only_what_the_user_names(tiny, evil, tmp_path):
+    config = ModelConfig(d_model=16, num_layers=2, num_heads=2, context=8)
+    save_model(tmp_path / 'w', config)
+    about = json.loads((tmp_path / 'w' / exported.ABOUT).read_text())
+    del about['crc32']
+    for field in ('score', 'value', 'pattern'):
+        named = f'qk/vo,{evil}/vo' if field == 'pattern' else f'{evil}(a=1)'
+        model = about['model'] | {field: named}
+        (tmp_path / 'w' / exported.ABOUT).write_text(json.dumps(about | {'model': model}))
+        says = 'qkattn.json names evil:Name, code that is imported only if you name it too; '
+        with refused(f'{says}if you trust it, give --imports=evil:Name'):
+            loading.load(tmp_path / 'w')
+        with refused(f"{says}name it in the model's settings too"):
+            given_params(tiny(train={'init_from': str(tmp_path / 'w')}))
+        with pytest.raises(SystemExit):
+            loading.load(tmp_path / 'w', imports=[evil])
+
+
+def test_a_study_is_reported_and_verified_without_what_it_names(evil, tmp_path):
+    """Metrics from outside are read as data, and yardsticks open only data that the user names."""
+    records = [studies.outside_record(variant, corpus=evil) for variant in ('qk/vo', f'{evil}/vo')]
+    path = studies.write_study(tmp_path / 'study', records)
+    outside = {'train__metrics': [evil], 'data__tokenizer': evil, 'optimizer__name': evil}
+    for record in records:
+        studies.edit_plan(path, record['run'], **outside)
+    report.show_report(path)
+    with refused('plan.jsonl is not the hash of its config', ReportError):  # which was edited
+        verify.check_study(path)
+    with refused(
+        'plan.jsonl names evil:Name, code that is .*; if you trust it, give --imports=evil'
+    ):
+        yardsticks.record(path, [])
+    with pytest.raises(SystemExit):
+        yardsticks.record(path, [evil])

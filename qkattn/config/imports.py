@@ -7,6 +7,7 @@ import json
 import re
 import sys
 import traceback
+from collections.abc import Collection
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -52,14 +53,34 @@ def describe_failure(failure: Exception) -> str:
     return f'{type(failure).__name__} in {last.filename}, line {last.lineno}: {reason}'
 
 
+def import_paths(config_json: Any) -> list[str]:
+    """The import paths in a config as JSON, without their options, in alphabetical order."""
+    paths = set(IMPORT_PATH.findall(json.dumps(config_json, ensure_ascii=False)))
+    # Sets of these catalogues are written alike.
+    return sorted(path for path in paths if not path.startswith(('tfds:', 'hf:')))
+
+
 def imported(config_json: Any) -> dict[str, str | None]:
     """The import paths in a config as JSON whose modules are imported, with their sources' sha256.
 
     A run records them, because a variant from outside is not part of the commit.
     """
-    text = json.dumps(config_json, ensure_ascii=False)
-    paths = sorted(set(IMPORT_PATH.findall(text)))
+    paths = import_paths(config_json)
     return {path: _source_sha256(path) for path in paths if path.split(':')[0] in sys.modules}
+
+
+def require_named(config_json: Any, named: Collection[str], source: object, remedy: str) -> None:
+    """Raises ConfigError for an import path in a config that is not among those `named`.
+
+    What a file names is data, and is imported only where the user names it, too. `source` is where
+    the config was read from; `remedy` says how to name a path, with {} in its place.
+    """
+    for path in import_paths(config_json):
+        if path not in named:
+            raise ConfigError(
+                f'{source} names {path}, code that is imported only if you name it too; '
+                f'{remedy.format(path)}'
+            )
 
 
 def digest(call: str) -> str:

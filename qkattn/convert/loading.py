@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import operator
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,17 @@ import jax.numpy as jnp
 
 from qkattn.config import Config, DataConfig, ModelConfig
 from qkattn.convert.published import load_gpt2, load_nanogpt
+from qkattn.data.corpora import corpus_registry
+from qkattn.data.corpora.corpus import readable
 from qkattn.data.load import tokenizer_of
-from qkattn.data.tokenizers.tokenizer import Tokenizer
+from qkattn.data.token_files import INDEX, open_prepared, read_index
+from qkattn.data.tokenizers.subwords import FileTokenizer
+from qkattn.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
+from qkattn.data.tokenizers.vocabulary import as_recorded, is_import_path, names_in
 from qkattn.errors import ConfigError
 from qkattn.model import with_params
 from qkattn.model.transformer import Transformer
-from qkattn.storage.files import absolute, as_path
+from qkattn.storage.files import absolute, as_path, read_whole
 from qkattn.train import exported
 from qkattn.train.checkpoint import Checkpoints
 
@@ -77,15 +83,20 @@ class Loaded:
 
 
 def load(
-    source: str | os.PathLike[str], *, num_heads: int | None = None, average: int = 1
+    source: str | os.PathLike[str],
+    *,
+    num_heads: int | None = None,
+    average: int = 1,
+    imports: Collection[str] = (),
 ) -> Loaded:
     """The run or the one model at `source`, whose kind follows from its files.
 
     `source` is a run directory or a directory of exported parameters; a directory or .safetensors
     file of a GPT-2 in the Hugging Face layout; or a nanoGPT .pt checkpoint. `num_heads` is for
     published files without a config, and `average` the newest checkpoints of a run whose parameters
-    are averaged. ConfigError if it is none of these, damaged or of another
-    layout; CheckpointError if every checkpoint of the run is damaged.
+    are averaged. `imports` are the import paths that exported parameters may name; the config of a
+    run is code, whose import paths are followed. ConfigError if it is none of these, damaged or of
+    another layout; CheckpointError if every checkpoint of the run is damaged.
     """
     path = as_path(source)
     if not path.exists():
@@ -117,31 +128,20 @@ def load(
     ):
         model = load_gpt2(path, num_heads=num_heads)
     else:
-        model = exported.load(path)
+        model = exported.load(path, imports)
     return Loaded(path, model[0], [model[1]], [{}], [True])
 
 
-def tokenizer_for(source: Loaded, dataset: str, otherwise: str) -> Tokenizer:
-    """The tokenizer of a run, or that of the named dataset for a model without a run.
+def tokenizer_for(source: Loaded, data: str, otherwise: str) -> Tokenizer:
+    """The tokenizer of a run, or that of the flag --data for a model without a run.
 
     ConfigError if it has more tokens than the model (naming the flag `otherwise`, which takes token
-    ids in the place of text), or if the data has changed since the run.
+    ids in the place of text), or if the data has changed since the run; and as `tokenizer_of_flag`.
     """
     if source.config is None:
-        tokenizer = tokenizer_of(DataConfig(name=dataset))
+        tokenizer = tokenizer_of_flag(data, otherwise)
     else:
-        tokenizer = tokenizer_of(source.config.data)
-        directory = absolute(source.path) / 'checkpoints'
-        with contextlib.closing(Checkpoints(directory, read_only=True)) as checkpoints:
-            restored = checkpoints.restore({})
-        assert restored is not None  # the checkpoint that was loaded
-        data = restored[1]['data']
-        trained_with = data.get('source', data)['tokenizer']
-        if tokenizer.name != trained_with:
-            raise ConfigError(
-                f'{source.path} was trained with the tokenizer {trained_with}, but its data has '
-                f'changed since and gives {tokenizer.name}; restore the data'
-            )
+        tokenizer = _tokenizer_of_run(source.path, source.config.data)
     vocab_size = source.model_config.vocab_size
     if tokenizer.vocab_size > vocab_size:
         raise ConfigError(
@@ -149,3 +149,50 @@ def tokenizer_for(source: Loaded, dataset: str, otherwise: str) -> Tokenizer:
             f'{vocab_size}; give {otherwise}'
         )
     return tokenizer
+
+
+def _tokenizer_of_run(path: Path, data: DataConfig) -> Tokenizer:
+    """The tokenizer of a run's data; ConfigError where it is not the one of its training."""
+    directory = absolute(path) / 'checkpoints'
+    with contextlib.closing(Checkpoints(directory, read_only=True)) as checkpoints:
+        restored = checkpoints.restore({})
+    assert restored is not None  # the checkpoint that was loaded
+    trained_with = names_in(restored[1]['data'])
+    with as_recorded(*trained_with):
+        tokenizer = tokenizer_of(data)
+    if trained_with and tokenizer.name != trained_with[0]:
+        raise ConfigError(
+            f'{path} was trained with the tokenizer {trained_with[0]}, but its data has '
+            f'changed since and gives {tokenizer.name}; restore the data'
+        )
+    return tokenizer
+
+
+def tokenizer_of_flag(data: str, otherwise: str) -> Tokenizer:
+    """The tokenizer that --data names: a dataset, a tokenizer.json, or a directory of tokens.
+
+    A dataset by its name alone is tokenized as bytes, and opened only if it is an import path.
+    ConfigError for anything else, for files that cannot be read, and for tokens of a class from
+    outside; `otherwise` is the flag that takes token ids.
+    """
+    advice = (
+        'give a dataset that needs no other setting '
+        f'({", ".join(corpus_registry.NAMED_ALONE)}), a tokenizer.json, or a directory that '
+        'prepare_data has written'
+    )
+    if data.endswith('.json'):
+        with readable(f'--data={data}', advice, Exception):  # of the library of subwords
+            return FileTokenizer(read_whole(as_path(data)))
+    if data and (as_path(data) / INDEX).exists():
+        kind = read_index(as_path(data)).tokenizer
+        if is_import_path(kind):
+            raise ConfigError(
+                f'--data={data} has tokens of {kind!r:.200}, code that only a config can name; '
+                f'give {otherwise}'
+            )
+        return open_prepared(DataConfig(name='tokens', path=data)).tokenizer
+    if is_import_path(data):
+        return tokenizer_of(DataConfig(name=data))
+    if data in corpus_registry.NAMED_ALONE or corpus_registry.in_catalogue(data):
+        return ByteTokenizer()
+    raise ConfigError(f'--data={data} names no tokenizer; {advice}')

@@ -8,6 +8,7 @@ import dataclasses
 import importlib
 import os
 import re
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -215,11 +216,10 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
         path = single if single.exists() or not index.exists() else index
     if path.suffix == '.json':
         files = _read_json(path).get('weight_map')
-        if not isinstance(files, dict) or not all(
-            isinstance(part, str) and part.endswith('.safetensors') for part in files.values()
-        ):
+        if not isinstance(files, dict) or not all(map(_is_part, files.values())):
             raise ConfigError(
-                f'{path}: weight_map={files!r:.80} must name a .safetensors file for each tensor'
+                f'{path}: weight_map={files!r:.80} must name a .safetensors file beside it for '
+                'each tensor'
             )
         parts = sorted(map(component, {*files.values()}))
         return {n: t for part in parts for n, t in _read_safetensors(path.parent / part).items()}
@@ -228,6 +228,11 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
             return load_file(file)
     except (OSError, safetensors.SafetensorError) as error:
         raise ConfigError(f'{path} cannot be read as safetensors: {error}') from error
+
+
+def _is_part(name: Any) -> bool:
+    """Whether an index names a file of its own directory: no path that leads elsewhere."""
+    return isinstance(name, str) and name.endswith('.safetensors') and Path(name).name == name
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -244,10 +249,23 @@ def _read_torch(path: Path) -> dict[str, Any]:
         raise ConfigError(f'{path.name} can only be read with torch; install it') from error
     try:
         with local_copy(path) as file:
+            _require_whole(file)
             return torch.load(file, map_location='cpu', weights_only=True)
     except Exception as error:  # of any kind where the file is damaged
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f'{path} cannot be read as a torch checkpoint: {reason}') from error
+
+
+def _require_whole(file: str | os.PathLike) -> None:
+    """Raises ValueError for an archive whose members are together larger than the file.
+
+    Torch stores them as they are, and takes the memory that the archive says they need.
+    """
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            unpacked = sum(member.file_size for member in archive.infolist())
+        if unpacked > os.path.getsize(file):
+            raise ValueError(f'it unpacks to {unpacked:,} bytes, more than it has')
 
 
 def _normalized(named: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -268,6 +286,11 @@ def _normalized(named: Mapping[str, Any]) -> dict[str, np.ndarray]:
             raise ConfigError(
                 f'tensor {original!r} is of {dtype}; supported are float32, float16 and bfloat16'
             )
+        if hasattr(value, 'untyped_storage') and (
+            value.numel() * value.element_size() > value.untyped_storage().nbytes()
+        ):
+            shape = tuple(value.shape)
+            raise ConfigError(f'tensor {original!r} has shape {shape}, but fewer stored numbers')
         if hasattr(value, 'detach'):  # of torch, whose bfloat16 numpy does not know
             value = value.detach().cpu().float().numpy()
         tensors[name] = np.asarray(value).astype(np.float32)

@@ -1,8 +1,10 @@
 """The directory of prepared data, and how it is filled: once, under a lock, checked when opened."""
 
+import contextlib
+import contextvars
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,6 +19,29 @@ log = logging.getLogger(__name__)
 
 class DamagedData(ConfigError):
     """A file is not what its description states, or one of the two cannot be read."""
+
+
+class NotPrepared(ConfigError):
+    """Data that are not on this machine yet."""
+
+
+_PREPARING: contextvars.ContextVar[bool] = contextvars.ContextVar('preparing', default=True)
+
+
+@contextlib.contextmanager
+def nothing_prepared() -> Iterator[None]:
+    """While a dry run looks at data: what would be downloaded or prepared raises NotPrepared."""
+    token = _PREPARING.set(False)
+    try:
+        yield
+    finally:
+        _PREPARING.reset(token)
+
+
+def require_preparing(name: str) -> None:
+    """Raises NotPrepared where nothing may be prepared."""
+    if not _PREPARING.get():
+        raise NotPrepared(f'{name} is prepared by the first start, or by prepare_data')
 
 
 def local_directory(path: str | os.PathLike[str], field: str) -> Path:
@@ -43,7 +68,8 @@ def prepared_once(
     Any number of processes may call this at the same time; they wait for the one that holds the
     file `lock` beside it. `opened` raises DamagedData, which is logged as a warning, where
     something has to be prepared again. ConfigError if anything has to be prepared and the directory
-    cannot be written, or is reached by a link below `root`, the directory that the user has named.
+    cannot be written, or is reached by a link below `root`, the directory that the user has named;
+    NotPrepared in `nothing_prepared`.
     """
 
     def found() -> T:
@@ -56,6 +82,7 @@ def prepared_once(
         # Without the lock first, so that a finished cache may be on a read-only disk.
         return found()
     except (FileNotFoundError, DamagedData):
+        require_preparing(str(path))
         below(root, *path.parent.relative_to(root).parts)
         with locked(path.with_name('lock')):
             try:

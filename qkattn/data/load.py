@@ -9,12 +9,12 @@ import itertools
 from pathlib import Path
 
 from qkattn.config import DataConfig
-from qkattn.data.cache import data_root, local_directory, prepared_once
+from qkattn.data.cache import DamagedData, data_root, local_directory, prepared_once
 from qkattn.data.corpora.corpus import Corpus
 from qkattn.data.corpora.corpus_registry import find
 from qkattn.data.token_files import INDEX, open_index, open_prepared, read_index, write_tokens
 from qkattn.data.tokenizers.tokenizer import Tokenizer
-from qkattn.data.tokenizers.vocabulary import open_tokenizer
+from qkattn.data.tokenizers.vocabulary import as_recorded, open_tokenizer
 from qkattn.data.tokens import PairDataset, TokenDataset
 from qkattn.errors import ConfigError
 
@@ -111,5 +111,14 @@ def prepare(config: DataConfig, out: str) -> TokenDataset:
             'one language'
         )
     corpus = find(config)
-    tokenizer = _tokenizer(config, corpus)
+    with as_recorded(*_stored_tokenizer(directory)):
+        tokenizer = _tokenizer(config, corpus)
     return _written_once(directory, corpus, config.tokenizer, tokenizer, root=directory)
+
+
+def _stored_tokenizer(directory: Path) -> list[str]:
+    """The name of the tokenizer of the tokens in a directory; [] where none can be read."""
+    try:
+        return [read_index(directory).tokenizer_name]
+    except DamagedData:
+        return []

@@ -15,13 +15,14 @@ from typing import Literal
 import numpy as np
 
 from qkattn.config import DataConfig
-from qkattn.data.cache import DamagedData, local_directory
-from qkattn.data.corpora.corpus import Corpus, readable
+from qkattn.config.paths import require_regular
+from qkattn.data.cache import DamagedData, local_directory, require_preparing
+from qkattn.data.corpora.corpus import SPLITS, Corpus, readable
 from qkattn.data.tokenizers.tokenizer import Tokenizer
-from qkattn.data.tokenizers.vocabulary import restored
+from qkattn.data.tokenizers.vocabulary import as_recorded, is_import_path, restored
 from qkattn.data.tokens import SplitInfo, TokenDataset, blocks
 from qkattn.errors import ConfigError
-from qkattn.storage.files import replacing, write_atomic
+from qkattn.storage.files import read_whole, replacing, write_atomic
 from qkattn.storage.records import parse_file, read
 
 INDEX, MODEL = 'tokens.json', 'tokenizer.json'
@@ -134,13 +135,40 @@ def _entropy(counts_V: np.ndarray) -> float:
 
 
 def read_index(directory: Path) -> Index:
-    """The index of a directory; DamagedData if it cannot be read."""
+    """The index of a directory; DamagedData if it cannot be read, or describes no tokens."""
     try:
         record = parse_file(directory / INDEX, {'splits': {}})
+        _check_splits(record['splits'])
         splits = {split: read(SplitInfo, entry) for split, entry in record['splits'].items()}
+        for split, info in splits.items():
+            _check_counts(split, info)
         return read(Index, record, splits=splits)
     except ValueError as error:
         raise DamagedData(f'{directory / INDEX} cannot be read ({error})') from error
+
+
+def _check_splits(names: Iterable[str]) -> None:
+    """Raises ValueError unless these are splits of a corpus: each becomes the name of a file."""
+    for name in names:
+        if name not in SPLITS:
+            raise ValueError(f'split {name!r:.80} is none of {", ".join(SPLITS)}')
+    if 'train' not in names:
+        raise ValueError('it has no train split')
+
+
+def _check_counts(split: str, info: SplitInfo) -> None:
+    """Raises ValueError for counts that no tokens have; that of tokens is compared with the file.
+
+    Whoever lists the documents of a split takes memory for as many as are counted.
+    """
+    documents = info.num_documents
+    if not 1 <= documents <= info.num_tokens:
+        raise ValueError(f'{split} has {documents} documents in {info.num_tokens} tokens')
+    if info.num_bytes < 1:
+        raise ValueError(f'{split} has {info.num_bytes} bytes')
+    names = info.document_names
+    if names is not None and len(names) != documents:
+        raise ValueError(f'{split} has {len(names)} document_names of {documents} documents')
 
 
 def open_index(
@@ -154,6 +182,7 @@ def open_index(
     for split, info in index.splits.items():
         path = directory / f'{split}.bin'
         try:
+            require_regular(path, most=None)
             # Slices of a memmap take several times as long as those of its array.
             tokens[split] = ids = np.asarray(np.memmap(path, index.dtype, 'r'))
             whole = len(ids) == info.num_tokens
@@ -167,11 +196,14 @@ def open_index(
 
 def open_prepared(config: DataConfig) -> TokenDataset:
     """The tokens in `config.path`; ConfigError if they are damaged, or settings do not fit them."""
-    directory, advice = local_directory(config.path, 'data.path'), 'copy it or prepare_data again'
+    directory = local_directory(config.path, 'data.path')
+    if not (directory / INDEX).exists():
+        require_preparing(f'{directory / INDEX}')
+    advice = 'copy it or prepare_data again'
     try:
-        index, model = read_index(directory), directory / MODEL
-        with readable(str(model), advice, Exception):  # of the library of subwords
-            tokenizer = restored(index.tokenizer, model.read_bytes() if model.exists() else None)
+        index = read_index(directory)
+        with as_recorded(index.tokenizer_name):
+            tokenizer = _tokenizer_beside(directory, index, config.tokenizer, advice)
         dataset = open_index(directory, index, tokenizer, compare=False)
     except DamagedData as error:
         raise ConfigError(f'{error}; {advice}') from error
@@ -180,22 +212,56 @@ def open_prepared(config: DataConfig) -> TokenDataset:
             f'{directory} was tokenized with {index.tokenizer_name}, but tokenizer='
             f'{index.tokenizer!r} is {tokenizer.name}; restore its source'
         )
-    for field, fits in (
-        ('lowercase', not config.lowercase),
-        ('carve_test', not config.carve_test or 'test' in dataset.splits),
-        (
-            'tokenizer',
-            _without_directory(config.tokenizer) in (DataConfig.tokenizer, index.tokenizer)
-            and (
-                not config.tokenizer.endswith('.json')
-                or restored(config.tokenizer, None).name == tokenizer.name
-            ),
-        ),
-    ):
-        if not fits:
-            raise ConfigError(
-                f'data.{field}={getattr(config, field)!r} has no effect on tokens, which were made '
-                f'with {index.tokenizer_name} of {index.version}; set it when prepare_data makes '
-                'them'
-            )
+    _refuse_what_has_no_effect(config, index)
     return dataset
+
+
+def _tokenizer_beside(directory: Path, index: Index, requested: str, advice: str) -> Tokenizer:
+    """The tokenizer that the tokens in a directory were made with.
+
+    `requested` is data.tokenizer. What tokens.json names is data: an import path in it is imported
+    only where data.tokenizer names the same, and a file is read only from this directory.
+    ConfigError otherwise; DamagedData where the vocabulary is missing.
+    """
+    kind = index.tokenizer
+    outside = is_import_path(kind)
+    if outside and kind != requested:
+        raise ConfigError(
+            f'{directory / INDEX} names the tokenizer {kind!r:.200}, which is code, and '
+            f'data.tokenizer={requested!r} does not; set data.tokenizer={kind:.200} to import it'
+        )
+    model = directory / MODEL
+    if not model.exists():
+        if not outside and kind != 'bytes':
+            raise DamagedData(f'{model}, the vocabulary of {kind!r:.200}, is missing')
+        return restored(kind, None)
+    with readable(str(model), advice, Exception):  # of the library of subwords
+        return restored(kind, read_whole(model))
+
+
+def _refuse_what_has_no_effect(config: DataConfig, index: Index) -> None:
+    """Raises ConfigError for a setting of text other than the one that tokens were made with."""
+    if config.lowercase:
+        refused = 'lowercase'
+    elif config.carve_test and 'test' not in index.splits:
+        refused = 'carve_test'
+    elif not _same_tokenizer(config.tokenizer, index):
+        refused = 'tokenizer'
+    else:
+        return
+    raise ConfigError(
+        f'data.{refused}={getattr(config, refused)!r} has no effect on tokens, which were made '
+        f'with {index.tokenizer_name} of {index.version}; set it when prepare_data makes them'
+    )
+
+
+def _same_tokenizer(requested: str, index: Index) -> bool:
+    """Whether data.tokenizer is unset, or names the tokenizer that the tokens were made with."""
+    if requested == DataConfig.tokenizer:
+        return True
+    if _without_directory(requested) != index.tokenizer:
+        return False
+    if not requested.endswith('.json'):
+        return True
+    with as_recorded(index.tokenizer_name):
+        return restored(requested, None).name == index.tokenizer_name

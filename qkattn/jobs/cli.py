@@ -3,8 +3,8 @@
 import difflib
 import errno
 import inspect
-import io
 import logging
+import operator
 import os
 import re
 import signal
@@ -177,6 +177,15 @@ def define_trial() -> flags.FlagHolder:
     return flags.DEFINE_integer('trial', None, about)
 
 
+def define_imports() -> flags.FlagHolder:
+    """The flag --imports of scripts that read what may be from others."""
+    about = (
+        'Import paths, as in my.module:Score, that files of the model or study may name; code that '
+        'they name is imported only if it is named here.'
+    )
+    return flags.DEFINE_list('imports', [], about)
+
+
 def define_config(kind: Kind) -> flags.FlagHolder:
     """The flag --config=FILE.py or NAME of a kind, whose fields --config.a.b=VALUE overrides."""
     holder = config_flags.DEFINE_config_file(
@@ -218,6 +227,19 @@ def read_config(flag: flags.FlagHolder) -> Any:
     return config
 
 
+def arguments(config: Config) -> list[str]:
+    """The arguments that give a script these settings: those that --config's file lacks are set."""
+    flag = flags.FLAGS['config']
+    path = config_flags.get_config_filename(flag)
+    of_file = from_config_dict(flag.parser.parse(path))
+    changes = []
+    for name in settings(type(config)):
+        value = operator.attrgetter(name)(config)
+        if value != operator.attrgetter(name)(of_file):
+            changes.append(f'--config.{name}={value}')
+    return [f'--config={path}', *changes]
+
+
 def required(flag: flags.FlagHolder) -> str:
     """The value of a flag that names a directory; ConfigError without one."""
     if not flag.value:  # an empty one, of a shell variable that is not set, is no directory
@@ -247,8 +269,8 @@ def text_of(text: flags.FlagHolder, file: flags.FlagHolder) -> str:
             content = Path(file.value).read_bytes()
         else:
             content = read_regular(file.value)
-        # Without a mark of byte order, and with one kind of line ends.
-        return io.TextIOWrapper(io.BytesIO(content), encoding='utf-8-sig').read()
+        # Text mode would end lines at lone carriage returns, too. A byte order mark is dropped.
+        return content.decode('utf-8-sig')
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f'--{file.name}={file.value} cannot be read: {error}') from error
 

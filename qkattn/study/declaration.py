@@ -97,6 +97,15 @@ def declare(path: Path, study: Study, arms: Sequence[MatchedArm]) -> dict[str, A
     return declared
 
 
+def check(path: Path, study: Study, arms: Sequence[MatchedArm]) -> None:
+    """Raises ConfigError where `declare` refuses the study; writes nothing."""
+    require_no_run(path)
+    file = path / 'study.json'
+    if file.exists():
+        _continued(file, study, records.read_json(file, {}), content(study, arms))
+    _check_runs(path, study, arms)
+
+
 def _continued(
     file: Path, study: Study, earlier: dict[str, Any], declared: dict[str, Any]
 ) -> dict[str, Any]:

@@ -7,6 +7,7 @@ processes, of which process 0 holds the leases and writes the files of the study
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Collection
@@ -42,6 +43,7 @@ from qkattn.study.arms import MatchedArm, build_arms
 from qkattn.study.plan import PlannedRun
 from qkattn.study.tuning import SINGLE
 from qkattn.train import sharding
+from qkattn.train.checks import check_data_if_here, check_parts
 from qkattn.train.loop import require_same_settings, train
 from qkattn.train.sharding import require_memory
 
@@ -98,15 +100,12 @@ class _Worker:
         for name in ('lock', 'leases', 'runs', 'plots'):
             below(path, name)
         # Before the directory is created, so that a refused study leaves nothing behind.
-        left = reversed(left_of(study, self.arms, path))
-        # Of each model on each corpus the longest run.
-        for run in {(run.config.data, run.config.model): run for run in left}.values():
+        for run in of_each_model(left_of(study, self.arms, path)):
             sharding.require_devices(run.config.mesh)
             require_memory(run.config)
+            check_parts(run.config)
             with waiting(study.name, 'preparing data'):
-                rows = rows_of(run.config)
-            if study.tuning.seeds:
-                check_documents(rows, run.config.data)
+                check_data(study, run.config)
         make_directory(path)
         self._declared = ledger.digest(declaration.declare(path, study, self.arms))
 
@@ -206,6 +205,39 @@ def _train(path: Path, leased: dict[str, Any], worker: _Worker, failed: dict[str
                 raise
             log.error('skipping %s: %s', leased['directory'], known[0])
             failed[leased['run']] = known[0]
+
+
+def of_each_model(runs: list[PlannedRun]) -> list[PlannedRun]:
+    """The longest run of each model on each corpus; `runs` begin with the longest."""
+    by_model = {(run.config.data, run.config.model): run for run in reversed(runs)}
+    return list(by_model.values())
+
+
+def check_data(study: Study, config: Config) -> None:
+    """Opens the data of a run; ConfigError where they do not fit it, or cannot decide the study."""
+    rows = rows_of(config)
+    if study.tuning.seeds:
+        check_documents(rows, config.data)
+
+
+def check_start(study: Study, arms: list[MatchedArm], path: Path | None) -> list[str]:
+    """Checks what a worker checks before it trains, for a dry run, which writes nothing to `path`.
+
+    Devices and memory are left out, as the study may be trained elsewhere. Returns why data could
+    not be checked here, a sentence each. ConfigError as `run`.
+    """
+    if path is None:
+        left = plan.left(plan.runs(study, arms, lambda run: None), lambda run: None)
+    else:
+        declaration.check(path, study, arms)
+        left = left_of(study, arms, path)
+    unchecked: dict[str, None] = {}  # in order, each once
+    for run in of_each_model(left):
+        check_parts(run.config)
+        reason = check_data_if_here(run.config, study.name, functools.partial(check_data, study))
+        if reason is not None:
+            unchecked[reason] = None
+    return list(unchecked)
 
 
 def left_of(study: Study, arms: list[MatchedArm], path: Path) -> list[PlannedRun]:

@@ -13,7 +13,8 @@ of the baseline's verdict runs that are still there:
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,13 @@ import jax
 import numpy as np
 
 from qkattn.config import Config, MeshConfig, from_json
+from qkattn.config.imports import require_named
 from qkattn.data import pipeline
 from qkattn.data.tasks.language import LanguageRows, MaskedRows
 from qkattn.data.tasks.rows import Batch, Rows
 from qkattn.data.tasks.task_registry import rows_of, task_of
 from qkattn.data.tasks.translation import TranslationRows
+from qkattn.data.tokenizers.vocabulary import as_recorded, names_in
 from qkattn.errors import CheckpointError, ConfigError
 from qkattn.jobs.display import waiting
 from qkattn.metrics import PREFIXES
@@ -55,11 +58,12 @@ log = logging.getLogger(__name__)
 _Record = dict[str, Any]
 
 
-def record(directory: str | Path) -> list[str]:
+def record(directory: str | Path, imports: Collection[str] | None = None) -> list[str]:
     """Writes yardsticks.json into a study's directory; what it holds already is kept.
 
-    Returns why yardsticks of a size and corpus could not be computed, a sentence each. Raises
-    ConfigError for a directory without the files of a study.
+    `imports` are the import paths that configs of the study may name; None is any, of a study that
+    this process has trained. Returns why yardsticks of a size and corpus could not be computed, a
+    sentence each. Raises ConfigError for a directory without the files of a study.
     """
     if jax.process_count() > 1:  # reading checkpoints would take all of them
         return ['the job has several processes']
@@ -77,14 +81,21 @@ def record(directory: str | Path) -> list[str]:
     problems: dict[str, None] = {}
     made: dict[str, list[_Record]] = {'groups': [], 'runs': []}
     counted: dict[tuple, _Record] = {}
-    schema = records.ARM_KEY | {'run': str, 'stage': str, 'trials': int, 'config': dict}
-    schema |= {'directory': str}
+    schema = records.ARM_KEY | {
+        'run': str,
+        'stage': str,
+        'trials': int,
+        'config': dict,
+        'directory': str,
+    }
     for run in records.read_lines(logs / 'plan.jsonl', schema, take=stored.check_run_directory):
         name, of_run = run['run'], results.get(run['run'], [])
         is_baseline = run['variant'] == baseline and run['control'] != EQUAL_SHAPE
         finished = records.FINISHED in [result['status'] for result in of_run]
         if run['stage'] == SCREENING or not is_baseline or not finished:
             continue
+        if imports is not None:
+            _require_named(path, run, imports)
         config: Config = from_json(Config, run['config'])
         group = {'size': run['size'], 'corpus': run['corpus'], 'longer': run['control'] == LONGER}
         # What the losses of counts depend on.
@@ -105,6 +116,16 @@ def record(directory: str | Path) -> list[str]:
     return list(problems)
 
 
+def _require_named(path: Path, run: _Record, imports: Collection[str]) -> None:
+    """Raises ConfigError for an import path that the plan, or the run's own config, names alone."""
+    remedy = 'if you trust it, give --imports={}'
+    require_named(run['config'], imports, path / 'plan.jsonl', remedy)
+    file = path / run['directory'] / 'config.json'
+    if file.exists():
+        config = records.read_json(file, records.CONFIG)['config']
+        require_named(config, imports, file, remedy)
+
+
 def record_finished(directory: Path) -> None:
     """Records the yardsticks of a study whose training is finished; logs what it could not."""
     with waiting(directory.name, 'recording yardsticks'):
@@ -113,7 +134,7 @@ def record_finished(directory: Path) -> None:
         log.warning(
             'yardsticks of %s not recorded: %s; python -m experiments.report --study=%s '
             '--yardsticks records them',
-            *(directory.name, problem, directory),
+            *(directory.name, problem, shlex.quote(str(directory))),
         )
 
 
@@ -136,7 +157,8 @@ def _group(config: Config, result: Mapping[str, Any]) -> _Record:
 
 def _same_rows(config: Config, result: Mapping[str, Any]) -> Rows:
     """The rows of a config; ConfigError if they differ from those of the result."""
-    rows = rows_of(config)
+    with as_recorded(*names_in(result['data'])):
+        rows = rows_of(config)
     here = records.to_jsonable(rows.identity())
     if any(result['data'].get(name) != value for name, value in here.items()):
         raise ConfigError(

@@ -26,7 +26,9 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from qkattn import __version__
+from qkattn.config import DataConfig
 from qkattn.config.paths import require_regular_tree
+from qkattn.data.tokenizers.vocabulary import names_in
 from qkattn.errors import CheckpointError, ReadError
 from qkattn.jobs import agreement
 from qkattn.storage import buckets
@@ -257,6 +259,20 @@ class Checkpoints:
                 raise
             finally:
                 self.stall_seconds += time.perf_counter() - start
+
+
+def recorded_tokenizers(run: Path, data: DataConfig) -> list[str]:
+    """Names of the tokenizers of the data that a run has trained on; [] before a checkpoint.
+
+    Only vocabularies of files depend on them; [] for other tokenizers, without reading anything.
+    """
+    if not data.tokenizer.endswith('.json'):
+        return []
+    for checkpoint in sorted((run / 'checkpoints').glob('*')):
+        with contextlib.suppress(ValueError):  # a damaged one is named where it is restored
+            record = parse_file(checkpoint / 'record/metadata', {'data': dict})
+            return names_in(record['data'])
+    return []
 
 
 def _name_damaged(step: int | str, damage: object) -> None:

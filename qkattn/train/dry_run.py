@@ -27,9 +27,9 @@ from qkattn.model import cost
 from qkattn.model.sites import validate
 from qkattn.storage.files import read_whole
 from qkattn.train import program, sharding
-from qkattn.train.optimizer import check_optimizer
+from qkattn.train.checks import check_data_if_here, check_parts
+from qkattn.train.loop import given_params
 from qkattn.train.program_cache import without_cache
-from qkattn.train.trials import check_metrics
 
 MOST_FAKE_DEVICES = 2048  # that the CPU client of one process allows
 LOG_COLUMNS = 'run,compiler,devices,tokens,state_gb,memory_gb,model_tflop'
@@ -106,14 +106,19 @@ class Description:
 
 
 def describe(config: Config, topology: str) -> Description:
-    """Compiles the train program for the pod of a name and describes it."""
+    """Compiles the train program for the pod of a name and describes it.
+
+    ConfigError for whatever `train` refuses before it compiles, but for devices and memory of this
+    machine, and for data that are not prepared here, of which a note says so.
+    """
     pod = Pod(topology)
     check_section('', config)
     _require_fit(config, pod)
     devices, compiler = _devices(pod)  # before any code from outside computes, which starts JAX
     validate(config)
-    check_optimizer(config.optimizer, config.train.num_steps)
-    check_metrics(config)
+    check_parts(config)
+    given_params(config)
+    unchecked = check_data_if_here(config, 'dry run')
     model, train, trials = config.model, config.train, len(config.trials.trials())
     capacity = pod.chip.hbm // pod.chip.devices
     mesh = sharding.make_mesh(config.mesh, devices)
@@ -142,6 +147,8 @@ def describe(config: Config, topology: str) -> Description:
         )
         notes.append(f'WARNING the program DOES NOT FIT: {sizes}; {remedies}')
     notes += [f'WARNING replication or another axis: {message}' for message in fallbacks]
+    if unchecked is not None:
+        notes.append(f'WARNING {unchecked}')
     seconds = flops * pod.chip.devices / pod.chip.flops
     about = pod.name, compiler, dict(mesh.shape), notes, trials, cost.count(model)['total']
     return Description(*about, tokens, memory, capacity, flops, seconds)

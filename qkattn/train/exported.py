@@ -12,6 +12,7 @@ import itertools
 import logging
 import os
 import zlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import safetensors.numpy
 from flax import traverse_util
 
 from qkattn.config import Config, ModelConfig, from_json, to_json
+from qkattn.config.imports import require_named
 from qkattn.errors import ConfigError
 from qkattn.model.cost import abstract_params
 from qkattn.storage.files import absolute, local_copy, replacing
@@ -52,11 +54,20 @@ def save(
     return path
 
 
-def load(path: str | os.PathLike) -> tuple[ModelConfig, dict]:
-    """Settings and parameters (float32, numpy) of an export, or of the first trial of a run."""
+def load(
+    path: str | os.PathLike,
+    imports: Collection[str] = (),
+    remedy: str = 'if you trust it, give --imports={} (imports= in Python)',
+) -> tuple[ModelConfig, dict]:
+    """Settings and parameters (float32, numpy) of an export, or of the first trial of a run.
+
+    An import path in the description of an export has to be one of `imports`; else ConfigError,
+    which ends with the `remedy`.
+    """
     path = absolute(path)
     if (path / ABOUT).exists():
         about = read_json(path / ABOUT, {'model': dict})
+        require_named(about['model'], imports, path / ABOUT, remedy)
         model = from_json(ModelConfig, about['model'], 'model.')
         try:
             with local_copy(path / PARAMETERS) as file:

@@ -15,8 +15,10 @@ import jax
 import numpy as np
 
 from qkattn.config import Config, Study, differences, to_json
+from qkattn.config.imports import import_paths
 from qkattn.data.tasks.rows import Rows
 from qkattn.data.tasks.task_registry import rows_of
+from qkattn.data.tokenizers.vocabulary import as_recorded
 from qkattn.errors import CheckpointError, ConfigError, Lost, Stopped
 from qkattn.jobs import agreement
 from qkattn.jobs.agreement import owned, owner_first
@@ -27,13 +29,13 @@ from qkattn.storage.files import below, check_directory, make_directory
 from qkattn.storage.metrics_log import MetricsFile
 from qkattn.storage.records import read_json, read_results, write_json
 from qkattn.storage.run_directory import RunDirectory
-from qkattn.storage.sinks import Sinks, check_sinks
+from qkattn.storage.sinks import Sinks
 from qkattn.train import exported, program, results, sharding
-from qkattn.train.checkpoint import Checkpoints
-from qkattn.train.optimizer import check_optimizer
+from qkattn.train.checkpoint import Checkpoints, recorded_tokenizers
+from qkattn.train.checks import check_parts
 from qkattn.train.program import Program
 from qkattn.train.timing import PARTS, Clock, traced
-from qkattn.train.trials import Evaluation, Stack, check_metrics
+from qkattn.train.trials import Evaluation, Stack
 
 SEEN_WITHIN = 60.0  # seconds, for others to see a file that process 0 has written
 
@@ -69,9 +71,7 @@ def train(
     validate(config)
     require_same_settings(config)
     num_steps = config.train.num_steps
-    check_optimizer(config.optimizer, num_steps)
-    check_sinks(config.train.sinks)
-    check_metrics(config)
+    check_parts(config)
     path, trials = check_directory(workdir), config.trials.trials()
     traces = None if profile is None else make_directory(profile, name='profile')
     if traces is not None:
@@ -83,7 +83,8 @@ def train(
         progress = exits.enter_context(
             owned(lambda: Progress(label, num_steps, tokens_per_step=tokens, study=study))
         )
-        with progress.phase('preparing data'):
+        recorded = agreement.on_owner(lambda: recorded_tokenizers(path, config.data))
+        with progress.phase('preparing data'), as_recorded(*recorded):
             rows = owner_first(lambda: rows_of(config))
         agreement.require_same('dataset', json.dumps(rows.identity()))
         given = functools.cache(functools.partial(given_params, config))
@@ -168,7 +169,8 @@ def given_params(config: Config) -> dict | None:
     """The parameters of train.init_from; ConfigError where they do not fit the model."""
     if (source := config.train.init_from) is None:
         return None
-    model, params = exported.load(source)
+    remedy = "name it in the model's settings too, or start from other parameters"
+    model, params = exported.load(source, import_paths(to_json(config.model)), remedy)
     exported.check(config.model, params, source)
     changes = differences(to_json(model), to_json(config.model))
     # Most that may be null follow from others, and shapes tell what they are.

@@ -126,12 +126,11 @@ def parse_arm_key(record: Any) -> ArmKey:
 def parse_run(record: Any) -> Run:
     """Reads a planned run from its JSON object; raises ValueError that names the bad field."""
     records.check(record, {'run': str, 'directory': str, 'trials': int, 'config': _CONFIG})
+    check_run_directory(record)
     if record['trials'] < 1:
         raise ValueError(f"field 'trials' is {record['trials']}, expected 1 or more")
     given = {'name': record['run'], 'num_trials': record['trials'], 'trials': ()}
-    run = records.read(Run, record, key=parse_arm_key(record), **given)
-    check_run_directory(record)
-    return run
+    return records.read(Run, record, key=parse_arm_key(record), **given)
 
 
 def parse_trial(record: Any, run: Run) -> Trial:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import sys
+import zipfile
 from unittest.mock import Mock
 
 import jax
@@ -152,6 +153,9 @@ def test_a_torch_checkpoint_is_read(tmp_path):
     np.testing.assert_array_equal(embedding, narrow['_orig_mod.lm_head.weight'].float().numpy())
 
 
+OUTSIDE = {'wte.weight': '../other/model.safetensors'}
+
+
 def put(name, shape, dtype=np.float32):
     return lambda tensors: tensors.update({name: np.zeros(shape, dtype)})
 
@@ -205,7 +209,13 @@ def test_what_is_no_model_is_named_and_narrow_floats_are_widened(monkeypatch, tm
         ({'use_rmsnorm': True}, 'use_rmsnorm=True is not an argument of nanoGPT'),
     ):
         check(message, {'model': named, 'model_args': ARGUMENTS | wrong}, load_nanogpt)
-    for files in (None, ['a.safetensors'], {'wte.weight': 3}, {'wte.weight': '/etc/passwd'}):
+    for files in (
+        None,
+        ['a.safetensors'],
+        {'wte.weight': 3},
+        {'wte.weight': '/etc/passwd'},
+        OUTSIDE,
+    ):
         (tmp_path / 'parts').mkdir(exist_ok=True)
         index = tmp_path / 'parts/model.safetensors.index.json'
         index.write_text(json.dumps({'weight_map': files}))
@@ -227,3 +237,28 @@ def test_what_is_no_model_is_named_and_narrow_floats_are_widened(monkeypatch, tm
     check('ckpt.pt cannot be read as a torch checkpoint: KeyError', pt, load_nanogpt)
     monkeypatch.setitem(sys.modules, 'torch', None)
     check(r'ckpt\.pt can only be read with torch', tmp_path / 'ckpt.pt', load_nanogpt)
+
+
+def test_sizes_in_weights_are_compared_with_their_file(tmp_path, monkeypatch):
+    """Memory is taken for what is there, whatever a header, an archive or a tensor says."""
+    header = {'wte.weight': {'dtype': 'F32', 'shape': [10**9, 10**3], 'data_offsets': [0, 4]}}
+    text = json.dumps(header).encode()
+    (tmp_path / 'a.safetensors').write_bytes(len(text).to_bytes(8, 'little') + text + bytes(4))
+    with refused('a.safetensors cannot be read as safetensors'):
+        load_gpt2(tmp_path / 'a.safetensors', num_heads=2)
+    torch = Mock()
+    monkeypatch.setitem(sys.modules, 'torch', torch)
+    with zipfile.ZipFile(tmp_path / 'a.pt', 'w', zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr('a/data/0', bytes(10**6))
+    with refused('a.pt cannot be read as a torch checkpoint: it unpacks to 1,000,000 bytes, more'):
+        load_nanogpt(tmp_path / 'a.pt', num_heads=2)
+    assert not torch.load.called
+    spread = Mock(dtype='torch.float32', shape=(10**6, 10**6))
+    spread.numel.return_value = 10**12
+    spread.element_size.return_value = 4
+    spread.untyped_storage.return_value.nbytes.return_value = 4
+    (tmp_path / 'b.pt').touch()
+    torch.load.return_value = {'wte.weight': spread}
+    with refused("'wte.weight' has shape .1000000, 1000000., but fewer stored numbers"):
+        load_nanogpt(tmp_path / 'b.pt', num_heads=2)
+    assert not spread.detach.called

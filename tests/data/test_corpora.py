@@ -19,7 +19,7 @@ import requests
 import tensorflow_datasets as tfds
 
 from qkattn.config import DataConfig
-from qkattn.data.corpora import cldr, downloads, python_text
+from qkattn.data.corpora import catalogues, cldr, downloads, python_text
 from qkattn.data.corpora.corpus import Corpus, capped, carved, largest_size, split_of
 from qkattn.data.corpora.corpus_registry import CORPORA, SETTINGS, Source, find
 from tests.data.datasets import documents
@@ -200,6 +200,41 @@ def test_files_that_do_not_fit_are_named(tmp_path):
     for number, (settings, files, says) in enumerate(cases):
         with refused(says):
             documents(opened(tmp_path / str(number), files, **settings), 'en')
+
+
+LINES = b'{"text": "one"}\n' * 40
+
+
+@pytest.mark.parametrize(
+    ('name', 'content', 'says'),
+    [
+        *(
+            (
+                f'a{suffix}',
+                LINES,
+                f'a{suffix}. is a {suffix} file, which is not read; give plain text',
+            )
+            for suffix in ('.jsonl', '.json', '.parquet', '.npy', '.bin', '.gz', '.zst', '.CSV')
+        ),
+        (
+            'a.txt',
+            b'one\n' * 40 + b'\0',
+            'a.txt. holds byte 0 at byte 160, so it is not text; give',
+        ),
+        ('a', b'\x1f\x8b\x08\x00' * 40, 'a. cannot be read .*; give a file of UTF-8'),
+    ],
+)
+def test_files_that_hold_no_plain_text_are_not_trained_on(tmp_path, name, content, says):
+    with refused(says):
+        opened(tmp_path, {name: content}, path=str(tmp_path / name))
+
+
+def test_any_language_may_end_the_name_of_a_parallel_file(tmp_path):
+    files = {name.replace('.de', '.pt'): content for name, content in PAIRS.items()}
+    corpus = opened(tmp_path, files, 'parallel', languages='en-pt')
+    assert documents(corpus, 'pt')['train'] == [b'eins', b'zwei']
+    with refused('train.pt. holds byte 0 at byte 1'):
+        opened(tmp_path, {'train.pt': b'a\0\nb'}, 'parallel', languages='en-pt')
 
 
 TEXT = b'one\ntwo\n'
@@ -388,6 +423,24 @@ def test_rows_of_hugging_face_without_text_are_left_out(tmp_path, monkeypatch):
     empty = [{'en': '', 'de': 'a'}, {'en': None, 'de': 'b'}, *SENTENCES[2:]]
     config = dataclasses.replace(hf_set(tmp_path, 'inner', sentences=empty), languages='en-de')
     assert read(find(config), 'de')['test'] == VALUES['de'][2:]
+
+
+def test_nothing_in_the_working_directory_is_read_as_a_published_set(tmp_path, monkeypatch):
+    library = pytest.importorskip('datasets')
+    monkeypatch.setattr(library, 'load_dataset', lambda *names: pytest.fail(f'{names} is loaded'))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'owner/set').mkdir(parents=True)
+    (tmp_path / 'a.jsonl').write_bytes(LINES)
+    for name in ('json', 'parquet', 'text', 'csv'):
+        with refused(
+            f"data.name='hf:{name}' names a loader, which reads whatever lies in the work"
+        ):
+            find(DataConfig(name=f'hf:{name}'))
+    for name in ('owner/set', 'owner/set/config', 'a.jsonl', 'owner'):
+        with refused(f"data.name='hf:{name}' would read '.*' of the working directory; give a set"):
+            find(DataConfig(name=f'hf:{name}'))
+    known = library.packaged_modules._PACKAGED_DATASETS_MODULES
+    assert known.keys() <= set(catalogues.LOADERS)
 
 
 def test_a_published_set_is_asked_for_by_owner_name_and_config(tmp_path, monkeypatch):

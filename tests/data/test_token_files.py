@@ -8,13 +8,18 @@ import shutil
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers
 
 from qkattn.config import Config, DataConfig
+from qkattn.convert import loading
 from qkattn.data import token_files, tokens
 from qkattn.data.load import load_text, prepare, tokenizer_of
 from qkattn.data.tasks.task_registry import rows_of
+from qkattn.data.tokenizers.subwords import FileTokenizer
 from qkattn.data.tokenizers.tokenizer import ByteTokenizer
 from qkattn.data.tokens import PairDataset, TokenDataset
+from qkattn.train.loop import train
 from tests.damages import PICKLE
 from tests.data.datasets import contents, numbers, register, token_dataset, write_texts
 from tests.refusals import refused
@@ -216,3 +221,121 @@ def test_a_test_split_is_carved_before_tokens_are_made(text, made, tmp_path):
     prepare(dataclasses.replace(text, path=str(path)), str(tmp_path / 'tokens'))
     with refused('data.carve_test=True has no effect on tokens, .*; set it when prepare_data'):
         load_text(made_of(tmp_path / 'tokens', carve_test=True))
+
+
+EVIL = """
+import pathlib
+pathlib.Path('imported').touch()
+class Cls:
+    name, vocab_size, separator = 'evil', 4, 3
+    encode = decode = num_bytes = None
+"""
+
+
+def split_of_index(text, **fields):
+    """The index with other counts of its train split."""
+    index = json.loads(text)
+    index['splits']['train'] |= fields
+    return json.dumps(index)
+
+
+@pytest.mark.parametrize(
+    ('damage', 'message'),
+    [
+        (
+            edit(tokenizer='evil:Cls'),
+            "tokens.json names the tokenizer 'evil:Cls', which is code, and data.tokenizer='bytes' "
+            'does not; set data.tokenizer=evil:Cls to import it',
+        ),
+        (edit(tokenizer='evil:Cls(a=1)'), 'set data.tokenizer=evil:Cls.a=1. to import it'),
+        (edit(tokenizer='/etc/x.json'), 'tokenizer.json, the vocabulary of ./etc/x.json., is miss'),
+        (edit(tokenizer='characters'), "the vocabulary of 'characters', is missing"),
+        (edit(tokenizer='words'), "the vocabulary of 'words', is missing"),
+        (edit(splits={'../x': {}}), "split '../x' is none of train, validation, test"),
+        (edit(splits={'test': {}}), 'it has no train split'),
+        (lambda t: split_of_index(t, num_documents=10**15), 'train has 1000000000000000 documents'),
+        (lambda t: split_of_index(t, num_documents=0), 'train has 0 documents in'),
+        (lambda t: split_of_index(t, num_bytes=0), 'train has 0 bytes'),
+        (lambda t: split_of_index(t, document_names=['a']), 'train has 1 document_names of 60'),
+        (lambda t: split_of_index(t, num_tokens=10**15), 'train.bin is missing, or does not hold'),
+    ],
+)
+def test_what_an_index_says_is_checked_before_it_is_used(
+    made, tmp_path, monkeypatch, damage, message
+):
+    copy = shutil.copytree(made, tmp_path / 'copy')
+    (tmp_path / 'evil.py').write_text(EVIL)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    index = copy / 'tokens.json'
+    index.write_text(damage(index.read_text()))
+    with refused(message):
+        load_text(made_of(copy)).document_names('train')
+    assert not (tmp_path / 'imported').exists()
+
+
+def test_a_class_from_outside_is_imported_where_the_config_names_it_too(text, tmp_path, outside):
+    data = dataclasses.replace(text, tokenizer='nibbles:Nibbles')
+    prepare(data, str(tmp_path / 'tokens'))
+    for requested in ('bytes', 'nibbles:Other', 'characters'):
+        with refused('set data.tokenizer=nibbles:Nibbles to import it'):
+            load_text(made_of(tmp_path / 'tokens', tokenizer=requested))
+    opened = load_text(made_of(tmp_path / 'tokens', tokenizer='nibbles:Nibbles'))
+    assert opened.identity() == load_text(data).identity()
+
+
+def test_ids_of_a_vocabulary_file_are_bounded_before_tables_of_them_are_made(text, tmp_path):
+    file = tmp_path / 'huge.json'
+    model = {'type': 'WordLevel', 'vocab': {'a': 0, 'b': 4_000_000_000}, 'unk_token': 'a'}
+    file.write_text(json.dumps({'version': '1.0', 'added_tokens': [], 'model': model}))
+    with refused('huge.json. cannot be read .*it has the id 4000000000; ids must be below 1048576'):
+        load_text(dataclasses.replace(text, tokenizer=str(file)))
+
+
+def vocabulary(path):
+    """A tokenizer.json of 401 ids, the last of which ends texts."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    words = {'[UNK]': 0} | {f'word{number}': number for number in range(1, 400)}
+    library = tokenizers.Tokenizer(models.WordLevel(words, unk_token='[UNK]'))
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    library.add_special_tokens(['<|endoftext|>'])
+    library.save(str(path))
+    return path
+
+
+def test_tokens_with_an_added_separator_keep_it(text, tmp_path, monkeypatch):
+    """Files of both kinds open as they were made, and are confirmed by the command of theirs."""
+    data = dataclasses.replace(text, tokenizer=str(vocabulary(tmp_path / 'v/words.json')))
+    prepare(data, str(tmp_path / 'ends'))
+    with monkeypatch.context() as patch:
+        patch.setattr(FileTokenizer, '_end_of_text', lambda self: None)
+        prepare(data, str(tmp_path / 'added'))
+    separators = {'ends': (400, 401), 'added': (401, 402)}
+    names = set()
+    for name, (separator, vocab_size) in separators.items():
+        before = contents(tmp_path / name)
+        for requested in ('bytes', data.tokenizer):
+            dataset = load_text(made_of(tmp_path / name, tokenizer=requested))
+            assert (dataset.tokenizer.separator, dataset.vocab_size) == (separator, vocab_size)
+            assert len(dataset.document_ends('train')) == 60
+        assert prepare(data, str(tmp_path / name)).identity() == dataset.identity()
+        assert contents(tmp_path / name) == before
+        names.add(dataset.tokenizer.name)
+    assert len(names) == 2
+
+
+def test_a_run_with_an_added_separator_resumes_with_it(tiny, text, tmp_path, monkeypatch):
+    fields = {'tokenizer': str(vocabulary(tmp_path / 'v/words.json')), 'eval_sequences': None}
+    data = vars(dataclasses.replace(text, **fields))
+    config = tiny(model={'num_layers': 1, 'vocab_size': 402}, data=data, trials={'seeds': (0,)})
+    with monkeypatch.context() as patch:
+        patch.setattr(FileTokenizer, '_end_of_text', lambda self: None)
+        (first,) = train(config, tmp_path / 'run')
+    (tmp_path / 'run/result.json').unlink()
+    (again,) = train(config, tmp_path / 'run')
+    assert again['data'] == first['data'] and again['test_loss'] == first['test_loss']
+    source = loading.load(tmp_path / 'run')
+    assert loading.tokenizer_for(source, '', '--prompt_tokens').separator == 401
+    # Another run uses the id of the file, and needs no row more than it has.
+    model = dataclasses.replace(config.model, vocab_size=401)
+    assert rows_of(dataclasses.replace(config, model=model)).vocab_size == 401

@@ -138,8 +138,8 @@ def test_the_vocabulary_of_a_file_neither_adds_nor_cuts_nor_counts_what_is_not_t
     learned = BPETokenizer.train([text.encode()], 270)
     path.write_bytes(learned.model())
     tokenizer = FileTokenizer.open(str(path))
-    assert tokenizer.name == f'file-{learned.name[-12:]}'
-    assert (tokenizer.vocab_size, tokenizer.separator) == (271, 270)
+    assert tokenizer.name == f'file-{learned.name[-12:]}-end0'
+    assert (tokenizer.vocab_size, tokenizer.separator) == (270, 0)
     ids = tokenizer.encode(text)
     assert ids.dtype == np.uint16 and np.array_equal(ids, learned.encode(text))
     # A lossy vocabulary of words, which marks the ends of texts and cuts them off.
@@ -160,3 +160,50 @@ def test_the_vocabulary_of_a_file_neither_adds_nor_cuts_nor_counts_what_is_not_t
         damage()
         with refused(f"data.tokenizer='{path}' cannot be read .*; give a tokenizer.json"):
             FileTokenizer.open(str(path))
+
+
+def special_words(special, *, unknown='[UNK]', others=()):
+    """A vocabulary of words with these special tokens, and others that are only added."""
+    vocabulary = {unknown: 0, 'fox': 1}
+    library = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=unknown))
+    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    library.add_special_tokens(list(special))
+    library.add_tokens(list(others))
+    return library
+
+
+def pieces(special):
+    """A unigram model, which reads the spelling of its special token from text."""
+    library = tokenizers.Tokenizer(models.Unigram([('<unk>', 0.0), ('</s>', -1.0), ('a', -1.0)], 0))
+    library.add_special_tokens(special)
+    return library
+
+
+@pytest.mark.parametrize(
+    ('library', 'separator', 'vocab_size'),
+    [
+        (special_words(['<|endoftext|>']), 2, 3),
+        (special_words(['<s>', '</s>', '<pad>']), 3, 5),
+        (special_words(['</s>', '<|endoftext|>']), 3, 4),
+        (special_words(['<|over|>']), 2, 3),  # the only one that is special
+        (special_words(['<s>', '<pad>']), 4, 5),  # none ends texts
+        (special_words(['[UNK]']), 2, 3),  # unknown text would end one
+        (special_words([], others=['<|endoftext|>']), 3, 4),  # read from text
+        (special_words([]), 2, 3),
+        (pieces(['</s>']), 3, 4),
+    ],
+)
+def test_a_document_ends_with_the_id_by_which_the_file_ends_texts(
+    tmp_path, library, separator, vocab_size
+):
+    library.save(str(tmp_path / 'a.json'))
+    tokenizer = FileTokenizer.open(str(tmp_path / 'a.json'))
+    assert (tokenizer.separator, tokenizer.vocab_size) == (separator, vocab_size)
+    added = separator == vocab_size - 1 and separator == library.get_vocab_size()
+    assert tokenizer.name.endswith(f'-end{separator}') != added
+    assert separator not in tokenizer.encode('fox </s> <|endoftext|> <|over|> [UNK] a')
+    ids = [*tokenizer.encode('fox'), separator, *tokenizer.encode('fox')]
+    assert tokenizer.decode(ids).count('\0') == 1
+    old = tokenizer.with_added_separator()
+    assert old.name == tokenizer.name.partition('-end')[0]
+    assert old.separator == library.get_vocab_size() == old.vocab_size - 1

@@ -6,6 +6,9 @@ from qkattn.config import ModelConfig
 from tests.experiments.conftest import save_model
 
 TRAIN, ABLATE = ('train', '--config=run.py'), ('ablate', '--config=study.py')
+POD = (*TRAIN, '--dry_run=v5e-1x1')
+TUNED = ('--config.tuning.seeds=(10,)', '--config.base.trials.learning_rates=(1e-3,2e-3,4e-3)')
+PLAN = (*ABLATE, '--dry_run', *TUNED)
 CASES = [
     # Commands, files, directories and configs.
     ('trian', "unknown command 'trian'; known: ablate, analyze, "),
@@ -45,6 +48,11 @@ CASES = [
     (*TRAIN, '--dry_run=v5e-1x1', '--dry_run_log=/dev/full', '=/dev/full must be a CSV file'),
     (*TRAIN, '--dry_run=v5e-1x1', '--dry_run_log=run.py', '=run.py must have the columns run,'),
     (*TRAIN, '--dry_run=v5e-1x1', "--config.train.metrics=('top_5',)", 'must be an import path'),
+    # Dry runs, of what a start refuses as well.
+    (*POD, '--config.data.name=hf:json', 'names a loader'),
+    (*POD, '--config.train.init_from=absent', 'absent holds neither exported parameters'),
+    (*PLAN, '--workdir=/proc/x', '/proc/x cannot be'),
+    (*PLAN, '--workdir=run', 'holds a run, not a study'),
     # Claims.
     ('claims', 'E33', "unknown claim 'E33', did you mean 'E3'?"),
     ('claims', 'E3', '--workers=two', '--workers=two must be auto or a number'),
@@ -59,6 +67,18 @@ CASES = [
     ('generate', 'run', '--prompt=a\udc80', 'cannot be encoded'),
     ('generate', 'run', '--prompt_tokens=a b', 'must be whole numbers from 0 to 255'),
     ('generate', 'run', '--prompt_tokens=1', '--prompt=a', '--prompt and --prompt_tokens exclude'),
+    *(
+        (
+            'generate',
+            'decoder',
+            f'--data={name}',
+            f'--data={name} names no tokenizer; give a dataset',
+        )
+        for name in ('tokens', 'text', 'cldr', 'parallel', 'stdlibs', '')
+    ),
+    ('generate', 'decoder', '--data=absent.json', '--data=absent.json cannot be read'),
+    ('generate', 'decoder', '--data=run.py', '--data=run.py names no tokenizer; give a dataset'),
+    ('analyze', 'decoder', '--text=a dog', '--data=tokens', '--data=tokens names no tokenizer'),
     ('convert', 'run', '--out=', '--out=DIRECTORY is required'),
     ('convert', 'run', '--out=run', '--out=run is not empty; give another directory'),
     ('convert', 'run', '--out=/proc/x', '--out=/proc/x cannot be used'),
@@ -80,17 +100,20 @@ CASES = [
 
 @pytest.fixture(scope='session')
 def sources(small_run, tmp_path_factory):
-    """Models by name: a run of a decoder, and exported parameters of an encoder-decoder."""
+    """Models by name: a run of a decoder, and exported parameters of two kinds."""
     pair = tmp_path_factory.mktemp('sources') / 'pair'
     sizes = {'d_model': 16, 'num_layers': 1, 'num_heads': 2, 'context': 8}
     save_model(pair, ModelConfig(kind='encoder_decoder', **sizes))
-    return {'run': small_run[1], 'pair': pair}
+    decoder = tmp_path_factory.mktemp('sources') / 'decoder'
+    save_model(decoder, ModelConfig(**sizes))
+    return {'run': small_run[1], 'pair': pair, 'decoder': decoder}
 
 
 @pytest.mark.parametrize('case', CASES, ids=lambda case: ' '.join(case)[-60:])
 def test_bad_input_is_one_sentence(case, refusal, request, tmp_path, capsys):
     *command, message = case
-    if {'run', 'pair', '--source=run', '--source=pair', '--out=run'} & {*command}:
+    words = {word.rpartition('=')[2] for word in command}
+    if {'run', 'pair', 'decoder'} & words:
         for source, path in request.getfixturevalue('sources').items():
             (tmp_path / source).symlink_to(path)
         capsys.readouterr()  # the log of their training
@@ -98,6 +121,30 @@ def test_bad_input_is_one_sentence(case, refusal, request, tmp_path, capsys):
     assert message in refusal(*command)
     # Importing the config may cache its bytecode; nothing else is left behind.
     assert {path.name for path in {*tmp_path.iterdir()} - before} <= {'__pycache__'}
+
+
+@pytest.mark.parametrize(
+    ('dry', 'settings', 'message'),
+    [
+        (POD, ('config.model.vocab_size=100',), 'model.vocab_size=100 must be at least 256 for'),
+        (POD, ('config.data.mask_rate=0.3',), 'data.mask_rate=0.3 has no effect on a decoder'),
+        (POD, ('config.data.name=text', 'config.data.path=x.txt'), "x.txt' cannot be read"),
+        (POD, ("config.train.sinks=('x',)",), "unknown train.sinks 'x'"),
+        (PLAN, ('config.base.data.eval_sequences=8',), 'eval_sequences=8 evaluates 8 of '),
+        (PLAN, ('config.base.data.name=text', 'config.base.data.path=run.py'), 'has too few lines'),
+        (PLAN, ("config.base.train.sinks=('x',)",), "unknown train.sinks 'x'"),
+    ],
+)
+def test_a_dry_run_refuses_what_a_start_refuses(script_here, tmp_path, dry, settings, message):
+    """In the same sentence, whether or not the data have to be tokenized for it."""
+    start = [word for word in dry if not word.startswith('--dry_run')]
+    sentences = []
+    for command in (dry, (*start, '--workdir=w')):
+        done = script_here(*command, *(f'--{setting}' for setting in settings))
+        assert done.returncode == 2, done.stderr
+        sentences.append(done.stderr.splitlines()[-1])
+    assert message in sentences[0] and sentences[0] == sentences[1]
+    assert not (tmp_path / 'w').exists()
 
 
 def test_what_fails_in_a_file_of_the_working_directory_is_named(refusal, tmp_path):

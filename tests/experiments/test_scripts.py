@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,11 +12,13 @@ from unittest.mock import Mock
 import numpy as np
 import pandas as pd
 import pytest
+import requests
 
 from qkattn import __version__
 from qkattn.config import Config, ModelConfig, Study
 from qkattn.config.setting import settings
 from qkattn.convert.conversions import CONVERSIONS, Conversion
+from qkattn.data.tokenizers.tokenizer import CharacterTokenizer as Tokenizer
 from qkattn.explore import bench
 from qkattn.explore.worked import worked
 from qkattn.jobs import signals
@@ -295,7 +298,9 @@ def test_tokens_are_made_trained_on_and_decoded(printed, tiny, tmp_path):
     data = ('--config.data.name=text', '--config.data.path=files')
     flags = ('prepare_data', '--config=run.py', '--out=made', *data)
     made = printed(*flags, '--config.data.tokenizer=characters')
-    assert 'to train: --config.data.name=tokens --config.data.path=made\n' in made
+    tokens = '--config.data.name=tokens --config.data.path=made'
+    train_on_them = f'qkattn train --config=run.py {tokens} --workdir=DIRECTORY'
+    assert made.splitlines()[-1] == f'to train: {train_on_them}'
     before = contents(tmp_path / 'made')
     data = {'name': 'tokens', 'path': 'made', 'data_dir': '/absent'}
     (result, _) = train(tiny(data=data, model={'num_layers': 1}), tmp_path / 'w')
@@ -308,6 +313,54 @@ def test_tokens_are_made_trained_on_and_decoded(printed, tiny, tmp_path):
     assert contents(tmp_path / 'made') == before
 
 
+SMALL = (
+    'model.num_layers=1 model.num_heads=2 model.d_model=16 model.context=16 '
+    'optimizer.warmup_steps=2 train.num_steps=5 train.batch_size=4 train.steps_per_dispatch=5 '
+    'train.log_every=5 train.eval_every=5 train.checkpoint_every=5 train.lifting=map '
+    'data.eval_sequences=4'
+)
+HINTED = [
+    'data.tokenizer=characters',
+    'data.tokenizer=bpe data.tokenizer_size=300 data.lowercase=True',
+    'data.tokenizer=nibbles:Nibbles(high_first=False)',
+    'model.kind=encoder',
+    'model.vocab_size=512',
+]
+
+
+@pytest.mark.parametrize(
+    'settings', only(['data.tokenizer=bpe data.tokenizer_size=300 data.lowercase=True'], HINTED)
+)
+def test_the_command_that_prepare_data_prints_trains(printed, outside, tmp_path, settings):
+    """Name and path of the tokens alone would be refused by each of these configs."""
+    write_texts(tmp_path / 'my files')
+    fields = [*SMALL.split(), 'data.name=text', *settings.split()]
+    lines = ''.join(f'    config.{name} = {value}\n' for name, value in map(literal, fields))
+    (tmp_path / 'own.py').write_text(OWN.format(lines=lines))
+    flags = ('--config=own.py', '--config.data.path=my files', '--out=my tokens')
+    last = printed('prepare_data', *flags).splitlines()[-1]
+    assert last.startswith('to train: ')
+    command, name, *arguments = shlex.split(last.removeprefix('to train: '))
+    assert (command, name) == ('qkattn', 'train') and arguments[-1] == '--workdir=DIRECTORY'
+    assert 'validation loss' in printed('train', *arguments)
+
+
+OWN = """
+from qkattn.config import Config, to_config_dict
+
+def get_config():
+    config = to_config_dict(Config())
+{lines}    return config
+"""
+
+
+def literal(setting):
+    """'a.b=1' as its name and its value, as Python writes it."""
+    name, _, value = setting.partition('=')
+    is_number = value.isdecimal() or value == 'True'
+    return name, value if is_number else repr(value)
+
+
 def test_a_bench_is_printed_and_the_package_that_it_needs_is_named(refusal, printed, monkeypatch):
     pytest.importorskip('sympy', reason="pip install -e '.[explore]'")
     expected = worked(bench.Bench('shared_qk/no_vo'))
@@ -317,6 +370,25 @@ def test_a_bench_is_printed_and_the_package_that_it_needs_is_named(refusal, prin
     sentence = refusal('explore', '--variant=qk/vo')
     bench.sympy.cache_clear()
     assert sentence == "explore needs the package sympy: pip install -e '.[explore]'"
+
+
+ELSEWHERE = [
+    'name=tiny_shakespeare',
+    'name=tfds:lm1b',
+    'name=hf:owner/set',
+    'name=tokens path=absent',
+]
+
+
+@pytest.mark.parametrize('data', only(ELSEWHERE[:1], ELSEWHERE))
+def test_a_dry_run_says_that_data_are_not_prepared_here(printed, tmp_path, monkeypatch, data):
+    """And neither downloads nor prepares them; other checks are made all the same."""
+    monkeypatch.setattr(requests, 'get', lambda *_, **__: pytest.fail('it downloads'))
+    monkeypatch.setenv('QKATTN_DATA', str(tmp_path / 'data'))
+    flags = [f'--config.base.data.{setting}' for setting in data.split()]
+    said = 'WARNING data are not checked, as they are not prepared on this machine: '
+    assert said in printed('ablate', '--config=study.py', '--dry_run', *flags)
+    assert not (tmp_path / 'data').exists()
 
 
 # Studies
@@ -456,6 +528,22 @@ def test_text_and_files_are_translated_line_by_line(printed, translator, tmp_pat
     (tmp_path / 'in.en').write_text('\ufeffBAD\n\n   \ncafe')
     assert printed(*translate_run, '--file=in.en') == 'dab\n\n\nefac\n'
     assert 'efac' not in printed(*translate_run, '--text=bad\ncafe', '--trial=1', '--beam=1')
+
+
+def test_a_line_ends_at_a_line_feed_alone(printed, translator, tmp_path, monkeypatch):
+    """Line i of the output belongs to line i of the input, whatever either holds."""
+    monkeypatch.setattr(Tokenizer, 'encode', lambda self, text: texts.append(text) or [0])
+    monkeypatch.setattr(Tokenizer, 'decode', lambda self, ids: 'x\ny')
+    for content, expected in (
+        (b'bad\rcafe\nfed\n', ['bad\rcafe', 'fed']),
+        (b'bad\r\n\r\ncafe\r\n', ['bad', 'cafe']),
+        ('a\x0bb\x0cc\x1cd\x85e\u2028f'.encode(), ['a\x0bb\x0cc\x1cd\x85e\u2028f']),
+    ):
+        (tmp_path / 'in.en').write_bytes(content)
+        texts = []
+        output = printed('translate', f'--source={translator[0]}', '--file=in.en')
+        assert texts == expected
+        assert output.count('\n') == content.rstrip(b'\n').count(b'\n') + 1
 
 
 def test_scores_are_those_of_the_run(printed, translator):

@@ -91,7 +91,7 @@ def test_warnings_name_what_falls_back_and_a_program_that_does_not_fit(described
 
 def test_a_mesh_or_pod_that_does_not_fit_is_refused(described, monkeypatch):
     # A schedule from outside computes, with which JAX would start on the devices that there are.
-    monkeypatch.setattr(dry_run, 'check_optimizer', lambda *_: pytest.fail('it computes'))
+    monkeypatch.setattr(dry_run, 'check_parts', lambda *_: pytest.fail('it computes'))
     assert len(jax.devices()) == 8
     for mesh, pod, message in (
         ({}, '1x8', 'has 1 device, but --dry_run=h100-1x8 has 8; .* multiply to 8$'),

@@ -13,11 +13,20 @@ import tensorflow_datasets as tfds
 
 from qkattn.config import DataConfig
 from qkattn.config.imports import load_extra
-from qkattn.data.cache import data_root
+from qkattn.data.cache import NotPrepared, data_root, require_preparing
 from qkattn.data.corpora.corpus import Corpus, parse_languages, readable
 from qkattn.errors import ConfigError
 
 READ_TOGETHER = 128  # one by one takes four times as long, but an example may be a book
+# Names without an owner by which the library loads files of a format.
+# fmt: off
+LOADERS = (
+    'arrow', 'audiofolder', 'cache', 'conll', 'csv', 'eval', 'fasta', 'fastq', 'genbank',
+    'generator', 'harbor', 'hdf5', 'iceberg', 'imagefolder', 'json', 'lance', 'meshfolder',
+    'mmcif', 'niftifolder', 'pandas', 'parquet', 'pdb', 'pdffolder', 'spark', 'sql', 'text',
+    'tsfile', 'videofolder', 'vortex', 'webdataset', 'xml',
+)
+# fmt: on
 # Names under which sets have the splits of a corpus.
 SPLIT_NAMES = {'train': ['train'], 'validation': ['validation', 'dev', 'valid'], 'test': ['test']}
 
@@ -29,7 +38,7 @@ def tfds_set(config: DataConfig) -> Corpus:
     prepared = [path.parent for path in (root / name).glob('*/dataset_info.json')]
     prepared = [path for path in prepared if version.is_valid(path.name)]
     if not prepared:
-        raise ConfigError(
+        raise NotPrepared(
             f'data.name={config.name!r} is not prepared; copy it, or where TensorFlow is '
             f'installed run `tfds build {name} --data_dir={root} --file_format=array_record`.'
         )
@@ -54,7 +63,9 @@ def tfds_set(config: DataConfig) -> Corpus:
 def hugging_face(config: DataConfig) -> Corpus:
     """The corpus 'hf:OWNER/NAME' or 'hf:OWNER/NAME/CONFIG', from the library's cache ($HF_HOME)."""
     names = _matched(config, r'hf:([\w.-]+(?:/[\w.-]+)?)(?:/([\w.-]+))?')
+    _require_published(config.name, names[0])
     library, advice = load_extra('datasets', 'datasets'), 'check name and network'
+    require_preparing(config.name)  # the library may download it
     with readable(f'data.name={config.name!r}', advice, Exception):
         sets = library.load_dataset(*filter(None, names))
     first = next(iter(sets.values()))
@@ -70,6 +81,23 @@ def hugging_face(config: DataConfig) -> Corpus:
         return iter(sets[split].select_columns(columns))
 
     return _corpus(config, f'{first.info.version}-{revision}', sets, texts, nested, examples)
+
+
+def _require_published(field: str, name: str) -> None:
+    """Raises ConfigError for a name that the library looks for in the working directory."""
+    remedy = (
+        "give a set of the Hub, 'hf:OWNER/NAME', or text of your own with data.name='text' and "
+        'data.path'
+    )
+    if name in LOADERS:
+        raise ConfigError(
+            f'data.name={field!r} names a loader, which reads whatever lies in the working '
+            f'directory; {remedy}'
+        )
+    if Path(name).exists():
+        raise ConfigError(
+            f'data.name={field!r} would read {name!r} of the working directory; {remedy}'
+        )
 
 
 def _matched(config: DataConfig, pattern: str) -> tuple[str, ...]:

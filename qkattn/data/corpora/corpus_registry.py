@@ -39,6 +39,17 @@ CORPORA = {
     'hf:NAME': Source(catalogues.hugging_face, optional=('languages', 'feature')),
 }
 SETTINGS = ('path', 'languages', 'feature', 'manual_dir')
+# Datasets whose text comes with the interpreter, or is in files that the settings name.
+LOCAL = ('stdlib', 'packages', 'cldr', 'text', 'parallel')
+# Datasets that a name alone opens.
+NAMED_ALONE = tuple(
+    name for name, source in CORPORA.items() if not source.required and ':' not in name
+)
+
+
+def is_local(config: DataConfig) -> bool:
+    """Whether the text is on this machine: it comes with Python, or is a file of the user's."""
+    return config.name in LOCAL or config.manual_dir is not None
 
 
 def in_catalogue(name: str) -> bool:

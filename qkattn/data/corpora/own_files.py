@@ -15,6 +15,17 @@ from qkattn.data.corpora.corpus import SPLITS, Corpus, cut_at_lines, parse_langu
 from qkattn.errors import ConfigError
 from qkattn.storage.files import as_path, read_whole, version_of
 
+# Suffixes of files that hold no plain text, or hold it inside of records, whose braces and quotes a
+# model would learn.
+# fmt: off
+NOT_TEXT = (
+    '.arrow', '.avro', '.bin', '.bz2', '.csv', '.docx', '.epub', '.feather', '.gz', '.h5',
+    '.hdf5', '.idx', '.json', '.jsonl', '.lz4', '.ndjson', '.npy', '.npz', '.orc', '.parquet',
+    '.pdf', '.pickle', '.pkl', '.pt', '.pth', '.safetensors', '.sqlite', '.tar', '.tfrecord',
+    '.tgz', '.tsv', '.xz', '.zip', '.zst',
+)
+# fmt: on
+
 
 def text(config: DataConfig) -> Corpus:
     """The corpus 'text': `config.path` is a file, or a directory with a file or folder per split.
@@ -24,6 +35,11 @@ def text(config: DataConfig) -> Corpus:
     """
     path = as_path(config.path)
     if not path.is_dir():
+        if path.suffix.lower() in NOT_TEXT:
+            raise ConfigError(
+                f'data.path: {str(path)!r} is a {path.suffix} file, which is not read; give plain '
+                'text in UTF-8, as in book.txt'
+            )
 
         def parts(language: str | None) -> dict[str, list[bytes]]:
             texts = cut_at_lines(_read(path), (90, 95), repr(str(path)))
@@ -118,6 +134,11 @@ def _scan_version(path: Path, version: tuple[int, int]) -> tuple[str, int]:
     content.decode()
     if not content:
         raise ConfigError(f'data.path: {str(path)!r} is empty; it must hold text.')
+    if (position := content.find(0)) >= 0:
+        raise ConfigError(
+            f'data.path: {str(path)!r} holds byte 0 at byte {position}, so it is not text; give '
+            'plain text in UTF-8, as in book.txt'
+        )
     return hashlib.sha256(content).hexdigest(), content.removesuffix(b'\n').count(b'\n') + 1
 
 

@@ -12,19 +12,29 @@ from qkattn.data.corpora.corpus import readable
 from qkattn.data.tokenizers.tokenizer import Ids, Tokenizer, text_of
 from qkattn.errors import ConfigError
 from qkattn.storage.files import as_path, read_whole
+from qkattn.storage.records import parse_json
 
 SEPARATOR = '\0'  # in text, U+0000 is encoded as the byte 0
 # The library allocates memory for the requested size before it reads any text.
 MIN_SIZE, MAX_SIZE = 257, 2**20
+# How files write the special token that ends a text, the most common first.
+END_OF_TEXT = ('<|endoftext|>', '</s>', '<|end_of_text|>', '<eos>', '<|eos|>', '[EOS]', '<EOS>')
 LINES = 10_000  # encoded at a time; an encoded line takes about 100 times its bytes
 
 
 class Subwords(Tokenizer):
-    """A vocabulary of the library; special tokens are neither added to a text nor read from it."""
+    """A vocabulary of the library; special tokens are neither added to a text nor read from it.
+
+    ValueError for ids from MAX_SIZE on: tables of a vocabulary have a place for every id below its
+    largest, however few there are.
+    """
 
     def __init__(self, model: bytes):
         self._model = model
         self._tokenizer = tokenizers.Tokenizer.from_buffer(model)
+        self._num_ids = max(self._tokenizer.get_vocab().values(), default=-1) + 1
+        if self._num_ids > MAX_SIZE:
+            raise ValueError(f'it has the id {self._num_ids - 1}; ids must be below {MAX_SIZE}')
         self._tokenizer.encode_special_tokens = True  # as the text that they are
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -103,18 +113,69 @@ def _lines(text: str) -> list[str]:
 
 
 class FileTokenizer(Subwords):
-    """The vocabulary of a file, and one more id, the separator, which decodes to U+0000.
+    """The vocabulary of a file; its end-of-text id is the separator, which decodes to U+0000.
 
-    Special tokens count no bytes. Its name holds the sha256 of the file. Documents are encoded
-    whole, which takes about 100 times their bytes.
+    A file without such an id, or whose id is also read from text, gets one more id as separator.
+    Special tokens count no bytes. The name holds the sha256 of the file and, where the separator is
+    an id of the file, that id. Documents are encoded whole, which takes about 100 times their
+    bytes.
     """
 
     def __init__(self, model: bytes):
         super().__init__(model)
-        self.name = f'file-{self._sha256}'
-        self.separator = max(self._tokenizer.get_vocab().values(), default=-1) + 1
-        self.vocab_size = self.separator + 1
+        end_of_text = self._end_of_text()
+        if end_of_text is None:
+            self._add_separator()
+        else:
+            self.name = f'{self.name_with_added_separator}-end{end_of_text}'
+            self.separator = end_of_text
+            self.vocab_size = self._num_ids
+            self._dtype = np.min_scalar_type(self.vocab_size - 1)
+
+    @property
+    def name_with_added_separator(self) -> str:
+        """The name in data whose separator is one more id than the file has."""
+        return f'file-{self._sha256}'
+
+    def with_added_separator(self) -> Self:
+        """The same vocabulary with one more id, the separator, whatever the file marks."""
+        tokenizer = type(self)(self._model)
+        tokenizer._add_separator()
+        return tokenizer
+
+    def _add_separator(self) -> None:
+        self.name = self.name_with_added_separator
+        self.separator = self._num_ids
+        self.vocab_size = self._num_ids + 1
         self._dtype = np.min_scalar_type(self.separator)
+
+    def _end_of_text(self) -> int | None:
+        """The id of the special token that ends texts; None where there is none to be used.
+
+        It is the token with one of the usual names, or else the only special token. A separator may
+        not be read from text, so neither the token of unknown text nor a special token that its own
+        spelling is encoded to is used.
+        """
+        added = self._tokenizer.get_added_tokens_decoder()
+        special = {token.content: number for number, token in added.items() if token.special}
+        named = [content for content in END_OF_TEXT if content in special]
+        if not named and len(special) == 1:
+            named = list(special)
+        if not named:
+            return None
+        content = named[0]
+        number = special[content]
+        read_from_text = self._tokenizer.encode(content, add_special_tokens=False).ids
+        if content == self._unknown() or number in read_from_text:
+            return None
+        return number
+
+    def _unknown(self) -> str | None:
+        """The token that stands for text outside of the vocabulary, if there is one."""
+        model = parse_json(self._model)['model']
+        if model.get('unk_id') is not None:  # of a unigram model
+            return model['vocab'][model['unk_id']][0]
+        return model.get('unk_token')
 
     @classmethod
     def open(cls, path: str) -> Self:

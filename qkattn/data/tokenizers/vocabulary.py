@@ -6,9 +6,11 @@ keyword-only options. One that is learned has `train(texts, *, options)`, `load(
 `model()` besides.
 """
 
+import contextlib
+import contextvars
 import inspect
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ KINDS: dict[str, Any] = {
     'PATH.json': FileTokenizer,
 }
 METHODS = ('encode', 'decode', 'num_bytes')
+
+_RECORDED: contextvars.ContextVar[Collection[str]] = contextvars.ContextVar('recorded', default=())
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +62,7 @@ def open_tokenizer(
     folder = kind
     if kind == 'bpe':
         folder, options = f'byte-bpe-{size}', {'size': size}
-    elif ':' in kind:
+    elif is_import_path(kind):
         folder = f'{kind.partition("(")[0].replace(":", ".")}-{digest(kind)}'
     path = root / 'tokenizers' / corpus / folder / 'tokenizer.json'
 
@@ -75,6 +79,34 @@ def open_tokenizer(
     return prepared_once(path, opened, train, root=root)
 
 
+def is_import_path(kind: str) -> bool:
+    """Whether `data.tokenizer` names a class from outside, and no file."""
+    return ':' in kind and not kind.endswith('.json')
+
+
+@contextlib.contextmanager
+def as_recorded(*names: str) -> Iterator[None]:
+    """While data are opened again that tokenizers of these names were used for.
+
+    The separator of a file's vocabulary is the one that the names state; without names it is the
+    file's own, where it has one.
+    """
+    token = _RECORDED.set(names)
+    try:
+        yield
+    finally:
+        _RECORDED.reset(token)
+
+
+def names_in(data: Any) -> list[str]:
+    """The names of the tokenizers in the identity of data, as results and checkpoints have it."""
+    if not isinstance(data, dict):
+        return []
+    sides = [data, data.get('source'), data.get('target')]
+    names = [side.get('tokenizer') for side in sides if isinstance(side, dict)]
+    return [name for name in names if isinstance(name, str)]
+
+
 def restored(kind: str, model: bytes | None) -> Tokenizer:
     """The tokenizer of a kind, as in `check`, from the bytes that its `model` returned, if any.
 
@@ -87,6 +119,8 @@ def restored(kind: str, model: bytes | None) -> Tokenizer:
         tokenizer = cls.open(kind)
     else:
         tokenizer = called('data.tokenizer', kind, lambda: cls(**options))
-    if ':' in kind and cls is not FileTokenizer:
+    if is_import_path(kind):
         tokenizer.name = f'{tokenizer.name}-{digest(kind)}'
+    if cls is FileTokenizer and tokenizer.name_with_added_separator in _RECORDED.get():
+        tokenizer = tokenizer.with_added_separator()
     return tokenizer

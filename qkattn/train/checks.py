@@ -1,0 +1,41 @@
+"""What is checked of a run before anything compiles: by its start, by a study, and by dry runs."""
+
+from collections.abc import Callable
+
+from qkattn.config import Config
+from qkattn.data.cache import NotPrepared, nothing_prepared
+from qkattn.data.corpora.corpus_registry import is_local
+from qkattn.data.tasks.task_registry import rows_of
+from qkattn.jobs.display import waiting
+from qkattn.storage.sinks import check_sinks
+from qkattn.train.optimizer import check_optimizer
+from qkattn.train.trials import check_metrics
+
+
+def check_parts(config: Config) -> None:
+    """Raises ConfigError for an optimizer, a sink or a metric that cannot be used."""
+    check_optimizer(config.optimizer, config.train.num_steps)
+    check_sinks(config.train.sinks)
+    check_metrics(config)
+
+
+def check_data_if_here(
+    config: Config, label: str, check: Callable[[Config], object] = rows_of
+) -> str | None:
+    """Checks the data of a run as its start does, where that needs no download.
+
+    `check` opens the data and raises ConfigError where they do not fit the run. Text that comes
+    with Python, or is in the user's own files, is tokenized into the cache, where the start finds
+    it; nothing else is prepared. Returns None, or why the data are not checked. The display shows
+    `label`.
+    """
+    with waiting(label, 'preparing data'):
+        if is_local(config.data):
+            check(config)
+            return None
+        try:
+            with nothing_prepared():
+                check(config)
+        except NotPrepared as missing:
+            return f'data are not checked, as they are not prepared on this machine: {missing}'
+    return None
