@@ -36,6 +36,7 @@ from qkattn.model.transformer import Transformer
 from qkattn.report.figures.attention_figure import attention_maps, heat_maps, singular_values
 from qkattn.report.figures.style import render, style_sheet
 from qkattn.report.prose import counted
+from qkattn.report.tables import csv_text
 from qkattn.storage.files import absolute, check_directory, make_directory, write_atomic
 from qkattn.storage.records import write_json
 from qkattn.train import exported
@@ -175,8 +176,7 @@ def table(analysis: Analysis) -> str:
 
 def write_numbers(out: Path, analysis: Analysis, about: dict[str, Any]) -> None:
     """analysis.csv, a line a number; analysis.json, with all singular values."""
-    rows = pd.DataFrame([dataclasses.asdict(row) for row in analysis.rows], dtype=object)
-    write_atomic(out / 'analysis.csv', rows.to_csv(index=False, lineterminator='\n'))
+    write_atomic(out / 'analysis.csv', csv_text(map(dataclasses.asdict, analysis.rows)))
     spectra = [
         {'site': site, 'layer': layer, 'circuit': circuit, 'singular_values': s_ND}
         for (site, layer, circuit), s_ND in analysis.spectra.items()

@@ -17,7 +17,7 @@ from qkattn.config import Config, ModelConfig, from_json
 from qkattn.errors import ConfigError, ReportError, SpecError
 from qkattn.jobs import cli
 from qkattn.model import cost
-from qkattn.report import verify
+from qkattn.report import ledger_history, verify
 from qkattn.report.prose import counted
 from qkattn.storage.files import as_path
 from qkattn.verdict import load_findings
@@ -88,6 +88,7 @@ def main() -> None:
             f'{study.name}: {count:,} numbers agree with the logs, the costs of '
             f'{counted(runs, "run")} with the configs'
         )
+    print(ledger_history.check_ledgers(results))
     for path in sorted(results.glob(f'claims/*/{export.CLAIMS}')):
         rows = export.check(path.parent)
         print(

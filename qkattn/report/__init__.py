@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import dataclasses
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -49,7 +50,9 @@ def write_report(study_dir: str | Path) -> tuple[Study, Findings, Path]:
     study = load_study(study_dir)
     judged = any(run.stage != SCREENING and run.trials for run in study.runs)
     if judged and ledger.look(study.directory, study.files):
-        study = load_study(study_dir)
+        # All that a look changes; the other files are not read again.
+        kept = ledger.read(study.directory / ledger.NAME)
+        study = dataclasses.replace(study, ledger=kept, altered={})
     findings = find(study)
     drawn = figures(study, findings)
     svg = write_plots(study.directory / 'plots', drawn)

@@ -18,7 +18,7 @@ from qkattn.stats.inference import Estimate
 from qkattn.stats.scaling import Interval
 from qkattn.study.tuning import KNOBS
 from qkattn.verdict.arms import Arm
-from qkattn.verdict.findings import Findings
+from qkattn.verdict.findings import PARTS, Findings
 from qkattn.verdict.load import Study
 
 PAGE, HEADLINE, CONTROL = 'page', 'headline', 'control'
@@ -26,7 +26,6 @@ EVERYWHERE = (PAGE, HEADLINE, CONTROL)
 # Text, '|' breaks it into two lines; and whether its column is aligned to the left.
 Heading = tuple[str, bool]
 Table = tuple[list[Heading], list[list[str]]]
-PARTS = ('removing', 'reinvesting', 'longer')  # of a difference
 ESTIMATE = tuple(field.name for field in dataclasses.fields(Estimate))
 DIFFERENCE = (
     *('mean', 'sd', 'low', 'high', 'n', 'p', 'p_margin'),
@@ -161,7 +160,9 @@ def columns(study: Study, findings: Findings) -> Iterator[Column]:
         text = partial(_setting, knob)
         yield Column(knob, partial(setting, knob))
         if any(knob in arm.sweeps for arm in findings.arms):
-            heading = f'tuned {words(knob)}|[95 % interval]'
+            heading = f'tuned {words(knob)}'
+            if any(knob in arm.bounded_knobs for arm in findings.arms):
+                heading += '|[95 % interval]'
             yield Column('', text, heading, tables=(PAGE, CONTROL))
             yield Column(knob, f'sweeps.{knob}', parts=SWEEP)
         elif knob == KNOBS[0] and not study.tuned:
@@ -178,8 +179,7 @@ def columns(study: Study, findings: Findings) -> Iterator[Column]:
 def _of_difference(study: Study, findings: Findings) -> Iterator[Column]:
     """The difference, its verdict, the tests behind the verdict, and its parts."""
     tuned, margin = study.tuned, f'{study.margin:g}'
-    intervals = any(arm.difference and arm.difference.low is not None for arm in findings.arms)
-    unit = 'nats/token [95 % interval]' if intervals else 'nats/token'
+    unit = 'nats/token [95 % interval]' if findings.has_intervals else 'nats/token'
     heading = f'difference in {findings.split} loss,|{unit}'
     yield Column('difference', 'difference', parts=DIFFERENCE)
     yield Column('', _difference, heading, tables=EVERYWHERE)

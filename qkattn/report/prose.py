@@ -122,11 +122,17 @@ def one_line(text: str) -> str:
 
 
 def clause(
-    code: Remark | Reason | Problem, comparisons: int = 0, study: Study | None = None
+    code: Remark | Reason | Problem,
+    comparisons: int = 0,
+    study: Study | None = None,
+    intervals: bool = False,
 ) -> str:
-    """A code with its data as text; p is corrected for the number of `comparisons`."""
+    """A code with its data as text; p is corrected for the number of `comparisons`.
+
+    `intervals` says whether the report shows intervals of differences.
+    """
     name = f'{type(code).__name__.lower()}_{code.code.name.lower()}'
-    about = {'comparisons': comparisons, 'study': study}
+    about = {'comparisons': comparisons, 'study': study, 'intervals': intervals}
     return macro('clauses.j2', name, about, **code.data)[0]
 
 
@@ -143,9 +149,9 @@ def where(study: Study, group: Any) -> str:
     return ', '.join(name for name, among in several if len(among) > 1)
 
 
-def remark(code: Remark, study: Study) -> str:
-    """A whole sentence, with the arm that it is about."""
-    text = clause(code, study=study)
+def remark(code: Remark, study: Study, intervals: bool = False) -> str:
+    """A whole sentence, with the arm that it is about; `intervals` as in `clause`."""
+    text = clause(code, study=study, intervals=intervals)
     subject = f'{placed(code.arm, study)}: ' if code.arm else 'every arm: ' * code.every_arm
     return f'{subject or text[0].upper()}{text if subject else text[1:]}.'
 

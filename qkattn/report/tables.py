@@ -7,7 +7,7 @@ and the ledger. Each is declared once, as rows of text, and printed in every for
 import math
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +39,25 @@ def csv_table(study: Study, findings: Findings) -> str:
     """A row per arm, controls last, with the digits of `rounded`; empty without a number."""
     of_study, arms = [*columns.columns(study, findings)], (*findings.arms, *findings.controls)
     rows = [{n: rounded(v) for c in of_study for n, v in c.cells(arm).items()} for arm in arms]
-    return pd.DataFrame(rows, dtype=object).to_csv(index=False, lineterminator='\n')
+    return csv_text(rows)
+
+
+def csv_text(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Rows of equal names as CSV, the names first.
+
+    Text that begins like a formula gets an apostrophe before it, so that a spreadsheet shows it as
+    text. Numbers are written as they are, with their sign.
+    """
+    cells = [{_as_text(name): _as_text(value) for name, value in row.items()} for row in rows]
+    return pd.DataFrame(cells, dtype=object).to_csv(index=False, lineterminator='\n')
+
+
+# What spreadsheets take for the beginning of a formula.
+_FORMULA = ('=', '+', '-', '@', '\t', '\r')
+
+
+def _as_text(cell: Any) -> Any:
+    return f"'{cell}" if isinstance(cell, str) and cell.startswith(_FORMULA) else cell
 
 
 def markdown_table(titles: Sequence[Heading], rows: Sequence[Sequence[str]]) -> str:

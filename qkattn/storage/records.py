@@ -13,12 +13,13 @@ import sys
 import types
 import typing
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
+from qkattn.config import Config, fingerprint
 from qkattn.errors import ConfigError, RunDirectoryError
 from qkattn.metrics import METRICS, TIMES, Metric, outside, result_fields, with_outside
 from qkattn.storage.files import Readable, as_readable, read_errors, read_whole, write_atomic
@@ -179,22 +180,36 @@ def damaged(
     return RunDirectoryError(f'{path} is damaged ({reason}); {advice}.')
 
 
-def read_results(path: Path, trials: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The results of a run's trials; RunDirectoryError where damaged, or of other trials."""
+def read_results(path: Path, config: Config) -> list[dict[str, Any]]:
+    """The results of the run of a config; RunDirectoryError where damaged, or of another run."""
     results = read_json(path, [{}], _RESULT_ADVICE)
+    config_hash = fingerprint(config)
     try:
         for result in results:
             check_result(result)
+            check_config_hash(result, config_hash)
         stored = [result['trial'] for result in results]
         # Settings that trials have gained since the file was written are not in it.
-        known = [{n: v for n, v in trial.items() if n in stored[0]} for trial in trials]
-        if stored != known:
+        expected = [
+            {name: value for name, value in trial.items() if name in stored[0]}
+            for trial in config.trials.trials()
+        ]
+        if stored != expected:
             raise ValueError(
                 f'it has results of {len(stored)} trials that do not belong to the run'
             )
     except ValueError as error:
         raise damaged(path, error, _RESULT_ADVICE) from error
     return results
+
+
+def check_config_hash(result: Mapping[str, Any], expected: str) -> None:
+    """Raises ValueError unless a result is of the run whose config has the hash `expected`."""
+    if result['config_hash'] != expected:
+        raise ValueError(
+            f"field 'config_hash' is {result['config_hash']!r}, expected {expected!r}: it is the "
+            'result of another run'
+        )
 
 
 def check_result(record: Any) -> None:

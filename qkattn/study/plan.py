@@ -118,7 +118,7 @@ def results_in(path: Path) -> Results:
     @functools.cache
     def results(run: PlannedRun) -> list[dict[str, Any]] | None:
         file = path / run.directory / 'result.json'
-        return read_results(file, run.config.trials.trials()) if file.exists() else None
+        return read_results(file, run.config) if file.exists() else None
 
     return results
 

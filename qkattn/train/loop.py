@@ -97,7 +97,7 @@ def train(
         require_shared(path)
         results_path = path / 'result.json'
         finished = agreement.on_owner(
-            lambda: read_results(results_path, trials) if results_path.exists() else None
+            lambda: read_results(results_path, config) if results_path.exists() else None
         )
         if finished is not None:
             return finished

@@ -131,6 +131,11 @@ class Arm:
         return self.tuning.sweeps if self.tuning else {}
 
     @property
+    def bounded_knobs(self) -> tuple[str, ...]:
+        """The tuned knobs whose optimum has an interval."""
+        return tuple(knob for knob, sweep in self.sweeps.items() if sweep.optimum_low is not None)
+
+    @property
     def not_bracketed(self) -> tuple[str, ...]:
         """The tuned knobs whose best value is not shown to have worse ones on both sides."""
         return tuple(knob for knob, sweep in self.sweeps.items() if not sweep.bracketed)

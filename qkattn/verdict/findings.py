@@ -28,6 +28,9 @@ UNSURE = (
 )
 
 
+PARTS = tuple(field.name for field in dataclasses.fields(Decomposition))
+
+
 @dataclasses.dataclass(frozen=True)
 class Scaling:
     """Loss against parameters over the sizes of one variant on one corpus."""
@@ -56,6 +59,18 @@ class Findings:
     def blocks(self) -> tuple[Remark, ...]:
         """The remarks that withhold every verdict."""
         return tuple(remark for remark in self.remarks if remark.blocks and remark.arm is None)
+
+    @property
+    def has_intervals(self) -> bool:
+        """Whether the difference of any arm from the baseline has an interval."""
+        differences = [arm.difference for arm in self.arms]
+        return any(one is not None and one.low is not None for one in differences)
+
+    @property
+    def has_part_intervals(self) -> bool:
+        """Whether any part of the difference of any arm has an interval."""
+        parts = [getattr(arm.parts, name) for arm in self.arms for name in PARTS]
+        return any(one is not None and one.difference.low is not None for one in parts)
 
     @property
     def has_parts(self) -> bool:

@@ -11,7 +11,7 @@ stored study (`qkattn.study.stored`) has its logs in an archive.
 import dataclasses
 import statistics
 import typing
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,15 +126,19 @@ def load_study(directory: str | Path) -> Study:
     kept = ledger.read(directory / ledger.NAME)
     try:
         study = _declared(directory, files, kept, parse_file(path, {}))
-        path = directory / ledger.YARDSTICKS
-        yardsticks = _yardsticks(path, study.baseline) if path.exists() else None
     except ValueError as error:
         raise ReportError(f'{str(path)!r} cannot be read: {error}.') from error
     problems = [*study.problems]
     try:
-        runs = [with_files(run, files, problems) for run in _read_runs(study)]
+        planned = _read_runs(study)
+        runs = [with_files(run, files, problems) for run in planned]
     except RunDirectoryError as error:
         raise ReportError(f'{error}') from error
+    path = directory / ledger.YARDSTICKS
+    try:
+        yardsticks = _yardsticks(path, study.baseline, planned) if path.exists() else None
+    except ValueError as error:
+        raise ReportError(f'{str(path)!r} cannot be read: {error}.') from error
     if not any(run.trials for run in runs):
         raise ReportError(f'study {str(directory)!r} has no results yet.')
     return dataclasses.replace(
@@ -219,26 +223,45 @@ def _read_runs(study: Study) -> list[Run]:
     ]
 
 
-def _yardsticks(path: Path, baseline: str) -> dict[ArmKey, Yardstick]:
-    """Those of yardsticks.json by the key of the baseline; ValueError where it is damaged."""
+def _yardsticks(path: Path, baseline: str, planned: Sequence[Run]) -> dict[ArmKey, Yardstick]:
+    """Those of yardsticks.json by the key of the baseline.
+
+    ValueError where it is damaged, or was recorded of other runs than the planned ones.
+    """
     record = parse_file(path, {'groups': tuple[dict, ...], 'runs': tuple[dict, ...]})
+    arms = {run.name: run.key for run in planned}
     measured: dict[ArmKey, list[dict[str, Any]]] = {}
     for run in record['runs']:
-        check(run, {'trials': tuple[dict, ...] | None})
+        check(run, {'run': str, 'trials': tuple[dict, ...] | None})
+        key = parse_arm_key(run)
+        _check_recorded(run['run'], key, arms)
         for trial in run['trials'] or ():
             check(trial, _MEASURED)
-            measured.setdefault(parse_arm_key(run), []).append(trial)
+            measured.setdefault(key, []).append(trial)
 
     def mean(values: list[float]) -> float | None:
         return statistics.fmean(values) if values else None
 
     yardsticks = {}
     for group in record['groups']:
-        check(group, {'size': str, 'corpus': str, 'longer': bool})
+        check(group, {'run': str, 'size': str, 'corpus': str, 'longer': bool})
         control = LONGER if group['longer'] else None
         key = ArmKey(baseline, group['size'], group['corpus'], control)
+        _check_recorded(group['run'], key, arms)
         trials = measured.get(key, [])
         gain = mean([t['early'] - t['late'] for t in trials if t['early'] and t['late']])
         sources = mean([t['shuffled'] - t['loss'] for t in trials if t['shuffled']])
         yardsticks[key] = read(Yardstick, group, gain=gain, sources=sources)
     return yardsticks
+
+
+def _check_recorded(run: str, key: ArmKey, planned: Mapping[str, ArmKey]) -> None:
+    """Raises ValueError unless the run of a yardstick is planned for the same arm.
+
+    A run that is trained longer may have left the plan: once arms are added, fewer are decided.
+    """
+    if run not in planned and key.control == LONGER:
+        return
+    if planned.get(run) != key:
+        arm = planned.get(run, 'no arm of this study')
+        raise ValueError(f'run {run!r} is recorded for {key}, but planned for {arm}')

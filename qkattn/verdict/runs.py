@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from qkattn.config import fingerprint_of
 from qkattn.errors import RunDirectoryError
 from qkattn.metrics import PREFIXES, Metric, logged_fields, result_fields
 from qkattn.storage import records
@@ -136,9 +137,7 @@ def parse_run(record: Any) -> Run:
 def parse_trial(record: Any, run: Run) -> Trial:
     """Reads the result of a trial of `run`; ValueError names the bad field."""
     records.check_result(record)
-    seed = record['trial']['seed']
-    if seed not in run.seeds:
-        raise ValueError(f'seed {seed} is not one of run {run.name!r}, which has {run.seeds}')
+    _check_planned(record, run)
     declared, model = records.metrics_of(record), run.config['model']
     settings = [record['trial'][knob] for knob in TRIAL_KNOBS]
     given = {
@@ -147,6 +146,21 @@ def parse_trial(record: Any, run: Run) -> Trial:
         'metrics': {name: record.get(name) for name in result_fields(declared)},
     }
     return records.read(Trial, record, run=run, documents={}, evaluations={}, **given)
+
+
+def _check_planned(result: Mapping[str, Any], run: Run) -> None:
+    """Raises ValueError unless a result is of an arm, a config and a trial of its planned run."""
+    records.check_config_hash(result, run.name)
+    if (key := parse_arm_key(result)) != run.key:
+        raise ValueError(f'run {run.name!r} is planned for {run.key}, but its result is of {key}')
+    seed = result['trial']['seed']
+    if seed not in run.seeds:
+        raise ValueError(f'seed {seed} is not one of run {run.name!r}, which has {run.seeds}')
+    for knob in TRIAL_KNOBS:
+        value = result['trial'][knob]
+        planned = run.config['trials'].get(f'{knob}s')
+        if planned is not None and value not in planned:
+            raise ValueError(f'{knob} {value} is not one of run {run.name!r}, which has {planned}')
 
 
 def with_files(run: Run, study: Files, problems: list[str]) -> Run:
@@ -171,7 +185,7 @@ def with_files(run: Run, study: Files, problems: list[str]) -> Run:
     for name, schema in records.RUN_FILES.items():  # which no number of a report comes from
         with named(name) as path:
             if path.exists():
-                records.parse_file(path, schema)
+                _check_of_run(name, records.parse_file(path, schema), run)
     if not run.trials and (study / run.directory / 'documents.json').exists():
         problems.append(f'results.jsonl lacks the results of {run.directory}, which has ended.')
     if len(run.trials) == run.num_trials:
@@ -183,6 +197,21 @@ def with_files(run: Run, study: Files, problems: list[str]) -> Run:
                     run, records.parse_file(path, {'validation': records.DOCUMENTS})
                 )
     return run
+
+
+def _check_of_run(name: str, content: Any, run: Run) -> None:
+    """Raises ValueError if one of RUN_FILES was written by another run."""
+    if name == 'result.json':
+        for result in content:
+            records.check_config_hash(result, run.name)
+    if name == 'config.json':
+        if content['hash'] != run.name:
+            raise ValueError(
+                f"field 'hash' is {content['hash']!r}, expected {run.name!r}: it is the config of "
+                'another run'
+            )
+        if fingerprint_of(content['config']) != content['hash']:
+            raise ValueError('its hash does not match its config')
 
 
 def _with_documents(run: Run, record: Any) -> Run:

@@ -1,5 +1,7 @@
 """What the figures show, read from the matplotlib objects; that they are legible; their files."""
 
+import sys
+
 import numpy as np
 import pytest
 from matplotlib.image import imread
@@ -159,6 +161,27 @@ def test_text_is_legible_on_a_narrow_screen_and_nothing_overlaps(drawn):
             for place, box in enumerate(boxes):
                 assert not any(box.overlaps(other) for other in boxes[:place]), (stem, place)
                 assert not any(box.contains(*mark) for c in marks for mark in c), (stem, place)
+
+
+def large(path, number):
+    """The figures of a study of so many arms beside the baseline."""
+    variants = ['qk/vo', *(f'v{place}/vo' for place in range(number))]
+    records = [r for i, v in enumerate(variants) for r in tuned_arm(v, losses=shifted(0.01 * i))]
+    study, findings = read(write_tuned(path, records, num_evals=3, num_documents=5))
+    return {drawing.stem: drawing for drawing in figures(study, findings)}
+
+
+def test_figures_of_many_arms_do_not_grow_further(study_dir, monkeypatch):
+    """Shared axes take time that grows with the square of their number, images have a limit."""
+    monkeypatch.setattr(sys.modules[figures.__module__], 'MOST_PANELS', 3)
+    monkeypatch.setattr(sys.modules[forest.__module__], 'MOST_LINES', 4)
+    few, many = large(study_dir / 'few', 4), large(study_dir / 'many', 8)
+    for stem in ('sweep_learning_rate', 'curves'):
+        assert len(few[stem].figure.axes) == len(many[stem].figure.axes) == 3
+    assert few['verdicts'].values['cut'] is None and many['verdicts'].values['cut'] == (2, 8)
+    assert row_names(many['verdicts'].figure.axes[0]) == ['v0/vo', 'v1/vo', 'v6/vo', 'v7/vo']
+    assert many['sweep_learning_rate'].values['cut'] == (3, 9)
+    assert many['curves'].values['cut'] == (3, 8)
 
 
 def test_every_format_is_written_and_no_other_figure_stays(tmp_path):

@@ -24,8 +24,9 @@ from qkattn.stats.scaling import Problem, ProblemCode
 from qkattn.study.arm_key import ArmKey
 from qkattn.verdict import Findings, Reason, ReasonCode, Remark, RemarkCode, Study
 from tests import studies
+from tests.processes import ROOT
 from tests.report.conftest import LONG, SIZES, Page, arms, controlled, read, scaled, shifted
-from tests.studies import outside_record, trial_record, tuned_arm, write_study, write_tuned
+from tests.studies import RATES, outside_record, trial_record, tuned_arm, write_study, write_tuned
 
 GOLDEN = Path(__file__).parent / 'golden'
 
@@ -116,7 +117,9 @@ def clauses() -> str:
             name = f'{kind.__name__}_{code.name}'.lower()
             data = DATA | OTHER.get(name, {})
             about = {argument: data[argument] for argument in getattr(module, name).arguments}
-            lines.append(f'{name}: {prose.clause(kind(code, about), comparisons=7)}')
+            lines.append(
+                f'{name}: {prose.clause(kind(code, about), comparisons=7, intervals=True)}'
+            )
     return '\n'.join(lines) + '\n'
 
 
@@ -180,6 +183,90 @@ def test_names_are_text_in_tables():
     ):
         titles, _, row = tables.markdown_table([(name, True)], [[name]]).splitlines()
         assert row == f'| {escaped} |' and titles == row.replace(r'\|', ' ')
+
+
+@pytest.mark.parametrize(
+    ('cell', 'written'),
+    [
+        ('=HYPERLINK("http://a")', '"\'=HYPERLINK(""http://a"")"'),
+        ('+1', "'+1"),
+        ('-1', "'-1"),
+        ('@SUM(A1)', "'@SUM(A1)"),
+        ('\t=1', "'\t=1"),
+        ('qk/vo?x=-1', 'qk/vo?x=-1'),
+        ("'=1", "'=1"),
+        (-0.5, '-0.5'),
+        (-3, '-3'),
+        (None, '""'),
+    ],
+)
+def test_text_is_no_formula_of_a_spreadsheet(cell, written):
+    assert tables.csv_text([{'variant': cell}]) == f'variant\n{written}\n'
+
+
+def test_the_names_of_columns_are_no_formulas():
+    assert tables.csv_text([{'=1': 1, '-a': 2}]) == "'=1,'-a\n1,2\n"
+
+
+def test_every_csv_is_written_by_one_function():
+    """Which knows what a spreadsheet takes for a formula."""
+    files = [path for room in ('qkattn', 'experiments') for path in ROOT.glob(f'{room}/**/*.py')]
+    writing = re.compile(r'to_csv|csv\.(writer|DictWriter)')
+    assert [path.name for path in files if writing.search(path.read_text())] == ['tables.py']
+
+
+def test_a_variant_that_begins_as_a_formula_is_text_in_table_csv(study_dir):
+    name = '=cmd/vo'
+    pair = read(write_study(study_dir, [trial_record(v) for v in ('qk/vo', name)]))
+    rows = [line.split(',')[0] for line in tables.csv_table(*pair).splitlines()]
+    assert rows == ['variant', 'qk/vo', f"'{name}"]
+
+
+def one_seed(directory: Path) -> Path:
+    return write_study(directory, [trial_record(v) for v in ('qk/vo', 'b/vo')])
+
+
+def other_documents(directory: Path) -> Path:
+    """Three seeds of arms that were evaluated on different documents."""
+    records = [trial_record(v, seed=s) for v in ('qk/vo', 'b/vo') for s in (0, 1, 2)]
+    write_study(directory, records)
+    of_b = [record for record in records if record['variant'] == 'b/vo']
+    studies.write_documents(directory / of_b[0]['run'], of_b, number=90)
+    return directory
+
+
+def screened(directory: Path) -> Path:
+    """A tuned study whose verdicts have no results, and whose screening has begun."""
+    records = [r for v in ('qk/vo', 'b/vo') for r in tuned_arm(v, losses=(2.0,), rates=RATES[:2])]
+    return write_tuned(directory, [r for r in records if r['stage'] == 'screening'])
+
+
+def several_seeds(directory: Path) -> Path:
+    return write_study(
+        directory, [trial_record(v, seed=s) for v in ('qk/vo', 'b/vo') for s in (0, 1, 2)]
+    )
+
+
+@pytest.mark.parametrize(
+    ('study', 'sentence'),
+    [
+        (one_seed, 'One seed: no interval can be given'),
+        (other_documents, 'No interval can be given: arm and baseline share one seed only'),
+        (screened, 'Tests include the errors over seeds'),
+    ],
+)
+def test_a_report_without_intervals_speaks_of_none(study, sentence, study_dir):
+    pair = read(study(study_dir))
+    text = tables.report_markdown(*pair)
+    assert sentence in text and not re.search(r'\[[-+.\d]+, [-+.\d]+\]', text)
+    assert 'interval' not in text.replace('o interval can be given', '')
+    assert 'interval' not in tables.terminal_text(*pair, Path('report.html'))
+
+
+def test_a_report_with_intervals_says_what_they_hold(study_dir):
+    text = tables.report_markdown(*read(several_seeds(study_dir)))
+    assert 'Intervals (95 %, Student t) over 3 seeds are descriptive' in text
+    assert 'what another choice of documents would change in a difference is part of its' in text
 
 
 def test_names_are_text_everywhere(study_dir):

@@ -88,6 +88,7 @@ WITHOUT_ITS_ARM = [
     ('study.json', ('arms',), lambda arms: arms[:-1]),
     *((file, (), lambda lines: [x for x in lines if x['variant'] != 'qk/no_v'])
       for file in ('plan.jsonl', 'results.jsonl')),
+    ('yardsticks.json', ('runs',), lambda runs: [x for x in runs if x['variant'] != 'qk/no_v']),
 ]  # fmt: skip
 NO_RESIDUAL = [
     (file, (), lambda lines: [line | {'residual': 0.0} for line in lines])

@@ -324,6 +324,22 @@ def test_a_directory_keeps_the_study_that_it_began_with(trained, finished, study
     assert contents(finished) == before and not trained
 
 
+def test_results_that_two_arms_exchanged_are_refused(trained, finished):
+    (_, one), (_, other) = sorted(
+        (line['variant'], line['directory'])
+        for line in read_lines(finished / 'plan.jsonl')
+        if line['stage'] == 'verdict'
+    )
+    first, second = finished / one / 'result.json', finished / other / 'result.json'
+    results = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(results)
+    before = contents(finished)
+    with pytest.raises(ConfigError, match=r"result.json is damaged .*'config_hash' is '\w+', exp"):
+        worker.run(STUDY, finished)
+    assert contents(finished) == before and not trained
+
+
 def test_a_field_that_is_added_and_a_setting_of_the_machine_train_nothing_again(trained, finished):
     ledger.look(finished)
     before = contents(finished)

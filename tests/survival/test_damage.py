@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from qkattn.config import TrialsConfig, TuningConfig
+from qkattn.config import TrialsConfig, TuningConfig, to_json
 from qkattn.errors import CheckpointError, ConfigError
 from qkattn.storage.records import read_json, write_json
 from qkattn.study import worker
@@ -63,7 +63,7 @@ def write_run(config, workdir, **_):
     known = {'config_hash': workdir.name.rpartition('-')[2], 'num_steps': 1000, 'config': size}
     losses = dict.fromkeys(('val_loss', 'test_loss'), 2.0)
     results = [result_record(trial=t, **known, **losses) for t in config.trials.trials()]
-    write_json(workdir / 'config.json', {'hash': 'x', 'config': {}})
+    write_json(workdir / 'config.json', {'hash': known['config_hash'], 'config': to_json(config)})
     write_json(workdir / 'provenance.json', {'starts': [START]})
     write_metrics(workdir, results, num_evals=2)
     write_documents(workdir, results, number=3)

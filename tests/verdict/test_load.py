@@ -114,7 +114,7 @@ def test_settings_of_another_version_are_left_out(study_dir):
     study = load_study(studies.write_tuned(study_dir, studies.tuned_arm('qk/vo'), **about))
     assert study.base == Config(model=ModelConfig(num_layers=3)) and study.problems == ()
     base['model']['d_ff'] = {'a': 1}
-    (problem,) = load_study(studies.write_study(study_dir, [result()], **about)).problems
+    (problem,) = load_study(studies.write_study(study_dir / 'x', [result()], **about)).problems
     assert problem.startswith('base_hash of study.json is not')
 
 
@@ -126,6 +126,71 @@ def test_findings_of_a_stored_study_are_read_again_only_once_a_file_has_changed(
     (kept / 'yardsticks.json').write_text('{}')
     with pytest.raises(ReportError, match=r"yardsticks\.json.* be read: .*'groups' is missing"):
         load_findings(kept)
+
+
+def of_another_run(**changes):
+    """A change of all lines of a file or entries of a list."""
+    return lambda entries: [entry | changes for entry in entries]
+
+
+def recorded_of(part, **changes):
+    """A change of the groups or the runs of yardsticks.json."""
+    return lambda content: content | {part: of_another_run(**changes)(content[part])}
+
+
+B_RUN = studies.run_name('b/vo', SIZE, 'verdict')
+WRONG_HASH = f"'config_hash' is 'other', expected {B_RUN!r}: it is the result of another run"
+
+
+@pytest.mark.parametrize(
+    ('file', 'change', 'message'),
+    [
+        ('results.jsonl', of_another_run(config_hash='other'), WRONG_HASH),
+        ('results.jsonl', of_another_run(variant='qk/vo'), "but its result is of 'qk/vo' at"),
+        ('results.jsonl', of_another_run(size='s'), "but its result is of 'b/vo' at 's'"),
+        ('results.jsonl', of_another_run(trial=result(learning_rate=3.0)['trial']),
+         'learning_rate 3.0 is not one of run'),
+        ('yardsticks.json', recorded_of('groups', run='other'), 'no arm of this study'),
+        ('yardsticks.json', recorded_of('groups', run=B_RUN), "but planned for 'b/vo'"),
+        ('yardsticks.json', recorded_of('runs', run='other'), 'no arm of this study'),
+        ('yardsticks.json', recorded_of('runs', variant='qk/vo'), "but planned for 'b/vo'"),
+    ],
+)  # fmt: skip
+def test_a_file_of_another_study_or_run_is_refused(sound, study_dir, file, change, message):
+    path = shutil.copytree(sound, study_dir) / file
+    if file == 'results.jsonl':
+        lines = studies.read_lines(path)
+        (first, *_) = (n for n, line in enumerate(lines) if line['run'] == B_RUN)
+        lines[first:] = change(lines[first:])
+        studies.write_lines(path, lines)
+    else:
+        path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    with pytest.raises(ReportError, match=re.escape(message)) as raised:
+        load_study(study_dir)
+    assert file in str(raised.value) and '\n' not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ('file', 'content', 'message'),
+    [
+        ('result.json', [studies.result_record(config_hash='other')], WRONG_HASH),
+        ('config.json', {'hash': 'other', 'config': {}}, "field 'hash' is 'other', expected"),
+        ('config.json', {'hash': B_RUN, 'config': {}}, 'its hash does not match its config'),
+    ],
+)
+def test_a_file_in_the_directory_of_another_run_is_named(sound, study_dir, file, content, message):
+    path = shutil.copytree(sound, study_dir) / B_RUN / file
+    path.write_text(json.dumps(content))
+    (problem,) = load_study(study_dir).problems
+    assert f'{B_RUN}/{file} is damaged' in problem and message in problem
+
+
+def test_runs_that_are_trained_longer_may_leave_the_plan_after_their_yardsticks(sound, study_dir):
+    path = shutil.copytree(sound, study_dir) / 'yardsticks.json'
+    content = json.loads(path.read_text())
+    content['groups'].append(content['groups'][0] | {'run': 'left', 'longer': True})
+    path.write_text(json.dumps(content))
+    assert load_study(study_dir).yardsticks
 
 
 OF_B = studies.run_name('b/vo', SIZE, 'verdict')

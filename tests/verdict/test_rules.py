@@ -103,7 +103,7 @@ def test_an_arm_that_breaks_a_rule_or_is_unlike_the_baseline_gets_no_verdict(
 
 FREE = {f'model__{name}': 8 for name in ('d_model', 'd_ff', 'num_heads', 'head_size')}
 FREE |= {'model__score': 'x', 'model__value': 'y', 'train__lifting': 'vmap'}
-FREE |= {'trials__learning_rates': [1.0], 'data__data_dir': '/elsewhere'}
+FREE |= {'trials__learning_rates': [4e-3, 1.0], 'data__data_dir': '/elsewhere'}
 
 
 # One of the screening seeds is a verdict seed.
@@ -241,6 +241,7 @@ def against(test):
     return {'losses': {'val': {'5-gram': 1.0}, 'test': {'4-gram': test + 0.3, '5-gram': test}}}
 
 
+SCREENING_OF_BASELINE = run_name('qk/vo', 'd_model=128', 'screening', 'learning_rate')
 BELOW = {'split': 'test', 'loss': MEAN, 'name': '5-gram', 'tokens': 307200, 'yardstick': MEAN}
 GAIN, COST = {'gain': 0.1, 'needed': 0.1}, {'cost': 0.5, 'needed': 0.5}
 TRANSLATION = {'task': 'translation', 'losses': {}, 'tokens': None}
@@ -251,7 +252,7 @@ TRANSLATION = {'task': 'translation', 'losses': {}, 'tokens': None}
     [
         (against(MEAN + 1e-6), measured(), None, []),
         (against(MEAN - 1e-6), measured(), None, [('BELOW_YARDSTICK', BELOW)]),
-        ({'run': 'another'}, measured(), None, [('NO_YARDSTICK', {})]),
+        ({'run': SCREENING_OF_BASELINE}, measured(), None, [('NO_YARDSTICK', {})]),
         ({}, measured(early=2.0, late=1.9 + 1e-6), None, [('LITTLE_CONTEXT', GAIN)]),
         ({}, measured(early=2.0, late=1.9 - 1e-6), None, []),
         ({}, measured(early=None, late=None), None, []),

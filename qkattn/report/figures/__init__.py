@@ -21,6 +21,9 @@ from qkattn.verdict.findings import Findings
 from qkattn.verdict.load import Study
 
 COLUMNS = 2
+# A figure of more panels is larger than a page shows and an image may be, and its shared axes take
+# time that grows with their square.
+MOST_PANELS = 60
 # Parameter counts within this ratio are equal.
 EQUAL = 1.01
 _VAL_LOSS = 'val loss (nats/token)'
@@ -37,26 +40,37 @@ def figures(study: Study, findings: Findings) -> tuple[Drawing, ...]:
     look = style.styles(study.variants, study.baseline)
     with style.style_sheet():
         stem = 'verdicts' if study.tuned else 'differences'
-        add(stem, forest.differences(study, findings, look))
+        add(stem, forest.differences(study, findings, look), cut=forest.cut(study))
         groups = prose.by_where(findings.arms, study)
         for number, (name, arms) in enumerate(groups.items(), start=1):
             place, size = f'_{number}' if name else '', name or None
             for knob in KNOBS:
                 if swept := [arm for arm in arms if knob in arm.sweeps]:
-                    figure = _sweep_panels(knob, swept, look)
-                    add(f'sweep_{knob}{place}', figure, knob=knob, size=size)
-            add(f'curves{place}', _learning_curves(study, arms, look), size=size)
+                    figure = _sweep_panels(knob, swept[:MOST_PANELS], look)
+                    cut = _cut(len(swept))
+                    add(f'sweep_{knob}{place}', figure, knob=knob, size=size, cut=cut)
+            others = [arm for arm in arms if not arm.is_baseline]
+            figure = _learning_curves(study, arms, look)
+            add(f'curves{place}', figure, size=size, cut=_cut(len(others)))
         laws = any(isinstance(scaling.law, Law) for scaling in findings.scaling)
         add('loss_parameters', _loss_against_parameters(study, findings, look), laws=laws)
     return tuple(drawn)
+
+
+def _cut(number: int) -> tuple[int, int] | None:
+    """The numbers of drawn panels and of arms where a figure leaves arms out; else None."""
+    return (MOST_PANELS, number) if number > MOST_PANELS else None
 
 
 def _learning_curves(study: Study, arms: Sequence[Arm], look: style.Styles) -> Figure | None:
     """Validation loss over training of one size and corpus: a panel an arm, beside the baseline.
 
     A line is the mean over seeds, its band from the lowest to the highest. None without any curve.
+    The first MOST_PANELS arms are drawn.
     """
-    curves = {arm.variant: curve for arm in arms if len(curve := _curve(arm))}
+    shown = [arm for arm in arms if arm.is_baseline]
+    shown += [arm for arm in arms if not arm.is_baseline][:MOST_PANELS]
+    curves = {arm.variant: curve for arm in shown if len(curve := _curve(arm))}
     if not curves:
         return None
     last = curves.get(study.baseline)

@@ -23,6 +23,11 @@ from qkattn.verdict.load import Study
 _NAME, _TEXT, _SEEDS, _LINE = -0.53, -0.29, 0.16, 0.66
 
 
+# Arms of a study that its forest draws: a higher image than that of these is not read, and one of
+# 65,536 pixels cannot be written.
+MOST_LINES = 100
+
+
 class Line(NamedTuple):
     """One arm in one panel."""
 
@@ -133,7 +138,8 @@ def _above(ax: Axes, y: float, text: str, **font: Any) -> None:
 def differences(study: Study, findings: Findings, look: style.Styles) -> Figure | None:
     """Differences from the baseline, with verdicts and margin if tuned; None without any.
 
-    A panel for each size and corpus has every declared arm, the lowest mean first.
+    A panel for each size and corpus has every declared arm, the lowest mean first; of very many,
+    those with the lowest and the highest means, as `cut` says.
     """
     results = {arm.key: arm for arm in findings.arms}
     groups: dict[str, list[Line]] = {}
@@ -149,8 +155,19 @@ def differences(study: Study, findings: Findings, look: style.Styles) -> Figure 
         title: sorted(lines, key=lambda line: math.inf if line.mean is None else line.mean)
         for title, lines in groups.items()
     }
+    if (ends := cut(study)) is not None:
+        drawn = {title: [*lines[: ends[0]], *lines[-ends[0] :]] for title, lines in drawn.items()}
     xlabel = f'difference in {findings.split} loss (nats/token)'
     return forest(drawn, xlabel, look, study.margin * tuned)
+
+
+def cut(study: Study) -> tuple[int, int] | None:
+    """How many arms of each end a panel draws, and of how many; None where it draws all of them."""
+    panels = len(study.sizes) * len(study.corpora)
+    number = len(study.variants) - 1
+    if panels * number <= MOST_LINES or number <= 2:
+        return None
+    return max(MOST_LINES // (2 * panels), 1), number
 
 
 def _line(variant: str, arm: Arm | None, study: Study) -> Line:
