@@ -97,13 +97,30 @@ def test_no_circle_of_imports(graph):
     tuple(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which shows it
 
 
+def loaded_by(module: str, graph: dict[str, set[str]]) -> set[str]:
+    """The modules of ours that an import of the module loads, itself among them."""
+    loaded: set[str] = set()
+    pending = {module}
+    while pending:
+        loaded |= pending
+        packages = {name.rpartition('.')[0] for name in pending} & graph.keys()
+        pending = set().union(packages, *(graph[name] for name in pending)) - loaded
+    return loaded
+
+
 def test_importing_a_training_step_loads_few_modules(graph):
-    loaded, new = set(), {'qkattn.train.step'}
-    while new:
-        loaded |= new
-        packages = {name.rpartition('.')[0] for name in new} & graph.keys()
-        new = set().union(packages, *(graph[name] for name in new)) - loaded
-    assert len(loaded) <= STEP_MODULES
+    assert len(loaded_by('qkattn.train.step', graph)) <= STEP_MODULES
+
+
+def test_attention_layers_need_few_packages(graph):
+    packages = set()
+    for module in loaded_by('qkattn.attention', graph):
+        for node in ast.parse(MODULES[module].read_text()).body:
+            if isinstance(node, ast.Import):
+                packages |= {alias.name.partition('.')[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                packages.add(node.module.partition('.')[0])
+    assert packages - sys.stdlib_module_names == {'flax', 'jax', 'numpy', 'qkattn', 'scipy'}
 
 
 def test_every_room_has_its_layer_and_nothing_lies_flat():
