@@ -101,9 +101,8 @@ def _is_whole(number: Any) -> bool:
 
 
 def _is_finite(number: Any) -> bool:
-    if not isinstance(number, numbers.Real) or isinstance(number, bool):
-        return False
-    return -math.inf < number < math.inf
+    is_number = isinstance(number, numbers.Real) and not isinstance(number, bool)
+    return is_number and -math.inf < number < math.inf
 
 
 # Raises SpecError unless an option's value fits. The arguments are the spec, the name of the Score

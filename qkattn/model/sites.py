@@ -42,10 +42,13 @@ def sites(config: ModelConfig) -> dict[str, Callable[[], AttentionSpec]]:
     def add(setting: str, layer_config: Callable[[], ModelConfig]) -> None:
         specs[setting] = lambda: attention_spec(layer_config())
 
+    def config_of_turn(turn: int) -> Callable[[], ModelConfig]:
+        return lambda: config.cycle[turn]
+
     add('model', lambda: config)
     if config.pattern is not None:
         for turn in range(len(split_pattern(config.pattern))):
-            add(f'model.pattern[{turn}]', lambda turn=turn: config.cycle[turn])
+            add(f'model.pattern[{turn}]', config_of_turn(turn))
     if config.kind == 'encoder_decoder':
         add('model.encoder_variant', lambda: config.encoder)
         add('model.cross_variant', lambda: config.cross)

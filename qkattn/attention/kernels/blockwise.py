@@ -249,7 +249,7 @@ def _forward(
         first_top = 0.0
         first_sum = 1.0
     else:
-        first_top = jnp.finfo(dtype).min / 2
+        first_top = float(jnp.finfo(dtype).min / 2)
         first_sum = 0.0
     start = (
         jnp.zeros((*rows, H), dtype),
