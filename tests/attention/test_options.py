@@ -106,7 +106,8 @@ def test_the_diagonal_is_as_documented(score, mean, std):
     sizes = {'d_model': 256, 'num_heads': 8, 'num_kv_heads': 8, 'head_size': 32}
     circuit = make((score, 'no_v'), moved=False, **sizes).score
     x_BTD = stream(64, d_model=256)
-    q_BTNH, k_BSNH = circuit.queries(x_BTD), circuit.keys(circuit.cached(x_BTD))
+    q_BTNH = circuit.queries(x_BTD)
+    k_BSNH = circuit.keys(circuit.cached(x_BTD))
     logits = np.asarray(circuit.scale * (q_BTNH * jnp.broadcast_to(k_BSNH, q_BTNH.shape)).sum(-1))
     assert abs(logits.mean() - mean) < 0.2 and abs(logits.std() - std) < 0.2, (logits.mean(),)
 

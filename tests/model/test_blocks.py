@@ -105,7 +105,8 @@ def test_layers_begin_as_those_of_models_with_one_variant():
         fields = parse_variant(variant)
         uniform = build(dataclasses.replace(CONFIG, pattern=None, **fields), key=jax.random.key(0))
         for layer in (index, index + 3):
-            one, other = fresh[layer], uniform.layers()[layer]
+            one = fresh[layer]
+            other = uniform.layers()[layer]
             jax.tree.map(np.testing.assert_array_equal, one, other)
 
 

@@ -84,13 +84,16 @@ QUICK = CASES[:16:4] + [CASES[18], *CASES[22:24], CASES[-1]]
 @pytest.mark.parametrize(('kind', 'fields'), only(QUICK, CASES), ids=str)
 def test_the_numbers_are_those_of_the_slow_reference(kind, fields):
     if kind == 'encoder_decoder':
-        fields, inputs, batch = BOTH | fields, packed(), packed()
+        fields = BOTH | fields
+        inputs = packed()
+        batch = packed()
     else:
         valid_BT = np.arange(7) < np.array([[7], [4]])
         inputs = {'tokens_BT': TOKENS, 'valid_BT': valid_BT}
         batch = {'tokens_BT': TOKENS, 'segments_BT': valid_BT.astype(int)}
     model = slow.shaken(make(**{'kind': kind} | fields))
-    used_BT, want = batch['segments_BT'] > 0, slow.forward(model, **batch)
+    used_BT = batch['segments_BT'] > 0
+    want = slow.forward(model, **batch)
     got = logits_of(model, **inputs)
     np.testing.assert_allclose(got[used_BT], want[used_BT], atol=2e-5 * np.abs(want).max())
     assert np.std(want[used_BT]) > 0.1
