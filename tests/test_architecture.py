@@ -74,7 +74,7 @@ def test_imports_point_down_and_stand_at_the_top():
 
 
 # Rooms in which no statement assigns several unrelated values.
-PLAIN_ROOMS = ('errors', 'config', 'metrics')
+PLAIN_ROOMS = ('errors', 'config', 'metrics', 'attention', 'model', 'decode', 'analysis')
 
 
 def is_parallel(node: ast.AST) -> bool:
@@ -146,6 +146,28 @@ def test_output_of_other_programs_is_decoded_in_one_place_that_takes_any_bytes()
             if of_subprocess and strict & {keyword.arg for keyword in node.keywords}:
                 places.append(f'{path.relative_to(ROOT)}, line {node.lineno}')
     assert not places
+
+
+def loaded_by(module: str, graph: dict[str, set[str]]) -> set[str]:
+    """The modules of ours that an import of the module loads, itself among them."""
+    loaded: set[str] = set()
+    pending = {module}
+    while pending:
+        loaded |= pending
+        packages = {name.rpartition('.')[0] for name in pending} & graph.keys()
+        pending = set().union(packages, *(graph[name] for name in pending)) - loaded
+    return loaded
+
+
+def test_attention_layers_need_few_packages(graph):
+    packages = set()
+    for module in loaded_by('qkattn.attention', graph):
+        for node in ast.parse(MODULES[module].read_text()).body:
+            if isinstance(node, ast.Import):
+                packages |= {alias.name.partition('.')[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                packages.add(node.module.partition('.')[0])
+    assert packages - sys.stdlib_module_names == {'flax', 'jax', 'numpy', 'qkattn', 'scipy'}
 
 
 def test_every_room_has_its_layer_and_nothing_lies_flat():

@@ -15,14 +15,16 @@ from qkattn.errors import ConfigError
 from qkattn.model import EncoderDecoder
 from qkattn.model.transformer import Transformer, inputs_of
 
-Circuit = tuple[str, int, str]  # site, layer, and 'A' or 'B'
+# (site, layer, 'A' or 'B'), the QK or the OV circuit of one attention layer. A site is a place of
+# attention layers in a model: 'attention', 'cross_attention' or 'encoder/attention'.
+Circuit = tuple[str, int, str]
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One number, of a quantity in docs/analysis.md."""
 
-    site: str  # 'attention', 'cross_attention', 'encoder/attention'
+    site: str  # see `Circuit`
     layer: int  # from 0, as `head`
     head: int
     subject: str  # 'A' or 'B', the matrices of a head, or its 'pattern'
@@ -42,21 +44,24 @@ class Analysis:
         self, quantity: str, subject: str | None = None, site: str = 'attention'
     ) -> np.ndarray:
         """[L, N] of a quantity, NaN in layers without it; KeyError if it was not measured there."""
-        at_site = [row for row in self.rows if row.site == site]
-        chosen = [row for row in at_site if row.quantity == quantity]
-        chosen = [row for row in chosen if subject in (None, row.subject)]
-        if not chosen:
-            of = '' if subject is None else f' of {subject}'
-            raise KeyError(f'no {quantity}{of} was measured at {site}')
-        if len(subjects := {row.subject for row in chosen}) > 1:
-            raise KeyError(
-                f'{quantity} is of {" and of ".join(sorted(subjects))}; give the subject'
-            )
-        layers = [row.layer for row in at_site]
-        layers += [layer for where, layer, _ in self.missing if where == site]
-        shape = max(layers) + 1, max(row.head for row in chosen) + 1
-        values_LN = np.full(shape, np.nan)
-        for row in chosen:
+        site_rows = [row for row in self.rows if row.site == site]
+        rows = [row for row in site_rows if row.quantity == quantity]
+        if subject is not None:
+            rows = [row for row in rows if row.subject == subject]
+        if not rows:
+            name = quantity if subject is None else f'{quantity} of {subject}'
+            raise KeyError(f'no {name} was measured at {site}')
+        subjects = {row.subject for row in rows}
+        if len(subjects) > 1:
+            listed = ' and of '.join(sorted(subjects))
+            raise KeyError(f'{quantity} is of {listed}; give the subject')
+
+        layers = [row.layer for row in site_rows]
+        layers += [layer for missing_site, layer, _ in self.missing if missing_site == site]
+        num_layers = max(layers) + 1
+        num_heads = max(row.head for row in rows) + 1
+        values_LN = np.full((num_layers, num_heads), np.nan)
+        for row in rows:
             values_LN[row.layer, row.head] = row.value
         return values_LN
 
@@ -80,22 +85,32 @@ def analyze(
     if reference is not None:
         for circuit, drift_N in jax.device_get(drifts(reference, model)).items():
             rows += _by_head(circuit, {'drift': drift_N})
+
     matrices = jax.jit(circuit_matrices)(model)
     present = {circuit: a_NDD for circuit, a_NDD in matrices.items() if a_NDD is not None}
-    numbers: dict[str, np.ndarray] = {'singular_values': np.empty(0)}
+    missing = [circuit for circuit, a_NDD in matrices.items() if a_NDD is None]
+    spectra: dict[Circuit, np.ndarray] = {}
     if present:
-        numbers = jax.device_get(of_matrices(jnp.stack([*present.values()])))
-    spectra = dict(zip(present, numbers.pop('singular_values'), strict=True))
-    for p, circuit in enumerate(present):
-        rows += _by_head(circuit, {name: values_P[p] for name, values_P in numbers.items()})
-    inputs, repeated = inputs_of(batch or {}), repeated_tokens(model) if induction else None
-    measured = [jax.device_get(_of_patterns(model, inputs))] if inputs else []
+        a_PNDD = jnp.stack([*present.values()])
+        numbers = jax.device_get(of_matrices(a_PNDD))
+        spectra_PND = numbers.pop('singular_values')
+        for index, circuit in enumerate(present):
+            spectra[circuit] = spectra_PND[index]
+            values = {name: values_PN[index] for name, values_PN in numbers.items()}
+            rows += _by_head(circuit, values)
+
+    inputs = inputs_of(batch or {})
+    if inputs:
+        patterns = jax.device_get(_of_patterns(model, inputs))
+        for (site, layer), values in patterns.items():
+            rows += _by_head((site, layer, 'pattern'), values)
+    repeated = repeated_tokens(model) if induction else None
     if repeated is not None:
         period = repeated['tokens_BT'].shape[1] // 2
-        measured.append(jax.device_get(_of_patterns(model, repeated, period)))
-    for (site, layer), numbers_N in (item for each in measured for item in each.items()):
-        rows += _by_head((site, layer, 'pattern'), numbers_N)
-    return Analysis(rows, spectra, [circuit for circuit in matrices if circuit not in spectra])
+        scores = jax.device_get(_of_patterns(model, repeated, period))
+        for (site, layer), values in scores.items():
+            rows += _by_head((site, layer, 'pattern'), values)
+    return Analysis(rows, spectra, missing)
 
 
 def circuit_matrices(model: Transformer) -> dict[Circuit, jax.Array | None]:
@@ -107,16 +122,25 @@ def circuit_matrices(model: Transformer) -> dict[Circuit, jax.Array | None]:
     matrices: dict[Circuit, jax.Array | None] = {}
     for site, layers in sites(model).items():
         for layer, attention in enumerate(layers):
-            attention = jax.tree.map(
-                lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)), attention
-            )
-            score, value = attention.score, attention.value
-            scale = score.scale * attention.spec.score_scale
-            a_NDE = scale * score.matrix() if score.bilinear else None
-            b_NDE = value.matrix(score) if value.linear else None
-            for name, matrix_NDE in (('A', a_NDE), ('B', b_NDE)):
-                matrices[site, layer, name] = None if matrix_NDE is None else matrix_NDE[:, :D, :D]
+            attention = jax.tree.map(_in_float32, attention)
+            score = attention.score
+            value = attention.value
+            # Rows and columns from D on are those of biases.
+            matrices[site, layer, 'A'] = None
+            if score.bilinear:
+                scale = score.scale * attention.spec.score_scale
+                a_NDE = scale * score.matrix()
+                matrices[site, layer, 'A'] = a_NDE[:, :D, :D]
+            matrices[site, layer, 'B'] = None
+            if value.linear:
+                b_NDE = value.matrix(score)
+                matrices[site, layer, 'B'] = b_NDE[:, :D, :D]
     return matrices
+
+
+def _in_float32(array: jax.Array) -> jax.Array:
+    """The array in float32, or in its own dtype if that is wider."""
+    return array.astype(jnp.promote_types(array.dtype, jnp.float32))
 
 
 @jax.jit
@@ -125,18 +149,25 @@ def drifts(reference: Transformer, other: Transformer) -> dict[Circuit, jax.Arra
 
     ConfigError if the models differ in layers, heads or d_model.
     """
-    theirs, ours = circuit_matrices(reference), circuit_matrices(other)
+    before = circuit_matrices(reference)
+    after = circuit_matrices(other)
     needs = 'drift is between models of the same layers, heads and d_model'
-    for site, layer, _ in sorted(theirs.keys() ^ ours.keys()):
+    unpaired = sorted(before.keys() ^ after.keys())
+    if unpaired:
+        site, layer, _ = unpaired[0]
         raise ConfigError(f'{site} {layer} is a layer of one model only; {needs}')
     changes = {}
-    for (site, layer, matrix), a_NDD in theirs.items():
-        b_NDD = ours[site, layer, matrix]
-        if a_NDD is not None and b_NDD is not None:
-            if a_NDD.shape != b_NDD.shape:
-                shapes = f'{[*a_NDD.shape]} in the reference and {[*b_NDD.shape]} in the model'
-                raise ConfigError(f'{site} {layer}: {matrix}[n] is {shapes}; {needs}')
-            changes[site, layer, matrix] = jax.vmap(drift)(a_NDD, b_NDD)
+    for circuit, before_NDD in before.items():
+        after_NDD = after[circuit]
+        if before_NDD is None or after_NDD is None:
+            continue
+        if before_NDD.shape != after_NDD.shape:
+            site, layer, matrix = circuit
+            raise ConfigError(
+                f'{site} {layer}: {matrix}[n] is {[*before_NDD.shape]} in the reference and '
+                f'{[*after_NDD.shape]} in the model; {needs}'
+            )
+        changes[circuit] = jax.vmap(drift)(before_NDD, after_NDD)
     return changes
 
 
@@ -167,16 +198,19 @@ def _of_patterns(
     """Quantities [N] by site and layer; of tokens with a period the induction score alone."""
     results = {}
     for (site, layer), pattern in attention_patterns(model, inputs).items():
-        quantities = pattern_quantities(site)
-        if period is not None:
-            quantities = {'induction_score': functools.partial(induction_score, period=period)}
-        results[site, layer] = {name: quantity(pattern) for name, quantity in quantities.items()}
+        if period is None:
+            quantities = pattern_quantities(site)
+            results[site, layer] = {name: measure(pattern) for name, measure in quantities.items()}
+        else:
+            results[site, layer] = {'induction_score': induction_score(pattern, period)}
     return results
 
 
-def _by_head(key: Circuit, numbers: Mapping[str, np.ndarray]) -> list[Row]:
-    return [
-        Row(*key[:2], head, key[2], name, float(value))
-        for name, values_N in numbers.items()
-        for head, value in enumerate(values_N)
-    ]
+def _by_head(source: tuple[str, int, str], quantities: Mapping[str, np.ndarray]) -> list[Row]:
+    """A row per head and quantity, of values [N] by name; `source` is (site, layer, subject)."""
+    site, layer, subject = source
+    rows = []
+    for quantity, values_N in quantities.items():
+        for head, value in enumerate(values_N):
+            rows.append(Row(site, layer, head, subject, quantity, float(value)))
+    return rows

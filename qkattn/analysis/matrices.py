@@ -57,7 +57,8 @@ def directionality(a_NDD: jax.Array) -> jax.Array:
         bound_N = norms_ND.mean(-1) + 2 * norms_ND.std(-1, ddof=1)
         return jnp.maximum(norms_ND - bound_N[..., None], 0).sum(-1)
 
-    r_N, c_N = (excess(jnp.sqrt((a_NDD**2).sum(axis))) for axis in (-1, -2))
+    r_N = excess(jnp.sqrt((a_NDD**2).sum(-1)))
+    c_N = excess(jnp.sqrt((a_NDD**2).sum(-2)))
     share_N = (c_N - r_N) / jnp.where(c_N + r_N > 0, c_N + r_N, 1)
     return jnp.where(_energy(a_NDD) > 0, share_N, jnp.nan)
 
@@ -68,6 +69,7 @@ def drift(reference: Array, other: Array) -> Array:
 
 
 def _energy(a_NDD: jax.Array) -> jax.Array:
+    """|A|_F^2."""
     return (a_NDD**2).sum((-2, -1))
 
 

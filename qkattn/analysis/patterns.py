@@ -19,7 +19,7 @@ from qkattn.attention.registry import find_normalizer
 from qkattn.attention.scores.score import Score
 from qkattn.attention.values.value import Value
 from qkattn.model.stack import layer_of
-from qkattn.model.transformer import Stream, Transformer
+from qkattn.model.transformer import EncoderDecoder, Stream, Transformer
 
 # (site, layer, attention, x_BTD, mask, y_BSD or None in self-attention), called at every layer.
 Visit = Callable[[str, int, Attention, jax.Array, Mask, jax.Array | None], None]
@@ -76,15 +76,24 @@ def induction_score(pattern: Pattern, period: int) -> jax.Array:
     The key is the token that followed the previous occurrence of token t, which an induction head
     attends to (Olsson et al. 2022: prefix matching). Attention that is equal over S keys has 1 / S.
     """
-    return _shifted_mass(Pattern(*(a[..., period:, :] for a in pattern)), -1)
+    later = Pattern(
+        logits_BNTS=pattern.logits_BNTS[..., period:, :],
+        probabilities_BNTS=pattern.probabilities_BNTS[..., period:, :],
+        mask_BTS=pattern.mask_BTS[..., period:, :],
+    )
+    # Row t of `later` is query t + period, so the key t + 1 is at distance -1 from its row.
+    return _shifted_mass(later, -1)
 
 
 def _shifted_mass(pattern: Pattern, distance: int) -> jax.Array:
     """Mean of p[t, t - distance] over the rows of the pattern."""
     T, S = pattern.probabilities_BNTS.shape[-2:]
-    t_T, s_T = jnp.arange(T), jnp.arange(T) - distance
-    visible_BT = pattern.mask_BTS[:, t_T, jnp.clip(s_T, 0, S - 1)] & (s_T >= 0) & (s_T < S)
-    return _mean(pattern.probabilities_BNTS[..., t_T, jnp.clip(s_T, 0, S - 1)], visible_BT)
+    t_T = jnp.arange(T)
+    s_T = t_T - distance
+    exists_T = (s_T >= 0) & (s_T < S)
+    s_T = jnp.clip(s_T, 0, S - 1)
+    visible_BT = pattern.mask_BTS[:, t_T, s_T] & exists_T
+    return _mean(pattern.probabilities_BNTS[..., t_T, s_T], visible_BT)
 
 
 def _mean(value_BNT: jax.Array, visible_BT: jax.Array) -> jax.Array:
@@ -103,52 +112,70 @@ def pattern_quantities(site: str) -> dict[str, Callable[[Pattern], jax.Array]]:
 
 def sites(model: Transformer) -> dict[str, list[Attention]]:
     """All attention layers, first to last: 'attention', 'cross_attention', 'encoder/attention'."""
-    return {
-        prefix + name: stream.layers(name)
-        for prefix, stream in streams(model).items()
-        for name, part in vars(layer_of(stream.blocks, 0)).items()
-        if isinstance(part, Attention)
-    }
+    layers = {}
+    for prefix, stream in streams(model).items():
+        for name, part in vars(layer_of(stream.blocks, 0)).items():
+            if isinstance(part, Attention):
+                layers[prefix + name] = stream.layers(name)
+    return layers
 
 
 def attention_patterns(
     model: Transformer, inputs: Mapping[str, Any]
 ) -> dict[tuple[str, int], Pattern]:
     """The pattern of every attention layer by site and layer, in the order of computation."""
-    read: dict[tuple[str, int], tuple] = {}
-    walk(model, inputs, lambda site, layer, *rest: read.update({(site, layer): rest}))
-    return {place: pattern_of(*rest) for place, rest in read.items()}
+    patterns: dict[tuple[str, int], Pattern] = {}
+
+    def measure(
+        site: str,
+        layer: int,
+        attention: Attention,
+        x_BTD: jax.Array,
+        mask: Mask,
+        y_BSD: jax.Array | None,
+    ) -> None:
+        patterns[site, layer] = pattern_of(attention, x_BTD, mask, y_BSD)
+
+    walk(model, inputs, measure)
+    return patterns
 
 
 def walk(model: Transformer, inputs: Mapping[str, Any], visit: Visit) -> jax.Array:
     """`model.stream(**inputs)`, layer by layer, with a call of `visit` at every attention layer."""
-    watched = jax.tree.map(lambda leaf: leaf, model)
-    for prefix, stream in streams(watched).items():
+    # A copy of the modules, whose streams run their layers one by one in place of a scan.
+    copy = jax.tree.map(lambda leaf: leaf, model)
+    for prefix, stream in streams(copy).items():
         stream.run = functools.partial(_run, stream, prefix, visit)  # type: ignore[method-assign]
-    return watched.stream(**inputs)
+    return copy.stream(**inputs)
 
 
 def pattern_of(
     attention: Attention, x_BTD: jax.Array, mask: Mask, y_BSD: jax.Array | None = None
 ) -> Pattern:
-    """What one layer computes, by the layer's own code: with values that tell keys apart."""
-    length = (x_BTD if y_BSD is None else y_BSD).shape[1]
+    """The pattern of one layer for x, or for x and y in cross-attention.
+
+    The layer's own code computes the logits: in a copy of the layer with `Logits` as normalizer and
+    unit vectors as values, the average of the values is the logits.
+    """
+    T = x_BTD.shape[1]
+    S = T if y_BSD is None else y_BSD.shape[1]
     if attention.score.hides_self and y_BSD is None:
         mask = dataclasses.replace(mask, hides_self=True)
-    mask_BTS = mask.dense(x_BTD.shape[1], length)
-    normalizer = find_normalizer(attention.spec.normalizer)
-    watched = jax.tree.map(lambda leaf: leaf, attention)
-    name = f'{__name__}:{Logits.__name__}'
-    watched.spec = dataclasses.replace(attention.spec, kernel='einsum', normalizer=name)
-    watched.value = _Keys(length)
-    s_BNTS, mask_B1TS = jnp.swapaxes(watched(x_BTD, mask, y_BSD=y_BSD), 1, 2), mask_BTS[:, None]
+    mask_BTS = mask.dense(T, S)
+    mask_B1TS = mask_BTS[:, None]
+    copy = jax.tree.map(lambda leaf: leaf, attention)
+    logits_name = f'{__name__}:{Logits.__name__}'
+    copy.spec = dataclasses.replace(attention.spec, kernel='einsum', normalizer=logits_name)
+    copy.value = _UnitValues(S)
+    s_BNTS = jnp.swapaxes(copy(x_BTD, mask, y_BSD=y_BSD), 1, 2)
     masked_BNTS = jnp.where(mask_B1TS, s_BNTS, jnp.finfo(s_BNTS.dtype).min / 2)
+    normalizer = find_normalizer(attention.spec.normalizer)
     p_BNTS = normalizer(masked_BNTS, mask_B1TS)
     return Pattern(s_BNTS, jnp.where(mask_B1TS, p_BNTS, 0), mask_BTS)
 
 
 class Logits(Normalizer):
-    """The logits themselves, 0 at masked keys."""
+    """The logits in place of probabilities, 0 at masked keys."""
 
     source = 'none: what a normalizer is given'
     simplex = False
@@ -157,18 +184,19 @@ class Logits(Normalizer):
         return jnp.where(mask_B1TS, s_BNTS, 0)
 
 
-class _Keys(Value):
-    """Value s is unit vector number s, so that the mix of values is the probabilities."""
+class _UnitValues(Value):
+    """The value of key s is unit vector s: the average of a query is its row of probabilities."""
 
-    def __init__(self, length: int):
-        self.length = length
+    def __init__(self, num_keys: int):
+        self.num_keys = num_keys
 
     def cached(self, y_BSD: jax.Array, score: Score) -> Cache:
         return {}
 
     def values(self, cache: Cache, score: Score) -> jax.Array:
-        S, rows = self.length, jax.tree.leaves(cache)[0].shape[0]
-        return jnp.broadcast_to(jnp.eye(S)[:, None], (rows, S, 1, S))
+        B = jax.tree.leaves(cache)[0].shape[0]
+        S = self.num_keys
+        return jnp.broadcast_to(jnp.eye(S)[:, None], (B, S, 1, S))
 
     def output(self, o_BTNH: jax.Array, score: Score, x_BTD: jax.Array) -> jax.Array:
         return o_BTNH
@@ -176,25 +204,37 @@ class _Keys(Value):
 
 def streams(model: Transformer) -> dict[str, Stream]:
     """The stacks of layers of a model by the beginning of their sites' names: '' or 'encoder/'."""
-    encoder = getattr(model, 'encoder', None)
-    return {'': model} | ({} if encoder is None else {'encoder/': encoder})
+    if isinstance(model, EncoderDecoder):
+        return {'': model, 'encoder/': model.encoder}
+    return {'': model}
 
 
 def _run(
-    stream: Stream, prefix: str, visit: Visit, x_BTD: Any, mask: Any, _: None = None, **shared: Any
+    stream: Stream,
+    prefix: str,
+    visit: Visit,
+    x_BTD: jax.Array,
+    mask: Mask,
+    dropout_key: None = None,
+    **shared: Any,
 ) -> jax.Array:
     """`Stream.run` without dropout, with a call of `visit` before every attention layer."""
-
-    def attend(
-        watched: tuple[str, int, Attention], x_BTD: Any, mask: Any, *, y_BSD: Any = None, **key: Any
-    ) -> jax.Array:
-        visit(*watched, x_BTD, mask, y_BSD)
-        return watched[2](x_BTD, mask, y_BSD=y_BSD, **key)
-
     for index in range(stream.config.num_layers):
         block = layer_of(stream.blocks, index)
         for name, part in list(vars(block).items()):
             if isinstance(part, Attention):
-                setattr(block, name, functools.partial(attend, (prefix + name, index, part)))
+                setattr(block, name, _visited(part, prefix + name, index, visit))
         x_BTD = block(x_BTD, mask, **shared)
     return stream.normed(x_BTD)
+
+
+def _visited(attention: Attention, site: str, layer: int, visit: Visit) -> Callable[..., jax.Array]:
+    """The attention as a function that calls `visit` with what it reads."""
+
+    def attend(
+        x_BTD: jax.Array, mask: Mask, *, y_BSD: jax.Array | None = None, **dropout: Any
+    ) -> jax.Array:
+        visit(site, layer, attention, x_BTD, mask, y_BSD)
+        return attention(x_BTD, mask, y_BSD=y_BSD, **dropout)
+
+    return attend

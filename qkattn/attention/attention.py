@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,9 @@ from qkattn.attention.mask import Mask
 from qkattn.attention.parameters import one_key, products_once, rms_norm
 from qkattn.attention.rope import linear_bias, rotate_last
 from qkattn.attention.spec import AttentionSpec
+
+# Added to the mean square of a query or key in QK-norm.
+QK_NORM_EPSILON = 1e-6
 
 
 class Attention(nnx.Module):
@@ -31,12 +33,15 @@ class Attention(nnx.Module):
     ):
         self.spec = spec
         self.score, self.value = registry.build(spec, key=one_key(key, rngs))
-        size = 0
         if spec.qk_norm:
+            # The Score decides the size of queries and keys, which need not be the head size.
             x_BTD = jax.ShapeDtypeStruct((1, 1, spec.d_model), jnp.float32)
-            size = jax.eval_shape(self.score.queries, x_BTD).shape[-1]
-        self.g_q_H = nnx.Param(jnp.ones((size,), jnp.float32)) if spec.qk_norm else None
-        self.g_k_H = nnx.Param(jnp.ones((size,), jnp.float32)) if spec.qk_norm else None
+            H = jax.eval_shape(self.score.queries, x_BTD).shape[-1]
+            self.g_q_H = nnx.Param(jnp.ones((H,), jnp.float32))
+            self.g_k_H = nnx.Param(jnp.ones((H,), jnp.float32))
+        else:
+            self.g_q_H = None
+            self.g_k_H = None
 
     def matrix(self) -> tuple[jax.Array, jax.Array]:
         """A_NDE and B_NDE; NotImplementedError without a bilinear Score and a linear Value."""
@@ -44,35 +49,53 @@ class Attention(nnx.Module):
 
     def at(self, layer: int | jax.Array) -> 'Attention':
         """The same attention as layer number `layer`, from 0, of a model."""
-        placed = jax.tree.map(lambda leaf: leaf, self)
-        for circuit in (placed.score, placed.value):
+        copy = jax.tree.map(lambda leaf: leaf, self)
+        for circuit in (copy.score, copy.value):
             if circuit.uses_layer:
                 circuit.layer = nnx.data(layer) if isinstance(layer, jax.Array) else layer
-        return placed
+        return copy
 
     def cached(self, y_BSD: jax.Array, first: int | jax.Array = 0) -> Cache:
         """The arrays [B, S, ...] from which keys and values are computed, for a decoding cache.
 
-        Keys that serve as nothing else have their norm and rotation. y begins at position `first`.
+        An array that serves as the keys alone is stored with QK-norm and rotation applied, so that
+        a step of decoding need not repeat them; y begins at position `first`.
         """
-        cache = {**self.score.cached(y_BSD), **self.value.cached(y_BSD, self.score)}
-        finished = {name: self._finish_keys(cache[name], first) for name in self._finished(cache)}
-        return {**cache, **finished}
+        cache = self.score.cached(y_BSD) | self.value.cached(y_BSD, self.score)
+        name = self._stored_keys(cache)
+        if name is not None:
+            cache[name] = self._norm_and_rotate(cache[name], self.g_k_H, first)
+        return cache
 
-    def _finished(self, cache: Cache) -> list[str]:
-        """The name of the array that is the keys and nothing else: it is cached ready for use."""
-        if 'key' in self.value.shares or not (self.spec.qk_norm or self.spec.positions == 'rope'):
-            return []
+    def _stored_keys(self, cache: Cache) -> str | None:
+        """The name of the cached array that is normed and rotated when it is stored, or None.
+
+        None where there is neither norm nor rotation, where the Value reads the same array, and
+        where the cache holds something else than the keys, such as the stream or a latent.
+        """
+        if not self.spec.qk_norm and self.spec.positions != 'rope':
+            return None
+        if 'key' in self.value.shares:
+            return None
         k_BSKH = self.score.keys(cache)
-        return [name for name, array in cache.items() if array is k_BSKH]
+        for name, array in cache.items():
+            if array is k_BSKH:
+                return name
+        return None
 
-    def _finish_keys(self, k_BSKH: jax.Array, first: int | jax.Array) -> jax.Array:
+    def _norm_and_rotate(
+        self, heads_BTNH: jax.Array, gain_H: nnx.Param | None, first: int | jax.Array
+    ) -> jax.Array:
+        """Queries or keys with QK-norm and rotary positions, where the spec has them.
+
+        The positions of their T tokens are `first`, `first` + 1, ...
+        """
         if self.spec.qk_norm:
-            k_BSKH = rms_norm(k_BSKH, epsilon=1e-6) * self.g_k_H[...]
+            heads_BTNH = rms_norm(heads_BTNH, epsilon=QK_NORM_EPSILON) * gain_H[...]
         if self.spec.positions == 'rope':
-            s_S = first + jnp.arange(k_BSKH.shape[1])
-            k_BSKH = rotate_last(k_BSKH, s_S, self.score.rope_size)
-        return k_BSKH
+            positions_T = first + jnp.arange(heads_BTNH.shape[1])
+            heads_BTNH = rotate_last(heads_BTNH, positions_T, self.score.rope_size)
+        return heads_BTNH
 
     def attend_to(
         self,
@@ -89,25 +112,33 @@ class Attention(nnx.Module):
         With `cross`, the cache is of another stream: no position in it is the query's own.
         `dropout` is the rate at which attention probabilities are dropped; off without a key.
         """
-        spec, mask = self.spec, Mask.from_array(mask)
-        q_BTNH, k_BSKH = self.score.queries_and_keys(x_BTD, cache)
-        v_BSKH, output = self.value.values_and_output(cache, self.score, x_BTD.shape[1])
-        if spec.qk_norm:
-            q_BTNH = rms_norm(q_BTNH, epsilon=1e-6) * self.g_q_H[...]
-        if spec.positions == 'rope':
-            q_BTNH = rotate_last(q_BTNH, mask.queries(x_BTD.shape[1]), self.score.rope_size)
-        if not self._finished(cache):
-            k_BSKH = self._finish_keys(k_BSKH, 0)
+        spec = self.spec
+        mask = Mask.from_array(mask)
         if self.score.hides_self and not cross:
             mask = dataclasses.replace(mask, hides_self=True)
-        bias, (B, S, K, H) = self.bias(cross), v_BSKH.shape
-        common = q_BTNH.shape[2] < spec.num_heads
-        if common and (bias is not None or (dropout and dropout_key is not None)):
-            q_BTNH, common = jnp.repeat(q_BTNH, spec.num_heads, axis=2), False
+
+        q_BTNH, k_BSKH = self.score.queries_and_keys(x_BTD, cache)
+        v_BSKH, output = self.value.values_and_output(cache, self.score, x_BTD.shape[1])
+        q_BTNH = self._norm_and_rotate(q_BTNH, self.g_q_H, mask.start)
+        if self._stored_keys(cache) is None:
+            k_BSKH = self._norm_and_rotate(k_BSKH, self.g_k_H, 0)
+
+        # Fewer query heads than N: the Score gives one, because the logits of all heads are equal.
+        bias = self.bias(cross)
+        drops = dropout_key is not None and dropout != 0
+        one_pattern = q_BTNH.shape[2] < spec.num_heads
+        if one_pattern and (bias is not None or drops):
+            # Biases and dropout differ between heads, so every head needs logits of its own.
+            q_BTNH = jnp.repeat(q_BTNH, spec.num_heads, axis=2)
+            one_pattern = False
+        B, S, K, H = v_BSKH.shape
+        if one_pattern:
+            # The values of all heads, side by side, are averaged with the one pattern.
+            v_BSKH = v_BSKH.reshape(B, S, 1, K * H)
         o_BTNH = attend(
             q_BTNH,
             k_BSKH,
-            v_BSKH.reshape(B, S, 1, K * H) if common else v_BSKH,
+            v_BSKH,
             mask,
             scale=self.score.scale * spec.score_scale,
             bias=bias,
@@ -117,20 +148,26 @@ class Attention(nnx.Module):
             dropout_key=dropout_key,
             kernel=spec.kernel,
         )
-        if common:  # one pattern of attention over the values of all heads
-            o_BTNH = jnp.repeat(o_BTNH.reshape(B, -1, K, H), spec.num_heads // K, axis=2)
+        if one_pattern:
+            o_BTKH = o_BTNH.reshape(B, -1, K, H)
+            o_BTNH = jnp.repeat(o_BTKH, spec.num_heads // K, axis=2)
         return output(o_BTNH, self.score, x_BTD)
 
     def bias(self, cross: bool) -> Bias | None:
         """b_NTS of the distances t - s, from ALiBi and from the Score; None without."""
-        biases: list[Bias] = []
+        alibi: Bias | None = None
         if self.spec.positions == 'alibi':
-            biases.append(functools.partial(linear_bias, self.spec.num_heads))
+            alibi = functools.partial(linear_bias, self.spec.num_heads)
+        relative: Bias | None = None
         if not cross and self.score.relative_bias(jnp.zeros((1, 1), int)) is not None:
-            biases.append(self.score.relative_bias)
-        if len(biases) < 2:
-            return biases[0] if biases else None
-        return lambda distance_TS: biases[0](distance_TS) + biases[1](distance_TS)
+            relative = self.score.relative_bias
+        if alibi is None or relative is None:
+            return alibi or relative
+
+        def sum_of_both(distance_TS: jax.Array) -> jax.Array:
+            return alibi(distance_TS) + relative(distance_TS)
+
+        return sum_of_both
 
     def __call__(
         self,
@@ -138,16 +175,19 @@ class Attention(nnx.Module):
         mask: Mask | jax.Array | None = None,
         *,
         y_BSD: jax.Array | None = None,
-        **dropout: Any,
+        dropout: float = 0.0,
+        dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        """Self-attention, or cross-attention to y where it is given; `dropout` as in attend_to.
+        """Self-attention, or cross-attention to y where it is given; dropout as in `attend_to`.
 
         Without a mask, self-attention is causal and within spec.window, and all of y is visible; a
         mask replaces both causality and spec.window.
         """
         cross = y_BSD is not None
-        y_BSD = y_BSD if cross else x_BTD
         if mask is None:
-            mask = Mask(causal=not cross, window=None if cross else self.spec.window)
+            mask = Mask() if cross else Mask(causal=True, window=self.spec.window)
         with products_once():
-            return self.attend_to(x_BTD, self.cached(y_BSD), mask, cross=cross, **dropout)
+            cache = self.cached(y_BSD if cross else x_BTD)
+            return self.attend_to(
+                x_BTD, cache, mask, cross=cross, dropout=dropout, dropout_key=dropout_key
+            )

@@ -18,6 +18,7 @@ class Map:
         raise NotImplementedError
 
     def cached(self, owner: Any, y_BSD: jax.Array) -> Cache:
+        """The arrays by name from which `heads` are computed."""
         return {'x_BSD': y_BSD}
 
     def heads(self, owner: Any, cache: Cache) -> jax.Array:
@@ -42,7 +43,8 @@ class Projection(Map):
     inner: 'Projection | None' = None
 
     def __call__(self, owner: Any, x_BTD: jax.Array) -> jax.Array:
-        x_BTD = x_BTD if self.inner is None else self.inner(owner, x_BTD)
+        if self.inner is not None:
+            x_BTD = self.inner(owner, x_BTD)
         return project(x_BTD, *self._parameters(owner))
 
     def cached(self, owner: Any, y_BSD: jax.Array) -> Cache:
@@ -77,4 +79,5 @@ class _Stream(Map):
         return x_BTD[:, :, None, :]
 
 
-SLICES, STREAM = _Slices(), _Stream()
+SLICES = _Slices()
+STREAM = _Stream()

@@ -42,20 +42,29 @@ class Mask:
             raise SpecError('a mask must have both segments_BT and segments_BS, or neither')
         sizes = {'B': num_rows, 'T': num_queries, 'S': num_keys}
         for field in ('valid_BS', 'segments_BT', 'segments_BS', 'mask_BTS'):
-            if (array := getattr(self, field)) is None:
+            array = getattr(self, field)
+            if array is None:
                 continue
-            shape = tuple(sizes[letter] for letter in field.partition('_')[2])
-            boolean = field in ('valid_BS', 'mask_BTS')
-            if array.shape not in (shape, (1, *shape[1:])) or (boolean and array.dtype != bool):
-                valid = f'{"boolean and " * boolean}of shape {shape}, where B may be 1'
+            letters = field.partition('_')[2]
+            shape = tuple(sizes[letter] for letter in letters)
+            valid = f'of shape {shape}, where B may be 1'
+            fits = array.shape == shape or array.shape == (1, *shape[1:])
+            if field in ('valid_BS', 'mask_BTS'):
+                valid = f'boolean and {valid}'
+                fits = fits and array.dtype == bool
+            if not fits:
                 raise SpecError(
                     f'{field} is {array.dtype} of shape {array.shape}; it must be {valid}'
                 )
 
+    @property
+    def start(self) -> jax.Array | int:
+        """Position of the first query."""
+        return 0 if self.first_query is None else self.first_query
+
     def queries(self, num_queries: int) -> jax.Array:
         """Positions of the queries, t_T."""
-        first = 0 if self.first_query is None else self.first_query
-        return first + jnp.arange(num_queries)
+        return self.start + jnp.arange(num_queries)
 
     def dense(self, num_queries: int, num_keys: int) -> jax.Array:
         """mask_BTS, True where a query may attend to a key; B is 1 where no field has rows."""
@@ -63,15 +72,17 @@ class Mask:
         if not self.hides_self:
             return mask_BTS
         others_BTS = mask_BTS & (self.queries(num_queries)[:, None] != jnp.arange(num_keys))
-        return jnp.where(others_BTS.any(-1, keepdims=True), others_BTS, mask_BTS)
+        sees_others_BT1 = others_BTS.any(-1, keepdims=True)
+        return jnp.where(sees_others_BT1, others_BTS, mask_BTS)
 
     def block(
         self, first: int | jax.Array, num_queries: int, begin: int | jax.Array, num_keys: int
     ) -> jax.Array:
-        """mask_BTS from query number `first` and key number `begin` on, without hides_self."""
+        """The part of mask_BTS for `num_queries` queries and `num_keys` keys, without hides_self.
 
-        def cut(array: jax.Array, start: int | jax.Array, size: int, axis: int) -> jax.Array:
-            return jax.lax.dynamic_slice_in_dim(array, start, size, axis)
+        The queries begin with number `first`, the keys with number `begin`, both counted from 0.
+        """
+        cut = jax.lax.dynamic_slice_in_dim  # (array, start, size, axis)
 
         t_T1 = first + self.queries(num_queries)[:, None]
         s_1S = begin + jnp.arange(num_keys)[None, :]
@@ -91,21 +102,27 @@ class Mask:
             mask_BTS = mask_BTS & cut(rows_BTS, begin, num_keys, 2)
         return mask_BTS
 
-    def padded(self, num_queries: int, queries: int, num_keys: int, keys: int) -> 'Mask':
-        """The mask with further queries and keys at the end, up to these numbers, all hidden."""
+    def padded(self, num_keys: int, *, more_queries: int, more_keys: int) -> 'Mask':
+        """The mask with more queries and keys at the end, where all added keys are hidden."""
 
-        def pad(array: jax.Array | None, *more: int) -> jax.Array | None:
-            return None if array is None else jnp.pad(array, [(0, 0), *((0, n) for n in more)])
+        def pad(array: jax.Array | None, *lengths: int) -> jax.Array | None:
+            """Adds zeros at the end of the axes after the first, `lengths` of them."""
+            if array is None:
+                return None
+            widths = [(0, 0)]
+            for length in lengths:
+                widths.append((0, length))
+            return jnp.pad(array, widths)
 
-        t, s, valid_BS = queries - num_queries, keys - num_keys, self.valid_BS
-        if s and valid_BS is None:
+        valid_BS = self.valid_BS
+        if more_keys and valid_BS is None:
             valid_BS = jnp.ones((1, num_keys), bool)
         return dataclasses.replace(
             self,
-            valid_BS=pad(valid_BS, s),
-            segments_BT=pad(self.segments_BT, t),
-            segments_BS=pad(self.segments_BS, s),
-            mask_BTS=pad(self.mask_BTS, t, s),
+            valid_BS=pad(valid_BS, more_keys),
+            segments_BT=pad(self.segments_BT, more_queries),
+            segments_BS=pad(self.segments_BS, more_keys),
+            mask_BTS=pad(self.mask_BTS, more_queries, more_keys),
         )
 
 

@@ -69,7 +69,8 @@ class Sigmoid(Normalizer):
     simplex = False
 
     def __init__(self, *, bias: float | None = None):
-        if bias is not None and not (isinstance(bias, int | float) and abs(bias) < 1e38):
+        finite = isinstance(bias, int | float) and abs(bias) < 1e38
+        if bias is not None and not finite:
             raise SpecError(f'sigmoid(bias={bias!r}) must be a finite number, or None')
         self.bias = bias
 
@@ -97,7 +98,8 @@ class Entmax15(Normalizer):
         return _entmax(self.alpha, s_BNTS)
 
     def reference(self, s_S: np.ndarray) -> np.ndarray:
-        z_S, power = (self.alpha - 1) * (s_S - s_S.max()), 1 / (self.alpha - 1)
+        z_S = (self.alpha - 1) * (s_S - s_S.max())
+        power = 1 / (self.alpha - 1)
 
         def excess(tau: float) -> float:
             return (np.maximum(z_S - tau, 0) ** power).sum() - 1
@@ -137,11 +139,17 @@ def _entmax(alpha: float, s_BNTS: jax.Array) -> jax.Array:
 def _entmax_jvp(
     alpha: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """dp = g (ds - <g, ds> / sum(g)) with g = p^(2 - alpha) on the support; prop. 2 there."""
-    p_BNTS = _entmax(alpha, primals[0])
+    """dp = g (ds - <g, ds> / sum(g)) with g = p^(2 - alpha) on the support.
+
+    Peters et al. 2019, proposition 2.
+    """
+    (s_BNTS,) = primals
+    (ds_BNTS,) = tangents
+    p_BNTS = _entmax(alpha, s_BNTS)
     g_BNTS = jnp.where(p_BNTS > 0, p_BNTS ** (2 - alpha), 0)
-    inner_BNT1 = (g_BNTS * tangents[0]).sum(-1, keepdims=True)
-    return p_BNTS, g_BNTS * (tangents[0] - inner_BNT1 / g_BNTS.sum(-1, keepdims=True))
+    inner_BNT1 = (g_BNTS * ds_BNTS).sum(-1, keepdims=True)
+    dp_BNTS = g_BNTS * (ds_BNTS - inner_BNT1 / g_BNTS.sum(-1, keepdims=True))
+    return p_BNTS, dp_BNTS
 
 
 NORMALIZERS: dict[str, type[Normalizer]] = {

@@ -36,7 +36,8 @@ def mix(
     p_BNTS: np.ndarray, B_NDE: np.ndarray, y_BSD: np.ndarray, b_o_D: np.ndarray | None = None
 ) -> np.ndarray:
     """out_BTD = sum_n sum_s p[n, t, s] y_s B[n]; b_o_D, part of B[0], counts once for any p."""
-    p_BNTS, B_NDE = np.asarray(p_BNTS, np.float64), np.asarray(B_NDE, np.float64)
+    p_BNTS = np.asarray(p_BNTS, np.float64)
+    B_NDE = np.asarray(B_NDE, np.float64)
     y_BSE = with_ones(y_BSD, B_NDE.shape[1])
     B, N, T, _ = p_BNTS.shape
     out_BTD = np.zeros((B, T, B_NDE.shape[2]))

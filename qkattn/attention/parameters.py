@@ -4,11 +4,10 @@ import contextlib
 import contextvars
 import functools
 import math
-import operator
 import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +20,22 @@ from qkattn.errors import SpecError
 # The initialization in force, and its factor for the group of parameters that is built.
 _initialization = contextvars.ContextVar('initialization', default=('fan_in', 1.0))
 _shapes_only = contextvars.ContextVar('shapes_only', default=False)
-# (stream, matrix, bias), trace and output of every `project` inside `products_once`.
-_products: contextvars.ContextVar[list | None] = contextvars.ContextVar('products', default=None)
 
+
+class _Product(NamedTuple):
+    """One output of `project` inside `products_once`, and what it was computed from."""
+
+    factors: tuple[Any, ...]  # stream, matrix and bias
+    trace: Any  # the trace of JAX to which the output belongs
+    out_BTNH: jax.Array
+
+
+# The products inside `products_once`; None outside of it.
+_products: contextvars.ContextVar[list[_Product] | None] = contextvars.ContextVar(
+    'products', default=None
+)
+
+# The standard deviation of every matrix with init='nanogpt'.
 NANOGPT_STD = 0.02
 
 
@@ -46,7 +58,7 @@ def initialization(init: str, factor: float) -> AbstractContextManager[None]:
 
 
 def std_of(init: str, std: float) -> float:
-    """The std that an initialization gives what asks for `std`, before any factor."""
+    """The std of a matrix that asks for `std`, by initialization, before any factor."""
     return NANOGPT_STD if init == 'nanogpt' else std
 
 
@@ -111,39 +123,53 @@ def affine(
     gain: float = 1.0,
     **sizes: int,
 ) -> tuple[nnx.Param, nnx.Param | None]:
-    """W and b of x W + b, in the shapes that the axes in the name of W say: see `weight`, `bias`.
+    """W and b of x W + b, drawn as in `weight` and `bias`.
 
-    `std` None is D^-1/2, where D is the first axis; `sizes` are those that the spec lacks.
+    The name of W says its axes: 'w_q_DNH' has the shape [D, N, H], and b then has [N, H]. `sizes`
+    are those of letters that the spec lacks, as in affine(spec, key, 'w_down_DR', R=8). `std` None
+    is D^-1/2, where D is the first axis.
     """
-    letters = spec.letters | sizes
-    shape = tuple(letters[axis] for axis in name.rpartition('_')[2])
-    w_DNH = weight(key, name, shape, shape[0] ** -0.5 if std is None else std, gain)
-    return w_DNH, bias(spec, shape[1:])
+    shape = _shape_of(name, spec, **sizes)
+    if std is None:
+        std = shape[0] ** -0.5
+    w_DNH = weight(key, name, shape, std, gain)
+    b_NH = bias(spec, shape[1:])
+    return w_DNH, b_NH
 
 
 def output_projection(
     spec: AttentionSpec, key: jax.Array, name: str = 'w_o_NHD', **sizes: int
 ) -> tuple[nnx.Param, nnx.Param | None]:
     """W_O and b_O of a Value: W_O, which adds up N H channels, has std residual_gain (N H)^-1/2."""
-    N, H, D = ((spec.letters | sizes)[axis] for axis in name.rpartition('_')[2])
-    return weight(key, name, (N, H, D), (N * H) ** -0.5, spec.residual_gain), bias(spec, (D,))
+    N, H, D = _shape_of(name, spec, **sizes)
+    w_o_NHD = weight(key, name, (N, H, D), (N * H) ** -0.5, spec.residual_gain)
+    b_o_D = bias(spec, (D,))
+    return w_o_NHD, b_o_D
+
+
+def _shape_of(name: str, spec: AttentionSpec, **sizes: int) -> tuple[int, ...]:
+    """The sizes of the letters at the end of a parameter's name: 'w_q_DNH' -> (D, N, H)."""
+    letters = spec.letters | sizes
+    return tuple(letters[letter] for letter in name.rpartition('_')[2])
 
 
 def project(
     x_BTD: jax.Array, w_DNH: jax.Array, b_NH: jax.Array | None = None, *, axes: int = 1
 ) -> jax.Array:
-    """x W + b; see `product`."""
-    # A product belongs to the trace that made it: an inner one cannot hand it to an outer one.
-    factors, trace = (x_BTD, w_DNH, b_NH), get_opaque_trace_state()
-    known = _products.get()
-    for others, made_in, out_BTNH in known or ():
-        if made_in == trace and all(map(operator.is_, factors, others)):
-            return out_BTNH
+    """x W + b; see `product`. Inside `products_once`, an equal product is not computed again."""
+    factors = (x_BTD, w_DNH, b_NH)
+    # A product belongs to one trace: that of an inner trace cannot be used in an outer one.
+    trace = get_opaque_trace_state()
+    products = _products.get()
+    for earlier in products or ():
+        same_factors = all(a is b for a, b in zip(earlier.factors, factors, strict=True))
+        if same_factors and earlier.trace == trace:
+            return earlier.out_BTNH
     out_BTNH = product(x_BTD, w_DNH[...], axes=axes)
     if b_NH is not None:
         out_BTNH = out_BTNH + b_NH[...]
-    if known is not None:
-        known.append((factors, trace, out_BTNH))
+    if products is not None:
+        products.append(_Product(factors, trace, out_BTNH))
     return out_BTNH
 
 
@@ -155,15 +181,19 @@ def product(
     The other axes of x are flattened: with more than one of them, XLA's CPU backend transposes what
     it multiplies for the gradient of W, at the price of another product.
     """
-    rows, inner, outer = x_BTD.shape[:-axes], w_DNH.shape[:axes], w_DNH.shape[axes:]
-    first, last = tuple(range(axes)), tuple(range(-axes, 0))
-    contracted = first
+    rows = x_BTD.shape[:-axes]
+    inner = w_DNH.shape[:axes]
+    outer = w_DNH.shape[axes:]
+    first_axes = tuple(range(axes))
+    last_axes = tuple(range(-axes, 0))
+    contracted = first_axes  # of W
     if math.prod(inner) > math.prod(outer):
         # With W transposed its gradient is a product [outer, rows] [rows, inner], on a CPU up to
         # twice as fast as [inner, rows] [rows, outer]; the barrier keeps XLA from undoing it.
-        w_DNH, contracted = jax.lax.optimization_barrier(jnp.moveaxis(w_DNH, first, last)), last
+        w_DNH = jax.lax.optimization_barrier(jnp.moveaxis(w_DNH, first_axes, last_axes))
+        contracted = last_axes
     x_RD = x_BTD.reshape(-1, *inner)
-    out_RNH = jnp.tensordot(x_RD, w_DNH, axes=(last, contracted), preferred_element_type=dtype)
+    out_RNH = jnp.tensordot(x_RD, w_DNH, axes=(last_axes, contracted), preferred_element_type=dtype)
     return out_RNH.reshape(*rows, *outer)
 
 
@@ -176,13 +206,17 @@ def rms_norm(x_BTD: jax.Array, *, epsilon: float) -> jax.Array:
 
 def homogeneous(w_DNH: jax.Array, b_NH: jax.Array | None) -> jax.Array:
     """[W; b], the matrix of x W + b in homogeneous coordinates (x, 1); W itself without a bias."""
-    return w_DNH[...] if b_NH is None else jnp.concatenate([w_DNH[...], b_NH[...][None]])
+    if b_NH is None:
+        return w_DNH[...]
+    return jnp.concatenate([w_DNH[...], b_NH[...][None]])
 
 
 def composed(inner_DR: jax.Array, w_RNH: jax.Array, b_NH: jax.Array | None) -> jax.Array:
     """The homogeneous matrix of (x inner) W + b, where `inner_DR` is homogeneous itself."""
-    both_DNH = jnp.tensordot(inner_DR, w_RNH[...], axes=1)
-    return both_DNH if b_NH is None else both_DNH.at[-1].add(b_NH[...])
+    product_DNH = jnp.tensordot(inner_DR, w_RNH[...], axes=1)
+    if b_NH is None:
+        return product_DNH
+    return product_DNH.at[-1].add(b_NH[...])
 
 
 def grouped(w_DKH: jax.Array, num_heads: int) -> jax.Array:
@@ -197,8 +231,7 @@ def heads_of(x_BTD: jax.Array, num_heads: int) -> jax.Array:
 
 def slices_DNH(spec: AttentionSpec) -> jax.Array:
     """The constant selectors P with heads_of(x) = x P; with biases one more row of zeros."""
-    d_model, num_heads = spec.d_model, spec.num_heads
-    identity_DNH = jnp.eye(d_model).reshape(d_model, num_heads, -1)
+    identity_DNH = jnp.eye(spec.d_model).reshape(spec.d_model, spec.num_heads, -1)
     if not spec.biases:
         return identity_DNH
     return jnp.concatenate([identity_DNH, jnp.zeros_like(identity_DNH[:1])])

@@ -65,7 +65,10 @@ VALUES: dict[str, type[Value]] = {
 
 
 def find_score(text: str) -> tuple[type[Score], dict[str, Any]]:
-    """The class and the options that `text` names; SpecError, with the known ones, for others."""
+    """The class and the options that `text` names: 'low_rank(rank=8)' -> (LowRank, {'rank': 8}).
+
+    SpecError, with the registered names, for an unknown name or option.
+    """
     return _find(text, SCORES, Score)
 
 
@@ -78,6 +81,22 @@ def find_normalizer(text: str) -> Normalizer:
     """The Normalizer that `text` names, e.g. 'sigmoid(bias=-6.0)'; SpecError as in `find_score`."""
     cls, options = _find(text, NORMALIZERS, Normalizer)
     return cls(**options)
+
+
+def _find(text: str, registered: dict[str, type], base: type) -> tuple[type, dict[str, Any]]:
+    """The class that `text` names, by registered name or by import path, and its options."""
+
+    def fits(member: Any) -> bool:
+        return inspect.isclass(member) and issubclass(member, base)
+
+    return resolve(
+        text,
+        registered,
+        base.__name__.lower(),
+        needs=f'a subclass of qkattn.attention.{base.__name__}',
+        fits=fits,
+        error=SpecError,
+    )
 
 
 def parse_variant(text: str) -> Variant:
@@ -116,33 +135,14 @@ def check(spec: AttentionSpec) -> None:
             f'num_kv_heads={spec.num_kv_heads} changes nothing in {spec.variant}, '
             f'which has no key or value heads to share; leave it at num_heads={spec.num_heads}'
         )
-    if spec.positions == 'rope' and not score.supports_rope:
-        raise SpecError(
-            f'{spec.score} has no rotary form, so positions=rope cannot be used with it; '
-            'use none, learned, sinusoidal or alibi'
-        )
     if spec.positions == 'rope':
-        _check_rotated(spec, score, score_options)
-
-
-def _check_rotated(spec: AttentionSpec, score: type[Score], options: dict[str, Any]) -> None:
-    """Raises SpecError where the channels that are rotated are not pairs."""
-
-    def queries() -> jax.Array:
-        made = score(spec, key=jax.random.key(0), **options)
-        q_BTNH = made.queries(jnp.zeros((1, 1, spec.d_model)))
-        return q_BTNH[..., -(made.rope_size or q_BTNH.shape[-1]) :]
-
-    if (size := jax.eval_shape(queries).shape[-1]) % 2:
-        raise SpecError(
-            f'{spec.score} with d_model={spec.d_model} and head_size={spec.head_size} rotates '
-            f'{size} channels of a head, which must be an even number for positions=rope'
-        )
+        _check_rotation(spec, score, score_options)
 
 
 def _check_circuit(
     spec: AttentionSpec, text: str, circuit: type[Circuit], options: dict[str, Any]
 ) -> None:
+    """Raises SpecError where a Score or Value does not fit the sizes, or an option is not valid."""
     name = text.partition('(')[0]
     if circuit.uses_slices and spec.num_heads * spec.head_size != spec.d_model:
         raise SpecError(
@@ -151,7 +151,8 @@ def _check_circuit(
         )
     for option, value in options.items():
         if option in circuit.options:
-            circuit.options[option](spec, name, option, value)
+            check_option = circuit.options[option]
+            check_option(spec, name, option, value)
     circuit.check(spec, **options)
 
 
@@ -161,31 +162,47 @@ def _check_sharing(
     """Raises SpecError where the Value shares a projection that the Score does not have."""
     if not value.shares:
         return
-    for which in set(value.shares) - set(score.shareable):
-        able = [name for name, known in SCORES.items() if which in known.shareable]
+    for projection in value.shares:
+        if projection in score.shareable:
+            continue
+        names = [name for name, cls in SCORES.items() if projection in cls.shareable]
         raise SpecError(
-            f'the value {spec.value} uses the {which} projection of its score, and {spec.score} '
-            f'has none to share; scores that have one are {", ".join(able)}'
+            f'the value {spec.value} uses the {projection} projection of its score, and '
+            f'{spec.score} has none to share; scores that have one are {", ".join(names)}'
         )
     if value.shares == ('query',) and score.shareable['query'] == score.shareable.get('key'):
+        same_value = spec.value.replace('q', 'k', 1)  # 'q_is_v' -> 'k_is_v'
         raise SpecError(
             f'in {spec.score} the query matrix is the key matrix: write '
-            f'{spec.value.replace("q", "k", 1)} in place of {spec.value}'
+            f'{same_value} in place of {spec.value}'
         )
-    abstract = jax.eval_shape(lambda: score(spec, key=jax.random.key(0), **options))
-    if not abstract.bilinear:
+    # Whether it is bilinear may depend on its options.
+    abstract_score = jax.eval_shape(lambda: score(spec, key=jax.random.key(0), **options))
+    if not abstract_score.bilinear:
         raise SpecError(
             f'the value {spec.value} shares a projection of its score, so it cannot be used with '
             f'{spec.score}, which is not bilinear'
         )
 
 
-def _find(text: str, known: dict[str, type], base: type) -> tuple[type, dict[str, Any]]:
-    return resolve(
-        text,
-        known,
-        base.__name__.lower(),
-        needs=f'a subclass of qkattn.attention.{base.__name__}',
-        fits=lambda member: inspect.isclass(member) and issubclass(member, base),
-        error=SpecError,
-    )
+def _check_rotation(spec: AttentionSpec, score: type[Score], options: dict[str, Any]) -> None:
+    """Raises SpecError where a Score cannot be rotated, or not in pairs of channels."""
+    if not score.supports_rope:
+        raise SpecError(
+            f'{spec.score} has no rotary form, so positions=rope cannot be used with it; '
+            'use none, learned, sinusoidal or alibi'
+        )
+
+    def rotated_channels() -> jax.Array:
+        initialized = score(spec, key=jax.random.key(0), **options)
+        q_BTNH = initialized.queries(jnp.zeros((1, 1, spec.d_model)))
+        if initialized.rope_size is None:
+            return q_BTNH
+        return q_BTNH[..., -initialized.rope_size :]
+
+    size = jax.eval_shape(rotated_channels).shape[-1]
+    if size % 2:
+        raise SpecError(
+            f'{spec.score} with d_model={spec.d_model} and head_size={spec.head_size} rotates '
+            f'{size} channels of a head, which must be an even number for positions=rope'
+        )

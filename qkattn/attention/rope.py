@@ -17,17 +17,23 @@ def rotate(x_BTNH: jax.Array, positions_T: jax.Array) -> jax.Array:
     dtype = jnp.promote_types(x_BTNH.dtype, jnp.float32)
     frequency_H = jnp.asarray(BASE ** (-np.arange(half) / half), dtype)
     angle_T1H = positions_T[:, None, None].astype(dtype) * frequency_H
-    cos_T1H, sin_T1H = jnp.cos(angle_T1H), jnp.sin(angle_T1H)
-    a_BTNH, b_BTNH = x_BTNH[..., :half].astype(dtype), x_BTNH[..., half:].astype(dtype)
-    turned = [a_BTNH * cos_T1H - b_BTNH * sin_T1H, a_BTNH * sin_T1H + b_BTNH * cos_T1H]
-    return jnp.concatenate(turned, axis=-1).astype(x_BTNH.dtype)
+    cos_T1H = jnp.cos(angle_T1H)
+    sin_T1H = jnp.sin(angle_T1H)
+    a_BTNH = x_BTNH[..., :half].astype(dtype)
+    b_BTNH = x_BTNH[..., half:].astype(dtype)
+    rotated = [
+        a_BTNH * cos_T1H - b_BTNH * sin_T1H,
+        a_BTNH * sin_T1H + b_BTNH * cos_T1H,
+    ]
+    return jnp.concatenate(rotated, axis=-1).astype(x_BTNH.dtype)
 
 
 def rotate_last(x_BTNH: jax.Array, positions_T: jax.Array, size: int | None) -> jax.Array:
     """Applies `rotate` to the last `size` channels only; None is all."""
-    keep = 0 if size is None else x_BTNH.shape[-1] - size
-    turned = rotate(x_BTNH[..., keep:], positions_T)
-    return jnp.concatenate([x_BTNH[..., :keep], turned], axis=-1) if keep else turned
+    if size is None or size == x_BTNH.shape[-1]:
+        return rotate(x_BTNH, positions_T)
+    rotated = rotate(x_BTNH[..., -size:], positions_T)
+    return jnp.concatenate([x_BTNH[..., :-size], rotated], axis=-1)
 
 
 def linear_bias(num_heads: int, distance_TS: jax.Array) -> jax.Array:
@@ -47,5 +53,5 @@ def sinusoids(positions_T: jax.Array, d_model: int) -> jax.Array:
     half = (d_model + 1) // 2
     frequency_D = BASE ** (-np.arange(half) / half)
     angle_TD = positions_T[..., None].astype(jnp.float32) * jnp.asarray(frequency_D, jnp.float32)
-    both_TD = jnp.concatenate([jnp.sin(angle_TD), jnp.cos(angle_TD)], axis=-1)
-    return 2**0.5 * both_TD[..., :d_model]
+    sin_cos_TD = jnp.concatenate([jnp.sin(angle_TD), jnp.cos(angle_TD)], axis=-1)
+    return 2**0.5 * sin_cos_TD[..., :d_model]

@@ -38,25 +38,21 @@ class AttentionSpec:
     kernel: str = 'auto'
 
     def __post_init__(self) -> None:
-        for field in ('d_model', 'num_heads', 'num_kv_heads', 'head_size', 'window'):
-            number = getattr(self, field)
-            if number is None and field == 'num_kv_heads':
-                object.__setattr__(self, field, number := self.num_heads)
-            if number is None and field == 'head_size':
-                if self.d_model % self.num_heads:
-                    raise SpecError(
-                        f'd_model={self.d_model} must be a multiple of '
-                        f'num_heads={self.num_heads}, or head_size must be given'
-                    )
-                object.__setattr__(self, field, number := self.d_model // self.num_heads)
-            if number is None and field == 'window':
-                continue
-            if not _is(numbers.Integral, number) or number < 1:
-                optional = ', or None' * (field == 'window')
+        self._set_size('d_model')
+        self._set_size('num_heads')
+        if self.num_kv_heads is None:
+            object.__setattr__(self, 'num_kv_heads', self.num_heads)
+        self._set_size('num_kv_heads')
+        if self.head_size is None:
+            if self.d_model % self.num_heads:
                 raise SpecError(
-                    f'{field}={number!r} must be a whole number of at least 1{optional}'
+                    f'd_model={self.d_model} must be a multiple of '
+                    f'num_heads={self.num_heads}, or head_size must be given'
                 )
-            object.__setattr__(self, field, int(number))
+            object.__setattr__(self, 'head_size', self.d_model // self.num_heads)
+        self._set_size('head_size')
+        if self.window is not None:
+            self._set_size('window', 'a whole number of at least 1, or None')
         if self.num_heads % self.num_kv_heads:
             raise SpecError(
                 f'num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}'
@@ -65,12 +61,24 @@ class AttentionSpec:
             raise SpecError(f'positions={self.positions!r} must be none, rope or alibi')
         if self.init not in ('fan_in', 'nanogpt'):
             raise SpecError(f'init={self.init!r} must be fan_in or nanogpt')
-        for field in ('score_scale', 'init_qk', 'init_vo', 'residual_gain', 'logit_cap'):
-            number, gain, cap = getattr(self, field), field == 'residual_gain', field == 'logit_cap'
-            in_range = _is(numbers.Real, number) and (0 < number < math.inf or gain and number == 0)
-            if not in_range and not (cap and number is None):
-                valid = ('at least 0' if gain else 'above 0') + ', or None' * cap
-                raise SpecError(f'{field}={number!r} must be a finite number {valid}')
+        for field in ('score_scale', 'init_qk', 'init_vo'):
+            number = getattr(self, field)
+            if not _is_finite(number) or number <= 0:
+                raise SpecError(f'{field}={number!r} must be a finite number above 0')
+        if not _is_finite(self.residual_gain) or self.residual_gain < 0:
+            raise SpecError(
+                f'residual_gain={self.residual_gain!r} must be a finite number at least 0'
+            )
+        cap = self.logit_cap
+        if cap is not None and (not _is_finite(cap) or cap <= 0):
+            raise SpecError(f'logit_cap={cap!r} must be a finite number above 0, or None')
+
+    def _set_size(self, field: str, valid: str = 'a whole number of at least 1') -> None:
+        """Makes a size an int, e.g. of numpy.int64(8); SpecError where it is not `valid`."""
+        number = getattr(self, field)
+        if not _is_whole(number) or number < 1:
+            raise SpecError(f'{field}={number!r} must be {valid}')
+        object.__setattr__(self, field, int(number))
 
     @property
     def variant(self) -> Variant:
@@ -78,59 +86,90 @@ class AttentionSpec:
 
     @property
     def letters(self) -> dict[str, int]:
-        """The sizes by the letters in array names."""
-        D, N, K, H = self.d_model, self.num_heads, self.num_kv_heads, self.head_size
-        return {'D': D, 'E': D, 'N': N, 'K': K, 'H': H}
+        """The sizes by the letters in array names; E is a second D."""
+        return {
+            'D': self.d_model,
+            'E': self.d_model,
+            'N': self.num_heads,
+            'K': self.num_kv_heads,
+            'H': self.head_size,
+        }
 
 
-def _is(kind: type, number: Any) -> bool:
-    return isinstance(number, kind) and not isinstance(number, bool)
+def _is_whole(number: Any) -> bool:
+    return isinstance(number, numbers.Integral) and not isinstance(number, bool)
 
 
-# Raises SpecError unless (spec, name, option, value) fit together.
+def _is_finite(number: Any) -> bool:
+    is_number = isinstance(number, numbers.Real) and not isinstance(number, bool)
+    return is_number and -math.inf < number < math.inf
+
+
+# Raises SpecError unless an option's value fits. The arguments are the spec, the name of the Score
+# or Value, the name of the option, and its value: for 'low_rank(rank=8)', 'low_rank', 'rank' and 8.
 Check = Callable[[AttentionSpec, str, str, Any], None]
 
 
 def whole(low: int, top: str | None = None) -> Check:
-    """An option that is None or an int from `low` to 'd_model', 'd_model // 2' or the widest."""
+    """The check of an option that is None or an int from `low` to `top`.
+
+    `top` is 'd_model' or 'd_model // 2'; None is the greatest width of a model.
+    """
 
     def check(spec: AttentionSpec, name: str, option: str, number: Any) -> None:
+        if number is None:
+            return
         widths = {None: WIDTH['most'], 'd_model': spec.d_model, 'd_model // 2': spec.d_model // 2}
         high = widths[top]
-        if number is not None and not (_is(numbers.Integral, number) and low <= number <= high):
-            limit = f'{top}={high}' if top else high
-            valid = f'a whole number from {low} to {limit}'
-            raise SpecError(f'{name}({option}={number!r}) must be {valid}')
+        if not _is_whole(number) or not low <= number <= high:
+            limit = high if top is None else f'{top}={high}'
+            raise SpecError(
+                f'{name}({option}={number!r}) must be a whole number from {low} to {limit}'
+            )
 
     return check
 
 
 def one_of(*valid: Any) -> Check:
-    """An option with one of these values; 1 does not count as True."""
+    """The check of an option with one of these values; 1 does not count as True."""
 
     def check(spec: AttentionSpec, name: str, option: str, value: Any) -> None:
-        if not any(value == known and type(value) is type(known) for known in valid):
-            listed = ', '.join(map(repr, valid))
-            raise SpecError(f'{name}({option}={value!r}) must be one of {listed}')
+        for choice in valid:
+            if value == choice and type(value) is type(choice):
+                return
+        listed = ', '.join(repr(choice) for choice in valid)
+        raise SpecError(f'{name}({option}={value!r}) must be one of {listed}')
 
     return check
 
 
 def fixed_channels(heads: str) -> Check:
-    """An option that is None or H different indices below D for each of the heads in a field."""
+    """The check of an option that is None or lists the fixed channels of every head.
+
+    They are H different indices below D for each head; `heads` is the field of the spec with the
+    number of heads, as in ((0, 1), (2, 3)) of two heads of size 2.
+    """
 
     def check(spec: AttentionSpec, name: str, option: str, fixed: Any) -> None:
-        D, H, count = spec.d_model, spec.head_size, getattr(spec, heads)
+        if fixed is None:
+            return
+        D = spec.d_model
+        H = spec.head_size
+        if H > D:
+            return  # `check` of the class refuses such a head, with or without the option
+        num_heads = getattr(spec, heads)
 
         def fits(channels: Any) -> bool:
-            whole = isinstance(channels, list | tuple) and {*map(type, channels)} == {int}
-            return whole and len({*channels} & {*range(D)}) == len(channels) == H
+            if not isinstance(channels, list | tuple) or len(channels) != H:
+                return False
+            if any(type(channel) is not int for channel in channels):
+                return False
+            return len(set(channels)) == H and all(0 <= channel < D for channel in channels)
 
-        listed = isinstance(fixed, list | tuple)
-        # A head that is wider than the stream is refused by `check`, with or without the option.
-        if fixed is not None and H <= D and not (listed and [*map(fits, fixed)] == [True] * count):
+        valid = isinstance(fixed, list | tuple) and len(fixed) == num_heads
+        if not valid or not all(fits(channels) for channels in fixed):
             raise SpecError(
-                f'{name}({option}={fixed!r}) must hold, for each of {heads}={count} heads, '
+                f'{name}({option}={fixed!r}) must hold, for each of {heads}={num_heads} heads, '
                 f'head_size={H} different {option} below d_model={D}'
             )
 

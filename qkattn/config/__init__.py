@@ -4,6 +4,9 @@ A config file is a Python file with `get_config()`, which returns a `Config` or 
 fields are overridden on the command line as `--config.model.d_model=256`.
 """
 
+import importlib
+from typing import Any
+
 from qkattn.config.model_config import ModelConfig as ModelConfig
 from qkattn.config.run_config import ANNEALED as ANNEALED
 from qkattn.config.run_config import INDEPENDENT_END as INDEPENDENT_END
@@ -14,14 +17,25 @@ from qkattn.config.run_config import MeshConfig as MeshConfig
 from qkattn.config.run_config import OptimizerConfig as OptimizerConfig
 from qkattn.config.run_config import TrainConfig as TrainConfig
 from qkattn.config.run_config import TrialsConfig as TrialsConfig
-from qkattn.config.serialize import differences as differences
-from qkattn.config.serialize import fingerprint as fingerprint
-from qkattn.config.serialize import fingerprint_of as fingerprint_of
-from qkattn.config.serialize import from_config_dict as from_config_dict
-from qkattn.config.serialize import from_json as from_json
-from qkattn.config.serialize import to_config_dict as to_config_dict
-from qkattn.config.serialize import to_json as to_json
-from qkattn.config.serialize import with_machine_of as with_machine_of
 from qkattn.config.study_config import ControlsConfig as ControlsConfig
 from qkattn.config.study_config import Study as Study
 from qkattn.config.study_config import TuningConfig as TuningConfig
+
+# Of `serialize`, imported on first use: it needs ml_collections, which attention layers do not.
+_SERIALIZE = (
+    'differences',
+    'fingerprint',
+    'fingerprint_of',
+    'from_config_dict',
+    'from_json',
+    'to_config_dict',
+    'to_json',
+    'with_machine_of',
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _SERIALIZE:
+        raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    serialize = importlib.import_module('qkattn.config.serialize')
+    return globals().setdefault(name, getattr(serialize, name))

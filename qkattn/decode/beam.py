@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 Cache = Any  # a pytree whose shapes and dtypes stay the same from step to step
-# (tokens_M, rows_M, cache) to the next logits and cache; token m continues row rows_M[m], or m.
+# (tokens_M, rows_M, cache) -> the next logits_MV and cache, for M rows. Token m continues row
+# rows_M[m] of the cache, or row m where rows_M is None.
 Step = Callable[[jax.Array, jax.Array | None, Cache], tuple[jax.Array, Cache]]
 
 
@@ -41,20 +42,25 @@ def decode(
 ) -> Any:
     """Chooses up to `num_tokens` tokens while the state is `not_done`, and returns the last state.
 
-    `choose(t, logits_MV, state)` is the state, the tokens at t and the rows that they continue.
+    `choose(t, logits_MV, state)` returns the next state, the tokens number t, and the rows of the
+    cache that they continue. `logits_MV` are those of the first token.
     """
 
-    def more(carry: Any) -> jax.Array:
-        t, _, (state, *_) = carry
+    def has_next(carry: Any) -> jax.Array:
+        t, _, choice = carry
+        state, _, _ = choice
         return (t < num_tokens) & not_done(state)
 
     def body(carry: Any) -> Any:
-        t, cache, (state, tokens_M, rows_M) = carry
+        t, cache, choice = carry
+        state, tokens_M, rows_M = choice
         logits_MV, cache = step(tokens_M, rows_M, cache)
         return t + 1, cache, choose(t, logits_MV, state)
 
-    carry = jnp.int32(1), cache, choose(jnp.int32(0), logits_MV, state)
-    return jax.lax.while_loop(more, body, carry)[2][0]
+    first_choice = choose(jnp.int32(0), logits_MV, state)
+    _, _, last_choice = jax.lax.while_loop(has_next, body, (jnp.int32(1), cache, first_choice))
+    state, _, _ = last_choice
+    return state
 
 
 def beam_search(
@@ -85,12 +91,15 @@ def beam_search(
     Ties go to the lower beam, then to the lower id, and to the hypothesis that finished first.
     Logits of -inf are never chosen; NaN and inf give NaN scores.
     """
-    K, T, V = beam, num_tokens, logits_MV.shape[1]
+    K = beam
+    T = num_tokens
+    V = logits_MV.shape[1]
     B = len(logits_MV) // K
     dtype = jnp.promote_types(logits_MV.dtype, jnp.float32)
     divisors_T = jnp.asarray(np.arange(1, T + 1) ** float(length_penalty), dtype)
 
     def extend(t: jax.Array, logits_MV: jax.Array, state: _State) -> tuple:
+        """The state after token number t; the tokens, and the rows of the cache they continue."""
         logits_BKV = logits_MV.astype(dtype).reshape(B, K, V)
         nats_BC, tokens_BC, parents_BC = _extensions(logits_BKV, state.nats_BK)
         ends_BC = tokens_BC == separator
@@ -102,18 +111,24 @@ def beam_search(
             jnp.where(ending_BK, nats_BC[:, :K] / divisors_T[t], -jnp.inf),
         )
         nats_BK, chosen_BK = jax.lax.top_k(jnp.where(ends_BC, -jnp.inf, nats_BC), K)
-        parents_BK, tokens_BK = _take(parents_BC, chosen_BK), _take(tokens_BC, chosen_BK)
+        parents_BK = _take(parents_BC, chosen_BK)
+        tokens_BK = _take(tokens_BC, chosen_BK)
         tokens_BKT = _take(state.tokens_BKT, parents_BK).at[:, :, t].set(tokens_BK)
         rows_BK = jnp.arange(B)[:, None] * K + parents_BK
         state = _State(tokens_BKT, nats_BK, _best(state.finished, ended))
         return state, tokens_BK.reshape(-1), rows_BK.reshape(-1)
 
-    none_BKT = jnp.full((B, K, T), separator, jnp.int32)
-    none_BK = jnp.full((B, K), -jnp.inf, dtype)
+    def not_done(state: _State) -> jax.Array:
+        return _not_done(state).any()
+
+    no_tokens_BKT = jnp.full((B, K, T), separator, jnp.int32)
+    impossible_BK = jnp.full((B, K), -jnp.inf, dtype)
     zeros_BK = jnp.zeros((B, K), jnp.int32)
     # One empty hypothesis per row: K copies would all have the same extensions.
-    state = _State(none_BKT, none_BK.at[:, 0].set(0), Hypotheses(none_BKT, zeros_BK, none_BK))
-    state = decode(logits_MV, cache, step, extend, state, T, lambda state: _not_done(state).any())
+    nats_BK = impossible_BK.at[:, 0].set(0)
+    none_finished = Hypotheses(no_tokens_BKT, zeros_BK, impossible_BK)
+    state = _State(no_tokens_BKT, nats_BK, none_finished)
+    state = decode(logits_MV, cache, step, extend, state, T, not_done)
     # Unfinished hypotheses of rows that are not done have T tokens.
     scores_BK = jnp.where(_not_done(state)[:, None], state.nats_BK / divisors_T[-1], -jnp.inf)
     return _best(state.finished, Hypotheses(state.tokens_BKT, zeros_BK + T, scores_BK))
@@ -122,9 +137,11 @@ def beam_search(
 def _extensions(
     logits_BKV: jax.Array, nats_BK: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The most probable extensions of each row's hypotheses: log-probabilities, tokens, parents.
+    """The C most probable extensions of each row's hypotheses by one token, best first.
 
-    There are 2 K, if the vocabulary allows, since up to K of them may be by the separator.
+    nats_BC are their log-probabilities, tokens_BC the tokens, and parents_BC the hypotheses, from 0
+    to K - 1, that they extend. C is 2 K, if the vocabulary allows, since up to K of the extensions
+    may be by the separator.
     """
     B, K, V = logits_BKV.shape
     # Ranked by logits, as in greedy decoding: log-probabilities can lose their small differences.
@@ -137,7 +154,8 @@ def _extensions(
     flat_BC = (nats_BK[:, :, None] + gains_BKC).reshape(B, -1)
     nats_BC, flat_index_BC = jax.lax.top_k(flat_BC, min(2 * K, flat_BC.shape[1]))
     tokens_BC = _take(tokens_BKC.reshape(B, -1), flat_index_BC)
-    return nats_BC, tokens_BC, flat_index_BC // logits_BKC.shape[-1]
+    parents_BC = flat_index_BC // logits_BKC.shape[-1]
+    return nats_BC, tokens_BC, parents_BC
 
 
 def _not_done(state: _State) -> jax.Array:
@@ -148,9 +166,14 @@ def _not_done(state: _State) -> jax.Array:
 
 def _best(first: Hypotheses, second: Hypotheses) -> Hypotheses:
     """The K best hypotheses of both, best first; ties go to `first`."""
-    both = [jnp.concatenate(arrays, axis=1) for arrays in zip(first, second, strict=True)]
-    scores_BK, chosen_BK = jax.lax.top_k(both[2], first.scores_BK.shape[1])
-    return Hypotheses(_take(both[0], chosen_BK), _take(both[1], chosen_BK), scores_BK)
+    K = first.scores_BK.shape[1]
+    tokens_BCT = jnp.concatenate([first.tokens_BKT, second.tokens_BKT], axis=1)
+    lengths_BC = jnp.concatenate([first.lengths_BK, second.lengths_BK], axis=1)
+    scores_BC = jnp.concatenate([first.scores_BK, second.scores_BK], axis=1)
+    scores_BK, chosen_BK = jax.lax.top_k(scores_BC, K)
+    return Hypotheses(_take(tokens_BCT, chosen_BK), _take(lengths_BC, chosen_BK), scores_BK)
 
 
-_take = jax.vmap(lambda array, index_K: array[index_K])  # array[b, index_BK[b, k]]
+def _take(array_BC: jax.Array, index_BK: jax.Array) -> jax.Array:
+    """array_BC[b, index_BK[b, k]], at [b, k]; the array may have further axes."""
+    return jax.vmap(lambda array_C, index_K: array_C[index_K])(array_BC, index_BK)

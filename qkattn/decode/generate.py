@@ -22,35 +22,42 @@ def choose(logits_BV: jax.Array, keys_B: jax.Array, *, temperature: float) -> ja
     return jax.vmap(jax.random.categorical)(keys_B, logits_BV / temperature)
 
 
-def _with_known_ids(compiled: Callable[..., Any]) -> Callable[..., Any]:
+def _with_checked_ids(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """A compiled function that refuses ids outside of the vocabulary, which it could not see."""
 
     @functools.wraps(compiled)
     def checked(
         model: Any, prompts_BT: Any, num_tokens: int, source: Any = None, **options: Any
     ) -> Any:
-        V = model.config.vocab_size
+        vocab_size = model.config.vocab_size
         if source is not None:
-            options['source'] = (_known('source_BS', source[0], V), *source[1:])
-        return compiled(model, _known('prompts_BT', prompts_BT, V), num_tokens, **options)
+            source_BS, valid_BS = source
+            options['source'] = (_checked_ids('source_BS', source_BS, vocab_size), valid_BS)
+        prompts_BT = _checked_ids('prompts_BT', prompts_BT, vocab_size)
+        return compiled(model, prompts_BT, num_tokens, **options)
 
     return checked
 
 
-def _known(name: str, ids: Any, V: int) -> Any:
-    """The ids as an array; ConfigError unless they are whole numbers below `V`."""
+def _checked_ids(name: str, ids: Any, vocab_size: int) -> Any:
+    """The ids as an array; ConfigError unless they are whole numbers below `vocab_size`."""
     if isinstance(ids, jax.core.Tracer):
-        return ids
-    whole = np.asarray(ids)
-    if whole.size:
-        require(whole.dtype.kind in 'iu', f'{name} holds {whole.dtype}; it must hold whole numbers')
-        low, high = whole.min(), whole.max()
-        valid = f'must be from 0 to {V - 1}, below model.vocab_size'
-        require(0 <= low and high < V, f'{name} has ids from {low} to {high}; they {valid}')
-    return ids if isinstance(ids, jax.Array) else jnp.asarray(whole, jnp.int32)
+        return ids  # their numbers are not known while a program is traced
+    numbers = np.asarray(ids)
+    if numbers.size:
+        dtype = numbers.dtype
+        require(dtype.kind in 'iu', f'{name} holds {dtype}; it must hold whole numbers')
+        low = numbers.min()
+        high = numbers.max()
+        require(
+            0 <= low and high < vocab_size,
+            f'{name} has ids from {low} to {high}; they must be from 0 to {vocab_size - 1}, '
+            'below model.vocab_size',
+        )
+    return ids if isinstance(ids, jax.Array) else jnp.asarray(numbers, jnp.int32)
 
 
-@_with_known_ids
+@_with_checked_ids
 @functools.partial(jax.jit, static_argnames=('num_tokens', 'temperature', 'vocab_size'))
 def generate(
     model: Decoder,
@@ -72,10 +79,12 @@ def generate(
     require(finite, f'{temperature=} must be 0 (greedy) or above, and finite')
     require(not temperature or key is not None, f'key is required to sample at {temperature=}')
     B = len(prompts_BT)
-    key = jax.random.key(0) if key is None else key
+    if key is None:
+        key = jax.random.key(0)  # greedy decoding draws nothing
 
     def pick(t: jax.Array, logits_BV: jax.Array, tokens_BT: jax.Array) -> tuple:
-        keys_B = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, t), jnp.arange(B))
+        step_key = jax.random.fold_in(key, t)
+        keys_B = jax.vmap(jax.random.fold_in, (None, 0))(step_key, jnp.arange(B))
         tokens_B = choose(logits_BV, keys_B, temperature=temperature).astype(jnp.int32)
         return tokens_BT.at[:, t].set(tokens_B), tokens_B, None
 
@@ -84,7 +93,7 @@ def generate(
     return decode(logits_BV, cache, step, pick, tokens_BT, num_tokens)
 
 
-@_with_known_ids
+@_with_checked_ids
 @functools.partial(
     jax.jit, static_argnames=('num_tokens', 'separator', 'beam', 'length_penalty', 'vocab_size')
 )
@@ -128,29 +137,47 @@ def _started(
     vocab_size: int | None,
     source: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, KVCache, Step]:
-    """The logits of the first new token, the cache before it, and the step after it."""
-    shape, most, context = prompts_BT.shape, model.config.vocab_size, model.config.context
+    """The logits of the first new token, the cache before it, and the step after it.
+
+    ConfigError for arguments that do not fit the model.
+    """
+    config = model.config
+    shape = prompts_BT.shape
     require(len(shape) == 2, f'prompts of shape {shape} must have two axes, rows and tokens')
     B, T = shape
-    V, S = most if vocab_size is None else vocab_size, T + num_tokens - 1
-    kind, needed = model.config.kind, 'decoder' if source is None else 'encoder_decoder'
-    require(kind == needed, f'generation needs a model of kind {needed!r} here, not {kind!r}')
+    V = config.vocab_size if vocab_size is None else vocab_size
+    S = T + num_tokens - 1  # slots of the cache; the last token needs none
+    needed = 'decoder' if source is None else 'encoder_decoder'
+    require(
+        config.kind == needed,
+        f'generation needs a model of kind {needed!r} here, not {config.kind!r}',
+    )
     require(B * T > 0, f'prompts of shape {B, T} hold no token to continue')
     require(num_tokens >= 1, f'{num_tokens=} must be at least 1')
-    require(1 <= V <= most, f'vocab_size={V} must be from 1 to model.vocab_size={most}')
+    require(
+        1 <= V <= config.vocab_size,
+        f'vocab_size={V} must be from 1 to model.vocab_size={config.vocab_size}',
+    )
     if source is not None:
-        length, room = source[0].shape[1], model.config.encoder.context
-        fits = length <= room
-        require(fits, f'a source of {length} tokens does not fit into model.source_context={room}')
-    fits = S <= context
-    require(fits, f'{T} tokens and {num_tokens=} need {S} positions; model.context={context}')
+        source_BS, _ = source
+        length = source_BS.shape[1]
+        longest = config.encoder.context
+        require(
+            length <= longest,
+            f'a source of {length} tokens does not fit into model.source_context={longest}',
+        )
+    require(
+        S <= config.context,
+        f'{T} tokens and {num_tokens=} need {S} positions; model.context={config.context}',
+    )
     cache = init_cache(model, B, S) if source is None else encode_source(model, *source, S)
     logits_BV, cache = prefill(model, prompts_BT, cache)
 
     def step(
         tokens_M: jax.Array, rows_M: jax.Array | None, cache: KVCache
     ) -> tuple[jax.Array, KVCache]:
-        cache = cache if rows_M is None else take_rows(cache, rows_M)
+        if rows_M is not None:
+            cache = take_rows(cache, rows_M)
         logits_MV, cache = prefill(model, tokens_M[:, None], cache)
         return logits_MV[:, :V], cache
 

@@ -14,7 +14,8 @@ from qkattn.model.stack import layer_of, scan_layers, stacks_of
 class KVCache(NamedTuple):
     """Keys and values of all layers, arrays [L, B, S, ...] by name; unfilled slots are zero."""
 
-    layers: tuple[Cache, ...]  # one for each variant of a pattern, of the layers that have it
+    # For each variant of a pattern, the arrays of the layers that have it; L is their number.
+    layers: tuple[Cache, ...]
     length: jax.Array  # number of filled slots
     source: Cache | None = None  # of the encoder's output, for cross-attention; None without one
     source_valid_BS: jax.Array | None = None  # False on the padding of the source
@@ -22,20 +23,23 @@ class KVCache(NamedTuple):
 
 def init_cache(model: Decoder | EncoderDecoder, batch: int, length: int) -> KVCache:
     """An empty cache of `length` slots for `batch` rows; the model may be abstract."""
-    L, P = model.config.num_layers, len(stacks_of(model.blocks))
+    L = model.config.num_layers
+    P = len(stacks_of(model.blocks))  # variants, of which layers 0 to P - 1 are the first ones
 
     def cached(model: Decoder | EncoderDecoder) -> list[Cache]:
+        """What the first layer of each variant caches of one token."""
         x_BTD = model.embed(jnp.zeros((batch, 1), jnp.int32))
-        return [layer_of(model.blocks, first).attention.cached(x_BTD) for first in range(P)]
+        return [layer_of(model.blocks, index).attention.cached(x_BTD) for index in range(P)]
 
-    layers = tuple(
-        {
-            name: jnp.zeros((len(range(first, L, P)), batch, length, *a.shape[2:]), a.dtype)
-            for name, a in arrays.items()
-        }
-        for first, arrays in enumerate(jax.eval_shape(cached, model))
-    )
-    return KVCache(layers, jnp.int32(0))
+    layers = []
+    for first, arrays in enumerate(jax.eval_shape(cached, model)):
+        num_layers = len(range(first, L, P))  # of this variant
+        slots: Cache = {}
+        for name, array in arrays.items():
+            shape = (num_layers, batch, length, *array.shape[2:])
+            slots[name] = jnp.zeros(shape, array.dtype)
+        layers.append(slots)
+    return KVCache(tuple(layers), jnp.int32(0))
 
 
 def encode_source(
@@ -46,10 +50,12 @@ def encode_source(
     valid_BS is False on padding, which follows the tokens of a row.
     """
     y_BSD = model.encode(source_BS, valid_BS.astype(jnp.int32))
+
+    def cached(block: CrossBlock, layer: jax.Array) -> Cache:
+        return block.at(layer).cross_attention.cached(y_BSD)
+
     layers_L = jnp.arange(model.config.num_layers)
-    source = jax.vmap(lambda block, layer: block.at(layer).cross_attention.cached(y_BSD))(
-        model.blocks, layers_L
-    )
+    source = jax.vmap(cached)(model.blocks, layers_L)
     cache = init_cache(model, len(source_BS), length)
     return cache._replace(source=source, source_valid_BS=valid_BS)
 
@@ -62,8 +68,9 @@ def prefill(
     Logits are float32 or wider. The cache needs T free slots: jit does not detect an overflow.
     """
     T = tokens_BT.shape[1]
+    first = cache.length  # position of the first token
     # Under x64 a literal would be an int64, and the indices of a slice are of one type.
-    first, zero = cache.length, jnp.zeros_like(cache.length)
+    zero = jnp.zeros_like(first)
     positions_BT = jnp.broadcast_to(first + jnp.arange(T), tokens_BT.shape)
     x_BTD = model.embed(tokens_BT, positions_BT)
     mask = Mask(causal=True, first_query=first, window=model.config.window)
@@ -71,11 +78,13 @@ def prefill(
     def layer(
         carry: tuple[jax.Array, tuple[Cache, ...]],
         block: Block,
-        place: tuple[int, jax.Array],
+        layer_index: tuple[int, jax.Array],
         source: Cache | None,
     ) -> tuple[jax.Array, tuple[Cache, ...]]:
-        (x_BTD, layers), (number, index) = carry, place
-        updated: Cache = {}
+        """One layer: the stream after it, and the cache of all layers with its keys and values."""
+        x_BTD, layers = carry
+        number, index = layer_index  # of the variant, and of the layer among those that have it
+        updated: Cache = {}  # the cache of all layers of this variant
 
         def attend(z_BTD: jax.Array) -> jax.Array:
             for name, array in block.attention.cached(z_BTD, first).items():
@@ -91,10 +100,13 @@ def prefill(
 
         attends: list[Branch] = [attend]
         if isinstance(block, CrossBlock):
-            cross_attention, valid = block.cross_attention, Mask(valid_BS=cache.source_valid_BS)
-            attends.append(
-                lambda z_BTD: cross_attention.attend_to(z_BTD, source, valid, cross=True)
-            )
+            cross_attention = block.cross_attention
+            source_mask = Mask(valid_BS=cache.source_valid_BS)
+
+            def cross_attend(z_BTD: jax.Array) -> jax.Array:
+                return cross_attention.attend_to(z_BTD, source, source_mask, cross=True)
+
+            attends.append(cross_attend)
         out_BTD = block.around(attends, x_BTD)
         return out_BTD, (*layers[:number], updated, *layers[number + 1 :])
 

@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,8 +20,10 @@ from qkattn.jobs import agreement
 from qkattn.metrics import PREFIXES
 from qkattn.model import EncoderDecoder, with_params
 
-WIDTH_STEP = 16  # batches of sources of similar length are padded to multiples of it: few shapes
+# Sources per batch.
 BATCH_SIZE = 64
+# A batch is padded to a multiple of this length, so that few programs are compiled.
+WIDTH_STEP = 16
 
 log = logging.getLogger(__name__)
 
@@ -48,25 +51,31 @@ def translate_ids(
 
     The processes of a job share the batches; all of them call this with the same arguments.
     """
-    most, separator = model.config.encoder.context, tokenizer.separator
+    longest = model.config.encoder.context
+    separator = tokenizer.separator
     for i, source in enumerate(sources):
-        if len(source) + 1 > most:
+        if len(source) + 1 > longest:
             raise ConfigError(
-                f'source {i + 1} has {len(source)} tokens, but model.source_context={most} has '
-                f'room for {most - 1} and the separator'
+                f'source {i + 1} has {len(source)} tokens, but model.source_context={longest} has '
+                f'room for {longest - 1} and the separator'
             )
+    # Batches of similar length, as lists of indices of sources.
     by_length = sorted(range(len(sources)), key=lambda i: len(sources[i]))
-    batches = [by_length[at : at + BATCH_SIZE] for at in range(0, len(sources), BATCH_SIZE)]
+    batches = []
+    for begin in range(0, len(sources), BATCH_SIZE):
+        batches.append(by_length[begin : begin + BATCH_SIZE])
+
     translations: dict[int, str] = {}
-    for chosen in batches[jax.process_index() :: jax.process_count()]:
-        longest = len(sources[chosen[-1]]) + 1
-        width = min(-(-longest // WIDTH_STEP) * WIDTH_STEP, most)
+    for batch in batches[jax.process_index() :: jax.process_count()]:
+        most_tokens = len(sources[batch[-1]]) + 1
+        width = min(math.ceil(most_tokens / WIDTH_STEP) * WIDTH_STEP, longest)
         source_BS = np.zeros((BATCH_SIZE, width), np.int32)
         valid_BS = np.zeros((BATCH_SIZE, width), bool)
         # A batch that is not full repeats its sources: empty rows would search to the last token.
-        for row, i in enumerate(np.resize(chosen, BATCH_SIZE)):
+        for row, i in enumerate(np.resize(batch, BATCH_SIZE)):
             ids = np.append(sources[i], separator)
-            source_BS[row, : len(ids)], valid_BS[row, : len(ids)] = ids, True
+            source_BS[row, : len(ids)] = ids
+            valid_BS[row, : len(ids)] = True
         best = search(
             model,
             np.full((BATCH_SIZE, 1), separator, np.int32),
@@ -77,7 +86,8 @@ def translate_ids(
             length_penalty=config.length_penalty,
             vocab_size=tokenizer.vocab_size,
         )
-        for i, ids in zip(chosen, np.asarray(best.tokens_BKT[:, 0]), strict=False):
+        best_BT = np.asarray(best.tokens_BKT[:, 0])
+        for i, ids in zip(batch, best_BT, strict=False):
             translations[i] = tokenizer.decode(ids[ids != separator])
     parts = agreement.from_all(list(translations.items()), limit=agreement.OWNER_LIMIT)
     translations = dict(pair for part in parts for pair in part)
@@ -92,13 +102,21 @@ def score_split(
     Sources longer than model.source_context are truncated, and the log says how many: the scores
     are still those of the whole split.
     """
-    tokenizer, most = pairs.source.tokenizer, model.config.encoder.context - 1
+    tokenizer = pairs.source.tokenizer
+    longest = model.config.encoder.context - 1  # one position is the separator's
     sources, targets = (side[: config.max_sources] for side in pairs.sentences(split))
-    if long := sum(len(source) > most for source in sources):
-        of_all = f'{long} of {len(sources)} sources of split {split!r}'
-        log.warning('%s truncated to %d tokens', of_all, most)
-    hypotheses = translate_ids(model, tokenizer, [source[:most] for source in sources], config)
-    references = [*map(tokenizer.decode, targets)]
+    num_truncated = sum(len(source) > longest for source in sources)
+    if num_truncated:
+        log.warning(
+            '%d of %d sources of split %r truncated to %d tokens',
+            num_truncated,
+            len(sources),
+            split,
+            longest,
+        )
+    truncated = [source[:longest] for source in sources]
+    hypotheses = translate_ids(model, tokenizer, truncated, config)
+    references = [tokenizer.decode(target) for target in targets]
     return translation_scores(hypotheses, references, lowercase=lowercase)
 
 
@@ -112,17 +130,24 @@ def translation_scores(
     fraction of the hypotheses that equal their reference. With `lowercase` all scores ignore case.
     """
     metrics = importlib.import_module('sacrebleu.metrics')  # slow, and seldom needed
-    bleu, chrf = metrics.BLEU(lowercase=lowercase), metrics.CHRF(lowercase=lowercase)
-    scores = {
-        'bleu': bleu.corpus_score(hypotheses, [references]).score,
-        'chrf': chrf.corpus_score(hypotheses, [references]).score,
-    }
-    cased = str.lower if lowercase else str
-    pairs = zip(map(cased, hypotheses), map(cased, references), strict=True)
-    return scores | {
+    bleu = metrics.BLEU(lowercase=lowercase)
+    chrf = metrics.CHRF(lowercase=lowercase)
+    # Before the signatures, which name the number of references that a score was computed from.
+    bleu_score = bleu.corpus_score(hypotheses, [references]).score
+    chrf_score = chrf.corpus_score(hypotheses, [references]).score
+    num_equal = 0
+    for hypothesis, reference in zip(hypotheses, references, strict=True):
+        if lowercase:
+            hypothesis = hypothesis.lower()
+            reference = reference.lower()
+        if hypothesis == reference:
+            num_equal += 1
+    return {
+        'bleu': bleu_score,
+        'chrf': chrf_score,
         'bleu_signature': str(bleu.get_signature()),
         'chrf_signature': str(chrf.get_signature()),
-        'exact_match': sum(one == other for one, other in pairs) / len(hypotheses),
+        'exact_match': num_equal / len(hypotheses),
         'num_sentences': len(hypotheses),
     }
 
@@ -137,9 +162,14 @@ def score_trial(
     """
     if not isinstance(rows, TranslationRows):
         return None
-    model, scores = with_params(config.model, fetch_params()), {}
-    for split in rows.splits[1:]:
-        settings = {'lowercase': config.data.lowercase}
-        for name, value in score_split(model, rows.pairs, split, config.decode, **settings).items():
-            scores[f'{PREFIXES[split]}_{name}'] = value
-    return scores
+    model = with_params(config.model, fetch_params())
+    results = {}
+    for split in rows.splits:
+        if split == 'train':
+            continue
+        scores = score_split(
+            model, rows.pairs, split, config.decode, lowercase=config.data.lowercase
+        )
+        for name, value in scores.items():
+            results[f'{PREFIXES[split]}_{name}'] = value
+    return results

@@ -1,4 +1,4 @@
-"""The parts of a transformer besides attention: norm, MLP, block, and the stack of blocks."""
+"""The parts of a transformer besides attention: norm, MLP, and the block of one layer."""
 
 import functools
 import zlib
@@ -13,7 +13,10 @@ from qkattn.attention.parameters import initialization, project, weight
 from qkattn.config import ModelConfig
 from qkattn.model.sites import attention_spec
 
+# A residual branch without its norm and dropout: x_BTD -> what is added to the stream.
 Branch = Callable[[jax.Array], jax.Array]
+
+NORM_EPSILON = 1e-5
 
 
 class Norm(nnx.Module):
@@ -25,17 +28,20 @@ class Norm(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, gain: bool = True):
         self.centered = config.norm == 'layernorm'
+        has_bias = self.centered and config.biases
         self.g_D = nnx.Param(jnp.ones((config.d_model,), jnp.float32)) if gain else None
-        biased = self.centered and config.biases
-        self.b_D = nnx.Param(jnp.zeros((config.d_model,), jnp.float32)) if biased else None
+        self.b_D = nnx.Param(jnp.zeros((config.d_model,), jnp.float32)) if has_bias else None
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         wide_BTD = x_BTD.astype(jnp.promote_types(x_BTD.dtype, jnp.float32))
         if self.centered:
             wide_BTD = wide_BTD - wide_BTD.mean(-1, keepdims=True)
-        out_BTD = rms_norm(wide_BTD, epsilon=1e-5).astype(x_BTD.dtype)
-        out_BTD = out_BTD if self.g_D is None else out_BTD * self.g_D[...]
-        return out_BTD if self.b_D is None else out_BTD + self.b_D[...]
+        out_BTD = rms_norm(wide_BTD, epsilon=NORM_EPSILON).astype(x_BTD.dtype)
+        if self.g_D is not None:
+            out_BTD = out_BTD * self.g_D[...]
+        if self.b_D is not None:
+            out_BTD = out_BTD + self.b_D[...]
+        return out_BTD
 
 
 def gelu(x_BTF: jax.Array) -> jax.Array:
@@ -51,7 +57,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     'gelu': gelu,
     'gelu_tanh': functools.partial(jax.nn.gelu, approximate=True),
     'relu': jax.nn.relu,
-    # Of a gate.
+    # The function of the gate, where the MLP has one.
     'geglu': gelu,
     'swiglu': jax.nn.silu,
     'reglu': jax.nn.relu,
@@ -66,17 +72,19 @@ class MLP(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, *, key: jax.Array):
-        D, F = config.d_model, config.mlp_width
-        self.activation, self.dropout = config.activation, config.activation_dropout
+        D = config.d_model
+        F = config.mlp_width
+        gated = config.has_gate
+        biased = config.biases
+        self.activation = config.activation
+        self.dropout = config.activation_dropout
         with initialization(config.init, config.init_mlp):
             self.w_in_DF = weight(key, 'w_in_DF', (D, F), D**-0.5)
             self.w_out_FD = weight(key, 'w_out_FD', (F, D), F**-0.5, config.num_branches**-0.5)
-            gated = config.has_gate
             self.w_gate_DF = weight(key, 'w_gate_DF', (D, F), D**-0.5) if gated else None
-        gate_bias = gated and config.biases
-        self.b_gate_F = nnx.Param(jnp.zeros((F,), jnp.float32)) if gate_bias else None
-        self.b_in_F = nnx.Param(jnp.zeros((F,), jnp.float32)) if config.biases else None
-        self.b_out_D = nnx.Param(jnp.zeros((D,), jnp.float32)) if config.biases else None
+        self.b_in_F = nnx.Param(jnp.zeros((F,), jnp.float32)) if biased else None
+        self.b_out_D = nnx.Param(jnp.zeros((D,), jnp.float32)) if biased else None
+        self.b_gate_F = nnx.Param(jnp.zeros((F,), jnp.float32)) if gated and biased else None
 
     def __call__(self, x_BTD: jax.Array, dropout_key: jax.Array | None = None) -> jax.Array:
         activation = ACTIVATIONS[self.activation]
@@ -84,8 +92,10 @@ class MLP(nnx.Module):
         if self.w_gate_DF is None:
             hidden_BTF = activation(hidden_BTF)
         else:
-            hidden_BTF = activation(project(x_BTD, self.w_gate_DF, self.b_gate_F)) * hidden_BTF
-        return project(drop(hidden_BTF, self.dropout, dropout_key), self.w_out_FD, self.b_out_D)
+            gate_BTF = activation(project(x_BTD, self.w_gate_DF, self.b_gate_F))
+            hidden_BTF = gate_BTF * hidden_BTF
+        hidden_BTF = drop(hidden_BTF, self.dropout, dropout_key)
+        return project(hidden_BTF, self.w_out_FD, self.b_out_D)
 
 
 def drop(x_BTD: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
@@ -97,7 +107,7 @@ def drop(x_BTD: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
 
 
 class Block(nnx.Module):
-    """Attention, then an MLP, each a residual branch f on the stream x.
+    """One layer: attention, then an MLP, each a residual branch f on the stream x.
 
     x + f(norm(x)) (pre-norm, Xiong et al. 2020) or norm(x + f(x)) (post-norm, Vaswani et al. 2017).
     """
@@ -112,24 +122,35 @@ class Block(nnx.Module):
     def __call__(
         self, x_BTD: jax.Array, mask: Mask, dropout_key: jax.Array | None = None
     ) -> jax.Array:
-        attention_key, *keys = split_key(dropout_key, 3)
-        attend = self.attend(self.attention, mask, attention_key)
-        return self.around([attend], x_BTD, keys)
+        probability_key, *branch_keys = split_key(dropout_key, 3)
+        attend = self.attend(self.attention, mask, probability_key)
+        return self.around([attend], x_BTD, branch_keys)
 
     def attend(
-        self, attention: Attention, mask: Mask, key: jax.Array | None, **stream: jax.Array
+        self,
+        attention: Attention,
+        mask: Mask,
+        key: jax.Array | None,
+        y_BSD: jax.Array | None = None,
     ) -> Branch:
-        """The function of an attention in its branch, with dropout of its probabilities."""
-        rate = self.config.probability_dropout
-        return lambda y_BTD: attention(y_BTD, mask, dropout=rate, dropout_key=key, **stream)
+        """The branch of an attention, which attends to y_BSD where it is given.
+
+        Probabilities are dropped with the key; None is no dropout.
+        """
+
+        def branch(x_BTD: jax.Array) -> jax.Array:
+            rate = self.config.probability_dropout
+            return attention(x_BTD, mask, y_BSD=y_BSD, dropout=rate, dropout_key=key)
+
+        return branch
 
     def at(self, layer: int | jax.Array) -> 'Block':
         """The same block as layer number `layer`, from 0, of all layers."""
-        placed = jax.tree.map(lambda leaf: leaf, self)
+        copy = jax.tree.map(lambda leaf: leaf, self)
         for name, module in vars(self).items():
             if isinstance(module, Attention):
-                setattr(placed, name, module.at(layer))
-        return placed
+                setattr(copy, name, module.at(layer))
+        return copy
 
     def around(
         self,
@@ -137,18 +158,27 @@ class Block(nnx.Module):
         x_BTD: jax.Array,
         keys: Sequence[jax.Array | None] | None = None,
     ) -> jax.Array:
-        """The block with other functions of a branch's input as its attentions.
+        """The output of the block with `attends` as the branches of its attentions.
 
-        `keys` are of the dropout on each branch, the MLP's last; None is no dropout.
+        In decoding, for example, they attend to cached keys. `keys` are those of the dropout on
+        each branch, the MLP's last; None is no dropout.
         """
-        *attention_keys, mlp_key = keys or split_key(None, len(attends) + 1)
+        if keys is None:
+            keys = [None] * (len(attends) + 1)
+        *attention_keys, mlp_key = keys
         norms = self.attention_norms()
         for attend, norm, key in zip(attends, norms, attention_keys, strict=True):
             x_BTD = self.add(attend, norm, x_BTD, key)
+
         inner_key = None if mlp_key is None else jax.random.fold_in(mlp_key, 1)
-        return self.add(lambda y_BTD: self.mlp(y_BTD, inner_key), self.mlp_norm, x_BTD, mlp_key)
+
+        def mlp(x_BTD: jax.Array) -> jax.Array:
+            return self.mlp(x_BTD, inner_key)
+
+        return self.add(mlp, self.mlp_norm, x_BTD, mlp_key)
 
     def attention_norms(self) -> list[Norm]:
+        """The norms of the attentions, in the order of their branches."""
         return [self.attention_norm]
 
     def add(self, branch: Branch, norm: Norm, x_BTD: jax.Array, key: jax.Array | None) -> jax.Array:
@@ -178,23 +208,29 @@ class CrossBlock(Block):
         y_BSD: jax.Array | None = None,
         cross_mask: Mask | None = None,
     ) -> jax.Array:
-        """As Block; y_BSD is the encoder's output."""
-        attention_key, cross_key, *keys = split_key(dropout_key, 5)
+        """As Block; y_BSD is the encoder's output, and cross_mask says what of it is visible."""
+        probability_key, cross_probability_key, *branch_keys = split_key(dropout_key, 5)
         attends = [
-            self.attend(self.attention, mask, attention_key),
-            self.attend(self.cross_attention, cross_mask, cross_key, y_BSD=y_BSD),
+            self.attend(self.attention, mask, probability_key),
+            self.attend(self.cross_attention, cross_mask, cross_probability_key, y_BSD),
         ]
-        return self.around(attends, x_BTD, keys)
+        return self.around(attends, x_BTD, branch_keys)
 
     def attention_norms(self) -> list[Norm]:
         return [self.attention_norm, self.cross_norm]
 
 
 def module_key(key: jax.Array, name: str) -> jax.Array:
-    """A key of a module whose parameters have another's names; fold_in(key, 1) is a layer's key."""
+    """The key of a module whose parameters have the names of another module's.
+
+    A checksum of the name is folded in: fold_in(key, 1) would be the key of layer 1, which
+    jax.random.split draws.
+    """
     return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
 def split_key(key: jax.Array | None, count: int) -> Sequence[jax.Array | None]:
     """`count` keys; without a key, `count` times None."""
-    return [None] * count if key is None else list(jax.random.split(key, count))
+    if key is None:
+        return [None] * count
+    return list(jax.random.split(key, count))

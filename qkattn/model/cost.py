@@ -1,6 +1,7 @@
 """The cost of a model: parameters, FLOPs per token, cache floats per token.
 
-By abstract evaluation, not formulas, of the parameter tree, the program, and what layers cache.
+No formulas: the parameter tree, the program and the caches of layers are evaluated with shapes in
+place of arrays, and what they hold is counted.
 """
 
 import dataclasses
@@ -12,8 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+from qkattn.attention import Cache
 from qkattn.config import ModelConfig
 from qkattn.model.transformer import Transformer, abstract_model
 
@@ -26,14 +28,18 @@ def abstract_params(config: ModelConfig) -> dict:
 
 
 def group_of(path: str) -> str:
-    """The budget group of a parameter by its path, e.g. 'blocks/mlp/w_in_DF' -> 'mlp'."""
+    """The budget group of a parameter by its path: 'blocks/mlp/w_in_DF' -> 'mlp'.
+
+    ValueError for a parameter of no group.
+    """
     *modules, name = path.split('/')
     if modules and modules[-1].endswith('norm'):
         return 'norm'
     for group in ('attention', 'mlp'):
         if any(module.endswith(group) for module in modules):
             return group
-    if modules in ([], ['encoder']) and name.startswith(('w_embedding', 'w_position', 'w_output')):
+    of_stream = modules in ([], ['encoder'])
+    if of_stream and name.startswith(('w_embedding', 'w_position', 'w_output')):
         return 'embedding'
     raise ValueError(f'parameter {path} belongs to no budget group of {", ".join(GROUPS)}')
 
@@ -62,11 +68,15 @@ def training_flops_per_token(config: ModelConfig) -> float:
 
     Three times as much, less gradients of what is not trained, plus what model.remat repeats.
     """
-    loss = jax.value_and_grad(lambda model, inputs: jnp.square(model(**inputs)).sum())
-    return _flops_per_token(config, loss)
+
+    def loss(model: Transformer, inputs: dict[str, jax.Array]) -> jax.Array:
+        return jnp.square(model(**inputs)).sum()
+
+    return _flops_per_token(config, jax.value_and_grad(loss))
 
 
 def _flops_per_token(config: ModelConfig, program: Callable) -> float:
+    """FLOPs of program(model, inputs) on one row of the full context, by tokens of the context."""
     config = dataclasses.replace(config, kernel='einsum')
     inputs = {'tokens_BT': jax.ShapeDtypeStruct((1, config.context), jnp.int32)}
     if config.kind == 'encoder_decoder':
@@ -76,28 +86,44 @@ def _flops_per_token(config: ModelConfig, program: Callable) -> float:
 
 
 def _matmul_flops(jaxpr: Jaxpr) -> int:
-    """FLOPs of all dot_generals; a value computed twice counts once, as the compiler merges it."""
+    """FLOPs of all dot_generals; a value computed twice counts once, as the compiler merges it.
+
+    Two equations compute the same value where the primitive, its parameters and the values of its
+    inputs are the same.
+    """
     flops = 0
-    values: dict[Any, Any] = {}
-    seen: set[int] = set()
+    value_of: dict[Any, Any] = {}  # what identifies the value of a variable
+    computed: set[int] = set()
     for equation in jaxpr.eqns:
-        inputs = tuple(
-            repr(v) if isinstance(v, Literal) else values.get(v, id(v)) for v in equation.invars
-        )
-        value = hash((equation.primitive.name, str(equation.params), inputs))
-        values.update({out: (value, i) for i, out in enumerate(equation.outvars)})
-        if value in seen:
+        primitive = equation.primitive.name
+        inputs = []
+        for variable in equation.invars:
+            if isinstance(variable, Literal):
+                inputs.append(repr(variable))
+            else:
+                inputs.append(value_of.get(variable, id(variable)))
+        value = hash((primitive, str(equation.params), tuple(inputs)))
+        for index, variable in enumerate(equation.outvars):
+            value_of[variable] = (value, index)
+        if value in computed:
             continue
-        seen.add(value)
-        if equation.primitive.name == 'dot_general':
-            (contracted, _), _ = equation.params['dimension_numbers']
-            left, out = (v.aval.shape for v in (equation.invars[0], equation.outvars[0]))  # type: ignore[attr-defined]
-            flops += 2 * math.prod(out) * math.prod(left[axis] for axis in contracted)
-        repeats = equation.params['length'] if equation.primitive.name == 'scan' else 1
+        computed.add(value)
+        if primitive == 'dot_general':
+            flops += _dot_general_flops(equation)
+        repeats = equation.params['length'] if primitive == 'scan' else 1
         for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
             if _is_jaxpr(inner):
                 flops += repeats * _matmul_flops(getattr(inner, 'jaxpr', inner))
     return flops
+
+
+def _dot_general_flops(equation: JaxprEqn) -> int:
+    """Two for each multiply-add: one per output element and contracted element."""
+    (contracted_axes, _), _ = equation.params['dimension_numbers']
+    left_shape = equation.invars[0].aval.shape  # type: ignore[attr-defined]
+    out_shape = equation.outvars[0].aval.shape  # type: ignore[attr-defined]
+    contracted = math.prod(left_shape[axis] for axis in contracted_axes)
+    return 2 * math.prod(out_shape) * contracted
 
 
 def _is_jaxpr(value: object) -> bool:
@@ -112,11 +138,18 @@ def cache_floats_per_token(config: ModelConfig) -> int:
     """
     if config.kind == 'encoder':
         return 0
-    sites = ['attention'] + ['cross_attention'] * (config.kind == 'encoder_decoder')
+    sites = ['attention']
+    if config.kind == 'encoder_decoder':
+        sites.append('cross_attention')
     y_BSD = jax.ShapeDtypeStruct((1, 1, config.d_model), jnp.float32)
 
-    def cached(model: Transformer, y_BSD: jax.Array) -> list[dict]:
-        return [layer.cached(y_BSD) for site in sites for layer in model.layers(site)]
+    def cached(model: Transformer, y_BSD: jax.Array) -> list[Cache]:
+        """What every layer caches of one position."""
+        caches = []
+        for site in sites:
+            for layer in model.layers(site):
+                caches.append(layer.cached(y_BSD))
+        return caches
 
     arrays = jax.tree.leaves(jax.eval_shape(cached, abstract_model(config), y_BSD))
     return sum(math.prod(array.shape) for array in arrays)
@@ -125,11 +158,14 @@ def cache_floats_per_token(config: ModelConfig) -> int:
 @functools.lru_cache(maxsize=1024)
 def measured(config: ModelConfig, which: str) -> float | int:
     """The cost by name: 'total' or 'non_embedding' parameters, 'flops' or 'cache' per token."""
-    if which == 'flops':
-        return flops_per_token(config)
-    if which == 'cache':
-        return cache_floats_per_token(config)
-    if which not in ('total', 'non_embedding'):
-        raise ValueError(f'which={which!r} must be total, non_embedding, flops or cache')
-    parameters = count(config)
-    return parameters['total'] - (parameters['embedding'] if which == 'non_embedding' else 0)
+    match which:
+        case 'total':
+            return count(config)['total']
+        case 'non_embedding':
+            parameters = count(config)
+            return parameters['total'] - parameters['embedding']
+        case 'flops':
+            return flops_per_token(config)
+        case 'cache':
+            return cache_floats_per_token(config)
+    raise ValueError(f'which={which!r} must be total, non_embedding, flops or cache')

@@ -22,43 +22,56 @@ from qkattn.errors import ConfigError, SpecError
 
 def attention_spec(config: ModelConfig) -> AttentionSpec:
     """The self-attention layer; SpecError where its sizes do not fit together."""
-    names = {field.name for field in dataclasses.fields(AttentionSpec)} - {'residual_gain'}
-    fields = {name: getattr(config, name) for name in names}
+    fields = {}
+    for field in dataclasses.fields(AttentionSpec):
+        if field.name != 'residual_gain':
+            fields[field.name] = getattr(config, field.name)
     if config.positions not in ('rope', 'alibi'):
         fields['positions'] = 'none'  # added to the stream, outside of attention
     return AttentionSpec(**fields, residual_gain=config.num_branches**-0.5)
 
 
 def sites(config: ModelConfig) -> dict[str, Callable[[], AttentionSpec]]:
-    """The attention layers of a model: a function that makes each specification, by its setting."""
-    specs = {'model': lambda: attention_spec(config)}
+    """A function that makes the specification of each attention site, by the setting behind it.
 
-    def at_turn(turn: int) -> Callable[[], AttentionSpec]:
-        return lambda: attention_spec(config.cycle[turn])
+    A site is a kind of attention layer: that of the model, 'model', of each turn of a pattern,
+    'model.pattern[0]', ..., of the encoder, 'model.encoder_variant', and the cross-attention,
+    'model.cross_variant'. The functions raise SpecError where the settings do not fit together.
+    """
+    specs: dict[str, Callable[[], AttentionSpec]] = {}
 
-    for turn in range(0 if config.pattern is None else len(split_pattern(config.pattern))):
-        specs[f'model.pattern[{turn}]'] = at_turn(turn)
+    def add(setting: str, layer_config: Callable[[], ModelConfig]) -> None:
+        specs[setting] = lambda: attention_spec(layer_config())
+
+    def config_of_turn(turn: int) -> Callable[[], ModelConfig]:
+        return lambda: config.cycle[turn]
+
+    add('model', lambda: config)
+    if config.pattern is not None:
+        for turn in range(len(split_pattern(config.pattern))):
+            add(f'model.pattern[{turn}]', config_of_turn(turn))
     if config.kind == 'encoder_decoder':
-        specs['model.encoder_variant'] = lambda: attention_spec(config.encoder)
-        specs['model.cross_variant'] = lambda: attention_spec(config.cross)
+        add('model.encoder_variant', lambda: config.encoder)
+        add('model.cross_variant', lambda: config.cross)
     return specs
 
 
 def validate(config: Config) -> None:
     """Raises ConfigError for the first invalid setting of a run; nothing compiles."""
     validate_settings(config)
-    for where, spec in sites(config.model).items():
-        with _refused(where):
-            made = spec()
-        check = _refused(where)(functools.partial(registry.check, made))
-        outside = ', '.join(x for x in (str(made.variant), made.normalizer) if ':' in x)
+    for setting, make_spec in sites(config.model).items():
+        with _refused(setting):
+            spec = make_spec()
+        # Classes from outside the package, whose code may raise anything.
+        outside = ', '.join(name for name in (str(spec.variant), spec.normalizer) if ':' in name)
+        check = _refused(setting)(functools.partial(registry.check, spec))
         if not outside:
             check()
             continue
-        called(where, outside, check)
-        plain = dataclasses.replace(made, kernel='einsum')  # other kernels are checked below
-        # The arrays of classes from outside may not fit together.
-        called(where, outside, functools.partial(_attend_once, config.model, where, plain))
+        called(setting, outside, check)
+        # The arrays of such classes may not fit together. `check_kernel` is for other kernels.
+        spec = dataclasses.replace(spec, kernel='einsum')
+        called(setting, outside, functools.partial(_attend_once, config.model, setting, spec))
     check_kernel(config.model, None)
 
 
@@ -69,39 +82,48 @@ def check_kernel(model: ModelConfig, mesh: Mesh | None) -> None:
     """
     if model.kernel == 'auto':
         return
-    for where, spec in sites(model).items():
-        with _refused(where), choice.on(mesh):
-            _attend_once(model, where, spec())
+    for setting, make_spec in sites(model).items():
+        with _refused(setting), choice.on(mesh):
+            _attend_once(model, setting, make_spec())
 
 
 @contextlib.contextmanager
-def _refused(where: str) -> Iterator[None]:
+def _refused(setting: str) -> Iterator[None]:
     """A SpecError becomes a ConfigError that names the setting."""
     try:
         yield
     except SpecError as error:
-        raise ConfigError(f'{where}: {error}') from error
+        raise ConfigError(f'{setting}: {error}') from error
 
 
-def _attend_once(model: ModelConfig, where: str, spec: AttentionSpec) -> None:
-    """Traces a layer as in training."""
-    dtype = jnp.dtype(model.compute_dtype)
-    encoder, cross = where == 'model.encoder_variant', where == 'model.cross_variant'
-    T = model.encoder.context if encoder else model.context
+def _attend_once(model: ModelConfig, setting: str, spec: AttentionSpec) -> None:
+    """Traces the layer of one site with the shapes and the mask of training."""
+    in_encoder = setting == 'model.encoder_variant'
+    cross = setting == 'model.cross_variant'
+    T = model.encoder.context if in_encoder else model.context
     S = model.encoder.context if cross else T
-    causal = not (encoder or cross or model.kind == 'encoder')
 
     def attend(layer: Attention, x_BTD: jax.Array, y_BSD: jax.Array) -> jax.Array:
-        mask, key = Mask(causal=causal, window=spec.window), jax.random.key(0)
+        causal = not in_encoder and not cross and model.kind != 'encoder'
+        mask = Mask(causal=causal, window=spec.window)
         if model.kind == 'encoder_decoder':
-            one_BT, one_BS = (jnp.ones((1, length), jnp.int32) for length in (T, S))
-            mask = dataclasses.replace(mask, segments_BT=one_BT, segments_BS=one_BS)
-        rate = model.probability_dropout
+            mask = dataclasses.replace(
+                mask,
+                segments_BT=jnp.ones((1, T), jnp.int32),
+                segments_BS=jnp.ones((1, S), jnp.int32),
+            )
         return layer.attend_to(
-            x_BTD, layer.cached(y_BSD), mask, cross=cross, dropout=rate, dropout_key=key
+            x_BTD,
+            layer.cached(y_BSD),
+            mask,
+            cross=cross,
+            dropout=model.probability_dropout,
+            dropout_key=jax.random.key(0),
         )
 
+    dtype = jnp.dtype(model.compute_dtype)
     layer = nnx.eval_shape(lambda: Attention(spec, key=jax.random.key(0)))
     layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), layer)
-    x_BTD, y_BSD = (jax.ShapeDtypeStruct((1, n, model.d_model), dtype) for n in (T, S))
+    x_BTD = jax.ShapeDtypeStruct((1, T, model.d_model), dtype)
+    y_BSD = jax.ShapeDtypeStruct((1, S, model.d_model), dtype)
     jax.eval_shape(attend, layer, x_BTD, y_BSD)

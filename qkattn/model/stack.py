@@ -1,7 +1,7 @@
 """The blocks of a model: stacks of equal layers, through which one scan passes."""
 
 import contextvars
-import operator
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -34,19 +34,22 @@ class Pattern(nnx.Module):
 
 Blocks = Block | Pattern
 
-# An activation and a letter per axis -> the activation, placed on the devices of a mesh.
+# (activation, a letter per axis) -> the activation, placed on the devices of a mesh.
 Placement = Callable[[jax.Array, str], jax.Array]
 _placement: contextvars.ContextVar[Placement] = contextvars.ContextVar('placement')
 
 
 def placing(placement: Placement) -> AbstractContextManager[None]:
-    """Models traced inside apply the placement to the stream around layers, logits, embeddings."""
+    """Models traced inside apply it to embeddings, logits and the stream around each layer."""
     return inside(_placement, placement)
 
 
 def placed(array: jax.Array, letters: str) -> jax.Array:
     """The array with the placement in force; itself without one."""
-    return _placement.get(lambda array, letters: array)(array, letters)
+    placement = _placement.get(None)
+    if placement is None:
+        return array
+    return placement(array, letters)
 
 
 def stacks_of(blocks: Blocks) -> list[Block]:
@@ -58,21 +61,26 @@ def stacks_of(blocks: Blocks) -> list[Block]:
 
 def stack_blocks(config: ModelConfig, *, key: jax.Array, kind: type[Block]) -> Blocks:
     """L blocks: every parameter has a leading axis of the layers of one variant."""
-    keys, cycle = jax.random.split(key, config.num_layers), config.cycle
-    if len(cycle) == 1:
-        return jax.vmap(lambda key: kind(cycle[0], key=key))(keys)
-    stacks = [
-        jax.vmap(lambda key, layer=layer: kind(layer, key=key))(keys[number :: len(cycle)])
-        for number, layer in enumerate(cycle)
-    ]
-    return Pattern(stacks)
+    keys_L = jax.random.split(key, config.num_layers)
+    period = len(config.cycle)
+    stacks = []
+    for number, layer_config in enumerate(config.cycle):
+        keys = keys_L if period == 1 else keys_L[number::period]
+        build_layer = functools.partial(_build_layer, kind, layer_config)
+        stacks.append(jax.vmap(build_layer)(keys))
+    return stacks[0] if period == 1 else Pattern(stacks)
+
+
+def _build_layer(kind: type[Block], config: ModelConfig, key: jax.Array) -> Block:
+    return kind(config, key=key)
 
 
 def layer_of(blocks: Blocks, index: int) -> Block:
     """Layer number `index`, from 0."""
     stacks = stacks_of(blocks)
     row, number = divmod(index, len(stacks))
-    return jax.tree.map(operator.itemgetter(row), stacks[number]).at(index)
+    block = _items(stacks[number], row)
+    return block.at(index)
 
 
 def scan_layers(
@@ -89,23 +97,34 @@ def scan_layers(
     the last whole iteration follow the scan. `index` is the number of the block's stack and the
     block's index in it; `row` is that of the layer in `rows`, arrays [L, ...] in any tree.
     """
-    stacks, L = stacks_of(blocks), config.num_layers
-    P, inputs = len(stacks), []
+    stacks = stacks_of(blocks)
+    L = config.num_layers
+    P = len(stacks)
+    # What each stack contributes: its blocks, the numbers of its layers, their indices, their rows.
+    inputs = []
     for number, stack in enumerate(stacks):
         layers = jnp.arange(number, L, P, dtype=jnp.int32)
-        part = rows if P == 1 else jax.tree.map(operator.itemgetter(slice(number, None, P)), rows)
-        inputs.append((stack, layers, jnp.arange(len(layers), dtype=jnp.int32), part))
+        indices = jnp.arange(len(layers), dtype=jnp.int32)
+        stack_rows = rows if P == 1 else _items(rows, slice(number, None, P))
+        inputs.append((stack, layers, indices, stack_rows))
 
-    def cycle(carry: Any, inputs: list[tuple]) -> tuple[Any, None]:
+    def iteration(carry: Any, inputs: list[tuple]) -> tuple[Any, None]:
         for number, (block, layer, index, row) in enumerate(inputs):
             carry = step(carry, block.at(layer), (number, index), row)
         return carry, None
 
-    whole, rest = divmod(L, P)
-    first = jax.tree.map(operator.itemgetter(slice(whole)), inputs) if rest else inputs
-    carry, _ = jax.lax.scan(cycle, carry, first, unroll=max(1, config.unroll // P))
-    last = jax.tree.map(operator.itemgetter(whole), inputs[:rest])
-    return cycle(carry, last)[0]
+    num_iterations, num_left = divmod(L, P)
+    scanned = inputs if num_left == 0 else _items(inputs, slice(num_iterations))
+    unroll = max(1, config.unroll // P)
+    carry, _ = jax.lax.scan(iteration, carry, scanned, unroll=unroll)
+    left = _items(inputs[:num_left], num_iterations)
+    carry, _ = iteration(carry, left)
+    return carry
+
+
+def _items(tree: Any, index: int | slice) -> Any:
+    """array[index] of every array in a tree."""
+    return jax.tree.map(lambda array: array[index], tree)
 
 
 def run_blocks(
@@ -125,7 +144,11 @@ def run_blocks(
 
     if config.remat != 'none':
         layer = jax.checkpoint(layer, prevent_cse=False, policy=REMAT_POLICIES[config.remat])
-    keys = None if dropout_key is None else jax.random.split(dropout_key, config.num_layers)
-    return scan_layers(
-        lambda x_BTD, block, _, key: layer(x_BTD, block, key), x_BTD, blocks, keys, config=config
-    )
+
+    def step(
+        x_BTD: jax.Array, block: Block, index: tuple[int, jax.Array], key: jax.Array | None
+    ) -> jax.Array:
+        return layer(x_BTD, block, key)
+
+    keys_L = None if dropout_key is None else jax.random.split(dropout_key, config.num_layers)
+    return scan_layers(step, x_BTD, blocks, keys_L, config=config)

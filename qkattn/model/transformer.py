@@ -36,14 +36,17 @@ class Stream(nnx.Module):
         block: type[Block] = Block,
         own_embedding: bool = True,
     ):
-        D, V = config.d_model, config.vocab_size
+        D = config.d_model
+        V = config.vocab_size
+        T = config.context
+        std = D**-0.5
+        learned = config.positions == 'learned'
         self.config = config
-        T = config.context if config.positions == 'learned' else None
         with initialization(config.init, config.init_embedding):
             self.w_embedding_VD = (
-                weight(key, 'w_embedding_VD', (V, D), D**-0.5) if own_embedding else None
+                weight(key, 'w_embedding_VD', (V, D), std) if own_embedding else None
             )
-            self.w_position_TD = weight(key, 'w_position_TD', (T, D), D**-0.5) if T else None
+            self.w_position_TD = weight(key, 'w_position_TD', (T, D), std) if learned else None
         self.blocks = stack_blocks(config, key=key, kind=block)
         self.final_norm = Norm(config) if config.norm_position == 'pre' else None
 
@@ -54,29 +57,38 @@ class Stream(nnx.Module):
         *,
         w_embedding_VD: jax.Array | None = None,
     ) -> jax.Array:
-        """Token embeddings plus learned or sinusoidal position embeddings.
+        """x_BTD, token embeddings plus learned or sinusoidal position embeddings.
 
-        positions_BT=None counts from 0 in every row; w_embedding_VD is that of another Stream.
+        Positions count from 0 in every row unless positions_BT is given. The embedding matrix is
+        the Stream's own unless w_embedding_VD is given.
         """
-        table_VD = self.w_embedding_VD[...] if w_embedding_VD is None else w_embedding_VD
-        x_BTD = placed(table_VD, 'VD')[tokens_BT]
-        T, D = x_BTD.shape[1:]
-        if self.w_position_TD is not None:
+        config = self.config
+        if w_embedding_VD is None:
+            w_embedding_VD = self.w_embedding_VD[...]
+        x_BTD = placed(w_embedding_VD, 'VD')[tokens_BT]
+        _, T, D = x_BTD.shape
+        if config.positions == 'learned':
             w_position_TD = placed(self.w_position_TD[...], 'TD')
-            x_BTD = x_BTD + (
-                w_position_TD[:T] if positions_BT is None else w_position_TD[positions_BT]
-            )
-        elif self.config.positions == 'sinusoidal':
+            if positions_BT is None:
+                x_BTD = x_BTD + w_position_TD[:T]
+            else:
+                x_BTD = x_BTD + w_position_TD[positions_BT]
+        elif config.positions == 'sinusoidal':
             t_BT = jnp.arange(T) if positions_BT is None else positions_BT
-            # Scaled like the token embeddings.
-            scale = std_of(self.config.init, D**-0.5) * self.config.init_embedding
-            x_BTD = x_BTD + (sinusoids(t_BT, D) * scale).astype(x_BTD.dtype)
-        return x_BTD * D**0.5 if self.config.scale_embeddings else x_BTD
+            # Sinusoids have unit variance; token embeddings have this standard deviation.
+            std = std_of(config.init, D**-0.5) * config.init_embedding
+            x_BTD = x_BTD + (sinusoids(t_BT, D) * std).astype(x_BTD.dtype)
+        if config.scale_embeddings:
+            x_BTD = x_BTD * D**0.5
+        return x_BTD
 
     def run(
         self, x_BTD: jax.Array, mask: Mask, dropout_key: jax.Array | None = None, **shared: Any
     ) -> jax.Array:
-        """The stream after all blocks and the final norm, from the embedded tokens."""
+        """The stream after all blocks and the final norm, from the embedded tokens.
+
+        `shared` are further arguments of every block, such as the encoder's output.
+        """
         embedding_key, blocks_key = split_key(dropout_key, 2)
         x_BTD = drop(x_BTD, self.config.dropout, embedding_key)
         x_BTD = run_blocks(
@@ -86,13 +98,16 @@ class Stream(nnx.Module):
 
     def normed(self, x_BTD: jax.Array) -> jax.Array:
         """The final norm of x; x itself with post-norm."""
-        return x_BTD if self.final_norm is None else self.final_norm(x_BTD)
+        if self.final_norm is None:
+            return x_BTD
+        return self.final_norm(x_BTD)
 
     def layers(self, site: str = 'attention') -> list[Attention]:
         """The attention layers of all blocks, first to last; changes to them stay out of the model.
 
-        With pre-norm, x and y of a layer are the normed stream. An encoder-decoder also has the
-        site 'cross_attention', and its `encoder` has layers of its own.
+        With pre-norm, x and y of a layer are the normed stream. `site` is the place of the
+        attention in its block: 'attention', or 'cross_attention' in an encoder-decoder, whose
+        `encoder` has layers of its own. ValueError where the blocks have no such site.
         """
         blocks = [layer_of(self.blocks, index) for index in range(self.config.num_layers)]
         sites = [name for name, part in vars(blocks[0]).items() if isinstance(part, Attention)]
@@ -129,10 +144,13 @@ class Transformer(Stream):
             )
         key = one_key(key, rngs)
         super().__init__(config, key=key, block=block)
-        D, V = config.d_model, config.vocab_size
-        tied = config.tied_embeddings
-        with initialization(config.init, config.init_embedding):
-            self.w_output_DV = None if tied else weight(key, 'w_output_DV', (D, V), D**-0.5)
+        D = config.d_model
+        V = config.vocab_size
+        if config.tied_embeddings:
+            self.w_output_DV = None
+        else:
+            with initialization(config.init, config.init_embedding):
+                self.w_output_DV = weight(key, 'w_output_DV', (D, V), D**-0.5)
 
     def stream(self, *args: Any, **kwargs: Any) -> jax.Array:
         """The normed stream x_BTD after the last block, of which `logits` are taken."""
@@ -144,7 +162,8 @@ class Transformer(Stream):
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """Float32 logits_BTV of the normed stream."""
-        w_output_DV = self.w_embedding_VD[...].T if self.w_output_DV is None else self.w_output_DV
+        tied = self.w_output_DV is None
+        w_output_DV = self.w_embedding_VD[...].T if tied else self.w_output_DV
         dtype = jnp.promote_types(x_BTD.dtype, jnp.float32)
         logits_BTV = product(placed(x_BTD, 'BTD'), w_output_DV, dtype=dtype)
         return placed(logits_BTV, 'BTV')
@@ -179,7 +198,8 @@ class Encoder(Decoder):
     The head is the output matrix alone, without BERT's dense layer before it.
     """
 
-    kind, causal = 'encoder', False
+    kind = 'encoder'
+    causal = False
 
 
 class EncoderDecoder(Transformer):
@@ -219,17 +239,16 @@ class EncoderDecoder(Transformer):
         """
         self.check_length(tokens_BT)
         encoder_key, decoder_key = split_key(dropout_key, 2)
-        source_segments_BS = _one_pair(source_BS, source_segments_BS)
-        segments_BT = _one_pair(tokens_BT, segments_BT)
+        if source_segments_BS is None:
+            source_segments_BS = jnp.ones_like(source_BS)
+        if segments_BT is None:
+            segments_BT = jnp.ones_like(tokens_BT)
         y_BSD = self.encode(source_BS, source_segments_BS, dropout_key=encoder_key)
+        x_BTD = self.embed(tokens_BT, positions_of(segments_BT))
         window = self.config.window
-        return self.run(
-            self.embed(tokens_BT, positions_of(segments_BT)),
-            Mask(causal=True, window=window, segments_BT=segments_BT, segments_BS=segments_BT),
-            decoder_key,
-            y_BSD=y_BSD,
-            cross_mask=Mask(segments_BT=segments_BT, segments_BS=source_segments_BS),
-        )
+        mask = Mask(causal=True, window=window, segments_BT=segments_BT, segments_BS=segments_BT)
+        cross_mask = Mask(segments_BT=segments_BT, segments_BS=source_segments_BS)
+        return self.run(x_BTD, mask, decoder_key, y_BSD=y_BSD, cross_mask=cross_mask)
 
     def encode(
         self,
@@ -240,7 +259,9 @@ class EncoderDecoder(Transformer):
     ) -> jax.Array:
         """The encoder's output y_BSD; see `stream`."""
         self.encoder.check_length(source_BS, 'model.source_context')
-        segments_BS = _one_pair(source_BS, source_segments_BS)
+        segments_BS = source_segments_BS
+        if segments_BS is None:
+            segments_BS = jnp.ones_like(source_BS)
         shared_VD = self.w_embedding_VD[...] if self.config.shared_embeddings else None
         x_BSD = self.encoder.embed(source_BS, positions_of(segments_BS), w_embedding_VD=shared_VD)
         window = self.config.window
@@ -249,17 +270,18 @@ class EncoderDecoder(Transformer):
 
 
 def positions_of(segments_BT: jax.Array) -> jax.Array:
-    """Each token's position within its own segment."""
+    """Each token's position within its own segment: [1, 1, 1, 2, 2] -> [0, 1, 2, 0, 1]."""
     t_BT = jnp.broadcast_to(jnp.arange(segments_BT.shape[1]), segments_BT.shape)
     begins_BT = jnp.diff(segments_BT, axis=1, prepend=-1) != 0
-    return t_BT - jax.lax.cummax(jnp.where(begins_BT, t_BT, 0), axis=1)
+    first_BT = jax.lax.cummax(jnp.where(begins_BT, t_BT, 0), axis=1)  # of the token's segment
+    return t_BT - first_BT
 
 
-def _one_pair(tokens_BT: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
-    return jnp.ones_like(tokens_BT) if segments_BT is None else segments_BT
-
-
-KINDS: dict[str, type[Transformer]] = {m.kind: m for m in (Decoder, Encoder, EncoderDecoder)}
+KINDS: dict[str, type[Transformer]] = {
+    'decoder': Decoder,
+    'encoder': Encoder,
+    'encoder_decoder': EncoderDecoder,
+}
 
 
 def build(
@@ -287,7 +309,8 @@ def with_params(config: ModelConfig, params: dict) -> Transformer:
 
 def inputs_of(batch: Mapping[str, Any]) -> dict[str, Any]:
     """The arrays of a batch that a model takes: all but targets and loss weights."""
-    return {n: a for n, a in batch.items() if n not in ('targets_BT', 'loss_weights_BT')}
+    of_loss = ('targets_BT', 'loss_weights_BT')
+    return {name: array for name, array in batch.items() if name not in of_loss}
 
 
 def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:

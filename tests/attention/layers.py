@@ -88,13 +88,15 @@ def rotary_logits(
     Pairs (h, h + H/2) are complex numbers; position t turns them by exp(i t / 10000^(2 h / H)),
     so that a pair contributes Re(q conj(k) exp(i (t - s) w)). Su et al. 2021, eq. 16.
     """
-    q_BTNH, k_BSKH = np.asarray(q_BTNH, np.float64), np.asarray(k_BSKH, np.float64)
+    q_BTNH = np.asarray(q_BTNH, np.float64)
+    k_BSKH = np.asarray(k_BSKH, np.float64)
     (B, T, N, H), S = q_BTNH.shape, k_BSKH.shape[1]
     keep = 0 if rope_size is None else H - rope_size
     half = (H - keep) // 2
     s_BNTS = np.zeros((B, N, T, S))
     for b, n, t, s in np.ndindex(*s_BNTS.shape):
-        q_H, k_H = q_BTNH[b, t, n], k_BSKH[b, s, n * k_BSKH.shape[2] // N]
+        q_H = q_BTNH[b, t, n]
+        k_H = k_BSKH[b, s, n * k_BSKH.shape[2] // N]
         pairs = [z[keep : keep + half] + 1j * z[keep + half :] for z in (q_H, k_H)]
         turn = np.exp(1j * (t - s) * 10_000.0 ** (-np.arange(half) / half))
         plain = q_H[:keep] @ k_H[:keep]
@@ -107,11 +109,14 @@ def expected_logits(layer: Attention, x_BTD: Any, y_BSD: Any, *, cross: bool) ->
 
     Then the scale, the cap, ALiBi and, in self-attention, the Score's own biases.
     """
-    score, spec = layer.score, layer.spec
+    score = layer.score
+    spec = layer.spec
     if spec.qk_norm or spec.positions == 'rope':
-        q_BTNH, k_BSKH = score.queries(x_BTD), score.keys(score.cached(y_BSD))
+        q_BTNH = score.queries(x_BTD)
+        k_BSKH = score.keys(score.cached(y_BSD))
         if spec.qk_norm:
-            q_BTNH, k_BSKH = normed(q_BTNH, layer.g_q_H), normed(k_BSKH, layer.g_k_H)
+            q_BTNH = normed(q_BTNH, layer.g_q_H)
+            k_BSKH = normed(k_BSKH, layer.g_k_H)
         size = score.rope_size if spec.positions == 'rope' else 0
         s_BNTS = rotary_logits(q_BTNH, k_BSKH, scale=score.scale, rope_size=size)
     elif score.bilinear:
@@ -137,7 +142,8 @@ def expected_probabilities(
 
 def expected(layer: Attention, x_BTD: Any, mask_BTS: Any, y_BSD: Any = None) -> np.ndarray:
     """out_BTD from A[n] and B[n], in cross-attention to y where it is given."""
-    value, cross = layer.value, y_BSD is not None
+    value = layer.value
+    cross = y_BSD is not None
     y_BSD = y_BSD if cross else x_BTD
     p_BNTS = expected_probabilities(layer, x_BTD, y_BSD, mask_BTS, cross=cross)
     if not value.linear:
@@ -156,7 +162,8 @@ def error(got: Any, want: Any) -> float:
 
 def assert_close(got: Any, want: Any, tolerance: float, about: str) -> None:
     """Compares with a tolerance relative to the largest element."""
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    got = np.asarray(got, np.float64)
+    want = np.asarray(want, np.float64)
     assert got.shape == want.shape, f'{about}: shape {got.shape}, expected {want.shape}'
     atol = tolerance * np.abs(want).max()
     np.testing.assert_allclose(got, want, rtol=0, atol=atol, err_msg=about)
@@ -197,7 +204,8 @@ def initial_logit_std(score: str, value: str = 'no_v', *, num_seeds: int, **size
         heads = circuit.queries(x_BTD), circuit.keys(circuit.cached(y_BSD))
         q_BTNH, k_BSKH = (np.asarray(z, np.float64) for z in heads)
         if layer.spec.qk_norm:
-            q_BTNH, k_BSKH = normed(q_BTNH, layer.g_q_H), normed(k_BSKH, layer.g_k_H)
+            q_BTNH = normed(q_BTNH, layer.g_q_H)
+            k_BSKH = normed(k_BSKH, layer.g_k_H)
         k_BSNH = np.repeat(k_BSKH, q_BTNH.shape[2] // k_BSKH.shape[2], axis=2)
         stds.append(circuit.scale * (q_BTNH.swapaxes(1, 2) @ k_BSNH.transpose(0, 2, 3, 1)).std())
     return float(np.mean(stds))

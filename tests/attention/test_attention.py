@@ -47,7 +47,8 @@ def test_sizes_default_to_a_head_of_keys_per_head_that_cuts_the_stream():
 
 def test_the_mask_is_causal_with_the_window_unless_given(layer):
     near = Attention(dataclasses.replace(SPEC, window=2), rngs=nnx.Rngs(0))
-    x_BTD, y_BSD = stream(), stream(5, seed=6)
+    x_BTD = stream()
+    y_BSD = stream(5, seed=6)
     for one, window in ((layer, None), (near, 2)):
         mask_BTS = visible(7, 7, causal=True, window=window)
         np.testing.assert_array_equal(one(x_BTD), layer(x_BTD, mask_BTS))
@@ -57,7 +58,8 @@ def test_the_mask_is_causal_with_the_window_unless_given(layer):
 
 def test_rngs_are_drawn_from_as_in_nnx(layer):
     rngs = nnx.Rngs(0)
-    first, second = Attention(SPEC, rngs=rngs), Attention(SPEC, rngs=rngs)
+    first = Attention(SPEC, rngs=rngs)
+    second = Attention(SPEC, rngs=rngs)
     by_key = Attention(SPEC, key=nnx.Rngs(0).params())
     for other, same in ((first, True), (by_key, True), (second, False)):
         equal = layer.score.w_q_DNH[...] == other.score.w_q_DNH[...]
@@ -99,7 +101,8 @@ SHARED += [((score, 'merged_vo'), {}) for score in ('merged', 'collaborative', '
 def test_no_shared_key_or_value_head_is_copied_to_the_query_heads(variant, options):
     """In the compiled gradient no array has the sizes of S = 13 keys in each of N heads."""
     layer = make(variant, head_size=5, **options)
-    x_BTD, y_BSD = stream(), stream(13, seed=6)
+    x_BTD = stream()
+    y_BSD = stream(13, seed=6)
 
     def run(layer, x_BTD, y_BSD):
         return jnp.square(layer(x_BTD, y_BSD=y_BSD)).sum()
@@ -112,7 +115,8 @@ def test_no_shared_key_or_value_head_is_copied_to_the_query_heads(variant, optio
 
 
 def test_a_product_of_an_inner_trace_stays_there():
-    x_BTD, w_DNH = stream(), jnp.ones((32, 4, 8))
+    x_BTD = stream()
+    w_DNH = jnp.ones((32, 4, 8))
     with products_once():
         inner = jax.jit(lambda: project(x_BTD, w_DNH))()
         outer = project(x_BTD, w_DNH)
@@ -164,7 +168,8 @@ def test_every_field_allows_what_it_says(name):
 
 
 def test_a_mask_that_does_not_fit_is_refused(layer):
-    seen_BTS, both = jnp.ones((2, T, T), bool), 'both segments_BT and segments_BS'
+    seen_BTS = jnp.ones((2, T, T), bool)
+    both = 'both segments_BT and segments_BS'
     assert jnp.array_equal(layer(stream(), seen_BTS), layer(stream(), seen_BTS[:1]))
     for fields, words in (
         ({'segments_BT': SEGMENTS['segments_BT']}, both),

@@ -107,7 +107,8 @@ def test_matrices_are_those_of_the_definition():
     cases += [*((score, 'vo', N) for score in SCORES), ('qk', 'k_is_v', 2), ('qk', 'vo', 2)]
     for score, value, num_kv_heads in cases:
         layer = make((score, value), residual_gain=GAIN, num_kv_heads=num_kv_heads)
-        s, v = arrays(layer.score), arrays(layer.value)
+        s = arrays(layer.score)
+        v = arrays(layer.value)
         (w_q, w_k), (w_v, w_o) = SCORES[score](s), VALUES[value](s, v)
         w_k, w_v = (np.repeat(w_DKH, N // w_DKH.shape[1], axis=1) for w_DKH in (w_k, w_v))
         A_NDE, B_NDE = layer.matrix()

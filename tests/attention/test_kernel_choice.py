@@ -15,7 +15,8 @@ from tests.refusals import refused
 
 CPU, GPU, TPU = (Target(platform) for platform in ('cpu', 'gpu', 'tpu'))
 TURING, HOPPER = (Target('gpu', capability=number) for number in (7.5, 9.0))
-BF16, F32 = jnp.bfloat16, jnp.float32
+BF16 = jnp.bfloat16
+F32 = jnp.float32
 MESH = jax.make_mesh((1,), ('data',), axis_types=(AxisType.Auto,))
 
 

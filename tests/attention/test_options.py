@@ -64,12 +64,14 @@ def test_an_option_keeps_the_contract(variant):
 
 
 @pytest.mark.parametrize('variant', thinned([(pair,) for pair in ROTARY], every=3))
-def test_keys_alone_are_rotated_and_can_be_cached(variant):
+def test_rotated_keys_keep_the_contract(variant):
     layer = make(variant, positions='rope', biases=True)
     layers.assert_equals_oracle(layer, stream(), causal())
     contract.assert_cached_decoding_is_exact(layer)
-    near, far = (layer(stream(), causal()), layer(stream()[:, ::-1], causal()))
-    assert error(near[:, -1], np.asarray(far[:, -1])) > 1e-3  # positions are told apart
+    # The last token sees the others in two orders, which positions tell apart.
+    near_BTD = layer(stream(), causal())
+    far_BTD = layer(stream()[:, ::-1], causal())
+    assert error(near_BTD[:, -1], np.asarray(far_BTD[:, -1])) > 1e-3
 
 
 @pytest.mark.parametrize(('d_model', 'num_heads'), only([(64, 8)], [(64, 8), (512, 1)]))
@@ -124,35 +126,61 @@ def test_the_diagonal_is_as_documented(score, mean, std):
     sizes = {'d_model': 256, 'num_heads': 8, 'num_kv_heads': 8, 'head_size': 32}
     circuit = make((score, 'no_v'), moved=False, **sizes).score
     x_BTD = stream(64, d_model=256)
-    q_BTNH, k_BSNH = circuit.queries(x_BTD), circuit.keys(circuit.cached(x_BTD))
+    q_BTNH = circuit.queries(x_BTD)
+    k_BSNH = circuit.keys(circuit.cached(x_BTD))
     logits = np.asarray(circuit.scale * (q_BTNH * jnp.broadcast_to(k_BSNH, q_BTNH.shape)).sum(-1))
     assert abs(logits.mean() - mean) < 0.2 and abs(logits.std() - std) < 0.2, (logits.mean(),)
 
 
-def test_a_temperature_divides_the_logits_and_normed_keys_have_a_gradient_at_zero():
-    cold, plain = (make((f'shared_qk(temperature={t})', 'vo')).score for t in (4.0, None))
+def test_a_temperature_divides_the_logits():
+    cold = make(('shared_qk(temperature=4.0)', 'vo')).score
+    plain = make(('shared_qk', 'vo')).score
     assert cold.scale == plain.scale / 4
+
+
+def test_normed_keys_have_a_finite_gradient_at_zero():
     score = make(('shared_qk(key_norm=True)', 'vo')).score
-    gradient = jax.grad(lambda y: score.keys(score.cached(y)).sum())(jnp.zeros((1, 1, D)))
-    assert np.isfinite(gradient).all() and not score.bilinear
+
+    def sum_of_keys(y_BSD):
+        return score.keys(score.cached(y_BSD)).sum()
+
+    assert np.isfinite(jax.grad(sum_of_keys)(jnp.zeros((1, 1, D)))).all()
+
+
+def test_normed_keys_have_no_matrix():
+    score = make(('shared_qk(key_norm=True)', 'vo')).score
+    assert not score.bilinear
     with pytest.raises(NotImplementedError, match='not bilinear'):
         score.matrix()
 
 
-def test_fixed_rows_and_columns_are_the_identity():
-    layer = make((f'gauge_fixed(rows={ROWS})', f'gauge_fixed(columns={ROWS})'))
-    w_k_DKH, w_o_NHD = layer.score.w_k_DKH, np.asarray(layer.value.output_matrix(None))
+def test_fixed_rows_are_the_identity():
+    score = make((f'gauge_fixed(rows={ROWS})', 'vo')).score
     for n, fixed in enumerate(ROWS):
-        np.testing.assert_array_equal(w_k_DKH[list(fixed), n], np.eye(H))
+        np.testing.assert_array_equal(score.w_k_DKH[list(fixed), n], np.eye(H))
+        from_the_first_on = [d % D for d in range(fixed[0], fixed[0] + D)]
+        free = [d for d in from_the_first_on if d not in fixed]
+        np.testing.assert_array_equal(score.w_k_DKH[free, n], score.w_k_free_CKH[:, n])
+
+
+def test_fixed_columns_are_the_identity():
+    value = make(('qk', f'gauge_fixed(columns={ROWS})')).value
+    w_o_NHD = np.asarray(value.output_matrix(None))
+    for n, fixed in enumerate(ROWS):
         np.testing.assert_array_equal(w_o_NHD[n][:, fixed], np.eye(H))
-        after = [d % D for d in range(fixed[0], fixed[0] + D) if d % D not in fixed]
-        np.testing.assert_array_equal(w_k_DKH[after, n], layer.score.w_k_free_CKH[:, n])
-        rest = [d for d in range(D) if d not in fixed]
-        np.testing.assert_array_equal(w_o_NHD[n][:, rest], layer.value.w_o_NHC[n])
-    wrapped = make(('gauge_fixed', 'vo'), d_model=10, num_heads=3, num_kv_heads=3, head_size=4)
-    assert wrapped.score.rows == ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 0, 1))
-    whole = make(('gauge_fixed', 'vo'), num_heads=1, num_kv_heads=1, head_size=D).score
-    np.testing.assert_array_equal(whole.cached(stream())['k_BSKH'][:, :, 0], stream())
+        free = [d for d in range(D) if d not in fixed]
+        np.testing.assert_array_equal(w_o_NHD[n][:, free], value.w_o_NHC[n])
+
+
+def test_fixed_rows_go_round_the_stream_by_default():
+    sizes = {'d_model': 10, 'num_heads': 3, 'num_kv_heads': 3, 'head_size': 4}
+    score = make(('gauge_fixed', 'vo'), **sizes).score
+    assert score.rows == ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 0, 1))
+
+
+def test_a_head_of_all_channels_has_fixed_rows_only():
+    score = make(('gauge_fixed', 'vo'), num_heads=1, num_kv_heads=1, head_size=D).score
+    np.testing.assert_array_equal(score.cached(stream())['k_BSKH'][:, :, 0], stream())
 
 
 @pytest.mark.parametrize(('score', 'positions', 'heads'), FORMS)

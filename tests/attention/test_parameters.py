@@ -25,20 +25,27 @@ def draw(shape, key=KEY, name='w'):
     return np.asarray(weight(key, name, shape, 1.0)[...])
 
 
-def test_an_entry_depends_on_its_indices_and_not_on_the_shape():
+def test_an_entry_depends_on_its_indices_alone():
     for larger in ((9, 3, 7), (5, 4, 7), (5, 3, 8), (64, 8, 33)):
         np.testing.assert_array_equal(draw(larger)[:5, :3, :7], draw((5, 3, 7)))
 
 
-def test_entries_are_standard_normal_and_independent():
+def test_entries_are_standard_normal():
     w = draw((64, 64, 16))
     # Standard errors: 1/256, 1/362, 0.038.
-    assert abs(w.mean()) < 0.02 and abs(w.std() - 1) < 0.02 and abs((w**4).mean() - 3) < 0.2
+    assert abs(w.mean()) < 0.02
+    assert abs(w.std() - 1) < 0.02
+    assert abs((w**4).mean() - 3) < 0.2
+
+
+def test_entries_are_independent():
+    w = draw((64, 64, 16))
     pairs = [(w, np.roll(w, 1, axis)) for axis in range(3)]
-    pairs += [(w, draw(w.shape, name='v')), (w, draw(w.shape, jax.random.key(1)))]
-    pairs += [(w[:32, 32:], w[32:, :32].swapaxes(0, 1))]
-    for one, other in pairs:
-        assert abs((one * other).mean()) < 5 * one.size**-0.5
+    pairs.append((w, draw(w.shape, name='v')))
+    pairs.append((w, draw(w.shape, jax.random.key(1))))
+    pairs.append((w[:32, 32:], w[32:, :32].swapaxes(0, 1)))
+    for first, second in pairs:
+        assert abs((first * second).mean()) < 5 * first.size**-0.5
 
 
 def initial(**settings):
@@ -72,26 +79,39 @@ def test_the_initialization_of_nanogpt_is_normal_with_its_standard_deviations():
 
 
 @pytest.mark.parametrize('num_kv_heads', [2, 4])
-def test_products_begin_as_their_factors(num_kv_heads):
-    """The same function under the same seed, of rank H, and `frozen` as `qk`."""
+def test_frozen_begins_as_qk(num_kv_heads):
     options = {'num_kv_heads': num_kv_heads, 'moved': False}
-    standard, frozen = (make((s, 'vo'), **options) for s in ('qk', 'frozen'))
-    A_NDE, B_NDE = (np.asarray(standard.score.scale * standard.matrix()[0]), standard.matrix()[1])
+    standard = make(('qk', 'vo'), **options)
+    frozen = make(('frozen', 'vo'), **options)
     np.testing.assert_array_equal(frozen.score.matrix(), standard.score.matrix())
-    merged = make(('merged(init="product")', 'merged_vo(init="product")'), moved=False)
+
+
+@pytest.mark.parametrize('num_kv_heads', [2, 4])
+def test_a_gauge_fixed_product_begins_as_its_factors(num_kv_heads):
+    options = {'num_kv_heads': num_kv_heads, 'moved': False}
+    _, B_NDE = make(('qk', 'vo'), **options).matrix()
     fixed = make(('qk', 'gauge_fixed(init="product")'), **options).value
-    if num_kv_heads == N:
-        np.testing.assert_allclose(merged.score.scale * merged.score.matrix(), A_NDE, atol=1e-6)
-        assert error(merged.value.matrix(None), B_NDE) < 1e-6
-        for matrix in merged.matrix():
-            assert np.linalg.matrix_rank(matrix, tol=1e-5).tolist() == [H] * N
     assert error(fixed.matrix(None), B_NDE) < 1e-3  # the inverse of a random block
 
 
+def test_merged_products_begin_as_their_factors():
+    """The same function under the same seed, of rank H."""
+    standard = make(('qk', 'vo'), moved=False)
+    A_NDE, B_NDE = standard.matrix()
+    logits_NDE = np.asarray(standard.score.scale * A_NDE)
+    merged = make(('merged(init="product")', 'merged_vo(init="product")'), moved=False)
+    np.testing.assert_allclose(merged.score.scale * merged.score.matrix(), logits_NDE, atol=1e-6)
+    assert error(merged.value.matrix(None), B_NDE) < 1e-6
+    for matrix in merged.matrix():
+        assert np.linalg.matrix_rank(matrix, tol=1e-5).tolist() == [H] * N
+
+
 def test_variants_start_from_the_same_shared_tensors():
-    layer, tied = (make((score, 'vo'), moved=False) for score in ('qk', 'query_free'))
-    np.testing.assert_array_equal(layer.score.w_k_DKH[...], tied.score.w_k_DKH[...])
-    np.testing.assert_array_equal(layer.value.w_o_NHD[...], tied.value.w_o_NHD[...])
-    assert jnp.abs(layer.score.w_k_DKH[...] - layer.value.w_v_DKH[...]).max() > 0.01
-    double, qk = (make((s, 'vo'), moved=False).score for s in ('double(which="q")', 'qk'))
-    np.testing.assert_array_equal(double.w_k_DKH[...], qk.w_k_DKH[...])
+    standard = make(('qk', 'vo'), moved=False)
+    query_free = make(('query_free', 'vo'), moved=False)
+    double = make(('double(which="q")', 'vo'), moved=False)
+    w_k_DKH = standard.score.w_k_DKH[...]
+    np.testing.assert_array_equal(query_free.score.w_k_DKH[...], w_k_DKH)
+    np.testing.assert_array_equal(double.score.w_k_DKH[...], w_k_DKH)
+    np.testing.assert_array_equal(query_free.value.w_o_NHD[...], standard.value.w_o_NHD[...])
+    assert jnp.abs(w_k_DKH - standard.value.w_v_DKH[...]).max() > 0.01

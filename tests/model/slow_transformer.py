@@ -56,7 +56,8 @@ def _same(segments_BT, segments_BS) -> np.ndarray:
 
 def _run(stream, x_BTD, mask_BTS, y_BSD=None, cross_mask_BTS=None) -> np.ndarray:
     """From embedded tokens to what the norm behind the last block leaves."""
-    config, pre = stream.config, stream.config.norm_position == 'pre'
+    config = stream.config
+    pre = stream.config.norm_position == 'pre'
 
     def branches(block):
         yield block.attention_norm, lambda z: expected(block.attention, z, mask_BTS)

@@ -65,18 +65,27 @@ def test_dropout_acts_on_whole_branches():
     assert np.abs(both[left] - 2 * branch('attention')[left]).max() > 1e-2
 
 
-def test_dropout_of_probabilities_and_of_activations_act_on_one_branch_each():
+def test_dropout_of_probabilities_acts_on_attention_alone():
     fields = {'dropout': 0.0, 'attention_dropout': 0.5}
     np.testing.assert_array_equal(branch('mlp', KEY, **fields), branch('mlp'))
     assert np.abs(branch('attention', KEY, **fields) - branch('attention')).max() > 1e-2
+
+
+def test_dropout_of_activations_acts_on_the_mlp_alone():
     fields = {'activation_dropout': 0.5}
     np.testing.assert_array_equal(branch('attention', KEY, **fields), branch('attention'))
     assert 0.3 < is_a_part_of(branch('mlp', KEY, **fields), branch('mlp')) < 0.7
-    mlp = MLP(ModelConfig(**SIZES, **fields), key=jax.random.key(0))
-    many = np.stack([mlp(X_BTD, jax.random.key(i)) for i in range(200)]).mean(0)
-    np.testing.assert_allclose(many, mlp(X_BTD), atol=0.5)
-    # Drawn apart from the branch's own: a quarter of the elements is left by both.
-    both = branch('mlp', KEY, dropout=0.5, attention_dropout=0.0, **fields)
+
+
+def test_dropout_of_activations_keeps_the_mean_of_the_mlp():
+    mlp = MLP(ModelConfig(**SIZES, activation_dropout=0.5), key=jax.random.key(0))
+    draws = np.stack([mlp(X_BTD, jax.random.key(seed)) for seed in range(200)])
+    np.testing.assert_allclose(draws.mean(0), mlp(X_BTD), atol=0.5)
+
+
+def test_dropout_of_activations_is_drawn_apart_from_that_of_the_branch():
+    """A quarter of the elements is left by both."""
+    both = branch('mlp', KEY, dropout=0.5, attention_dropout=0.0, activation_dropout=0.5)
     assert 0.15 < (np.abs(both) > 1e-6).mean() < 0.35
 
 
@@ -96,7 +105,8 @@ def test_layers_begin_as_those_of_models_with_one_variant():
         fields = parse_variant(variant)
         uniform = build(dataclasses.replace(CONFIG, pattern=None, **fields), key=jax.random.key(0))
         for layer in (index, index + 3):
-            one, other = fresh[layer], uniform.layers()[layer]
+            one = fresh[layer]
+            other = uniform.layers()[layer]
             jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
@@ -112,11 +122,15 @@ def test_costs_are_sums_over_layers():
         assert cost.measured(CONFIG, which) == pytest.approx(rest + layers, rel=1e-12), which
 
 
-def test_a_pattern_is_matched_and_not_converted():
+def test_a_pattern_is_matched():
     base = ModelConfig(d_model=128, num_layers=4, num_heads=4, context=128)
     config = dataclasses.replace(base, **parse_variant('qk/vo?pattern=qk/vo,qk/no_v'))
     target = cost.measured(base, 'total')
     matched = arms.match(config, target, destination='d_model')
-    assert abs(cost.count(matched)['total'] / target - 1) <= 1e-3 and matched.d_model > 128
+    assert abs(cost.count(matched)['total'] / target - 1) <= 1e-3
+    assert matched.d_model > 128
+
+
+def test_a_pattern_is_not_converted():
     with pytest.raises(ConfigError, match="one variant, but model.pattern is 'qk/vo,low_rank"):
         convert_model('merge', CONFIG, {})

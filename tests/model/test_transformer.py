@@ -38,7 +38,8 @@ def make(**fields) -> Decoder | Encoder | EncoderDecoder:
 
 def packed() -> dict[str, np.ndarray]:
     """All pairs in one row, and padding behind them."""
-    rng, batch = np.random.default_rng(0), {}
+    rng = np.random.default_rng(0)
+    batch = {}
     for tokens, segments, sizes, length in SIDES:
         numbers = np.repeat([1, 2, 3], sizes)
         batch[segments] = np.pad(numbers, (0, length - len(numbers)))[None]
@@ -83,13 +84,16 @@ QUICK = CASES[:16:4] + [CASES[18], *CASES[22:24], CASES[-1]]
 @pytest.mark.parametrize(('kind', 'fields'), only(QUICK, CASES), ids=str)
 def test_the_numbers_are_those_of_the_slow_reference(kind, fields):
     if kind == 'encoder_decoder':
-        fields, inputs, batch = BOTH | fields, packed(), packed()
+        fields = BOTH | fields
+        inputs = packed()
+        batch = packed()
     else:
         valid_BT = np.arange(7) < np.array([[7], [4]])
         inputs = {'tokens_BT': TOKENS, 'valid_BT': valid_BT}
         batch = {'tokens_BT': TOKENS, 'segments_BT': valid_BT.astype(int)}
     model = slow.shaken(make(**{'kind': kind} | fields))
-    used_BT, want = batch['segments_BT'] > 0, slow.forward(model, **batch)
+    used_BT = batch['segments_BT'] > 0
+    want = slow.forward(model, **batch)
     got = logits_of(model, **inputs)
     np.testing.assert_allclose(got[used_BT], want[used_BT], atol=2e-5 * np.abs(want).max())
     assert np.std(want[used_BT]) > 0.1
@@ -149,19 +153,31 @@ def test_what_is_recomputed_takes_no_memory_once_compiled():
     assert temporaries(remat='full') < temporaries() / 2
 
 
-def test_dropout_acts_on_embeddings_and_on_both_sides_and_only_with_a_key():
-    keys = [None, *jax.random.split(jax.random.key(0))]
+def test_dropout_is_off_without_a_key():
+    np.testing.assert_array_equal(logits_of(make(dropout=0.5), TOKENS), logits_of(make(), TOKENS))
+
+
+def test_dropout_acts_on_embeddings():
     model = make(dropout=0.5)
-    np.testing.assert_array_equal(logits_of(model, TOKENS), logits_of(make(), TOKENS))
     model.blocks.attention.value.w_o_NHD[...] *= 0
     model.blocks.mlp.w_out_FD[...] *= 0
-    first, second = (logits_of(model, TOKENS, dropout_key=key) for key in keys[1:])
+    first = logits_of(model, TOKENS, dropout_key=jax.random.key(0))
+    second = logits_of(model, TOKENS, dropout_key=jax.random.key(1))
     assert np.abs(first - second).max() > 1e-2
-    model, batch = make(**BOTH, dropout=0.5, num_layers=1), packed()
-    plain, first, second = (logits_of(model, **batch, dropout_key=key) for key in keys)
-    assert np.abs(first - plain).max() > 0.1 and np.abs(first - second).max() > 0.1
-    y_BSD = [model.encode(batch['source_BS'], dropout_key=key) for key in keys[:2]]
-    assert np.abs(y_BSD[0] - y_BSD[1]).max() > 0.1
+
+
+def test_dropout_acts_on_both_sides_of_an_encoder_decoder():
+    model = make(**BOTH, dropout=0.5, num_layers=1)
+    batch = packed()
+    key = jax.random.key(0)
+    plain = logits_of(model, **batch)
+    first = logits_of(model, **batch, dropout_key=key)
+    second = logits_of(model, **batch, dropout_key=jax.random.key(1))
+    assert np.abs(first - plain).max() > 0.1
+    assert np.abs(first - second).max() > 0.1
+    encoded = model.encode(batch['source_BS'])
+    encoded_with_dropout = model.encode(batch['source_BS'], dropout_key=key)
+    assert np.abs(encoded - encoded_with_dropout).max() > 0.1
 
 
 def test_no_two_parts_start_from_the_same_numbers():
@@ -190,7 +206,8 @@ def test_logits_in_bfloat16_are_summed_in_float32():
 
 def test_the_layers_of_a_model_compute_what_its_blocks_compute():
     model = build(config_of(num_layers=3), rngs=nnx.Rngs(0))
-    x_BTD, layers = model.embed(TOKENS), model.layers()
+    x_BTD = model.embed(TOKENS)
+    layers = model.layers()
     assert len(layers) == 3
     for index, layer in enumerate(layers):
         block = jax.tree.map(lambda stacked, index=index: stacked[index], model.blocks)
@@ -200,10 +217,17 @@ def test_the_layers_of_a_model_compute_what_its_blocks_compute():
     np.testing.assert_allclose(model.logits(model.normed(x_BTD)), model(TOKENS), atol=1e-5)
 
 
-def test_an_abstract_model_has_the_shapes_of_a_model_and_a_model_is_drawn_after_it():
+def test_an_abstract_model_has_the_shapes_of_a_model():
     config = config_of(score='merged(init="product")', value='low_rank')
-    abstract, model = abstract_model(config), build(config, key=jax.random.key(0))
-    shapes, arrays = jax.tree.leaves(abstract), jax.tree.leaves(model)
+    abstract = abstract_model(config)
+    model = build(config, key=jax.random.key(0))
     assert jax.tree.structure(abstract) == jax.tree.structure(model)
-    assert [(s.shape, s.dtype) for s in shapes] == [(a.shape, a.dtype) for a in arrays]
-    assert model.w_embedding_VD[...].std() > 0
+    shapes = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(abstract)]
+    assert shapes == [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(model)]
+
+
+def test_a_model_is_drawn_after_an_abstract_one():
+    """The zeros of the abstract model are not left behind."""
+    config = config_of()
+    abstract_model(config)
+    assert build(config, key=jax.random.key(0)).w_embedding_VD[...].std() > 0

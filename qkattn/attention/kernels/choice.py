@@ -1,7 +1,8 @@
-"""Attention probabilities and the mix of values, and which kernel computes them.
+"""`attend`, the attention of every variant, and which kernel computes it.
 
-model.kernel='auto' takes the first kernel of the platform's libraries that serves the attention,
-never for cached keys in decoding. Else it is `blockwise` from a context on, `einsum` below it.
+A kernel is a program for one attention: `einsum`, `blockwise`, or one of a library. With
+model.kernel='auto' it is the first of the platform's libraries that serves the attention, but never
+for cached keys in decoding. Without one it is `blockwise` in long contexts, `einsum` in short ones.
 """
 
 import contextvars
@@ -9,6 +10,7 @@ import functools
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,14 +33,23 @@ SOFTMAX = Softmax()
 BLOCKWISE_FROM = {'cpu': 256}
 BLOCKWISE_FROM_ELSEWHERE = 2048
 
-LIBRARIES: dict[str, tuple[Callable, Callable]] = {
-    'dot_product': (library.dot_product_obstacle, library.dot_product),
-    'splash': (library.splash_obstacle, library.splash),
+
+class Library(NamedTuple):
+    """A kernel of a library."""
+
+    obstacle: Callable[[Call, Target], str | None]  # why it cannot serve a call, or None
+    compute: Callable[[Call, Target], jax.Array]
+
+
+LIBRARIES = {
+    'dot_product': Library(library.dot_product_obstacle, library.dot_product),
+    'splash': Library(library.splash_obstacle, library.splash),
 }
 # The libraries that 'auto' may choose, by platform.
 AUTO = {'gpu': ('dot_product',), 'tpu': ('splash',)}
 KERNELS = ('auto', 'einsum', 'blockwise', *LIBRARIES)
 
+# The devices of the program that is traced; see `on`.
 _target: contextvars.ContextVar[Target] = contextvars.ContextVar('target')
 
 
@@ -81,21 +92,25 @@ def attend(
         dropout=0.0 if dropout_key is None else dropout,
         dropout_key=dropout_key,
     )
-    on_mesh, (T, S) = _target.get(None), call.lengths
+    T, S = call.lengths
     call.mask.check(len(q_BTNH), T, S)
-    if kernel == 'einsum' and not on_mesh:
-        return einsum(call)  # costs are counted before there are devices
-    target = on_mesh or Target.from_mesh(None)
+    target = _target.get(None)
+    in_run = target is not None
+    if not in_run:
+        if kernel == 'einsum':
+            return einsum(call)  # costs are counted before there are devices
+        target = Target.from_mesh(None)
     name, reason = choose(kernel, call, target)
     if target.platform is None:
+        # Nothing is computed: only the shape and the refusal of `choose` count.
         return jnp.zeros((*q_BTNH.shape[:3], v_BSKH.shape[-1]), v_BSKH.dtype)
-    if on_mesh:
+    if in_run:
         say_once(f'attention of {T:,} queries to {S:,} keys by {name}: {reason}')
     if name == 'einsum':
         return einsum(call)
     if name == 'blockwise':
         return blockwise(call, target)
-    return LIBRARIES[name][1](call, target)
+    return LIBRARIES[name].compute(call, target)
 
 
 def on(mesh: Mesh | None) -> AbstractContextManager[None]:
@@ -103,20 +118,30 @@ def on(mesh: Mesh | None) -> AbstractContextManager[None]:
 
     None is for devices not known yet: only a named kernel that serves on no platform is refused.
     """
-    return inside(_target, Target(None) if mesh is None else Target.from_mesh(mesh))
+    target = Target(None) if mesh is None else Target.from_mesh(mesh)
+    return inside(_target, target)
 
 
 def choose(kernel: str, call: Call, target: Target) -> tuple[str, str]:
-    """The kernel that computes the call, and the reason; SpecError where the named one cannot."""
-    if kernel != 'auto' and (kernel not in LIBRARIES or call.mask.first_query is None):
-        if problem := obstacle(kernel, call, target):
-            valid = [k for k in KERNELS[1:] if obstacle(k, call, target) is None]
-            raise SpecError(f'kernel={kernel!r} {problem}; valid: auto, {", ".join(valid)}')
+    """The kernel that computes the call, and the reason; SpecError where the named one cannot.
+
+    A library named by model.kernel takes no cached keys, so decoding chooses as with 'auto'.
+    """
+    decoding = call.mask.first_query is not None
+    if kernel != 'auto' and not (kernel in LIBRARIES and decoding):
+        problem = obstacle(kernel, call, target)
+        if problem is not None:
+            valid = ['auto']
+            for other in KERNELS[1:]:
+                if obstacle(other, call, target) is None:
+                    valid.append(other)
+            raise SpecError(f'kernel={kernel!r} {problem}; valid: {", ".join(valid)}')
         return kernel, 'as model.kernel says'
     for name in AUTO.get(target.platform, ()):
         if obstacle(name, call, target) is None:
             return name, f'the kernel of {target.platform} that serves it'
-    if problem := obstacle('blockwise', call, target):
+    problem = obstacle('blockwise', call, target)
+    if problem is not None:
         return 'einsum', f'blockwise {problem}'
     least = BLOCKWISE_FROM.get(target.platform, BLOCKWISE_FROM_ELSEWHERE)
     if min(call.lengths) < least:
@@ -126,20 +151,22 @@ def choose(kernel: str, call: Call, target: Target) -> tuple[str, str]:
 
 def obstacle(kernel: str, call: Call, target: Target) -> str | None:
     """Why a kernel cannot serve a call, as the end of a sentence; None where it can."""
+    if kernel not in KERNELS:
+        return 'is no kernel'
     if kernel in LIBRARIES:
         if call.mask.first_query is not None:
             return 'takes no cached keys'
-        return LIBRARIES[kernel][0](call, target)
-    if kernel not in KERNELS:
-        return 'is no kernel'
-    normalizer = type(call.normalizer)
-    if kernel == 'blockwise' and normalizer not in (Softmax, SoftmaxOffByOne):
-        return f'computes softmax and softmax_off_by_one, not normalizer={normalizer.__name__}'
-    if kernel == 'blockwise' and normalizer is SoftmaxOffByOne and call.mask.hides_self:
-        return 'hides a token from itself with softmax only, not with softmax_off_by_one'
+        return LIBRARIES[kernel].obstacle(call, target)
+    if kernel == 'blockwise':
+        normalizer = type(call.normalizer)
+        if normalizer not in (Softmax, SoftmaxOffByOne):
+            return f'computes softmax and softmax_off_by_one, not normalizer={normalizer.__name__}'
+        if normalizer is SoftmaxOffByOne and call.mask.hides_self:
+            return 'hides a token from itself with softmax only, not with softmax_off_by_one'
     return None
 
 
 @functools.cache
 def say_once(message: str) -> None:
+    """Logs the message the first time that it is given."""
     log.info(message)

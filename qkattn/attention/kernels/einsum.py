@@ -1,4 +1,8 @@
-"""What one attention is to compute, and the plain computation: two einsums over all pairs."""
+"""The arguments of an attention, the devices it is for, and the plain kernel: two einsums.
+
+The einsums compute the logits of all pairs of a query and a key. They are what other kernels are
+compared with.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -36,7 +40,7 @@ class Call:
         return self.q_BTNH.shape[1], self.k_BSKH.shape[1]
 
     def scaled(self) -> jax.Array:
-        """The queries times the scale, of which a dtype like bfloat16 has few digits."""
+        """The queries times the scale, which is not rounded to a narrow dtype like bfloat16."""
         wide = jnp.promote_types(self.q_BTNH.dtype, jnp.float32)
         return (self.q_BTNH * jnp.asarray(self.scale, wide)).astype(self.q_BTNH.dtype)
 
@@ -58,14 +62,18 @@ class Target(NamedTuple):
     def from_mesh(cls, mesh: Mesh | None) -> 'Target':
         """The devices of a mesh; JAX's first device without one, or with an abstract one."""
         device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else jax.devices()[0]
-        capability = str(getattr(device, 'compute_capability', 8.0))
-        numeric = capability.replace('.', '', 1).isdigit()
-        return cls(device.platform, mesh, float(capability) if numeric else 0.0)
+        # CUDA devices have a number, as '8.0'; other GPUs a name, as 'gfx90a'; CPUs nothing.
+        text = str(getattr(device, 'compute_capability', 8.0))
+        is_number = text.replace('.', '', 1).isdigit()
+        capability = float(text) if is_number else 0.0
+        return cls(device.platform, mesh, capability)
 
 
 def einsum(call: Call) -> jax.Array:
     """o_BTNH as in `attend`; without visible keys the mean of v (softmax, entmax) or 0."""
-    q_BTNH, k_BSKH, v_BSKH = call.q_BTNH, call.k_BSKH, call.v_BSKH
+    q_BTNH = call.q_BTNH
+    k_BSKH = call.k_BSKH
+    v_BSKH = call.v_BSKH
     B, T, N, H = q_BTNH.shape
     S, K = k_BSKH.shape[1:3]
     logits_dtype = jnp.promote_types(q_BTNH.dtype, jnp.float32)

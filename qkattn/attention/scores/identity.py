@@ -28,7 +28,8 @@ class QueryFree(TwoMaps):
     source = 'Karbevski & Mijoski 2025, arXiv 2510.23912'
     uses_kv_heads = True
     uses_slices = True
-    query_map, key_map = SLICES, QK.key_map
+    query_map = SLICES
+    key_map = QK.key_map
 
     def __init__(self, spec: AttentionSpec, *, key: jax.Array):
         self.w_k_DKH, self.b_k_KH = affine(spec, key, 'w_k_DKH')
@@ -43,7 +44,8 @@ class KeyFree(TwoMaps):
     parameter_count = 'D*N*H'
     source = 'mirror image of query_free'
     uses_slices = True
-    query_map, key_map = QK.query_map, SLICES
+    query_map = QK.query_map
+    key_map = SLICES
 
     def __init__(self, spec: AttentionSpec, *, key: jax.Array):
         self.w_q_DNH, self.b_q_NH = affine(spec, key, 'w_q_DNH')
@@ -62,7 +64,8 @@ class Neither(TwoMaps):
     parameter_count = '0'
     source = 'query_free and key_free together'
     uses_slices = True
-    query_map, key_map = SLICES, SLICES
+    query_map = SLICES
+    key_map = SLICES
 
     def __init__(self, spec: AttentionSpec, *, key: jax.Array):
         self.scale = spec.head_size**-0.5
@@ -151,7 +154,8 @@ class NonlinearQuery(TwoMaps):
         form: str = 'residual',
         rank: int | None = None,
     ):
-        D, H = spec.d_model, spec.head_size
+        D = spec.d_model
+        H = spec.head_size
         R = max(1, D // 2) if rank is None else rank
         self.w_in_DR, self.b_in_R = affine(spec, key, 'w_q_in_DR', R=R)
         self.w_out_RD, self.b_out_D = affine(spec, key, 'w_q_out_RD', R=R)
@@ -159,20 +163,21 @@ class NonlinearQuery(TwoMaps):
         self.g_in_D = nnx.Param(jnp.ones((D,), jnp.float32))
         self.g_out_D = nnx.Param(jnp.ones((D,), jnp.float32))
         self.residual = form == 'residual'
-        self.scale = (2 / H if self.residual and not spec.qk_norm else 1 / H) ** 0.5
+        query_variance = 0.5 if self.residual and not spec.qk_norm else 1
+        self.scale = (1 / query_variance / H) ** 0.5
         self.spec = spec
 
     def queries(self, x_BTD: jax.Array) -> jax.Array:
         normed_BTD = rms_norm(x_BTD, epsilon=EPSILON) * self.g_in_D[...]
         hidden_BTR = project(normed_BTD, self.w_in_DR, self.b_in_R)
         f_BTD = jax.nn.gelu(hidden_BTR, approximate=False) @ self.w_out_RD[...]
-        f_BTD = jax.nn.standardize(
-            f_BTD.astype(jnp.promote_types(f_BTD.dtype, jnp.float32)), epsilon=EPSILON
-        ).astype(x_BTD.dtype)
+        wide_BTD = f_BTD.astype(jnp.promote_types(f_BTD.dtype, jnp.float32))
+        f_BTD = jax.nn.standardize(wide_BTD, epsilon=EPSILON).astype(x_BTD.dtype)
         f_BTD = f_BTD * self.g_out_D[...]
         if self.b_out_D is not None:
             f_BTD = f_BTD + self.b_out_D[...]
-        return heads_of((x_BTD + f_BTD) / 2 if self.residual else f_BTD, self.spec.num_heads)
+        q_BTD = (x_BTD + f_BTD) / 2 if self.residual else f_BTD
+        return heads_of(q_BTD, self.spec.num_heads)
 
     def matrix(self) -> jax.Array:
         raise NotImplementedError('nonlinear_query is not bilinear and has no matrix')
@@ -181,7 +186,8 @@ class NonlinearQuery(TwoMaps):
         def array(parameter: nnx.Param | None) -> np.ndarray:
             return np.zeros(()) if parameter is None else np.asarray(parameter[...], np.float64)
 
-        x_BTD, y_BSD = np.asarray(x_BTD, np.float64), np.asarray(y_BSD, np.float64)
+        x_BTD = np.asarray(x_BTD, np.float64)
+        y_BSD = np.asarray(y_BSD, np.float64)
         unit_BTD = x_BTD / np.sqrt((x_BTD**2).mean(-1, keepdims=True) + EPSILON)
         hidden_BTR = unit_BTD * array(self.g_in_D) @ array(self.w_in_DR) + array(self.b_in_R)
         f_BTD = hidden_BTR * scipy.special.ndtr(hidden_BTR) @ array(self.w_out_RD)

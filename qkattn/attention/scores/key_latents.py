@@ -47,10 +47,10 @@ class Latent(Score):
     @classmethod
     def check(cls, spec: AttentionSpec, *, rope_size: int | None = None, **sizes: Any) -> None:
         if spec.positions == 'rope' and rope_size is None:
+            example = max(2, spec.head_size // 4 * 2)  # half a head, and even
             raise SpecError(
                 'latent keys cannot be rotated themselves: positions=rope needs '
-                'latent(rope_size=G), an even number of extra channels, '
-                f'e.g. {max(2, spec.head_size // 4 * 2)}'
+                f'latent(rope_size=G), an even number of extra channels, e.g. {example}'
             )
         if rope_size is not None and spec.positions != 'rope':
             raise SpecError(
@@ -67,37 +67,45 @@ class Latent(Score):
         query_size: int | None = None,
         rope_size: int | None = None,
     ):
-        R, C, G = (max(1, spec.d_model // 2) if size is None else size), query_size, rope_size
+        R = max(1, spec.d_model // 2) if size is None else size
+        C = query_size
+        G = rope_size
         self.w_down_DR, self.b_down_R = affine(spec, key, 'w_down_DR', R=R)
         self.w_k_RNH, self.b_k_NH = affine(spec, key, 'w_k_RNH', R=R)
-        if C:
+        if C is None:
+            self.w_q_DNH, self.b_q_NH = affine(spec, key, 'w_q_DNH')
+        else:
             self.w_q_down_DC, self.b_q_down_C = affine(spec, key, 'w_q_down_DC', C=C)
             self.w_q_CNH, self.b_q_NH = affine(spec, key, 'w_q_CNH', C=C)
             self.equation = f'W_DQ {self.equation}'
-        else:
-            self.w_q_DNH, self.b_q_NH = affine(spec, key, 'w_q_DNH')
-        if G:
+        if G is not None:
             self.w_k_rope_DG, self.b_k_rope_G = affine(spec, key, 'w_k_rope_DG', G=G)
-            name = 'w_q_rope_CNG' if C else 'w_q_rope_DNG'
-            w_q_rope, self.b_q_rope_NG = affine(spec, key, name, G=G, C=C or 0)
-            setattr(self, name, w_q_rope)
-        self.scale = (spec.head_size + (G or 0)) ** -0.5
-        queries = 'D*C + C*N*' if C else 'D*N*'
-        self.parameter_count = f'D*R + R*N*H + {queries}' + ('(H + G) + D*G' if G else 'H')
-        self.rope_size, self.spec = G, spec
+            if C is None:
+                self.w_q_rope_DNG, self.b_q_rope_NG = affine(spec, key, 'w_q_rope_DNG', G=G)
+            else:
+                self.w_q_rope_CNG, self.b_q_rope_NG = affine(spec, key, 'w_q_rope_CNG', G=G, C=C)
+
+        head_size = spec.head_size if G is None else spec.head_size + G
+        self.scale = head_size**-0.5
+        head = 'H' if G is None else '(H + G)'
+        queries = f'D*N*{head}' if C is None else f'D*C + C*N*{head}'
+        rotary_key = '' if G is None else ' + D*G'
+        self.parameter_count = f'D*R + R*N*H + {queries}{rotary_key}'
+        self.rope_size = G
+        self.spec = spec
 
     def _query_maps(self) -> list[Projection]:
-        """Of the content and, where there are any, of the rotary channels."""
-        down, w_q, w_rope = None, 'w_q_DNH', 'w_q_rope_DNG'
-        if self.w_q_down_DC is not None:
-            down, w_q, w_rope = _QUERY_LATENT, 'w_q_CNH', 'w_q_rope_CNG'
-        maps = [Projection(w_q, 'b_q_NH', inner=down)]
-        if self.rope_size is not None:
-            maps.append(Projection(w_rope, 'b_q_rope_NG', inner=down))
-        return maps
+        """The map to the content channels and, with rope_size, the one to the rotary channels."""
+        if self.w_q_down_DC is None:
+            content = Projection('w_q_DNH', 'b_q_NH')
+            rotary = Projection('w_q_rope_DNG', 'b_q_rope_NG')
+        else:
+            content = Projection('w_q_CNH', 'b_q_NH', inner=_QUERY_LATENT)
+            rotary = Projection('w_q_rope_CNG', 'b_q_rope_NG', inner=_QUERY_LATENT)
+        return [content] if self.rope_size is None else [content, rotary]
 
     def queries(self, x_BTD: jax.Array) -> jax.Array:
-        parts = [part(self, x_BTD) for part in self._query_maps()]
+        parts = [query_map(self, x_BTD) for query_map in self._query_maps()]
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
 
     def cached(self, y_BSD: jax.Array) -> Cache:
@@ -110,9 +118,8 @@ class Latent(Score):
         k_BSNH = project(cache['latent_BSR'], self.w_k_RNH, self.b_k_NH)
         if self.rope_size is None:
             return k_BSNH
-        rope_BSNG = jnp.broadcast_to(
-            cache['rope_BSG'][:, :, None, :], (*k_BSNH.shape[:3], self.rope_size)
-        )
+        rope_BS1G = cache['rope_BSG'][:, :, None, :]
+        rope_BSNG = jnp.broadcast_to(rope_BS1G, (*k_BSNH.shape[:3], self.rope_size))
         return jnp.concatenate([k_BSNH, rope_BSNG], axis=-1)
 
     def queries_and_keys(self, x_BTD: jax.Array, cache: Cache) -> tuple[jax.Array, jax.Array]:
@@ -120,27 +127,34 @@ class Latent(Score):
         # Absorbed logits lack b_K, which a softmax alone ignores.
         if not cheaper or self.spec.biases or self.spec.qk_norm:
             return super().queries_and_keys(x_BTD, cache)
-        q_BTNH, H = self.queries(x_BTD), self.spec.head_size
+        H = self.spec.head_size
+        q_BTNH = self.queries(x_BTD)  # content channels, then rotary ones
         q_BTNR = jnp.einsum('BTNH,RNH->BTNR', q_BTNH[..., :H], self.w_k_RNH[...])
-        parts = [cache[name] for name in ('latent_BSR', 'rope_BSG') if name in cache]
-        keys_BSR = jnp.concatenate(parts, axis=-1)
-        return jnp.concatenate([q_BTNR, q_BTNH[..., H:]], axis=-1), keys_BSR[:, :, None, :]
+        parts = [cache['latent_BSR']]
+        if self.rope_size is not None:
+            parts.append(cache['rope_BSG'])
+        k_BSR = jnp.concatenate(parts, axis=-1)
+        q_BTNR = jnp.concatenate([q_BTNR, q_BTNH[..., H:]], axis=-1)
+        return q_BTNR, k_BSR[:, :, None, :]
 
     def matrix(self) -> jax.Array:
         """A_NDD, with the rotary channels at distance 0."""
-        content, *rotary = (part.matrix(self) for part in self._query_maps())
-        A_NDE = jnp.einsum('DNH,ENH->NDE', content, _KEYS.matrix(self))
-        if not rotary:
+        query_matrices = [query_map.matrix(self) for query_map in self._query_maps()]
+        A_NDE = jnp.einsum('DNH,ENH->NDE', query_matrices[0], _KEYS.matrix(self))
+        if self.rope_size is None:
             return A_NDE
-        k_DG = homogeneous(self.w_k_rope_DG, self.b_k_rope_G)
-        return A_NDE + jnp.einsum('DNG,EG->NDE', rotary[0], k_DG)
+        k_EG = homogeneous(self.w_k_rope_DG, self.b_k_rope_G)
+        return A_NDE + jnp.einsum('DNG,EG->NDE', query_matrices[1], k_EG)
 
 
 def absorbing_is_cheaper(num_queries: int, latent_BSR: jax.Array, w_RNH: jax.Array) -> bool:
-    """Whether N R (H + S) T multiplications, which read the latent itself, are below N H (R + T) S.
+    """Whether the absorbed form has fewer multiplications than writing out the keys (or values).
 
-    The first are those of T queries (or T averages) times w and times S latents, the second those
-    of S keys (or values) from their latents, and of T queries with them. In decoding T is 1.
+    Absorbed, T queries (or T averages) are multiplied with w and with S latents: N R (H + S) T.
+    Written out, S keys (or values) are computed from their latents and T queries are multiplied
+    with them: N H (R + T) S. In decoding T is 1.
     """
-    T, (S, R), H = num_queries, latent_BSR.shape[1:], w_RNH.shape[-1]
+    T = num_queries
+    S, R = latent_BSR.shape[1:]
+    H = w_RNH.shape[-1]
     return R * (H + S) * T < H * (R + T) * S

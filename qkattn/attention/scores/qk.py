@@ -104,7 +104,8 @@ class GaugeFixed(TwoMaps):
     options = {'rows': fixed_channels('num_kv_heads')}
     uses_kv_heads = True
     supports_rope = False
-    query_map, key_map = QK.query_map, QK.key_map
+    query_map = QK.query_map
+    key_map = QK.key_map
 
     @classmethod
     def check(cls, spec: AttentionSpec, **options: Any) -> None:
@@ -115,8 +116,11 @@ class GaugeFixed(TwoMaps):
             )
 
     def __init__(self, spec: AttentionSpec, *, key: jax.Array, rows: Channels | None = None):
-        D, K, H = spec.d_model, spec.num_kv_heads, spec.head_size
-        C, std = D - H, D**-0.5  # free rows of W_K
+        D = spec.d_model
+        K = spec.num_kv_heads
+        H = spec.head_size
+        C = D - H  # free rows of W_K
+        std = D**-0.5
         self.rows = rows or fixed_slices(spec, K)
         self.w_q_DNH, self.b_q_NH = affine(spec, key, 'w_q_DNH', std * (2 - H / D) ** -0.5)
         self.w_k_free_CKH = weight(key, 'w_k_free_CKH', (C, K, H), std) if C else None
@@ -127,26 +131,37 @@ class GaugeFixed(TwoMaps):
     @property
     def w_k_DKH(self) -> jax.Array:
         """W_K with its identity blocks; the free rows of a head follow them, modulo D."""
-        K, H = self.spec.num_kv_heads, self.spec.head_size
-        w_DKH = jnp.broadcast_to(jnp.eye(H, dtype=self.w_q_DNH.dtype)[:, None], (H, K, H))
+        K = self.spec.num_kv_heads
+        H = self.spec.head_size
+        identity_HH = jnp.eye(H, dtype=self.w_q_DNH.dtype)
+        w_DKH = jnp.broadcast_to(identity_HH[:, None], (H, K, H))
         if self.w_k_free_CKH is not None:
             w_DKH = jnp.concatenate([w_DKH, self.w_k_free_CKH[...]])
+        # The argsort of an order is its inverse: where row d of W_K lies in w_DKH.
         row_KD = np.argsort(fixed_first(self.rows, len(w_DKH)), axis=-1)
         return jnp.take_along_axis(w_DKH, row_KD.T[:, :, None], axis=0)
 
 
 def fixed_slices(spec: AttentionSpec, num_heads: int) -> Channels:
-    """The default fixed channels: for head n the H that start at n H, modulo D."""
-    D, H = spec.d_model, spec.head_size
-    return tuple(tuple((n * H + h) % D for h in range(H)) for n in range(num_heads))
+    """The default fixed channels: for head n the H that start at n H, modulo D.
+
+    D = 6, H = 2 and 3 heads -> ((0, 1), (2, 3), (4, 5)).
+    """
+    D = spec.d_model
+    H = spec.head_size
+    channels = []
+    for n in range(num_heads):
+        channels.append(tuple((n * H + h) % D for h in range(H)))
+    return tuple(channels)
 
 
 def fixed_first(rows: Channels, d_model: int) -> np.ndarray:
     """order_KD: the fixed rows of a head, then the free ones that follow the first, modulo D."""
     orders = []
     for fixed in rows:
-        cyclic_D = np.roll(np.arange(d_model), -fixed[0])
-        orders.append(np.append(fixed, cyclic_D[~np.isin(cyclic_D, fixed)]))
+        cyclic_D = np.roll(np.arange(d_model), -fixed[0])  # from the first fixed row on
+        free = cyclic_D[~np.isin(cyclic_D, fixed)]
+        orders.append(np.append(fixed, free))
     return np.stack(orders)
 
 
@@ -154,8 +169,8 @@ class Double(TwoMaps):
     """A[n] = (O_Q W_Q[n]) (O_K W_K[n])^T: a matrix shared by all heads, then one per head.
 
     Each side folds into one matrix, O W[n], so that with R >= D the functions are those of `qk` and
-    only training differs. W has std R^-1/2. `size` is R, by default D; `which` is 'q',
-    'k' or 'both', the sides that have a shared matrix; the other is that of `qk`.
+    only training differs. W has std R^-1/2. `size` is R, by default D. `which` is the side with a
+    shared matrix, 'q', 'k' or 'both'; a side without one is that of `qk`.
     """
 
     equation = 'O_Q W_Q[n] (O_K W_K[n])^T'
@@ -167,26 +182,32 @@ class Double(TwoMaps):
         self, spec: AttentionSpec, *, key: jax.Array, size: int | None = None, which: str = 'both'
     ):
         R = spec.d_model if size is None else size
-        self.query_map, self.key_map = QK.query_map, QK.key_map
         if which == 'k':
+            self.query_map = QK.query_map
             self.w_q_DNH, self.b_q_NH = affine(spec, key, 'w_q_DNH')
+            queries = 'W_Q[n]'
+            query_count = 'D*N*H'
         else:
             outer = Projection('w_q_outer_DR', 'b_q_outer_R')
+            self.query_map = Projection('w_q_RNH', 'b_q_NH', inner=outer)
             self.w_q_outer_DR, self.b_q_outer_R = affine(spec, key, 'w_q_outer_DR', R=R)
             self.w_q_RNH, self.b_q_NH = affine(spec, key, 'w_q_RNH', R=R)
-            self.query_map = Projection('w_q_RNH', 'b_q_NH', inner=outer)
+            queries = 'O_Q W_Q[n]'
+            query_count = 'D*R + R*N*H'
         if which == 'q':
+            self.key_map = QK.key_map
             self.w_k_DKH, self.b_k_KH = affine(spec, key, 'w_k_DKH')
+            keys = 'W_K[n]^T'
+            key_count = 'D*K*H'
         else:
             outer = Projection('w_k_outer_DR', 'b_k_outer_R')
+            self.key_map = Projection('w_k_RKH', 'b_k_KH', 'k_BSKH', outer)
             self.w_k_outer_DR, self.b_k_outer_R = affine(spec, key, 'w_k_outer_DR', R=R)
             self.w_k_RKH, self.b_k_KH = affine(spec, key, 'w_k_RKH', R=R)
-            self.key_map = Projection('w_k_RKH', 'b_k_KH', 'k_BSKH', outer)
-        left = 'W_Q[n]' if which == 'k' else 'O_Q W_Q[n]'
-        right = 'W_K[n]^T' if which == 'q' else '(O_K W_K[n])^T'
-        self.equation = f'{left} {right}'
-        queries, keys = (f'D*{h}*H' if which == o else f'D*R + R*{h}*H' for h, o in ('Nk', 'Kq'))
-        self.parameter_count = f'{queries} + {keys}'
+            keys = '(O_K W_K[n])^T'
+            key_count = 'D*R + R*K*H'
+        self.equation = f'{queries} {keys}'
+        self.parameter_count = f'{query_count} + {key_count}'
         self.scale = spec.head_size**-0.5
 
 
@@ -202,10 +223,12 @@ class Merged(TwoMaps):
     source = 'Luong et al. 2015, section 3.1 ("general")'
     options = {'init': one_of('dense', 'product')}
     supports_rope = False
-    query_map, key_map = Projection('w_qk_DNE', 'b_q_NE'), STREAM
+    query_map = Projection('w_qk_DNE', 'b_q_NE')
+    key_map = STREAM
 
     def __init__(self, spec: AttentionSpec, *, key: jax.Array, init: str = 'dense'):
-        D, N = spec.d_model, spec.num_heads
+        D = spec.d_model
+        N = spec.num_heads
         if init == 'product':
             A_NDE = QK(dataclasses.replace(spec, biases=False), key=key).matrix()
             rescale = (D / spec.head_size) ** 0.5  # from the scale H^-1/2 of qk to D^-1/2
@@ -244,7 +267,9 @@ class Collaborative(Score):
         self.w_k_DR, self.b_k_R = affine(spec, key, 'w_k_DR', R=R)
         signs_NR = jnp.sign(weight(key, 'w_mixing_NR', (N, R), 1.0)[...])
         self.w_mixing_NR = nnx.Param(N**-0.5 * signs_NR)
-        self.scale = ((1 if spec.qk_norm else N) / R) ** 0.5
+        # QK-norm acts after the mixing and so undoes its factor N^-1/2.
+        mixing_gain = 1 if spec.qk_norm else N
+        self.scale = (mixing_gain / R) ** 0.5
 
     def queries(self, x_BTD: jax.Array) -> jax.Array:
         q_BTR = project(x_BTD, self.w_q_DR, self.b_q_R)

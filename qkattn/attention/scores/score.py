@@ -32,14 +32,16 @@ class Circuit(nnx.Module):
 
     equation: str  # A[n] or B[n] as text
     source: ClassVar[str]  # where the form comes from
+    # Parameters without biases, in letters: 'D*N*H'. What a Value shares counts in the Score.
+    parameter_count: str
     uses_kv_heads: ClassVar[bool] = False  # whether num_kv_heads changes this circuit
     uses_slices: ClassVar[bool] = False  # whether heads are slices of the stream, where N H = D
-    options: ClassVar[Mapping[str, Check]] = {}  # what a value has to be; `check` is for the rest
+    # What the value of each option must be, by the name of the option; `check` is for the rest.
+    options: ClassVar[Mapping[str, Check]] = {}
     uses_layer: ClassVar[bool] = False  # whether this circuit reads `layer`
     # Index among all layers of its decoder or encoder, from 0; an array where they are scanned.
-    # `__init__` does not know it.
+    # It is set after `__init__`.
     layer: int | jax.Array
-    parameter_count: str  # without biases, as 'D*N*H'; what a Value shares counts in the Score
 
     @classmethod
     def check(cls, spec: AttentionSpec, *args: Any, **options: Any) -> None:
@@ -101,8 +103,8 @@ class Score(Circuit):
 
     def shared(self, which: str) -> tuple[jax.Array, jax.Array | None]:
         """Matrix and bias of a shareable projection; the bias is None without biases."""
-        matrix, bias = self.shareable[which]
-        return getattr(self, matrix), getattr(self, bias)
+        matrix_name, bias_name = self.shareable[which]
+        return getattr(self, matrix_name), getattr(self, bias_name)
 
 
 class TwoMaps(Score):

@@ -50,9 +50,10 @@ class SharedQK(Tied):
     def check(
         cls, spec: AttentionSpec, *, key_norm: Any = False, temperature: Any = None, **_: Any
     ) -> None:
-        number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
-        positive = number and 0 < temperature < 1e38
-        if not (temperature is None or temperature == 'learned' or positive):
+        valid = temperature is None or temperature == 'learned'
+        if isinstance(temperature, (int, float)) and not isinstance(temperature, bool):
+            valid = 0 < temperature < 1e38
+        if not valid:
             raise SpecError(
                 f"shared_qk(temperature={temperature!r}) must be a number above 0, 'learned' "
                 'or None'
@@ -71,14 +72,21 @@ class SharedQK(Tied):
         self_mask: bool = False,
         temperature: float | str | None = None,
     ):
-        D, N, H = spec.d_model, spec.num_heads, spec.head_size
+        D = spec.d_model
+        N = spec.num_heads
+        H = spec.head_size
         std = D**-0.5 * (1 + H / D) ** -0.25
         self.w_q_DNH, self.b_q_NH = affine(spec, key, 'w_q_DNH', std)
-        learned = temperature == 'learned'
-        self.g_temperature_N = nnx.Param(jnp.ones((N,), jnp.float32)) if learned else None
-        self.parameter_count = 'D*N*H + N' if learned else 'D*N*H'
-        self.equation = f'{"g[n] " * learned}W_Q[n] W_Q[n]^T'
-        self.key_norm, self.bilinear, self.hides_self = key_norm, not key_norm, self_mask
+        if temperature == 'learned':
+            self.g_temperature_N = nnx.Param(jnp.ones((N,), jnp.float32))
+            self.equation = 'g[n] W_Q[n] W_Q[n]^T'
+            self.parameter_count = 'D*N*H + N'
+        else:
+            self.g_temperature_N = None
+            self.parameter_count = 'D*N*H'
+        self.key_norm = key_norm
+        self.bilinear = not key_norm
+        self.hides_self = self_mask
         # With key_norm, x W W^T y / |y W| has variance sqrt(1 + H/D); with QK-norm, H (1 + H/D).
         self.scale = (1 + H / D) ** -0.25 if key_norm else H**-0.5
         if spec.qk_norm:
@@ -109,10 +117,10 @@ class SharedQK(Tied):
 
     def reference_logits(self, x_BTD: np.ndarray, y_BSD: np.ndarray) -> np.ndarray:
         w_ENH = np.asarray(homogeneous(self.w_q_DNH, self.b_q_NH), np.float64)
-        q_BTNH, k_BSNH = (
-            np.einsum('BTE,ENH->BTNH', oracle.with_ones(z_BTD, len(w_ENH)), w_ENH)
-            for z_BTD in (x_BTD, y_BSD)
-        )
+        x_BTE = oracle.with_ones(x_BTD, len(w_ENH))
+        y_BSE = oracle.with_ones(y_BSD, len(w_ENH))
+        q_BTNH = np.einsum('BTE,ENH->BTNH', x_BTE, w_ENH)
+        k_BSNH = np.einsum('BSE,ENH->BSNH', y_BSE, w_ENH)
         if self.key_norm:
             k_BSNH = k_BSNH / np.sqrt((k_BSNH**2).sum(-1, keepdims=True) + 1e-12)
         if self.g_temperature_N is not None:
@@ -158,7 +166,8 @@ class Pairwise(Tied):
     source = 'Courtois et al. 2024, arXiv 2406.06366 ("pairwise")'
 
     def __init__(self, spec: AttentionSpec, *, key: jax.Array):
-        N, H = spec.num_heads, spec.head_size
+        N = spec.num_heads
+        H = spec.head_size
         self.w_q_DNH, self.b_q_NH = affine(spec, key, 'w_q_DNH')
         self.w_form_NHG = weight(key, 'w_form_NHG', (N, H, H), H**-0.5)
         self.scale = H**-0.5
@@ -183,7 +192,7 @@ class SymmetricSkew(Score):
         with K = N (H even, at most D) but for the N R signs.
     """
 
-    equation = 'W[n] L[n] W[n]^T + U[n] V[n]^T - V[n] U[n]^T'
+    equation = 'W[n] L[n] W[n]^T + U[n] V[n]^T - V[n] U[n]^T'  # each part only where it has rank
     source = 'the split of a matrix into its symmetric and skew parts; no published use known'
     options = {'symmetric_rank': whole(0, 'd_model'), 'skew_rank': whole(0, 'd_model // 2')}
     supports_rope = False
@@ -198,9 +207,14 @@ class SymmetricSkew(Score):
             raise SpecError('symmetric_skew needs symmetric_rank or skew_rank above 0')
 
     @staticmethod
-    def _ranks(spec: AttentionSpec, symmetric: int | None, skew: int | None) -> tuple[int, int]:
-        R = C = min(spec.head_size, spec.d_model)
-        return R if symmetric is None else symmetric, C // 2 if skew is None else skew
+    def _ranks(
+        spec: AttentionSpec, symmetric_rank: int | None, skew_rank: int | None
+    ) -> tuple[int, int]:
+        """R and C, with their defaults in place of None."""
+        most = min(spec.head_size, spec.d_model)
+        R = most if symmetric_rank is None else symmetric_rank
+        C = most // 2 if skew_rank is None else skew_rank
+        return R, C
 
     def __init__(
         self,
@@ -211,24 +225,32 @@ class SymmetricSkew(Score):
         skew_rank: int | None = None,
     ):
         R, C = self._ranks(spec, symmetric_rank, skew_rank)
-        if R:
+        equations = []
+        counts = []
+        if R > 0:
             self.w_symmetric_DNR, self.b_symmetric_NR = affine(spec, key, 'w_symmetric_DNR', R=R)
             self.g_sign_NR = nnx.Param(_signs(spec.num_heads, R))
-        if C:
+            equations.append('W[n] L[n] W[n]^T')
+            counts.append('D*N*R + N*R')
+        if C > 0:
             self.w_left_DNC, self.b_left_NC = affine(spec, key, 'w_left_DNC', C=C)
             self.w_right_DNC, self.b_right_NC = affine(spec, key, 'w_right_DNC', C=C)
+            equations.append('U[n] V[n]^T - V[n] U[n]^T')
+            counts.append('2*D*N*C')
+        self.equation = ' + '.join(equations)
+        self.parameter_count = ' + '.join(counts)
         self.scale = (R + 2 * C) ** -0.5
-        symmetric, skew = self.equation.split(' + ')
-        self.equation = ' + '.join([symmetric] * (R > 0) + [skew] * (C > 0))
-        self.parameter_count = ' + '.join(['D*N*R + N*R'] * (R > 0) + ['2*D*N*C'] * (C > 0))
 
     def queries(self, x_BTD: jax.Array) -> jax.Array:
-        cache = self.cached(x_BTD)
+        """[x W L, x U, -x V], whose products with the keys [y W, y V, y U] are the logits."""
+        projections = self.cached(x_BTD)
+        parts = []
         if self.w_symmetric_DNR is not None:
-            cache['symmetric_BSNR'] = cache['symmetric_BSNR'] * self.g_sign_NR[...]
+            parts.append(projections['symmetric_BSNR'] * self.g_sign_NR[...])
         if self.w_left_DNC is not None:
-            cache['right_BSNC'] = -cache['right_BSNC']
-        return jnp.concatenate([*cache.values()], axis=-1)
+            parts.append(projections['left_BSNC'])
+            parts.append(-projections['right_BSNC'])
+        return jnp.concatenate(parts, axis=-1)
 
     def cached(self, y_BSD: jax.Array) -> Cache:
         cache = {}
@@ -240,8 +262,13 @@ class SymmetricSkew(Score):
         return cache
 
     def keys(self, cache: Cache) -> jax.Array:
-        order = ('symmetric_BSNR', 'right_BSNC', 'left_BSNC')
-        return jnp.concatenate([cache[name] for name in order if name in cache], axis=-1)
+        parts = []
+        if self.w_symmetric_DNR is not None:
+            parts.append(cache['symmetric_BSNR'])
+        if self.w_left_DNC is not None:
+            parts.append(cache['right_BSNC'])
+            parts.append(cache['left_BSNC'])
+        return jnp.concatenate(parts, axis=-1)
 
     def matrix(self) -> jax.Array:
         parts = []

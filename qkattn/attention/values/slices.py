@@ -85,7 +85,7 @@ class Hadamard(Factored):
 
     @classmethod
     def check(cls, spec: AttentionSpec) -> None:
-        power = 1 << (spec.d_model.bit_length() - 1)
+        power = 1 << (spec.d_model.bit_length() - 1)  # the greatest one up to d_model
         if power != spec.d_model:
             raise SpecError(
                 f'hadamard needs a d_model that is a power of two, not {spec.d_model}; the nearest '
@@ -99,21 +99,30 @@ class Hadamard(Factored):
         self.num_heads = spec.num_heads
 
     def output(self, o_BTNH: jax.Array, score: Score, x_BTD: jax.Array) -> jax.Array:
-        left, right = (jnp.asarray(f, o_BTNH.dtype) for f in factors(self.g_o_D.shape[0]))
-        grid = o_BTNH.reshape(*o_BTNH.shape[:2], len(left), len(right))
+        # The concatenated heads are a matrix: T mixes its rows (c to a) and its columns (d to b).
+        B, T, _, _ = o_BTNH.shape
+        left, right = (jnp.asarray(factor, o_BTNH.dtype) for factor in factors(self.g_o_D.shape[0]))
+        grid = o_BTNH.reshape(B, T, len(left), len(right))
         mixed = jnp.einsum('BTcd,ca,db->BTab', grid, left, right)
-        out_BTD = mixed.reshape(*o_BTNH.shape[:2], -1) * self.g_o_D[...]
+        out_BTD = mixed.reshape(B, T, -1) * self.g_o_D[...]
         return out_BTD if self.b_o_D is None else out_BTD + self.b_o_D[...]
 
     def output_matrix(self, score: Score) -> jax.Array:
-        T_DE = jnp.asarray(np.kron(*factors(self.g_o_D.shape[0])), self.w_v_DKH.dtype)
-        return T_DE.reshape(self.num_heads, -1, T_DE.shape[-1]) * self.g_o_D[...]
+        left, right = factors(self.g_o_D.shape[0])
+        T_DE = jnp.asarray(np.kron(left, right), self.w_v_DKH.dtype)
+        T_NHE = T_DE.reshape(self.num_heads, -1, T_DE.shape[-1])
+        return T_NHE * self.g_o_D[...]
 
 
 @functools.cache
 def factors(d_model: int) -> tuple[np.ndarray, np.ndarray]:
-    """T as a Kronecker product of two orthogonal matrices of about equal size, in float64."""
-    twos = d_model.bit_length() - 1
-    first = round(twos / 2)
-    left, right = (scipy.linalg.hadamard(1 << n) / 2 ** (n / 2) for n in (first, twos - first))
+    """T as a Kronecker product of two orthogonal matrices of about equal size, in float64.
+
+    D = 2^5 -> matrices of 4 x 4 and 8 x 8.
+    """
+    exponent = d_model.bit_length() - 1
+    first = round(exponent / 2)
+    second = exponent - first
+    left = scipy.linalg.hadamard(1 << first) / 2 ** (first / 2)
+    right = scipy.linalg.hadamard(1 << second) / 2 ** (second / 2)
     return left, right

@@ -94,8 +94,10 @@ class VIsKTransposed(QIsV):
         self.b_v_NH = bias(spec, (spec.num_heads, spec.head_size))
 
     def projection(self, score: Score) -> tuple[jax.Array, jax.Array | None]:
-        w_k_DNH = score.shared('key')[0][...]
-        return w_k_DNH.reshape(len(w_k_DNH), -1).T.reshape(w_k_DNH.shape), self.b_v_NH
+        w_k, _ = score.shared('key')
+        w_k_DNH = w_k[...]
+        w_k_DE = w_k_DNH.reshape(len(w_k_DNH), -1)  # the heads side by side, D = E
+        return w_k_DE.T.reshape(w_k_DNH.shape), self.b_v_NH
 
 
 class OIsV(Factored):
@@ -111,7 +113,9 @@ class OIsV(Factored):
     value_map = VO.value_map
 
     def __init__(self, spec: AttentionSpec, score: Score, *, key: jax.Array):
-        D, N, H = spec.d_model, spec.num_heads, spec.head_size
+        D = spec.d_model
+        N = spec.num_heads
+        H = spec.head_size
         std = (N * H * (D + H)) ** -0.25
         self.w_v_DKH, self.b_v_KH = affine(spec, key, 'w_v_DKH', std, spec.residual_gain**0.5)
         self.b_o_D = bias(spec, (D,))
@@ -135,15 +139,15 @@ class OIsK(Factored):
     value_map = VO.value_map
 
     def __init__(self, spec: AttentionSpec, score: Score, *, key: jax.Array):
-        N, H = spec.num_heads, spec.head_size
-        std = (N * H) ** -0.5
+        std = (spec.num_heads * spec.head_size) ** -0.5
         self.w_v_DKH, self.b_v_KH = affine(spec, key, 'w_v_DKH', std, spec.residual_gain)
         self.b_o_D = bias(spec, (spec.d_model,))
-        self.num_heads = N
+        self.num_heads = spec.num_heads
 
     def output_matrix(self, score: Score) -> jax.Array:
-        (which,) = self.shares
-        return _outward(score.shared(which)[0], self.num_heads)
+        (projection,) = self.shares  # 'key', or 'query' in `OIsQ`
+        w_DKH, _ = score.shared(projection)
+        return _outward(w_DKH, self.num_heads)
 
 
 class OIsQ(OIsK):
@@ -172,4 +176,5 @@ class Subspace(KIsV):
         self.step = spec.residual_gain
 
     def output_matrix(self, score: Score) -> jax.Array:
-        return self.step * _outward(score.shared('key')[0], self.num_heads)
+        w_k_DKH, _ = score.shared('key')
+        return self.step * _outward(w_k_DKH, self.num_heads)

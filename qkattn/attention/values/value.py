@@ -1,10 +1,11 @@
 """The interface of a Value, one way to write B[n] in out_t = sum_n sum_s p[n, t, s] y_s B[n].
 
 Every method receives the Score of the layer, so that a Value can use a projection that the Score
-owns (K = V and the like): it is stored, counted and trained once. Every Value is initialized so
-that heads which each attend to one y of unit variance have outputs whose sum has standard deviation
-`spec.residual_gain`, except where it says otherwise; with one factor from `shared_qk`, whose std
-is smaller, (1 + H/D)^-1/4 times that.
+owns (K = V and the like): it is stored, counted and trained once.
+
+Let every head attend to one y of unit variance. The sum of their outputs then has the standard
+deviation `spec.residual_gain` at initialization, except where a Value says otherwise. Where W_V or
+W_O is the matrix of `shared_qk`, whose std is smaller, it is (1 + H/D)^-1/4 times that.
 """
 
 from collections.abc import Callable
@@ -95,4 +96,6 @@ class Factored(Value):
         w_o_NHD = self.output_matrix(score)
         v_DNH = grouped(self.value_matrix(score), w_o_NHD.shape[0])
         B_NDE = jnp.einsum('DNH,NHE->NDE', v_DNH, w_o_NHD)
-        return B_NDE if self.b_o_D is None else B_NDE.at[0, -1].add(self.b_o_D[...])
+        if self.b_o_D is None:
+            return B_NDE
+        return B_NDE.at[0, -1].add(self.b_o_D[...])

@@ -25,7 +25,8 @@ class Latent(Factored):
     partner = 'latent'
 
     def __init__(self, spec: AttentionSpec, score: Score, *, key: jax.Array):
-        R = score.shared('latent')[0].shape[1]
+        w_down_DR, _ = score.shared('latent')
+        R = w_down_DR.shape[1]
         self.w_up_v_RNH, self.b_v_NH = affine(spec, key, 'w_up_v_RNH', R=R)
         self.w_o_NHD, self.b_o_D = output_projection(spec, key)
 
@@ -38,7 +39,7 @@ class Latent(Factored):
     def values_and_output(
         self, cache: Cache, score: Score, num_queries: int
     ) -> tuple[jax.Array, Output]:
-        # b_V is left to the other form: not all probabilities sum to 1.
+        # The other form is used with a bias b_V: not all normalizers have probabilities of sum 1.
         cheaper = absorbing_is_cheaper(num_queries, cache['latent_BSR'], self.w_up_v_RNH)
         if not cheaper or self.b_v_NH is not None:
             return super().values_and_output(cache, score, num_queries)

@@ -75,7 +75,8 @@ class GaugeFixed(Factored):
 
     @classmethod
     def check(cls, spec: AttentionSpec, **options: Any) -> None:
-        D, H = spec.d_model, spec.head_size
+        D = spec.d_model
+        H = spec.head_size
         if H >= D:
             raise SpecError(
                 f'gauge_fixed fixes head_size={H} of d_model={D} columns, which leaves none '
@@ -91,7 +92,9 @@ class GaugeFixed(Factored):
         init: str = 'dense',
         columns: Channels | None = None,
     ):
-        D, N, H = spec.d_model, spec.num_heads, spec.head_size
+        D = spec.d_model
+        N = spec.num_heads
+        H = spec.head_size
         self.columns = columns or fixed_slices(spec, N)
         if init == 'dense':
             self.w_v_DNH = weight(key, 'w_v_DNH', (D, N, H), (D * N) ** -0.5, spec.residual_gain)
@@ -100,10 +103,12 @@ class GaugeFixed(Factored):
             vo = VO(spec, score, key=key)
             order_ND = fixed_columns_first(self.columns, D)
             w_o_NHD = jnp.take_along_axis(vo.w_o_NHD[...], order_ND[:, None, :], axis=-1)
-            block_NHH, rest_NHC = w_o_NHD[..., :H], w_o_NHD[..., H:]
+            # W_V W_O = (W_V M) (M^-1 W_O), where M is the block of W_O in the fixed columns.
+            block_NHH = w_o_NHD[..., :H]
+            free_NHC = w_o_NHD[..., H:]
             v_DNH = grouped(vo.w_v_DKH[...], N)
             self.w_v_DNH = nnx.Param(jnp.einsum('DNH,NHG->DNG', v_DNH, block_NHH))
-            self.w_o_NHC = nnx.Param(jnp.linalg.solve(block_NHH, rest_NHC))
+            self.w_o_NHC = nnx.Param(jnp.linalg.solve(block_NHH, free_NHC))
         self.b_v_NH = bias(spec, (N, H))
         self.b_o_D = bias(spec, (D,))
 
@@ -112,14 +117,15 @@ class GaugeFixed(Factored):
         N, H, _ = free_NHC.shape
         identity_NHH = jnp.broadcast_to(jnp.eye(H, dtype=free_NHC.dtype), (N, H, H))
         w_o_NHD = jnp.concatenate([identity_NHH, free_NHC], axis=-1)
+        # The argsort of an order is its inverse: where column d of W_O lies in w_o_NHD.
         column_ND = np.argsort(fixed_columns_first(self.columns, w_o_NHD.shape[-1]), axis=-1)
         return jnp.take_along_axis(w_o_NHD, column_ND[:, None, :], axis=-1)
 
 
 def fixed_columns_first(columns: Channels, d_model: int) -> np.ndarray:
     """order_ND: the fixed columns of a head as given, then the free ones in ascending order."""
-    rest = [np.setdiff1d(np.arange(d_model), fixed) for fixed in columns]
-    return np.concatenate([columns, rest], axis=1)
+    free = [np.setdiff1d(np.arange(d_model), fixed) for fixed in columns]
+    return np.concatenate([columns, free], axis=1)
 
 
 class Double(Factored):
@@ -165,7 +171,8 @@ class MergedVO(Factored):
     value_map = STREAM
 
     def __init__(self, spec: AttentionSpec, score: Score, *, key: jax.Array, init: str = 'dense'):
-        D, N = spec.d_model, spec.num_heads
+        D = spec.d_model
+        N = spec.num_heads
         if init == 'dense':
             std = (D * N) ** -0.5
             self.w_ov_NDE = weight(key, 'w_ov_NDE', (N, D, D), std, spec.residual_gain)
@@ -177,10 +184,13 @@ class MergedVO(Factored):
 
     def output(self, o_BTND: jax.Array, score: Score, x_BTD: jax.Array) -> jax.Array:
         out_BTE = jnp.einsum('BTND,NDE->BTE', o_BTND, self.w_ov_NDE[...])
-        return out_BTE if self.b_o_D is None else out_BTE + self.b_o_D[...]
+        if self.b_o_D is None:
+            return out_BTE
+        return out_BTE + self.b_o_D[...]
 
     def matrix(self, score: Score) -> jax.Array:
         B_NDE = self.w_ov_NDE[...]
         if self.b_o_D is None:
             return B_NDE
-        return jnp.pad(B_NDE, ((0, 0), (0, 1), (0, 0))).at[0, -1].add(self.b_o_D[...])
+        B_NDE = jnp.pad(B_NDE, ((0, 0), (0, 1), (0, 0)))  # values have no bias
+        return B_NDE.at[0, -1].add(self.b_o_D[...])

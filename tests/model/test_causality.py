@@ -1,0 +1,50 @@
+"""The loss at a position of a decoder does not depend on later tokens, whatever the variant."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qkattn.attention import SCORES, VALUES
+from qkattn.config import ModelConfig
+from qkattn.model import build
+from qkattn.model.transformer import loss
+from tests.attention import examples
+
+T = 4
+REGISTERED = [(score, 'vo') for score in SCORES]
+REGISTERED += [(cls.partner, value) for value, cls in VALUES.items() if value != 'vo']
+
+
+@pytest.mark.parametrize(
+    'variant', [*REGISTERED, *examples.VARIANTS], ids=lambda variant: '/'.join(variant)
+)
+def test_a_loss_has_no_gradient_by_the_embeddings_of_later_tokens(variant):
+    score, value = variant
+    config = ModelConfig(
+        score=score,
+        value=value,
+        d_model=8,
+        num_layers=1,
+        num_heads=2,
+        d_ff=8,
+        context=T,
+        vocab_size=T,
+        tied_embeddings=False,
+    )
+    model = build(config, key=jax.random.key(0))
+    # Token s is number s, so that row s of the embedding serves position s alone.
+    tokens_BT = jnp.arange(T)[None]
+
+    def embedding_gradient(loss_weights_T):
+        batch = {
+            'tokens_BT': tokens_BT,
+            'targets_BT': jnp.roll(tokens_BT, -1),
+            'loss_weights_BT': loss_weights_T[None],
+        }
+        return jax.grad(loss)(model, batch).w_embedding_VD[...]
+
+    with jax.disable_jit():  # operations recur between variants, whole programs do not
+        gradient_TSD = jax.vmap(embedding_gradient)(jnp.eye(T))
+    largest_TS = np.abs(gradient_TSD).max(-1)
+    np.testing.assert_array_equal(largest_TS > 0, np.tri(T, dtype=bool))
