@@ -121,11 +121,14 @@ def one_line(text: str) -> str:
 
 
 def clause(
-    code: Remark | Reason | Problem, comparisons: int = 0, study: Study | None = None
+    code: Remark | Reason | Problem,
+    comparisons: int = 0,
+    study: Study | None = None,
+    look: int = 1,
 ) -> str:
-    """A code with its data as text; p is corrected for the number of `comparisons`."""
+    """A code with its data as text; p is corrected for the `comparisons` and the `look`."""
     name = f'{type(code).__name__.lower()}_{code.code.name.lower()}'
-    about = {'comparisons': comparisons, 'study': study}
+    about = {'comparisons': comparisons, 'study': study, 'look': look}
     return macro('clauses.j2', name, about, **code.data)[0]
 
 
@@ -151,7 +154,9 @@ def remark(code: Remark, study: Study) -> str:
 
 def reasons(judged: Any) -> str:
     """Why an arm, or what a claim compares, has its verdict."""
-    return '; '.join(clause(why, judged.verdict.num_comparisons) for why in judged.verdict.reasons)
+    verdict = judged.verdict
+    clauses = [clause(why, verdict.num_comparisons, look=verdict.look) for why in verdict.reasons]
+    return '; '.join(clauses)
 
 
 def sentences(template: str, **values: Any) -> list[str]:

@@ -82,6 +82,7 @@ class _Worker:
         """Checks and declares the study."""
         study, path = self.study, self.path
         declaration.require_no_run(path)
+        declaration.require_chain(path, study, self.arms)
         # Before the directory is created, so that a refused study leaves nothing behind.
         left = reversed(left_of(study, self.arms, path))
         # Of each model on each corpus the longest run.

@@ -71,7 +71,7 @@ def test_a_claim_is_one_family(added):
     """All rows at once are tested at the error rate; to tell them apart, each at its share."""
     names = ('double/double', 'full_size/vo', 'nonlinear_query/vo')
     worse = [expect(name, 'worse', study='lm_added') for name in names]
-    every = [case for expected in worse for case in cases(expected, added.study('lm_added'))]
+    every = [case for expected in worse for case in cases(expected, added.study('lm_added'), added)]
     together, apart = ([*evidence(every, family)] for family in (1, 3))
     sizes = [arm.verdict.num_comparisons for _, arm in together + apart]
     assert sizes == [1, 1, 1, 3, 3, 3]
@@ -114,7 +114,9 @@ def test_fractions_of_training_share_the_error_rate(monkeypatch):
 
 def test_the_distance_from_the_bound_of_a_relation_decides(results):
     """Seeds do not make up for a coarse sweep."""
-    ((row, arm),) = evidence(cases(expect('qk/no_o', 'better'), results.study('fair_small')))
+    ((row, arm),) = evidence(
+        cases(expect('qk/no_o', 'better'), results.study('fair_small'), results)
+    )
     assert needed(row, arm)[1].startswith('a finer sweep (this one may miss')
     known = dataclasses.replace(arm.difference, tuning_low=0.0, tuning_high=0.0)
     coarse = dataclasses.replace(known, tuning_high=0.01)  # of 0.016 to the bound
