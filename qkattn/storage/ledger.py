@@ -9,7 +9,7 @@ chain, a missing last one shows in the files it describes. It protects from mist
                  its name, and the hash of the last line of its ledger; again where a field that may
                  change does, such as the question
     repeats      study, entry: as above, declared in retrospect (retrospective: true), and why. A
-                 study that is not kept any more is named as lost: its commit, seeds and arms
+                 study that is not kept is named as lost: its commit, seeds and arms
     arms_added   arms, family, post_hoc (whether a look came before verdicts), declaration
     looked       look (1, 2, ...), files: `digests`; runs: `seen`
     accepted     code of what would withhold every verdict, and why it does not
@@ -54,14 +54,14 @@ class Repeat:
     study: str  # the name of the directory of the repeated study
     entry: str  # hash of the last line of its ledger at that time
     retrospective: bool = False  # whether it was declared when results were known
-    # Of a study that is not kept any more: where it was, the seeds of its verdicts, and its arms.
+    # Of a study that is not kept: where it was, the seeds of its verdicts, and its arms.
     commit: str | None = None
     seeds: tuple[int, ...] = ()
     arms: ArmKeys = frozenset()
 
     @property
     def is_lost(self) -> bool:
-        """Whether the repeated study is not kept any more."""
+        """Whether the repeated study is not kept."""
         return self.commit is not None
 
 

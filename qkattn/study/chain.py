@@ -64,7 +64,7 @@ class Earlier:
     """A study that another one repeats, or that is repeated by one that it repeats."""
 
     repeat: Repeat
-    path: Path | None  # its directory; None of a study that is not kept any more
+    path: Path | None  # its directory; None of a study that is not kept
     seeds: frozenset[int]  # of its verdicts
     questions: frozenset[ArmKey]  # of every arm that it ever declared
     family: frozenset[ArmKey]  # those of its primary arms but the baseline
@@ -95,9 +95,11 @@ def earlier_studies(directory: Path, kept: Ledger, declared: Mapping[str, Any]) 
         chain.setdefault(one.repeat.entry, one)
     # Of what this study compares, too, all seeds are pooled, so they are different ones.
     asked = {question(ArmKey(*key), declared) for key in kept.arms}
-    asked = {key for key in asked if key.variant != declared['baseline']}
-    studies = [(directory.name, asked, frozenset(declared['seeds']))]
-    studies += [(one.name, one.questions & asked, one.seeds) for one in chain.values() if one.path]
+    compared = frozenset(key for key in asked if key.variant != declared['baseline'])
+    studies = [(directory.name, compared, frozenset(declared['seeds']))]
+    for one in chain.values():
+        if one.path is not None:
+            studies.append((one.name, one.questions & compared, one.seeds))
     for (name, asked_here, seeds), (other, asked_there, others) in combinations(studies, 2):
         shared = sorted(seeds & others)
         if shared and asked_here & asked_there:
@@ -170,7 +172,7 @@ def _family(
         for key in primary
         if key.control is None and key.variant != declared['baseline']
     }
-    return asked & frozenset(questions)
+    return frozenset(asked).intersection(questions)
 
 
 def places(name: str, directory: Path) -> list[Path]:
