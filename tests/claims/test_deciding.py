@@ -220,3 +220,23 @@ def test_measures_decide_by_what_they_read_of_a_study(results, tmp_path, monkeyp
     monkeypatch.undo()
     absent = decide(measured, 'cpu', Results(tmp_path))
     assert absent.verdict is UNDECIDED and absent.missing == ('study fair_small has no results',)
+
+
+def test_the_last_repeat_with_an_arm_decides_a_claim_on_the_first_study():
+    """Whatever study of a chain a claim names, and only for arms that the repeat has."""
+    committed = Results(CLAIMS)
+    assert committed.newest_first('lm_rank') == ['lm_rank_12', 'lm_rank']
+    assert committed.newest_first('heads_depth') == ['lm_near_margin', 'heads_depth']
+    for name, variant, at, decides in (
+        ('lm_rank', 'low_rank(rank=12)/vo', 'matched', 'lm_rank_12'),
+        ('lm_rank', 'low_rank(rank=4)/vo', 'matched', 'lm_rank'),
+        ('lm_rank_12', 'low_rank(rank=12)/vo', 'matched', 'lm_rank_12'),
+        ('translation', 'qk/vo?encoder_variant=shared_qk/vo', 'removed', 'translation_shared'),
+        ('translation', 'qk/vo?encoder_variant=shared_qk/vo', 'matched', 'translation'),
+    ):
+        expected = expect(variant, 'not_worse', study=name, at=at)
+        (case,) = cases(expected, committed.study(name), committed)
+        assert case.name == decides
+        ((row, arm),) = evidence([case])
+        assert (row.study, row.kind) == (decides, at)
+        assert arm.verdict.look == (1 if decides == name != 'lm_rank_12' else 2)

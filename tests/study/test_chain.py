@@ -17,6 +17,7 @@ from tests.refusals import refused
 from tests.study.test_plan import STUDY, changed
 
 FRESH = (20, 21, 22, 23)
+OTHER = 'qk/vo?num_heads=2'  # a variant that the first study does not have
 
 
 def repeat_of(name, **changes):
@@ -76,7 +77,7 @@ def test_a_repeat_goes_on_when_the_other_ledger_has_grown(beside):
         (repeat_of('new'), 'a study does not repeat itself'),
         (repeat_of('first', margin=0.02), 'differs in margin: 0.005 -> 0.02; a repeat may differ'),
         (repeat_of('first', train={'num_steps': 1200}), 'base.train.num_steps: .* -> 1200'),
-        (repeat_of('first', variants=('qk/vo', 'qk/vo?num_heads=2')), 'compares none of the variants'),
+        (repeat_of('first', variants=('qk/vo', OTHER)), 'compares none of the variants'),
         (changed(repeats='first'), r"'first', .* have the seeds .* be others"),
         (repeat_of('second'), r"'second', .* have the seeds \(20, 21, 22, 23\), too"),
     ],
