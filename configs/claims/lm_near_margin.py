@@ -19,6 +19,7 @@ def get_config(scale='cpu'):
     return to_config_dict(
         Study(
             name='lm_near_margin',
+            repeats='lm_dropped' if scale != 'smoke' else None,
             question='What are decoders worth that fewer seeds leave near the margin?',
             base=language_model(scale, seeds=40, first_seed=16, learning_rates=rates),
             variants=(

@@ -16,6 +16,7 @@ def get_config(scale='cpu'):
     return to_config_dict(
         Study(
             name='lm_rank_12',
+            repeats='lm_rank' if scale != 'smoke' else None,
             question='Does W_Q[n] W_K[n]^T of a decoder that has learned need more than half of '
             'its rank?',
             base=language_model(scale, seeds=28, first_seed=8),

@@ -26,6 +26,7 @@ def get_config(scale='cpu'):
     return to_config_dict(
         Study(
             name='masked_near_margin',
+            repeats='masked_lm' if scale != 'smoke' else None,
             question='Is a masked language model better without W_O?',
             base=dataclasses.replace(base, data=dataclasses.replace(base.data, mask_rate=0.3)),
             variants=('qk/vo', 'qk/no_o'),

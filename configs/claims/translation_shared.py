@@ -17,6 +17,7 @@ def get_config(scale='cpu'):
     return to_config_dict(
         Study(
             name='translation_shared',
+            repeats='translation' if scale != 'smoke' else None,
             question='Is an encoder with one matrix for queries and keys worse at the same shape?',
             base=translator(scale, seeds=24, first_seed=8, learning_rates=rates),
             variants=('qk/vo', 'qk/vo?encoder_variant=shared_qk/vo'),

@@ -103,7 +103,8 @@ def difference_row(
 class Expectation:
     """What a claim expects of an arm of a study, at each size, corpus and length of training."""
 
-    study: str  # the name of a file in configs/claims
+    # The name of a file in configs/claims. Its repeats decide, where they have the arm, too.
+    study: str
     variant: str  # as written in the study; with several destinations, the arms of all
     relation: str  # to the baseline: of RELATIONS, or AS_REPORTED
     # 'matched': at the baseline's parameter count; 'removed': at its shape, which has fewer.

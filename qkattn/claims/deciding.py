@@ -42,8 +42,8 @@ from qkattn.claims.studies import Loaded, Results
 from qkattn.config.calls import called
 from qkattn.errors import ConfigError
 from qkattn.report.prose import NOT_RECORDED, SPLITS, device, reasons
-from qkattn.stats.decision import ALPHA
-from qkattn.stats.inference import to_find
+from qkattn.stats.decision import level
+from qkattn.stats.inference import LEVEL, to_find
 from qkattn.storage.records import flat
 from qkattn.storage.run_directory import describe_start
 from qkattn.study.arm_key import EQUAL_SHAPE, ArmKey
@@ -67,6 +67,11 @@ class Case(NamedTuple):
     other: Arm | None
     blocks: tuple[Remark, ...]  # that withhold the verdict
 
+    @property
+    def name(self) -> str:
+        """The name of its study."""
+        return self.loaded.study.directory.name
+
 
 def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
     """Decides a claim from the results in a directory and names the missing ones.
@@ -83,13 +88,17 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
     studies = {name: study for name in claim.studies if (study := results.study(name))}
     expected = claim.expected_at(scale)
     trained = [(e, studies[e.study]) for e in expected if e.study in studies]
-    every = [case for pair in trained for case in cases(*pair)]
-    beside = [row for pair in trained for row in _beside(*pair)]
+    every = [case for pair in trained for case in cases(*pair, results)]
+    # A row says what its study found, pooled or not, so its parts are of the same study.
+    sources = {(id(case.expected), case.name): case for case in every}.values()
+    beside = [row for case in sources for row in _beside(case.expected, case.loaded)]
+    studies |= {case.name: case.loaded for case in every}
     beside = [row for place, row in enumerate(beside) if row not in beside[:place]]
-    problems = {name: problem for name in claim.studies if (problem := results.problem(name))}
+    names = dict.fromkeys([*claim.studies, *studies])
+    problems = {name: problem for name in names if (problem := results.problem(name))}
     missing = [f'study {name} {problem.removesuffix(".")}' for name, problem in problems.items()]
     missing += [
-        f'study {case.expected.study}: {case.key.variant} at {case.key.size} on {case.key.corpus} '
+        f'study {case.name}: {case.key.variant} at {case.key.size} on {case.key.corpus} '
         f'has no difference from {case.expected.versus or "the baseline"} yet'
         for case in every
         if not (case.arm and case.arm.comparison)
@@ -148,9 +157,9 @@ def finding(
     """The decision or one-sided finding on the arm of a row, and whether it supports the claim.
 
     A one-sided finding decides the relation of an undecided arm. It is tested at the arm's share of
-    the error rate, ALPHA / comparisons (Bonferroni), and the mean of the validation split has to
-    lie on the same side of the margin. A false one needs a difference beyond the margin, where
-    equivalence would be false too: its error rate is that of the verdicts.
+    the error rate, that of its look over the comparisons (Bonferroni), and the mean of the
+    validation split has to lie on the same side of the margin. A false one needs a difference
+    beyond the margin, where equivalence would be false too: its error rate is that of the verdicts.
     """
     decision, difference = verdict.decision, comparison.difference
     diverged = any(reason.code is ReasonCode.DIVERGED for reason in verdict.reasons)
@@ -164,7 +173,8 @@ def finding(
             (NOT_BETTER, difference.p_not_better, -1),
             (NOT_WORSE, difference.p_not_worse, 1),
         ):
-            shown = p is not None and p <= ALPHA / max(1, verdict.num_comparisons)
+            alpha = level(verdict.look) / max(1, verdict.num_comparisons)
+            shown = p is not None and p <= alpha
             if side in decisive and shown and sign * comparison.validation < difference.margin:
                 return side, decisive[side]
     return decision.value, decisive.get(decision, Speaks.OPEN)
@@ -232,17 +242,19 @@ def condition_of(rows: Iterable[Row]) -> str:
     return '; '.join(', '.join(f'{name}: {value}' for name, value in place) for place in places)
 
 
-def cases(expected: Expectation, loaded: Loaded) -> Iterator[Case]:
+def cases(expected: Expectation, loaded: Loaded, results: Results) -> Iterator[Case]:
     """One for each size and corpus that decide an expectation once its study is finished.
 
+    Each is of the last study of `results` that repeats the question of its arm, else of `loaded`.
     What a baseline lacks, such as its yardstick, also withholds the verdicts on pairs of the arms
     beside it. ConfigError if the study does not declare the arm.
     """
-    study, findings = loaded
+    study = loaded.study
     if not study.tuned and expected.at == 'removed':
         return  # a study without tuning has no controls
-    control = EQUAL_SHAPE if expected.at == 'removed' else None
-    keys = [key for key in study.arms if key.control == control]
+    # Without a match, variants are at the baseline's shape.
+    is_control = expected.at == 'removed' and study.match is not None
+    keys = [key for key in study.arms if key.control == (EQUAL_SHAPE if is_control else None)]
     for variant in expected.variants:
         if not any(loaded.names(key.variant, variant) for key in keys):
             variants = dict.fromkeys(key.variant for key in keys)
@@ -252,16 +264,37 @@ def cases(expected: Expectation, loaded: Loaded) -> Iterator[Case]:
             )
     keys = [key for key in keys if loaded.names(key.variant, expected.variant)]
     keys.sort(key=lambda key: (study.sizes.index(key.size), study.corpora.index(key.corpus)))
-    arms = {arm.key: arm for arm in (*findings.arms, *findings.controls)}
     for key in keys:
-        arm, blocks = arms.get(key), findings.blocks
-        other = arms.get(arm.group) if arm else None
-        if arm and expected.versus:
-            blocks += other.blocks if other else ()
-            named = (o for o in arms.values() if loaded.names(o.variant, expected.versus))
-            other = next((o for o in named if o.key._replace(variant=key.variant) == key), None)
-            arm = replace(arm, comparison=compare(arm, other, study) if other else None)
-        yield Case(expected, loaded, key, arm, other, blocks)
+        yield _case(expected, *_last(key, loaded, expected, results))
+
+
+def _last(
+    key: ArmKey, loaded: Loaded, expected: Expectation, results: Results
+) -> tuple[Loaded, ArmKey]:
+    """The last repeat of a study with an arm, and with what it is compared with; its key there."""
+    question = loaded.study.question_of(key)
+    for name in results.newest_first(expected.study):
+        if name == expected.study or (repeat := results.study(name)) is None:
+            continue
+        arms = {repeat.study.question_of(one): one for one in repeat.study.arms}
+        variants = {one.variant for one in repeat.study.arms}
+        has_other = not expected.versus or any(repeat.names(v, expected.versus) for v in variants)
+        if question in arms and has_other:
+            return repeat, arms[question]
+    return loaded, key
+
+
+def _case(expected: Expectation, loaded: Loaded, key: ArmKey) -> Case:
+    study, findings = loaded
+    arms = {arm.key: arm for arm in (*findings.arms, *findings.controls)}
+    arm, blocks = arms.get(key), findings.blocks
+    other = arms.get(arm.group) if arm else None
+    if arm and expected.versus:
+        blocks += other.blocks if other else ()
+        named = (o for o in arms.values() if loaded.names(o.variant, expected.versus))
+        other = next((o for o in named if o.key._replace(variant=key.variant) == key), None)
+        arm = replace(arm, comparison=compare(arm, other, study) if other else None)
+    return Case(expected, loaded, key, arm, other, blocks)
 
 
 def evidence(every: Iterable[Case], family: int = 1) -> Iterator[tuple[Row, Arm]]:
@@ -271,7 +304,8 @@ def evidence(every: Iterable[Case], family: int = 1) -> Iterator[tuple[Row, Arm]
             continue
         study = loaded.study
         # Without matching, neither removed nor at equal parameter count.
-        kind = Kind(expected.at) if study.match is not None else Kind.MEASURED
+        is_at_shape = study.match is None and expected.at != 'removed'
+        kind = Kind.MEASURED if is_at_shape else Kind(expected.at)
         verdict = judging.pair(study, arm, other, blocks, family)
         row = _row(arm, arm.comparison, kind, expected, loaded)
         decision, speaks = finding(row, expected.relation, verdict, arm.comparison)
@@ -310,7 +344,7 @@ def _row(
         kind,
         loaded.context(arm) | dict(expected.context),
         comparison.difference,
-        study=expected.study,
+        study=loaded.study.directory.name,
         **reported,
     )
 
@@ -344,9 +378,11 @@ def needed(row: Row, arm: Arm) -> tuple[float, str]:
     about = f'to tell a difference of {difference.mean:+.2g} from {bound:+g} nats/token in {where}'
     if difference.sd is None:
         return math.inf, f'more seeds than {difference.n}, {about}'
-    # Tests at a bound are one-sided, but what was reported is compared with a 95 % interval.
-    share = 1 if row.relation == AS_REPORTED else 2 / max(1, verdict.num_comparisons)
-    alpha = ALPHA * share
+    if row.relation == AS_REPORTED:
+        alpha = 1 - LEVEL  # what was reported is compared with an interval
+    else:
+        # Tests at a bound are one-sided. Further seeds are those of a repeat, another look.
+        alpha = 2 * level(verdict.look + 1) / max(1, verdict.num_comparisons)
     hidden = difference.tuning_high if bound > difference.mean else difference.tuning_low
     sweep = f'a finer sweep (this one may miss {hidden:.2g} nats/token)'
     if (more := to_find(difference, bound - difference.mean, alpha)) is None:

@@ -47,11 +47,12 @@ CHANGES = {
     'W_Q, W_K of D x D per head': 'full_size/vo',
     'W_Q, W_K, W_V as products of two': 'double/double',
 }
-# In each kind of model a variant, and the studies that compare them, the best ones first.
+# In each kind of model a variant, and the studies that compare them, the best ones first; each
+# stands for its repeats, too.
 MODELS = {
-    'decoder': ('{}', ('lm_near_margin', 'lm_dropped', 'lm_sharing', 'lm_added', 'lm_doubled')),
-    'masked LM': ('{}', ('masked_near_margin', 'masked_lm')),
-    'translation': ('qk/vo?encoder_variant={}', ('translation_shared', 'translation')),
+    'decoder': ('{}', ('lm_dropped', 'lm_sharing', 'lm_added', 'lm_doubled')),
+    'masked LM': ('{}', ('masked_lm',)),
+    'translation': ('qk/vo?encoder_variant={}', ('translation',)),
 }
 
 
@@ -86,7 +87,8 @@ def answers(results: Results) -> tuple[Answer, ...]:
         best: dict[tuple[str, str], tuple[Row, Arm]] = {}
         for model, (template, studies) in MODELS.items():
             arm = template.format(variant)
-            pairs = [pair for name in studies for pair in _rows(results, name, model, arm)]
+            names = [repeat for name in studies for repeat in results.newest_first(name)]
+            pairs = [pair for name in names for pair in _rows(results, name, model, arm)]
             for row, baseline in sorted(pairs, key=lambda pair: pair[0].decision == WITHHELD):
                 best.setdefault((model, row.kind), (row, baseline))
         decoders = [baseline for (model, _), (_, baseline) in best.items() if model == 'decoder']
@@ -180,9 +182,15 @@ def export(decided: Iterable[ClaimResult], results: Results, destination: str | 
     """
     decided, destination = list(decided), as_path(destination)
     names = [name for claim in decided for name in claim.studies]
+    names = [repeat for name in names for repeat in reversed(results.newest_first(name))]
     for name in dict.fromkeys([*names, SCALING]):
-        if results.study(name) is not None:
-            export_study(results.directory / name, below(destination, name))
+        loaded = results.study(name)
+        if loaded is None:
+            continue
+        for earlier in loaded.study.earlier:  # without which it cannot be read
+            if earlier.path is not None:
+                export_study(earlier.path, below(destination, earlier.name))
+        export_study(results.directory / name, below(destination, name))
     write(destination, CLAIMS, decided)
     if made := answers(results):
         write(destination, ANSWERS, made)

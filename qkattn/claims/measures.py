@@ -27,6 +27,7 @@ def early(loaded: Loaded) -> list[Row]:
     pairs = {arm.key: (arm, other) for arm, other in _compared(loaded) if not arm.key.control}
     curves = {key: _curves(*pair) for key, pair in pairs.items()}
     withheld = {key: (_withheld(*pair),) * 2 for key, pair in pairs.items()}
+    looks = {key: loaded.study.look(key, other.key) for key, (_, other) in pairs.items()}
     steps = {step for seeds in curves.values() for seed in seeds for step in seed}
     last, rows = max(steps, default=0), []
     planned = loaded.findings.num_comparisons * len(steps - {last})
@@ -36,7 +37,7 @@ def early(loaded: Loaded) -> list[Row]:
             for arm, seeds in curves.items()
         }
         tested = {arm: inference.paired(x, margin) if x else None for arm, x in changes.items()}
-        judged = decision.judge(tested, diverged=withheld, planned=planned)
+        judged = decision.judge(tested, diverged=withheld, planned=planned, looks=looks)
         decided = [one.decision for one in judged.values()]
         changed = sum(one in (Decision.BETTER, Decision.WORSE) for one in decided)
         same = Speaks.AGAINST if {*decided} == {Decision.EQUIVALENT} else Speaks.OPEN

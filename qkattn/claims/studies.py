@@ -1,6 +1,7 @@
 """The studies of claims: configs at a scale, training, and the results of a directory."""
 
 import dataclasses
+import functools
 import logging
 import runpy
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,6 +16,7 @@ from qkattn.jobs.display import waiting
 from qkattn.jobs.output import text_table
 from qkattn.report import write_report
 from qkattn.report.prose import counted
+from qkattn.storage import ledger
 from qkattn.storage.files import check_directory
 from qkattn.storage.records import read_json
 from qkattn.study import local_workers, plan, yardsticks
@@ -68,6 +70,31 @@ class Results:
         loaded = self._read[name]
         return None if isinstance(loaded, ReportError) else loaded
 
+    def newest_first(self, name: str) -> list[str]:
+        """The studies of the directory that repeat one, the last repeat first; then that one."""
+        names = [name]
+        for earlier in names:  # which grows
+            names += [repeat for repeat in self._repeats.get(earlier, ()) if repeat not in names]
+        return names[::-1]
+
+    @functools.cached_property
+    def _repeats(self) -> dict[str, list[str]]:
+        """By the name of a study those that repeat it, in the order in which they began."""
+        began: dict[tuple[str, str], list[str]] = {}
+        for path in sorted(self.directory.glob(f'*/{ledger.NAME}')):
+            try:
+                kept = ledger.read(path)
+            except ReportError:  # of which `problem` tells the reason
+                continue
+            name = path.parent.name
+            repeated = [repeat.study for repeat in kept.repeats if not repeat.is_lost]
+            began[kept.entries[0]['time'], name] = repeated
+        repeats: dict[str, list[str]] = {}
+        for (_, name), repeated in sorted(began.items()):
+            for earlier in repeated:
+                repeats.setdefault(earlier, []).append(name)
+        return repeats
+
     def problem(self, name: str) -> str | None:
         """What a study lacks to decide a claim alone; None if it has the results of its plan."""
         if (loaded := self.study(name)) is None:
@@ -94,10 +121,29 @@ class Results:
 
 
 def studies_of(claims: Iterable[Claim], scale: str) -> dict[str, Study]:
-    """The studies of claims, by name, that configs/claims/NAME.py give at a scale."""
-    names, files = dict.fromkeys(n for claim in claims for n in claim.studies), cli.shipped(CONFIGS)
-    configs = {n: runpy.run_path(str(files[n]))['get_config'](scale) for n in names if n in files}
-    return {name: cast(Study, from_config_dict(config)) for name, config in configs.items()}
+    """The studies of claims, by name, that configs/claims/NAME.py give at a scale.
+
+    With those that repeat them, each behind the study that it repeats.
+    """
+    configs = {
+        name: cast(Study, from_config_dict(runpy.run_path(str(file))['get_config'](scale)))
+        for name, file in cli.shipped(CONFIGS).items()
+    }
+    names = [name for claim in claims for name in claim.studies]
+    for name in names:  # which grows
+        names += [other for other, study in configs.items() if study.repeats == name]
+    ordered: dict[str, Study] = {}
+
+    def add(name: str) -> None:
+        """Adds a study behind the one that it repeats."""
+        if name in configs and name not in ordered:
+            if (repeated := configs[name].repeats) is not None:
+                add(repeated)
+            ordered[name] = configs[name]
+
+    for name in names:
+        add(name)
+    return ordered
 
 
 def check_workdir(studies: Mapping[str, Study], scale: str, directory: Path) -> None:
@@ -135,7 +181,10 @@ def train(studies: Mapping[str, Study], scale: str, directory: Path, workers: in
 
 def report(claims: Iterable[Claim], directory: Path) -> None:
     """Writes the report of each study with newer results; each report counts as a look."""
-    for name in dict.fromkeys(name for claim in claims for name in claim.studies):
+    studies = Results(directory)
+    named = [name for claim in claims for name in claim.studies]
+    repeats = [other for name in named for other in reversed(studies.newest_first(name))]
+    for name in dict.fromkeys(repeats):
         results, page = (directory / name / file for file in ('results.jsonl', 'report.html'))
         times = [path.stat().st_mtime if path.exists() else 0.0 for path in (page, results)]
         if times[0] < times[1] and results.stat().st_size:

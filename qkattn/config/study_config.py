@@ -68,6 +68,9 @@ class Study:
 
     name: str = setting('study', 'Name in the report.')
     question: str | None = setting(None, 'Question in the report.')
+    repeats: str | None = setting(
+        None, 'Study beside this one, by its directory, that other seeds repeat.', path=True
+    )
     base: Config = Config()
     baseline: str = setting('qk/vo', 'The variant to which the others are matched and compared.')
     variants: tuple[str, ...] = setting(

@@ -126,13 +126,19 @@ def clause(
     comparisons: int = 0,
     study: Study | None = None,
     intervals: bool = False,
+    look: int = 1,
 ) -> str:
-    """A code with its data as text; p is corrected for the number of `comparisons`.
+    """A code with its data as text; p is corrected for the `comparisons` and the `look`.
 
     `intervals` says whether the report shows intervals of differences.
     """
     name = f'{type(code).__name__.lower()}_{code.code.name.lower()}'
-    about = {'comparisons': comparisons, 'study': study, 'intervals': intervals}
+    about = {
+        'comparisons': comparisons,
+        'study': study,
+        'intervals': intervals,
+        'look': look,
+    }
     return macro('clauses.j2', name, about, **code.data)[0]
 
 
@@ -158,7 +164,9 @@ def remark(code: Remark, study: Study, intervals: bool = False) -> str:
 
 def reasons(judged: Any) -> str:
     """Why an arm, or what a claim compares, has its verdict."""
-    return '; '.join(clause(why, judged.verdict.num_comparisons) for why in judged.verdict.reasons)
+    verdict = judged.verdict
+    clauses = [clause(why, verdict.num_comparisons, look=verdict.look) for why in verdict.reasons]
+    return '; '.join(clauses)
 
 
 def sentences(template: str, **values: Any) -> list[str]:

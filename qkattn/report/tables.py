@@ -18,7 +18,8 @@ from qkattn.jobs.output import short, text_table, visible
 from qkattn.report import columns, prose
 from qkattn.report.columns import Heading, Table
 from qkattn.report.prose import NONE, interval, one_line, rounded, sentences, words
-from qkattn.stats.inference import LEVEL, POWER
+from qkattn.stats.decision import ALPHA, level
+from qkattn.stats.inference import POWER
 from qkattn.stats.scaling import Interval, Law, Problem
 from qkattn.storage import ledger
 from qkattn.study.arm_key import ArmKey
@@ -238,7 +239,8 @@ def summary(study: Study, findings: Findings) -> list[str]:
 
 def notes(study: Study, findings: Findings) -> list[str]:
     """Notes under the table: the meaning of the numbers and their limits."""
-    about: dict[str, Any] = {'study': study, 'findings': findings, 'level': LEVEL, 'power': POWER}
+    about: dict[str, Any] = {'study': study, 'findings': findings, 'power': POWER}
+    about |= {'alpha': ALPHA, 'level': level}
     return sentences('notes.j2', **about, measures=columns.measured(findings))
 
 

@@ -8,10 +8,33 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from qkattn.stats.inference import LEVEL, MIN_PAIRS, Difference, detectable_difference
+from qkattn.stats.inference import MIN_PAIRS, Difference, detectable_difference
 
 Arm = TypeVar('Arm')
-ALPHA = 1 - LEVEL  # the probability that a study decides any arm falsely, at most
+# The probability that a study and all its repeats decide any arm falsely, at most.
+ALPHA = 0.05
+# The share of what is left of ALPHA that a look leaves for the looks after it.
+LEFT_FOR_REPEATS = 0.2
+
+
+def level(look: int = 1) -> float:
+    """The error rate of one look at a question: 4 % of the first, 0.8 % of the second, 0.16 %, ...
+
+        level(k) = ALPHA (1 - r) r^(k - 1)  with r = LEFT_FOR_REPEATS
+
+    A question that is left open may be asked again, with further seeds. If look k is false with a
+    probability of level(k) at most, that of any false look is at most their sum (Bonferroni), which
+    is ALPHA for any number of looks. How looks depend on each other does not matter, nor does what
+    decides whether there is another one. So to spend ALPHA bit by bit is the simplest form of alpha
+    spending (Lan and DeMets 1983, Biometrika 70:659), for a number of looks that is not planned. To
+    test each of L looks at ALPHA / L would not do: before it is known that there is a second look,
+    the first has spent ALPHA.
+
+    `look` is 1 for a question that no earlier study has asked. ValueError if it is less.
+    """
+    if look < 1:
+        raise ValueError(f'look={look} must be 1 or more')
+    return ALPHA * (1 - LEFT_FOR_REPEATS) * LEFT_FOR_REPEATS ** (look - 1)
 
 
 class Decision(enum.Enum):
@@ -50,13 +73,13 @@ class Judgement:
     """The decision on an arm, and the numbers behind it, which are None if it was not tested."""
 
     decision: Decision  # from the tests alone; UNDECIDED with fewer than 3 pairs
-    # P values after the correction of `judge`: of a difference, of one larger than the margin, and
-    # of equivalence.
+    # P values after the correction of `judge` for arms and looks, to compare with ALPHA: of a
+    # difference, of one larger than the margin, and of equivalence.
     p_holm: float | None = None
     p_margin_holm: float | None = None
     p_equivalence_holm: float | None = None
     # |difference| (nats per token) found with probability 0.8 or more at the strictest level of the
-    # method, alpha / number of arms.
+    # method, level(look) / number of arms.
     detectable: float | None = None
 
 
@@ -65,6 +88,7 @@ def judge(
     *,
     diverged: Mapping[Arm, tuple[int, int]] | None = None,
     planned: int = 0,
+    looks: Mapping[Arm, int] | None = None,
 ) -> dict[Arm, Judgement]:
     """Decides on every arm with at least 3 pairs against the same baseline.
 
@@ -93,7 +117,9 @@ def judge(
     An arm's difference is None if no seed finished in both. `diverged` holds the numbers of
     diverged verdict trials (the arm's, the baseline's) of the arms that had any. `planned` is the
     number of comparisons of the finished study: missing ones are corrected for as p = 1, so that no
-    decision is lost when further arms finish.
+    decision is lost when further arms finish. `looks` holds the number of the look at each arm, 1
+    where it is left out: an arm that an earlier study has compared is tested at `level(look)`. Its
+    p values are multiplied by ALPHA / level(look), so that all are compared with ALPHA.
     """
     # Any: no field of a difference of so many pairs is None, where all errors are known.
     tested: dict[Arm, Any] = {
@@ -102,7 +128,13 @@ def judge(
         if d is not None and d.n >= MIN_PAIRS and d.p is not None
     }
     family = max(planned, len(tested))
-    margins = holm([*(d.p_margin for d in tested.values()), *[1.0] * (family - len(tested))])
+    levels = {arm: level((looks or {}).get(arm, 1)) for arm in differences}
+
+    def for_look(arm: Arm, p: float) -> float:
+        return min(1.0, p * ALPHA / levels[arm])
+
+    p_margins = [for_look(arm, d.p_margin) for arm, d in tested.items()]
+    margins = holm([*p_margins, *[1.0] * (family - len(tested))])
     leaving = [0.0, *sorted(margins)]
 
     def corrected(p: float) -> float:
@@ -111,7 +143,8 @@ def judge(
 
     judgements = dict.fromkeys(differences, Judgement(Decision.UNDECIDED))
     for (arm, d), p_margin in zip(tested.items(), margins, strict=False):
-        p_differs, p_same = corrected(d.p), corrected(d.p_equivalence)
+        p_differs = corrected(for_look(arm, d.p))
+        p_same = corrected(for_look(arm, d.p_equivalence))
         differs, beyond, same = (p <= ALPHA for p in (p_differs, p_margin, p_same))
         arm_diverged, baseline_diverged = (diverged or {}).get(arm, (0, 0))
         decision = Decision.UNDECIDED
@@ -123,7 +156,7 @@ def judge(
             decision = Decision.WORSE if beyond else Decision.WORSE_BELOW_MARGIN
         detectable = max(
             detectable_difference(
-                math.hypot(one.error_seeds, one.error_evaluation), one.df, ALPHA / family
+                math.hypot(one.error_seeds, one.error_evaluation), one.df, levels[arm] / family
             )
             for one in filter(None, (d, d.typical))
         )

@@ -8,12 +8,12 @@ import bisect
 import dataclasses
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import scipy  # whose submodules are imported on first use
 
-LEVEL = 0.95  # of every interval; 1 - LEVEL is the family-wise error rate of every verdict
+LEVEL = 0.95  # of every interval
 POWER = 0.8  # the probability with which a detectable difference is found
 MARGIN = 0.005  # nats per token; arms closer than this are called equivalent
 MIN_PAIRS = 3  # fewer seeds decide nothing
@@ -105,22 +105,28 @@ def paired(
     *,
     evaluation: tuple[float, float | None] | None = (0.0, None),
     tuning: tuple[float, float] = (0.0, 0.0),
+    strata: Sequence[int] | None = None,
 ) -> Difference:
     """The mean of `differences`, arm minus baseline of the same seed (nats per token).
 
     `margin` and `tuning`, the largest losses by which arm and baseline may miss their optimum, are
     in nats per token. `evaluation` is what `evaluation_error` gives, with None for the degrees of
-    freedom of an error that is known exactly; None if it is not known. Raises ValueError for no
-    differences, or one that is not finite.
+    freedom of an error that is known exactly; None if it is not known. `strata` says which study
+    each difference is from: one sample, but each value varies around the mean of its own study, as
+    studies tune to settings of their own. That takes a degree of freedom for each study. Raises
+    ValueError for no differences, or one that is not finite.
     """
     values = tuple(map(float, differences))
+    strata = [0] * len(values) if strata is None else strata
     if not values or not all(map(math.isfinite, values)):
         raise ValueError(f'differences={list(values)} must be one or more finite numbers.')
-    every = _difference(values, margin, evaluation, tuning)
-    kept = typical(values)
+    every = _difference(values, margin, evaluation, tuning, strata)
+    kept = [number for number, is_near in enumerate(_near(values, strata)) if is_near]
     if every.p is None or len(kept) == len(values):
         return every
-    others = _difference(kept, margin, evaluation, tuning)
+    kept_values = [values[number] for number in kept]
+    kept_strata = [strata[number] for number in kept]
+    others = _difference(kept_values, margin, evaluation, tuning, kept_strata)
     both = vars(every), vars(others)
     fields = {name: max(one[name] for one in both) for name in _LARGER}
     fields['low'] = min(one['low'] for one in both)
@@ -134,15 +140,17 @@ def _difference(
     margin: float,
     evaluation: tuple[float, float | None] | None,
     tuning: tuple[float, float],
+    strata: Sequence[int] = (),
 ) -> Difference:
     """The difference of all values, whether they lie apart or not."""
     mean, n = statistics.fmean(values), len(values)
     plain = Difference(mean, n, margin, *tuning)
-    if n < 2 or evaluation is None:
+    num_strata = max(1, len(set(strata)))
+    if n <= num_strata or evaluation is None:
         return plain
-    rounded = _is_rounding(np.subtract(values, mean), mean)
-    sd = 0.0 if rounded else float(np.std(values, ddof=1))
-    error, df = combined([(sd / n**0.5, n - 1), evaluation])
+    apart = _centred(values, strata or [0] * n, np.mean)
+    sd = 0.0 if _is_rounding(apart, mean) else float((apart @ apart / (n - num_strata)) ** 0.5)
+    error, df = combined([(sd / n**0.5, n - num_strata), evaluation])
 
     def tail(excess: float) -> float:
         """Probability that the error of the mean exceeds `excess`."""
@@ -190,11 +198,28 @@ def typical(values: Sequence[float]) -> tuple[float, ...]:
     values cannot raise. All values if there are fewer than MIN_TO_LEAVE_OUT or half of them agree.
     Of 8 normal values one or more lie apart in 5 % of all samples, of 16 in 2 %.
     """
-    median = statistics.median(values)
-    spread = 1.4826 * statistics.median(abs(value - median) for value in values)
-    if len(values) < MIN_TO_LEAVE_OUT or spread <= ROUNDING * abs(median):
-        return tuple(values)
-    return tuple(value for value in values if abs(value - median) <= APART * spread)
+    near = _near(values, [0] * len(values))
+    return tuple(value for value, is_near in zip(values, near, strict=True) if is_near)
+
+
+def _near(values: Sequence[float], strata: Sequence[int]) -> list[bool]:
+    """Which values are `typical`, each compared with the median of its stratum."""
+    apart = np.abs(_centred(values, strata, np.median))
+    spread = 1.4826 * float(np.median(apart))
+    if len(values) < MIN_TO_LEAVE_OUT or spread <= ROUNDING * abs(statistics.median(values)):
+        return [True] * len(values)
+    return (apart <= APART * spread).tolist()
+
+
+def _centred(
+    values: Sequence[float], strata: Sequence[int], centre: Callable[[np.ndarray], float]
+) -> np.ndarray:
+    """The values minus the `centre` of their stratum."""
+    values_N = np.array(values, float)
+    strata_N = np.array(strata)
+    for stratum in set(strata):
+        values_N[strata_N == stratum] -= centre(values_N[strata_N == stratum])
+    return values_N
 
 
 def evaluation_error(nats_SC: np.ndarray, tokens_C: np.ndarray) -> tuple[float, float]:

@@ -5,8 +5,11 @@ other fields, `previous` the hash of the line before: an edited, moved or missin
 chain, a missing last one shows in the files it describes. It protects from mistakes, not fraud.
 
     declared     declaration (SHA-256 of study.json without its command), family, arms, seeds,
-                 margin, post_hoc (false); again where a field that may change does, such as the
-                 question
+                 margin, post_hoc (false); repeats ({study, entry}) of a study that repeats another:
+                 its name, and the hash of the last line of its ledger; again where a field that may
+                 change does, such as the question
+    repeats      study, entry: as above, declared in retrospect (retrospective: true), and why. A
+                 study that is not kept is named as lost: its commit, seeds and arms
     arms_added   arms, family, post_hoc (whether a look came before verdicts), declaration
     looked       look (1, 2, ...), files: `digests`; runs: `seen`
     accepted     code of what would withhold every verdict, and why it does not
@@ -34,6 +37,7 @@ from qkattn.storage.records import ARM_KEY, OUTSIDE, check, metrics_of, parse_js
 NAME = 'ledger.jsonl'
 ADVICE = 'restore it from a copy, or run the study in a new directory'
 DECLARED, ARMS_ADDED, LOOKED, ACCEPTED = 'declared', 'arms_added', 'looked', 'accepted'
+REPEATS = 'repeats'
 ACCEPTABLE = ('uncommitted', 'commits')  # runs with uncommitted changes, or of different commits
 YARDSTICKS = 'yardsticks.json'
 DOCUMENTS_SHA256 = 'documents.sha256'  # of a documents.json that a stored study leaves out
@@ -41,6 +45,24 @@ _SEEN = ('trial', 'status', 'diverged_at', 'num_steps', OUTSIDE)  # and metrics,
 
 Entry = Mapping[str, Any]
 ArmKeys = frozenset[tuple[str | None, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Repeat:
+    """The declaration of a study that it repeats another one."""
+
+    study: str  # the name of the directory of the repeated study
+    entry: str  # hash of the last line of its ledger at that time
+    retrospective: bool = False  # whether it was declared when results were known
+    # Of a study that is not kept: where it was, the seeds of its verdicts, and its arms.
+    commit: str | None = None
+    seeds: tuple[int, ...] = ()
+    arms: ArmKeys = frozenset()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the repeated study is not kept."""
+        return self.commit is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +89,21 @@ class Ledger:
         """
         later = [e for e in self.entries if e.get('post_hoc')]
         return frozenset(arm_key(a) for e in later for a in e['arms'])
+
+    @functools.cached_property
+    def repeats(self) -> tuple[Repeat, ...]:
+        """The studies that it repeats, in the order of their entries."""
+        declared = [e['repeats'] for e in self.entries if e['event'] == DECLARED and 'repeats' in e]
+        repeats = {of['study']: Repeat(of['study'], of['entry']) for of in declared}
+        return (*repeats.values(), *map(_in_retrospect, self._all(REPEATS)))
+
+    def _all(self, event: str) -> list[Entry]:
+        return [entry for entry in self.entries if entry['event'] == event]
+
+    @property
+    def last(self) -> str:
+        """Hash of the last line."""
+        return self.entries[-1]['hash']
 
     @property
     def declaration(self) -> str:
@@ -132,8 +169,21 @@ def append(path: Path, event: str, **data: Any) -> None:
     write_atomic(path, before + json.dumps(entry).encode() + b'\n')
 
 
-def declare(directory: Path, declared: Mapping[str, Any]) -> None:
-    """Enters a study (as in study.json), or what was added to it, under its lock."""
+def _in_retrospect(entry: Entry) -> Repeat:
+    lost = entry.get('lost')
+    if lost is None:
+        return Repeat(entry['study'], entry['entry'], True)
+    arms = frozenset(map(arm_key, lost['arms']))
+    return Repeat(entry['study'], entry['entry'], True, lost['commit'], tuple(lost['seeds']), arms)
+
+
+def declare(
+    directory: Path, declared: Mapping[str, Any], repeats: Mapping[str, str] | None = None
+) -> None:
+    """Enters a study (as in study.json), or what was added to it, under its lock.
+
+    `repeats` is {study, entry} of the study that it repeats.
+    """
     path = directory / NAME
     before = read(path) if path.exists() else None
     if before is not None and before.declaration == digest(declared):
@@ -151,6 +201,8 @@ def declare(directory: Path, declared: Mapping[str, Any]) -> None:
         append(path, ARMS_ADDED, arms=added, post_hoc=late, **common)
     else:
         rest = {name: declared[name] for name in ('arms', 'seeds', 'margin')}
+        if repeats is not None:
+            rest['repeats'] = repeats
         append(path, DECLARED, **common, **rest, post_hoc=False)
 
 

@@ -249,6 +249,8 @@ def broken(study: Study) -> Iterator[str]:
     if study.match is None and len(study.destinations) > 1:
         yield f'destinations={study.destinations} have no effect with match=None; give one'
     if not tuning.seeds:
+        if study.repeats is not None:
+            yield f'repeats={study.repeats!r} needs tuning.seeds: without them there is no verdict'
         for name, values in ({'expected': study.expected} | model_grids).items():
             if values:
                 yield f'{name}={values} need tuning.seeds: without them there is no verdict'

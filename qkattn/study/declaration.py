@@ -20,12 +20,12 @@ from qkattn.config import (
     to_json,
     with_machine_of,
 )
-from qkattn.errors import ConfigError, UnknownFieldError
+from qkattn.errors import ConfigError, ReportError, RunDirectoryError, UnknownFieldError
 from qkattn.storage import ledger, records
 from qkattn.storage.files import without_directories
 from qkattn.storage.leases import locked
 from qkattn.storage.run_directory import command_line
-from qkattn.study import plan, stored
+from qkattn.study import chain, plan, stored
 from qkattn.study.arm_key import LONGER
 from qkattn.study.arms import MatchedArm, resolved
 
@@ -91,7 +91,7 @@ def declare(path: Path, study: Study, arms: Sequence[MatchedArm]) -> dict[str, A
                 'copy, or give another workdir'
             )
         _check_runs(path, study, arms)
-        ledger.declare(path, declared)
+        ledger.declare(path, declared, None if begun else _repeats(path, declared))
         if earlier is None or ledger.digest(earlier) != ledger.digest(declared):
             records.write_json(file, declared)
     return declared
@@ -100,10 +100,25 @@ def declare(path: Path, study: Study, arms: Sequence[MatchedArm]) -> dict[str, A
 def check(path: Path, study: Study, arms: Sequence[MatchedArm]) -> None:
     """Raises ConfigError where `declare` refuses the study; writes nothing."""
     require_no_run(path)
+    require_chain(path, study, arms)
     file = path / 'study.json'
     if file.exists():
         _continued(file, study, records.read_json(file, {}), content(study, arms))
     _check_runs(path, study, arms)
+
+
+def require_chain(path: Path, study: Study, arms: Sequence[MatchedArm]) -> None:
+    """Raises ConfigError if a new study in `path` repeats one that it cannot repeat."""
+    if study.repeats is not None and not (path / ledger.NAME).exists():
+        _repeats(path, content(study, arms))
+
+
+def _repeats(path: Path, declared: dict[str, Any]) -> dict[str, str] | None:
+    """The declaration of what a study repeats; ConfigError where it cannot repeat that."""
+    try:
+        return chain.declared_repeat(path, declared)
+    except (ReportError, RunDirectoryError) as error:
+        raise ConfigError(f'repeats={declared["repeats"]!r}: {error}') from error
 
 
 def _continued(

@@ -73,6 +73,7 @@ def run(study: Study, workdir: str | Path, arms: list[MatchedArm], wanted: int |
     as `worker.run`, and ProcessError if runs are left because workers crashed.
     """
     path, number = check_directory(workdir), 1
+    declaration.require_chain(path, study, arms)
     if wanted != 1:
         declaration.require_no_run(path)
         number = limit(study, arms, wanted, worker.left_of(study, arms, path))

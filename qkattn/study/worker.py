@@ -97,6 +97,7 @@ class _Worker:
         """Checks and declares the study."""
         study, path = self.study, self.path
         declaration.require_no_run(path)
+        declaration.require_chain(path, study, self.arms)
         for name in ('lock', 'leases', 'runs', 'plots'):
             below(path, name)
         # Before the directory is created, so that a refused study leaves nothing behind.

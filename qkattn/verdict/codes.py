@@ -72,6 +72,8 @@ class Comparison:
     validation: float  # the mean difference on the validation split
     correlation: float | None  # Pearson's, over seeds, of the losses of both; None without spread
     num_documents: int | None  # behind the evaluation error; None without losses by document
+    # The seeds of earlier studies among `differences`, by the name of the study.
+    pooled: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,3 +83,4 @@ class Verdict(Judgement):
     # The outcome of the tests, or what is missing and the remarks that block it.
     reasons: tuple[Reason | Remark, ...] = ()
     num_comparisons: int = 0  # the size of the family that the p values are corrected for
+    look: int = 1  # how many studies have asked the question, this one included

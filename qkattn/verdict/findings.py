@@ -18,6 +18,7 @@ from qkattn.verdict.arms import Arm, Decomposition, arms_of, compare, with_basel
 from qkattn.verdict.codes import TEST, VALIDATION, Comparison, Remark, RemarkCode
 from qkattn.verdict.judging import PositiveControl
 from qkattn.verdict.load import Study, load_study
+from qkattn.verdict.repeats import with_earlier
 
 # Remarks that withhold a verdict and leave an estimate.
 UNSURE = (
@@ -104,8 +105,11 @@ def _load(directory: Path, files: Files) -> tuple[Study, Findings]:
 
 
 def find(study: Study) -> Findings:
-    """Computes the findings of a study."""
-    arms = arms_of(study)
+    """Computes the findings of a study, pooled with those of the studies that it repeats.
+
+    Raises as `load_study` where one of these cannot be read.
+    """
+    arms = with_earlier(study, arms_of(study), _of_chain(study))
     remarks = rules.check(study, arms)
     blocks = [remark for remark in remarks if remark.blocks and remark.arm is None]
     arms = tuple(
@@ -134,6 +138,17 @@ def find(study: Study) -> Findings:
         num_comparisons=judging.family_size(study) if study.tuned else 0,
         positive=judging.positive(study, arms, blocks) if study.tuned else (),
     )
+
+
+def _of_chain(study: Study) -> dict[str, tuple[Study, tuple[Arm, ...]]]:
+    """The arms of each earlier study of a chain that is kept, by its name."""
+    known: dict[str, tuple[Study, tuple[Arm, ...]]] = {}
+    for one in study.earlier:
+        if one.path is not None:
+            other, findings = load_findings(one.path)
+            arms = () if findings.blocks else (*findings.arms, *findings.controls)
+            known[one.name] = other, arms
+    return known
 
 
 def _decomposed(

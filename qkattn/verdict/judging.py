@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from qkattn.stats import decision, inference
 from qkattn.stats.decision import ABOVE_ZERO, BELOW_ZERO, DECIDED, Decision, Judgement
 from qkattn.study.arm_key import EQUAL_SHAPE, ArmKey, Expected, parse_expected
-from qkattn.verdict.arms import Arm, compare, with_baselines
+from qkattn.verdict.arms import Arm, compare, num_diverged, with_baselines
 from qkattn.verdict.codes import Comparison, Reason, ReasonCode, Remark, Verdict
 from qkattn.verdict.load import Study
 
@@ -42,9 +42,15 @@ class PositiveControl:
 
 
 def family_size(study: Study) -> int:
-    """How many primary arms are, or ever were, declared for comparison with a baseline."""
-    declared = sum(p.control is None and p.variant != study.baseline for p in study.arms)
-    return max(declared, study.ledger.family)
+    """How many primary arms are, or ever were, declared for comparison with a baseline.
+
+    In any study of the chain: which arms a repeat has may depend on what earlier ones found.
+    """
+    primary = (p for p in study.arms if p.control is None and p.variant != study.baseline)
+    asked = {study.question_of(key) for key in primary}
+    for one in study.earlier:
+        asked |= one.family
+    return max(len(asked), study.ledger.family)
 
 
 def primary(study: Study, arms: Sequence[Arm], blocks: Sequence[Remark]) -> dict[ArmKey, Verdict]:
@@ -68,7 +74,9 @@ def positive(
         and key.control == (EQUAL_SHAPE if expected.equal_shape else None)
     ]
     known = [(expected, cases[key]) for expected, key in effects if key in cases]
-    verdicts = judge(study, [case for _, case in known], blocks, len(effects))
+    others = {text for one in study.earlier for text in one.expected} - {*study.expected}
+    family = len(effects) + len(others) * len(study.sizes) * len(study.corpora)
+    verdicts = judge(study, [case for _, case in known], blocks, family)
     pairs = zip(known, verdicts, strict=True)
     return tuple(PositiveControl(expected, case[0], v) for (expected, case), v in pairs)
 
@@ -92,12 +100,14 @@ def judge(
     lacking = [_lacking(study, *case, blocks) for case in cases]
     compared: dict[int, Comparison | None] = {}
     diverged: dict[int, tuple[int, int]] = {}
+    looks: dict[int, int] = {}
     for number, (arm, baseline) in enumerate(cases):
         if baseline is not None and not lacking[number]:
             compared[number] = compare(arm, baseline, study)
-            diverged[number] = arm.num_diverged, baseline.num_diverged
+            diverged[number] = num_diverged(arm, baseline)
+            looks[number] = study.look(arm.key, baseline.key)
     differences = {number: one.difference if one else None for number, one in compared.items()}
-    judged = decision.judge(differences, diverged=diverged, planned=family)
+    judged = decision.judge(differences, diverged=diverged, planned=family, looks=looks)
     verdicts = [Verdict(Decision.NO_VERDICT, reasons=why) for why in lacking]
     for number, judgement in judged.items():
         decided, comparison = judgement.decision, compared[number]
@@ -108,7 +118,7 @@ def judge(
             means = {'test': comparison.difference.mean, 'validation': comparison.validation}
             reasons.append(Reason(ReasonCode.SPLITS_DISAGREE, {'decision': decided} | means))
             decided = Decision.UNDECIDED
-        numbers = vars(judgement) | {'num_comparisons': family}
+        numbers = vars(judgement) | {'num_comparisons': family, 'look': looks[number]}
         verdicts[number] = Verdict(**numbers | {'decision': decided, 'reasons': tuple(reasons)})
     return verdicts
 

@@ -23,8 +23,9 @@ from qkattn.storage import ledger
 from qkattn.storage.files import Files, as_path
 from qkattn.storage.ledger import Ledger
 from qkattn.storage.records import check, parse_file, read, read_lines
-from qkattn.study import stored
+from qkattn.study import chain, stored
 from qkattn.study.arm_key import CONTROLS, LONGER, ArmKey
+from qkattn.study.chain import Earlier
 from qkattn.study.tuning import KNOBS, SCREENING
 from qkattn.verdict.runs import Run, Trial, parse_arm_key, parse_run, parse_trial, with_files
 
@@ -77,6 +78,7 @@ class Study(config.Study):
     problems: tuple[str, ...] = ()  # sentences about files of runs that could not be read
     # By the key of the baseline; None if they are not recorded.
     yardsticks: Mapping[ArmKey, Yardstick] | None = None
+    earlier: tuple[Earlier, ...] = ()  # the studies of its chain before it
 
     @property
     def tuned(self) -> bool:
@@ -103,6 +105,16 @@ class Study(config.Study):
         """The declared seeds of an arm's verdict run."""
         return (key.control == LONGER and self.controls.longer_seeds) or self.seeds
 
+    def question_of(self, key: ArmKey) -> ArmKey:
+        """What an arm asks, the same in every study of a chain (`chain.question`)."""
+        about = {'baseline': self.baseline, 'destinations': self.destinations}
+        return chain.question(key, about | {'matched': self.match})
+
+    def look(self, key: ArmKey, other: ArmKey) -> int:
+        """How many studies of the chain compare two arms, this one included."""
+        asked = {self.question_of(key), self.question_of(other)}
+        return 1 + sum(asked <= one.questions for one in self.earlier)
+
     def bare(self, variant: str) -> str:
         """A variant without the destination in its name."""
         for destination in self.destinations:
@@ -117,7 +129,8 @@ def load_study(directory: str | Path) -> Study:
     study is unreadable, and if no trial has a result. `Study.problems` names bad files of runs.
     """
     directory = as_path(directory)
-    path, files = directory / 'study.json', stored.opened(directory)
+    path = declared = directory / 'study.json'
+    files = stored.opened(directory)
     if not directory.is_dir():
         problem = 'is a file' if directory.exists() else 'does not exist'
         raise ReportError(f'study directory {str(directory)!r} {problem}.')
@@ -147,6 +160,7 @@ def load_study(directory: str | Path) -> Study:
         problems=tuple(problems),
         yardsticks=yardsticks,
         altered=kept.altered(ledger.seen(files)),
+        earlier=tuple(chain.earlier_studies(directory, kept, parse_file(declared, {}))),
     )
 
 
@@ -161,7 +175,7 @@ def _declared(directory: Path, files: Files, kept: Ledger, record: Any) -> Study
     study = read(
         Study,
         record | {'match': record['matched']},
-        base=from_json(Config, _known(Config, record['base'])),
+        base=from_json(Config, known_settings(Config, record['base'])),
         tuning=read(TuningConfig, tuning or {}),
         controls=read(ControlsConfig, record['controls']),
         grids={} if tuning is None else {knob: tuple(tuning[f'{knob}s']) for knob in KNOBS},
@@ -172,6 +186,7 @@ def _declared(directory: Path, files: Files, kept: Ledger, record: Any) -> Study
         declaration=ledger.digest(record),
         ledger=kept,
         altered={},
+        earlier=(),
     )
     check_section('tuning.', study.tuning)
     if not study.seeds or tuning is not None and not study.tuned:
@@ -186,12 +201,14 @@ def _declared(directory: Path, files: Files, kept: Ledger, record: Any) -> Study
     return study
 
 
-def _known(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+def known_settings(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that this version knows; results of others can be read."""
     kinds = typing.get_type_hints(cls)
     known = {name: value for name, value in values.items() if name in kinds}
     sections = {n: v for n, v in known.items() if dataclasses.is_dataclass(kinds[n])}
-    return known | {n: _known(kinds[n], v) for n, v in sections.items() if isinstance(v, dict)}
+    return known | {
+        n: known_settings(kinds[n], v) for n, v in sections.items() if isinstance(v, dict)
+    }
 
 
 def _read_runs(study: Study) -> list[Run]:

@@ -17,6 +17,7 @@ from qkattn.stats.inference import MIN_DOCUMENTS
 from qkattn.storage import ledger
 from qkattn.storage.records import flat
 from qkattn.study.arm_key import EQUAL_SHAPE, ArmKey
+from qkattn.study.chain import HARMLESS
 from qkattn.study.tuning import KNOBS, MODEL_KNOBS, SCREENING, SINGLE, VERDICT, screening_seeds
 from qkattn.verdict.arms import Arm, with_baselines
 from qkattn.verdict.codes import TEST, Remark, RemarkCode
@@ -33,11 +34,8 @@ MAX_SPREAD = 3.0
 UNCOMMITTED, COMMITS = ledger.ACCEPTABLE
 # The factors of every study, and the shapes that matching solves for.
 _FACTORS = ('score', 'value', 'd_model', 'd_ff', 'num_heads', 'head_size', 'num_layers')
-# Settings that do not affect results; trials are paired by seed whatever the other seeds are.
-_HARMLESS = (
-    *('train.steps_per_dispatch', 'train.log_every', 'train.eval_every', 'train.checkpoint_every'),
-    *('train.lifting', 'train.logits_chunk', 'model.remat', 'model.scan_unroll', 'trials.seeds'),
-)
+# Trials are paired by seed whatever the other seeds are.
+_HARMLESS = (*HARMLESS, 'trials.seeds')
 _MEASURED = ('eval_tokens', 'eval_rows', 'test_tokens')
 _SOFTWARE = ('python', 'git.commit', 'devices.kind', 'devices.platform')
 

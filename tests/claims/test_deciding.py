@@ -71,7 +71,7 @@ def test_a_claim_is_one_family(added):
     """All rows at once are tested at the error rate; to tell them apart, each at its share."""
     names = ('double/double', 'full_size/vo', 'nonlinear_query/vo')
     worse = [expect(name, 'worse', study='lm_added') for name in names]
-    every = [case for expected in worse for case in cases(expected, added.study('lm_added'))]
+    every = [case for expected in worse for case in cases(expected, added.study('lm_added'), added)]
     together, apart = ([*evidence(every, family)] for family in (1, 3))
     sizes = [arm.verdict.num_comparisons for _, arm in together + apart]
     assert sizes == [1, 1, 1, 3, 3, 3]
@@ -114,7 +114,9 @@ def test_fractions_of_training_share_the_error_rate(monkeypatch):
 
 def test_the_distance_from_the_bound_of_a_relation_decides(results):
     """Seeds do not make up for a coarse sweep."""
-    ((row, arm),) = evidence(cases(expect('qk/no_o', 'better'), results.study('fair_small')))
+    ((row, arm),) = evidence(
+        cases(expect('qk/no_o', 'better'), results.study('fair_small'), results)
+    )
     assert needed(row, arm)[1].startswith('a finer sweep (this one may miss')
     known = dataclasses.replace(arm.difference, tuning_low=0.0, tuning_high=0.0)
     coarse = dataclasses.replace(known, tuning_high=0.01)  # of 0.016 to the bound
@@ -218,3 +220,23 @@ def test_measures_decide_by_what_they_read_of_a_study(results, tmp_path, monkeyp
     monkeypatch.undo()
     absent = decide(measured, 'cpu', Results(tmp_path))
     assert absent.verdict is UNDECIDED and absent.missing == ('study fair_small has no results',)
+
+
+def test_the_last_repeat_with_an_arm_decides_a_claim_on_the_first_study():
+    """Whatever study of a chain a claim names, and only for arms that the repeat has."""
+    committed = Results(CLAIMS)
+    assert committed.newest_first('lm_rank') == ['lm_rank_12', 'lm_rank']
+    assert committed.newest_first('heads_depth') == ['lm_near_margin', 'heads_depth']
+    for name, variant, at, decides in (
+        ('lm_rank', 'low_rank(rank=12)/vo', 'matched', 'lm_rank_12'),
+        ('lm_rank', 'low_rank(rank=4)/vo', 'matched', 'lm_rank'),
+        ('lm_rank_12', 'low_rank(rank=12)/vo', 'matched', 'lm_rank_12'),
+        ('translation', 'qk/vo?encoder_variant=shared_qk/vo', 'removed', 'translation_shared'),
+        ('translation', 'qk/vo?encoder_variant=shared_qk/vo', 'matched', 'translation'),
+    ):
+        expected = expect(variant, 'not_worse', study=name, at=at)
+        (case,) = cases(expected, committed.study(name), committed)
+        assert case.name == decides
+        ((row, arm),) = evidence([case])
+        assert (row.study, row.kind) == (decides, at)
+        assert arm.verdict.look == (1 if decides == name != 'lm_rank_12' else 2)

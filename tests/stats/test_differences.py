@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from qkattn.stats import inference
-from qkattn.stats.decision import Decision, holm, judge
+from qkattn.stats.decision import ALPHA, Decision, holm, judge, level
 from qkattn.stats.inference import paired
 
 BETTER, BETTER_BELOW, EQUIVALENT, WORSE_BELOW, WORSE, UNDECIDED, _ = Decision
@@ -213,8 +213,9 @@ def test_an_arm_leaves_the_family_when_it_differs_by_more_than_the_margin():
         judged, margins = judge(arms), holm([d.p_margin for d in arms.values()])
         for alpha, (arm, p_margin) in itertools.product((0.01, 0.05, 0.2), enumerate(margins)):
             left = sum(p > alpha for p in margins)
-            assert judged[arm].p_margin_holm == p_margin
-            differs, same = judged[arm].p_holm, judged[arm].p_equivalence_holm
+            one, first = judged[arm], level(1) / ALPHA
+            assert first * one.p_margin_holm == pytest.approx(p_margin)
+            differs, same = first * one.p_holm, first * one.p_equivalence_holm
             if p_margin > alpha:
                 assert (differs <= alpha) == (arms[arm].p <= alpha / left)
                 assert (same <= alpha) == (arms[arm].p_equivalence <= alpha / left)

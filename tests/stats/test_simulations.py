@@ -232,3 +232,71 @@ def test_studies_rarely_decide_wrongly(true, sd):
     errors = 4 * (0.05 * 0.95 / count) ** 0.5
     assert 0.02 <= wrong(arms) <= 0.05 + errors
     assert abs(wrong(arms[:, :1]) - 0.05) <= errors
+
+
+def asked_again(num_seeds, true, sd, studies, by_the_rule):
+    """The share of questions of arms that are decided falsely when what is undecided is repeated.
+
+    Look k has `num_seeds[k]` seeds. By the rule, a repeat is pooled with the looks before it,
+    corrected for all arms that any of them had, and tested at `decision.level`. Otherwise it counts
+    alone, as if nothing had been asked before.
+    """
+    rng = np.random.default_rng([*num_seeds, len(true), studies])
+    num_false = 0
+    for _ in range(studies):
+        open_arms = dict(enumerate(true))
+        seen = {arm: [] for arm in open_arms}
+        for look, number in enumerate(num_seeds, start=1):
+            baseline_S = rng.normal(0.0, sd / 2**0.5, number)
+            for arm, effect in open_arms.items():
+                values = rng.normal(effect, sd / 2**0.5, number) - baseline_S
+                seen[arm] = [*seen[arm], values] if by_the_rule else [values]
+            differences = {arm: pooled(seen[arm]) for arm in open_arms}
+            looks = dict.fromkeys(open_arms, look if by_the_rule else 1)
+            family = len(true) if by_the_rule else len(open_arms)
+            judged = decision.judge(differences, planned=family, looks=looks)
+            if any(is_false(one.decision, true[arm]) for arm, one in judged.items()):
+                num_false += 1
+                break
+            open_arms = {
+                arm: effect
+                for arm, effect in open_arms.items()
+                if judged[arm].decision is Decision.UNDECIDED
+            }
+            if not open_arms:
+                break
+    return num_false / studies
+
+
+def pooled(samples):
+    strata = [number for number, sample in enumerate(samples) for _ in sample]
+    return inference.paired(np.concatenate(samples), strata=strata)
+
+
+# Seeds of each look: one repeat and two, as large as the first look or larger.
+LOOKS = [(8, 8), (8, 40), (8, 8, 8), (8, 24, 72)]
+
+
+@pytest.mark.parametrize('num_seeds', [(8, 8), (8, 24, 72)])
+def test_a_question_that_is_asked_again_is_rarely_answered_falsely(num_seeds):
+    assert asked_again(num_seeds, (0.0,), 0.02, 300, True) <= 0.05 + 2 * (0.05 / 300) ** 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('num_seeds', LOOKS)
+@pytest.mark.parametrize('effect', [0.0, MARGIN])
+@pytest.mark.parametrize('sd', [0.006, 0.012, 0.03])
+@pytest.mark.parametrize('family', [1, 6])
+def test_repeats_until_all_is_decided_are_false_at_most_once_in_twenty(
+    num_seeds, effect, sd, family
+):
+    studies = 6000 if family == 1 else 1500
+    assert asked_again(num_seeds, (effect,) * family, sd, studies, True) <= ALLOWED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(('num_seeds', 'rate'), [((8, 8), 0.065), ((8, 8, 8), 0.095)])
+def test_without_the_rule_repeats_are_false_more_often(monkeypatch, num_seeds, rate):
+    """If each look spends 5 %, as if it were the only one."""
+    monkeypatch.setattr(decision, 'LEFT_FOR_REPEATS', 0.0)
+    assert asked_again(num_seeds, (0.0,), 0.02, 2000, False) >= rate

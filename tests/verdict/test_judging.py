@@ -8,6 +8,7 @@ import pytest
 
 from qkattn.report import tables
 from qkattn.stats import inference
+from qkattn.stats.decision import ALPHA, level
 from qkattn.storage import ledger
 from qkattn.study.arm_key import EQUAL_SHAPE, EXPECTED, LONGER
 from qkattn.verdict import Decision, ReasonCode, RemarkCode, find, judging, load_study
@@ -144,7 +145,7 @@ def test_the_family_is_the_widest_that_was_declared(study_dir):
     ledger.declare(study_dir, json.loads((study_dir / 'study.json').read_text()))
     b = find(load_study(study_dir)).arms[1]
     assert b.verdict.num_comparisons == 2
-    assert b.verdict.p_holm == pytest.approx(2 * b.difference.p)
+    assert b.verdict.p_holm == pytest.approx(2 * b.difference.p * ALPHA / level(1))
 
 
 LOWER = BASE - 0.03 + NOISE

@@ -1,0 +1,143 @@
+"""A study that repeats another one: what its ledger declares, and what is refused."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+
+from qkattn.config import TuningConfig
+from qkattn.errors import ReportError
+from qkattn.storage import ledger
+from qkattn.storage.records import read_json
+from qkattn.study import chain, declaration
+from qkattn.study.arm_key import EQUAL_SHAPE, ArmKey
+from qkattn.study.arms import build_arms
+from tests.refusals import refused
+from tests.study.test_plan import STUDY, changed
+
+FRESH = (20, 21, 22, 23)
+OTHER = 'qk/vo?num_heads=2'  # a variant that the first study does not have
+
+
+def repeat_of(name, **changes):
+    return changed(STUDY, trials={'seeds': FRESH}, repeats=name, **changes)
+
+
+def declare(path, study):
+    declaration.declare(path, study, build_arms(study))
+    return ledger.read(path / ledger.NAME)
+
+
+@pytest.fixture(scope='module')
+def first(tmp_path_factory):
+    """A directory with a study named first, and a repeat of it named second."""
+    path = tmp_path_factory.mktemp('chain')
+    declare(path / 'first', STUDY)
+    declare(path / 'second', repeat_of('first'))
+    return path
+
+
+@pytest.fixture
+def beside(first, tmp_path):
+    shutil.copytree(first, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def earlier(path):
+    kept = ledger.read(path / ledger.NAME)
+    return chain.earlier_studies(path, kept, read_json(path / 'study.json', {}))
+
+
+def test_a_repeat_declares_the_end_of_the_other_ledger(beside):
+    last = ledger.read(beside / 'first' / ledger.NAME).last
+    assert read_json(beside / 'second/study.json', {})['repeats'] == 'first'
+    (repeat,) = ledger.read(beside / 'second' / ledger.NAME).repeats
+    assert repeat == ledger.Repeat('first', last)
+
+
+def test_repeats_of_repeats_are_one_chain(beside):
+    declare(beside / 'third', changed(trials={'seeds': (30, 31, 32)}, repeats='second'))
+    assert [one.name for one in earlier(beside / 'third')] == ['second', 'first']
+
+
+def test_a_repeat_goes_on_when_the_other_ledger_has_grown(beside):
+    ledger.append(beside / 'first' / ledger.NAME, 'accepted', code='commits', why='docs')
+    assert [one.name for one in earlier(beside / 'second')] == ['first']
+    entries = (beside / 'second' / ledger.NAME).read_bytes()
+    declare(beside / 'second', repeat_of('first'))
+    assert (beside / 'second' / ledger.NAME).read_bytes() == entries
+
+
+@pytest.mark.parametrize(
+    ('study', 'says'),
+    [
+        (repeat_of('none'), "no study 'none' in .*give the name of a study beside the workdir"),
+        (repeat_of('../first'), 'is no name of a directory'),
+        (repeat_of('new'), 'a study does not repeat itself'),
+        (repeat_of('first', margin=0.02), 'differs in margin: 0.005 -> 0.02; a repeat may differ'),
+        (repeat_of('first', train={'num_steps': 1200}), 'base.train.num_steps: .* -> 1200'),
+        (repeat_of('first', variants=('qk/vo', OTHER)), 'compares none of the variants'),
+        (changed(repeats='first'), r"'first', .* have the seeds .* be others"),
+        (repeat_of('second'), r"'second', .* have the seeds \(20, 21, 22, 23\), too"),
+    ],
+)
+def test_what_a_study_cannot_repeat_is_refused_before_anything_is_written(first, study, says):
+    arms = build_arms(study)
+    with refused(f'repeats={study.repeats!r}: .*{says}'):
+        declaration.require_chain(first / 'new', study, arms)
+    assert not (first / 'new').exists()
+
+
+def test_a_repeat_without_tuning_is_refused():
+    study = dataclasses.replace(repeat_of('first'), tuning=TuningConfig())
+    with refused("repeats='first' needs tuning.seeds"):
+        build_arms(study)
+
+
+def replaced(path):
+    """Another study in the directory of the first one."""
+    shutil.rmtree(path / 'first')
+    declare(path / 'first', changed(STUDY, margin=0.02))
+
+
+def circle(path):
+    last = ledger.read(path / 'second' / ledger.NAME).last
+    about = {'study': 'second', 'entry': last, 'retrospective': True, 'why': 'x'}
+    ledger.append(path / 'first' / ledger.NAME, 'repeats', **about)
+
+
+def undeclared(path):
+    file = path / 'first/study.json'
+    file.write_text(json.dumps(read_json(file, {}) | {'repeats': 'second'}))
+
+
+@pytest.mark.parametrize(
+    ('damage', 'name', 'says'),
+    [
+        (lambda path: shutil.rmtree(path / 'first'), 'second', "repeats the study 'first', which"),
+        (replaced, 'second', "repeats 'first' as of the entry .* does not have"),
+        (circle, 'second', 'closes a circle of repeats: second -> first -> second'),
+        (undeclared, 'first', "repeats 'second', which .* does not declare"),
+    ],
+)
+def test_a_chain_whose_ledgers_disagree_is_refused(beside, damage, name, says):
+    damage(beside)
+    with refused(says, ReportError):
+        earlier(beside / name)
+
+
+@pytest.mark.parametrize(
+    ('key', 'matched', 'destinations', 'expected'),
+    [
+        (('qk/vo', None), 'total', ['d_model'], ('qk/vo', None)),
+        (('a/vo', None), 'total', ['d_model'], ('a/vo [d_model]', None)),
+        (('a/vo [d_ff]', None), 'total', ['d_model', 'd_ff'], ('a/vo [d_ff]', None)),
+        (('a/vo', EQUAL_SHAPE), 'total', ['d_model'], ('a/vo', EQUAL_SHAPE)),
+        (('a/vo', None), None, ['d_model'], ('a/vo', EQUAL_SHAPE)),
+    ],
+)
+def test_a_question_is_the_same_in_every_study_that_asks_it(key, matched, destinations, expected):
+    about = {'baseline': 'qk/vo', 'matched': matched, 'destinations': destinations}
+    arm = ArmKey(key[0], 'd_model=32', 'stdlib', key[1])
+    assert chain.question(arm, about)[::3] == expected

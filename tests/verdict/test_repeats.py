@@ -1,0 +1,127 @@
+"""Verdicts of a study that repeats another one: pooled, and as a further look."""
+
+import numpy as np
+import pytest
+
+from qkattn.errors import ReportError
+from qkattn.report import verify, write_report
+from qkattn.stats import inference
+from qkattn.stats.decision import ALPHA, level
+from qkattn.storage import ledger
+from qkattn.verdict import load_findings, load_study
+from tests import studies
+from tests.refusals import refused
+
+FRESH = (20, 21, 22, 23, 24, 25)
+NOISE = 0.003 * np.array([3, -1, 2, 0, -2, 1, -3, 1])
+
+
+def arm(variant, delta, seeds=studies.VERDICT_SEEDS):
+    losses = 2 + 0.05 * np.arange(len(seeds)) + delta + (delta != 0) * NOISE[: len(seeds)]
+    return studies.tuned_arm(variant, losses=losses.tolist(), seeds=seeds)
+
+
+def declare_repeat(directory, name, **fields):
+    last = ledger.read(directory.parent / name / ledger.NAME).last
+    about = {'study': name, 'entry': last, 'retrospective': True, 'why': 'left open'} | fields
+    ledger.append(directory / ledger.NAME, ledger.REPEATS, **about)
+
+
+@pytest.fixture
+def repeated(tmp_path):
+    """A study of two arms, and a repeat of one of them beside it."""
+    records = [*arm('qk/vo', 0), *arm('b/vo', 0.004), *arm('c/vo', 0.03)]
+    studies.write_tuned(tmp_path / 'first', records)
+    records = [*arm('qk/vo', 0, FRESH), *arm('b/vo', 0.006, FRESH)]
+    studies.write_tuned(tmp_path / 'second', records, seeds=list(FRESH))
+    declare_repeat(tmp_path / 'second', 'first')
+    return tmp_path
+
+
+def compared(directory, variant='b/vo'):
+    return next(one for one in load_findings(directory)[1].arms if one.variant == variant)
+
+
+def test_a_repeat_pools_the_seeds_of_both_studies(repeated):
+    one, both = compared(repeated / 'first'), compared(repeated / 'second')
+    assert both.comparison.pooled == {'first': 8} and both.difference.n == 14
+    assert sorted(both.comparison.differences) == [*studies.VERDICT_SEEDS, *FRESH]
+    own = [v for seed, v in both.comparison.differences.items() if seed in FRESH]
+    earlier = list(one.comparison.differences.values())
+    assert both.difference.mean == pytest.approx(np.mean([*own, *earlier]))
+    squares = [np.var(values) * len(values) for values in (own, earlier)]
+    assert both.difference.sd == pytest.approx((sum(squares) / (14 - 2)) ** 0.5)
+
+
+def test_the_bound_of_tuning_is_the_mean_of_both_by_their_seeds(repeated):
+    one, both = compared(repeated / 'first'), compared(repeated / 'second')
+    bounds = [sum(s.at_worst for s in arm.sweeps.values()) for arm in (both, one)]
+    assert both.difference.tuning_low == pytest.approx((6 * bounds[0] + 8 * bounds[1]) / 14)
+
+
+def test_a_repeat_is_a_second_look_in_the_family_of_both(repeated):
+    verdict = compared(repeated / 'second').verdict
+    assert (verdict.look, verdict.num_comparisons) == (2, 2)
+    p = compared(repeated / 'second').difference.p
+    assert verdict.p_holm == pytest.approx(min(1.0, 2 * p * ALPHA / level(2)))
+    assert compared(repeated / 'first').verdict.look == 1
+
+
+def test_a_study_that_is_not_kept_counts_as_a_look(repeated):
+    key = {'size': 'd_model=128', 'corpus': 'stdlib', 'control': None}
+    arms = [{'variant': variant} | key for variant in ('qk/vo', 'b/vo', 'd/vo')]
+    lost = {'commit': 'abc', 'seeds': [0, 1, 2], 'arms': arms}
+    about = {'study': 'zeroth', 'entry': '0' * 64, 'retrospective': True, 'why': 'replaced'}
+    ledger.append(repeated / 'first' / ledger.NAME, ledger.REPEATS, lost=lost, **about)
+    for name, look, family in (('first', 2, 3), ('second', 3, 3)):
+        verdict = compared(repeated / name).verdict
+        assert (verdict.look, verdict.num_comparisons) == (look, family)
+    assert compared(repeated / 'first', 'c/vo').verdict.look == 1
+
+
+def smoothed(directory):
+    """The study as if its runs had trained with label smoothing."""
+    lines = studies.read_lines(directory / 'plan.jsonl')
+    for line in lines:
+        line['config']['train']['label_smoothing'] = 0.1
+    studies.write_lines(directory / 'plan.jsonl', lines)
+
+
+def untrained(directory):
+    (directory / ledger.YARDSTICKS).unlink()
+
+
+@pytest.mark.parametrize('change', [smoothed, untrained])
+def test_what_is_not_pooled_still_counts_as_a_look(repeated, change):
+    change(repeated / 'first')
+    arm = compared(repeated / 'second')
+    assert (arm.comparison.pooled, arm.difference.n, arm.verdict.look) == ({}, 6, 2)
+
+
+def test_a_shared_seed_of_one_question_is_refused(repeated):
+    studies.write_tuned(repeated / 'second', [*arm('qk/vo', 0), *arm('b/vo', 0.006)])
+    declare_repeat(repeated / 'second', 'first')
+    with refused('second and first, of the chain of .*, share the seeds', ReportError):
+        load_study(repeated / 'second')
+
+
+@pytest.mark.parametrize('call', [write_report, verify.check_study])
+def test_reports_and_verification_find_a_ledger_that_is_not_the_declared_one(repeated, call):
+    studies.write_tuned(repeated / 'first', [*arm('qk/vo', 0), *arm('b/vo', 0.004)], margin=0.02)
+    with refused("repeats 'first' as of the entry .* does not have", ReportError):
+        call(repeated / 'second')
+
+
+def test_a_table_names_the_study_and_the_look(repeated):
+    write_report(repeated / 'second')
+    table = (repeated / 'second/table.md').read_text()
+    assert 'Earlier study of its questions: first, as was declared in retrospect' in table
+    assert 'pooled with those of this study: b/vo (8)' in table and 'b/vo 2; others 1' in table
+
+
+def test_a_study_alone_is_a_sample_of_one_stratum():
+    values = np.random.default_rng(0).normal(0.01, 0.01, 9)
+    assert inference.paired(values, strata=[0] * 9) == inference.paired(values)
+    apart = [*values, *(values + 5)]
+    two = inference.paired(apart, strata=[0] * 9 + [1] * 9)
+    assert two.sd == pytest.approx(float(np.std(values, ddof=1))) and two.df == 16
