@@ -43,6 +43,7 @@ from qkattn.train.program import stack_program
 from qkattn.train.sharding import make_mesh
 
 ORDERS = 6
+NEIGHBOURS = 5  # of a masked token
 # Counts of more tokens take more memory than they lower the loss; the file says how many were.
 MAX_TOKENS = 2**23
 EARLY = 4
@@ -166,34 +167,34 @@ def _counted(config: Config, rows: LanguageRows | MaskedRows) -> _Record:
         parts = list(pipeline.eval_batches(rows, split, batch_size=1024, max_rows=most))
         splits[split] = {n: np.concatenate([part[n] for part in parts]) for n in parts[0]}
     if isinstance(rows, MaskedRows):
-        task, names = 'masked', ['frequencies', 'one neighbour', 'both neighbours']
-        nats = _between(rows, text_RL, list(splits.values()))
+        task, names = 'masked', ['frequencies', 'nearest visible neighbour']
+        names += [f'{n} nearest visible neighbours' for n in range(2, NEIGHBOURS + 1)]
+        nats = ngrams.masked_losses(
+            text_RL,
+            [_hidden(rows, batch) for batch in splits.values()],
+            NEIGHBOURS,
+            rows.vocab_size,
+        )
+        weights = [np.ones(nats_OM.shape[1]) for nats_OM in nats]  # targets alone
     else:
         task, names = 'language', [f'{order}-gram' for order in range(1, ORDERS + 1)]
         counted = ngrams.preceding(text_RL, ORDERS - 1)
         texts = [_tokens(rows, batch) for batch in splits.values()]
         sets = [ngrams.preceding(text, ORDERS - 1) for text in texts]
         nats = ngrams.losses(*counted, sets, rows.vocab_size)
+        weights = [batch['loss_weights_BT'].ravel() for batch in splits.values()]
     losses = {}
-    for (split, batch), nats_OM in zip(splits.items(), nats, strict=True):
-        means_O = np.average(nats_OM, axis=1, weights=batch['loss_weights_BT'].ravel())
+    for split, nats_OM, weights_M in zip(splits, nats, weights, strict=True):
+        means_O = np.average(nats_OM, axis=1, weights=weights_M)
         losses[PREFIXES[split]] = dict(zip(names, means_O.tolist(), strict=True))
     return {'task': task, 'tokens': number * rows.length, 'losses': losses}
 
 
-def _between(rows: MaskedRows, text_RT: np.ndarray, splits: list[Batch]) -> list[np.ndarray]:
-    """Counts of a token's neighbours; of a target whose left one is hidden, of its right one."""
-    sides, nats = ngrams.neighbours(text_RT), []
-    shown = [np.where(b['tokens_BT'] == rows.mask, ngrams.MISSING, b['tokens_BT']) for b in splits]
-    contexts = list(map(ngrams.neighbours, shown))
-    for order in (slice(None), slice(None, None, -1)):
-        pairs = zip(contexts, splits, strict=True)
-        sets = [(contexts_KM[order], batch['targets_BT'].ravel()) for contexts_KM, batch in pairs]
-        nats.append(ngrams.losses(sides[order], text_RT.ravel(), sets, rows.vocab_size))
-    return [
-        np.where(contexts_KM[0] == ngrams.MISSING, right_OM, left_OM)
-        for contexts_KM, left_OM, right_OM in zip(contexts, *nats, strict=True)
-    ]
+def _hidden(rows: MaskedRows, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What a model sees of evaluated rows, the rows themselves, and where they are targets."""
+    tokens_BT = batch['tokens_BT']
+    shown_BT = np.where(tokens_BT == rows.mask, ngrams.MISSING, tokens_BT)
+    return shown_BT, batch['targets_BT'], batch['loss_weights_BT'] > 0
 
 
 def _run(path: Path, run: _Record, config: Config, results: list[_Record]) -> _Record:
