@@ -1,12 +1,13 @@
-"""Yardsticks of a study: losses that its baseline has to beat before arms are compared.
+"""Yardsticks of a study: what its baseline has to beat before arms are compared.
 
-Recorded once, when training is finished, from the data that the models saw and from the checkpoints
-of the baseline's verdict runs that are still there:
+Recorded when training is finished, from the data that the models saw and from the checkpoints of
+the baseline's verdict runs that are still there:
 
     yardsticks.json
       groups   of each size, corpus and length of training: the task, the tokens that its models
                saw, the tokens counted, and on each evaluation split the losses (nats/token) of
-               counts of these tokens, by name; of a translation none
+               counts of these tokens, by name; of a translation the BLEU of IBM model 1 on
+               the sentences that its models translate; the definition (`yardstick_definitions`)
       runs     of each of its verdict runs the trials: loss; of a language model at position 4
                ('early') and over the last half of the context ('late'), of a translator with the
                sources shuffled; or why not
@@ -24,19 +25,22 @@ from qkattn.config import Config, MeshConfig, from_json
 from qkattn.data import pipeline
 from qkattn.data.tasks.language import LanguageRows, MaskedRows
 from qkattn.data.tasks.rows import Batch, Rows
-from qkattn.data.tasks.task_registry import rows_of, task_of
+from qkattn.data.tasks.task_registry import rows_of
 from qkattn.data.tasks.translation import TranslationRows
+from qkattn.decode.translate import translation_scores
 from qkattn.errors import CheckpointError, ConfigError
 from qkattn.jobs.display import waiting
 from qkattn.metrics import PREFIXES
 from qkattn.model.transformer import cross_entropy
-from qkattn.stats import ngrams
+from qkattn.stats import ibm1, ngrams
 from qkattn.storage import records
 from qkattn.storage.files import absolute
 from qkattn.storage.ledger import YARDSTICKS
 from qkattn.storage.run_directory import describe_start
+from qkattn.study import stored
 from qkattn.study.arm_key import EQUAL_SHAPE, LONGER
 from qkattn.study.tuning import SCREENING, VERDICT
+from qkattn.study.yardstick_definitions import DEFINITIONS, is_current
 from qkattn.train import step
 from qkattn.train.exported import load_stack
 from qkattn.train.program import stack_program
@@ -58,49 +62,59 @@ _Record = dict[str, Any]
 def record(directory: str | Path) -> list[str]:
     """Writes yardsticks.json into a study's directory; what it holds already is kept.
 
-    Returns why yardsticks of a size and corpus could not be computed, a sentence each. Raises
-    ConfigError for a directory without the files of a study.
+    A group of an earlier definition is recorded again. Returns why yardsticks of a size and corpus
+    could not be computed, a sentence each. Raises ConfigError for a directory without the files of
+    a study.
     """
     if jax.process_count() > 1:  # reading checkpoints would take all of them
         return ['the job has several processes']
     path = absolute(directory)
-    baseline = records.read_json(path / 'study.json', {'baseline': str})['baseline']
-    results: dict[str, list[_Record]] = {}
-    for result in records.read_lines(path / 'results.jsonl', {}, take=records.check_result):
-        results.setdefault(result['run'], []).append(result)
+    files = stored.opened(path)
     before: _Record = {'groups': [], 'runs': []}
     if (path / YARDSTICKS).exists():
         before = records.read_json(path / YARDSTICKS, dict.fromkeys(before, tuple[dict, ...]))
-    known = {group['run']: group for group in before['groups']}
-    measured = {run['run']: run for run in before['runs'] if run['trials'] is not None}
+    groups = {group['run']: group for group in before['groups']}
+    runs = {run['run']: run for run in before['runs']}
     problems: dict[str, None] = {}
     made: dict[str, list[_Record]] = {'groups': [], 'runs': []}
     counted: dict[tuple, _Record] = {}
-    schema = records.ARM_KEY | {'run': str, 'stage': str, 'trials': int, 'config': dict}
-    for run in records.read_lines(path / 'plan.jsonl', schema):
-        name, of_run = run['run'], results.get(run['run'], [])
-        is_baseline = run['variant'] == baseline and run['control'] != EQUAL_SHAPE
-        finished = records.FINISHED in [result['status'] for result in of_run]
-        if run['stage'] == SCREENING or not is_baseline or not finished:
-            continue
-        config: Config = from_json(Config, run['config'])
-        group = {'size': run['size'], 'corpus': run['corpus'], 'longer': run['control'] == LONGER}
+    for run, results in _of_baseline(path, files):
+        name, config = run['run'], from_json(Config, run['config'])
         # What the losses of counts depend on.
         key = config.data, config.model.context, config.train.num_steps, config.trials.seeds[0]
         try:
-            if name not in known and key not in counted:
-                counted[key] = _group(config, of_run[0])
-            made['groups'].append(known.get(name) or {'run': name} | group | counted[key])
-            if run['stage'] == VERDICT:
-                about = {'run': name} | {field: run[field] for field in records.ARM_KEY}
-                made['runs'].append(measured.get(name) or about | _run(path, run, config, of_run))
-        except ConfigError as error:
+            if name not in groups or not is_current(groups[name]):
+                if key not in counted:
+                    counted[key] = _group(config, results[0])
+                about = {field: run[field] for field in ('run', 'size', 'corpus')}
+                groups[name] = about | {'longer': run['control'] == LONGER} | counted[key]
+            if run['stage'] == VERDICT and runs.get(name, {}).get('trials') is None:
+                about = {field: run[field] for field in ('run', *records.ARM_KEY)}
+                runs[name] = about | _run(files, run, config, results)
+        except ConfigError as error:  # then what is recorded is kept
             problems[f'{run["size"]}, {run["corpus"]}: {error}'] = None
-    if any(one not in before[name] for name, new in made.items() for one in new):
+        made['groups'] += [groups[name]] if name in groups else []
+        made['runs'] += [runs[name]] if name in runs else []
+    if any(new not in before[name] for name, several in made.items() for new in several):
         start = describe_start()
         about = {'recorded': start['started'], 'start': {key: start[key] for key in records.START}}
         records.write_json(path / YARDSTICKS, about | records.to_jsonable(made))
     return list(problems)
+
+
+def _of_baseline(path: Path, files: Path) -> Iterator[tuple[_Record, list[_Record]]]:
+    """The finished runs of the baseline but those of screening, each with its results."""
+    baseline = records.read_json(path / 'study.json', {'baseline': str})['baseline']
+    results: dict[str, list[_Record]] = {}
+    for result in records.read_lines(files / 'results.jsonl', {}, take=records.check_result):
+        results.setdefault(result['run'], []).append(result)
+    schema = records.ARM_KEY | {'run': str, 'stage': str, 'trials': int, 'config': dict}
+    for run in records.read_lines(files / 'plan.jsonl', schema):
+        of_run = results.get(run['run'], [])
+        is_baseline = run['variant'] == baseline and run['control'] != EQUAL_SHAPE
+        is_finished = any(result['status'] == records.FINISHED for result in of_run)
+        if is_baseline and is_finished and run['stage'] != SCREENING:
+            yield run, of_run
 
 
 def record_finished(directory: Path) -> None:
@@ -118,18 +132,44 @@ def record_finished(directory: Path) -> None:
 def _group(config: Config, result: Mapping[str, Any]) -> _Record:
     """The tokens that models of this config saw, and the losses of counts of them."""
     seen = config.train.num_steps * config.train.batch_size * config.model.context
-    about = {'task': 'translation', 'seen': seen, 'tokens': None, 'losses': {}}
-    if issubclass(task_of(config), TranslationRows):
-        return about
+    about = {'seen': seen, 'tokens': None, 'losses': {}}
     rows = _same_rows(config, result)
-    if isinstance(rows, LanguageRows | MaskedRows):
-        return about | _counted(config, rows)
+    if isinstance(rows, TranslationRows):
+        measured = {'task': 'translation', 'bleu': _word_by_word(config, rows)}
+    elif isinstance(rows, LanguageRows | MaskedRows):
+        measured = _counted(config, rows)
+    else:
+        measured = {'task': 'probe', 'losses': _chance(rows)}
+    return about | measured | {'definition': DEFINITIONS[measured['task']]}
+
+
+def _chance(rows: Rows) -> _Record:
+    """The losses of a probe's token frequencies, or of all tokens alike."""
     losses = {}
     for split in rows.splits[1:]:
         nats = rows.unigram_nats(split)
         chance = float(np.log(rows.vocab_size)) if nats is None else nats
         losses[PREFIXES[split]] = {'chance': chance}
-    return about | {'task': 'probe', 'losses': losses}
+    return losses
+
+
+def _word_by_word(config: Config, rows: TranslationRows) -> _Record:
+    """The BLEU of IBM model 1 on the sentences that models of this config translate."""
+    decode = rows.pairs.source.tokenizer.decode
+
+    def texts(split: str) -> list[tuple[str, str]]:
+        sides = [map(decode, side) for side in rows.pairs.sentences(split)]
+        return list(zip(*sides, strict=True))
+
+    dictionary = ibm1.fit(texts('train'))
+    scores = {}
+    for split in rows.splits[1:]:
+        pairs = texts(split)[: config.decode.max_sources]
+        translations = [dictionary.translate(source) for source, _ in pairs]
+        references = [target for _, target in pairs]
+        measured = translation_scores(translations, references, lowercase=config.data.lowercase)
+        scores[PREFIXES[split]] = measured['bleu']
+    return scores
 
 
 def _same_rows(config: Config, result: Mapping[str, Any]) -> Rows:

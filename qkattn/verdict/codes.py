@@ -31,6 +31,7 @@ class RemarkCode(enum.Enum):
     # Of a baseline, or of the study: whether its models are trained enough to compare.
     NO_YARDSTICK, BELOW_YARDSTICK, LITTLE_CONTEXT = range(19, 22)
     LOW_BLEU, SOURCES_UNUSED, BIMODAL_SEEDS = range(22, 25)
+    OUTDATED_YARDSTICK = 25
 
 
 class ReasonCode(enum.Enum):

@@ -24,7 +24,7 @@ UNSURE = (
     *(RemarkCode.NOT_BRACKETED, RemarkCode.UNBOUNDED_OPTIMUM, RemarkCode.FEW_DOCUMENTS),
     *(RemarkCode.NO_TEST, RemarkCode.POST_HOC, RemarkCode.NO_YARDSTICK, RemarkCode.BIMODAL_SEEDS),
     *(RemarkCode.BELOW_YARDSTICK, RemarkCode.LITTLE_CONTEXT),
-    *(RemarkCode.LOW_BLEU, RemarkCode.SOURCES_UNUSED),
+    *(RemarkCode.OUTDATED_YARDSTICK, RemarkCode.LOW_BLEU, RemarkCode.SOURCES_UNUSED),
 )
 
 

@@ -26,6 +26,7 @@ from qkattn.storage.records import check, parse_file, read, read_lines
 from qkattn.study import stored
 from qkattn.study.arm_key import CONTROLS, LONGER, ArmKey
 from qkattn.study.tuning import KNOBS, SCREENING
+from qkattn.study.yardstick_definitions import is_current
 from qkattn.verdict.runs import Run, Trial, parse_arm_key, parse_run, parse_trial, with_files
 
 # plan.jsonl and results.jsonl are made from the runs.
@@ -50,6 +51,8 @@ class Yardstick:
     losses: Mapping[str, Mapping[str, float]]
     gain: float | None  # fall of the loss from position 4 to the last half of the context
     sources: float | None  # rise of the loss with the sources of other pairs
+    bleu: Mapping[str, float]  # of IBM model 1, by split; empty but for a translation
+    is_current: bool  # whether it is recorded by the definition of this version
 
     def best(self, split: str) -> tuple[str, float] | None:
         """The name and the loss of the lowest on a split; None where nothing was counted."""
@@ -240,5 +243,8 @@ def _yardsticks(path: Path, baseline: str) -> dict[ArmKey, Yardstick]:
         trials = measured.get(key, [])
         gain = mean([t['early'] - t['late'] for t in trials if t['early'] and t['late']])
         sources = mean([t['shuffled'] - t['loss'] for t in trials if t['shuffled']])
-        yardsticks[key] = read(Yardstick, group, gain=gain, sources=sources)
+        measures: dict[str, Any] = {'gain': gain, 'sources': sources}
+        measures |= {'bleu': group.get('bleu', {}), 'is_current': is_current(group)}
+        check(measures['bleu'], dict.fromkeys(measures['bleu'], float))
+        yardsticks[key] = read(Yardstick, group, **measures)
     return yardsticks

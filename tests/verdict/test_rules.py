@@ -243,7 +243,10 @@ def against(test):
 
 BELOW = {'split': 'test', 'loss': MEAN, 'name': '5-gram', 'tokens': 307200, 'yardstick': MEAN}
 GAIN, COST = {'gain': 0.1, 'needed': 0.1}, {'cost': 0.5, 'needed': 0.5}
-TRANSLATION = {'task': 'translation', 'losses': {}, 'tokens': None}
+TRANSLATION = {'task': 'translation', 'losses': {}, 'tokens': None, 'definition': 2}
+TRANSLATION |= {'bleu': {'val': 4.0, 'test': 5.0}}
+MASKED = {'task': 'masked', 'definition': 2}
+LOW_BLEU = {'bleu': 14.9, 'word_by_word': 5.0, 'needed': 15.0}
 
 
 @pytest.mark.parametrize(
@@ -256,7 +259,11 @@ TRANSLATION = {'task': 'translation', 'losses': {}, 'tokens': None}
         ({}, measured(early=2.0, late=1.9 - 1e-6), None, []),
         ({}, measured(early=None, late=None), None, []),
         (TRANSLATION, measured(shuffled=2.4 + 1e-6), 15.0, []),
-        (TRANSLATION, measured(), 14.9, [('LOW_BLEU', {'bleu': 14.9, 'needed': 15.0})]),
+        (TRANSLATION, measured(), 14.9, [('LOW_BLEU', LOW_BLEU)]),
+        (TRANSLATION, measured(), None, [('LOW_BLEU', LOW_BLEU | {'bleu': None})]),
+        (MASKED, measured(), None, []),
+        (MASKED | {'definition': 1}, measured(), None, [('OUTDATED_YARDSTICK', {})]),
+        ({'task': 'translation'}, measured(), 90.0, [('OUTDATED_YARDSTICK', {})]),
         (TRANSLATION, measured(shuffled=2.4 - 1e-6), 20.0, [('SOURCES_UNUSED', COST)]),
     ],
 )
@@ -270,7 +277,9 @@ def test_a_baseline_beats_counts_and_uses_its_context_or_its_sources(
     _, decisions, remarks = checked(write_tuned(study_dir, records, yardsticks=trials | changes))
     assert [(r.code.name, r.arm) for r in remarks] == [(name, QK) for name, _ in expected]
     for remark, (_, data) in zip(remarks, expected, strict=True):
-        assert remark.data == pytest.approx(data, abs=1e-5)
+        assert remark.data.keys() == data.keys()
+        for name, value in data.items():
+            assert remark.data[name] == pytest.approx(value, abs=1e-5)
     assert decisions == (ALL_WITHHELD if expected else JUDGED)
 
 
