@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 ITERATIONS = 10
-# Pairs of a source word and a target word in one sentence pair; more take memory, and change little.
+# Pairs of a source and a target word in one sentence pair; more take memory and change little.
 MAX_CELLS = 2**24
 _WORD = re.compile(r'\w+|[^\w\s]')
 _BEFORE_MARK = re.compile(r' ([.,;:!?])')
