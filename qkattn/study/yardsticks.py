@@ -135,7 +135,7 @@ def _group(config: Config, result: Mapping[str, Any]) -> _Record:
     about = {'seen': seen, 'tokens': None, 'losses': {}}
     rows = _same_rows(config, result)
     if isinstance(rows, TranslationRows):
-        measured = {'task': 'translation', 'bleu': _word_by_word(config, rows)}
+        measured: _Record = {'task': 'translation', 'bleu': _word_by_word(config, rows)}
     elif isinstance(rows, LanguageRows | MaskedRows):
         measured = _counted(config, rows)
     else:

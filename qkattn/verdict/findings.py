@@ -3,17 +3,19 @@
 Computed once for all tables, figures and pages; the statistics are those of `qkattn.stats`.
 """
 
+import contextlib
 import dataclasses
 import functools
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from qkattn.errors import ReportError
 from qkattn.stats import scaling
 from qkattn.storage.files import as_path
 from qkattn.study import stored
 from qkattn.study.arm_key import EQUAL_SHAPE, LONGER, ArmKey
-from qkattn.verdict import judging, rules
+from qkattn.verdict import judging, longer, rules
 from qkattn.verdict.arms import Arm, Decomposition, arms_of, compare, with_baselines
 from qkattn.verdict.codes import TEST, VALIDATION, Comparison, Remark, RemarkCode
 from qkattn.verdict.judging import PositiveControl
@@ -87,8 +89,12 @@ def _load(directory: Path, copy: Path) -> tuple[Study, Findings]:
     return study, find(study)
 
 
-def find(study: Study) -> Findings:
-    """Computes the findings of a study."""
+def find(study: Study, *, alone: bool = False) -> Findings:
+    """Computes the findings of a study.
+
+    Which differences are settled depends on longer studies beside it, unless it is to be judged
+    `alone`.
+    """
     arms = arms_of(study)
     remarks = rules.check(study, arms)
     blocks = [remark for remark in remarks if remark.blocks and remark.arm is None]
@@ -110,6 +116,9 @@ def find(study: Study) -> Findings:
         )
         for arm in arms
     )
+    beside = [] if alone or not study.tuned else _beside(study)
+    settlings = longer.settlings(study, arms, blocks, beside)
+    arms = tuple(dataclasses.replace(arm, settling=settlings.get(arm.key)) for arm in arms)
     return Findings(
         arms=tuple(arm for arm in arms if arm.key.control is None),
         controls=tuple(arm for arm in arms if arm.key.control),
@@ -118,6 +127,16 @@ def find(study: Study) -> Findings:
         num_comparisons=judging.family_size(study) if study.tuned else 0,
         positive=judging.positive(study, arms, blocks) if study.tuned else (),
     )
+
+
+def _beside(study: Study) -> list[tuple[Study, tuple[Arm, ...]]]:
+    """The longer studies beside a study that can be read, with their arms."""
+    made = []
+    for path in longer.studies_beside(study):
+        with contextlib.suppress(ReportError):  # without results, or damaged, as its report says
+            other = load_study(path)
+            made.append((other, find(other, alone=True).arms))
+    return made
 
 
 def _decomposed(
@@ -137,9 +156,9 @@ def _decomposed(
     for arm in (arm for arm in arms if not arm.key.control and not arm.is_baseline):
         # A control of equal shape has no destination in its name.
         bare = arm.key._replace(variant=study.bare(arm.variant), control=EQUAL_SHAPE)
-        same, longer = by_key.get(bare), by_key.get(arm.key._replace(control=LONGER))
+        same, lengthened = by_key.get(bare), by_key.get(arm.key._replace(control=LONGER))
         longest = by_key.get(arm.group._replace(control=LONGER))
-        three = part(same, by_key.get(arm.group)), part(arm, same), part(longer, longest)
+        three = part(same, by_key.get(arm.group)), part(arm, same), part(lengthened, longest)
         yield arm.key, Decomposition(*three)
 
 

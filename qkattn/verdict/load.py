@@ -160,7 +160,7 @@ def _declared(directory: Path, files: Path, kept: Ledger, record: Any) -> Study:
     study = read(
         Study,
         record | {'match': record['matched']},
-        base=from_json(Config, _known(Config, record['base'])),
+        base=read_base(record),
         tuning=read(TuningConfig, tuning or {}),
         controls=read(ControlsConfig, record['controls']),
         grids={} if tuning is None else {knob: tuple(tuning[f'{knob}s']) for knob in KNOBS},
@@ -183,6 +183,11 @@ def _declared(directory: Path, files: Path, kept: Ledger, record: Any) -> Study:
             if (value := getattr(arm, field)) not in among:
                 raise ValueError(f'an arm has {field} {value!r}, which is not one of {list(among)}')
     return study
+
+
+def read_base(record: Mapping[str, Any]) -> Config:
+    """The config that the arms of a study.json share; ValueError where it is none."""
+    return from_json(Config, _known(Config, record['base']))
 
 
 def _known(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -192,7 +192,7 @@ def untrained(arm: Arm) -> Iterator[Remark]:
 
 
 def shortfalls(arm: Arm, yardstick: Yardstick) -> Iterator[tuple[RemarkCode, dict[str, Any]]]:
-    """The codes, with their data, of what an arm's own losses and translations fall short of."""
+    """The codes, with their data, of what the losses and translations of a baseline lack."""
     best = yardstick.best(arm.split)
     if best and arm.loss and arm.loss.mean >= best[1]:
         data = {'split': arm.split, 'loss': arm.loss.mean, 'tokens': yardstick.tokens}
@@ -203,6 +203,17 @@ def shortfalls(arm: Arm, yardstick: Yardstick) -> Iterator[tuple[RemarkCode, dic
         if arm.bleu is None or arm.bleu < needed:
             data = {'bleu': arm.bleu, 'word_by_word': word_by_word, 'needed': needed}
             yield RemarkCode.LOW_BLEU, data
+
+
+def _short_arms(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
+    """The arms beside a baseline that fall short of what it has to beat, controls included."""
+    of_arm = {RemarkCode.BELOW_YARDSTICK: RemarkCode.ARM_BELOW_YARDSTICK}
+    of_arm[RemarkCode.LOW_BLEU] = RemarkCode.ARM_LOW_BLEU
+    for arm in arms:
+        yardstick = (study.yardsticks or {}).get(arm.group)
+        if yardstick and yardstick.is_current and not arm.is_baseline:
+            for code, data in shortfalls(arm, yardstick):
+                yield Remark(of_arm[code], data, arm=arm.key)
 
 
 def _trained(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
@@ -289,4 +300,4 @@ def _evaluation(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
 OF_STUDY = (_tuning, _declaration)
 OF_ARM = (_annealing, _results, _matching)
 OF_TUNED_ARM = (_post_hoc, _seeds, _settings, _splits)
-OF_ARMS = (_trained, _differences, _software, _evaluation)
+OF_ARMS = (_trained, _short_arms, _differences, _software, _evaluation)
