@@ -55,6 +55,9 @@ SHAPES: dict[Kind, tuple[str, str]] = {
     Kind.REMOVED: ('same shape, fewer parameters', 'same shape'),
     Kind.MATCHED: ('equal parameter count', 'equal count'),
 }
+# How well the models behind a row are trained, and whether its difference is settled.
+_OF_STATE: list[Heading] = [('length', True), ('tokens', False)]
+_OF_STATE += [(f'loss, {UNIT}', False), ('yardstick', True)]
 _OF_CONTEXT = {'equal': 'same shape', 'matched': 'equal parameter count'}  # its 'shape'
 DECIDED_IN = 'decoder', Kind.MATCHED  # where answers have their verdict
 _LONGEST, _QUANTITY = 52, 22  # characters of a name in figures, and of what is compared in it
@@ -291,7 +294,7 @@ def _shared(claim: ClaimResult) -> str:
 def _tables(claim: ClaimResult) -> list[str]:
     """A table of differences with their parts, and one of the other values."""
     titles: list[Heading] = [*((title, False) for title in PARTS.values()), ('verdict', True)]
-    titles += [('length', True), ('tokens', False), (f'loss, {UNIT}', False), ('yardstick', True)]
+    titles += _OF_STATE
     firsts, cells = [], []
     for parts in compared(claim.rows):
         firsts.append(next(iter(parts.values())))
@@ -301,11 +304,15 @@ def _tables(claim: ClaimResult) -> list[str]:
         state = _state(shown)
         cells.append([*numbers, ' / '.join(decisions) or NONE, *state, _spoken(parts.values())])
     others = [row for row in claim.rows if row.kind not in PARTS]
-    values = [[amount(row), _expected(row), row.decision or NONE, _spoken([row])] for row in others]
+    values = [
+        [amount(row), _expected(row), row.decision or NONE, *_state([row]), _spoken([row])]
+        for row in others
+    ]
     first = 'arm' if any(row.decision for row in others) else 'quantity'
+    of_values = [('value', False), ('expected', False), ('verdict', True), *_OF_STATE]
     tables = (
         ('arm', titles, firsts, cells),
-        (first, [('value', False), ('expected', False), ('verdict', True)], others, values),
+        (first, of_values, others, values),
     )
     return [_table(*table) for table in tables if table[-1]]
 
