@@ -75,6 +75,11 @@ class Row:
     relation: str | None = None  # what the claim expects of the arm, 'not_better'
     decision: str | None = None  # that of the arm's verdict in its study
     study: str | None = None  # the one it comes from, a directory beside claims.json
+    tokens: int | None = None  # that each model of the arm is trained on
+    loss: float | None = None  # of the arm, nats/token
+    yardstick: str | None = None  # what its baseline has to beat, '5-gram 1.457'
+    is_short: bool = False  # whether the arm falls short of that
+    length: str | None = None  # whether the difference is settled, or holds at this length
 
     def __post_init__(self) -> None:
         Kind(self.kind), Speaks(self.speaks)

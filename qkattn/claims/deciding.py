@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -41,7 +41,7 @@ from qkattn.claims.protocol import pick
 from qkattn.claims.studies import Loaded, Results
 from qkattn.config.calls import called
 from qkattn.errors import ConfigError
-from qkattn.report.prose import NOT_RECORDED, SPLITS, device, reasons
+from qkattn.report.prose import NOT_RECORDED, SPLITS, device, length, reasons
 from qkattn.stats.decision import level
 from qkattn.stats.inference import LEVEL, to_find
 from qkattn.storage.records import flat
@@ -51,6 +51,7 @@ from qkattn.verdict import Decision, judging
 from qkattn.verdict.arms import Arm, compare
 from qkattn.verdict.codes import Comparison, ReasonCode, Remark, Verdict
 from qkattn.verdict.rules import baselines
+from qkattn.verdict.settling import Length
 
 # Factors with their values, in the order of a row.
 Context = tuple[tuple[str, str], ...]
@@ -346,7 +347,34 @@ def _row(
         comparison.difference,
         study=loaded.study.directory.name,
         **reported,
+        **_state(arm, comparison, loaded),
     )
+
+
+def _state(arm: Arm, comparison: Comparison, loaded: Loaded) -> dict[str, Any]:
+    """How well the models behind a difference are trained, and whether it is settled."""
+    state: dict[str, Any] = {
+        'tokens': arm.example.num_tokens,
+        'length': Length.ONE_LENGTH.value,
+    }
+    if comparison is not arm.comparison:  # a part of the arm's difference
+        return state
+    state |= {'loss': arm.loss.mean if arm.loss else None, 'is_short': bool(arm.shortfalls)}
+    state['yardstick'] = yardstick_text(loaded, arm)
+    if arm.settling and arm.settling.short == comparison.difference.mean:
+        state['length'] = length(arm.settling)
+    return state
+
+
+def yardstick_text(loaded: Loaded, arm: Arm) -> str | None:
+    """What the baseline of an arm has to beat: '5-gram 1.457', 'IBM model 1: BLEU 16.5'."""
+    yardstick = (loaded.study.yardsticks or {}).get(arm.group)
+    if yardstick is None:
+        return None
+    if (word_by_word := yardstick.bleu.get(arm.split)) is not None:
+        return f'IBM model 1: BLEU {word_by_word:.1f}'
+    best = yardstick.best(arm.split)
+    return f'{best[0]} {best[1]:.3f}' if best else None
 
 
 def needed(row: Row, arm: Arm) -> tuple[float, str]:
@@ -404,8 +432,8 @@ def _models(name: str, loaded: Loaded) -> Iterator[str]:
             f'{trial.num_steps:,} steps, {trial.num_tokens:,} tokens'
         )
         text += f', {SPLITS[arm.split]} loss {loss.mean:.3f}' if loss else ''
-        if best := arm.yardstick.best(arm.split) if arm.yardstick else None:
-            text += f' ({best[0]} {best[1]:.3f})'
+        if yardstick := yardstick_text(loaded, arm):
+            text += f' ({yardstick})'
         yield text + ('' if arm.bleu is None else f', BLEU {arm.bleu:.1f}')
 
 

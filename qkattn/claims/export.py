@@ -17,11 +17,12 @@ from qkattn.config import ModelConfig, from_json
 from qkattn.errors import ReportError
 from qkattn.model import cost
 from qkattn.report import export as export_study
-from qkattn.report.prose import rounded
+from qkattn.report.prose import length, rounded
 from qkattn.report.verify import close, difference, near
 from qkattn.stats.decision import Decision
 from qkattn.storage.files import as_path, below
 from qkattn.storage.records import damaged, flat, parse_file, read, write_json
+from qkattn.study.arm_key import EQUAL_SHAPE
 from qkattn.study.arms import parse_variant
 from qkattn.verdict.arms import Arm, with_baselines
 
@@ -111,12 +112,18 @@ def _rows(results: Results, name: str, model: str, variant: str) -> Iterator[tup
         context = {'model': model, 'size': arm.size, 'corpus': arm.corpus}
         sizes = {'parameters': trial.parameters['total'], 'tokens': trial.num_tokens}
         context |= {name: f'{number:,}' for name, number in sizes.items()}
+        bare = arm.key._replace(variant=study.bare(arm.variant), control=EQUAL_SHAPE)
+        same_shape = [one for one in findings.controls if one.key == bare]
         for kind, comparison, decision in (
             (Kind.REMOVED, arm.parts.removing, WITHHELD if decided == WITHHELD else None),
             (Kind.MATCHED if study.match else Kind.REMOVED, arm.comparison, decided),
         ):
             if comparison:
-                about = {'decision': decision, 'study': name}
+                about: dict[str, Any] = {'decision': decision, 'study': name}
+                if comparison is arm.comparison:
+                    about |= {'is_short': bool(arm.shortfalls), 'length': length(arm.settling)}
+                elif any(one.shortfalls for one in same_shape):
+                    about['is_short'] = True
                 row = difference_row(variant, kind, context, comparison.difference, **about)
                 yield row, baseline
 

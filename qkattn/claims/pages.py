@@ -19,7 +19,7 @@ from qkattn.report import described
 from qkattn.report.figures import figures
 from qkattn.report.figures.forest import Line, Panels, forest
 from qkattn.report.figures.style import Drawing, style_sheet, styles, write_plots
-from qkattn.report.prose import NONE, environment, words
+from qkattn.report.prose import NONE, environment, lasting, si, words
 from qkattn.report.tables import Heading, markdown_table, sheets
 from qkattn.report.verify import Blocks
 from qkattn.stats.decision import Decision
@@ -55,6 +55,9 @@ SHAPES: dict[Kind, tuple[str, str]] = {
     Kind.REMOVED: ('same shape, fewer parameters', 'same shape'),
     Kind.MATCHED: ('equal parameter count', 'equal count'),
 }
+# How well the models behind a row are trained, and whether its difference is settled.
+_OF_STATE: list[Heading] = [('length', True), ('tokens', False)]
+_OF_STATE += [(f'loss, {UNIT}', False), ('yardstick', True)]
 _OF_CONTEXT = {'equal': 'same shape', 'matched': 'equal parameter count'}  # its 'shape'
 DECIDED_IN = 'decoder', Kind.MATCHED  # where answers have their verdict
 _LONGEST, _QUANTITY = 52, 22  # characters of a name in figures, and of what is compared in it
@@ -135,40 +138,64 @@ def claims_markdown(directory: Path, base: str, part: str, page: str = 'claims_{
 
 
 def answers_markdown(directory: Path, base: str) -> str:
-    """The table of what each matrix is worth, with its sources and figure."""
-    made = export.read_answers(directory)
-    columns = [(model, kind) for model in export.MODELS for kind in SHAPES]
-    titles: list[Heading] = [(f'{model}, {SHAPES[kind][1]}', False) for model, kind in columns]
-    after_decided = columns.index(DECIDED_IN) + 1
-    titles.insert(after_decided, ('verdict', True))
-    lines: list[list[str]] = []
-    sources: dict[str, dict[tuple, dict[str | None, None]]] = {}  # studies by model and setting
-    others: dict[str | None, None] = {}  # studies without a verdict
-    for answer in made:
-        cells, row = [_cell(answer.row(*column)) for column in columns], answer.row(*DECIDED_IN)
-        cells.insert(after_decided, row.decision or NONE if row else NONE)
-        share = NONE if answer.attention is None else f'{round(100 * answer.attention):+d} %'
-        lines.append([answer.name, share.replace('+0', '0'), *cells])
-        for row in answer.rows:
-            if row.decision == Decision.NO_VERDICT.value:
-                others[row.study] = None
-            else:
-                setting = tuple(row.context[name] for name in ('size', 'corpus', 'tokens'))
-                places = sources.setdefault(row.context['model'], {})
-                places.setdefault(setting, {})[row.study] = None
+    """The table of what each matrix is worth, with its sources and figure.
+
+    Only differences with a verdict, or parts of one, are in it; a model without any has no columns.
+    """
+    made = [answer for answer in map(_judged, export.read_answers(directory)) if answer.rows]
+    columns = [
+        (model, kind)
+        for model in export.MODELS
+        for kind in SHAPES
+        if any(answer.row(model, kind) for answer in made)
+    ]
+    titles: list[Heading] = [('', True), ('size of attention', False)]
+    for model, kind in columns:
+        titles.append((f'{model}, {SHAPES[kind][1]}', False))
+        if (model, kind) == DECIDED_IN:
+            titles.append(('verdict', True))
     return _template('answers.md.j2').render(
-        table=markdown_table([('', True), ('size of attention', False), *titles], lines),
-        sources=sources,
-        others=list(others),
-        figure=f'{base}/plots/answers.png' if any(a.row(*DECIDED_IN) for a in made) else None,
+        table=markdown_table(titles, [_answer(answer, columns) for answer in made]),
+        sources=_sources(made),
+        has_short=any(row.is_short for answer in made for row in answer.rows),
+        figure=f'{base}/plots/answers.png' if answers_figure(made) else None,
     )
 
 
+def _judged(answer: export.Answer) -> export.Answer:
+    """An answer without the differences whose verdict is withheld."""
+    rows = tuple(row for row in answer.rows if row.decision != Decision.NO_VERDICT.value)
+    return dataclasses.replace(answer, rows=rows)
+
+
+def _answer(answer: export.Answer, columns: Sequence[tuple[str, Kind]]) -> list[str]:
+    """The cells of an answer: its name, the size of attention, and a difference in each column."""
+    share = NONE if answer.attention is None else f'{round(100 * answer.attention):+d} %'
+    cells = [answer.name, share.replace('+0', '0')]
+    for column in columns:
+        row = answer.row(*column)
+        cells.append(_cell(row))
+        if column == DECIDED_IN:
+            cells.append(lasting(row.decision or NONE, row.length or '') if row else NONE)
+    return cells
+
+
+def _sources(answers: Iterable[export.Answer]) -> dict[str, dict[tuple, dict[str | None, None]]]:
+    """The studies behind answers, by model and setting."""
+    sources: dict[str, dict[tuple, dict[str | None, None]]] = {}
+    for answer in answers:
+        for row in answer.rows:
+            setting = tuple(row.context[name] for name in ('size', 'corpus', 'tokens'))
+            places = sources.setdefault(row.context['model'], {})
+            places.setdefault(setting, {})[row.study] = None
+    return sources
+
+
 def _cell(row: Row | None) -> str:
-    """A difference and its 95 % interval; a dagger where there is no verdict."""
+    """A difference and its 95 % interval; a dagger where the arm falls short of its yardstick."""
     if row is None:
         return NONE
-    value = f'{row.value:+.3f}' + '†' * (row.decision == Decision.NO_VERDICT.value)
+    value = f'{row.value:+.3f}' + '†' * row.is_short
     if row.low is None or row.high is None:
         return value
     return Markup('<br>').join([value, f'[{row.low:+.3f}, {row.high:+.3f}]'])
@@ -267,21 +294,36 @@ def _shared(claim: ClaimResult) -> str:
 def _tables(claim: ClaimResult) -> list[str]:
     """A table of differences with their parts, and one of the other values."""
     titles: list[Heading] = [*((title, False) for title in PARTS.values()), ('verdict', True)]
+    titles += _OF_STATE
     firsts, cells = [], []
     for parts in compared(claim.rows):
         firsts.append(next(iter(parts.values())))
         shown = [parts[kind] for kind in PARTS if kind in parts]
         decisions = dict.fromkeys(row.decision for row in shown if row.decision)
         numbers = [amount(parts[kind], False) if kind in parts else NONE for kind in PARTS]
-        cells.append([*numbers, ' / '.join(decisions) or NONE, _spoken(parts.values())])
+        state = _state(shown)
+        cells.append([*numbers, ' / '.join(decisions) or NONE, *state, _spoken(parts.values())])
     others = [row for row in claim.rows if row.kind not in PARTS]
-    values = [[amount(row), _expected(row), row.decision or NONE, _spoken([row])] for row in others]
+    values = [
+        [amount(row), _expected(row), row.decision or NONE, *_state([row]), _spoken([row])]
+        for row in others
+    ]
     first = 'arm' if any(row.decision for row in others) else 'quantity'
+    of_values = [('value', False), ('expected', False), ('verdict', True), *_OF_STATE]
     tables = (
         ('arm', titles, firsts, cells),
-        (first, [('value', False), ('expected', False), ('verdict', True)], others, values),
+        (first, of_values, others, values),
     )
     return [_table(*table) for table in tables if table[-1]]
+
+
+def _state(rows: Sequence[Row]) -> list[str]:
+    """Length, tokens, loss and yardstick of the arm whose verdict it is."""
+    deciding = [row for row in rows if row.speaks != Speaks.BESIDE] or [*rows]
+    row = next((row for row in deciding if row.loss is not None), deciding[-1])
+    tokens = NONE if row.tokens is None else si(row.tokens)
+    loss = NONE if row.loss is None else f'{row.loss:.3f}{"†" * row.is_short}'
+    return [row.length or NONE, tokens, loss, row.yardstick or NONE]
 
 
 def _table(
@@ -340,7 +382,8 @@ def claim_figure(claim: ClaimResult) -> Drawing:
 
 def answers_figure(answers: Sequence[export.Answer]) -> Drawing | None:
     """The difference of each change in a decoder at equal parameter count; None without any."""
-    pairs = [(answer.name, row) for answer in answers if (row := answer.row(*DECIDED_IN))]
+    judged = map(_judged, answers)
+    pairs = [(answer.name, row) for answer in judged if (row := answer.row(*DECIDED_IN))]
     decided = [decision.value for decision in DECIDED]
     lines = [
         _line(row, row.decision or '', row.decision in decided, name=f'{name}: {row.decision}')

@@ -184,7 +184,11 @@ def _of_difference(study: Study, findings: Findings) -> Iterator[Column]:
     yield Column('difference', 'difference', parts=DIFFERENCE)
     yield Column('', _difference, heading, tables=EVERYWHERE)
     heading = f'verdict,|margin {margin}' * tuned
-    yield Column('verdict', 'verdict.decision.value', heading, tables=(PAGE, HEADLINE), left=True)
+    yield Column('verdict', 'verdict.decision.value')
+    yield Column('', _verdict, heading, tables=(PAGE, HEADLINE), left=True)
+    yield Column('length', 'settling.code.value')
+    yield Column('length_times', 'settling.times')
+    yield Column('difference_longer', 'settling.longer')
     for key, heading in (
         ('p_holm', 'p'),
         ('p_margin_holm', f'p of more than {margin}'),
@@ -209,7 +213,14 @@ def _difference(arm: Arm) -> str:
         return 'baseline, no result yet'
     if arm.is_baseline:
         return f'baseline, {arm.split} loss {mean_sd(arm.loss, 4)}'
-    return interval(arm.difference)
+    return prose.marked(interval(arm.difference), bool(arm.shortfalls))
+
+
+def _verdict(arm: Arm) -> str | None:
+    """The decision, and whether it is settled or holds at this length of training."""
+    if arm.verdict is None:
+        return None
+    return prose.lasting(arm.verdict.decision.value, prose.length(arm.settling))
 
 
 def _p_of_verdict(arm: Arm) -> float | None:

@@ -16,15 +16,16 @@ import jinja2.runtime
 from qkattn.config.calls import parse_call
 from qkattn.config.variant import Variant, split_pattern
 from qkattn.metrics import PREFIXES
-from qkattn.stats.decision import Decision
+from qkattn.stats.decision import DECIDED, Decision
 from qkattn.stats.inference import Difference, Estimate
 from qkattn.stats.scaling import Problem
 from qkattn.stats.sweep import Sweep
 from qkattn.study import variant_tables
 from qkattn.study.arm_key import ArmKey
 from qkattn.verdict.arms import Arm
-from qkattn.verdict.codes import Reason, Remark, RemarkCode
+from qkattn.verdict.codes import SHORT_ARM, Reason, Remark, RemarkCode
 from qkattn.verdict.load import Study
+from qkattn.verdict.settling import Length, Settling
 
 NONE = '-'
 DIGITS = 6  # significant ones, of a derived number that is stored
@@ -78,6 +79,31 @@ def interval(difference: Difference | None) -> str:
     if difference.low is None:
         return mean
     return f'{mean} [{difference.low:+.4f}, {difference.high:+.4f}]'
+
+
+def marked(number: str, is_short: bool) -> str:
+    """With a dagger after the first number where an arm falls short of its yardstick."""
+    if not is_short or number == NONE:
+        return number
+    first, space, rest = number.partition(' ')
+    return f'{first}†{space}{rest}'
+
+
+def length(settling: Settling | None) -> str:
+    """'settled', 'at this length', 'at this length: shrinks to +0.0120 at 4 times the steps'."""
+    if settling is None:
+        return ''
+    if settling.code in (Length.SETTLED, Length.ONE_LENGTH):
+        return settling.code.value
+    moves = f'{settling.code.value} to {settling.longer:+.4f} at {settling.times:g} times the steps'
+    return f'{Length.ONE_LENGTH.value}: {moves}, towards {settling.towards}'
+
+
+def lasting(decision: str, length: str) -> str:
+    """'worse, settled', 'worse at this length'; a decision without a verdict as it is."""
+    if not length or decision not in (one.value for one in DECIDED):
+        return decision
+    return f'{decision}{", " if length == Length.SETTLED.value else " "}{length}'
 
 
 def optimum(sweep: Sweep | None) -> str:
@@ -264,4 +290,5 @@ def environment(html: bool) -> jinja2.Environment:
         ],
     }
     made.globals |= {'end': END, 'Decision': Decision, 'RemarkCode': RemarkCode}
+    made.globals['SHORT_ARM'] = SHORT_ARM
     return made

@@ -149,6 +149,7 @@ def _yardsticks(study: Study, findings: Findings) -> Iterator[Row]:
     for arm in rules.baselines(study, (*findings.arms, *findings.controls)):
         yardstick = arm.yardstick
         best = yardstick.best(arm.split) if yardstick else None
+        word_by_word = yardstick.bleu.get(arm.split) if yardstick else None
         row = {
             'size': arm.size,
             'corpus': arm.corpus,
@@ -161,6 +162,7 @@ def _yardsticks(study: Study, findings: Findings) -> Iterator[Row]:
         for name, value, spec, task in (
             ('gain by|position', yardstick.gain if yardstick else None, '.3f', 'language'),
             ('BLEU', arm.bleu, '.1f', 'translation'),
+            ('word by word,|BLEU', word_by_word, '.1f', 'translation'),
             ('worth of|sources', yardstick.sources if yardstick else None, '.3f', 'translation'),
         ):
             measured = prose.NOT_RECORDED if value is None else f'{value:{spec}}'

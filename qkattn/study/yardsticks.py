@@ -1,12 +1,13 @@
-"""Yardsticks of a study: losses that its baseline has to beat before arms are compared.
+"""Yardsticks of a study: what its baseline has to beat before arms are compared.
 
-Recorded once, when training is finished, from the data that the models saw and from the checkpoints
-of the baseline's verdict runs that are still there:
+Recorded when training is finished, from the data that the models saw and from the checkpoints of
+the baseline's verdict runs that are still there:
 
     yardsticks.json
       groups   of each size, corpus and length of training: the task, the tokens that its models
                saw, the tokens counted, and on each evaluation split the losses (nats/token) of
-               counts of these tokens, by name; of a translation none
+               counts of these tokens, by name; of a translation the BLEU of IBM model 1 on
+               the sentences that its models translate; the definition (`yardstick_definitions`)
       runs     of each of its verdict runs the trials: loss; of a language model at position 4
                ('early') and over the last half of the context ('late'), of a translator with the
                sources shuffled; or why not
@@ -26,27 +27,30 @@ from qkattn.config.imports import require_named
 from qkattn.data import pipeline
 from qkattn.data.tasks.language import LanguageRows, MaskedRows
 from qkattn.data.tasks.rows import Batch, Rows
-from qkattn.data.tasks.task_registry import rows_of, task_of
+from qkattn.data.tasks.task_registry import rows_of
 from qkattn.data.tasks.translation import TranslationRows
 from qkattn.data.tokenizers.vocabulary import as_recorded, names_in
+from qkattn.decode.translate import translation_scores
 from qkattn.errors import CheckpointError, ConfigError
 from qkattn.jobs.display import waiting
 from qkattn.metrics import PREFIXES
 from qkattn.model.transformer import cross_entropy
-from qkattn.stats import ngrams
+from qkattn.stats import ibm1, ngrams
 from qkattn.storage import records
-from qkattn.storage.files import absolute
+from qkattn.storage.files import Files, absolute
 from qkattn.storage.ledger import YARDSTICKS
 from qkattn.storage.run_directory import describe_start
 from qkattn.study import stored
 from qkattn.study.arm_key import EQUAL_SHAPE, LONGER
 from qkattn.study.tuning import SCREENING, VERDICT
+from qkattn.study.yardstick_definitions import DEFINITIONS, is_current
 from qkattn.train import step
 from qkattn.train.exported import load_stack
 from qkattn.train.program import stack_program
 from qkattn.train.sharding import make_mesh
 
 ORDERS = 6
+NEIGHBOURS = 5  # of a masked token
 # Counts of more tokens take more memory than they lower the loss; the file says how many were.
 MAX_TOKENS = 2**23
 EARLY = 4
@@ -61,55 +65,44 @@ _Record = dict[str, Any]
 def record(directory: str | Path, imports: Collection[str] | None = None) -> list[str]:
     """Writes yardsticks.json into a study's directory; what it holds already is kept.
 
-    `imports` are the import paths that configs of the study may name; None is any, of a study that
-    this process has trained. Returns why yardsticks of a size and corpus could not be computed, a
-    sentence each. Raises ConfigError for a directory without the files of a study.
+    A group of an earlier definition is recorded again. `imports` are the import paths that configs
+    of the study may name; None is any, of a study that this process has trained. Returns why
+    yardsticks of a size and corpus could not be computed, a sentence each. Raises ConfigError for a
+    directory without the files of a study.
     """
     if jax.process_count() > 1:  # reading checkpoints would take all of them
         return ['the job has several processes']
     path = absolute(directory)
-    logs = stored.opened(path)
-    baseline = records.read_json(path / 'study.json', {'baseline': str})['baseline']
-    results: dict[str, list[_Record]] = {}
-    for result in records.read_lines(logs / 'results.jsonl', {}, take=records.check_result):
-        results.setdefault(result['run'], []).append(result)
+    files = stored.opened(path)
     before: _Record = {'groups': [], 'runs': []}
     if (path / YARDSTICKS).exists():
         before = records.read_json(path / YARDSTICKS, dict.fromkeys(before, tuple[dict, ...]))
-    known = {group['run']: group for group in before['groups']}
-    measured = {run['run']: run for run in before['runs'] if run['trials'] is not None}
+    groups = {group['run']: group for group in before['groups']}
+    runs = {run['run']: run for run in before['runs']}
     problems: dict[str, None] = {}
     made: dict[str, list[_Record]] = {'groups': [], 'runs': []}
     counted: dict[tuple, _Record] = {}
-    schema = records.ARM_KEY | {
-        'run': str,
-        'stage': str,
-        'trials': int,
-        'config': dict,
-        'directory': str,
-    }
-    for run in records.read_lines(logs / 'plan.jsonl', schema, take=stored.check_run_directory):
-        name, of_run = run['run'], results.get(run['run'], [])
-        is_baseline = run['variant'] == baseline and run['control'] != EQUAL_SHAPE
-        finished = records.FINISHED in [result['status'] for result in of_run]
-        if run['stage'] == SCREENING or not is_baseline or not finished:
-            continue
+    for run, results in _of_baseline(path, files):
         if imports is not None:
             _require_named(path, run, imports)
+        name = run['run']
         config: Config = from_json(Config, run['config'])
-        group = {'size': run['size'], 'corpus': run['corpus'], 'longer': run['control'] == LONGER}
         # What the losses of counts depend on.
         key = config.data, config.model.context, config.train.num_steps, config.trials.seeds[0]
         try:
-            if name not in known and key not in counted:
-                counted[key] = _group(config, of_run[0])
-            made['groups'].append(known.get(name) or {'run': name} | group | counted[key])
-            if run['stage'] == VERDICT:
-                about = {'run': name} | {field: run[field] for field in records.ARM_KEY}
-                made['runs'].append(measured.get(name) or about | _run(path, run, config, of_run))
-        except ConfigError as error:
+            if name not in groups or not is_current(groups[name]):
+                if key not in counted:
+                    counted[key] = _group(config, results[0])
+                about = {field: run[field] for field in ('run', 'size', 'corpus')}
+                groups[name] = about | {'longer': run['control'] == LONGER} | counted[key]
+            if run['stage'] == VERDICT and runs.get(name, {}).get('trials') is None:
+                about = {field: run[field] for field in ('run', *records.ARM_KEY)}
+                runs[name] = about | _run(path, run, config, results)
+        except ConfigError as error:  # then what is recorded is kept
             problems[f'{run["size"]}, {run["corpus"]}: {error}'] = None
-    if any(one not in before[name] for name, new in made.items() for one in new):
+        made['groups'] += [groups[name]] if name in groups else []
+        made['runs'] += [runs[name]] if name in runs else []
+    if any(new not in before[name] for name, several in made.items() for new in several):
         start = describe_start()
         about = {'recorded': start['started'], 'start': {key: start[key] for key in records.START}}
         records.write_json(path / YARDSTICKS, about | records.to_jsonable(made))
@@ -124,6 +117,27 @@ def _require_named(path: Path, run: _Record, imports: Collection[str]) -> None:
     if file.exists():
         config = records.read_json(file, records.CONFIG)['config']
         require_named(config, imports, file, remedy)
+
+
+def _of_baseline(path: Path, files: Files) -> Iterator[tuple[_Record, list[_Record]]]:
+    """The finished runs of the baseline but those of screening, each with its results."""
+    baseline = records.read_json(path / 'study.json', {'baseline': str})['baseline']
+    results: dict[str, list[_Record]] = {}
+    for result in records.read_lines(files / 'results.jsonl', {}, take=records.check_result):
+        results.setdefault(result['run'], []).append(result)
+    schema = records.ARM_KEY | {
+        'run': str,
+        'stage': str,
+        'trials': int,
+        'config': dict,
+        'directory': str,
+    }
+    for run in records.read_lines(files / 'plan.jsonl', schema, take=stored.check_run_directory):
+        results_of_run = results.get(run['run'], [])
+        is_baseline = run['variant'] == baseline and run['control'] != EQUAL_SHAPE
+        is_finished = any(result['status'] == records.FINISHED for result in results_of_run)
+        if is_baseline and is_finished and run['stage'] != SCREENING:
+            yield run, results_of_run
 
 
 def record_finished(directory: Path) -> None:
@@ -141,18 +155,44 @@ def record_finished(directory: Path) -> None:
 def _group(config: Config, result: Mapping[str, Any]) -> _Record:
     """The tokens that models of this config saw, and the losses of counts of them."""
     seen = config.train.num_steps * config.train.batch_size * config.model.context
-    about = {'task': 'translation', 'seen': seen, 'tokens': None, 'losses': {}}
-    if issubclass(task_of(config), TranslationRows):
-        return about
+    about = {'seen': seen, 'tokens': None, 'losses': {}}
     rows = _same_rows(config, result)
-    if isinstance(rows, LanguageRows | MaskedRows):
-        return about | _counted(config, rows)
+    if isinstance(rows, TranslationRows):
+        measured: _Record = {'task': 'translation', 'bleu': _word_by_word(config, rows)}
+    elif isinstance(rows, LanguageRows | MaskedRows):
+        measured = _counted(config, rows)
+    else:
+        measured = {'task': 'probe', 'losses': _chance(rows)}
+    return about | measured | {'definition': DEFINITIONS[measured['task']]}
+
+
+def _chance(rows: Rows) -> _Record:
+    """The losses of a probe's token frequencies, or of all tokens alike."""
     losses = {}
     for split in rows.splits[1:]:
         nats = rows.unigram_nats(split)
         chance = float(np.log(rows.vocab_size)) if nats is None else nats
         losses[PREFIXES[split]] = {'chance': chance}
-    return about | {'task': 'probe', 'losses': losses}
+    return losses
+
+
+def _word_by_word(config: Config, rows: TranslationRows) -> _Record:
+    """The BLEU of IBM model 1 on the sentences that models of this config translate."""
+    decode = rows.pairs.source.tokenizer.decode
+
+    def texts(split: str) -> list[tuple[str, str]]:
+        sides = [map(decode, side) for side in rows.pairs.sentences(split)]
+        return list(zip(*sides, strict=True))
+
+    dictionary = ibm1.fit(texts('train'))
+    scores = {}
+    for split in rows.splits[1:]:
+        pairs = texts(split)[: config.decode.max_sources]
+        translations = [dictionary.translate(source) for source, _ in pairs]
+        references = [target for _, target in pairs]
+        measured = translation_scores(translations, references, lowercase=config.data.lowercase)
+        scores[PREFIXES[split]] = measured['bleu']
+    return scores
 
 
 def _same_rows(config: Config, result: Mapping[str, Any]) -> Rows:
@@ -191,34 +231,34 @@ def _counted(config: Config, rows: LanguageRows | MaskedRows) -> _Record:
         parts = list(pipeline.eval_batches(rows, split, batch_size=1024, max_rows=most))
         splits[split] = {n: np.concatenate([part[n] for part in parts]) for n in parts[0]}
     if isinstance(rows, MaskedRows):
-        task, names = 'masked', ['frequencies', 'one neighbour', 'both neighbours']
-        nats = _between(rows, text_RL, list(splits.values()))
+        task, names = 'masked', ['frequencies', 'nearest visible neighbour']
+        names += [f'{n} nearest visible neighbours' for n in range(2, NEIGHBOURS + 1)]
+        nats = ngrams.masked_losses(
+            text_RL,
+            [_hidden(rows, batch) for batch in splits.values()],
+            NEIGHBOURS,
+            rows.vocab_size,
+        )
+        weights = [np.ones(nats_OM.shape[1]) for nats_OM in nats]  # targets alone
     else:
         task, names = 'language', [f'{order}-gram' for order in range(1, ORDERS + 1)]
         counted = ngrams.preceding(text_RL, ORDERS - 1)
         texts = [_tokens(rows, batch) for batch in splits.values()]
         sets = [ngrams.preceding(text, ORDERS - 1) for text in texts]
         nats = ngrams.losses(*counted, sets, rows.vocab_size)
+        weights = [batch['loss_weights_BT'].ravel() for batch in splits.values()]
     losses = {}
-    for (split, batch), nats_OM in zip(splits.items(), nats, strict=True):
-        means_O = np.average(nats_OM, axis=1, weights=batch['loss_weights_BT'].ravel())
+    for split, nats_OM, weights_M in zip(splits, nats, weights, strict=True):
+        means_O = np.average(nats_OM, axis=1, weights=weights_M)
         losses[PREFIXES[split]] = dict(zip(names, means_O.tolist(), strict=True))
     return {'task': task, 'tokens': number * rows.length, 'losses': losses}
 
 
-def _between(rows: MaskedRows, text_RT: np.ndarray, splits: list[Batch]) -> list[np.ndarray]:
-    """Counts of a token's neighbours; of a target whose left one is hidden, of its right one."""
-    sides, nats = ngrams.neighbours(text_RT), []
-    shown = [np.where(b['tokens_BT'] == rows.mask, ngrams.MISSING, b['tokens_BT']) for b in splits]
-    contexts = list(map(ngrams.neighbours, shown))
-    for order in (slice(None), slice(None, None, -1)):
-        pairs = zip(contexts, splits, strict=True)
-        sets = [(contexts_KM[order], batch['targets_BT'].ravel()) for contexts_KM, batch in pairs]
-        nats.append(ngrams.losses(sides[order], text_RT.ravel(), sets, rows.vocab_size))
-    return [
-        np.where(contexts_KM[0] == ngrams.MISSING, right_OM, left_OM)
-        for contexts_KM, left_OM, right_OM in zip(contexts, *nats, strict=True)
-    ]
+def _hidden(rows: MaskedRows, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What a model sees of evaluated rows, the rows themselves, and where they are targets."""
+    tokens_BT = batch['tokens_BT']
+    shown_BT = np.where(tokens_BT == rows.mask, ngrams.MISSING, tokens_BT)
+    return shown_BT, batch['targets_BT'], batch['loss_weights_BT'] > 0
 
 
 def _run(path: Path, run: _Record, config: Config, results: list[_Record]) -> _Record:

@@ -13,9 +13,10 @@ from qkattn.stats.sweep import Sweep
 from qkattn.study import tuning
 from qkattn.study.arm_key import CONTROLS, LONGER, ArmKey
 from qkattn.study.tuning import SCREENING, SINGLE, VERDICT, Tuning
-from qkattn.verdict.codes import TEST, VALIDATION, Comparison, Remark, Verdict
+from qkattn.verdict.codes import SHORT_ARM, TEST, VALIDATION, Comparison, Remark, Verdict
 from qkattn.verdict.load import Study, Yardstick
 from qkattn.verdict.runs import Documents, Trial
+from qkattn.verdict.settling import Settling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Arm:
     parts: Decomposition = Decomposition()  # of the difference of a primary arm
     # The same arm in earlier studies of the chain, by their name, where its seeds may be pooled.
     earlier: Mapping[str, 'Arm'] = dataclasses.field(default_factory=dict)
+    settling: Settling | None = None  # of the difference of a primary arm
 
     @property
     def variant(self) -> str:
@@ -146,6 +148,11 @@ class Arm:
     def blocks(self) -> tuple[Remark, ...]:
         """The remarks that withhold the verdict of this arm."""
         return tuple(remark for remark in self.remarks if remark.blocks)
+
+    @property
+    def shortfalls(self) -> tuple[Remark, ...]:
+        """In what it falls short of what its baseline has to beat; none of a baseline."""
+        return tuple(remark for remark in self.remarks if remark.code in SHORT_ARM)
 
     @property
     def scales(self) -> bool:

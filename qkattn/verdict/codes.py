@@ -31,6 +31,12 @@ class RemarkCode(enum.Enum):
     # Of a baseline, or of the study: whether its models are trained enough to compare.
     NO_YARDSTICK, BELOW_YARDSTICK, LITTLE_CONTEXT = range(19, 22)
     LOW_BLEU, SOURCES_UNUSED, BIMODAL_SEEDS = range(22, 25)
+    # The last two are of any other arm: they mark it, and withhold nothing.
+    OUTDATED_YARDSTICK, ARM_BELOW_YARDSTICK, ARM_LOW_BLEU = range(25, 28)
+
+
+# Of an arm whose models have learned less than what a baseline has to beat.
+SHORT_ARM = (RemarkCode.ARM_BELOW_YARDSTICK, RemarkCode.ARM_LOW_BLEU)
 
 
 class ReasonCode(enum.Enum):

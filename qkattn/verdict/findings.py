@@ -3,17 +3,19 @@
 Computed once for all tables, figures and pages; the statistics are those of `qkattn.stats`.
 """
 
+import contextlib
 import dataclasses
 import functools
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from qkattn.errors import ReportError
 from qkattn.stats import scaling
 from qkattn.storage.files import Files, as_path
 from qkattn.study import stored
 from qkattn.study.arm_key import EQUAL_SHAPE, LONGER, ArmKey
-from qkattn.verdict import judging, rules
+from qkattn.verdict import judging, longer, rules
 from qkattn.verdict.arms import Arm, Decomposition, arms_of, compare, with_baselines
 from qkattn.verdict.codes import TEST, VALIDATION, Comparison, Remark, RemarkCode
 from qkattn.verdict.judging import PositiveControl
@@ -25,7 +27,7 @@ UNSURE = (
     *(RemarkCode.NOT_BRACKETED, RemarkCode.UNBOUNDED_OPTIMUM, RemarkCode.FEW_DOCUMENTS),
     *(RemarkCode.NO_TEST, RemarkCode.POST_HOC, RemarkCode.NO_YARDSTICK, RemarkCode.BIMODAL_SEEDS),
     *(RemarkCode.BELOW_YARDSTICK, RemarkCode.LITTLE_CONTEXT),
-    *(RemarkCode.LOW_BLEU, RemarkCode.SOURCES_UNUSED),
+    *(RemarkCode.OUTDATED_YARDSTICK, RemarkCode.LOW_BLEU, RemarkCode.SOURCES_UNUSED),
 )
 
 
@@ -104,10 +106,11 @@ def _load(directory: Path, files: Files) -> tuple[Study, Findings]:
     return study, find(study)
 
 
-def find(study: Study) -> Findings:
+def find(study: Study, *, alone: bool = False) -> Findings:
     """Computes the findings of a study, pooled with those of the studies that it repeats.
 
-    Raises as `load_study` where one of these cannot be read.
+    Which differences are settled depends on longer studies beside it, unless it is to be judged
+    `alone`. Raises as `load_study` where a study that it repeats cannot be read.
     """
     arms = with_earlier(study, arms_of(study), _of_chain(study))
     remarks = rules.check(study, arms)
@@ -130,6 +133,9 @@ def find(study: Study) -> Findings:
         )
         for arm in arms
     )
+    beside = [] if alone or not study.tuned else _beside(study)
+    settlings = longer.settlings(study, arms, blocks, beside)
+    arms = tuple(dataclasses.replace(arm, settling=settlings.get(arm.key)) for arm in arms)
     return Findings(
         arms=tuple(arm for arm in arms if arm.key.control is None),
         controls=tuple(arm for arm in arms if arm.key.control),
@@ -151,6 +157,16 @@ def _of_chain(study: Study) -> dict[str, tuple[Study, tuple[Arm, ...]]]:
     return known
 
 
+def _beside(study: Study) -> list[tuple[Study, tuple[Arm, ...]]]:
+    """The longer studies beside a study that can be read, with their arms."""
+    made = []
+    for path in longer.studies_beside(study):
+        with contextlib.suppress(ReportError):  # without results, or damaged, as its report says
+            other = load_study(path)
+            made.append((other, find(other, alone=True).arms))
+    return made
+
+
 def _decomposed(
     study: Study, arms: Sequence[Arm], blocks: Sequence[Remark]
 ) -> Iterator[tuple[ArmKey, Decomposition]]:
@@ -168,9 +184,9 @@ def _decomposed(
     for arm in (arm for arm in arms if not arm.key.control and not arm.is_baseline):
         # A control of equal shape has no destination in its name.
         bare = arm.key._replace(variant=study.bare(arm.variant), control=EQUAL_SHAPE)
-        same, longer = by_key.get(bare), by_key.get(arm.key._replace(control=LONGER))
+        same, lengthened = by_key.get(bare), by_key.get(arm.key._replace(control=LONGER))
         longest = by_key.get(arm.group._replace(control=LONGER))
-        three = part(same, by_key.get(arm.group)), part(arm, same), part(longer, longest)
+        three = part(same, by_key.get(arm.group)), part(arm, same), part(lengthened, longest)
         yield arm.key, Decomposition(*three)
 
 

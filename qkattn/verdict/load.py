@@ -27,6 +27,7 @@ from qkattn.study import chain, stored
 from qkattn.study.arm_key import CONTROLS, LONGER, ArmKey
 from qkattn.study.chain import Earlier
 from qkattn.study.tuning import KNOBS, SCREENING
+from qkattn.study.yardstick_definitions import is_current
 from qkattn.verdict.runs import Run, Trial, parse_arm_key, parse_run, parse_trial, with_files
 
 # plan.jsonl and results.jsonl are made from the runs.
@@ -51,6 +52,8 @@ class Yardstick:
     losses: Mapping[str, Mapping[str, float]]
     gain: float | None  # fall of the loss from position 4 to the last half of the context
     sources: float | None  # rise of the loss with the sources of other pairs
+    bleu: Mapping[str, float]  # of IBM model 1, by split; empty but for a translation
+    is_current: bool  # whether it is recorded by the definition of this version
 
     def best(self, split: str) -> tuple[str, float] | None:
         """The name and the loss of the lowest on a split; None where nothing was counted."""
@@ -175,7 +178,7 @@ def _declared(directory: Path, files: Files, kept: Ledger, record: Any) -> Study
     study = read(
         Study,
         record | {'match': record['matched']},
-        base=from_json(Config, known_settings(Config, record['base'])),
+        base=read_base(record),
         tuning=read(TuningConfig, tuning or {}),
         controls=read(ControlsConfig, record['controls']),
         grids={} if tuning is None else {knob: tuple(tuning[f'{knob}s']) for knob in KNOBS},
@@ -199,6 +202,11 @@ def _declared(directory: Path, files: Files, kept: Ledger, record: Any) -> Study
             if (value := getattr(arm, field)) not in among:
                 raise ValueError(f'an arm has {field} {value!r}, which is not one of {list(among)}')
     return study
+
+
+def read_base(record: Mapping[str, Any]) -> Config:
+    """The config that the arms of a study.json share; ValueError where it is none."""
+    return from_json(Config, known_settings(Config, record['base']))
 
 
 def known_settings(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -268,7 +276,10 @@ def _yardsticks(path: Path, baseline: str, planned: Sequence[Run]) -> dict[ArmKe
         trials = measured.get(key, [])
         gain = mean([t['early'] - t['late'] for t in trials if t['early'] and t['late']])
         sources = mean([t['shuffled'] - t['loss'] for t in trials if t['shuffled']])
-        yardsticks[key] = read(Yardstick, group, gain=gain, sources=sources)
+        measures: dict[str, Any] = {'gain': gain, 'sources': sources}
+        measures |= {'bleu': group.get('bleu', {}), 'is_current': is_current(group)}
+        check(measures['bleu'], dict.fromkeys(measures['bleu'], float))
+        yardsticks[key] = read(Yardstick, group, **measures)
     return yardsticks
 
 

@@ -21,11 +21,12 @@ from qkattn.study.chain import HARMLESS
 from qkattn.study.tuning import KNOBS, MODEL_KNOBS, SCREENING, SINGLE, VERDICT, screening_seeds
 from qkattn.verdict.arms import Arm, with_baselines
 from qkattn.verdict.codes import TEST, Remark, RemarkCode
-from qkattn.verdict.load import Study
+from qkattn.verdict.load import Study, Yardstick
 
 # Nats/token that a language model gains between position 4 and the last half of its context.
 MIN_GAIN = 0.1
-MIN_BLEU = 15.0
+# BLEU that a translator gains over IBM model 1.
+MIN_BLEU_GAIN = 10.0
 # Nats/token that a translation loses with the sources of other pairs.
 MIN_SOURCES = 0.5
 # How many times the median sd of the other arms of its group an arm's losses may spread over seeds.
@@ -176,18 +177,41 @@ def untrained(arm: Arm) -> Iterator[Remark]:
     if (yardstick := arm.yardstick) is None:
         yield _block(RemarkCode.NO_YARDSTICK, arm.key)
         return
-    best = yardstick.best(arm.split)
-    if best and arm.loss and arm.loss.mean >= best[1]:
-        data = {'split': arm.split, 'loss': arm.loss.mean, 'tokens': yardstick.tokens}
-        data |= {'name': best[0], 'yardstick': best[1]}
-        yield _block(RemarkCode.BELOW_YARDSTICK, arm.key, **data)
+    if not yardstick.is_current:
+        yield _block(RemarkCode.OUTDATED_YARDSTICK, arm.key)
+        return
+    yield from (_block(code, arm.key, **data) for code, data in shortfalls(arm, yardstick))
     for code, name, value, needed in (
         (RemarkCode.LITTLE_CONTEXT, 'gain', yardstick.gain, MIN_GAIN),
-        (RemarkCode.LOW_BLEU, 'bleu', arm.bleu, MIN_BLEU),
         (RemarkCode.SOURCES_UNUSED, 'cost', yardstick.sources, MIN_SOURCES),
     ):
         if value is not None and value < needed:
             yield _block(code, arm.key, **{name: value, 'needed': needed})
+
+
+def shortfalls(arm: Arm, yardstick: Yardstick) -> Iterator[tuple[RemarkCode, dict[str, Any]]]:
+    """The codes, with their data, of what the losses and translations of a baseline lack."""
+    best = yardstick.best(arm.split)
+    if best and arm.loss and arm.loss.mean >= best[1]:
+        data = {'split': arm.split, 'loss': arm.loss.mean, 'tokens': yardstick.tokens}
+        yield RemarkCode.BELOW_YARDSTICK, data | {'name': best[0], 'yardstick': best[1]}
+    word_by_word = yardstick.bleu.get(arm.split)
+    if word_by_word is not None and arm.loss:
+        needed = word_by_word + MIN_BLEU_GAIN
+        if arm.bleu is None or arm.bleu < needed:
+            data = {'bleu': arm.bleu, 'word_by_word': word_by_word, 'needed': needed}
+            yield RemarkCode.LOW_BLEU, data
+
+
+def _short_arms(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
+    """The arms beside a baseline that fall short of what it has to beat, controls included."""
+    of_arm = {RemarkCode.BELOW_YARDSTICK: RemarkCode.ARM_BELOW_YARDSTICK}
+    of_arm[RemarkCode.LOW_BLEU] = RemarkCode.ARM_LOW_BLEU
+    for arm in arms:
+        yardstick = (study.yardsticks or {}).get(arm.group)
+        if yardstick and yardstick.is_current and not arm.is_baseline:
+            for code, data in shortfalls(arm, yardstick):
+                yield Remark(of_arm[code], data, arm=arm.key)
 
 
 def _trained(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
@@ -274,4 +298,4 @@ def _evaluation(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
 OF_STUDY = (_tuning, _declaration)
 OF_ARM = (_annealing, _results, _matching)
 OF_TUNED_ARM = (_post_hoc, _seeds, _settings, _splits)
-OF_ARMS = (_trained, _differences, _software, _evaluation)
+OF_ARMS = (_trained, _short_arms, _differences, _software, _evaluation)

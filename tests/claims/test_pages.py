@@ -117,8 +117,33 @@ def test_a_page_has_a_row_and_a_section_for_each_claim(written):
     assert all(pages.amount(row)[0] in '+-' for row in STORED['D2'].rows)
     assert pages.amount(STORED['A2'].rows[0])[0] not in '+-'
     (table,) = pages._tables(STORED['D2'])
-    titles = ('arm', 'doubled', 'value', 'verdict', 'for or against the claim')  # none expected
+    state = ('length', 'tokens', 'loss, nats/token', 'yardstick')
+    titles = ('arm', 'doubled', 'value', 'verdict', *state, 'for or against the claim')
     assert table.partition('\n')[0] == f'| {" | ".join(titles)} |'
+
+
+def test_answers_print_no_difference_whose_verdict_is_withheld(tmp_path):
+    """A model without any other has no column, and a change without any no row."""
+    text = {'size': 'd_model=96', 'corpus': 'stdlib', 'tokens': '1'}
+
+    def row(model, value, decision, **fields):
+        about = {'kind': 'matched', 'context': {'model': model} | text, 'unit': 'nats/token'}
+        fields |= {'speaks': 'beside', 'value': value, 'decision': decision, 'study': 'lm'}
+        return Row('a/b', **about, **fields)
+
+    withheld = row('masked LM', 0.125, 'no verdict')
+    marked = row('decoder', 0.25, 'worse', is_short=True, length='at this length')
+    settled = row('decoder', 0.5, 'worse', length='settled')
+    write(tmp_path, CLAIMS, SHOWN)
+    answers = {'a': (marked, withheld), 'b': (settled,), 'c': (withheld,)}
+    write(tmp_path, ANSWERS, [Answer(name, 'a/b', None, rows) for name, rows in answers.items()])
+    lines = pages.answers_markdown(tmp_path, '.').splitlines()
+    assert lines[0] == '|  | size of attention | decoder, equal count | verdict |'
+    assert lines[2:4] == [
+        '| a | - | +0.250† | worse at this length |',
+        '| b | - | +0.500 | worse, settled |',
+    ]
+    assert not lines[4] and '†: a loss above' in lines[5] and 'Masked' not in lines[5]
 
 
 def test_figures_show_the_numbers_of_the_rows(written):

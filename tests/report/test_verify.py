@@ -207,7 +207,7 @@ def test_a_headline_is_written_and_checked(study, tmp_path):
     assert check_page(page, write=True) == check_page(page) == 1
     text = page.read_text()
     assert text.startswith('before\n<!-- headline: kept -->\n| variant') and 'after 1.5' in text
-    assert '| qk/no_v | -0.09' in text and '| better |' in text
+    assert '| qk/no_v | -0.09' in text and '| better at this length |' in text
     page.write_text(text.replace('-0.09', '-0.10', 1))
     with pytest.raises(ReportError, match='does not match its studies'):
         check_page(page)

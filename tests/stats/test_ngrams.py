@@ -46,13 +46,56 @@ def test_losses_are_those_of_counts_in_dictionaries_and_probabilities_sum_to_one
                 assert nats_ORT[order, r, t - 1] == pytest.approx(-math.log(p))
 
 
-def test_a_hidden_neighbour_is_left_out_of_the_context():
-    """Counts of (left, right) back off to the left one, and to none without it."""
-    text_RT = np.array([[0, 1, 2, 0, 1, 3]])
-    hidden = np.array([[0, 0, -1], [2, -1, 2]]), np.array([1, 1, 1])
-    (nats_OM,) = ngrams.losses(ngrams.neighbours(text_RT), text_RT.ravel(), [hidden], V)
-    unigram = (2 + 4 / V) / (6 + 4)
-    after_left = (2 + unigram) / (2 + 1)
-    between = (1 + after_left) / (1 + 1)
-    expected = [[unigram] * 3, [after_left, after_left, unigram], [between, after_left, unigram]]
-    np.testing.assert_allclose(np.exp(-nats_OM), expected)
+def slow_masked_probability(rows, chain, target):
+    """P of a target between the tokens of a chain, [(offset, token)], by the definition."""
+    lower = slow_masked_probability(rows, chain[:-1], target) if chain else 1 / V
+    between = collections.Counter(
+        row[t]
+        for row in rows
+        for t in range(len(row))
+        if all(0 <= t + at < len(row) and row[t + at] == token for at, token in chain)
+    )
+    if not between:
+        return lower
+    return (between[target] + len(between) * lower) / (between.total() + len(between))
+
+
+def slow_chain(shown, t, number):
+    """The offsets and tokens of the nearest visible neighbours of position t, left ones first."""
+    places = [place for place, token in enumerate(shown) if token >= 0 and place != t]
+    places.sort(key=lambda place: (abs(place - t), place))
+    return [(place - t, shown[place]) for place in places[:number]]
+
+
+def masked_text():
+    """Counted rows, and evaluated ones with what is shown and which tokens are targets."""
+    rng = np.random.default_rng(1)
+    counted_RT = rng.choice(V - 1, (40, 8), p=(0.5, 0.3, 0.15, 0.05))
+    rows_RT = rng.integers(V, size=(9, 8))  # some contexts are never counted
+    hidden_RT = rng.random(rows_RT.shape) < 0.5
+    hidden_RT[0] = True  # nothing is visible
+    return counted_RT, (np.where(hidden_RT, ngrams.MISSING, rows_RT), rows_RT, hidden_RT)
+
+
+def test_masked_losses_are_those_of_counts_at_the_nearest_visible_offsets():
+    counted_RT, (shown_RT, rows_RT, hidden_RT) = masked_text()
+    parts = [tuple(rows[:4] for rows in (shown_RT, rows_RT, hidden_RT))]
+    parts.append(tuple(rows[4:] for rows in (shown_RT, rows_RT, hidden_RT)))
+    nats = np.concatenate(ngrams.masked_losses(counted_RT, parts, 3, V, rare=0), axis=1)
+    places = np.argwhere(hidden_RT)
+    assert nats.shape == (4, len(places))
+    for (r, t), nats_O in zip(places, nats.T, strict=True):
+        for order in range(4):
+            chain = slow_chain(shown_RT[r].tolist(), t, order)
+            p = slow_masked_probability(counted_RT.tolist(), chain, rows_RT[r, t])
+            assert nats_O[order] == pytest.approx(-math.log(p)), (r, t, order)
+
+
+def test_a_rare_chain_of_offsets_has_the_probability_of_the_depth_before():
+    counted_RT, evaluated = masked_text()
+    (every,) = ngrams.masked_losses(counted_RT, [evaluated], 3, V, rare=0)
+    (common,) = ngrams.masked_losses(counted_RT, [evaluated], 3, V, rare=0.2)
+    depth_M = np.argmax(common == common[-1], axis=0)  # where a target's chain ends
+    assert 0 < depth_M.mean() < 3
+    is_counted_OM = np.arange(4)[:, None] <= depth_M
+    np.testing.assert_array_equal(common[is_counted_OM], every[is_counted_OM])

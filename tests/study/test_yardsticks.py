@@ -6,15 +6,18 @@ import shutil
 import numpy as np
 import pytest
 
+from qkattn.claims.protocol import translator
 from qkattn.config import to_json
 from qkattn.data import pipeline
 from qkattn.data.tasks.language import MaskedRows
 from qkattn.data.tasks.task_registry import rows_of
+from qkattn.decode.translate import translation_scores
 from qkattn.errors import ConfigError
-from qkattn.stats import ngrams
+from qkattn.stats import ibm1, ngrams
 from qkattn.storage.ledger import YARDSTICKS
 from qkattn.storage.records import read_json
 from qkattn.study import stored, yardsticks
+from qkattn.study.yardstick_definitions import DEFINITIONS, is_current
 from tests.studies import read_lines, write_lines
 
 PLACE = {'size': 'd_model=32', 'corpus': 'stdlib', 'control': None}
@@ -44,6 +47,7 @@ def test_counts_are_of_the_rows_that_the_first_trial_saw_and_the_loss_that_of_th
     content = recorded(path)
     (group,), (run,) = content['groups'], content['runs']
     place = {'run': 'a', 'size': 'd_model=32', 'longer': False, 'task': 'language'}
+    place |= {'definition': 1}
     assert group.items() >= (place | {'seen': 1536, 'tokens': 1536}).items()
     rows = rows_of(config)
 
@@ -126,13 +130,47 @@ def test_a_probe_has_chance(tiny):
     assert group['task'] == 'probe' and group['losses']['test'] == {'chance': chance}
 
 
-def test_a_masked_text_is_counted_by_its_neighbours(tiny):
+def test_a_masked_text_is_counted_by_its_visible_neighbours(tiny):
     config = tiny(model={'kind': 'encoder', 'vocab_size': 257})
     rows = rows_of(config)
     group = yardsticks._counted(config, rows)
     losses = list(group['losses']['test'].values())
     assert isinstance(rows, MaskedRows) and group['task'] == 'masked' and group['tokens'] == 1536
-    assert losses[1] < losses[0] - 0.1
+    assert len(losses) == 6 and losses[1] < losses[0] - 0.1
+
+
+@pytest.mark.slow
+def test_a_translation_is_compared_with_word_by_word_translation():
+    config = translator('smoke')
+    rows = rows_of(config)
+    group = yardsticks._group(config, {'data': json.loads(json.dumps(rows.identity()))})
+    assert group['task'] == 'translation' and group['definition'] == 2
+    texts = [[*map(rows.pairs.source.tokenizer.decode, s)] for s in rows.pairs.sentences('test')]
+    train = [[*map(rows.pairs.source.tokenizer.decode, s)] for s in rows.pairs.sentences('train')]
+    dictionary = ibm1.fit(list(zip(*train, strict=True)))
+    number = config.decode.max_sources
+    translations = [dictionary.translate(source) for source in texts[0][:number]]
+    expected = translation_scores(translations, texts[1][:number])['bleu']
+    assert group['bleu']['test'] == pytest.approx(expected) and expected > 0
+
+
+def test_a_group_of_an_earlier_definition_is_recorded_again(study, monkeypatch):
+    """It is kept where its data are missing, and said to be outdated."""
+    _, path = study
+    yardsticks.record(path)
+    before = recorded(path)
+    monkeypatch.setitem(DEFINITIONS, 'language', 2)
+    assert not is_current(before['groups'][0])
+    results = read_lines(path / 'results.jsonl')
+    other = [result | {'data': result['data'] | {'version': '2'}} for result in results]
+    write_lines(path / 'results.jsonl', other)
+    (problem,) = yardsticks.record(path)
+    assert 'other data on this machine' in problem and recorded(path) == before
+    write_lines(path / 'results.jsonl', results)
+    assert yardsticks.record(path) == []
+    after = recorded(path)
+    assert after['groups'] == [before['groups'][0] | {'definition': 2}]
+    assert after['runs'] == before['runs']
 
 
 @pytest.mark.parametrize(('context', 'expected'), [(17, (8, 3, 12)), (7, (3, None, None))])

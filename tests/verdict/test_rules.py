@@ -244,7 +244,10 @@ def against(test):
 SCREENING_OF_BASELINE = run_name('qk/vo', 'd_model=128', 'screening', 'learning_rate')
 BELOW = {'split': 'test', 'loss': MEAN, 'name': '5-gram', 'tokens': 307200, 'yardstick': MEAN}
 GAIN, COST = {'gain': 0.1, 'needed': 0.1}, {'cost': 0.5, 'needed': 0.5}
-TRANSLATION = {'task': 'translation', 'losses': {}, 'tokens': None}
+TRANSLATION = {'task': 'translation', 'losses': {}, 'tokens': None, 'definition': 2}
+TRANSLATION |= {'bleu': {'val': 4.0, 'test': 5.0}}
+MASKED = {'task': 'masked', 'definition': 2}
+LOW_BLEU = {'bleu': 14.9, 'word_by_word': 5.0, 'needed': 15.0}
 
 
 @pytest.mark.parametrize(
@@ -257,7 +260,11 @@ TRANSLATION = {'task': 'translation', 'losses': {}, 'tokens': None}
         ({}, measured(early=2.0, late=1.9 - 1e-6), None, []),
         ({}, measured(early=None, late=None), None, []),
         (TRANSLATION, measured(shuffled=2.4 + 1e-6), 15.0, []),
-        (TRANSLATION, measured(), 14.9, [('LOW_BLEU', {'bleu': 14.9, 'needed': 15.0})]),
+        (TRANSLATION, measured(), 14.9, [('LOW_BLEU', LOW_BLEU)]),
+        (TRANSLATION, measured(), None, [('LOW_BLEU', LOW_BLEU | {'bleu': None})]),
+        (MASKED, measured(), None, []),
+        (MASKED | {'definition': 1}, measured(), None, [('OUTDATED_YARDSTICK', {})]),
+        ({'task': 'translation'}, measured(), 90.0, [('OUTDATED_YARDSTICK', {})]),
         (TRANSLATION, measured(shuffled=2.4 - 1e-6), 20.0, [('SOURCES_UNUSED', COST)]),
     ],
 )
@@ -268,11 +275,40 @@ def test_a_baseline_beats_counts_and_uses_its_context_or_its_sources(
     for record in records if bleu is not None else ():
         record |= {'val_bleu': bleu - 1, 'test_bleu': bleu}
     trials = {'trials': {'qk/vo': [trial], 'b/vo': [measured(early=2.0, late=2.0)]}}
-    _, decisions, remarks = checked(write_tuned(study_dir, records, yardsticks=trials | changes))
+    _, decisions, every = checked(write_tuned(study_dir, records, yardsticks=trials | changes))
+    remarks = [remark for remark in every if remark.blocks]
     assert [(r.code.name, r.arm) for r in remarks] == [(name, QK) for name, _ in expected]
     for remark, (_, data) in zip(remarks, expected, strict=True):
-        assert remark.data == pytest.approx(data, abs=1e-5)
+        assert remark.data.keys() == data.keys()
+        for name, value in data.items():
+            assert remark.data[name] == pytest.approx(value, abs=1e-5)
     assert decisions == (ALL_WITHHELD if expected else JUDGED)
+
+
+def test_an_arm_short_of_the_yardstick_of_its_baseline_is_marked(study_dir):
+    """It keeps its number and its verdict; a control is marked, too."""
+    shape = {'control': 'equal_shape'}
+    records = with_b(losses=BASE + 1.0) + tuned_arm('b/vo', losses=list(BASE + 2.0), **shape)
+    path = write_tuned(study_dir, records, yardsticks=against(MEAN + 0.5))
+    findings, decisions, remarks = checked(path)
+    marked = {r.arm: r.data['yardstick'] for r in remarks if not r.blocks}
+    control = B._replace(control='equal_shape')
+    assert marked == pytest.approx({B: MEAN + 0.5, control: MEAN + 0.5})
+    assert {r.code for r in remarks} == {RemarkCode.ARM_BELOW_YARDSTICK}
+    assert decisions['b/vo'] is WORSE
+    arms = {arm.key: arm for arm in (*findings.arms, *findings.controls)}
+    assert {key for key, arm in arms.items() if arm.shortfalls} == {B, control}
+
+
+def test_a_translating_arm_short_of_its_yardstick_is_marked(study_dir):
+    records = records_of()
+    for record in records:
+        bleu = 14.9 if record['variant'] == 'b/vo' else 15.1
+        record |= {'val_bleu': bleu, 'test_bleu': bleu}
+    path = write_tuned(study_dir, records, yardsticks=TRANSLATION)
+    _, decisions, (remark,) = checked(path)
+    assert remark == Remark(RemarkCode.ARM_LOW_BLEU, remark.data, arm=B) and decisions == JUDGED
+    assert remark.data == pytest.approx(LOW_BLEU)
 
 
 def test_a_study_whose_yardsticks_are_not_recorded_has_no_verdict(study_dir):

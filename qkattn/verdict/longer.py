@@ -1,0 +1,123 @@
+"""Which differences of a study are settled, by the same arms after at least four times the steps.
+
+The longer training is the study's own control, if that has fresh seeds, or another study in a
+directory beside it: of the same base config but for the steps, how often it evaluates, and its
+trials, with the same baseline and matching, on seeds of its own. Only arms that qualify for a
+verdict there count, each at its own tuned settings.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from qkattn.config import Config, to_json
+from qkattn.config.serialize import OF_MACHINE
+from qkattn.stats.decision import Decision
+from qkattn.storage.records import flat, parse_file
+from qkattn.study.arm_key import LONGER, ArmKey
+from qkattn.verdict import judging
+from qkattn.verdict.arms import Arm
+from qkattn.verdict.codes import Remark
+from qkattn.verdict.load import Study, read_base
+from qkattn.verdict.settling import TIMES, Settling, Trained, settle, trained
+
+# What two lengths of one training may differ in.
+_FREE = (
+    *('train.num_steps', 'train.eval_every', 'train.log_every', 'train.checkpoint_every'),
+    *('train.steps_per_dispatch', 'train.lifting', 'trials', *OF_MACHINE),
+)
+# Fields of study.json that say what arms are matched in, and to what.
+_MATCHING = {
+    'baseline': str,
+    'matched': str | None,
+    'fill': str | None,
+    'destinations': tuple[str, ...],
+}
+
+
+def studies_beside(study: Study) -> list[Path]:
+    """The directories beside a study that train the same models at least `TIMES` as long."""
+    shared, steps = _shared(study.base), study.base.train.num_steps
+    paths = []
+    matching = (study.baseline, study.match, study.fill, tuple(study.destinations))
+    for path in sorted(study.directory.resolve().parent.glob('*/study.json')):
+        try:
+            record = parse_file(path, {**_MATCHING, 'base': {'model': {'kind': str}}})
+            base = read_base(record)
+        except ValueError:  # a report on that study says so
+            continue
+        fields = (*(record[name] for name in _MATCHING),)
+        is_longer = base.train.num_steps >= TIMES * steps
+        same_matching = (*fields[:3], tuple(fields[3])) == matching
+        if is_longer and same_matching and _shared(base) == shared:
+            paths.append(path.parent)
+    return paths
+
+
+def _shared(base: Config) -> dict[str, Any]:
+    """The settings that do not depend on the length of training."""
+    return {
+        name: value
+        for name, value in flat(to_json(base))
+        if not any(name == free or name.startswith(f'{free}.') for free in _FREE)
+    }
+
+
+def settlings(
+    study: Study,
+    arms: Sequence[Arm],
+    blocks: Sequence[Remark],
+    beside: Sequence[tuple[Study, Sequence[Arm]]],
+) -> Mapping[ArmKey, Settling]:
+    """What is known of each primary arm's difference beyond its length of training.
+
+    `arms` have their verdicts; `beside` are the studies of `studies_beside` with their arms. Of
+    several longer trainings the longest counts.
+    """
+    made = {}
+    for arm in arms:
+        if arm.key.control or arm.is_baseline or arm.difference is None:
+            continue
+        short = trained(arm.example.run.num_steps, arm.difference)
+        longer = [*_own(study, arm, arms, blocks), *_others(study, arm, beside)]
+        longest = max(longer, key=lambda one: one.steps, default=None)
+        is_equivalent = arm.verdict is not None and arm.verdict.decision is Decision.EQUIVALENT
+        made[arm.key] = settle(short, longest, study.margin, equivalent=is_equivalent)
+    return made
+
+
+def _own(
+    study: Study, arm: Arm, arms: Sequence[Arm], blocks: Sequence[Remark]
+) -> Iterator[Trained]:
+    """The difference of the study's own control, on fresh seeds."""
+    seeds = {*study.controls.longer_seeds}
+    if not study.tuned or not seeds or seeds & {*study.seeds}:
+        return
+    by_key = {one.key: one for one in arms}
+    longer = by_key.get(arm.key._replace(control=LONGER))
+    baseline = by_key.get(arm.group._replace(control=LONGER))
+    if longer and longer.difference:
+        verdict = judging.pair(study, longer, baseline, blocks, 1)
+        if verdict.decision is not Decision.NO_VERDICT:
+            yield from _trained(longer)
+
+
+def _others(
+    study: Study, arm: Arm, beside: Sequence[tuple[Study, Sequence[Arm]]]
+) -> Iterator[Trained]:
+    """The differences of the same arm in other studies, on seeds of their own."""
+    for other, arms in beside:
+        if {*other.seeds} & {*study.seeds}:
+            continue
+        for longer in arms:
+            is_same = longer.key == arm.key and (
+                longer.example.parameters == arm.example.parameters
+            )
+            is_judged = longer.verdict and longer.verdict.decision is not Decision.NO_VERDICT
+            if is_same and is_judged:
+                yield from _trained(longer)
+
+
+def _trained(arm: Arm) -> Iterator[Trained]:
+    if arm.difference and (one := trained(arm.example.run.num_steps, arm.difference)):
+        yield one
