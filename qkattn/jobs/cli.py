@@ -269,8 +269,9 @@ def text_of(text: flags.FlagHolder, file: flags.FlagHolder) -> str:
             content = Path(file.value).read_bytes()
         else:
             content = read_regular(file.value)
-        # Text mode would end lines at lone carriage returns, too. A byte order mark is dropped.
-        return content.decode('utf-8-sig')
+        # Without a mark of byte order, and with one kind of line ends. Text mode would end lines at
+        # lone carriage returns, too.
+        return content.decode('utf-8-sig').replace('\r\n', '\n')
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f'--{file.name}={file.value} cannot be read: {error}') from error
 

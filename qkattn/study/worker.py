@@ -97,9 +97,9 @@ class _Worker:
         """Checks and declares the study."""
         study, path = self.study, self.path
         declaration.require_no_run(path)
-        declaration.require_chain(path, study, self.arms)
         for name in ('lock', 'leases', 'runs', 'plots'):
             below(path, name)
+        declaration.require_chain(path, study, self.arms)
         # Before the directory is created, so that a refused study leaves nothing behind.
         for run in of_each_model(left_of(study, self.arms, path)):
             sharding.require_devices(run.config.mesh)

@@ -25,7 +25,7 @@ NOT_PATHS = {
     *('text', 'tokens', 'variant', 'variants', 'why', 'workers'),
 }
 # Settings with the bounds of a path that are names, of which paths are made.
-NAMES = {'name', 'languages', 'task', 'corpora'}
+NAMES = {'name', 'languages', 'task', 'corpora', 'repeats'}
 
 
 def defined(script: Path) -> dict[str, str]:

@@ -480,8 +480,12 @@ def test_a_dry_run_prints_the_runs_and_writes_nothing(printed, tmp_path):
 def test_a_tuned_study_of_uncommitted_code_is_warned_of(script_here, monkeypatch, dirty):
     monkeypatch.setattr(run_directory, 'git_state', lambda: {'dirty': dirty})
     warning = 'files are changed or untracked, which withholds verdicts'
-    rates = '--config.base.trials.learning_rates=(0.001, 0.002, 0.004)'
-    for flags, warned in ((['--config.tuning.seeds=(100,)', rates], dirty), ([], False)):
+    tuned = [
+        '--config.tuning.seeds=(100,)',
+        '--config.base.trials.learning_rates=(0.001, 0.002, 0.004)',
+        '--config.base.data.eval_sequences=2048',  # of 100 documents or more, as verdicts need
+    ]
+    for flags, warned in ((tuned, dirty), ([], False)):
         done = script_here('ablate', '--config=study.py', '--dry_run', *flags)
         assert done.returncode == 0, done.stderr
         assert (warning in done.stderr) == warned
