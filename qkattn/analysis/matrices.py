@@ -45,15 +45,17 @@ def symmetric_share(a_NDD: jax.Array) -> jax.Array:
 
 
 def directionality(a_NDD: jax.Array) -> jax.Array:
-    """(c - r) / (c + r), from -1 (rows dominate) to 1 (columns dominate); 0 where c = r = 0.
+    """(c - r) / (c + r), from -1 (rows dominate) to 1 (columns dominate).
 
-    r is the sum, over the norms of the rows, of what exceeds their mean by more than two standard
-    deviations; c is that of the columns. Rows of A act on queries, columns on keys: a
-    large column is a direction of the key that all queries look for. Saponati et al. 2025, arXiv
-    2502.10927, who find it above 0 in autoregressive models.
+    r = sum_i max(0, |row i| - bound), where the bound is two standard deviations above the mean
+    norm of all rows; c is the same of the columns. The value is 0 where no norm exceeds its bound,
+    and NaN where A is zero. Rows of A act on queries, columns on keys: a large column is a
+    direction of the key that all queries look for. Saponati et al. 2025, arXiv 2502.10927, who find it above
+    0 in autoregressive models.
     """
 
     def excess(norms_ND: jax.Array) -> jax.Array:
+        """r or c of each head."""
         bound_N = norms_ND.mean(-1) + 2 * norms_ND.std(-1, ddof=1)
         return jnp.maximum(norms_ND - bound_N[..., None], 0).sum(-1)
 

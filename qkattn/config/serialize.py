@@ -64,7 +64,10 @@ def introduced(number: str, cls: Any) -> dict[str, Any]:
 
 
 def to_json(config: Any) -> dict[str, Any]:
-    """The config as plain JSON values, without later fields at their default in the schema."""
+    """The config as plain JSON values.
+
+    A field that was introduced after schema 1 is left out where it has the default of its schema.
+    """
     cls = typing.cast(Any, type(config))
     always_stored = introduced('1', cls)
     values = {}

@@ -156,8 +156,12 @@ def extract_factors(layer: Attention, *, of_qk: bool = True) -> Factors:
 def qk_factors(layer: Attention) -> Factors:
     """The factors of a layer whose logits are scale x A[n] y^T, so that A[n] may be rewritten.
 
-    ConversionError for RoPE, QK-norm, a Score that is not bilinear, masks the diagonal or adds to
-    the logits, a Value that shares a matrix of the Score, or a logit cap with a bias of the keys.
+    Raises ConversionError where something stands in the way:
+
+    - RoPE or QK-norm, which act on queries and keys between W_Q and W_K;
+    - a Score that is not bilinear, masks the diagonal, or adds a bias to the logits;
+    - a Value that shares a matrix of the Score, which would change with it;
+    - a bias of the keys under a logit cap, which does not ignore it as softmax does.
     """
     spec = layer.spec
     require(
@@ -165,7 +169,10 @@ def qk_factors(layer: Attention) -> Factors:
         'RoPE rotates queries and keys between W_Q and W_K, so their product cannot be rewritten; '
         'it can with positions none, learned, sinusoidal or alibi',
     )
-    require(not spec.qk_norm, 'QK-norm divides by the length of queries and keys, which changes')
+    require(
+        not spec.qk_norm,
+        'QK-norm divides queries and keys by their length, which is another one after the rewrite',
+    )
     require_bilinear(layer)
     require(
         not layer.value.shares,

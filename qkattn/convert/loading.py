@@ -169,11 +169,16 @@ def _tokenizer_of_run(path: Path, data: DataConfig) -> Tokenizer:
 
 
 def tokenizer_of_flag(data: str, otherwise: str) -> Tokenizer:
-    """The tokenizer that --data names: a dataset, a tokenizer.json, or a directory of tokens.
+    """The tokenizer that the flag --data names:
 
-    A dataset by its name alone is tokenized as bytes, and opened only if it is an import path.
-    ConfigError for anything else, for files that cannot be read, and for tokens of a class from
-    outside; `otherwise` is the flag that takes token ids.
+    - 'tokenizer.json' or another such file: the tokenizer in it;
+    - a directory that prepare_data has written: that of its tokens;
+    - the import path of a dataset: that of the dataset, which is opened;
+    - the name of a dataset that needs no other setting: bytes, without opening the dataset.
+
+    Raises ConfigError for anything else, for files that cannot be read, and for a directory whose
+    tokens were made by a class from outside the package. Errors name `otherwise`, the flag that
+    takes token ids in place of text.
     """
     advice = (
         'give a dataset that needs no other setting '
@@ -181,7 +186,8 @@ def tokenizer_of_flag(data: str, otherwise: str) -> Tokenizer:
         'prepare_data has written'
     )
     if data.endswith('.json'):
-        with readable(f'--data={data}', advice, Exception):  # of the library of subwords
+        # The library of subwords raises exceptions of any kind.
+        with readable(f'--data={data}', advice, Exception):
             return FileTokenizer(read_whole(as_path(data)))
     if data and (as_path(data) / INDEX).exists():
         kind = read_index(as_path(data)).tokenizer

@@ -148,6 +148,7 @@ def run_blocks(
     def step(
         x_BTD: jax.Array, block: Block, index: tuple[int, jax.Array], key: jax.Array | None
     ) -> jax.Array:
+        """`layer` with the arguments of `scan_layers`, which also gives the number of the layer."""
         return layer(x_BTD, block, key)
 
     keys_L = None if dropout_key is None else jax.random.split(dropout_key, config.num_layers)

@@ -301,16 +301,17 @@ def _nearest_worse(
 ) -> tuple[int | None, int | None]:
     """The indices of the nearest values below and above the best one that are worse than it.
 
-    None where there is none. With several seeds, worse is as in `Sweep.bracketed`; with one, any
-    larger loss is.
+    None where there is none. With several seeds a value is worse if the test of `Sweep` says so, or
+    if a seed diverged there. With a single seed, which has no test, every larger loss is worse.
     """
     is_worse = [mean > means[best] for mean in means]
-    finished = [index for index, mean in enumerate(means) if math.isfinite(mean)]
     num_seeds = len(losses[best])
+    finished = [index for index, mean in enumerate(means) if math.isfinite(mean)]
     if num_seeds > 1 and finished:
-        by_mean = sorted(finished, key=means.__getitem__)
-        critical_V = _critical_differences([losses[index] for index in by_mean], len(means) - 1)
-        for index, critical in zip(by_mean[1:], critical_V[1:].tolist(), strict=True):
+        from_the_best_on = sorted(finished, key=lambda index: means[index])
+        losses_by_mean = [losses[index] for index in from_the_best_on]
+        critical_V = _critical_differences(losses_by_mean, len(means) - 1)
+        for index, critical in list(zip(from_the_best_on, critical_V.tolist(), strict=True))[1:]:
             is_worse[index] = means[index] - means[best] > critical
     below = [index for index in range(best) if is_worse[index]]
     above = [index for index in range(best + 1, len(means)) if is_worse[index]]

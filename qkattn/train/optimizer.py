@@ -140,8 +140,9 @@ SCHEDULES: dict[str, Callable[[OptimizerConfig, int], optax.Schedule]] = {
 def schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     """Fraction of the peak learning rate at step 0, 1, ..., num_steps - 1.
 
-    Step s < W of the warm-up has (s + 1) / (W + 1): none is wasted at zero. The decay reaches
-    final_fraction after the last step, except 'inverse_sqrt', which is sqrt(W / s).
+    In a warm-up of W steps, step s has the fraction (s + 1) / (W + 1), so that no step has a rate
+    of zero. Then the decay begins, and reaches final_fraction after the last step; 'inverse_sqrt'
+    has no such end and is sqrt(W / s) at step s.
     """
     warmup = config.warmup_steps
     make_decay = _named_function(config, 'schedule', SCHEDULES)

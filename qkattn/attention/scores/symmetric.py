@@ -116,6 +116,7 @@ class SharedQK(Tied):
         return A_NDE * self.g_temperature_N[:, None, None]
 
     def reference_logits(self, x_BTD: np.ndarray, y_BSD: np.ndarray) -> np.ndarray:
+        # One matrix for queries and keys, with the bias as a row for the coordinate 1 of (x, 1).
         w_ENH = np.asarray(homogeneous(self.w_q_DNH, self.b_q_NH), np.float64)
         x_BTE = oracle.with_ones(x_BTD, len(w_ENH))
         y_BSE = oracle.with_ones(y_BSD, len(w_ENH))
