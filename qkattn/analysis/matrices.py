@@ -50,8 +50,8 @@ def directionality(a_NDD: jax.Array) -> jax.Array:
     r = sum_i max(0, |row i| - bound), where the bound is two standard deviations above the mean
     norm of all rows; c is the same of the columns. The value is 0 where no norm exceeds its bound,
     and NaN where A is zero. Rows of A act on queries, columns on keys: a large column is a
-    direction of the key that all queries look for. Saponati et al. 2025, arXiv 2502.10927, who find it above
-    0 in autoregressive models.
+    direction of the key that all queries look for. Saponati et al. 2025, arXiv 2502.10927, who find
+    it above 0 in autoregressive models.
     """
 
     def excess(norms_ND: jax.Array) -> jax.Array:
