@@ -89,12 +89,14 @@ def main() -> None:
     source = loading.load(cli.required(SOURCE), imports=IMPORTS.value)
     trial = source.check_trial(TRIAL.value)
     model, about = chosen(source, trial)
-    reference, about['reference'] = None, None
+    reference = None
+    about['reference'] = None
     if REFERENCE.value is not None:
         other = loading.load(REFERENCE.value, imports=IMPORTS.value)
         same = exported.origin(source.path).get('trial', trial)
         reference, about['reference'] = chosen(other, same if len(other.models) > 1 else 0)
-    batch, tokens = None, None
+    batch = None
+    tokens = None
     if TEXT.value is not None or TOKENS.value is not None:
         ids, tokens = given(source, model)
         batch = {'tokens_BT': np.array([ids], np.int32)}
@@ -137,7 +139,8 @@ def named(source: loading.Loaded, trial: int) -> str:
 
 def given(source: loading.Loaded, model: Transformer) -> tuple[list[int], list[str]]:
     """The token ids of --text or --tokens, and the text of each."""
-    flag, context = TEXT if TOKENS.value is None else TOKENS, model.config.context
+    flag = TEXT if TOKENS.value is None else TOKENS
+    context = model.config.context
     if isinstance(model, EncoderDecoder):
         raise ConfigError(
             f'--{flag.name} is for a decoder or encoder; an encoder_decoder reads rows of its run'
@@ -162,7 +165,8 @@ def table(analysis: Analysis) -> str:
     """A line for every attention layer; means over heads, of induction the best head."""
     rows = pd.DataFrame(analysis.rows)
     by_quantity = rows.groupby(['quantity', 'subject', 'site', 'layer'])['value']
-    titles, lines = [('layer', True)], {(row.site, row.layer): [] for row in rows.itertuples()}
+    titles = [('layer', True)]
+    lines = {(row.site, row.layer): [] for row in rows.itertuples()}
     for heading, quantity, subject in COLUMNS:
         over = by_quantity.max if quantity == 'induction_score' else by_quantity.mean
         values = over(skipna=False)

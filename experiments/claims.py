@@ -78,7 +78,8 @@ def main() -> None:
                     )
         studies.train(configs, SCALE.value, directory, workers)
     studies.report(claims, directory)
-    results, decided = Results(directory), list[ClaimResult]()
+    results = Results(directory)
+    decided = list[ClaimResult]()
     for claim in claims:
         with waiting(claim.name, 'deciding'):
             decided.append(decide(claim, SCALE.value, results))

@@ -57,7 +57,9 @@ def main() -> None:
             raise ConfigError(f'--out={OUT.value} is not empty; give another directory')
     source = loading.load(path, num_heads=NUM_HEADS.value, imports=IMPORTS.value)
     trial = source.check_trial(TRIAL.value)
-    config, params = reference = source.model_config, source.params[trial]
+    config = source.model_config
+    params = source.params[trial]
+    reference = config, params
     length = min(config.context, 64)
     tokens_BT = np.random.default_rng(0).integers(0, config.vocab_size, (4, length))
     diverged = (

@@ -58,7 +58,8 @@ def main() -> None:
             f'--source={SOURCE.value} is a model of kind {model.config.kind!r}; only a decoder '
             'continues text (experiments.translate runs an encoder_decoder)'
         )
-    tokenizer, vocab_size = None, model.config.vocab_size
+    tokenizer = None
+    vocab_size = model.config.vocab_size
     if PROMPT_TOKENS.value is not None:
         if PROMPT.value != PROMPT.default:
             raise ConfigError(f'--{PROMPT.name} and --{PROMPT_TOKENS.name} exclude each other')

@@ -42,7 +42,8 @@ AVERAGE = flags.DEFINE_integer(
 def main() -> None:
     keep_programs()
     source = loading.load(cli.required(SOURCE), average=AVERAGE.value)
-    config, model = source.config, source.models[source.check_trial(TRIAL.value)]
+    config = source.config
+    model = source.models[source.check_trial(TRIAL.value)]
     if config is None:
         raise ConfigError(f'--source={SOURCE.value} is not the directory of a training run')
     if config.model.kind != 'encoder_decoder':

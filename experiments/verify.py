@@ -83,7 +83,8 @@ def main() -> None:
     if not declarations:
         raise ReportError(f'--results={RESULTS.value} contains no study directory')
     for study in (declaration.parent for declaration in declarations):
-        runs, count = check_costs(study), verify.check_study(study)
+        runs = check_costs(study)
+        count = verify.check_study(study)
         print(
             f'{study.name}: {count:,} numbers agree with the logs, the costs of '
             f'{counted(runs, "run")} with the configs'

@@ -50,7 +50,8 @@ def attention(x: jax.Array, p: dict[str, jax.Array]) -> jax.Array:
 def loss(model: Mapping[str, Any], params: dict, tokens: jax.Array) -> jax.Array:
     """Mean cross-entropy of tokens[:, 1:]; tokens is [B, T + 1]."""
     p = jax.tree.map(lambda a: a.astype(model['compute_dtype']), params)
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    inputs = tokens[:, :-1]
+    targets = tokens[:, 1:]
     x = p['embedding'][inputs] + p['position'][: inputs.shape[1]]
     for layer in p['layers']:
         x = x + attention(norm(x, layer['attention_gain']), layer)
@@ -69,7 +70,8 @@ def optimizer() -> optax.GradientTransformation:
 
 def train(config: Mapping[str, Any]) -> Work:
     """Training steps of a run (JSON): forward, backward, clipping, AdamW."""
-    model, transform = config['model'], optimizer()
+    model = config['model']
+    transform = optimizer()
     C, B = config['train']['steps_per_dispatch'], config['train']['batch_size']
     shape = (C, B, model['context'] + 1)
 

@@ -89,7 +89,8 @@ def race(rows: Sequence[Row], *, rounds: int, seconds: float) -> list[Row]:
         for row in rows:
             with waiting('benchmark', f'building {row.name}'):
                 if (answer := ask(row, _build, row.work, row.settings)) is not None:
-                    built[row.name], measured[row.name] = answer, []
+                    built[row.name] = answer
+                    measured[row.name] = []
         for number in range(rounds):
             with waiting('benchmark', f'round {number + 1} of {rounds}'):
                 for row in (row for row in rows if row.name in measured):

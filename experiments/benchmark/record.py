@@ -63,7 +63,8 @@ def cells(row: Row, group: Group) -> dict[str, str]:
     """The printed numbers of a row by heading, as far as it has them."""
     if not row.rounds:
         return {}
-    reference, numbers = group.row(group.reference), row.extra
+    reference = group.row(group.reference)
+    numbers = row.extra
     times = zip(('ms', 'from', 'to'), (row.median, *row.quartiles), strict=True)
     printed = {
         name: f'{1e3 * seconds:,.3g}' if seconds < 1 else f'{1e3 * seconds:,.0f}'

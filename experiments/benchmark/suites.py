@@ -46,7 +46,8 @@ log = logging.getLogger('qkattn.benchmark')
 
 def _batch_of(config: Config) -> dict[str, np.ndarray]:
     """Random tokens of one dispatch, [C, X, B, T], the same for all trials, and their targets."""
-    train, trials = config.train, len(config.trials.trials())
+    train = config.train
+    trials = len(config.trials.trials())
     shape = (train.steps_per_dispatch, 1, train.batch_size, config.model.context + 1)
     tokens = np.random.default_rng(0).integers(config.model.vocab_size, size=shape, dtype=np.int32)
     tokens = np.repeat(tokens, trials, axis=1)
@@ -91,8 +92,10 @@ def greedy(model: dict[str, Any], rows: int, prompt: int, tokens: int) -> Work:
 
 # Rows
 
-TRAIN, GREEDY = f'{__name__}:train', f'{__name__}:greedy'
-JAX, TORCH = 'experiments.benchmark.jax_gpt:train', 'experiments.benchmark.torch_gpt:train'
+TRAIN = f'{__name__}:train'
+GREEDY = f'{__name__}:greedy'
+JAX = 'experiments.benchmark.jax_gpt:train'
+TORCH = 'experiments.benchmark.torch_gpt:train'
 
 
 def decoder(

@@ -14,7 +14,8 @@ from experiments.benchmark.race import Work
 class Block(nn.Module):
     def __init__(self, model: Mapping[str, Any]):
         super().__init__()
-        D, self.heads = model['d_model'], model['num_heads']
+        D = model['d_model']
+        self.heads = model['num_heads']
         self.gelu = 'tanh' if model['activation'] == 'gelu_tanh' else 'none'
         self.attention_norm = nn.LayerNorm(D, bias=False)
         self.qkv = nn.Linear(D, 3 * D, bias=False)
@@ -47,7 +48,8 @@ class GPT(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Mean cross-entropy of tokens[:, 1:]; tokens is [B, T + 1]."""
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        inputs = tokens[:, :-1]
+        targets = tokens[:, 1:]
         x = self.embedding(inputs) + self.position.weight[: inputs.shape[1]]
         for block in self.blocks:
             x = block(x)
@@ -57,7 +59,8 @@ class GPT(nn.Module):
 
 def train(config: Mapping[str, Any]) -> Work:
     """Training steps of a run (JSON): forward, backward, clipping, AdamW; on a GPU if any."""
-    sizes, batch_size = config['model'], config['train']['batch_size']
+    sizes = config['model']
+    batch_size = config['train']['batch_size']
     device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
     torch.manual_seed(0)
     torch.set_float32_matmul_precision('high')  # TF32 on GPUs, as in JAX
@@ -72,7 +75,8 @@ def train(config: Mapping[str, Any]) -> Work:
     tokens = np.random.default_rng(0).integers(
         sizes['vocab_size'], size=(batch_size, sizes['context'] + 1)
     )
-    batch, low = torch.from_numpy(tokens).to(device), getattr(torch, sizes['compute_dtype'])
+    batch = torch.from_numpy(tokens).to(device)
+    low = getattr(torch, sizes['compute_dtype'])
 
     def step() -> None:
         with torch.autocast(device.type, low, enabled=low != torch.float32):

@@ -11,7 +11,8 @@ from qkattn.stats.inference import Difference
 from qkattn.verdict.judging import ABOVE_ZERO, BELOW_ZERO
 
 # One-sided findings on an undecided arm.
-NOT_BETTER, NOT_WORSE = 'not better by the margin', 'not worse by the margin'
+NOT_BETTER = 'not better by the margin'
+NOT_WORSE = 'not worse by the margin'
 _AT_LEAST_AS_HIGH = (Decision.EQUIVALENT, *ABOVE_ZERO, NOT_BETTER)
 _AT_MOST_AS_HIGH = (Decision.EQUIVALENT, *BELOW_ZERO, NOT_WORSE)
 # By relation of an arm to another, the verdicts and one-sided findings that make it true and those

@@ -162,7 +162,8 @@ def finding(
     validation split has to lie on the same side of the margin. A false one needs a difference
     beyond the margin, where equivalence would be false too: its error rate is that of the verdicts.
     """
-    decision, difference = verdict.decision, comparison.difference
+    decision = verdict.decision
+    difference = comparison.difference
     diverged = any(reason.code is ReasonCode.DIVERGED for reason in verdict.reasons)
     if relation == AS_REPORTED:
         withheld = diverged or decision is Decision.NO_VERDICT
@@ -188,7 +189,8 @@ def _as_reported(row: Row, comparison: Comparison) -> Speaks:
     """
     if None in (row.low, row.high, row.expected, row.tolerance):
         return Speaks.OPEN
-    low, high = row.expected - row.tolerance, row.expected + row.tolerance
+    low = row.expected - row.tolerance
+    high = row.expected + row.tolerance
     values = row.low, row.high, comparison.validation
     sides = {(value > high) - (value < low) for value in values}
     if len(sides) > 1:
@@ -288,7 +290,8 @@ def _last(
 def _case(expected: Expectation, loaded: Loaded, key: ArmKey) -> Case:
     study, findings = loaded
     arms = {arm.key: arm for arm in (*findings.arms, *findings.controls)}
-    arm, blocks = arms.get(key), findings.blocks
+    arm = arms.get(key)
+    blocks = findings.blocks
     other = arms.get(arm.group) if arm else None
     if arm and expected.versus:
         blocks += other.blocks if other else ()
@@ -383,7 +386,9 @@ def needed(row: Row, arm: Arm) -> tuple[float, str]:
     The seeds tell the measured difference, at the errors measured, with probability 0.8 from the
     bound on which the relation turns: the margin, on the nearer side where both sides count.
     """
-    trial, verdict, difference = arm.example, arm.verdict, arm.difference
+    trial = arm.example
+    verdict = arm.verdict
+    difference = arm.difference
     where = (
         f'{row.quantity} at {arm.size} on {arm.corpus}, {trial.parameters["total"]:,} '
         f'parameters and {trial.num_tokens:,} tokens a run'
@@ -426,7 +431,8 @@ def _models(name: str, loaded: Loaded) -> Iterator[str]:
     """The baselines of a study: their size, training and loss, and what they have to beat."""
     study, findings = loaded
     for arm in baselines(study, (*findings.arms, *findings.controls)):
-        trial, loss = arm.example, arm.loss
+        trial = arm.example
+        loss = arm.loss
         text = (
             f'{name}, {arm.size} on {arm.corpus}: {trial.parameters["total"]:,} parameters, '
             f'{trial.num_steps:,} steps, {trial.num_tokens:,} tokens'

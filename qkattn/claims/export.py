@@ -26,7 +26,8 @@ from qkattn.study.arm_key import EQUAL_SHAPE
 from qkattn.study.arms import parse_variant
 from qkattn.verdict.arms import Arm, with_baselines
 
-CLAIMS, ANSWERS = 'claims.json', 'answers.json'
+CLAIMS = 'claims.json'
+ANSWERS = 'answers.json'
 WITHHELD = Decision.NO_VERDICT.value
 SCALING = 'lm_scaling'  # a study of no claim, which is exported beside them
 # What another machine or commit changes.
@@ -171,7 +172,8 @@ def _read(path: Path, cls: type[Record]) -> tuple[Record, ...]:
     again = f'make it again with python -m experiments.claims --workdir=DIR --export={path.parent}'
     if not path.is_file():
         raise ReportError(f'{path} does not exist; {again}.')
-    made, where = [], ''
+    made = []
+    where = ''
     try:
         for record in parse_file(path, [{'name': str, 'rows': list}]):
             where = f'{record["name"]}: '
@@ -187,7 +189,8 @@ def export(decided: Iterable[ClaimResult], results: Results, destination: str | 
 
     ReportError if the destination holds something else.
     """
-    decided, destination = list(decided), as_path(destination)
+    decided = list(decided)
+    destination = as_path(destination)
     names = [name for claim in decided for name in claim.studies]
     names = [repeat for name in names for repeat in reversed(results.newest_first(name))]
     for name in dict.fromkeys([*names, SCALING]):
@@ -208,8 +211,10 @@ def check(directory: str | Path) -> int:
 
     ReportError if claims.json or answers.json hold undeclared claims or other results.
     """
-    directory, results = Path(directory), Results(directory)
-    stored, answered = read_claims(directory), read_answers(directory)
+    results = Results(directory)
+    directory = Path(directory)
+    stored = read_claims(directory)
+    answered = read_answers(directory)
     claims = [decide(claim, stored[0].scale, results) for claim in declared.claims().values()]
     pairs: list[tuple[str, Sequence, Sequence]] = [
         (CLAIMS, stored, claims),
@@ -242,9 +247,11 @@ def mismatch(old: Record, new: Record) -> str | None:
         rows = {place: vars(row) for place, row in enumerate(record.rows)}
         return dict(flat(vars(record) | {'rows': rows}))
 
-    one, other = values(old), values(new)
+    one = values(old)
+    other = values(new)
     for name in (name for name in one | other if name not in _OF_MACHINE):
-        a, b = one.get(name), other.get(name)
+        a = one.get(name)
+        b = other.get(name)
         row = name.rpartition('.')[0]
         if name == 'needed' and None not in (a, b):
             same = difference(a, b, _needed) is None

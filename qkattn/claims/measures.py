@@ -29,7 +29,8 @@ def early(loaded: Loaded) -> list[Row]:
     withheld = {key: (_withheld(*pair),) * 2 for key, pair in pairs.items()}
     looks = {key: loaded.study.look(key, other.key) for key, (_, other) in pairs.items()}
     steps = {step for seeds in curves.values() for seed in seeds for step in seed}
-    last, rows = max(steps, default=0), []
+    last = max(steps, default=0)
+    rows = []
     planned = loaded.findings.num_comparisons * len(steps - {last})
     for step in sorted(steps - {last}):
         changes = {
@@ -61,10 +62,13 @@ def growth(loaded: Loaded, variant: str) -> list[Row]:
             continue
         seeds = _curves(arm, baseline)
         if seeds and len(seeds[0]) > 1:
-            first, last, margin = min(seeds[0]), max(seeds[0]), loaded.study.margin
+            first = min(seeds[0])
+            last = max(seeds[0])
+            margin = loaded.study.margin
             grown = inference.paired([seed[last] - seed[first] for seed in seeds], margin)
             quantity = f'growth of the difference from {first / last:.0%} of the steps on'
-            speaks, context = _speaks(arm, baseline, grown, margin, 0.0), loaded.context(arm)
+            speaks = _speaks(arm, baseline, grown, margin, 0.0)
+            context = loaded.context(arm)
             rows.append(difference_row(quantity, Kind.MEASURED, context, grown, speaks=speaks))
     return rows
 
@@ -74,7 +78,8 @@ def at_one_rate(loaded: Loaded, variant: str) -> list[Row]:
 
     Better by more than the margin, or not, by its interval.
     """
-    rows, margin = [], -loaded.study.margin
+    rows = []
+    margin = -loaded.study.margin
     for arm, baseline in _compared(loaded):
         if loaded.study.bare(arm.variant) == variant and arm.difference:
             context = loaded.context(arm)

@@ -60,7 +60,9 @@ _OF_STATE: list[Heading] = [('length', True), ('tokens', False)]
 _OF_STATE += [(f'loss, {UNIT}', False), ('yardstick', True)]
 _OF_CONTEXT = {'equal': 'same shape', 'matched': 'equal parameter count'}  # its 'shape'
 DECIDED_IN = 'decoder', Kind.MATCHED  # where answers have their verdict
-_LONGEST, _QUANTITY = 52, 22  # characters of a name in figures, and of what is compared in it
+# Characters of a name in figures, and of the part of it that says what is compared.
+_LONGEST = 52
+_QUANTITY = 22
 
 
 def compared(rows: Iterable[Row]) -> list[dict[str, Row]]:
@@ -123,7 +125,8 @@ def claims_markdown(directory: Path, base: str, part: str, page: str = 'claims_{
 
     Links to files of the directory begin with `base`; those to claims are to the `page` of a group.
     """
-    claims, scaling = export.read_claims(directory), _scaling(directory) if part == 'laws' else None
+    claims = export.read_claims(directory)
+    scaling = _scaling(directory) if part == 'laws' else None
     counts = {v: [claim.verdict for claim in claims].count(v) for v in PHRASES}
     return _template('claims.md.j2').render(
         part=part,
@@ -295,7 +298,8 @@ def _tables(claim: ClaimResult) -> list[str]:
     """A table of differences with their parts, and one of the other values."""
     titles: list[Heading] = [*((title, False) for title in PARTS.values()), ('verdict', True)]
     titles += _OF_STATE
-    firsts, cells = [], []
+    firsts = []
+    cells = []
     for parts in compared(claim.rows):
         firsts.append(next(iter(parts.values())))
         shown = [parts[kind] for kind in PARTS if kind in parts]

@@ -80,7 +80,8 @@ def translator(
 
     Scales smoke and cpu share one shape.
     """
-    is_large, pieces = scale == 'gpu', pick(scale, smoke=500, cpu=1000, gpu=8192)
+    is_large = scale == 'gpu'
+    pieces = pick(scale, smoke=500, cpu=1000, gpu=8192)
     num_steps = pick(scale, smoke=20, cpu=2200, gpu=6000)
     train = _train(scale, num_steps, pick(scale, smoke=8, cpu=32, gpu=64))
     sources = pick(scale, smoke=8, cpu=64, gpu=None)

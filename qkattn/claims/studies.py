@@ -201,7 +201,8 @@ def costs(studies: Mapping[str, Study]) -> str:
     for name, study in studies.items():
         with waiting(name, 'planning'):
             planned[name] = plan.imagined(study, build_arms(study))
-    every, rows = [run for runs in planned.values() for run in runs], []
+    every = [run for runs in planned.values() for run in runs]
+    rows = []
     for name, runs in (planned | {'total': every}).items():
         number, trials, tokens, flops = plan.cost(runs)
         rows.append([name, f'{number:,}', f'{trials:,}', f'{tokens:.3g}', f'{flops:.3g}'])

@@ -31,7 +31,9 @@ Source = str | os.PathLike[str] | Mapping[str, Any]
 # By the name in Hugging Face's GPT-2, without the prefix `transformer.` and with * for the layer:
 # the axes of a tensor (C = 3 D), and the parameters that it concatenates along the last one.
 # Matrices are [inputs, outputs]; heads are in order.
-HEAD, QK, VO = 'lm_head.weight', 'blocks/attention/score', 'blocks/attention/value'
+HEAD = 'lm_head.weight'
+QK = 'blocks/attention/score'
+VO = 'blocks/attention/value'
 TENSORS: dict[str, tuple[str, tuple[str, ...]]] = {
     'wte.weight': ('VD', ('w_embedding_VD',)),
     'wpe.weight': ('TD', ('w_position_TD',)),
@@ -119,7 +121,8 @@ def load_nanogpt(source: Source, *, num_heads: int | None = None) -> tuple[Model
         path = as_path(source)
         named = _read_safetensors(path) if path.suffix == '.safetensors' else _read_torch(path)
     if isinstance(named, Mapping) and isinstance(named.get('model'), Mapping):
-        arguments, named = named.get('model_args') or {}, named['model']
+        arguments = named.get('model_args') or {}
+        named = named['model']
         if not isinstance(arguments, Mapping):
             raise ConfigError(f'model_args={arguments!r:.80} must be a dictionary, as of nanoGPT')
         described = {**arguments}
@@ -183,7 +186,8 @@ def _decoder(
         tied_embeddings=tied,
     )
     validate(Config(model=config))
-    expected, flat = shapes(config), {}
+    expected = shapes(config)
+    flat = {}
     for name, shape in expected.items():
         if name not in tensors:
             raise ConfigError(f'tensor {name!r} is missing')
@@ -212,7 +216,8 @@ def _decoder(
 def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
     """All tensors of a file, of a model directory, or of the files that a .index.json lists."""
     if path.is_dir():
-        single, index = path / 'model.safetensors', path / 'model.safetensors.index.json'
+        single = path / 'model.safetensors'
+        index = path / 'model.safetensors.index.json'
         path = single if single.exists() or not index.exists() else index
     if path.suffix == '.json':
         files = _read_json(path).get('weight_map')

@@ -58,7 +58,8 @@ def _tokenizer(config: DataConfig, corpus: Corpus) -> Tokenizer:
 
 
 def _sides(config: DataConfig) -> list[TokenDataset]:
-    corpus, root = find(config), data_root(config.data_dir)
+    corpus = find(config)
+    root = data_root(config.data_dir)
     tokenizer = _tokenizer(config, corpus)
     sides = [_side(corpus, language) for language in corpus.languages] or [corpus]
     places = [root / 'tokens' / side.name / side.version / tokenizer.name for side in sides]

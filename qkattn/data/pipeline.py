@@ -25,7 +25,8 @@ def batches(config: Config, split: str = 'train', *, seed: int = 0) -> Iterator[
     data.eval_sequences rows of an evaluation, once. ConfigError as `rows_of`, `train_batch` and
     `eval_batches`.
     """
-    rows, size = rows_of(config), config.train.batch_size
+    rows = rows_of(config)
+    size = config.train.batch_size
     if split == 'train':
         steps = itertools.count()
         return (train_batch(rows, seed=seed, step=step, batch_size=size) for step in steps)
@@ -160,7 +161,8 @@ def check_documents(rows: Rows, data: DataConfig, minimum: int = MIN_DOCUMENTS) 
     """Raises ConfigError without a test split, or if an evaluation reads too few documents."""
     name = f'data.name={data.name!r}{"" if data.path is None else f", data.path={data.path!r}"}'
     for split in rows.splits[1:]:
-        documents, number = rows.documents(split), data.eval_sequences
+        documents = rows.documents(split)
+        number = data.eval_sequences
         evaluated = len(np.unique(clusters(rows, split, number)[1]))
         if documents is not None and evaluated < minimum:
             total = len(np.unique(documents[1]))

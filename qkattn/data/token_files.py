@@ -25,8 +25,10 @@ from qkattn.errors import ConfigError
 from qkattn.storage.files import read_whole, replacing, write_atomic
 from qkattn.storage.records import parse_file, read
 
-INDEX, MODEL = 'tokens.json', 'tokenizer.json'
-RESTORE, ERRORS = 'restore the source', (RuntimeError, UnicodeError)
+INDEX = 'tokens.json'
+MODEL = 'tokenizer.json'
+RESTORE = 'restore the source'
+ERRORS = (RuntimeError, UnicodeError)
 
 log = logging.getLogger(__name__)
 
@@ -106,13 +108,15 @@ def _write(
     path: Path, documents: Iterator[np.ndarray], tokenizer: Tokenizer, names: tuple[str, ...] | None
 ) -> SplitInfo:
     """Writes a split document by document, and counts its tokens."""
-    digest, counts_V = hashlib.sha256(), np.zeros(tokenizer.vocab_size, np.int64)
+    digest = hashlib.sha256()
+    counts_V = np.zeros(tokenizer.vocab_size, np.int64)
     num_documents = num_bytes = 0
     with replacing(path) as temporary:
         with temporary.open('wb') as file:
             for ids in documents:
                 file.write(ids.astype(_dtype(tokenizer)).tobytes())
-                num_documents, num_bytes = num_documents + 1, num_bytes + tokenizer.num_bytes(ids)
+                num_documents = num_documents + 1
+                num_bytes = num_bytes + tokenizer.num_bytes(ids)
         empty = np.zeros(0, _dtype(tokenizer))  # a file without bytes cannot be mapped
         written = np.memmap(temporary, empty.dtype, 'r') if num_documents else empty
         for ids in blocks(written):

@@ -47,10 +47,14 @@ class TokenDataset:
         tokens: Mapping[str, np.ndarray],
         carved: Mapping[str, float] | None = None,
     ):
-        self.name, self.version = name, version
-        self.tokenizer, self.vocab_size = tokenizer, tokenizer.vocab_size
-        self.splits, self.carved = tuple(infos), dict(carved or {})
-        self._infos, self._tokens = infos, tokens
+        self.name = name
+        self.version = version
+        self.tokenizer = tokenizer
+        self.vocab_size = tokenizer.vocab_size
+        self.splits = tuple(infos)
+        self.carved = dict(carved or {})
+        self._infos = infos
+        self._tokens = tokens
         self._ends = functools.cache(self._document_ends)
 
     def info(self, split: str) -> SplitInfo:
@@ -96,7 +100,8 @@ class TokenDataset:
         return self.info(split).num_bytes / self.info(split).num_tokens
 
     def _document_ends(self, split: str) -> np.ndarray:
-        ends, position = [np.zeros(0, np.int64)], 0
+        ends = [np.zeros(0, np.int64)]
+        position = 0
         for ids in blocks(self.split(split)):
             ends.append(np.flatnonzero(ids == self.tokenizer.separator) + position + 1)
             position += len(ids)
@@ -110,9 +115,11 @@ class PairDataset:
     """
 
     def __init__(self, source: TokenDataset, target: TokenDataset):
-        self.source, self.target = source, target
+        self.source = source
+        self.target = target
         self.splits = tuple(split for split in source.splits if split in target.splits)
-        self.vocab_size, self.separator = source.vocab_size, source.tokenizer.separator
+        self.vocab_size = source.vocab_size
+        self.separator = source.tokenizer.separator
         self._bounds: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         for split in self.splits:
             ends = source.document_ends(split), target.document_ends(split)

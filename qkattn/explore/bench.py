@@ -73,7 +73,8 @@ class Bench:
             if (number := getattr(self, field)) not in valid:
                 raise ConfigError(f'{field}={number} must be from {valid[0]} to {valid[-1]}')
         try:
-            score, linear = self.layer.score, self.layer.value.linear
+            score = self.layer.score
+            linear = self.layer.value.linear
         except SpecError as error:
             raise ConfigError(str(error)) from error
         if score.hides_self or not (score.bilinear and linear):
@@ -128,7 +129,8 @@ class Bench:
 
         def rounded(entry: Any) -> Any:
             """Removes the rounding errors of constants, so that equal entries compare equal."""
-            real, terms = ring.domain.dtype, ring(entry).terms()
+            real = ring.domain.dtype
+            terms = ring(entry).terms()
             return ring.from_dict({powers: real(round(float(c), 14)) for powers, c in terms})
 
         matrices = evaluate(lambda *leaves: self.filled(leaves).matrix(), *arrays)
@@ -148,7 +150,8 @@ def generators(blocks: Mapping[str, Sequence[int]]) -> tuple[Any, list[np.ndarra
         for n, *place in np.ndindex(*shape)
     ]
     ring = sympy().polys.rings.PolyRing(names, sympy().RR)
-    left, arrays = iter(ring.gens), []
+    left = iter(ring.gens)
+    arrays = []
     for shape in blocks.values():
         arrays.append(np.empty(shape, object))
         arrays[-1].reshape(-1)[:] = list(itertools.islice(left, arrays[-1].size))
@@ -185,7 +188,8 @@ def _broadcast(array: np.ndarray, shape: Any, broadcast_dimensions: Any, **_: An
 def _product(left: np.ndarray, right: np.ndarray, dimension_numbers: Any, **_: Any) -> np.ndarray:
     """dot_general: batch axes, then the free axes of the left operand, then those of the right."""
     (left_sum, right_sum), (left_batch, right_batch) = dimension_numbers
-    left_axes, right_axes = [*range(left.ndim)], [left.ndim + axis for axis in range(right.ndim)]
+    left_axes = [*range(left.ndim)]
+    right_axes = [left.ndim + axis for axis in range(right.ndim)]
     for axis, other in zip((*left_sum, *left_batch), (*right_sum, *right_batch), strict=True):
         right_axes[other] = axis
     free = [axis for axis in left_axes if axis not in (*left_sum, *left_batch)]
@@ -234,14 +238,16 @@ def evaluate(function: Callable[..., Any], *arrays: np.ndarray) -> list[np.ndarr
 
 
 def _apply(equation: Any, inputs: list[Any]) -> list[Any]:
-    name, parameters = equation.primitive.name, equation.params
+    name = equation.primitive.name
+    parameters = equation.params
     if not any(map(_is_symbolic, inputs)):
         return _bound(equation, inputs)
     ring = next(filter(_is_symbolic, inputs)).flat[0].ring
     if name in MOVES:
         return _moved(equation, inputs, MOVES[name], ring)
     if name == 'div' and not _is_symbolic(inputs[1]):
-        name, inputs = 'mul', [inputs[0], 1 / np.asarray(inputs[1])]
+        name = 'mul'
+        inputs = [inputs[0], 1 / np.asarray(inputs[1])]
     operands = [_elements(array, ring) for array in inputs]
     if name == 'integer_pow' and parameters['y'] > 0:
         return [operands[0] ** parameters['y']]
@@ -260,7 +266,8 @@ def _moved(equation: Any, inputs: list[Any], which: slice, ring: Any) -> list[np
     entries: list[Any] = []
     operands = list(inputs)
     for index in range(len(inputs))[which]:
-        array, first = _elements(inputs[index], ring), len(entries)
+        array = _elements(inputs[index], ring)
+        first = len(entries)
         entries.extend(array.flat)
         operands[index] = jnp.arange(first, len(entries), dtype=float).reshape(array.shape)
     table = np.empty(len(entries), object)

@@ -48,7 +48,8 @@ def page(sizes: Iterable[tuple[int, int]] = SIZES) -> str:
 
 def _of_size(dims: int, heads: int) -> dict[str, Any]:
     """Scores and values by name, as JSON."""
-    scores, values = {}, {}
+    scores = {}
+    values = {}
     for name in SCORES:
         if bench := _bench(name, 'vo', dims, heads):
             scores[name] = _parameters(bench, 'score') | {

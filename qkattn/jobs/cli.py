@@ -339,7 +339,8 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
         first, *more = (str(error) or type(error).__name__).strip().splitlines()
         wrong = re.match(r'flag --config\.([\w.]+)=(.*?): ', first)
         if wrong and kind and (field := settings(kind).get(wrong[1])):
-            first, more = f'--config.{wrong[1]}={wrong[2]} must be {_expected(field)}', []
+            first = f'--config.{wrong[1]}={wrong[2]} must be {_expected(field)}'
+            more = []
         elif "'config_config' has no attribute 'get_config'" in first:  # ml_collections' name of it
             first = 'the file of --config has no function get_config()'
         elif isinstance(error, KeyError):  # a known field, of a config of the other kind
@@ -404,7 +405,8 @@ def _log_to_stderr() -> None:
 
 def _help(doc: str, kind: Kind | None) -> str:
     """What a script does, its flags, and the settings of its config."""
-    lines, width = [], flags.get_help_width()
+    lines = []
+    width = flags.get_help_width()
     for paragraph in inspect.cleandoc(doc).split('\n\n'):
         command = paragraph.lstrip().startswith('python')
         lines += [paragraph if command else textwrap.fill(paragraph, width), '']
@@ -430,7 +432,8 @@ def _entry(head: str, description: str | None) -> list[str]:
 
 def _type(kind: Any) -> str:
     """A type as in 'int or None', 'tuple of float', or the values of a Literal."""
-    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    origin = typing.get_origin(kind)
+    parts = typing.get_args(kind)
     if origin is Literal:
         return ' or '.join(map(repr, parts))
     if origin in (types.UnionType, typing.Union):

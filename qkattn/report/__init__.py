@@ -69,7 +69,8 @@ def export(study_dir: str | Path, destination: str | Path) -> Path:
     there is no study, or `destination` is neither empty nor an earlier export of the same study.
     """
     check_export(study_dir, destination)
-    (study, findings), destination = load_findings(study_dir), as_path(destination)
+    (study, findings) = load_findings(study_dir)
+    destination = as_path(destination)
     stored.pack(study.files, destination)
     _warn_of_directories(destination / 'study.json')
     for file, text in tables.files(study, findings).items():
@@ -98,7 +99,8 @@ def _warn_of_directories(declaration: Path) -> None:
 
 def check_export(study_dir: str | Path, destination: str | Path) -> None:
     """ReportError if `destination` is neither empty nor an earlier export of the same study."""
-    study, name = _name(as_path(study_dir)), _name(destination := as_path(destination))
+    study = _name(as_path(study_dir))
+    name = _name(destination := as_path(destination))
     is_empty = not destination.exists() or destination.is_dir() and not any(destination.iterdir())
     if not is_empty and (name != study or (destination / 'plan.jsonl').exists()):
         raise ReportError(
@@ -143,7 +145,8 @@ def _page(
 
 def described(study: Study, findings: Findings, figure: Drawing) -> dict[str, Any]:
     """A figure as pages show it: its kind, the first word of its stem, is a macro of figures.j2."""
-    kind, about = figure.stem.partition('_')[0], {'study': study}
+    kind = figure.stem.partition('_')[0]
+    about = {'study': study}
     title, caption = macro('figures.j2', kind, about, findings=findings, **figure.values)
     return {'stem': figure.stem, 'kind': kind, 'title': title, 'caption': caption}
 

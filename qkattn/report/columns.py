@@ -21,7 +21,9 @@ from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import PARTS, Findings
 from qkattn.verdict.load import Study
 
-PAGE, HEADLINE, CONTROL = 'page', 'headline', 'control'
+PAGE = 'page'
+HEADLINE = 'headline'
+CONTROL = 'control'
 EVERYWHERE = (PAGE, HEADLINE, CONTROL)
 # Text, '|' breaks it into two lines; and whether its column is aligned to the left.
 Heading = tuple[str, bool]
@@ -178,7 +180,8 @@ def columns(study: Study, findings: Findings) -> Iterator[Column]:
 
 def _of_difference(study: Study, findings: Findings) -> Iterator[Column]:
     """The difference, its verdict, the tests behind the verdict, and its parts."""
-    tuned, margin = study.tuned, f'{study.margin:g}'
+    tuned = study.tuned
+    margin = f'{study.margin:g}'
     unit = 'nats/token [95 % interval]' if findings.has_intervals else 'nats/token'
     heading = f'difference in {findings.split} loss,|{unit}'
     yield Column('difference', 'difference', parts=DIFFERENCE)
@@ -200,7 +203,8 @@ def _of_difference(study: Study, findings: Findings) -> Iterator[Column]:
     yield Column('detectable_holm', 'verdict.detectable', heading, '.4f')
     for name in PARTS:
         is_printed = name != 'longer' and any(getattr(arm.parts, name) for arm in findings.arms)
-        part, heading = f'parts.{name}.difference', f'{name},|nats/token' * is_printed
+        part = f'parts.{name}.difference'
+        heading = f'{name},|nats/token' * is_printed
         yield Column(name, part, heading, interval, (HEADLINE,), parts=('mean', 'low', 'high'))
     yield Column('reason', lambda arm: arm.verdict and reasons(arm))
     yield Column('split', 'comparison.split')

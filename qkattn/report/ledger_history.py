@@ -151,11 +151,13 @@ def _changes(results: Path) -> Iterator[Change]:
         *('log', '--reverse', '--first-parent', '-m', '--raw', '--no-abbrev', '--no-renames'),
         *('--relative', '--format=commit %H', '--', f':(glob)**/{ledger.NAME}'),
     )
-    commit, of_commit = '', list[Change]()
+    commit = ''
+    of_commit = list[Change]()
     for line in raw.decode().splitlines():
         if line.startswith('commit '):
             yield from sorted(of_commit, key=lambda change: change.blob is not None)
-            commit, of_commit = line.removeprefix('commit '), []
+            commit = line.removeprefix('commit ')
+            of_commit = []
         elif line.startswith(':'):
             description, path = line.split('\t')
             _, _, _, blob, status = description.split()
@@ -166,7 +168,8 @@ def _changes(results: Path) -> Iterator[Change]:
 def _blobs(results: Path, names: Iterable[str | None]) -> dict[str, bytes]:
     """The content of blobs by name, all from one process."""
     wanted = sorted({name for name in names if name})
-    output, contents = _git(results, 'cat-file', '--batch', given='\n'.join(wanted)), {}
+    output = _git(results, 'cat-file', '--batch', given='\n'.join(wanted))
+    contents = {}
     for name in wanted:
         header, _, output = output.partition(b'\n')  # name, type and size
         size = int(header.split()[-1])

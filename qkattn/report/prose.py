@@ -230,7 +230,8 @@ def forms(model: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     'shared_qk(self_mask=False)/vo', 'encoder variant: qk/no_v'; an equation is NONE for a class
     outside the package.
     """
-    catalogue, variants = variant_tables.stored(), [('', f'{model["score"]}/{model["value"]}')]
+    catalogue = variant_tables.stored()
+    variants = [('', f'{model["score"]}/{model["value"]}')]
     for site in ('encoder_variant', 'cross_variant', 'pattern'):
         texts = dict.fromkeys(filter(None, split_pattern(model.get(site) or '')))
         variants += [(f'{words(site)}: ', text) for text in texts]
@@ -241,7 +242,8 @@ def forms(model: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
             if entry := known.get(text.partition('(')[0]):
                 text, options = parse_call(text, kind)
                 every = ', '.join(f'{key}={x!r}' for key, x in (entry['options'] | options).items())
-                text, equation = text + f'({every})' * bool(every), entry['equation']
+                text = text + f'({every})' * bool(every)
+                equation = entry['equation']
             made.append((text, equation))
         (score, A), (value, B) = made
         yield f'{site}{score}/{value}', A, B

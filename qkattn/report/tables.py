@@ -38,7 +38,8 @@ def files(study: Study, findings: Findings) -> dict[str, str]:
 
 def csv_table(study: Study, findings: Findings) -> str:
     """A row per arm, controls last, with the digits of `rounded`; empty without a number."""
-    of_study, arms = [*columns.columns(study, findings)], (*findings.arms, *findings.controls)
+    of_study = [*columns.columns(study, findings)]
+    arms = (*findings.arms, *findings.controls)
     rows = [{n: rounded(v) for c in of_study for n, v in c.cells(arm).items()} for arm in arms]
     return csv_text(rows)
 
@@ -173,7 +174,8 @@ def _yardsticks(study: Study, findings: Findings) -> Iterator[Row]:
 def _laws(study: Study, findings: Findings) -> Iterator[Row]:
     """The law of each variant and the worth of its parameters, or why there is none."""
     for scaling in findings.scaling:
-        law, worth = scaling.law, scaling.worth
+        law = scaling.law
+        worth = scaling.worth
         fitted = dict.fromkeys(('E,|nats/token', 'A', 'a', 'R²'), NONE)
         loose = law.loose if isinstance(law, Law) else law
         if isinstance(law, Law) and not loose:

@@ -106,7 +106,8 @@ def _ledger_problems(study: Study) -> Iterator[str]:
     if study.ledger.arms != set(study.arms):
         yield f'study.json has other arms than {ledger.NAME}'
     judged = any(run.stage != SCREENING and run.trials for run in study.runs)
-    looked, files = study.ledger.looked_files, ledger.digests(study.files)
+    looked = study.ledger.looked_files
+    files = ledger.digests(study.files)
     unlike = [name for name in {**looked, **files} if looked.get(name) != files.get(name)]
     if judged and unlike:
         altered = [f'run {run} is not what look {n} saw; ' for run, n in study.altered.items()]
@@ -137,7 +138,8 @@ def _run_problems(study: Study) -> Iterator[str]:
 
 def _derived(study: Study, trial: Trial) -> Iterator[tuple[str, float, float]]:
     """Names and numbers of a result, and those that its other fields and its config give."""
-    total, run = trial.parameters['total'], trial.run
+    total = trial.parameters['total']
+    run = trial.run
     tokens = run.config['train']['batch_size'] * run.config['model']['context']  # of a step
     yield 'num_tokens', trial.num_tokens, trial.num_steps * tokens
     if study.match is not None and run.target:
@@ -172,7 +174,8 @@ def check_numbers(path: str | Path) -> dict[str, int]:
     written with a space. Of a Python file only the docstring is a page. ReportError if an entry is
     malformed, or its page does not contain it.
     """
-    path, root = Path(path), Path(path).parents[1]
+    path = Path(path)
+    root = path.parents[1]
     try:
         content = tomllib.loads(read_whole(path).decode())
     except (OSError, ValueError) as error:
@@ -205,7 +208,8 @@ def _log(path: Path) -> Any:
     if path.suffix != '.csv':
         return parse_json(text)
     table = pd.read_csv(path)
-    names, rows = table[table.columns[0]], table.to_dict('records')
+    names = table[table.columns[0]]
+    rows = table.to_dict('records')
     return dict(zip(names, rows, strict=True)) if names.is_unique else rows
 
 
@@ -234,7 +238,8 @@ def close(one: str, other: str) -> bool:
 
 def difference(actual: str, expected: str, agree: Callable[[str, str], bool] = close) -> str | None:
     """'line 3: 'a', expected 'b'', or None if texts are equal, and numbers are or `agree`."""
-    lines, others = actual.splitlines(), expected.splitlines()
+    lines = actual.splitlines()
+    others = expected.splitlines()
     for number, (line, other) in enumerate(zip(lines, others, strict=False), start=1):
         prints = zip(PRINT.findall(line), PRINT.findall(other), strict=False)
         if PRINT.sub('0', line) != PRINT.sub('0', other) or not all(

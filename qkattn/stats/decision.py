@@ -61,7 +61,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
     at most 1. To reject those at or below alpha keeps the probability of any false rejection at
     alpha, however the tests depend on each other.
     """
-    order_M, m = np.argsort(p_values, kind='stable'), len(p_values)
+    order_M = np.argsort(p_values, kind='stable')
+    m = len(p_values)
     adjusted_M = np.empty(m)
     scaled_M = (m - np.arange(m)) * np.asarray(p_values, float)[order_M]
     adjusted_M[order_M] = np.minimum(np.maximum.accumulate(scaled_M), 1.0)

@@ -48,7 +48,10 @@ def fit(pairs: Sequence[tuple[str, str]], iterations: int = ITERATIONS) -> Dicti
     """Fits the model to (source, target) texts, the first that have MAX_CELLS pairs of words."""
     source_ids: defaultdict[str, int] = defaultdict(itertools.count().__next__)
     target_ids: defaultdict[str, int] = defaultdict(itertools.count().__next__)
-    sources, targets, slots, lengths = [], [], [], []
+    sources = []
+    targets = []
+    slots = []
+    lengths = []
     for source_W, target_W in _numbered(pairs, source_ids, target_ids):
         # A cell for each target word and each source word that it may come from.
         sources.append(np.tile(source_W, len(target_W)))
@@ -76,7 +79,8 @@ def fit(pairs: Sequence[tuple[str, str]], iterations: int = ITERATIONS) -> Dicti
     # By source word, the likeliest last; of equally likely ones the one that was read first.
     order_K = np.lexsort((-target_K, t_K, source_K))
     (last,) = np.nonzero(np.diff(source_K[order_K], append=-1))
-    source_words, target_words = list(source_ids), list(target_ids)
+    source_words = list(source_ids)
+    target_words = list(target_ids)
     likeliest = {
         source_words[source_K[kind]]: target_words[target_K[kind]]
         for kind in order_K[last]

@@ -143,7 +143,8 @@ def _difference(
     strata: Sequence[int] = (),
 ) -> Difference:
     """The difference of all values, whether they lie apart or not."""
-    mean, n = statistics.fmean(values), len(values)
+    mean = statistics.fmean(values)
+    n = len(values)
     plain = Difference(mean, n, margin, *tuning)
     num_strata = max(1, len(set(strata)))
     if n <= num_strata or evaluation is None:
@@ -157,9 +158,11 @@ def _difference(
         return float(scipy.special.stdtr(df, -excess / error)) if error > 0 else float(excess <= 0)
 
     half = quantile(df) * error
-    low, high = mean - tuning[0], mean + tuning[1]
+    low = mean - tuning[0]
+    high = mean + tuning[1]
     beyond = max(low, -high)  # what is left of |mean|; negative if tuning explains it all
-    not_better, not_worse = tail(margin + low), tail(margin - high)
+    not_better = tail(margin + low)
+    not_worse = tail(margin - high)
     return dataclasses.replace(
         plain,
         sd=sd,
@@ -273,14 +276,16 @@ def to_find(
     less, so they suffice too. None without a spread to plan with (one pair), and if tuning alone
     may reach the bound.
     """
-    sd, evaluation = difference.sd, difference.error_evaluation
+    sd = difference.sd
+    evaluation = difference.error_evaluation
     rest = abs(apart) - (difference.tuning_high if apart > 0 else difference.tuning_low)
     if sd is None or evaluation is None or rest <= 0:
         return None
 
     def pairs(documents: float) -> int:
         def enough(n: int) -> bool:
-            seeds, total = sd**2 / n, sd**2 / n + evaluation**2 / documents
+            seeds = sd**2 / n
+            total = sd**2 / n + evaluation**2 / documents
             df = (n - 1) * (total / seeds) ** 2 if seeds else math.inf  # Satterthwaite
             return detectable_difference(total**0.5, min(df, _MANY), alpha) <= rest
 

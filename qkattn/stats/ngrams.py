@@ -47,11 +47,13 @@ def losses(
     for order in range(len(contexts_KN) + 1):
         if order:
             known_N = contexts_KN[order - 1, counted] != MISSING
-            at_N, counted = at_N[known_N], counted[known_N]
+            at_N = at_N[known_N]
+            counted = counted[known_N]
             at_N = at_N * vocab_size + contexts_KN[order - 1, counted]
             chains, at_N = np.unique(at_N, return_inverse=True)
             for number, (contexts_KM, _) in enumerate(evaluated):
-                place_M, added_M = places[number], contexts_KM[order - 1]
+                place_M = places[number]
+                added_M = contexts_KM[order - 1]
                 there_M = (place_M != MISSING) & (added_M != MISSING)
                 found_M = _find(chains, place_M * vocab_size + added_M)
                 places[number] = np.where(there_M, found_M, MISSING)
@@ -63,7 +65,8 @@ def losses(
         for number, (_, targets_M) in enumerate(evaluated):
             place_M = places[number]
             count_M = counts[_find(pairs, place_M * vocab_size + targets_M)]
-            types_M, lower_M = types_C[place_M], probabilities[number]
+            types_M = types_C[place_M]
+            lower_M = probabilities[number]
             probabilities[number] = (count_M + types_M * lower_M) / (totals_C[place_M] + types_M)
             nats[number].append(-np.log(probabilities[number]))
     return [np.stack(rows) for rows in nats]
@@ -142,7 +145,8 @@ class _Targets(NamedTuple):
         cls, shown_RT: np.ndarray, rows_RT: np.ndarray, hidden_RT: np.ndarray, order: int
     ) -> '_Targets':
         row_M, column_M = np.nonzero(hidden_RT)
-        length, number = rows_RT.shape[1], len(row_M)
+        length = rows_RT.shape[1]
+        number = len(row_M)
         offsets_KM = np.zeros((order, number), np.int64)
         tokens_KM = np.full((order, number), MISSING)
         visible_M = np.zeros(number, np.int64)  # neighbours found so far

@@ -67,7 +67,8 @@ class Lease:
             'expiry': EXPIRY,
         }
         self._content = json.dumps(about).encode()
-        self._beaten, self._lost = seconds(), False
+        self._beaten = seconds()
+        self._lost = False
         self.take()
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._keep_alive, daemon=True)
@@ -155,10 +156,12 @@ class _Object(Lease):
     """The lease of a run in a bucket."""
 
     def __init__(self, directory: Path, run: str):
-        self._path, self._generation = directory / run, 0
+        self._path = directory / run
+        self._generation = 0
 
     def read(self) -> tuple[bytes, float, float] | None:
-        now, self._generation = buckets.now(self._path), 0
+        now = buckets.now(self._path)
+        self._generation = 0
         with contextlib.suppress(FileNotFoundError):
             content, self._generation, updated = buckets.read(self._path)
             return content, updated, now
@@ -210,12 +213,16 @@ def _holder(lease: Lease) -> tuple[str, bool | None] | None:
     if (current := lease.read()) is None:
         return None
     content, beat, now = current
-    name, alive, expiry = 'an unknown process', None, EXPIRY
+    name = 'an unknown process'
+    alive = None
+    expiry = EXPIRY
     with contextlib.suppress(ValueError):  # cut off or damaged
         about = parse_json(content)
         check(about, {'host': str, 'pid': int, 'expiry': float})
-        name, expiry = f'process {about["pid"]} on {about["host"]}', about['expiry']
-        process, here = str(about.get('process')), _process(os.getpid())
+        name = f'process {about["pid"]} on {about["host"]}'
+        expiry = about['expiry']
+        process = str(about.get('process'))
+        here = _process(os.getpid())
         if here and process.split()[:2] == here.split()[:2]:
             alive = _process(about['pid']) == process
     return None if now - beat > expiry or alive is False else (name, alive)
@@ -276,7 +283,8 @@ def _name_in(file: TextIO) -> str:
 
 def _leased(path: Path, wait: bool) -> Lease:
     """The lease of a lock in a bucket, once it is free."""
-    until, told = seconds() + EXPIRY, False
+    until = seconds() + EXPIRY
+    told = False
     while (lease := acquire(path.parent, path.name)) is None:
         name, alive = _holder(_lease(path.parent, path.name)) or ('', None)
         if not wait and (alive or seconds() > until):

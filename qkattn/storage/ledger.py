@@ -36,7 +36,10 @@ from qkattn.storage.records import ARM_KEY, OUTSIDE, check, metrics_of, parse_js
 
 NAME = 'ledger.jsonl'
 ADVICE = 'restore it from a copy, or run the study in a new directory'
-DECLARED, ARMS_ADDED, LOOKED, ACCEPTED = 'declared', 'arms_added', 'looked', 'accepted'
+DECLARED = 'declared'
+ARMS_ADDED = 'arms_added'
+LOOKED = 'looked'
+ACCEPTED = 'accepted'
 REPEATS = 'repeats'
 ACCEPTABLE = ('uncommitted', 'commits')  # runs with uncommitted changes, or of different commits
 YARDSTICKS = 'yardsticks.json'
@@ -210,7 +213,8 @@ def look(directory: Path, logs: Files | None = None) -> bool:
     """Enters a look at the files in `logs`; False if unchanged, or if runs were altered."""
     path = directory / NAME
     logs = directory if logs is None else logs
-    files, runs = digests(logs), seen(logs)
+    files = digests(logs)
+    runs = seen(logs)
     kept = read(path)
     if files == kept.looked_files or kept.altered(runs):
         return False  # before a lock is made, so that a kept copy of a study stays as it is

@@ -25,7 +25,9 @@ from qkattn.metrics import METRICS, TIMES, Metric, outside, result_fields, with_
 from qkattn.storage.files import Readable, as_readable, read_errors, read_whole, write_atomic
 
 T = TypeVar('T')
-FINISHED, DIVERGED = 'finished', 'diverged'  # `status` of each entry of result.json
+# The `status` of an entry of result.json.
+FINISHED = 'finished'
+DIVERGED = 'diverged'
 CHECKSUM = 'crc32'
 ADVICE = 'restore it from a copy or use another run directory'
 _RESULT_ADVICE = 'restore it from a copy, or remove it: the same command then makes it again'
@@ -158,7 +160,8 @@ def read_lines(
 
     RunDirectoryError names the first line that is damaged or for which `take` raises ValueError.
     """
-    place, records = str(path), []
+    place = str(path)
+    records = []
     try:
         with read_errors(path):
             lines = read_whole(path).splitlines()
@@ -306,7 +309,8 @@ def _frozen(value: Any) -> Any:
 @functools.cache
 def _fits(hint: Any) -> Callable[[Any], bool]:
     """Whether values fit a hint, which is looked into once: files hold millions of values."""
-    kind, parts = typing.get_origin(hint) or hint, typing.get_args(hint)
+    kind = typing.get_origin(hint) or hint
+    parts = typing.get_args(hint)
     if kind in (types.UnionType, typing.Union):
         options = [_fits(option) for option in parts]
         return lambda value: any(fits(value) for fits in options)

@@ -40,7 +40,8 @@ class TensorBoard:
 
     def __init__(self, directory: Path, config: Config, step: int):
         package = load_extra(self.package, 'tensorboard')
-        events, self._scalar = package.event_file_writer, package.summary.scalar
+        events = package.event_file_writer
+        self._scalar = package.summary.scalar
         self._event = events.event_pb2.Event
         self._writers = []
         for name in trial_names(config):
@@ -116,7 +117,8 @@ class Sinks:
                 f'train.sinks: {", ".join(local)} cannot write to workdir={directory}; leave sinks '
                 'out, or give a directory on a file system'
             )
-        self._config, self._directory = config, directory
+        self._config = config
+        self._directory = directory
         self._open: dict[str, Any] = {}
 
     def open(self, step: int) -> None:

@@ -6,7 +6,8 @@ from typing import NamedTuple
 from qkattn.errors import ConfigError
 
 # Controls: a saving variant that stays at the baseline's shape, and an arm that is trained longer.
-EQUAL_SHAPE, LONGER = 'equal_shape', 'longer'
+EQUAL_SHAPE = 'equal_shape'
+LONGER = 'longer'
 CONTROLS = (EQUAL_SHAPE, LONGER)
 # The decisions that a positive control may expect.
 EXPECTED = ('better', 'worse', 'not better', 'not worse')

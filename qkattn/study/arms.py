@@ -78,7 +78,8 @@ class Dimension:
 
     def at(self, value: int) -> ModelConfig:
         """The config at a value."""
-        config, whole = self.config, self.whole_heads
+        config = self.config
+        whole = self.whole_heads
         fields: dict[str, Any] = {'d_ff': config.mlp_width, self.name: value}
         if self.name == 'num_heads':
             fields['head_size'] = config.head_size or config.d_model // config.num_heads
@@ -98,7 +99,9 @@ class Dimension:
 
     def nearest(self, target: float) -> int:
         """The usable value whose cost is nearest to the target; costs ascend."""
-        given, step, end = self.given, self.step, FARTHEST * self.given
+        given = self.given
+        step = self.step
+        end = FARTHEST * self.given
         other = self.first(range(given + step, end, step))
         if other is not None and self.cost(other) == self.cost(given):
             raise MatchError(f'has the same cost at any {self.name}')
@@ -153,8 +156,10 @@ def match(
     if (impossible := problem(config)) is not None:
         raise MatchError(impossible)
     dimension = Dimension(config, destination, which)
-    value, goal = dimension.nearest(target), f'{target:.0f} {COSTS[which]}'
-    at, solved = f'{destination}={value}', dimension.at(value)
+    value = dimension.nearest(target)
+    goal = f'{target:.0f} {COSTS[which]}'
+    at = f'{destination}={value}'
+    solved = dimension.at(value)
     wider = dataclasses.replace(solved, d_ff=solved.mlp_width + 1)
     step = cost.measured(wider, which) - dimension.cost(value)  # 0 of a cache
     if fill and destination != 'd_ff' and step:
@@ -232,7 +237,8 @@ def resolved(study: Study) -> Study:
 
     Without tuning there are no controls; without a match none of equal shape.
     """
-    corpora, given = study.corpora or (study.base.data.name,), study.controls
+    corpora = study.corpora or (study.base.data.name,)
+    given = study.controls
     longer = given.longer if study.tuning.seeds else None
     controls = ControlsConfig(
         equal_shape=bool(given.equal_shape and study.tuning.seeds and study.match),
@@ -244,7 +250,9 @@ def resolved(study: Study) -> Study:
 
 def broken(study: Study) -> Iterator[str]:
     """A sentence for every rule that the settings of a study break, not those of its runs."""
-    trials, tuning, controls = study.base.trials, study.tuning, study.controls
+    trials = study.base.trials
+    tuning = study.tuning
+    controls = study.controls
     model_grids = {f'tuning.{knob}s': getattr(tuning, f'{knob}s') for knob in MODEL_KNOBS}
     if study.match is None and len(study.destinations) > 1:
         yield f'destinations={study.destinations} have no effect with match=None; give one'
@@ -285,7 +293,8 @@ def broken(study: Study) -> Iterator[str]:
     for name, values in grids.items():
         if len(values) > 1 and not _ascends(values):
             yield f'{name}={values} must ascend by a constant factor, as in (0.001, 0.002, 0.004)'
-    points, num_seeds = max(map(len, grids.values())), len(tuning.seeds)
+    points = max(map(len, grids.values()))
+    num_seeds = len(tuning.seeds)
     if tuning.max_points < (least := max(points, MIN_VALUES)):
         yield (
             f'tuning.max_points={tuning.max_points} must be at least {least}: the longest grid has '
@@ -364,7 +373,8 @@ def build_arms(study: Study) -> list[MatchedArm]:
 
 def _at_size(study: Study, size: str) -> list[MatchedArm]:
     """The arms at a size; MatchError names each variant that has no model of equal cost there."""
-    at_size, which = parse_fields(size, f'size {size!r}'), study.match or 'total'
+    at_size = parse_fields(size, f'size {size!r}')
+    which = study.match or 'total'
     arms: list[MatchedArm] = []
     refused: list[str] = []
 
@@ -427,9 +437,11 @@ def table(arms: Sequence[MatchedArm], equal: str | None) -> str:
 
     `equal`: the cost that was made equal, as `which` of `match`, for a first line that states it.
     """
-    one_size, rows = len({arm.key.size for arm in arms}) == 1, []
+    one_size = len({arm.key.size for arm in arms}) == 1
+    rows = []
     for arm in arms:
-        config, control = arm.model, ' (equal shape)' if arm.key.control == EQUAL_SHAPE else ''
+        config = arm.model
+        control = ' (equal shape)' if arm.key.control == EQUAL_SHAPE else ''
         row = {
             'variant': f'{arm.key.variant}{control}{"" if one_size else f" {arm.key.size}"}',
             **{'d_model': f'{config.d_model}', 'd_ff': f'{config.mlp_width}'},

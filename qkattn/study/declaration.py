@@ -47,7 +47,8 @@ def require_no_run(path: Path) -> None:
 def content(study: Study, arms: Sequence[MatchedArm]) -> dict[str, Any]:
     """The content of study.json in a new directory."""
     study = resolved(study)
-    values, tuning = to_json(study), None
+    values = to_json(study)
+    tuning = None
     matched = values.pop('match')
     if study.tuning.seeds:
         baseline = next(arm for arm in arms if arm.variant == study.baseline)
@@ -75,7 +76,8 @@ def declare(path: Path, study: Study, arms: Sequence[MatchedArm]) -> dict[str, A
     part of one.
     """
     declared = content(study, arms)
-    file, entries = path / 'study.json', path / ledger.NAME
+    file = path / 'study.json'
+    entries = path / ledger.NAME
     with locked(path / 'lock'):
         stored.unpack_in_place(path)
         begun = any((path / name).exists() for name in (file.name, entries.name, 'runs'))

@@ -31,8 +31,10 @@ log = logging.getLogger(__name__)
 AUTO = 'auto'
 COMMAND = [sys.executable, '-m', 'qkattn.study.local_workers']
 _TICK = 0.2
-# Memory of a worker: bytes of a process, and of training as a multiple of its least.
-_PROCESS, _TRAINING = 2**30, 4
+# Bytes of memory that a process takes before it trains.
+_PROCESS = 2**30
+# Memory that training takes, as a multiple of `least_memory`.
+_TRAINING = 4
 
 
 def parse(text: str) -> int | None:
@@ -53,7 +55,8 @@ def limit(study: Study, arms: list[MatchedArm], wanted: int | None, left: list[P
 
     By default as many as these, and on cores as many as memory may hold.
     """
-    gpus, room = _gpus(), float(len(machine.usable_cores()))
+    gpus = _gpus()
+    room = float(len(machine.usable_cores()))
     if gpus is None:
         return 1  # an accelerator whose chips one process drives together
     if gpus:
@@ -72,7 +75,8 @@ def run(study: Study, workdir: str | Path, arms: list[MatchedArm], wanted: int |
     Starts `wanted` workers; None for as many as there is room for. Raises ConfigError and Stopped
     as `worker.run`, and ProcessError if runs are left because workers crashed.
     """
-    path, number = check_directory(workdir), 1
+    path = check_directory(workdir)
+    number = 1
     declaration.require_chain(path, study, arms)
     if wanted != 1:
         declaration.require_no_run(path)
@@ -95,7 +99,9 @@ def _train(number: int, task: tuple[Any, ...], stop: StopRequest) -> str:
     """
     workers: dict[int, children.Child] = {}
     latest: dict[int, str] = {}  # the last line of each
-    stopping, refusals, crash = False, dict[str, None](), 'no worker is left'
+    stopping = False
+    refusals = dict[str, None]()
+    crash = 'no worker is left'
     gpus = machine.shares(_gpus() or [], number)
     try:
         for i, cores in enumerate(machine.shares(machine.usable_cores(), number)):

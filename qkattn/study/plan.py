@@ -150,7 +150,8 @@ def _tuned(
             for trial in trials:
                 of_seed = measured.setdefault(_settings(run.config, trial['trial']), {})
                 of_seed |= _losses([trial], 'val_loss')
-    best, seeds = tuning.settings, study.base.trials.seeds
+    best = tuning.settings
+    seeds = study.base.trials.seeds
     if arm.key.control == LONGER:
         seeds = study.controls.longer_seeds
     return [*known, _run(study, arm, VERDICT, None, seeds, [best])], best
@@ -165,7 +166,8 @@ def _run(
     stack: Sequence[Settings] = (),
 ) -> PlannedRun:
     """The run of a stack of settings, by default those of the study, each with these seeds."""
-    base, model = study.base, arm.model
+    base = study.base
+    model = arm.model
     trials = dataclasses.replace(base.trials, seeds=seeds)
     if stack:
         columns = zip(KNOBS, zip(*stack, strict=True), strict=True)
@@ -176,7 +178,8 @@ def _run(
     data = dataclasses.replace(base.data, name=arm.key.corpus)
     config = dataclasses.replace(base, data=data, trials=trials, model=model)
     if arm.key.control == LONGER:
-        times, names = study.controls.longer, ('num_steps', 'eval_every', 'checkpoint_every')
+        times = study.controls.longer
+        names = ('num_steps', 'eval_every', 'checkpoint_every')
         steps = {name: times * getattr(base.train, name) for name in names}
         warmup = times * base.optimizer.warmup_steps
         config = dataclasses.replace(
@@ -205,7 +208,8 @@ def _decided(
         (baseline,) = (arm for arm in group if arm.variant == study.baseline)
         if not losses.keys() >= {arm.key for arm in group}:
             continue
-        tests, diverged = {}, {}
+        tests = {}
+        diverged = {}
         for key in (arm.key for arm in group if arm is not baseline):
             pairs = [(one, losses[baseline.key][seed]) for seed, one in losses[key].items()]
             one, other = zip(*pairs, strict=True)
@@ -264,7 +268,8 @@ def estimate(study: Study, arms: Sequence[MatchedArm]) -> str:
     except (ConfigError, JaxRuntimeError) as error:
         if (outcome := cli.outcome(error)) is None:
             raise
-        seconds, note = {}, f'no time, as this machine cannot train it: {outcome[0]}'
+        seconds = {}
+        note = f'no time, as this machine cannot train it: {outcome[0]}'
     stages: dict[str, list[PlannedRun]] = {}
     for run in planned:
         stage = ' '.join(filter(None, (run.arm.key.control, run.stage, run.knob)))
@@ -278,7 +283,8 @@ def estimate(study: Study, arms: Sequence[MatchedArm]) -> str:
         figures = str(number), str(trials), f'{tokens:.3g}', f'{flops:.3g}'
         rows.append([stage, *figures, str(time) if seconds else '-'])
     if study.tuning.seeds:
-        most, seeds = study.tuning.max_points, study.tuning.max_seeds
+        most = study.tuning.max_points
+        seeds = study.tuning.max_seeds
         note += f'\nlower bounds: a grid may grow to {most} values, a value to {seeds} seeds'
     names = ('runs', 'trials', 'tokens', 'FLOPs', 'about')
     return text_table([('stage', True), *((name, False) for name in names)], rows) + f'\n{note}'
@@ -313,7 +319,8 @@ def lines(study: Study, known: Sequence[PlannedRun]) -> str:
 
 def _about(study: Study, run: PlannedRun) -> dict[str, Any]:
     """The fields of a run that are not in its directory."""
-    arm, matched = run.arm, study.match is not None
+    arm = run.arm
+    matched = study.match is not None
     return {
         **arm.key._asdict(),
         'stage': run.stage,

@@ -21,7 +21,9 @@ KNOBS = TRIAL_KNOBS + MODEL_KNOBS
 
 # What a run is for: screening values of one knob, the verdict at the chosen ones, or, in a study
 # without tuning, both.
-SCREENING, VERDICT, SINGLE = 'screening', 'verdict', 'single'
+SCREENING = 'screening'
+VERDICT = 'verdict'
+SINGLE = 'single'
 
 # A value of every knob, in the order of KNOBS.
 Settings = tuple[float, ...]
@@ -60,7 +62,8 @@ def tune(
     settings = tuple(grids[knob][len(grids[knob]) // 2] for knob in KNOBS)
     sweeps: dict[str, Sweep] = {}
     for knob in KNOBS:
-        values, seeds = grids[knob], limits.seeds
+        values = grids[knob]
+        seeds = limits.seeds
         while len(grids[knob]) > 1:
             losses = {
                 v: _losses(measured.get(with_knob(settings, knob, v), {}), seeds) for v in values
@@ -113,6 +116,7 @@ def grids_around(
 
     The learning rate has three values with the chosen one in the middle; other knobs stay put.
     """
-    rates, chosen = grids['learning_rate'], settings[KNOBS.index('learning_rate')]
+    rates = grids['learning_rate']
+    chosen = settings[KNOBS.index('learning_rate')]
     around = tuple(float(f'{chosen * (rates[1] / rates[0]) ** i:.10g}') for i in (-1, 0, 1))
     return {knob: (v,) for knob, v in zip(KNOBS, settings, strict=True)} | {'learning_rate': around}

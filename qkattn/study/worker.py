@@ -95,7 +95,8 @@ class _Worker:
 
     def __post_init__(self) -> None:
         """Checks and declares the study."""
-        study, path = self.study, self.path
+        study = self.study
+        path = self.path
         declaration.require_no_run(path)
         for name in ('lock', 'leases', 'runs', 'plots'):
             below(path, name)
@@ -156,7 +157,8 @@ class _Worker:
 
         Where arms or seeds were added meanwhile, the workers that know them write the files.
         """
-        study, path = self.study, self.path
+        study = self.study
+        path = self.path
         # Results are read and the files written under one lock, whoever else writes.
         with locked(path / 'lock'):
             results = plan.results_in(path)

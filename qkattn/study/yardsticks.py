@@ -219,7 +219,8 @@ def _counted(config: Config, rows: LanguageRows | MaskedRows) -> _Record:
     """The training tokens of the first trial, each once, and the losses of their counts."""
     number = config.train.num_steps * config.train.batch_size
     number = min(number, rows.count('train'), max(MAX_TOKENS // rows.length, 1))
-    size, seed = min(number, 1024), config.trials.seeds[0]
+    size = min(number, 1024)
+    seed = config.trials.seeds[0]
     batches = (
         pipeline.train_batch(rows, seed=seed, step=at, batch_size=size)
         for at in range(-(-number // size))
@@ -231,7 +232,8 @@ def _counted(config: Config, rows: LanguageRows | MaskedRows) -> _Record:
         parts = list(pipeline.eval_batches(rows, split, batch_size=1024, max_rows=most))
         splits[split] = {n: np.concatenate([part[n] for part in parts]) for n in parts[0]}
     if isinstance(rows, MaskedRows):
-        task, names = 'masked', ['frequencies', 'nearest visible neighbour']
+        task = 'masked'
+        names = ['frequencies', 'nearest visible neighbour']
         names += [f'{n} nearest visible neighbours' for n in range(2, NEIGHBOURS + 1)]
         nats = ngrams.masked_losses(
             text_RL,
@@ -241,7 +243,8 @@ def _counted(config: Config, rows: LanguageRows | MaskedRows) -> _Record:
         )
         weights = [np.ones(nats_OM.shape[1]) for nats_OM in nats]  # targets alone
     else:
-        task, names = 'language', [f'{order}-gram' for order in range(1, ORDERS + 1)]
+        task = 'language'
+        names = [f'{order}-gram' for order in range(1, ORDERS + 1)]
         counted = ngrams.preceding(text_RL, ORDERS - 1)
         texts = [_tokens(rows, batch) for batch in splits.values()]
         sets = [ngrams.preceding(text, ORDERS - 1) for text in texts]
@@ -273,10 +276,12 @@ def _run(path: Path, run: _Record, config: Config, results: list[_Record]) -> _R
         return {'trials': None, 'why': 'results of its trials are missing'}
     rows = _same_rows(config, results[0])
     log.info('measuring the loss by position of %s', run['directory'])
-    split, made = PREFIXES[rows.splits[-1]], []
+    split = PREFIXES[rows.splits[-1]]
+    made = []
     for result, trial in zip(results, _trials(config, rows, params), strict=True):
         if result['status'] == records.FINISHED:
-            loss, logged = trial['loss'], result[f'{split}_loss']
+            loss = trial['loss']
+            logged = result[f'{split}_loss']
             if not np.isclose(loss, logged, atol=ROUNDING):
                 why = f'its checkpoint has a loss of {loss:.4f}, its result {logged:.4f}'
                 return {'trials': None, 'why': why}
@@ -287,7 +292,8 @@ def _run(path: Path, run: _Record, config: Config, results: list[_Record]) -> _R
 def _trials(config: Config, rows: Rows, params: dict) -> Iterator[_Record]:
     """Measurements of each of the stacked trials on the last split; None where not defined."""
     nats_XT, weights_T = _by_position(config, rows, params)
-    means, T = {'loss': nats_XT.sum(1) / weights_T.sum()}, config.model.context
+    means = {'loss': nats_XT.sum(1) / weights_T.sum()}
+    T = config.model.context
     if isinstance(rows, LanguageRows) and 2 * EARLY <= T:
         means['early'] = nats_XT[:, EARLY - 1] / weights_T[EARLY - 1]
         means['late'] = nats_XT[:, T // 2 :].sum(1) / weights_T[T // 2 :].sum()
@@ -303,8 +309,10 @@ def _by_position(config: Config, rows: Rows, params: dict) -> tuple[np.ndarray, 
     """The summed loss of each trial by position in the rows of the last split, and the weights."""
     mesh = make_mesh(MeshConfig(), jax.local_devices()[:1])
     measure = stack_program(config, 'map', mesh, _weighted_nats)
-    size, most = config.train.batch_size, config.data.eval_sequences
-    nats, weights = [], []
+    size = config.train.batch_size
+    most = config.data.eval_sequences
+    nats = []
+    weights = []
     for batch in pipeline.eval_batches(rows, rows.splits[-1], batch_size=size, max_rows=most):
         nats.append(np.sum(measure(params, batch)['nats_BT'], axis=1, dtype=float))
         weights.append(np.sum(batch['loss_weights_BT'], axis=0, dtype=float))

@@ -46,7 +46,8 @@ from qkattn.storage.records import check, parse_file, parse_json, remove_checksu
 T = TypeVar('T')
 FORMAT = 2
 SUMS = 'checksums'
-TRASH, UNFINISHED = 'trash', '*.orbax-checkpoint-tmp'
+TRASH = 'trash'
+UNFINISHED = '*.orbax-checkpoint-tmp'
 SET_ASIDE = '.damaged'
 COMMITTED = 'commit_success.txt'  # the last object of a checkpoint in a bucket; no renaming there
 
@@ -64,7 +65,9 @@ class Checkpoints:
 
     def __init__(self, directory: Path, *, keep: int = 2, read_only: bool = False):
         """Opens `directory` (absolute); unless read only, clears its trash and unfinished saves."""
-        self.directory, self.stall_seconds, self._read_only = directory, 0.0, read_only
+        self.directory = directory
+        self.stall_seconds = 0.0
+        self._read_only = read_only
         options = ocp.CheckpointManagerOptions(
             preservation_policy=preservation_policy.LatestN(keep),
             todelete_subdir=None if read_only else TRASH,
@@ -170,10 +173,12 @@ class Checkpoints:
 
         ReadError in all of them where one fails to read it.
         """
-        names, placed = leaf_names(target), jax.tree.leaves(target)[0].sharding
+        names = leaf_names(target)
+        placed = jax.tree.leaves(target)[0].sharding
         sharding = placed and _replicated(placed)
         sums = jax.ShapeDtypeStruct((len(names),), 'uint32', sharding=sharding)
-        state, failure = {}, None
+        state = {}
+        failure = None
         path = epath.Path(self.directory / str(step) / 'state')
         try:
             # Not by the manager, which waits for all processes, also for one whose files are bad.
@@ -306,7 +311,8 @@ def checksum(a: jax.Array) -> jax.Array:
     if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
         a = jax.random.key_data(a)
     bits = a.view(f'uint{8 * min(a.dtype.itemsize, 4)}').astype(jnp.uint32)
-    position, stride = jnp.zeros(bits.shape, jnp.uint32), 1
+    position = jnp.zeros(bits.shape, jnp.uint32)
+    stride = 1
     for axis in reversed(range(bits.ndim)):
         along = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
         position += along * np.uint32(stride % 2**32)

@@ -38,7 +38,8 @@ UNOPTIMIZED: dict[str, str | bool] = {
     'xla_backend_optimization_level': '0',
     'xla_llvm_disable_expensive_passes': True,
 }
-GB, GIB = 10**9, 2**30
+GB = 10**9
+GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +84,9 @@ class Pod:
                 f'--dry_run={name} must be a chip and a shape, as in v5p-2x4x4 and v6e-16x16, or '
                 f'hosts x GPUs, as in h100-16x8; chips are {", ".join(CHIPS)}'
             )
-        self.name, self.chip, self.slice = name, CHIPS[kind], f'{kind}:{shape}'
+        self.name = name
+        self.chip = CHIPS[kind]
+        self.slice = f'{kind}:{shape}'
         self.chips = math.prod(map(int, shape.split('x')))
         self.devices = self.chips * self.chip.devices
 
@@ -119,7 +122,9 @@ def describe(config: Config, topology: str) -> Description:
     check_parts(config)
     given_params(config)
     unchecked = check_data_if_here(config, 'dry run')
-    model, train, trials = config.model, config.train, len(config.trials.trials())
+    model = config.model
+    train = config.train
+    trials = len(config.trials.trials())
     capacity = pod.chip.hbm // pod.chip.devices
     mesh = sharding.make_mesh(config.mesh, devices)
     lifting = 'vmap' if train.lifting == 'auto' else train.lifting
@@ -157,7 +162,8 @@ def describe(config: Config, topology: str) -> Description:
 @contextlib.contextmanager
 def _messages(logger: logging.Logger) -> Iterator[list[str]]:
     """Keeps the messages of a logger, which are not printed."""
-    lines, level = [], logger.level
+    lines = []
+    level = logger.level
 
     def keep(record: logging.LogRecord) -> bool:
         lines.append(record.getMessage())
@@ -174,7 +180,8 @@ def _messages(logger: logging.Logger) -> Iterator[list[str]]:
 
 def _require_fit(config: Config, pod: Pod) -> None:
     """Raises ConfigError unless the mesh has exactly the devices of the pod."""
-    mesh, used = dataclasses.asdict(config.mesh), math.prod(dataclasses.astuple(config.mesh))
+    mesh = dataclasses.asdict(config.mesh)
+    used = math.prod(dataclasses.astuple(config.mesh))
     if used != pod.devices:
         raise ConfigError(
             f'mesh {mesh} has {used:,} device{"s" * (used != 1)}, but --dry_run={pod.name} has '

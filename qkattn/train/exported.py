@@ -32,7 +32,8 @@ from qkattn.storage.records import CONFIG, read_json, write_json
 from qkattn.train.checkpoint import Checkpoints
 from qkattn.train.step import init_stack
 
-PARAMETERS, ABOUT = 'model.safetensors', 'qkattn.json'
+PARAMETERS = 'model.safetensors'
+ABOUT = 'qkattn.json'
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +84,8 @@ def load(
         config, _, stack = load_stack(path)
         if not stack['alive'][0]:
             log.warning('the first trial of %s diverged', path)
-        model, params = config.model, jax.tree.map(lambda a: np.asarray(a[0]), stack['params'])
+        model = config.model
+        params = jax.tree.map(lambda a: np.asarray(a[0]), stack['params'])
     elif (path / 'study.json').exists():
         runs = sorted((path / 'runs').glob('*'))
         which = f'; give one of its runs, e.g. {runs[0]}' if runs else ' without runs yet'
@@ -146,7 +148,9 @@ def load_stack(path: Path, average: int = 1) -> tuple[Config, int, dict]:
         states = [state for state, _ in itertools.islice(checkpoints.sound(target), average)]
     if not states:
         raise ConfigError(f'{path} has no checkpoint yet')
-    steps, span = [int(state['step']) for state in states], average - 1  # in checkpoint_every
+    # in checkpoint_every
+    steps = [int(state['step']) for state in states]
+    span = average - 1
     if len(states) < average or steps[0] - steps[-1] > span * config.train.checkpoint_every:
         raise ConfigError(
             f'average={average} needs that many in a row, but the newest sound checkpoints of '

@@ -72,7 +72,8 @@ def train(
     require_same_settings(config)
     num_steps = config.train.num_steps
     check_parts(config)
-    path, trials = check_directory(workdir), config.trials.trials()
+    path = check_directory(workdir)
+    trials = config.trials.trials()
     traces = None if profile is None else make_directory(profile, name='profile')
     if traces is not None:
         below(traces, 'plugins', 'profile')  # where the profiler writes
@@ -247,7 +248,9 @@ class _Run:
         self, record: dict[str, Any], traces: Path | None
     ) -> tuple[list[dict], dict[str, Any]]:
         """Trains from the checkpoint of `record` on; the results of trials and documents."""
-        stack, train, step = self.stack, self.stack.config.train, self.stack.step
+        stack = self.stack
+        train = self.stack.config.train
+        step = self.stack.step
         alive_X = stack.alive_X
         kept = {'evaluated': record['evaluated'], 'written': record['metrics']}
         agreement.on_owner(lambda: self.metrics.rewind(step, **kept))
@@ -257,7 +260,8 @@ class _Run:
         # A step that the record of a checkpoint lacks stays unknown, None.
         steps_X = record['diverged_at'] or [None] * len(alive_X)
         self.diverged_at = {x: at for x, at in enumerate(steps_X) if not alive_X[x]}
-        clock, unwritten = Clock(record), None
+        clock = Clock(record)
+        unwritten = None
         with (
             contextlib.closing(stack.batches()) as batches,
             contextlib.closing(

@@ -41,7 +41,8 @@ def on_targets(
     dtype = jnp.dtype(config.model.compute_dtype)
     model = with_params(config.model, jax.tree.map(lambda p: p.astype(dtype), params))
     x_BTD = model.stream(**inputs_of(batch), dropout_key=key)
-    targets_BT, C = batch['targets_BT'], config.train.logits_chunk
+    targets_BT = batch['targets_BT']
+    C = config.train.logits_chunk
     B, T = targets_BT.shape
     if C is None or C >= T:
         return measure(model.logits(x_BTD), targets_BT)
@@ -115,7 +116,8 @@ def train_trial(
     grad_norm = optax.tree.norm(grads)
 
     fraction = schedule(config.optimizer, config.train.num_steps)(step)
-    learning_rate, weight_decay = hyper['learning_rate'], hyper['weight_decay']
+    learning_rate = hyper['learning_rate']
+    weight_decay = hyper['weight_decay']
     transform = optimizer(config.optimizer, learning_rate, weight_decay, fraction)
     updates, opt_state = transform.update(grads, trial['opt_state'], trial['params'])
     params = optax.apply_updates(trial['params'], updates)

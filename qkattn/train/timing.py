@@ -14,7 +14,9 @@ from qkattn.jobs import agreement
 T = TypeVar('T')
 
 PARTS = ('input_seconds', 'logging_seconds')  # of train_seconds, without waiting for steps
-SKIPPED, TRACED = 2, 3  # dispatches of a start before the trace, and of it
+# Dispatches of a start before a trace begins, and those that are traced.
+SKIPPED = 2
+TRACED = 3
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +27,9 @@ class Clock:
     def __init__(self, record: Mapping[str, Any]):
         self.seconds = {name: record[name] for name in ('train_seconds', *PARTS)}
         self.tokens_per_second: float | None = None
-        self._before, self._since, self._tokens = self.seconds['train_seconds'], 0.0, 0
+        self._before = self.seconds['train_seconds']
+        self._since = 0.0
+        self._tokens = 0
 
     def start(self) -> None:
         """The next dispatch is the first, or the first after a pause."""

@@ -188,7 +188,8 @@ def arms_of(study: Study) -> tuple[Arm, ...]:
     declared = dict.fromkeys((*study.arms, *by_key))
     arms: dict[ArmKey, Arm] = {}
     for key in sorted((key for key in declared if key in by_key), key=rank):
-        trials, primary = by_key[key], arms.get(key._replace(control=None))
+        trials = by_key[key]
+        primary = arms.get(key._replace(control=None))
         stage = VERDICT if study.tuned else SINGLE
         judged = tuple(trial for trial in trials if trial.run.stage == stage)
         finished = tuple(trial for trial in judged if trial.finished)

@@ -13,26 +13,46 @@ from qkattn.stats.inference import Difference
 from qkattn.study.arm_key import ArmKey
 
 # The splits of a trial's losses: those that decide, and those that settings are chosen by.
-TEST, VALIDATION = 'test', 'val'
+TEST = 'test'
+VALIDATION = 'val'
 
 
 class RemarkCode(enum.Enum):
     """A hygiene finding: a rule of the protocol that results break, or what a report mentions."""
 
     # Of the study: its seeds, its evaluation, the software of its runs, its ledger.
-    LEARNING_RATE_NOT_TUNED, SHARED_SEEDS, EVALUATION = range(3)
-    SOFTWARE_DIFFERS, UNCOMMITTED_CHANGES, OTHER_DECLARATION = range(3, 6)
+    LEARNING_RATE_NOT_TUNED = enum.auto()
+    SHARED_SEEDS = enum.auto()
+    EVALUATION = enum.auto()
+    SOFTWARE_DIFFERS = enum.auto()
+    UNCOMMITTED_CHANGES = enum.auto()
+    OTHER_DECLARATION = enum.auto()
     # Of an arm: its training, its matching, its seeds and settings.
-    NOT_ANNEALED, MISSING_RESULTS, OVER_TOLERANCE = range(6, 9)
-    DIFFERS_FROM_BASELINE, OTHER_SEEDS, OTHER_SETTING = range(9, 12)
-    NOT_BRACKETED, UNBOUNDED_OPTIMUM, SCREENING_INCOMPLETE = range(12, 15)
+    NOT_ANNEALED = enum.auto()
+    MISSING_RESULTS = enum.auto()
+    OVER_TOLERANCE = enum.auto()
+    DIFFERS_FROM_BASELINE = enum.auto()
+    OTHER_SEEDS = enum.auto()
+    OTHER_SETTING = enum.auto()
+    NOT_BRACKETED = enum.auto()
+    UNBOUNDED_OPTIMUM = enum.auto()
+    SCREENING_INCOMPLETE = enum.auto()
     # Of an arm: its splits, when it was declared, and whether a look has seen another run.
-    NO_TEST, FEW_DOCUMENTS, POST_HOC, ALTERED = range(15, 19)
+    NO_TEST = enum.auto()
+    FEW_DOCUMENTS = enum.auto()
+    POST_HOC = enum.auto()
+    ALTERED = enum.auto()
     # Of a baseline, or of the study: whether its models are trained enough to compare.
-    NO_YARDSTICK, BELOW_YARDSTICK, LITTLE_CONTEXT = range(19, 22)
-    LOW_BLEU, SOURCES_UNUSED, BIMODAL_SEEDS = range(22, 25)
-    # The last two are of any other arm: they mark it, and withhold nothing.
-    OUTDATED_YARDSTICK, ARM_BELOW_YARDSTICK, ARM_LOW_BLEU = range(25, 28)
+    NO_YARDSTICK = enum.auto()
+    BELOW_YARDSTICK = enum.auto()
+    LITTLE_CONTEXT = enum.auto()
+    LOW_BLEU = enum.auto()
+    SOURCES_UNUSED = enum.auto()
+    BIMODAL_SEEDS = enum.auto()
+    OUTDATED_YARDSTICK = enum.auto()
+    # Of any other arm: these mark it, and withhold nothing.
+    ARM_BELOW_YARDSTICK = enum.auto()
+    ARM_LOW_BLEU = enum.auto()
 
 
 # Of an arm whose models have learned less than what a baseline has to beat.
@@ -42,11 +62,22 @@ SHORT_ARM = (RemarkCode.ARM_BELOW_YARDSTICK, RemarkCode.ARM_LOW_BLEU)
 class ReasonCode(enum.Enum):
     """The reason of a verdict: the outcome of the tests, or missing results."""
 
-    DIVERGED, FEW_PAIRS, EQUIVALENT, DIFFERENT, NOT_SHOWN = range(5)
-    BEYOND_MARGIN, NOT_BEYOND_MARGIN = range(5, 7)
-    DIFFERENT_WITHIN_MARGIN, DIFFERENT_BUT_DIVERGED, SPLITS_DISAGREE = range(7, 10)
-    NO_VERDICT_TRIALS, NO_BASELINE_TRIALS, BASELINE_BLOCKED, NO_DOCUMENTS = range(10, 14)
-    SEEDS_APART = 14  # the tests without these seeds, which have to agree
+    DIVERGED = enum.auto()
+    FEW_PAIRS = enum.auto()
+    EQUIVALENT = enum.auto()
+    DIFFERENT = enum.auto()
+    NOT_SHOWN = enum.auto()
+    BEYOND_MARGIN = enum.auto()
+    NOT_BEYOND_MARGIN = enum.auto()
+    DIFFERENT_WITHIN_MARGIN = enum.auto()
+    DIFFERENT_BUT_DIVERGED = enum.auto()
+    SPLITS_DISAGREE = enum.auto()
+    NO_VERDICT_TRIALS = enum.auto()
+    NO_BASELINE_TRIALS = enum.auto()
+    BASELINE_BLOCKED = enum.auto()
+    NO_DOCUMENTS = enum.auto()
+    # What the tests give without seeds that lie apart; both have to agree.
+    SEEDS_APART = enum.auto()
 
 
 @dataclasses.dataclass(frozen=True)

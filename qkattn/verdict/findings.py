@@ -184,7 +184,8 @@ def _decomposed(
     for arm in (arm for arm in arms if not arm.key.control and not arm.is_baseline):
         # A control of equal shape has no destination in its name.
         bare = arm.key._replace(variant=study.bare(arm.variant), control=EQUAL_SHAPE)
-        same, lengthened = by_key.get(bare), by_key.get(arm.key._replace(control=LONGER))
+        same = by_key.get(bare)
+        lengthened = by_key.get(arm.key._replace(control=LONGER))
         longest = by_key.get(arm.group._replace(control=LONGER))
         three = part(same, by_key.get(arm.group)), part(arm, same), part(lengthened, longest)
         yield arm.key, Decomposition(*three)
@@ -212,7 +213,8 @@ def _scaling(study: Study, arms: Sequence[Arm]) -> tuple[Scaling, ...]:
         laws[key] = scaling.fit(sizes, [one.mean for one in means], seeds)
     made = []
     for (variant, corpus), curve in curves.items():
-        worth, key = None, (study.baseline, corpus)
+        worth = None
+        key = (study.baseline, corpus)
         if key in curves and variant != study.baseline:
             shared = [
                 (parameters(arm), parameters(curves[key][size]), arm.difference.mean)

@@ -110,10 +110,12 @@ def judge(
     judged = decision.judge(differences, diverged=diverged, planned=family, looks=looks)
     verdicts = [Verdict(Decision.NO_VERDICT, reasons=why) for why in lacking]
     for number, judgement in judged.items():
-        decided, comparison = judgement.decision, compared[number]
+        decided = judgement.decision
+        comparison = compared[number]
         reasons = list(_outcome(comparison, judgement, *diverged[number]))
         if comparison and comparison.num_documents is None:
-            reasons, decided = [Reason(ReasonCode.NO_DOCUMENTS)], Decision.NO_VERDICT
+            reasons = [Reason(ReasonCode.NO_DOCUMENTS)]
+            decided = Decision.NO_VERDICT
         elif comparison and not _agree(comparison, decided):
             means = {'test': comparison.difference.mean, 'validation': comparison.validation}
             reasons.append(Reason(ReasonCode.SPLITS_DISAGREE, {'decision': decided} | means))
@@ -159,7 +161,9 @@ def _outcome(
     if arm or baseline:
         yield Reason(ReasonCode.DIVERGED, {'arm': arm, 'baseline': baseline})
     difference = compared.difference if compared else None
-    p, p_margin, p_same = judged.p_holm, judged.p_margin_holm, judged.p_equivalence_holm
+    p = judged.p_holm
+    p_margin = judged.p_margin_holm
+    p_same = judged.p_equivalence_holm
     if difference is None or p is None:
         counts = {'n': difference.n if difference else 0, 'needed': inference.MIN_PAIRS}
         yield Reason(ReasonCode.FEW_PAIRS, counts)

@@ -37,7 +37,8 @@ _MATCHING = {
 
 def studies_beside(study: Study) -> list[Path]:
     """The directories beside a study that train the same models at least `TIMES` as long."""
-    shared, steps = _shared(study.base), study.base.train.num_steps
+    shared = _shared(study.base)
+    steps = study.base.train.num_steps
     paths = []
     matching = (study.baseline, study.match, study.fill, tuple(study.destinations))
     for path in sorted(study.directory.resolve().parent.glob('*/study.json')):

@@ -104,7 +104,8 @@ def _results(study: Study, arm: Arm) -> Iterator[Remark]:
 
 
 def _matching(study: Study, arm: Arm) -> Iterator[Remark]:
-    residual, matched = arm.example.run.residual, study.match
+    residual = arm.example.run.residual
+    matched = study.match
     if matched is None or residual is None or arm.key.control == EQUAL_SHAPE:
         return
     if abs(residual) > study.tolerance:
@@ -249,7 +250,8 @@ def _differences(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
 
     for arm, baseline in with_baselines([arm for arm in arms if arm.verdict_trials]):
         if baseline is not None and baseline is not arm:
-            of_arm, of_baseline = facts(arm), facts(baseline)
+            of_arm = facts(arm)
+            of_baseline = facts(baseline)
             for name in dict.fromkeys((*of_baseline, *of_arm)):
                 value, other = (str(of.get(name, 'absent')) for of in (of_arm, of_baseline))
                 if value != other:

@@ -138,7 +138,8 @@ def parse_trial(record: Any, run: Run) -> Trial:
     """Reads the result of a trial of `run`; ValueError names the bad field."""
     records.check_result(record)
     _check_planned(record, run)
-    declared, model = records.metrics_of(record), run.config['model']
+    declared = records.metrics_of(record)
+    model = run.config['model']
     settings = [record['trial'][knob] for knob in TRIAL_KNOBS]
     given = {
         'at': (*settings, *(model[knob] for knob in MODEL_KNOBS)),
@@ -224,7 +225,8 @@ def _with_documents(run: Run, record: Any) -> Run:
                 raise ValueError(f'split {split!r} is missing, but its results have losses on it')
             continue
         records.check(record[split], records.DOCUMENTS)
-        names, tokens_C = tuple(record[split]['documents']), np.array(record[split]['tokens'])
+        names = tuple(record[split]['documents'])
+        tokens_C = np.array(record[split]['tokens'])
         rows = [None if row is None else np.array(row, float) for row in record[split]['nats']]
         shapes = {row.shape for row in (tokens_C, *rows) if row is not None}
         is_whole = len(rows) == len(losses) and shapes == {(len(set(names)),)}
@@ -255,7 +257,8 @@ def _with_each(run: Run, field: str, values: Sequence[Any]) -> Run:
 
 def _with_log(run: Run, lines: list[dict[str, Any]]) -> Run:
     """With the evaluations of metrics.jsonl; ValueError if they do not end with the results."""
-    trials, first = run.trials, run.trials[0]
+    trials = run.trials
+    first = run.trials[0]
     evaluations = [record for record in lines if record.get('kind') == 'eval']
     ends = [(r.get('kind'), r['step']) for r in (*evaluations[-1:], *lines[-1:])]
     if ends != [('eval', run.num_steps), ('final', run.num_steps)]:

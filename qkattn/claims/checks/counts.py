@@ -76,7 +76,8 @@ def compiled(score: str, T: int, D: int, H: int) -> int:
     """Multiply-adds of the compiled program of q k^T of one head, as XLA counts them."""
 
     def scores(layer: Attention, x_BTD: jax.Array) -> jax.Array:
-        q_BTNH, k_BSNH = layer.score.queries(x_BTD), layer.score.keys(layer.score.cached(x_BTD))
+        q_BTNH = layer.score.queries(x_BTD)
+        k_BSNH = layer.score.keys(layer.score.cached(x_BTD))
         return jnp.einsum('BTH,BSH->BTS', q_BTNH[:, :, 0], k_BSNH[:, :, 0])
 
     layer = shapes(f'{score}/vo', d_model=D, num_heads=1, head_size=H)
@@ -140,7 +141,8 @@ def half_the_pattern() -> Iterator[Row]:
 
 def pattern_freedom(name: str, T: int, *, causal: bool) -> int:
     """Independent directions of softmax(x A x^T) of T tokens."""
-    attention, x_BTD = layer(f'{name}/vo', d_model=8, num_heads=1), stream(T, d_model=8)[:1]
+    attention = layer(f'{name}/vo', d_model=8, num_heads=1)
+    x_BTD = stream(T, d_model=8)[:1]
     seen_TS = jnp.tri(T, dtype=bool) if causal else jnp.ones((T, T), bool)
 
     def pattern(score: Score) -> jax.Array:

@@ -44,7 +44,9 @@ from qkattn.convert.circuits import merge
 from qkattn.convert.factors import balanced_factors, relative_error
 from qkattn.convert.whole_layer import fold_double
 
-BETWEEN, LAYER, WIDTH = 'between W_Q and W_K', 'layer', 'width of the shared projection'
+BETWEEN = 'between W_Q and W_K'
+LAYER = 'layer'
+WIDTH = 'width of the shared projection'
 NOTHING: Options = {BETWEEN: 'nothing'}
 SINGLE: Options = {LAYER: 'single head'}
 WIDE: Options = {WIDTH: 'R >= D'}
@@ -55,7 +57,8 @@ L2: Options = {'decay': 'in the loss'}
 DECOUPLED: Options = {'decay': 'AdamW without gradient noise'}
 SPECTRUM = np.array([1.0, 0.8, 0.6, 0.4, 0.2])
 LEFT = 'share of the attention parameters that is left'
-C_ATTN, C_PROJ = 'h.0.attn.c_attn.weight', 'h.0.attn.c_proj.weight'
+C_ATTN = 'h.0.attn.c_attn.weight'
+C_PROJ = 'h.0.attn.c_proj.weight'
 MATRICES = 'w_q', 'w_k', 'w_v', 'w_o'
 Square = dict[str, np.ndarray]  # these, each D x D
 
@@ -81,7 +84,8 @@ def what_stands_between() -> Iterator[Row]:
     layers: dict[str, Options] = {'nothing': {}, 'RoPE': ROPE, 'QK-norm': {'qk_norm': True}}
     for name, options in layers.items():
         s_BNTS = softmax_input(layer(d_model=8, num_heads=1, **options), x_BTD)
-        quantity, context = 'error of the best W_QK, relative to the softmax input', {BETWEEN: name}
+        quantity = 'error of the best W_QK, relative to the softmax input'
+        context = {BETWEEN: name}
         yield exact(quantity, fit_error(pairs, s_BNTS), 0, SAME, **context)
 
 
@@ -97,17 +101,20 @@ def square_attention(x_BTD: np.ndarray, square: Square, num_heads: int) -> np.nd
 def gpt2() -> dict[str, np.ndarray]:
     """Random tensors of a GPT-2 of one layer."""
     config = ModelConfig(d_model=D, num_layers=1, num_heads=N, context=T, vocab_size=16)
-    rng, named = np.random.default_rng(0), published.shapes(config).items()
+    rng = np.random.default_rng(0)
+    named = published.shapes(config).items()
     return {n: rng.normal(size=s).astype(np.float32) / s[0] ** 0.5 for n, s in named}
 
 
 def side_by_side() -> Iterator[Row]:
     """The square matrices of GPT-2 against N rectangular ones: the function and the count."""
-    tensors, x_BTD = gpt2(), np.asarray(stream())
+    tensors = gpt2()
+    x_BTD = np.asarray(stream())
     matrices = [*np.split(tensors[C_ATTN], 3, axis=1), tensors[C_PROJ]]
     square = dict(zip(MATRICES, matrices, strict=True))
     squared_BTD = square_attention(x_BTD, square, N)
-    attention, mask_BTS = with_matrices(layer(), square), np.tri(T, dtype=bool)[None]
+    attention = with_matrices(layer(), square)
+    mask_BTS = np.tri(T, dtype=bool)[None]
     A_NDE, B_NDE = map(np.asarray, attention.matrix())
     oracle_BTD = oracle.attention(A_NDE, B_NDE, x_BTD, x_BTD, mask_BTS, scale=attention.score.scale)
     quantity = 'change of the output, D x D against N of D x H, by A[n] and B[n]'
@@ -117,7 +124,8 @@ def side_by_side() -> Iterator[Row]:
 
 def without_w_q(attention: Attention) -> Attention:
     """The layer with queries X and keys of D x D matrices W_K'[n] = W_K[n] W_Q[n]^T."""
-    free, score = layer('query_free_full/vo', num_heads=attention.spec.num_heads), attention.score
+    free = layer('query_free_full/vo', num_heads=attention.spec.num_heads)
+    score = attention.score
     w_k_DNE = np.einsum('DNH,ENH->DNE', score.w_k_DKH[...], score.w_q_DNH[...])
     free.score.w_k_DNE[...] = score.scale / free.score.scale * w_k_DNE
     free.value = attention.value
@@ -158,7 +166,8 @@ def queries_of_many_heads() -> Iterator[Row]:
     whole: Options = {LAYER: 'many heads, all read X'}
     yield same_output(', W_Q removed', without_w_q(attention), attention, **whole)
     yield exact(f'{LEFT}, N = {N}', share_left('query_free_full/vo', N), 3 / 4, **whole)
-    A_NDE, P_DNH = np.asarray(attention.score.matrix()), np.asarray(slices_DNH(attention.spec))
+    A_NDE = np.asarray(attention.score.matrix())
+    P_DNH = np.asarray(slices_DNH(attention.spec))
     reached_NDE = np.einsum('DNH,ENH,NEF->NDF', P_DNH, P_DNH, A_NDE)
     slices: Options = {LAYER: 'many heads, head n reads slice n of X'}
     error = relative_error(reached_NDE, A_NDE)
@@ -188,7 +197,8 @@ def where_and_what() -> Iterator[Row]:
     """The pattern, solved from the output of T = D tokens: W_V and W_O have no part in it."""
     for size in (2, 4):
         context: Options = {'tokens and dimensions': size}
-        attention, x_TD = small(d_model=size), stream(size, d_model=size)[0]
+        attention = small(d_model=size)
+        x_TD = stream(size, d_model=size)[0]
         other = small(d_model=size, seed=1)
         other.score = attention.score
         patterns = pattern(other, x_TD), pattern(attention, x_TD)
@@ -227,10 +237,16 @@ def two_in_a_row() -> Iterator[Row]:
     """
     double = layer('double/double')
     yield same_output(' by folding, as defined', fold_double(double), double, **WIDE)
-    attention, unfolded, eye = layer(), layer('double/vo'), np.eye(D)
-    one, two, unfolded.value = attention.score, unfolded.score, attention.value
-    two.w_q_outer_DR[...], two.w_q_RNH[...] = eye, one.w_q_DNH[...]
-    two.w_k_outer_DR[...], two.w_k_RKH[...] = eye, one.w_k_DKH[...]
+    attention = layer()
+    unfolded = layer('double/vo')
+    eye = np.eye(D)
+    one = attention.score
+    two = unfolded.score
+    unfolded.value = attention.value
+    two.w_q_outer_DR[...] = eye
+    two.w_q_RNH[...] = one.w_q_DNH[...]
+    two.w_k_outer_DR[...] = eye
+    two.w_k_RKH[...] = one.w_k_DKH[...]
     yield same_output(', shared W_Q = I', unfolded, attention, **WIDE)
     for R, context in ((8, WIDE), (5, {WIDTH: 'R < D'})):
         score = layer(f"double(size={R},which='q')/vo", d_model=8, num_heads=2).score
@@ -252,7 +268,8 @@ def one_matrix_per_head() -> Iterator[Row]:
         name: np.asarray(getattr(flax, which).kernel[...], np.float64).reshape(D, D)
         for name, which in zip(MATRICES, ('query', 'key', 'value', 'out'), strict=True)
     }
-    flax, x_BTD = jax.tree.map(lambda a: a.astype(np.float64) if a.ndim > 1 else a, flax), stream()
+    flax = jax.tree.map(lambda a: a.astype(np.float64) if a.ndim > 1 else a, flax)
+    x_BTD = stream()
     outputs = flax(x_BTD, mask=np.tri(T, dtype=bool)), output(with_matrices(layer(), square), x_BTD)
     yield same('change of the output, heads of flax.nnx', *outputs, tolerance=1e-6, **ENTRIES)
 
@@ -262,14 +279,16 @@ def steps_of_training() -> Iterator[Row]:
     w_SDD = np.random.default_rng(1).normal(size=(4, D, D))
     for optimizer, context in ((optax.adam(0.1), ENTRIES), (optax.contrib.muon(0.1), WHOLE)):
         heads = [after_steps(optimizer, w_SDH) for w_SDH in np.split(w_SDD, N, axis=2)]
-        joined, square = np.concatenate(heads, axis=1), after_steps(optimizer, w_SDD)
+        joined = np.concatenate(heads, axis=1)
+        square = after_steps(optimizer, w_SDD)
         yield same('change of W_Q by training heads in one matrix', joined, square, **context)
 
 
 def after_steps(optimizer: optax.GradientTransformation, w_SDE: np.ndarray) -> np.ndarray:
     """The first matrix after a step with each of the others as its gradient."""
     w_DE, *gradients = w_SDE
-    state, update = optimizer.init(w_DE), jax.jit(optimizer.update)
+    state = optimizer.init(w_DE)
+    update = jax.jit(optimizer.update)
     for gradient_DE in gradients:
         updates, state = update(gradient_DE, state, w_DE)
         w_DE = optax.apply_updates(w_DE, updates)

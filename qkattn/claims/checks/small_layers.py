@@ -40,7 +40,8 @@ def count(variant: str, *circuits: str, **sizes: Any) -> int:
 
 def layer(variant: str = 'qk/vo', *, seed: int = 0, **sizes: Any) -> Attention:
     """A layer in float64; parameters are normal, variance 1/D."""
-    empty, rng = shapes(variant, **sizes), np.random.default_rng(seed)
+    empty = shapes(variant, **sizes)
+    rng = np.random.default_rng(seed)
     std = empty.spec.d_model**-0.5
     return jax.tree.map(lambda leaf: jnp.asarray(std * rng.standard_normal(leaf.shape)), empty)
 
@@ -85,7 +86,8 @@ def softmax_input(layer: Attention, x_BTD: jax.Array) -> np.ndarray:
 
 def same(quantity: str, got: Any, want: Any, *, tolerance: float = SAME, **about: Any) -> Row:
     """The check that two arrays are equal, relative to the largest element."""
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    got = np.asarray(got, np.float64)
+    want = np.asarray(want, np.float64)
     apart = float(np.abs(got - want).max() / np.abs(want).max())
     return exact(quantity, apart, 0, tolerance, **about)
 

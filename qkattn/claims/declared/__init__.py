@@ -27,7 +27,8 @@ def chosen(names: Iterable[str]) -> list[Claim]:
     ConfigError for an unknown name, with the one most like it, an import path of something else, or
     of a claim with the name of a declared one.
     """
-    known, kind = claims(), 'a qkattn.claims.claim.Claim'
+    known = claims()
+    kind = 'a qkattn.claims.claim.Claim'
     texts = dict.fromkeys(name if ':' in name else name.upper() for name in names)
     found = []
     for text in texts or known:

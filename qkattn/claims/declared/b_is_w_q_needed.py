@@ -8,7 +8,8 @@ from qkattn.claims.claim import Claim, Expectation, Measure
 
 # By scale, the layers of deep stacks, and how many times as many as the baseline's they are.
 DEPTHS = {'smoke': {4: 2, 8: 4}, 'cpu': {4: 2, 8: 4}, 'gpu': {24: 2, 48: 4}}
-SLICES, WHOLE = {'reading': 'slices of X'}, {'reading': 'all of X in every head'}
+SLICES = {'reading': 'slices of X'}
+WHOLE = {'reading': 'all of X in every head'}
 
 B1 = Claim(
     name='B1',

@@ -34,7 +34,8 @@ SPLIT_NAMES = {'train': ['train'], 'validation': ['validation', 'dev', 'valid'],
 def tfds_set(config: DataConfig) -> Corpus:
     """The corpus 'tfds:NAME' or 'tfds:NAME/CONFIG': the newest version under `config.data_dir`."""
     (name,) = _matched(config, r'tfds:([^\W\d]\w*(?:/[\w.+-]+)?)')
-    version, root = tfds.core.Version, data_root(config.data_dir)
+    version = tfds.core.Version
+    root = data_root(config.data_dir)
     prepared = [path.parent for path in (root / name).glob('*/dataset_info.json')]
     prepared = [path for path in prepared if version.is_valid(path.name)]
     if not prepared:
@@ -64,7 +65,8 @@ def hugging_face(config: DataConfig) -> Corpus:
     """The corpus 'hf:OWNER/NAME' or 'hf:OWNER/NAME/CONFIG', from the library's cache ($HF_HOME)."""
     names = _matched(config, r'hf:([\w.-]+(?:/[\w.-]+)?)(?:/([\w.-]+))?')
     _require_published(config.name, names[0])
-    library, advice = load_extra('datasets', 'datasets'), 'check name and network'
+    library = load_extra('datasets', 'datasets')
+    advice = 'check name and network'
     require_preparing(config.name)  # the library may download it
     with readable(f'data.name={config.name!r}', advice, Exception):
         sets = library.load_dataset(*filter(None, names))

@@ -227,7 +227,8 @@ def corpus(config: DataConfig) -> Corpus:
         languages = parse_languages(config, lambda code: str(Locale.parse(code)))
 
     def documents(language: str | None) -> dict[str, list[bytes]]:
-        side, rows = 2 + languages.index(str(language)), _ordered(languages)
+        side = 2 + languages.index(str(language))
+        rows = _ordered(languages)
         return {s: [str(row[side]).encode() for row in rows if row[0] == s] for s in SPLITS}
 
     name = '-'.join(('cldr', *languages))

@@ -90,7 +90,8 @@ def carved(corpus: Corpus, test: bool) -> Corpus:
         return np.where(np.isin(splits, missing), splits, 'train')
 
     def documents(language: str | None) -> dict[str, Iterable[bytes]]:
-        texts, assigned = dict(corpus.documents(language)), split_of_document()
+        texts = dict(corpus.documents(language))
+        assigned = split_of_document()
         for part, split in enumerate(('train', *missing)):
             train = corpus.documents(language)['train']
             if assigned is None:
@@ -104,7 +105,8 @@ def carved(corpus: Corpus, test: bool) -> Corpus:
     def names(split: str) -> list[str]:
         if split not in ('train', *missing):
             return corpus.names(split)
-        train, assigned = corpus.names('train'), split_of_document()
+        train = corpus.names('train')
+        assigned = split_of_document()
         return train if assigned is None else list(itertools.compress(train, assigned == split))
 
     return dataclasses.replace(

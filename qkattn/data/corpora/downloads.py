@@ -64,7 +64,8 @@ def multi30k(config: DataConfig) -> Corpus:
             texts[split] = gzip.decompress(packed).removesuffix(b'\n').split(b'\n')
         return texts
 
-    name, splits = '-'.join(('multi30k', *languages)), tuple(CAPTION_PARTS)
+    name = '-'.join(('multi30k', *languages))
+    splits = tuple(CAPTION_PARTS)
     return Corpus(
         name=name, version='1.0.0', languages=languages, splits=splits, documents=documents
     )

@@ -69,7 +69,8 @@ def parallel(config: DataConfig) -> Corpus:
 
     A line is a document. Pairs of which a side is blank are left out.
     """
-    languages, path = parse_languages(config), as_path(config.path)
+    languages = parse_languages(config)
+    path = as_path(config.path)
     pairs = {split: [path / f'{split}.{side}' for side in languages] for split in SPLITS}
     pairs = {
         split: pair
@@ -89,7 +90,8 @@ def parallel(config: DataConfig) -> Corpus:
         side = languages.index(str(language))
         return {split: _side(pair, side) for split, pair in pairs.items()}
 
-    name, splits = '-'.join(('parallel', *languages)), tuple(pairs)
+    name = '-'.join(('parallel', *languages))
+    splits = tuple(pairs)
     return Corpus(
         name=name, version=version, languages=languages, splits=splits, documents=documents
     )
@@ -104,7 +106,8 @@ def _side(pair: list[Path], side: int) -> Iterator[bytes]:
 
 def _documents(directory: Path, split: str) -> dict[str, Path]:
     """The file of a split, or the text files of its folder, by the name of the document."""
-    file, folder = directory / f'{split}.txt', directory / split
+    file = directory / f'{split}.txt'
+    folder = directory / split
     if not folder.exists():
         return {split: file} if file.exists() else {}
     if file.exists():

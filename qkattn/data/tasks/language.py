@@ -18,7 +18,8 @@ class TextRows(Rows):
     data: ClassVar[DataForm] = 'text in one language'
 
     def __init__(self, dataset: TokenDataset, length: int):
-        self.dataset, self.length = dataset, length
+        self.dataset = dataset
+        self.length = length
         self.splits = dataset.splits
         self.vocab_size = dataset.vocab_size
 
@@ -60,7 +61,8 @@ class LanguageRows(TextRows):
 
     @classmethod
     def open(cls, config: Config) -> Self:
-        data, length = config.data, config.model.context
+        data = config.data
+        length = config.model.context
         refuse_unused(data, ('mask_rate', 'drop_long'), 'a decoder')
         return cls(load_text(data), length, shift=data.shift_windows)
 

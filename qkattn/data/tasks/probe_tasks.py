@@ -21,7 +21,8 @@ from qkattn.data.tasks.rows import Batch, DataForm, Rows, token_batch, uniform
 from qkattn.errors import ConfigError
 
 VERSION = 1  # changes whenever the same draws would make other rows
-TRAIN_ROWS, EVAL_ROWS = 2**24, 1024
+TRAIN_ROWS = 2**24
+EVAL_ROWS = 1024
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
@@ -66,7 +67,8 @@ def _whole(u: np.ndarray, number: int) -> np.ndarray:
 
 def _predict(sequence_BT1: np.ndarray, predicted: np.ndarray) -> Arrays:
     """Next-token prediction of a sequence where `predicted`, per position or position and row."""
-    tokens_BT, targets_BT = sequence_BT1[:, :-1], sequence_BT1[:, 1:]
+    tokens_BT = sequence_BT1[:, :-1]
+    targets_BT = sequence_BT1[:, 1:]
     return tokens_BT, targets_BT, np.broadcast_to(predicted, tokens_BT.shape)
 
 
@@ -249,7 +251,8 @@ class ProbeRows(Rows):
         return rows
 
     def __init__(self, name: str, probe: Probe):
-        self.name, self._probe = name, probe
+        self.name = name
+        self._probe = probe
         self.vocab_size = probe.sizes.vocabulary
         self.length = self.read('test', np.arange(1), np.zeros((1, 2)))['tokens_BT'].shape[1]
 

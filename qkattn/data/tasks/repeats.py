@@ -48,12 +48,14 @@ def batches(
     pad the last batch to `batch_size` hold zeros, loss weights included. T is 2 H - 1 or 2 H; in
     2 H, the last position predicts nothing. `part` is as in `eval_batches`.
     """
-    (count, half), wanted = r_BH.shape, chosen(batch_size, part)
+    (count, half) = r_BH.shape
+    wanted = chosen(batch_size, part)
     twice_BT1 = np.zeros((-(-count // batch_size) * batch_size, length + 1), np.int32)
     twice_BT1[:count, : 2 * half] = np.tile(r_BH, 2)
     loss_weights_BT = np.zeros((len(twice_BT1), length), np.float32)
     first = 0 if copy == 'first' else half
     loss_weights_BT[:count, first : first + half - 1] = 1
     for start in range(0, len(twice_BT1), batch_size):
-        shown_BT1, weights_BT = twice_BT1[start + wanted], loss_weights_BT[start + wanted]
+        shown_BT1 = twice_BT1[start + wanted]
+        weights_BT = loss_weights_BT[start + wanted]
         yield token_batch(shown_BT1[:, :-1], shown_BT1[:, 1:], weights_BT)

@@ -12,7 +12,8 @@ DataForm = Literal[
     'text in one language', 'a translation set', 'a causal probe', 'a labelling probe'
 ]
 
-INT, FLOAT = np.dtype(np.int32), np.dtype(np.float32)
+INT = np.dtype(np.int32)
+FLOAT = np.dtype(np.float32)
 
 
 class Rows(Protocol):

@@ -42,7 +42,9 @@ def rows_of(config: Config) -> Rows:
 
 
 def _task(config: Config) -> tuple[type[Rows], dict[str, Any]]:
-    form, kind, name = _form(config.data), config.model.kind, config.data.name
+    form = _form(config.data)
+    kind = config.model.kind
+    name = config.data.name
     if config.data.task is not None:
         task, options = resolve(
             config.data.task,

@@ -38,15 +38,19 @@ class TranslationRows(Rows):
 
     @classmethod
     def open(cls, config: Config) -> Self:
-        model, data = config.model, config.data
+        model = config.model
+        data = config.data
         refuse_unused(data, ('mask_rate', 'shift_windows'), 'an encoder-decoder')
         return cls(load_pairs(data), model.encoder.context, model.context, drop_long=data.drop_long)
 
     def __init__(
         self, pairs: PairDataset, source_length: int, length: int, *, drop_long: bool = False
     ):
-        self.pairs, self.source_length, self.length = pairs, source_length, length
-        self.splits, self.vocab_size = pairs.splits, pairs.vocab_size
+        self.pairs = pairs
+        self.source_length = source_length
+        self.length = length
+        self.splits = pairs.splits
+        self.vocab_size = pairs.vocab_size
         self._sources: dict[str, np.ndarray] = {}
         self.num_dropped: dict[str, int] = {}
         self._packed: dict[str, list[np.ndarray]] = {}  # the pairs of each row
@@ -83,7 +87,8 @@ class TranslationRows(Rows):
             tokens: np.ndarray, bounds: np.ndarray, pair_P: np.ndarray, length: int
         ) -> np.ndarray:
             """Tokens and segments of one side."""
-            starts_P, ends_P = bounds[pair_P], bounds[pair_P + 1]
+            starts_P = bounds[pair_P]
+            ends_P = bounds[pair_P + 1]
             sizes_B = np.bincount(row_P, ends_P - starts_P, len(pairs))
             filled_BT = np.arange(length) < sizes_B[:, None]
             both_2BT = np.zeros((2, len(pairs), length), INT)

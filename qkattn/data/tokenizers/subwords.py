@@ -15,8 +15,10 @@ from qkattn.storage.files import as_path, read_whole
 from qkattn.storage.records import parse_json
 
 SEPARATOR = '\0'  # in text, U+0000 is encoded as the byte 0
+# The separator and all bytes.
+MIN_SIZE = 257
 # The library allocates memory for the requested size before it reads any text.
-MIN_SIZE, MAX_SIZE = 257, 2**20
+MAX_SIZE = 2**20
 # How files write the special token that ends a text, the most common first.
 END_OF_TEXT = ('<|endoftext|>', '</s>', '<|end_of_text|>', '<eos>', '<|eos|>', '[EOS]', '<EOS>')
 LINES = 10_000  # encoded at a time; an encoded line takes about 100 times its bytes

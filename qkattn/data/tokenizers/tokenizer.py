@@ -69,7 +69,8 @@ class CharacterTokenizer(Tokenizer):
         self._characters = characters
         self.name = f'characters-{hashlib.sha256(characters.encode()).hexdigest()[:12]}'
         self.vocab_size = len(characters) + 2
-        self.unknown, self.separator = len(characters), len(characters) + 1
+        self.unknown = len(characters)
+        self.separator = len(characters) + 1
         self._codes_V = np.array([*map(ord, characters), 0xFFFD, 0], '<u4')
         self._ids_by_code = np.full(0x110000, self.unknown, np.min_scalar_type(self.separator))
         self._ids_by_code[self._codes_V[:-2]] = np.arange(len(characters))

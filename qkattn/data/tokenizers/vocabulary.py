@@ -61,7 +61,8 @@ def open_tokenizer(
         return restored(kind, None)
     folder = kind
     if kind == 'bpe':
-        folder, options = f'byte-bpe-{size}', {'size': size}
+        folder = f'byte-bpe-{size}'
+        options = {'size': size}
     elif is_import_path(kind):
         folder = f'{kind.partition("(")[0].replace(":", ".")}-{digest(kind)}'
     path = root / 'tokenizers' / corpus / folder / 'tokenizer.json'

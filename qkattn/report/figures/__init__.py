@@ -43,7 +43,8 @@ def figures(study: Study, findings: Findings) -> tuple[Drawing, ...]:
         add(stem, forest.differences(study, findings, look), cut=forest.cut(study))
         groups = prose.by_where(findings.arms, study)
         for number, (name, arms) in enumerate(groups.items(), start=1):
-            place, size = f'_{number}' if name else '', name or None
+            place = f'_{number}' if name else ''
+            size = name or None
             for knob in KNOBS:
                 if swept := [arm for arm in arms if knob in arm.sweeps]:
                     figure = _sweep_panels(knob, swept[:MOST_PANELS], look)
@@ -127,7 +128,8 @@ def _sweep_panels(knob: str, arms: Sequence[Arm], look: style.Styles) -> Figure:
     axes = style.panels(figure, columns, len(arms), sharex=True)
     values = sorted({value for arm in arms for value in arm.sweeps[knob].values})
     for ax, arm in zip(axes, arms, strict=True):
-        sweep, keywords = arm.sweeps[knob], look[arm.variant]
+        sweep = arm.sweeps[knob]
+        keywords = look[arm.variant]
         interval = prose.optimum(sweep) if sweep.bracketed else 'not bracketed'
         title = f'{short(arm.variant, 36 // columns)}\n{sweep.chosen:.3g}\n{interval}'
         ax.set_title(title, fontsize=8, fontweight='normal')
@@ -144,7 +146,8 @@ def _sweep_panels(knob: str, arms: Sequence[Arm], look: style.Styles) -> Figure:
         if near := [loss for value, losses in pairs if value in sweep.fitted for loss in losses]:
             pad = 0.1 * (max(near) - min(near)) or 0.01
             ax.set_ylim(min(near) - pad, max(near) + pad)
-        top, means = ax.get_ylim()[1], zip(sweep.values, sweep.means, strict=True)
+        top = ax.get_ylim()[1]
+        means = zip(sweep.values, sweep.means, strict=True)
         if far := [value for value, mean in means if mean > top]:
             arrowhead = {'marker': '^', 'color': keywords['color'], 'clip_on': False}
             ax.scatter(far, [top] * len(far), s=30, zorder=4, label=style.BEYOND, **arrowhead)
@@ -180,14 +183,16 @@ def _loss_against_parameters(study: Study, findings: Findings, look: style.Style
     figure = Figure(figsize=(style.WIDTH, 3.4 + 0.2 * len(lines)))
     ax = figure.subplots()
     for (variant, corpus), arms in lines.items():
-        keywords, law = look[variant], laws.get((variant, corpus))
+        keywords = look[variant]
+        law = laws.get((variant, corpus))
         name = variant + f', {corpus}' * (len(study.corpora) > 1)
         losses = [list(arm.losses(arm.split).values()) for arm in arms]
         for arm, of_seeds in zip(arms, losses, strict=True):
             dots = style.SEEDS | {'label': '_', 'color': keywords['color']}
             ax.scatter([total[arm.key]] * len(of_seeds), of_seeds, **dots)
         thin = {'linestyle': 'none'} if law else {'linewidth': 0.8}
-        x, means = [total[arm.key] for arm in arms], [*map(np.mean, losses)]
+        x = [total[arm.key] for arm in arms]
+        means = [*map(np.mean, losses)]
         ax.plot(x, means, label=short(name, 40), **keywords | thin)
         if law:
             sizes = np.geomspace(law.sizes[0], law.sizes[-1], 80)

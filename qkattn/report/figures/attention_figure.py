@@ -10,7 +10,8 @@ from matplotlib.figure import Figure
 from qkattn.report.figures.style import GRID, legend, panels
 
 # Layers and heads that attention maps have room for; of more, they show some, evenly spaced.
-MAX_LAYERS, MAX_HEADS = 12, 16
+MAX_LAYERS = 12
+MAX_HEADS = 16
 MAX_TOKENS = 40  # that attention maps name
 _WIDTH = 6.6  # inches
 

@@ -19,8 +19,12 @@ from qkattn.verdict.findings import Findings
 from qkattn.verdict.judging import DECIDED
 from qkattn.verdict.load import Study
 
-# Where name and text of a line stand, above its mean, and its seeds, below; inches per line.
-_NAME, _TEXT, _SEEDS, _LINE = -0.53, -0.29, 0.16, 0.66
+# Where the name, the text and the seeds of an arm stand, relative to its mean; below zero is above.
+_NAME = -0.53
+_TEXT = -0.29
+_SEEDS = 0.16
+# Inches of a line.
+_LINE = 0.66
 
 
 # Arms of a study that its forest draws: a higher image than that of these is not read, and one of
@@ -112,7 +116,8 @@ def _draw(
     if line.reported is not None:
         wide = {'color': style.MUTED, 'alpha': 0.35, 'linewidth': 9, 'solid_capstyle': 'butt'}
         ax.plot(line.reported, [y, y], label='reported', **wide)
-    color, marker = look[line.arm]['color'], look[line.arm]['marker']
+    color = look[line.arm]['color']
+    marker = look[line.arm]['marker']
     if line.low is not None:
         ax.hlines(y, line.low, line.high, color, linewidth=2, label='95 % interval')
     if line.seeds:
@@ -185,5 +190,6 @@ def _line(variant: str, arm: Arm | None, study: Study) -> Line:
         tuned = study.tuned
         why = 'the baseline has not finished' if tuned else 'no seed in common with the baseline'
         return line._replace(absent=why)
-    d, seeds = arm.comparison.difference, tuple(arm.comparison.differences.values())
+    d = arm.comparison.difference
+    seeds = tuple(arm.comparison.differences.values())
     return line._replace(mean=d.mean, low=d.low, high=d.high, seeds=seeds)

@@ -18,7 +18,9 @@ from qkattn.storage.files import below, write_atomic
 # contrast with the page. Beyond six, markers tell apart.
 HUES = ('#1d4fa0', '#b93a1a', '#1f9f8c', '#c46be7', '#999710', '#6d2138')
 HUES_DARK = ('#4f8df0', '#f0824a', '#35d0b5', '#dba6f5', '#f0e27a', '#c0566e')
-INK, MUTED, GRID = '#1b1f24', '#5d6570', '#dfe3e8'
+INK = '#1b1f24'
+MUTED = '#5d6570'
+GRID = '#dfe3e8'
 # CSS variables of pages.
 LIGHT = {'ink': INK, 'muted': MUTED, 'grid': GRID, 'surface': '#fffffe'}
 LIGHT |= {f'hue-{index}': hue for index, hue in enumerate(HUES)}
