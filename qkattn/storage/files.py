@@ -22,6 +22,7 @@ from qkattn.config.paths import (
     require_regular,
     require_utf8,
 )
+from qkattn.config.setting import PART_END
 from qkattn.errors import DiskError, ReadError, RunDirectoryError, UnsuitableFileError
 from qkattn.jobs.signals import no_interrupt
 from qkattn.storage import buckets
@@ -47,7 +48,6 @@ _RESUME = 'and run the same command again, which resumes from what is saved'
 # An absolute path in text: all of it, what follows `--flag=`, or a string in a list or call.
 _ABSOLUTE = re.compile(r"""(^|[=,"'([])(/[^,"')\]]*)""")
 _TEMPORARY = '.{}.{}.tmp'  # of write_atomic: the file's name, and a UUID
-_NAME_END = 256  # bytes of one component of a path; the limit of Linux and macOS
 
 
 class Files(Protocol):
@@ -97,12 +97,12 @@ def component(name: str) -> str:
     try:
         size = len(name.encode())
     except UnicodeEncodeError:
-        size = _NAME_END
+        size = PART_END
     leads_elsewhere = name in ('', os.curdir, os.pardir) or '/' in name
-    if leads_elsewhere or '\0' in name or size >= _NAME_END:
+    if leads_elsewhere or '\0' in name or size >= PART_END:
         raise RunDirectoryError(
             f'{name!r:.80} is no name of a file or directory; valid is one component of a path, '
-            f"below {_NAME_END} bytes of UTF-8, other than '.' and '..'"
+            f"below {PART_END} bytes of UTF-8, other than '.' and '..'"
         )
     return name
 
@@ -130,12 +130,23 @@ def below(directory: Path, *names: str) -> Path:
     `directory` may be a link, since a user names it. RunDirectoryError where one of `names`, each
     a `component`, is a link: a directory from elsewhere may link to anything. Buckets have none.
     """
+    link = first_link(directory, *names)
+    if link is not None:
+        raise _linked(link)
+    return directory.joinpath(*names)
+
+
+def first_link(directory: Path, *names: str) -> Path | None:
+    """The first link on the way from a directory to `names` in it; None without one.
+
+    RunDirectoryError where one of `names` is no `component`. Buckets have no links.
+    """
     path = directory
     for name in names:
         path = path / component(name)
         if not buckets.is_url(path) and path.is_symlink():
-            raise _linked(path)
-    return path
+            return path
+    return None
 
 
 def in_place(path: str, flags: int) -> int:

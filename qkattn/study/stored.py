@@ -17,9 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from qkattn.errors import ReportError, RunDirectoryError
-from qkattn.storage import buckets
 from qkattn.storage.archive import Archive, Member, is_clean, zipped
-from qkattn.storage.files import Files, Readable, as_path, read_errors, version_of, write_atomic
+from qkattn.storage.files import (
+    Files,
+    Readable,
+    as_path,
+    first_link,
+    read_errors,
+    version_of,
+    write_atomic,
+)
 from qkattn.storage.ledger import DOCUMENTS_SHA256, is_training, left_out_documents
 from qkattn.storage.records import ARM_KEY, read_lines, write_json
 from qkattn.study.tuning import SCREENING
@@ -191,12 +198,6 @@ def check_run_directory(run: Mapping[str, Any]) -> None:
 
 def _refuse_links(directory: Path, name: str) -> None:
     """ReportError where a directory below the study, into which files go, is a link elsewhere."""
-    if buckets.is_url(directory):
-        return
-    path = directory
-    for part in name.split('/'):
-        path = path / part
-        if path.is_symlink():
-            raise ReportError(
-                f'{path} is a link, but files of {directory / LOGS} go there; remove it'
-            )
+    link = first_link(directory, *name.split('/'))
+    if link is not None:
+        raise ReportError(f'{link} is a link, but files of {directory / LOGS} go there; remove it')

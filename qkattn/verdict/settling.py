@@ -52,10 +52,6 @@ class Settling:
             return None
         return 'better' if self.longer < self.short else 'worse'
 
-    @property
-    def is_settled(self) -> bool:
-        return self.code is Length.SETTLED
-
 
 def trained(steps: int, difference: Difference) -> Trained | None:
     """None where the error of the difference is not known."""
