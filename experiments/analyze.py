@@ -166,7 +166,9 @@ def table(analysis: Analysis) -> str:
     rows = pd.DataFrame(analysis.rows)
     by_quantity = rows.groupby(['quantity', 'subject', 'site', 'layer'])['value']
     titles = [('layer', True)]
-    lines = {(row.site, row.layer): [] for row in rows.itertuples()}
+    lines: dict[tuple[str, int], list[str]] = {
+        (row.site, row.layer): [] for row in rows.itertuples()
+    }
     for heading, quantity, subject in COLUMNS:
         over = by_quantity.max if quantity == 'induction_score' else by_quantity.mean
         values = over(skipna=False)

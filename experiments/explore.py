@@ -6,10 +6,10 @@ python -m experiments.explore --html=runs/explorer.html   # drag numbers
 
 from absl import flags
 
+from experiments.explorer.bench import Bench, sympy
+from experiments.explorer.page import page
+from experiments.explorer.worked import worked
 from qkattn.errors import ConfigError
-from qkattn.explore.bench import Bench, sympy
-from qkattn.explore.page import page
-from qkattn.explore.worked import worked
 from qkattn.jobs import cli
 from qkattn.jobs.display import waiting
 from qkattn.storage.files import as_path, make_directory, write_atomic

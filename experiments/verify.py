@@ -11,8 +11,8 @@ from typing import Any
 from absl import flags
 
 from experiments.benchmark import record
-from qkattn.claims import export
-from qkattn.claims.pages import BLOCKS
+from experiments.claims import export
+from experiments.claims.pages import BLOCKS
 from qkattn.config import Config, ModelConfig, from_json
 from qkattn.errors import ConfigError, ReportError, SpecError
 from qkattn.jobs import cli

@@ -9,7 +9,7 @@ width pays for them. One head instead of four is the positive control.
 Expected result and time: docs/claims_a.md, A6.
 """
 
-from qkattn.claims.protocol import language_model, pick, protocol
+from experiments.claims.protocol import language_model, pick, protocol
 from qkattn.config import Study, to_config_dict
 
 

@@ -11,7 +11,7 @@ Expected result and time: docs/claims_d.md, D2.
 
 import dataclasses
 
-from qkattn.claims.protocol import language_model, pick, protocol
+from experiments.claims.protocol import language_model, pick, protocol
 from qkattn.config import Study, to_config_dict
 
 

@@ -12,7 +12,7 @@ Expected result: the differences of lm_dropped, or smaller ones. Not trained.
 
 import dataclasses
 
-from qkattn.claims.protocol import language_model, pick, protocol
+from experiments.claims.protocol import language_model, pick, protocol
 from qkattn.config import Study, to_config_dict
 
 FACTORS = (0.5, 1.0, 2.0)

@@ -11,7 +11,7 @@ Expected result: the differences of lm_dropped and lm_sharing, or smaller ones. 
 of a core.
 """
 
-from qkattn.claims.protocol import language_model, pick, protocol
+from experiments.claims.protocol import language_model, pick, protocol
 from qkattn.config import Study, to_config_dict
 
 

@@ -9,7 +9,7 @@ five learning rates bound the loss between them: the choice of a rate hides less
 Expected result and time: docs/claims_b.md, B4 and B5.
 """
 
-from qkattn.claims.protocol import language_model, pick, protocol
+from experiments.claims.protocol import language_model, pick, protocol
 from qkattn.config import Study, to_config_dict
 
 

@@ -8,7 +8,7 @@ W_Q dropped: at the same shape, and with the savings spent on width.
 Expected result and time: docs/claims_b.md, B2.
 """
 
-from qkattn.claims.protocol import language_model, pick, protocol
+from experiments.claims.protocol import language_model, pick, protocol
 from qkattn.config import Study, to_config_dict
 
 

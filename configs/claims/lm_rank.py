@@ -8,7 +8,7 @@ Ranks below the head size, which is the baseline's; the savings are spent on wid
 Expected result and time: docs/claims_b.md, B7.
 """
 
-from qkattn.claims.protocol import language_model, pick, protocol
+from experiments.claims.protocol import language_model, pick, protocol
 from qkattn.config import Study, to_config_dict
 
 

@@ -8,7 +8,7 @@ Rank 12 in heads of 24 at seeds that `lm_rank`, whose 8 leave claim B7 open, doe
 Expected result and time: docs/claims_b.md, B7.
 """
 
-from qkattn.claims.protocol import language_model, pick, protocol
+from experiments.claims.protocol import language_model, pick, protocol
 from qkattn.config import Study, to_config_dict
 
 

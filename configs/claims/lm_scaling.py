@@ -8,7 +8,7 @@ The number of heads grows with d_model: heads have 16 dimensions at scale cpu an
 Expected result: docs/claims.md, Scaling laws. Time: about 10 hours of a core.
 """
 
-from qkattn.claims.protocol import language_model, pick, protocol
+from experiments.claims.protocol import language_model, pick, protocol
 from qkattn.config import Study, to_config_dict
 
 

@@ -9,7 +9,7 @@ is the positive control.
 Expected result and time: docs/claims_e.md, E4.
 """
 
-from qkattn.claims.protocol import language_model, pick, protocol
+from experiments.claims.protocol import language_model, pick, protocol
 from qkattn.config import Study, to_config_dict
 
 

@@ -10,7 +10,7 @@ Expected result and time: docs/claims_c.md, C6.
 
 import dataclasses
 
-from qkattn.claims.protocol import language_model, pick, protocol
+from experiments.claims.protocol import language_model, pick, protocol
 from qkattn.config import Study, to_config_dict
 
 

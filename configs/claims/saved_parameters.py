@@ -6,7 +6,7 @@ Claim E6. To d_model, d_ff, heads or layers; each is an arm of its own.
         --workdir=runs/saved_parameters
 """
 
-from qkattn.claims.protocol import language_model, pick, protocol
+from experiments.claims.protocol import language_model, pick, protocol
 from qkattn.config import Study, to_config_dict
 
 

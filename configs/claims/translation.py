@@ -9,7 +9,7 @@ decoder and its cross-attention are standard.
 Expected result and time: docs/claims_c.md, C3 to C5.
 """
 
-from qkattn.claims.protocol import pick, protocol, translator
+from experiments.claims.protocol import pick, protocol, translator
 from qkattn.config import Study, to_config_dict
 
 

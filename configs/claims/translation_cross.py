@@ -6,7 +6,7 @@ Claim B8, on Multi30k, English to German.
         --workdir=runs/translation_cross
 """
 
-from qkattn.claims.protocol import pick, protocol, translator
+from experiments.claims.protocol import pick, protocol, translator
 from qkattn.config import Study, to_config_dict
 
 

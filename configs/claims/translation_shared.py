@@ -8,7 +8,7 @@ Claim C2: the arm of `translation` whose seeds lie far apart, with others.
 Expected result and time: docs/claims_c.md, C2.
 """
 
-from qkattn.claims.protocol import pick, protocol, translator
+from experiments.claims.protocol import pick, protocol, translator
 from qkattn.config import Study, to_config_dict
 
 

@@ -113,13 +113,19 @@ def decoder(
     `batch` is sequences per step, `dispatch` steps of a program call.
     """
     sizes = {'num_layers': layers, 'd_model': width, 'num_heads': heads, 'context': context}
-    every = dict.fromkeys(('log_every', 'eval_every', 'checkpoint_every'), 10 * dispatch)
-    steps = {'num_steps': 1_000_000, 'steps_per_dispatch': dispatch, **every}
+    every = 10 * dispatch
     return Config(
         model=ModelConfig(vocab_size=vocabulary, **sizes | model),
         data=DataConfig(name='tiny_shakespeare', tokenizer='characters'),
         optimizer=OptimizerConfig(decay='coupled'),
-        train=TrainConfig(batch_size=batch, **steps),
+        train=TrainConfig(
+            batch_size=batch,
+            num_steps=1_000_000,
+            steps_per_dispatch=dispatch,
+            log_every=every,
+            eval_every=every,
+            checkpoint_every=every,
+        ),
         trials=TrialsConfig(seeds=(0,), learning_rates=(1e-3,), weight_decays=(0.1,)),
     )
 

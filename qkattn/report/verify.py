@@ -7,7 +7,7 @@ The chain from a log to a printed number:
     results.jsonl  tokens and residual follow from the other fields, parameter counts, FLOPs and
                    the cache from the config (which `experiments.verify` counts again)
     results.jsonl -> table.md, table.csv, a page's headline                  made again
-    results.jsonl -> claims.json                             decided again, see qkattn.claims.export
+    results.jsonl -> claims.json                             decided again (experiments.claims)
     claims.json -> the blocks of pages                                       made again
     logs -> sentences of pages, by docs/numbers.toml, see `check_numbers`    made again
 

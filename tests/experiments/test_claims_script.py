@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 
-from qkattn.claims import export, pages
-from qkattn.claims.claim import Claim, ClaimVerdict, Expectation, exact
-from qkattn.claims.export import ANSWERS, CLAIMS, Answer, read_claims, write
+from experiments.claims import export, pages
+from experiments.claims.claim import Claim, ClaimVerdict, Expectation, exact
+from experiments.claims.export import ANSWERS, CLAIMS, Answer, read_claims, write
 from qkattn.errors import ReportError
 from tests.studies import RESULTS, beat_yardsticks
 
@@ -34,7 +34,7 @@ def workdir(files, tmp_path, monkeypatch):
     study = shutil.copytree(RESULTS / 'fair_small', tmp_path / 'runs/fair_small')
     beat_yardsticks(study)
     (study / 'report.html').touch()
-    monkeypatch.setattr('qkattn.claims.declared.claims', lambda: KNOWN)
+    monkeypatch.setattr('experiments.claims.declared.claims', lambda: KNOWN)
     return tmp_path / 'runs'
 
 

@@ -14,13 +14,13 @@ import pandas as pd
 import pytest
 import requests
 
+from experiments.explorer import bench
+from experiments.explorer.worked import worked
 from qkattn import __version__
 from qkattn.config import Config, ModelConfig, Study
 from qkattn.config.setting import settings
 from qkattn.convert.conversions import CONVERSIONS, Conversion
 from qkattn.data.tokenizers.tokenizer import CharacterTokenizer as Tokenizer
-from qkattn.explore import bench
-from qkattn.explore.worked import worked
 from qkattn.jobs import signals
 from qkattn.jobs.cli import shipped
 from qkattn.jobs.output import EXIT_UNREAD

@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from qkattn.claims.protocol import translator
+from experiments.claims.protocol import translator
 from qkattn.config import to_json
 from qkattn.data import pipeline
 from qkattn.data.tasks.language import MaskedRows

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from qkattn.claims.protocol import language_model
+from experiments.claims.protocol import language_model
 from qkattn.verdict import find, load_study, longer
 from qkattn.verdict.settling import Length, Settling, Trained, settle
 from tests.studies import VERDICT_SEEDS, tuned_arm, write_tuned

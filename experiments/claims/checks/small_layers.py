@@ -10,10 +10,10 @@ import numpy as np
 import optax
 from jax.flatten_util import ravel_pytree
 
+from experiments.claims.claim import Row, exact
 from qkattn.analysis.patterns import pattern_of
 from qkattn.attention import Attention, AttentionSpec, Mask, Score
 from qkattn.attention.parameters import shapes_only
-from qkattn.claims.claim import Row, exact
 from qkattn.config.variant import Variant
 from qkattn.convert.factors import relative_error
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from qkattn.claims.claim import Claim, Measure, Row, Speaks
+from experiments.claims.claim import Claim, Measure, Row, Speaks
 from qkattn.config import Study, from_config_dict
 from qkattn.errors import ConfigError, ReportError
 from qkattn.jobs import cli

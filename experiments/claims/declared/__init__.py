@@ -5,7 +5,7 @@ import importlib
 import pkgutil
 from collections.abc import Iterable
 
-from qkattn.claims.claim import Claim
+from experiments.claims.claim import Claim
 from qkattn.config.calls import resolve
 from qkattn.errors import ConfigError
 
@@ -28,7 +28,7 @@ def chosen(names: Iterable[str]) -> list[Claim]:
     of a claim with the name of a declared one.
     """
     known = claims()
-    kind = 'a qkattn.claims.claim.Claim'
+    kind = 'a experiments.claims.claim.Claim'
     texts = dict.fromkeys(name if ':' in name else name.upper() for name in names)
     found = []
     for text in texts or known:

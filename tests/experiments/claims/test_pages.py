@@ -6,13 +6,13 @@ import re
 
 import pytest
 
-from qkattn.claims import export, pages
-from qkattn.claims.claim import ClaimVerdict, Kind, Row, Speaks
-from qkattn.claims.export import ANSWERS, CLAIMS, Answer, read_answers, read_claims, write
-from qkattn.claims.pages import claim_figure, compared, has_figure
+from experiments.claims import export, pages
+from experiments.claims.claim import ClaimVerdict, Kind, Row, Speaks
+from experiments.claims.export import ANSWERS, CLAIMS, Answer, read_answers, read_claims, write
+from experiments.claims.pages import claim_figure, compared, has_figure
 from qkattn.errors import ReportError, RunDirectoryError
 from qkattn.report.figures import style
-from tests.claims import conftest
+from tests.experiments.claims import conftest
 from tests.report.conftest import row_names
 
 STORED = {claim.name: claim for claim in read_claims(conftest.CLAIMS)}

@@ -2,9 +2,9 @@
 
 from functools import partial
 
-from qkattn.claims import measures
-from qkattn.claims.checks import rewrites
-from qkattn.claims.claim import Claim, Expectation, Measure
+from experiments.claims import measures
+from experiments.claims.checks import rewrites
+from experiments.claims.claim import Claim, Expectation, Measure
 
 # By scale, the layers of deep stacks, and how many times as many as the baseline's they are.
 DEPTHS = {'smoke': {4: 2, 8: 4}, 'cpu': {4: 2, 8: 4}, 'gpu': {24: 2, 48: 4}}

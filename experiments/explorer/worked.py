@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from qkattn.explore.bench import Bench, generators, rank
+from experiments.explorer.bench import Bench, generators, rank
 
 
 def worked(bench: Bench, *, latex: bool = False) -> str:

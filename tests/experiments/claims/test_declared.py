@@ -5,10 +5,10 @@ import runpy
 
 import pytest
 
-from qkattn.claims import declared, studies
-from qkattn.claims.claim import Expectation
-from qkattn.claims.declared import d_two_in_a_row
-from qkattn.claims.protocol import SCALES
+from experiments.claims import declared, studies
+from experiments.claims.claim import Expectation
+from experiments.claims.declared import d_two_in_a_row
+from experiments.claims.protocol import SCALES
 from qkattn.config import from_config_dict
 from qkattn.errors import ConfigError, ReportError
 from qkattn.study.arms import build_arms
@@ -31,13 +31,13 @@ def test_claims_are_chosen_by_name_or_import_path(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     text = "Claim(name='Z3', title='one', statement='One.', source='s', rule='r.')"
     (tmp_path / 'my_claims.py').write_text(
-        f'from qkattn.claims.claim import Claim\n\nCLAIM = {text}\n'
+        f'from experiments.claims.claim import Claim\n\nCLAIM = {text}\n'
     )
     assert [claim.name for claim in declared.chosen(['my_claims:CLAIM', 'c1'])] == ['Z3', 'C1']
-    with pytest.raises(ConfigError, match=r'my_claims:Claim.* is not a qkattn.claims.claim.Claim'):
+    with pytest.raises(ConfigError, match='my_claims:Claim.* is not a .*claims.claim.Claim'):
         declared.chosen(['my_claims:Claim'])
     (tmp_path / 'other_claims.py').write_text(
-        f'from qkattn.claims.claim import Claim\n\nCLAIM = {text.replace("Z3", "C1")}\n'
+        f'from experiments.claims.claim import Claim\n\nCLAIM = {text.replace("Z3", "C1")}\n'
     )
     with pytest.raises(ConfigError, match="other_claims:CLAIM' has the name 'C1' of a declared"):
         declared.chosen(['other_claims:CLAIM'])

@@ -14,10 +14,10 @@ from typing import Any
 import jinja2
 import numpy as np
 
+from experiments.explorer.bench import Bench, Parameter
+from experiments.explorer.worked import polynomial
 from qkattn.attention import SCORES, VALUES
 from qkattn.errors import ConfigError
-from qkattn.explore.bench import Bench, Parameter
-from qkattn.explore.worked import polynomial
 from qkattn.report.figures.style import DARK, LIGHT
 from qkattn.report.prose import environment
 
@@ -34,7 +34,7 @@ def page(sizes: Iterable[tuple[int, int]] = SIZES) -> str:
         shown = {name for known in by_size.values() for name in known[circuit]}
         equations[circuit] = {n: cls.equation for n, cls in registered.items() if n in shown}
         without += [name for name in registered if name not in shown]
-    made = environment(html=True).overlay(loader=jinja2.PackageLoader('qkattn.explore'))
+    made = environment(html=True).overlay(loader=jinja2.PackageLoader('experiments.explorer'))
     return made.get_template('explorer.html.j2').render(
         # '<' inside a string of JSON would end the script element early.
         data=json.dumps(by_size, separators=(',', ':')).replace('<', '\\u003c'),

@@ -5,8 +5,8 @@ Rows that are not differences between the arms of a study, read from its logs.
 
 from collections.abc import Iterator
 
-from qkattn.claims.claim import Kind, Row, Speaks, difference_row
-from qkattn.claims.studies import Loaded
+from experiments.claims.claim import Kind, Row, Speaks, difference_row
+from experiments.claims.studies import Loaded
 from qkattn.stats import decision, inference
 from qkattn.stats.decision import Decision
 from qkattn.stats.inference import Difference

@@ -12,8 +12,8 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from qkattn.claims import export
-from qkattn.claims.claim import UNIT, ClaimResult, ClaimVerdict, Kind, Row, Speaks
+from experiments.claims import export
+from experiments.claims.claim import UNIT, ClaimResult, ClaimVerdict, Kind, Row, Speaks
 from qkattn.jobs.output import short
 from qkattn.report import described
 from qkattn.report.figures import figures
@@ -221,7 +221,7 @@ def _scaling(directory: Path) -> tuple[tuple[Study, Findings], list[Drawing]] | 
 @functools.cache
 def _template(name: str) -> jinja2.Template:
     """A template of claims, with the functions of this module as globals."""
-    made = environment(html=False).overlay(loader=jinja2.PackageLoader('qkattn.claims'))
+    made = environment(html=False).overlay(loader=jinja2.PackageLoader('experiments.claims'))
     made.globals |= {
         'phrases': PHRASES,
         'timedelta': datetime.timedelta,

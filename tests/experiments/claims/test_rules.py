@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from qkattn.claims.claim import RELATIONS, ClaimVerdict, Kind, Row, Speaks
-from qkattn.claims.deciding import condition_of, finding, truths, verdict_on
+from experiments.claims.claim import RELATIONS, ClaimVerdict, Kind, Row, Speaks
+from experiments.claims.deciding import condition_of, finding, truths, verdict_on
 from qkattn.stats import decision, inference
 from qkattn.verdict import Decision
 from qkattn.verdict.codes import Comparison, Reason, ReasonCode, Verdict
@@ -152,7 +152,7 @@ def simulated(losses, size, relation, family):
     ],
 )
 def test_how_often_a_claim_in_six_contexts_is_decided(means, relation, least, most):
-    """As `qkattn.claims.deciding` does: all rows at once, then each at its share."""
+    """As `experiments.claims.deciding` does: all rows at once, then each at its share."""
     rng, verdicts = np.random.default_rng(0), []
     for _ in range(NUMBER):
         losses = [rng.normal(mean, SD, SEEDS) for mean in means]

@@ -20,8 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import stats
 
-from qkattn.attention import Attention, AttentionSpec, Score, oracle
-from qkattn.claims.checks.small_layers import (
+from experiments.claims.checks.small_layers import (
     Options,
     count,
     freedom,
@@ -32,7 +31,8 @@ from qkattn.claims.checks.small_layers import (
     softmax_input,
     stream,
 )
-from qkattn.claims.claim import Row, Speaks, exact
+from experiments.claims.claim import Row, Speaks, exact
+from qkattn.attention import Attention, AttentionSpec, Score, oracle
 from qkattn.stats import inference
 
 SCORES = ('shared_qk', 'qk')  # W W^T and W_Q W_K^T

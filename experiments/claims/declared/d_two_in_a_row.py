@@ -1,7 +1,7 @@
 """Group D: one projection or two in a row?"""
 
-from qkattn.claims.checks import rewrites
-from qkattn.claims.claim import Claim, Expectation
+from experiments.claims.checks import rewrites
+from experiments.claims.claim import Claim, Expectation
 
 LECTURES = 'Threads on multi-head lectures and on the equations of Vaswani et al. 2017'
 

@@ -6,15 +6,15 @@ import shutil
 
 import pytest
 
-from qkattn.claims import measures, studies
-from qkattn.claims.claim import Claim, ClaimVerdict, Expectation, Kind, Measure, Row, Speaks
-from qkattn.claims.deciding import cases, decide, evidence, needed
-from qkattn.claims.studies import Results
+from experiments.claims import measures, studies
+from experiments.claims.claim import Claim, ClaimVerdict, Expectation, Kind, Measure, Row, Speaks
+from experiments.claims.deciding import cases, decide, evidence, needed
+from experiments.claims.studies import Results
 from qkattn.errors import ConfigError
 from qkattn.stats import decision, inference
 from qkattn.verdict import ReasonCode, Remark, RemarkCode
 from qkattn.verdict.codes import Reason
-from tests.claims.conftest import CLAIMS, RESULTS
+from tests.experiments.claims.conftest import CLAIMS, RESULTS
 
 pytestmark = pytest.mark.stored
 PLAIN = 'shared_qk/vo'
@@ -89,7 +89,7 @@ def test_rows_of_one_context_share_the_error_rate(added, monkeypatch):
         families.append(family)
         return evidence(every, family)
 
-    monkeypatch.setattr('qkattn.claims.deciding.evidence', recorded)
+    monkeypatch.setattr('experiments.claims.deciding.evidence', recorded)
     for relations, expected in ((('not_worse', 'equivalent'), [1, 2]), (('not_worse',), [1, 1])):
         families.clear()
         worse = (expect('double/double', relation, study='lm_added') for relation in relations)

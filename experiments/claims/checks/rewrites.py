@@ -15,10 +15,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from qkattn.attention import Attention, oracle
-from qkattn.attention.parameters import slices_DNH
-from qkattn.attention.rope import rotate
-from qkattn.claims.checks.small_layers import (
+from experiments.claims.checks.small_layers import (
     SAME,
     D,
     N,
@@ -37,7 +34,10 @@ from qkattn.claims.checks.small_layers import (
     stream,
     with_matrices,
 )
-from qkattn.claims.claim import Row, exact
+from experiments.claims.claim import Row, exact
+from qkattn.attention import Attention, oracle
+from qkattn.attention.parameters import slices_DNH
+from qkattn.attention.rope import rotate
 from qkattn.config import ModelConfig
 from qkattn.convert import published
 from qkattn.convert.circuits import merge

@@ -1,7 +1,7 @@
 """Group C: why not Q Q^T?"""
 
-from qkattn.claims.checks import counts, rewrites
-from qkattn.claims.claim import Claim, Expectation
+from experiments.claims.checks import counts, rewrites
+from experiments.claims.claim import Claim, Expectation
 
 THREAD = 'A thread that asks why attention does not use Q Q^T'
 EXPERIMENT = f'{THREAD}, with an experimenter who answers.'

@@ -3,9 +3,9 @@
 import itertools
 from functools import partial
 
-from qkattn.claims import measures
-from qkattn.claims.checks import rewrites
-from qkattn.claims.claim import Claim, Expectation, Measure
+from experiments.claims import measures
+from experiments.claims.checks import rewrites
+from experiments.claims.claim import Claim, Expectation, Measure
 
 # Each costs more than the one before it, and the first more than the baseline.
 ASCENDING = {

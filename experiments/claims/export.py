@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from qkattn.claims import declared
-from qkattn.claims.claim import ClaimResult, Kind, Row, difference_row
-from qkattn.claims.deciding import decide
-from qkattn.claims.studies import Results
+from experiments.claims import declared
+from experiments.claims.claim import ClaimResult, Kind, Row, difference_row
+from experiments.claims.deciding import decide
+from experiments.claims.studies import Results
 from qkattn.config import ModelConfig, from_json
 from qkattn.errors import ReportError
 from qkattn.model import cost

@@ -9,11 +9,11 @@ python -m experiments.claims --notrain --workdir=runs/claims --export=claims_cpu
 
 from absl import flags
 
-from qkattn.claims import declared, export, pages, studies
-from qkattn.claims.claim import ClaimResult
-from qkattn.claims.deciding import decide
-from qkattn.claims.protocol import SCALES
-from qkattn.claims.studies import Results
+from experiments.claims import declared, export, pages, studies
+from experiments.claims.claim import ClaimResult
+from experiments.claims.deciding import decide
+from experiments.claims.protocol import SCALES
+from experiments.claims.studies import Results
 from qkattn.errors import ConfigError
 from qkattn.jobs import cli, signals
 from qkattn.jobs.display import waiting

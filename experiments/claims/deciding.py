@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from qkattn.claims.claim import (
+from experiments.claims.claim import (
     AS_REPORTED,
     NOT_BETTER,
     NOT_WORSE,
@@ -37,8 +37,8 @@ from qkattn.claims.claim import (
     Statement,
     difference_row,
 )
-from qkattn.claims.protocol import pick
-from qkattn.claims.studies import Loaded, Results
+from experiments.claims.protocol import pick
+from experiments.claims.studies import Loaded, Results
 from qkattn.config.calls import called
 from qkattn.errors import ConfigError
 from qkattn.report.prose import NOT_RECORDED, SPLITS, device, length, reasons

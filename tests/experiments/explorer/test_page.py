@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.explorer.bench import Bench
+from experiments.explorer.page import page
 from qkattn.attention import Mask, oracle
-from qkattn.explore.bench import Bench
-from qkattn.explore.page import page
 
 pytest.importorskip('sympy', reason="pip install -e '.[explore]'")
 

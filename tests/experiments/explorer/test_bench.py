@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.explorer.bench import Bench, evaluate, generators, numbers
+from experiments.explorer.worked import in_latex, number, worked
 from qkattn.attention import SCORES, VALUES
 from qkattn.attention.scores.qk import QK
 from qkattn.errors import ConfigError
-from qkattn.explore.bench import Bench, evaluate, generators, numbers
-from qkattn.explore.worked import in_latex, number, worked
 from tests.refusals import refused
 
 pytest.importorskip('sympy', reason="pip install -e '.[explore]'")

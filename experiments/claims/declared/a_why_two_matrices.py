@@ -1,7 +1,7 @@
 """Group A: why two matrices, W_Q and W_K?"""
 
-from qkattn.claims.checks import counts, rewrites
-from qkattn.claims.claim import Claim, Expectation
+from experiments.claims.checks import counts, rewrites
+from experiments.claims.claim import Claim, Expectation
 
 WHY = 'A thread on the mathematics of self-attention: why two matrices?'
 HEADS = 'A thread on multi-head attention'

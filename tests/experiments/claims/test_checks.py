@@ -9,15 +9,15 @@ import jax
 import numpy as np
 import pytest
 
+from experiments.claims import declared, measures
+from experiments.claims.checks import counts, rewrites
+from experiments.claims.claim import Kind, Speaks, exact
+from experiments.claims.export import read_claims
+from experiments.claims.studies import Results
 from qkattn.attention.registry import SCORES
 from qkattn.attention.scores import identity, qk
-from qkattn.claims import declared, measures
-from qkattn.claims.checks import counts, rewrites
-from qkattn.claims.claim import Kind, Speaks, exact
-from qkattn.claims.export import read_claims
-from qkattn.claims.studies import Results
 from qkattn.verdict import Remark, RemarkCode
-from tests.claims.conftest import CLAIMS
+from tests.experiments.claims.conftest import CLAIMS
 
 
 def test_an_exact_row_speaks_by_its_tolerance():
