@@ -22,7 +22,8 @@ from qkattn.data.corpora.own_files import text
 from qkattn.data.tokenizers.subwords import FileTokenizer
 from qkattn.errors import ConfigError, RunDirectoryError, UnsuitableFileError
 from qkattn.report.figures.style import write_plots
-from qkattn.report.verify import check_numbers, check_page
+from qkattn.report.printed_numbers import check_numbers
+from qkattn.report.verify import check_page
 from qkattn.storage import leases, ledger, records
 from qkattn.storage.files import local_copy, remove_tree, replacing
 from qkattn.storage.metrics_log import MetricsFile, read_metrics

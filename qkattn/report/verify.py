@@ -9,7 +9,7 @@ The chain from a log to a printed number:
     results.jsonl -> table.md, table.csv, a page's headline                  made again
     results.jsonl -> claims.json                             decided again (experiments.claims)
     claims.json -> the blocks of pages                                       made again
-    logs -> sentences of pages, by docs/numbers.toml, see `check_numbers`    made again
+    logs -> sentences of pages, by docs/numbers.toml (`printed_numbers`)     made again
 
 `load_study` compares results with the last evaluation and the final record of metrics.jsonl, and
 losses with the sums of documents.json. A stored study has the files of the first lines in a zip
@@ -22,26 +22,21 @@ of claims.json agrees with the one made again, x, if one within TOLERANCE of x i
 (`near`), and a printed one if it is one apart in its last decimal (`close`).
 """
 
-import ast
 import itertools
 import math
 import os
 import re
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
-
-import pandas as pd
 
 from qkattn.config import TrialsConfig, fingerprint_of, from_json
 from qkattn.errors import ReportError
 from qkattn.report import tables
-from qkattn.report.prose import one_line, rounded
+from qkattn.report.printed_numbers import read_page
+from qkattn.report.prose import rounded
 from qkattn.storage import ledger
 from qkattn.storage.files import read_whole, write_atomic
-from qkattn.storage.records import parse_json
 from qkattn.study.tuning import SCREENING
 from qkattn.verdict import Study, load_findings
 from qkattn.verdict.runs import Trial
@@ -83,7 +78,7 @@ def check_page(path: str | Path, blocks: Blocks = HEADLINE, *, write: bool = Fal
     `write` replaces blocks by what their directories give; else ReportError names one that its
     directory does not give.
     """
-    text = _page(path := Path(path))
+    text = read_page(path := Path(path))
     marks = rf'<!-- ({"|".join(blocks)}): (\S+) -->\n'
     block = re.compile(rf'({marks})(.*?)(<!-- end -->)', re.DOTALL)
 
@@ -150,75 +145,6 @@ def _derived(study: Study, trial: Trial) -> Iterator[tuple[str, float, float]]:
             'cache': trial.cache_floats_per_token,
         }[study.match]
         yield 'residual', run.residual, measured / run.target - 1
-
-
-# What numbers.toml says of a sentence: its page, its text, and where the text is from.
-ENTRIES = {'logged': ('page', 'text', 'log'), 'external': ('page', 'text', 'source')}
-
-
-def check_numbers(path: str | Path) -> dict[str, int]:
-    """Checks the sentences of a numbers.toml; returns how many there are of each kind.
-
-        [[logged]]
-        page = "docs/recipes.md"
-        log = "experiments/results/char_lm_cpu/result.json"
-        text = "**{log[0][val_loss]:.4f}** nats"      # a format string of the parsed log
-
-        [[external]]
-        page = "docs/recipes.md"
-        text = "1.88 nats/character"
-        source = "https://github.com/karpathy/nanoGPT"
-
-    A page has to contain the text, whatever its line breaks. A log is JSON, JSON Lines (a list), or
-    CSV: rows by their first column, or a list where that names several rows alike. A percentage is
-    written with a space. Of a Python file only the docstring is a page. ReportError if an entry is
-    malformed, or its page does not contain it.
-    """
-    path = Path(path)
-    root = path.parents[1]
-    try:
-        content = tomllib.loads(read_whole(path).decode())
-    except (OSError, ValueError) as error:
-        raise ReportError(f'{path} cannot be read: {error}') from error
-    for kind, entries in content.items():
-        for number, entry in enumerate(entries, start=1):
-            where = f'{path}, [[{kind}]] entry {number}'
-            if sorted(entry) != sorted(ENTRIES.get(kind, ())):
-                valid = [f'[[{kind}]] of {", ".join(names)}' for kind, names in ENTRIES.items()]
-                raise ReportError(f'{where} has {", ".join(entry)}; valid: {" and ".join(valid)}')
-            page, text, source = (entry[name] for name in ENTRIES[kind])
-            try:
-                text = text.format(log=_log(root / source)) if kind == 'logged' else text
-            except (OSError, ValueError, LookupError, TypeError) as error:
-                about = f'cannot be made from {source} ({error!r}); correct the entry'
-                raise ReportError(f'{where} {about}') from error
-            text = one_line(re.sub(r'(?<=\d)%', ' %', text))
-            if text not in one_line(_page(root / page)):
-                raise ReportError(
-                    f'{page} does not contain {text!r}, which is what {source} gives; correct the '
-                    f'page, or {where}'
-                )
-    return {kind: len(content.get(kind, ())) for kind in ENTRIES}
-
-
-def _log(path: Path) -> Any:
-    text = read_whole(path).decode()
-    if path.suffix == '.jsonl':
-        return [parse_json(line) for line in text.splitlines()]
-    if path.suffix != '.csv':
-        return parse_json(text)
-    table = pd.read_csv(path)
-    names = table[table.columns[0]]
-    rows = table.to_dict('records')
-    return dict(zip(names, rows, strict=True)) if names.is_unique else rows
-
-
-def _page(path: Path) -> str:
-    try:
-        text = read_whole(path).decode()
-        return ast.get_docstring(ast.parse(text)) or '' if path.suffix == '.py' else text
-    except (OSError, ValueError, SyntaxError) as error:
-        raise ReportError(f'page {str(path)!r} cannot be read: {error}.') from error
 
 
 def near(stored: float, number: float) -> bool:

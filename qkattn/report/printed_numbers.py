@@ -1,0 +1,225 @@
+"""Checks that numbers in the prose of pages come from logs, from the code or from publications.
+
+docs/numbers.toml has an entry for each such sentence, and names pages whose numbers all need one:
+
+    complete = ["README.md"]
+
+    [[logged]]
+    page = "docs/recipes.md"
+    log = "experiments/results/char_lm_cpu/result.json"
+    text = "**{log[0][val_loss]:.4f}** nats"      # a format string of the parsed log
+
+    [[logged]]
+    page = "docs/protocol.md"
+    log = "qkattn/stats/decision.py"              # its constants, and the defaults of its classes
+    text = "all looks share {log[ALPHA]:.0%}"
+
+    [[decided]]
+    page = "README.md"
+    text = "**Undecided**: W_V."
+    log = "experiments/results/claims/cpu/answers.json"
+    holds = {"{log[6][name]}: {log[6][rows][1][decision]}" = "drop W_V: undecided"}
+
+    [[external]]
+    page = "docs/recipes.md"
+    text = "1.88 nats/character"
+    source = "https://github.com/karpathy/nanoGPT"
+
+    [[stated]]
+    page = "docs/protocol.md"
+    text = "`--workers=4` starts four"
+    reason = "an example of a command"
+
+A page has to contain the text of each of its entries, whatever the line breaks. A logged text is a
+format string of what its file holds: JSON; JSON Lines (a list); CSV, rows by their first column, or
+a list where that names several rows alike; TOML; or the constants of a Python file. `{count}` is
+how many entries the file has. A decided text states verdicts: each format string of `holds` has to
+give what stands beside it. A percentage is written with a space.
+"""
+
+import ast
+import re
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from qkattn.errors import ReportError
+from qkattn.report.prose import one_line
+from qkattn.storage.files import read_whole
+from qkattn.storage.records import parse_json
+
+# The fields of an entry, by kind.
+FIELDS = {
+    'logged': ('page', 'text', 'log'),
+    'decided': ('page', 'text', 'log', 'holds'),
+    'external': ('page', 'text', 'source'),
+    'stated': ('page', 'text', 'reason'),
+}
+
+# A number that stands alone: '+0.039', '4,096', '1e-5', the '5' of '5-gram' and '5 %'; not the
+# digits of names, as in B4, W_2 or A100, nor of versions.
+NUMBER = re.compile(r'(?<![\w.])(?<!GPT-)[-+]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?(?![\w.]*\w)')
+# A matrix, or matrices that are equal: W_Q, W_QK, Q = K, K = V.
+MATRICES = re.compile(r'W_[QKVO]+|[QK] = [KV](?: = V)?')
+
+# Parts of a page whose numbers are no statements: code, blocks that are made from results,
+# comments, the targets of links, and references to publications: (Shazeer 2019, arXiv 1911.02150).
+NOT_PROSE = re.compile(
+    r'```.*?```'
+    r'|<!-- \w+: \S+ -->.*?<!-- end -->'
+    r'|<!--.*?-->'
+    r'|`[^`]*`'
+    r'|\]\([^)]*\)'
+    r'|(?:et al\.|[A-Z]\w+) (?:19|20)\d\d\b(?:, arXiv \d{4}\.\d{5})?',
+    re.DOTALL,
+)
+# What comments a table of answers, to the end of its section. There, names of matrices need an
+# entry, too.
+READING = re.compile(r'<!-- answers: .*?<!-- end -->(.*?)(?=\n## |\Z)', re.DOTALL)
+
+
+def check_numbers(path: str | Path) -> dict[str, int]:
+    """Checks the entries of a numbers.toml; returns how many there are of each kind.
+
+    ReportError if the file or an entry is malformed, if a page does not contain the text of its
+    entry, or if a number of a complete page is in no entry.
+    """
+    path = Path(path)
+    root = path.parents[1]
+    try:
+        content = tomllib.loads(read_whole(path).decode())
+    except (OSError, ValueError) as error:
+        raise ReportError(f'{path} cannot be read: {error}') from error
+    complete = content.pop('complete', [])
+    if not isinstance(complete, list) or not all(isinstance(page, str) for page in complete):
+        raise ReportError(f'{path}: complete = {complete!r} must be a list of pages')
+    texts_by_page = defaultdict[str, list[str]](list)
+    for kind, entries in content.items():
+        for number, entry in enumerate(entries, start=1):
+            where = f'{path}, [[{kind}]] entry {number}'
+            _check_fields(kind, entry, where)
+            page = entry['page']
+            text = one_line(re.sub(r'(?<=\d)%', ' %', _text_of(kind, entry, root, where)))
+            if text not in one_line(read_page(root / page)):
+                source = entry[FIELDS[kind][2]]
+                raise ReportError(
+                    f'{page} does not contain {text!r}, which is what {source} gives; correct the '
+                    f'page, or {where}'
+                )
+            texts_by_page[page].append(text)
+    for page in complete:
+        for passage in uncovered(read_page(root / page), texts_by_page[page]):
+            raise ReportError(
+                f'{page} prints a number or a result that no entry of {path} has: {passage!r}; add '
+                'a [[logged]] entry, or say where it is from'
+            )
+    return {kind: len(content.get(kind, ())) for kind in FIELDS}
+
+
+def _check_fields(kind: str, entry: Any, where: str) -> None:
+    """ReportError unless the entry has the fields of its kind."""
+    names = sorted(entry) if isinstance(entry, dict) else [str(entry)]
+    if names != sorted(FIELDS.get(kind, ())):
+        valid = [f'[[{kind}]] of {", ".join(fields)}' for kind, fields in FIELDS.items()]
+        raise ReportError(f'{where} has {", ".join(names)}; valid: {", ".join(valid)}')
+
+
+def _text_of(kind: str, entry: dict[str, Any], root: Path, where: str) -> str:
+    """The text that an entry's page has to contain; ReportError if its log does not give it."""
+    text = entry['text']
+    if kind not in ('logged', 'decided'):
+        return text
+    source = entry['log']
+    try:
+        log = read_log(root / source)
+        if kind == 'logged':
+            return text.format(log=log, count=len(log))
+        for template, expected in entry['holds'].items():
+            actual = template.format(log=log)
+            if actual != expected:
+                raise ReportError(f'{where} expects {expected!r}, but {source} gives {actual!r}')
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, SyntaxError) as error:
+        about = f'cannot be made from {source} ({error!r}); correct the entry'
+        raise ReportError(f'{where} {about}') from error
+    return text
+
+
+def uncovered(page: str, texts: list[str]) -> Iterator[str]:
+    """Yields the surroundings of each number of a page's prose that is in none of the texts.
+
+    In the section below a table of answers, the names of matrices have to be in a text as well.
+    """
+    line = one_line(page)
+    covered = [False] * len(line)
+    for text in texts:
+        for match in re.finditer(re.escape(text), line):
+            covered[match.start() : match.end()] = [True] * len(text)
+    for match in NOT_PROSE.finditer(line):
+        covered[match.start() : match.end()] = [True] * len(match[0])
+
+    statements = list(NUMBER.finditer(line))
+    for section in READING.finditer(page):
+        reading = one_line(section[1])
+        start = line.index(reading)
+        statements += MATRICES.finditer(line, start, start + len(reading))
+    for statement in sorted(statements, key=lambda match: match.start()):
+        if not all(covered[statement.start() : statement.end()]):
+            yield line[max(statement.start() - 40, 0) : statement.end() + 20]
+
+
+def read_log(path: Path) -> Any:
+    """What a log or a file of the code holds, as the module's docstring says."""
+    text = read_whole(path).decode()
+    if path.suffix == '.jsonl':
+        return [parse_json(line) for line in text.splitlines()]
+    if path.suffix == '.toml':
+        return tomllib.loads(text)
+    if path.suffix == '.py':
+        return _constants(ast.parse(text).body)
+    if path.suffix != '.csv':
+        return parse_json(text)
+    table = pd.read_csv(path)
+    names = table[table.columns[0]]
+    rows = table.to_dict('records')
+    return dict(zip(names, rows, strict=True)) if names.is_unique else rows
+
+
+def _constants(statements: list[ast.stmt]) -> dict[str, Any]:
+    """The literal values that statements give to names; those of a class by its name.
+
+    A default of a field, `margin: float = setting(0.005, ...)`, counts as its value.
+    """
+    constants = dict[str, Any]()
+    for statement in statements:
+        if isinstance(statement, ast.ClassDef):
+            constants[statement.name] = _constants(statement.body)
+            continue
+        if isinstance(statement, ast.Assign):
+            target = statement.targets[0]
+        elif isinstance(statement, ast.AnnAssign):
+            target = statement.target
+        else:
+            continue
+        value = statement.value
+        if isinstance(value, ast.Call) and value.args:
+            value = value.args[0]
+        if not isinstance(target, ast.Name) or value is None:
+            continue
+        try:
+            constants[target.id] = ast.literal_eval(value)
+        except ValueError:  # an expression, which is no constant
+            continue
+    return constants
+
+
+def read_page(path: Path) -> str:
+    """The text of a page; of a Python file only the docstring is one. ReportError if unreadable."""
+    try:
+        text = read_whole(path).decode()
+        return ast.get_docstring(ast.parse(text)) or '' if path.suffix == '.py' else text
+    except (OSError, ValueError, SyntaxError) as error:
+        raise ReportError(f'page {str(path)!r} cannot be read: {error}.') from error
