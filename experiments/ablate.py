@@ -47,12 +47,7 @@ def main() -> None:
             'processes form one worker, and launchers start more'
         )
     if DRY_RUN.value:
-        arms = _matched(config)
-        path = None if WORKDIR.value is None else check_directory(cli.required(WORKDIR))
-        unchecked = worker.check_start(config, arms, path)
-        print(f'\n{plan.estimate(config, arms)}')
-        for reason in unchecked:
-            print(f'WARNING {reason}')
+        _dry_run(config)
         return
     path = local_workers.run(config, cli.required(WORKDIR), _matched(config), workers)
     if not agreement.owner():
@@ -65,14 +60,24 @@ def main() -> None:
     print(f'\n{text}')
 
 
+def _dry_run(config: Study) -> None:
+    """Prints arms and cost, after the checks that a start makes."""
+    arms = _matched(config)
+    path = None
+    if WORKDIR.value is not None:
+        path = check_directory(cli.required(WORKDIR))
+    unchecked = worker.check_start(config, arms, path)
+    print(f'\n{plan.estimate(config, arms)}')
+    for reason in unchecked:
+        print(f'WARNING {reason}')
+
+
 def _matched(config: Study) -> list[MatchedArm]:
     """Builds the arms and prints them."""
     with waiting(config.name, 'matching parameters'):
         arms = build_arms(config)
-    print(
-        f'{config.name}: {len(arms)} arm{"s" * (len(arms) > 1)}\n{table(arms, config.match)}',
-        flush=True,
-    )
+    number = '1 arm' if len(arms) == 1 else f'{len(arms)} arms'
+    print(f'{config.name}: {number}\n{table(arms, config.match)}', flush=True)
     if config.tuning.seeds and git_state()['dirty']:
         log.warning('files are changed or untracked, which withholds verdicts: commit them first')
     return arms

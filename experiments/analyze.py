@@ -86,58 +86,83 @@ def main() -> None:
     out = None if OUT.value is None else check_directory(cli.required(OUT), name='--out')
     if out is not None and (out / 'analysis.json').exists():
         raise ConfigError(f'{out} already holds an analysis; give another directory')
-    source = loading.load(cli.required(SOURCE), imports=IMPORTS.value)
-    trial = source.check_trial(TRIAL.value)
-    model, about = chosen(source, trial)
+    measured = Subject.load(SOURCE)
     reference = None
-    about['reference'] = None
     if REFERENCE.value is not None:
-        other = loading.load(REFERENCE.value, imports=IMPORTS.value)
-        same = exported.origin(source.path).get('trial', trial)
-        reference, about['reference'] = chosen(other, same if len(other.models) > 1 else 0)
+        # Of a run, what --source was converted from, or else the same trial.
+        trial = exported.origin(measured.source.path).get('trial', measured.trial)
+        reference = Subject.load(REFERENCE, trial)
+
     batch = None
-    tokens = None
+    ids: list[int] = []
+    tokens: list[str] = []
     if TEXT.value is not None or TOKENS.value is not None:
-        ids, tokens = given(source, model)
+        ids, tokens = tokens_of_flag(measured.source, measured.model)
         batch = {'tokens_BT': np.array([ids], np.int32)}
-    elif source.config is not None:
-        recorded = recorded_tokenizers(absolute(source.path), source.config.data)
-        with as_recorded(*recorded):
-            source_rows = rows_of(source.config)
-        count = min(NUM_ROWS, source_rows.count('validation'))
-        batch = next(eval_batches(source_rows, 'validation', batch_size=count, max_rows=count))
-    analysis = analyze(model, batch, reference=reference)
-    print(f'{named(source, trial)}, {counted(model.config.num_layers, "layer")}')
+    elif measured.source.config is not None:
+        batch = validation_rows(measured.source)
+    reference_model = None if reference is None else reference.model
+    analysis = analyze(measured.model, batch, reference=reference_model)
+
+    print(f'{measured}, {counted(measured.model.config.num_layers, "layer")}')
     if reference is not None:
-        print(f'drift from {named(other, about["reference"]["trial"])}')
+        print(f'drift from {reference}')
     print(table(analysis))
     for circuit, why in (('A', 'not bilinear'), ('B', 'not linear in the values')):
-        places = [f'{site} {layer}' for site, layer, name in analysis.missing if name == circuit]
-        if places:
-            print(f'{", ".join(places)}: {why}, so there is no matrix {circuit}[n]')
+        layers = [f'{site} {layer}' for site, layer, name in analysis.missing if name == circuit]
+        if layers:
+            print(f'{", ".join(layers)}: {why}, so there is no matrix {circuit}[n]')
     if out is not None:
         make_directory(out)
-        write_numbers(out, analysis, about)
+        write_numbers(out, analysis, measured, reference)
         draw(out, analysis)
-        if tokens is not None:
-            draw_maps(out, model, ids, tokens)
+        if tokens:
+            draw_maps(out, measured.model, ids, tokens)
         print(f'wrote {out}')
 
 
-def chosen(source: loading.Loaded, trial: int) -> tuple[Transformer, dict[str, Any]]:
-    """A trial of a run, or the one model of another source, with its description."""
-    model = source.models[source.check_trial(trial)]
-    about = {'source': str(source.path), 'trial': trial, 'step': source.step}
-    return model, about | {'model': model.config}
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A model with the source that it was loaded from."""
+
+    source: loading.Loaded
+    trial: int
+    model: Transformer
+
+    @classmethod
+    def load(cls, flag: flags.FlagHolder, trial: int | None = None) -> 'Subject':
+        """Loads what a flag names: a trial of a run, by default that of --trial, or one model."""
+        source = loading.load(cli.required(flag), imports=IMPORTS.value)
+        if trial is None:
+            trial = source.check_trial(TRIAL.value)
+        elif len(source.models) == 1:
+            trial = 0
+        return cls(source, trial, source.models[source.check_trial(trial)])
+
+    def __str__(self) -> str:
+        """Path, trial of a run, and variant."""
+        trial = '' if self.source.config is None else f', trial {self.trial}'
+        return f'{self.source.path}{trial}: {self.source.model_config.variant}'
+
+    def record(self) -> dict[str, Any]:
+        """What analysis.json says of the model."""
+        return {
+            'source': str(self.source.path),
+            'trial': self.trial,
+            'step': self.source.step,
+            'model': self.model.config,
+        }
 
 
-def named(source: loading.Loaded, trial: int) -> str:
-    """Path, trial of a run, and variant."""
-    at = '' if source.config is None else f', trial {trial}'
-    return f'{source.path}{at}: {source.model_config.variant}'
+def validation_rows(source: loading.Loaded) -> dict[str, np.ndarray]:
+    """The first validation rows of a run, as one batch."""
+    with as_recorded(*recorded_tokenizers(absolute(source.path), source.config.data)):
+        rows = rows_of(source.config)
+    count = min(NUM_ROWS, rows.count('validation'))
+    return next(eval_batches(rows, 'validation', batch_size=count, max_rows=count))
 
 
-def given(source: loading.Loaded, model: Transformer) -> tuple[list[int], list[str]]:
+def tokens_of_flag(source: loading.Loaded, model: Transformer) -> tuple[list[int], list[str]]:
     """The token ids of --text or --tokens, and the text of each."""
     flag = TEXT if TOKENS.value is None else TOKENS
     context = model.config.context
@@ -169,26 +194,34 @@ def table(analysis: Analysis) -> str:
     lines: dict[tuple[str, int], list[str]] = {
         (row.site, row.layer): [] for row in rows.itertuples()
     }
+    means = by_quantity.mean(skipna=False)
+    best = by_quantity.max(skipna=False)
     for heading, quantity, subject in COLUMNS:
-        over = by_quantity.max if quantity == 'induction_score' else by_quantity.mean
-        values = over(skipna=False)
+        values = best if quantity == 'induction_score' else means
         if (quantity, subject) in values.index:
             titles.append((heading, False))
-            for place, line in lines.items():
-                value = values[quantity, subject].get(place)
+            for layer, line in lines.items():
+                value = values[quantity, subject].get(layer)
                 line.append('-' if value is None else f'{value:.3g}')
     return text_table(titles, [[f'{site} {layer}', *line] for (site, layer), line in lines.items()])
 
 
-def write_numbers(out: Path, analysis: Analysis, about: dict[str, Any]) -> None:
+def write_numbers(
+    out: Path, analysis: Analysis, measured: Subject, reference: Subject | None
+) -> None:
     """analysis.csv, a line a number; analysis.json, with all singular values."""
     write_atomic(out / 'analysis.csv', csv_text(map(dataclasses.asdict, analysis.rows)))
     spectra = [
         {'site': site, 'layer': layer, 'circuit': circuit, 'singular_values': s_ND}
         for (site, layer, circuit), s_ND in analysis.spectra.items()
     ]
-    about = about | {'rows': analysis.rows, 'spectra': spectra}
-    write_json(out / 'analysis.json', about, indent=None)
+    content = {
+        **measured.record(),
+        'reference': None if reference is None else reference.record(),
+        'rows': analysis.rows,
+        'spectra': spectra,
+    }
+    write_json(out / 'analysis.json', content, indent=None)
 
 
 def draw(out: Path, analysis: Analysis) -> None:

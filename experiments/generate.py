@@ -16,6 +16,7 @@ from absl import flags
 
 from qkattn.config import DataConfig
 from qkattn.convert import loading
+from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.decode.generate import generate
 from qkattn.errors import ConfigError
 from qkattn.jobs import cli
@@ -58,41 +59,52 @@ def main() -> None:
             f'--source={SOURCE.value} is a model of kind {model.config.kind!r}; only a decoder '
             'continues text (experiments.translate runs an encoder_decoder)'
         )
-    tokenizer = None
-    vocab_size = model.config.vocab_size
-    if PROMPT_TOKENS.value is not None:
-        if PROMPT.value != PROMPT.default:
-            raise ConfigError(f'--{PROMPT.name} and --{PROMPT_TOKENS.name} exclude each other')
-        ids = cli.token_ids(PROMPT_TOKENS, vocab_size)
-    else:
-        tokenizer = loading.tokenizer_for(source, DATA.value, '--prompt_tokens')
-        vocab_size = tokenizer.vocab_size
-        try:
-            ids = tokenizer.encode(PROMPT.value).tolist() or [tokenizer.separator]
-        except ValueError as error:
-            raise ConfigError(f'the prompt cannot be encoded: {error}') from error
+    ids, tokenizer = prompt_of_flags(source)
     num_tokens = NUM_TOKENS.value
     if num_tokens is None:  # the last token needs no position
         num_tokens = max(1, min(256, model.config.context - len(ids) + 1))
     if source.config is not None:
-        settings = ' '.join(f'{name}={value}' for name, value in source.trials[trial].items())
-        at = f'step {source.step:,}, trial {trial} of {len(source.models)} ({settings})'
-        state = '' if source.alive[trial] else ', which diverged'
-        log.info('%s: %s, %s%s', source.path, model.config.variant, at, state)
+        log_trial(source, trial)
     tokens_BT = generate(
         model,
         np.array([ids]),
         num_tokens,
         key=jax.random.key(SEED.value),
         temperature=TEMPERATURE.value,
-        vocab_size=vocab_size,
+        vocab_size=model.config.vocab_size if tokenizer is None else tokenizer.vocab_size,
     )
     added = tokens_BT[0].tolist()
     if tokenizer is None:
         print(' '.join(map(str, added)))
     else:
         # Decoded together, since a character may start in the prompt and end after it.
-        print(tokenizer.decode((ids if PROMPT.value else []) + added))
+        prompt = ids if PROMPT.value else []
+        print(tokenizer.decode(prompt + added))
+
+
+def prompt_of_flags(source: loading.Loaded) -> tuple[list[int], Tokenizer | None]:
+    """The ids of --prompt and the tokenizer that gave them, or those of --prompt_tokens and None.
+
+    An empty prompt is the id that separates documents.
+    """
+    if PROMPT_TOKENS.value is not None:
+        if PROMPT.value != PROMPT.default:
+            raise ConfigError(f'--{PROMPT.name} and --{PROMPT_TOKENS.name} exclude each other')
+        return cli.token_ids(PROMPT_TOKENS, source.model_config.vocab_size), None
+    tokenizer = loading.tokenizer_for(source, DATA.value, '--prompt_tokens')
+    try:
+        ids = tokenizer.encode(PROMPT.value).tolist()
+    except ValueError as error:
+        raise ConfigError(f'the prompt cannot be encoded: {error}') from error
+    return ids or [tokenizer.separator], tokenizer
+
+
+def log_trial(source: loading.Loaded, trial: int) -> None:
+    """Logs which trial of a run is used, at which step, and whether it diverged."""
+    settings = ' '.join(f'{name}={value}' for name, value in source.trials[trial].items())
+    step = f'step {source.step:,}, trial {trial} of {len(source.models)} ({settings})'
+    state = '' if source.alive[trial] else ', which diverged'
+    log.info('%s: %s, %s%s', source.path, source.model_config.variant, step, state)
 
 
 if __name__ == '__main__':

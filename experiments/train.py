@@ -41,22 +41,11 @@ def main() -> None:
     if LOG.value is not None and DRY_RUN.value is None:
         raise ConfigError(f'--dry_run_log={LOG.value} needs --dry_run')
     if DRY_RUN.value is not None:
-        if LOG.value is not None:
-            dry_run.check_log(LOG.value)
-        described = dry_run.describe(config, DRY_RUN.value)
-        if agreement.owner():
-            print(dry_run.text(described))
-            if LOG.value is not None:
-                dry_run.append_to_log(described, LOG.value)
+        _dry_run(config)
         return
     workdir = cli.required(WORKDIR)
     for result in train(config, workdir, profile=PROFILE.value):
-        trial = ' '.join(f'{name}={value}' for name, value in result['trial'].items())
-        at = '' if result.get('diverged_at') is None else f' at step {result["diverged_at"]:,}'
-        print(f'{trial}: {result["status"]}{at}')
-        for split, texts in summary(result).items() if result['status'] == FINISHED else ():
-            text = f'{split} {", ".join(texts)}'
-            print(textwrap.fill(text, 100, initial_indent='  ', subsequent_indent='    '))
+        print(described(result))
     path = as_path(workdir)
     print(f'results     {path / "result.json"}')
     print(f'metrics     {path / "metrics.jsonl"}')
@@ -65,15 +54,40 @@ def main() -> None:
     print(f'to export   {cli.script("convert")} {source} --out=DIRECTORY')
 
 
+def _dry_run(config: Config) -> None:
+    """Compiles a step for the pod of --dry_run and prints, and logs, what it needs."""
+    if LOG.value is not None:
+        dry_run.check_log(LOG.value)
+    step = dry_run.describe(config, DRY_RUN.value)
+    if agreement.owner():
+        print(dry_run.text(step))
+        if LOG.value is not None:
+            dry_run.append_to_log(step, LOG.value)
+
+
+def described(result: dict[str, Any]) -> str:
+    """What is printed of a trial: its settings, how it ended, and its metrics if it finished."""
+    trial = ' '.join(f'{name}={value}' for name, value in result['trial'].items())
+    lines = [f'{trial}: {result["status"]}']
+    if result.get('diverged_at') is not None:
+        lines[0] += f' at step {result["diverged_at"]:,}'
+    if result['status'] == FINISHED:
+        for split, texts in summary(result).items():
+            text = f'{split} {", ".join(texts)}'
+            lines.append(textwrap.fill(text, 100, initial_indent='  ', subsequent_indent='    '))
+    return '\n'.join(lines)
+
+
 def summary(result: dict[str, Any]) -> dict[str, list[str]]:
     """The printed metrics of a finished trial by split, as in reports: of text, bits per byte."""
-    texts: dict[str, list[str]] = {split: [] for split in PREFIXES}
-    for metric in shown(metrics_of(result), [result]):
-        for split, prefix in PREFIXES.items() if metric.role != 'error' else ():
-            field = f'{prefix}_{metric.name}'
-            if result.get(field) is not None:
-                texts[split].append(metric.text(result[field]))
-    return {split: text for split, text in texts.items() if text}
+    texts_by_split = dict[str, list[str]]()
+    metrics = [metric for metric in shown(metrics_of(result), [result]) if metric.role != 'error']
+    for split, prefix in PREFIXES.items():
+        values = [(metric, result.get(f'{prefix}_{metric.name}')) for metric in metrics]
+        texts = [metric.text(value) for metric, value in values if value is not None]
+        if texts:
+            texts_by_split[split] = texts
+    return texts_by_split
 
 
 if __name__ == '__main__':

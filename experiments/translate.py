@@ -15,6 +15,7 @@ from typing import Any
 
 from absl import flags
 
+from qkattn.config import DecodeConfig
 from qkattn.config.setting import check_section
 from qkattn.convert import loading
 from qkattn.data.load import load
@@ -23,6 +24,7 @@ from qkattn.data.tokens import PairDataset
 from qkattn.decode.translate import score_split, translate
 from qkattn.errors import ConfigError
 from qkattn.jobs import cli
+from qkattn.model.transformer import Transformer
 from qkattn.storage.files import absolute
 from qkattn.train.checkpoint import recorded_tokenizers
 from qkattn.train.program_cache import keep_programs
@@ -52,21 +54,12 @@ def main() -> None:
             'encoder_decoder translates'
         )
     tokenizer = loading.tokenizer_for(source, config.data.name, '--text')
-    overrides: dict[str, Any] = {
-        flag.name: flag.value for flag in (BEAM, LENGTH_PENALTY) if flag.value is not None
-    }
-    decode = dataclasses.replace(config.decode, max_sources=None, **overrides)
-    check_section('decode.', decode)
+    decode = beam_search(config.decode)
     if SCORE.value is not None:
         for flag in (TEXT, FILE):
             if flag.value is not None:
                 raise ConfigError(f'--score and --{flag.name} exclude each other')
-        with as_recorded(*recorded_tokenizers(absolute(source.path), config.data)):
-            pairs = load(config.data)
-        assert isinstance(pairs, PairDataset)  # an encoder_decoder is trained on nothing else
-        if SCORE.value not in pairs.splits:
-            raise ConfigError(f'--score={SCORE.value} must be one of {", ".join(pairs.splits)}')
-        scores = score_split(model, pairs, SCORE.value, decode, lowercase=config.data.lowercase)
+        scores = scores_of(source, model, SCORE.value, decode)
         print(json.dumps({'split': SCORE.value, **dataclasses.asdict(decode), **scores}, indent=2))
         return
     lines = lines_of(cli.text_of(TEXT, FILE))
@@ -80,6 +73,29 @@ def main() -> None:
         translation = next(translations) if line.strip() else ''
         # A model may write an end of line; line i of the output belongs to line i of the input.
         print(translation.replace('\n', ' '))
+
+
+def beam_search(of_run: DecodeConfig) -> DecodeConfig:
+    """The run's settings of the beam search, of all sources, with those of the flags in place."""
+    overrides: dict[str, Any] = {
+        flag.name: flag.value for flag in (BEAM, LENGTH_PENALTY) if flag.value is not None
+    }
+    decode = dataclasses.replace(of_run, max_sources=None, **overrides)
+    check_section('decode.', decode)
+    return decode
+
+
+def scores_of(
+    source: loading.Loaded, model: Transformer, split: str, decode: DecodeConfig
+) -> dict[str, Any]:
+    """BLEU and the other scores of a split of the run's own data."""
+    data = source.config.data
+    with as_recorded(*recorded_tokenizers(absolute(source.path), data)):
+        pairs = load(data)
+    assert isinstance(pairs, PairDataset)  # an encoder_decoder is trained on nothing else
+    if split not in pairs.splits:
+        raise ConfigError(f'--score={split} must be one of {", ".join(pairs.splits)}')
+    return score_split(model, pairs, split, decode, lowercase=data.lowercase)
 
 
 def lines_of(text: str) -> list[str]:
