@@ -20,7 +20,7 @@ MEASURE = flags.DEFINE_bool(
 def main() -> None:
     if MEASURE.value:
         # Imported here: the stored catalogue is printed without JAX.
-        measured = importlib.import_module('qkattn.study.catalogue').measured()
+        measured = importlib.import_module('qkattn.study.variant_catalogue').measured()
         STORED.write_text(json.dumps(measured, indent=1) + '\n', 'utf-8')
         print(f'stored in {STORED}')
     else:

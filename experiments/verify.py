@@ -53,7 +53,7 @@ def check_costs(directory: Path) -> int:
 
     ReportError for a result with other counts.
     """
-    runs = [run for run in load_findings(directory)[0].runs if run.trials]
+    runs = [run for run in load_findings(directory).study.runs if run.trials]
     for run in runs:
         try:
             costs = _costs(from_json(Config, run.config).model)

@@ -22,7 +22,7 @@ from qkattn.attention import SCORES, VALUES
 from qkattn.config import Config, Study, from_config_dict
 from qkattn.jobs import cli
 from qkattn.model.sites import validate
-from qkattn.study import catalogue, variant_tables
+from qkattn.study import variant_catalogue, variant_tables
 from qkattn.study.arms import build_arms
 from tests.attention import examples  # noqa: F401, makes the modules of docs/extend.md importable
 from tests.experiments.conftest import added_flags_removed
@@ -41,8 +41,8 @@ def between(text: str, begin: str, end: str) -> str:
 
 def test_tables_are_generated_and_the_readme_is_short():
     stored = variant_tables.stored()
-    assert json.loads(json.dumps(catalogue.measured())) == stored
-    scores, values = map(set, zip(*catalogue.documented_variants(), strict=True))
+    assert json.loads(json.dumps(variant_catalogue.measured())) == stored
+    scores, values = map(set, zip(*variant_catalogue.documented_variants(), strict=True))
     assert scores >= {*SCORES} and values >= {*VALUES}
     made = variant_tables.markdown(stored).strip()
     begin = '<!-- catalogue: python -m experiments.variants --markdown -->'

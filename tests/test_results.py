@@ -40,7 +40,7 @@ def losses_of(control: str | None, num_seeds: int = 12) -> dict[str, np.ndarray]
 def test_differences_and_verdicts(tmp_path):
     """Verdicts are those that a yardstick does not withhold."""
     beat_yardsticks(study := shutil.copytree(FAIR, tmp_path / 'fair_small'))
-    found = load_findings(study)[1]
+    found = load_findings(study)
     losses, controls, longer = losses_of(None), losses_of('equal_shape'), losses_of('longer', 6)
     baseline, baseline_longer = losses.pop('qk/vo'), longer.pop('qk/vo')
     decided = {arm.key.variant: arm for arm in found.arms if not arm.is_baseline}
@@ -65,7 +65,7 @@ def test_differences_and_verdicts(tmp_path):
             assert of_seeds.pvalue * family <= 0.05, name
     for name, arm in decided.items():
         parts = arm.parts
-        assert parts.removing.difference.mean == pytest.approx((controls[name] - baseline).mean())
+        assert parts.same_shape.difference.mean == pytest.approx((controls[name] - baseline).mean())
         expected = (losses[name] - controls[name]).mean()
         assert parts.reinvesting.difference.mean == pytest.approx(expected)
         if parts.longer is not None:

@@ -1,6 +1,6 @@
 """Which matrices does a masked language model need?
 
-Q = K at equal shape, known to be worse in a masked model, is the positive control. Positions are
+Q = K at the same shape, known to be worse in a masked model, is the positive control. Positions are
 rotary, as seeds with learned ones leave their plateaus at different times. A mask rate of 0.3 has
 twice the predictions of 0.15 (in BERT-large 0.4 is better: Wettig et al. 2023, arXiv 2202.08005).
 

@@ -35,7 +35,7 @@ from qkattn.jobs.output import run_program
 from qkattn.model import build, cost
 from qkattn.model.sites import validate
 from qkattn.report.prose import counted
-from qkattn.study.catalogue import documented_variants
+from qkattn.study.variant_catalogue import documented_variants
 from qkattn.train import program
 from qkattn.train.sharding import place_batch
 

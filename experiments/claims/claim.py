@@ -44,7 +44,7 @@ class Kind(enum.StrEnum):
     """The kind of value that a row holds."""
 
     EXACT = 'exact'  # an algebraic check
-    REMOVED = 'removed'  # an arm at the baseline's shape minus the baseline
+    SAME_SHAPE = 'removed'  # an arm at the same shape minus the baseline
     REINVESTED = 'reinvested'  # the matched arm minus that
     MATCHED = 'matched'  # the matched arm minus the baseline: the sum of both
     MEASURED = 'measured'  # anything else
@@ -113,8 +113,8 @@ class Expectation:
     study: str
     variant: str  # as written in the study; with several destinations, the arms of all
     relation: str  # to the baseline: of RELATIONS, or AS_REPORTED
-    # 'matched': at the baseline's parameter count; 'removed': at its shape, which has fewer.
-    at: str = 'matched'
+    # MATCHED: at the baseline's parameter count; SAME_SHAPE: at its shape, with fewer parameters.
+    at: str = Kind.MATCHED
     versus: str | None = None  # another variant, in place of the baseline
     # What tells it apart from other expectations of the claim, factor by factor.
     context: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -123,7 +123,7 @@ class Expectation:
     scales: tuple[str, ...] = ()  # at which the study has this variant; all if empty
 
     def __post_init__(self) -> None:
-        known = {'relation': (*RELATIONS, AS_REPORTED), 'at': (Kind.MATCHED, Kind.REMOVED)}
+        known = {'relation': (*RELATIONS, AS_REPORTED), 'at': (Kind.MATCHED, Kind.SAME_SHAPE)}
         for field, values in known.items():
             if (value := getattr(self, field)) not in values:
                 valid = ', '.join(values)
@@ -141,7 +141,7 @@ class Expectation:
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """Rows that are not differences between arms, read from a study as `studies.Loaded`."""
+    """Rows that are not differences between arms, read from the findings of a study."""
 
     study: str
     read: Callable[[Any], list[Row]]

@@ -38,7 +38,7 @@ from experiments.claims.claim import (
     difference_row,
 )
 from experiments.claims.protocol import pick
-from experiments.claims.studies import Loaded, Results
+from experiments.claims.studies import Results, context_of
 from qkattn.config.calls import called
 from qkattn.errors import ConfigError
 from qkattn.report.prose import NOT_RECORDED, SPLITS, device, length, reasons
@@ -46,12 +46,13 @@ from qkattn.stats.decision import level
 from qkattn.stats.inference import LEVEL, to_find
 from qkattn.storage.records import flat
 from qkattn.storage.run_directory import describe_start
-from qkattn.study.arm_key import EQUAL_SHAPE, ArmKey
-from qkattn.verdict import Decision, judging
-from qkattn.verdict.arms import Arm, compare
+from qkattn.study.arm_key import SAME_SHAPE, ArmKey
+from qkattn.verdict import Decision, Findings, judging
 from qkattn.verdict.codes import Comparison, ReasonCode, Remark, Verdict
+from qkattn.verdict.comparing import compare
 from qkattn.verdict.rules import baselines
 from qkattn.verdict.settling import Length
+from qkattn.verdict.trained_arm import TrainedArm
 
 # Factors with their values, in the order of a row.
 Context = tuple[tuple[str, str], ...]
@@ -62,10 +63,10 @@ class Case(NamedTuple):
     """An arm that an expectation is about, and its reference; None without results."""
 
     expected: Expectation
-    loaded: Loaded
+    loaded: Findings
     key: ArmKey
-    arm: Arm | None  # its comparison is that with `other`
-    other: Arm | None
+    arm: TrainedArm | None  # its comparison is that with `other`
+    other: TrainedArm | None
     blocks: tuple[Remark, ...]  # that withhold the verdict
 
     @property
@@ -105,12 +106,12 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
         if not (case.arm and case.arm.comparison)
     ]
     missing += [
-        f'study {one.study}: {one.variant} has no control of equal shape, as it is not tuned'
+        f'study {one.study}: {one.variant} has no control at the same shape, as it is not tuned'
         for one, loaded in trained
-        if decisive and one.at == 'removed' and not loaded.study.tuned
+        if decisive and one.at == Kind.SAME_SHAPE and not loaded.study.tuned
     ]
 
-    def judged(family: int) -> tuple[list[Row], list[tuple[Row, Arm]], ClaimVerdict]:
+    def judged(family: int) -> tuple[list[Row], list[tuple[Row, TrainedArm]], ClaimVerdict]:
         items = list(evidence(every, family))
         rows = [*checked, *(row for row, _ in items), *beside, *measured]
         return rows, items, verdict_on(rows, complete=not missing)
@@ -245,7 +246,7 @@ def condition_of(rows: Iterable[Row]) -> str:
     return '; '.join(', '.join(f'{name}: {value}' for name, value in place) for place in places)
 
 
-def cases(expected: Expectation, loaded: Loaded, results: Results) -> Iterator[Case]:
+def cases(expected: Expectation, loaded: Findings, results: Results) -> Iterator[Case]:
     """One for each size and corpus that decide an expectation once its study is finished.
 
     Each is of the last study of `results` that repeats the question of its arm, else of `loaded`.
@@ -253,27 +254,27 @@ def cases(expected: Expectation, loaded: Loaded, results: Results) -> Iterator[C
     beside it. ConfigError if the study does not declare the arm.
     """
     study = loaded.study
-    if not study.tuned and expected.at == 'removed':
+    if not study.tuned and expected.at == Kind.SAME_SHAPE:
         return  # a study without tuning has no controls
     # Without a match, variants are at the baseline's shape.
-    is_control = expected.at == 'removed' and study.match is not None
-    keys = [key for key in study.arms if key.control == (EQUAL_SHAPE if is_control else None)]
+    is_control = expected.at == Kind.SAME_SHAPE and study.match is not None
+    keys = [key for key in study.arms if key.control == (SAME_SHAPE if is_control else None)]
     for variant in expected.variants:
-        if not any(loaded.names(key.variant, variant) for key in keys):
+        if not any(loaded.study.is_variant(key.variant, variant) for key in keys):
             variants = dict.fromkeys(key.variant for key in keys)
             raise ConfigError(
                 f'study {expected.study!r} has no {expected.at} arm of variant {variant!r}; it has '
                 f'{", ".join(variants) or "none"}'
             )
-    keys = [key for key in keys if loaded.names(key.variant, expected.variant)]
+    keys = [key for key in keys if loaded.study.is_variant(key.variant, expected.variant)]
     keys.sort(key=lambda key: (study.sizes.index(key.size), study.corpora.index(key.corpus)))
     for key in keys:
         yield _case(expected, *_last(key, loaded, expected, results))
 
 
 def _last(
-    key: ArmKey, loaded: Loaded, expected: Expectation, results: Results
-) -> tuple[Loaded, ArmKey]:
+    key: ArmKey, loaded: Findings, expected: Expectation, results: Results
+) -> tuple[Findings, ArmKey]:
     """The last repeat of a study with an arm, and with what it is compared with; its key there."""
     question = loaded.study.question_of(key)
     for name in results.newest_first(expected.study):
@@ -281,34 +282,36 @@ def _last(
             continue
         arms = {repeat.study.question_of(one): one for one in repeat.study.arms}
         variants = {one.variant for one in repeat.study.arms}
-        has_other = not expected.versus or any(repeat.names(v, expected.versus) for v in variants)
+        has_other = not expected.versus or any(
+            repeat.study.is_variant(variant, expected.versus) for variant in variants
+        )
         if question in arms and has_other:
             return repeat, arms[question]
     return loaded, key
 
 
-def _case(expected: Expectation, loaded: Loaded, key: ArmKey) -> Case:
-    study, findings = loaded
-    arms = {arm.key: arm for arm in (*findings.arms, *findings.controls)}
+def _case(expected: Expectation, loaded: Findings, key: ArmKey) -> Case:
+    study = loaded.study
+    arms = {arm.key: arm for arm in loaded.every_arm}
     arm = arms.get(key)
-    blocks = findings.blocks
+    blocks = loaded.blocks
     other = arms.get(arm.group) if arm else None
     if arm and expected.versus:
         blocks += other.blocks if other else ()
-        named = (o for o in arms.values() if loaded.names(o.variant, expected.versus))
+        named = (o for o in arms.values() if loaded.study.is_variant(o.variant, expected.versus))
         other = next((o for o in named if o.key._replace(variant=key.variant) == key), None)
-        arm = replace(arm, comparison=compare(arm, other, study) if other else None)
+        arm = replace(arm, comparison=compare(arm, other, study.margin) if other else None)
     return Case(expected, loaded, key, arm, other, blocks)
 
 
-def evidence(every: Iterable[Case], family: int = 1) -> Iterator[tuple[Row, Arm]]:
+def evidence(every: Iterable[Case], family: int = 1) -> Iterator[tuple[Row, TrainedArm]]:
     """A row for each case that has results, and its arm with the verdict among `family` ones."""
     for expected, loaded, _, arm, other, blocks in every:
         if arm is None or arm.comparison is None:
             continue
         study = loaded.study
-        # Without matching, neither removed nor at equal parameter count.
-        is_at_shape = study.match is None and expected.at != 'removed'
+        # Without matching, neither at the same shape nor at equal parameter count.
+        is_at_shape = study.match is None and expected.at != Kind.SAME_SHAPE
         kind = Kind.MEASURED if is_at_shape else Kind(expected.at)
         verdict = judging.pair(study, arm, other, blocks, family)
         row = _row(arm, arm.comparison, kind, expected, loaded)
@@ -317,17 +320,17 @@ def evidence(every: Iterable[Case], family: int = 1) -> Iterator[tuple[Row, Arm]
         yield row, replace(arm, verdict=verdict)
 
 
-def _beside(expected: Expectation, loaded: Loaded) -> Iterator[Row]:
-    """The other parts of the difference: removed, reinvested, matched; of a pair, all of both."""
-    study, findings = loaded
-    for arm in findings.arms:
-        if not any(loaded.names(arm.variant, variant) for variant in expected.variants):
+def _beside(expected: Expectation, loaded: Findings) -> Iterator[Row]:
+    """The other parts of the difference, which has three; of a pair, all of both."""
+    study = loaded.study
+    for arm in loaded.arms:
+        if not any(loaded.study.is_variant(arm.variant, variant) for variant in expected.variants):
             continue
         shown = expected
         if expected.versus:
             shown = Expectation(expected.study, study.bare(arm.variant), expected.relation)
         comparisons = {
-            Kind.REMOVED: arm.parts.removing,
+            Kind.SAME_SHAPE: arm.parts.same_shape,
             Kind.REINVESTED: arm.parts.reinvesting,
             Kind.MATCHED: arm.comparison if study.match is not None else None,
         }
@@ -337,7 +340,7 @@ def _beside(expected: Expectation, loaded: Loaded) -> Iterator[Row]:
 
 
 def _row(
-    arm: Arm, comparison: Comparison, kind: Kind, expected: Expectation, loaded: Loaded
+    arm: TrainedArm, comparison: Comparison, kind: Kind, expected: Expectation, loaded: Findings
 ) -> Row:
     reported: dict[str, float] = {}
     if expected.reported:
@@ -346,7 +349,7 @@ def _row(
     return difference_row(
         expected.label or ' - '.join(expected.variants),
         kind,
-        loaded.context(arm) | dict(expected.context),
+        context_of(loaded, arm) | dict(expected.context),
         comparison.difference,
         study=loaded.study.directory.name,
         **reported,
@@ -354,7 +357,7 @@ def _row(
     )
 
 
-def _state(arm: Arm, comparison: Comparison, loaded: Loaded) -> dict[str, Any]:
+def _state(arm: TrainedArm, comparison: Comparison, loaded: Findings) -> dict[str, Any]:
     """How well the models behind a difference are trained, and whether it is settled."""
     state: dict[str, Any] = {
         'tokens': arm.example.num_tokens,
@@ -369,7 +372,7 @@ def _state(arm: Arm, comparison: Comparison, loaded: Loaded) -> dict[str, Any]:
     return state
 
 
-def yardstick_text(loaded: Loaded, arm: Arm) -> str | None:
+def yardstick_text(loaded: Findings, arm: TrainedArm) -> str | None:
     """What the baseline of an arm has to beat: '5-gram 1.457', 'IBM model 1: BLEU 16.5'."""
     yardstick = (loaded.study.yardsticks or {}).get(arm.group)
     if yardstick is None:
@@ -380,7 +383,7 @@ def yardstick_text(loaded: Loaded, arm: Arm) -> str | None:
     return f'{best[0]} {best[1]:.3f}' if best else None
 
 
-def needed(row: Row, arm: Arm) -> tuple[float, str]:
+def needed(row: Row, arm: TrainedArm) -> tuple[float, str]:
     """What would decide an arm, in short before the first comma; behind a number to sort by.
 
     The seeds tell the measured difference, at the errors measured, with probability 0.8 from the
@@ -427,10 +430,9 @@ def needed(row: Row, arm: Arm) -> tuple[float, str]:
     return seeds, f'{seeds:,} seeds in place of {difference.n}{held_out}{fewer}, {about}'
 
 
-def _models(name: str, loaded: Loaded) -> Iterator[str]:
+def _models(name: str, loaded: Findings) -> Iterator[str]:
     """The baselines of a study: their size, training and loss, and what they have to beat."""
-    study, findings = loaded
-    for arm in baselines(study, (*findings.arms, *findings.controls)):
+    for arm in baselines(loaded.study, loaded.every_arm):
         trial = arm.example
         loss = arm.loss
         text = (
@@ -443,7 +445,7 @@ def _models(name: str, loaded: Loaded) -> Iterator[str]:
         yield text + ('' if arm.bleu is None else f', BLEU {arm.bleu:.1f}')
 
 
-def _provenance(studies: Iterable[Loaded]) -> tuple[str, str, float]:
+def _provenance(studies: Iterable[Findings]) -> tuple[str, str, float]:
     """Commits and hardware of what was trained, else of this process; seconds of training."""
     trials = [run.trials[0] for loaded in studies for run in loaded.study.runs if run.trials]
     starts = [trial.provenance for trial in trials] or [describe_start()]

@@ -22,9 +22,9 @@ from qkattn.report.verify import close, difference, near
 from qkattn.stats.decision import Decision
 from qkattn.storage.files import as_path, below
 from qkattn.storage.records import damaged, flat, parse_file, read, write_json
-from qkattn.study.arm_key import EQUAL_SHAPE
+from qkattn.study.arm_key import SAME_SHAPE
 from qkattn.study.arms import parse_variant
-from qkattn.verdict.arms import Arm, with_baselines
+from qkattn.verdict.trained_arm import TrainedArm, with_baselines
 
 CLAIMS = 'claims.json'
 ANSWERS = 'answers.json'
@@ -66,7 +66,7 @@ class Answer:
     variant: str
     # Added to attention's parameters at the same shape, as a fraction: -0.25 saves a quarter.
     attention: float | None
-    # At most one of each model and kind, `Kind.REMOVED` at the same shape and `Kind.MATCHED` at
+    # At most one of each model and kind, `Kind.SAME_SHAPE` at the same shape and `Kind.MATCHED` at
     # equal parameter count; without a verdict, the decision is 'no verdict'.
     rows: tuple[Row, ...] = ()
 
@@ -86,7 +86,7 @@ def answers(results: Results) -> tuple[Answer, ...]:
     """
     made = []
     for name, variant in CHANGES.items():
-        best: dict[tuple[str, str], tuple[Row, Arm]] = {}
+        best: dict[tuple[str, str], tuple[Row, TrainedArm]] = {}
         for model, (template, studies) in MODELS.items():
             arm = template.format(variant)
             names = [repeat for name in studies for repeat in results.newest_first(name)]
@@ -100,12 +100,14 @@ def answers(results: Results) -> tuple[Answer, ...]:
     return tuple(made)
 
 
-def _rows(results: Results, name: str, model: str, variant: str) -> Iterator[tuple[Row, Arm]]:
+def _rows(
+    results: Results, name: str, model: str, variant: str
+) -> Iterator[tuple[Row, TrainedArm]]:
     """The differences of a variant in a study, the largest model first, with their baseline."""
     if (loaded := results.study(name)) is None:
         return
-    study, findings = loaded
-    for arm, baseline in reversed(with_baselines(findings.arms)):
+    study = loaded.study
+    for arm, baseline in reversed(with_baselines(loaded.arms)):
         if arm.variant != variant or arm.is_baseline or baseline is None or not arm.chosen:
             continue
         trial = arm.example
@@ -113,11 +115,11 @@ def _rows(results: Results, name: str, model: str, variant: str) -> Iterator[tup
         context = {'model': model, 'size': arm.size, 'corpus': arm.corpus}
         sizes = {'parameters': trial.parameters['total'], 'tokens': trial.num_tokens}
         context |= {name: f'{number:,}' for name, number in sizes.items()}
-        bare = arm.key._replace(variant=study.bare(arm.variant), control=EQUAL_SHAPE)
-        same_shape = [one for one in findings.controls if one.key == bare]
+        bare = arm.key._replace(variant=study.bare(arm.variant), control=SAME_SHAPE)
+        same_shape = [one for one in loaded.controls if one.key == bare]
         for kind, comparison, decision in (
-            (Kind.REMOVED, arm.parts.removing, WITHHELD if decided == WITHHELD else None),
-            (Kind.MATCHED if study.match else Kind.REMOVED, arm.comparison, decided),
+            (Kind.SAME_SHAPE, arm.parts.same_shape, WITHHELD if decided == WITHHELD else None),
+            (Kind.MATCHED if study.match else Kind.SAME_SHAPE, arm.comparison, decided),
         ):
             if comparison:
                 about: dict[str, Any] = {'decision': decision, 'study': name}
@@ -129,7 +131,7 @@ def _rows(results: Results, name: str, model: str, variant: str) -> Iterator[tup
                 yield row, baseline
 
 
-def _attention(baseline: Arm, variant: str) -> float:
+def _attention(baseline: TrainedArm, variant: str) -> float:
     """The change in attention's parameters at the baseline's shape, as a fraction."""
     config = from_json(ModelConfig, baseline.example.config)
     derived = {'num_kv_heads': None, 'head_size': None}  # from num_heads, which a variant may set

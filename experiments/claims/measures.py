@@ -6,15 +6,16 @@ Rows that are not differences between the arms of a study, read from its logs.
 from collections.abc import Iterator
 
 from experiments.claims.claim import Kind, Row, Speaks, difference_row
-from experiments.claims.studies import Loaded
+from experiments.claims.studies import context_of
 from qkattn.stats import decision, inference
 from qkattn.stats.decision import Decision
 from qkattn.stats.inference import Difference
-from qkattn.study.arm_key import EQUAL_SHAPE
-from qkattn.verdict.arms import Arm, with_baselines
+from qkattn.study.arm_key import SAME_SHAPE
+from qkattn.verdict.findings import Findings
+from qkattn.verdict.trained_arm import TrainedArm, with_baselines
 
 
-def early(loaded: Loaded) -> list[Row]:
+def early(loaded: Findings) -> list[Row]:
     """How many differences change after they are read early, by fraction of training.
 
     Differences of primary arms on the validation split, paired by seed. An early difference that
@@ -31,7 +32,7 @@ def early(loaded: Loaded) -> list[Row]:
     steps = {step for seeds in curves.values() for seed in seeds for step in seed}
     last = max(steps, default=0)
     rows = []
-    planned = loaded.findings.num_comparisons * len(steps - {last})
+    planned = loaded.num_comparisons * len(steps - {last})
     for step in sorted(steps - {last}):
         changes = {
             arm: [seed[step] - seed[last] for seed in seeds if {step, last} <= seed.keys()]
@@ -49,8 +50,8 @@ def early(loaded: Loaded) -> list[Row]:
     return rows
 
 
-def growth(loaded: Loaded, variant: str) -> list[Row]:
-    """By how much the loss of a control of equal shape grows away from the baseline, on each group.
+def growth(loaded: Findings, variant: str) -> list[Row]:
+    """By how much the loss of a same-shape control grows away from the baseline, on each group.
 
     The difference at the last step minus that at the first evaluation, paired by seed, on the
     validation split. Less than the margin, by its interval, speaks for a difference that does not
@@ -58,7 +59,7 @@ def growth(loaded: Loaded, variant: str) -> list[Row]:
     """
     rows = []
     for arm, baseline in _compared(loaded):
-        if (arm.variant, arm.key.control) != (variant, EQUAL_SHAPE):
+        if (arm.variant, arm.key.control) != (variant, SAME_SHAPE):
             continue
         seeds = _curves(arm, baseline)
         if seeds and len(seeds[0]) > 1:
@@ -68,12 +69,12 @@ def growth(loaded: Loaded, variant: str) -> list[Row]:
             grown = inference.paired([seed[last] - seed[first] for seed in seeds], margin)
             quantity = f'growth of the difference from {first / last:.0%} of the steps on'
             speaks = _speaks(arm, baseline, grown, margin, 0.0)
-            context = loaded.context(arm)
+            context = context_of(loaded, arm)
             rows.append(difference_row(quantity, Kind.MEASURED, context, grown, speaks=speaks))
     return rows
 
 
-def at_one_rate(loaded: Loaded, variant: str) -> list[Row]:
+def at_one_rate(loaded: Findings, variant: str) -> list[Row]:
     """The difference of a study without tuning, whose arms share one learning rate.
 
     Better by more than the margin, or not, by its interval.
@@ -82,7 +83,7 @@ def at_one_rate(loaded: Loaded, variant: str) -> list[Row]:
     margin = -loaded.study.margin
     for arm, baseline in _compared(loaded):
         if loaded.study.bare(arm.variant) == variant and arm.difference:
-            context = loaded.context(arm)
+            context = context_of(loaded, arm)
             context |= {'baseline': 'untuned', 'learning rate': f'{arm.learning_rate:g}'}
             about = f'{variant} at one learning rate for both', Kind.MEASURED, context
             speaks = _speaks(arm, baseline, arm.difference, margin, margin)
@@ -90,12 +91,14 @@ def at_one_rate(loaded: Loaded, variant: str) -> list[Row]:
     return rows
 
 
-def _withheld(arm: Arm, baseline: Arm) -> bool:
+def _withheld(arm: TrainedArm, baseline: TrainedArm) -> bool:
     """Whether a diverged trial or a broken rule keeps a difference from deciding."""
     return any(one.num_diverged > 0 or bool(one.blocks) for one in (arm, baseline))
 
 
-def _speaks(arm: Arm, baseline: Arm, difference: Difference, below: float, above: float) -> Speaks:
+def _speaks(
+    arm: TrainedArm, baseline: TrainedArm, difference: Difference, below: float, above: float
+) -> Speaks:
     """For, if the interval lies below one bound; against, if it lies above the other."""
     if _withheld(arm, baseline) or difference.low is None or difference.high is None:
         return Speaks.OPEN
@@ -104,13 +107,13 @@ def _speaks(arm: Arm, baseline: Arm, difference: Difference, below: float, above
     return Speaks.AGAINST if difference.low > above else Speaks.OPEN
 
 
-def _compared(loaded: Loaded) -> Iterator[tuple[Arm, Arm]]:
+def _compared(loaded: Findings) -> Iterator[tuple[TrainedArm, TrainedArm]]:
     """All arms and controls but the baselines, each with its baseline, if that has results."""
-    pairs = with_baselines((*loaded.findings.arms, *loaded.findings.controls))
+    pairs = with_baselines(loaded.every_arm)
     return ((arm, other) for arm, other in pairs if other and not arm.is_baseline)
 
 
-def _curves(arm: Arm, baseline: Arm) -> list[dict[int, float]]:
+def _curves(arm: TrainedArm, baseline: TrainedArm) -> list[dict[int, float]]:
     """For each seed that both arms finished, the differences in validation loss by step."""
     shared = [seed for seed in arm.by_seed if seed in baseline.by_seed]
     pairs = [(arm.by_seed[seed].evaluations, baseline.by_seed[seed].evaluations) for seed in shared]

@@ -24,7 +24,7 @@ from qkattn.report.tables import Heading, markdown_table, sheets
 from qkattn.report.verify import Blocks
 from qkattn.stats.decision import Decision
 from qkattn.storage.files import write_atomic
-from qkattn.verdict import Findings, Study, load_findings
+from qkattn.verdict import Findings, load_findings
 from qkattn.verdict.judging import DECIDED
 
 PAGE = 'claims.md'
@@ -46,13 +46,13 @@ PHRASES = {
     ClaimVerdict.UNDECIDED: ('○', 'is undecided', 'are undecided'),
 }
 PARTS: dict[str, str] = {
-    Kind.REMOVED: f'removing, {UNIT}|same shape',
+    Kind.SAME_SHAPE: f'at the same shape, {UNIT}',
     Kind.REINVESTED: f'reinvesting, {UNIT}|matched - same shape',
     Kind.MATCHED: f'total, {UNIT}|equal parameter count',
 }
 # The parts in figures, and in the table of answers.
 SHAPES: dict[Kind, tuple[str, str]] = {
-    Kind.REMOVED: ('same shape, fewer parameters', 'same shape'),
+    Kind.SAME_SHAPE: ('same shape, fewer parameters', 'same shape'),
     Kind.MATCHED: ('equal parameter count', 'equal count'),
 }
 # How well the models behind a row are trained, and whether its difference is settled.
@@ -66,7 +66,7 @@ _QUANTITY = 22
 
 
 def compared(rows: Iterable[Row]) -> list[dict[str, Row]]:
-    """Removed, reinvested and matched rows by kind, for each `quantity` and context in their order.
+    """Rows of parts of differences by kind, for each `quantity` and context in their order.
 
     The kind tells the shape, which leaves the context; of two rows of one kind, the one that
     decides is shown.
@@ -135,8 +135,8 @@ def claims_markdown(directory: Path, base: str, part: str, page: str = 'claims_{
         group=GROUPS.get(part),
         counts=[f'{n} {PHRASES[v][1 if n == 1 else 2]}' for v, n in counts.items() if n],
         verdicts=_verdicts(claims, page),
-        laws=[described(*scaling[0], law) for law in scaling[1]] if scaling else [],
-        law_tables=[s for s in sheets(*scaling[0]) if s.name == 'laws'] if scaling else [],
+        laws=[described(scaling[0], law) for law in scaling[1]] if scaling else [],
+        law_tables=[s for s in sheets(scaling[0]) if s.name == 'laws'] if scaling else [],
     )
 
 
@@ -210,12 +210,12 @@ BLOCKS: Blocks = {  # blocks of `report.verify.check_page`
 }
 
 
-def _scaling(directory: Path) -> tuple[tuple[Study, Findings], list[Drawing]] | None:
+def _scaling(directory: Path) -> tuple[Findings, list[Drawing]] | None:
     """The scaling study with the figure of its laws; None if there is none."""
     if not (directory / export.SCALING / 'study.json').is_file():
         return None
-    pair = load_findings(directory / export.SCALING)
-    return pair, [figure for figure in figures(*pair) if figure.stem == 'loss_parameters']
+    findings = load_findings(directory / export.SCALING)
+    return findings, [figure for figure in figures(findings) if figure.stem == 'loss_parameters']
 
 
 @functools.cache
@@ -410,7 +410,7 @@ def _line(row: Row, arm: str, is_decided: bool, **texts: Any) -> Line:
 def _drawing(stem: str, panels: Panels, black: str = '', **options: float) -> Drawing:
     """A forest whose lines of the arm `black` are black."""
     arms = dict.fromkeys(line.arm for lines in panels.values() for line in lines)
-    look = styles(list(arms), black)
+    styles_of_arms = styles(list(arms), black)
     with style_sheet():
-        figure = forest(panels, f'difference ({UNIT})', look, longest=_LONGEST, **options)
+        figure = forest(panels, f'difference ({UNIT})', styles_of_arms, longest=_LONGEST, **options)
     return Drawing(figure, stem)

@@ -6,7 +6,7 @@ import logging
 import runpy
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import cast
 
 from experiments.claims.claim import Claim, Measure, Row, Speaks
 from qkattn.config import Study, from_config_dict
@@ -23,34 +23,24 @@ from qkattn.study import local_workers, plan, yardsticks
 from qkattn.study.arms import build_arms
 from qkattn.study.plan import PlannedRun
 from qkattn.verdict import Findings, load_findings, rules
-from qkattn.verdict import Study as LoadedStudy
-from qkattn.verdict.arms import Arm
+from qkattn.verdict.trained_arm import TrainedArm
 
 CONFIGS = 'configs/claims'
 
 log = logging.getLogger(__name__)
 
 
-class Loaded(NamedTuple):
-    """A study with its findings."""
-
-    study: LoadedStudy
-    findings: Findings
-
-    def names(self, label: str, variant: str) -> bool:
-        """Whether a variant, with or without a destination, names the labelled arm."""
-        return variant in (label, self.study.bare(label))
-
-    def context(self, arm: Arm) -> dict[str, str]:
-        """The context of an arm: model kind, size, corpus and steps."""
-        context = {
-            'model': self.study.base.model.kind.replace('_', '-'),
-            'size': arm.size,
-            'corpus': arm.corpus,
-            'steps': str(arm.example.run.num_steps),
-        }
-        destination = arm.variant.removeprefix(self.study.bare(arm.variant)).strip(' []')
-        return context | ({'destination': destination} if destination else {})
+def context_of(findings: Findings, arm: TrainedArm) -> dict[str, str]:
+    """The context of an arm: model kind, size, corpus and steps."""
+    study = findings.study
+    context = {
+        'model': study.base.model.kind.replace('_', '-'),
+        'size': arm.size,
+        'corpus': arm.corpus,
+        'steps': str(arm.example.run.num_steps),
+    }
+    destination = arm.variant.removeprefix(study.bare(arm.variant)).strip(' []')
+    return context | ({'destination': destination} if destination else {})
 
 
 class Results:
@@ -58,13 +48,13 @@ class Results:
 
     def __init__(self, directory: str | Path):
         self.directory = Path(directory)
-        self._read: dict[str, Loaded | ReportError] = {}
+        self._read: dict[str, Findings | ReportError] = {}
 
-    def study(self, name: str) -> Loaded | None:
+    def study(self, name: str) -> Findings | None:
         """A study with its findings; None if it has no results, or none that can be read."""
         if name not in self._read:
             try:
-                self._read[name] = Loaded(*load_findings(self.directory / name))
+                self._read[name] = load_findings(self.directory / name)
             except ReportError as error:
                 self._read[name] = error
         loaded = self._read[name]
@@ -111,8 +101,8 @@ class Results:
         They decide nothing if not decisive, or if a rule withholds every verdict or a baseline's.
         """
         if loaded := self.study(measure.study):
-            bases = rules.baselines(loaded.study, loaded.findings.arms)
-            decisive &= bool(bases) and not loaded.findings.blocks
+            bases = rules.baselines(loaded.study, loaded.arms)
+            decisive &= bool(bases) and not loaded.blocks
             decisive &= not any([*rules.untrained(arm), *arm.blocks] for arm in bases)
             for row in measure.read(loaded):
                 is_open = not decisive and row.speaks != Speaks.BESIDE

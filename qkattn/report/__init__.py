@@ -21,7 +21,7 @@ from qkattn.storage.files import as_path, without_directories, write_atomic
 from qkattn.storage.records import flat, parse_file
 from qkattn.study import stored
 from qkattn.study.tuning import SCREENING
-from qkattn.verdict import Findings, Study, find, load_findings, load_study
+from qkattn.verdict import Findings, TrainedStudy, find, load_findings, load_study
 
 log = logging.getLogger(__name__)
 
@@ -29,10 +29,10 @@ __all__ = ['described', 'documents', 'export', 'headline', 'show_report', 'write
 
 
 def documents(
-    study: Study, findings: Findings, drawn: Sequence[Drawing], svg: Mapping[str, bytes]
+    findings: Findings, drawn: Sequence[Drawing], svg: Mapping[str, bytes]
 ) -> dict[str, str]:
     """All files of a report but the figures, by name; `svg` is by the stem of a figure."""
-    return tables.files(study, findings) | {'report.html': _page(study, findings, drawn, svg)}
+    return tables.files(findings) | {'report.html': _page(findings, drawn, svg)}
 
 
 def show_report(study_dir: str | Path) -> str:
@@ -40,12 +40,12 @@ def show_report(study_dir: str | Path) -> str:
     return terminal_text(*write_report(study_dir))
 
 
-def write_report(study_dir: str | Path) -> tuple[Study, Findings, Path]:
-    """Writes the report of a study; returns it with the path of report.html, written last.
+def write_report(study_dir: str | Path) -> tuple[Findings, Path]:
+    """Writes the report of a study; returns its findings and the path of report.html.
 
-    Writes report.html, table.md, table.csv and plots/ into the directory. A report on more than
-    screening is a look, which the study's ledger keeps. ReportError if the directory is not a study
-    or holds no result, or if its ledger is damaged.
+    Writes plots/, table.md, table.csv and, last, report.html into the directory. A report on more
+    than screening is a look, which the study's ledger keeps. ReportError if the directory is not a
+    study or holds no result, or if its ledger is damaged.
     """
     study = load_study(study_dir)
     judged = any(run.stage != SCREENING and run.trials for run in study.runs)
@@ -54,11 +54,11 @@ def write_report(study_dir: str | Path) -> tuple[Study, Findings, Path]:
         kept = ledger.read(study.directory / ledger.NAME)
         study = dataclasses.replace(study, ledger=kept, altered={})
     findings = find(study)
-    drawn = figures(study, findings)
+    drawn = figures(findings)
     svg = write_plots(study.directory / 'plots', drawn)
-    for name, text in documents(study, findings, drawn, svg).items():
+    for name, text in documents(findings, drawn, svg).items():
         written = write_atomic(study.directory / name, text)
-    return study, findings, written
+    return findings, written
 
 
 def export(study_dir: str | Path, destination: str | Path) -> Path:
@@ -69,11 +69,11 @@ def export(study_dir: str | Path, destination: str | Path) -> Path:
     there is no study, or `destination` is neither empty nor an earlier export of the same study.
     """
     check_export(study_dir, destination)
-    (study, findings) = load_findings(study_dir)
+    findings = load_findings(study_dir)
     destination = as_path(destination)
-    stored.pack(study.files, destination)
+    stored.pack(findings.study.files, destination)
     _warn_of_directories(destination / 'study.json')
-    for file, text in tables.files(study, findings).items():
+    for file, text in tables.files(findings).items():
         write_atomic(destination / file, text)
     return destination
 
@@ -114,44 +114,42 @@ def _name(directory: Path) -> str | None:
         return parse_file(directory / 'study.json', {'name': str})['name']
 
 
-def _page(
-    study: Study, findings: Findings, drawn: Sequence[Drawing], svg: Mapping[str, bytes]
-) -> str:
+def _page(findings: Findings, drawn: Sequence[Drawing], svg: Mapping[str, bytes]) -> str:
     """The whole report as an HTML document: no scripts; light, dark, narrow, printed."""
-    shown = [described(study, findings, drawing) for drawing in drawn]
+    shown = [described(findings, drawing) for drawing in drawn]
     for figure in shown:
         code = base64.b64encode(svg[figure['stem']]).decode()
         figure['source'] = f'data:image/svg+xml;base64,{code}'
-    titles, rows = printed(PAGE, study, findings, findings.arms)
+    titles, rows = printed(PAGE, findings, findings.arms)
     return (
         environment(html=True)
         .get_template('report.html.j2')
         .render(
-            study=study,
+            study=findings.study,
             findings=findings,
             figures=shown,
-            summary=tables.summary(study, findings),
+            summary=tables.summary(findings),
             headings=titles,
             rows=rows,
-            notes=tables.notes(study, findings),
-            sheets=tables.sheets(study, findings),
-            settings=[line.split(': ', 1) for line in tables.settings(study, findings)],
-            provenance=_provenance(study),
+            notes=tables.notes(findings),
+            sheets=tables.sheets(findings),
+            settings=[line.split(': ', 1) for line in tables.settings(findings)],
+            provenance=_provenance(findings.study),
             light=LIGHT,
             dark=DARK,
         )
     )
 
 
-def described(study: Study, findings: Findings, figure: Drawing) -> dict[str, Any]:
+def described(findings: Findings, figure: Drawing) -> dict[str, Any]:
     """A figure as pages show it: its kind, the first word of its stem, is a macro of figures.j2."""
     kind = figure.stem.partition('_')[0]
-    about = {'study': study}
+    about = {'study': findings.study}
     title, caption = macro('figures.j2', kind, about, findings=findings, **figure.values)
     return {'stem': figure.stem, 'kind': kind, 'title': title, 'caption': caption}
 
 
-def _provenance(study: Study) -> dict[str, list[str]]:
+def _provenance(study: TrainedStudy) -> dict[str, list[str]]:
     """Recorded provenance: the values of each name, each once."""
     facts: dict[str, dict[str, None]] = {}
     for trial in study.trials:

@@ -17,9 +17,8 @@ from qkattn.stats.decision import Decision
 from qkattn.stats.inference import Estimate
 from qkattn.stats.scaling import Interval
 from qkattn.study.tuning import KNOBS
-from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import PARTS, Findings
-from qkattn.verdict.load import Study
+from qkattn.verdict.trained_arm import TrainedArm
 
 PAGE = 'page'
 HEADLINE = 'headline'
@@ -33,6 +32,10 @@ DIFFERENCE = (
     *('mean', 'sd', 'low', 'high', 'n', 'p', 'p_margin'),
     *('error_seeds', 'error_evaluation', 'tuning_low', 'tuning_high'),
 )
+# Of the parts of a difference: the headings of those that are printed, and the name in table.csv
+# where it is another one than in code.
+_HEADINGS = {'same_shape': 'at the same shape', 'reinvesting': 'reinvesting'}
+_KEYS = {'same_shape': 'removing'}
 SWEEP = ('optimum', 'optimum_low', 'optimum_high', 'at_worst', 'bracketed')
 
 
@@ -58,7 +61,7 @@ class Measure:
         unit = self.metric.unit if self.metric.unit != self.metric.label else None
         return f'{self.name}, {unit}' if unit else self.name
 
-    def over_seeds(self, arm: Arm) -> Estimate | None:
+    def over_seeds(self, arm: TrainedArm) -> Estimate | None:
         """In the unit of the result files."""
         return arm.over_seeds(self.field)
 
@@ -96,8 +99,9 @@ class Column:
     """A column of table.csv, of printed tables, or of both."""
 
     key: str  # its name in table.csv; empty where it is only printed
-    # A path of attributes of an Arm, 'verdict.p_holm' (None on the way gives None), or a function.
-    value: str | Callable[[Arm], Any]
+    # A path of attributes of a TrainedArm, 'verdict.p_holm' (None on the way gives None), or a
+    # function of the arm.
+    value: str | Callable[[TrainedArm], Any]
     heading: str = ''  # with the unit; '|' breaks it into two lines; empty if it is not printed
     text: str | Callable[[Any], str] = ''  # format of a value that is not None, or what prints it
     tables: Sequence[str] = (PAGE,)
@@ -105,17 +109,17 @@ class Column:
     # Attributes of the value that table.csv has as key_part; () for the value itself.
     parts: Sequence[str] = ()
 
-    def get(self, arm: Arm) -> Any:
+    def get(self, arm: TrainedArm) -> Any:
         return self.value(arm) if callable(self.value) else follow(arm, self.value)
 
-    def cells(self, arm: Arm) -> dict[str, Any]:
+    def cells(self, arm: TrainedArm) -> dict[str, Any]:
         """Values by their names in table.csv."""
         value = self.get(arm)
         if self.parts:
             return {f'{self.key}_{part}': follow(value, part) for part in self.parts}
         return {self.key: value} if self.key else {}
 
-    def print(self, arm: Arm) -> str:
+    def print(self, arm: TrainedArm) -> str:
         if (value := self.get(arm)) is None:
             return NONE
         return one_line(self.text(value) if callable(self.text) else format(value, self.text))
@@ -131,25 +135,27 @@ def follow(value: Any, path: str) -> Any:
     return int(value) if isinstance(value, bool) else value
 
 
-def printed(table: str, study: Study, findings: Findings, arms: Iterable[Arm]) -> Table:
+def printed(table: str, findings: Findings, arms: Iterable[TrainedArm]) -> Table:
     """The columns that PAGE, HEADLINE or CONTROL prints, with a row for each arm."""
-    of_study = [c for c in columns(study, findings) if c.heading and table in c.tables]
+    of_study = [c for c in columns(findings) if c.heading and table in c.tables]
     rows = [[column.print(arm) for column in of_study] for arm in arms]
     return [(column.heading, column.left) for column in of_study], rows
 
 
-def columns(study: Study, findings: Findings) -> Iterator[Column]:
+def columns(findings: Findings) -> Iterator[Column]:
     """The columns of a study; results come first, to be visible on a narrow screen."""
+    study = findings.study
     left: dict[str, Any] = {'tables': EVERYWHERE, 'left': True}
     yield Column('variant', 'variant', 'variant', **left)
     # The size and the corpus are in every table if they distinguish arms of this study.
     tables: tuple[str, ...] = EVERYWHERE if len(study.sizes) > 1 else (PAGE,)
     yield Column('size', 'size', 'size', tables=tables, left=True)
     yield Column('corpus', 'corpus', 'corpus' * (len(study.corpora) > 1), **left)
-    yield Column('control', 'key.control', 'control', words, tables=(CONTROL,), left=True)
+    control = prose.control_words
+    yield Column('control', 'key.control', 'control', control, tables=(CONTROL,), left=True)
     yield Column('is_baseline', 'is_baseline')
     yield Column('post_hoc', lambda arm: int(arm.key.declared in study.ledger.post_hoc))
-    yield from _of_difference(study, findings)
+    yield from _of_difference(findings)
     for place, measure in enumerate(measured(findings)):
         tables = (PAGE,) if place else (PAGE, CONTROL)
         printed = f'{measure.heading}|mean ± sd', measure.printed, tables
@@ -178,8 +184,9 @@ def columns(study: Study, findings: Findings) -> Iterator[Column]:
         yield Column('multiplier', lambda arm: worth.get((arm.variant, arm.corpus)), parts=parts)
 
 
-def _of_difference(study: Study, findings: Findings) -> Iterator[Column]:
+def _of_difference(findings: Findings) -> Iterator[Column]:
     """The difference, its verdict, the tests behind the verdict, and its parts."""
+    study = findings.study
     tuned = study.tuned
     margin = f'{study.margin:g}'
     unit = 'nats/token [95 % interval]' if findings.has_intervals else 'nats/token'
@@ -202,17 +209,20 @@ def _of_difference(study: Study, findings: Findings) -> Iterator[Column]:
     heading = 'detectable difference,|nats/token' * tuned
     yield Column('detectable_holm', 'verdict.detectable', heading, '.4f')
     for name in PARTS:
-        is_printed = name != 'longer' and any(getattr(arm.parts, name) for arm in findings.arms)
-        part = f'parts.{name}.difference'
-        heading = f'{name},|nats/token' * is_printed
-        yield Column(name, part, heading, interval, (HEADLINE,), parts=('mean', 'low', 'high'))
+        heading = ''
+        if name in _HEADINGS and any(getattr(arm.parts, name) for arm in findings.arms):
+            heading = f'{_HEADINGS[name]},|nats/token'
+        key = _KEYS.get(name, name)
+        difference = f'parts.{name}.difference'
+        bounds = ('mean', 'low', 'high')
+        yield Column(key, difference, heading, interval, (HEADLINE,), parts=bounds)
     yield Column('reason', lambda arm: arm.verdict and reasons(arm))
     yield Column('split', 'comparison.split')
     yield Column('difference_validation', 'comparison.validation')
     yield Column('num_documents', 'comparison.num_documents')
 
 
-def _difference(arm: Arm) -> str:
+def _difference(arm: TrainedArm) -> str:
     if arm.is_baseline and not arm.chosen:
         return 'baseline, no result yet'
     if arm.is_baseline:
@@ -220,14 +230,14 @@ def _difference(arm: Arm) -> str:
     return prose.marked(interval(arm.difference), bool(arm.shortfalls))
 
 
-def _verdict(arm: Arm) -> str | None:
+def _verdict(arm: TrainedArm) -> str | None:
     """The decision, and whether it is settled or holds at this length of training."""
     if arm.verdict is None:
         return None
     return prose.lasting(arm.verdict.decision.value, prose.length(arm.settling))
 
 
-def _p_of_verdict(arm: Arm) -> float | None:
+def _p_of_verdict(arm: TrainedArm) -> float | None:
     """The corrected p value of the test behind an arm's verdict, of no difference if undecided.
 
     `better` and `worse` rest on the margin's test, those below the margin on that of no difference.
@@ -239,7 +249,7 @@ def _p_of_verdict(arm: Arm) -> float | None:
     return by_decision.get(arm.verdict.decision, arm.verdict.p_holm)
 
 
-def setting(knob: str, arm: Arm) -> float | None:
+def setting(knob: str, arm: TrainedArm) -> float | None:
     """The value of the verdict runs, or the one that screening has chosen so far."""
     if knob == KNOBS[0] and arm.tuning is None:
         return arm.learning_rate
@@ -248,7 +258,7 @@ def setting(knob: str, arm: Arm) -> float | None:
     return arm.sweeps[knob].chosen if knob in arm.sweeps else None
 
 
-def _setting(knob: str, arm: Arm) -> str:
+def _setting(knob: str, arm: TrainedArm) -> str:
     """'0.0042 [0.0038, 0.0047]', '0.016*' where it is not bracketed."""
     if (value := setting(knob, arm)) is None:
         return NONE
@@ -257,7 +267,7 @@ def _setting(knob: str, arm: Arm) -> str:
     return f'{value:g}{"*" * loose} {prose.optimum(sweep)}'
 
 
-def _of_run(field: str, arm: Arm) -> float | None:
+def _of_run(field: str, arm: TrainedArm) -> float | None:
     """A number that all trials of the verdict run share."""
     return getattr(arm.verdict_trials[0], field) if arm.verdict_trials else None
 

@@ -21,11 +21,11 @@ from qkattn.stats.inference import Difference, Estimate
 from qkattn.stats.scaling import Problem
 from qkattn.stats.sweep import Sweep
 from qkattn.study import variant_tables
-from qkattn.study.arm_key import ArmKey
-from qkattn.verdict.arms import Arm
+from qkattn.study.arm_key import SAME_SHAPE, ArmKey
 from qkattn.verdict.codes import SHORT_ARM, Reason, Remark, RemarkCode
-from qkattn.verdict.load import Study
 from qkattn.verdict.settling import Length, Settling
+from qkattn.verdict.trained_arm import TrainedArm
+from qkattn.verdict.trained_study import TrainedStudy
 
 NONE = '-'
 DIGITS = 6  # significant ones, of a derived number that is stored
@@ -143,6 +143,11 @@ def words(name: str) -> str:
     return name if ' ' in name else name.replace('_', ' ')
 
 
+def control_words(control: str) -> str:
+    """The kind of a control as text."""
+    return 'same shape' if control == SAME_SHAPE else words(control)
+
+
 def one_line(text: str) -> str:
     return ' '.join(text.split())
 
@@ -150,7 +155,7 @@ def one_line(text: str) -> str:
 def clause(
     code: Remark | Reason | Problem,
     comparisons: int = 0,
-    study: Study | None = None,
+    study: TrainedStudy | None = None,
     intervals: bool = False,
     look: int = 1,
 ) -> str:
@@ -168,20 +173,20 @@ def clause(
     return macro('clauses.j2', name, about, **code.data)[0]
 
 
-def placed(key: ArmKey, study: Study | None) -> str:
-    """'b/vo at d_model=128', 'b/vo at d_model=128 (equal shape)', with the corpus if several."""
-    kind = f' ({words(key.control)})' if key.control else ''
+def placed(key: ArmKey, study: TrainedStudy | None) -> str:
+    """'b/vo at d_model=128', 'b/vo at d_model=128 (same shape)', with the corpus if several."""
+    kind = f' ({control_words(key.control)})' if key.control else ''
     corpus = f' on {key.corpus}' if study and len(study.corpora) > 1 else ''
     return f'{key.variant} at {key.size}{corpus}{kind}'
 
 
-def where(study: Study, group: Any) -> str:
+def where(study: TrainedStudy, group: Any) -> str:
     """What distinguishes a group of arms: 'd_model=128', 'stdlib', 'd_model=128, stdlib', ''."""
     several = (group.size, study.sizes), (group.corpus, study.corpora)
     return ', '.join(name for name, among in several if len(among) > 1)
 
 
-def remark(code: Remark, study: Study, intervals: bool = False) -> str:
+def remark(code: Remark, study: TrainedStudy, intervals: bool = False) -> str:
     """A whole sentence, with the arm that it is about; `intervals` as in `clause`."""
     text = clause(code, study=study, intervals=intervals)
     subject = f'{placed(code.arm, study)}: ' if code.arm else 'every arm: ' * code.every_arm
@@ -218,7 +223,7 @@ def device(provenance: Mapping[str, Any]) -> str:
     return f'{devices["count"]} x {devices["kind"]}' if devices else NOT_RECORDED
 
 
-def by_where(arms: Iterable[Arm], study: Study) -> dict[str, list[Arm]]:
+def by_where(arms: Iterable[TrainedArm], study: TrainedStudy) -> dict[str, list[TrainedArm]]:
     """Arms by size and corpus, in their order."""
     groups = itertools.groupby(arms, key=lambda arm: where(study, arm))
     return {name: list(group) for name, group in groups}
@@ -254,7 +259,7 @@ def _arm_title(context: jinja2.runtime.Context, arm: Any) -> str:
     return placed(arm if isinstance(arm, ArmKey) else arm.key, context.get('study'))
 
 
-def _details(measure: Any, arms: Iterable[Arm]) -> dict[str, list]:
+def _details(measure: Any, arms: Iterable[TrainedArm]) -> dict[str, list]:
     """The recorded details of how a metric was measured, each value once."""
     trials = [trial for arm in arms for trial in arm.chosen]
     details = {name: f'{measure.split}_{name}' for name in measure.metric.details}

@@ -24,22 +24,22 @@ from qkattn.stats.scaling import Interval, Law, Problem
 from qkattn.storage import ledger
 from qkattn.study.arm_key import ArmKey
 from qkattn.verdict import rules
-from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings
-from qkattn.verdict.load import Study
+from qkattn.verdict.trained_arm import TrainedArm
+from qkattn.verdict.trained_study import TrainedStudy
 
 WIDTH = 100  # columns that a report fits into, of a terminal or a log
 
 
-def files(study: Study, findings: Findings) -> dict[str, str]:
+def files(findings: Findings) -> dict[str, str]:
     """The files of a report that are compared with logs, by name."""
-    return {'table.md': report_markdown(study, findings), 'table.csv': csv_table(study, findings)}
+    return {'table.md': report_markdown(findings), 'table.csv': csv_table(findings)}
 
 
-def csv_table(study: Study, findings: Findings) -> str:
+def csv_table(findings: Findings) -> str:
     """A row per arm, controls last, with the digits of `rounded`; empty without a number."""
-    of_study = [*columns.columns(study, findings)]
-    arms = (*findings.arms, *findings.controls)
+    of_study = [*columns.columns(findings)]
+    arms = findings.every_arm
     rows = [{n: rounded(v) for c in of_study for n, v in c.cells(arm).items()} for arm in arms]
     return csv_text(rows)
 
@@ -94,13 +94,14 @@ class Sheet(NamedTuple):
     note: str
 
 
-def sheets(study: Study, findings: Findings) -> list[Sheet]:
+def sheets(findings: Findings) -> list[Sheet]:
     """The tables of a study, in the order in which they are printed."""
+    study = findings.study
     made = {
-        'parts': _table(_parts(study, findings)),
-        'controls': columns.printed(columns.CONTROL, study, findings, findings.controls),
-        'yardsticks': _table(_yardsticks(study, findings)),
-        'laws': _table(_laws(study, findings)),
+        'parts': _table(_parts(findings)),
+        'controls': columns.printed(columns.CONTROL, findings, findings.controls),
+        'yardsticks': _table(_yardsticks(findings)),
+        'laws': _table(_laws(findings)),
         'forms': _table(_forms(findings)),
         'ledger': _table(_ledger(study)),
     }
@@ -121,7 +122,7 @@ def _table(rows: Iterator[Row]) -> Table:
     return headings, [list(row.values()) for row in listed]
 
 
-def _place(study: Study, row: Any) -> Row:
+def _place(study: TrainedStudy, row: Any) -> Row:
     """The cells that identify an arm, or a variant over sizes or corpora, in this study."""
     place = {'variant': row.variant}
     for name, among in (('size', study.sizes), ('corpus', study.corpora)):
@@ -130,13 +131,14 @@ def _place(study: Study, row: Any) -> Row:
     return place
 
 
-def _parts(study: Study, findings: Findings) -> Iterator[Row]:
-    """Removing and reinvesting, which add up to the difference, and the longer budget."""
+def _parts(findings: Findings) -> Iterator[Row]:
+    """The difference at the same shape and reinvesting, which add up, and the longer budget."""
+    study = findings.study
     for arm in findings.arms if findings.has_parts else ():
         if not arm.is_baseline:
             differences = {
-                'removing|equal shape - baseline': arm.parts.removing,
-                'reinvesting|matched - equal shape': arm.parts.reinvesting,
+                'at the same shape|minus the baseline': arm.parts.same_shape,
+                'reinvesting|matched - same shape': arm.parts.reinvesting,
                 'both|matched - baseline': arm.comparison,
             }
             if times := study.controls.longer:
@@ -145,9 +147,9 @@ def _parts(study: Study, findings: Findings) -> Iterator[Row]:
             yield _place(study, arm) | texts
 
 
-def _yardsticks(study: Study, findings: Findings) -> Iterator[Row]:
+def _yardsticks(findings: Findings) -> Iterator[Row]:
     """Each baseline with the yardsticks that it has to beat."""
-    for arm in rules.baselines(study, (*findings.arms, *findings.controls)):
+    for arm in rules.baselines(findings.study, findings.every_arm):
         yardstick = arm.yardstick
         best = yardstick.best(arm.split) if yardstick else None
         word_by_word = yardstick.bleu.get(arm.split) if yardstick else None
@@ -171,8 +173,9 @@ def _yardsticks(study: Study, findings: Findings) -> Iterator[Row]:
         yield row
 
 
-def _laws(study: Study, findings: Findings) -> Iterator[Row]:
+def _laws(findings: Findings) -> Iterator[Row]:
     """The law of each variant and the worth of its parameters, or why there is none."""
+    study = findings.study
     for scaling in findings.scaling:
         law = scaling.law
         worth = scaling.worth
@@ -200,7 +203,7 @@ def _forms(findings: Findings) -> Iterator[Row]:
             yield {'variant': name, 'form': form, 'A[n]': score, 'B[n]': value}
 
 
-def _ledger(study: Study) -> Iterator[Row]:
+def _ledger(study: TrainedStudy) -> Iterator[Row]:
     for entry in study.ledger.entries:
         arms = [ArmKey(*ledger.arm_key(arm)) for arm in entry.get('arms', ())]
         (details,) = prose.macro('sheets.j2', 'entered', {'study': study}, entry=entry, arms=arms)
@@ -213,64 +216,64 @@ def _ledger(study: Study) -> Iterator[Row]:
         }
 
 
-def headline(study: Study, findings: Findings) -> str:
+def headline(findings: Findings) -> str:
     """The result for a README: a narrow Markdown table and what was held equal.
 
     Arms in the order of their difference, the baseline first, size by size and corpus by corpus.
     """
 
-    def rank(arm: Arm) -> tuple:
+    def rank(arm: TrainedArm) -> tuple:
         return not arm.is_baseline, arm.difference.mean if arm.difference else math.inf
 
-    groups = prose.by_where(findings.arms, study).values()
+    groups = prose.by_where(findings.arms, findings.study).values()
     arms = [arm for group in groups for arm in sorted(group, key=rank)]
-    lines = sentences('headline.j2', study=study, findings=findings)
-    text = markdown(' '.join([*lines, summary(study, findings)[-1]]))
-    return (
-        f'{markdown_table(*columns.printed(columns.HEADLINE, study, findings, arms))}\n\n{text}\n'
-    )
+    lines = sentences('headline.j2', study=findings.study, findings=findings)
+    text = markdown(' '.join([*lines, summary(findings)[-1]]))
+    return f'{markdown_table(*columns.printed(columns.HEADLINE, findings, arms))}\n\n{text}\n'
 
 
-def settings(study: Study, findings: Findings) -> list[str]:
+def settings(findings: Findings) -> list[str]:
     """'name: value' of the settings that all arms share, of the runs that results are from."""
-    return sentences('settings.j2', study=study, findings=findings)
+    return sentences('settings.j2', study=findings.study, findings=findings)
 
 
-def summary(study: Study, findings: Findings) -> list[str]:
+def summary(findings: Findings) -> list[str]:
     """The result in sentences; the last one states what all arms share."""
-    return sentences('summary.j2', study=study, findings=findings)
+    return sentences('summary.j2', study=findings.study, findings=findings)
 
 
-def notes(study: Study, findings: Findings) -> list[str]:
+def notes(findings: Findings) -> list[str]:
     """Notes under the table: the meaning of the numbers and their limits."""
-    about: dict[str, Any] = {'study': study, 'findings': findings, 'power': POWER}
+    about: dict[str, Any] = {'study': findings.study, 'findings': findings, 'power': POWER}
     about |= {'alpha': ALPHA, 'level': level}
     return sentences('notes.j2', **about, measures=columns.measured(findings))
 
 
-def report_markdown(study: Study, findings: Findings) -> str:
+def report_markdown(findings: Findings) -> str:
     """The result, the tables and their notes as a Markdown document."""
+    study = findings.study
     question = [study.question] if study.question else []
-    parts = [f'# {markdown(study.name)}', *map(markdown, [*question, *summary(study, findings)])]
-    parts.append(markdown_table(*columns.printed(columns.PAGE, study, findings, findings.arms)))
-    parts.append(_bullets([*notes(study, findings), *study.problems]))
-    for sheet in sheets(study, findings):
+    parts = [f'# {markdown(study.name)}', *map(markdown, [*question, *summary(findings)])]
+    parts.append(markdown_table(*columns.printed(columns.PAGE, findings, findings.arms)))
+    parts.append(_bullets([*notes(findings), *study.problems]))
+    for sheet in sheets(findings):
         table = markdown_table(sheet.headings, sheet.rows)
         parts += [f'## {markdown(sheet.title)}', table, markdown(sheet.note)]
-    return '\n\n'.join([*parts, '## Settings', _bullets(settings(study, findings))]) + '\n'
+    return '\n\n'.join([*parts, '## Settings', _bullets(settings(findings))]) + '\n'
 
 
 def _bullets(items: Iterable[str]) -> str:
     return '\n'.join(f'- {markdown(item)}' for item in items)
 
 
-def terminal_text(study: Study, findings: Findings, page: Path) -> str:
+def terminal_text(findings: Findings, page: Path) -> str:
     """The result, the columns of the headline that fit, the yardsticks, and where the rest is."""
+    study = findings.study
     lines = [f'study {study.name}', *([study.question] if study.question else []), '']
-    lines += [*summary(study, findings), *(f'! {problem}' for problem in study.problems)]
+    lines += [*summary(findings), *(f'! {problem}' for problem in study.problems)]
     made = [
-        columns.printed(columns.HEADLINE, study, findings, findings.arms),
-        _table(_yardsticks(study, findings)),
+        columns.printed(columns.HEADLINE, findings, findings.arms),
+        _table(_yardsticks(findings)),
     ]
     wrapper = textwrap.TextWrapper(WIDTH, break_long_words=False, break_on_hyphens=False)
     parts = ['\n'.join(wrapper.fill(visible(one_line(line))) for line in lines)]

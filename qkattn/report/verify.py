@@ -38,7 +38,7 @@ from qkattn.report.prose import rounded
 from qkattn.storage import ledger
 from qkattn.storage.files import read_whole, write_atomic
 from qkattn.study.tuning import SCREENING
-from qkattn.verdict import Study, load_findings
+from qkattn.verdict import TrainedStudy, load_findings
 from qkattn.verdict.runs import Trial
 
 TOLERANCE = 1e-6  # relative, of derived numbers
@@ -51,11 +51,12 @@ def check_study(directory: str | Path) -> int:
 
     ReportError names the first difference, and where it is.
     """
-    study, findings = load_findings(directory)
+    findings = load_findings(directory)
+    study = findings.study
     for problem in itertools.chain(study.problems, _run_problems(study), _ledger_problems(study)):
         raise ReportError(f'{study.directory}: {problem}')
     count = 0
-    for name, text in tables.files(study, findings).items():
+    for name, text in tables.files(findings).items():
         path = study.directory / name
         if not path.is_file():
             raise ReportError(f'{path} does not exist; make it with python -m experiments.report')
@@ -69,7 +70,7 @@ def check_study(directory: str | Path) -> int:
 # The text between `<!-- NAME: DIRECTORY -->` and `<!-- end -->` in a Markdown page, of the
 # directory and of its path as written; by name.
 Blocks = Mapping[str, Callable[[Path, str], str]]
-HEADLINE: Blocks = {'headline': lambda path, _: tables.headline(*load_findings(path))}
+HEADLINE: Blocks = {'headline': lambda path, _: tables.headline(load_findings(path))}
 
 
 def check_page(path: str | Path, blocks: Blocks = HEADLINE, *, write: bool = False) -> int:
@@ -94,7 +95,7 @@ def check_page(path: str | Path, blocks: Blocks = HEADLINE, *, write: bool = Fal
     return len(block.findall(text))
 
 
-def _ledger_problems(study: Study) -> Iterator[str]:
+def _ledger_problems(study: TrainedStudy) -> Iterator[str]:
     """Declarations that are not in the ledger, and files that changed since a look."""
     if study.ledger.declaration != study.declaration:
         yield f'study.json is not what the last declaration in {ledger.NAME} says'
@@ -113,7 +114,7 @@ def _ledger_problems(study: Study) -> Iterator[str]:
         )
 
 
-def _run_problems(study: Study) -> Iterator[str]:
+def _run_problems(study: TrainedStudy) -> Iterator[str]:
     """Runs whose results are not those of their plan or of each other."""
     for run in study.runs:
         if fingerprint_of(run.config) != run.name:
@@ -131,7 +132,7 @@ def _run_problems(study: Study) -> Iterator[str]:
                     yield f'{about}, which is {expected} by its other fields'
 
 
-def _derived(study: Study, trial: Trial) -> Iterator[tuple[str, float, float]]:
+def _derived(study: TrainedStudy, trial: Trial) -> Iterator[tuple[str, float, float]]:
     """Names and numbers of a result, and those that its other fields and its config give."""
     total = trial.parameters['total']
     run = trial.run

@@ -6,9 +6,10 @@ from typing import NamedTuple
 from qkattn.errors import ConfigError
 
 # Controls: a saving variant that stays at the baseline's shape, and an arm that is trained longer.
-EQUAL_SHAPE = 'equal_shape'
+# Settings and stored results call the first one `equal_shape`.
+SAME_SHAPE = 'equal_shape'
 LONGER = 'longer'
-CONTROLS = (EQUAL_SHAPE, LONGER)
+CONTROLS = (SAME_SHAPE, LONGER)
 # The decisions that a positive control may expect.
 EXPECTED = ('better', 'worse', 'not better', 'not worse')
 
@@ -16,7 +17,7 @@ EXPECTED = ('better', 'worse', 'not better', 'not worse')
 class ArmKey(NamedTuple):
     """Identifies an arm within its study."""
 
-    # Its label, with ' [destination]' if the study has several; an equal-shape control has no
+    # Its label, with ' [destination]' if the study has several; a same-shape control has no
     # destination, so its label is the variant alone.
     variant: str
     size: str  # as written in the study
@@ -38,7 +39,7 @@ class Expected(NamedTuple):
 
     variant: str  # its label
     decision: str  # one of EXPECTED
-    equal_shape: bool  # whether the variant at the baseline's shape is meant, not the matched one
+    same_shape: bool  # whether the variant at the baseline's shape is meant, not the matched one
 
 
 def parse_expected(text: str) -> Expected:

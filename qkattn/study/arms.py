@@ -24,7 +24,7 @@ from qkattn.model.sites import attention_spec, sites, validate
 from qkattn.stats.inference import MIN_PAIRS
 from qkattn.stats.sweep import MIN_SEEDS, MIN_VALUES
 from qkattn.storage.sinks import check_sinks
-from qkattn.study.arm_key import EQUAL_SHAPE, ArmKey, parse_expected
+from qkattn.study.arm_key import SAME_SHAPE, ArmKey, parse_expected
 from qkattn.study.tuning import MODEL_KNOBS, TRIAL_KNOBS, screening_seeds
 from qkattn.train.optimizer import check_optimizer
 from qkattn.train.trials import check_metrics
@@ -189,7 +189,7 @@ class MatchedArm:
     """A variant at one size, one corpus and one destination of the parameters it saves."""
 
     variant: str  # as written in the study
-    # What receives the saved parameters; None for the baseline and for controls of equal shape.
+    # What receives the saved parameters; None for the baseline and for controls at the same shape.
     destination: str | None
     key: ArmKey
     model: ModelConfig
@@ -235,7 +235,7 @@ def parse_variant(text: str) -> dict[str, Any]:
 def resolved(study: Study) -> Study:
     """The study with defaults in place of empty corpora and controls.
 
-    Without tuning there are no controls; without a match none of equal shape.
+    Without tuning there are no controls; without a match none at the same shape.
     """
     corpora = study.corpora or (study.base.data.name,)
     given = study.controls
@@ -351,16 +351,19 @@ def build_arms(study: Study) -> list[MatchedArm]:
                 'whose steps are finer than the parameters saved'
             )
     for text in study.expected:
-        variant, _, equal_shape = parse_expected(text)
+        expected = parse_expected(text)
         compared = [
             arm.key.variant
             for arm in arms
-            if arm.variant != study.baseline and (arm.key.control == EQUAL_SHAPE) == equal_shape
+            if arm.variant != study.baseline
+            and (arm.key.control == SAME_SHAPE) == expected.same_shape
         ]
-        if variant not in compared:
-            kind = ' at equal shape (cheaper ones, with controls.equal_shape and a match)'
+        if expected.variant not in compared:
+            kind = ''
+            if expected.same_shape:
+                kind = ' at the same shape (cheaper ones, with controls.equal_shape and a match)'
             raise ConfigError(
-                f'expected={text!r}: {variant!r} is not among the arms{kind * equal_shape} that '
+                f'expected={text!r}: {expected.variant!r} is not among the arms{kind} that '
                 f'are compared with {study.baseline!r}; they are '
                 f'{", ".join(map(repr, dict.fromkeys(compared))) or "none"}'
             )
@@ -426,7 +429,7 @@ def _at_size(study: Study, size: str) -> list[MatchedArm]:
         config = dataclasses.replace(config, d_ff=config.d_ff or baseline.d_ff)
         saves = problem(config) is None and cost.measured(config, which) < target
         if study.controls.equal_shape and saves and config not in [arm.model for arm in arms]:
-            add(variant, config, control=EQUAL_SHAPE)
+            add(variant, config, control=SAME_SHAPE)
     if refused:
         raise MatchError('\n'.join(refused))
     return arms
@@ -441,7 +444,7 @@ def table(arms: Sequence[MatchedArm], equal: str | None) -> str:
     rows = []
     for arm in arms:
         config = arm.model
-        control = ' (equal shape)' if arm.key.control == EQUAL_SHAPE else ''
+        control = ' (same shape)' if arm.key.control == SAME_SHAPE else ''
         row = {
             'variant': f'{arm.key.variant}{control}{"" if one_size else f" {arm.key.size}"}',
             **{'d_model': f'{config.d_model}', 'd_ff': f'{config.mlp_width}'},

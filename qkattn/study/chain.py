@@ -18,7 +18,8 @@ from qkattn.errors import ReportError
 from qkattn.storage import ledger
 from qkattn.storage.ledger import Ledger, Repeat
 from qkattn.storage.records import read_json
-from qkattn.study.arm_key import EQUAL_SHAPE, ArmKey
+from qkattn.study.arm_key import SAME_SHAPE, ArmKey
+from qkattn.study.family import primary_arms
 
 # Committed studies of claims, by scale and name; not part of an installation.
 COMMITTED = Path(__file__).parents[2] / 'experiments/results/claims'
@@ -46,15 +47,15 @@ def question(key: ArmKey, declared: Mapping[str, Any]) -> ArmKey:
     """What an arm of a study asks: the same key in every study of a chain that asks it.
 
     Its variant names the destination of the saved parameters, also where the study has only one. A
-    variant that is not matched is the control of equal shape of a study that matches. `declared`
+    variant that is not matched is the same-shape control of a study that matches. `declared`
     has the fields `baseline`, `destinations` and `matched` of study.json.
     """
     if key.variant == declared['baseline']:
         return key
     if declared['matched'] is None:
-        return key._replace(control=EQUAL_SHAPE)
+        return key._replace(control=SAME_SHAPE)
     destinations = declared['destinations']
-    if key.control == EQUAL_SHAPE or len(destinations) > 1:
+    if key.control == SAME_SHAPE or len(destinations) > 1:
         return key
     return key._replace(variant=f'{key.variant} [{destinations[0]}]')
 
@@ -166,13 +167,10 @@ def _family(
     questions: Iterable[ArmKey], arms: Iterable[tuple[str | None, ...]], declared: Mapping[str, Any]
 ) -> frozenset[ArmKey]:
     """The questions of primary arms but the baseline."""
-    primary = [ArmKey(*key) for key in arms]
-    asked = {
-        question(key, declared)
-        for key in primary
-        if key.control is None and key.variant != declared['baseline']
-    }
-    return frozenset(asked).intersection(questions)
+    keys = [ArmKey(*key) for key in arms]
+    primary = primary_arms(keys, declared['baseline'])
+    asked = frozenset(question(key, declared) for key in primary)
+    return asked.intersection(questions)
 
 
 def places(name: str, directory: Path) -> list[Path]:

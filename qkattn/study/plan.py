@@ -25,11 +25,12 @@ from qkattn.errors import ConfigError
 from qkattn.jobs import cli
 from qkattn.jobs.output import text_table
 from qkattn.model import cost as model_cost
-from qkattn.stats import decision, inference
+from qkattn.stats import inference
 from qkattn.stats.decision import Decision
 from qkattn.storage.records import FINISHED, read_results, to_jsonable
 from qkattn.study.arm_key import LONGER, ArmKey
 from qkattn.study.arms import MatchedArm, resolved
+from qkattn.study.family import Family, primary_arms
 from qkattn.study.tuning import (
     KNOBS,
     MODEL_KNOBS,
@@ -199,7 +200,7 @@ def _decided(
     comparisons of the whole study: other reasons are not known before the report.
     """
     primary = [arm for arm in arms if arm.key.control is None]
-    comparisons = sum(arm.variant != study.baseline for arm in primary)
+    size_of_family = len(primary_arms((arm.key for arm in primary), study.baseline))
     verdicts = {run.arm.key: run for run in known if run.stage == VERDICT}
     finished = {key: trials for key, run in verdicts.items() if (trials := results(run))}
     losses = {key: _losses(trials, 'test_loss') for key, trials in finished.items()}
@@ -208,16 +209,21 @@ def _decided(
         (baseline,) = (arm for arm in group if arm.variant == study.baseline)
         if not losses.keys() >= {arm.key for arm in group}:
             continue
-        tests = {}
-        diverged = {}
-        for key in (arm.key for arm in group if arm is not baseline):
-            pairs = [(one, losses[baseline.key][seed]) for seed, one in losses[key].items()]
-            one, other = zip(*pairs, strict=True)
-            diverged[key] = one.count(None), other.count(None)
-            both = [one - other for one, other in pairs if None not in (one, other)]
-            tests[key] = inference.paired(both, study.margin) if both else None
-        judged = decision.judge(tests, diverged=diverged, planned=comparisons)
-        decided = {k for k, one in judged.items() if one.decision is not Decision.UNDECIDED}
+        family = Family(size_of_family)
+        for arm in group:
+            if arm is baseline:
+                continue
+            pairs = [(loss, losses[baseline.key][seed]) for seed, loss in losses[arm.key].items()]
+            arm_losses, baseline_losses = zip(*pairs, strict=True)
+            differences = [loss - other for loss, other in pairs if None not in (loss, other)]
+            difference = inference.paired(differences, study.margin) if differences else None
+            diverged = (arm_losses.count(None), baseline_losses.count(None))
+            family.add(arm.key, difference, diverged)
+        decided = {
+            key
+            for key, judgement in family.judge().items()
+            if judgement.decision is not Decision.UNDECIDED
+        }
         if decided:
             yield from (arm for arm in group if arm is baseline or arm.key in decided)
 

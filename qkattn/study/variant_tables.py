@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-STORED = Path(__file__).with_name('catalogue.json')
+STORED = Path(__file__).with_name('variant_catalogue.json')
 Catalogue = dict[str, dict[str, dict[str, Any]]]
 
 
 def stored() -> Catalogue:
-    """The output of `qkattn.study.catalogue.measured`, as stored in the package."""
+    """The output of `qkattn.study.variant_catalogue.measured`, as stored in the package."""
     return json.loads(STORED.read_text('utf-8'))
 
 

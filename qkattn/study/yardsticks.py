@@ -41,7 +41,7 @@ from qkattn.storage.files import Files, absolute
 from qkattn.storage.ledger import YARDSTICKS
 from qkattn.storage.run_directory import describe_start
 from qkattn.study import stored
-from qkattn.study.arm_key import EQUAL_SHAPE, LONGER
+from qkattn.study.arm_key import LONGER, SAME_SHAPE
 from qkattn.study.tuning import SCREENING, VERDICT
 from qkattn.study.yardstick_definitions import DEFINITIONS, is_current
 from qkattn.train import step
@@ -134,7 +134,7 @@ def _of_baseline(path: Path, files: Files) -> Iterator[tuple[_Record, list[_Reco
     }
     for run in records.read_lines(files / 'plan.jsonl', schema, take=stored.check_run_directory):
         results_of_run = results.get(run['run'], [])
-        is_baseline = run['variant'] == baseline and run['control'] != EQUAL_SHAPE
+        is_baseline = run['variant'] == baseline and run['control'] != SAME_SHAPE
         is_finished = any(result['status'] == records.FINISHED for result in results_of_run)
         if is_baseline and is_finished and run['stage'] != SCREENING:
             yield run, results_of_run

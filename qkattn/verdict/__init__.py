@@ -2,8 +2,9 @@
 
 from qkattn.stats.decision import Decision
 from qkattn.verdict.codes import Reason, ReasonCode, Remark, RemarkCode
-from qkattn.verdict.findings import Findings, find, load_findings
-from qkattn.verdict.load import Study, load_study
+from qkattn.verdict.findings import Findings
+from qkattn.verdict.study_findings import find, load_findings
+from qkattn.verdict.trained_study import TrainedStudy, load_study
 
 __all__ = ['Decision', 'Findings', 'Reason', 'ReasonCode', 'Remark', 'RemarkCode']
-__all__ += ['Study', 'find', 'load_findings', 'load_study']
+__all__ += ['TrainedStudy', 'find', 'load_findings', 'load_study']

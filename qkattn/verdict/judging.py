@@ -9,12 +9,14 @@ from collections.abc import Iterator, Sequence
 
 from qkattn.stats import decision, inference
 from qkattn.stats.decision import ABOVE_ZERO, BELOW_ZERO, DECIDED, Decision, Judgement
-from qkattn.study.arm_key import EQUAL_SHAPE, ArmKey, Expected, parse_expected
-from qkattn.verdict.arms import Arm, compare, num_diverged, with_baselines
+from qkattn.study.arm_key import ArmKey, Expected, parse_expected
+from qkattn.study.family import Family, expected_arms, is_compared, primary_arms
 from qkattn.verdict.codes import Comparison, Reason, ReasonCode, Remark, Verdict
-from qkattn.verdict.load import Study
+from qkattn.verdict.comparing import compare, num_diverged
+from qkattn.verdict.trained_arm import TrainedArm, with_baselines
+from qkattn.verdict.trained_study import TrainedStudy
 
-Case = tuple[Arm, Arm | None]  # an arm and its baseline, which may be missing
+Case = tuple[TrainedArm, TrainedArm | None]  # an arm and its baseline, which may be missing
 
 # The decisions with which a positive control passes.
 _PASSES = {
@@ -30,7 +32,7 @@ class PositiveControl:
     """A known effect that the study should show, at one size and on one corpus."""
 
     expected: Expected
-    arm: Arm
+    arm: TrainedArm
     verdict: Verdict
 
     @property
@@ -41,37 +43,39 @@ class PositiveControl:
         return self.verdict.decision in _PASSES[self.expected.decision]
 
 
-def family_size(study: Study) -> int:
+def family_size(study: TrainedStudy) -> int:
     """How many primary arms are, or ever were, declared for comparison with a baseline.
 
     In any study of the chain: which arms a repeat has may depend on what earlier ones found.
     """
-    primary = (p for p in study.arms if p.control is None and p.variant != study.baseline)
-    asked = {study.question_of(key) for key in primary}
-    for one in study.earlier:
-        asked |= one.family
-    return max(len(asked), study.ledger.family)
+    questions = {study.question_of(key) for key in primary_arms(study.arms, study.baseline)}
+    for earlier in study.earlier:
+        questions |= earlier.family
+    return max(len(questions), study.ledger.family)
 
 
-def primary(study: Study, arms: Sequence[Arm], blocks: Sequence[Remark]) -> dict[ArmKey, Verdict]:
+def primary(
+    study: TrainedStudy, arms: Sequence[TrainedArm], blocks: Sequence[Remark]
+) -> dict[ArmKey, Verdict]:
     """The verdicts of the primary arms, against their baselines."""
-    pairs = with_baselines(arms)
-    cases = [case for case in pairs if not case[0].key.control and not case[0].is_baseline]
+    cases = [
+        (arm, baseline)
+        for arm, baseline in with_baselines(arms)
+        if is_compared(arm.key, study.baseline)
+    ]
     verdicts = judge(study, cases, blocks, family_size(study))
     return {arm.key: verdict for (arm, _), verdict in zip(cases, verdicts, strict=True)}
 
 
 def positive(
-    study: Study, arms: Sequence[Arm], blocks: Sequence[Remark]
+    study: TrainedStudy, arms: Sequence[TrainedArm], blocks: Sequence[Remark]
 ) -> tuple[PositiveControl, ...]:
     """The verdict of every arm with an expected effect, in the family of all declared ones."""
     cases = {case[0].key: case for case in with_baselines(arms)}
     effects = [
         (expected, key)
         for expected in map(parse_expected, study.expected)
-        for key in study.arms
-        if key.variant == expected.variant
-        and key.control == (EQUAL_SHAPE if expected.equal_shape else None)
+        for key in expected_arms(study.arms, expected)
     ]
     known = [(expected, cases[key]) for expected, key in effects if key in cases]
     others = {text for one in study.earlier for text in one.expected} - {*study.expected}
@@ -82,7 +86,11 @@ def positive(
 
 
 def pair(
-    study: Study, arm: Arm, other: Arm | None, blocks: Sequence[Remark], family: int
+    study: TrainedStudy,
+    arm: TrainedArm,
+    other: TrainedArm | None,
+    blocks: Sequence[Remark],
+    family: int,
 ) -> Verdict:
     """The verdict of one arm against another, one of `family` comparisons."""
     if not study.tuned:
@@ -91,42 +99,62 @@ def pair(
 
 
 def judge(
-    study: Study, cases: Sequence[Case], blocks: Sequence[Remark], family: int
+    study: TrainedStudy, cases: Sequence[Case], blocks: Sequence[Remark], family: int
 ) -> list[Verdict]:
     """The verdict of every case, corrected for `family` comparisons; `blocks` withhold all.
 
     A case is tested once the arm and its baseline have results of all their seeds.
     """
-    lacking = [_lacking(study, *case, blocks) for case in cases]
-    compared: dict[int, Comparison | None] = {}
-    diverged: dict[int, tuple[int, int]] = {}
-    looks: dict[int, int] = {}
+    tests = Family(family)
+    withheld: dict[int, tuple[Reason | Remark, ...]] = {}
+    comparisons: dict[int, Comparison | None] = {}
     for number, (arm, baseline) in enumerate(cases):
-        if baseline is not None and not lacking[number]:
-            compared[number] = compare(arm, baseline, study)
-            diverged[number] = num_diverged(arm, baseline)
-            looks[number] = study.look(arm.key, baseline.key)
-    differences = {number: one.difference if one else None for number, one in compared.items()}
-    judged = decision.judge(differences, diverged=diverged, planned=family, looks=looks)
-    verdicts = [Verdict(Decision.NO_VERDICT, reasons=why) for why in lacking]
-    for number, judgement in judged.items():
-        decided = judgement.decision
-        comparison = compared[number]
-        reasons = list(_outcome(comparison, judgement, *diverged[number]))
-        if comparison and comparison.num_documents is None:
-            reasons = [Reason(ReasonCode.NO_DOCUMENTS)]
-            decided = Decision.NO_VERDICT
-        elif comparison and not _agree(comparison, decided):
-            means = {'test': comparison.difference.mean, 'validation': comparison.validation}
-            reasons.append(Reason(ReasonCode.SPLITS_DISAGREE, {'decision': decided} | means))
-            decided = Decision.UNDECIDED
-        numbers = vars(judgement) | {'num_comparisons': family, 'look': looks[number]}
-        verdicts[number] = Verdict(**numbers | {'decision': decided, 'reasons': tuple(reasons)})
+        lacking = _lacking(study, arm, baseline, blocks)
+        if baseline is None or lacking:
+            withheld[number] = lacking
+            continue
+        comparison = compare(arm, baseline, study.margin)
+        comparisons[number] = comparison
+        difference = comparison.difference if comparison else None
+        look = study.look(arm.key, baseline.key)
+        tests.add(number, difference, num_diverged(arm, baseline), look)
+    judgements = tests.judge()
+    verdicts = []
+    for number in range(len(cases)):
+        if number in withheld:
+            verdicts.append(Verdict(Decision.NO_VERDICT, reasons=withheld[number]))
+        else:
+            verdicts.append(_verdict(tests, number, judgements[number], comparisons[number]))
     return verdicts
 
 
+def _verdict(
+    family: Family, number: int, judgement: Judgement, comparison: Comparison | None
+) -> Verdict:
+    """The verdict from the tests of a case, if it has losses by document and its splits agree."""
+    decided = judgement.decision
+    reasons = list(_outcome(comparison, judgement, *family.diverged[number]))
+    if comparison and comparison.num_documents is None:
+        reasons = [Reason(ReasonCode.NO_DOCUMENTS)]
+        decided = Decision.NO_VERDICT
+    elif comparison and not _agree(comparison, decided):
+        means = {'test': comparison.difference.mean, 'validation': comparison.validation}
+        reasons.append(Reason(ReasonCode.SPLITS_DISAGREE, {'decision': decided} | means))
+        decided = Decision.UNDECIDED
+    return Verdict(
+        decided,
+        judgement.p_holm,
+        judgement.p_margin_holm,
+        judgement.p_equivalence_holm,
+        judgement.detectable,
+        reasons=tuple(reasons),
+        num_comparisons=family.size,
+        look=family.looks[number],
+    )
+
+
 def _lacking(
-    study: Study, arm: Arm, baseline: Arm | None, blocks: Sequence[Remark]
+    study: TrainedStudy, arm: TrainedArm, baseline: TrainedArm | None, blocks: Sequence[Remark]
 ) -> tuple[Reason | Remark, ...]:
     """Remarks that block the arm or its baseline, and the results that the verdict lacks."""
     why: list[Reason | Remark] = [*blocks, *arm.blocks]

@@ -16,10 +16,11 @@ from qkattn.stats.decision import Decision
 from qkattn.storage.records import flat, parse_file
 from qkattn.study.arm_key import LONGER, ArmKey
 from qkattn.verdict import judging
-from qkattn.verdict.arms import Arm
 from qkattn.verdict.codes import Remark
-from qkattn.verdict.load import Study, read_base
+from qkattn.verdict.findings import Findings
 from qkattn.verdict.settling import TIMES, Settling, Trained, settle, trained
+from qkattn.verdict.trained_arm import TrainedArm
+from qkattn.verdict.trained_study import TrainedStudy, read_base
 
 # What two lengths of one training may differ in.
 _FREE = (
@@ -35,7 +36,7 @@ _MATCHING = {
 }
 
 
-def studies_beside(study: Study) -> list[Path]:
+def studies_beside(study: TrainedStudy) -> list[Path]:
     """The directories beside a study that train the same models at least `TIMES` as long."""
     shared = _shared(study.base)
     steps = study.base.train.num_steps
@@ -65,15 +66,15 @@ def _shared(base: Config) -> dict[str, Any]:
 
 
 def settlings(
-    study: Study,
-    arms: Sequence[Arm],
+    study: TrainedStudy,
+    arms: Sequence[TrainedArm],
     blocks: Sequence[Remark],
-    beside: Sequence[tuple[Study, Sequence[Arm]]],
+    beside: Sequence[Findings],
 ) -> Mapping[ArmKey, Settling]:
     """What is known of each primary arm's difference beyond its length of training.
 
-    `arms` have their verdicts; `beside` are the studies of `studies_beside` with their arms. Of
-    several longer trainings the longest counts.
+    `arms` have their verdicts; `beside` are the findings of `studies_beside`. Of several longer
+    trainings the longest counts.
     """
     made = {}
     for arm in arms:
@@ -88,7 +89,7 @@ def settlings(
 
 
 def _own(
-    study: Study, arm: Arm, arms: Sequence[Arm], blocks: Sequence[Remark]
+    study: TrainedStudy, arm: TrainedArm, arms: Sequence[TrainedArm], blocks: Sequence[Remark]
 ) -> Iterator[Trained]:
     """The difference of the study's own control, on fresh seeds."""
     seeds = {*study.controls.longer_seeds}
@@ -103,14 +104,12 @@ def _own(
             yield from _trained(longer)
 
 
-def _others(
-    study: Study, arm: Arm, beside: Sequence[tuple[Study, Sequence[Arm]]]
-) -> Iterator[Trained]:
+def _others(study: TrainedStudy, arm: TrainedArm, beside: Sequence[Findings]) -> Iterator[Trained]:
     """The differences of the same arm in other studies, on seeds of their own."""
-    for other, arms in beside:
-        if {*other.seeds} & {*study.seeds}:
+    for findings in beside:
+        if {*findings.study.seeds} & {*study.seeds}:
             continue
-        for longer in arms:
+        for longer in findings.arms:
             is_same = longer.key == arm.key and (
                 longer.example.parameters == arm.example.parameters
             )
@@ -119,6 +118,6 @@ def _others(
                 yield from _trained(longer)
 
 
-def _trained(arm: Arm) -> Iterator[Trained]:
+def _trained(arm: TrainedArm) -> Iterator[Trained]:
     if arm.difference and (one := trained(arm.example.run.num_steps, arm.difference)):
         yield one

@@ -10,31 +10,34 @@ from qkattn.storage.records import flat
 from qkattn.study.arm_key import LONGER, ArmKey
 from qkattn.study.chain import HARMLESS
 from qkattn.study.tuning import MODEL_KNOBS
-from qkattn.verdict.arms import Arm
-from qkattn.verdict.load import Study, known_settings
+from qkattn.verdict.findings import Findings
+from qkattn.verdict.trained_arm import TrainedArm
+from qkattn.verdict.trained_study import TrainedStudy, known_settings
 
 # In which the same arm may differ between studies: each tunes on its own, and has its own seeds.
 _OWN = (*HARMLESS, *OF_MACHINE, 'trials', *(f'model.{knob}' for knob in MODEL_KNOBS))
 
 
 def with_earlier(
-    study: Study, arms: Sequence[Arm], earlier: Mapping[str, tuple[Study, Sequence[Arm]]]
-) -> tuple[Arm, ...]:
+    study: TrainedStudy, arms: Sequence[TrainedArm], earlier: Mapping[str, Findings]
+) -> tuple[TrainedArm, ...]:
     """The arms of a study, each with those of earlier studies that may be pooled with it.
 
     An earlier arm is pooled if it asks the same question, is trained by the same settings, has
     results at all its seeds, and if no rule withholds its verdict. What is not pooled still counts
-    as a look. `earlier` has the arms of studies by name; of one in which a rule withholds every
-    verdict, none.
+    as a look. `earlier` has the findings of studies by name; where a rule withholds every verdict
+    of a study, nothing of it is pooled.
     """
     if not earlier:
         return tuple(arms)
-    by_study: dict[str, dict[ArmKey, Arm]] = {}
-    for name, (other, its_arms) in earlier.items():
-        usable = [arm for arm in its_arms if _is_usable(other, arm)]
-        by_study[name] = {other.question_of(arm.key): arm for arm in usable}
+    by_study: dict[str, dict[ArmKey, TrainedArm]] = {}
+    for name, findings in earlier.items():
+        other = findings.study
+        usable = [arm for arm in findings.every_arm if _is_usable(other, arm)]
+        if not findings.blocks:
+            by_study[name] = {other.question_of(arm.key): arm for arm in usable}
 
-    def same(arm: Arm) -> dict[str, Arm]:
+    def same(arm: TrainedArm) -> dict[str, TrainedArm]:
         key = study.question_of(arm.key)
         found = {name: asked[key] for name, asked in by_study.items() if key in asked}
         return {name: one for name, one in found.items() if _training(one) == _training(arm)}
@@ -42,7 +45,7 @@ def with_earlier(
     return tuple(dataclasses.replace(arm, earlier=same(arm)) for arm in arms)
 
 
-def _is_usable(study: Study, arm: Arm) -> bool:
+def _is_usable(study: TrainedStudy, arm: TrainedArm) -> bool:
     """Whether an arm has a verdict, or could have one; those trained longer were selected."""
     if arm.key.control == LONGER or arm.blocks:
         return False
@@ -50,7 +53,7 @@ def _is_usable(study: Study, arm: Arm) -> bool:
     return seeds.issuperset(study.verdict_seeds(arm.key))
 
 
-def _training(arm: Arm) -> dict[str, Any]:
+def _training(arm: TrainedArm) -> dict[str, Any]:
     """The settings by which an arm is trained but those that each study has of its own."""
     config: Config = from_json(Config, known_settings(Config, arm.example.run.config))
     explicit = dataclasses.replace(config.model, d_ff=config.model.mlp_width)

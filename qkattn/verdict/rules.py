@@ -16,12 +16,12 @@ from qkattn.config.serialize import OF_MACHINE
 from qkattn.stats.inference import MIN_DOCUMENTS
 from qkattn.storage import ledger
 from qkattn.storage.records import flat
-from qkattn.study.arm_key import EQUAL_SHAPE, ArmKey
+from qkattn.study.arm_key import SAME_SHAPE, ArmKey
 from qkattn.study.chain import HARMLESS
 from qkattn.study.tuning import KNOBS, MODEL_KNOBS, SCREENING, SINGLE, VERDICT, screening_seeds
-from qkattn.verdict.arms import Arm, with_baselines
 from qkattn.verdict.codes import TEST, Remark, RemarkCode
-from qkattn.verdict.load import Study, Yardstick
+from qkattn.verdict.trained_arm import TrainedArm, with_baselines
+from qkattn.verdict.trained_study import TrainedStudy, Yardstick
 
 # Nats/token that a language model gains between position 4 and the last half of its context.
 MIN_GAIN = 0.1
@@ -41,7 +41,7 @@ _MEASURED = ('eval_tokens', 'eval_rows', 'test_tokens')
 _SOFTWARE = ('python', 'git.commit', 'devices.kind', 'devices.platform')
 
 
-def check(study: Study, arms: Sequence[Arm]) -> tuple[Remark, ...]:
+def check(study: TrainedStudy, arms: Sequence[TrainedArm]) -> tuple[Remark, ...]:
     """The remarks of all rules, the blocking ones first; one that all arms share is one remark."""
     remarks = [remark for rule in OF_STUDY for remark in rule(study, arms)]
     for arm in arms:
@@ -64,7 +64,7 @@ def _block(code: RemarkCode, arm: ArmKey | None = None, /, **data: Any) -> Remar
     return Remark(code, data, True, arm)
 
 
-def _tuning(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
+def _tuning(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]:
     """The learning rate is tuned, on other seeds than those of the verdict."""
     if not study.tuned:
         return
@@ -77,7 +77,7 @@ def _tuning(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
         yield _block(RemarkCode.SHARED_SEEDS, seeds=tuple(shared))
 
 
-def _declaration(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
+def _declaration(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]:
     """The study is what its ledger declares, and its runs are what looks have seen."""
     if study.ledger.declaration != study.declaration:
         yield _block(RemarkCode.OTHER_DECLARATION)
@@ -86,7 +86,7 @@ def _declaration(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
         yield _block(RemarkCode.ALTERED, arms_of.get(run), run=run, look=look)
 
 
-def _annealing(study: Study, arm: Arm) -> Iterator[Remark]:
+def _annealing(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
     """The schedule anneals the learning rate."""
     planned = arm.example.run.config['optimizer']
     about = {name: planned[name] for name in ('schedule', 'final_fraction')}
@@ -95,7 +95,7 @@ def _annealing(study: Study, arm: Arm) -> Iterator[Remark]:
         yield _block(RemarkCode.NOT_ANNEALED, **about, limit=ANNEALED)
 
 
-def _results(study: Study, arm: Arm) -> Iterator[Remark]:
+def _results(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
     for run in (run for run in study.runs if run.key == arm.key):
         if 0 < len(run.trials) < run.num_trials:
             counts = {'readable': len(run.trials), 'planned': run.num_trials}
@@ -103,23 +103,23 @@ def _results(study: Study, arm: Arm) -> Iterator[Remark]:
             yield Remark(RemarkCode.MISSING_RESULTS, counts | about, run.stage == VERDICT)
 
 
-def _matching(study: Study, arm: Arm) -> Iterator[Remark]:
+def _matching(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
     residual = arm.example.run.residual
     matched = study.match
-    if matched is None or residual is None or arm.key.control == EQUAL_SHAPE:
+    if matched is None or residual is None or arm.key.control == SAME_SHAPE:
         return
     if abs(residual) > study.tolerance:
         about = {'residual': residual, 'tolerance': study.tolerance}
         yield _block(RemarkCode.OVER_TOLERANCE, matched=matched, **about)
 
 
-def _post_hoc(study: Study, arm: Arm) -> Iterator[Remark]:
+def _post_hoc(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
     """An arm that was added after a look depends on its results, and gets no verdict."""
     if arm.key.declared in study.ledger.post_hoc:
         yield _block(RemarkCode.POST_HOC, first_look=study.ledger.first_look)
 
 
-def _seeds(study: Study, arm: Arm) -> Iterator[Remark]:
+def _seeds(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
     """The runs of a stage have the declared seeds, which are not selected by results.
 
     Screening seeds beyond the first ones count on from the last of these.
@@ -137,7 +137,7 @@ def _seeds(study: Study, arm: Arm) -> Iterator[Remark]:
             yield _block(RemarkCode.OTHER_SEEDS, **data)
 
 
-def _settings(study: Study, arm: Arm) -> Iterator[Remark]:
+def _settings(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
     """Verdict runs use the settings that screening chooses, which are well determined."""
     for knob, sweep in arm.sweeps.items():
         if not sweep.bracketed:
@@ -157,7 +157,7 @@ def _settings(study: Study, arm: Arm) -> Iterator[Remark]:
                 yield _block(RemarkCode.OTHER_SETTING, **about, actual=actual, expected=expected)
 
 
-def _splits(study: Study, arm: Arm) -> Iterator[Remark]:
+def _splits(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
     """Arms are decided on a test split, and splits of text have many documents."""
     if arm.chosen and arm.split != TEST:
         yield _block(RemarkCode.NO_TEST)
@@ -168,12 +168,12 @@ def _splits(study: Study, arm: Arm) -> Iterator[Remark]:
             yield _block(RemarkCode.FEW_DOCUMENTS, split=split, **counts)
 
 
-def baselines(study: Study, arms: Sequence[Arm]) -> list[Arm]:
+def baselines(study: TrainedStudy, arms: Sequence[TrainedArm]) -> list[TrainedArm]:
     """Those with results, beside their yardsticks; none of a study that has recorded none."""
     return [a for a in arms if a.is_baseline and a.loss and study.yardsticks is not None]
 
 
-def untrained(arm: Arm) -> Iterator[Remark]:
+def untrained(arm: TrainedArm) -> Iterator[Remark]:
     """What a baseline lacks to be trained enough to compare."""
     if (yardstick := arm.yardstick) is None:
         yield _block(RemarkCode.NO_YARDSTICK, arm.key)
@@ -190,7 +190,9 @@ def untrained(arm: Arm) -> Iterator[Remark]:
             yield _block(code, arm.key, **{name: value, 'needed': needed})
 
 
-def shortfalls(arm: Arm, yardstick: Yardstick) -> Iterator[tuple[RemarkCode, dict[str, Any]]]:
+def shortfalls(
+    arm: TrainedArm, yardstick: Yardstick
+) -> Iterator[tuple[RemarkCode, dict[str, Any]]]:
     """The codes, with their data, of what the losses and translations of a baseline lack."""
     best = yardstick.best(arm.split)
     if best and arm.loss and arm.loss.mean >= best[1]:
@@ -204,7 +206,7 @@ def shortfalls(arm: Arm, yardstick: Yardstick) -> Iterator[tuple[RemarkCode, dic
             yield RemarkCode.LOW_BLEU, data
 
 
-def _short_arms(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
+def _short_arms(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]:
     """The arms beside a baseline that fall short of what it has to beat, controls included."""
     of_arm = {RemarkCode.BELOW_YARDSTICK: RemarkCode.ARM_BELOW_YARDSTICK}
     of_arm[RemarkCode.LOW_BLEU] = RemarkCode.ARM_LOW_BLEU
@@ -215,7 +217,7 @@ def _short_arms(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
                 yield Remark(of_arm[code], data, arm=arm.key)
 
 
-def _trained(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
+def _trained(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]:
     """Baselines beat their yardsticks, and the seeds of an arm end close to each other."""
     if not study.tuned:
         return
@@ -232,13 +234,13 @@ def _trained(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
                 yield _block(RemarkCode.BIMODAL_SEEDS, arm.key, **data)
 
 
-def _differences(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
+def _differences(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]:
     """Settings and data in which an arm differs from its baseline without being factors."""
     of_variants = [name for v in study.variants for name in re.findall(r'[?&](\w+)=', v)]
     factors = {*_HARMLESS, *(f'model.{name}' for name in (*_FACTORS, *of_variants))}
     factors |= {f'model.{k}' if k in MODEL_KNOBS else f'trials.{k}s' for k in study.tuned_knobs}
 
-    def facts(arm: Arm) -> dict[str, Any]:
+    def facts(arm: TrainedArm) -> dict[str, Any]:
         trial = arm.example
         settings = flat(trial.run.config)
         return {
@@ -259,7 +261,7 @@ def _differences(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
                     yield _block(RemarkCode.DIFFERS_FROM_BASELINE, arm.key, **data)
 
 
-def _software(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
+def _software(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]:
     """Versions and devices, which seldom affect results; and the code, which may.
 
     Results of several commits, or of uncommitted changes, withhold every verdict unless
@@ -283,7 +285,7 @@ def _software(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
         yield Remark(RemarkCode.UNCOMMITTED_CHANGES, {'accepted': why}, why is None)
 
 
-def _evaluation(study: Study, arms: Sequence[Arm]) -> Iterator[Remark]:
+def _evaluation(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]:
     """The amount of text behind losses; the error over documents is part of every interval."""
     chosen = [trial for arm in arms for trial in arm.chosen]
     data = {

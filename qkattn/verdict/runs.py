@@ -39,7 +39,7 @@ class Documents:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class TrainedRun:
     """A planned run and its results."""
 
     name: str
@@ -65,7 +65,7 @@ class Run:
 class Trial:
     """One trained model: a line of results.jsonl."""
 
-    run: Run  # as planned, without its trials
+    run: TrainedRun  # as planned, without its trials
     trial: Mapping[str, Any]  # its seed and settings, as the config has them
     at: Settings  # the values of all knobs
     status: str
@@ -124,17 +124,17 @@ def parse_arm_key(record: Any) -> ArmKey:
     return ArmKey(*(record[name] for name in records.ARM_KEY))
 
 
-def parse_run(record: Any) -> Run:
+def parse_run(record: Any) -> TrainedRun:
     """Reads a planned run from its JSON object; raises ValueError that names the bad field."""
     records.check(record, {'run': str, 'directory': str, 'trials': int, 'config': _CONFIG})
     check_run_directory(record)
     if record['trials'] < 1:
         raise ValueError(f"field 'trials' is {record['trials']}, expected 1 or more")
     given = {'name': record['run'], 'num_trials': record['trials'], 'trials': ()}
-    return records.read(Run, record, key=parse_arm_key(record), **given)
+    return records.read(TrainedRun, record, key=parse_arm_key(record), **given)
 
 
-def parse_trial(record: Any, run: Run) -> Trial:
+def parse_trial(record: Any, run: TrainedRun) -> Trial:
     """Reads the result of a trial of `run`; ValueError names the bad field."""
     records.check_result(record)
     _check_planned(record, run)
@@ -149,7 +149,7 @@ def parse_trial(record: Any, run: Run) -> Trial:
     return records.read(Trial, record, run=run, documents={}, evaluations={}, **given)
 
 
-def _check_planned(result: Mapping[str, Any], run: Run) -> None:
+def _check_planned(result: Mapping[str, Any], run: TrainedRun) -> None:
     """Raises ValueError unless a result is of an arm, a config and a trial of its planned run."""
     records.check_config_hash(result, run.name)
     if (key := parse_arm_key(result)) != run.key:
@@ -164,7 +164,7 @@ def _check_planned(result: Mapping[str, Any], run: Run) -> None:
             raise ValueError(f'{knob} {value} is not one of run {run.name!r}, which has {planned}')
 
 
-def with_files(run: Run, study: Files, problems: list[str]) -> Run:
+def with_files(run: TrainedRun, study: Files, problems: list[str]) -> TrainedRun:
     """The run with the files of its directory; `problems` gets a sentence for each bad one.
 
     They are its log and losses by document, which are read once no result of it is missing.
@@ -200,7 +200,7 @@ def with_files(run: Run, study: Files, problems: list[str]) -> Run:
     return run
 
 
-def _check_of_run(name: str, content: Any, run: Run) -> None:
+def _check_of_run(name: str, content: Any, run: TrainedRun) -> None:
     """Raises ValueError if one of RUN_FILES was written by another run."""
     if name == 'result.json':
         for result in content:
@@ -215,7 +215,7 @@ def _check_of_run(name: str, content: Any, run: Run) -> None:
             raise ValueError('its hash does not match its config')
 
 
-def _with_documents(run: Run, record: Any) -> Run:
+def _with_documents(run: TrainedRun, record: Any) -> TrainedRun:
     """With documents.json, whose sums are the losses of the trials; ValueError otherwise."""
     by_trial: list[dict[str, Documents]] = [{} for _ in run.trials]
     for split, prefix in PREFIXES.items():
@@ -248,14 +248,14 @@ def _with_documents(run: Run, record: Any) -> Run:
     return _with_each(run, 'documents', by_trial)
 
 
-def _with_each(run: Run, field: str, values: Sequence[Any]) -> Run:
+def _with_each(run: TrainedRun, field: str, values: Sequence[Any]) -> TrainedRun:
     """With a field of each trial."""
     pairs = zip(run.trials, values, strict=True)
     trials = tuple(dataclasses.replace(trial, **{field: value}) for trial, value in pairs)
     return dataclasses.replace(run, trials=trials)
 
 
-def _with_log(run: Run, lines: list[dict[str, Any]]) -> Run:
+def _with_log(run: TrainedRun, lines: list[dict[str, Any]]) -> TrainedRun:
     """With the evaluations of metrics.jsonl; ValueError if they do not end with the results."""
     trials = run.trials
     first = run.trials[0]

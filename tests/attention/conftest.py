@@ -15,7 +15,7 @@ import pytest
 
 from qkattn.attention import SCORES, VALUES, parse_variant, registry
 from qkattn.errors import SpecError
-from qkattn.study import catalogue
+from qkattn.study import variant_catalogue
 from tests.attention import examples
 from tests.lanes import only
 
@@ -26,13 +26,13 @@ def buildable_variants() -> list[tuple[str, str]]:
     buildable = []
     for score, value in itertools.product(SCORES, VALUES):
         with contextlib.suppress(SpecError):
-            registry.check(catalogue.reference_spec(score, value))
+            registry.check(variant_catalogue.reference_spec(score, value))
             buildable.append((score, value))
     return buildable
 
 
 def quick_variants(fixture: str) -> set[tuple[str, str]]:
-    documented = catalogue.documented_variants()
+    documented = variant_catalogue.documented_variants()
     if fixture == 'some':
         return {*documented[::9]}
     sharing = [(s, v) for s, v in buildable_variants()[::3] if VALUES[v].shares]
@@ -56,7 +56,7 @@ def pytest_generate_tests(metafunc):
 def _checked(text: str) -> tuple[str, str]:
     try:
         score, value = parse_variant(text)
-        registry.check(catalogue.reference_spec(score, value))
+        registry.check(variant_catalogue.reference_spec(score, value))
     except SpecError as error:
         raise pytest.UsageError(f'--variant={text}: {error}') from error
     return score, value

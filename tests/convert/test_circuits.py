@@ -12,7 +12,7 @@ from qkattn.convert.conversions import parse_conversion
 from qkattn.convert.factors import balanced_factors
 from qkattn.convert.whole_layer import fold_gains, to_standard
 from qkattn.errors import ConversionError
-from qkattn.study.catalogue import documented_variants
+from qkattn.study.variant_catalogue import documented_variants
 from tests.attention.layers import N, causal, error, make, stream
 from tests.lanes import only, thinned
 from tests.refusals import refused

@@ -11,7 +11,7 @@ from qkattn.attention import SCORES
 from qkattn.config import ModelConfig
 from qkattn.decode import kv_cache
 from qkattn.model import Decoder, EncoderDecoder, build, cost
-from qkattn.study import catalogue
+from qkattn.study import variant_catalogue
 from tests.attention import examples  # noqa: F401, the classes in EXTENDED
 from tests.lanes import only, thinned
 
@@ -26,7 +26,7 @@ EXTENDED = dict(score='t5_bias:T5Bias', value='differential:Differential', norma
 VARIANTS = [
     {'score': {'latent': 'latent(rope_size=4)'}.get(score, score), 'value': value}
     | {'positions': 'rope' if SCORES[score].supports_rope else 'alibi'}
-    for score, value in sorted(catalogue.documented_variants())
+    for score, value in sorted(variant_catalogue.documented_variants())
 ]
 OPTIONS = [
     {'positions': 'learned'},

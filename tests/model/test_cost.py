@@ -6,7 +6,7 @@ import pytest
 
 from qkattn.config import ModelConfig
 from qkattn.model import cost
-from qkattn.study import catalogue
+from qkattn.study import variant_catalogue
 from tests.lanes import thinned
 
 D, L, V, T, F, S = 64, 3, 100, 32, 256, 48
@@ -64,7 +64,9 @@ def test_flops():
         assert cost.flops_per_token(dataclasses.replace(BASE, **fields)) == flops, fields
 
 
-@pytest.mark.parametrize(('score', 'value'), thinned(catalogue.documented_variants(), every=8))
+@pytest.mark.parametrize(
+    ('score', 'value'), thinned(variant_catalogue.documented_variants(), every=8)
+)
 def test_a_training_step_costs_three_forward_passes(score, value):
     """Two products for the gradients of each one, also where two uses share it."""
     config = dataclasses.replace(BASE, num_layers=1, score=score, value=value)

@@ -14,8 +14,7 @@ LONG = 'my_package.my_module:MyScore/my_package.other:MyValue?num_kv_heads=1'
 
 
 def read(directory):
-    study = load_study(directory)
-    return study, find(study)
+    return find(load_study(directory))
 
 
 def shifted(mean, spread=0.001):

@@ -16,8 +16,8 @@ from tests.studies import RATES, tuned_arm, write_tuned
 
 
 def draw(path):
-    study, findings = read(path)
-    return findings, {drawing.stem: drawing.figure for drawing in figures(study, findings)}
+    findings = read(path)
+    return findings, {drawing.stem: drawing.figure for drawing in figures(findings)}
 
 
 def dots(ax, label: str) -> list[np.ndarray]:
@@ -94,9 +94,9 @@ def test_what_is_cut_at_the_edge_of_a_forest_has_an_arrowhead_there():
 @pytest.mark.parametrize('number', [1, 2, 8])
 def test_no_box_of_a_text_covers_another_however_few_lines_there_are(number):
     lines = [Line(f'{n}/vo', 1.0, 0.5, 2.0, (1.0, 1.1), right='gjy') for n in range(number)]
-    looks = styles([line.arm for line in lines], None)
+    styles_of_lines = styles([line.arm for line in lines], None)
     with style_sheet():
-        figure = forest({'': lines}, 'x', looks, margin=0.00833)
+        figure = forest({'': lines}, 'x', styles_of_lines, margin=0.00833)
         figure.draw_without_rendering()
     boxes = [text.get_bbox_patch().get_window_extent() for text in figure.axes[0].texts]
     assert len(boxes) == 2 * number
@@ -167,8 +167,8 @@ def large(path, number):
     """The figures of a study of so many arms beside the baseline."""
     variants = ['qk/vo', *(f'v{place}/vo' for place in range(number))]
     records = [r for i, v in enumerate(variants) for r in tuned_arm(v, losses=shifted(0.01 * i))]
-    study, findings = read(write_tuned(path, records, num_evals=3, num_documents=5))
-    return {drawing.stem: drawing for drawing in figures(study, findings)}
+    findings = read(write_tuned(path, records, num_evals=3, num_documents=5))
+    return {drawing.stem: drawing for drawing in figures(findings)}
 
 
 def test_figures_of_many_arms_do_not_grow_further(study_dir, monkeypatch):

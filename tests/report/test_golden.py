@@ -22,7 +22,7 @@ from qkattn.report.verify import difference
 from qkattn.stats.decision import Decision
 from qkattn.stats.scaling import Problem, ProblemCode
 from qkattn.study.arm_key import ArmKey
-from qkattn.verdict import Findings, Reason, ReasonCode, Remark, RemarkCode, Study
+from qkattn.verdict import Findings, Reason, ReasonCode, Remark, RemarkCode
 from tests import studies
 from tests.processes import ROOT
 from tests.report.conftest import LONG, SIZES, Page, arms, controlled, read, scaled, shifted
@@ -67,12 +67,12 @@ STUDIES = {'decided': decided, 'described': described, 'controlled': controlled}
 TIME = re.compile(r'\d{4}-\d\d-\d\d[ T][\d:]{8}')
 
 
-def made(study: Study, findings: Findings) -> dict[str, str]:
+def made(findings: Findings) -> dict[str, str]:
     """The tables, and the text of the page with the headings and captions of its figures."""
-    drawn = figures(study, findings)
-    files = documents(study, findings, drawn, {drawing.stem: b'' for drawing in drawn})
+    drawn = figures(findings)
+    files = documents(findings, drawn, {drawing.stem: b'' for drawing in drawn})
     page = '\n'.join(Page(files.pop('report.html')).lines) + '\n'
-    files |= {'page.txt': page, 'headline.md': headline(study, findings)}
+    files |= {'page.txt': page, 'headline.md': headline(findings)}
     return {name: TIME.sub('TIME', text) for name, text in files.items()}
 
 
@@ -126,7 +126,7 @@ def clauses() -> str:
 @pytest.mark.stored
 @pytest.mark.parametrize('name', STUDIES)
 def test_report(name, study_dir):
-    files = made(*read(STUDIES[name](study_dir)))
+    files = made(read(STUDIES[name](study_dir)))
     golden = {path.name: path.read_text() for path in (GOLDEN / name).iterdir()}
     assert files.keys() == golden.keys()
     for file, text in files.items():
@@ -158,10 +158,10 @@ def test_a_metric_from_outside_is_a_column_without_its_module(study_dir, tmp_pat
     write_study(study_dir, records)
     for run in {record['run'] for record in records}:
         studies.edit_plan(study_dir, run, train__metrics=['evil:TOP_3'])
-    pair = read(study_dir)
-    arms = csv.DictReader(tables.csv_table(*pair).splitlines())
+    findings = read(study_dir)
+    arms = csv.DictReader(tables.csv_table(findings).splitlines())
     assert [arm['test_top_3_mean'] for arm in arms] == ['0.625', '', '']
-    text = tables.report_markdown(*pair)
+    text = tables.report_markdown(findings)
     for part in (
         '| test top 3, % mean ± sd |',
         '| 62.5000 ± 17.6777 |',
@@ -217,8 +217,8 @@ def test_every_csv_is_written_by_one_function():
 
 def test_a_variant_that_begins_as_a_formula_is_text_in_table_csv(study_dir):
     name = '=cmd/vo'
-    pair = read(write_study(study_dir, [trial_record(v) for v in ('qk/vo', name)]))
-    rows = [line.split(',')[0] for line in tables.csv_table(*pair).splitlines()]
+    findings = read(write_study(study_dir, [trial_record(v) for v in ('qk/vo', name)]))
+    rows = [line.split(',')[0] for line in tables.csv_table(findings).splitlines()]
     assert rows == ['variant', 'qk/vo', f"'{name}"]
 
 
@@ -256,15 +256,15 @@ def several_seeds(directory: Path) -> Path:
     ],
 )
 def test_a_report_without_intervals_speaks_of_none(study, sentence, study_dir):
-    pair = read(study(study_dir))
-    text = tables.report_markdown(*pair)
+    findings = read(study(study_dir))
+    text = tables.report_markdown(findings)
     assert sentence in text and not re.search(r'\[[-+.\d]+, [-+.\d]+\]', text)
     assert 'interval' not in text.replace('o interval can be given', '')
-    assert 'interval' not in tables.terminal_text(*pair, Path('report.html'))
+    assert 'interval' not in tables.terminal_text(findings, Path('report.html'))
 
 
 def test_a_report_with_intervals_says_what_they_hold(study_dir):
-    text = tables.report_markdown(*read(several_seeds(study_dir)))
+    text = tables.report_markdown(read(several_seeds(study_dir)))
     assert 'Intervals (95 %, Student t) over 3 seeds are descriptive' in text
     assert 'what another choice of documents would change in a difference is part of its' in text
 
@@ -273,13 +273,13 @@ def test_names_are_text_everywhere(study_dir):
     name = '<script>alert("x")</script>--><b>&amp;$\\frac$|a_b\n%\x1b[2J\u202e'
     records = [trial_record(variant) for variant in ('qk/vo', name)]
     changes = {'question': f'<img src=x onerror=alert(1)>{name}', 'name': f'</title>{name}'}
-    pair = read(write_study(study_dir, records, **changes))
-    page = Page(documents(*pair, (), {})['report.html'])
+    findings = read(write_study(study_dir, records, **changes))
+    page = Page(documents(findings, (), {})['report.html'])
     assert not {tag for tag, _ in page.tags} & {'script', 'b', 'img'}
     assert name.split('\n')[0] in page.text and '<img src=x onerror=alert(1)>' in page.text
-    document = tables.report_markdown(*pair)
+    document = tables.report_markdown(findings)
     assert not re.search('<[a-z/!]', document)
-    for text in (tables.terminal_text(*pair, study_dir), document, headline(*pair)):
+    for text in (tables.terminal_text(findings, study_dir), document, headline(findings)):
         assert not re.search('[\x1b\u202e]', text)
 
 
@@ -288,10 +288,10 @@ def test_a_terminal_tells_long_names_apart_and_a_baseline_without_results(study_
     records = [r for name in ('qk/vo', *names) for r in tuned_arm(name, losses=shifted(0.0))]
     last = ('qk/vo', 'd_model=128', 'verdict', None)
     records = [r for r in records if (r['variant'], r['stage']) != ('qk/vo', 'verdict')]
-    pair = read(write_tuned(study_dir, records, declared=[last]))
-    rows = [line.split('  ')[0] for line in tables.terminal_text(*pair, study_dir).splitlines()]
+    findings = read(write_tuned(study_dir, records, declared=[last]))
+    rows = [line.split('  ')[0] for line in tables.terminal_text(findings, study_dir).splitlines()]
     assert len([row for row in rows if re.fullmatch('low_rank.*rank=[48].*', row)]) == 2
-    assert '| qk/vo | baseline, no result yet |' in headline(*pair)
+    assert '| qk/vo | baseline, no result yet |' in headline(findings)
 
 
 def test_text_tables_are_aligned():
@@ -319,13 +319,13 @@ def test_a_report_is_complete_well_formed_and_self_contained(study_dir):
 
 
 def test_a_law_whose_exponent_is_open_shows_what_parameters_are_worth_alone(tmp_path):
-    study, findings = read(write_tuned(tmp_path, scaled(1.2)))
+    findings = read(write_tuned(tmp_path, scaled(1.2)))
     reason = Problem(ProblemCode.EXPONENT_LOOSE, {'value': 0.2, 'low': -0.1, 'high': 0.5})
     base, arm = findings.scaling
     loose = dataclasses.replace(arm, law=dataclasses.replace(arm.law, loose=reason))
     for law, exponent, why in (arm, '0.30', '-'), (loose, '-', 'the sizes do not determine'):
         changed = dataclasses.replace(findings, scaling=(base, law))
-        (sheet,) = (sheet for sheet in tables.sheets(study, changed) if sheet.name == 'laws')
+        (sheet,) = (sheet for sheet in tables.sheets(changed) if sheet.name == 'laws')
         row = dict(zip((name for name, _ in sheet.headings), sheet.rows[1], strict=True))
         assert row['a'].startswith(exponent) and row['no number, because'].startswith(why)
         assert row['baseline parameters|per parameter'].startswith('1.200 [')
@@ -336,6 +336,6 @@ if __name__ == '__main__':
         shutil.rmtree(GOLDEN / name, ignore_errors=True)
         (GOLDEN / name).mkdir(parents=True)
         with tempfile.TemporaryDirectory() as directory:
-            for file, text in made(*read(STUDIES[name](Path(directory) / 'study'))).items():
+            for file, text in made(read(STUDIES[name](Path(directory) / 'study'))).items():
                 (GOLDEN / name / file).write_text(text)
     (GOLDEN / 'clauses.txt').write_text(clauses())

@@ -7,7 +7,7 @@ import pytest
 from qkattn.config import Config, ControlsConfig, ModelConfig, Study, TrialsConfig, TuningConfig
 from qkattn.errors import MatchError
 from qkattn.model import cost
-from qkattn.study import catalogue
+from qkattn.study import variant_catalogue
 from qkattn.study.arms import build_arms, match, table
 from tests.lanes import thinned
 from tests.refusals import refused
@@ -80,7 +80,7 @@ SCALED = {'variants': ('qk/vo', 'qk/vo?score_scale=2.0')} | tuning(score_scales=
         (TUNED, tuning(max_points=2), 'max_points=2 must be at least 3'),
         (TUNED, {'expected': ('qk/vo is worse',)}, "'qk/vo' is not among the arms"),
         (TUNED, FREE | {'expected': (AT_SHAPE,)}, 'with controls.equal_shape and a match.*none'),
-        (TUNED, LARGER, "'qk/vo.d_ff=600' is not among the arms at equal shape"),
+        (TUNED, LARGER, "'qk/vo.d_ff=600' is not among the arms at the same shape"),
         (TUNED, tuning(init_vos=(1.0, 0.5)), 'init_vos=.* must ascend'),
         (TUNED, {'trials': {'learning_rates': (1e-3, 2e-3, 3e-3)}}, 'rates=.* must ascend'),
         (TUNED, {'trials': {'weight_decays': (0.0, 0.1)}}, 'decays=.* must ascend'),
@@ -142,7 +142,7 @@ REFUSED = {'collaborative/vo', 'nonlinear_query/vo', 'qk/hadamard'}
 CASES = [
     (base, which, {'score': score, 'value': value})
     for base, which in ((SMALL, 'total'), (DEEP, 'non_embedding'))
-    for score, value in catalogue.documented_variants()
+    for score, value in variant_catalogue.documented_variants()
 ]
 # Other shapes, with a variant that saves parameters, or costs some.
 SHAPES = [

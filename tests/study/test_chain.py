@@ -11,7 +11,7 @@ from qkattn.errors import ReportError
 from qkattn.storage import ledger
 from qkattn.storage.records import read_json
 from qkattn.study import chain, declaration
-from qkattn.study.arm_key import EQUAL_SHAPE, ArmKey
+from qkattn.study.arm_key import SAME_SHAPE, ArmKey
 from qkattn.study.arms import build_arms
 from tests.refusals import refused
 from tests.study.test_plan import STUDY, changed
@@ -133,8 +133,8 @@ def test_a_chain_whose_ledgers_disagree_is_refused(beside, damage, name, says):
         (('qk/vo', None), 'total', ['d_model'], ('qk/vo', None)),
         (('a/vo', None), 'total', ['d_model'], ('a/vo [d_model]', None)),
         (('a/vo [d_ff]', None), 'total', ['d_model', 'd_ff'], ('a/vo [d_ff]', None)),
-        (('a/vo', EQUAL_SHAPE), 'total', ['d_model'], ('a/vo', EQUAL_SHAPE)),
-        (('a/vo', None), None, ['d_model'], ('a/vo', EQUAL_SHAPE)),
+        (('a/vo', SAME_SHAPE), 'total', ['d_model'], ('a/vo', SAME_SHAPE)),
+        (('a/vo', None), None, ['d_model'], ('a/vo', SAME_SHAPE)),
     ],
 )
 def test_a_question_is_the_same_in_every_study_that_asks_it(key, matched, destinations, expected):

@@ -186,7 +186,7 @@ def test_no_link_is_followed_where_files_are_taken_out(kept, tmp_path, place):
 
 def test_damage_names_the_archive_that_was_given(kept):
     edit(kept, {LOG: logs_of(kept)[LOG].replace(b'"step"', b'"stop"')})
-    (problem,) = load_findings(kept)[0].problems
+    (problem,) = load_findings(kept).study.problems
     assert problem.startswith(f'{kept}/logs.zip, member {LOG}, line 1 is damaged')
     (kept / stored.LOGS).write_bytes((kept / stored.LOGS).read_bytes()[:-20])
     with pytest.raises(ReportError, match=f'{kept}/logs.zip is damaged .*; restore it from a copy'):

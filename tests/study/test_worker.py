@@ -124,7 +124,7 @@ def test_a_study_is_planned_trained_and_judged(trained, tmp_path):
     study = changed(trials={'weight_decays': (0.05, 0.1, 0.2)}, tuning=tuning)
     path = worker.run(study, tmp_path / 'out')
     studies.write_yardsticks(path, read_lines(path / 'results.jsonl'))
-    findings = load_findings(path)[1]
+    findings = load_findings(path)
     _, arm = findings.arms
     assert arm.difference.mean == pytest.approx(0.03 + 0.001 / 3)
     assert arm.verdict.decision is Decision.WORSE and not findings.blocks
@@ -140,7 +140,7 @@ def test_no_weight_decay_is_screened_that_no_run_may_have(trained, tmp_path):
     trained.before = lambda config, _: validate(config)
     fields = {'optimizer': {'decay': 'independent'}, 'variants': ('qk/vo',)}
     study = changed(trials={'weight_decays': (0.0125, 0.025, 0.05)}, **fields)
-    (arm,) = load_findings(worker.run(study, tmp_path / 'out'))[1].arms
+    (arm,) = load_findings(worker.run(study, tmp_path / 'out')).arms
     assert arm.chosen and arm.sweeps['weight_decay'].values[-1] == 0.05
     assert [remark.data.get('knob') for remark in arm.blocks] == ['weight_decay']
 

@@ -10,7 +10,7 @@ from qkattn.report import tables
 from qkattn.stats import inference
 from qkattn.stats.decision import ALPHA, level
 from qkattn.storage import ledger
-from qkattn.study.arm_key import EQUAL_SHAPE, EXPECTED, LONGER
+from qkattn.study.arm_key import EXPECTED, LONGER, SAME_SHAPE
 from qkattn.verdict import Decision, ReasonCode, RemarkCode, find, judging, load_study
 from tests import studies
 
@@ -18,7 +18,7 @@ BETTER, BETTER_BELOW, EQUIVALENT, WORSE_BELOW, WORSE, UNDECIDED, NO_VERDICT = De
 SIZE = 'd_model=128'
 BASE = 2 + 0.05 * np.arange(8)
 NOISE = 0.001 * np.array([3, -1, 2, 0, -2, 1, -3, 1])
-PARTS = ('removing', 'reinvesting', 'longer')
+PARTS = ('same_shape', 'reinvesting', 'longer')
 
 
 def arm(variant, delta, validation=None, noise=NOISE, **keywords):
@@ -92,7 +92,7 @@ def test_the_test_split_decides_and_validation_supports_it(study_dir, test, vali
 def test_a_positive_control_passes_with_the_expected_verdict(study_dir, delta, passes):
     noise = 40 * NOISE if delta is None else NOISE - NOISE.mean()
     records = [arm('qk/vo', 0), arm('b/vo', delta or 1e-9, noise=noise), arm('c/vo', 0.02)]
-    records.append(arm('b/vo', 0.03, control=EQUAL_SHAPE))
+    records.append(arm('b/vo', 0.03, control=SAME_SHAPE))
     expected = [f'b/vo is {name}' for name in EXPECTED] + ['b/vo is worse at equal shape']
     # Arms that have no results yet are of the family.
     declared = [('b/vo', 'd_model=64')]
@@ -100,7 +100,7 @@ def test_a_positive_control_passes_with_the_expected_verdict(study_dir, delta, p
     *positive, same_shape = findings_of(study_dir, *records, **changes).positive
     assert {control.expected.decision for control in positive if control.passed} == passes
     assert {(c.passed is None, c.verdict.num_comparisons) for c in positive} == {(False, 9)}
-    assert (same_shape.passed, same_shape.arm.key.control) == (True, EQUAL_SHAPE)
+    assert (same_shape.passed, same_shape.arm.key.control) == (True, SAME_SHAPE)
 
 
 def shifted(directory, variant, sd):
@@ -201,7 +201,7 @@ def test_a_positive_control_whose_trials_all_diverged_fails_in_words(study_dir):
     lost = studies.tuned_arm('b/vo', losses=[None] * len(BASE))
     path = studies.write_tuned(study_dir, arm('qk/vo', 0) + lost, expected=['b/vo is worse'])
     study = load_study(path)
-    assert 'b/vo is expected to be worse' in ' '.join(tables.summary(study, find(study)))
+    assert 'b/vo is expected to be worse' in ' '.join(tables.summary(find(study)))
 
 
 def test_scaling_over_sizes_that_are_bracketed_and_trained_enough(study_dir):
@@ -234,7 +234,7 @@ CONTROLS = {'equal_shape': True, 'longer': 4, 'longer_seeds': list(range(6))}
 def controlled():
     """A baseline, an arm with both of its controls, and the baseline trained longer."""
     rates = {'rates': (2e-3, 4e-3, 8e-3), 'control': LONGER, 'num_steps': 1600}
-    records = arm('qk/vo', 0) + arm('b/vo', -0.03) + arm('b/vo', -0.02, control=EQUAL_SHAPE)
+    records = arm('qk/vo', 0) + arm('b/vo', -0.03) + arm('b/vo', -0.02, control=SAME_SHAPE)
     records += studies.tuned_arm('qk/vo', losses=list(BASE[:6] - 0.3), **rates)
     return records + studies.tuned_arm('b/vo', losses=list((BASE - 0.31 + 2 * NOISE)[:6]), **rates)
 
@@ -245,7 +245,7 @@ def test_controls_have_no_verdict_and_steps_of_their_own(study_dir):
     assert list(parts.longer.differences.values()) == pytest.approx(list(2 * NOISE[:6] - 0.01))
     assert findings.num_comparisons == 1 and not any(a.verdict for a in findings.controls)
     kinds = [(a.key.control, a.is_baseline) for a in findings.controls]
-    assert kinds == [(EQUAL_SHAPE, False), (LONGER, True), (LONGER, False)]
+    assert kinds == [(SAME_SHAPE, False), (LONGER, True), (LONGER, False)]
     assert {remark.code for remark in findings.remarks} == {RemarkCode.EVALUATION}
     # Claims decide on an arm that is trained longer, on the seeds that are declared for it.
     _, baseline, other = findings.controls
@@ -262,7 +262,7 @@ def test_controls_have_no_verdict_and_steps_of_their_own(study_dir):
 @pytest.mark.parametrize(
     ('variant', 'control', 'lost'),
     [
-        ('b/vo', EQUAL_SHAPE, {'removing', 'reinvesting'}),
+        ('b/vo', SAME_SHAPE, {'same_shape', 'reinvesting'}),
         ('qk/vo', LONGER, {'longer'}),
         ('b/vo', None, {'reinvesting'}),
         (None, None, set(PARTS)),

@@ -39,7 +39,7 @@ def repeated(tmp_path):
 
 
 def compared(directory, variant='b/vo'):
-    return next(one for one in load_findings(directory)[1].arms if one.variant == variant)
+    return next(one for one in load_findings(directory).arms if one.variant == variant)
 
 
 def test_a_repeat_pools_the_seeds_of_both_studies(repeated):

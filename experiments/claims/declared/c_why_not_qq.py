@@ -1,7 +1,7 @@
 """Group C: why not Q Q^T?"""
 
 from experiments.claims.checks import counts, rewrites
-from experiments.claims.claim import Claim, Expectation
+from experiments.claims.claim import Claim, Expectation, Kind
 
 THREAD = 'A thread that asks why attention does not use Q Q^T'
 EXPERIMENT = f'{THREAD}, with an experimenter who answers.'
@@ -44,7 +44,7 @@ C2 = Claim(
     rule="Holds if one matrix for queries and keys is worse at the baseline's shape, at every "
     'width.',
     reported='d_model from 128 to 2048: works, saves parameters, performs worse',
-    expectations=(Expectation('translation', TIED, 'worse', at='removed'),),
+    expectations=(Expectation('translation', TIED, 'worse', at=Kind.SAME_SHAPE),),
 )
 
 C3 = Claim(
@@ -67,7 +67,9 @@ C4 = Claim(
     rule="Holds if the encoder without W_V is worse at the baseline's shape, and at equal "
     'parameter count not better by more than the margin, at every width.',
     expectations=(
-        Expectation('translation', WITHOUT_V, 'worse', at='removed', context={'shape': 'equal'}),
+        Expectation(
+            'translation', WITHOUT_V, 'worse', at=Kind.SAME_SHAPE, context={'shape': 'equal'}
+        ),
         Expectation('translation', WITHOUT_V, 'not_better', context={'shape': 'matched'}),
     ),
 )
@@ -93,9 +95,9 @@ C6 = Claim(
     expectations=tuple(
         Expectation(study, variant, relation, at=at, context={'conclusion': name})
         for variant, relation, at, name, studies in (
-            ('shared_qk/vo', 'worse', 'removed', 'of C2', ('masked_lm', 'lm_sharing')),
+            ('shared_qk/vo', 'worse', Kind.SAME_SHAPE, 'of C2', ('masked_lm', 'lm_sharing')),
             ('shared_qk/vo', 'not_better', 'matched', 'of C3', ('masked_lm', 'lm_sharing')),
-            ('qk/no_v', 'worse', 'removed', 'of C4', ('masked_lm', 'lm_dropped')),
+            ('qk/no_v', 'worse', Kind.SAME_SHAPE, 'of C4', ('masked_lm', 'lm_dropped')),
             ('qk/no_v', 'not_better', 'matched', 'of C4', ('masked_lm', 'lm_dropped')),
             ('qk/no_o', 'not_better', 'matched', 'of C5', ('masked_lm', 'lm_dropped')),
         )

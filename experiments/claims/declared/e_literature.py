@@ -5,7 +5,7 @@ from functools import partial
 
 from experiments.claims import measures
 from experiments.claims.checks import rewrites
-from experiments.claims.claim import Claim, Expectation, Measure
+from experiments.claims.claim import Claim, Expectation, Kind, Measure
 
 # Each costs more than the one before it, and the first more than the baseline.
 ASCENDING = {
@@ -15,7 +15,7 @@ ASCENDING = {
     'shared_qk/vo': 'Q = K',
     'shared_qk/k_is_v': 'Q = K = V',
 }
-SHAPES = (('removed', {'shape': 'equal'}), ('matched', {'shape': 'matched'}))
+SHAPES = ((Kind.SAME_SHAPE, {'shape': 'equal'}), ('matched', {'shape': 'matched'}))
 
 E1 = Claim(
     name='E1',

@@ -16,9 +16,9 @@ from qkattn.report.figures import forest, style
 from qkattn.report.figures.style import Drawing
 from qkattn.stats.scaling import Law
 from qkattn.study.tuning import KNOBS
-from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings
-from qkattn.verdict.load import Study
+from qkattn.verdict.trained_arm import TrainedArm
+from qkattn.verdict.trained_study import TrainedStudy
 
 COLUMNS = 2
 # A figure of more panels is larger than a page shows and an image may be, and its shared axes take
@@ -29,32 +29,33 @@ EQUAL = 1.01
 _VAL_LOSS = 'val loss (nats/token)'
 
 
-def figures(study: Study, findings: Findings) -> tuple[Drawing, ...]:
+def figures(findings: Findings) -> tuple[Drawing, ...]:
     """All figures that the results allow, the main ones first."""
+    study = findings.study
     drawn: list[Drawing] = []
 
     def add(stem: str, figure: Figure | None, **values: Any) -> None:
         if figure is not None:
             drawn.append(Drawing(figure, stem, values))
 
-    look = style.styles(study.variants, study.baseline)
+    styles = style.styles(study.variants, study.baseline)
     with style.style_sheet():
         stem = 'verdicts' if study.tuned else 'differences'
-        add(stem, forest.differences(study, findings, look), cut=forest.cut(study))
+        add(stem, forest.differences(findings, styles), cut=forest.cut(study))
         groups = prose.by_where(findings.arms, study)
         for number, (name, arms) in enumerate(groups.items(), start=1):
             place = f'_{number}' if name else ''
             size = name or None
             for knob in KNOBS:
                 if swept := [arm for arm in arms if knob in arm.sweeps]:
-                    figure = _sweep_panels(knob, swept[:MOST_PANELS], look)
+                    figure = _sweep_panels(knob, swept[:MOST_PANELS], styles)
                     cut = _cut(len(swept))
                     add(f'sweep_{knob}{place}', figure, knob=knob, size=size, cut=cut)
             others = [arm for arm in arms if not arm.is_baseline]
-            figure = _learning_curves(study, arms, look)
+            figure = _learning_curves(study, arms, styles)
             add(f'curves{place}', figure, size=size, cut=_cut(len(others)))
         laws = any(isinstance(scaling.law, Law) for scaling in findings.scaling)
-        add('loss_parameters', _loss_against_parameters(study, findings, look), laws=laws)
+        add('loss_parameters', _loss_against_parameters(findings, styles), laws=laws)
     return tuple(drawn)
 
 
@@ -63,7 +64,9 @@ def _cut(number: int) -> tuple[int, int] | None:
     return (MOST_PANELS, number) if number > MOST_PANELS else None
 
 
-def _learning_curves(study: Study, arms: Sequence[Arm], look: style.Styles) -> Figure | None:
+def _learning_curves(
+    study: TrainedStudy, arms: Sequence[TrainedArm], styles: style.Styles
+) -> Figure | None:
     """Validation loss over training of one size and corpus: a panel an arm, beside the baseline.
 
     A line is the mean over seeds, its band from the lowest to the highest. None without any curve.
@@ -81,8 +84,8 @@ def _learning_curves(study: Study, arms: Sequence[Arm], look: style.Styles) -> F
     axes = style.panels(figure, columns, len(variants), sharex=True, sharey=True)
     for ax, variant in zip(axes, variants, strict=True):
         if last is not None and variant != study.baseline:
-            _line(ax, last, look, study.baseline, f'baseline {short(study.baseline, 34)}')
-        _line(ax, curves[variant], look, variant, 'the variant named above')
+            _line(ax, last, styles, study.baseline, f'baseline {short(study.baseline, 34)}')
+        _line(ax, curves[variant], styles, variant, 'the variant named above')
         ax.set_title(short(variant, 44 // columns), fontsize=8, fontweight='normal')
         ax.locator_params(axis='x', nbins=4 // columns)
         ax.xaxis.set_major_formatter(lambda value, _: prose.si(value))
@@ -99,7 +102,7 @@ def _columns(variants: Sequence[str], room: int) -> int:
     return columns if len(titles) == len(variants) else 1
 
 
-def _curve(arm: Arm) -> pd.DataFrame:
+def _curve(arm: TrainedArm) -> pd.DataFrame:
     """Validation losses of the chosen trials, [tokens, seeds], after a fifth of the training.
 
     Before, variants do not differ.
@@ -109,14 +112,14 @@ def _curve(arm: Arm) -> pd.DataFrame:
     return late.set_axis(late.index * (arm.example.num_tokens / arm.example.num_steps))
 
 
-def _line(ax: Axes, curve: pd.DataFrame, look: style.Styles, variant: str, label: str) -> None:
-    keywords = look[variant]
+def _line(ax: Axes, curve: pd.DataFrame, styles: style.Styles, variant: str, label: str) -> None:
+    keywords = styles[variant]
     band = {'color': keywords['color'], 'alpha': 0.18, 'linewidth': 0}
     ax.fill_between(curve.index, curve.min(axis=1), curve.max(axis=1), **band)
     ax.plot(curve.index, curve.mean(axis=1), label=label, zorder=3, **keywords | {'marker': ''})
 
 
-def _sweep_panels(knob: str, arms: Sequence[Arm], look: style.Styles) -> Figure:
+def _sweep_panels(knob: str, arms: Sequence[TrainedArm], styles: style.Styles) -> Figure:
     """Screening loss against a setting, a panel an arm of one size and corpus, with the parabola.
 
     Above a panel stand the chosen value and the interval of the optimum. The axis ends at the
@@ -129,7 +132,7 @@ def _sweep_panels(knob: str, arms: Sequence[Arm], look: style.Styles) -> Figure:
     values = sorted({value for arm in arms for value in arm.sweeps[knob].values})
     for ax, arm in zip(axes, arms, strict=True):
         sweep = arm.sweeps[knob]
-        keywords = look[arm.variant]
+        keywords = styles[arm.variant]
         interval = prose.optimum(sweep) if sweep.bracketed else 'not bracketed'
         title = f'{short(arm.variant, 36 // columns)}\n{sweep.chosen:.3g}\n{interval}'
         ax.set_title(title, fontsize=8, fontweight='normal')
@@ -166,13 +169,13 @@ def _sweep_panels(knob: str, arms: Sequence[Arm], look: style.Styles) -> Figure:
     return figure
 
 
-def _loss_against_parameters(study: Study, findings: Findings, look: style.Styles) -> Figure | None:
+def _loss_against_parameters(findings: Findings, styles: style.Styles) -> Figure | None:
     """Mean loss of each variant and corpus against parameters, with the law where there is one.
 
     None where all parameter counts are equal.
     """
     total = {arm.key: arm.example.parameters['total'] for arm in findings.arms}
-    lines: dict[tuple[str, str], list[Arm]] = {}
+    lines: dict[tuple[str, str], list[TrainedArm]] = {}
     for arm in sorted(findings.arms, key=lambda arm: total[arm.key]):
         if arm.chosen:
             lines.setdefault((arm.variant, arm.corpus), []).append(arm)
@@ -183,9 +186,9 @@ def _loss_against_parameters(study: Study, findings: Findings, look: style.Style
     figure = Figure(figsize=(style.WIDTH, 3.4 + 0.2 * len(lines)))
     ax = figure.subplots()
     for (variant, corpus), arms in lines.items():
-        keywords = look[variant]
+        keywords = styles[variant]
         law = laws.get((variant, corpus))
-        name = variant + f', {corpus}' * (len(study.corpora) > 1)
+        name = variant + f', {corpus}' * (len(findings.study.corpora) > 1)
         losses = [list(arm.losses(arm.split).values()) for arm in arms]
         for arm, of_seeds in zip(arms, losses, strict=True):
             dots = style.SEEDS | {'label': '_', 'color': keywords['color']}

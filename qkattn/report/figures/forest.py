@@ -14,10 +14,10 @@ from qkattn.jobs.output import short
 from qkattn.report import prose
 from qkattn.report.figures import style
 from qkattn.study.arm_key import ArmKey
-from qkattn.verdict.arms import Arm
 from qkattn.verdict.findings import Findings
 from qkattn.verdict.judging import DECIDED
-from qkattn.verdict.load import Study
+from qkattn.verdict.trained_arm import TrainedArm
+from qkattn.verdict.trained_study import TrainedStudy
 
 # Where the name, the text and the seeds of an arm stand, relative to its mean; below zero is above.
 _NAME = -0.53
@@ -53,7 +53,7 @@ Panels = Mapping[str, Sequence[Line]]  # by title, from the top
 def forest(
     drawn: Panels,
     xlabel: str,
-    look: style.Styles,
+    styles: style.Styles,
     margin: float = 0.0,
     far: float = 6.0,
     longest: int = 44,
@@ -77,7 +77,7 @@ def forest(
         ax.axvline(0.0, label='no difference', **style.REFERENCE)
         names = [short(line.name or line.arm, longest) for line in lines]
         for y, (line, name) in enumerate(zip(lines, names, strict=True)):
-            _draw(ax, y, line, look, limits)
+            _draw(ax, y, line, styles, limits)
             weight = {'weight': 'bold'} if line.is_decided else {'color': style.MUTED}
             _above(ax, y + _TEXT, line.right, **weight)
             _above(ax, y + (_NAME if line.right else 1.4 * _TEXT), name)
@@ -108,7 +108,7 @@ def _limits(lines: Sequence[Line], margin: float, far: float) -> tuple[float, fl
 
 
 def _draw(
-    ax: Axes, y: int, line: Line, look: style.Styles, limits: tuple[float, float] | None
+    ax: Axes, y: int, line: Line, styles: style.Styles, limits: tuple[float, float] | None
 ) -> None:
     if line.mean is None:
         _above(ax, y, line.absent, style='italic', color=style.MUTED)
@@ -116,8 +116,8 @@ def _draw(
     if line.reported is not None:
         wide = {'color': style.MUTED, 'alpha': 0.35, 'linewidth': 9, 'solid_capstyle': 'butt'}
         ax.plot(line.reported, [y, y], label='reported', **wide)
-    color = look[line.arm]['color']
-    marker = look[line.arm]['marker']
+    color = styles[line.arm]['color']
+    marker = styles[line.arm]['marker']
     if line.low is not None:
         ax.hlines(y, line.low, line.high, color, linewidth=2, label='95 % interval')
     if line.seeds:
@@ -140,12 +140,13 @@ def _above(ax: Axes, y: float, text: str, **font: Any) -> None:
         ax.text(0, y, text, **place, **font)
 
 
-def differences(study: Study, findings: Findings, look: style.Styles) -> Figure | None:
+def differences(findings: Findings, styles: style.Styles) -> Figure | None:
     """Differences from the baseline, with verdicts and margin if tuned; None without any.
 
     A panel for each size and corpus has every declared arm, the lowest mean first; of very many,
     those with the lowest and the highest means, as `cut` says.
     """
+    study = findings.study
     results = {arm.key: arm for arm in findings.arms}
     groups: dict[str, list[Line]] = {}
     for size, corpus, variant in itertools.product(study.sizes, study.corpora, study.variants):
@@ -163,10 +164,10 @@ def differences(study: Study, findings: Findings, look: style.Styles) -> Figure 
     if (ends := cut(study)) is not None:
         drawn = {title: [*lines[: ends[0]], *lines[-ends[0] :]] for title, lines in drawn.items()}
     xlabel = f'difference in {findings.split} loss (nats/token)'
-    return forest(drawn, xlabel, look, study.margin * tuned)
+    return forest(drawn, xlabel, styles, study.margin * tuned)
 
 
-def cut(study: Study) -> tuple[int, int] | None:
+def cut(study: TrainedStudy) -> tuple[int, int] | None:
     """How many arms of each end a panel draws, and of how many; None where it draws all of them."""
     panels = len(study.sizes) * len(study.corpora)
     number = len(study.variants) - 1
@@ -175,7 +176,7 @@ def cut(study: Study) -> tuple[int, int] | None:
     return max(MOST_LINES // (2 * panels), 1), number
 
 
-def _line(variant: str, arm: Arm | None, study: Study) -> Line:
+def _line(variant: str, arm: TrainedArm | None, study: TrainedStudy) -> Line:
     """The line of an arm, which may have no results."""
     if arm is None or not arm.verdict_trials:
         return Line(variant, absent='no result yet')

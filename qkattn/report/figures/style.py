@@ -1,4 +1,4 @@
-"""How figures look: the palette, one style per variant, panels, and files of every format."""
+"""The style of figures: the palette, one style per variant, panels, and files of every format."""
 
 import dataclasses
 import io
@@ -54,12 +54,12 @@ def style_sheet() -> AbstractContextManager[None]:
 
 def styles(variants: Sequence[str], baseline: str) -> dict[str, dict[str, Any]]:
     """A style for each variant, from the palette in order; the baseline is black and thick."""
-    looks: dict[str, dict[str, Any]] = {}
+    by_variant: dict[str, dict[str, Any]] = {}
     for place, name in enumerate(name for name in variants if name != baseline):
         turn = place // len(HUES)
         marker = MARKERS[(place + turn) % len(MARKERS)]
-        looks[name] = {'color': HUES[place % len(HUES)], 'marker': marker}
-    return looks | {baseline: {'color': INK, 'marker': 'D', 'linewidth': 2.0}}
+        by_variant[name] = {'color': HUES[place % len(HUES)], 'marker': marker}
+    return by_variant | {baseline: {'color': INK, 'marker': 'D', 'linewidth': 2.0}}
 
 
 def panels(figure: Figure, columns: int, count: int, **share: Any) -> list[Axes]:

@@ -50,7 +50,7 @@ def test_verdicts_follow_from_those_of_arms(added, results):
         open_one = claim(expect('nonlinear_query/vo', relation, study='lm_added'))
         assert decide(open_one, 'cpu', added).verdict is UNDECIDED
     for low, high, verdict in ((0.2, 0.3, HOLDS_HERE), (0.1, 0.15, FAILS_HERE)):
-        expected = expect(PLAIN, 'as_reported', at='removed', reported=(low, high))
+        expected = expect(PLAIN, 'as_reported', at=Kind.SAME_SHAPE, reported=(low, high))
         assert decide(claim(expected), 'cpu', results).verdict is verdict
 
 
@@ -153,7 +153,7 @@ def test_missing_results_are_named_and_needed_first(results, committed, tmp_path
     assert decided.verdict is UNDECIDED and decided.studies == ('fair_small',)
     assert decided.missing == ('study masked_lm has no results',)
     assert decided.needed == 'the results of masked_lm at scale cpu'
-    removed = expect('merged/vo', 'worse', study='quickstart', at='removed')
+    removed = expect('merged/vo', 'worse', study='quickstart', at=Kind.SAME_SHAPE)
     decided = decide(claim(pair[0], removed), 'cpu', results)
     assert decided.verdict is UNDECIDED and 'merged/vo has no control' in decided.missing[0]
     # Results of a run, then the declaration.
@@ -210,11 +210,11 @@ def test_measures_decide_by_what_they_read_of_a_study(results, tmp_path, monkeyp
     short = decide(measured, 'cpu', Results(RESULTS))
     assert (short.verdict, short.rows[0].speaks) == (UNDECIDED, Speaks.OPEN)
     assert decide(measured, 'smoke', results).verdict is UNDECIDED
-    study, findings = results.study('fair_small')
+    findings = results.study('fair_small')
     first, *others = findings.arms
     blocked = {'arms': (dataclasses.replace(first, remarks=(BLOCK,)), *others)}
     for changes in (blocked, {'remarks': (BLOCK,)}):
-        withheld = study, dataclasses.replace(findings, **changes)
+        withheld = dataclasses.replace(findings, **changes)
         monkeypatch.setattr(studies, 'load_findings', lambda path, loaded=withheld: loaded)
         assert decide(measured, 'cpu', Results(tmp_path)).verdict is UNDECIDED
     monkeypatch.undo()
@@ -231,7 +231,12 @@ def test_the_last_repeat_with_an_arm_decides_a_claim_on_the_first_study():
         ('lm_rank', 'low_rank(rank=12)/vo', 'matched', 'lm_rank_12'),
         ('lm_rank', 'low_rank(rank=4)/vo', 'matched', 'lm_rank'),
         ('lm_rank_12', 'low_rank(rank=12)/vo', 'matched', 'lm_rank_12'),
-        ('translation', 'qk/vo?encoder_variant=shared_qk/vo', 'removed', 'translation_shared'),
+        (
+            'translation',
+            'qk/vo?encoder_variant=shared_qk/vo',
+            Kind.SAME_SHAPE,
+            'translation_shared',
+        ),
         ('translation', 'qk/vo?encoder_variant=shared_qk/vo', 'matched', 'translation'),
     ):
         expected = expect(variant, 'not_worse', study=name, at=at)

@@ -153,7 +153,7 @@ def test_figures_show_the_numbers_of_the_rows(written):
     figure = claim_figure(STORED['E4']).figure
     marks = [points for ax in figure.axes for points in ax.collections]
     means = [points.get_offsets()[0][0] for points in marks if points.get_label() == 'mean']
-    lines, kinds = compared(STORED['E4'].rows), (Kind.REMOVED, Kind.MATCHED)
+    lines, kinds = compared(STORED['E4'].rows), (Kind.SAME_SHAPE, Kind.MATCHED)
     drawn = [parts[kind].value for kind in kinds for parts in lines if kind in parts]
     assert means == drawn and len(drawn) > 10
     same, equal = claim_figure(STORED['B2']).figure.axes
@@ -173,13 +173,13 @@ def test_lines_of_a_figure_have_names_that_differ_and_the_row_that_decides(tmp_p
     drawing = claim_figure(dataclasses.replace(STORED['B4'], rows=tuple(rows[:1])))
     assert row_names(drawing.figure.axes[0]) == ['qk/no_o']
     rows = [
-        row(Kind.REMOVED, Speaks.FOR, 0.1, 'worse', shape='equal'),
+        row(Kind.SAME_SHAPE, Speaks.FOR, 0.1, 'worse', shape='equal'),
         row(Kind.MATCHED, Speaks.BESIDE, 0.2, shape='equal'),
-        row(Kind.REMOVED, Speaks.BESIDE, 0.3, shape='matched'),
+        row(Kind.SAME_SHAPE, Speaks.BESIDE, 0.3, shape='matched'),
         row(Kind.MATCHED, Speaks.OPEN, 0.4, 'undecided', shape='matched'),
     ]
     (parts,) = compared(rows)
-    assert [parts[kind].value for kind in (Kind.REMOVED, Kind.MATCHED)] == [0.1, 0.4]
+    assert [parts[kind].value for kind in (Kind.SAME_SHAPE, Kind.MATCHED)] == [0.1, 0.4]
     assert parts[Kind.MATCHED].context == {}
     write(tmp_path, CLAIMS, [dataclasses.replace(STORED['B4'], rows=tuple(rows))])
     assert '| worse / undecided |' in pages.claims_markdown(tmp_path, '.', 'b')

@@ -28,7 +28,7 @@ from qkattn.study.arm_key import CONTROLS, LONGER, ArmKey
 from qkattn.study.chain import Earlier
 from qkattn.study.tuning import KNOBS, SCREENING
 from qkattn.study.yardstick_definitions import is_current
-from qkattn.verdict.runs import Run, Trial, parse_arm_key, parse_run, parse_trial, with_files
+from qkattn.verdict.runs import TrainedRun, Trial, parse_arm_key, parse_run, parse_trial, with_files
 
 # plan.jsonl and results.jsonl are made from the runs.
 _ADVICE = 'restore it from a copy, or remove it and resume the study, which makes it again'
@@ -61,7 +61,7 @@ class Yardstick:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Study(config.Study):
+class TrainedStudy(config.Study):
     """A study as described by its files: its settings as declared, its runs and their results.
 
     `variants` are named with the destination of saved parameters, if there are several.
@@ -77,7 +77,7 @@ class Study(config.Study):
     ledger: Ledger
     # Runs that are not what an earlier look saw, with the number of that look.
     altered: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    runs: tuple[Run, ...] = ()
+    runs: tuple[TrainedRun, ...] = ()
     problems: tuple[str, ...] = ()  # sentences about files of runs that could not be read
     # By the key of the baseline; None if they are not recorded.
     yardsticks: Mapping[ArmKey, Yardstick] | None = None
@@ -118,6 +118,10 @@ class Study(config.Study):
         asked = {self.question_of(key), self.question_of(other)}
         return 1 + sum(asked <= one.questions for one in self.earlier)
 
+    def is_variant(self, label: str, variant: str) -> bool:
+        """Whether a variant, with or without a destination, names the labelled arm."""
+        return variant in (label, self.bare(label))
+
     def bare(self, variant: str) -> str:
         """A variant without the destination in its name."""
         for destination in self.destinations:
@@ -125,11 +129,12 @@ class Study(config.Study):
         return variant
 
 
-def load_study(directory: str | Path) -> Study:
+def load_study(directory: str | Path) -> TrainedStudy:
     """Reads the study in `directory`.
 
     Raises ReportError if the directory, `study.json` or its ledger is missing, if a file of the
-    study is unreadable, and if no trial has a result. `Study.problems` names bad files of runs.
+    study is unreadable, and if no trial has a result. `problems` of the study names bad files of
+    runs.
     """
     directory = as_path(directory)
     path = declared = directory / 'study.json'
@@ -167,7 +172,7 @@ def load_study(directory: str | Path) -> Study:
     )
 
 
-def _declared(directory: Path, files: Files, kept: Ledger, record: Any) -> Study:
+def _declared(directory: Path, files: Files, kept: Ledger, record: Any) -> TrainedStudy:
     """A study as study.json declares it, without runs; ValueError names what is wrong."""
     kinds = {'base': {'model': {'kind': str}}, 'base_hash': str, 'controls': dict}
     kinds |= {'matched': str | None, 'tuning': dict | None, 'arms': tuple[dict, ...]}
@@ -176,7 +181,7 @@ def _declared(directory: Path, files: Files, kept: Ledger, record: Any) -> Study
         check(tuning, {f'{knob}s': tuple[float, ...] for knob in KNOBS})
     is_hash = record['base_hash'] == fingerprint_of(record['base'])
     study = read(
-        Study,
+        TrainedStudy,
         record | {'match': record['matched']},
         base=read_base(record),
         tuning=read(TuningConfig, tuning or {}),
@@ -219,9 +224,9 @@ def known_settings(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _read_runs(study: Study) -> list[Run]:
+def _read_runs(study: TrainedStudy) -> list[TrainedRun]:
     """The planned runs in the plan's order, with the trials of results.jsonl in that of logs."""
-    planned: dict[str, Run] = {}
+    planned: dict[str, TrainedRun] = {}
     trials: dict[str, dict[Hashable, Trial]] = {}
 
     def add_run(record: Any) -> None:
@@ -248,7 +253,9 @@ def _read_runs(study: Study) -> list[Run]:
     ]
 
 
-def _yardsticks(path: Path, baseline: str, planned: Sequence[Run]) -> dict[ArmKey, Yardstick]:
+def _yardsticks(
+    path: Path, baseline: str, planned: Sequence[TrainedRun]
+) -> dict[ArmKey, Yardstick]:
     """Those of yardsticks.json by the key of the baseline.
 
     ValueError where it is damaged, or was recorded of other runs than the planned ones.
