@@ -83,26 +83,30 @@ def _warn_of_directories(declaration: Path) -> None:
 
     They are exported as they are: the ledger and the names of runs are hashes of them.
     """
-    named = []
+    settings_with_paths = []
     for setting, value in flat(parse_file(declaration, {})):
         texts = value if isinstance(value, list) else [value]
         if any(isinstance(text, str) and without_directories(text) != text for text in texts):
-            named.append(setting)
-    if named:
+            settings_with_paths.append(setting)
+    if settings_with_paths:
         log.warning(
             '%s names directories of this machine in %s, as hashes of the study cover it; give a '
             'study that is to be published paths relative to the working directory',
             declaration,
-            ', '.join(named),
+            ', '.join(settings_with_paths),
         )
 
 
 def check_export(study_dir: str | Path, destination: str | Path) -> None:
     """ReportError if `destination` is neither empty nor an earlier export of the same study."""
+    destination = as_path(destination)
+    if not destination.exists():
+        return
+    if destination.is_dir() and not any(destination.iterdir()):
+        return
     study = _name(as_path(study_dir))
-    name = _name(destination := as_path(destination))
-    is_empty = not destination.exists() or destination.is_dir() and not any(destination.iterdir())
-    if not is_empty and (name != study or (destination / 'plan.jsonl').exists()):
+    is_working_directory = (destination / 'plan.jsonl').exists()
+    if _name(destination) != study or is_working_directory:
         raise ReportError(
             f'{str(destination)!r} holds something other than an export of study {study!r}; '
             'give an empty directory.'
@@ -110,34 +114,34 @@ def check_export(study_dir: str | Path, destination: str | Path) -> None:
 
 
 def _name(directory: Path) -> str | None:
+    """The name of the study that a directory declares; None if it holds no readable study.json."""
     with contextlib.suppress(ValueError):
         return parse_file(directory / 'study.json', {'name': str})['name']
 
 
 def _page(findings: Findings, drawn: Sequence[Drawing], svg: Mapping[str, bytes]) -> str:
     """The whole report as an HTML document: no scripts; light, dark, narrow, printed."""
-    shown = [described(findings, drawing) for drawing in drawn]
-    for figure in shown:
-        code = base64.b64encode(svg[figure['stem']]).decode()
+    shown_figures = []
+    for drawing in drawn:
+        figure = described(findings, drawing)
+        code = base64.b64encode(svg[drawing.stem]).decode()
         figure['source'] = f'data:image/svg+xml;base64,{code}'
-    titles, rows = printed(PAGE, findings, findings.arms)
-    return (
-        environment(html=True)
-        .get_template('report.html.j2')
-        .render(
-            study=findings.study,
-            findings=findings,
-            figures=shown,
-            summary=tables.summary(findings),
-            headings=titles,
-            rows=rows,
-            notes=tables.notes(findings),
-            sheets=tables.sheets(findings),
-            settings=[line.split(': ', 1) for line in tables.settings(findings)],
-            provenance=_provenance(findings.study),
-            light=LIGHT,
-            dark=DARK,
-        )
+        shown_figures.append(figure)
+    headings, rows = printed(PAGE, findings, findings.arms)
+    template = environment(html=True).get_template('report.html.j2')
+    return template.render(
+        study=findings.study,
+        findings=findings,
+        figures=shown_figures,
+        summary=tables.summary(findings),
+        headings=headings,
+        rows=rows,
+        notes=tables.notes(findings),
+        sheets=tables.sheets(findings),
+        settings=[line.split(': ', 1) for line in tables.settings(findings)],
+        provenance=_provenance(findings.study),
+        light=LIGHT,
+        dark=DARK,
     )
 
 
@@ -150,12 +154,23 @@ def described(findings: Findings, figure: Drawing) -> dict[str, Any]:
 
 
 def _provenance(study: TrainedStudy) -> dict[str, list[str]]:
-    """Recorded provenance: the values of each name, each once."""
-    facts: dict[str, dict[str, None]] = {}
+    """What the trials record of their origin: for each fact its values, each once.
+
+    {'python': ['3.12.1'], 'devices: kind': ['cpu', 'NVIDIA H200']}
+    """
+    values_by_fact = dict[str, list[str]]()
     for trial in study.trials:
-        about = {'data': trial.data, 'eval tokens': trial.eval_tokens, 'lifting': trial.lifting}
-        for name, value in flat({**about, **trial.provenance}, ': '):
+        facts = {
+            'data': trial.data,
+            'eval tokens': trial.eval_tokens,
+            'lifting': trial.lifting,
+            **trial.provenance,
+        }
+        for fact, value in flat(facts, ': '):
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            facts.setdefault(name, {})[text] = None
-    made = {name: [*values] for name, values in facts.items()}
-    return made | ({'command': [study.command]} if study.command else {})
+            values = values_by_fact.setdefault(fact, [])
+            if text not in values:
+                values.append(text)
+    if study.command:
+        values_by_fact['command'] = [study.command]
+    return values_by_fact

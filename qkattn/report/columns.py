@@ -29,8 +29,17 @@ Heading = tuple[str, bool]
 Table = tuple[list[Heading], list[list[str]]]
 ESTIMATE = tuple(field.name for field in dataclasses.fields(Estimate))
 DIFFERENCE = (
-    *('mean', 'sd', 'low', 'high', 'n', 'p', 'p_margin'),
-    *('error_seeds', 'error_evaluation', 'tuning_low', 'tuning_high'),
+    'mean',
+    'sd',
+    'low',
+    'high',
+    'n',
+    'p',
+    'p_margin',
+    'error_seeds',
+    'error_evaluation',
+    'tuning_low',
+    'tuning_high',
 )
 # Of the parts of a difference: the headings of those that are printed, and the name in table.csv
 # where it is another one than in code.
@@ -58,8 +67,10 @@ class Measure:
 
     @property
     def heading(self) -> str:
-        unit = self.metric.unit if self.metric.unit != self.metric.label else None
-        return f'{self.name}, {unit}' if unit else self.name
+        """The name with the unit; a metric such as bits per byte, which is its unit, alone."""
+        if self.metric.unit in (None, self.metric.label):
+            return self.name
+        return f'{self.name}, {self.metric.unit}'
 
     def over_seeds(self, arm: TrainedArm) -> Estimate | None:
         """In the unit of the result files."""
@@ -69,29 +80,37 @@ class Measure:
         return mean_sd(value, self.metric.decimals, self.metric.scale)
 
 
-VAL_LOSS, TEST_LOSS = (Measure(METRICS['loss'], split) for split in ('val', 'test'))
-ROLES = 'score', 'probe'  # of metrics beside the loss that have a column
+VAL_LOSS = Measure(METRICS['loss'], 'val')
+TEST_LOSS = Measure(METRICS['loss'], 'test')
+# The roles of metrics beside the loss that have a column, in the order of the columns.
+ROLES = ('score', 'probe')
 
 
 def measured(findings: Findings) -> tuple[Measure, ...]:
     """The metrics that a report shows, in the order of their columns; losses are in nats/token.
 
-    The loss that decides, scores and probes on the test split, or on validation without one; last
-    the validation loss.
+    These are the loss that decides, scores and probes on the test split, or on validation without
+    one, and the validation loss.
     """
     trials = [trial for arm in findings.arms for trial in arm.chosen]
 
     def exists(measure: Measure) -> bool:
         return any(trial.metrics.get(measure.field) is not None for trial in trials)
 
-    declared = {name: m for trial in trials for name, m in trial.declared_metrics.items()}
-    others = [m for m in shown(declared, [t.metrics for t in trials]) if m.role in ROLES]
-    measures: list[Measure] = []
-    for metric in sorted(others, key=lambda metric: ROLES.index(metric.role)):
-        on_splits = [Measure(metric, split) for split in reversed(metric.prefixes)]
-        measures += list(filter(exists, on_splits))[:1]
-    first, *last = [TEST_LOSS, VAL_LOSS] if exists(TEST_LOSS) else [VAL_LOSS]
-    return (first, *measures, *last)
+    declared = dict[str, Metric]()
+    for trial in trials:
+        declared |= trial.declared_metrics
+    beside_loss = list[Measure]()
+    printable = shown(declared, [trial.metrics for trial in trials])
+    for role in ROLES:
+        for metric in printable:
+            on_splits = [Measure(metric, split) for split in reversed(metric.prefixes)]
+            existing = [measure for measure in on_splits if exists(measure)]
+            if metric.role == role and existing:
+                beside_loss.append(existing[0])
+    if exists(TEST_LOSS):
+        return (TEST_LOSS, *beside_loss, VAL_LOSS)
+    return (VAL_LOSS, *beside_loss)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +129,9 @@ class Column:
     parts: Sequence[str] = ()
 
     def get(self, arm: TrainedArm) -> Any:
-        return self.value(arm) if callable(self.value) else follow(arm, self.value)
+        if callable(self.value):
+            return self.value(arm)
+        return follow(arm, self.value)
 
     def cells(self, arm: TrainedArm) -> dict[str, Any]:
         """Values by their names in table.csv."""
@@ -120,13 +141,18 @@ class Column:
         return {self.key: value} if self.key else {}
 
     def print(self, arm: TrainedArm) -> str:
-        if (value := self.get(arm)) is None:
+        value = self.get(arm)
+        if value is None:
             return NONE
-        return one_line(self.text(value) if callable(self.text) else format(value, self.text))
+        text = self.text(value) if callable(self.text) else format(value, self.text)
+        return one_line(text)
 
 
 def follow(value: Any, path: str) -> Any:
-    """The attribute or mapping entry at the end of `path`, or None; truth values as 0 and 1."""
+    """What a path of attributes or keys leads to, 'verdict.p_holm' from an arm.
+
+    None where something on the way is None; truth values as 0 and 1, as table.csv has them.
+    """
     for name in path.split('.'):
         if isinstance(value, Mapping):
             value = value.get(name)
@@ -137,77 +163,78 @@ def follow(value: Any, path: str) -> Any:
 
 def printed(table: str, findings: Findings, arms: Iterable[TrainedArm]) -> Table:
     """The columns that PAGE, HEADLINE or CONTROL prints, with a row for each arm."""
-    of_study = [c for c in columns(findings) if c.heading and table in c.tables]
-    rows = [[column.print(arm) for column in of_study] for arm in arms]
-    return [(column.heading, column.left) for column in of_study], rows
+    shown_columns = [c for c in columns(findings) if c.heading and table in c.tables]
+    headings = [(column.heading, column.left) for column in shown_columns]
+    rows = [[column.print(arm) for column in shown_columns] for arm in arms]
+    return headings, rows
 
 
 def columns(findings: Findings) -> Iterator[Column]:
     """The columns of a study; results come first, to be visible on a narrow screen."""
-    study = findings.study
-    left: dict[str, Any] = {'tables': EVERYWHERE, 'left': True}
-    yield Column('variant', 'variant', 'variant', **left)
-    # The size and the corpus are in every table if they distinguish arms of this study.
-    tables: tuple[str, ...] = EVERYWHERE if len(study.sizes) > 1 else (PAGE,)
-    yield Column('size', 'size', 'size', tables=tables, left=True)
-    yield Column('corpus', 'corpus', 'corpus' * (len(study.corpora) > 1), **left)
-    control = prose.control_words
-    yield Column('control', 'key.control', 'control', control, tables=(CONTROL,), left=True)
-    yield Column('is_baseline', 'is_baseline')
-    yield Column('post_hoc', lambda arm: int(arm.key.declared in study.ledger.post_hoc))
+    yield from _of_arm(findings)
     yield from _of_difference(findings)
-    for place, measure in enumerate(measured(findings)):
-        tables = (PAGE,) if place else (PAGE, CONTROL)
-        printed = f'{measure.heading}|mean ± sd', measure.printed, tables
-        yield Column(measure.field, measure.over_seeds, *printed, parts=ESTIMATE)
-    for split in PREFIXES.values():
-        per_byte = Measure(METRICS['bits_per_byte'], split)
-        if any(per_byte.over_seeds(arm) for arm in findings.arms):
-            yield Column(per_byte.field, per_byte.over_seeds, parts=ESTIMATE)
-    for knob in KNOBS:
-        text = partial(_setting, knob)
-        yield Column(knob, partial(setting, knob))
-        if any(knob in arm.sweeps for arm in findings.arms):
-            heading = f'tuned {words(knob)}'
-            if any(knob in arm.bounded_knobs for arm in findings.arms):
-                heading += '|[95 % interval]'
-            yield Column('', text, heading, tables=(PAGE, CONTROL))
-            yield Column(knob, f'sweeps.{knob}', parts=SWEEP)
-        elif knob == KNOBS[0] and not study.tuned:
-            yield Column('', text, 'learning|rate')
+    yield from _of_verdict(findings)
+    yield from _of_parts(findings)
+    yield from _of_metrics(findings)
+    yield from _of_settings(findings)
     yield Column('correlation', 'comparison.correlation', 'correlation|over seeds', '+.2f')
     yield from COSTS
     if findings.scaling:
-        given = [one for one in findings.scaling if isinstance(one.worth, Interval)]
-        worth = {(one.variant, one.corpus): one.worth for one in given}
-        parts = ('value', 'low', 'high')
-        yield Column('multiplier', lambda arm: worth.get((arm.variant, arm.corpus)), parts=parts)
+        yield _exchange_rate(findings)
+
+
+def _of_arm(findings: Findings) -> Iterator[Column]:
+    """What identifies an arm. Size and corpus are printed everywhere if the study has several."""
+    study = findings.study
+    several_sizes = len(study.sizes) > 1
+    several_corpora = len(study.corpora) > 1
+    yield Column('variant', 'variant', 'variant', tables=EVERYWHERE, left=True)
+    yield Column('size', 'size', 'size', tables=EVERYWHERE if several_sizes else (PAGE,), left=True)
+    yield Column(
+        'corpus', 'corpus', 'corpus' if several_corpora else '', tables=EVERYWHERE, left=True
+    )
+    yield Column(
+        'control', 'key.control', 'control', prose.control_words, tables=(CONTROL,), left=True
+    )
+    yield Column('is_baseline', 'is_baseline')
+    yield Column('post_hoc', lambda arm: int(arm.key.declared in study.ledger.post_hoc))
 
 
 def _of_difference(findings: Findings) -> Iterator[Column]:
-    """The difference, its verdict, the tests behind the verdict, and its parts."""
-    study = findings.study
-    tuned = study.tuned
-    margin = f'{study.margin:g}'
     unit = 'nats/token [95 % interval]' if findings.has_intervals else 'nats/token'
     heading = f'difference in {findings.split} loss,|{unit}'
     yield Column('difference', 'difference', parts=DIFFERENCE)
     yield Column('', _difference, heading, tables=EVERYWHERE)
-    heading = f'verdict,|margin {margin}' * tuned
+
+
+def _of_verdict(findings: Findings) -> Iterator[Column]:
+    """The verdict, how it lasts, and the tests behind it; printed of a study with tuning."""
+    study = findings.study
+    margin = f'{study.margin:g}'
+
+    def heading(text: str) -> str:
+        return text if study.tuned else ''
+
     yield Column('verdict', 'verdict.decision.value')
-    yield Column('', _verdict, heading, tables=(PAGE, HEADLINE), left=True)
+    yield Column(
+        '', _verdict, heading(f'verdict,|margin {margin}'), tables=(PAGE, HEADLINE), left=True
+    )
     yield Column('length', 'settling.code.value')
     yield Column('length_times', 'settling.times')
     yield Column('difference_longer', 'settling.longer')
-    for key, heading in (
+    for key, test in (
         ('p_holm', 'p'),
         ('p_margin_holm', f'p of more than {margin}'),
         ('p_equivalence_holm', f'p of less than {margin}'),
     ):
-        yield Column(key, f'verdict.{key}', f'{heading},|corrected' * tuned, p_value)
-    yield Column('', _p_of_verdict, 'p,|corrected' * tuned, p_value, tables=(HEADLINE,))
-    heading = 'detectable difference,|nats/token' * tuned
-    yield Column('detectable_holm', 'verdict.detectable', heading, '.4f')
+        yield Column(key, f'verdict.{key}', heading(f'{test},|corrected'), p_value)
+    yield Column('', _p_of_verdict, heading('p,|corrected'), p_value, tables=(HEADLINE,))
+    detectable = heading('detectable difference,|nats/token')
+    yield Column('detectable_holm', 'verdict.detectable', detectable, '.4f')
+
+
+def _of_parts(findings: Findings) -> Iterator[Column]:
+    """The parts of a difference, and why and on which data it is decided."""
     for name in PARTS:
         heading = ''
         if name in _HEADINGS and any(getattr(arm.parts, name) for arm in findings.arms):
@@ -220,6 +247,53 @@ def _of_difference(findings: Findings) -> Iterator[Column]:
     yield Column('split', 'comparison.split')
     yield Column('difference_validation', 'comparison.validation')
     yield Column('num_documents', 'comparison.num_documents')
+
+
+def _of_metrics(findings: Findings) -> Iterator[Column]:
+    """The metrics over seeds; the first of them, the loss that decides, also of controls."""
+    measures = measured(findings)
+    for measure in measures:
+        tables = (PAGE, CONTROL) if measure == measures[0] else (PAGE,)
+        yield Column(
+            measure.field,
+            measure.over_seeds,
+            f'{measure.heading}|mean ± sd',
+            measure.printed,
+            tables=tables,
+            parts=ESTIMATE,
+        )
+    for split in PREFIXES.values():
+        per_byte = Measure(METRICS['bits_per_byte'], split)
+        if any(per_byte.over_seeds(arm) for arm in findings.arms):
+            yield Column(per_byte.field, per_byte.over_seeds, parts=ESTIMATE)
+
+
+def _of_settings(findings: Findings) -> Iterator[Column]:
+    """The settings that are tuned, or the learning rate of a study without tuning."""
+    for knob in KNOBS:
+        yield Column(knob, partial(setting, knob))
+        if any(knob in arm.sweeps for arm in findings.arms):
+            heading = f'tuned {words(knob)}'
+            if any(knob in arm.bounded_knobs for arm in findings.arms):
+                heading += '|[95 % interval]'
+            yield Column('', partial(_setting, knob), heading, tables=(PAGE, CONTROL))
+            yield Column(knob, f'sweeps.{knob}', parts=SWEEP)
+        elif knob == 'learning_rate' and not findings.study.tuned:
+            yield Column('', partial(_setting, knob), 'learning|rate')
+
+
+def _exchange_rate(findings: Findings) -> Column:
+    """How many baseline parameters one of a variant's is worth; over sizes, so of several arms."""
+    rates = {
+        (scaling.variant, scaling.corpus): scaling.worth
+        for scaling in findings.scaling
+        if isinstance(scaling.worth, Interval)
+    }
+    return Column(
+        'multiplier',
+        lambda arm: rates.get((arm.variant, arm.corpus)),
+        parts=('value', 'low', 'high'),
+    )
 
 
 def _difference(arm: TrainedArm) -> str:
@@ -244,27 +318,36 @@ def _p_of_verdict(arm: TrainedArm) -> float | None:
     """
     if arm.verdict is None:
         return None
-    by_decision = {Decision.EQUIVALENT: arm.verdict.p_equivalence_holm}
-    by_decision |= dict.fromkeys((Decision.BETTER, Decision.WORSE), arm.verdict.p_margin_holm)
-    return by_decision.get(arm.verdict.decision, arm.verdict.p_holm)
+    if arm.verdict.decision == Decision.EQUIVALENT:
+        return arm.verdict.p_equivalence_holm
+    if arm.verdict.decision in (Decision.BETTER, Decision.WORSE):
+        return arm.verdict.p_margin_holm
+    return arm.verdict.p_holm
 
 
 def setting(knob: str, arm: TrainedArm) -> float | None:
     """The value of the verdict runs, or the one that screening has chosen so far."""
-    if knob == KNOBS[0] and arm.tuning is None:
+    if knob == 'learning_rate' and arm.tuning is None:
         return arm.learning_rate
     if arm.verdict_trials:
         return arm.verdict_trials[0].at[KNOBS.index(knob)]
-    return arm.sweeps[knob].chosen if knob in arm.sweeps else None
+    if knob in arm.sweeps:
+        return arm.sweeps[knob].chosen
+    return None
 
 
 def _setting(knob: str, arm: TrainedArm) -> str:
-    """'0.0042 [0.0038, 0.0047]', '0.016*' where it is not bracketed."""
-    if (value := setting(knob, arm)) is None:
+    """'0.0042 [0.0038, 0.0047]'; '0.016*' where it is not bracketed, or at the edge of a grid."""
+    value = setting(knob, arm)
+    if value is None:
         return NONE
     sweep = arm.sweeps.get(knob)
-    loose = not sweep.bracketed if sweep else arm.tuning is None and arm.at_edge
-    return f'{value:g}{"*" * loose} {prose.optimum(sweep)}'
+    if sweep is not None:
+        is_bracketed = sweep.bracketed
+    else:
+        is_bracketed = arm.tuning is not None or not arm.at_edge
+    star = '' if is_bracketed else '*'
+    return f'{value:g}{star} {prose.optimum(sweep)}'
 
 
 def _of_run(field: str, arm: TrainedArm) -> float | None:

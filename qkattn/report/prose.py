@@ -27,10 +27,10 @@ from qkattn.verdict.settling import Length, Settling
 from qkattn.verdict.trained_arm import TrainedArm
 from qkattn.verdict.trained_study import TrainedStudy
 
-NONE = '-'
+NONE = '-'  # in a cell without a value
 DIGITS = 6  # significant ones, of a derived number that is stored
 NOT_RECORDED = 'not recorded'
-END = '\x1f'
+END = '\x1f'  # follows each sentence of a template
 HASH = re.compile(r'[0-9a-f]{32,}')
 # The splits as words.
 SPLITS = {prefix: split for split, prefix in PREFIXES.items()}
@@ -47,20 +47,23 @@ def rounded(value: Any) -> Any:
     """A number as it is stored: to DIGITS significant digits, whole ones and text as they are."""
     if not isinstance(value, float) or value.is_integer():
         return value
-    # Digits before the point stay: they may be those of a count.
-    large = abs(value) >= 10 ** (DIGITS - 1)
-    return round(value, 1) if large else float(f'{value:.{DIGITS - 1}e}')
+    if abs(value) >= 10 ** (DIGITS - 1):  # digits before the point stay: it may be a count
+        return round(value, 1)
+    return float(f'{value:.{DIGITS - 1}e}')
 
 
 def si(value: float | None) -> str:
     """Three significant digits and a decimal prefix, 1234567 -> '1.23M'."""
     if value is None:
         return NONE
-    text = f'{value:.2e}'
-    thousands = min(max(int(text.partition('e')[2]) // 3, 0), 6)
+    digits = f'{value:.2e}'  # '1.23e+06'
+    exponent = int(digits.partition('e')[2])
+    thousands = min(max(exponent // 3, 0), 6)
     if thousands == 0:
-        return f'{float(text):.3g}'
-    return f'{float(text) / 1000**thousands:#.3g}'.rstrip('.') + ' kMGTPE'[thousands]
+        return f'{float(digits):.3g}'
+    prefix = ' kMGTPE'[thousands]
+    number = f'{float(digits) / 1000**thousands:#.3g}'  # '#' keeps zeros, as in 1.20M
+    return number.rstrip('.') + prefix
 
 
 def mean_sd(value: Estimate | None, decimals: int, scale: float = 1.0) -> str:
@@ -101,9 +104,11 @@ def length(settling: Settling | None) -> str:
 
 def lasting(decision: str, length: str) -> str:
     """'worse, settled', 'worse at this length'; a decision without a verdict as it is."""
-    if not length or decision not in (one.value for one in DECIDED):
+    if not length or decision not in [decided.value for decided in DECIDED]:
         return decision
-    return f'{decision}{", " if length == Length.SETTLED.value else " "}{length}'
+    if length == Length.SETTLED.value:
+        return f'{decision}, {length}'
+    return f'{decision} {length}'
 
 
 def optimum(sweep: Sweep | None) -> str:
@@ -122,20 +127,28 @@ def p_value(p: float | None) -> str:
 
 def listed(names: Iterable[object]) -> str:
     """'a', 'a and b', 'a, b and c', ''."""
-    *first, last = map(str, names) if names else ['']
-    return f'{", ".join(first)} and {last}' if first else last
+    texts = [str(name) for name in names]
+    if len(texts) < 2:
+        return ''.join(texts)
+    return f'{", ".join(texts[:-1])} and {texts[-1]}'
 
 
 def counted(number: int | Sized, noun: str) -> str:
     """'1 seed', '8 seeds'; of a sequence the number of its elements."""
-    number = number if isinstance(number, int) else len(number)
-    return f'{number:,} {noun}{"s" * (number != 1)}'
+    count = number if isinstance(number, int) else len(number)
+    if count == 1:
+        return f'1 {noun}'
+    return f'{count:,} {noun}s'
 
 
 def span(numbers: Iterable[int]) -> str:
-    """'8', '4-8' from the smallest to the largest, 'no'."""
+    """'4-8' from the smallest to the largest, '8' if they are equal, 'no' if there are none."""
     ordered = sorted(numbers)
-    return '-'.join(map(str, dict.fromkeys((*ordered[:1], *ordered[-1:])))) or 'no'
+    if not ordered:
+        return 'no'
+    if ordered[0] == ordered[-1]:
+        return str(ordered[0])
+    return f'{ordered[0]}-{ordered[-1]}'
 
 
 def words(name: str) -> str:
@@ -181,16 +194,26 @@ def placed(key: ArmKey, study: TrainedStudy | None) -> str:
 
 
 def where(study: TrainedStudy, group: Any) -> str:
-    """What distinguishes a group of arms: 'd_model=128', 'stdlib', 'd_model=128, stdlib', ''."""
-    several = (group.size, study.sizes), (group.corpus, study.corpora)
-    return ', '.join(name for name, among in several if len(among) > 1)
+    """The size and corpus of a group of arms, as far as the study has several of them.
+
+    'd_model=128', 'stdlib', 'd_model=128, stdlib', ''.
+    """
+    names = []
+    if len(study.sizes) > 1:
+        names.append(group.size)
+    if len(study.corpora) > 1:
+        names.append(group.corpus)
+    return ', '.join(names)
 
 
 def remark(code: Remark, study: TrainedStudy, intervals: bool = False) -> str:
     """A whole sentence, with the arm that it is about; `intervals` as in `clause`."""
     text = clause(code, study=study, intervals=intervals)
-    subject = f'{placed(code.arm, study)}: ' if code.arm else 'every arm: ' * code.every_arm
-    return f'{subject or text[0].upper()}{text if subject else text[1:]}.'
+    if code.arm:
+        return f'{placed(code.arm, study)}: {text}.'
+    if code.every_arm:
+        return f'every arm: {text}.'
+    return f'{text[0].upper()}{text[1:]}.'
 
 
 def reasons(judged: Any) -> str:
@@ -203,7 +226,8 @@ def reasons(judged: Any) -> str:
 def sentences(template: str, **values: Any) -> list[str]:
     """The sentences of a template, each on one line."""
     text = environment(html=False).get_template(template).render(**values)
-    return [line for part in text.split(END) if (line := tidy(part))]
+    lines = [tidy(part) for part in text.split(END)]
+    return [line for line in lines if line]
 
 
 def macro(template: str, name: str, about: Mapping[str, Any], /, **values: Any) -> list[str]:
@@ -235,23 +259,30 @@ def forms(model: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     'shared_qk(self_mask=False)/vo', 'encoder variant: qk/no_v'; an equation is NONE for a class
     outside the package.
     """
-    catalogue = variant_tables.stored()
     variants = [('', f'{model["score"]}/{model["value"]}')]
     for site in ('encoder_variant', 'cross_variant', 'pattern'):
-        texts = dict.fromkeys(filter(None, split_pattern(model.get(site) or '')))
-        variants += [(f'{words(site)}: ', text) for text in texts]
+        texts = [text for text in split_pattern(model.get(site) or '') if text]
+        variants += [(f'{words(site)}: ', text) for text in dict.fromkeys(texts)]
     for site, variant in variants:
-        made = []
-        for text, (kind, known) in zip(Variant.parse(variant), catalogue.items(), strict=True):
-            equation = NONE
-            if entry := known.get(text.partition('(')[0]):
-                text, options = parse_call(text, kind)
-                every = ', '.join(f'{key}={x!r}' for key, x in (entry['options'] | options).items())
-                text = text + f'({every})' * bool(every)
-                equation = entry['equation']
-            made.append((text, equation))
-        (score, A), (value, B) = made
-        yield f'{site}{score}/{value}', A, B
+        parsed = Variant.parse(variant)
+        score, score_equation = _form(parsed.score, 'Score')
+        value, value_equation = _form(parsed.value, 'Value')
+        yield f'{site}{score}/{value}', score_equation, value_equation
+
+
+def _form(circuit: str, kind: str) -> tuple[str, str]:
+    """A score or value with all its options, defaults among them, and its equation.
+
+    'shared_qk' is 'shared_qk(self_mask=False)'; a class outside the package stays as it is.
+    """
+    entry = variant_tables.stored()[kind].get(circuit.partition('(')[0])
+    if entry is None:
+        return circuit, NONE
+    name, options = parse_call(circuit, kind)
+    every_option = entry['options'] | options
+    if every_option:
+        name += f'({", ".join(f"{key}={option!r}" for key, option in every_option.items())})'
+    return name, entry['equation']
 
 
 @jinja2.pass_context
@@ -262,40 +293,70 @@ def _arm_title(context: jinja2.runtime.Context, arm: Any) -> str:
 def _details(measure: Any, arms: Iterable[TrainedArm]) -> dict[str, list]:
     """The recorded details of how a metric was measured, each value once."""
     trials = [trial for arm in arms for trial in arm.chosen]
-    details = {name: f'{measure.split}_{name}' for name in measure.metric.details}
-    values = {name: dict.fromkeys(t.metrics[f] for t in trials) for name, f in details.items()}
-    return {name: [x for x in several if x is not None] for name, several in values.items()}
+    details = dict[str, list]()
+    for name in measure.metric.details:
+        values = dict.fromkeys(trial.metrics[f'{measure.split}_{name}'] for trial in trials)
+        details[name] = [value for value in values if value is not None]
+    return details
+
+
+def _by_difference(arms: Iterable[TrainedArm]) -> list[TrainedArm]:
+    """Arms with the lowest difference first; one without a comparison counts as 0."""
+    return sorted(arms, key=lambda arm: arm.comparison.difference.mean if arm.comparison else 0.0)
+
+
+def _withholding(remarks: Iterable[Remark]) -> list[Remark]:
+    """The remarks that withhold a verdict; controls have none."""
+    return [r for r in remarks if r.blocks and not (r.arm and r.arm.control)]
+
+
+def _rates(arms: Iterable[TrainedArm]) -> list[float]:
+    """The learning rates of arms, each once, in ascending order."""
+    return sorted({rate for arm in arms for rate in arm.learning_rates})
+
+
+FILTERS = {
+    'arm_title': _arm_title,
+    'by_difference': _by_difference,
+    'by_where': by_where,
+    'clause': clause,
+    'counted': counted,
+    'details': _details,
+    'g': lambda value, spec='g': f'{value:{spec}}',
+    'integers': lambda values: [f'{value:,}' for value in values],
+    'interval': interval,
+    'listed': listed,
+    'numbers': lambda values: ', '.join(f'{value:g}' for value in values),
+    'p_value': p_value,
+    'quantity': QUANTITIES.__getitem__,
+    'rates': _rates,
+    'reasons': reasons,
+    'remark': remark,
+    'shortened': lambda text: f'{text[:12]}…' if HASH.fullmatch(text) else text,
+    'si': si,
+    'span': span,
+    'split': SPLITS.__getitem__,
+    'tidy': tidy,
+    'withholding': _withholding,
+    'words': words,
+}
 
 
 @functools.cache
 def environment(html: bool) -> jinja2.Environment:
     """Templates with the filters of this module; values are escaped in HTML only."""
-    made = jinja2.Environment(
+    templates = jinja2.Environment(
         loader=jinja2.PackageLoader('qkattn.report'),
         autoescape=html,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    functions: list[Any] = [si, interval, p_value, listed, counted, span, words, clause, remark]
-    functions += [reasons, tidy, by_where]
-    made.filters |= {function.__name__: function for function in functions} | {
-        'arm_title': _arm_title,
-        'by_difference': functools.partial(
-            sorted, key=lambda arm: arm.comparison.difference.mean if arm.comparison else 0.0
-        ),
-        'details': _details,
-        'g': lambda value, spec='g': f'{value:{spec}}',
-        'integers': lambda values: [f'{value:,}' for value in values],
-        'numbers': lambda values: ', '.join(f'{value:g}' for value in values),
-        'quantity': QUANTITIES.__getitem__,
-        'rates': lambda arms: sorted({rate for arm in arms for rate in arm.learning_rates}),
-        'shortened': lambda text: f'{text[:12]}…' if HASH.fullmatch(text) else text,
-        'split': SPLITS.__getitem__,
-        'withholding': lambda remarks: [
-            r for r in remarks if r.blocks and not (r.arm and r.arm.control)
-        ],
+    templates.filters |= FILTERS
+    templates.globals |= {
+        'end': END,  # of a sentence
+        'Decision': Decision,
+        'RemarkCode': RemarkCode,
+        'SHORT_ARM': SHORT_ARM,
     }
-    made.globals |= {'end': END, 'Decision': Decision, 'RemarkCode': RemarkCode}
-    made.globals['SHORT_ARM'] = SHORT_ARM
-    return made
+    return templates

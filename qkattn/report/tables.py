@@ -20,7 +20,7 @@ from qkattn.report.columns import Heading, Table
 from qkattn.report.prose import NONE, interval, one_line, rounded, sentences, words
 from qkattn.stats.decision import ALPHA, level
 from qkattn.stats.inference import POWER
-from qkattn.stats.scaling import Interval, Law, Problem
+from qkattn.stats.scaling import Interval, Problem
 from qkattn.storage import ledger
 from qkattn.study.arm_key import ArmKey
 from qkattn.verdict import rules
@@ -38,9 +38,13 @@ def files(findings: Findings) -> dict[str, str]:
 
 def csv_table(findings: Findings) -> str:
     """A row per arm, controls last, with the digits of `rounded`; empty without a number."""
-    of_study = [*columns.columns(findings)]
-    arms = findings.every_arm
-    rows = [{n: rounded(v) for c in of_study for n, v in c.cells(arm).items()} for arm in arms]
+    all_columns = list(columns.columns(findings))
+    rows = []
+    for arm in findings.every_arm:
+        row = dict[str, Any]()
+        for column in all_columns:
+            row |= column.cells(arm)
+        rows.append({name: rounded(value) for name, value in row.items()})
     return csv_text(rows)
 
 
@@ -64,10 +68,12 @@ def _as_text(cell: Any) -> Any:
 
 def markdown_table(titles: Sequence[Heading], rows: Sequence[Sequence[str]]) -> str:
     """A pipe table; cells are escaped, but for the markup in those that are `Markup`."""
-    names = [markdown(title.replace('|/', '/').replace('|', ' ')) for title, _ in titles]
-    places = [':--' if left else '--:' for _, left in titles]
-    escaped = [[c if isinstance(c, Markup) else markdown(c) for c in row] for row in rows]
-    lines = [names, places, *([c.replace('|', r'\|') for c in row] for row in escaped)]
+    headings = [markdown(title.replace('|/', '/').replace('|', ' ')) for title, _ in titles]
+    alignments = [':--' if left else '--:' for _, left in titles]
+    lines = [headings, alignments]
+    for row in rows:
+        cells = [cell if isinstance(cell, Markup) else markdown(cell) for cell in row]
+        lines.append([cell.replace('|', r'\|') for cell in cells])
     return '\n'.join(f'| {" | ".join(line)} |' for line in lines)
 
 
@@ -76,9 +82,18 @@ def markdown(text: str) -> str:
     return _MARKUP.sub(lambda match: _ESCAPES[match[0]], visible(one_line(text)))
 
 
-# A bracket that no tag begins with, and an ampersand of no entity, are text in Markdown.
+# What Markdown would not show as it is: the '<' of a tag, the '&' of an entity, a backslash, a
+# backtick, and what makes a link out of brackets before it: '](', '][' and ']:'.
 _MARKUP = re.compile(r'<(?=[A-Za-z/!?])|&(?=#?\w+;)|[\\`]|(?<=\])[(\[:]')
-_ESCAPES = {'<': '&lt;', '&': '&amp;'} | {char: f'\\{char}' for char in '\\`([:'}
+_ESCAPES = {
+    '<': '&lt;',
+    '&': '&amp;',
+    '\\': '\\\\',
+    '`': '\\`',
+    '(': '\\(',
+    '[': '\\[',
+    ':': '\\:',
+}
 
 
 Row = dict[str, str]  # cells by heading
@@ -97,7 +112,7 @@ class Sheet(NamedTuple):
 def sheets(findings: Findings) -> list[Sheet]:
     """The tables of a study, in the order in which they are printed."""
     study = findings.study
-    made = {
+    table_by_name = {
         'parts': _table(_parts(findings)),
         'controls': columns.printed(columns.CONTROL, findings, findings.controls),
         'yardsticks': _table(_yardsticks(findings)),
@@ -105,90 +120,134 @@ def sheets(findings: Findings) -> list[Sheet]:
         'forms': _table(_forms(findings)),
         'ledger': _table(_ledger(study)),
     }
-    return [
-        Sheet(name, *table, *prose.macro('sheets.j2', name, {'study': study}, findings=findings))
-        for name, table in made.items()
-        if table[1]
-    ]
+    made = []
+    for name, (headings, rows) in table_by_name.items():
+        if rows:
+            title, note = prose.macro('sheets.j2', name, {'study': study}, findings=findings)
+            made.append(Sheet(name, headings, rows, title, note))
+    return made
 
 
-_LEFT = {'variant', 'size', 'corpus', 'form', 'A[n]', 'B[n]', 'no number, because'}
-_LEFT |= {'time, UTC', 'event', 'details'}
+# Headings of columns of text, which is aligned to the left.
+_OF_TEXT = {
+    'variant',
+    'size',
+    'corpus',
+    'form',
+    'A[n]',
+    'B[n]',
+    'no number, because',
+    'time, UTC',
+    'event',
+    'details',
+}
 
 
-def _table(rows: Iterator[Row]) -> Table:
+def _table(rows: Iterable[Row]) -> Table:
+    """Rows of equal headings as a table; without a row it has no headings either."""
     listed = list(rows)
-    headings = [(name, name in _LEFT) for name in (listed[0] if listed else ())]
+    if not listed:
+        return [], []
+    headings = [(name, name in _OF_TEXT) for name in listed[0]]
     return headings, [list(row.values()) for row in listed]
 
 
-def _place(study: TrainedStudy, row: Any) -> Row:
+def _identity(study: TrainedStudy, row: Any) -> Row:
     """The cells that identify an arm, or a variant over sizes or corpora, in this study."""
-    place = {'variant': row.variant}
-    for name, among in (('size', study.sizes), ('corpus', study.corpora)):
-        if len(among) > 1 and hasattr(row, name):
-            place[name] = getattr(row, name)
-    return place
+    cells = {'variant': row.variant}
+    if len(study.sizes) > 1 and hasattr(row, 'size'):
+        cells['size'] = row.size
+    if len(study.corpora) > 1 and hasattr(row, 'corpus'):
+        cells['corpus'] = row.corpus
+    return cells
 
 
 def _parts(findings: Findings) -> Iterator[Row]:
     """The difference at the same shape and reinvesting, which add up, and the longer budget."""
     study = findings.study
-    for arm in findings.arms if findings.has_parts else ():
-        if not arm.is_baseline:
-            differences = {
-                'at the same shape|minus the baseline': arm.parts.same_shape,
-                'reinvesting|matched - same shape': arm.parts.reinvesting,
-                'both|matched - baseline': arm.comparison,
-            }
-            if times := study.controls.longer:
-                differences[f'at {times} x the steps|matched - baseline'] = arm.parts.longer
-            texts = {n: interval(d.difference if d else None) for n, d in differences.items()}
-            yield _place(study, arm) | texts
+    if not findings.has_parts:
+        return
+    for arm in findings.arms:
+        if arm.is_baseline:
+            continue
+        differences = {
+            'at the same shape|minus the baseline': arm.parts.same_shape,
+            'reinvesting|matched - same shape': arm.parts.reinvesting,
+            'both|matched - baseline': arm.comparison,
+        }
+        times = study.controls.longer
+        if times:
+            differences[f'at {times} x the steps|matched - baseline'] = arm.parts.longer
+        row = _identity(study, arm)
+        for heading, compared in differences.items():
+            row[heading] = interval(compared.difference if compared else None)
+        yield row
 
 
 def _yardsticks(findings: Findings) -> Iterator[Row]:
     """Each baseline with the yardsticks that it has to beat."""
     for arm in rules.baselines(findings.study, findings.every_arm):
         yardstick = arm.yardstick
-        best = yardstick.best(arm.split) if yardstick else None
-        word_by_word = yardstick.bleu.get(arm.split) if yardstick else None
+        loss_heading = f'{prose.SPLITS[findings.split]}|loss'
         row = {
             'size': arm.size,
             'corpus': arm.corpus,
-            'trained|enough': 'no' if [*rules.untrained(arm)] else 'yes',
-            'tokens|seen': prose.si(yardstick.seen) if yardstick else prose.NOT_RECORDED,
-            f'{prose.SPLITS[findings.split]}|loss': f'{arm.loss.mean:.3f}' if arm.loss else NONE,
-            'best counts|of these': best[0] if best else NONE,
-            'their|loss': f'{best[1]:.3f}' if best else NONE,
+            'trained|enough': 'no' if list(rules.untrained(arm)) else 'yes',
+            'tokens|seen': prose.NOT_RECORDED,
+            loss_heading: f'{arm.loss.mean:.3f}' if arm.loss else NONE,
+            'best counts|of these': NONE,
+            'their|loss': NONE,
+            'gain by|position': NONE,
+            'BLEU': NONE,
+            'word by word,|BLEU': NONE,
+            'worth of|sources': NONE,
         }
-        for name, value, spec, task in (
-            ('gain by|position', yardstick.gain if yardstick else None, '.3f', 'language'),
-            ('BLEU', arm.bleu, '.1f', 'translation'),
-            ('word by word,|BLEU', word_by_word, '.1f', 'translation'),
-            ('worth of|sources', yardstick.sources if yardstick else None, '.3f', 'translation'),
-        ):
-            measured = prose.NOT_RECORDED if value is None else f'{value:{spec}}'
-            row[name] = measured if yardstick and yardstick.task == task else NONE
+        if yardstick is not None:
+            row['tokens|seen'] = prose.si(yardstick.seen)
+            best = yardstick.best(arm.split)
+            if best:
+                counts, loss = best
+                row['best counts|of these'] = counts
+                row['their|loss'] = f'{loss:.3f}'
+            if yardstick.task == 'language':
+                row['gain by|position'] = _recorded(yardstick.gain, '.3f')
+            if yardstick.task == 'translation':
+                row['BLEU'] = _recorded(arm.bleu, '.1f')
+                row['word by word,|BLEU'] = _recorded(yardstick.bleu.get(arm.split), '.1f')
+                row['worth of|sources'] = _recorded(yardstick.sources, '.3f')
         yield row
+
+
+def _recorded(value: float | None, spec: str) -> str:
+    return prose.NOT_RECORDED if value is None else format(value, spec)
 
 
 def _laws(findings: Findings) -> Iterator[Row]:
     """The law of each variant and the worth of its parameters, or why there is none."""
-    study = findings.study
     for scaling in findings.scaling:
+        row = _identity(findings.study, scaling)
+        row |= {'E,|nats/token': NONE, 'A': NONE, 'a': NONE, 'R²': NONE}
+        row |= {'baseline parameters|per parameter': NONE, 'no number, because': NONE}
+        problems = list[Problem]()
+
         law = scaling.law
-        worth = scaling.worth
-        fitted = dict.fromkeys(('E,|nats/token', 'A', 'a', 'R²'), NONE)
-        loose = law.loose if isinstance(law, Law) else law
-        if isinstance(law, Law) and not loose:
-            numbers = _bounded(law.E), f'{law.A:.3g}', _bounded(law.a), f'{law.r_squared:.3f}'
-            fitted = dict(zip(fitted, numbers, strict=True))
-        problems = [x for x in (loose, worth) if isinstance(x, Problem)]
-        why = '; '.join(map(prose.clause, problems)) or NONE
-        per_parameter = _bounded(worth) if isinstance(worth, Interval) else NONE
-        last = {'baseline parameters|per parameter': per_parameter, 'no number, because': why}
-        yield _place(study, scaling) | fitted | last
+        if isinstance(law, Problem):
+            problems.append(law)
+        elif law.loose:  # a fit whose exponent the sizes do not determine
+            problems.append(law.loose)
+        else:
+            row['E,|nats/token'] = _bounded(law.E)
+            row['A'] = f'{law.A:.3g}'
+            row['a'] = _bounded(law.a)
+            row['R²'] = f'{law.r_squared:.3f}'
+
+        if isinstance(scaling.worth, Interval):
+            row['baseline parameters|per parameter'] = _bounded(scaling.worth)
+        elif isinstance(scaling.worth, Problem):
+            problems.append(scaling.worth)
+        if problems:
+            row['no number, because'] = '; '.join(prose.clause(problem) for problem in problems)
+        yield row
 
 
 def _bounded(number: Interval) -> str:
@@ -198,9 +257,10 @@ def _bounded(number: Interval) -> str:
 
 def _forms(findings: Findings) -> Iterator[Row]:
     """The equations of each variant, with all options."""
-    for name, arm in {arm.variant: arm for arm in findings.arms}.items():
+    arm_by_variant = {arm.variant: arm for arm in findings.arms}
+    for variant, arm in arm_by_variant.items():
         for form, score, value in prose.forms(arm.example.run.config['model']):
-            yield {'variant': name, 'form': form, 'A[n]': score, 'B[n]': value}
+            yield {'variant': variant, 'form': form, 'A[n]': score, 'B[n]': value}
 
 
 def _ledger(study: TrainedStudy) -> Iterator[Row]:
@@ -223,13 +283,17 @@ def headline(findings: Findings) -> str:
     """
 
     def rank(arm: TrainedArm) -> tuple:
-        return not arm.is_baseline, arm.difference.mean if arm.difference else math.inf
+        difference = arm.difference.mean if arm.difference else math.inf
+        return not arm.is_baseline, difference
 
-    groups = prose.by_where(findings.arms, findings.study).values()
-    arms = [arm for group in groups for arm in sorted(group, key=rank)]
+    arms = list[TrainedArm]()
+    for group in prose.by_where(findings.arms, findings.study).values():
+        arms += sorted(group, key=rank)
+    headings, rows = columns.printed(columns.HEADLINE, findings, arms)
     lines = sentences('headline.j2', study=findings.study, findings=findings)
-    text = markdown(' '.join([*lines, summary(findings)[-1]]))
-    return f'{markdown_table(*columns.printed(columns.HEADLINE, findings, arms))}\n\n{text}\n'
+    held_equal = summary(findings)[-1]
+    text = markdown(' '.join([*lines, held_equal]))
+    return f'{markdown_table(headings, rows)}\n\n{text}\n'
 
 
 def settings(findings: Findings) -> list[str]:
@@ -244,22 +308,33 @@ def summary(findings: Findings) -> list[str]:
 
 def notes(findings: Findings) -> list[str]:
     """Notes under the table: the meaning of the numbers and their limits."""
-    about: dict[str, Any] = {'study': findings.study, 'findings': findings, 'power': POWER}
-    about |= {'alpha': ALPHA, 'level': level}
-    return sentences('notes.j2', **about, measures=columns.measured(findings))
+    return sentences(
+        'notes.j2',
+        study=findings.study,
+        findings=findings,
+        measures=columns.measured(findings),
+        power=POWER,
+        alpha=ALPHA,
+        level=level,
+    )
 
 
 def report_markdown(findings: Findings) -> str:
     """The result, the tables and their notes as a Markdown document."""
     study = findings.study
-    question = [study.question] if study.question else []
-    parts = [f'# {markdown(study.name)}', *map(markdown, [*question, *summary(findings)])]
+    parts = [f'# {markdown(study.name)}']
+    if study.question:
+        parts.append(markdown(study.question))
+    parts += [markdown(sentence) for sentence in summary(findings)]
     parts.append(markdown_table(*columns.printed(columns.PAGE, findings, findings.arms)))
     parts.append(_bullets([*notes(findings), *study.problems]))
     for sheet in sheets(findings):
-        table = markdown_table(sheet.headings, sheet.rows)
-        parts += [f'## {markdown(sheet.title)}', table, markdown(sheet.note)]
-    return '\n\n'.join([*parts, '## Settings', _bullets(settings(findings))]) + '\n'
+        parts.append(f'## {markdown(sheet.title)}')
+        parts.append(markdown_table(sheet.headings, sheet.rows))
+        parts.append(markdown(sheet.note))
+    parts.append('## Settings')
+    parts.append(_bullets(settings(findings)))
+    return '\n\n'.join(parts) + '\n'
 
 
 def _bullets(items: Iterable[str]) -> str:
@@ -269,31 +344,36 @@ def _bullets(items: Iterable[str]) -> str:
 def terminal_text(findings: Findings, page: Path) -> str:
     """The result, the columns of the headline that fit, the yardsticks, and where the rest is."""
     study = findings.study
-    lines = [f'study {study.name}', *([study.question] if study.question else []), '']
-    lines += [*summary(findings), *(f'! {problem}' for problem in study.problems)]
-    made = [
-        columns.printed(columns.HEADLINE, findings, findings.arms),
-        _table(_yardsticks(findings)),
-    ]
+    lines = [f'study {study.name}']
+    if study.question:
+        lines.append(study.question)
+    lines.append('')
+    lines += summary(findings)
+    lines += [f'! {problem}' for problem in study.problems]
     wrapper = textwrap.TextWrapper(WIDTH, break_long_words=False, break_on_hyphens=False)
     parts = ['\n'.join(wrapper.fill(visible(one_line(line))) for line in lines)]
-    parts += [_fitted(*table) for table in made if table[1]]
-    more = f'all columns, notes and settings: {page.with_name("table.md")}'
-    return '\n\n'.join([*parts, f'{more}\nreport: {page}'])
+
+    results = columns.printed(columns.HEADLINE, findings, findings.arms)
+    for headings, rows in (results, _table(_yardsticks(findings))):
+        if rows:
+            parts.append(_fitted(headings, rows))
+    parts.append(f'all columns, notes and settings: {page.with_name("table.md")}\nreport: {page}')
+    return '\n\n'.join(parts)
 
 
 def _fitted(titles: Sequence[Heading], rows: Sequence[Sequence[str]]) -> str:
-    """The first columns, as many as fit.
+    """The first columns, as many as fit into WIDTH.
 
-    The first loses its middle beyond a quarter of the width, or where its texts begin to differ.
+    Names in the first column that are longer than a quarter of the width are cut in the middle; if
+    that makes two of them equal, they keep as many characters as tell them apart.
     """
     names = [visible(row[0]) for row in rows]
     longest = WIDTH // 4
-    while len({short(name, longest) for name in names}) < len({*names}):
+    while len({short(name, longest) for name in names}) < len(set(names)):
         longest += 1
-    rows = [[short(name, longest), *row[1:]] for name, row in zip(names, rows, strict=True)]
-    for number in range(len(titles), 0, -1):
-        table = text_table(titles[:number], [row[:number] for row in rows])
+    cut_rows = [[short(name, longest), *row[1:]] for name, row in zip(names, rows, strict=True)]
+    for num_columns in range(len(titles), 0, -1):
+        table = text_table(titles[:num_columns], [row[:num_columns] for row in cut_rows])
         if max(map(len, table.splitlines())) <= WIDTH:
             break
     return table
