@@ -8,12 +8,15 @@ import jax
 import numpy as np
 import pytest
 
-from qkattn.config import ModelConfig
+from qkattn.config import ModelConfig, fingerprint, to_json
+from qkattn.errors import CheckpointError
 from qkattn.model.cost import abstract_params
 from qkattn.storage.files import as_path
 from qkattn.storage.metrics_log import read_metrics
+from qkattn.storage.records import write_json
 from qkattn.train import exported
-from qkattn.train.loop import given_params, train
+from qkattn.train.initial_parameters import InitialParameters
+from qkattn.train.loop import train
 from tests import damages
 from tests.processes import other_modes, umask
 from tests.refusals import refused
@@ -28,7 +31,8 @@ def params_of(model: ModelConfig) -> dict:
 
 @pytest.mark.parametrize('where', ['disk', 'bucket'])
 def test_a_directory_returns_what_was_saved_and_is_not_overwritten(tmp_path, bucket, where):
-    path, params = str(tmp_path / 'w') if where == 'disk' else 'gs://runs/w', params_of(MODEL)
+    path = str(tmp_path / 'w') if where == 'disk' else 'gs://runs/w'
+    params = params_of(MODEL)
     assert exported.save(path, MODEL, params, origin={'made': 'here'}) == as_path(path)
     model, loaded = exported.load(path)
     assert model == MODEL
@@ -51,7 +55,9 @@ def test_training_goes_on_from_a_run_and_from_a_directory(small, small_run, tmp_
     first, again = (read_metrics(run / 'metrics.jsonl') for run in (small_run[1], tmp_path / 'run'))
     assert again[0]['loss'][0] < first[0]['loss'][0] - 0.5  # it starts where the small run ended
     kept = json.loads((tmp_path / 'w' / exported.ABOUT).read_text())['parameters_sha256']
-    assert kept == exported.fingerprint(params) != exported.fingerprint(params_of(model))
+    assert (
+        kept == exported.parameters_sha256(params) != exported.parameters_sha256(params_of(model))
+    )
     # It resumes from its checkpoint, where the directory is gone, too.
     (tmp_path / 'run/result.json').unlink()
     shutil.rmtree(tmp_path / 'w')
@@ -64,13 +70,22 @@ def test_training_goes_on_from_a_run_and_from_a_directory(small, small_run, tmp_
     assert not (tmp_path / 'other').exists()  # so that init_from can be corrected
 
 
+def test_a_checkpoint_of_another_run_is_not_loaded(small, small_run, tmp_path):
+    path = shutil.copytree(small_run[1], tmp_path / 'run')
+    config = small(trials={'seeds': (5, 7)})
+    write_json(path / 'config.json', {'hash': fingerprint(config), 'config': to_json(config)})
+    with refused('12 is of a run with another configuration', CheckpointError):
+        exported.load(path)
+
+
 def test_settings_of_a_model_that_the_run_does_not_have_are_named(small, tmp_path, caplog):
     config = small()
     fields = {'activation': 'gelu', 'd_ff': config.model.mlp_width, 'window': 3, 'logit_cap': 9.0}
     model = dataclasses.replace(config.model, **fields, encoder_variant='a/b', cross_variant='a/b')
     exported.save(tmp_path / 'w', model, params_of(model), origin={})
     config = small(train={'init_from': f'{tmp_path}/w'})
-    jax.tree.map(np.testing.assert_array_equal, given_params(config), params_of(model))
+    loaded = InitialParameters(config).load()
+    jax.tree.map(np.testing.assert_array_equal, loaded, params_of(model))
     changes = 'encoder_variant: "a/b" -> null, cross_variant: "a/b" -> null, activation: "gelu" -> '
     changes += '"gelu_tanh", logit_cap: 9.0 -> null, window: 3 -> null\n'
     assert f'{tmp_path}/w has other settings: {changes}' in caplog.text

@@ -11,8 +11,8 @@ import pytest
 from qkattn.config import MeshConfig
 from qkattn.storage.records import read_json
 from qkattn.train import program, sharding, timing
-from qkattn.train.loop import build_program, train
-from qkattn.train.timing import PARTS, Clock, traced
+from qkattn.train.loop import compile_program, train
+from qkattn.train.timing import Clock, Trace
 
 
 def loops(jaxpr):
@@ -52,7 +52,7 @@ def test_auto_keeps_the_faster_lifting(small, tmp_path, monkeypatch, evaluation_
     monkeypatch.setattr(program, 'seconds_per_dispatch', lambda *a: next(seconds))
     recorded = {'lifting': 'vmap', 'seconds_per_step': {'map': 0.2, 'vmap': 0.1}}
     for _ in range(2):  # a later start does not measure (the iterator is used up)
-        assert build_program(config, tmp_path).lifting == 'vmap'
+        assert compile_program(config, tmp_path).lifting == 'vmap'
         assert read_json(tmp_path / 'lifting.json', {}) == recorded
     one = program.build(small(train={'lifting': 'auto'}, trials={'seeds': (0,)}))
     assert one.lifting == 'vmap' and one.measured == {}
@@ -64,7 +64,7 @@ def test_auto_keeps_the_faster_lifting(small, tmp_path, monkeypatch, evaluation_
 def test_parts_are_waits_for_input_and_logging_and_a_resumed_run_adds_to_them(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(timing, 'time', types.SimpleNamespace(perf_counter=lambda: now[0]))
-    timed = Clock(dict.fromkeys(PARTS, 0.0) | {'train_seconds': 40.0, 'logging_seconds': 2.0})
+    timed = Clock({'train_seconds': 40.0, 'logging_seconds': 2.0})
 
     def wait(seconds):
         now[0] += seconds
@@ -88,8 +88,10 @@ def test_three_dispatches_are_traced(tmp_path, monkeypatch, caplog, number, call
     """The calls of the profiler so far, at each dispatch, and after the end."""
     profiler, seen = Mock(), ''
     monkeypatch.setattr(timing.jax, 'profiler', profiler)
-    for _ in traced(tmp_path, range(number), lambda: None):
-        seen += str(len(profiler.method_calls))
+    with Trace(tmp_path) as trace:
+        for _ in range(number):
+            trace.before_dispatch(None)
+            seen += str(len(profiler.method_calls))
     assert seen[:6] == calls
     made = [call[0] for call in profiler.method_calls]
     assert made == ['start_trace', 'stop_trace'] * (number > 2)

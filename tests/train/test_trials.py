@@ -32,7 +32,7 @@ def test_an_evaluation_is_a_mean_over_targets(task, name, monkeypatch, evaluatio
     if 'probe' not in name:
         monkeypatch.setattr(rows, 'bytes_per_token', {'validation': 2.0}.__getitem__)
     built = program.build(config)
-    stack = Stack(config, built, rows, built.init())
+    stack = Stack(config, built, rows, built.init(None))
     got = stack.evaluate('validation')
     numbers = pipeline.eval_rows(rows, 'validation', config.data.eval_sequences)
     draws_B2 = np.stack([np.zeros_like(numbers), numbers], axis=1).astype(np.uint64)
