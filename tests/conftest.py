@@ -38,7 +38,8 @@ keep_programs()
 
 # The commit of this checkout, asked once: every run would start three processes of git.
 PACKAGE = Path(run_directory.__file__).resolve().parents[1]
-git_state, own_state = run_directory.git_state, functools.cache(run_directory.git_state)
+git_state = run_directory.git_state
+own_state = functools.cache(git_state)
 run_directory.git_state = lambda directory=run_directory.PACKAGE: (
     dict(own_state(directory)) if directory.is_relative_to(PACKAGE) else git_state(directory)
 )

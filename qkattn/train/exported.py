@@ -164,7 +164,8 @@ def load_stack(path: Path, average: int = 1) -> tuple[Config, int, dict]:
     """Settings, step and trials (as in `train.step`, stacked) of a run's newest checkpoint.
 
     The parameters are the mean of the newest `average` checkpoints (Vaswani et al. 2017, section
-    6.1); ConfigError if there are fewer without a gap.
+    6.1); ConfigError if there are fewer without a gap, CheckpointError if all are damaged or the
+    newest one is of another run.
     """
     config = from_json(Config, read_json(path / 'config.json', CONFIG)['config'])
     states = _newest_states(path, config, average)
