@@ -139,7 +139,7 @@ def describe(config: Config, topology: str) -> Description:
     unchecked_data = check_data_if_here(config, 'dry run')
 
     mesh = sharding.make_mesh(config.mesh, devices)
-    program = _compile(config, mesh, compiler)
+    program = _compile(config, mesh)
     num_trials = len(config.trials.trials())
     tokens = num_trials * config.train.batch_size * config.model.context
     # A forward pass, and a backward pass of twice its cost.
@@ -152,17 +152,7 @@ def describe(config: Config, topology: str) -> Description:
         _program_text(config, program.lifting),
         *program.kernels,
     ]
-    total = sum(program.memory.values())
-    if total > capacity:
-        notes.append(
-            f'WARNING the program DOES NOT FIT: {_size_text(total)} for {_size_text(capacity)} of '
-            'HBM per device; a larger mesh.fsdp, mesh.tensor or train.accumulation, or '
-            'model.remat, takes less'
-        )
-    for fallback in program.fallbacks:
-        notes.append(f'WARNING replication or another axis: {fallback}')
-    if unchecked_data is not None:
-        notes.append(f'WARNING {unchecked_data}')
+    notes += _warnings(program, capacity, unchecked_data)
     return Description(
         name=pod.name,
         compiler=compiler,
@@ -190,8 +180,8 @@ class _Compiled:
     fallbacks: list[str]
 
 
-def _compile(config: Config, mesh: Mesh, compiler: str) -> _Compiled:
-    """Compiles the train program for a mesh, with XLA for TPU or for fake devices of the CPU."""
+def _compile(config: Config, mesh: Mesh) -> _Compiled:
+    """Compiles the train program for a mesh of a TPU slice or of fake devices of the CPU."""
     lifting = 'vmap' if config.train.lifting == 'auto' else config.train.lifting
     # The messages of this program are wanted even where an earlier one has given them.
     sharding.say_once.cache_clear()
@@ -199,7 +189,8 @@ def _compile(config: Config, mesh: Mesh, compiler: str) -> _Compiled:
     with _messages(sharding.log) as fallbacks, _messages(choice.log) as kernels:
         state, hyper, batch = abstract_inputs(config, mesh)
         lowered = lower(config, lifting, mesh, state, hyper, batch)
-    options = UNOPTIMIZED if 'fake' in compiler else None
+    is_fake = mesh.devices.flat[0].platform == 'cpu'
+    options = UNOPTIMIZED if is_fake else None
     with without_cache():
         compiled = lowered.compile(compiler_options=options)
     return _Compiled(lifting, _memory(compiled, state, batch), kernels, fallbacks)
@@ -345,6 +336,23 @@ def append_to_log(run: Description, path: str | Path) -> None:
         if file.tell() == 0:
             file.write(f'{LOG_COLUMNS}\n')
         file.write(f'{",".join(fields)}\n')
+
+
+def _warnings(program: _Compiled, capacity: int, unchecked_data: str | None) -> list[str]:
+    """What a user should know of a program on devices of `capacity` bytes, a sentence each."""
+    warnings = []
+    total = sum(program.memory.values())
+    if total > capacity:
+        warnings.append(
+            f'WARNING the program DOES NOT FIT: {_size_text(total)} for {_size_text(capacity)} of '
+            'HBM per device; a larger mesh.fsdp, mesh.tensor or train.accumulation, or '
+            'model.remat, takes less'
+        )
+    for fallback in program.fallbacks:
+        warnings.append(f'WARNING replication or another axis: {fallback}')
+    if unchecked_data is not None:
+        warnings.append(f'WARNING {unchecked_data}')
+    return warnings
 
 
 def _program_text(config: Config, lifting: str) -> str:

@@ -152,7 +152,7 @@ def compile_program(config: Config, directory: Path) -> Program:
 def with_divergences(
     diverged_at: Mapping[int, int | None], loss_CX: np.ndarray, last_step: int
 ) -> dict[int, int | None]:
-    """The steps at which trials diverged, with those of one dispatch, by trial.
+    """Adds the trials that diverged in one dispatch to `diverged_at`: the step by trial number.
 
     `loss_CX` holds the losses of X trials in the C steps that end with `last_step`. A trial
     diverges at the first step whose loss is not finite; what `diverged_at` says of it stays.

@@ -105,6 +105,11 @@ def matrix_axes(params: dict) -> dict:
 
 
 def _axes_of_parameter(path: tuple, leaf: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
+    """The axes of rows and columns of a parameter that Muon trains; None for another one.
+
+    w_in_DF with the layers before, [L, D, F], has rows along axis 1 and columns along axis 2. Of
+    three axes or more, all but the last one are rows.
+    """
     name = path[-1].key
     letters = name.rpartition('_')[2]
     is_in_block = any(entry.key == 'blocks' for entry in path)

@@ -209,17 +209,23 @@ def build(config: Config, lifting: str | None = None) -> Program:
         for candidate, (steps, _) in programs.items():
             seconds = seconds_per_dispatch(steps, lambda: (init(None), hyper, batch))
             measured[candidate] = seconds / config.train.steps_per_dispatch
-        # All processes of a job choose by the times of one of them.
-        measured = agreement.on_owner(lambda: measured)
-        chosen = min(measured, key=lambda candidate: measured[candidate])
-        times = ', '.join(f'{candidate} {seconds:.3g}' for candidate, seconds in measured.items())
-        log.info('seconds per step by lifting: %s', times)
+        chosen, measured = _fastest(measured)
     chosen_steps, compile_seconds = programs[chosen]
 
     def train(state: dict, batch: dict) -> tuple[dict, dict]:
         return chosen_steps(state, hyper, batch)
 
     return Program(mesh, chosen, abstract_state, train, init, compile_seconds, measured)
+
+
+def _fastest(measured: dict[str, float]) -> tuple[str, dict[str, float]]:
+    """The fastest lifting by its seconds per step, and the seconds, as process 0 measured them."""
+    # All processes of a job choose by the times of one of them.
+    seconds_by_lifting = agreement.on_owner(lambda: measured)
+    times = [f'{lifting} {seconds:.3g}' for lifting, seconds in seconds_by_lifting.items()]
+    log.info('seconds per step by lifting: %s', ', '.join(times))
+    fastest = min(seconds_by_lifting, key=lambda lifting: seconds_by_lifting[lifting])
+    return fastest, seconds_by_lifting
 
 
 def _liftings(setting: str, num_trials: int) -> tuple[str, ...]:

@@ -62,7 +62,8 @@ def trial_results(
         if alive_X[x] and not is_finished:
             result['diverged_at'] = num_steps
         result |= common
-        result |= _metrics_of_trial(x, evaluations if is_finished else {}, evaluated)
+        sound_evaluations = evaluations if is_finished else {}
+        result |= _metrics_of_trial(x, sound_evaluations, evaluated)
         for name, value_X in probes.items():
             result[name] = float(value_X[x]) if is_finished else None
         if is_finished:

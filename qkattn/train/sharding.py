@@ -194,6 +194,8 @@ def place_activations(mesh: Mesh) -> Callable[[jax.Array, str], jax.Array]:
         return lambda array, letters: array
 
     def place(array: jax.Array, letters: str) -> jax.Array:
+        """The array with its partition; `letters` name its axes, as in BTD or VD."""
+        # An embedding that is stored split by V stays as it is.
         if letters == 'VD' and array.shape[0] % mesh.shape['fsdp'] == 0:
             return array
         axes: dict[str, tuple[str, ...]] = {'B': BATCH_AXES}
