@@ -25,7 +25,6 @@ from pathlib import Path
 
 import jax
 import pytest
-from jax._src.interpreters import mlir
 
 from qkattn.config import Config, DataConfig, from_json
 from qkattn.data.load import load
@@ -37,13 +36,10 @@ from tests.runs import built_once, programs_kept, small_run  # noqa: F401, fixtu
 # As scripts do, which some tests run in this process.
 keep_programs()
 
-# One context for all lowerings. Each would make its own: a fifth of the time of a small program,
-# and a MiB that stays.
-mlir.make_ir_context = functools.cache(mlir.make_ir_context)
-
 # The commit of this checkout, asked once: every run would start three processes of git.
 PACKAGE = Path(run_directory.__file__).resolve().parents[1]
-git_state, own_state = run_directory.git_state, functools.cache(run_directory.git_state)
+git_state = run_directory.git_state
+own_state = functools.cache(git_state)
 run_directory.git_state = lambda directory=run_directory.PACKAGE: (
     dict(own_state(directory)) if directory.is_relative_to(PACKAGE) else git_state(directory)
 )

@@ -23,9 +23,8 @@ def built_once():
     """`program.build`, which builds a config's programs once for all tests."""
     kept = functools.cache(BUILD)
 
-    def once(config, lifting=None, params=None):
-        lifting = lifting or config.train.lifting
-        return kept(config, lifting) if params is None else BUILD(config, lifting, params)
+    def once(config, lifting=None):
+        return kept(config, lifting or config.train.lifting)
 
     return once
 

@@ -19,7 +19,7 @@ from qkattn.errors import ConfigError, ReportError, SpecError
 from qkattn.report import verify
 from qkattn.study import yardsticks
 from qkattn.train import exported
-from qkattn.train.loop import given_params
+from qkattn.train.initial_parameters import InitialParameters
 from tests import studies
 from tests.damages import PICKLE
 from tests.experiments.conftest import save_model
@@ -69,7 +69,7 @@ def test_exported_parameters_import_only_what_the_user_names(tiny, evil, tmp_pat
         with refused(f'{says}if you trust it, give --imports=evil:Name'):
             loading.load(tmp_path / 'w')
         with refused(f"{says}name it in the model's settings too"):
-            given_params(tiny(train={'init_from': str(tmp_path / 'w')}))
+            InitialParameters(tiny(train={'init_from': str(tmp_path / 'w')})).load()
         with pytest.raises(SystemExit):
             loading.load(tmp_path / 'w', imports=[evil])
 

@@ -60,7 +60,7 @@ def train(config: Any) -> Work:
     config = from_json(Config, config)
     built = program.build(config)
     batch = place_batch(config, built.mesh, _batch_of(config))
-    state = built.init()
+    state = built.init(None)
 
     def run(calls: int) -> dict:
         nonlocal state

@@ -1,7 +1,7 @@
 """Checkpoints that are whole or absent: orbax, plus the checksums that it does not keep.
 
 checkpoints/N/state/   orbax: the arrays, and their `checksums`
-checkpoints/N/record/  JSON: step, time and data of the run; format, version and crc32
+checkpoints/N/record/  JSON: time, data and config hash of the run; format, version and crc32
 
 The checksum of an array with the bit patterns b_0 ... b_(M-1), in row-major order, is
 sum_i h(b_i xor h(i)) mod 2^32, h the finalizer of MurmurHash3, a permutation. It misses no change
@@ -12,6 +12,7 @@ depend on mesh or processes.
 import contextlib
 import functools
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,12 +45,21 @@ from qkattn.storage.files import (
 from qkattn.storage.records import check, parse_file, parse_json, remove_checksum, with_checksum
 
 T = TypeVar('T')
+
+# The format of the checkpoints that this version writes; it reads those of earlier ones, too.
 FORMAT = 2
+# The entry of a stored state that holds the checksums of the others.
 SUMS = 'checksums'
+# The directory, beside the checkpoints, into which orbax moves those that are to be deleted.
 TRASH = 'trash'
+# Directories of saves that were not completed.
 UNFINISHED = '*.orbax-checkpoint-tmp'
+# Ends the name of a checkpoint that cannot be opened at all, as in 8.damaged.
 SET_ASIDE = '.damaged'
-COMMITTED = 'commit_success.txt'  # the last object of a checkpoint in a bucket; no renaming there
+# The last object of a checkpoint that is written to a bucket, where nothing can be renamed.
+COMMITTED = 'commit_success.txt'
+# Bytes of a checkpoint besides its arrays, at most.
+_SIZE_OF_RECORD = 2**20
 
 log = logging.getLogger(__name__)
 # Orbax warns of every directory that it is asked to read only.
@@ -63,11 +73,23 @@ class Checkpoints:
     waited for `stall_seconds`, over all starts.
     """
 
-    def __init__(self, directory: Path, *, keep: int = 2, read_only: bool = False):
-        """Opens `directory` (absolute); unless read only, clears its trash and unfinished saves."""
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        keep: int = 2,
+        read_only: bool = False,
+        config_hash: str | None = None,
+    ):
+        """Opens `directory` (absolute); unless read only, clears its trash and unfinished saves.
+
+        `config_hash`, of the config of the run, is stored with each checkpoint and compared with
+        that of each checkpoint that is read; None compares nothing.
+        """
         self.directory = directory
         self.stall_seconds = 0.0
         self._read_only = read_only
+        self._config_hash = config_hash
         options = ocp.CheckpointManagerOptions(
             preservation_policy=preservation_policy.LatestN(keep),
             todelete_subdir=None if read_only else TRASH,
@@ -78,25 +100,34 @@ class Checkpoints:
             read_only=read_only,
         )
         self._on_owner(self._tidy)
+        # On a disk, process 0 watches whether this stays the directory that it has opened.
+        self._status: os.stat_result | None = None
         with disk_errors(directory):
             self._manager = ocp.CheckpointManager(directory, options=options)
-            watched = agreement.owner() and not read_only and not buckets.is_url(directory)
-            self._status = directory.stat() if watched else None  # on a disk, of its writer
+            if agreement.owner() and not read_only and not buckets.is_url(directory):
+                self._status = directory.stat()
 
     def save(self, step: int, state: dict, record: dict[str, Any]) -> None:
         """Saves under `step`, unless that is there; DiskError if this or the last save failed."""
         if step in self._manager.all_steps():
             return
-        about = {'checkpoint_seconds': self.stall_seconds, 'format': FORMAT, 'version': __version__}
+        stored_record = {
+            **record,
+            'checkpoint_seconds': self.stall_seconds,
+            'format': FORMAT,
+            'version': __version__,
+        }
+        if self._config_hash is not None:
+            stored_record['config_hash'] = self._config_hash
         self.wait()
         # Checked before: orbax logs a traceback per leaf, and is slow to fail without a directory.
-        size = 2**20 + sum(leaf.nbytes for leaf in jax.tree.leaves(state))  # and a MiB for the rest
+        size = _SIZE_OF_RECORD + sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         self._on_owner(lambda: require_room(self.directory, size))
         with self._waiting():
             sums = checksums(state)  # computed while the state is copied
             items = ocp.args.Composite(
                 state=ocp.args.StandardSave({**state, SUMS: sums}),
-                record=ocp.args.JsonSave(with_checksum({**record, **about})),
+                record=ocp.args.JsonSave(with_checksum(stored_record)),
             )
             self._manager.save(step, args=items)
 
@@ -105,34 +136,27 @@ class Checkpoints:
         with self._waiting():
             self._manager.wait_until_finished()
             if self._status is not None:
-                self._empty_trash()
-
-    def _empty_trash(self) -> None:
-        for path in below(self.directory, TRASH).glob('*'):
-            remove_tree(path)
-
-    def _remove(self, pattern: str) -> None:
-        for path in self.directory.glob(pattern):
-            remove_tree(path)
+                _remove_all(below(self.directory, TRASH), '*')
 
     def restore(self, target: dict) -> tuple[dict, dict[str, Any]] | None:
         """The newest sound checkpoint as (state, record), placed like `target`; None if none.
 
         Of a target {} it reads the record alone. Raises CheckpointError where every checkpoint is
-        damaged, or a later version wrote the newest one; ReadError where the system fails to read
-        one, which is neither passed over nor changed.
+        damaged, where a later version wrote the newest one, or where that is of another config;
+        ReadError where the system fails to read one, which is neither passed over nor changed.
         """
         return next(self.sound(target), None)
 
     def sound(self, target: dict) -> Iterator[tuple[dict, dict[str, Any]]]:
         """All sound checkpoints, the newest first; as `restore`."""
-        num_sound = num_damaged = 0
+        num_sound = 0
+        num_damaged = 0
         steps = self._on_owner(lambda: sorted(self._manager.all_steps(), reverse=True))
         for step in steps:
             state: dict = {}
-            record, damage = self._on_owner(functools.partial(self._record_of, step))
+            record, damage = self._on_owner(functools.partial(self._read_record, step))
             if target and damage is None:
-                state, damage = self._state_of(step, target)
+                state, damage = self._read_state(step, target)
             if damage is None:
                 self.stall_seconds = record.get('checkpoint_seconds', 0.0)
                 num_sound += 1
@@ -142,16 +166,20 @@ class Checkpoints:
                 continue  # its writer has superseded it
             num_damaged += 1
             _name_damaged(step, damage)
-        aside = self._on_owner(lambda: any(self.directory.glob(f'*{SET_ASIDE}')))
-        if not num_sound and (num_damaged or aside):
+        is_any_set_aside = self._on_owner(lambda: any(self.directory.glob(f'*{SET_ASIDE}')))
+        if num_sound == 0 and (num_damaged > 0 or is_any_set_aside):
             raise CheckpointError(
                 f'every checkpoint in {self.directory} is damaged; restore one from a copy or use '
                 'another workdir'
             )
 
-    def _record_of(self, step: int) -> tuple[dict[str, Any] | None, str | None]:
-        """(record, None), or (None, what is wrong with it)."""
-        path = self.directory / str(step) / 'record/metadata'
+    def _read_record(self, step: int) -> tuple[dict[str, Any] | None, str | None]:
+        """The record of a checkpoint as (record, None), or (None, what is wrong with it).
+
+        CheckpointError where a later version wrote it, or a run of another config.
+        """
+        checkpoint = self.directory / str(step)
+        path = checkpoint / 'record/metadata'
         try:
             with read_errors(path):
                 record = parse_json(read_whole(path))
@@ -159,62 +187,94 @@ class Checkpoints:
             remove_checksum(record)
             if record['format'] > FORMAT:
                 raise CheckpointError(
-                    f'{path.parents[1]} has format {record["format"]} of qkattn '
+                    f'{checkpoint} has format {record["format"]} of qkattn '
                     f'{record["version"]}, but this is qkattn {__version__}, which reads format '
                     f'{FORMAT}; use qkattn {record["version"]} or later, or another workdir'
                 )
             check(record, {'data': dict, 'train_seconds': float})
         except (OSError, ValueError) as error:
             return None, f'record/metadata: {error}'
+        # Checkpoints of earlier versions have no hash, and are taken for those of the run.
+        stored_hash = record.get('config_hash', self._config_hash)
+        if self._config_hash is not None and stored_hash != self._config_hash:
+            raise CheckpointError(
+                f'{checkpoint} is of a run with another configuration (config_hash '
+                f'{stored_hash!r}, not {self._config_hash!r}); restore the checkpoints of this run '
+                'from a copy, or use another workdir'
+            )
         return record, None
 
-    def _state_of(self, step: int, target: dict) -> tuple[dict, str | None]:
-        """(state, None), or (state, what is wrong with it in any of the processes).
+    def _read_state(self, step: int, target: dict) -> tuple[dict, str | None]:
+        """The state of a checkpoint as (state, None), or (state, what is wrong with it).
 
-        ReadError in all of them where one fails to read it.
+        A checkpoint that is damaged in one process is so in all. ReadError in all of them where the
+        system fails to read it in one.
         """
-        names = leaf_names(target)
-        placed = jax.tree.leaves(target)[0].sharding
-        sharding = placed and _replicated(placed)
-        sums = jax.ShapeDtypeStruct((len(names),), 'uint32', sharding=sharding)
-        state = {}
+        state, error = self._read_arrays(step, target)
         failure = None
+        if error is not None:
+            failure = {'is_unread': isinstance(error, ReadError), 'text': str(error)}
+        failure_by_rank = [failure] if self._read_only else agreement.from_all(failure)
+        damage: str | None = None
+        for rank, failure in enumerate(failure_by_rank):
+            if failure is None:
+                continue
+            text = failure['text']
+            if len(failure_by_rank) > 1:
+                text = f'process {rank}: {text}'
+            if failure['is_unread']:
+                raise ReadError(text)
+            damage = damage or text
+        if damage is None:
+            stored_sums = np.asarray(state.pop(SUMS))
+            is_different = stored_sums != np.asarray(checksums(state))
+            if is_different.any():
+                name = leaf_names(target)[is_different.argmax()]
+                damage = f'checksum of {name}'
+        return state, damage
+
+    def _read_arrays(self, step: int, target: dict) -> tuple[dict, Exception | None]:
+        """The arrays of a checkpoint with their SUMS, placed like `target`, or the error.
+
+        Orbax's manager would wait for all processes, also for one whose files are damaged.
+        """
+        leaves = jax.tree.leaves(target)
+        sums = jax.ShapeDtypeStruct(
+            (len(leaves),), 'uint32', sharding=_replicated(leaves[0].sharding)
+        )
         path = epath.Path(self.directory / str(step) / 'state')
         try:
-            # Not by the manager, which waits for all processes, also for one whose files are bad.
             args = ocp.args.StandardRestore({**target, SUMS: sums})
             with read_errors(path):
                 if not buckets.is_url(path):
                     require_regular_tree(path)
-                state = ocp.StandardCheckpointHandler().restore(path, args=args)
+                return ocp.StandardCheckpointHandler().restore(path, args=args), None
         except Exception as error:  # orbax and tensorstore raise many kinds on damaged files
-            failure = isinstance(error, ReadError), str(error)
-        failures = [failure] if self._read_only else agreement.from_all(failure)
-        texts: dict[bool, str] = {}
-        for rank, (unread, text) in [(r, f) for r, f in enumerate(failures) if f]:
-            texts.setdefault(unread, f'process {rank}: {text}' if len(failures) > 1 else text)
-        if True in texts:
-            raise ReadError(texts[True])
-        if texts:
-            return state, texts[False]
-        differ = np.asarray(state.pop(SUMS)) != np.asarray(checksums(state))
-        return state, f'checksum of {names[differ.argmax()]}' if differ.any() else None
+            return {}, error
 
     def discard_after(self, step: int) -> None:
         """Deletes the (damaged) steps beyond `step`, which training will write again."""
-        for later in self._on_owner(lambda: sorted(self._manager.all_steps())):
-            if later > step:
-                self._manager.delete(later)
-        # A step has to be free in the trash when it is superseded a second time.
-        self._on_owner(self._empty_trash)
-        self._on_owner(lambda: self._remove(f'*{SET_ASIDE}'))
+        steps = self._on_owner(lambda: sorted(self._manager.all_steps()))
+        for later_step in steps:
+            if later_step > step:
+                self._manager.delete(later_step)
+
+        def remove_damaged() -> None:
+            # A step has to be free in the trash when it is superseded a second time.
+            _remove_all(below(self.directory, TRASH), '*')
+            _remove_all(self.directory, f'*{SET_ASIDE}')
+
+        self._on_owner(remove_damaged)
 
     def _on_owner(self, call: Callable[[], T]) -> T:
         """The result of `call` in process 0, for all processes; if read only, in this one."""
         return call() if self._read_only else agreement.on_owner(call)
 
     def _tidy(self) -> None:
-        """Sets aside checkpoints with damaged descriptions: orbax would open no other either."""
+        """Sets aside checkpoints with damaged descriptions: orbax would open no other either.
+
+        Unless read only, it also deletes the trash, and what is unfinished in a bucket.
+        """
         if not self._read_only:
             remove_tree(below(self.directory, TRASH))
         for path in self.directory.glob('[0-9]*'):
@@ -229,16 +289,16 @@ class Checkpoints:
                 if (path / 'metrics').exists():  # of an earlier version; orbax reads it as well
                     parse_file(path / 'metrics/metrics', {})
             except ValueError as error:
-                if self._read_only and not path.exists():
-                    continue  # its writer has superseded it
-                if self._read_only:
+                if not self._read_only:
+                    _name_damaged(path.name, error)
+                    set_aside = path.with_name(path.name + SET_ASIDE)
+                    remove_tree(set_aside)
+                    path.rename(set_aside)
+                elif path.exists():  # else its writer has superseded it
                     raise CheckpointError(
                         f'{path} is damaged ({error}); run the training command again, which goes '
                         'on from the checkpoint before'
                     ) from error
-                _name_damaged(path.name, error)
-                remove_tree(aside := path.with_name(path.name + SET_ASIDE))
-                path.rename(aside)
 
     def close(self) -> None:
         """Waits for the last save; removes it if it could not be finished, and raises as `save`."""
@@ -248,8 +308,8 @@ class Checkpoints:
             with self._waiting():
                 self._manager.close()
             if agreement.owner() and not self._read_only:
-                self._remove(TRASH)
-                self._remove(UNFINISHED)
+                _remove_all(self.directory, TRASH)
+                _remove_all(self.directory, UNFINISHED)
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -274,21 +334,31 @@ def recorded_tokenizers(run: Path, data: DataConfig) -> list[str]:
     if not data.tokenizer.endswith('.json'):
         return []
     for checkpoint in sorted((run / 'checkpoints').glob('*')):
-        with contextlib.suppress(ValueError):  # a damaged one is named where it is restored
+        # A damaged record is passed over here, and named where it is restored.
+        with contextlib.suppress(ValueError):
             record = parse_file(checkpoint / 'record/metadata', {'data': dict})
             return names_in(record['data'])
     return []
 
 
+def _remove_all(directory: Path, pattern: str) -> None:
+    """Deletes what is in a directory and has a name like 'trash' or '*.damaged'."""
+    for path in directory.glob(pattern):
+        remove_tree(path)
+
+
 def _name_damaged(step: int | str, damage: object) -> None:
-    reason = str(damage).partition('\n')[0]
-    log.error('checkpoint %s is damaged (%s); trying the one before', step, reason)
+    first_line = str(damage).partition('\n')[0]
+    log.error('checkpoint %s is damaged (%s); trying the one before', step, first_line)
 
 
 def checksums(tree: Any) -> jax.Array:
-    """Those of arrays on one mesh or device, uint32 [leaves], in the order of `leaf_names`."""
+    """The `checksum` of each leaf, uint32 [leaves], in the order of `leaf_names`.
+
+    All leaves are arrays on one mesh or one device; so is the result, a copy on each device.
+    """
     leaves = jax.tree.leaves(tree)
-    return _program(_replicated(leaves[0].sharding))(leaves)
+    return _checksum_program(_replicated(leaves[0].sharding))(leaves)
 
 
 def leaf_names(tree: Any) -> list[str]:
@@ -297,31 +367,44 @@ def leaf_names(tree: Any) -> list[str]:
     return [jax.tree_util.keystr(path, simple=True, separator='/') for path, _ in leaves]
 
 
-def _replicated(placed: Sharding) -> Sharding:
-    return NamedSharding(placed.mesh, PartitionSpec()) if hasattr(placed, 'mesh') else placed
+def _replicated(sharding: Sharding | None) -> Sharding | None:
+    """A copy on each device of the mesh of a sharding; without a mesh, the sharding itself."""
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, PartitionSpec())
+    return sharding
 
 
 @functools.cache
-def _program(placed: Sharding) -> Callable[[list[jax.Array]], jax.Array]:
-    return jax.jit(lambda leaves: jnp.stack([checksum(a) for a in leaves]), out_shardings=placed)
+def _checksum_program(sharding: Sharding | None) -> Callable[[list[jax.Array]], jax.Array]:
+    """The compiled `checksum` of a list of arrays; its result has the given sharding."""
+
+    def stacked_checksums(arrays: list[jax.Array]) -> jax.Array:
+        return jnp.stack([checksum(array) for array in arrays])
+
+    return jax.jit(stacked_checksums, out_shardings=sharding)
 
 
-def checksum(a: jax.Array) -> jax.Array:
-    """The checksum of one array, uint32 []."""
-    if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
-        a = jax.random.key_data(a)
-    bits = a.view(f'uint{8 * min(a.dtype.itemsize, 4)}').astype(jnp.uint32)
+def checksum(array: jax.Array) -> jax.Array:
+    """sum_i h(b_i xor h(i)) mod 2^32 over the bit patterns b_i of an array, uint32 [].
+
+    i counts elements in row-major order. An element of eight bytes counts as two of four.
+    """
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    num_bits = 8 * min(array.dtype.itemsize, 4)
+    bits = array.view(f'uint{num_bits}').astype(jnp.uint32)
+    # i of each element, from its index along each axis.
     position = jnp.zeros(bits.shape, jnp.uint32)
     stride = 1
     for axis in reversed(range(bits.ndim)):
-        along = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
-        position += along * np.uint32(stride % 2**32)
+        index = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
+        position += index * np.uint32(stride % 2**32)
         stride *= bits.shape[axis]
     return _mixed(bits ^ _mixed(position)).sum(dtype=jnp.uint32)
 
 
 def _mixed(h: jax.Array) -> jax.Array:
-    """The finalizer of MurmurHash3 (Appleby 2011)."""
+    """The finalizer of MurmurHash3 (Appleby 2011), which permutes the numbers of 32 bits."""
     h ^= h >> 16
     h *= np.uint32(0x85EBCA6B)
     h ^= h >> 13

@@ -2,20 +2,18 @@
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from qkattn.config import Config, Study, differences, to_json
-from qkattn.config.imports import import_paths
+from qkattn.config import Config, Study, differences, fingerprint, to_json
 from qkattn.data.tasks.rows import Rows
 from qkattn.data.tasks.task_registry import rows_of
 from qkattn.data.tokenizers.vocabulary import as_recorded
@@ -25,24 +23,25 @@ from qkattn.jobs.agreement import owned, owner_first
 from qkattn.jobs.display import Progress, StudyLeft, waiting
 from qkattn.jobs.signals import StopRequest
 from qkattn.model.sites import validate
-from qkattn.storage.files import below, check_directory, make_directory
-from qkattn.storage.metrics_log import MetricsFile
+from qkattn.storage.files import check_directory
 from qkattn.storage.records import read_json, read_results, write_json
 from qkattn.storage.run_directory import RunDirectory
 from qkattn.storage.sinks import Sinks
-from qkattn.train import exported, program, results, sharding
+from qkattn.train import program, results, sharding
 from qkattn.train.checkpoint import Checkpoints, recorded_tokenizers
 from qkattn.train.checks import check_parts
+from qkattn.train.initial_parameters import InitialParameters
 from qkattn.train.program import Program
-from qkattn.train.timing import PARTS, Clock, traced
+from qkattn.train.timing import Clock, Trace, trace_directory
 from qkattn.train.trials import Evaluation, Stack
 
-SEEN_WITHIN = 60.0  # seconds, for others to see a file that process 0 has written
+# Seconds until the other processes see a file that process 0 has written: a network file system
+# may remember for a while that a file was not there.
+SEEN_WITHIN = 60.0
 
-# The record before step 0; checkpoints of earlier versions lack some of its fields. `given`: what
-# the run began with, by setting, and its sha256. `code`: of the starts that led to it.
-_FIRST: dict[str, Any] = {'diverged_at': None, 'evaluated': True, 'metrics': None, 'given': {}}
-_FIRST |= {'code': []} | dict.fromkeys(('train_seconds', *PARTS), 0.0)
+# Files of a run directory.
+LIFTING = 'lifting.json'
+RESULTS = 'result.json'
 
 log = logging.getLogger(__name__)
 
@@ -65,86 +64,48 @@ def train(
     dispatches goes to the directory `profile`.
 
     ConfigError: an invalid setting, or a workdir in use or of another configuration.
-    CheckpointError: checkpoints are damaged, or of other data. Stopped: SIGTERM or Ctrl-C; the
-    state is saved once a step was trained. Lost: the run was taken over.
+    CheckpointError: checkpoints are damaged, or of another configuration or other data. Stopped:
+    SIGTERM or Ctrl-C; the state is saved once a step was trained. Lost: the run was taken over.
     """
     validate(config)
     require_same_settings(config)
-    num_steps = config.train.num_steps
     check_parts(config)
     path = check_directory(workdir)
-    trials = config.trials.trials()
-    traces = None if profile is None else make_directory(profile, name='profile')
-    if traces is not None:
-        below(traces, 'plugins', 'profile')  # where the profiler writes
+    traces = None if profile is None else trace_directory(profile)
     sharding.require_devices(config.mesh)
     agreement.on_owner(lambda: sharding.require_memory(config))
-    tokens = len(trials) * config.train.batch_size * config.model.context  # of a step
+
+    def make_progress() -> Progress:
+        tokens = _tokens_per_step(config)
+        return Progress(label, config.train.num_steps, tokens_per_step=tokens, study=study)
+
     with contextlib.ExitStack() as exits:
-        progress = exits.enter_context(
-            owned(lambda: Progress(label, num_steps, tokens_per_step=tokens, study=study))
-        )
-        recorded = agreement.on_owner(lambda: recorded_tokenizers(path, config.data))
-        with progress.phase('preparing data'), as_recorded(*recorded):
-            rows = owner_first(lambda: rows_of(config))
-        agreement.require_same('dataset', json.dumps(rows.identity()))
-        given = functools.cache(functools.partial(given_params, config))
-        files = [path / name for name in ('lifting.json', 'result.json')]
-        if not agreement.on_owner(lambda: any(file.exists() for file in files)):
-            given()  # refused before there is a run; later starts take them from a checkpoint
+        progress = exits.enter_context(owned(make_progress))
+        rows = _open_rows(config, path, progress)
+        initial = InitialParameters(config)
+        if not _is_begun(path):
+            # Refused before there is a run directory, so that train.init_from can be corrected.
+            initial.load()
         directory = exits.enter_context(owned(lambda: RunDirectory(path, config)))
         stop = exits.enter_context(StopRequest())
         sinks = exits.enter_context(contextlib.closing(owned(lambda: Sinks(config, path))))
         require_shared(path)
-        results_path = path / 'result.json'
-        finished = agreement.on_owner(
-            lambda: read_results(results_path, config) if results_path.exists() else None
-        )
-        if finished is not None:
-            return finished
-        with progress.phase('compiling'):
-            compiled = build_program(config, path, given)
-
-        def taken_over() -> bool:
-            return agreement.owner() and (lost() or directory.lost())
-
-        with contextlib.closing(
-            Checkpoints(path / 'checkpoints', keep=config.train.keep)
-        ) as checkpoints:
-            with progress.phase('initializing'):
-                stack, record = start_stack(config, compiled, rows, checkpoints, given)
-            metrics = directory.metrics
-            run = _Run(path, stack, tokens, metrics, sinks, progress, checkpoints, stop, taken_over)
-            trial_results, documents = run.to_end(record, traces)
-
-        def write() -> list[dict[str, Any]]:
-            """Writes what a run ends with; a start that finds no results makes all of it again."""
-            if taken_over():
-                raise Lost(f'{path} was taken over before its results were written')
-            for result in trial_results:
-                result['checkpoint_seconds'] = checkpoints.stall_seconds
-            metrics.check()
-            write_json(path / 'documents.json', documents, indent=None)
-            final = results.final_record(trial_results)
-            metrics.append(final)
-            metrics.flush()
-            write_json(results_path, trial_results)
-            sinks.write(final)
-            if diverged := sum(result['status'] != results.FINISHED for result in trial_results):
-                log.warning('%s: %s of %s trials diverged', path, diverged, len(trial_results))
-            return trial_results
-
-        return agreement.on_owner(write)
+        run = Run(config, path, rows, initial, progress, directory, stop, sinks, lost, traces)
+        finished = run.finished_results()
+        return run.to_end() if finished is None else finished
 
 
 def require_same_settings(settings: Config | Study) -> None:
     """Raises ConfigError where a process of the job has other settings than process 0."""
-    alone = not jax.distributed.is_initialized()
-    with waiting('qkattn', 'opening devices') if alone else contextlib.nullcontext():
+    if jax.distributed.is_initialized():
         jax.devices()
-    first, *others = agreement.from_all(to_json(settings))
-    for rank, other in enumerate(others, 1):
-        if changes := differences(first, other):
+    else:
+        with waiting('qkattn', 'opening devices'):
+            jax.devices()
+    settings_by_rank = agreement.from_all(to_json(settings))
+    for rank, settings_of_rank in enumerate(settings_by_rank):
+        changes = differences(settings_by_rank[0], settings_of_rank)
+        if changes:
             raise ConfigError(
                 f'process {rank} has other settings than process 0 ({", ".join(changes)}); start '
                 'all processes with the same command'
@@ -153,229 +114,395 @@ def require_same_settings(settings: Config | Study) -> None:
 
 def require_shared(directory: Path) -> None:
     """Raises ConfigError unless every process sees the run directory that process 0 has opened."""
-    # A network file system may remember for a while that a file was not there.
+    config_file = directory / 'config.json'
     until = time.monotonic() + SEEN_WITHIN
-    while not (seen := (directory / 'config.json').exists()) and time.monotonic() < until:
+    is_seen = config_file.exists()
+    while not is_seen and time.monotonic() < until:
         time.sleep(0.1)
-    (_, first), *_ = by_rank = agreement.from_all([seen, str(directory)])
-    for rank, (sees, named) in enumerate(by_rank):
-        if not sees:
+        is_seen = config_file.exists()
+    answers = agreement.from_all({'is_seen': is_seen, 'directory': str(directory)})
+    for rank, answer in enumerate(answers):
+        if not answer['is_seen']:
             raise ConfigError(
-                f'workdir={named} of process {rank} is not {first} of process 0; give all '
-                'processes the same directory, on a file system that their hosts share'
+                f'workdir={answer["directory"]} of process {rank} is not '
+                f'{answers[0]["directory"]} of process 0; give all processes the same directory, '
+                'on a file system that their hosts share'
             )
 
 
-def given_params(config: Config) -> dict | None:
-    """The parameters of train.init_from; ConfigError where they do not fit the model."""
-    if (source := config.train.init_from) is None:
-        return None
-    remedy = "name it in the model's settings too, or start from other parameters"
-    model, params = exported.load(source, import_paths(to_json(config.model)), remedy)
-    exported.check(config.model, params, source)
-    changes = differences(to_json(model), to_json(config.model))
-    # Most that may be null follow from others, and shapes tell what they are.
-    kept = ('logit_cap: ', 'window: ', 'encoder_variant: ', 'cross_variant: ')
-    if changes := [c for c in changes if 'null' not in c or c.startswith(kept)]:
-        log.warning('train.init_from=%s has other settings: %s', source, ', '.join(changes))
-    return params
+def compile_program(config: Config, directory: Path) -> Program:
+    """Compiles the program of a run.
 
+    The last bits of a run depend on its lifting, `vmap` or `map` over trials. The first start
+    records the one that it has chosen in the run directory, and later ones take that.
+    """
+    path = directory / LIFTING
 
-def build_program(
-    config: Config, directory: Path, given: Callable[[], dict | None] = lambda: None
-) -> Program:
-    """Compiles; the lifting is chosen once per run, since the last bits depend on it."""
-    path = directory / 'lifting.json'
-    recorded = agreement.on_owner(
-        lambda: read_json(path, {'lifting': str})['lifting'] if path.exists() else None
-    )
-    built = program.build(config, recorded, given)
+    def recorded_lifting() -> str | None:
+        return read_json(path, {'lifting': str})['lifting'] if path.exists() else None
+
+    recorded = agreement.on_owner(recorded_lifting)
+    built = program.build(config, recorded)
     if recorded is None:
-        chosen = {'lifting': built.lifting, 'seconds_per_step': built.measured}
-        agreement.on_owner(lambda: write_json(path, chosen))
+        choice = {'lifting': built.lifting, 'seconds_per_step': built.measured}
+        agreement.on_owner(lambda: write_json(path, choice))
     return built
 
 
-def start_stack(
-    config: Config,
-    built: Program,
-    rows: Rows,
-    checkpoints: Checkpoints,
-    given: Callable[[], dict | None],
-) -> tuple[Stack, dict[str, Any]]:
-    """The trials at the newest sound checkpoint, or before step 0, and the checkpoint's record."""
-    restored = checkpoints.restore(built.abstract_state)
-    if restored is None:
-        record = _FIRST
-        if (params := given()) is not None:
-            sha256 = exported.fingerprint(params)
-            agreement.require_same(f'train.init_from={config.train.init_from}', sha256)
-            record = record | {'given': {'train.init_from': sha256}}
-        return Stack(config, built, rows, built.init()), record
-    state, record = restored
-    if changes := differences(record['data'], rows.identity()):
-        raise CheckpointError(
-            f'{checkpoints.directory.parent} was trained on data other than the current dataset '
-            f'({", ".join(changes)}); use the interpreter and the data of its first start, or '
-            'another workdir'
-        )
-    stack = Stack(config, built, rows, state)
-    checkpoints.discard_after(stack.step)
-    log.info('resuming at step %s', f'{stack.step:,}')
-    return stack, _FIRST | record
+def with_divergences(
+    diverged_at: Mapping[int, int | None], loss_CX: np.ndarray, last_step: int
+) -> dict[int, int | None]:
+    """Adds the trials that diverged in one dispatch to `diverged_at`: the step by trial number.
+
+    `loss_CX` holds the losses of X trials in the C steps that end with `last_step`. A trial
+    diverges at the first step whose loss is not finite; what `diverged_at` says of it stays.
+    """
+    first_step = last_step - len(loss_CX) + 1
+    steps = dict(diverged_at)
+    for trial, loss_C in enumerate(loss_CX.T):
+        bad_positions = np.flatnonzero(~np.isfinite(loss_C))
+        if bad_positions.size > 0 and trial not in steps:
+            steps[trial] = first_step + int(bad_positions[0])
+    return steps
+
+
+@dataclasses.dataclass(frozen=True)
+class Boundary:
+    """What is due after a step at which training pauses."""
+
+    evaluating: bool
+    saving: bool
+    stopping: bool
 
 
 @dataclasses.dataclass
-class _Run:
-    """One start of a run, from a checkpoint to the last step."""
+class Run:
+    """One start of a run: what it holds open, and how far it has come.
 
+    `to_end` takes it through its phases. All processes of a job call the same methods in the same
+    order, but only process 0 owns the run: in the others `progress`, `directory` and `sinks` do
+    nothing.
+    """
+
+    config: Config
     path: Path
-    stack: Stack
-    tokens_per_step: int
-    metrics: MetricsFile
-    sinks: Sinks
+    rows: Rows
+    initial: InitialParameters
     progress: Progress
-    checkpoints: Checkpoints
+    directory: RunDirectory
     stop: StopRequest
+    sinks: Sinks
+    # Whether the caller knows that another process has taken over the run.
     lost: Callable[[], bool]
-    asked: Iterator[int] = dataclasses.field(default_factory=itertools.count)
-    given: dict[str, str] = dataclasses.field(default_factory=dict)  # as in the record
-    code: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    validated: tuple[int, Evaluation] | None = None  # the newest, and its step
-    diverged_at: dict[int, int | None] = dataclasses.field(default_factory=dict)  # by trial
+    # The directory of a profiler's trace, if one was asked for.
+    traces: Path | None
 
-    def to_end(
-        self, record: dict[str, Any], traces: Path | None
-    ) -> tuple[list[dict], dict[str, Any]]:
-        """Trains from the checkpoint of `record` on; the results of trials and documents."""
-        stack = self.stack
-        train = self.stack.config.train
-        step = self.stack.step
-        alive_X = stack.alive_X
-        kept = {'evaluated': record['evaluated'], 'written': record['metrics']}
-        agreement.on_owner(lambda: self.metrics.rewind(step, **kept))
-        self.sinks.open(step)
-        self.given = record['given']
-        self.code = agreement.on_owner(lambda: results.with_this_start(self.path, record['code']))
-        # A step that the record of a checkpoint lacks stays unknown, None.
-        steps_X = record['diverged_at'] or [None] * len(alive_X)
-        self.diverged_at = {x: at for x, at in enumerate(steps_X) if not alive_X[x]}
-        clock = Clock(record)
-        unwritten = None
+    # Set where the state is restored or initialized.
+    checkpoints: Checkpoints = dataclasses.field(init=False)
+    stack: Stack = dataclasses.field(init=False)
+    clock: Clock = dataclasses.field(init=False)
+    # Steps that are done.
+    step: int = dataclasses.field(init=False)
+    # The sha256 of what the run has read before its first step, by setting.
+    read_files: dict[str, str] = dataclasses.field(init=False)
+    # The code of the starts that led to this one, which is the last.
+    code: list[dict[str, Any]] = dataclasses.field(init=False)
+    # The step at which a trial diverged, by trial; None in checkpoints that do not know it.
+    diverged_at: dict[int, int | None] = dataclasses.field(init=False)
+
+    # The newest evaluation of the validation split, and its step.
+    validation: Evaluation | None = None
+    validation_step: int | None = None
+    # Numbers the questions whether to stop, which all processes ask equally often.
+    questions: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+
+    def finished_results(self) -> list[dict[str, Any]] | None:
+        """The results of a run that has ended; None where it has not."""
+        path = self.path / RESULTS
+
+        def stored() -> list[dict[str, Any]] | None:
+            return read_results(path, self.config) if path.exists() else None
+
+        return agreement.on_owner(stored)
+
+    def to_end(self) -> list[dict[str, Any]]:
+        """Trains what is left of the run, and returns and stores the results of its trials."""
+        with self.progress.phase('compiling'):
+            compiled = compile_program(self.config, self.path)
+        self.checkpoints = Checkpoints(
+            self.path / 'checkpoints',
+            keep=self.config.train.keep,
+            config_hash=fingerprint(self.config),
+        )
+        with contextlib.closing(self.checkpoints):
+            with self.progress.phase('initializing'):
+                record = self._restore_or_initialize(compiled)
+            self._reopen_logs(record)
+            self._train(is_evaluated=record.get('evaluated', True))
+            trial_results, documents = self._measure()
+        # Not before the checkpoints are closed: what that takes is part of the results.
+        return agreement.on_owner(lambda: self._write_results(trial_results, documents))
+
+    def _restore_or_initialize(self, compiled: Program) -> Mapping[str, Any]:
+        """Takes the state and record of the newest sound checkpoint, or makes those of step 0.
+
+        Returns the record. That of step 0 is empty, and checkpoints of earlier versions lack
+        fields. CheckpointError where the checkpoint is of other data.
+        """
+        restored = self.checkpoints.restore(compiled.abstract_state)
+        if restored is None:
+            record: Mapping[str, Any] = {}
+            self.read_files = self.initial.hashes()
+            state = compiled.init(self.initial.load())
+        else:
+            state, record = restored
+            self._require_same_data(record['data'])
+            self.read_files = record.get('given', {})
+        self.stack = Stack(self.config, compiled, self.rows, state)
+        self.step = self.stack.step
+        self.clock = Clock(record)
+        alive_X = self.stack.alive_X
+        diverged_at_X = record.get('diverged_at') or [None] * len(alive_X)
+        self.diverged_at = {
+            trial: step for trial, step in enumerate(diverged_at_X) if not alive_X[trial]
+        }
+        if restored is not None:
+            self.checkpoints.discard_after(self.step)
+            log.info('resuming at step %s', f'{self.step:,}')
+        return record
+
+    def _require_same_data(self, recorded: Mapping[str, Any]) -> None:
+        """Raises CheckpointError unless the data are those that a checkpoint was trained on."""
+        changes = differences(recorded, self.rows.identity())
+        if changes:
+            raise CheckpointError(
+                f'{self.path} was trained on data other than the current dataset '
+                f'({", ".join(changes)}); use the interpreter and the data of its first start, or '
+                'another workdir'
+            )
+
+    def _reopen_logs(self, record: Mapping[str, Any]) -> None:
+        """Cuts metrics.jsonl back to the checkpoint of `record`, and opens the sinks there."""
+        is_evaluated = record.get('evaluated', True)
+        written = record.get('metrics')
+        agreement.on_owner(
+            lambda: self.directory.metrics.rewind(
+                self.step, evaluated=is_evaluated, written=written
+            )
+        )
+        self.sinks.open(self.step)
+        self.code = agreement.on_owner(
+            lambda: results.with_this_start(self.path, record.get('code', []))
+        )
+
+    def _train(self, is_evaluated: bool) -> None:
+        """Trains to the last step; evaluates and saves on the way.
+
+        `is_evaluated` is False where the start before was stopped in the evaluation at this step,
+        which then comes first. Raises Stopped after a signal, once the state is saved.
+        """
         with (
-            contextlib.closing(stack.batches()) as batches,
-            contextlib.closing(
-                traced(traces, clock.inputs(map(stack.place, batches)), lambda: stack.state)
-            ) as placed,
+            contextlib.closing(self.stack.batches()) as batches,
+            Trace(self.traces) as trace,
         ):
+            placed_batches = self.clock.inputs(map(self.stack.place, batches))
             self.stop.defer_exit()
-            stopped = f'stopped at step %s of {train.num_steps}, state saved'
-            if not record['evaluated'] and not self._validate(step):
-                raise Stopped(stopped % step)
+            if not is_evaluated and not self._validate():
+                raise self._stopped()
             self.progress.begin()
-            since = step
-            clock.start()
-            for batch in placed:
-                metrics = stack.train(batch)
-                # Metrics are fetched one dispatch late, so that the device never waits for them.
-                self._write(unwritten, clock)
-                step += train.steps_per_dispatch
-                unwritten = step, metrics
-                lost = self.lost()
-                stopping = self._should_stop(also=lost)
-                last = step == train.num_steps
-                evaluating = last or step % train.eval_every == 0
-                saving = last or stopping or step % train.checkpoint_every == 0
-                if saving and agreement.any_process(lost):
-                    raise Lost(f'{self.path} was taken over at step {step}')
-                if not (evaluating or saving):
-                    continue
-                self._write(unwritten, clock)
-                unwritten = None
-                jax.block_until_ready(stack.state)
-                clock.pause((step - since) * self.tokens_per_step)
-                stopping = stopping or (evaluating and not self._validate(step))
-                if saving or stopping:
-                    if agreement.any_process(self.lost()):  # an evaluation may take minutes
-                        raise Lost(f'{self.path} was taken over at step {step}')
-                    record = {
-                        # On the disk before the checkpoint: a resumed file has no gap.
-                        'metrics': agreement.on_owner(self.metrics.flush),
-                        'data': stack.rows.identity(),
-                        **clock.seconds,
-                        'diverged_at': [self.diverged_at.get(x) for x in range(len(alive_X))],
-                        'evaluated': not (evaluating and stopping),
-                        'given': self.given,
-                        'code': self.code,
-                    }
-                    with self.progress.phase('saving'):
-                        self.checkpoints.save(step, stack.state, record)
+            while self.step < self.config.train.num_steps:
+                boundary = self._train_to_boundary(placed_batches, trace)
+                stopping = boundary.stopping
+                if boundary.evaluating and not stopping:
+                    stopping = not self._validate()
+                if boundary.saving or stopping:
+                    self._save(is_evaluated=not (boundary.evaluating and stopping))
                 if stopping:
-                    raise Stopped(stopped % step)
-                since = step
-                clock.start()
-        return self._results(clock)
+                    raise self._stopped()
 
-    def _should_stop(self, also: bool = False) -> bool:
-        """Whether to stop here: the same in all processes, which ask equally often."""
-        return self.stop.should_stop(next(self.asked), also=also)
+    def _train_to_boundary(self, batches: Iterator[dict[str, jax.Array]], trace: Trace) -> Boundary:
+        """Takes and logs steps until an evaluation, a checkpoint or a stop is due."""
+        first_step = self.step
+        metrics: dict[str, jax.Array] = {}
+        boundary = None
+        self.clock.start()
+        while boundary is None:
+            batch = next(batches)
+            trace.before_dispatch(self.stack.state)
+            earlier_metrics = metrics
+            metrics = self.stack.train(batch)
+            # Metrics are fetched one dispatch late, so that the device never waits for them.
+            if earlier_metrics:
+                self._log_steps(self.step, earlier_metrics)
+            self.step += self.config.train.steps_per_dispatch
+            boundary = self._boundary()
+        self._log_steps(self.step, metrics)
+        jax.block_until_ready(self.stack.state)
+        self.clock.pause((self.step - first_step) * _tokens_per_step(self.config))
+        return boundary
 
-    def _validate(self, step: int) -> bool:
-        """Records an evaluation; False if a stop request came before its end."""
+    def _boundary(self) -> Boundary | None:
+        """What is due after the steps that are done; None where training goes on.
+
+        Lost where a checkpoint is due and another process has taken over the run.
+        """
+        train = self.config.train
+        is_lost = self._is_lost()
+        stopping = self._should_stop(also=is_lost)
+        is_last = self.step == train.num_steps
+        evaluating = is_last or self.step % train.eval_every == 0
+        saving = is_last or stopping or self.step % train.checkpoint_every == 0
+        if saving:
+            self._require_owned(is_lost, f'at step {self.step}')
+        if not evaluating and not saving:
+            return None
+        return Boundary(evaluating, saving, stopping)
+
+    def _log_steps(self, last_step: int, metrics: Mapping[str, jax.Array]) -> None:
+        """Shows and logs the metrics [C, X] of a dispatch, which ends with `last_step`.
+
+        Logged are means over its C steps, for each trial.
+        """
+        jax.block_until_ready(metrics)
+        with self.clock.part('logging_seconds'):
+            loss_CX = np.asarray(metrics['loss'], np.float64)
+            self.diverged_at = with_divergences(self.diverged_at, loss_CX, last_step)
+            if last_step % self.config.train.log_every == 0:
+                record: dict[str, Any] = {'kind': 'train', 'step': last_step}
+                for name, values_CX in metrics.items():
+                    record[name] = np.asarray(values_CX, np.float64).mean(0)
+                self._record(record)
+        self.progress.update(last_step, loss_CX.mean(0))
+
+    def _validate(self) -> bool:
+        """Evaluates and logs the validation split; False if a stop request came before its end."""
         with self.progress.phase('evaluating'):
             evaluation = self.stack.evaluate('validation', self._should_stop)
         if evaluation is None:
             return False
-        self.validated = step, evaluation
-        self._record(results.eval_record(step, evaluation))
-        self.progress.evaluated(step, evaluation.values['loss'])
+        self.validation = evaluation
+        self.validation_step = self.step
+        self._record(results.eval_record(self.step, evaluation))
+        self.progress.evaluated(self.step, evaluation.values['loss'])
         return True
 
-    def _record(self, record: dict[str, Any]) -> None:
-        self.metrics.append(record)
-        self.sinks.write(record)
+    def _save(self, is_evaluated: bool) -> None:
+        """Saves a checkpoint; `is_evaluated` is False if an evaluation is due after this step.
 
-    def _write(self, unwritten: tuple[int, dict] | None, clock: Clock) -> None:
-        """Shows and logs the metrics of a dispatch: means over its steps by trial."""
-        if unwritten is None:
-            return
-        step, metrics = unwritten
-        jax.block_until_ready(metrics)
-        with clock.part('logging_seconds'):
-            loss_CX = np.asarray(metrics['loss'], np.float64)
-            for x, loss_C in enumerate(loss_CX.T):
-                if (bad_steps := np.flatnonzero(~np.isfinite(loss_C))).size:
-                    self.diverged_at.setdefault(x, step - len(loss_C) + int(bad_steps[0]) + 1)
-            if step % self.stack.config.train.log_every == 0:
-                means = {n: np.asarray(v_CX, np.float64).mean(0) for n, v_CX in metrics.items()}
-                self._record({'kind': 'train', 'step': step, **means})
-        self.progress.update(step, loss_CX.mean(0))
+        Lost where another process has taken over the run.
+        """
+        # Asked again, as an evaluation may take minutes.
+        self._require_owned(self._is_lost(), f'at step {self.step}')
+        num_trials = len(self.config.trials.trials())
+        record = {
+            # On the disk before the checkpoint: a resumed file has no gap.
+            'metrics': agreement.on_owner(self.directory.metrics.flush),
+            'data': self.rows.identity(),
+            **self.clock.seconds,
+            'diverged_at': [self.diverged_at.get(trial) for trial in range(num_trials)],
+            'evaluated': is_evaluated,
+            'given': self.read_files,
+            'code': self.code,
+        }
+        with self.progress.phase('saving'):
+            self.checkpoints.save(self.step, self.stack.state, record)
 
-    def _results(self, clock: Clock) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """The results of the trials, and of the documents that they were evaluated on."""
-        stack = self.stack
+    def _measure(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """The results of the trials, and of the documents that they were evaluated on.
+
+        A signal ends the process from here on: the last checkpoint is complete.
+        """
         self.checkpoints.wait()
         self.stop.allow_exit()
-        evaluations = {}
-        for split in stack.rows.splits[1:]:
-            if split == 'validation' and self.validated and self.validated[0] == stack.step:
-                evaluations[split] = self.validated[1]
-                continue
-            with self.progress.phase('evaluating'):
-                evaluations[split] = stack.evaluate(split)
-        if agreement.any_process(self.lost()):
-            raise Lost(f'{self.path} was taken over after its last step')
+        evaluations: dict[str, Evaluation] = {}
+        for split in self.rows.splits[1:]:  # all but 'train'
+            if split == 'validation' and self.validation_step == self.step:
+                evaluation = self.validation
+            else:
+                with self.progress.phase('evaluating'):
+                    evaluation = self.stack.evaluate(split)
+            assert evaluation is not None  # as no stop request was passed on
+            evaluations[split] = evaluation
+        self._require_owned(self._is_lost(), 'after its last step')
+        compiled = self.stack.program
         costs = {
-            **clock.seconds,
-            'compile_seconds': stack.program.compile_seconds,
-            'tokens_per_second': clock.tokens_per_second,
-            'lifting': stack.program.lifting,
+            **self.clock.seconds,
+            'compile_seconds': compiled.compile_seconds,
+            'tokens_per_second': self.clock.tokens_per_second,
+            'lifting': compiled.lifting,
         }
         provenance = agreement.on_owner(
-            lambda: results.software_of(self.path, self.given, self.code)
+            lambda: results.software_of(self.path, self.read_files, self.code)
         )
         with self.progress.phase('measuring'):
-            by_trial = results.trial_results(
-                stack, evaluations, costs, {'provenance': provenance}, self.diverged_at
+            trial_results = results.trial_results(
+                self.stack, evaluations, costs, {'provenance': provenance}, self.diverged_at
             )
-        return by_trial, results.document_results(stack, evaluations, by_trial)
+        documents = results.document_results(self.stack, evaluations, trial_results)
+        return trial_results, documents
+
+    def _write_results(
+        self, trial_results: list[dict[str, Any]], documents: dict[str, Any]
+    ) -> list[dict[str, Any]]:
+        """In process 0: writes what a run ends with, and returns the results of the trials.
+
+        A start that finds no result.json writes all of it again. Lost where the run was taken over.
+        """
+        if self._is_lost():
+            raise Lost(f'{self.path} was taken over before its results were written')
+        for result in trial_results:
+            result['checkpoint_seconds'] = self.checkpoints.stall_seconds
+        metrics = self.directory.metrics
+        metrics.check()
+        write_json(self.path / 'documents.json', documents, indent=None)
+        final = results.final_record(trial_results)
+        metrics.append(final)
+        metrics.flush()
+        write_json(self.path / RESULTS, trial_results)
+        self.sinks.write(final)
+        num_diverged = sum(result['status'] != results.FINISHED for result in trial_results)
+        if num_diverged > 0:
+            log.warning('%s: %s of %s trials diverged', self.path, num_diverged, len(trial_results))
+        return trial_results
+
+    def _record(self, record: Mapping[str, Any]) -> None:
+        """Writes a record to metrics.jsonl and to the sinks."""
+        self.directory.metrics.append(record)
+        self.sinks.write(record)
+
+    def _should_stop(self, also: bool = False) -> bool:
+        """Whether to stop: after a signal or `also` in any process, and all at the same step."""
+        return self.stop.should_stop(next(self.questions), also=also)
+
+    def _stopped(self) -> Stopped:
+        return Stopped(f'stopped at step {self.step} of {self.config.train.num_steps}, state saved')
+
+    def _is_lost(self) -> bool:
+        """In process 0, whether another process has taken over the run; False in the others."""
+        return agreement.owner() and (self.lost() or self.directory.lost())
+
+    def _require_owned(self, is_lost: bool, when: str) -> None:
+        """Raises Lost in every process if the run is lost in one; `when` ends the sentence."""
+        if agreement.any_process(is_lost):
+            raise Lost(f'{self.path} was taken over {when}')
+
+
+def _tokens_per_step(config: Config) -> int:
+    """The tokens of one step, summed over trials."""
+    num_trials = len(config.trials.trials())
+    return num_trials * config.train.batch_size * config.model.context
+
+
+def _open_rows(config: Config, path: Path, progress: Progress) -> Rows:
+    """The rows of a run, equal in all processes; process 0 prepares the data for the others."""
+    recorded = agreement.on_owner(lambda: recorded_tokenizers(path, config.data))
+    with progress.phase('preparing data'), as_recorded(*recorded):
+        rows = owner_first(lambda: rows_of(config))
+    agreement.require_same('dataset', json.dumps(rows.identity()))
+    return rows
+
+
+def _is_begun(path: Path) -> bool:
+    """Whether a start of the run at `path` has read train.init_from before: it has compiled."""
+    files = [path / LIFTING, path / RESULTS]
+    return agreement.on_owner(lambda: any(file.exists() for file in files))

@@ -34,7 +34,7 @@ def optimizer(
     if config.clip_norm is not None:
         clip = optax.clip_by_global_norm(jnp.float32(config.clip_norm))
     rate = learning_rate * fraction
-    make = _named_function(config, 'name', OPTIMIZERS)
+    make = _optimizer_function(config)
     if config.decay == 'coupled':
         return optax.chain(clip, make(config, rate, weight_decay))
     decay = optax.add_decayed_weights(-fraction * weight_decay, mask=decayed)
@@ -105,6 +105,11 @@ def matrix_axes(params: dict) -> dict:
 
 
 def _axes_of_parameter(path: tuple, leaf: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
+    """The axes of rows and columns of a parameter that Muon trains; None for another one.
+
+    w_in_DF with the layers before, [L, D, F], has rows along axis 1 and columns along axis 2. Of
+    three axes or more, all but the last one are rows.
+    """
     name = path[-1].key
     letters = name.rpartition('_')[2]
     is_in_block = any(entry.key == 'blocks' for entry in path)
@@ -122,18 +127,37 @@ def _axes_of_parameter(path: tuple, leaf: jax.Array) -> optax.contrib.MuonDimens
 OPTIMIZERS: dict[str, Callable[..., Any]] = {'adamw': adamw, 'muon': muon, 'sgd': sgd}
 
 
-def _inverse_sqrt(config: OptimizerConfig, decay_steps: int) -> optax.Schedule:
+def linear(config: OptimizerConfig, decay_steps: int) -> optax.Schedule:
+    """From 1 to final_fraction on a line."""
+    return optax.linear_schedule(1.0, config.final_fraction, decay_steps)
+
+
+def cosine(config: OptimizerConfig, decay_steps: int) -> optax.Schedule:
+    """From 1 to final_fraction on half a period of a cosine."""
+    return optax.cosine_decay_schedule(1.0, decay_steps, config.final_fraction)
+
+
+def constant(config: OptimizerConfig, decay_steps: int) -> optax.Schedule:
+    """1 at every step."""
+    return optax.constant_schedule(1.0)
+
+
+def inverse_sqrt(config: OptimizerConfig, decay_steps: int) -> optax.Schedule:
     """sqrt(W / (W + s)) at step s after a warm-up of W steps."""
     warmup = config.warmup_steps
-    return lambda steps: jnp.sqrt(warmup / (warmup + jnp.maximum(steps, 0)))
+
+    def fraction(steps: jax.Array) -> jax.Array:
+        return jnp.sqrt(warmup / (warmup + jnp.maximum(steps, 0)))
+
+    return fraction
 
 
 # (config, number of steps after the warm-up) -> fraction of the peak at each of these steps.
 SCHEDULES: dict[str, Callable[[OptimizerConfig, int], optax.Schedule]] = {
-    'linear': lambda config, steps: optax.linear_schedule(1.0, config.final_fraction, steps),
-    'cosine': lambda config, steps: optax.cosine_decay_schedule(1.0, steps, config.final_fraction),
-    'constant': lambda config, steps: optax.constant_schedule(1.0),
-    'inverse_sqrt': _inverse_sqrt,
+    'linear': linear,
+    'cosine': cosine,
+    'constant': constant,
+    'inverse_sqrt': inverse_sqrt,
 }
 
 
@@ -145,7 +169,7 @@ def schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     has no such end and is sqrt(W / s) at step s.
     """
     warmup = config.warmup_steps
-    make_decay = _named_function(config, 'schedule', SCHEDULES)
+    make_decay = _schedule_function(config)
     decay = make_decay(config, num_steps - warmup)
     if not warmup:
         return decay
@@ -153,14 +177,26 @@ def schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     return optax.join_schedules([rise, decay], [warmup])
 
 
-def _named_function(
-    config: OptimizerConfig, field: str, known: Mapping[str, Any]
+def _optimizer_function(config: OptimizerConfig) -> Callable[..., Any]:
+    """The optimizer of config.name, with its options; ConfigError where it is none."""
+    return _resolved(config.name, 'name', OPTIMIZERS, ('learning_rate', 'weight_decay'))
+
+
+def _schedule_function(config: OptimizerConfig) -> Callable[..., Any]:
+    """The schedule of config.schedule, with its options; ConfigError where it is none."""
+    return _resolved(config.schedule, 'schedule', SCHEDULES, ('decay_steps',))
+
+
+def _resolved(
+    text: str, field: str, registry: Mapping[str, Any], arguments: tuple[str, ...]
 ) -> Callable[..., Any]:
-    """The function that the field 'name' or 'schedule' of the config names, with its options."""
-    arguments = ('learning_rate', 'weight_decay') if field == 'name' else ('decay_steps',)
+    """The function, with options, that `text` of a field names, as 'muon' or 'module:name(a=1)'.
+
+    ConfigError where it does not take a config and these arguments.
+    """
     function, options = resolve(
-        getattr(config, field),
-        known,
+        text,
+        registry,
         f'optimizer.{field}',
         needs=f'a function (config, {", ".join(arguments)}, *, options)',
         fits=takes('config', *arguments),
@@ -174,8 +210,8 @@ def check_optimizer(config: OptimizerConfig, num_steps: int) -> None:
     Those from outside are called: an optimizer returns a GradientTransformation, and a schedule
     ends at final_fraction after `num_steps`.
     """
-    make_optimizer = _named_function(config, 'name', OPTIMIZERS)
-    make_decay = _named_function(config, 'schedule', SCHEDULES)
+    make_optimizer = _optimizer_function(config)
+    make_decay = _schedule_function(config)
     if ':' in config.name:
         transform = called('optimizer.name', config.name, lambda: make_optimizer(config, 1e-3, 0.0))
         if not isinstance(transform, Transformation):

@@ -44,8 +44,9 @@ class Program:
     abstract_state: dict
     # (state, batch [C, X, A, B, ...]) -> (state, metrics [C, X]).
     train: Callable[[dict, dict], tuple[dict, dict]]
-    # Makes the state before step 0.
-    init: Callable[[], dict]
+    # Makes the state before step 0. All trials start from the given parameters of one model
+    # (numpy); for None each draws its own from its seed.
+    init: Callable[[dict | None], dict]
     compile_seconds: float
     # Seconds per step by lifting, where it was chosen by measurement; else empty.
     measured: dict[str, float]
@@ -166,18 +167,11 @@ def lower(
     return steps.lower(state, hyper, batch)
 
 
-def build(
-    config: Config,
-    lifting: str | None = None,
-    initial_params: Callable[[], dict | None] = lambda: None,
-) -> Program:
+def build(config: Config, lifting: str | None = None) -> Program:
     """Compiles the run's train program.
 
-    Args:
-      config: the settings of the run.
-      lifting: what an earlier start of the run has chosen; None follows config.train.lifting.
-      initial_params: returns the parameters that all trials start from, or None where they are
-        drawn from the seeds. It is called where a state is made.
+    `lifting` is what an earlier start of the run has chosen; None follows config.train.lifting,
+    where 'auto' is the faster one, by measurement.
     """
     keep_freed_memory()
     mesh = sharding.make_mesh(config.mesh)
@@ -193,9 +187,8 @@ def build(
         compiler_options=_quick_to_compile(mesh),
     )
 
-    def init() -> dict:
+    def init(params: dict | None) -> dict:
         state = draw_initial_state(hyper['seed'])
-        params = initial_params()
         if params is not None:
             drawn = state['trials'].pop('params')
             state['trials']['params'] = jax.tree.map(_placed, params, drawn)
@@ -209,23 +202,30 @@ def build(
 
     candidates = _liftings(lifting or config.train.lifting, len(trials))
     programs = {candidate: compiled(candidate) for candidate in candidates}
+    chosen = candidates[0]
     measured: dict[str, float] = {}
-    if len(programs) > 1:
+    if len(candidates) > 1:
         batch = constant_batch(config, mesh)
         for candidate, (steps, _) in programs.items():
-            seconds = seconds_per_dispatch(steps, lambda: (init(), hyper, batch))
+            seconds = seconds_per_dispatch(steps, lambda: (init(None), hyper, batch))
             measured[candidate] = seconds / config.train.steps_per_dispatch
-        # All processes of a job choose by the times of one of them.
-        measured = agreement.on_owner(lambda: measured)
-        times = ', '.join(f'{candidate} {seconds:.3g}' for candidate, seconds in measured.items())
-        log.info('seconds per step by lifting: %s', times)
-    chosen = min(programs, key=lambda candidate: measured.get(candidate, 0.0))
+        chosen, measured = _fastest(measured)
     chosen_steps, compile_seconds = programs[chosen]
 
     def train(state: dict, batch: dict) -> tuple[dict, dict]:
         return chosen_steps(state, hyper, batch)
 
     return Program(mesh, chosen, abstract_state, train, init, compile_seconds, measured)
+
+
+def _fastest(measured: dict[str, float]) -> tuple[str, dict[str, float]]:
+    """The fastest lifting by its seconds per step, and the seconds, as process 0 measured them."""
+    # All processes of a job choose by the times of one of them.
+    seconds_by_lifting = agreement.on_owner(lambda: measured)
+    times = [f'{lifting} {seconds:.3g}' for lifting, seconds in seconds_by_lifting.items()]
+    log.info('seconds per step by lifting: %s', ', '.join(times))
+    fastest = min(seconds_by_lifting, key=lambda lifting: seconds_by_lifting[lifting])
+    return fastest, seconds_by_lifting
 
 
 def _liftings(setting: str, num_trials: int) -> tuple[str, ...]:
@@ -271,7 +271,7 @@ def warm_up(config: Config) -> tuple[float, float]:
     per_step = program.measured.get(program.lifting)
     if per_step is None:
         batch = constant_batch(config, program.mesh)
-        seconds = seconds_per_dispatch(program.train, lambda: (program.init(), batch))
+        seconds = seconds_per_dispatch(program.train, lambda: (program.init(None), batch))
         per_step = seconds / config.train.steps_per_dispatch
     return agreement.on_owner(lambda: (per_step, program.compile_seconds))
 

@@ -11,7 +11,7 @@ import numpy as np
 from qkattn.config import fingerprint
 from qkattn.data import pipeline
 from qkattn.decode.translate import score_trial
-from qkattn.metrics import PREFIXES, bits_per_byte, logged_fields, result_fields
+from qkattn.metrics import PREFIXES, Metric, bits_per_byte, logged_fields, result_fields
 from qkattn.model import cost
 from qkattn.model.sites import attention_spec
 from qkattn.storage.records import (
@@ -62,14 +62,8 @@ def trial_results(
         if alive_X[x] and not is_finished:
             result['diverged_at'] = num_steps
         result |= common
-        for split, prefix in PREFIXES.items():
-            values: Mapping[str, np.ndarray | None] = {}
-            if is_finished and split in evaluations:
-                values = evaluations[split].values
-            for name, metric in evaluated.items():
-                if prefix in metric.prefixes:
-                    value_X = values.get(name)
-                    result[metric.field(prefix)] = None if value_X is None else float(value_X[x])
+        sound_evaluations = evaluations if is_finished else {}
+        result |= _metrics_of_trial(x, sound_evaluations, evaluated)
         for name, value_X in probes.items():
             result[name] = float(value_X[x]) if is_finished else None
         if is_finished:
@@ -77,6 +71,22 @@ def trial_results(
             result |= score_trial(stack.config, stack.rows, params) or {}
         results.append(result)
     return to_jsonable(results)
+
+
+def _metrics_of_trial(
+    x: int, evaluations: Mapping[str, Evaluation], evaluated: Mapping[str, Metric]
+) -> dict[str, float | None]:
+    """The metrics of trial x on each split, as 'val_loss'; None where there is no value."""
+    fields: dict[str, float | None] = {}
+    for split, prefix in PREFIXES.items():
+        values: Mapping[str, np.ndarray | None] = {}
+        if split in evaluations:
+            values = evaluations[split].values
+        for name, metric in evaluated.items():
+            if prefix in metric.prefixes:
+                value_X = values.get(name)
+                fields[metric.field(prefix)] = None if value_X is None else float(value_X[x])
+    return fields
 
 
 def _common(

@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -89,42 +89,63 @@ def spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> P:
     parameter has the axis X of trials alone.
     """
     letters = _letters_of(path, len(shape))
-    axes: dict[str, tuple[str, ...]] = {'X': ('trial',)}
-    for mesh_axis, candidates in CANDIDATES.items():
-        present = [
-            letter
-            for letter in candidates
-            if letter in letters and (letter not in axes or letter in JOINT)
-        ]
-        if mesh.shape[mesh_axis] == 1 or not present:
+    # The mesh axes that split each letter.
+    split: dict[str, tuple[str, ...]] = {'X': ('trial',)}
+    for mesh_axis in CANDIDATES:
+        if mesh.shape[mesh_axis] == 1:
             continue
         # Tensor before fsdp: what fsdp gathers of V is then the part that a device has in logits.
-        split_over = {letter: (mesh_axis, *axes.get(letter, ())) for letter in present}
-        dividing = [
-            letter
-            for letter in present
-            if shape[letters.index(letter)] % _num_devices(mesh, split_over[letter]) == 0
-        ]
-        if not dividing or dividing[0] != present[0]:
-            size = shape[letters.index(present[0])]
-            where = ' x '.join(f'{axis}={mesh.shape[axis]}' for axis in split_over[present[0]])
-            instead = f'replicated over {mesh_axis}'
-            if dividing:
-                instead = f'split over {dividing[0]}'
-            say_once(f'{path}: {present[0]}={size} does not divide over {where}; {instead}')
-        if dividing:
-            axes[dividing[0]] = split_over[dividing[0]]
+        split_further = {
+            letter: (mesh_axis, *split.get(letter, ()))
+            for letter in CANDIDATES[mesh_axis]
+            if letter in letters and (letter not in split or letter in JOINT)
+        }
+        letter = _first_that_divides(path, letters, shape, split_further, mesh)
+        if letter is not None:
+            split[letter] = split_further[letter]
 
     partition: list[Any] = []
     for position, letter in enumerate(letters):
+        mesh_axes = split.get(letter, ())
         # A mesh axis splits one axis of an array: the first N of w_talk_NN, not the second.
         is_repeated = letter in letters[:position]
-        split = () if is_repeated else axes.get(letter, ())
-        if len(split) > 1:
-            partition.append(split)
+        if is_repeated or not mesh_axes:
+            partition.append(None)
+        elif len(mesh_axes) == 1:
+            partition.append(mesh_axes[0])
         else:
-            partition.append(split[0] if split else None)
+            partition.append(mesh_axes)
     return P(*partition)
+
+
+def _first_that_divides(
+    path: str,
+    letters: str,
+    shape: tuple[int, ...],
+    split: Mapping[str, tuple[str, ...]],
+    mesh: Mesh,
+) -> str | None:
+    """The first letter of `split` whose axis divides over its mesh axes; None where none does.
+
+    Logs where that is not the first letter. `letters` are those of the axes of the leaf at `path`.
+    """
+    if not split:
+        return None
+    chosen = None
+    for letter, mesh_axes in split.items():
+        size = shape[letters.index(letter)]
+        if size % _num_devices(mesh, mesh_axes) == 0:
+            chosen = letter
+            break
+    wanted = list(split)[0]
+    if chosen != wanted:
+        size = shape[letters.index(wanted)]
+        over = ' x '.join(f'{axis}={mesh.shape[axis]}' for axis in split[wanted])
+        instead = f'replicated over {split[wanted][0]}'
+        if chosen is not None:
+            instead = f'split over {chosen}'
+        say_once(f'{path}: {wanted}={size} does not divide over {over}; {instead}')
+    return chosen
 
 
 def _letters_of(path: str, num_axes: int) -> str:
@@ -173,6 +194,8 @@ def place_activations(mesh: Mesh) -> Callable[[jax.Array, str], jax.Array]:
         return lambda array, letters: array
 
     def place(array: jax.Array, letters: str) -> jax.Array:
+        """The array with its partition; `letters` name its axes, as in BTD or VD."""
+        # An embedding that is stored split by V stays as it is.
         if letters == 'VD' and array.shape[0] % mesh.shape['fsdp'] == 0:
             return array
         axes: dict[str, tuple[str, ...]] = {'B': BATCH_AXES}
@@ -208,12 +231,16 @@ def leading_shape(config: Config) -> tuple[int, int, int, int]:
 
 
 def local_share(config: Config, mesh: Mesh) -> tuple[np.ndarray, np.ndarray]:
-    """Trials and rows (r // A of microbatch r % A) of a batch that this process holds, sorted."""
+    """The numbers of the trials and of the rows of a batch that this process holds, sorted.
+
+    A batch of A microbatches has row r at place r // A of microbatch r % A.
+    """
     shape = leading_shape(config)
     _, _, A, _ = shape
     trials_X = _held(batch_sharding(mesh), shape, axis=1)
-    rows_B = _held(batch_sharding(mesh), shape, axis=3)
-    return trials_X, (rows_B[:, None] * A + np.arange(A)).ravel()
+    places_B = _held(batch_sharding(mesh), shape, axis=3)
+    rows_BA = places_B[:, None] * A + np.arange(A)
+    return trials_X, rows_BA.ravel()
 
 
 def local_rows(config: Config, mesh: Mesh) -> np.ndarray:

@@ -3,90 +3,131 @@
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 
 from qkattn.jobs import agreement
+from qkattn.storage.files import below, make_directory
 
 T = TypeVar('T')
 
-PARTS = ('input_seconds', 'logging_seconds')  # of train_seconds, without waiting for steps
-# Dispatches of a start before a trace begins, and those that are traced.
+# Seconds that are part of train_seconds: waits for batches, and writing of metrics. The rest are
+# steps.
+PARTS = ('input_seconds', 'logging_seconds')
+# Dispatches of a start before a trace begins.
 SKIPPED = 2
+# Dispatches that are traced.
 TRACED = 3
 
 log = logging.getLogger(__name__)
 
 
 class Clock:
-    """Seconds of steps and their PARTS, over all starts; tokens per second are of this one."""
+    """Seconds of training and their PARTS, over all starts of a run; tokens per second of this one.
+
+    The seconds go on from those of `record`, that of a checkpoint. They are 0 where it lacks them,
+    as before the first step.
+    """
 
     def __init__(self, record: Mapping[str, Any]):
-        self.seconds = {name: record[name] for name in ('train_seconds', *PARTS)}
+        names = ('train_seconds', *PARTS)
+        self.seconds: dict[str, float] = {name: record.get(name, 0.0) for name in names}
         self.tokens_per_second: float | None = None
+        # Train seconds of earlier starts.
         self._before = self.seconds['train_seconds']
+        # The time at which the training in progress began.
         self._since = 0.0
+        # Tokens that were trained in this start.
         self._tokens = 0
 
     def start(self) -> None:
-        """The next dispatch is the first, or the first after a pause."""
+        """Training begins, or goes on after a pause."""
         self._since = time.perf_counter()
 
     def pause(self, tokens: int) -> None:
-        """The steps since `start` have ended; `tokens` were trained in them."""
+        """Training pauses; `tokens` were trained since `start`."""
         self.seconds['train_seconds'] += time.perf_counter() - self._since
         self._tokens += tokens
         self.tokens_per_second = self._tokens / (self.seconds['train_seconds'] - self._before)
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """A block that counts as one of PARTS."""
+        """A block whose time is one of PARTS."""
         start = time.perf_counter()
         try:
             yield
         finally:
             self.seconds[name] += time.perf_counter() - start
 
-    def inputs(self, items: Iterable[T]) -> Iterator[T]:
-        """Yields `items`; waiting for them is a part."""
-        iterator = iter(items)
+    def inputs(self, items: Iterator[T]) -> Iterator[T]:
+        """Yields `items`; waits for them are 'input_seconds'."""
         while True:
             with self.part('input_seconds'):
                 try:
-                    item = next(iterator)
+                    item = next(items)
                 except StopIteration:
                     return
             yield item
 
 
-def traced(directory: Path | None, batches: Iterable[T], state: Callable[[], Any]) -> Generator[T]:
-    """Yields the batch of each dispatch; traces the third to fifth of a start, in process 0.
+def trace_directory(profile: str) -> Path:
+    """Makes the directory of traces; RunDirectoryError where nothing can be written to it."""
+    directory = make_directory(profile, name='profile')
+    below(directory, 'plugins', 'profile')  # where the profiler writes, which must be no link
+    return directory
 
-    `state` is what the dispatches before it compute.
+
+class Trace:
+    """A profiler's trace of the third to fifth dispatch of a start, in process 0.
+
+        with Trace(directory) as trace:
+            for batch in batches:
+                trace.before_dispatch(state)
+                state = dispatch(state, batch)
+
+    Without a directory, None, nothing is traced.
     """
-    if directory is None or not agreement.owner():
-        yield from batches
-        return
-    number = -1
-    with contextlib.ExitStack() as tracing:
-        for number, batch in enumerate(batches):
-            if number in (SKIPPED, SKIPPED + TRACED):
-                jax.block_until_ready(state())
-                tracing.close()
-            if number == SKIPPED:
-                jax.profiler.start_trace(directory, create_perfetto_trace=True)
-                tracing.callback(_stop, directory)
-            yield batch
-    if number < SKIPPED:
-        log.warning(
-            'no trace written to %s: it begins at dispatch %s of a start, and this one had %s',
-            *(directory, SKIPPED + 1, number + 1),
+
+    def __init__(self, directory: Path | None):
+        self._directory = directory if agreement.owner() else None
+        self._num_dispatches = 0
+        self._is_tracing = False
+
+    def before_dispatch(self, state: Any) -> None:
+        """Begins or ends the trace if it is time, when `state`, of earlier dispatches, is there."""
+        if self._directory is None:
+            return
+        if self._num_dispatches == SKIPPED:
+            jax.block_until_ready(state)
+            jax.profiler.start_trace(self._directory, create_perfetto_trace=True)
+            self._is_tracing = True
+        if self._num_dispatches == SKIPPED + TRACED:
+            jax.block_until_ready(state)
+            self._end()
+        self._num_dispatches += 1
+
+    def _end(self) -> None:
+        self._is_tracing = False
+        jax.profiler.stop_trace()
+        log.info(
+            'trace written to %s; open it with xprof or https://ui.perfetto.dev', self._directory
         )
 
+    def __enter__(self) -> 'Trace':
+        return self
 
-def _stop(directory: Path) -> None:
-    jax.profiler.stop_trace()
-    log.info('trace written to %s; open it with xprof or https://ui.perfetto.dev', directory)
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        """Ends a trace in progress; warns of a start that came to its end without one."""
+        if self._is_tracing:
+            self._end()
+        has_begun = self._num_dispatches > SKIPPED
+        if self._directory is not None and not has_begun and error_type is None:
+            log.warning(
+                'no trace written to %s: it begins at dispatch %s of a start, and this one had %s',
+                self._directory,
+                SKIPPED + 1,
+                self._num_dispatches,
+            )

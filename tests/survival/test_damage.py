@@ -74,7 +74,8 @@ def write_run(config, workdir, **_):
 @pytest.fixture(scope='module')
 def study(tmp_path_factory):
     """A finished study; nothing that is left of it is trained."""
-    path, arms = tmp_path_factory.mktemp('sound') / 'study', build_arms(SMALL)
+    path = tmp_path_factory.mktemp('sound') / 'study'
+    arms = build_arms(SMALL)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker, 'train', write_run)
         patch.setattr(worker, 'build_arms', lambda study: arms)
@@ -102,7 +103,7 @@ def planned_run(study):
 
 @pytest.mark.parametrize('every', damages.SOME)
 @pytest.mark.parametrize('name', (*OF_STUDY, *OF_PLANNED))
-def test_a_damaged_file_of_a_study_is_named_and_nothing_is_made_again(study, caplog, name, every):
+def test_a_damaged_file_of_a_study_is_named_where_nothing_is_made_again(study, caplog, name, every):
     file = (study if name in OF_STUDY else planned_run(study)) / name
     files = [p for p in study.rglob('*') if p.is_file() and p.name != 'lock']
     before = {path: path.read_bytes() for path in files}

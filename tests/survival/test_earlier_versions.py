@@ -41,7 +41,7 @@ def assert_kept(run: Path, before: list[bytes]) -> None:
     assert len(read_json(run / 'provenance.json', {})['starts']) == 2
 
 
-def test_a_run_of_an_earlier_version_resumes_and_keeps_its_records(tmp_path):
+def test_a_run_of_an_earlier_version_resumes_with_its_records(tmp_path):
     path = extract('run', tmp_path)
     before = (path / 'metrics.jsonl').read_bytes().splitlines()
     config = from_json(Config, json.loads((path / 'config.json').read_text())['config'])
@@ -57,7 +57,8 @@ def test_a_run_of_an_earlier_version_resumes_and_keeps_its_records(tmp_path):
 def test_a_study_of_an_earlier_version_goes_on_where_it_was_killed(tmp_path):
     path = extract('study', tmp_path)
     (finished,) = path.glob('runs/*/result.json')
-    first, written = (path / 'results.jsonl').read_bytes(), finished.stat().st_mtime_ns
+    first = (path / 'results.jsonl').read_bytes()
+    written = finished.stat().st_mtime_ns
     killed = next(p.parent for p in path.glob('runs/*/lifting.json') if p.parent != finished.parent)
     before = (killed / 'metrics.jsonl').read_bytes().splitlines()
     ledger = (path / 'ledger.jsonl').read_bytes()

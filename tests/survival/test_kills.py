@@ -59,7 +59,8 @@ def to_end(settings, workdir: str, log: str, phase, environment: dict[str, str])
     for stream in (1, 2):
         os.dup2(file, stream)
     os.environ |= {'XLA_FLAGS': FLAGS.replace('device_count=8', 'device_count=1'), **environment}
-    real_phase, real_begin = Progress.phase, Progress.begin
+    real_phase = Progress.phase
+    real_begin = Progress.begin
 
     @contextlib.contextmanager
     def reported(self: Progress, name: str) -> Iterator[None]:
@@ -74,7 +75,8 @@ def to_end(settings, workdir: str, log: str, phase, environment: dict[str, str])
         phase.value = NAMES.index('training')
         real_begin(self)
 
-    Progress.phase, Progress.begin = reported, begin
+    Progress.phase = reported
+    Progress.begin = begin
 
     @signals.exit_on_signal()
     def main() -> None:
@@ -96,11 +98,13 @@ class Job:
     """A start of a run or a study, by as many processes as its mesh has rows for."""
 
     def __init__(self, settings, workdir: str, logs: Path):
-        self.workdir, self.logs = as_path(workdir), logs
+        self.workdir = as_path(workdir)
+        self.logs = logs
         context = SPAWNS if is_url(workdir) else FORKS
         self._phase = context.Value('i', 0)
         logs.mkdir(exist_ok=True)
-        count, self.processes = getattr(settings, 'base', settings).mesh.data, []
+        count = getattr(settings, 'base', settings).mesh.data
+        self.processes = []
         for rank, environment in enumerate(environments(count) if count > 1 else [{}]):
             args = settings, workdir, f'{logs}/{rank}.log', self._phase, environment
             self.processes.append(context.Process(target=to_end, args=args))
@@ -209,7 +213,9 @@ def test_signals_change_nothing(tiny, undisturbed, request, tmp_path, name, ofte
         weights = {phase: weight for phase, weight in PHASES.items() if phase != left_out}
         kills = int(os.environ.get('KILLS', 20))
         moments = rng.choices([*weights], [*weights.values()], k=kills)
-    straight, seen, finished = undisturbed(settings), Counter(), 0
+    straight = undisturbed(settings)
+    seen = Counter()
+    finished = 0
     while moments:
         job = Job(settings, f'{root}/run-{finished}', tmp_path / 'logs')
         if job.linger(moments[0], rng):

@@ -19,7 +19,7 @@ def evaluation_only(monkeypatch):
     monkeypatch.setattr(program, 'train_steps', lambda *_: lambda state, hyper, batch: (state, {}))
 
 
-@pytest.fixture
+@pytest.fixture(scope='session')
 def small(tiny):
     """A run of two trials, quick to compile."""
     return functools.partial(tiny, model=SMALL)
@@ -36,12 +36,13 @@ def pairs_files(tmp_path_factory):
     return path
 
 
-@pytest.fixture
+@pytest.fixture(scope='session')
 def task(tiny, pairs_files, tmp_path_factory):
     """task('masked', model={...}): a tiny run of two trials."""
     cache = str(tmp_path_factory.getbasetemp() / 'task-data')
     pairs = {'name': 'parallel', 'path': str(pairs_files), 'languages': 'en-de', 'data_dir': cache}
-    recall, successor = 'recall(pairs=2, keys=4, values=4)', 'successor(keys=4, payloads=2)'
+    recall = 'recall(pairs=2, keys=4, values=4)'
+    successor = 'successor(keys=4, payloads=2)'
     settings = {
         'language': ({}, {}),
         'masked': ({'kind': 'encoder', 'vocab_size': 257}, {}),

@@ -86,7 +86,7 @@ def test_a_checkpoint_is_restored_bit_for_bit_on_every_mesh(tmp_path):
         assert record['train_seconds'] == 2.5 and record['format'] == checkpoint.FORMAT
 
 
-def test_a_later_format_says_which_version_reads_it_and_nothing_is_deleted(tmp_path):
+def test_a_checkpoint_of_a_later_format_is_refused_with_the_version_that_reads_it(tmp_path):
     save(tmp_path, 4, 8)
     path = tmp_path / '8/record/metadata'
     record = json.loads(path.read_text()) | {'format': 3, 'version': '0.9.1', 'more': []}
@@ -99,19 +99,47 @@ def test_a_later_format_says_which_version_reads_it_and_nothing_is_deleted(tmp_p
     assert names_in(tmp_path) == ['4', '8']
 
 
-@pytest.mark.parametrize('change', [('2.5', '3.5'), ('"format": 2', '"format": 3'), None])
-def test_a_changed_record_or_sum_costs_its_checkpoint(tmp_path, monkeypatch, caplog, change):
+def test_a_checkpoint_of_another_config_is_refused_again_and_again(tmp_path):
+    with contextlib.closing(Checkpoints(tmp_path, config_hash='abc')) as saved:
+        saved.save(4, state_of(4), RECORD)
+    message = f"^{tmp_path}/4 is of a run with another configuration .config_hash 'abc', not 'def'"
+    for _ in range(2):
+        with (
+            contextlib.closing(Checkpoints(tmp_path, config_hash='def')) as opened,
+            pytest.raises(CheckpointError, match=message),
+        ):
+            opened.restore(target_on())
+    assert names_in(tmp_path) == ['4']
+    with contextlib.closing(Checkpoints(tmp_path, config_hash='abc')) as opened:
+        assert int(opened.restore(target_on())[0]['step']) == 4
+
+
+def test_a_checkpoint_without_a_config_hash_is_restored(tmp_path):
+    """Earlier versions stored none."""
     save(tmp_path, 4)
-    with monkeypatch.context() as patch:
-        if change is None:
-            patch.setattr(checkpoint, 'checksums', lambda state: checksums(state).at[1].add(1))
-        save(tmp_path, 8)
-    if change is not None:
-        rewrite(tmp_path / '8/record/metadata', *change)
+    assert 'config_hash' not in json.loads((tmp_path / '4/record/metadata').read_text())
+    with contextlib.closing(Checkpoints(tmp_path, config_hash='abc')) as opened:
+        assert int(opened.restore(target_on())[0]['step']) == 4
+
+
+@pytest.mark.parametrize('change', [('2.5', '3.5'), ('"format": 2', '"format": 3')])
+def test_a_changed_record_costs_its_checkpoint(tmp_path, caplog, change):
+    save(tmp_path, 4, 8)
+    rewrite(tmp_path / '8/record/metadata', *change)
     state, record = restored(tmp_path)
     assert (int(state['step']), record['train_seconds']) == (4, 2.5)
-    damage = f'checksum of {leaf_names(state_of(0))[1]}' if change is None else 'record/metadata: '
-    assert f'checkpoint 8 is damaged ({damage}' in caplog.text
+    assert 'checkpoint 8 is damaged (record/metadata: ' in caplog.text
+
+
+def test_a_changed_array_costs_its_checkpoint(tmp_path, monkeypatch, caplog):
+    save(tmp_path, 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, 'checksums', lambda state: checksums(state).at[1].add(1))
+        save(tmp_path, 8)
+    state, record = restored(tmp_path)
+    assert (int(state['step']), record['train_seconds']) == (4, 2.5)
+    name = leaf_names(state_of(0))[1]
+    assert f'checkpoint 8 is damaged (checksum of {name}' in caplog.text
 
 
 def test_the_time_that_training_waits_is_summed_over_starts(tmp_path):
@@ -143,38 +171,52 @@ def test_the_newest_that_are_to_be_kept_stay(tmp_path):
 # Disks
 
 
-@pytest.mark.parametrize('how', ['moved', 'recreated', 'full'])
-def test_a_directory_that_is_gone_or_full_is_one_sentence(tmp_path, monkeypatch, how):
-    directory = tmp_path / 'run/checkpoints'
-    saved = Checkpoints(directory)
+@pytest.fixture
+def saved(tmp_path):
+    """The open checkpoints of a run, after step 1."""
+    saved = Checkpoints(tmp_path / 'run/checkpoints')
     saved.save(1, state_of(1), RECORD)
     saved.wait()
-    kept, message = directory, f'^{directory} cannot be written: its disk has 9 of the .* bytes'
-    if how == 'full':
-        monkeypatch.setattr(files.shutil, 'disk_usage', Mock(return_value=Mock(free=9)))
-    else:
-        (tmp_path / 'run').rename(tmp_path / 'moved')
-        kept, gone = tmp_path / 'moved/checkpoints', tmp_path / 'run'
-        if how == 'recreated':
-            (gone := directory).mkdir(parents=True)
-            saved._manager.save = lambda *_, **__: 1 / 0  # errors may be of any kind
-        message = f'^{gone} is gone: it was removed, renamed or unmounted'
+    return saved
+
+
+def test_a_full_disk_is_named(saved, monkeypatch):
+    monkeypatch.setattr(files.shutil, 'disk_usage', Mock(return_value=Mock(free=9)))
+    message = f'^{saved.directory} cannot be written: its disk has 9 of the .* bytes'
     with pytest.raises(DiskError, match=message):
         saved.save(2, state_of(2), RECORD)
     saved.close()
-    assert names_in(kept) == ['1']
+    assert names_in(saved.directory) == ['1']
 
 
-def test_a_checkpoint_that_could_not_be_written_is_removed(tmp_path):
+def test_a_directory_that_is_gone_is_named(saved, tmp_path):
+    (tmp_path / 'run').rename(tmp_path / 'moved')
+    message = f'^{tmp_path}/run is gone: it was removed, renamed or unmounted'
+    with pytest.raises(DiskError, match=message):
+        saved.save(2, state_of(2), RECORD)
+    saved.close()
+    assert names_in(tmp_path / 'moved/checkpoints') == ['1']
+
+
+def test_a_directory_that_was_replaced_is_named(saved, tmp_path):
+    (tmp_path / 'run').rename(tmp_path / 'moved')
+    saved.directory.mkdir(parents=True)
+    saved._manager.save = lambda *_, **__: 1 / 0  # errors may be of any kind
+    message = f'^{saved.directory} is gone: it was removed, renamed or unmounted'
+    with pytest.raises(DiskError, match=message):
+        saved.save(2, state_of(2), RECORD)
+    saved.close()
+    assert names_in(tmp_path / 'moved/checkpoints') == ['1']
+
+
+def test_a_checkpoint_that_could_not_be_written_is_removed(saved):
     """orbax fails in its own threads, after `save` has returned."""
-    saved, message = Checkpoints(tmp_path), f'^{tmp_path} cannot be written: a file is larger than'
-    saved.save(1, state_of(1), RECORD)
-    saved.wait()
+    message = f'^{saved.directory} cannot be written: a file is larger than'
     with file_size_limit(64 * 1024), pytest.raises(DiskError, match=message):
         saved.save(2, {'w': jnp.arange(1e5)}, RECORD)
         saved.close()
     saved.close()
-    assert names_in(tmp_path) == ['1']
+    assert names_in(saved.directory) == ['1']
 
 
 # Damage
@@ -191,9 +233,17 @@ def two(tmp_path_factory):
 
 
 FILES = (
-    *('_CHECKPOINT_METADATA', 'commit_success.txt', 'metrics/metrics', 'record/metadata'),
-    *('record/commit_success.txt', 'state/_METADATA', 'state/_sharding', 'state/manifest.ocdbt'),
-    *('state/d/*', 'state/ocdbt.process_0/manifest.ocdbt', 'state/array_metadatas/process_0'),
+    '_CHECKPOINT_METADATA',
+    'commit_success.txt',
+    'metrics/metrics',
+    'record/commit_success.txt',
+    'record/metadata',
+    'state/_METADATA',
+    'state/_sharding',
+    'state/array_metadatas/process_0',
+    'state/d/*',
+    'state/manifest.ocdbt',
+    'state/ocdbt.process_0/manifest.ocdbt',
 )
 
 
@@ -215,7 +265,8 @@ def test_a_damaged_file_costs_at_most_its_checkpoint(two, tmp_path, name, every)
 )
 def test_a_checkpoint_that_cannot_be_read_is_no_damaged_one(two, tmp_path, monkeypatch, name):
     """The newest checkpoint is neither passed over nor moved; the next start reads it."""
-    path, error = shutil.copytree(two, tmp_path / 'c'), OSError(errno.EIO, os.strerror(errno.EIO))
+    path = shutil.copytree(two, tmp_path / 'c')
+    error = OSError(errno.EIO, os.strerror(errno.EIO))
     read_regular = files.read_regular
 
     def failing(file: Path, most: int) -> bytes:
@@ -263,7 +314,7 @@ def test_checkpoints_whose_descriptions_are_damaged_are_never_started_over(two, 
     assert names_in(path) == ['4.damaged', '8.damaged']
 
 
-def test_a_checkpoint_superseded_while_it_is_read_is_not_damaged(two, tmp_path, monkeypatch):
+def test_a_checkpoint_superseded_while_it_is_read_is_not_damaged(two, tmp_path):
     path = shutil.copytree(two, tmp_path / 'c')
     with contextlib.closing(Checkpoints(path, read_only=True)) as saved:
         sound = saved.sound(target_on())
@@ -272,7 +323,11 @@ def test_a_checkpoint_superseded_while_it_is_read_is_not_damaged(two, tmp_path, 
         assert list(sound) == []
         shutil.rmtree(path / '8')
         assert saved.restore({}) is None
-    path, parse = shutil.copytree(two, tmp_path / 'd'), checkpoint.parse_file
+
+
+def test_a_checkpoint_superseded_while_it_is_opened_is_not_damaged(two, tmp_path, monkeypatch):
+    path = shutil.copytree(two, tmp_path / 'c')
+    parse = checkpoint.parse_file
 
     def superseded(file, schema):
         shutil.rmtree(path / '4', ignore_errors=True)
@@ -296,10 +351,12 @@ def test_a_change_or_an_exchange_of_elements_changes_the_sum():
 
     for dtype in DTYPES:
         array = array_of(dtype, shape=(4, 8))
-        changed, exchanged = array.copy(), array.copy()
+        changed = array.copy()
         changed[3, 5] = array[3, 5] == 0
+        exchanged = array.copy()
         other = tuple(np.argwhere(array != array[0, 0])[0])
-        exchanged[0, 0], exchanged[other] = array[other], array[0, 0]
+        exchanged[0, 0] = array[other]
+        exchanged[other] = array[0, 0]
         assert len({*map(sum_of, (array, changed, exchanged))}) == 3, dtype
     wide = np.arange(6, dtype=np.uint64) << 30  # eight bytes count as two elements
     with jax.enable_x64(True):

@@ -13,23 +13,36 @@ from qkattn.train.dry_run import CHIPS, Pod
 from tests.refusals import refused
 
 
-def test_pods_by_their_names():
-    for name, devices in (('v5p-2x4x4', 32), ('V6e-16x16', 256), ('tpu7x-4x4x4', 128)):
-        assert Pod(name).devices == devices
-    assert Pod('a100_80gb-16x8').chips == 128
-    for name in (
-        'a3-2x8',
-        'cluster',
-        'v5p-64',
-        'v5p-4x4',
-        'v5p-4x0x4',
-        'h100-8',
-        'h100-2x8;touch x',
-    ):
-        with refused(
-            f'--dry_run={name} must be a chip and a shape, as in v5p-2x4x4 and .* v4, v5e'
-        ):
-            Pod(name)
+@pytest.mark.parametrize(
+    ('name', 'num_devices'),
+    [('v5p-2x4x4', 32), ('V6e-16x16', 256), ('tpu7x-4x4x4', 128), ('a100_80gb-16x8', 128)],
+)
+def test_a_name_of_a_pod_gives_its_devices(name, num_devices):
+    assert Pod(name).devices == num_devices
+
+
+@pytest.mark.parametrize(
+    'name',
+    ['a3-2x8', 'cluster', 'v5p-64', 'v5p-4x4', 'v5p-4x0x4', 'h100-8', 'h100-2x8;touch x'],
+)
+def test_a_name_of_no_pod_is_refused(name):
+    message = f'--dry_run={name} must be a chip and a shape, as in v5p-2x4x4 and .* v4, v5e'
+    with refused(message):
+        Pod(name)
+
+
+@pytest.mark.parametrize(
+    ('num_bytes', 'size'),
+    [
+        (0, '0 B'),
+        (1023, '1,023 B'),
+        (1024, '1.00 KiB'),
+        (3 * 2**29, '1.50 GiB'),
+        (2**51, '2,048.00 TiB'),
+    ],
+)
+def test_sizes_are_in_the_largest_unit_that_they_fill(num_bytes, size):
+    assert dry_run._size_text(num_bytes) == size
 
 
 @pytest.fixture(scope='module')
@@ -64,12 +77,23 @@ def test_memory_is_that_of_the_shardings(described):
     assert run.capacity == 80 * 10**9 and 'WARNING' not in dry_run.text(run)
 
 
-def test_fsdp_splits_the_state_and_leaves_the_work_as_it_is(described, data_parallel):
-    run, whole, kind = described(fsdp=8), data_parallel, 'gradients and temporaries'
-    assert whole.memory['parameters'] == 4 * whole.parameters == 8 * run.memory['parameters']
-    assert run.memory[kind] < whole.memory[kind]
-    assert run.flops == whole.flops and run.tokens == 8 * 16
-    assert run.flops == pytest.approx(whole.parameters * 6 * 16, rel=0.5)  # 6 N per token
+@pytest.fixture(scope='module')
+def fully_sharded(described):
+    return described(fsdp=8)
+
+
+def test_fsdp_splits_the_state(fully_sharded, data_parallel):
+    assert data_parallel.memory['parameters'] == 4 * data_parallel.parameters
+    assert data_parallel.memory['parameters'] == 8 * fully_sharded.memory['parameters']
+    content = 'gradients and temporaries'
+    assert fully_sharded.memory[content] < data_parallel.memory[content]
+
+
+def test_fsdp_leaves_the_work_as_it_is(fully_sharded, data_parallel):
+    run = fully_sharded
+    assert run.flops == data_parallel.flops
+    assert run.tokens == 8 * 16
+    assert run.flops == pytest.approx(data_parallel.parameters * 6 * 16, rel=0.5)  # 6 N per token
     assert run.seconds == pytest.approx(run.flops / 989e12)
 
 
@@ -80,7 +104,7 @@ def test_a_tpu_slice_is_compiled_by_its_own_compiler(described):
     assert run.memory['parameters'] == 4 * run.parameters
 
 
-def test_warnings_name_what_falls_back_and_a_program_that_does_not_fit(described, monkeypatch):
+def test_what_does_not_fit_or_falls_back_is_a_warning(described, monkeypatch):
     monkeypatch.setitem(CHIPS, 'h100', dataclasses.replace(CHIPS['h100'], hbm=300_000))
     kernel = 'attention of 16 queries to 16 keys by einsum: contexts are below 256'
     page = dry_run.text(described(tensor=8, model={'num_heads': 4, 'head_size': 8}))
@@ -102,7 +126,8 @@ def test_a_mesh_or_pod_that_does_not_fit_is_refused(described, monkeypatch):
 
 
 def test_the_log_is_a_table_with_a_row_per_run(data_parallel, tmp_path):
-    path, run = tmp_path / 'log.csv', data_parallel
+    path = tmp_path / 'log.csv'
+    run = data_parallel
     for _ in range(2):
         dry_run.append_to_log(run, path)
     first, second = csv.DictReader(path.read_text().splitlines())

@@ -3,20 +3,25 @@
 import dataclasses
 import json
 import shutil
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from qkattn.config import ModelConfig
+from qkattn.config import Config, ModelConfig, fingerprint, to_json
+from qkattn.errors import CheckpointError
 from qkattn.model.cost import abstract_params
 from qkattn.storage.files import as_path
 from qkattn.storage.metrics_log import read_metrics
+from qkattn.storage.records import write_json
 from qkattn.train import exported
-from qkattn.train.loop import given_params, train
+from qkattn.train.initial_parameters import InitialParameters
+from qkattn.train.loop import train
 from tests import damages
 from tests.processes import other_modes, umask
 from tests.refusals import refused
+from tests.runs import results_of, without_times
 
 MODEL = ModelConfig(d_model=16, num_layers=2, num_heads=2, context=8)
 
@@ -27,41 +32,95 @@ def params_of(model: ModelConfig) -> dict:
 
 
 @pytest.mark.parametrize('where', ['disk', 'bucket'])
-def test_a_directory_returns_what_was_saved_and_is_not_overwritten(tmp_path, bucket, where):
-    path, params = str(tmp_path / 'w') if where == 'disk' else 'gs://runs/w', params_of(MODEL)
+def test_a_directory_returns_what_was_saved(tmp_path, bucket, where):
+    path = str(tmp_path / 'w') if where == 'disk' else 'gs://runs/w'
+    params = params_of(MODEL)
     assert exported.save(path, MODEL, params, origin={'made': 'here'}) == as_path(path)
     model, loaded = exported.load(path)
     assert model == MODEL
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
-    with refused(f'{path} already holds parameters'):
-        exported.save(path, MODEL, params, origin={})
     with refused('holds neither exported parameters .* nor a run'):
         exported.load(f'{path}/absent')
 
 
-def test_training_goes_on_from_a_run_and_from_a_directory(small, small_run, tmp_path):
+def test_an_export_is_not_overwritten(tmp_path):
+    exported.save(tmp_path, MODEL, params_of(MODEL), origin={})
+    with refused(f'{tmp_path} already holds parameters'):
+        exported.save(tmp_path, MODEL, params_of(MODEL), origin={})
+
+
+def test_an_export_has_the_permissions_of_the_user(tmp_path):
+    with umask(0o002):
+        exported.save(tmp_path / 'w', MODEL, params_of(MODEL), origin={})
+    assert not other_modes(tmp_path / 'w', 0o002)
+
+
+# Training that goes on from a model
+
+
+@dataclasses.dataclass(frozen=True)
+class Continued:
+    """A finished run that began with the parameters of the small run."""
+
+    config: Config
+    path: Path
+    # Of its first parameters, whose directory is gone.
+    sha256: str
+
+
+@pytest.fixture(scope='module')
+def continued(small, small_run, tmp_path_factory):
+    directory = tmp_path_factory.mktemp('continued')
     model, params = exported.load(small_run[1])
     assert model == small_run[0].model
-    with umask(0o002):
-        exported.save(tmp_path / 'w', model, params, origin={})
-    config = small(train={'init_from': f'{tmp_path}/w'})
+    export = exported.save(directory / 'w', model, params, origin={})
+    sha256 = json.loads((export / exported.ABOUT).read_text())['parameters_sha256']
+    assert sha256 == exported.parameters_sha256(params)
+    config = small(train={'init_from': f'{export}'})
     with umask(0o077):
-        trained = train(config, tmp_path / 'run')
-    assert not other_modes(tmp_path / 'w', 0o002) and not other_modes(tmp_path / 'run', 0o077)
-    first, again = (read_metrics(run / 'metrics.jsonl') for run in (small_run[1], tmp_path / 'run'))
-    assert again[0]['loss'][0] < first[0]['loss'][0] - 0.5  # it starts where the small run ended
-    kept = json.loads((tmp_path / 'w' / exported.ABOUT).read_text())['parameters_sha256']
-    assert kept == exported.fingerprint(params) != exported.fingerprint(params_of(model))
-    # It resumes from its checkpoint, where the directory is gone, too.
-    (tmp_path / 'run/result.json').unlink()
-    shutil.rmtree(tmp_path / 'w')
-    resumed = train(config, tmp_path / 'run')
-    assert [one['test_loss'] for one in resumed] == [one['test_loss'] for one in trained]
-    imported = [one['provenance']['imported'] for one in (*trained, *resumed)]
-    assert imported == [{'train.init_from': kept}] * 2 * len(trained)
+        train(config, directory / 'run')
+    shutil.rmtree(export)
+    return Continued(config, directory / 'run', sha256)
+
+
+def test_training_goes_on_from_exported_parameters(small_run, continued):
+    first_losses = read_metrics(small_run[1] / 'metrics.jsonl')[0]['loss']
+    losses = read_metrics(continued.path / 'metrics.jsonl')[0]['loss']
+    assert losses[0] < first_losses[0] - 0.5
+
+
+def test_results_hold_the_hash_of_the_first_parameters(continued):
+    for result in results_of(continued.path):
+        assert result['provenance']['imported'] == {'train.init_from': continued.sha256}
+
+
+def test_the_hash_of_parameters_tells_them_apart(continued):
+    assert continued.sha256 != exported.parameters_sha256(params_of(continued.config.model))
+
+
+def test_a_run_has_the_permissions_of_the_user(continued):
+    assert not other_modes(continued.path, 0o077)
+
+
+def test_a_run_resumes_where_its_first_parameters_are_gone(continued, tmp_path):
+    no_result = shutil.ignore_patterns('result.json')
+    path = shutil.copytree(continued.path, tmp_path / 'run', ignore=no_result)
+    results = train(continued.config, path)
+    assert without_times(results) == without_times(results_of(continued.path))
+
+
+def test_a_run_whose_first_parameters_are_absent_makes_no_directory(continued, tmp_path):
     with refused('holds neither exported parameters'):
-        train(config, tmp_path / 'other')
-    assert not (tmp_path / 'other').exists()  # so that init_from can be corrected
+        train(continued.config, tmp_path / 'run')
+    assert not (tmp_path / 'run').exists()  # so that init_from can be corrected
+
+
+def test_a_checkpoint_of_another_run_is_not_loaded(small, small_run, tmp_path):
+    path = shutil.copytree(small_run[1], tmp_path / 'run')
+    config = small(trials={'seeds': (5, 7)})
+    write_json(path / 'config.json', {'hash': fingerprint(config), 'config': to_json(config)})
+    with refused('12 is of a run with another configuration', CheckpointError):
+        exported.load(path)
 
 
 def test_settings_of_a_model_that_the_run_does_not_have_are_named(small, tmp_path, caplog):
@@ -70,7 +129,8 @@ def test_settings_of_a_model_that_the_run_does_not_have_are_named(small, tmp_pat
     model = dataclasses.replace(config.model, **fields, encoder_variant='a/b', cross_variant='a/b')
     exported.save(tmp_path / 'w', model, params_of(model), origin={})
     config = small(train={'init_from': f'{tmp_path}/w'})
-    jax.tree.map(np.testing.assert_array_equal, given_params(config), params_of(model))
+    loaded = InitialParameters(config).load()
+    jax.tree.map(np.testing.assert_array_equal, loaded, params_of(model))
     changes = 'encoder_variant: "a/b" -> null, cross_variant: "a/b" -> null, activation: "gelu" -> '
     changes += '"gelu_tanh", logit_cap: 9.0 -> null, window: 3 -> null\n'
     assert f'{tmp_path}/w has other settings: {changes}' in caplog.text

@@ -22,7 +22,8 @@ ADAM = functools.partial(optax.adamw, RATE, b1=0.9, b2=0.99, eps=1e-8)
 
 def trees():
     """Parameters, and gradients of two steps."""
-    draw, shapes = np.random.default_rng(0).standard_normal, abstract_params(MODEL)
+    draw = np.random.default_rng(0).standard_normal
+    shapes = abstract_params(MODEL)
     return [jax.tree.map(lambda a: jnp.float32(draw(a.shape)), shapes) for _ in range(3)]
 
 
@@ -44,10 +45,16 @@ def two_steps(transform, params, *gradients):
     return params
 
 
-def test_steps_are_those_of_optax_and_gradients_are_clipped():
-    clip, adamw = optax.clip_by_global_norm(1.0), ADAM(weight_decay=DECAY, mask=decayed)
-    clipped = named(DECAY, clip_norm=1.0, decay='coupled')
-    jax.tree.map(np.testing.assert_array_equal, *both(clipped, optax.chain(clip, adamw)))
+def test_steps_of_adamw_are_those_of_optax_on_clipped_gradients():
+    expected = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        ADAM(weight_decay=DECAY, mask=decayed),
+    )
+    adamw = named(DECAY, clip_norm=1.0, decay='coupled')
+    jax.tree.map(np.testing.assert_array_equal, *both(adamw, expected))
+
+
+def test_steps_of_sgd_are_those_of_optax():
     sgd = both(named(name='sgd'), optax.sgd(RATE, 0.95))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), *sgd)
 
@@ -121,7 +128,8 @@ def test_an_optimizer_descends_and_decays_independently_of_its_rate(outside, opt
 
     def after(rate, weight_decay):
         # The state depends on none of the numbers.
-        params, inner = before, optimizers.optimizer(config, 0.0, 0.0).init(before)
+        params = before
+        inner = optimizers.optimizer(config, 0.0, 0.0).init(before)
         for _ in range(8):
             params, inner = step(params, inner, rate, weight_decay)
         np.testing.assert_array_equal(params['blocks']['w_frozen_DF'], 1)

@@ -32,7 +32,8 @@ JOB = """
     from qkattn.train import loop
 
     loop.SEEN_WITHIN = 1.0
-    lost_after, dispatches = int(os.environ['LOST_AFTER']), itertools.count(1)
+    lost_after = int(os.environ['LOST_AFTER'])
+    dispatches = itertools.count(1)
 
     def call(kind, settings, path):
         if kind == 'Study':
@@ -43,8 +44,10 @@ JOB = """
     @signals.exit_on_signal()
     @bootstrap.in_job
     def main():
-        job, rank = Path(sys.argv[1]), bootstrap.start().process_id
-        own, got = job / f'runs{rank}.jsonl', []
+        job = Path(sys.argv[1])
+        rank = bootstrap.start().process_id
+        own = job / f'runs{rank}.jsonl'
+        got = []
         for line in (own if own.exists() else job / 'runs.jsonl').read_text().splitlines():
             try:
                 got.append(call(*json.loads(line)))
@@ -109,7 +112,8 @@ def test_two_processes_are_one_device(small, tmp_path):
 @pytest.mark.slow
 def test_on_any_mesh_two_processes_are_one(small, task, tmp_path):
     """Dropout, both liftings, steps that share a dispatch, a loss that is not finite, sentences."""
-    trial_mesh, shared = {'trial': 2, 'data': 4}, {'steps_per_dispatch': 2, 'log_every': 2}
+    trial_mesh = {'trial': 2, 'data': 4}
+    shared = {'steps_per_dispatch': 2, 'log_every': 2}
     short = {'accumulation': 1, 'num_steps': 4, 'batch_size': 16}
     configs = {
         'data': small({'data': 8}, model={'dropout': 0.1}),
@@ -138,7 +142,7 @@ def rewound(path, to):
 
 
 @pytest.mark.slow
-def test_checkpoints_are_restored_by_other_numbers_of_processes_and_meshes(small, tmp_path):
+def test_checkpoints_are_restored_by_other_jobs_on_other_meshes(small, tmp_path):
     mesh = {'data': 2, 'fsdp': 2, 'tensor': 2}
     runs = [(small(mesh), tmp_path / name) for name in ('two', 'lost')]
     job = start(tmp_path / 'job', runs, lost_after=15)  # process 0 of the second, in its step 7
@@ -173,7 +177,8 @@ def test_checkpoints_are_restored_by_other_numbers_of_processes_and_meshes(small
 def test_a_worker_of_two_processes_ends_a_study_as_one_process_does(small, tmp_path):
     base = small({'data': 2, 'fsdp': 2, 'tensor': 2})
     study = dataclasses.replace(STUDY, base=base, tolerance=0.1, tuning=TuningConfig())
-    two, one = tmp_path / 'two', tmp_path / 'one'
+    two = tmp_path / 'two'
+    one = tmp_path / 'one'
     job = start(tmp_path / 'job', [(study, two), (study, two)])
     worker.run(study, one)
     assert got(tmp_path / 'job', job) == [str(two)] * 2

@@ -11,8 +11,8 @@ import pytest
 from qkattn.config import MeshConfig
 from qkattn.storage.records import read_json
 from qkattn.train import program, sharding, timing
-from qkattn.train.loop import build_program, train
-from qkattn.train.timing import PARTS, Clock, traced
+from qkattn.train.loop import compile_program, train
+from qkattn.train.timing import Clock, Trace
 
 
 def loops(jaxpr):
@@ -21,11 +21,16 @@ def loops(jaxpr):
 
 
 @pytest.mark.parametrize('lifting', ['vmap', 'map'])
-def test_a_single_trial_has_no_axis_and_several_keep_their_order_over_slices(lifting):
+def test_a_single_trial_has_no_axis(lifting):
     square = program.lift(lambda a, b: a @ b, lifting, sharding.make_mesh(MeshConfig()))
     jaxpr = jax.make_jaxpr(square)(jnp.ones((1, 4, 3)), jnp.ones((1, 3, 5))).jaxpr
-    (product,) = (e for e in jaxpr.eqns if e.primitive.name == 'dot_general')
-    assert product.outvars[0].aval.shape == (4, 5) and not loops(jaxpr)
+    products = [e for e in jaxpr.eqns if e.primitive.name == 'dot_general']
+    assert [product.outvars[0].aval.shape for product in products] == [(4, 5)]
+    assert not loops(jaxpr)
+
+
+@pytest.mark.parametrize('lifting', ['vmap', 'map'])
+def test_trials_keep_their_order_over_slices_of_the_mesh(lifting):
     double = program.lift(lambda a: 2 * a, lifting, sharding.make_mesh(MeshConfig(trial=2)))
     x_XD = np.arange(12.0).reshape(4, 3)
     np.testing.assert_array_equal(jax.jit(double)(x_XD), 2 * x_XD)
@@ -52,48 +57,76 @@ def test_auto_keeps_the_faster_lifting(small, tmp_path, monkeypatch, evaluation_
     monkeypatch.setattr(program, 'seconds_per_dispatch', lambda *a: next(seconds))
     recorded = {'lifting': 'vmap', 'seconds_per_step': {'map': 0.2, 'vmap': 0.1}}
     for _ in range(2):  # a later start does not measure (the iterator is used up)
-        assert build_program(config, tmp_path).lifting == 'vmap'
+        assert compile_program(config, tmp_path).lifting == 'vmap'
         assert read_json(tmp_path / 'lifting.json', {}) == recorded
     one = program.build(small(train={'lifting': 'auto'}, trials={'seeds': (0,)}))
     assert one.lifting == 'vmap' and one.measured == {}
 
 
-# Times, with seconds that are set by hand
+# Times
 
 
-def test_parts_are_waits_for_input_and_logging_and_a_resumed_run_adds_to_them(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(timing, 'time', types.SimpleNamespace(perf_counter=lambda: now[0]))
-    timed = Clock(dict.fromkeys(PARTS, 0.0) | {'train_seconds': 40.0, 'logging_seconds': 2.0})
+@pytest.fixture
+def wait(monkeypatch):
+    """wait(seconds) moves the time of the module, which otherwise stands still."""
+    now = 100.0
 
     def wait(seconds):
-        now[0] += seconds
+        nonlocal now
+        now += seconds
 
-    for _ in timed.inputs(wait(2) for _ in range(3)):
+    monkeypatch.setattr(timing, 'time', types.SimpleNamespace(perf_counter=lambda: now))
+    return wait
+
+
+def test_waits_for_inputs_are_a_part_of_the_time(wait):
+    clock = Clock({})
+    for _ in clock.inputs(wait(2) for _ in range(3)):
         wait(7)  # what is done with a batch is no wait
-    timed.start()
-    with timed.part('logging_seconds'):
+    assert clock.seconds == {'train_seconds': 0, 'input_seconds': 6, 'logging_seconds': 0}
+
+
+def test_a_resumed_run_adds_to_its_times(wait):
+    clock = Clock({'train_seconds': 40.0, 'logging_seconds': 2.0})
+    clock.start()
+    with clock.part('logging_seconds'):
         wait(0.5)
-    timed.pause(tokens=10)
+    clock.pause(tokens=10)
     wait(11)
-    timed.start()
+    clock.start()
     wait(1.5)
-    timed.pause(tokens=10)
-    assert timed.seconds == {'train_seconds': 42, 'input_seconds': 6, 'logging_seconds': 2.5}
-    assert timed.tokens_per_second == 10
+    clock.pause(tokens=10)
+    assert clock.seconds == {'train_seconds': 42, 'input_seconds': 0, 'logging_seconds': 2.5}
+    assert clock.tokens_per_second == 10
 
 
 @pytest.mark.parametrize(('number', 'calls'), [(9, '001112'), (4, '0011'), (2, '00')])
 def test_three_dispatches_are_traced(tmp_path, monkeypatch, caplog, number, calls):
     """The calls of the profiler so far, at each dispatch, and after the end."""
-    profiler, seen = Mock(), ''
+    profiler = Mock()
+    seen = ''
     monkeypatch.setattr(timing.jax, 'profiler', profiler)
-    for _ in traced(tmp_path, range(number), lambda: None):
-        seen += str(len(profiler.method_calls))
+    with Trace(tmp_path) as trace:
+        for _ in range(number):
+            trace.before_dispatch(None)
+            seen += str(len(profiler.method_calls))
     assert seen[:6] == calls
-    made = [call[0] for call in profiler.method_calls]
-    assert made == ['start_trace', 'stop_trace'] * (number > 2)
-    assert ('begins at dispatch 3 of a start, and this one had 2' in caplog.text) == (number == 2)
+    is_traced = number > 2
+    names = [call[0] for call in profiler.method_calls]
+    assert names == (['start_trace', 'stop_trace'] if is_traced else [])
+    warning = 'begins at dispatch 3 of a start, and this one had 2'
+    assert (warning in caplog.text) == (not is_traced)
+
+
+def test_a_trace_ends_where_a_run_fails(tmp_path, monkeypatch, caplog):
+    profiler = Mock()
+    monkeypatch.setattr(timing.jax, 'profiler', profiler)
+    with pytest.raises(RuntimeError), Trace(tmp_path) as trace:
+        for _ in range(3):
+            trace.before_dispatch(None)
+        raise RuntimeError
+    assert [call[0] for call in profiler.method_calls] == ['start_trace', 'stop_trace']
+    assert 'no trace' not in caplog.text
 
 
 @pytest.mark.slow

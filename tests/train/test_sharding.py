@@ -122,7 +122,9 @@ def test_processes_read_what_their_devices_hold_and_place_the_batch(mesh, job, m
     placed_rows = sharding.place_rows(config, over, {'_': rows})['_']
     for a in range(2):  # rows become microbatches in turn
         np.testing.assert_array_equal(placed_batch[:, :, a], batch[:, :, a::2])
-    read, own_batch, own_rows = np.zeros((len(job), 4, 16), bool), {}, {}
+    read = np.zeros((len(job), 4, 16), bool)
+    own_batch = {}
+    own_rows = {}
     for process, ids in enumerate(job):
 
         def mine(self, shape, ids=ids):

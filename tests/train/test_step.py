@@ -47,9 +47,11 @@ def language_batch(tokens_ABT1):
 
 def three_steps(config, tokens=None, lifting='vmap'):
     """State and metrics after three steps on the same tokens."""
-    tokens, points = tokens_XABT1(config) if tokens is None else tokens, config.trials.trials()
-    kinds = program.HYPER.items()
-    hyper = {name: jnp.array([trial[name] for trial in points], kind) for name, kind in kinds}
+    if tokens is None:
+        tokens = tokens_XABT1(config)
+    hyper = {}
+    for name, dtype in program.HYPER.items():
+        hyper[name] = jnp.array([trial[name] for trial in config.trials.trials()], dtype)
     init, run = compiled(config.model, config.optimizer, config.train, lifting)
     batch = language_batch(jnp.broadcast_to(tokens, (3, *tokens.shape)))
     return run(init(hyper['seed']), hyper, batch)
@@ -128,13 +130,17 @@ def test_a_stack_equals_its_trials_alone(four, lifting):
             np.testing.assert_allclose(got[x], leaf[0], atol=1e-4)
 
 
-def test_a_diverged_trial_is_frozen_and_the_others_go_on(four):
+def test_a_diverged_trial_is_frozen_while_the_others_go_on(four):
     state, metrics = three_steps(four({'learning_rates': (1e-2, 1e30)}))
     assert state['trials']['alive'].tolist() == [True, True, False, False]
     assert np.isfinite(metrics['loss'][:, :2]).all() and np.isnan(metrics['loss'][-1, 2:]).all()
     assert all(np.isfinite(p).all() for p in jax.tree.leaves(state['trials']['params']))
     _, want = three_steps(four())
     np.testing.assert_allclose(metrics['loss'][:, :2], want['loss'][:, :2], rtol=1e-5)
+
+
+def test_a_step_in_bfloat16_keeps_parameters_in_float32(four):
+    _, want = three_steps(four())
     state, got = three_steps(four(compute_dtype='bfloat16'))
     assert {str(p.dtype) for p in jax.tree.leaves(state['trials']['params'])} == {'float32'}
     np.testing.assert_allclose(got['loss'][0], want['loss'][0], rtol=2e-2)
@@ -153,8 +159,11 @@ def test_dropout_depends_on_seed_and_step_only(four):
 
 
 def test_remat_and_unroll_change_no_gradient_and_what_is_kept(four):
-    config, grads, kept = four(), {}, {}
-    params, batch = params_of(config), language_batch(jnp.asarray(tokens_XABT1(config)[0, 0]))
+    config = four()
+    grads = {}
+    kept = {}
+    params = params_of(config)
+    batch = language_batch(jnp.asarray(tokens_XABT1(config)[0, 0]))
     for remat, unroll in (('none', None), ('full', 1), ('dots', 1)):
         config = four(dropout=0.1, remat=remat, scan_unroll=unroll)
         loss = functools.partial(step.loss_sum, config, batch=batch, key=jax.random.key(0))
@@ -174,13 +183,15 @@ def test_remat_and_unroll_change_no_gradient_and_what_is_kept(four):
 def test_the_loss_is_a_mean_by_weight_smoothed_with_the_uniform_distribution(tiny):
     config = tiny(model={'num_layers': 1})
     model = build(config.model, key=jax.random.key(0))
-    params, batch = nnx.to_pure_dict(nnx.state(model)), next(batches(config))
+    params = nnx.to_pure_dict(nnx.state(model))
+    batch = next(batches(config))
     batch['loss_weights_BT'] = np.random.default_rng(0).random((8, 16)).astype(np.float32)
     weights_BT = batch['loss_weights_BT']
     logits_BTV = np.asarray(model(batch['tokens_BT']), np.float64)
     nats_BTV = np.log(np.exp(logits_BTV).sum(-1, keepdims=True)) - logits_BTV
     # Cross-entropy with 1 - epsilon of the target and epsilon of everything, word for word.
-    target_BTV, sums = np.eye(256)[batch['targets_BT']], []
+    target_BTV = np.eye(256)[batch['targets_BT']]
+    sums = []
     for epsilon in (0.0, 0.1):
         mixture_BTV = (1 - epsilon) * target_BTV + epsilon / 256
         sums.append(((mixture_BTV * nats_BTV).sum(-1) * weights_BT).sum())
@@ -205,7 +216,9 @@ def gradient(config, params, batch):
 
 @pytest.mark.parametrize('compute', [gradient, trials.row_sums])
 def test_chunks_change_no_result_and_hold_the_logits_of_a_chunk(tiny, compute):
-    rng, params, reached = np.random.default_rng(0), params_of(tiny(model=LARGE)), {}
+    rng = np.random.default_rng(0)
+    params = params_of(tiny(model=LARGE))
+    reached = {}
     batch = {name: rng.integers(0, V, (B, T), np.int32) for name in ('tokens_BT', 'targets_BT')}
     batch['loss_weights_BT'] = (rng.random((B, T)) > 0.2).astype(np.float32)
     for chunk in (None, 3):  # which does not divide 16 positions

@@ -32,7 +32,7 @@ def test_an_evaluation_is_a_mean_over_targets(task, name, monkeypatch, evaluatio
     if 'probe' not in name:
         monkeypatch.setattr(rows, 'bytes_per_token', {'validation': 2.0}.__getitem__)
     built = program.build(config)
-    stack = Stack(config, built, rows, built.init())
+    stack = Stack(config, built, rows, built.init(None))
     got = stack.evaluate('validation')
     numbers = pipeline.eval_rows(rows, 'validation', config.data.eval_sequences)
     draws_B2 = np.stack([np.zeros_like(numbers), numbers], axis=1).astype(np.uint64)
@@ -89,9 +89,15 @@ def induction_of(config, answer, alive=(True, True)):
     return induction and tuple(induction.values())
 
 
-@pytest.mark.parametrize('context', [16, 17])
-def test_a_model_that_copies_gains_and_one_that_does_not_does_not(tiny, context):
-    config = tiny(model={'context': context}, train={'batch_size': 24, 'accumulation': 1})
+@pytest.fixture(params=[16, 17])
+def config(request, tiny):
+    """A run on windows of an even or an odd length."""
+    train = {'batch_size': 24, 'accumulation': 1}
+    return tiny(model={'context': request.param}, train=train)
+
+
+def test_a_model_that_copies_gains_on_the_second_copy(config):
+    context = config.model.context
     half = (context + 1) // 2
 
     def copying(tokens_BT):
@@ -105,15 +111,21 @@ def test_a_model_that_copies_gains_and_one_that_does_not_does_not(tiny, context)
     gain_X, accuracy_X = induction_of(config, copying)
     np.testing.assert_allclose(gain_X, 5, rtol=1e-5)
     np.testing.assert_allclose(accuracy_X, [1, 1])
-    # Blind to its window: every copy costs the same, and only one token is ever right.
+
+
+def test_a_model_that_is_blind_to_its_window_gains_nothing(config):
+    """Every copy costs the same, and only one token is ever right; the second trial diverged."""
     r_BH = repeats.sequences(rows_of(config))
     values, counts = np.unique(r_BH[:, 1:], return_counts=True)
-    always_BTV = np.zeros((24, context, 256), np.float32)
+    always_BTV = np.zeros((24, config.model.context, 256), np.float32)
     always_BTV[..., values[counts.argmax()]] = 3.0
     gain_X, accuracy_X = induction_of(config, lambda _: always_BTV, alive=(True, False))
     np.testing.assert_allclose(gain_X, [0, np.nan], atol=1e-6)
     part = counts.max() / r_BH[:, 1:].size
     np.testing.assert_allclose(accuracy_X, [part, np.nan], rtol=1e-6)
+
+
+def test_rows_without_repeats_measure_no_induction(tiny):
     assert induction_of(tiny(model={'kind': 'encoder', 'vocab_size': 257}), None) is None
 
 
@@ -150,14 +162,29 @@ def test_rows_without_documents_are_dealt_out_and_empty_clusters_left_out(tiny):
     assert test['nats'] == [[sum(nats_R[c:300:128]) for c in range(128) if c != 5]]
 
 
-def test_a_metric_without_a_value_is_null_and_a_measurement_that_does_not_apply_absent(tiny):
+@pytest.fixture
+def result_without_test_split(tiny):
+    """The result of one trial whose standard error is not defined."""
     config = tiny(model={'context': 7}, trials={'seeds': (0,)})
-    one = evaluation(loss=np.array([2.0]), loss_se=np.array([np.nan]))
-    (result,) = results_of(config, {'validation': one})
-    assert result['val_loss_se'] is result['test_loss_se'] is result['val_bits_per_byte'] is None
-    assert not [name for name in result if 'induction' in name or 'bleu' in name]
+    validation = evaluation(loss=np.array([2.0]), loss_se=np.array([np.nan]))
+    (result,) = results_of(config, {'validation': validation})
+    return result
+
+
+def test_a_result_holds_what_was_trained(result_without_test_split, tiny):
+    result = result_without_test_split
     assert (result['val_loss'], result['num_steps'], result['status']) == (2.0, 7, 'finished')
-    assert result['parameters'] == cost.count(config.model)
+    assert result['parameters'] == cost.count(tiny(model={'context': 7}).model)
+
+
+@pytest.mark.parametrize('field', ['val_loss_se', 'test_loss_se', 'val_bits_per_byte'])
+def test_a_metric_without_a_value_is_null(result_without_test_split, field):
+    assert result_without_test_split[field] is None
+
+
+def test_a_measurement_that_does_not_apply_is_absent(result_without_test_split):
+    names = result_without_test_split.keys()
+    assert not [name for name in names if 'induction' in name or 'bleu' in name]
 
 
 def test_a_loss_that_is_not_finite_is_a_divergence_however_late(tiny):
