@@ -17,15 +17,12 @@ EXIT_UNREAD = 128 + signal.SIGPIPE
 _OBEYED = re.compile(r'[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]')
 
 
-def prepare_streams() -> None:
-    """Makes every text printable: closed streams lead nowhere, other characters are escaped."""
-    # A file that is opened later would take the number of a closed stream, and what it prints.
-    while (number := os.open(os.devnull, os.O_RDWR)) < 3:
-        os.set_inheritable(number, True)
-    os.close(number)
-    sys.stdout = sys.stdout or os.fdopen(1, 'w', closefd=False)
-    sys.stderr = sys.stderr or os.fdopen(2, 'w', closefd=False)
-    cast(io.TextIOWrapper, sys.stdout).reconfigure(errors='backslashreplace')  # as standard error
+def escape_unencodable() -> None:
+    """Makes every text printable: characters that the encoding of the terminal lacks are escaped.
+
+    Python does so on standard error alone.
+    """
+    cast(io.TextIOWrapper, sys.stdout).reconfigure(errors='backslashreplace')
 
 
 def visible(text: str) -> str:

