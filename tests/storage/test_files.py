@@ -64,9 +64,12 @@ def test_a_failed_write_is_named_and_leaves_the_file_as_it_was(file, monkeypatch
     assert file.read_text() == 'before' and names(file.parent) == ['file']
 
 
-def test_a_directory_in_the_place_of_a_file_is_left_alone_and_another_error_as_it_is(tmp_path):
+def test_a_directory_in_the_place_of_a_file_is_left_alone(tmp_path):
     with pytest.raises(RunDirectoryError, match='is a directory where a file is expected'):
         write_atomic(tmp_path, 'x')
+
+
+def test_an_error_that_is_none_of_the_disk_stays_as_it_is(tmp_path):
     with pytest.raises(ValueError, match='^other$'), replacing(tmp_path / 'file'):
         raise ValueError('other')
 
@@ -90,9 +93,14 @@ def test_a_directory_that_takes_no_files_is_refused(file, monkeypatch, function,
     assert names(file.parent) == ['file']
 
 
-def test_a_directory_is_checked_without_a_trace_and_made_absolute(tmp_path):
+def test_a_directory_is_checked_without_a_trace(tmp_path):
+    assert check_directory(tmp_path / 'a' / 'run') == tmp_path / 'a' / 'run'
+    assert names(tmp_path) == []
+
+
+def test_a_directory_is_absolute_below_one_slash(tmp_path):
     doubled = '/' + str(tmp_path / 'a' / 'run')
-    assert check_directory(doubled) == tmp_path / 'a' / 'run' and names(tmp_path) == []
+    assert check_directory(doubled) == tmp_path / 'a' / 'run'
     assert make_directory(doubled) == tmp_path / 'a' / 'run'
     assert names(tmp_path / 'a' / 'run') == []
 

@@ -46,7 +46,8 @@ def test_a_directory_has_one_owner(tmp_path, request, monkeypatch, far):
 
 
 def test_an_owner_that_was_taken_over_leaves_the_metrics_of_the_next(bucket, monkeypatch):
-    path, seconds = 'gs://runs/a', leases.seconds
+    path = 'gs://runs/a'
+    seconds = leases.seconds
     with RunDirectory(path, CONFIG) as first:
         first.metrics.append({'step': 5})
         monkeypatch.setattr(leases, 'seconds', lambda: seconds() + leases.EXPIRY)
