@@ -61,7 +61,10 @@ def from_all(value: Any, *, limit: float = LIMIT) -> list[Any]:
 
 
 def _collect(key: str, own_value: Any, limit: float) -> dict[str, Any]:
-    """In process 0: publishes, and returns, the values of all and the ranks that are missing."""
+    """In process 0: publishes, and returns, the values of all and the ranks that are missing.
+
+    Process RANK has set its value as {key}/RANK, and reads the answer as {key}/all.
+    """
     deadline = time.monotonic() + limit
     values = [own_value]
     missing = []

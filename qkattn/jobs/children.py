@@ -105,6 +105,7 @@ def _begin(cores: Sequence[int], parent: int) -> None:
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     if sys.platform == 'linux':
+        # SIGTERM for the child once the parent ends, however it does.
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:  # which has ended before
             os._exit(EXIT_REQUEUE)

@@ -126,7 +126,7 @@ def shipped_configs() -> dict[str, Path]:
 
 
 class _ConfigParser(ConfigFileFlagParser):
-    """Loads a file, or the config of that name that comes with the package, of a kind."""
+    """The parser of --config: loads a file, or the config of that name that comes with qkattn."""
 
     def __init__(self, kind: Kind):
         super().__init__('config')
@@ -209,7 +209,10 @@ def define_imports() -> flags.FlagHolder:
 
 
 def define_config(kind: Kind) -> flags.FlagHolder:
-    """The flag --config=FILE.py or NAME of a kind, whose fields --config.a.b=VALUE overrides."""
+    """The flag --config=FILE.py or --config=NAME, of a run (Config) or of a study (Study).
+
+    Flags as --config.model.d_model=256 override its fields.
+    """
     holder = config_flags.DEFINE_config_file(
         'config',
         None,

@@ -81,12 +81,13 @@ class StopRequest:
 
         All processes of a job call it. Raises Stopped if a signal has come before, in any of them.
         """
-        stop = self.peers is not None and self.peers.meet(self.requested)
+        all_stop = self.peers is not None and self.peers.meet(self.requested)
         with no_interrupt:
             self._undefer()
-            if self.requested and self._exits and not stop:
-                end(EXIT_REQUEUE, _SAVED)  # the other processes, if any, exit with this one
-        if stop or self.requested:
+            # In a job, a signal since the processes met: they exit with this one.
+            if self.requested and self._exits and not all_stop:
+                end(EXIT_REQUEUE, _SAVED)
+        if all_stop or self.requested:
             raise Stopped(_SAVED)
 
     def should_stop(self, step: int, also: bool = False) -> bool:
@@ -101,9 +102,15 @@ class StopRequest:
         return cls.requested and bool(cls.deferring)
 
     def _undefer(self) -> None:
+        """Takes this block out of those with something to save."""
         self.deferring[:] = [other for other in self.deferring if other is not self]
 
     def _handle(self, number: int, frame: Any) -> None:
+        """The handler of SIGTERM and Ctrl-C: sets `requested`, and says what another Ctrl-C does.
+
+        `_exits` is whether the process is in `exit_on_signal`, `deferring` whether there is
+        something to save.
+        """
         StopRequest.requested = True
         if number != signal.SIGINT:
             return

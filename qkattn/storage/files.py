@@ -145,11 +145,12 @@ def first_link(directory: Path, *names: str) -> Path | None:
 
 
 def in_place(path: str, flags: int) -> int:
-    """An opener, as `open` takes it, of a file that is changed in place and not replaced.
+    """An `opener` of the function open(), for a file that is changed in place and not replaced.
 
     RunDirectoryError where that is a link, or no regular file.
     """
     try:
+        # O_NONBLOCK: a pipe is opened at once, and refused below.
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
         if os.path.islink(path):

@@ -125,7 +125,7 @@ class Lease:
         """Renews the lease until it is released or lost; runs in a thread of its own."""
         while not self._released.wait(EXPIRY / _BEATS) and not self.lost:
             start = seconds()
-            # A failed heartbeat is retried at the next interval; `lost` keeps the time.
+            # A failed heartbeat is tried again after the interval; `lost` says when it is too late.
             with contextlib.suppress(Exception):
                 if not self.renew():
                     self._lost = True
@@ -224,7 +224,8 @@ def acquire(directory: Path, run: str) -> Lease | None:
     with disk_errors(directory):
         lease = _lease(directory, run)
         while _holder(lease) is None:
-            # If another process was faster, or the listing was stale, that lease is checked, too.
+            # FileExistsError where another process was faster, or the listing of the directory was
+            # stale: the loop then asks for the holder of the next lease.
             with contextlib.suppress(FileExistsError), no_interrupt:
                 lease.start()
                 return lease
@@ -270,9 +271,9 @@ def _holder(lease: Lease) -> _Holder | None:
     if age > description['expiry']:
         return None
     is_here = False
+    # As `_process` gives them, 'BOOT NAMESPACE PID START': the first two tell machines apart.
     process = str(description.get('process'))
     this_process = _process(os.getpid())
-    # Equal boots and namespaces of processes are one machine.
     if this_process is not None and process.split()[:2] == this_process.split()[:2]:
         is_here = True
         if _process(description['pid']) != process:
@@ -311,7 +312,10 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[Callable[[], bool]]:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = exits.enter_context(open(path, 'a+', encoding='utf-8', opener=in_place))
-            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            operation = fcntl.LOCK_EX
+            if not wait:
+                operation |= fcntl.LOCK_NB  # BlockingIOError where another process holds it
+            fcntl.flock(file, operation)
         except BlockingIOError as error:
             raise BlockingIOError(_name_in(file) or 'another process') from error
         except OSError as error:
@@ -319,7 +323,7 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[Callable[[], bool]]:
                 f'{path.parent} cannot be written ({error.strerror}); give a directory that this '
                 'user can write to, as workdir for results or as data_dir or QKATTN_DATA for data'
             ) from error
-        if not wait:  # others do not wait either, and say who holds it
+        if not wait:  # others do not wait either, and name the holder
             with contextlib.suppress(OSError):  # a full disk takes no name
                 file.truncate(0)
                 holder = f'process {os.getpid()} on {socket.gethostname()}\n'

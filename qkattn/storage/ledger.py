@@ -241,7 +241,11 @@ def declare(
 
 
 def look(directory: Path, logs: Files | None = None) -> bool:
-    """Enters a look at the files in `logs`; False if unchanged, or if runs were altered."""
+    """Enters a look, a report on more than screening, at the files in `logs`.
+
+    They are those of the study itself, or of a stored one, whose logs are in an archive. Enters
+    nothing and returns False if they are as at the last look, or if a run is not as a look saw it.
+    """
     path = directory / NAME
     if logs is None:
         logs = directory
@@ -260,9 +264,10 @@ def look(directory: Path, logs: Files | None = None) -> bool:
 
 
 def accept(directory: Path, codes: Sequence[str], why: str) -> None:
-    """Enters why `codes` withhold no verdict, each once.
+    """Enters why remarks that would withhold every verdict, by their codes, do not.
 
-    ReportError, and no entry, if one of them is not ACCEPTABLE or there is no `why`.
+    A code that was accepted for the same reason is not entered again. ReportError, and no entry, if
+    a code is not ACCEPTABLE or `why` is blank.
     """
     for code in codes:
         if code not in ACCEPTABLE:

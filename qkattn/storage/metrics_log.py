@@ -293,7 +293,10 @@ class MetricsFile:
         )
 
     def _until(self, step: int, evaluated: bool) -> _Beginning:
-        """The lines up to a step, without the last ones there if they are made again."""
+        """The lines up to a step, without those at the step that a resumed run makes again.
+
+        They are the final record and, unless it was `evaluated` there, an evaluation.
+        """
         kinds_made_again = ['final']
         if not evaluated:
             kinds_made_again.append('eval')
