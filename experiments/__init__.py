@@ -6,6 +6,6 @@ from qkattn.jobs import output, signals
 
 # While Python looks for the script of `python -m experiments.NAME`; before imports of seconds.
 if sys.argv[0] == '-m':
-    output.prepare_streams()
+    output.escape_unencodable()
     module = next((word for word in sys.orig_argv if 'experiments.' in word), '')
     signals.exit_while_starting(module.rpartition('.')[2])

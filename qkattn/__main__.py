@@ -13,7 +13,7 @@ from pathlib import Path
 from qkattn.jobs import output, signals
 
 if __name__ == '__main__' or Path(sys.argv[0]).name == 'qkattn':  # before imports that take seconds
-    output.prepare_streams()
+    output.escape_unencodable()
     signals.exit_while_starting(''.join(sys.argv[1:2]))
 
 from absl import flags

@@ -117,7 +117,5 @@ def _paths(value: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _other_type(value: Any) -> Any:
-    """A text for a number, a number beyond any for a text, a number for a list or an object."""
-    if isinstance(value, str):
-        return 10**400
-    return 3 if isinstance(value, list | dict) else 'text'
+    """A text for a number, a number for a text, a list or an object."""
+    return 3 if isinstance(value, str | list | dict) else 'text'

@@ -56,7 +56,7 @@ OWN = {
 
 NUMBERS = (2**31, 2**31 - 1, 2**63, -1, 0, 1e300, 1e-320, math.nan, math.inf, -math.inf)
 TEXTS = (
-    *('', ' ', 'None', '\0', '\ud800', 'a\nb', 'x' * 5000, 'x' * 300, 'a/' * 3000, '~nobody/x'),
+    *('', ' ', 'None', '\0', 'a\nb', 'x' * 5000, 'x' * 300, 'a/' * 3000, '~nobody/x'),
     *('/dev/null', '/proc/x', '..:x/vo', ':b/vo', 'a:/vo', 'a::b/vo', 'x:y', 'json:JSONDecoder/vo'),
     *('qk(/vo', 'qk(rank=1)/vo', 'low_rank(rank=99999999999)/vo', 'low_rank(**{})/vo', 'qk/'),
     *('d_model=99999999999', 'd_model=', 'd_model=2147483647'),
@@ -153,10 +153,7 @@ def replaced(config, changes):
 
 def written(value) -> str:
     """As on the command line, which holds no null characters."""
-    try:
-        return value.replace('\0', '') if isinstance(value, str) else repr(value)
-    except ValueError:  # Python prints integers of up to 4,300 digits
-        return '0x' + 'f' * 5000
+    return value.replace('\0', '') if isinstance(value, str) else repr(value)
 
 
 @pytest.mark.parametrize('kind', CONFIGS)
@@ -167,7 +164,7 @@ def test_every_field_takes_or_refuses_extremes(accepted, kind):
     for number, name in enumerate(OWN[kind]):
         accepted(kind, {name: extremes[5 * number % len(extremes)]}, text=number % 2 == 0)
         if FIELDS[kind][name].bounds.path:
-            for path in ('\0', '\ud800', 'a\nb', 'x' * 5000):
+            for path in ('\0', 'a\nb', 'x' * 5000):
                 assert not accepted(kind, {name: path}, text=False)
 
 

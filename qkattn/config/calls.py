@@ -81,7 +81,7 @@ def parse_call(
         return name, {}
     try:
         return name, _keyword_literals(text[len(name) :])
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+    except (SyntaxError, ValueError, TypeError):
         form = 'name(option=value, ...) with literal values'
         raise error(f'{field}={text!r} must be written {form}') from None
 

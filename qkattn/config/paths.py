@@ -8,7 +8,9 @@ from typing import BinaryIO
 
 from qkattn.errors import RunDirectoryError, UnsuitableFileError
 
-LARGEST = 2**32  # bytes of a file that is read whole, but for texts to train on
+# Most bytes of a file that is read whole, but for texts to train on.
+LARGEST = 2**32
+# What is at a path that holds no regular file, by its type.
 _KINDS = {
     stat.S_IFIFO: 'a pipe',
     stat.S_IFCHR: 'a device',
@@ -17,32 +19,13 @@ _KINDS = {
 }
 
 
-def require_utf8(path: str | os.PathLike[str]) -> None:
-    """Raises RunDirectoryError for a path with bytes that are not UTF-8, or with a NUL."""
-    text = os.fspath(path)
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RunDirectoryError(
-            f'{text!r} is not UTF-8, as checkpoints need it; rename it, or give another path'
-        ) from error
-    if '\0' in text:
-        raise RunDirectoryError(f'{text!r} has a null character; give a path without one')
-
-
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """A path on a file system, ~ expanded.
-
-    RunDirectoryError where ~ has no directory, or as `require_utf8`.
-    """
-    require_utf8(path)
+    """A path on a file system, ~ expanded; RunDirectoryError where ~ has no directory."""
     try:
-        expanded_path = Path(path).expanduser()
+        return Path(path).expanduser()
     except RuntimeError as error:
         problem = 'names no home directory; set HOME, or give a path without ~'
         raise RunDirectoryError(f'{path} {problem}') from error
-    require_utf8(expanded_path)
-    return expanded_path
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
@@ -104,6 +87,7 @@ def _require_size(path: str | os.PathLike[str], size: int, most: int | None) -> 
 
 
 def _problem(mode: int) -> str:
+    """Why a file of this mode is not read."""
     kind = _KINDS.get(stat.S_IFMT(mode), 'something else')
     return f'it is {kind} and no regular file'
 

@@ -8,6 +8,7 @@ settings, its sections. `check_section` refuses the first field whose value is n
 
 import dataclasses
 import operator
+import os
 import types
 import typing
 from collections.abc import Iterator
@@ -64,10 +65,7 @@ class Bounds:
         return abs(value) <= FLOAT_MAX  # False for NaN
 
     def _admit_text(self, text: str) -> bool:
-        try:
-            encoded = text.encode()
-        except UnicodeEncodeError:  # the name of a file that is not UTF-8
-            return False
+        encoded = os.fsencode(text)
         if len(encoded) >= TEXT_END or '\0' in text:
             return False
         if not self.path:

@@ -1,6 +1,8 @@
 """What the processes of a job decide together, through jax's key-value store, not its devices.
 
 Every function is called by all processes, in the same order. With one process they cost nothing.
+The store is that of jax.distributed.initialize, and has no public interface: what jax offers,
+jax.experimental.multihost_utils, opens devices and runs programs on them.
 """
 
 import contextlib
@@ -35,7 +37,10 @@ def owner() -> bool:
 
 
 def from_all(value: Any, *, limit: float = LIMIT) -> list[Any]:
-    """The JSON-able values of all, by rank; ProcessError names who is late by `limit` seconds."""
+    """The values that the processes have passed, by rank; each is JSON.
+
+    ProcessError in all of them names those that have not called it `limit` seconds after process 0.
+    """
     text = json.dumps(value)
     if client() is None:
         return [json.loads(text)]
@@ -56,7 +61,10 @@ def from_all(value: Any, *, limit: float = LIMIT) -> list[Any]:
 
 
 def _collect(key: str, own_value: Any, limit: float) -> dict[str, Any]:
-    """In process 0: publishes, and returns, the values of all and the ranks that are missing."""
+    """In process 0: publishes, and returns, the values of all and the ranks that are missing.
+
+    Process RANK has set its value as {key}/RANK, and reads the answer as {key}/all.
+    """
     deadline = time.monotonic() + limit
     values = [own_value]
     missing = []
@@ -77,13 +85,13 @@ def _collect(key: str, own_value: Any, limit: float) -> dict[str, Any]:
 
 
 def on_owner(call: Callable[[], Any]) -> Any:
-    """What `call` returns in process 0, JSON-able; nothing is called in the others.
+    """What `call` returns in process 0, which must be JSON, for all; it is called there alone.
 
     Raises in all the error of qkattn that `call` raised in process 0; in the others ProcessError
     for any other error, or if process 0 was not done in OWNER_LIMIT seconds.
     """
     if not owner():
-        answer, *_ = from_all(None, limit=OWNER_LIMIT)
+        answer = from_all(None, limit=OWNER_LIMIT)[0]
         if 'error' in answer:
             raise getattr(errors, answer['error'])(answer['text'])
         return answer['value']
@@ -102,10 +110,13 @@ def on_owner(call: Callable[[], Any]) -> Any:
 
 
 def _name_in_qkattn(error: Exception) -> str | None:
-    """The error of qkattn that an exception is, perhaps by a subclass from elsewhere, by name."""
-    for kind in type(error).__mro__:
-        if kind in vars(errors).values():
-            return kind.__name__
+    """The name of the class of qkattn.errors that an exception is of, perhaps by a subclass.
+
+    None for an error of another kind.
+    """
+    for cls in type(error).__mro__:
+        if cls in vars(errors).values():
+            return cls.__name__
     return None
 
 
@@ -133,19 +144,24 @@ def require_same(name: str, value: str) -> None:
 
 
 def owned(make: Callable[[], T]) -> T:
-    """What `make` makes in process 0, or raises in all; in the others, an object without effect."""
-    made: list[T] = []
-    on_owner(lambda: made.append(make()))
-    return made[0] if made else cast(T, _Nothing())
+    """What `make` returns, in process 0; in the others, an object whose methods do nothing.
+
+    What `make` raises, all raise.
+    """
+    objects: list[T] = []  # stays empty in the others
+    on_owner(lambda: objects.append(make()))
+    return objects[0] if objects else cast(T, _Nothing())
 
 
 def owner_first(make: Callable[[], T]) -> T:
-    """What `make` makes in each process; the others follow process 0, and use what it prepared.
+    """What `make` returns in this process; process 0 calls it first, and prepares for the others.
 
-    Returns once all have it, as hosts may have no common disk; what it raises in 0, all raise.
+    Returns once all have called it, as hosts may have no common disk. What it raises in process 0,
+    all raise.
     """
-    made = owned(make)
-    value = make() if isinstance(made, _Nothing) else made
+    value = owned(make)
+    if isinstance(value, _Nothing):
+        value = make()
     barrier('prepared', limit=OWNER_LIMIT)
     return value
 

@@ -17,7 +17,8 @@ from qkattn.jobs import agreement, cli, signals
 from qkattn.jobs.detection import Job, connect_seconds, detect
 from qkattn.jobs.peers import EXIT_CRASH, JobPeers
 
-HEARTBEAT = 30  # seconds without a sign of life after which jax ends the others of a job
+# Seconds without a sign of life of a process after which jax ends the others of a job.
+HEARTBEAT = 30
 
 
 @functools.cache
@@ -72,7 +73,10 @@ def in_job(main: Callable[[], None]) -> Callable[[], None]:
             # Whoever is early waits here, where it still answers the others.
             agreement.barrier('the end', limit=agreement.OWNER_LIMIT)
         except BaseException as error:
-            sentence, code = cli.outcome(error) or (f'{type(error).__name__}: {error}', EXIT_CRASH)
+            expected = cli.outcome(error)
+            if expected is None:
+                expected = f'{type(error).__name__}: {error}', EXIT_CRASH
+            sentence, code = expected
             if code == EXIT_CRASH:
                 traceback.print_exc()
             if _from_jax(error):
@@ -83,17 +87,21 @@ def in_job(main: Callable[[], None]) -> Callable[[], None]:
     return joined
 
 
-def _from_jax(error: BaseException | None) -> bool:
+def _from_jax(error: BaseException) -> bool:
     """Whether an error is, or follows from, one of XLA's, such as a collective that failed."""
-    if error is None or isinstance(error, jax.errors.JaxRuntimeError):
-        return error is not None
-    return _from_jax(error.__cause__ or error.__context__)
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, jax.errors.JaxRuntimeError):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 def bind_address(job: Job) -> str | None:
-    """Where the coordinator listens, so that a job of one machine is open to no other; None: jax's.
+    """Where the coordinator listens, as HOST:PORT; None leaves that to jax.
 
-    By default jax listens on all addresses, as the others of a job may reach it by any of them.
+    By default jax listens on all addresses, as the others of a job may reach it by any of them. A
+    job of one machine, whose coordinator has a loopback address, is open to no other machine.
     """
     if 'JAX_COORDINATOR_BIND_ADDRESS' in os.environ:  # which jax reads
         return None
@@ -101,6 +109,7 @@ def bind_address(job: Job) -> str | None:
 
 
 def _host(job: Job) -> str:
+    """The host of the coordinator, '::1' of '[::1]:8476'."""
     return str(job.coordinator).rpartition(':')[0].strip('[]')
 
 

@@ -15,28 +15,36 @@ from typing import Any
 
 from qkattn.jobs.signals import EXIT_REQUEUE
 
-_PIPE = 'QKATTN_PARENT'  # the variable for the descriptor of a child's pipe
+# The variable for the descriptor of a child's pipe.
+_PIPE = 'QKATTN_PARENT'
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# The operation of prctl(2) that sets the signal which a process gets when its parent ends.
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 
 
 def parent() -> Connection | None:
     """The pipe to the process that started this one as a child; None for any other process."""
-    if (descriptor := os.environ.pop(_PIPE, None)) is None:
+    text = os.environ.pop(_PIPE, None)
+    if text is None:
         return None
-    os.set_inheritable(int(descriptor), False)
-    return Connection(int(descriptor))
+    descriptor = int(text)
+    os.set_inheritable(descriptor, False)  # by processes that this one starts
+    return Connection(descriptor)
 
 
 class Child:
     """A process on its own cores, which Ctrl-C does not reach; gets SIGTERM if this is killed."""
 
     def __init__(self, line: Sequence[str], cores: Sequence[int], variables: Mapping[str, str]):
-        """Starts the command line on these cores, with variables beside those of this process."""
-        self.pipe, theirs = multiprocessing.Pipe()
-        self.output, written = os.pipe()  # may be waited for
-        self._unfinished = b''
+        """Starts the command line on these cores, with variables beside those of this process.
+
+        `pipe` carries messages to it and back; `output` is the descriptor of what it prints, which
+        may be waited for.
+        """
+        self.pipe, childs_pipe = multiprocessing.Pipe()
+        self.output, childs_output = os.pipe()
+        self._unfinished = b''  # what it has printed of a line
         os.set_blocking(self.output, False)
         # Held back until the child has no handlers of this process, which would take them.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -47,17 +55,17 @@ class Child:
                 self._process = subprocess.Popen(
                     line,
                     stdin=subprocess.DEVNULL,
-                    stdout=written,
-                    stderr=written,
-                    pass_fds=[theirs.fileno()],
-                    env={**os.environ, **variables, _PIPE: str(theirs.fileno())},
+                    stdout=childs_output,
+                    stderr=childs_output,
+                    pass_fds=[childs_pipe.fileno()],
+                    env={**os.environ, **variables, _PIPE: str(childs_pipe.fileno())},
                     start_new_session=True,
                     preexec_fn=functools.partial(_begin, cores, os.getpid()),
                 )
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-            theirs.close()
-            os.close(written)
+            childs_pipe.close()
+            os.close(childs_output)
 
     def ended(self) -> int | None:
         """The exit code, below zero for a signal; None while it runs."""
@@ -65,10 +73,11 @@ class Child:
 
     def lines(self, last: bool = False) -> list[str]:
         """The lines that it has printed since the last call; `last`: also one without an end."""
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(BlockingIOError):  # there is no more for now
             while part := os.read(self.output, 65536):
                 self._unfinished += part
-        *lines, self._unfinished = self._unfinished.split(b'\n')
+        lines = self._unfinished.split(b'\n')
+        self._unfinished = lines.pop()
         if last and self._unfinished:
             lines.append(self._unfinished)
         return [line.decode(errors='replace').rstrip('\r') for line in lines]
@@ -92,12 +101,13 @@ class Child:
 
 
 def _begin(cores: Sequence[int], parent: int) -> None:
-    """In the child, before its program is loaded."""
+    """Called in the child before its program is loaded: its signals, and the cores that it uses."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     if sys.platform == 'linux':
+        # SIGTERM for the child once the parent ends, however it does.
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:
+        if os.getppid() != parent:  # which has ended before
             os._exit(EXIT_REQUEUE)
     if hasattr(os, 'sched_setaffinity'):
         os.sched_setaffinity(0, cores)

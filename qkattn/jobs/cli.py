@@ -13,9 +13,9 @@ import textwrap
 import traceback
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NoReturn, TextIO, cast
 
 import absl.logging
 from absl import app, flags
@@ -23,7 +23,7 @@ from ml_collections import ConfigDict, config_flags
 from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 
 from qkattn.config import Config, Study, from_config_dict, to_config_dict
-from qkattn.config.paths import expanded, read_regular, require_regular, require_utf8
+from qkattn.config.paths import expanded, read_regular, require_regular
 from qkattn.config.setting import Setting, concrete_types, settings
 from qkattn.errors import (
     CheckpointError,
@@ -46,28 +46,34 @@ from qkattn.jobs.signals import (
     RESUMABLE,
 )
 
-flags.disclaim_key_flags()  # --config is a flag of the script that defines it here
+# Flags that functions of this module define, as --config, are flags of the script that calls them.
+flags.disclaim_key_flags()
 
-DESCRIPTORS = ('/dev/fd/', '/dev/stdin')  # files that this process was started with
+# What the paths of files begin with that this process was started with, as in --file=<(command).
+DESCRIPTORS = ('/dev/fd/', '/dev/stdin')
 
+# What a config file holds.
 Kind = type[Config] | type[Study]
 
 # What parsing raises: unknown flags or fields, values of a wrong type, literals that are malformed.
-MALFORMED = (
-    *(flags.Error, AttributeError, KeyError, TypeError, ValueError),
-    *(SyntaxError, MemoryError, RecursionError),
-)
+MALFORMED = (flags.Error, AttributeError, KeyError, TypeError, ValueError, SyntaxError)
+
+# '--config.model.d_model=3', '-noconfig.model.biases'; the group is the name of the field.
+_OVERRIDE = re.compile(r'--?(?:no)?config\.([^=]*)')
+# How absl begins a sentence on an override that does not parse: 'flag --config.train.seed=x: ...'.
+_WRONG_OVERRIDE = re.compile(r'flag --config\.([\w.]+)=(.*?): ')
 
 
 class PathParser(flags.ArgumentParser):
-    """A parser of paths and URLs: ~ is expanded, and what is not UTF-8 is refused.
+    """A parser of paths and URLs, in which ~ is expanded.
 
     The empty value of a shell variable that is not set stays empty, for `required` to refuse.
     """
 
     def parse(self, argument: Any) -> str:
-        require_utf8(argument)
-        return os.fspath(expanded(argument)) if argument.startswith('~') else argument
+        if argument.startswith('~'):
+            return os.fspath(expanded(argument))
+        return argument
 
     def flag_type(self) -> str:
         return 'path'
@@ -99,13 +105,18 @@ config_flags.register_flag_parser_for_type(str, _OrNone(flags.ArgumentParser()))
 
 
 def shipped(folder: str) -> dict[str, Path]:
-    """The files of configs/ or experiments/ by name: inside the package in a wheel, else beside."""
+    """The files of configs/ or experiments/, {'train': .../train.py}, in the order of their names.
+
+    A wheel has the folder inside the package, a checkout beside it.
+    """
     package = Path(__file__).parents[1]
-    inside = package / folder
-    directory = inside if inside.is_dir() else package.parent / folder
+    directory = package / folder
+    if not directory.is_dir():
+        directory = package.parent / folder
     files = {path.stem: path for path in directory.glob('*.py') if path.stem != '__init__'}
-    packages = {path.parent.name: path for path in directory.glob('*/__main__.py')}
-    return dict(sorted((files | packages).items()))
+    for path in directory.glob('*/__main__.py'):  # scripts of several files
+        files[path.parent.name] = path
+    return dict(sorted(files.items()))
 
 
 def shipped_configs() -> dict[str, Path]:
@@ -115,15 +126,21 @@ def shipped_configs() -> dict[str, Path]:
 
 
 class _ConfigParser(ConfigFileFlagParser):
-    """Loads a file, or the config of that name that comes with the package, of a kind."""
+    """The parser of --config: loads a file, or the config of that name that comes with qkattn."""
 
     def __init__(self, kind: Kind):
         super().__init__('config')
         self.kind = kind
 
     def parse(self, path: str) -> Any:
+        """The settings of FILE.py or NAME, perhaps with ':ARGUMENT' for its get_config.
+
+        ConfigError where get_config returns no settings; ValueError where the file is none that
+        Python reads, or its code fails.
+        """
         name, colon, argument = path.partition(':')
-        file = str(shipped_configs().get(name) or PathParser().parse(name))
+        shipped_config = shipped_configs().get(name)
+        file = PathParser().parse(name) if shipped_config is None else str(shipped_config)
         absl_log = absl.logging.get_absl_logger()
         try:
             if os.path.exists(file) and not os.path.isdir(file):
@@ -135,12 +152,17 @@ class _ConfigParser(ConfigFileFlagParser):
             raise
         except UnsuitableFileError as error:
             raise ValueError(f'{error}; give a Python file') from error
-        except Exception as error:  # of the file's own code, at the last of its lines that ran
+        except Exception as error:
+            # Where the file's own code fails, the last of its lines that ran is named.
             frames = traceback.extract_tb(error.__traceback__)
-            own = os.path.abspath(file)
-            lines = [f.lineno for f in frames if os.path.abspath(f.filename) == own]
-            if lines:
-                raise ValueError(f'line {lines[-1]}: {type(error).__name__}: {error}') from error
+            own_lines = [
+                frame.lineno
+                for frame in frames
+                if os.path.abspath(frame.filename) == os.path.abspath(file)
+            ]
+            if own_lines:
+                name_of_error = type(error).__name__
+                raise ValueError(f'line {own_lines[-1]}: {name_of_error}: {error}') from error
             if isinstance(error, SyntaxError):  # the file is not Python
                 raise ValueError(str(error)) from error
             raise
@@ -160,34 +182,37 @@ def _config_dict(returned: Any) -> Any:
     raise ConfigError(f'get_config() returns {kind}; it must return a Config or a Study')
 
 
-def define_path(name: str, default: str | None, about: str) -> flags.FlagHolder:
+def define_path(name: str, default: str | None, description: str) -> flags.FlagHolder:
     """A flag that names a file or a directory; whatever a flag names is defined by this."""
-    return flags.DEFINE(PathParser(), name, default, about)
+    return flags.DEFINE(PathParser(), name, default, description)
 
 
-def define_paths(name: str, default: list[str], about: str) -> flags.FlagHolder:
+def define_paths(name: str, default: list[str], description: str) -> flags.FlagHolder:
     """A flag that names several files or directories, between commas."""
     serializer = flags.CsvListSerializer(',')
-    return flags.DEFINE(PathsParser(), name, default, about, serializer=serializer)
+    return flags.DEFINE(PathsParser(), name, default, description, serializer=serializer)
 
 
 def define_trial() -> flags.FlagHolder:
     """The flag --trial of scripts that read a run."""
-    about = 'Index of the trial of a run; default: the first that has not diverged.'
-    return flags.DEFINE_integer('trial', None, about)
+    description = 'Index of the trial of a run; default: the first that has not diverged.'
+    return flags.DEFINE_integer('trial', None, description)
 
 
 def define_imports() -> flags.FlagHolder:
     """The flag --imports of scripts that read what may be from others."""
-    about = (
+    description = (
         'Import paths, as in my.module:Score, that files of the model or study may name; code that '
         'they name is imported only if it is named here.'
     )
-    return flags.DEFINE_list('imports', [], about)
+    return flags.DEFINE_list('imports', [], description)
 
 
 def define_config(kind: Kind) -> flags.FlagHolder:
-    """The flag --config=FILE.py or NAME of a kind, whose fields --config.a.b=VALUE overrides."""
+    """The flag --config=FILE.py or --config=NAME, of a run (Config) or of a study (Study).
+
+    Flags as --config.model.d_model=256 override its fields.
+    """
     holder = config_flags.DEFINE_config_file(
         'config',
         None,
@@ -201,6 +226,7 @@ def define_config(kind: Kind) -> flags.FlagHolder:
 
 
 def _kind() -> Kind:
+    """Whether the script's --config is one of a run or of a study."""
     return cast(_ConfigParser, flags.FLAGS['config'].parser).kind
 
 
@@ -213,30 +239,42 @@ def read_config(flag: flags.FlagHolder) -> Any:
     except OSError as error:  # config_flags loads the file on first access
         path = config_flags.get_config_filename(flags.FLAGS['config'])
         reason = str(error).strip().splitlines()[-1].strip()
-        known = shipped_configs()
-        near = difflib.get_close_matches(path.partition(':')[0], known, n=1)
-        meant = f'; did you mean --config={near[0]}?' if near else ''
+        names = list(shipped_configs())
+        hint = _did_you_mean('--config=', path.partition(':')[0], names)
         raise ConfigError(
             f'--config={path} cannot be loaded: {reason}; configs that come with qkattn are '
-            f'{", ".join(known)}{meant}'
+            f'{", ".join(names)}{hint}'
         ) from error
-    if not isinstance(config, kind := _kind()):
-        other = script('ablate' if isinstance(config, Study) else 'train')
-        name = type(config).__name__
-        raise ConfigError(f'this config is a {name}, not a {kind.__name__}; run it with {other}')
+    kind = _kind()
+    if not isinstance(config, kind):
+        other_script = script('ablate' if isinstance(config, Study) else 'train')
+        raise ConfigError(
+            f'this config is a {type(config).__name__}, not a {kind.__name__}; run it with '
+            f'{other_script}'
+        )
     return config
 
 
+def _did_you_mean(prefix: str, name: str, known: Collection[str]) -> str:
+    """The end of a sentence on an unknown name, '' where no known one is near."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f'; did you mean {prefix}{near[0]}?' if near else ''
+
+
 def arguments(config: Config) -> list[str]:
-    """The arguments that give a script these settings: those that --config's file lacks are set."""
+    """The arguments that give a script these settings.
+
+    They are --config=FILE as it was given, and --config.FIELD=VALUE for each setting that differs
+    from that of the file.
+    """
     flag = flags.FLAGS['config']
     path = config_flags.get_config_filename(flag)
-    of_file = from_config_dict(flag.parser.parse(path))
+    config_of_file = from_config_dict(flag.parser.parse(path))
     changes = []
     for name in settings(type(config)):
-        value = operator.attrgetter(name)(config)
-        if value != operator.attrgetter(name)(of_file):
-            changes.append(f'--config.{name}={value}')
+        value_of = operator.attrgetter(name)  # 'model.d_model' is of a section
+        if value_of(config) != value_of(config_of_file):
+            changes.append(f'--config.{name}={value_of(config)}')
     return [f'--config={path}', *changes]
 
 
@@ -250,7 +288,8 @@ def required(flag: flags.FlagHolder) -> str:
 def token_ids(flag: flags.FlagHolder, vocab_size: int) -> list[int]:
     """The token ids of a flag, given as in "12 7 301"; ConfigError where one is no token."""
     words = flag.value.split()
-    if not words or not all(word.isdecimal() and int(word) < vocab_size for word in words):
+    are_tokens = all(word.isdecimal() and int(word) < vocab_size for word in words)
+    if not words or not are_tokens:
         raise ConfigError(
             f'--{flag.name}={flag.value!r} must be whole numbers from 0 to {vocab_size - 1}'
         )
@@ -269,7 +308,7 @@ def text_of(text: flags.FlagHolder, file: flags.FlagHolder) -> str:
             content = Path(file.value).read_bytes()
         else:
             content = read_regular(file.value)
-        # Without a mark of byte order, and with one kind of line ends. Text mode would end lines at
+        # Without a byte order mark, and with one kind of line ends. Text mode would end lines at
         # lone carriage returns, too.
         return content.decode('utf-8-sig').replace('\r\n', '\n')
     except (OSError, UnicodeDecodeError) as error:
@@ -277,9 +316,12 @@ def text_of(text: flags.FlagHolder, file: flags.FlagHolder) -> str:
 
 
 def script(name: str) -> str:
-    """How another script is started, in the way in which this one was."""
-    of_module = any(argument.startswith('experiments.') for argument in sys.orig_argv)
-    return f'python -m experiments.{name}' if of_module else f'qkattn {name}'
+    """How another script is started, in the way in which this one was.
+
+    script('train') is 'qkattn train' or 'python -m experiments.train'.
+    """
+    is_module = any(argument.startswith('experiments.') for argument in sys.orig_argv)
+    return f'python -m experiments.{name}' if is_module else f'qkattn {name}'
 
 
 def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) -> None:
@@ -289,72 +331,98 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
     impossible setting or workdir (do not retry); 130 interrupted without saving; 141 done as far
     as anybody read what it printed, as in `... | head`; 1 anything else.
     """
+    script_globals = inspect.unwrap(main).__globals__
+    kind = _kind() if 'config' in flags.FLAGS else None
 
-    def wrapped(argv: list[str]) -> None:
-        if positional is not None and positional.value is None and len(argv) > 1:
+    def parse_flags(argv: Sequence[str]) -> list[str]:
+        """The arguments that are no flags, behind the name of the script."""
+        if '--help' in argv or '-h' in argv:
+            with ending_unread():
+                print(_help(script_globals['__doc__'], kind))
+            sys.exit(0)
+        try:
+            return flags.FLAGS(argv)
+        except MALFORMED as error:
+            exit_with(_describe_malformed(error, kind))
+
+    def run_main(argv: list[str]) -> None:
+        unnamed = argv[1:]
+        if positional is not None and positional.value is None and unnamed:
             flag = flags.FLAGS[positional.name]
-            if len(argv) == 2 or flag.flag_type().startswith('comma'):
-                flag.parse(','.join(argv[1:]))
-                del argv[1:]
-        if len(argv) > 1:
-            settings = '; settings are given as --config.field=value' * ('config' in flags.FLAGS)
-            exit_with(f'unknown argument {argv[1]!r}{settings}')
+            takes_several = flag.flag_type().startswith('comma')  # 'comma separated list ...'
+            if len(unnamed) == 1 or takes_several:
+                flag.parse(','.join(unnamed))
+                unnamed = []
+        if unnamed:
+            hint = '; settings are given as --config.field=value' if kind is not None else ''
+            exit_with(f'unknown argument {unnamed[0]!r}{hint}')
         _log_to_stderr()
         keep_freed_memory()  # before there are other threads
         try:
             with ending_unread():
                 main()
         except Exception as error:
-            if (expected := outcome(error)) is None:
+            expected = outcome(error)
+            if expected is None:
                 raise
-            exit_with(*expected)
+            sentence, code = expected
+            exit_with(sentence, code)
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # another one would end in a traceback
-            name = Path(inspect.unwrap(main).__globals__['__file__']).stem
-            exit_with(INTERRUPTED if name in RESUMABLE else 'interrupted', EXIT_INTERRUPTED)
-
-    parsed = False
-    kind = _kind() if 'config' in flags.FLAGS else None
-
-    def parse(argv: Sequence[str]) -> list[str]:
-        nonlocal parsed
-        if {'--help', '-h'} & {*argv}:
-            with ending_unread():
-                print(_help(inspect.unwrap(main).__globals__['__doc__'], kind))
-            sys.exit(0)
-        rest = flags.FLAGS(argv)
-        parsed = True
-        return rest
+            is_resumable = Path(script_globals['__file__']).stem in RESUMABLE
+            exit_with(INTERRUPTED if is_resumable else 'interrupted', EXIT_INTERRUPTED)
 
     try:
         environment.check()
     except ConfigError as error:
         exit_with(str(error))
-    try:
-        app.run(wrapped, flags_parser=parse)
-    except MALFORMED as error:
-        if parsed:  # a bug, which keeps its traceback
-            raise
-        near = _misspelt(sys.argv[1:], kind) if kind else None
-        first, *more = (str(error) or type(error).__name__).strip().splitlines()
-        wrong = re.match(r'flag --config\.([\w.]+)=(.*?): ', first)
-        if wrong and kind and (field := settings(kind).get(wrong[1])):
-            first = f'--config.{wrong[1]}={wrong[2]} must be {_expected(field)}'
-            more = []
-        elif "'config_config' has no attribute 'get_config'" in first:  # ml_collections' name of it
-            first = 'the file of --config has no function get_config()'
-        elif isinstance(error, KeyError):  # a known field, of a config of the other kind
-            other = script('train' if kind is Study else 'ablate')
-            name = first.strip('\'"')
-            first = f'the config has no field {name!r} to override; if it is for {other}, run that'
-        # Of what a config raised, its last line behind the name of the error.
-        reason = f' {more[-1].partition(": ")[2]}' if 'Traceback' in str(error) else ''
-        exit_with(near or f'{first}{reason}')
+    app.run(run_main, flags_parser=parse_flags)
+
+
+def _describe_malformed(error: BaseException, kind: Kind | None) -> str:
+    """A sentence on the arguments of a script, whose parsing raised an error of MALFORMED.
+
+    `kind` is that of --config, None for a script that does not have it.
+    """
+    misspelt = _misspelt(sys.argv[1:], kind) if kind else None
+    if misspelt is not None:
+        return misspelt
+    lines = (str(error) or type(error).__name__).strip().splitlines()
+    sentence = lines[0]
+    wrong = _WRONG_OVERRIDE.match(sentence)
+    field = settings(kind).get(wrong[1]) if wrong and kind else None
+    if wrong and field is not None:
+        return f'--config.{wrong[1]}={wrong[2]} must be {_expected(field)}'
+    if "'config_config' has no attribute 'get_config'" in sentence:  # ml_collections' name of it
+        sentence = 'the file of --config has no function get_config()'
+    elif isinstance(error, KeyError):  # a known field, of a config of the other kind
+        name = sentence.strip('\'"')
+        other_script = script('train' if kind is Study else 'ablate')
+        sentence = (
+            f'the config has no field {name!r} to override; if it is for {other_script}, run that'
+        )
+    if 'Traceback' in str(error):
+        # Of an error inside a config file, the last line, behind the name of the error.
+        sentence += f' {lines[-1].partition(": ")[2]}'
+    return sentence
+
+
+def _misspelt(arguments: Sequence[str], kind: Kind) -> str | None:
+    """A sentence on the first --config.FIELD that the config does not have; None without any."""
+    known = settings(kind)
+    sections = {name.rpartition('.')[0] for name in known}
+    for argument in arguments:
+        override = _OVERRIDE.match(argument)
+        if override and override[1] not in known and override[1] not in sections:
+            hint = _did_you_mean('--config.', override[1], known)
+            return f'unknown field --config.{override[1]}{hint} (--help lists all fields)'
+    return None
 
 
 def outcome(error: BaseException) -> tuple[str, int] | None:
     """The sentence and the exit code of an error; None for a bug, which keeps its traceback."""
-    if (problem := environment.platform_problem(error)) is not None:
+    problem = environment.platform_problem(error)
+    if problem is not None:
         return problem, EXIT_CONFIG
     if isinstance(error, ConfigError | CheckpointError):
         return str(error), EXIT_CONFIG
@@ -365,29 +433,36 @@ def outcome(error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, UnsuitableFileError):
         return f'{error.filename} cannot be read: {error}', EXIT_CONFIG
     if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.EACCES):
-        text = f'{error.filename} cannot be used ({error.strerror}); give another path'
-        return text, EXIT_CONFIG
+        sentence = f'{error.filename} cannot be used ({error.strerror}); give another path'
+        return sentence, EXIT_CONFIG
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        place = error.filename or 'standard output or error'
-        text = f'{place} cannot be written ({error.strerror}); make room and run the command again'
-        return text, EXIT_CONFIG
-    if isinstance(error, RuntimeError) and str(error).startswith('RESOURCE_EXHAUSTED'):  # of XLA
-        reason = str(error).partition(': ')[2].partition('\n')[0].rstrip('.')
-        text = f'the devices are out of memory ({reason}); reduce train.batch_size, model.context '
-        text += 'or the trials of a run, or set train.accumulation or model.remat'
-        return text, EXIT_CONFIG
+        target = error.filename or 'standard output or error'
+        reason = f'({error.strerror}); make room and run the command again'
+        return f'{target} cannot be written {reason}', EXIT_CONFIG
+    if isinstance(error, RuntimeError) and str(error).startswith('RESOURCE_EXHAUSTED'):
+        # XLA's text is 'RESOURCE_EXHAUSTED: Out of memory allocating 12 bytes.', and more lines.
+        reason = str(error).splitlines()[0].partition(': ')[2].rstrip('.')
+        sentence = (
+            f'the devices are out of memory ({reason}); reduce train.batch_size, model.context '
+            'or the trials of a run, or set train.accumulation or model.remat'
+        )
+        return sentence, EXIT_CONFIG
     return None
 
 
-def exit_with(sentence: str, code: int = EXIT_CONFIG) -> None:
+def exit_with(sentence: str, code: int = EXIT_CONFIG) -> NoReturn:
     """Ends the process with a sentence on standard error; 2 is a setting that is wrong."""
-    printable = sentence.encode(errors='backslashreplace').decode()  # of paths that are not UTF-8
-    for text, stream in ((f'{printable}\n', sys.stderr), ('', sys.stdout)):  # what is buffered
-        try:
-            say(text, stream)
-        except OSError:  # on a full disk; the exit code has to do
-            discard(stream)
+    _write_or_discard(f'{sentence}\n', sys.stderr)
+    _write_or_discard('', sys.stdout)  # flushes results
     sys.exit(code)
+
+
+def _write_or_discard(text: str, stream: TextIO) -> None:
+    """Writes text; on a full disk the exit code has to do."""
+    try:
+        say(text, stream)
+    except OSError:
+        discard(stream)
 
 
 def _log_to_stderr() -> None:
@@ -404,62 +479,66 @@ def _log_to_stderr() -> None:
 
 
 def _help(doc: str, kind: Kind | None) -> str:
-    """What a script does, its flags, and the settings of its config."""
+    """What a script does, by its docstring, its flags, and the settings of its config."""
     lines = []
     width = flags.get_help_width()
     for paragraph in inspect.cleandoc(doc).split('\n\n'):
-        command = paragraph.lstrip().startswith('python')
-        lines += [paragraph if command else textwrap.fill(paragraph, width), '']
+        is_command = paragraph.lstrip().startswith('python')
+        lines.append(paragraph if is_command else textwrap.fill(paragraph, width))
+        lines.append('')
     lines.append('flags:')
     for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0]):
-        lines += _entry(f'--{flag.name}: {flag.flag_type()}; default {flag.default!r}', flag.help)
-    for name, field in settings(kind).items() if kind else ():
-        lines += _entry(
-            f'--config.{name}: {_expected(field)}; default {field.default!r}', field.doc
-        )
+        head = f'--{flag.name}: {flag.flag_type()}; default {flag.default!r}'
+        lines += _help_entry(head, flag.help or '')
+    if kind is not None:
+        for name, field in settings(kind).items():
+            head = f'--config.{name}: {_expected(field)}; default {field.default!r}'
+            lines += _help_entry(head, field.doc)
     return '\n'.join(lines)
 
 
-def _entry(head: str, description: str | None) -> list[str]:
-    """A flag, and what it does; line breaks of a description are kept."""
-    lines = []
-    for indent, text in ((2, head), *((6, part) for part in (description or '').splitlines())):
-        options: dict[str, Any] = {'break_long_words': False, 'break_on_hyphens': False}
-        options |= {'initial_indent': ' ' * indent, 'subsequent_indent': ' ' * (indent + 2)}
-        lines += textwrap.wrap(text, flags.get_help_width(), **options)
+def _help_entry(head: str, description: str) -> list[str]:
+    """The lines on a flag, and below it on what it does; line breaks of a description are kept."""
+    lines = _wrapped(head, indent=2)
+    for paragraph in description.splitlines():
+        lines += _wrapped(paragraph, indent=6)
     return lines
 
 
-def _type(kind: Any) -> str:
+def _wrapped(text: str, indent: int) -> list[str]:
+    """Text in lines of the terminal's width, of which those after the first are indented more."""
+    return textwrap.wrap(
+        text,
+        flags.get_help_width(),
+        initial_indent=' ' * indent,
+        subsequent_indent=' ' * (indent + 2),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _type(annotation: Any) -> str:
     """A type as in 'int or None', 'tuple of float', or the values of a Literal."""
-    origin = typing.get_origin(kind)
-    parts = typing.get_args(kind)
+    origin = typing.get_origin(annotation)
+    arguments = typing.get_args(annotation)
     if origin is Literal:
-        return ' or '.join(map(repr, parts))
+        return ' or '.join(repr(value) for value in arguments)
     if origin in (types.UnionType, typing.Union):
-        return ' or '.join(map(_type, parts))
+        return ' or '.join(_type(member) for member in arguments)
     if origin is tuple:
-        return f'tuple of {_type(parts[0])}'
-    return 'None' if kind is type(None) else kind.__name__
+        return f'tuple of {_type(arguments[0])}'
+    return 'None' if annotation is type(None) else annotation.__name__
 
 
 def _expected(setting: Setting) -> str:
-    """The type, with the bounds of numbers; texts have their limits at the length of a path."""
-    (kind, *_) = concrete_types(setting.kind)
+    """What a setting takes, as in 'int, at least 1 and below 2**31'.
+
+    Texts are limited by the length of a path, which goes without saying.
+    """
+    kind = concrete_types(setting.kind)[0]
     if kind is tuple:
-        (kind, *_) = concrete_types(typing.get_args(setting.kind)[0])
-    bounds = setting.bounds.describe(kind) if kind in (int, float) else ''
-    return ', '.join(filter(None, [_type(setting.kind), bounds]))
-
-
-def _misspelt(arguments: Sequence[str], kind: Kind) -> str | None:
-    """A sentence on the first --config.FIELD that the config does not have; None without any."""
-    known = settings(kind)
-    sections = {name.rpartition('.')[0] for name in known}
-    for argument in arguments:
-        name = re.match(r'--?(?:no)?config\.([^=]*)', argument)
-        if name and name[1] not in known and name[1] not in sections:
-            near = difflib.get_close_matches(name[1], known, n=1)
-            meant = f'; did you mean --config.{near[0]}?' if near else ''
-            return f'unknown field --config.{name[1]}{meant} (--help lists all fields)'
-    return None
+        entry = typing.get_args(setting.kind)[0]
+        kind = concrete_types(entry)[0]
+    if kind in (int, float):
+        return f'{_type(setting.kind)}, {setting.bounds.describe(kind)}'
+    return _type(setting.kind)

@@ -9,9 +9,12 @@ from jax._src.clusters.cloud_tpu_cluster import GceTpuCluster, GkeTpuCluster
 from qkattn.errors import ConfigError
 from qkattn.jobs import machine
 
+# The variables that describe a job without an engine.
 TRIPLE = ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
+# The variable for the port of the coordinator, in place of the one that an engine's job gets.
 PORT = 'JAX_COORDINATOR_PORT'
-# In this order, as Open MPI may start its processes through Slurm.
+# What jax reads of each engine: none of it is public, and jax.distributed.initialize detects and
+# connects at once. In this order, as Open MPI may start its processes through Slurm.
 ENGINES: dict[str, type[ClusterEnv]] = {
     'openmpi': OmpiCluster,
     'slurm': SlurmCluster,
@@ -54,7 +57,8 @@ def detect() -> Job:
     alone the whole address. ConfigError if variables are incomplete or malformed.
     """
     if any(name in os.environ for name in TRIPLE[1:]):
-        if missing := [name for name in TRIPLE if name not in os.environ]:
+        missing = [name for name in TRIPLE if name not in os.environ]
+        if missing:
             raise ConfigError(
                 f'{" and ".join(missing)} must be set, too: a job is described by '
                 f'{", ".join(TRIPLE)} together, or by its engine alone'
@@ -65,8 +69,7 @@ def detect() -> Job:
         return Job(int(count), int(rank), 'explicit', address)
     for engine, cluster in ENGINES.items():
         try:
-            if (job := _job(engine, cluster)) is not None:
-                return job
+            job = _job(engine, cluster)
         except ConfigError:
             raise
         except (KeyError, ValueError, RuntimeError, OSError) as error:
@@ -74,6 +77,8 @@ def detect() -> Job:
                 f'the variables of {engine} are incomplete or malformed ({error!r}); set '
                 f'{TRIPLE[0]}=HOST:PORT of process 0, or all of {", ".join(TRIPLE)}'
             ) from error
+        if job is not None:
+            return job
     if TRIPLE[0] in os.environ:
         raise ConfigError(f'{TRIPLE[0]} is set, but not {TRIPLE[1]} and {TRIPLE[2]}')
     return Job()
@@ -89,8 +94,9 @@ def connect_seconds() -> int:
 
 def _job(engine: str, cluster: type[ClusterEnv]) -> Job | None:
     """The job of an engine, as jax reads it; None where it is another's or a single process."""
-    tpu = 'tpu' in os.environ.get('JAX_PLATFORMS', 'tpu')
-    if not (tpu or cluster in (OmpiCluster, SlurmCluster)) or not cluster.is_env_present():
+    is_for_any_platform = cluster in (OmpiCluster, SlurmCluster)
+    may_use_tpus = 'tpu' in os.environ.get('JAX_PLATFORMS', 'tpu')
+    if not (is_for_any_platform or may_use_tpus) or not cluster.is_env_present():
         return None
     count = cluster.get_process_count()
     if cluster is SlurmCluster:  # a step may have fewer tasks than its allocation
@@ -105,20 +111,26 @@ def _job(engine: str, cluster: type[ClusterEnv]) -> Job | None:
 
 
 def _gpus(engine: str, count: int) -> tuple[int, ...] | None:
-    """The GPUs of a task among those it sees: all if they are its own, else its equal share."""
-    if (given := os.environ.get('CUDA_VISIBLE_DEVICES')) is None:  # Open MPI does not set it
+    """The GPUs of a task by their indices among those that it sees; None without any.
+
+    They are all that it sees if the engine has given it GPUs of its own, and its equal share if it
+    sees all GPUs of the node, as the other tasks there do. ConfigError where shares are not whole.
+    `count` is the number of tasks of the job.
+    """
+    cuda_devices = os.environ.get('CUDA_VISIBLE_DEVICES')
+    if cuda_devices is None:  # Open MPI does not set it
         visible = len(machine.accelerators(os.environ.get('JAX_PLATFORMS')) or [])
     else:
-        visible = len(machine.listed(given))
+        visible = len(machine.listed(cuda_devices))
     if not visible:
         return None
-    total = visible
+    total = visible  # GPUs of the node
     if engine == 'slurm':
-        local = int(os.environ['SLURM_LOCALID'])
+        task_on_node = int(os.environ['SLURM_LOCALID'])
         tasks = count // int(os.environ['SLURM_STEP_NUM_NODES'])
         total = int(os.environ.get('SLURM_GPUS_ON_NODE', visible))
     elif engine == 'openmpi':
-        local = int(os.environ['OMPI_COMM_WORLD_LOCAL_RANK'])
+        task_on_node = int(os.environ['OMPI_COMM_WORLD_LOCAL_RANK'])
         tasks = int(os.environ['OMPI_COMM_WORLD_LOCAL_SIZE'])
     else:
         return None
@@ -126,7 +138,7 @@ def _gpus(engine: str, count: int) -> tuple[int, ...] | None:
         return tuple(range(visible))
     if visible == total and visible % tasks == 0:
         share = visible // tasks
-        return tuple(range(local * share, (local + 1) * share))
+        return tuple(range(task_on_node * share, (task_on_node + 1) * share))
     raise ConfigError(
         f'{tasks} tasks on a node with {total} GPUs, of which each sees {visible}: the GPUs do '
         'not divide over the tasks; ask for a multiple of the tasks, or one task per node'

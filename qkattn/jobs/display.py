@@ -127,10 +127,12 @@ class Pace:
 
     def resume(self, name: str, now: float) -> None:
         """The phase of this name ends."""
-        seconds = now - (now if self._pause_start is None else self._pause_start)
+        start = now if self._pause_start is None else self._pause_start
+        seconds = now - start
         self._pause_start = None
         self._paused += seconds
-        if (pause := self._pauses.get(name)) is not None:
+        pause = self._pauses.get(name)
+        if pause is not None:
             pause.later_seconds += seconds
             pause.last_step = self._step
         elif self._first is not None:
@@ -154,9 +156,9 @@ class Pace:
         """Seconds of a run like this one from its start on; None before two reports."""
         if self._first is None or self._with_pauses is None:
             return None
-        once = self._first[1] - self._opened
-        once += sum(pause.first_seconds for pause in self._pauses.values())
-        return once + total_steps * self._with_pauses
+        paid_once = self._first[1] - self._opened
+        paid_once += sum(pause.first_seconds for pause in self._pauses.values())
+        return paid_once + total_steps * self._with_pauses
 
     @property
     def _with_pauses(self) -> float | None:
@@ -167,8 +169,11 @@ class Pace:
 
     def _training(self, now: float) -> float:
         """Seconds since the first report, without phases."""
-        until = now if self._pause_start is None else self._pause_start
-        return 0.0 if self._first is None else until - self._first[1] - self._paused
+        if self._first is None:
+            return 0.0
+        _, first_time = self._first
+        end = now if self._pause_start is None else self._pause_start  # of training
+        return end - first_time - self._paused
 
 
 class Progress(contextlib.AbstractContextManager['Progress']):

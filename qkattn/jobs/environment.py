@@ -11,7 +11,9 @@ from qkattn.errors import ConfigError
 from qkattn.jobs import machine
 
 PLATFORMS = 'JAX_PLATFORMS'
+# '--xla_force_host_platform_device_count=8' in XLA_FLAGS; the group is the number.
 _DEVICE_COUNT = re.compile(r'--xla_force_host_platform_device_count(?:=(\S*))?')
+# "Backend 'cdua' is not in the list of known backends: ['cpu', 'tpu']" in an error of JAX.
 _UNKNOWN_PLATFORM = re.compile(r"Backend '(.*?)' is not in the list of known backends: \[(.*?)\]")
 
 
@@ -25,7 +27,7 @@ def check() -> None:
         ) from error
     for match in _DEVICE_COUNT.finditer(os.environ.get('XLA_FLAGS', '')):
         count = match[1] or ''
-        if not (count.isascii() and count.isdecimal() and int(count) >= 1):
+        if not count.isdecimal() or int(count) < 1:
             raise ConfigError(
                 f'XLA_FLAGS has {match[0]}, whose value must be a whole number of at least 1'
             )

@@ -56,20 +56,26 @@ def free_memory(
 ) -> float:
     """Bytes that processes may still take; infinity where that is unknown."""
     free = [math.inf]
-    if available := re.search(r'^MemAvailable:\s*(\d+)', _text(memory), re.MULTILINE):
+    available = re.search(r'^MemAvailable:\s*(\d+)', _text(memory), re.MULTILINE)
+    if available:  # in KiB
         free.append(1024 * int(available[1]))
-    names = ('memory.max', 'memory.current', 'memory.stat')
-    settings = (_settings(name, groups, membership) for name in names)
-    for limit, used, stat in itertools.zip_longest(*settings, fillvalue=''):
+    limits = _settings('memory.max', groups, membership)
+    usages = _settings('memory.current', groups, membership)
+    statistics = _settings('memory.stat', groups, membership)
+    for limit, used, stat in itertools.zip_longest(limits, usages, statistics, fillvalue=''):
         if limit not in ('', 'max'):
-            cached = re.search(r'^inactive_file (\d+)', stat, re.MULTILINE)  # is given back
-            free.append(int(limit) - int(used) + int(cached[1] if cached else 0))
+            group_free = int(limit) - int(used)
+            cached = re.search(r'^inactive_file (\d+)', stat, re.MULTILINE)
+            if cached:  # pages of files, which the kernel gives back
+                group_free += int(cached[1])
+            free.append(group_free)
     return min(free)
 
 
 def cpu() -> str:
     """The model of the processor."""
-    if name := re.search(r'^model name\s*:(.*)', _text(Path('/proc/cpuinfo')), re.MULTILINE):
+    name = re.search(r'^model name\s*:(.*)', _text(Path('/proc/cpuinfo')), re.MULTILINE)
+    if name:
         return name[1].strip()
     return platform.processor() or platform.machine()
 
@@ -87,10 +93,12 @@ def accelerators(platforms: str | None, root: Path = Path('/')) -> list[str] | N
     if platforms == 'cpu':
         return []
     gpus = list(root.glob('dev/nvidia[0-9]*'))
-    if gpus and importlib.util.find_spec('jax_plugins'):
-        every = ','.join(map(str, range(len(gpus))))
-        return listed(os.environ.get('CUDA_VISIBLE_DEVICES', every))
-    return None if any(list(root.glob(pattern)) for pattern in _ACCELERATORS) else []
+    if gpus and importlib.util.find_spec('jax_plugins'):  # jax with CUDA
+        visible = os.environ.get('CUDA_VISIBLE_DEVICES')
+        if visible is None:
+            return [str(index) for index in range(len(gpus))]
+        return listed(visible)
+    return None if _has_other_accelerators(root) else []
 
 
 def described(root: Path = Path('/')) -> str:
@@ -101,9 +109,14 @@ def described(root: Path = Path('/')) -> str:
         text = '1 NVIDIA GPU' if gpus == 1 else f'{gpus} NVIDIA GPUs'
         hidden = visible is not None and not listed(visible)
         return f'{text}, hidden by CUDA_VISIBLE_DEVICES={visible}' if hidden else text
-    if any(list(root.glob(pattern)) for pattern in _ACCELERATORS):
+    if _has_other_accelerators(root):
         return 'a TPU or a GPU of AMD'
     return 'no accelerator'
+
+
+def _has_other_accelerators(root: Path) -> bool:
+    """Whether there is a device of a TPU, or of a GPU of AMD."""
+    return any(list(root.glob(pattern)) for pattern in _ACCELERATORS)
 
 
 @functools.cache
@@ -129,17 +142,22 @@ def keep_freed_memory() -> None:
 
 
 def _settings(name: str, groups: Path, membership: Path) -> Iterator[str]:
-    """A setting of this process's control group, and of those around it, where they have it."""
+    """The values of a setting in this process's control group and in those around it, inmost first.
+
+    A group that does not have the setting is passed over.
+    """
     for line in _text(membership).splitlines():
-        number, _, path = line.split(':', 2)
+        number, _, path = line.split(':', 2)  # as in '0::/user.slice/job'
         if number == '0':
             group = groups / path.lstrip('/')
             for parent in (group, *group.parents):
-                if parent.is_relative_to(groups) and (text := _text(parent / name)):
+                text = _text(parent / name) if parent.is_relative_to(groups) else ''
+                if text:
                     yield text
 
 
 def _text(path: Path) -> str:
+    """The content of a file; '' where it cannot be read."""
     try:
         return path.read_text(encoding='utf-8', errors='replace').strip()
     except OSError:

@@ -17,15 +17,12 @@ EXIT_UNREAD = 128 + signal.SIGPIPE
 _OBEYED = re.compile(r'[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]')
 
 
-def prepare_streams() -> None:
-    """Makes every text printable: closed streams lead nowhere, other characters are escaped."""
-    # A file that is opened later would take the number of a closed stream, and what it prints.
-    while (number := os.open(os.devnull, os.O_RDWR)) < 3:
-        os.set_inheritable(number, True)
-    os.close(number)
-    sys.stdout = sys.stdout or os.fdopen(1, 'w', closefd=False)
-    sys.stderr = sys.stderr or os.fdopen(2, 'w', closefd=False)
-    cast(io.TextIOWrapper, sys.stdout).reconfigure(errors='backslashreplace')  # as standard error
+def escape_unencodable() -> None:
+    """Makes every text printable: characters that the encoding of the terminal lacks are escaped.
+
+    Python does so on standard error alone.
+    """
+    cast(io.TextIOWrapper, sys.stdout).reconfigure(errors='backslashreplace')
 
 
 def visible(text: str) -> str:
@@ -46,13 +43,24 @@ def text_table(titles: Sequence[tuple[str, bool]], rows: Sequence[Sequence[str]]
 
     `titles` are (title, whether its column is flush left); after a '|' a title has a second line.
     """
-    rows = [list(map(visible, row)) for row in rows]
-    lines = [*zip(*(f'{title}|'.split('|')[:2] for title, _ in titles), strict=True), *rows]
-    lines = [line for line in lines if any(line)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    lines.insert(len(lines) - len(rows), ['-' * width for width in widths])
-    places = [f'{"<" if left else ">"}{w}' for (_, left), w in zip(titles, widths, strict=True)]
-    return '\n'.join('  '.join(map(format, line, places)).rstrip() for line in lines)
+    first_lines = []
+    second_lines = []
+    for title, _ in titles:
+        first, _, second = title.partition('|')
+        first_lines.append(first)
+        second_lines.append(second)
+    head = [line for line in (first_lines, second_lines) if any(line)]
+    body = [[visible(cell) for cell in row] for row in rows]
+    body = [row for row in body if any(row)]
+    widths = [max(len(cell) for cell in column) for column in zip(*head, *body, strict=True)]
+    rule = ['-' * width for width in widths]
+    lines = []
+    for row in (*head, rule, *body):
+        cells = []
+        for cell, width, (_, is_flush_left) in zip(row, widths, titles, strict=True):
+            cells.append(cell.ljust(width) if is_flush_left else cell.rjust(width))
+        lines.append('  '.join(cells).rstrip())
+    return '\n'.join(lines)
 
 
 def say(text: str, stream: TextIO) -> None:

@@ -2,6 +2,14 @@
 
 A thread of every process reads a few keys of the coordinator once in a while. Processes that die or
 hang are noticed and named by jax's heartbeats, which need no Python; this adds the exit code.
+
+Keys below qkattn/job/, for process RANK and the StopRequest block of number BLOCK:
+
+    left/RANK        [exit code, sentence] of a process that ends
+    request          a process that was asked to stop by a signal
+    also/BLOCK       a process that has another reason to stop
+    at/BLOCK/RANK    the last step of a process when it saw one of the two
+    after/BLOCK      the step after which all stop: the largest of these
 """
 
 import atexit
@@ -124,35 +132,39 @@ class JobPeers:
             with contextlib.suppress(Exception):
                 if StopRequest.pending():
                     _set(f'{_ROOT}request', str(self._job.process_id))
-                news = dict(client().key_value_dir_get(_ROOT))
-                self._follow({key.removeprefix(_ROOT): value for key, value in news.items()})
+                published = {}
+                for key, value in client().key_value_dir_get(_ROOT):
+                    published[key.removeprefix(_ROOT)] = value
+                self._follow(published)
 
-    def _follow(self, news: dict[str, str]) -> None:
-        """Acts on what the others have published."""
+    def _follow(self, published: dict[str, str]) -> None:
+        """Acts on the keys that the processes have published, as at the top of this module."""
         ranks = range(self._job.num_processes)
         for rank in ranks:
-            left = news.get(f'left/{rank}')
+            left = published.get(f'left/{rank}')
             if left is not None:
                 code, sentence = json.loads(left)
                 self._end_after(rank, code, sentence)
-        if 'request' in news and not StopRequest.pending():
+        if 'request' in published and not StopRequest.pending():
             os.kill(os.getpid(), signal.SIGTERM)  # as if it had been sent to this process, too
         with self._moved:
             block = self._block
             also = self._also
-            stopping = block > 0 and ('request' in news or f'also/{block}' in news)
-            first = stopping and not self._frozen
-            self._frozen |= first
+            stopping = block > 0 and ('request' in published or f'also/{block}' in published)
+            sees_it_first = stopping and not self._frozen
+            if sees_it_first:
+                self._frozen = True
         if also and not stopping:
             _set(f'{_ROOT}also/{block}', str(self._job.process_id))
         if not stopping:
             return
-        if first:
+        if sees_it_first:
             _set(f'{_ROOT}at/{block}/{self._job.process_id}', str(self._last))
-        steps = [news.get(f'at/{block}/{rank}') for rank in ranks]
+        steps = [published.get(f'at/{block}/{rank}') for rank in ranks]
         if agreement.owner() and None not in steps:
-            _set(f'{_ROOT}after/{block}', str(max(int(step or 0) for step in steps)))
-        after = news.get(f'after/{block}')
+            last_step = max(int(step) for step in steps if step is not None)
+            _set(f'{_ROOT}after/{block}', str(last_step))
+        after = published.get(f'after/{block}')
         if after is not None:
             with self._moved:
                 self._stop_after = int(after)

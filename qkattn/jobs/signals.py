@@ -10,9 +10,12 @@ from typing import Any, ClassVar, NoReturn
 
 from qkattn.errors import Stopped
 
-EXIT_CONFIG = 2  # an impossible setting or directory: launchers must not retry
+# An impossible setting or directory: launchers must not retry.
+EXIT_CONFIG = 2
+# What a shell reports of a command that SIGINT ended.
 EXIT_INTERRUPTED = 128 + signal.SIGINT
-EXIT_REQUEUE = 75  # stopped on request with nothing lost: launchers run the same command again
+# Stopped on request with nothing lost: launchers run the same command again.
+EXIT_REQUEUE = 75
 # The scripts of experiments that `exit_on_signal`; SIGTERM and Ctrl-C kill the others.
 RESUMABLE = ('ablate', 'claims', 'prepare_data', 'train')
 # Held while something is written that `exit_on_signal` must not cut.
@@ -67,7 +70,10 @@ class StopRequest:
         """
         with no_interrupt:
             self.deferring.append(self)
-        if self.requested if self.peers is None else self.peers.meet(self.requested):
+        stop = self.requested
+        if self.peers is not None:
+            stop = self.peers.meet(self.requested)
+        if stop:
             raise Stopped('stopped with nothing to save')
 
     def allow_exit(self) -> None:
@@ -75,17 +81,20 @@ class StopRequest:
 
         All processes of a job call it. Raises Stopped if a signal has come before, in any of them.
         """
-        stop = self.peers is not None and self.peers.meet(self.requested)
+        all_stop = self.peers is not None and self.peers.meet(self.requested)
         with no_interrupt:
             self._undefer()
-            if self.requested and self._exits and not stop:
-                end(EXIT_REQUEUE, _SAVED)  # the other processes, if any, exit with this one
-        if stop or self.requested:
+            # In a job, a signal since the processes met: they exit with this one.
+            if self.requested and self._exits and not all_stop:
+                end(EXIT_REQUEUE, _SAVED)
+        if all_stop or self.requested:
             raise Stopped(_SAVED)
 
     def should_stop(self, step: int, also: bool = False) -> bool:
         """Whether to stop after `step` steps, as all do; `also`: this one has another reason to."""
-        return self.peers.should_stop(step, also) if self.peers else self.requested or also
+        if self.peers is not None:
+            return self.peers.should_stop(step, also)
+        return self.requested or also
 
     @classmethod
     def pending(cls) -> bool:
@@ -93,9 +102,15 @@ class StopRequest:
         return cls.requested and bool(cls.deferring)
 
     def _undefer(self) -> None:
+        """Takes this block out of those with something to save."""
         self.deferring[:] = [other for other in self.deferring if other is not self]
 
     def _handle(self, number: int, frame: Any) -> None:
+        """The handler of SIGTERM and Ctrl-C: sets `requested`, and says what another Ctrl-C does.
+
+        `_exits` is whether the process is in `exit_on_signal`, `deferring` whether there is
+        something to save.
+        """
         StopRequest.requested = True
         if number != signal.SIGINT:
             return
@@ -155,10 +170,12 @@ def end(code: int, sentence: str) -> NoReturn:
     # A write that hangs, with its file system, must not keep the process.
     no_interrupt.acquire(timeout=10.0)
     try:
-        # On a terminal the cursor may stand behind the progress line.
-        _say('\n' * os.isatty(2) + f'{sentence}\n')
-        for call in exit_hooks[::-1]:
-            call()
+        text = f'{sentence}\n'
+        if os.isatty(2):
+            text = f'\n{text}'  # the cursor may stand behind the progress line
+        _say(text)
+        for hook in reversed(exit_hooks):
+            hook()
         with contextlib.suppress(Exception):  # without a reader
             sys.stdout.flush()
         if StopRequest.peers is not None:
@@ -168,12 +185,14 @@ def end(code: int, sentence: str) -> NoReturn:
 
 
 def _restore(handlers: dict[signal.Signals, Any]) -> None:
+    """Installs the handlers that signals had before."""
     for number, handler in handlers.items():
         # None is a handler that was not installed from Python and cannot be restored.
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _watch(reading: int) -> None:
+    """Acts on signals, whose numbers are read from a pipe as one byte each, until it is closed."""
     while number := os.read(reading, 1):
         if number[0] in _SIGNALS:
             with no_interrupt:
@@ -184,6 +203,7 @@ def _watch(reading: int) -> None:
 
 
 def _say(text: str) -> None:
+    """Writes to standard error, if it has a reader."""
     # os.write, because a handler may interrupt a print halfway. Ctrl-C also ends `... | tee log`.
     with contextlib.suppress(OSError):
         os.write(2, text.encode())

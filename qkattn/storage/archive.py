@@ -17,15 +17,22 @@ from pathlib import Path
 from qkattn.errors import ReportError, RunDirectoryError
 from qkattn.storage.files import component
 
-# In bytes. A member is inflated at once.
+# Largest size of a member in bytes. A member is inflated at once.
 MAX_MEMBER = 2**29
-# All members are inflated once, one after another, by the check: this bounds its time.
+# Largest size of all members together in bytes. The check inflates all of them once, one after
+# another, so this bounds its time.
 MAX_TOTAL = 2**32
 
-# Of every member, so that the same files make the same archive.
+# Every member that is written has this date, this mode and this system, so that the same files make
+# the same archive.
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 _REGULAR_FILE = stat.S_IFREG | 0o644
 _UNIX = 3
+
+# A zip file keeps the mode of Unix in the upper 16 bits of a member's attributes.
+_MODE_SHIFT = 16
+# The bit of a member's flags that says that it is encrypted.
+_ENCRYPTED = 1
 
 _ADVICE = 'restore it from a copy'
 
@@ -45,6 +52,7 @@ class Archive:
         except Exception as error:  # damaged bytes raise almost anything in zipfile
             raise ReportError(f'{path} is damaged ({error}); {_ADVICE}') from error
         self._members: dict[str, zipfile.ZipInfo] = {}
+        total = 0
         for member in self._zip.infolist():
             problem = _problem(member)
             if member.filename in self._members:
@@ -53,13 +61,13 @@ class Archive:
                 name = member.orig_filename
                 raise ReportError(f'{path}, member {name!r} {problem}; {_ADVICE}')
             self._members[member.filename] = member
-        total = sum(member.file_size for member in self._members.values())
+            total += member.file_size
         if total > MAX_TOTAL:
             raise ReportError(
                 f'{path} has members of {total:,} bytes, more than {MAX_TOTAL:,}; {_ADVICE}'
             )
         for name in self._members:
-            self.read(name)
+            self.read(name)  # compares its checksum
 
     def __contains__(self, name: str) -> bool:
         return name in self._members
@@ -74,12 +82,13 @@ class Archive:
         member = self._members[name]
         try:
             with self._zip.open(member) as file:
-                # Not read(), which inflates what the member has, however little it declares. The
-                # byte too many makes zipfile reach the end, where it compares the checksum.
+                # read() without a size would inflate whatever the member has, however little it
+                # declares. One byte more than it declares makes zipfile reach the end of the
+                # member, where it compares the checksum.
                 content = file.read(member.file_size + 1)
             if len(content) != member.file_size:
                 raise ValueError(f'it has {len(content):,} bytes, not {member.file_size:,}')
-        except Exception as error:  # as above
+        except Exception as error:  # damaged bytes raise almost anything in zipfile
             raise ReportError(
                 f'{self.path}, member {name} is damaged ({error}); {_ADVICE}'
             ) from error
@@ -119,30 +128,33 @@ def zipped(files: Mapping[str, bytes]) -> bytes:
             member = zipfile.ZipInfo(name, date_time=_EPOCH)
             member.compress_type = zipfile.ZIP_DEFLATED
             member.create_system = _UNIX
-            member.external_attr = _REGULAR_FILE << 16
+            member.external_attr = _REGULAR_FILE << _MODE_SHIFT
             archive.writestr(member, content, compresslevel=9)
     return buffer.getvalue()
 
 
 def is_clean(name: str) -> bool:
     """Whether a relative path with slashes leads below its directory on every file system."""
-    try:
-        parts = [component(part) for part in name.split('/')]
-    except RunDirectoryError:
-        return False
-    # Windows takes a backslash for a slash; other characters that do not print hide what is named.
-    return all('\\' not in part and part.isprintable() for part in parts)
+    for part in name.split('/'):
+        # Windows takes a backslash for a slash; characters that do not print hide what is named.
+        if '\\' in part or not part.isprintable():
+            return False
+        try:
+            component(part)
+        except RunDirectoryError:
+            return False
+    return True
 
 
 def _problem(member: zipfile.ZipInfo) -> str | None:
     """Why a member is not taken, as the end of a sentence; None for a plain file."""
-    kind = stat.S_IFMT(member.external_attr >> 16)
-    if kind not in (0, stat.S_IFREG):  # archives that were not made on Unix give none
+    file_type = stat.S_IFMT(member.external_attr >> _MODE_SHIFT)
+    if file_type not in (0, stat.S_IFREG):  # 0 in archives that were not made on Unix
         return 'is a link, a directory or a device, not a file'
-    # zipfile ends a name at NUL.
+    # zipfile ends a name at a null character, and keeps the whole one as `orig_filename`.
     if member.filename != member.orig_filename or not is_clean(member.filename):
         return 'has a name that is no path below the archive'
-    if member.flag_bits & 1:
+    if member.flag_bits & _ENCRYPTED:
         return 'is encrypted'
     if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         return f'is compressed by method {member.compress_type}, not by deflate'

@@ -17,10 +17,15 @@ from etils import epath
 from qkattn.config.imports import load_extra
 from qkattn.errors import RunDirectoryError
 
+# The extra of pyproject.toml that installs the libraries of this module.
 EXTRA = 'gcs'
 SCHEME = 'gs://'
-PATIENCE = 20.0  # seconds for which a request is repeated
+# Seconds for which a request is repeated.
+PATIENCE = 20.0
+# What an account needs on a bucket.
 ROLES = 'roles/storage.objectUser and roles/storage.legacyBucketReader'
+# Characters of a library's error that are shown.
+_SHOWN = 200
 
 # Read when the libraries are imported: one protocol and one library for every bucket.
 os.environ.setdefault('EPATH_USE_TF', 'false')
@@ -55,9 +60,10 @@ def to_path(url: str | os.PathLike[str]) -> Path:
 
 @functools.lru_cache
 def _open(bucket: str) -> None:
-    """Checks once that the bucket can be listed."""
+    """Checks that a bucket can be listed, once for each bucket."""
     with _request(bucket, 'read', opening=True):
-        next(iter(_client().list_blobs(bucket, max_results=1, **_patience())), None)
+        listing = iter(_client().list_blobs(bucket, max_results=1, **_patience()))
+        next(listing, None)  # sends the request
 
 
 def check_writable(path: Path) -> None:
@@ -75,35 +81,45 @@ def read(path: str | os.PathLike[str]) -> Object:
         content = blob.download_as_bytes(**_patience())
         generation = blob.generation
         blob.reload(**_patience())
-    if blob.generation != generation:
+    if blob.generation != generation:  # it was written in between
         return read(path)
     return Object(content, generation, blob.updated.timestamp())
 
 
 def write(path: str | os.PathLike[str], content: bytes, generation: int | None = None) -> Object:
-    """Replaces `generation` (0: none, None: any) by `content`; FileExistsError if it is another."""
-    options = {'if_generation_match': generation, **_patience()}
+    """Writes the object at `path`.
+
+    `generation` is that of the object to replace, 0 where there must be none, or None to replace
+    whatever is there. FileExistsError where the bucket holds another generation.
+    """
     with _request(path, 'write') as blob:
         try:
-            blob.upload_from_string(content, 'application/octet-stream', **options)
+            blob.upload_from_string(
+                content,
+                'application/octet-stream',
+                if_generation_match=generation,
+                **_patience(),
+            )
         except _api('PreconditionFailed') as error:
             # A request that is repeated because its answer was lost meets its own object.
-            with contextlib.suppress(FileNotFoundError):
-                if content and (stored := read(path)).content == content:
-                    return stored
+            if content:
+                with contextlib.suppress(FileNotFoundError):
+                    stored = read(path)
+                    if stored.content == content:
+                        return stored
             raise FileExistsError(f'{os.fspath(path)} was written by another process') from error
     return Object(content, blob.generation, blob.updated.timestamp())
 
 
 def delete(path: str | os.PathLike[str], generation: int | None = None) -> None:
     """Deletes an object; one that is gone, or is of another generation, is left as it is."""
-    gone = _api('NotFound'), _api('PreconditionFailed')
-    with _request(path, 'write') as blob, contextlib.suppress(*gone):
+    left_alone = _api('NotFound'), _api('PreconditionFailed')
+    with _request(path, 'write') as blob, contextlib.suppress(*left_alone):
         blob.delete(if_generation_match=generation, **_patience())
 
 
 def now(path: str | os.PathLike[str]) -> float:
-    """Seconds on the clock of the bucket: of a write below `path`."""
+    """Seconds on the clock of the bucket, which a write below `path` tells."""
     probe = f'{os.fspath(path)}/.clock-{uuid.uuid4().hex}'
     stored = write(probe, b'', 0)
     delete(probe, stored.generation)
@@ -111,21 +127,25 @@ def now(path: str | os.PathLike[str]) -> float:
 
 
 def _split(path: str | os.PathLike[str]) -> tuple[str, str]:
+    """The bucket of a URL, and the name of the object in it."""
     bucket, _, name = os.fspath(path).removeprefix(SCHEME).partition('/')
     return bucket, name
 
 
 def _api(name: str) -> Any:
+    """An exception of Google's libraries by name, such as NotFound."""
     return getattr(load_extra('google.api_core.exceptions', EXTRA), name)
 
 
 def _patience() -> dict[str, Any]:
+    """Arguments of every request: it is repeated for PATIENCE seconds."""
     retry = load_extra('google.cloud.storage.retry', EXTRA).DEFAULT_RETRY
     return {'timeout': PATIENCE, 'retry': retry.with_timeout(PATIENCE)}
 
 
 @functools.lru_cache(maxsize=1)
 def _client() -> Any:
+    """The client of all requests, of `google.cloud.storage`."""
     return load_extra('google.cloud.storage', EXTRA).Client()
 
 
@@ -144,11 +164,14 @@ def _prepare() -> None:
 
 @contextlib.contextmanager
 def _request(path: str | os.PathLike[str], task: str, opening: bool = False) -> Iterator[Any]:
-    """Yields an object; RunDirectoryError for a bad bucket, ConnectionError for a lost one."""
+    """A block of requests; yields the `Blob` at `path`, and makes errors of Google's our own.
+
+    `task` is 'read' or 'write'. With `opening`, where a user has just named the bucket, every
+    failure is a wrong setting: RunDirectoryError. Otherwise the bucket worked before, so one that
+    is out of reach is ConnectionError, and an object that is missing FileNotFoundError.
+    """
     bucket, name = _split(path)
     _prepare()
-    credentials = load_extra('google.auth.exceptions', EXTRA).GoogleAuthError
-    kind: type[Exception] = RunDirectoryError
     try:
         yield _client().bucket(bucket).blob(name)
     except (FileNotFoundError, FileExistsError, ConnectionError, RunDirectoryError):
@@ -157,16 +180,29 @@ def _request(path: str | os.PathLike[str], task: str, opening: bool = False) -> 
         if isinstance(error, _api('NotFound')):
             if task == 'read' and not opening:
                 raise FileNotFoundError(f'{os.fspath(path)} does not exist') from error
-            problem = 'does not exist; create the bucket or give another'
-        elif isinstance(error, (_api('Forbidden'), _api('Unauthorized'))):
-            problem = f'may not be used to {task}: give this account {ROLES} on the bucket'
-        elif isinstance(error, (OSError, _api('GoogleAPIError'), credentials)):
-            kind = RunDirectoryError if opening else ConnectionError
-            line = (str(error).splitlines() or [type(error).__name__])[0][:200].rstrip('.')
+            raise RunDirectoryError(
+                f'{SCHEME}{bucket} does not exist; create the bucket or give another'
+            ) from error
+        if isinstance(error, (_api('Forbidden'), _api('Unauthorized'))):
+            raise RunDirectoryError(
+                f'{SCHEME}{bucket} may not be used to {task}: give this account {ROLES} on the '
+                'bucket'
+            ) from error
+        if _is_out_of_reach(error):
+            lines = str(error).splitlines() or [type(error).__name__]
+            reason = lines[0][:_SHOWN].rstrip('.')
             problem = (
-                f'cannot be reached ({line}); check the network and STORAGE_EMULATOR_HOST, or run '
-                '`gcloud auth application-default login` and set GOOGLE_CLOUD_PROJECT'
+                f'{SCHEME}{bucket} cannot be reached ({reason}); check the network and '
+                'STORAGE_EMULATOR_HOST, or run `gcloud auth application-default login` and set '
+                'GOOGLE_CLOUD_PROJECT'
             )
-        else:
-            raise
-        raise kind(f'{SCHEME}{bucket} {problem}') from error
+            if opening:
+                raise RunDirectoryError(problem) from error
+            raise ConnectionError(problem) from error
+        raise
+
+
+def _is_out_of_reach(error: Exception) -> bool:
+    """Whether an error is one of the network, the service or the credentials."""
+    credentials_error = load_extra('google.auth.exceptions', EXTRA).GoogleAuthError
+    return isinstance(error, (OSError, _api('GoogleAPIError'), credentials_error))

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import functools
 import os
 import re
 import shutil
@@ -15,18 +14,13 @@ from typing import Any, Protocol, cast
 
 from etils import epath
 
-from qkattn.config.paths import (
-    LARGEST,
-    expanded,
-    read_regular,
-    require_regular,
-    require_utf8,
-)
+from qkattn.config.paths import LARGEST, expanded, read_regular, require_regular
 from qkattn.config.setting import PART_END
 from qkattn.errors import DiskError, ReadError, RunDirectoryError, UnsuitableFileError
 from qkattn.jobs.signals import no_interrupt
 from qkattn.storage import buckets
 
+# How writing fails, by the system's number of the error, and what a user can do about it.
 _FAILED = {
     errno.ENOSPC: 'the disk is full; make room',
     errno.EDQUOT: 'the quota of this user is used up; make room',
@@ -37,17 +31,25 @@ _FAILED = {
     errno.EROFS: 'its file system is read-only; make it writable',
     errno.EACCES: 'this user may not write there; make it writable',
 }
-# What the system reports of a path whose content is not as expected; the rest are its failures.
+# What the system reports of a path whose content is not as expected: nothing is there, or a file in
+# the place of a directory, or the other way round. All other errors are failures of the system.
 _CONTENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
-# The other failures as tensorstore names them, most of a bucket.
+# Failures that tensorstore names by a word of its own, most of them of a bucket.
 _STATUSES = (
-    *('ABORTED', 'CANCELLED', 'DEADLINE_EXCEEDED', 'PERMISSION_DENIED', 'RESOURCE_EXHAUSTED'),
-    *('UNAUTHENTICATED', 'UNAVAILABLE'),
+    'ABORTED',
+    'CANCELLED',
+    'DEADLINE_EXCEEDED',
+    'PERMISSION_DENIED',
+    'RESOURCE_EXHAUSTED',
+    'UNAUTHENTICATED',
+    'UNAVAILABLE',
 )
 _RESUME = 'and run the same command again, which resumes from what is saved'
-# An absolute path in text: all of it, what follows `--flag=`, or a string in a list or call.
+# An absolute path in text: all of it, what follows `--flag=`, or a string in a list or call. In
+# 'wandb(dir="/home/ann/w")' it matches '"/home/ann/w'.
 _ABSOLUTE = re.compile(r"""(^|[=,"'([])(/[^,"')\]]*)""")
-_TEMPORARY = '.{}.{}.tmp'  # of write_atomic: the file's name, and a UUID
+# A temporary file of `write_atomic`: the name of the file that it replaces, and a UUID.
+_TEMPORARY = '.{}.{}.tmp'
 
 
 class Files(Protocol):
@@ -74,7 +76,7 @@ def as_readable(path: str | os.PathLike[str] | Readable) -> Readable:
 def as_path(path: str | os.PathLike[str]) -> Path:
     """A path on a file system, ~ expanded, or in a bucket for a URL; as `buckets.to_path`.
 
-    RunDirectoryError where ~ has no directory, or the path is not UTF-8.
+    RunDirectoryError where ~ has no directory.
     """
     return buckets.to_path(path) if buckets.is_url(path) else expanded(path)
 
@@ -82,24 +84,17 @@ def as_path(path: str | os.PathLike[str]) -> Path:
 def absolute(path: str | os.PathLike[str]) -> Path:
     """`as_path`, absolute, as orbax needs it."""
     path = as_path(path)
-    if buckets.is_url(path):
-        return path
-    require_utf8(path.absolute())  # the working directory may not be
-    return path.absolute()
+    return path if buckets.is_url(path) else path.absolute()
 
 
 def component(name: str) -> str:
     """`name`, which a file gives, where it names one entry of a directory and nothing else.
 
-    RunDirectoryError where it is empty, '.' or '..', has a slash or a null character, is not UTF-8,
-    or has 256 bytes or more.
+    RunDirectoryError where it is empty, '.' or '..', has a slash or a null character, or has 256
+    bytes or more.
     """
-    try:
-        size = len(name.encode())
-    except UnicodeEncodeError:
-        size = PART_END
-    leads_elsewhere = name in ('', os.curdir, os.pardir) or '/' in name
-    if leads_elsewhere or '\0' in name or size >= PART_END:
+    leads_elsewhere = name in ('', os.curdir, os.pardir) or '/' in name or '\0' in name
+    if leads_elsewhere or len(os.fsencode(name)) >= PART_END:
         raise RunDirectoryError(
             f'{name!r:.80} is no name of a file or directory; valid is one component of a path, '
             f"below {PART_END} bytes of UTF-8, other than '.' and '..'"
@@ -125,7 +120,7 @@ def run_path(study: Files, directory: str) -> Files:
 
 
 def below(directory: Path, *names: str) -> Path:
-    """The path of what the program makes in a directory, in order to write or delete there.
+    """directory/names[0]/names[1]/..., where the program is about to write or delete.
 
     `directory` may be a link, since a user names it. RunDirectoryError where one of `names`, each
     a `component`, is a link: a directory from elsewhere may link to anything. Buckets have none.
@@ -150,11 +145,12 @@ def first_link(directory: Path, *names: str) -> Path | None:
 
 
 def in_place(path: str, flags: int) -> int:
-    """An opener, as `open` takes it, of a file that is changed in place and not replaced.
+    """An `opener` of the function open(), for a file that is changed in place and not replaced.
 
     RunDirectoryError where that is a link, or no regular file.
     """
     try:
+        # O_NONBLOCK: a pipe is opened at once, and refused below.
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
         if os.path.islink(path):
@@ -167,6 +163,7 @@ def in_place(path: str, flags: int) -> int:
 
 
 def _linked(path: Path) -> RunDirectoryError:
+    """The error that says that a path is a link where the program would write."""
     return RunDirectoryError(
         f'{path} is a link, and nothing is written or deleted through one; put what it links to '
         'in its place, or give another directory'
@@ -204,20 +201,26 @@ def without_directories(text: str) -> str:
 def check_directory(
     path: str | os.PathLike[str], *, name: str = 'workdir', create: bool = False
 ) -> Path:
-    """`path`, absolute; RunDirectoryError unless it or its nearest parent takes files."""
+    """A directory that a user names, absolute; RunDirectoryError where no file can be written.
+
+    A directory that does not exist is made with `create`; otherwise its nearest parent has to take
+    files. `name` is the setting that names it, for the error.
+    """
     if buckets.is_url(path):
         directory = as_path(path)
         buckets.check_writable(directory)
         return directory
     # POSIX keeps two leading slashes apart from one; orbax cannot write below them.
     directory = Path('/' + os.path.abspath(as_path(path)).lstrip('/'))
-    require_utf8(directory)
     try:
         if create:
             directory.mkdir(parents=True, exist_ok=True)
-        existing = next(p for p in (directory, *directory.parents) if p.exists())
+        existing = directory
+        while not existing.exists():
+            existing = existing.parent
+        # Permissions alone do not say whether a file system takes files.
         with tempfile.TemporaryFile(dir=existing):
-            pass  # permissions alone do not say whether a file system takes files
+            pass
     except OSError as error:
         raise RunDirectoryError(
             f'{name}={directory} cannot be used ({error.strerror}); '
@@ -226,7 +229,9 @@ def check_directory(
     return directory
 
 
-make_directory = functools.partial(check_directory, create=True)
+def make_directory(path: str | os.PathLike[str], *, name: str = 'workdir') -> Path:
+    """As `check_directory`; the directory is made where it does not exist."""
+    return check_directory(path, name=name, create=True)
 
 
 def remove_tree(path: Path) -> None:
@@ -243,10 +248,14 @@ def require_room(directory: Path, size: int) -> None:
     """Raises DiskError unless `directory` takes files of `size` bytes in all; a bucket does."""
     if buckets.is_url(directory):
         return
+    # The file shows that the directory is there and takes files at all.
     with disk_errors(directory), tempfile.TemporaryFile(dir=directory):
-        if (free := shutil.disk_usage(directory).free) < size:
-            problem = f'its disk has {free:,} of the {size:,} bytes that are needed; make room'
-            raise DiskError(f'{directory} cannot be written: {problem} {_RESUME}')
+        free = shutil.disk_usage(directory).free
+        if free < size:
+            raise DiskError(
+                f'{directory} cannot be written: its disk has {free:,} of the {size:,} bytes that '
+                f'are needed; make room {_RESUME}'
+            )
 
 
 def require_same(path: Path, before: os.stat_result) -> None:
@@ -257,10 +266,11 @@ def require_same(path: Path, before: os.stat_result) -> None:
 
 
 def version_of(path: Path) -> tuple[int, int]:
-    """What differs once the file is another one: its size, and when it changed."""
-    stat: Any = path.stat()
-    far = buckets.is_url(path)
-    return (stat.length, stat.mtime) if far else (stat.st_size, stat.st_mtime_ns)
+    """The size of a file and the time of its last change: another file has another pair."""
+    status: Any = path.stat()
+    if buckets.is_url(path):
+        return status.length, status.mtime
+    return status.st_size, status.st_mtime_ns
 
 
 def write_atomic(path: str | os.PathLike[str], content: str | bytes) -> Path:
@@ -298,19 +308,25 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     if buckets.is_url(path):
         with tempfile.TemporaryDirectory() as directory:
-            yield (temporary := Path(directory, path.name))
+            temporary = Path(directory, path.name)
+            yield temporary
             buckets.write(path, temporary.read_bytes())
         return
     with _replacing(path, f'{path.name}.tmp') as temporary:
         temporary.unlink(missing_ok=True)
         temporary.touch(exist_ok=False)  # follows no link
-        mode = temporary.stat().st_mode  # as the umask gives it; safetensors makes private files
+        # The mode that the umask gives, since safetensors makes files that only their owner reads.
+        mode = temporary.stat().st_mode
         yield temporary
         temporary.chmod(mode)
 
 
 @contextlib.contextmanager
 def _replacing(path: Path, name: str) -> Iterator[Path]:
+    """Yields the temporary path `name` beside `path`, which replaces it if the block succeeds.
+
+    Both the file and its entry in the directory are on the disk afterwards.
+    """
     if path.is_dir():
         raise RunDirectoryError(f'{path} is a directory where a file is expected; move it away')
     temporary = path.with_name(name)
@@ -326,6 +342,7 @@ def _replacing(path: Path, name: str) -> Iterator[Path]:
 
 
 def _sync(path: Path) -> None:
+    """Returns once a file or directory is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -351,34 +368,50 @@ def local_copy(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """A block that writes at or below `path`; DiskError where the disk fails or `path` is gone."""
+    """A block that writes at or below `path`; DiskError where the disk fails or `path` is gone.
+
+    Any other error of the block stays as it is.
+    """
     try:
         yield
     except DiskError:
         raise
-    except Exception as error:  # libraries raise many kinds, with the text of the system's error
-        number = error.errno if isinstance(error, OSError) else None
-        text = '' if number else str(error)
-        absent = number == errno.ENOENT or os.strerror(errno.ENOENT) in text
-        if absent and not buckets.is_url(path):
-            for missing in (p for p in (*path.parents[::-1], path) if not os.path.lexists(p)):
-                raise _gone(missing) from error
+    except Exception as error:
+        if _is_system_error(error, errno.ENOENT) and not buckets.is_url(path):
+            for ancestor in (*reversed(path.parents), path):
+                if not os.path.lexists(ancestor):
+                    raise _gone(ancestor) from error
         directory = path if os.path.isdir(path) else path.parent
-        for code, reason in _FAILED.items():
-            if code == number or os.strerror(code) in text:
+        for number, reason in _FAILED.items():
+            if _is_system_error(error, number):
                 raise DiskError(f'{directory} cannot be written: {reason} {_RESUME}') from error
         raise
 
 
+def _is_system_error(error: Exception, number: int) -> bool:
+    """Whether an error is the system's of this number, as errno.ENOSPC.
+
+    Libraries raise many kinds of their own, which have only the text of the system's error.
+    """
+    if isinstance(error, OSError) and error.errno:
+        return error.errno == number
+    return os.strerror(number) in str(error)
+
+
 @contextlib.contextmanager
 def read_errors(path: Readable) -> Iterator[None]:
-    """A block that reads at or below `path`; ReadError where the system fails, not the content."""
+    """A block that reads at or below `path`; ReadError where the system fails, not the content.
+
+    So a file on a disk that fails, or in a bucket out of reach, does not count as damaged.
+    """
     try:
         yield
     except Exception as error:
+        # Libraries raise errors of their own, from that of the system.
         cause: BaseException | None = error
-        while cause is not None:  # libraries raise their own kinds from that of the system
-            if reason := _failure(cause):
+        while cause is not None:
+            reason = _failure(cause)
+            if reason is not None:
                 raise ReadError(
                     f'{path} cannot be read ({reason}); nothing was changed: run the same command '
                     'again once it can be'
@@ -395,9 +428,14 @@ def _failure(error: BaseException) -> str | None:
         if error.errno in _CONTENT or isinstance(error, FileNotFoundError | UnsuitableFileError):
             return None
         return error.strerror or str(error)
-    texts = [os.strerror(code) for code in errno.errorcode if code not in _CONTENT]
-    return next((text for text in (*texts, *_STATUSES) if text in str(error)), None)
+    # An error of a library, which names that of the system in its text.
+    system_texts = [os.strerror(number) for number in errno.errorcode if number not in _CONTENT]
+    for text in (*system_texts, *_STATUSES):
+        if text in str(error):
+            return text
+    return None
 
 
 def _gone(path: Path) -> DiskError:
+    """The error that says that a directory has vanished while a run wrote there."""
     return DiskError(f'{path} is gone: it was removed, renamed or unmounted; put it back {_RESUME}')

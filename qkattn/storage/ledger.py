@@ -36,15 +36,19 @@ from qkattn.storage.records import ARM_KEY, OUTSIDE, check, metrics_of, parse_js
 
 NAME = 'ledger.jsonl'
 ADVICE = 'restore it from a copy, or run the study in a new directory'
+# The events of entries.
 DECLARED = 'declared'
 ARMS_ADDED = 'arms_added'
 LOOKED = 'looked'
 ACCEPTED = 'accepted'
 REPEATS = 'repeats'
-ACCEPTABLE = ('uncommitted', 'commits')  # runs with uncommitted changes, or of different commits
+# What may be accepted: runs with uncommitted changes, or of different commits.
+ACCEPTABLE = ('uncommitted', 'commits')
 YARDSTICKS = 'yardsticks.json'
-DOCUMENTS_SHA256 = 'documents.sha256'  # of a documents.json that a stored study leaves out
-_SEEN = ('trial', 'status', 'diverged_at', 'num_steps', OUTSIDE)  # and metrics, but no times
+# Holds the SHA-256 of a documents.json that a stored study leaves out of a run.
+DOCUMENTS_SHA256 = 'documents.sha256'
+# The fields of a result that a look sees besides its metrics; times are not among them.
+_SEEN = ('trial', 'status', 'diverged_at', 'num_steps', OUTSIDE)
 
 Entry = Mapping[str, Any]
 ArmKeys = frozenset[tuple[str | None, ...]]
@@ -77,12 +81,12 @@ class Ledger:
     @functools.cached_property
     def family(self) -> int:
         """Widest family ever declared."""
-        return max(e['family'] for e in self.entries if 'family' in e)
+        return max(entry['family'] for entry in self.entries if 'family' in entry)
 
     @functools.cached_property
     def arms(self) -> ArmKeys:
         """Every arm ever declared."""
-        return frozenset(arm_key(a) for e in self.entries if 'arms' in e for a in e['arms'])
+        return frozenset(arm_key(arm) for entry in self.entries for arm in entry.get('arms', []))
 
     @functools.cached_property
     def post_hoc(self) -> ArmKeys:
@@ -90,17 +94,21 @@ class Ledger:
 
         None of a study without tuning, which has no verdicts.
         """
-        later = [e for e in self.entries if e.get('post_hoc')]
-        return frozenset(arm_key(a) for e in later for a in e['arms'])
+        late_entries = [entry for entry in self.entries if entry.get('post_hoc')]
+        return frozenset(arm_key(arm) for entry in late_entries for arm in entry['arms'])
 
     @functools.cached_property
     def repeats(self) -> tuple[Repeat, ...]:
         """The studies that it repeats, in the order of their entries."""
-        declared = [e['repeats'] for e in self.entries if e['event'] == DECLARED and 'repeats' in e]
-        repeats = {of['study']: Repeat(of['study'], of['entry']) for of in declared}
-        return (*repeats.values(), *map(_in_retrospect, self._all(REPEATS)))
+        declared: dict[str, Repeat] = {}
+        for entry in self._entries_of(DECLARED):
+            if 'repeats' in entry:  # of several declarations of a study the last one counts
+                repeated = entry['repeats']
+                declared[repeated['study']] = Repeat(repeated['study'], repeated['entry'])
+        in_retrospect = [_repeat_in_retrospect(entry) for entry in self._entries_of(REPEATS)]
+        return (*declared.values(), *in_retrospect)
 
-    def _all(self, event: str) -> list[Entry]:
+    def _entries_of(self, event: str) -> list[Entry]:
         return [entry for entry in self.entries if entry['event'] == event]
 
     @property
@@ -111,35 +119,61 @@ class Ledger:
     @property
     def declaration(self) -> str:
         """Hash of the study as it was declared last."""
-        return [e['declaration'] for e in self.entries if 'declaration' in e][-1]
+        declarations = [e['declaration'] for e in self.entries if 'declaration' in e]
+        return declarations[-1]
 
     @property
     def first_look(self) -> str | None:
         """Time of the first look; None before it."""
-        return next((e['time'] for e in self.entries if e['event'] == LOOKED), None)
+        looks = self._entries_of(LOOKED)
+        return looks[0]['time'] if looks else None
 
     @property
     def looked_files(self) -> dict[str, str | None]:
         """`digests` at the last look; empty before the first."""
-        return next((e['files'] for e in reversed(self.entries) if e['event'] == LOOKED), {})
+        looks = self._entries_of(LOOKED)
+        return looks[-1]['files'] if looks else {}
 
     def altered(self, runs: Mapping[str, str]) -> dict[str, int]:
-        """The first look at each run that it saw otherwise than `runs`, which are as `seen`."""
-        looks: dict[str, tuple[str, int]] = {}
-        for entry in reversed(self.entries):
-            if entry['event'] == LOOKED and 'runs' in entry:
-                looks |= {run: (seen, entry['look']) for run, seen in entry['runs'].items()}
-        return {run: look for run, (seen, look) in looks.items() if runs.get(run) != seen}
+        """The runs that are not as a look saw them, each with the number of its first look.
+
+        `runs` are the runs as they are, {run: digest} as `seen` gives them.
+        """
+        first_looks: dict[str, tuple[str, int]] = {}  # {run: (digest, number of the look)}
+        for entry in reversed(self._entries_of(LOOKED)):
+            for run, seen_digest in entry.get('runs', {}).items():
+                first_looks[run] = (seen_digest, entry['look'])  # in place of a later look
+        altered = {}
+        for run, (seen_digest, number) in first_looks.items():
+            if runs.get(run) != seen_digest:
+                altered[run] = number
+        return altered
 
     @property
     def accepted(self) -> dict[str, str]:
         """Why each accepted code was accepted."""
-        return {e['code']: e['why'] for e in self.entries if e['event'] == ACCEPTED}
+        return {entry['code']: entry['why'] for entry in self._entries_of(ACCEPTED)}
+
+
+def _repeat_in_retrospect(entry: Entry) -> Repeat:
+    """The repeat that a line with the event REPEATS declares."""
+    lost = entry.get('lost')
+    if lost is None:
+        return Repeat(entry['study'], entry['entry'], retrospective=True)
+    return Repeat(
+        entry['study'],
+        entry['entry'],
+        retrospective=True,
+        commit=lost['commit'],
+        seeds=tuple(lost['seeds']),
+        arms=frozenset(arm_key(arm) for arm in lost['arms']),
+    )
 
 
 def read(path: Path) -> Ledger:
     """Reads a ledger; ReportError where a line is missing, damaged, edited or out of place."""
     entries: list[Entry] = []
+    previous_hash = None
     for number, line in enumerate(_lines(path, keepends=True), start=1):
         try:
             entry = parse_json(line)
@@ -150,8 +184,9 @@ def read(path: Path) -> Ledger:
             raise ReportError(
                 f'{path}, line {number} was edited: its hash does not match; {ADVICE}'
             )
-        if entry['previous'] != (entries[-1]['hash'] if entries else None):
+        if entry['previous'] != previous_hash:
             raise ReportError(f'{path}, line {number} does not follow the line before; {ADVICE}')
+        previous_hash = entry['hash']
         entries.append(entry)
     if not entries or entries[0]['event'] != DECLARED:
         raise ReportError(f'{path} does not exist, or declares no study; {ADVICE}')
@@ -160,24 +195,19 @@ def read(path: Path) -> Ledger:
 
 def append(path: Path, event: str, **data: Any) -> None:
     """Appends a line, to a new ledger if there is none; raises as `read`."""
-    entries = read(path).entries if path.exists() else ()
+    lines = b''
+    previous_hash = None
+    if path.exists():
+        previous_hash = read(path).last
+        lines = read_whole(path)
     entry = {
         'event': event,
         'time': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
         **to_jsonable(data),
-        'previous': entries[-1]['hash'] if entries else None,
+        'previous': previous_hash,
     }
     entry['hash'] = digest_of_entry(entry)
-    before = read_whole(path) if entries else b''
-    write_atomic(path, before + json.dumps(entry).encode() + b'\n')
-
-
-def _in_retrospect(entry: Entry) -> Repeat:
-    lost = entry.get('lost')
-    if lost is None:
-        return Repeat(entry['study'], entry['entry'], True)
-    arms = frozenset(map(arm_key, lost['arms']))
-    return Repeat(entry['study'], entry['entry'], True, lost['commit'], tuple(lost['seeds']), arms)
+    write_atomic(path, lines + json.dumps(entry).encode() + b'\n')
 
 
 def declare(
@@ -192,56 +222,64 @@ def declare(
     if before is not None and before.declaration == digest(declared):
         return
     arms = declared['arms']
-    primary = [arm for arm in arms if arm['control'] is None]
-    common = {
-        'declaration': digest(declared),
-        'family': sum(arm['variant'] != declared['baseline'] for arm in primary),
-    }
-    added = [arm for arm in arms if before is not None and arm_key(arm) not in before.arms]
-    if before is not None and added:
-        # They depend on results if there are verdicts, and a look came before.
-        late = before.first_look is not None and declared['tuning'] is not None
-        append(path, ARMS_ADDED, arms=added, post_hoc=late, **common)
-    else:
-        rest = {name: declared[name] for name in ('arms', 'seeds', 'margin')}
-        if repeats is not None:
-            rest['repeats'] = repeats
-        append(path, DECLARED, **common, **rest, post_hoc=False)
+    # The family: every arm that is compared with the baseline, and is no control.
+    compared = [
+        arm for arm in arms if arm['control'] is None and arm['variant'] != declared['baseline']
+    ]
+    common = {'declaration': digest(declared), 'family': len(compared)}
+    if before is not None:
+        added = [arm for arm in arms if arm_key(arm) not in before.arms]
+        if added:
+            # They depend on results if there are verdicts, and a look came before.
+            late = before.first_look is not None and declared['tuning'] is not None
+            append(path, ARMS_ADDED, arms=added, post_hoc=late, **common)
+            return
+    fields = {name: declared[name] for name in ('arms', 'seeds', 'margin')}
+    if repeats is not None:
+        fields['repeats'] = repeats
+    append(path, DECLARED, **common, **fields, post_hoc=False)
 
 
 def look(directory: Path, logs: Files | None = None) -> bool:
-    """Enters a look at the files in `logs`; False if unchanged, or if runs were altered."""
+    """Enters a look, a report on more than screening, at the files in `logs`.
+
+    They are those of the study itself, or of a stored one, whose logs are in an archive. Enters
+    nothing and returns False if they are as at the last look, or if a run is not as a look saw it.
+    """
     path = directory / NAME
-    logs = directory if logs is None else logs
+    if logs is None:
+        logs = directory
     files = digests(logs)
     runs = seen(logs)
-    kept = read(path)
-    if files == kept.looked_files or kept.altered(runs):
-        return False  # before a lock is made, so that a kept copy of a study stays as it is
+    ledger = read(path)
+    # Asked before a lock is made, so that a kept copy of a study stays as it is.
+    if files == ledger.looked_files or ledger.altered(runs):
+        return False
     with locked(directory / 'lock'):
-        kept = read(path)
-        if files != kept.looked_files:  # nobody was quicker
-            number = sum(entry['event'] == LOOKED for entry in kept.entries) + 1
+        ledger = read(path)
+        if files != ledger.looked_files:  # nobody was quicker
+            number = sum(entry['event'] == LOOKED for entry in ledger.entries) + 1
             append(path, LOOKED, look=number, files=files, runs=runs)
     return True
 
 
 def accept(directory: Path, codes: Sequence[str], why: str) -> None:
-    """Enters why `codes` withhold no verdict; ReportError, and no entry, if one is not ACCEPTABLE.
+    """Enters why remarks that would withhold every verdict, by their codes, do not.
 
-    ReportError without why as well.
+    A code that was accepted for the same reason is not entered again. ReportError, and no entry, if
+    a code is not ACCEPTABLE or `why` is blank.
     """
     for code in codes:
         if code not in ACCEPTABLE:
             raise ReportError(f'accept={code!r} must be {" or ".join(ACCEPTABLE)}')
     if not why.strip():
         raise ReportError(f'accept={",".join(codes)} needs a reason, why={why!r}')
-    read(directory / NAME)  # a lock makes its directory
+    path = directory / NAME
+    read(path)  # raises where there is none: a lock would make its directory
     with locked(directory / 'lock'):
-        known = read(directory / NAME).accepted
-        for code in dict.fromkeys(codes):
-            if known.get(code) != why:
-                append(directory / NAME, ACCEPTED, code=code, why=why)
+        for code in codes:
+            if read(path).accepted.get(code) != why:
+                append(path, ACCEPTED, code=code, why=why)
 
 
 def arm_key(arm: Mapping[str, Any]) -> tuple[str | None, ...]:
@@ -260,31 +298,38 @@ def digest_of_entry(entry: Entry) -> str:
 
 
 def digests(directory: Files) -> dict[str, str | None]:
-    """SHA-256 of the files that a look sees, and of all planned runs' logs without training."""
-    names = ('study.json', 'plan.jsonl', 'results.jsonl', YARDSTICKS)
-    files = {name: _file_sha256(directory / name) for name in names}
-    if files[YARDSTICKS] is None:  # not every study has them
-        del files[YARDSTICKS]
+    """SHA-256 of the files that a look sees, None for one that is missing.
+
+    'logs' stands for the logs of all planned runs, without training. Not every study has
+    yardsticks; they are left out where they are missing.
+    """
+    digest_by_name: dict[str, str | None] = {}
+    for name in ('study.json', 'plan.jsonl', 'results.jsonl', YARDSTICKS):
+        digest_by_name[name] = _file_sha256(directory / name)
+    if digest_by_name[YARDSTICKS] is None:
+        del digest_by_name[YARDSTICKS]
     logs = {planned['directory']: hashes for planned, hashes in _logs(directory)}
-    return files | {'logs': _sha256(logs)}
+    digest_by_name['logs'] = _sha256(logs)
+    return digest_by_name
 
 
 def seen(directory: Files) -> dict[str, str]:
-    """SHA-256 of what a look sees of each planned run with results: metrics and logs."""
-    results: dict[str, list[dict[str, Any]]] = {}
+    """{run: SHA-256} of what a look sees of each planned run with results: metrics and logs."""
+    results_by_run: dict[str, list[dict[str, Any]]] = {}
     for line in _lines(directory / 'results.jsonl'):
         with contextlib.suppress(ValueError, TypeError, KeyError):  # a report names the line
             result = parse_json(line)
             names = (*_SEEN, *result_fields(metrics_of(result)))
             fields = {name: result[name] for name in names if name in result}
-            if fields not in (trials := results.setdefault(result['run'], [])):
-                trials.append(fields)
-    logs = {planned.get('run'): hashes for planned, hashes in _logs(directory)}
-    return {
-        run: _sha256({'results': trials, 'logs': logs[run]})
-        for run, trials in results.items()
-        if run in logs
-    }
+            results = results_by_run.setdefault(result['run'], [])
+            if fields not in results:
+                results.append(fields)
+    logs_by_run = {planned.get('run'): hashes for planned, hashes in _logs(directory)}
+    digest_by_run = {}
+    for run, results in results_by_run.items():
+        if run in logs_by_run:
+            digest_by_run[run] = _sha256({'results': results, 'logs': logs_by_run[run]})
+    return digest_by_run
 
 
 def _logs(directory: Files) -> Iterator[tuple[dict[str, Any], list[str | None]]]:
@@ -314,12 +359,15 @@ def is_training(line: bytes) -> bool:
 
 
 def _file_sha256(path: Readable) -> str | None:
+    """The SHA-256 of a file; None where there is none."""
     return hashlib.sha256(read_whole(path)).hexdigest() if path.is_file() else None
 
 
 def _lines(path: Readable, keepends: bool = False) -> list[bytes]:
+    """The lines of a file; [] where there is none."""
     return read_whole(path).splitlines(keepends) if path.is_file() else []
 
 
 def _sha256(values: Mapping[str, Any]) -> str:
+    """The SHA-256 of values as JSON with sorted keys."""
     return hashlib.sha256(json.dumps(to_jsonable(values), sort_keys=True).encode()).hexdigest()

@@ -6,6 +6,7 @@ import errno
 import io
 import itertools
 import json
+import logging
 import math
 import os
 import zlib
@@ -40,6 +41,8 @@ ADVICE = (
     'kept, and convert --source exports their parameters'
 )
 
+log = logging.getLogger(__name__)
+
 
 @dataclasses.dataclass(frozen=True)
 class _Beginning:
@@ -51,6 +54,7 @@ class _Beginning:
     last_step: int | None = None
 
     def followed_by(self, line: bytes, step: int) -> '_Beginning':
+        """This beginning with one more line, the record of a step."""
         crc32 = zlib.crc32(line, self.crc32)
         return _Beginning(self.lines + 1, self.size + len(line), crc32, step)
 
@@ -60,12 +64,19 @@ def read_metrics(path: str | os.PathLike | Readable) -> list[dict[str, Any]]:
     return [record for record, _ in _parse(as_readable(path))]
 
 
-def _parse(path: Readable) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """Checks and yields the complete lines as (record, line with its newline)."""
-    step = -math.inf
+def _parse(
+    path: Readable, after: _Beginning = _Beginning()
+) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """Checks and yields the complete lines as (record, line with its newline).
+
+    The lines of `after` are passed over. RunDirectoryError names the first damaged line. A last
+    line that is no record is what a crash has left of one, and ends the log.
+    """
+    last_step = -math.inf if after.last_step is None else after.last_step
     with _reading(path) as file:
+        file.seek(after.size)
         following = next(file, None)
-        for number in itertools.count(1):
+        for number in itertools.count(after.lines + 1):
             line = following
             if line is None:
                 return
@@ -73,15 +84,16 @@ def _parse(path: Readable) -> Iterator[tuple[dict[str, Any], bytes]]:
             if following is None and not _is_complete(line):
                 return
             record = _record(path, number, line)
-            if record['step'] < step:
-                raise _damaged_line(path, number, f'step {record["step"]} comes after step {step}')
             step = record['step']
+            if step < last_step:
+                raise _damaged_line(path, number, f'step {step} comes after step {last_step}')
+            last_step = step
             yield record, line
 
 
 @contextlib.contextmanager
-def _reading(path: Readable) -> Iterator[Iterator[bytes]]:
-    """The lines of a log one by one: a long log need not fit in memory."""
+def _reading(path: Readable) -> Iterator[IO[bytes]]:
+    """Opens a log, which is read line by line: a long one need not fit in memory."""
     try:
         with read_errors(path), _opened(path) as file:
             yield file
@@ -97,9 +109,10 @@ def _opened(path: Readable) -> IO[bytes]:
 
 def _is_complete(line: bytes) -> bool:
     """Whether a last line is a record, and not what a crash has left of one."""
-    with contextlib.suppress(ValueError):
+    try:
         return line.endswith(b'\n') and isinstance(parse_json(line), dict)
-    return False
+    except ValueError:
+        return False
 
 
 def _record(path: Readable, number: int, line: bytes) -> dict[str, Any]:
@@ -123,22 +136,27 @@ def _beginning(path: Readable, limit: int | None = None) -> _Beginning:
 
     RunDirectoryError where that one is damaged.
     """
-    lines = size = crc32 = 0
-    last = line = b''
+    num_lines = 0
+    size = 0
+    crc32 = 0
+    last_whole_line = b''
+    ends_in_part = False  # whether the log ends in a line without a newline
     with _reading(path) as file:
         for line in itertools.islice(file, limit):
             if not line.endswith(b'\n'):
+                ends_in_part = True
                 break
-            last = line
-            lines += 1
+            last_whole_line = line
+            num_lines += 1
             size += len(line)
             crc32 = zlib.crc32(line, crc32)
-    if lines == 0:
+    if num_lines == 0:
         return _Beginning()
-    # What a crash leaves stands at the end of the file.
-    if limit is None and line is last and not _is_complete(last):
-        return _beginning(path, lines - 1)
-    return _Beginning(lines, size, crc32, _record(path, lines, last)['step'])
+    # What a crash leaves stands at the end of the file, and may end in a newline, too.
+    if limit is None and not ends_in_part and not _is_complete(last_whole_line):
+        return _beginning(path, num_lines - 1)
+    last_step = _record(path, num_lines, last_whole_line)['step']
+    return _Beginning(num_lines, size, crc32, last_step)
 
 
 class MetricsFile:
@@ -151,9 +169,13 @@ class MetricsFile:
     that the others are those that were written.
     """
 
-    def __init__(self, path: str | os.PathLike):
-        """Opens `path`, or creates it; RunDirectoryError if its last complete line is damaged."""
+    def __init__(self, path: str | os.PathLike, config_hash: str | None = None):
+        """Opens `path`, or creates it; RunDirectoryError if its last complete line is damaged.
+
+        `config_hash` is that of the run, by which `rewind` tells its checkpoints from others.
+        """
         self.path = as_path(path)
+        self._config_hash = config_hash
         self._file: Any = io.BytesIO()
         try:
             if not buckets.is_url(self.path):
@@ -166,7 +188,7 @@ class MetricsFile:
                     self._file = io.BytesIO(self.path.read_bytes())
         except OSError as error:
             raise damaged(self.path, error) from error
-        self._kept = _Beginning()
+        self._kept = _Beginning()  # the lines that were read or written, which `_cut` keeps
         self.flush()
         self._kept = _beginning(self.path)
 
@@ -180,48 +202,57 @@ class MetricsFile:
 
         ValueError where `step` is missing or goes back; DiskError, with nothing of it written.
         """
-        line = to_jsonable(record)
-        check(line, {'step': int})
-        if self.last_step is not None and line['step'] < self.last_step:
+        values = to_jsonable(record)
+        check(values, {'step': int})
+        if self.last_step is not None and values['step'] < self.last_step:
             raise ValueError(f'{self.path} is at step {self.last_step}; a step would repeat')
-        data = json.dumps(with_checksum(line), allow_nan=False).encode() + b'\n'
+        line = json.dumps(with_checksum(values), allow_nan=False).encode() + b'\n'
         with disk_errors(self.path):
             self._cut()
-            if self._file.write(data) != len(data):
+            if self._file.write(line) != len(line):
                 self._cut()
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._kept = self._kept.followed_by(data, line['step'])
+        self._kept = self._kept.followed_by(line, values['step'])
 
-    def flush(self) -> dict[str, int]:
+    def flush(self) -> dict[str, Any]:
         """Syncs all lines to disk or bucket; call it before a checkpoint is committed.
 
-        Returns what that keeps for `rewind`. DiskError as `append`.
+        Returns what the checkpoint keeps for `rewind`: the number of lines, their checksum and the
+        config hash of the run. DiskError as `append`.
         """
         if buckets.is_url(self.path):
             write_atomic(self.path, self._file.getvalue())
         else:
             with disk_errors(self.path):
                 os.fsync(self._file.fileno())
-        return {'lines': self._kept.lines, 'crc32': self._kept.crc32}
+        written: dict[str, Any] = {'lines': self._kept.lines, 'crc32': self._kept.crc32}
+        if self._config_hash is not None:
+            written['config_hash'] = self._config_hash
+        return written
 
     def check(self) -> None:
         """Raises RunDirectoryError unless the file holds what was written."""
         self._first(self.flush())
 
     def rewind(
-        self, step: int, *, evaluated: bool = True, written: Mapping[str, int] | None = None
+        self, step: int, *, evaluated: bool = True, written: Mapping[str, Any] | None = None
     ) -> None:
         """Drops records after `step`, and a final one, so that a run resumed there repeats none.
 
-        `written`: of `flush`, how the file must begin; without it, `evaluated`: the evaluation at
-        `step` stays. RunDirectoryError where a line that stays is damaged, or is another one than
-        was written. Lines that are dropped may be damaged.
+        `written` is what `flush` returned before the checkpoint: the file must begin so. Without
+        it, before the first checkpoint, the evaluation at `step` stays if it is `evaluated`.
+
+        RunDirectoryError where a line that stays is damaged, or is another one than was written, or
+        where the checkpoint is of a run of another configuration. Lines that are dropped may be
+        damaged; a warning names the first such line.
         """
         self.flush()
-        if written is not None:
-            self._kept = self._first(written)
-        else:  # before the first checkpoint, and in those of earlier versions
+        if written is None:
             self._kept = self._until(step, evaluated)
+        else:
+            self._require_same_run(written)
+            self._kept = self._first(written)
+        self._warn_of_damage_after(self._kept)
         self._cut()
 
     def close(self) -> None:
@@ -232,7 +263,21 @@ class MetricsFile:
             finally:
                 self._file.close()
 
-    def _first(self, written: Mapping[str, int]) -> _Beginning:
+    def _require_same_run(self, written: Mapping[str, Any]) -> None:
+        """Raises RunDirectoryError where a checkpoint is of a run of another configuration.
+
+        Its arrays and lines could fit all the same: runs that differ in the learning rate alone
+        have equal shapes.
+        """
+        config_hash = written.get('config_hash', self._config_hash)
+        if config_hash != self._config_hash:
+            raise RunDirectoryError(
+                f'{self.path.parent} holds checkpoints of another run: their config hash is '
+                f'{config_hash}, that of config.json is {self._config_hash}; restore the directory '
+                'from a copy or use another run directory'
+            )
+
+    def _first(self, written: Mapping[str, Any]) -> _Beginning:
         """The lines that were written; RunDirectoryError where the file begins with others."""
         number = written['lines']
         # Lines are not parsed where their bytes are those that were written.
@@ -240,23 +285,43 @@ class MetricsFile:
             beginning = _beginning(self.path, number)
             if (beginning.lines, beginning.crc32) == (number, written['crc32']):
                 return beginning
-        sound = sum(1 for _ in itertools.islice(_parse(self.path), number))  # names a damaged line
+        # Parsing them all names the line that is damaged, if one is.
+        num_sound = sum(1 for _ in itertools.islice(_parse(self.path), number))
         raise RunDirectoryError(
-            f'{self.path}: its first {sound} lines are not the {number} that the run has written; '
-            f'{ADVICE}'
+            f'{self.path}: its first {num_sound} lines are not the {number} that the run has '
+            f'written; {ADVICE}'
         )
 
     def _until(self, step: int, evaluated: bool) -> _Beginning:
-        """The lines up to a step, without the last ones there if they are made again."""
-        made_again = ('final',) if evaluated else ('final', 'eval')
-        beginning = kept = _Beginning()
+        """The lines up to a step, without those at the step that a resumed run makes again.
+
+        They are the final record and, unless it was `evaluated` there, an evaluation.
+        """
+        kinds_made_again = ['final']
+        if not evaluated:
+            kinds_made_again.append('eval')
+        beginning = _Beginning()
+        kept = beginning
         for record, line in _parse(self.path):
             if record['step'] > step:
                 break
             beginning = beginning.followed_by(line, record['step'])
-            if record['step'] < step or record.get('kind') not in made_again:
+            if record['step'] < step or record.get('kind') not in kinds_made_again:
                 kept = beginning
         return kept
+
+    def _warn_of_damage_after(self, kept: _Beginning) -> None:
+        """Warns of the first damaged line among those that are dropped and made again."""
+        try:
+            for _ in _parse(self.path, after=kept):
+                pass
+        except RunDirectoryError as error:
+            damage = str(error).removesuffix(f'; {ADVICE}')
+            log.warning(
+                '%s; the lines from %s on are dropped, and training writes them again',
+                damage,
+                kept.lines + 1,
+            )
 
     def _cut(self) -> None:
         """Drops what follows the last complete line; needs no room on the disk."""

@@ -1,7 +1,11 @@
 """JSON files of runs and studies: written whole, with checksums, and checked when they are read.
 
-JSON is strict (no NaN, no Infinity). A schema is a type, a union, or `tuple[T, ...]` for a list; a
-mapping of field to schema for an object; or a list of one schema for a list that is not empty.
+JSON is strict (no NaN, no Infinity). A schema says what JSON must hold at least:
+
+    {'name': str, 'rate': float}     an object with these fields, and perhaps others
+    [{'name': str}]                  a list, which is not empty, of such objects
+    float, str | None, Literal['a']  a value; an integer fits float, and true fits bool alone
+    tuple[float, ...]                a list of such values
 """
 
 import dataclasses
@@ -9,7 +13,6 @@ import functools
 import json
 import math
 import os
-import sys
 import types
 import typing
 import zlib
@@ -28,13 +31,17 @@ T = TypeVar('T')
 # The `status` of an entry of result.json.
 FINISHED = 'finished'
 DIVERGED = 'diverged'
+# The field of an object that holds the checksum of the others.
 CHECKSUM = 'crc32'
 ADVICE = 'restore it from a copy or use another run directory'
 _RESULT_ADVICE = 'restore it from a copy, or remove it: the same command then makes it again'
-_TYPES: dict[Any, tuple[type, ...]] = {float: (int, float), Mapping: (dict,)}  # in JSON
+# The types that JSON gives for a type of a schema, where they are not the type itself.
+_TYPES: dict[Any, tuple[type, ...]] = {float: (int, float), Mapping: (dict,)}
 
+# config.json.
 CONFIG = {'hash': str, 'config': dict}
-START = {'git': dict, 'python': str, 'versions': dict, 'devices': dict}  # in provenance.json
+# provenance.json, with an entry for each start of the run.
+START = {'git': dict, 'python': str, 'versions': dict, 'devices': dict}
 PROVENANCE = {'starts': [START]}
 # An entry of result.json; `check_result` adds the metrics.
 RESULT = {
@@ -60,20 +67,35 @@ DOCUMENTS = {
 # Files of a run that reports are not made from.
 RUN_FILES = {'config.json': CONFIG, 'provenance.json': PROVENANCE, 'result.json': [RESULT]}
 # What is read of study.json before it is compared field by field, and an arm in it.
-STUDY = {'base': dict, **dict.fromkeys(('variants', 'sizes', 'corpora', 'arms'), list)}
+STUDY = {'base': dict, 'variants': list, 'sizes': list, 'corpora': list, 'arms': list}
 ARM_KEY = {'variant': str, 'size': str, 'corpus': str, 'control': str | None}
-# The field of a result that describes its metrics from outside, which it has only with such, and
-# what that records of each, so that they are read without their modules.
+# The field of a result that describes its metrics from outside, so that they are read without their
+# modules. A result without such metrics does not have it.
 OUTSIDE = 'outside_metrics'
+# The fields of a metric that are described there.
 _DESCRIBED = (
-    *('role', 'description', 'label', 'unit', 'scale', 'decimals', 'direction', 'prefixes'),
-    *('logged', 'for_text'),
+    'role',
+    'description',
+    'label',
+    'unit',
+    'scale',
+    'decimals',
+    'direction',
+    'prefixes',
+    'logged',
+    'for_text',
 )
-# Fields of results that may be null; losses are in every result, others came later or are times.
+# Fields of a result besides its metrics that it may lack, or that may be null.
 _OPTIONAL: dict[str, type] = {**dict.fromkeys(TIMES, float), 'diverged_at': int}
-_LOSSES = {
-    f for m in METRICS.values() if m.role == 'loss' and m.logged for f in map(m.field, m.prefixes)
-}
+
+
+def _loss_fields() -> set[str]:
+    """The fields of losses, such as val_loss, which every result has; it may lack other metrics."""
+    fields: set[str] = set()
+    for metric in METRICS.values():
+        if metric.role == 'loss' and metric.logged:
+            fields.update(metric.field(prefix) for prefix in metric.prefixes)
+    return fields
 
 
 def to_jsonable(value: Any) -> Any:
@@ -87,19 +109,22 @@ def to_jsonable(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {str(k): to_jsonable(v) for k, v in value.items()}
+        return {str(name): to_jsonable(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [to_jsonable(v) for v in value]
+        return [to_jsonable(item) for item in value]
     raise TypeError(f'{value!r} of type {type(value).__name__} has no JSON form')
 
 
 def write_json(path: str | os.PathLike, value: Any, *, indent: int | None = 2) -> None:
     """Writes `to_jsonable(value)`, an object or a list of objects, atomically, with checksums."""
     plain = to_jsonable(value)
-    summed = [*map(with_checksum, plain)] if isinstance(plain, list) else with_checksum(plain)
-    write_atomic(path, json.dumps(summed, allow_nan=False, indent=indent) + '\n')
+    if isinstance(plain, list):
+        content: Any = [with_checksum(item) for item in plain]
+    else:
+        content = with_checksum(plain)
+    write_atomic(path, json.dumps(content, allow_nan=False, indent=indent) + '\n')
 
 
 def with_checksum(record: dict[str, Any]) -> dict[str, Any]:
@@ -126,14 +151,15 @@ def read_json(path: str | os.PathLike | Readable, schema: Any, advice: str = ADV
 
 
 def parse_file(path: str | os.PathLike | Readable, schema: Any) -> Any:
-    """As `read_json`, but for ValueError with the reason alone."""
+    """As `read_json`, but with ValueError, of the reason alone, where the file is damaged."""
     path = as_readable(path)
     try:
         with read_errors(path):
             value = parse_json(read_whole(path))
     except OSError as error:
         raise ValueError(error.strerror or error) from error
-    for item in value if isinstance(value, list) else [value]:
+    items = value if isinstance(value, list) else [value]
+    for item in items:
         if isinstance(item, dict) and CHECKSUM in item:
             remove_checksum(item)
     check(value, schema)
@@ -144,9 +170,7 @@ def parse_json(text: str | bytes) -> Any:
     """Parses JSON; ValueError where it is none. Whatever reads JSON of a file reads it so."""
     try:
         return json.loads(text)
-    except RecursionError as error:
-        raise ValueError('it is nested too deeply') from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f'it is not JSON ({error})') from error
 
 
@@ -160,14 +184,15 @@ def read_lines(
 
     RunDirectoryError names the first line that is damaged or for which `take` raises ValueError.
     """
-    place = str(path)
+    place = str(path)  # what an error names
     records = []
     try:
         with read_errors(path):
             lines = read_whole(path).splitlines()
         for number, line in enumerate(lines, start=1):
             place = f'{path}, line {number}'
-            check(record := parse_json(line), schema)
+            record = parse_json(line)
+            check(record, schema)
             take(record)
             records.append(record)
     except (OSError, ValueError) as error:
@@ -179,7 +204,9 @@ def damaged(
     path: str | os.PathLike | Readable, error: Exception, advice: str = ADVICE
 ) -> RunDirectoryError:
     """The error that says that a file cannot be used, why, and what to do."""
-    reason = (isinstance(error, OSError) and error.strerror) or error
+    reason: object = error
+    if isinstance(error, OSError) and error.strerror:
+        reason = error.strerror  # without the number and the path
     return RunDirectoryError(f'{path} is damaged ({reason}); {advice}.')
 
 
@@ -191,15 +218,10 @@ def read_results(path: Path, config: Config) -> list[dict[str, Any]]:
         for result in results:
             check_result(result)
             check_config_hash(result, config_hash)
-        stored = [result['trial'] for result in results]
-        # Settings that trials have gained since the file was written are not in it.
-        expected = [
-            {name: value for name, value in trial.items() if name in stored[0]}
-            for trial in config.trials.trials()
-        ]
-        if stored != expected:
+        trials = [result['trial'] for result in results]
+        if trials != config.trials.trials():
             raise ValueError(
-                f'it has results of {len(stored)} trials that do not belong to the run'
+                f'it has results of {len(trials)} trials that do not belong to the run'
             )
     except ValueError as error:
         raise damaged(path, error, _RESULT_ADVICE) from error
@@ -218,9 +240,13 @@ def check_config_hash(result: Mapping[str, Any], expected: str) -> None:
 def check_result(record: Any) -> None:
     """Raises ValueError that names the field unless `record` is a result, or has more fields."""
     check(record, RESULT)
-    optional = result_fields(metrics_of(record)) | _OPTIONAL
-    names = [name for name in optional if name in record or name in _LOSSES]
-    check(record, {name: optional[name] | None for name in names})
+    kinds = result_fields(metrics_of(record)) | _OPTIONAL
+    required = _loss_fields()
+    schema = {}
+    for name, kind in kinds.items():
+        if name in record or name in required:
+            schema[name] = kind | None
+    check(record, schema)
     if record['status'] == FINISHED and record['val_loss'] is None:
         raise ValueError("field 'val_loss' of a finished trial is None")
 
@@ -230,13 +256,13 @@ def metrics_of(result: Mapping[str, Any]) -> Mapping[str, Metric]:
     if OUTSIDE not in result:
         return METRICS
     check(result, {OUTSIDE: dict})
-    found = []
-    for name, record in result[OUTSIDE].items():
+    described_metrics = []
+    for name, description in result[OUTSIDE].items():
         try:
-            found.append(read(Metric, record, name=name, details={}))
+            described_metrics.append(read(Metric, description, name=name, details={}))
         except ValueError as error:
             raise ValueError(f'metric {name!r}: {error}') from error
-    return with_outside(found)
+    return with_outside(described_metrics)
 
 
 def described(metrics: Mapping[str, Metric]) -> dict[str, dict[str, Any]]:
@@ -244,11 +270,12 @@ def described(metrics: Mapping[str, Metric]) -> dict[str, dict[str, Any]]:
 
     ConfigError for a metric that `metrics_of` would not read again.
     """
-    descriptions = {
-        name: {field: getattr(metric, field) for field in _DESCRIBED}
-        for name, metric in outside(metrics).items()
-    }
-    recorded = to_jsonable({OUTSIDE: descriptions} if descriptions else {})
+    descriptions = {}
+    for name, metric in outside(metrics).items():
+        descriptions[name] = {field: getattr(metric, field) for field in _DESCRIBED}
+    if not descriptions:
+        return {}
+    recorded = to_jsonable({OUTSIDE: descriptions})
     try:
         metrics_of(recorded)
     except ValueError as error:
@@ -257,7 +284,10 @@ def described(metrics: Mapping[str, Metric]) -> dict[str, dict[str, Any]]:
 
 
 def check(value: Any, schema: Any) -> None:
-    """Raises ValueError that names the field unless `value` has at least what the schema says."""
+    """Raises ValueError that names the field unless `value` has at least what the schema says.
+
+    The schema is a mapping, or a list of one, as at the top of this module.
+    """
     if isinstance(schema, list):
         if not isinstance(value, list) or not value:
             raise ValueError('expected a non-empty list')
@@ -272,25 +302,31 @@ def check(value: Any, schema: Any) -> None:
     for name, hint in schema.items():
         if name not in value:
             raise ValueError(f'field {name!r} is missing')
-        kind = type(hint) if isinstance(hint, dict | list) else hint
+        is_nested = isinstance(hint, dict | list)
+        kind: Any = type(hint) if is_nested else hint
         if not _fits(kind)(value[name]):
-            expected = (
-                kind.__name__ if isinstance(kind, type) else str(kind).removeprefix('typing.')
-            )
+            expected = kind.__name__ if isinstance(kind, type) else str(kind)
+            expected = expected.removeprefix('typing.')
             raise ValueError(f'field {name!r} is {value[name]!r:.80}, expected {expected}')
-        if isinstance(hint, dict | list):
+        if is_nested:
             check(value[name], hint)
 
 
 def read(cls: type[T], record: Any, **given: Any) -> T:
-    """A dataclass of `given` and an object's fields, lists as tuples; ValueError as `check`."""
+    """An instance of a dataclass from the fields of a JSON object, lists as tuples.
+
+    Fields in `given` have that value whatever the object says; it may have fields that the class
+    lacks, and lack those that have a default. ValueError as `check`, by the annotations.
+    """
     check(record, {})
     hints = typing.get_type_hints(cls)
-    fields: tuple[dataclasses.Field, ...] = dataclasses.fields(cls)  # type: ignore[arg-type]
-    required = {f.name for f in fields if f.default is dataclasses.MISSING}
-    names = [f.name for f in fields if f.name in (required | record.keys()) - given.keys()]
-    check(record, {name: hints[name] for name in names})
-    return cls(**given, **{name: _frozen(record[name]) for name in names})
+    schema = {}
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        is_required = field.default is dataclasses.MISSING
+        if field.name not in given and (is_required or field.name in record):
+            schema[field.name] = hints[field.name]
+    check(record, schema)
+    return cls(**given, **{name: _as_tuples(record[name]) for name in schema})
 
 
 def flat(record: Mapping, separator: str = '.', prefix: str = '') -> Iterator[tuple[str, Any]]:
@@ -302,35 +338,39 @@ def flat(record: Mapping, separator: str = '.', prefix: str = '') -> Iterator[tu
             yield f'{prefix}{name}', value
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+def _as_tuples(value: Any) -> Any:
+    """A list of JSON, and the lists in it, as tuples; any other value as it is."""
+    if not isinstance(value, list):
+        return value
+    return tuple(_as_tuples(item) for item in value)
 
 
 @functools.cache
 def _fits(hint: Any) -> Callable[[Any], bool]:
-    """Whether values fit a hint, which is looked into once: files hold millions of values."""
-    kind = typing.get_origin(hint) or hint
-    parts = typing.get_args(hint)
-    if kind in (types.UnionType, typing.Union):
-        options = [_fits(option) for option in parts]
-        return lambda value: any(fits(value) for fits in options)
-    if kind is typing.Literal:
-        return lambda value: value in parts
-    if kind is tuple:
-        item_fits = _fits(parts[0])
-        return lambda value: isinstance(value, list) and all(map(item_fits, value))
-    if kind is Mapping and parts and parts[1] is not Any:
-        item_fits = _fits(parts[1])
-        return lambda value: isinstance(value, dict) and all(map(item_fits, value.values()))
-    allowed = _TYPES.get(kind, (kind,))
+    """A function: whether a value of JSON fits a hint, such as `float` or `tuple[int, ...] | None`.
+
+    The hint is taken apart once, as files hold millions of values.
+    """
+    origin = typing.get_origin(hint) or hint
+    arguments = typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        fits_options = [_fits(option) for option in arguments]
+        return lambda value: any(fits_option(value) for fits_option in fits_options)
+    if origin is typing.Literal:
+        return lambda value: value in arguments
+    if origin is tuple:
+        fits_item = _fits(arguments[0])
+        return lambda value: isinstance(value, list) and all(map(fits_item, value))
+    if origin is Mapping and arguments and arguments[1] is not Any:
+        fits_item = _fits(arguments[1])
+        return lambda value: isinstance(value, dict) and all(map(fits_item, value.values()))
+    types_in_json = _TYPES.get(origin, (origin,))
 
     def fits(value: Any) -> bool:
-        if isinstance(value, bool):
-            return kind in (bool, object)
-        if isinstance(value, int) and abs(value) > sys.float_info.max:
-            return False  # digits without end, which nothing can compute with
+        if isinstance(value, bool):  # which is an int to isinstance
+            return origin in (bool, object)
         if isinstance(value, float) and not math.isfinite(value):
             return False  # strict JSON has no such numbers; 1e999 is read as one
-        return isinstance(value, allowed)
+        return isinstance(value, types_in_json)
 
     return fits

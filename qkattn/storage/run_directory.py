@@ -35,13 +35,20 @@ from qkattn.storage.metrics_log import MetricsFile
 from qkattn.storage.records import CONFIG, PROVENANCE, damaged, read_json, write_json
 
 PACKAGE = Path(__file__).resolve().parent
+# Distributions whose versions every start records.
 RECORDED_VERSIONS = (
-    *('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'tensorflow-datasets', 'grain'),
+    'jax',
+    'jaxlib',
+    'flax',
+    'optax',
+    'orbax-checkpoint',
+    'tensorflow-datasets',
+    'grain',
     'numpy',
 )
 
-
-# What is changed in place, or written and deleted in.
+# The files of a run directory that are changed in place, and the directories in which files are
+# written and deleted, by their components.
 WRITTEN = (
     ('lock',),
     ('metrics.jsonl',),
@@ -52,7 +59,11 @@ WRITTEN = (
 
 
 class RunDirectory(contextlib.ExitStack):
-    """A run directory that this process, in a job process 0, holds until `close`."""
+    """A run directory that this process, in a job process 0, holds until `close`.
+
+    `metrics` is its log, of which `rewind` is called before a record is appended; `lost()` says
+    whether another process has taken the directory over.
+    """
 
     def __init__(self, path: str | os.PathLike, config: Config):
         """Creates or resumes a run directory; records jax's devices, which it opens.
@@ -68,13 +79,9 @@ class RunDirectory(contextlib.ExitStack):
             self.lost = self.enter_context(locked(directory / 'lock', wait=False))
             remove_unfinished(directory)
             _check_config(directory, config)
-            provenance = directory / 'provenance.json'
-            starts = read_json(provenance, PROVENANCE)['starts'] if provenance.exists() else []
-            start = {**describe_start(), 'imported': imported(to_json(config))}
-            write_json(provenance, {'starts': [*starts, start]})
-            self.metrics = MetricsFile(directory / 'metrics.jsonl')  # `rewind` before appending
-            # In a bucket this writes the whole file, which may be that of another owner by then.
-            self.callback(lambda: None if self.lost() else self.metrics.close())
+            _record_start(directory, config)
+            self.metrics = MetricsFile(directory / 'metrics.jsonl', fingerprint(config))
+            self.callback(self._close_metrics)
         except BlockingIOError as error:
             raise InUseError(
                 f'workdir={directory} is in use by {error}; wait for it, stop it, or give another'
@@ -82,6 +89,11 @@ class RunDirectory(contextlib.ExitStack):
         except BaseException:
             self.close()
             raise
+
+    def _close_metrics(self) -> None:
+        # In a bucket this writes the whole file, which may be that of another owner by then.
+        if not self.lost():
+            self.metrics.close()
 
 
 def require_no_links(directory: Path) -> None:
@@ -93,12 +105,15 @@ def require_no_links(directory: Path) -> None:
 
 
 def _check_config(directory: Path, config: Config) -> None:
-    """Writes config.json, or checks the existing one."""
+    """Writes config.json, or checks the existing one.
+
+    ConfigError where the directory holds a study or the run of another configuration.
+    """
     path = directory / 'config.json'
     if not path.exists():
         if (directory / 'study.json').exists():
             raise ConfigError(f'workdir={directory} holds a study; give a run its own directory')
-        orphans = [n for n in ('metrics.jsonl', 'checkpoints') if (directory / n).exists()]
+        orphans = [name for name in ('metrics.jsonl', 'checkpoints') if (directory / name).exists()]
         if orphans:
             raise RunDirectoryError(
                 f'workdir={directory} holds {" and ".join(orphans)} but no config.json to resume '
@@ -106,17 +121,10 @@ def _check_config(directory: Path, config: Config) -> None:
             )
         write_json(path, {'hash': fingerprint(config), 'config': to_json(config)})
         return
-    record = read_json(path, CONFIG)
-    try:
-        if fingerprint_of(record['config']) != record['hash']:
-            raise ConfigError('its hash does not match its config')
-        stored: Config = from_json(Config, record['config'])
-    except UnknownFieldError as error:
-        raise ConfigError(f'{path} has an {error}; or give another workdir') from error
-    except ConfigError as error:
-        raise damaged(path, error) from error
+    stored = _stored_config(path)
     if fingerprint(stored) == fingerprint(config):
         return
+    # Settings of the machine may differ, and are not listed.
     expected = with_machine_of(config, stored)
     changes = differences(dataclasses.asdict(stored), dataclasses.asdict(expected))
     raise ConfigError(
@@ -126,14 +134,40 @@ def _check_config(directory: Path, config: Config) -> None:
     )
 
 
+def _stored_config(path: Path) -> Config:
+    """The config of a config.json; ConfigError where it is damaged or of a later version."""
+    record = read_json(path, CONFIG)
+    try:
+        if fingerprint_of(record['config']) != record['hash']:
+            raise ConfigError('its hash does not match its config')
+        return from_json(Config, record['config'])
+    except UnknownFieldError as error:
+        raise ConfigError(f'{path} has an {error}; or give another workdir') from error
+    except ConfigError as error:
+        raise damaged(path, error) from error
+
+
+def _record_start(directory: Path, config: Config) -> None:
+    """Adds this start to provenance.json."""
+    path = directory / 'provenance.json'
+    starts = read_json(path, PROVENANCE)['starts'] if path.exists() else []
+    start = describe_start() | {'imported': imported(to_json(config))}
+    write_json(path, {'starts': [*starts, start]})
+
+
 def command_line() -> list[str]:
     """The command of this process, as a user would type it again."""
-    first, *rest = sys.orig_argv[1:] or ['']
-    return ['qkattn', *rest] if Path(first).name == 'qkattn' else ['python', first, *rest]
+    arguments = sys.orig_argv[1:]  # without the interpreter
+    if arguments and Path(arguments[0]).name == 'qkattn':
+        return ['qkattn', *arguments[1:]]
+    return ['python', *arguments]
 
 
 def describe_start() -> dict[str, Any]:
-    """Describes this process as it starts, as JSON; asks jax for its devices."""
+    """Describes this process as it starts, as JSON; asks jax for its devices.
+
+    `imported`, of code from outside, is that of the run, which adds it.
+    """
     device = jax.devices()[0]
     return {
         'started': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
@@ -156,20 +190,26 @@ def describe_start() -> dict[str, Any]:
 
 
 def _working_directory() -> str | None:
-    """None once it was removed, which a worker of a study outlives."""
+    """The working directory; None once it was removed, which a worker of a study outlives."""
     with contextlib.suppress(FileNotFoundError):
         return os.getcwd()
     return None
 
 
 def git_state(directory: Path = PACKAGE) -> dict[str, Any]:
-    """'commit' and 'dirty' (or untracked) of a package's checkout, or None and 'reason'."""
-    environment = {**os.environ, 'GIT_OPTIONAL_LOCKS': '0'}
+    """The state of the checkout that a package is in: {'commit': sha, 'dirty': whether changed}.
+
+    Untracked files count as changes. Outside of a checkout, or without git, both are None, and
+    'reason' says why.
+    """
+    environment = {**os.environ, 'GIT_OPTIONAL_LOCKS': '0'}  # writes nothing into the checkout
 
     def git(*arguments: str) -> str:
         command = ['git', '-C', str(directory), *arguments]
-        done = run_program(command, check=True, capture_output=True, timeout=30, env=environment)
-        return done.stdout.strip()
+        completed = run_program(
+            command, check=True, capture_output=True, timeout=30, env=environment
+        )
+        return completed.stdout.strip()
 
     try:
         git('ls-files', '--error-unmatch', '__init__.py')  # fails for an installed copy
@@ -180,6 +220,7 @@ def git_state(directory: Path = PACKAGE) -> dict[str, Any]:
 
 
 def _version(distribution: str) -> str | None:
+    """The installed version of a distribution; None where it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -23,13 +23,22 @@ from qkattn.errors import ConfigError
 from qkattn.storage import buckets
 from qkattn.storage.files import below, read_whole, write_atomic
 
+# SessionLog.START of TensorBoard's event.proto.
+_SESSION_START = 1
+
 log = logging.getLogger(__name__)
 
 
 def trial_names(config: Config) -> list[str]:
-    """A name for each trial, of the settings in which they differ; '' for a single one."""
+    """A name for each trial, of the settings in which they differ; '' for a single one.
+
+    Two seeds with one learning rate are 'seed=0' and 'seed=1'.
+    """
     trials = config.trials.trials()
-    differing = [name for name in trials[0] if len({trial[name] for trial in trials}) > 1]
+    differing = []
+    for name in trials[0]:
+        if len({trial[name] for trial in trials}) > 1:
+            differing.append(name)
     return [','.join(f'{name}={trial[name]}' for name in differing) for trial in trials]
 
 
@@ -45,12 +54,17 @@ class TensorBoard:
         self._event = events.event_pb2.Event
         self._writers = []
         for name in trial_names(config):
-            path = below(directory, 'tensorboard', *filter(None, [name]))
+            path = below(directory, 'tensorboard')
+            if name:
+                path = below(path, name)
             path.mkdir(parents=True, exist_ok=True)
-            # Two starts may fall into the same second, of which the file is named.
-            self._writers.append(writer := events.EventsWriter(str(path / 'events'), f'.{step}'))
-            # For readers earlier files end here; a SummaryWriter would lose its queue by a kill.
-            writer.write_event(self._event(step=step + 1, session_log={'status': 1}))
+            # The name of the file has the second of the start, in which two starts may fall: the
+            # step tells them apart. An EventsWriter, as a SummaryWriter would lose its queue by a
+            # kill.
+            writer = events.EventsWriter(str(path / 'events'), f'.{step}')
+            # A session that starts here makes readers drop later steps of earlier files.
+            writer.write_event(self._event(step=step + 1, session_log={'status': _SESSION_START}))
+            self._writers.append(writer)
 
     def write(self, step: int, values: Mapping[str, np.ndarray]) -> None:
         now = time.time()
@@ -75,7 +89,8 @@ class WandB:
         file = below(directory, 'wandb', 'id')
         if not file.exists():
             write_atomic(file, uuid.uuid4().hex)
-        self._trials = [f'/{name}' if name else '' for name in trial_names(config)]
+        # What the names of values end in, by trial: '/seed=1', or nothing for a single trial.
+        self._suffixes = [f'/{name}' if name else '' for name in trial_names(config)]
         self._run = wandb.init(
             project=project,
             name=directory.name,
@@ -87,12 +102,11 @@ class WandB:
         )
 
     def write(self, step: int, values: Mapping[str, np.ndarray]) -> None:
-        named = {
-            name + trial: float(value)
-            for name, value_X in values.items()
-            for trial, value in zip(self._trials, value_X, strict=True)
-        }
-        self._run.log(named, step=step)
+        logged = {}
+        for name, value_X in values.items():
+            for suffix, value in zip(self._suffixes, value_X, strict=True):
+                logged[name + suffix] = float(value)
+        self._run.log(logged, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -111,11 +125,12 @@ class Sinks:
     """The open sinks of a run; one that fails is dropped. ConfigError for SINKS in a bucket."""
 
     def __init__(self, config: Config, directory: Path):
-        names = {name.partition('(')[0] for name in config.train.sinks}
-        if buckets.is_url(directory) and (local := sorted(SINKS.keys() & names)):
+        names = {_name_of(sink) for sink in config.train.sinks}
+        local_names = sorted(names & SINKS.keys())
+        if buckets.is_url(directory) and local_names:
             raise ConfigError(
-                f'train.sinks: {", ".join(local)} cannot write to workdir={directory}; leave sinks '
-                'out, or give a directory on a file system'
+                f'train.sinks: {", ".join(local_names)} cannot write to workdir={directory}; leave '
+                'sinks out, or give a directory on a file system'
             )
         self._config = config
         self._directory = directory
@@ -130,11 +145,12 @@ class Sinks:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Writes the values [X] of a record of metrics.jsonl."""
-        values = {
-            f'{record["kind"]}/{name}': np.array(value, np.float64)
-            for name, value in record.items()
-            if name != 'trials' and np.ndim(value) == 1 and str not in map(type, value)
-        }
+        values = {}
+        for name, value in record.items():
+            if name == 'trials' or np.ndim(value) != 1:
+                continue
+            if not any(isinstance(entry, str) for entry in value):
+                values[f'{record["kind"]}/{name}'] = np.array(value, np.float64)
         for name, sink in list(self._open.items()):
             with self._guarded(name):
                 sink.write(record['step'], values)
@@ -146,6 +162,7 @@ class Sinks:
 
     @contextlib.contextmanager
     def _guarded(self, name: str) -> Iterator[None]:
+        """A block that calls a sink; an error is logged, and the sink is called no more."""
         try:
             yield
         except Exception as error:
@@ -156,14 +173,22 @@ class Sinks:
             )
 
 
-def _resolve(text: str) -> tuple[Any, dict[str, Any]]:
+def _name_of(sink: str) -> str:
+    """The name of an entry of `train.sinks` without options: wandb of wandb(project="x")."""
+    return sink.partition('(')[0]
+
+
+def _resolve(sink: str) -> tuple[Any, dict[str, Any]]:
+    """The class that an entry of `train.sinks` names, and its options; as `check_sinks`."""
     needs = 'a class of (directory, config, step) with write and close'
-    cls, options = resolve(text, SINKS, 'train.sinks', needs=needs, fits=_is_sink)
-    if (name := text.partition('(')[0]) in SINKS:
+    cls, options = resolve(sink, SINKS, 'train.sinks', needs=needs, fits=_is_sink)
+    name = _name_of(sink)
+    if name in SINKS:
         load_extra(cls.package, name)
     return cls, options
 
 
 def _is_sink(value: Any) -> bool:
-    methods = (getattr(value, name, None) for name in ('write', 'close'))
-    return takes('directory', 'config', 'step')(value) and all(map(callable, methods))
+    """Whether something imported can be called and used as a sink."""
+    has_methods = all(callable(getattr(value, name, None)) for name in ('write', 'close'))
+    return takes('directory', 'config', 'step')(value) and has_methods

@@ -7,13 +7,12 @@ import pytest
 
 from qkattn.config.paths import (
     LARGEST,
-    expanded,
     open_regular,
     read_regular,
     require_regular,
     require_regular_tree,
 )
-from qkattn.errors import RunDirectoryError, UnsuitableFileError
+from qkattn.errors import UnsuitableFileError
 from tests.processes import limited
 from tests.refusals import refused
 
@@ -59,9 +58,3 @@ def test_a_tree_holds_files_and_directories_only(special, tmp_path):
     (tmp_path / 'tree/folder/link').symlink_to(special['pipe'])
     with refused('a pipe', UnsuitableFileError):
         require_regular_tree(tmp_path / 'tree')
-
-
-@pytest.mark.parametrize('path', ['a\udcff', '~/a\udcff', 'a\0b'])
-def test_a_path_that_checkpoints_cannot_have_is_refused(path):
-    with refused('is not UTF-8|has a null character', RunDirectoryError):
-        expanded(path)

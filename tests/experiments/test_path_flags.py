@@ -1,4 +1,4 @@
-"""Paths of flags and settings: all by one parser, which expands ~ and refuses what is not UTF-8."""
+"""Paths of flags and settings: all by one parser, which expands ~."""
 
 import ast
 import os
@@ -53,12 +53,6 @@ def test_every_flag_of_text_is_a_path_or_known_to_be_none():
     names = {name for flags in FLAGS.values() for name, kind in flags.items() if kind in texts}
     assert names == NOT_PATHS
     assert len(PATH_FLAGS) > 15
-
-
-@pytest.mark.parametrize(('script', 'flag'), PATH_FLAGS)
-def test_a_path_that_is_not_utf8_is_refused_before_anything_else(refusal, script, flag):
-    sentence = refusal(script, f'--{flag}=a\udcff')
-    assert f'--{flag}' in sentence and 'is not UTF-8' in sentence
 
 
 @pytest.mark.parametrize(('script', 'flag'), PATH_FLAGS)
@@ -150,9 +144,3 @@ def test_a_tilde_in_a_setting_is_the_home_directory(tmp_path, monkeypatch, read)
     monkeypatch.setenv('HOME', str(tmp_path / 'home'))
     with refused(str(tmp_path / 'home/absent')):
         read('~/absent')
-
-
-@pytest.mark.parametrize('kind', [Config, Study])
-def test_no_setting_that_is_a_path_takes_what_is_not_utf8(kind):
-    for name in path_settings(kind):
-        assert not settings(kind)[name].bounds.admit(str, 'a\udcff'), name

@@ -87,14 +87,8 @@ def test_what_nobody_reads_ends_quietly(script_here, unread, monkeypatch, comman
     assert (done.returncode, done.stderr) == (EXIT_UNREAD, '')
 
 
-@pytest.mark.parametrize(('command', 'code'), [('qkattn --version', 0), ('experiments.report', 2)])
-def test_closed_streams_change_no_exit_code(command, code):
-    line = f'exec {sys.executable} -m {command} <&- >&- 2>&-'
-    assert subprocess.run(['sh', '-c', line], cwd=ROOT).returncode == code
-
-
 def test_a_character_that_the_encoding_lacks_is_escaped():
-    source = 'from qkattn.jobs import output; output.prepare_streams(); print("±")'
+    source = 'from qkattn.jobs import output; output.escape_unencodable(); print("±")'
     assert ended([start_python(source, PYTHONIOENCODING='ascii')]) == [(0, '\\xb1\n', '')]
 
 

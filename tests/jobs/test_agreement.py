@@ -18,7 +18,8 @@ JOB = """
 
     rank = bootstrap.start().process_id
     assert bootstrap.start().process_id == rank and agreement.owner() == (rank == 0)
-    seen, called = {}, []
+    seen = {}
+    called = []
 
     def says(error, text):
         called.append(text)
@@ -65,22 +66,27 @@ JOB = """
 def test_three_processes_agree():
     results = ended(start_job(JOB, 3))
     assert [code for code, _, _ in results] == [0, 0, 0], results
-    first, *others = seen = [json.loads(out) for _, out, _ in results]
+    seen = [json.loads(out) for _, out, _ in results]
+    first = seen[0]
     assert first['all'] == [{'rank': rank, 'none': None} for rank in range(3)]
-    assert [one['called'] for one in seen] == [['value', 'held', 'bug', 'x', 'made'], [], []]
+    assert [by_rank['called'] for by_rank in seen] == [
+        ['value', 'held', 'bug', 'x', 'made'],
+        [],
+        [],
+    ]
     bugs = [['KeyError', "'bug'"], *[['ProcessError', "process 0 raised KeyError: 'bug'"]] * 2]
-    assert [one['bug'] for one in seen] == bugs
-    assert [one['kind'] for one in seen] == [['Damaged', 'x'], *[['ConfigError', 'x']] * 2]
-    assert [one['first'] for one in seen] == ['made by 0', 'made by 1', 'made by 2']
-    assert [one['stays'] for one in seen] == [0, *[['ValueError', 'stays']] * 2]
+    assert [by_rank['bug'] for by_rank in seen] == bugs
+    assert [by_rank['kind'] for by_rank in seen] == [['Damaged', 'x'], *[['ConfigError', 'x']] * 2]
+    assert [by_rank['first'] for by_rank in seen] == ['made by 0', 'made by 1', 'made by 2']
+    assert [by_rank['stays'] for by_rank in seen] == [0, *[['ValueError', 'stays']] * 2]
     late = ['ProcessError', 'process 2 did not arrive within 1 s, while the others waited']
-    for one in seen:
-        assert (one['owner'], one['any']) == ([0, 'value'], [True, False])
-        assert (one['all'], one['refused']) == (first['all'], ['InUseError', 'held'])
-        kind, text = one['differs']
+    for by_rank in seen:
+        assert (by_rank['owner'], by_rank['any']) == ([0, 'value'], [True, False])
+        assert (by_rank['all'], by_rank['refused']) == (first['all'], ['InUseError', 'held'])
+        kind, text = by_rank['differs']
         assert kind == 'ConfigError' and text.startswith('hash of processes 1, 2 differs')
-        assert (one['places'][0], one['late']) == ('ProcessError', late)
-        assert one['keys'] < 10
+        assert (by_rank['places'][0], by_rank['late']) == ('ProcessError', late)
+        assert by_rank['keys'] < 10
 
 
 def test_a_single_process_gets_the_values_of_json():

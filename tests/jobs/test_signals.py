@@ -78,7 +78,8 @@ LEAVE = """
         sync(path)
 
     with signals.exit_on_signal(), signals.StopRequest() as stop:
-        directory, held = Path(sys.argv[1]), sys.argv[2] == 'held'
+        directory = Path(sys.argv[1])
+        held = sys.argv[2] == 'held'
         lease = leases.acquire(directory / 'leases', 'run')
         if held:
             stop.defer_exit()

@@ -64,9 +64,12 @@ def test_a_failed_write_is_named_and_leaves_the_file_as_it_was(file, monkeypatch
     assert file.read_text() == 'before' and names(file.parent) == ['file']
 
 
-def test_a_directory_in_the_place_of_a_file_is_left_alone_and_another_error_as_it_is(tmp_path):
+def test_a_directory_in_the_place_of_a_file_is_left_alone(tmp_path):
     with pytest.raises(RunDirectoryError, match='is a directory where a file is expected'):
         write_atomic(tmp_path, 'x')
+
+
+def test_an_error_that_is_none_of_the_disk_stays_as_it_is(tmp_path):
     with pytest.raises(ValueError, match='^other$'), replacing(tmp_path / 'file'):
         raise ValueError('other')
 
@@ -90,9 +93,14 @@ def test_a_directory_that_takes_no_files_is_refused(file, monkeypatch, function,
     assert names(file.parent) == ['file']
 
 
-def test_a_directory_is_checked_without_a_trace_and_made_absolute(tmp_path):
+def test_a_directory_is_checked_without_a_trace(tmp_path):
+    assert check_directory(tmp_path / 'a' / 'run') == tmp_path / 'a' / 'run'
+    assert names(tmp_path) == []
+
+
+def test_a_directory_is_absolute_below_one_slash(tmp_path):
     doubled = '/' + str(tmp_path / 'a' / 'run')
-    assert check_directory(doubled) == tmp_path / 'a' / 'run' and names(tmp_path) == []
+    assert check_directory(doubled) == tmp_path / 'a' / 'run'
     assert make_directory(doubled) == tmp_path / 'a' / 'run'
     assert names(tmp_path / 'a' / 'run') == []
 
@@ -128,7 +136,7 @@ def test_an_argument_loses_the_directories_of_the_machine(
 
 
 @pytest.mark.parametrize(
-    'name', ['', '.', '..', '/', '/etc', 'a/b', '../a', 'a/', 'a\0b', 'a\udcff', 'ä' * 128]
+    'name', ['', '.', '..', '/', '/etc', 'a/b', '../a', 'a/', 'a\0b', 'ä' * 128]
 )
 def test_a_name_of_a_file_from_elsewhere_is_one_component(tmp_path, name):
     for check in (
@@ -149,12 +157,3 @@ def test_any_other_name_is_taken_as_it_is(tmp_path, name):
 
 def test_a_run_of_a_study_is_one_directory_below_runs(tmp_path):
     assert run_path(tmp_path, 'runs/a-b') == tmp_path / 'runs/a-b'
-
-
-@pytest.mark.parametrize('create', [False, True])
-def test_a_working_directory_that_is_not_utf8_is_refused(tmp_path, monkeypatch, create):
-    os.mkdir(os.fsencode(tmp_path) + b'/a\xff')
-    monkeypatch.chdir(tmp_path / os.fsdecode(b'a\xff'))
-    with refused('is not UTF-8, as checkpoints need it', RunDirectoryError):
-        check_directory('run', create=create)
-    assert names(tmp_path / os.fsdecode(b'a\xff')) == []

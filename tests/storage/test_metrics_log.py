@@ -11,6 +11,7 @@ from qkattn.storage import metrics_log
 from qkattn.storage.files import make_directory
 from qkattn.storage.metrics_log import MetricsFile, read_metrics
 from qkattn.storage.records import with_checksum
+from tests.refusals import refused
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def test_a_record_needs_an_integer_step_that_does_not_go_back(path):
 
 
 @pytest.mark.parametrize('kept', [0, 30, 50])
-def test_rewind_drops_later_steps_torn_lines_and_what_is_made_again(path, kept):
+def test_rewind_drops_later_steps_and_a_torn_line(path, kept):
     write_steps(path, range(10, kept + 10, 10))
     expected = path.read_bytes()
     write_steps(path, range(10, 60, 10), tail='{"step": 60, "lo')
@@ -47,12 +48,17 @@ def test_rewind_drops_later_steps_torn_lines_and_what_is_made_again(path, kept):
     assert metrics.last_step == (kept or None) and path.read_bytes() == expected
     metrics.append({'step': kept + 10})
     assert steps_of(path) == [*range(10, kept + 20, 10)]
-    metrics.append({'step': kept + 10, 'kind': 'eval'})
-    metrics.append({'step': kept + 10, 'kind': 'final'})
-    metrics.rewind(kept + 10)
-    assert steps_of(path)[-2:] == [kept + 10] * 2
-    metrics.rewind(kept + 10, evaluated=False)
-    assert steps_of(path) == [*range(10, kept + 20, 10)]
+
+
+def test_rewind_drops_what_is_made_again_at_its_step(path):
+    write_steps(path, [10, 20])
+    metrics = MetricsFile(path)
+    metrics.append({'step': 20, 'kind': 'eval'})
+    metrics.append({'step': 20, 'kind': 'final'})
+    metrics.rewind(20)
+    assert steps_of(path) == [10, 20, 20]
+    metrics.rewind(20, evaluated=False)
+    assert steps_of(path) == [10, 20]
 
 
 @pytest.mark.parametrize('tail', ['{"step": 3}', '{"step": 3, "lo\n', '\0\0\0', '3\n'])
@@ -75,22 +81,67 @@ def test_a_damaged_line_in_the_middle_is_named_and_nothing_is_changed(path, dama
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize('damage', ['{"step": 3, "lo\n', '{"step": 1}\n', '\0\0\n{"step": 9}\n'])
-def test_damage_behind_the_checkpoint_is_dropped_with_the_lines_there(path, damage):
+AFTER_CHECKPOINT = [
+    ('{"step": 3, "lo\n', None),  # what a crash has left
+    ('{"step": 3}\n{"step": 4, "lo', None),
+    ('{"step": 1}\n', 'line 3 is damaged (step 1 comes after step 2)'),
+    ('{"step": 3}\n\0\0\n{"step": 9}\n', 'line 4 is damaged (it is not JSON'),
+    ('{"step": 3, "crc32": 1}\n{"step": 4}\n', 'line 3 is damaged (its checksum does not'),
+]
+
+
+@pytest.mark.parametrize(('tail', 'damage'), AFTER_CHECKPOINT)
+def test_damage_behind_the_checkpoint_is_dropped_and_named(path, caplog, tail, damage):
     metrics = MetricsFile(path)
     for step in (1, 2):
         metrics.append({'step': step})
     kept = metrics.flush()
     before = path.read_bytes()
-    path.write_bytes(before + damage.encode())
+    path.write_bytes(before + tail.encode())
     MetricsFile(path).rewind(2, written=kept)
     assert path.read_bytes() == before
+    if damage is None:
+        assert not caplog.records
+    else:
+        (warning,) = caplog.messages
+        assert warning.startswith(f'{path}, {damage}') and '\n' not in warning
+        assert warning.endswith('; the lines from 3 on are dropped, and training writes them again')
+
+
+def test_damage_behind_the_start_is_dropped_and_named(path, caplog):
+    write_steps(path, [1], tail='damaged\n{"step": 2}\n')
+    MetricsFile(path).rewind(0)
+    assert path.read_bytes() == b''
+    assert [message.partition(' (')[0] for message in caplog.messages] == [
+        f'{path}, line 2 is damaged'
+    ]
+
+
+def test_a_checkpoint_of_a_run_of_another_configuration_is_refused(path):
+    """Also where its log was copied with it."""
+    with contextlib.closing(MetricsFile(path, 'other')) as metrics:
+        metrics.append({'step': 1})
+        kept = metrics.flush()
+    before = path.read_bytes()
+    with refused('config hash is other, that of config.json is own', RunDirectoryError):
+        MetricsFile(path, 'own').rewind(1, written=kept)
+    assert path.read_bytes() == before
+    MetricsFile(path, 'other').rewind(1, written=kept)
+
+
+def test_a_checkpoint_without_a_config_hash_is_taken(path):
+    with contextlib.closing(MetricsFile(path)) as metrics:
+        metrics.append({'step': 1})
+        kept = metrics.flush()
+    assert kept.keys() == {'lines', 'crc32'}
+    MetricsFile(path, 'own').rewind(1, written=kept)
+    assert steps_of(path) == [1]
 
 
 def test_a_resume_parses_the_last_lines_of_a_log_alone(path, monkeypatch):
     write_steps(path, range(1000))
     kept = MetricsFile(path).flush()
-    write_steps(path, range(1500))
+    write_steps(path, range(1003))  # the three after the checkpoint are checked
     parse = Mock(wraps=metrics_log.parse_json)
     monkeypatch.setattr(metrics_log, 'parse_json', parse)
     metrics = MetricsFile(path)
@@ -104,7 +155,8 @@ def test_a_resume_parses_the_last_lines_of_a_log_alone(path, monkeypatch):
 def test_a_full_disk_leaves_whole_lines_and_the_next_record_follows_them(path, monkeypatch, cut):
     write_steps(path, [1, 2])
     metrics = MetricsFile(path)
-    before, file = path.read_bytes(), metrics._file
+    before = path.read_bytes()
+    file = metrics._file
     full = Mock(wraps=file, write=lambda data: file.write(data[: int(cut * len(data))]))
     with monkeypatch.context() as patch, pytest.raises(DiskError, match='the disk is full'):
         patch.setattr(metrics, '_file', full)

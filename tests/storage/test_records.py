@@ -73,13 +73,12 @@ SOUND = {'name': 'x', 'rate': 1, 'inner': {'count': 2, 'kinds': None}, 'more': 1
     [
         (SOUND | {'rate': '1'}, "field 'rate' is '1', expected float"),
         (SOUND | {'rate': True}, "field 'rate' is True, expected float"),
-        (SOUND | {'rate': 10**400}, r"field 'rate' is 10+, expected float"),
         (b'{"name": "x", "rate": 1e999, "inner": {}}', "field 'rate' is inf, expected float"),
         (SOUND | {'inner': []}, r"field 'inner' is \[\], expected dict"),
         (SOUND | {'inner': {'kinds': None}}, "field 'count' is missing"),
         (SOUND | {'inner': {'count': 2, 'kinds': ['a', 1]}}, "field 'kinds' is .*, expected tuple"),
     ],
-    ids=range(7),
+    ids=range(6),
 )
 def test_what_does_not_fit_its_schema_is_one_sentence(tmp_path, content, message):
     path = tmp_path / 'x.json'

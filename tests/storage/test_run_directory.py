@@ -46,7 +46,8 @@ def test_a_directory_has_one_owner(tmp_path, request, monkeypatch, far):
 
 
 def test_an_owner_that_was_taken_over_leaves_the_metrics_of_the_next(bucket, monkeypatch):
-    path, seconds = 'gs://runs/a', leases.seconds
+    path = 'gs://runs/a'
+    seconds = leases.seconds
     with RunDirectory(path, CONFIG) as first:
         first.metrics.append({'step': 5})
         monkeypatch.setattr(leases, 'seconds', lambda: seconds() + leases.EXPIRY)
@@ -55,6 +56,11 @@ def test_an_owner_that_was_taken_over_leaves_the_metrics_of_the_next(bucket, mon
             second.metrics.append({'step': 9})
         assert first.lost() and not second.lost()
     assert read_metrics(f'{path}/metrics.jsonl') == [{'step': 9}]
+
+
+def test_the_log_of_a_run_knows_the_configuration_of_its_checkpoints(tmp_path):
+    with RunDirectory(tmp_path, CONFIG) as directory:
+        assert directory.metrics.flush()['config_hash'] == fingerprint(CONFIG)
 
 
 def test_another_config_is_refused_with_exactly_the_fields_that_differ(tmp_path):

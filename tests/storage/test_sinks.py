@@ -33,7 +33,8 @@ def events(directory: Path) -> dict[str, dict[int, float]]:
     tensorboardx = pytest.importorskip('tensorboardX')
     series: dict[str, dict[int, float]] = {}
     for path in sorted(directory.glob('events.*'), key=lambda path: path.stat().st_mtime_ns):
-        content, offset = path.read_bytes(), 0
+        content = path.read_bytes()
+        offset = 0
         while offset < len(content):
             (length,) = struct.unpack_from('Q', content, offset)
             record = content[offset + 12 : offset + 12 + length]
@@ -65,7 +66,7 @@ class Writes:
         self.file.close()
 
 
-def test_a_sink_gets_the_values_of_the_trials_and_is_closed(tmp_path):
+def test_a_sink_gets_the_values_of_the_trials_until_it_is_closed(tmp_path):
     sinks = opened(tmp_path, WRITES)
     sinks.write({'kind': 'train', 'step': 2, 'loss': np.arange(4.0)})
     final = {'val_loss': [1.5, None, 2.5, 3.5], 'trials': CONFIG.trials.trials(), 'eval_tokens': 7}
