@@ -169,13 +169,9 @@ class MetricsFile:
     that the others are those that were written.
     """
 
-    def __init__(self, path: str | os.PathLike, config_hash: str | None = None):
-        """Opens `path`, or creates it; RunDirectoryError if its last complete line is damaged.
-
-        `config_hash` is that of the run, by which `rewind` tells its checkpoints from others.
-        """
+    def __init__(self, path: str | os.PathLike):
+        """Opens `path`, or creates it; RunDirectoryError if its last complete line is damaged."""
         self.path = as_path(path)
-        self._config_hash = config_hash
         self._file: Any = io.BytesIO()
         try:
             if not buckets.is_url(self.path):
@@ -217,18 +213,15 @@ class MetricsFile:
     def flush(self) -> dict[str, Any]:
         """Syncs all lines to disk or bucket; call it before a checkpoint is committed.
 
-        Returns what the checkpoint keeps for `rewind`: the number of lines, their checksum and the
-        config hash of the run. DiskError as `append`.
+        Returns what the checkpoint keeps for `rewind`: the number of lines and their checksum.
+        DiskError as `append`.
         """
         if buckets.is_url(self.path):
             write_atomic(self.path, self._file.getvalue())
         else:
             with disk_errors(self.path):
                 os.fsync(self._file.fileno())
-        written: dict[str, Any] = {'lines': self._kept.lines, 'crc32': self._kept.crc32}
-        if self._config_hash is not None:
-            written['config_hash'] = self._config_hash
-        return written
+        return {'lines': self._kept.lines, 'crc32': self._kept.crc32}
 
     def check(self) -> None:
         """Raises RunDirectoryError unless the file holds what was written."""
@@ -242,15 +235,13 @@ class MetricsFile:
         `written` is what `flush` returned before the checkpoint: the file must begin so. Without
         it, before the first checkpoint, the evaluation at `step` stays if it is `evaluated`.
 
-        RunDirectoryError where a line that stays is damaged, or is another one than was written, or
-        where the checkpoint is of a run of another configuration. Lines that are dropped may be
-        damaged; a warning names the first such line.
+        RunDirectoryError where a line that stays is damaged, or is another one than was written.
+        Lines that are dropped may be damaged; a warning names the first such line.
         """
         self.flush()
         if written is None:
             self._kept = self._until(step, evaluated)
         else:
-            self._require_same_run(written)
             self._kept = self._first(written)
         self._warn_of_damage_after(self._kept)
         self._cut()
@@ -262,20 +253,6 @@ class MetricsFile:
                 self.flush()
             finally:
                 self._file.close()
-
-    def _require_same_run(self, written: Mapping[str, Any]) -> None:
-        """Raises RunDirectoryError where a checkpoint is of a run of another configuration.
-
-        Its arrays and lines could fit all the same: runs that differ in the learning rate alone
-        have equal shapes.
-        """
-        config_hash = written.get('config_hash', self._config_hash)
-        if config_hash != self._config_hash:
-            raise RunDirectoryError(
-                f'{self.path.parent} holds checkpoints of another run: their config hash is '
-                f'{config_hash}, that of config.json is {self._config_hash}; restore the directory '
-                'from a copy or use another run directory'
-            )
 
     def _first(self, written: Mapping[str, Any]) -> _Beginning:
         """The lines that were written; RunDirectoryError where the file begins with others."""

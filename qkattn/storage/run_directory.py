@@ -80,7 +80,7 @@ class RunDirectory(contextlib.ExitStack):
             remove_unfinished(directory)
             _check_config(directory, config)
             _record_start(directory, config)
-            self.metrics = MetricsFile(directory / 'metrics.jsonl', fingerprint(config))
+            self.metrics = MetricsFile(directory / 'metrics.jsonl')
             self.callback(self._close_metrics)
         except BlockingIOError as error:
             raise InUseError(

@@ -11,7 +11,6 @@ from qkattn.storage import metrics_log
 from qkattn.storage.files import make_directory
 from qkattn.storage.metrics_log import MetricsFile, read_metrics
 from qkattn.storage.records import with_checksum
-from tests.refusals import refused
 
 
 @pytest.fixture
@@ -115,27 +114,6 @@ def test_damage_behind_the_start_is_dropped_and_named(path, caplog):
     assert [message.partition(' (')[0] for message in caplog.messages] == [
         f'{path}, line 2 is damaged'
     ]
-
-
-def test_a_checkpoint_of_a_run_of_another_configuration_is_refused(path):
-    """Also where its log was copied with it."""
-    with contextlib.closing(MetricsFile(path, 'other')) as metrics:
-        metrics.append({'step': 1})
-        kept = metrics.flush()
-    before = path.read_bytes()
-    with refused('config hash is other, that of config.json is own', RunDirectoryError):
-        MetricsFile(path, 'own').rewind(1, written=kept)
-    assert path.read_bytes() == before
-    MetricsFile(path, 'other').rewind(1, written=kept)
-
-
-def test_a_checkpoint_without_a_config_hash_is_taken(path):
-    with contextlib.closing(MetricsFile(path)) as metrics:
-        metrics.append({'step': 1})
-        kept = metrics.flush()
-    assert kept.keys() == {'lines', 'crc32'}
-    MetricsFile(path, 'own').rewind(1, written=kept)
-    assert steps_of(path) == [1]
 
 
 def test_a_resume_parses_the_last_lines_of_a_log_alone(path, monkeypatch):

@@ -58,11 +58,6 @@ def test_an_owner_that_was_taken_over_leaves_the_metrics_of_the_next(bucket, mon
     assert read_metrics(f'{path}/metrics.jsonl') == [{'step': 9}]
 
 
-def test_the_log_of_a_run_knows_the_configuration_of_its_checkpoints(tmp_path):
-    with RunDirectory(tmp_path, CONFIG) as directory:
-        assert directory.metrics.flush()['config_hash'] == fingerprint(CONFIG)
-
-
 def test_another_config_is_refused_with_exactly_the_fields_that_differ(tmp_path):
     RunDirectory(tmp_path, CONFIG).close()
     before = (tmp_path / 'config.json').read_bytes()
