@@ -10,6 +10,7 @@ train.keep=5 has. Flags override the run's settings of the beam search.
 """
 
 import dataclasses
+import functools
 import json
 from typing import Any
 
@@ -18,9 +19,10 @@ from absl import flags
 from qkattn.config.setting import check_section
 from qkattn.convert import loading
 from qkattn.data.load import load
+from qkattn.data.tasks.translation import score_split
 from qkattn.data.tokenizers.vocabulary import as_recorded
 from qkattn.data.tokens import PairDataset
-from qkattn.decode.translate import score_split, translate
+from qkattn.decode.translate import translate, translate_ids
 from qkattn.errors import ConfigError
 from qkattn.jobs import cli
 from qkattn.storage.files import absolute
@@ -66,7 +68,14 @@ def main() -> None:
         assert isinstance(pairs, PairDataset)  # an encoder_decoder is trained on nothing else
         if SCORE.value not in pairs.splits:
             raise ConfigError(f'--score={SCORE.value} must be one of {", ".join(pairs.splits)}')
-        scores = score_split(model, pairs, SCORE.value, decode, lowercase=config.data.lowercase)
+        scores = score_split(
+            pairs,
+            SCORE.value,
+            functools.partial(translate_ids, model, pairs.source.tokenizer, config=decode),
+            longest_source=config.model.encoder.context - 1,  # one position is the separator's
+            max_sources=None,
+            lowercase=config.data.lowercase,
+        )
         print(json.dumps({'split': SCORE.value, **dataclasses.asdict(decode), **scores}, indent=2))
         return
     lines = lines_of(cli.text_of(TEXT, FILE))

@@ -8,9 +8,7 @@ import itertools
 import json
 import platform
 import random
-import re
 import sys
-from importlib import metadata
 
 import babel
 import numpy as np
@@ -23,7 +21,6 @@ from qkattn.data.corpora import catalogues, cldr, downloads, python_text
 from qkattn.data.corpora.corpus import Corpus, capped, carved, largest_size, split_of
 from qkattn.data.corpora.corpus_registry import CORPORA, SETTINGS, Source, find
 from tests.data.datasets import documents
-from tests.processes import ROOT
 from tests.refusals import refused
 
 TEXTS = [f'document {number}\n'.encode() for number in range(200)]
@@ -502,9 +499,6 @@ def test_corpus_is_the_pairs_by_split_in_an_order_that_mixes_them(pairs, monkeyp
         assert {categories[source] for source in texts[0][:150]} == set(categories.values())
 
 
-PACKAGES = DataConfig(name='packages')
-
-
 def test_stdlib_is_the_library_without_tests_and_tables():
     paths, corpus = list(python_text.modules()), find(DataConfig())
     assert paths == sorted(paths) and len(paths) > 200
@@ -516,33 +510,3 @@ def test_stdlib_is_the_library_without_tests_and_tables():
     places = {'json/decoder.py': 'train', 'argparse.py': 'validation', 'json/tool.py': 'test'}
     for path, split in (places | {'json/__init__.py': split_of('json', 40, 30)}).items():
         assert path in corpus.names(split)
-
-
-def test_packages_are_pinned_and_without_copies_scripts_and_tests(tmp_path, monkeypatch):
-    requirements = (ROOT / 'requirements.txt').read_text()
-    pinned = re.findall(r'^([\w.-]+)==', requirements.split('# Tests')[0], re.M)
-    assert set(python_text.DISTRIBUTIONS) <= set(pinned)
-    texts = {
-        'a.py': b'x = 1\n' * 100,
-        'b.py': b'x  =  1\n' * 100,  # a copy but for its spaces
-        **{'c.py': b'y = 1\n', 'd.py': b'z = "\xff"\n' * 100, 'e.md': b'text\0' * 200},
-    }
-    others = 'f.md', '../bin/a.py', 'b-1.dist-info/c.md', 'a/tests/b.py', 'a.txt', 'a/version.py'
-    texts |= dict.fromkeys(others, b'words \n' * 100)
-    paths = [metadata.PackagePath(name) for name in texts]
-    for path in paths:
-        (tmp_path / 'site' / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / 'site' / path).write_bytes(texts[str(path)])
-        path.dist = metadata.PathDistribution(tmp_path / 'site' / 'a.dist-info')
-    monkeypatch.setattr(python_text, 'DISTRIBUTIONS', ('a',))
-    monkeypatch.setattr(metadata, 'files', lambda name: paths)
-    with refused("data.name='packages' cannot be read .*No package metadata.*requirements.txt"):
-        find(PACKAGES)
-    monkeypatch.setattr(metadata, 'version', lambda name: '1')
-    monkeypatch.setattr(python_text, '_installed', python_text._installed.__wrapped__)
-    corpus = find(PACKAGES)
-    assert sorted(sum(map(corpus.names, corpus.splits), [])) == ['a.py', 'f.md']
-    assert corpus.version == f'2.0.0-{hashlib.sha256(b"a==1").hexdigest()[:12]}'
-    monkeypatch.setattr(metadata, 'files', lambda name: None)
-    with refused("does not list the files of .'a'"):
-        corpus.names('train')

@@ -10,7 +10,7 @@ from qkattn.config import DataConfig
 from qkattn.data import pipeline
 from qkattn.data.tasks.language import LanguageRows
 from qkattn.data.tasks.probe_tasks import CausalProbeRows, find
-from qkattn.data.tasks.task_registry import rows_of
+from qkattn.data.tasks.task_registry import batches, rows_of
 from qkattn.data.tokenizers.tokenizer import ByteTokenizer
 from tests.data.datasets import check_shapes, numbers, token_dataset
 from tests.refusals import refused
@@ -124,11 +124,11 @@ def test_bad_settings_are_one_sentence_at_the_call():
 
 def test_batches_of_a_configuration_go_on_in_training_and_end_in_an_evaluation(tiny):
     config = tiny(data={'eval_sequences': 11})
-    for step, batch in enumerate(itertools.islice(pipeline.batches(config, seed=3), 3)):
+    for step, batch in enumerate(itertools.islice(batches(config, seed=3), 3)):
         expected = pipeline.train_batch(rows_of(config), seed=3, step=step, batch_size=8)
         assert batch.keys() == expected.keys()
         assert all(np.array_equal(array, expected[name]) for name, array in batch.items())
-    first, second = pipeline.batches(config, 'validation')
+    first, second = batches(config, 'validation')
     assert first['tokens_BT'].shape == (8, 16)
     assert second['loss_weights_BT'].any(axis=1).tolist() == [True] * 3 + [False] * 5
 

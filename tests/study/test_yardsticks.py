@@ -11,8 +11,8 @@ from qkattn.config import to_json
 from qkattn.data import pipeline
 from qkattn.data.tasks.language import MaskedRows
 from qkattn.data.tasks.task_registry import rows_of
-from qkattn.decode.translate import translation_scores
 from qkattn.errors import ConfigError
+from qkattn.metrics.translation import translation_scores
 from qkattn.stats import ibm1, ngrams
 from qkattn.storage.ledger import YARDSTICKS
 from qkattn.storage.records import read_json
@@ -133,10 +133,19 @@ def test_a_probe_has_chance(tiny):
 def test_a_masked_text_is_counted_by_its_visible_neighbours(tiny):
     config = tiny(model={'kind': 'encoder', 'vocab_size': 257})
     rows = rows_of(config)
-    group = yardsticks._counted(config, rows)
-    losses = list(group['losses']['test'].values())
-    assert isinstance(rows, MaskedRows) and group['task'] == 'masked' and group['tokens'] == 1536
+    counts = rows.yardsticks(config)
+    losses = list(counts.losses['test'].values())
+    assert isinstance(rows, MaskedRows) and counts.task == 'masked' and counts.tokens == 1536
     assert len(losses) == 6 and losses[1] < losses[0] - 0.1
+
+
+def test_a_task_from_outside_has_yardsticks_of_its_own(tiny, outside):
+    config = tiny(data={'task': 'ahead:Ahead'})
+    rows = rows_of(config)
+    group = yardsticks._group(config, {'data': rows.identity()})
+    assert (group['task'], group['definition'], group['tokens']) == ('ahead', 1, None)
+    assert group['losses']['test'] == {'frequencies': rows.unigram_nats('test')}
+    assert is_current(group)
 
 
 @pytest.mark.slow
