@@ -42,8 +42,8 @@ def test_a_dataset_gives_the_same_documents_each_time(dataset, data):
     assert corpus.splits[:2] == ('train', 'validation')
     sizes = []
     for language in corpus.languages or (None,):
-        first, again = documents(corpus, language), documents(corpus, language)
-        assert first == again
+        first = documents(corpus, language)
+        assert documents(corpus, language) == first
         for text in sum(first.values(), []):
             assert isinstance(text, bytes) and text.decode() is not None
         sizes.append({split: len(first[split]) for split in corpus.splits})
@@ -56,7 +56,8 @@ def test_a_dataset_gives_the_same_documents_each_time(dataset, data):
 def test_a_tokenizer_counts_the_bytes_of_what_it_encodes(tokenizer, data):
     size = {'tokenizer_size': 260} if tokenizer == 'bpe' else {}
     named = dataclasses.replace(data, tokenizer=tokenizer, **size)
-    first, again = tokenizer_of(named), tokenizer_of(named)
+    first = tokenizer_of(named)
+    again = tokenizer_of(named)
     assert first.name == again.name and first.vocab_size > first.separator >= 0
     for text in ('', 'a line\nand another', 'naïve \N{SNOWMAN} 🤝\t', 'x' * 300):
         ids = first.encode(text)
@@ -87,7 +88,8 @@ def test_a_task_reads_rows_of_the_stated_shape_that_depend_on_their_draws_alone(
     for split in rows.splits:
         count = rows.count(split)
         numbers_B = [0, count - 1, 0]
-        batch, again = (read_rows(rows, split, numbers_B) for _ in range(2))
+        batch = read_rows(rows, split, numbers_B)
+        again = read_rows(rows, split, numbers_B)
         shapes = {name: (array.shape[1], array.dtype) for name, array in batch.items()}
         assert shapes == rows.array_shapes(config.model)
         for name, array in batch.items():

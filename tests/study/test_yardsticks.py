@@ -41,11 +41,10 @@ def recorded(path):
     return read_json(path / YARDSTICKS, {'groups': tuple[dict, ...], 'runs': tuple[dict, ...]})
 
 
-def test_counts_are_of_the_rows_that_the_first_trial_saw_and_the_loss_that_of_the_run(study):
+def test_counts_are_of_the_rows_that_the_first_trial_saw(study):
     config, path = study
     assert yardsticks.record(path) == []
-    content = recorded(path)
-    (group,), (run,) = content['groups'], content['runs']
+    (group,) = recorded(path)['groups']
     place = {'run': 'a', 'size': 'd_model=32', 'longer': False, 'task': 'language'}
     place |= {'definition': 1}
     assert group.items() >= (place | {'seen': 1536, 'tokens': 1536}).items()
@@ -63,6 +62,12 @@ def test_counts_are_of_the_rows_that_the_first_trial_saw_and_the_loss_that_of_th
     )
     expected = {f'{order}-gram': nats_M.mean() for order, nats_M in enumerate(nats_OM, start=1)}
     assert group['losses']['test'] == pytest.approx(expected)
+
+
+def test_the_loss_of_a_checkpoint_is_that_of_the_run(study):
+    _, path = study
+    assert yardsticks.record(path) == []
+    (run,) = recorded(path)['runs']
     results = read_lines(path / 'results.jsonl')
     assert [trial['seed'] for trial in run['trials']] == [0, 1]
     for trial, result in zip(run['trials'], results, strict=True):
@@ -103,7 +108,7 @@ def test_what_is_recorded_is_kept(study, monkeypatch):
     assert found['runs'] == [place | {'trials': None, 'why': 'it has no checkpoint'}]
 
 
-def test_other_data_and_a_checkpoint_of_another_training_are_not_measured(study):
+def test_other_data_are_not_measured(study):
     _, path = study
     results = read_lines(path / 'results.jsonl')
     data = results[0]['data'] | {'version': '2'}
@@ -111,6 +116,11 @@ def test_other_data_and_a_checkpoint_of_another_training_are_not_measured(study)
     (problem,) = yardsticks.record(path)
     assert problem.startswith("d_model=32, stdlib: data.name='stdlib' gives other data on this")
     assert not (path / YARDSTICKS).exists()
+
+
+def test_a_checkpoint_of_another_training_is_not_measured(study):
+    _, path = study
+    results = read_lines(path / 'results.jsonl')
     write_lines(path / 'results.jsonl', [result | {'test_loss': 1.0} for result in results])
     assert yardsticks.record(path) == []
     (run,) = recorded(path)['runs']

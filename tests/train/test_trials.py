@@ -51,7 +51,8 @@ def test_an_evaluation_is_a_mean_over_targets(task, name, monkeypatch, evaluatio
         excess_B = nats_BT.sum(-1) - nats_BT[used].mean() * used.sum(-1)
         in_top_BT = (np.argsort(logs_BTV)[..., -3:] == batch['targets_BT'][..., None]).any(-1)
         confidence_C = np.exp(logs_BTV.max(-1))[used]
-        gaps_C, bins_C = confidence_C - right_BT[used], np.floor(10 * confidence_C)
+        gaps_C = confidence_C - right_BT[used]
+        bins_C = np.floor(10 * confidence_C)
         gaps = [gaps_C[bins_C == number].sum() for number in range(10)]
         want = {
             'top_3': (in_top_BT[used].mean(), 1e-6),

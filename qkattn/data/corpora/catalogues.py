@@ -155,13 +155,16 @@ def _corpus(
             name_of_split[split] = present[0]
 
     def read(split: str, language: str | None) -> Iterator[bytes]:
+        """The texts of a split, of a translation those in `language`."""
+        has_feature_per_language = columns == languages
         for example in examples(name_of_split[split], list(columns)):
             if not languages:
                 sentences = [example[columns[0]]]
             else:
-                by_language = example if columns == languages else example[columns[0]]
+                by_language = example if has_feature_per_language else example[columns[0]]
                 sentences = [(by_language or {}).get(side) for side in languages]
-            # Only strings: the bytes of tfds may be empty.
+            # Pairs of which a side is missing are left out. Only strings: tfds has bytes, which may
+            # be empty.
             if None in sentences or '' in sentences:
                 continue
             text = sentences[languages.index(language) if language else 0]

@@ -95,6 +95,7 @@ def _moments(
 
 
 def _intervals(rng: Random, pair: Pair) -> Iterator[Phrase]:
+    """Intervals of days, such as 'Jan 3 – 10, 1926', and of hours of one day."""
     skeletons = _shared(pair, 'interval_formats', INTERVALS)
     time_skeletons = _shared(pair, 'interval_formats', TIME_INTERVALS)
     for number in range(900):
@@ -110,6 +111,7 @@ def _intervals(rng: Random, pair: Pair) -> Iterator[Phrase]:
 
 
 def _deltas(rng: Random, pair: Pair) -> Iterator[Phrase]:
+    """Durations, such as '3 weeks', and with a direction, such as 'in 3 weeks' or '3 weeks ago'."""
     for seconds, largest_amount in UNITS:
         for amount in range(1, largest_amount + 1):
             delta = datetime.timedelta(seconds=amount * seconds)
@@ -120,6 +122,7 @@ def _deltas(rng: Random, pair: Pair) -> Iterator[Phrase]:
 
 
 def _amounts(rng: Random, pair: Pair) -> Iterator[Phrase]:
+    """Amounts of every currency, in words ('12 euros') and in figures ('€12.34')."""
     in_words = partial(numbers.format_currency, format_type='name', currency_digits=False)
     for currency in _shared(pair, 'currencies'):
         yield partial(in_words, 1, currency)
@@ -132,13 +135,14 @@ def _amounts(rng: Random, pair: Pair) -> Iterator[Phrase]:
 
 
 def _numbers(rng: Random, pair: Pair) -> Iterator[Phrase]:
+    """Random numbers with two decimals, percentages, and numbers in short, such as '1.2M'."""
     compact: Any = partial(numbers.format_compact_decimal, fraction_digits=1)
     widths = _shared(pair, 'compact_decimal_formats')
     for _ in range(700):
         number = rng.randrange(1, 10 ** rng.randrange(4, 13))
         yield partial(numbers.format_decimal, number / 100)
-        share = number % 10**4 / 1000
-        yield partial(numbers.format_percent, share, decimal_quantization=False)
+        fraction = number % 10**4 / 1000
+        yield partial(numbers.format_percent, fraction, decimal_quantization=False)
         for width in widths:
             yield partial(compact, number, format_type=width)
 
@@ -153,6 +157,7 @@ def _measure(rng: Random, unit: str) -> Phrase:
 
 
 def _units(rng: Random, pair: Pair) -> Iterator[Phrase]:
+    """Measures in every unit, one of them of 1, and of some kinds per unit of time."""
     for unit in _shared(pair, 'unit_display_names'):
         for number in range(24):
             phrase = partial(units.format_unit, 1, unit) if number == 0 else _measure(rng, unit)
@@ -167,6 +172,7 @@ def _units(rng: Random, pair: Pair) -> Iterator[Phrase]:
 
 
 def _names(rng: Random, pair: Pair) -> Iterator[Phrase]:
+    """Names of countries, languages, currencies and scripts, of locales and of time zones."""
     for field in ('territories', 'languages', 'currencies', 'scripts', 'variants'):
         for key in _shared(pair, field):
             yield partial(_name, field, key)
@@ -190,6 +196,7 @@ def _list(items: Sequence[Phrase], style: Any, locale: Locale) -> str:
 
 
 def _lists(rng: Random, pair: Pair) -> Iterator[Phrase]:
+    """Lists of two to four random names of a kind, joined by 'and' or 'or', and of measures."""
     styles = _shared(pair, 'list_patterns', ('standard', 'or'))
     for field, count in (('territories', 2600), ('languages', 2600), ('currencies', 1000)):
         keys = _shared(pair, field)

@@ -75,7 +75,7 @@ def check(config: DataConfig, others: Iterable[str] = ()) -> Source:
             fits=takes('config'),
             call=lambda target: getattr(target, 'corpus', target),
         )
-        if not isinstance(source, Source):
+        if not isinstance(source, Source):  # a function from outside, named by its import path
             source = Source(functools.partial(_from_outside, source, options), optional=SETTINGS)
     taken = (*source.required, *source.optional)
     not_taken = [field for field in SETTINGS if field not in taken]

@@ -140,6 +140,7 @@ class Induction(Probe):
         return Sizes(vocabulary=self.symbols, answers=self.symbols, draws=draws)
 
     def make(self, u_BU: np.ndarray) -> Arrays:
+        # N = num_units units, bigrams or single symbols, stand in a random order.
         R = self.repeats
         u_symbols_BV, u_order_BN = np.split(u_BU, [self.symbols], axis=1)
         # The symbols of a row: a random order of all.

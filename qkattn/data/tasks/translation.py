@@ -182,7 +182,10 @@ class TranslationRows(Rows):
     def end_metrics(
         self, trained: TrainedTrials, finished_X: np.ndarray
     ) -> Mapping[str, Sequence[Any]]:
-        """`score_split` of every finished trial on every split but 'train'."""
+        """BLEU and other scores of the translations of every finished trial, as in `score_split`.
+
+        Each split but 'train' is scored.
+        """
         config = trained.config
         values: dict[str, list[Any]] = {}
         for x in np.flatnonzero(finished_X).tolist():
@@ -198,7 +201,9 @@ class TranslationRows(Rows):
                 )
                 for name, score in scores.items():
                     field = f'{PREFIXES[split]}_{name}'
-                    values.setdefault(field, [None] * len(finished_X))[x] = score
+                    if field not in values:
+                        values[field] = [None] * len(finished_X)
+                    values[field][x] = score
         return values
 
     def yardsticks(self, config: Config) -> Yardsticks:
@@ -214,7 +219,8 @@ class TranslationRows(Rows):
             sources, targets = self.pairs.sentences(split)
             return [decode(source) for source in sources], [decode(target) for target in targets]
 
-        dictionary = ibm1.fit(list(zip(*texts('train'), strict=True)))
+        training_sources, training_targets = texts('train')
+        dictionary = ibm1.fit(list(zip(training_sources, training_targets, strict=True)))
         bleu = {}
         for split in self.splits[1:]:
             sources, references = texts(split)

@@ -136,5 +136,6 @@ def restored(kind: str, model: bytes | None) -> Tokenizer:
     if is_import_path(kind):
         tokenizer.name = f'{tokenizer.name}-{digest(kind)}'
     if cls is FileTokenizer and tokenizer.name_with_added_separator in _RECORDED.get():
+        # The results or tokens that are opened again had another separator than the file's.
         tokenizer = tokenizer.with_added_separator()
     return tokenizer
