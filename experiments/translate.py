@@ -10,6 +10,7 @@ train.keep=5 has. Flags override the run's settings of the beam search.
 """
 
 import dataclasses
+import functools
 import json
 from typing import Any
 
@@ -19,9 +20,10 @@ from qkattn.config import DecodeConfig
 from qkattn.config.setting import check_section
 from qkattn.convert import loading
 from qkattn.data.load import load
+from qkattn.data.tasks.translation import score_split
 from qkattn.data.tokenizers.vocabulary import as_recorded
 from qkattn.data.tokens import PairDataset
-from qkattn.decode.translate import score_split, translate
+from qkattn.decode.translate import translate, translate_ids
 from qkattn.errors import ConfigError
 from qkattn.jobs import cli
 from qkattn.model.transformer import Transformer
@@ -95,7 +97,14 @@ def scores_of(
     assert isinstance(pairs, PairDataset)  # an encoder_decoder is trained on nothing else
     if split not in pairs.splits:
         raise ConfigError(f'--score={split} must be one of {", ".join(pairs.splits)}')
-    return score_split(model, pairs, split, decode, lowercase=data.lowercase)
+    return score_split(
+        pairs,
+        split,
+        functools.partial(translate_ids, model, pairs.source.tokenizer, config=decode),
+        longest_source=source.model_config.encoder.context - 1,  # one position is the separator's
+        max_sources=None,
+        lowercase=data.lowercase,
+    )
 
 
 def lines_of(text: str) -> list[str]:

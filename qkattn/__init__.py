@@ -16,7 +16,7 @@ _NAMES = {
     'qkattn.config': ('Config', *_SETTINGS),
     'qkattn.convert.conversions': ('converted',),
     'qkattn.convert.loading': ('load',),
-    'qkattn.data.pipeline': ('batches',),
+    'qkattn.data.tasks.task_registry': ('batches',),
     'qkattn.model': ('build',),
     'qkattn.model.cost': ('count',),
     'qkattn.model.transformer': ('loss',),

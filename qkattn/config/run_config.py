@@ -15,7 +15,7 @@ class DataConfig:
 
     name: str = setting(
         'stdlib',
-        "A corpus ('stdlib', 'packages', 'tiny_shakespeare', 'text', 'tokens'), translation set "
+        "A corpus ('stdlib', 'tiny_shakespeare', 'text', 'tokens'), translation set "
         "('multi30k', 'cldr', 'parallel'), 'tfds:NAME', 'hf:OWNER/NAME', import path, or probe "
         "with options, as in 'recall(pairs=8)'. See docs/data.md.",
         path=True,

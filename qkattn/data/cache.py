@@ -30,7 +30,7 @@ _PREPARING: contextvars.ContextVar[bool] = contextvars.ContextVar('preparing', d
 
 @contextlib.contextmanager
 def nothing_prepared() -> Iterator[None]:
-    """While a dry run looks at data: what would be downloaded or prepared raises NotPrepared."""
+    """Inside, data that would be downloaded or prepared raise NotPrepared, for dry runs."""
     token = _PREPARING.set(False)
     try:
         yield
@@ -39,7 +39,7 @@ def nothing_prepared() -> Iterator[None]:
 
 
 def require_preparing(name: str) -> None:
-    """Raises NotPrepared where nothing may be prepared."""
+    """Raises NotPrepared, for the data of this name, inside of `nothing_prepared`."""
     if not _PREPARING.get():
         raise NotPrepared(f'{name} is prepared by the first start, or by prepare_data')
 
@@ -61,35 +61,42 @@ def data_root(data_dir: str | os.PathLike[str] | None = None) -> Path:
 
 
 def prepared_once(
-    path: Path, opened: Callable[[], T], prepare: Callable[[], object], *, root: Path
+    path: Path, read: Callable[[], T], prepare: Callable[[], object], *, root: Path
 ) -> T:
-    """Returns `opened()`; where the file `path` is not there yet, one process prepares it first.
+    """Reads data that one process prepares the first time.
 
     Any number of processes may call this at the same time; they wait for the one that holds the
-    file `lock` beside it. `opened` raises DamagedData, which is logged as a warning, where
-    something has to be prepared again. ConfigError if anything has to be prepared and the directory
-    cannot be written, or is reached by a link below `root`, the directory that the user has named;
-    NotPrepared in `nothing_prepared`.
+    file `lock` beside `path`.
+
+    Args:
+      path: the file that is there once the data are prepared.
+      read: reads the data. It raises DamagedData, which is logged as a warning, where they have to
+        be prepared again.
+      prepare: writes the data.
+      root: the directory that the user has named; `path` is below it.
+
+    Raises ConfigError if anything has to be prepared and the directory cannot be written, or is
+    reached by a link below `root`; NotPrepared inside of `nothing_prepared`.
     """
 
-    def found() -> T:
+    def read_if_there() -> T:
         # os.path, because Path.exists raises where a directory may not be entered.
         if not os.path.exists(path):
             raise FileNotFoundError(path)
-        return opened()
+        return read()
 
     try:
         # Without the lock first, so that a finished cache may be on a read-only disk.
-        return found()
+        return read_if_there()
     except (FileNotFoundError, DamagedData):
         require_preparing(str(path))
         below(root, *path.parent.relative_to(root).parts)
         with locked(path.with_name('lock')):
             try:
-                return found()
+                return read_if_there()  # another process may have prepared it
             except FileNotFoundError:
                 pass
             except DamagedData as error:
                 log.warning('%s; preparing it again', error)
             prepare()
-            return opened()
+            return read()

@@ -4,8 +4,7 @@ Cached in `<data_dir>/tokens/<name>/<version>/<tokenizer>`.
 """
 
 import dataclasses
-import functools
-import itertools
+from collections.abc import Iterator
 from pathlib import Path
 
 from qkattn.config import DataConfig
@@ -26,30 +25,39 @@ def load(config: DataConfig) -> TokenDataset | PairDataset:
 
 def load_text(config: DataConfig) -> TokenDataset:
     """Opens text in one language; see `load`."""
-    return open_prepared(config) if config.name == 'tokens' else _sides(config)[0]
+    if config.name == 'tokens':
+        return open_prepared(config)
+    (dataset,) = _load_sides(config)
+    return dataset
 
 
 def load_pairs(config: DataConfig) -> PairDataset:
     """Opens parallel text; see `load`."""
-    return PairDataset(*_sides(config))
+    source, target = _load_sides(config)
+    return PairDataset(source, target)
 
 
 def tokenizer_of(config: DataConfig) -> Tokenizer:
     """The dataset's tokenizer, learned from its training split the first time."""
     if config.name == 'tokens':
         return open_prepared(config).tokenizer
-    return _tokenizer(config, find(config))
+    return _tokenizer_of_corpus(config, find(config))
 
 
-def _tokenizer(config: DataConfig, corpus: Corpus) -> Tokenizer:
-    sides = corpus.languages or (None,)
+def _tokenizer_of_corpus(config: DataConfig, corpus: Corpus) -> Tokenizer:
+    """The tokenizer of a corpus, of parallel text one for both languages."""
+
+    def training_texts() -> Iterator[bytes]:
+        for language in corpus.languages or (None,):
+            yield from corpus.documents(language)['train']
+
     try:
         return open_tokenizer(
             data_root(config.data_dir),
             f'{corpus.name}/{corpus.version}',
             config.tokenizer,
             config.tokenizer_size,
-            lambda: itertools.chain.from_iterable(corpus.documents(x)['train'] for x in sides),
+            training_texts,
         )
     except ConfigError:
         raise
@@ -57,21 +65,29 @@ def _tokenizer(config: DataConfig, corpus: Corpus) -> Tokenizer:
         raise ConfigError(f'data.name={config.name!r} cannot be tokenized: {error}') from error
 
 
-def _sides(config: DataConfig) -> list[TokenDataset]:
+def _load_sides(config: DataConfig) -> list[TokenDataset]:
+    """The tokens of source and target of parallel text; of other text the one dataset."""
     corpus = find(config)
     root = data_root(config.data_dir)
-    tokenizer = _tokenizer(config, corpus)
-    sides = [_side(corpus, language) for language in corpus.languages] or [corpus]
-    places = [root / 'tokens' / side.name / side.version / tokenizer.name for side in sides]
-    opened = functools.partial(_written_once, kind=config.tokenizer, tokenizer=tokenizer, root=root)
-    return list(map(opened, places, sides))
+    tokenizer = _tokenizer_of_corpus(config, corpus)
+    sides = [corpus]
+    if corpus.languages:
+        sides = [_side(corpus, language) for language in corpus.languages]
+    datasets = []
+    for side in sides:
+        directory = root / 'tokens' / side.name / side.version / tokenizer.name
+        datasets.append(_written_once(directory, side, config.tokenizer, tokenizer, root=root))
+    return datasets
 
 
 def _side(corpus: Corpus, language: str) -> Corpus:
-    """One language of parallel text as text."""
-    documents = functools.partial(corpus.documents, language)
-    name = f'{corpus.name}/{language}'
-    return dataclasses.replace(corpus, name=name, languages=(), documents=lambda _: documents())
+    """One language of parallel text as a corpus of its own."""
+    return dataclasses.replace(
+        corpus,
+        name=f'{corpus.name}/{language}',
+        languages=(),
+        documents=lambda _: corpus.documents(language),
+    )
 
 
 def _written_once(
@@ -79,10 +95,11 @@ def _written_once(
 ) -> TokenDataset:
     """The tokens of a corpus, which are written where they are missing or damaged.
 
-    `root` is the directory that the user has named, `directory` itself or above it.
+    `kind` is data.tokenizer, and `root` the directory that the user has named: `directory` itself
+    or one above it. ConfigError where the directory holds tokens of another corpus or tokenizer.
     """
 
-    def opened() -> TokenDataset:
+    def read() -> TokenDataset:
         index = read_index(directory)
         stored = (index.name, index.version, index.tokenizer_name)
         if stored != (corpus.name, corpus.version, tokenizer.name):
@@ -91,8 +108,10 @@ def _written_once(
             )
         return open_index(directory, index, tokenizer, compare=True)
 
-    write = functools.partial(write_tokens, directory, kind, corpus, tokenizer)
-    return prepared_once(directory / INDEX, opened, write, root=root)
+    def write() -> None:
+        write_tokens(directory, kind, corpus, tokenizer)
+
+    return prepared_once(directory / INDEX, read, write, root=root)
 
 
 def prepare(config: DataConfig, out: str) -> TokenDataset:
@@ -102,10 +121,14 @@ def prepare(config: DataConfig, out: str) -> TokenDataset:
     cannot be written or holds other tokens or files.
     """
     directory = local_directory(out, '--out')
-    held = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
-    # Without its index a preparation that was killed has the lock, as a run has.
-    if held and (held.isdisjoint({'lock', INDEX}) or held & {'config.json', 'study.json'}):
-        raise ConfigError(f'--out={out} holds files that are no tokens; give another directory')
+    if directory.is_dir():
+        file_names = {path.name for path in directory.iterdir()}
+        # A preparation that was killed has left the lock and no index.
+        is_of_preparation = 'lock' in file_names or INDEX in file_names
+        # Runs and studies have a lock, too.
+        is_of_run = 'config.json' in file_names or 'study.json' in file_names
+        if file_names and (not is_of_preparation or is_of_run):
+            raise ConfigError(f'--out={out} holds files that are no tokens; give another directory')
     if config.languages:
         raise ConfigError(
             f'data.languages={config.languages!r} is a translation set; prepare_data takes text in '
@@ -113,7 +136,7 @@ def prepare(config: DataConfig, out: str) -> TokenDataset:
         )
     corpus = find(config)
     with as_recorded(*_stored_tokenizer(directory)):
-        tokenizer = _tokenizer(config, corpus)
+        tokenizer = _tokenizer_of_corpus(config, corpus)
     return _written_once(directory, corpus, config.tokenizer, tokenizer, root=directory)
 
 

@@ -27,8 +27,9 @@ from qkattn.storage.records import parse_file, read
 
 INDEX = 'tokens.json'
 MODEL = 'tokenizer.json'
+# The advice where a corpus cannot be read, and what its libraries raise then besides OSError.
 RESTORE = 'restore the source'
-ERRORS = (RuntimeError, UnicodeError)
+READ_ERRORS = (RuntimeError, UnicodeError)
 
 log = logging.getLogger(__name__)
 
@@ -57,16 +58,19 @@ def write_tokens(directory: Path, kind: str, corpus: Corpus, tokenizer: Tokenize
         log.info('%s has no %s split; carving %.0f %% of train', corpus.name, split, 100 * share)
     if hasattr(tokenizer, 'model'):
         write_atomic(directory / MODEL, tokenizer.model())
-    with readable(corpus.name, RESTORE, *ERRORS):
+    with readable(corpus.name, RESTORE, *READ_ERRORS):
         documents = corpus.documents(None)
     splits = {}
     for split in corpus.splits:
         source = f'split {split!r} of {corpus.name}'
-        names = tuple(corpus.names(split)) if corpus.names and split != 'train' else None
-        encoded = _encoded(documents[split], source, tokenizer)
-        splits[split] = _write(directory / f'{split}.bin', encoded, tokenizer, names)
-        if not splits[split].num_documents:
+        names = None
+        if corpus.names and split != 'train':
+            names = tuple(corpus.names(split))
+        ids_of_documents = _encoded(documents[split], source, tokenizer)
+        info = _write_split(directory / f'{split}.bin', ids_of_documents, tokenizer, names)
+        if not info.num_documents:
             raise ConfigError(f'{source} has no document; it must hold text')
+        splits[split] = info
     index = Index(
         name=corpus.name,
         version=corpus.version,
@@ -80,16 +84,22 @@ def write_tokens(directory: Path, kind: str, corpus: Corpus, tokenizer: Tokenize
 
 
 def _dtype(tokenizer: Tokenizer) -> np.dtype:
+    """The narrowest unsigned type that holds all ids."""
     return np.min_scalar_type(tokenizer.vocab_size - 1)
 
 
 def _without_directory(kind: str) -> str:
+    """What data.tokenizer names, of a file its name alone: 'a.json' for '/data/a.json'."""
     return kind.rpartition('/')[2] if kind.endswith('.json') else kind
 
 
 def _encoded(texts: Iterable[bytes], source: str, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """The ids of each document, with the separator."""
-    with readable(source, RESTORE, *ERRORS):
+    """The ids of each document, with the separator after it.
+
+    ConfigError, which names the number of the document and `source`, for text that cannot be
+    encoded, and for a tokenizer that gives invalid ids.
+    """
+    with readable(source, RESTORE, *READ_ERRORS):
         for number, text in enumerate(texts, start=1):
             try:
                 ids = np.append(tokenizer.encode(text), tokenizer.separator)
@@ -104,21 +114,28 @@ def _encoded(texts: Iterable[bytes], source: str, tokenizer: Tokenizer) -> Itera
                 ) from error
 
 
-def _write(
+def _write_split(
     path: Path, documents: Iterator[np.ndarray], tokenizer: Tokenizer, names: tuple[str, ...] | None
 ) -> SplitInfo:
-    """Writes a split document by document, and counts its tokens."""
+    """Writes the ids of a split document by document, and counts them.
+
+    `names` are those of the documents, if they have any.
+    """
+    dtype = _dtype(tokenizer)
     digest = hashlib.sha256()
     counts_V = np.zeros(tokenizer.vocab_size, np.int64)
-    num_documents = num_bytes = 0
+    num_documents = 0
+    num_bytes = 0
     with replacing(path) as temporary:
         with temporary.open('wb') as file:
             for ids in documents:
-                file.write(ids.astype(_dtype(tokenizer)).tobytes())
-                num_documents = num_documents + 1
-                num_bytes = num_bytes + tokenizer.num_bytes(ids)
-        empty = np.zeros(0, _dtype(tokenizer))  # a file without bytes cannot be mapped
-        written = np.memmap(temporary, empty.dtype, 'r') if num_documents else empty
+                file.write(ids.astype(dtype).tobytes())
+                num_documents += 1
+                num_bytes += tokenizer.num_bytes(ids)
+        written = np.zeros(0, dtype)
+        if num_documents:  # a file without bytes cannot be mapped
+            written = np.memmap(temporary, dtype, 'r')
+        # In blocks: counting document by document takes time for the whole vocabulary each.
         for ids in blocks(written):
             digest.update(ids.data)
             counts_V += np.bincount(ids, minlength=len(counts_V))
@@ -161,9 +178,10 @@ def _check_splits(names: Iterable[str]) -> None:
 
 
 def _check_counts(split: str, info: SplitInfo) -> None:
-    """Raises ValueError for counts that no tokens have; that of tokens is compared with the file.
+    """Raises ValueError for counts of documents, bytes and names that no tokens have.
 
-    Whoever lists the documents of a split takes memory for as many as are counted.
+    Whoever lists the documents of a split takes memory for as many as are counted. The count of
+    tokens is compared with the size of the file when that is opened.
     """
     documents = info.num_documents
     if not 1 <= documents <= info.num_tokens:
@@ -188,13 +206,15 @@ def open_index(
         try:
             require_regular(path, most=None)
             # Slices of a memmap take several times as long as those of its array.
-            tokens[split] = ids = np.asarray(np.memmap(path, index.dtype, 'r'))
-            whole = len(ids) == info.num_tokens
-            whole &= not compare or hashlib.sha256(ids.data).hexdigest() == info.fingerprint
+            ids = np.asarray(np.memmap(path, index.dtype, 'r'))
+            is_whole = len(ids) == info.num_tokens
+            if is_whole and compare:
+                is_whole = hashlib.sha256(ids.data).hexdigest() == info.fingerprint
         except (OSError, ValueError):
-            whole = False
-        if not whole:
+            is_whole = False
+        if not is_whole:
             raise DamagedData(f'{path} is missing, or does not hold what {INDEX} describes')
+        tokens[split] = ids
     return TokenDataset(index.name, index.version, tokenizer, index.splits, tokens, index.carved)
 
 
@@ -216,7 +236,7 @@ def open_prepared(config: DataConfig) -> TokenDataset:
             f'{directory} was tokenized with {index.tokenizer_name}, but tokenizer='
             f'{index.tokenizer!r} is {tokenizer.name}; restore its source'
         )
-    _refuse_what_has_no_effect(config, index)
+    _refuse_settings_of_text(config, index)
     return dataset
 
 
@@ -228,38 +248,38 @@ def _tokenizer_beside(directory: Path, index: Index, requested: str, advice: str
     ConfigError otherwise; DamagedData where the vocabulary is missing.
     """
     kind = index.tokenizer
-    outside = is_import_path(kind)
-    if outside and kind != requested:
+    if is_import_path(kind) and kind != requested:
         raise ConfigError(
             f'{directory / INDEX} names the tokenizer {kind!r:.200}, which is code, and '
             f'data.tokenizer={requested!r} does not; set data.tokenizer={kind:.200} to import it'
         )
     model = directory / MODEL
     if not model.exists():
-        if not outside and kind != 'bytes':
+        has_no_vocabulary = is_import_path(kind) or kind == 'bytes'
+        if not has_no_vocabulary:
             raise DamagedData(f'{model}, the vocabulary of {kind!r:.200}, is missing')
         return restored(kind, None)
     with readable(str(model), advice, Exception):  # of the library of subwords
         return restored(kind, read_whole(model))
 
 
-def _refuse_what_has_no_effect(config: DataConfig, index: Index) -> None:
+def _refuse_settings_of_text(config: DataConfig, index: Index) -> None:
     """Raises ConfigError for a setting of text other than the one that tokens were made with."""
     if config.lowercase:
-        refused = 'lowercase'
+        field = 'lowercase'
     elif config.carve_test and 'test' not in index.splits:
-        refused = 'carve_test'
-    elif not _same_tokenizer(config.tokenizer, index):
-        refused = 'tokenizer'
+        field = 'carve_test'
+    elif not _is_same_tokenizer(config.tokenizer, index):
+        field = 'tokenizer'
     else:
         return
     raise ConfigError(
-        f'data.{refused}={getattr(config, refused)!r} has no effect on tokens, which were made '
+        f'data.{field}={getattr(config, field)!r} has no effect on tokens, which were made '
         f'with {index.tokenizer_name} of {index.version}; set it when prepare_data makes them'
     )
 
 
-def _same_tokenizer(requested: str, index: Index) -> bool:
+def _is_same_tokenizer(requested: str, index: Index) -> bool:
     """Whether data.tokenizer is unset, or names the tokenizer that the tokens were made with."""
     if requested == DataConfig.tokenizer:
         return True

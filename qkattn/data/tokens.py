@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -55,6 +56,7 @@ class TokenDataset:
         self.carved = dict(carved or {})
         self._infos = infos
         self._tokens = tokens
+        # Once for each split, which is read through.
         self._ends = functools.cache(self._document_ends)
 
     def info(self, split: str) -> SplitInfo:
@@ -82,14 +84,22 @@ class TokenDataset:
     def document_names(self, split: str) -> list[str]:
         """Names of a split's documents in order; their numbers where the corpus names none."""
         info = self.info(split)
-        return list(info.document_names or map(str, range(info.num_documents)))
+        if info.document_names:
+            return list(info.document_names)
+        return [str(number) for number in range(info.num_documents)]
 
     def identity(self) -> dict[str, Any]:
         """Identifies the data in results and checkpoints; JSON."""
         fingerprints = {split: info.fingerprint for split, info in self._infos.items()}
-        identity = {'name': self.name, 'version': self.version, 'tokenizer': self.tokenizer.name}
-        carved = {'carved': self.carved} if self.carved else {}
-        return {**identity, 'fingerprints': dict(sorted(fingerprints.items())), **carved}
+        identity = {
+            'name': self.name,
+            'version': self.version,
+            'tokenizer': self.tokenizer.name,
+            'fingerprints': dict(sorted(fingerprints.items())),
+        }
+        if self.carved:
+            identity['carved'] = self.carved
+        return identity
 
     def unigram_nats(self, split: str) -> float:
         """Entropy of the token frequencies of a split, in nats per token."""
@@ -97,14 +107,16 @@ class TokenDataset:
 
     def bytes_per_token(self, split: str) -> float:
         """Bytes of text per token of a split, on average."""
-        return self.info(split).num_bytes / self.info(split).num_tokens
+        info = self.info(split)
+        return info.num_bytes / info.num_tokens
 
     def _document_ends(self, split: str) -> np.ndarray:
         ends = [np.zeros(0, np.int64)]
-        position = 0
+        num_read = 0
         for ids in blocks(self.split(split)):
-            ends.append(np.flatnonzero(ids == self.tokenizer.separator) + position + 1)
-            position += len(ids)
+            separators = num_read + np.flatnonzero(ids == self.tokenizer.separator)
+            ends.append(separators + 1)
+            num_read += len(ids)
         return np.concatenate(ends)
 
 
@@ -122,14 +134,15 @@ class PairDataset:
         self.separator = source.tokenizer.separator
         self._bounds: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         for split in self.splits:
-            ends = source.document_ends(split), target.document_ends(split)
-            if len(ends[0]) != len(ends[1]):
+            source_ends = source.document_ends(split)
+            target_ends = target.document_ends(split)
+            if len(source_ends) != len(target_ends):
                 raise ConfigError(
-                    f'split {split!r} has {len(ends[0])} sentences in source {source.name!r} but '
-                    f'{len(ends[1])} in target {target.name!r}; line i of one must translate line '
-                    'i of the other.'
+                    f'split {split!r} has {len(source_ends)} sentences in source {source.name!r} '
+                    f'but {len(target_ends)} in target {target.name!r}; line i of one must '
+                    'translate line i of the other.'
                 )
-            self._bounds[split] = np.append(0, ends[0]), np.append(0, ends[1])
+            self._bounds[split] = (np.append(0, source_ends), np.append(0, target_ends))
 
     def bounds(self, split: str) -> tuple[np.ndarray, np.ndarray]:
         """Source and target bounds [pairs + 1]: pair i is tokens [bounds[i], bounds[i + 1]).
@@ -145,11 +158,13 @@ class PairDataset:
 
     def sentences(self, split: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """All source and all target sentences in file order, without separators."""
-        source, target = (
-            [ids[a:b] for a, b in zip(bounds[:-1], bounds[1:] - 1, strict=True)]
-            for ids, bounds in zip(self.tokens(split), self.bounds(split), strict=True)
-        )
-        return source, target
+
+        def cut(tokens: np.ndarray, bounds: np.ndarray) -> list[np.ndarray]:
+            return [tokens[start : end - 1] for start, end in itertools.pairwise(bounds)]
+
+        source, target = self.tokens(split)
+        source_bounds, target_bounds = self.bounds(split)
+        return cut(source, source_bounds), cut(target, target_bounds)
 
     def identity(self) -> dict[str, Any]:
         """Identifies the data in results and checkpoints; JSON."""

@@ -2,7 +2,7 @@
 
 METRICS are those of every run; `train.metrics` names further ones, from outside the package. An
 evaluated metric has a number for each target, and a value from the sums of such numbers over rows.
-One that is measured when a run ends has neither, and is computed by `train.results`.
+One that is measured when a run ends has neither: `Rows.end_metrics` of the task computes it.
 """
 
 import dataclasses

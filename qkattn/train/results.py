@@ -10,8 +10,15 @@ import numpy as np
 
 from qkattn.config import fingerprint
 from qkattn.data import pipeline
-from qkattn.decode.translate import score_trial
-from qkattn.metrics import PREFIXES, Metric, bits_per_byte, logged_fields, result_fields
+from qkattn.errors import ConfigError
+from qkattn.metrics import (
+    PREFIXES,
+    Metric,
+    bits_per_byte,
+    logged_fields,
+    result_fields,
+    with_outside,
+)
 from qkattn.model import cost
 from qkattn.model.sites import attention_spec
 from qkattn.storage.records import (
@@ -48,14 +55,15 @@ def trial_results(
     evaluated = {
         name: metric for name, metric in validation.metrics.items() if metric.value is not None
     }
-    common = {**_common(stack, evaluations, costs), **about, **described(evaluated)}
-    probes = stack.induction() or {}
-    loss_X = validation.values['loss']
+    of_task = {metric.name: metric for metric in stack.rows.metrics}
+    common = {**_common(stack, evaluations, costs), **about, **described({**evaluated, **of_task})}
     alive_X = stack.alive_X
+    # A finite gradient in the last step may still have left parameters with an infinite loss.
+    finished_X = alive_X & np.isfinite(validation.values['loss'])
+    end_metrics = _end_metrics(stack, finished_X)
     results = []
     for x, trial in enumerate(stack.config.trials.trials()):
-        # A finite gradient in the last step may still have left parameters with an infinite loss.
-        is_finished = bool(alive_X[x] and np.isfinite(loss_X[x]))
+        is_finished = bool(finished_X[x])
         result: dict[str, Any] = {'trial': trial}
         result['status'] = FINISHED if is_finished else DIVERGED
         result['diverged_at'] = diverged_at.get(x)
@@ -64,11 +72,8 @@ def trial_results(
         result |= common
         sound_evaluations = evaluations if is_finished else {}
         result |= _metrics_of_trial(x, sound_evaluations, evaluated)
-        for name, value_X in probes.items():
-            result[name] = float(value_X[x]) if is_finished else None
-        if is_finished:
-            params = functools.partial(stack.params, x)
-            result |= score_trial(stack.config, stack.rows, params) or {}
+        for field, values_X in end_metrics.items():
+            result[field] = values_X[x] if is_finished else None
         results.append(result)
     return to_jsonable(results)
 
@@ -87,6 +92,22 @@ def _metrics_of_trial(
                 value_X = values.get(name)
                 fields[metric.field(prefix)] = None if value_X is None else float(value_X[x])
     return fields
+
+
+def _end_metrics(stack: Stack, finished_X: np.ndarray) -> Mapping[str, Any]:
+    """What the task measures when training ends, [X] by result field.
+
+    ConfigError for a field that no metric of the package or of the task has.
+    """
+    measured = stack.rows.end_metrics(stack, finished_X)
+    known = result_fields(with_outside(stack.rows.metrics))
+    for field in measured:
+        if field not in known:
+            raise ConfigError(
+                f'end_metrics of {type(stack.rows).__name__} measures {field!r}, which is no field '
+                f'of a metric; valid: {", ".join(known)}'
+            )
+    return measured
 
 
 def _common(

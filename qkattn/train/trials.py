@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,12 @@ from qkattn import metrics
 from qkattn.config import Config
 from qkattn.config.calls import called
 from qkattn.data import pipeline
-from qkattn.data.tasks import repeats
 from qkattn.data.tasks.rows import Batch, Rows
+from qkattn.data.tasks.task_registry import task_of
+from qkattn.data.tokenizers.tokenizer import Tokenizer
+from qkattn.decode.translate import translate_ids
 from qkattn.errors import ConfigError
+from qkattn.model import with_params
 from qkattn.model.transformer import cross_entropy
 from qkattn.storage.records import described
 from qkattn.train.program import Program, stack_program
@@ -115,35 +118,15 @@ class Stack:
             targets_R=sums['weight'][:, 0],
         )
 
-    def induction(self) -> dict[str, np.ndarray] | None:
-        """How the trials use what stands earlier in their context; None for rows without repeats.
+    def sums(self, read: Callable[..., Iterable[Batch]]) -> metrics.Sums:
+        """`row_sums` of the R rows that `read(batch_size=..., part=...)` reads, [R, X, ...]."""
+        part = local_rows(self.config, self.program.mesh)
+        return self._sums(read(batch_size=self.config.train.batch_size, part=part))
 
-        Random tokens are shown twice (Olsson et al. 2022, 'In-context learning and induction
-        heads'); only a model that finds them again in its context does better on the second copy.
-        """
-        random_BH = repeats.sequences(self.rows)
-        if random_BH is None:
-            return None
-
-        def totals(copy: repeats.Copy) -> dict[str, np.ndarray]:
-            """The sums [X] over all targets of one of the two copies."""
-            batches = repeats.batches(
-                random_BH,
-                self.config.model.context,
-                copy,
-                batch_size=self.config.train.batch_size,
-                part=local_rows(self.config, self.program.mesh),
-            )
-            return {name: sums_RX.sum(0) for name, sums_RX in self._sums(batches).items()}
-
-        first = totals('first')
-        second = totals('second')
-        gain_X = first['loss'] / first['weight'] - second['loss'] / second['weight']
-        one_or_nan_X = self._one_or_nan_X()
-        return {
-            'val_induction_gain': one_or_nan_X * gain_X,
-            'val_induction_accuracy': one_or_nan_X * second['accuracy'] / second['weight'],
-        }
+    def translate(self, x: int, tokenizer: Tokenizer, sources: Sequence[np.ndarray]) -> list[str]:
+        """Translations by trial x of sources, token ids without separators."""
+        model = with_params(self.config.model, self.params(x))
+        return translate_ids(model, tokenizer, sources, self.config.decode)
 
     def _measure(self, batch: Batch) -> dict[str, jax.Array]:
         """`row_sums` of a batch for every trial, [X, B, ...]."""
@@ -196,11 +179,18 @@ def per_target(
 
 
 def check_metrics(config: Config) -> None:
-    """Raises ConfigError where `train.metrics` names what is no metric; nothing compiles."""
+    """Raises ConfigError where `train.metrics` names what is no metric; nothing compiles.
+
+    Also where a task from outside declares a metric that has the name of another, or that a result
+    cannot describe.
+    """
+    evaluated = metrics.named(config.train.metrics)
+    if config.data.task is not None:
+        of_run = metrics.outside(evaluated).values()
+        described(metrics.with_outside([*of_run, *task_of(config).metrics]))
     if not config.train.metrics:
         return
     texts = ', '.join(config.train.metrics)
-    evaluated = metrics.named(config.train.metrics)
     # Sizes that differ, so that axes which are mixed up do not fit by chance.
     B, T, R, X = 2, 3, 5, 7
     logits_BTV = jax.ShapeDtypeStruct((B, T, config.model.vocab_size), jnp.float32)

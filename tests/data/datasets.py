@@ -29,7 +29,9 @@ def token_dataset(name: str, tokenizer: Any, splits: dict[str, Any], bytes_per_t
 
 
 class Numbers:
-    name, vocab_size, separator = 'numbers', 65536, 0
+    name = 'numbers'
+    vocab_size = 65536
+    separator = 0
 
 
 def numbers(**sizes: int) -> TokenDataset:

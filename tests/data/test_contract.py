@@ -13,9 +13,11 @@ import pytest
 from qkattn.config import Config, DataConfig, ModelConfig
 from qkattn.data.corpora.corpus_registry import find
 from qkattn.data.load import load_text, tokenizer_of
+from qkattn.data.tasks.rows import Rows
 from qkattn.data.tasks.task_registry import rows_of
 from qkattn.data.tokenizers.vocabulary import KINDS
 from qkattn.errors import ConfigError
+from qkattn.metrics import PREFIXES, result_fields, with_outside
 from tests.data.datasets import documents, read_rows
 from tests.fixtures import chosen
 from tests.refusals import refused
@@ -40,8 +42,8 @@ def test_a_dataset_gives_the_same_documents_each_time(dataset, data):
     assert corpus.splits[:2] == ('train', 'validation')
     sizes = []
     for language in corpus.languages or (None,):
-        first, again = documents(corpus, language), documents(corpus, language)
-        assert first == again
+        first = documents(corpus, language)
+        assert documents(corpus, language) == first
         for text in sum(first.values(), []):
             assert isinstance(text, bytes) and text.decode() is not None
         sizes.append({split: len(first[split]) for split in corpus.splits})
@@ -54,7 +56,8 @@ def test_a_dataset_gives_the_same_documents_each_time(dataset, data):
 def test_a_tokenizer_counts_the_bytes_of_what_it_encodes(tokenizer, data):
     size = {'tokenizer_size': 260} if tokenizer == 'bpe' else {}
     named = dataclasses.replace(data, tokenizer=tokenizer, **size)
-    first, again = tokenizer_of(named), tokenizer_of(named)
+    first = tokenizer_of(named)
+    again = tokenizer_of(named)
     assert first.name == again.name and first.vocab_size > first.separator >= 0
     for text in ('', 'a line\nand another', 'naïve \N{SNOWMAN} 🤝\t', 'x' * 300):
         ids = first.encode(text)
@@ -70,19 +73,25 @@ def test_a_tokenizer_counts_the_bytes_of_what_it_encodes(tokenizer, data):
     assert first.decode(first.encode(text)).encode() == text
 
 
-def test_a_task_reads_rows_of_the_stated_shape_that_depend_on_their_draws_alone(task, data):
+def opened(task: str, data: DataConfig) -> tuple[Config, Rows]:
+    """A config of the kind of model that the task trains, and its rows."""
     for kind in ('decoder', 'encoder'):
         model = ModelConfig(kind=kind, context=12, vocab_size=300)
         config = Config(model=model, data=dataclasses.replace(data, task=task))
         with contextlib.suppress(ConfigError):
-            rows = rows_of(config)
-            break
+            return config, rows_of(config)
+    raise AssertionError(f'{task} trains neither a decoder nor an encoder on text')
+
+
+def test_a_task_reads_rows_of_the_stated_shape_that_depend_on_their_draws_alone(task, data):
+    config, rows = opened(task, data)
     for split in rows.splits:
         count = rows.count(split)
         numbers_B = [0, count - 1, 0]
-        batch, again = (read_rows(rows, split, numbers_B) for _ in range(2))
+        batch = read_rows(rows, split, numbers_B)
+        again = read_rows(rows, split, numbers_B)
         shapes = {name: (array.shape[1], array.dtype) for name, array in batch.items()}
-        assert shapes == rows.array_shapes(model)
+        assert shapes == rows.array_shapes(config.model)
         for name, array in batch.items():
             np.testing.assert_array_equal(array, again[name])
             row = read_rows(rows, split, [count - 1], first_place=1)
@@ -94,6 +103,44 @@ def test_a_task_reads_rows_of_the_stated_shape_that_depend_on_their_draws_alone(
             names, document_R = rows.documents(split)
             assert len(document_R) == count and np.all(document_R < len(names))
     json.dumps(rows.identity())
+
+
+class Trained:
+    """Two trained trials: the first is never right, the second always."""
+
+    def __init__(self, config: Config):
+        self.config = config
+
+    def sums(self, read):
+        weights_RT = np.concatenate(
+            [batch['loss_weights_BT'] for batch in read(batch_size=8, part=None)]
+        )
+        weight_R = weights_RT.sum(axis=1)
+        nothing_R = np.zeros_like(weight_R)
+        return {
+            'loss': np.stack([5 * weight_R, nothing_R], axis=1),
+            'accuracy': np.stack([nothing_R, weight_R], axis=1),
+            'weight': np.stack([weight_R, weight_R], axis=1),
+        }
+
+
+def test_a_task_measures_declared_metrics_of_every_trial_when_training_ends(task, data):
+    config, rows = opened(task, data)
+    measured = rows.end_metrics(Trained(config), np.array([True, True]))
+    assert measured.keys() <= result_fields(with_outside(rows.metrics)).keys()
+    assert all(len(values) == 2 for values in measured.values())
+    if task.startswith('ahead'):
+        assert measured['val_nearer'].tolist() == [0, 1]
+
+
+def test_a_task_says_what_to_beat_on_every_evaluated_split(task, data):
+    config, rows = opened(task, data)
+    yardsticks = rows.yardsticks(config)
+    assert yardsticks.losses.keys() == {PREFIXES[split] for split in rows.splits[1:]}
+    for losses in yardsticks.losses.values():
+        assert losses and all(loss > 0 for loss in losses.values())
+    if task.startswith('ahead'):
+        assert yardsticks.losses['val'] == {'frequencies': rows.unigram_nats('validation')}
 
 
 def test_other_objects_are_refused_in_one_sentence(data, outside):

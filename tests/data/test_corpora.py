@@ -8,9 +8,7 @@ import itertools
 import json
 import platform
 import random
-import re
 import sys
-from importlib import metadata
 
 import babel
 import numpy as np
@@ -23,7 +21,6 @@ from qkattn.data.corpora import catalogues, cldr, downloads, python_text
 from qkattn.data.corpora.corpus import Corpus, capped, carved, largest_size, split_of
 from qkattn.data.corpora.corpus_registry import CORPORA, SETTINGS, Source, find
 from tests.data.datasets import documents
-from tests.processes import ROOT
 from tests.refusals import refused
 
 TEXTS = [f'document {number}\n'.encode() for number in range(200)]
@@ -60,11 +57,16 @@ def test_a_tenth_of_the_documents_each_whatever_their_order():
     assert carved(made(validation=[b'x\n']), test=False).splits == ('train', 'validation')
 
 
-def test_equal_documents_are_in_one_split_and_names_go_with_their_documents():
+def test_equal_documents_are_in_one_split():
     # 28.5 of 285 documents would be a tenth, which is not a multiple of 3.
     splits = documents(carved(made([text for text in TEXTS[:95] for _ in range(3)]), test=False))
     assert len(splits['test']) == 30 and not set(splits['train']) & set(splits['test'])
+    copies = made(TEXTS + TEXTS, names=lambda split: [str(number) for number in range(400)])
+    splits = documents(carved(copies, test=False))
+    assert len(splits['test']) == 40 and not set(splits['train']) & set(splits['test'])
 
+
+def test_names_go_with_their_documents():
     def names(split):
         return [text.decode() for text in (TEXTS if split == 'train' else [b'x'])]
 
@@ -72,13 +74,12 @@ def test_equal_documents_are_in_one_split_and_names_go_with_their_documents():
         result = carved(made(names=names, **others), test=False)
         for split, texts in documents(result).items():
             assert result.names(split) == [text.decode() for text in texts]
-    copies = made(TEXTS + TEXTS, names=lambda split: [str(number) for number in range(400)])
-    splits = documents(carved(copies, test=False))
-    assert len(splits['test']) == 40 and not set(splits['train']) & set(splits['test'])
 
-    # Both sides of a translation are carved alike, whichever is the source.
+
+def test_both_sides_of_a_translation_are_carved_alike_whichever_is_the_source():
     corpora = [carved(made(languages=sides), test=False) for sides in (('en', 'de'), ('de', 'en'))]
-    english, german = documents(corpora[0], 'en'), documents(corpora[0], 'de')
+    english = documents(corpora[0], 'en')
+    german = documents(corpora[0], 'de')
     for split, texts in german.items():
         assert [text[2:] for text in english[split]] == [text[2:] for text in texts]
     assert len(english['test']) == 20 and documents(corpora[1], 'en') == english
@@ -100,12 +101,14 @@ def test_no_evaluation_document_is_more_than_5_percent_of_its_split():
     for number in (20, 50):
         sizes = (10 ** rng.uniform(1, 6, number)).astype(int)
         limit = largest_size(sizes.tolist())
-        cut, more = np.minimum(sizes, limit), np.minimum(sizes, limit + 2)
+        cut = np.minimum(sizes, limit)
+        more = np.minimum(sizes, limit + 2)
         # As little as possible is cut.
         assert cut.max() <= 0.05 * cut.sum() and more.max() > 0.05 * more.sum()
     assert largest_size([7] * 20) is largest_size([9] * 19 + [0] * 9) is None
     # Only evaluation splits, here to 180 / 19 = 9.47 bytes, and no character is cut in two.
-    long, texts = 'ä'.encode() * 100, [b'b' * 9] * 20
+    long = 'ä'.encode() * 100
+    texts = [b'b' * 9] * 20
     result = capped(made([long, *texts], validation=[long, *texts]))
     expected = {'train': [long, *texts], 'validation': ['ä'.encode() * 4, *texts]}
     assert documents(result) == expected
@@ -150,7 +153,7 @@ def test_file_is_cut_at_line_ends_90_5_5(tmp_path):
     assert list(documents(corpus).values()) == [[part] for part in parts]
 
 
-def test_a_split_is_a_file_or_a_folder_and_the_version_is_that_of_the_text(tmp_path, bucket):
+def test_a_split_is_a_file_or_a_folder_and_the_version_is_that_of_the_text(tmp_path):
     # A byte order mark is no text.
     files = {'train.txt': '\ufeffa\n', 'validation/b.txt': 'b\n', 'validation/a.txt': b'a\n'}
     corpus = opened(tmp_path, files | {'validation/c.md': 'c', 'validation/sub/d.txt': 'd\n'})
@@ -165,13 +168,16 @@ def test_a_split_is_a_file_or_a_folder_and_the_version_is_that_of_the_text(tmp_p
     (tmp_path / 'test.txt').unlink()
     with refused("test' holds no .txt file"):
         opened(tmp_path, {'test/a.text': 'a\n'})
+    with refused('holds both validation and validation.txt; keep one'):
+        opened(tmp_path, {'validation.txt': 'e\n'})
+
+
+def test_text_in_a_bucket_is_a_file_per_split(tmp_path, bucket):
     for name in ('files/train.txt', 'folder/train/a.txt'):
         bucket.put('runs', name, b'a\n')
     assert opened(tmp_path, {}, path='gs://runs/files').names('train') == ['train']
     with refused("folder/train' cannot be read .* give its text as a file"):
         opened(tmp_path, {}, path='gs://runs/folder')
-    with refused('holds both validation and validation.txt; keep one'):
-        opened(tmp_path, {'validation.txt': 'e\n'})
 
 
 def test_lines_of_parallel_files_are_documents(tmp_path):
@@ -256,7 +262,8 @@ def test_a_file_is_fetched_once_checked_and_again_if_it_is_damaged(tmp_path, mon
 
     monkeypatch.setattr(requests, 'get', get)
     monkeypatch.setitem(downloads.SHA256, 'lines.txt', hashlib.sha256(TEXT).hexdigest())
-    manual, path = tmp_path / 'lines.txt', tmp_path / 'downloads' / 'lines' / 'lines.txt'
+    manual = tmp_path / 'lines.txt'
+    path = tmp_path / 'downloads' / 'lines' / 'lines.txt'
     by_hand = {'manual_dir': str(tmp_path)}
     for there, answer, settings, says in (
         (None, None, {}, f'^{URL} cannot be read .*; put {URL}, .* name it in data.manual_dir'),
@@ -286,29 +293,36 @@ def test_a_file_is_fetched_once_checked_and_again_if_it_is_damaged(tmp_path, mon
     assert fetched(**by_hand) == TEXT
 
 
-def test_documents_of_multi30k_are_lines_and_the_play_is_cut_by_characters(tmp_path, monkeypatch):
+@pytest.fixture
+def by_hand(tmp_path, monkeypatch):
+    """by_hand(name, content) puts a file into the manual_dir of the settings that it returns."""
+
     def stored(name, content):
         (tmp_path / name).write_bytes(content)
         monkeypatch.setitem(downloads.SHA256, name, hashlib.sha256(content).hexdigest())
+        return {'data_dir': str(tmp_path / 'data'), 'manual_dir': str(tmp_path)}
 
-    def opened(name, **settings):
-        files = {'data_dir': str(tmp_path / 'data'), 'manual_dir': str(tmp_path)}
-        return find(DataConfig(name=name, **files, **settings))
+    return stored
 
+
+def test_documents_of_multi30k_are_lines(tmp_path, by_hand):
     for part, language in itertools.product(downloads.CAPTION_PARTS.values(), ('de', 'fr')):
         # With a line separator of Unicode.
         text = ''.join(f'{part}.{language}\u2028{i}\n' for i in range(3))
-        stored(f'{part}.{language}.gz', gzip.compress(text.encode()))
-    # 101 characters in 202 bytes.
-    stored('input.txt', ('ä' * 90 + 'ö' * 11).encode())
-    corpus = opened('multi30k', languages='fr-de')
+        settings = by_hand(f'{part}.{language}.gz', gzip.compress(text.encode()))
+    corpus = find(DataConfig(name='multi30k', languages='fr-de', **settings))
     assert corpus.name == 'multi30k-fr-de' and not (tmp_path / 'data').exists()
     captions = [f'val.fr\u2028{i}'.encode() for i in range(3)]
     assert documents(corpus, 'fr')['validation'] == captions
-    parts = {'train': [('ä' * 90).encode()], 'validation': [('ö' * 11).encode()]}
-    assert documents(opened('tiny_shakespeare')) == parts
     with refused("'en-es' must be two of de, en and fr"):
-        opened('multi30k', languages='en-es')
+        find(DataConfig(name='multi30k', languages='en-es', **settings))
+
+
+def test_the_play_is_cut_by_characters(by_hand):
+    # 101 characters in 202 bytes.
+    settings = by_hand('input.txt', ('ä' * 90 + 'ö' * 11).encode())
+    parts = {'train': [('ä' * 90).encode()], 'validation': [('ö' * 11).encode()]}
+    assert documents(find(DataConfig(name='tiny_shakespeare', **settings))) == parts
 
 
 SENTENCES = [{'en': f'number {i}', 'de': f'Nummer {i}', 'fr': f'le {i}'} for i in range(40)]
@@ -502,11 +516,9 @@ def test_corpus_is_the_pairs_by_split_in_an_order_that_mixes_them(pairs, monkeyp
         assert {categories[source] for source in texts[0][:150]} == set(categories.values())
 
 
-PACKAGES = DataConfig(name='packages')
-
-
 def test_stdlib_is_the_library_without_tests_and_tables():
-    paths, corpus = list(python_text.modules()), find(DataConfig())
+    paths = list(python_text.modules())
+    corpus = find(DataConfig())
     assert paths == sorted(paths) and len(paths) > 200
     assert not [path for path in paths if {'test', 'encodings'} & set(path.split('/'))]
     assert corpus.version == f'py{platform.python_version()}-2.0.0'
@@ -516,33 +528,3 @@ def test_stdlib_is_the_library_without_tests_and_tables():
     places = {'json/decoder.py': 'train', 'argparse.py': 'validation', 'json/tool.py': 'test'}
     for path, split in (places | {'json/__init__.py': split_of('json', 40, 30)}).items():
         assert path in corpus.names(split)
-
-
-def test_packages_are_pinned_and_without_copies_scripts_and_tests(tmp_path, monkeypatch):
-    requirements = (ROOT / 'requirements.txt').read_text()
-    pinned = re.findall(r'^([\w.-]+)==', requirements.split('# Tests')[0], re.M)
-    assert set(python_text.DISTRIBUTIONS) <= set(pinned)
-    texts = {
-        'a.py': b'x = 1\n' * 100,
-        'b.py': b'x  =  1\n' * 100,  # a copy but for its spaces
-        **{'c.py': b'y = 1\n', 'd.py': b'z = "\xff"\n' * 100, 'e.md': b'text\0' * 200},
-    }
-    others = 'f.md', '../bin/a.py', 'b-1.dist-info/c.md', 'a/tests/b.py', 'a.txt', 'a/version.py'
-    texts |= dict.fromkeys(others, b'words \n' * 100)
-    paths = [metadata.PackagePath(name) for name in texts]
-    for path in paths:
-        (tmp_path / 'site' / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / 'site' / path).write_bytes(texts[str(path)])
-        path.dist = metadata.PathDistribution(tmp_path / 'site' / 'a.dist-info')
-    monkeypatch.setattr(python_text, 'DISTRIBUTIONS', ('a',))
-    monkeypatch.setattr(metadata, 'files', lambda name: paths)
-    with refused("data.name='packages' cannot be read .*No package metadata.*requirements.txt"):
-        find(PACKAGES)
-    monkeypatch.setattr(metadata, 'version', lambda name: '1')
-    monkeypatch.setattr(python_text, '_installed', python_text._installed.__wrapped__)
-    corpus = find(PACKAGES)
-    assert sorted(sum(map(corpus.names, corpus.splits), [])) == ['a.py', 'f.md']
-    assert corpus.version == f'2.0.0-{hashlib.sha256(b"a==1").hexdigest()[:12]}'
-    monkeypatch.setattr(metadata, 'files', lambda name: None)
-    with refused("does not list the files of .'a'"):
-        corpus.names('train')

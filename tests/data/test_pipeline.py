@@ -5,12 +5,13 @@ import threading
 import time
 
 import numpy as np
+import pytest
 
 from qkattn.config import DataConfig
 from qkattn.data import pipeline
 from qkattn.data.tasks.language import LanguageRows
 from qkattn.data.tasks.probe_tasks import CausalProbeRows, find
-from qkattn.data.tasks.task_registry import rows_of
+from qkattn.data.tasks.task_registry import batches, rows_of
 from qkattn.data.tokenizers.tokenizer import ByteTokenizer
 from tests.data.datasets import check_shapes, numbers, token_dataset
 from tests.refusals import refused
@@ -74,9 +75,15 @@ def test_train_batches_are_train_batch_of_seed_and_step():
 
 
 def test_one_thread_reads_ahead_shares_seeds_and_ends_when_closed():
-    rows, threads = windows(train=500), []
+    rows = windows(train=500)
     read = rows.read
-    rows.read = lambda *args: threads.append(threading.current_thread()) or read(*args)
+    threads = []
+
+    def recording(*args):
+        threads.append(threading.current_thread())
+        return read(*args)
+
+    rows.read = recording
     batches = pipeline.train_batches(rows, seeds=(3, 1, 3), num_steps=2, batch_size=2)
     with contextlib.closing(batches):
         del threads[:]  # of the reads that check the settings
@@ -124,39 +131,52 @@ def test_bad_settings_are_one_sentence_at_the_call():
 
 def test_batches_of_a_configuration_go_on_in_training_and_end_in_an_evaluation(tiny):
     config = tiny(data={'eval_sequences': 11})
-    for step, batch in enumerate(itertools.islice(pipeline.batches(config, seed=3), 3)):
+    for step, batch in enumerate(itertools.islice(batches(config, seed=3), 3)):
         expected = pipeline.train_batch(rows_of(config), seed=3, step=step, batch_size=8)
         assert batch.keys() == expected.keys()
         assert all(np.array_equal(array, expected[name]) for name, array in batch.items())
-    first, second = pipeline.batches(config, 'validation')
+    first, second = batches(config, 'validation')
     assert first['tokens_BT'].shape == (8, 16)
     assert second['loss_weights_BT'].any(axis=1).tolist() == [True] * 3 + [False] * 5
 
 
-def test_a_cluster_is_a_document_or_rows_that_are_dealt_out(stdlib):
-    # Documents of 9, 3 and 8 tokens; rows aaaa aaaa 0bb0 cccc.
+@pytest.fixture
+def letters():
+    """Documents of 9, 3 and 8 tokens; rows aaaa aaaa 0bb0 cccc."""
     text = np.frombuffer(b'aaaaaaaa\0bb\0ccccccc\0', np.uint8)
-    letters = token_dataset('letters', ByteTokenizer(), {'train': text, 'validation': text})
-    rows, modules = LanguageRows(letters, 4), LanguageRows(stdlib, 128)
-    names, document_R = pipeline.clusters(rows, 'validation')
+    splits = {'train': text, 'validation': text}
+    return LanguageRows(token_dataset('letters', ByteTokenizer(), splits), 4)
+
+
+def test_a_cluster_of_text_is_a_document(letters):
+    names, document_R = pipeline.clusters(letters, 'validation')
     assert names == ['0', '1', '2'] and document_R.tolist() == [0, 0, 1, 2]
-    assert pipeline.clusters(rows, 'validation', 2)[1].tolist() == [0, 1]
+    _, document_R = pipeline.clusters(letters, 'validation', 2)
+    assert document_R.tolist() == [0, 1]
+
+
+def test_rows_without_documents_are_dealt_out_to_clusters():
     probe = CausalProbeRows(*find('recall(pairs=2)'))
     names, cluster_R = pipeline.clusters(probe, 'test', 200)
     assert names == [*map(str, range(128))] and cluster_R.tolist() == [*range(128), *range(72)]
     pipeline.check_documents(probe, DataConfig(), 1000)
+
+
+@pytest.mark.parametrize(
+    ('fields', 'minimum', 'message'),
+    [
+        ({'name': 'letters'}, 3, "'letters' has no test split, .*; set data.carve_test=True"),
+        ({'path': 'a.txt'}, 4, "3 of 3 documents in split 'validation' of .*'a.txt', .* 4; choose"),
+    ],
+)
+def test_a_study_needs_a_test_split_of_many_documents(letters, fields, minimum, message):
+    with refused(message):
+        pipeline.check_documents(letters, DataConfig(**fields), minimum)
+
+
+def test_the_rows_that_read_enough_documents_are_named(stdlib):
+    modules = LanguageRows(stdlib, 128)
     pipeline.check_documents(modules, DataConfig())
-    for checked, fields, minimum, message in (
-        (rows, {'name': 'letters'}, 3, "'letters' has no test split, .*; set data.carve_test=True"),
-        (
-            rows,
-            {'path': 'a.txt'},
-            4,
-            "3 of 3 documents in split 'validation' of .*'a.txt', .* 4; choose",
-        ),
-    ):
-        with refused(message):
-            pipeline.check_documents(checked, DataConfig(**fields), minimum)
     with refused(r'evaluates \d+ of \d+ documents .* at least 100; raise it to \d+\.$') as caught:
         pipeline.check_documents(modules, DataConfig(eval_sequences=64), 100)
     number = int(re.search(r'(\d+)\.$', str(caught.value))[1])

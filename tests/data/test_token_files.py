@@ -25,11 +25,14 @@ from tests.data.datasets import contents, numbers, register, token_dataset, writ
 from tests.refusals import refused
 
 
-def test_windows_and_blocks_of_tokens(monkeypatch):
-    monkeypatch.setattr(tokens, 'BLOCK', 12)
+def test_windows_are_consecutive_tokens():
     windows_BT = numbers(train=100).windows('train', np.array([0, 83]), 17)
     assert windows_BT.dtype == np.int32 and windows_BT[:, 0].tolist() == [0, 83]
     assert (np.diff(windows_BT) == 1).all()
+
+
+def test_blocks_hold_all_ids(monkeypatch):
+    monkeypatch.setattr(tokens, 'BLOCK', 12)
     assert [len(block) for block in tokens.blocks(np.arange(30))] == [12, 12, 6]
 
 
@@ -73,7 +76,8 @@ def made(text, tmp_path_factory):
 
 
 def test_prepared_tokens_are_the_dataset_that_they_were_made_of(text, made):
-    before, after = load_text(text), load_text(made_of(made))
+    before = load_text(text)
+    after = load_text(made_of(made))
     assert after.splits == before.splits and after.identity() == before.identity()
     for split in before.splits:
         assert np.array_equal(after.split(split), before.split(split))
@@ -91,7 +95,8 @@ def test_stopped_at_any_write_it_begins_again(text, made, tmp_path, monkeypatch)
         return replace(*paths)
 
     for writes in (0, 2, 3):  # of three splits and the index
-        out, counter = tmp_path / str(writes), itertools.count()
+        out = tmp_path / str(writes)
+        counter = itertools.count()
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
             patched.setattr(os, 'replace', stopping)
             prepare(text, str(out))
@@ -101,13 +106,13 @@ def test_stopped_at_any_write_it_begins_again(text, made, tmp_path, monkeypatch)
         assert contents(out) == contents(made)
 
 
-def test_a_finished_directory_is_left_as_it_is_and_a_damaged_one_made_again(
-    text, made, tmp_path, caplog, monkeypatch
-):
-    load_text(text)
-    with monkeypatch.context() as patched:
-        patched.setattr(token_files, 'write_atomic', None)
-        assert prepare(text, str(made)).identity() == load_text(text).identity()
+def test_a_finished_directory_is_left_as_it_is(text, made, monkeypatch):
+    identity = load_text(text).identity()
+    monkeypatch.setattr(token_files, 'write_atomic', None)
+    assert prepare(text, str(made)).identity() == identity
+
+
+def test_a_damaged_directory_is_made_again(text, made, tmp_path, caplog):
     copy = shutil.copytree(made, tmp_path / 'copy')
     path = copy / 'train.bin'
     path.write_bytes(path.read_bytes()[:-1] + b'x')
@@ -135,10 +140,12 @@ def lost():
     ],
 )
 def test_what_cannot_be_prepared(text, made, tmp_path, monkeypatch, fields, texts, message):
-    data, out = dataclasses.replace(text, **fields), made
+    data = dataclasses.replace(text, **fields)
+    out = made
     if texts is not None:
         register(monkeypatch, 'x', {'train': texts, 'validation': [b'a']})
-        data, out = dataclasses.replace(data, name='x', path=None), tmp_path
+        data = dataclasses.replace(data, name='x', path=None)
+        out = tmp_path
     with refused(message):
         prepare(data, str(out))
 

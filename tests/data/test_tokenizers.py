@@ -61,7 +61,8 @@ def test_a_tokenizer_is_trained_once_and_again_if_it_is_damaged(tmp_path, warnin
         )
 
     assert opened('bytes', None).name == 'bytes' and not list(tmp_path.iterdir())
-    letters, bpe = CharacterTokenizer.train(PHRASES), BPETokenizer.train(PHRASES, 270)
+    letters = CharacterTokenizer.train(PHRASES)
+    bpe = BPETokenizer.train(PHRASES, 270)
     for kind, folder, made in (('characters', 'characters', letters), ('bpe', 'byte-bpe-270', bpe)):
         assert opened(kind).name == opened(kind, None).name == made.name and not warnings
         path = tmp_path / 'tokenizers/corpus/1.0.0' / folder / 'tokenizer.json'
@@ -118,13 +119,16 @@ def test_whole_texts_are_encoded_as_by_the_library(tokenizer, monkeypatch):
         assert tokenizer.encode(text).tolist() == library.encode(text.decode()).ids
 
 
-def test_the_size_is_exact_and_every_training_learns_the_same(tokenizer):
-    assert tokenizer.vocab_size == 1000 and tokenizer.encode(CODE[0]).dtype == np.uint16
+def test_every_training_learns_the_same(tokenizer):
     if tokenizers.__version__ == '0.23.3':
         # Written down, so that neither process nor threads change it unnoticed.
         oddly_trained = BPETokenizer.train([text.encode() for text in ODD * 9], 340)
         assert oddly_trained.name == 'byte-bpe340-e53bcff4d710'
     assert BPETokenizer.train(CODE[:15], 1000).name == tokenizer.name
+
+
+def test_the_size_of_a_vocabulary_is_exact(tokenizer):
+    assert tokenizer.vocab_size == 1000 and tokenizer.encode(CODE[0]).dtype == np.uint16
     smallest = BPETokenizer.train([b'aaaa'], 257)
     assert smallest.vocab_size == 257 and smallest.encode('').size == 0
     # An impossible size is refused before any text is read.
@@ -133,8 +137,9 @@ def test_the_size_is_exact_and_every_training_learns_the_same(tokenizer):
             BPETokenizer.train(texts, size)
 
 
-def test_the_vocabulary_of_a_file_neither_adds_nor_cuts_nor_counts_what_is_not_text(tmp_path):
-    path, text = tmp_path / 'a.json', 'the fox saw\nthe gräpes'
+def test_a_learned_vocabulary_that_is_read_from_a_file_has_the_same_ids(tmp_path):
+    path = tmp_path / 'a.json'
+    text = 'the fox saw\nthe gräpes'
     learned = BPETokenizer.train([text.encode()], 270)
     path.write_bytes(learned.model())
     tokenizer = FileTokenizer.open(str(path))
@@ -142,7 +147,11 @@ def test_the_vocabulary_of_a_file_neither_adds_nor_cuts_nor_counts_what_is_not_t
     assert (tokenizer.vocab_size, tokenizer.separator) == (270, 0)
     ids = tokenizer.encode(text)
     assert ids.dtype == np.uint16 and np.array_equal(ids, learned.encode(text))
-    # A lossy vocabulary of words, which marks the ends of texts and cuts them off.
+
+
+def test_the_vocabulary_of_a_file_neither_adds_nor_cuts_nor_counts_what_is_not_text(tmp_path):
+    """Of a lossy vocabulary of words, which marks the ends of texts and cuts them off."""
+    path = tmp_path / 'a.json'
     vocabulary = {'[UNK]': 0, '[CLS]': 1, 'the': 2, 'fox': 3, 'saw': 7}
     words = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token='[UNK]'))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -156,10 +165,15 @@ def test_the_vocabulary_of_a_file_neither_adds_nor_cuts_nor_counts_what_is_not_t
     assert ids.dtype == np.uint8 and tokenizer.separator == 8
     assert ids[:3].tolist() == [2, 3, 7] and ids[-2:].tolist() == [2, 0] and 1 not in ids
     assert tokenizer.num_bytes(ids) == len('the fox saw the')
-    for damage in (lambda: path.write_text('{"version": "1.0"}'), path.unlink):
-        damage()
-        with refused(f"data.tokenizer='{path}' cannot be read .*; give a tokenizer.json"):
-            FileTokenizer.open(str(path))
+
+
+@pytest.mark.parametrize('content', ['{"version": "1.0"}', None])
+def test_a_file_that_is_missing_or_no_vocabulary_is_refused(tmp_path, content):
+    path = tmp_path / 'a.json'
+    if content is not None:
+        path.write_text(content)
+    with refused(f"data.tokenizer='{path}' cannot be read .*; give a tokenizer.json"):
+        FileTokenizer.open(str(path))
 
 
 def special_words(special, *, unknown='[UNK]', others=()):

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from qkattn.config import DecodeConfig, ModelConfig
+from qkattn.data.tasks.translation import score_split
 from qkattn.data.tokenizers.tokenizer import ByteTokenizer
 from qkattn.data.tokens import PairDataset
 from qkattn.decode import translate
-from qkattn.decode.translate import translation_scores
 from qkattn.jobs import agreement
+from qkattn.metrics.translation import translation_scores
 from qkattn.model import EncoderDecoder, build
 from tests.data.datasets import token_dataset
 from tests.refusals import refused
@@ -108,8 +109,14 @@ def test_a_split_is_scored_as_its_translations_are(caplog):
         sides.append(token_dataset('side', tokenizer, {'validation': tokens}))
     truncated = "1 of 4 sources of split 'validation' truncated to 19 tokens"
     for number, lowercase in ((4, False), (4, True), (1, False)):
-        config, pairs = dataclasses.replace(GREEDY, max_sources=number), PairDataset(*sides)
-        got = translate.score_split(model, pairs, 'validation', config, lowercase=lowercase)
+        got = score_split(
+            PairDataset(*sides),
+            'validation',
+            functools.partial(translate.translate_ids, model, tokenizer, config=GREEDY),
+            longest_source=19,
+            max_sources=number,
+            lowercase=lowercase,
+        )
         assert got == translation_scores(texts[:number], targets[:number], lowercase=lowercase)
     assert got['num_sentences'] == 1 and caplog.messages == [truncated] * 2
 

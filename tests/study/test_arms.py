@@ -25,7 +25,7 @@ TUNED = dataclasses.replace(UNTUNED, tuning=TuningConfig(seeds=(10, 11)))
 
 
 def test_the_grid_is_expanded_and_matched():
-    study = dataclasses.replace(UNTUNED, corpora=('stdlib', 'packages'))
+    study = dataclasses.replace(UNTUNED, corpora=('stdlib', 'tiny_shakespeare'))
     arms = build_arms(study)
     assert [(a.key.corpus, a.key.variant, a.key.size) for a in arms] == [
         (corpus, v, s) for corpus in study.corpora for s in study.sizes for v in study.variants

@@ -11,8 +11,8 @@ from qkattn.config import to_json
 from qkattn.data import pipeline
 from qkattn.data.tasks.language import MaskedRows
 from qkattn.data.tasks.task_registry import rows_of
-from qkattn.decode.translate import translation_scores
 from qkattn.errors import ConfigError
+from qkattn.metrics.translation import translation_scores
 from qkattn.stats import ibm1, ngrams
 from qkattn.storage.ledger import YARDSTICKS
 from qkattn.storage.records import read_json
@@ -41,11 +41,10 @@ def recorded(path):
     return read_json(path / YARDSTICKS, {'groups': tuple[dict, ...], 'runs': tuple[dict, ...]})
 
 
-def test_counts_are_of_the_rows_that_the_first_trial_saw_and_the_loss_that_of_the_run(study):
+def test_counts_are_of_the_rows_that_the_first_trial_saw(study):
     config, path = study
     assert yardsticks.record(path) == []
-    content = recorded(path)
-    (group,), (run,) = content['groups'], content['runs']
+    (group,) = recorded(path)['groups']
     place = {'run': 'a', 'size': 'd_model=32', 'longer': False, 'task': 'language'}
     place |= {'definition': 1}
     assert group.items() >= (place | {'seen': 1536, 'tokens': 1536}).items()
@@ -63,6 +62,12 @@ def test_counts_are_of_the_rows_that_the_first_trial_saw_and_the_loss_that_of_th
     )
     expected = {f'{order}-gram': nats_M.mean() for order, nats_M in enumerate(nats_OM, start=1)}
     assert group['losses']['test'] == pytest.approx(expected)
+
+
+def test_the_loss_of_a_checkpoint_is_that_of_the_run(study):
+    _, path = study
+    assert yardsticks.record(path) == []
+    (run,) = recorded(path)['runs']
     results = read_lines(path / 'results.jsonl')
     assert [trial['seed'] for trial in run['trials']] == [0, 1]
     for trial, result in zip(run['trials'], results, strict=True):
@@ -103,7 +108,7 @@ def test_what_is_recorded_is_kept(study, monkeypatch):
     assert found['runs'] == [place | {'trials': None, 'why': 'it has no checkpoint'}]
 
 
-def test_other_data_and_a_checkpoint_of_another_training_are_not_measured(study):
+def test_other_data_are_not_measured(study):
     _, path = study
     results = read_lines(path / 'results.jsonl')
     data = results[0]['data'] | {'version': '2'}
@@ -111,6 +116,11 @@ def test_other_data_and_a_checkpoint_of_another_training_are_not_measured(study)
     (problem,) = yardsticks.record(path)
     assert problem.startswith("d_model=32, stdlib: data.name='stdlib' gives other data on this")
     assert not (path / YARDSTICKS).exists()
+
+
+def test_a_checkpoint_of_another_training_is_not_measured(study):
+    _, path = study
+    results = read_lines(path / 'results.jsonl')
     write_lines(path / 'results.jsonl', [result | {'test_loss': 1.0} for result in results])
     assert yardsticks.record(path) == []
     (run,) = recorded(path)['runs']
@@ -133,10 +143,19 @@ def test_a_probe_has_chance(tiny):
 def test_a_masked_text_is_counted_by_its_visible_neighbours(tiny):
     config = tiny(model={'kind': 'encoder', 'vocab_size': 257})
     rows = rows_of(config)
-    group = yardsticks._counted(config, rows)
-    losses = list(group['losses']['test'].values())
-    assert isinstance(rows, MaskedRows) and group['task'] == 'masked' and group['tokens'] == 1536
+    counts = rows.yardsticks(config)
+    losses = list(counts.losses['test'].values())
+    assert isinstance(rows, MaskedRows) and counts.task == 'masked' and counts.tokens == 1536
     assert len(losses) == 6 and losses[1] < losses[0] - 0.1
+
+
+def test_a_task_from_outside_has_yardsticks_of_its_own(tiny, outside):
+    config = tiny(data={'task': 'ahead:Ahead'})
+    rows = rows_of(config)
+    group = yardsticks._group(config, {'data': rows.identity()})
+    assert (group['task'], group['definition'], group['tokens']) == ('ahead', 1, None)
+    assert group['losses']['test'] == {'frequencies': rows.unigram_nats('test')}
+    assert is_current(group)
 
 
 @pytest.mark.slow

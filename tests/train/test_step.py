@@ -12,7 +12,7 @@ from flax import nnx
 
 import qkattn
 from qkattn.config import MeshConfig
-from qkattn.data.pipeline import batches
+from qkattn.data.tasks.task_registry import batches
 from qkattn.model import build
 from qkattn.train import program, sharding, step, trials
 from qkattn.train.optimizer import schedule

@@ -1,5 +1,6 @@
 """What trials reach and leave: evaluations, induction, results. (Also test_loop.py.)"""
 
+import functools
 import math
 from types import SimpleNamespace
 
@@ -12,13 +13,16 @@ from qkattn import metrics
 from qkattn.config import MeshConfig
 from qkattn.data import pipeline
 from qkattn.data.tasks import repeats
+from qkattn.data.tasks.language import LanguageRows
 from qkattn.data.tasks.task_registry import rows_of
 from qkattn.model import cost, with_params
 from qkattn.model.transformer import inputs_of
+from qkattn.storage.records import metrics_of
 from qkattn.train import program, results, trials
 from qkattn.train.sharding import make_mesh
 from qkattn.train.trials import Evaluation, Stack
 from tests.lanes import only
+from tests.refusals import refused
 
 
 @pytest.mark.parametrize('name', only(['masked'], ['translation', 'masked', 'labelling probe']))
@@ -47,7 +51,8 @@ def test_an_evaluation_is_a_mean_over_targets(task, name, monkeypatch, evaluatio
         excess_B = nats_BT.sum(-1) - nats_BT[used].mean() * used.sum(-1)
         in_top_BT = (np.argsort(logs_BTV)[..., -3:] == batch['targets_BT'][..., None]).any(-1)
         confidence_C = np.exp(logs_BTV.max(-1))[used]
-        gaps_C, bins_C = confidence_C - right_BT[used], np.floor(10 * confidence_C)
+        gaps_C = confidence_C - right_BT[used]
+        bins_C = np.floor(10 * confidence_C)
         gaps = [gaps_C[bins_C == number].sum() for number in range(10)]
         want = {
             'top_3': (in_top_BT[used].mean(), 1e-6),
@@ -73,8 +78,8 @@ def test_an_evaluation_is_a_mean_over_targets(task, name, monkeypatch, evaluatio
 # Induction
 
 
-def induction_of(config, answer, alive=(True, True)):
-    """Induction of two models that predict `answer(tokens_BT)`, logits_BTV."""
+def induction_of(config, answer):
+    """Gain [X] and accuracy [X] of two models that predict `answer(tokens_BT)`, logits_BTV."""
 
     class Answering(Stack):
         def _measure(self, batch):
@@ -83,10 +88,10 @@ def induction_of(config, answer, alive=(True, True)):
             sums = metrics.row_sums(targets, batch['loss_weights_BT'])
             return {name: np.stack([rows_B, rows_B]) for name, rows_B in sums.items()}
 
-    state = {'step': np.int32(7), 'trials': {'alive': np.array(alive), 'params': {}}}
+    rows = rows_of(config)
     built = SimpleNamespace(mesh=make_mesh(MeshConfig()), lifting='map')
-    induction = Answering(config, built, rows_of(config), state).induction()
-    return induction and tuple(induction.values())
+    measured = repeats.induction(rows, Answering(config, built, rows, state={}))
+    return tuple(measured.values())
 
 
 @pytest.fixture(params=[16, 17])
@@ -114,19 +119,19 @@ def test_a_model_that_copies_gains_on_the_second_copy(config):
 
 
 def test_a_model_that_is_blind_to_its_window_gains_nothing(config):
-    """Every copy costs the same, and only one token is ever right; the second trial diverged."""
+    """Every copy costs the same, and only one token is ever right."""
     r_BH = repeats.sequences(rows_of(config))
     values, counts = np.unique(r_BH[:, 1:], return_counts=True)
     always_BTV = np.zeros((24, config.model.context, 256), np.float32)
     always_BTV[..., values[counts.argmax()]] = 3.0
-    gain_X, accuracy_X = induction_of(config, lambda _: always_BTV, alive=(True, False))
-    np.testing.assert_allclose(gain_X, [0, np.nan], atol=1e-6)
+    gain_X, accuracy_X = induction_of(config, lambda _: always_BTV)
+    np.testing.assert_allclose(gain_X, [0, 0], atol=1e-6)
     part = counts.max() / r_BH[:, 1:].size
-    np.testing.assert_allclose(accuracy_X, [part, np.nan], rtol=1e-6)
+    np.testing.assert_allclose(accuracy_X, [part, part], rtol=1e-6)
 
 
-def test_rows_without_repeats_measure_no_induction(tiny):
-    assert induction_of(tiny(model={'kind': 'encoder', 'vocab_size': 257}), None) is None
+def test_a_masked_model_measures_no_induction(tiny):
+    assert induction_of(tiny(model={'kind': 'encoder', 'vocab_size': 257}), None) == ()
 
 
 # Results of trials and of documents
@@ -143,9 +148,11 @@ def stack_of(config, **fields):
     return SimpleNamespace(config=config, rows=rows_of(config), **fields)
 
 
-def results_of(config, evaluations, induction=None):
-    alive_X = np.full(len(config.trials.trials()), True)
-    stack = stack_of(config, step=7, alive_X=alive_X, induction=lambda: induction, params=dict)
+def results_of(config, evaluations, end_metrics=None, alive=None):
+    """Results of trials of which the task measures `end_metrics` when training ends."""
+    alive_X = np.array(alive or [True] * len(config.trials.trials()))
+    stack = stack_of(config, step=7, alive_X=alive_X)
+    stack.rows.end_metrics = lambda trained, finished_X: end_metrics or {}
     return results.trial_results(stack, evaluations, {}, {}, {})
 
 
@@ -191,9 +198,52 @@ def test_a_loss_that_is_not_finite_is_a_divergence_however_late(tiny):
     """The gradient of the last step was finite, the parameters after it are not."""
     values_X = np.array([2.0, np.inf])
     late = evaluation(loss=values_X, accuracy=np.array([0.5, 0.0]))
-    induction = {'val_induction_gain': values_X}
-    fine, diverged = results_of(tiny(), {'validation': late, 'test': late}, induction)
+    measured = {'val_induction_gain': values_X}
+    fine, diverged = results_of(tiny(), {'validation': late, 'test': late}, measured)
     assert (fine['status'], diverged['status']) == ('finished', 'diverged')
     assert (fine['diverged_at'], diverged['diverged_at']) == (None, 7)
     for name in ('val_loss', 'test_accuracy', 'val_induction_gain'):
         assert fine[name] is not None and diverged[name] is None
+
+
+def test_a_trial_that_diverged_earlier_has_no_end_metrics(tiny):
+    one = evaluation(loss=np.array([2.0, np.nan]))
+    measured = {'val_induction_gain': np.array([1.5, 0.5])}
+    fine, diverged = results_of(tiny(), {'validation': one}, measured, alive=[True, False])
+    assert (fine['val_induction_gain'], diverged['val_induction_gain']) == (1.5, None)
+
+
+def test_a_task_from_outside_measures_its_metric_when_training_ends(tiny, outside):
+    config = tiny(data={'task': 'ahead:Ahead'})
+    rows = rows_of(config)
+    built = program.build(config)
+    stack = Stack(config, built, rows, built.init())
+    read = functools.partial(
+        pipeline.eval_batches,
+        LanguageRows(rows.dataset, rows.length),
+        'validation',
+        max_rows=config.data.eval_sequences,
+    )
+    sums = stack.sums(read)
+    expected_X = sums['accuracy'].sum(0) / sums['weight'].sum(0)
+    evaluations = {'validation': stack.evaluate('validation')}
+    by_trial = results.trial_results(stack, evaluations, {}, {}, {})
+    assert [result['val_nearer'] for result in by_trial] == expected_X.tolist()
+    # Read without the module of the task.
+    assert metrics_of(by_trial[0])['nearer'] == rows.metrics[0]
+    assert 'val_induction_gain' not in by_trial[0]
+
+
+def test_an_end_metric_that_is_not_declared_is_refused(tiny):
+    one = evaluation(loss=np.array([2.0, 2.0]))
+    with refused(
+        "end_metrics of LanguageRows measures 'val_nearer', which is no field of a metric"
+    ):
+        results_of(tiny(), {'validation': one}, {'val_nearer': np.array([0.1, 0.2])})
+
+
+def test_a_metric_of_a_task_needs_a_name_of_its_own(tiny, outside):
+    source = (outside / 'ahead.py').read_text()
+    (outside / 'taken.py').write_text(source.replace("'nearer'", "'accuracy'"))
+    with refused("metric 'accuracy' has the name of another"):
+        trials.check_metrics(tiny(data={'task': 'taken:Ahead'}))

@@ -81,7 +81,7 @@ def settling(path):
         (0.052, {'matched': 'flops'}, Length.ONE_LENGTH),
         (0.052, {'fill': None}, Length.ONE_LENGTH),
         (0.052, {'size': 'd_model=64'}, Length.ONE_LENGTH),
-        (0.052, {'corpus': 'packages'}, Length.ONE_LENGTH),
+        (0.052, {'corpus': 'text'}, Length.ONE_LENGTH),
         (0.052, {'rate': 1e-3}, Length.ONE_LENGTH),  # not its own tuned rate
     ],
 )

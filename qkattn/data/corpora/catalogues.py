@@ -34,16 +34,18 @@ SPLIT_NAMES = {'train': ['train'], 'validation': ['validation', 'dev', 'valid'],
 def tfds_set(config: DataConfig) -> Corpus:
     """The corpus 'tfds:NAME' or 'tfds:NAME/CONFIG': the newest version under `config.data_dir`."""
     (name,) = _matched(config, r'tfds:([^\W\d]\w*(?:/[\w.+-]+)?)')
-    version = tfds.core.Version
     root = data_root(config.data_dir)
-    prepared = [path.parent for path in (root / name).glob('*/dataset_info.json')]
-    prepared = [path for path in prepared if version.is_valid(path.name)]
-    if not prepared:
+    version = tfds.core.Version
+    directories = []
+    for info in (root / name).glob('*/dataset_info.json'):
+        if version.is_valid(info.parent.name):
+            directories.append(info.parent)
+    if not directories:
         raise NotPrepared(
             f'data.name={config.name!r} is not prepared; copy it, or where TensorFlow is '
             f'installed run `tfds build {name} --data_dir={root} --file_format=array_record`.'
         )
-    directory = max(prepared, key=lambda path: version(path.name))
+    directory = max(directories, key=lambda path: version(path.name))
     builder = tfds.builder_from_directory(directory)
 
     def examples(split: str, columns: list[str]) -> Iterator[Any]:
@@ -54,35 +56,45 @@ def tfds_set(config: DataConfig) -> Corpus:
                 numbers = range(len(source))[start : start + READ_TOGETHER]
                 yield from source.__getitems__(numbers)
 
-    features = dict(builder.info.features.items())
-    kinds = tfds.features
-    texts = [name for name, feature in features.items() if isinstance(feature, kinds.Text)]
-    pairs = {n: list(f.keys()) for n, f in features.items() if isinstance(f, kinds.Translation)}
-    return _corpus(config, str(builder.version), builder.info.splits, texts, pairs, examples)
+    texts = []
+    translations = {}
+    for feature_name, feature in builder.info.features.items():
+        if isinstance(feature, tfds.features.Text):
+            texts.append(feature_name)
+        elif isinstance(feature, tfds.features.Translation):
+            translations[feature_name] = list(feature.keys())
+    return _corpus(config, str(builder.version), builder.info.splits, texts, translations, examples)
 
 
 def hugging_face(config: DataConfig) -> Corpus:
     """The corpus 'hf:OWNER/NAME' or 'hf:OWNER/NAME/CONFIG', from the library's cache ($HF_HOME)."""
-    names = _matched(config, r'hf:([\w.-]+(?:/[\w.-]+)?)(?:/([\w.-]+))?')
-    _require_published(config.name, names[0])
+    name, set_config = _matched(config, r'hf:([\w.-]+(?:/[\w.-]+)?)(?:/([\w.-]+))?')
+    _require_published(config.name, name)
     library = load_extra('datasets', 'datasets')
-    advice = 'check name and network'
     require_preparing(config.name)  # the library may download it
-    with readable(f'data.name={config.name!r}', advice, Exception):
-        sets = library.load_dataset(*filter(None, names))
-    first = next(iter(sets.values()))
+    with readable(f'data.name={config.name!r}', 'check name and network', Exception):
+        if set_config is None:
+            sets = library.load_dataset(name)
+        else:
+            sets = library.load_dataset(name, set_config)
+    first_set = next(iter(sets.values()))  # all splits have the same features and revision
     # The directory of a published set is named by its revision.
-    revision = Path(first.cache_files[0]['filename']).parent.name
-    strings = ('string', 'large_string')
-    texts = [name for name, f in first.features.items() if getattr(f, 'dtype', None) in strings]
-    # Older versions of the library have a feature `Translation` for what is a mapping.
-    nested = {name: getattr(f, 'languages', f) for name, f in first.features.items()}
-    nested = {name: list(f) for name, f in nested.items() if isinstance(f, Mapping | list | tuple)}
+    revision = Path(first_set.cache_files[0]['filename']).parent.name
+    texts = []
+    translations = {}
+    for feature_name, feature in first_set.features.items():
+        if getattr(feature, 'dtype', None) in ('string', 'large_string'):
+            texts.append(feature_name)
+        # Older versions of the library have a feature `Translation` for what is a mapping.
+        languages = getattr(feature, 'languages', feature)
+        if isinstance(languages, Mapping | list | tuple):
+            translations[feature_name] = list(languages)
 
     def examples(split: str, columns: list[str]) -> Iterator[Any]:
         return iter(sets[split].select_columns(columns))
 
-    return _corpus(config, f'{first.info.version}-{revision}', sets, texts, nested, examples)
+    version = f'{first_set.info.version}-{revision}'
+    return _corpus(config, version, sets, texts, translations, examples)
 
 
 def _require_published(field: str, name: str) -> None:
@@ -102,7 +114,8 @@ def _require_published(field: str, name: str) -> None:
         )
 
 
-def _matched(config: DataConfig, pattern: str) -> tuple[str, ...]:
+def _matched(config: DataConfig, pattern: str) -> tuple[Any, ...]:
+    """The groups of a pattern that data.name has to match; ConfigError where it does not."""
     match = re.fullmatch(pattern, config.name)
     if match is None:
         raise ConfigError(
@@ -122,45 +135,76 @@ def _corpus(
 ) -> Corpus:
     """The corpus of the one text, or the one translation, that the settings name.
 
-    `available` are the splits of the set, `texts` its features that are text, `translations` the
-    languages of each feature that holds sentences by language. `examples` are those of a split,
-    with these features at least.
+    Args:
+      config: the settings; `feature` and `languages` choose among the features.
+      version: of the set.
+      available: its splits.
+      texts: its features that are text.
+      translations: the languages of each feature that holds sentences by language.
+      examples: reads the examples of a split, with the named features at least.
     """
-    splits = {
-        split: name
-        for split, names in SPLIT_NAMES.items()
-        if (name := next((name for name in names if name in available), None))
-    }
-    languages = parse_languages(config) if config.languages else ()
-    fitting: list[tuple[str, ...]] = [(name,) for name in texts]
-    if languages:
-        fitting = [(key,) for key, known in translations.items() if set(languages) <= set(known)]
-    if config.feature is not None:
-        fitting = [columns for columns in fitting if columns == (config.feature,)]
-    elif languages and set(languages) <= set(texts):
-        fitting = [languages]  # a feature for each language
-    if len(fitting) != 1:
-        known = [f'{name} ({", ".join(sorted(sides))})' for name, sides in translations.items()]
-        raise ConfigError(
-            f'data.feature={config.feature!r} and data.languages={config.languages!r} do not name '
-            f'one text of {config.name}; its texts are {", ".join(sorted(texts)) or "none"}, its '
-            f'translations {", ".join(known) or "none"}.'
-        )
-    (columns,) = fitting
+    languages: tuple[str, ...] = ()
+    if config.languages:
+        languages = parse_languages(config)
+    columns = _columns(config, languages, texts, translations)
+    # Under which of its names the set has each split of a corpus.
+    name_of_split = {}
+    for split, names in SPLIT_NAMES.items():
+        present = [name for name in names if name in available]
+        if present:
+            name_of_split[split] = present[0]
 
     def read(split: str, language: str | None) -> Iterator[bytes]:
-        for example in examples(split, list(columns)):
-            value = example if columns == languages else example[columns[0]]
-            sides = [(value or {}).get(side) for side in languages] if languages else [value]
-            # Only strings: the bytes of tfds may be empty.
-            if None not in sides and '' not in sides:
-                text = sides[languages.index(language) if language else 0]
-                yield text.encode() if isinstance(text, str) else text
+        """The texts of a split, of a translation those in `language`."""
+        has_feature_per_language = columns == languages
+        for example in examples(name_of_split[split], list(columns)):
+            if not languages:
+                sentences = [example[columns[0]]]
+            else:
+                by_language = example if has_feature_per_language else example[columns[0]]
+                sentences = [(by_language or {}).get(side) for side in languages]
+            # Pairs of which a side is missing are left out. Only strings: tfds has bytes, which may
+            # be empty.
+            if None in sentences or '' in sentences:
+                continue
+            text = sentences[languages.index(language) if language else 0]
+            yield text.encode() if isinstance(text, str) else text
 
+    name = '-'.join((config.name, *(languages or columns)))
     return Corpus(
-        name=re.sub(r'[^\w.-]', '-', '-'.join((config.name, *(languages or columns)))),
+        name=re.sub(r'[^\w.-]', '-', name),
         version=re.sub(r'[^\w.-]', '-', version),
         languages=languages,
-        splits=tuple(splits),
-        documents=lambda language: {split: read(name, language) for split, name in splits.items()},
+        splits=tuple(name_of_split),
+        documents=lambda language: {split: read(split, language) for split in name_of_split},
+    )
+
+
+def _columns(
+    config: DataConfig,
+    languages: tuple[str, ...],
+    texts: list[str],
+    translations: Mapping[str, list[str]],
+) -> tuple[str, ...]:
+    """The features that hold the text: one, or a text for each language.
+
+    Arguments are those of `_corpus`. ConfigError unless the settings fit exactly one choice.
+    """
+    choices: list[tuple[str, ...]] = [(name,) for name in texts]
+    if languages:
+        choices = []
+        for name, known in translations.items():
+            if set(languages) <= set(known):
+                choices.append((name,))
+    if config.feature is not None:
+        choices = [columns for columns in choices if columns == (config.feature,)]
+    elif languages and set(languages) <= set(texts):
+        choices = [languages]
+    if len(choices) == 1:
+        return choices[0]
+    described = [f'{name} ({", ".join(sorted(known))})' for name, known in translations.items()]
+    raise ConfigError(
+        f'data.feature={config.feature!r} and data.languages={config.languages!r} do not name '
+        f'one text of {config.name}; its texts are {", ".join(sorted(texts)) or "none"}, its '
+        f'translations {", ".join(described) or "none"}.'
     )

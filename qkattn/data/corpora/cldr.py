@@ -23,36 +23,55 @@ VERSION = f'babel{babel.__version__}-1.0.0'
 MAX_BYTES = 120  # longer texts, fewer than 1 %, are left out
 
 Phrase = Callable[..., str]  # phrase(locale=...) formats one value in its language
-Pair = tuple[Locale, Locale]
+Pair = tuple[Locale, Locale]  # of the source and of the target
 
+# Forms of dates and times, which CLDR calls widths and skeletons ('yMMMd' is 'Jan 30, 1926').
 # Without weeks of the year, which start on different days, and time zones.
 WIDTHS = ('full', 'long', 'medium', 'short')
+# fmt: off
 SKELETONS = (
-    *('yMMMEd', 'yMMMd', 'yMMMM', 'yMMM', 'yQQQQ', 'yMEd', 'yMd', 'MMMEd', 'MMMMd', 'MMMd', 'MEd'),
-    *('GyMMMEd', 'GyMMMd', 'Gy'),
+    'yMMMEd', 'yMMMd', 'yMMMM', 'yMMM', 'yQQQQ', 'yMEd', 'yMd', 'MMMEd', 'MMMMd', 'MMMd', 'MEd',
+    'GyMMMEd', 'GyMMMd', 'Gy',
 )
+# fmt: on
 TIME_WIDTHS = ('full', 'medium', 'short')
 TIME_SKELETONS = ('EHm', 'EBhm', 'Ehm', 'Bhm', 'Bh', 'h')
 INTERVALS = ('yMMMEd', 'yMMMd', 'yMMMM', 'yMEd', 'MMMEd', 'MMMd', 'MEd')
 TIME_INTERVALS = ('Hm', 'hm', 'h', 'H')
-# Units in seconds, from the second to the year, and amounts not written in the next larger unit.
-DAY = 24 * 60 * 60
-UNITS = (1, 60, 60 * 60, DAY, 7 * DAY, 30.5 * DAY, 365.25 * DAY)
-AMOUNTS = (50, 50, 20, 5, 3, 10, 99)
+DAY = 24 * 60 * 60  # seconds
+# From the second to the year: a unit in seconds, and the largest amount of it that is not written
+# in the next larger unit.
+UNITS = (
+    (1, 50),
+    (60, 50),
+    (60 * 60, 20),
+    (DAY, 5),
+    (7 * DAY, 3),
+    (30.5 * DAY, 10),
+    (365.25 * DAY, 99),
+)
+# Units of time that measures of these kinds are divided by, as in 'miles per hour'.
 RATES = ('duration-second', 'duration-minute', 'duration-hour', 'duration-day', 'duration-week')
 RATED = ('length', 'volume', 'mass', 'energy', 'digital')
 
 
 def _shared(pair: Pair, field: str, among: Sequence[str] = ()) -> list[str]:
-    """Keys of a field that both languages have: those `among`, or all, sorted."""
-    known = set.intersection(*(set(filter(None, getattr(side, field))) for side in pair))
-    return [key for key in among or sorted(known) if key in known]
+    """Keys of a field of the locale data that both languages have.
+
+    Those `among`, in their order, or all, sorted. For example 'currencies' gives 'AED', 'AFN', ...
+    """
+    source, target = pair
+    shared = set(getattr(source, field)) & set(getattr(target, field)) - {None, ''}
+    if not among:
+        return sorted(shared)
+    return [key for key in among if key in shared]
 
 
 def _moment(rng: Random) -> datetime.datetime:
-    return datetime.datetime(1900, 1, 1) + datetime.timedelta(
-        days=rng.randrange(200 * 365), seconds=rng.randrange(DAY)
-    )
+    """A random second of the 200 years from 1900 on."""
+    days = rng.randrange(200 * 365)
+    seconds = rng.randrange(DAY)
+    return datetime.datetime(1900, 1, 1) + datetime.timedelta(days=days, seconds=seconds)
 
 
 # Every value is formatted in every form, one form after another: where two forms read alike in the
@@ -65,31 +84,36 @@ def _moments(
     rng: Random,
     pair: Pair,
 ) -> Iterator[Phrase]:
-    known = _shared(pair, 'datetime_skeletons', skeletons)
+    """Dates or times: `count` moments in all forms; `formatted` writes one in a width."""
+    shared_skeletons = _shared(pair, 'datetime_skeletons', skeletons)
     for _ in range(count):
         moment = _moment(rng)
         for width in widths:
             yield partial(formatted, moment, width)
-        for skeleton in known:
+        for skeleton in shared_skeletons:
             yield partial(dates.format_skeleton, skeleton, moment)
 
 
 def _intervals(rng: Random, pair: Pair) -> Iterator[Phrase]:
+    """Intervals of days, such as 'Jan 3 – 10, 1926', and of hours of one day."""
     skeletons = _shared(pair, 'interval_formats', INTERVALS)
     time_skeletons = _shared(pair, 'interval_formats', TIME_INTERVALS)
     for number in range(900):
         start = _moment(rng)
-        end = start + datetime.timedelta(days=rng.randrange(1, (6, 60, 600)[number % 3]))
+        most_days = (6, 60, 600)[number % 3]
+        end = start + datetime.timedelta(days=rng.randrange(1, most_days))
         for skeleton in skeletons:
             yield partial(dates.format_interval, start.date(), end.date(), skeleton)
         end = start + datetime.timedelta(minutes=rng.randrange(60, 480))
-        for skeleton in time_skeletons if end.date() == start.date() else ():
-            yield partial(dates.format_interval, start, end, skeleton)
+        if end.date() == start.date():
+            for skeleton in time_skeletons:
+                yield partial(dates.format_interval, start, end, skeleton)
 
 
 def _deltas(rng: Random, pair: Pair) -> Iterator[Phrase]:
-    for seconds, most in zip(UNITS, AMOUNTS, strict=True):
-        for amount in range(1, most + 1):
+    """Durations, such as '3 weeks', and with a direction, such as 'in 3 weeks' or '3 weeks ago'."""
+    for seconds, largest_amount in UNITS:
+        for amount in range(1, largest_amount + 1):
             delta = datetime.timedelta(seconds=amount * seconds)
             yield partial(dates.format_timedelta, delta)
             yield partial(dates.format_timedelta, delta, format='short')
@@ -98,9 +122,12 @@ def _deltas(rng: Random, pair: Pair) -> Iterator[Phrase]:
 
 
 def _amounts(rng: Random, pair: Pair) -> Iterator[Phrase]:
+    """Amounts of every currency, in words ('12 euros') and in figures ('€12.34')."""
     in_words = partial(numbers.format_currency, format_type='name', currency_digits=False)
     for currency in _shared(pair, 'currencies'):
-        for amount in [1, *(rng.randrange(2, 10 ** rng.randrange(1, 7)) for _ in range(16))]:
+        yield partial(in_words, 1, currency)
+        for _ in range(16):
+            amount = rng.randrange(2, 10 ** rng.randrange(1, 7))
             yield partial(in_words, amount, currency)
         for _ in range(6):
             cents = rng.randrange(10 ** rng.randrange(3, 9))
@@ -108,37 +135,44 @@ def _amounts(rng: Random, pair: Pair) -> Iterator[Phrase]:
 
 
 def _numbers(rng: Random, pair: Pair) -> Iterator[Phrase]:
+    """Random numbers with two decimals, percentages, and numbers in short, such as '1.2M'."""
     compact: Any = partial(numbers.format_compact_decimal, fraction_digits=1)
     widths = _shared(pair, 'compact_decimal_formats')
     for _ in range(700):
         number = rng.randrange(1, 10 ** rng.randrange(4, 13))
         yield partial(numbers.format_decimal, number / 100)
-        share = number % 10**4 / 1000
-        yield partial(numbers.format_percent, share, decimal_quantization=False)
+        fraction = number % 10**4 / 1000
+        yield partial(numbers.format_percent, fraction, decimal_quantization=False)
         for width in widths:
             yield partial(compact, number, format_type=width)
 
 
 def _measure(rng: Random, unit: str) -> Phrase:
-    number = rng.choice((rng.randrange(1, 100), rng.randrange(1, 10**5), rng.randrange(99) / 10))
+    """A random number of a unit: small, large or with a decimal."""
+    small = rng.randrange(1, 100)
+    large = rng.randrange(1, 10**5)
+    decimal = rng.randrange(99) / 10
+    number = rng.choice((small, large, decimal))
     return partial(units.format_unit, number, unit)
 
 
 def _units(rng: Random, pair: Pair) -> Iterator[Phrase]:
+    """Measures in every unit, one of them of 1, and of some kinds per unit of time."""
     for unit in _shared(pair, 'unit_display_names'):
         for number in range(24):
-            phrase = _measure(rng, unit) if number else partial(units.format_unit, 1, unit)
+            phrase = partial(units.format_unit, 1, unit) if number == 0 else _measure(rng, unit)
             yield partial(phrase, length='long')
             if number < 8:
                 yield partial(phrase, length='short')
         if unit.startswith(RATED):
             for rate in RATES:
-                per = partial(units.format_compound_unit, denominator_unit=rate)
+                per_time = partial(units.format_compound_unit, denominator_unit=rate)
                 for _ in range(5):
-                    yield partial(per, rng.randrange(1, 500), unit)
+                    yield partial(per_time, rng.randrange(1, 500), unit)
 
 
 def _names(rng: Random, pair: Pair) -> Iterator[Phrase]:
+    """Names of countries, languages, currencies and scripts, of locales and of time zones."""
     for field in ('territories', 'languages', 'currencies', 'scripts', 'variants'):
         for key in _shared(pair, field):
             yield partial(_name, field, key)
@@ -162,19 +196,21 @@ def _list(items: Sequence[Phrase], style: Any, locale: Locale) -> str:
 
 
 def _lists(rng: Random, pair: Pair) -> Iterator[Phrase]:
+    """Lists of two to four random names of a kind, joined by 'and' or 'or', and of measures."""
     styles = _shared(pair, 'list_patterns', ('standard', 'or'))
     for field, count in (('territories', 2600), ('languages', 2600), ('currencies', 1000)):
-        known = _shared(pair, field)
-        # A few languages name next to nothing.
-        for _ in range(count if len(known) >= 4 else 0):
-            keys = rng.sample(known, rng.choice((2, 2, 3, 3, 4)))
-            items = [partial(_name, field, key) for key in keys]
+        keys = _shared(pair, field)
+        if len(keys) < 4:  # a few languages name next to nothing
+            continue
+        for _ in range(count):
+            sample = rng.sample(keys, rng.choice((2, 2, 3, 3, 4)))
+            items = [partial(_name, field, key) for key in sample]
             for style in styles:
                 yield partial(_list, items, style)
-    known = _shared(pair, 'unit_display_names')
+    keys = _shared(pair, 'unit_display_names')
     for _ in range(2500):
-        chosen = rng.sample(known, rng.choice((2, 2, 3)))
-        items = [partial(_measure(rng, unit), length='long') for unit in chosen]
+        sample = rng.sample(keys, rng.choice((2, 2, 3)))
+        items = [partial(_measure(rng, unit), length='long') for unit in sample]
         yield partial(_list, items, rng.choice(styles))
 
 
@@ -193,14 +229,18 @@ CATEGORIES: dict[str, Callable[[Random, Pair], Iterator[Phrase]]] = {
 
 def pairs(source_language: str, target_language: str) -> Iterator[tuple[str, str, str]]:
     """Category, source text and target text; every source text once, none equal to its target."""
-    locales = Locale.parse(source_language), Locale.parse(target_language)
+    source_locale = Locale.parse(source_language)
+    target_locale = Locale.parse(target_language)
+
+    def text(phrase: Phrase, locale: Locale) -> str:
+        # Locale data has nine kinds of space that look alike.
+        return re.sub(r'\s+', ' ', phrase(locale=locale) or '').strip()
+
     seen = set()
     for category, phrases in CATEGORIES.items():
-        for phrase in phrases(Random(f'cldr {category}'), locales):
-            # Locale data has nine kinds of space that look alike.
-            source, target = (
-                re.sub(r'\s+', ' ', phrase(locale=locale) or '').strip() for locale in locales
-            )
+        for phrase in phrases(Random(f'cldr {category}'), (source_locale, target_locale)):
+            source = text(phrase, source_locale)
+            target = text(phrase, target_locale)
             if not source or not target or source == target or source in seen:
                 continue
             seen.add(source)
@@ -211,11 +251,15 @@ def pairs(source_language: str, target_language: str) -> Iterator[tuple[str, str
 # Each side is read for the vocabulary and again for its tokens.
 @functools.lru_cache(maxsize=1)
 def _ordered(languages: tuple[str, str]) -> list[tuple[str, int, str, str]]:
-    """Split 90/5/5 by the source text, hash, which mixes the categories, source and target."""
-    return sorted(
-        (split_of(source, 90, 5), hash64(source.encode()), source, target)
-        for _, source, target in pairs(*languages)
-    )
+    """Rows (split, hash of the source, source, target), sorted, which mixes the categories.
+
+    The splits of about 90/5/5 follow from the source text.
+    """
+    rows = []
+    for _, source, target in pairs(*languages):
+        split = split_of(source, train=90, validation=5)
+        rows.append((split, hash64(source.encode()), source, target))
+    return sorted(rows)
 
 
 def corpus(config: DataConfig) -> Corpus:
@@ -227,11 +271,16 @@ def corpus(config: DataConfig) -> Corpus:
         languages = parse_languages(config, lambda code: str(Locale.parse(code)))
 
     def documents(language: str | None) -> dict[str, list[bytes]]:
-        side = 2 + languages.index(str(language))
-        rows = _ordered(languages)
-        return {s: [str(row[side]).encode() for row in rows if row[0] == s] for s in SPLITS}
+        texts: dict[str, list[bytes]] = {split: [] for split in SPLITS}
+        for split, _, source, target in _ordered(languages):
+            text = source if language == languages[0] else target
+            texts[split].append(text.encode())
+        return texts
 
-    name = '-'.join(('cldr', *languages))
     return Corpus(
-        name=name, version=VERSION, languages=languages, splits=SPLITS, documents=documents
+        name='-'.join(('cldr', *languages)),
+        version=VERSION,
+        languages=languages,
+        splits=SPLITS,
+        documents=documents,
     )

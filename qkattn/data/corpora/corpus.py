@@ -16,9 +16,11 @@ from qkattn.errors import ConfigError
 
 SPLITS = ('train', 'validation', 'test')
 # Fraction of the documents of train that a carved split takes, or of the bytes of each if few.
-SHARE = 0.1
+CARVED_FRACTION = 0.1
 CARVING = 2  # changes whenever the same documents would be carved differently
-SHARES = 20  # no document is more than a twentieth of the bytes of an evaluation split
+# No document is more than a twentieth of the bytes of an evaluation split; splits of fewer
+# documents, where that is impossible, are left whole.
+SHARES = 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,14 +54,18 @@ def readable(name: str, advice: str, *errors: type[Exception]) -> Iterator[None]
 
 
 def hash64(key: bytes) -> int:
-    """The first 64 bits of the sha256."""
+    """The first 64 bits of the sha256, a whole number."""
     return int.from_bytes(hashlib.sha256(key).digest()[:8])
 
 
 def split_of(key: str, train: int, validation: int) -> str:
     """The split of a document by the hash of its key; `train` and `validation` are percentages."""
     percent = hash64(key.encode()) * 100 >> 64
-    return SPLITS[(percent >= train) + (percent >= train + validation)]
+    if percent < train:
+        return 'train'
+    if percent < train + validation:
+        return 'validation'
+    return 'test'
 
 
 def carved(corpus: Corpus, test: bool) -> Corpus:
@@ -71,35 +77,42 @@ def carved(corpus: Corpus, test: bool) -> Corpus:
     each is cut at the ends of the lines that reach 80 % and 90 % of its bytes.
     ConfigError without a train split and, while documents are read, as `cut_at_lines`.
     """
-    missing = tuple(split for split in SPLITS[1:] if split not in corpus.splits)
     if 'train' not in corpus.splits:
         splits = ', '.join(corpus.splits) or 'none'
         raise ConfigError(f'{corpus.name} has no train split; its splits are {splits}.')
+    missing = tuple(split for split in SPLITS[1:] if split not in corpus.splits)
     if not missing or (missing == ('test',) and not test):
         return corpus
 
     @functools.cache  # train may be large
     def split_of_document() -> np.ndarray | None:
+        """The split of each document of train; None where each document is cut."""
         texts = corpus.documents(min(corpus.languages, default=None))['train']
         hashes = np.fromiter(map(hash64, texts), np.uint64)
         if len(hashes) < SHARES:
             return None
         # Equal documents have one rank, so that none is in two splits.
         ranks = np.searchsorted(np.sort(hashes), hashes) / len(hashes)
-        splits = np.array(SPLITS[::-1])[np.digitize(ranks, (SHARE, 2 * SHARE))]
-        return np.where(np.isin(splits, missing), splits, 'train')
+        splits = np.full(len(hashes), 'train', dtype='U10')
+        if 'validation' in missing:
+            splits[(ranks >= CARVED_FRACTION) & (ranks < 2 * CARVED_FRACTION)] = 'validation'
+        if 'test' in missing:
+            splits[ranks < CARVED_FRACTION] = 'test'
+        return splits
 
     def documents(language: str | None) -> dict[str, Iterable[bytes]]:
         texts = dict(corpus.documents(language))
         assigned = split_of_document()
         for part, split in enumerate(('train', *missing)):
+            # Read again for each split, so that none has to fit into memory.
             train = corpus.documents(language)['train']
-            if assigned is None:
-                percents = (80, 90)[-len(missing) :]
-                cuts = (cut_at_lines(text, percents, corpus.name) for text in train)
-                texts[split] = map(operator.itemgetter(part), cuts)
-            else:
+            if assigned is not None:
                 texts[split] = itertools.compress(train, assigned == split)
+                continue
+            # One missing split is the last tenth of each document.
+            percents = (80, 90) if len(missing) == 2 else (90,)
+            cuts = (cut_at_lines(text, percents, corpus.name) for text in train)
+            texts[split] = map(operator.itemgetter(part), cuts)
         return texts
 
     def names(split: str) -> list[str]:
@@ -107,7 +120,9 @@ def carved(corpus: Corpus, test: bool) -> Corpus:
             return corpus.names(split)
         train = corpus.names('train')
         assigned = split_of_document()
-        return train if assigned is None else list(itertools.compress(train, assigned == split))
+        if assigned is None:
+            return train
+        return list(itertools.compress(train, assigned == split))
 
     return dataclasses.replace(
         corpus,
@@ -115,7 +130,7 @@ def carved(corpus: Corpus, test: bool) -> Corpus:
         splits=tuple(split for split in SPLITS if split in (*corpus.splits, *missing)),
         documents=documents,
         names=names if corpus.names else None,
-        carved=dict.fromkeys(missing, SHARE),
+        carved=dict.fromkeys(missing, CARVED_FRACTION),
     )
 
 
@@ -124,53 +139,68 @@ def capped(corpus: Corpus) -> Corpus:
 
     def cut(texts: Iterable[bytes], size: int) -> Iterator[bytes]:
         for text in texts:
-            # A character that would be cut in two is left out.
-            yield text if len(text) <= size else text[:size].decode(errors='ignore').encode()
+            if len(text) > size:
+                # A character that would be cut in two is left out.
+                text = text[:size].decode(errors='ignore').encode()
+            yield text
 
     def documents(language: str | None) -> dict[str, Iterable[bytes]]:
         texts = dict(corpus.documents(language))
         # Read twice, so that no split has to fit into memory.
-        again = corpus.documents(language)
+        texts_to_measure = corpus.documents(language)
         for split in corpus.splits[1:]:
-            size = largest_size([len(text) for text in again[split]])
-            texts[split] = texts[split] if size is None else cut(texts[split], size)
+            size = largest_size([len(text) for text in texts_to_measure[split]])
+            if size is not None:
+                texts[split] = cut(texts[split], size)
         return texts
 
     return dataclasses.replace(corpus, documents=documents)
 
 
 def largest_size(sizes: Sequence[int]) -> int | None:
-    """The c that solves SHARES * c = sum_i min(sizes[i], c), to cut documents to.
+    """The size c to cut documents of these sizes to, so that none is more than a twentieth of all.
 
-    None where nothing has to be cut, and for fewer than SHARES documents with text, which cannot be
-    so small.
+    It solves SHARES * c = sum_i min(sizes[i], c). None where nothing has to be cut, and for
+    fewer than SHARES documents with text, which cannot be so small.
     """
-    ordered = sorted(filter(None, sizes), reverse=True)
-    rest = sum(ordered)
-    for cut, size in enumerate(ordered[:SHARES]):
-        # With the `cut` longest documents cut, and all others whole.
-        if size * (SHARES - cut) <= rest:
-            return rest // (SHARES - cut) if cut else None
-        rest -= size
+    longest_first = sorted(filter(None, sizes), reverse=True)
+    uncut_bytes = sum(longest_first)
+    for num_cut, size in enumerate(longest_first[:SHARES]):
+        # With the `num_cut` longest documents cut to c and all others whole, the equation is
+        # (SHARES - num_cut) * c = uncut_bytes.
+        if size * (SHARES - num_cut) <= uncut_bytes:
+            return uncut_bytes // (SHARES - num_cut) if num_cut else None
+        uncut_bytes -= size
     return None
 
 
 def cut_at_lines(text: bytes, percents: Sequence[int], name: str) -> list[bytes]:
-    """The text cut at the ends of the lines that reach these percentages of its bytes."""
-    ends = [text.find(b'\n', len(text) * percent // 100) + 1 for percent in percents]
-    bounds = list(itertools.pairwise([0, *ends, len(text)]))
-    if any(high <= low for low, high in bounds):
-        raise ConfigError(
-            f'{name} has too few lines to be cut into splits; give more text, or a file '
-            'for each split.'
-        )
-    return [text[low:high] for low, high in bounds]
+    """The text cut at the ends of the lines that reach these percentages of its bytes.
+
+    ConfigError where a part would be empty; `name` is that of the corpus.
+    """
+    bounds = [0]
+    for percent in percents:
+        bounds.append(text.find(b'\n', len(text) * percent // 100) + 1)
+    bounds.append(len(text))
+    parts = []
+    for start, end in itertools.pairwise(bounds):
+        if end <= start:
+            raise ConfigError(
+                f'{name} has too few lines to be cut into splits; give more text, or a file '
+                'for each split.'
+            )
+        parts.append(text[start:end])
+    return parts
 
 
 def parse_languages(config: DataConfig, spelled: Callable[[str], str] = str) -> tuple[str, str]:
-    """Source and target of `config.languages`, 'en-de' -> ('en', 'de'), as they are `spelled`."""
+    """Source and target of `config.languages`: ('en', 'de') for 'en-de'.
+
+    `spelled` gives the usual spelling of a code. ConfigError unless they are two languages.
+    """
     if re.fullmatch(r'\w+-\w+', config.languages or '', re.ASCII):
-        source, target = map(spelled, config.languages.split('-'))
+        source, target = [spelled(code) for code in config.languages.split('-')]
         if source != target:
             return source, target
     raise ConfigError(f'data.languages={config.languages!r} must be two languages, as in en-de.')

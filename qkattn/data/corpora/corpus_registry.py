@@ -14,7 +14,7 @@ from qkattn.errors import ConfigError
 
 
 class Source(NamedTuple):
-    """Opens a corpus; required and optional are the settings among SETTINGS that it takes."""
+    """How a dataset is opened, and which of SETTINGS it takes."""
 
     corpus: Callable[[DataConfig], Corpus]
     required: tuple[str, ...] = ()
@@ -22,12 +22,12 @@ class Source(NamedTuple):
 
 
 def _tokens(config: DataConfig) -> Corpus:
+    """Raises ConfigError: `load` opens tokens, which have no text."""
     raise ConfigError("data.name='tokens' is already tokenized; name the text")
 
 
 CORPORA = {
     'stdlib': Source(python_text.stdlib),
-    'packages': Source(python_text.packages),
     'tiny_shakespeare': Source(downloads.tiny_shakespeare, optional=('manual_dir',)),
     'text': Source(own_files.text, required=('path',)),
     'multi30k': Source(downloads.multi30k, required=('languages',), optional=('manual_dir',)),
@@ -38,9 +38,10 @@ CORPORA = {
     'tfds:NAME': Source(catalogues.tfds_set, optional=('languages', 'feature')),
     'hf:NAME': Source(catalogues.hugging_face, optional=('languages', 'feature')),
 }
+# Settings that some datasets take and others do not.
 SETTINGS = ('path', 'languages', 'feature', 'manual_dir')
 # Datasets whose text comes with the interpreter, or is in files that the settings name.
-LOCAL = ('stdlib', 'packages', 'cldr', 'text', 'parallel')
+LOCAL = ('stdlib', 'cldr', 'text', 'parallel')
 # Datasets that a name alone opens.
 NAMED_ALONE = tuple(
     name for name, source in CORPORA.items() if not source.required and ':' not in name
@@ -63,7 +64,8 @@ def check(config: DataConfig, others: Iterable[str] = ()) -> Source:
     `others` are names of other data, for the message on an unknown name.
     """
     if in_catalogue(config.name):
-        source = CORPORA[f'{config.name.partition(":")[0]}:NAME']
+        catalogue, _, _ = config.name.partition(':')
+        source = CORPORA[f'{catalogue}:NAME']
     else:
         source, options = resolve(
             config.name,
@@ -73,10 +75,11 @@ def check(config: DataConfig, others: Iterable[str] = ()) -> Source:
             fits=takes('config'),
             call=lambda target: getattr(target, 'corpus', target),
         )
-        if not isinstance(source, Source):
+        if not isinstance(source, Source):  # a function from outside, named by its import path
             source = Source(functools.partial(_from_outside, source, options), optional=SETTINGS)
     taken = (*source.required, *source.optional)
-    refuse_unused(config, [field for field in SETTINGS if field not in taken])
+    not_taken = [field for field in SETTINGS if field not in taken]
+    refuse_unused(config, not_taken)
     if config.tokenizer != 'bpe':
         refuse_unused(config, ['tokenizer_size'], f'data.tokenizer={config.tokenizer!r}')
     for field in source.required:
@@ -85,12 +88,20 @@ def check(config: DataConfig, others: Iterable[str] = ()) -> Source:
     return source
 
 
-def refuse_unused(config: DataConfig, fields: Iterable[str], of: str | None = None) -> None:
-    """Refuses settings without effect, because they would still stand in the record of a run."""
+def refuse_unused(config: DataConfig, fields: Iterable[str], target: str | None = None) -> None:
+    """Raises ConfigError for a field that is set but has no effect on `target`, e.g. 'a decoder'.
+
+    It would still stand in the record of a run. By default the target is the dataset.
+    """
+    if target is None:
+        target = f'data.name={config.name!r}'
     for field in fields:
-        if (value := getattr(config, field)) != (unset := getattr(DataConfig, field)):
-            what = f'{of or f"data.name={config.name!r}"}; leave it at {unset!r}'
-            raise ConfigError(f'data.{field}={value!r} has no effect on {what}.')
+        value = getattr(config, field)
+        default = getattr(DataConfig, field)
+        if value != default:
+            raise ConfigError(
+                f'data.{field}={value!r} has no effect on {target}; leave it at {default!r}.'
+            )
 
 
 def find(config: DataConfig) -> Corpus:
@@ -98,17 +109,29 @@ def find(config: DataConfig) -> Corpus:
 
     Nothing but a set of 'hf:...' is downloaded before `documents` are read. ConfigError as `check`.
     """
-    corpus = check(config).corpus(config)
-    if config.lowercase:  # before documents that are then equal can come into different splits
-        lower = functools.partial(_lower, corpus)
-        corpus = dataclasses.replace(corpus, version=f'{corpus.version}-lower', documents=lower)
+    source = check(config)
+    corpus = source.corpus(config)
+    if config.lowercase:
+        # Before carving: documents that differ in case alone come into one split.
+        corpus = dataclasses.replace(
+            corpus,
+            version=f'{corpus.version}-lower',
+            documents=functools.partial(_lowercased, corpus),
+        )
     corpus = carved(corpus, config.carve_test)
-    return corpus if corpus.languages else capped(corpus)
+    if corpus.languages:
+        return corpus
+    return capped(corpus)
 
 
-def _lower(corpus: Corpus, language: str | None) -> dict[str, Iterable[bytes]]:
-    documents = corpus.documents(language).items()
-    return {split: (text.decode().lower().encode() for text in texts) for split, texts in documents}
+def _lowercased(corpus: Corpus, language: str | None) -> dict[str, Iterable[bytes]]:
+    """The documents of a corpus by split, in lower case."""
+
+    def lowercased(text: bytes) -> bytes:
+        return text.decode().lower().encode()
+
+    documents = corpus.documents(language)
+    return {split: map(lowercased, texts) for split, texts in documents.items()}
 
 
 def _from_outside(
@@ -121,25 +144,34 @@ def _from_outside(
         if not isinstance(corpus, Corpus):
             raise ConfigError(f'data.name={config.name!r} must return a Corpus, not {corpus!r:.80}')
         if bool(corpus.languages) != bool(config.languages):
-            held = f'of {"-".join(corpus.languages)}' if corpus.languages else 'in one language'
+            returned = 'in one language'
+            if corpus.languages:
+                returned = f'of {"-".join(corpus.languages)}'
             raise ConfigError(
-                f'data.languages={config.languages!r}, but {config.name!r} returns text {held}'
+                f'data.languages={config.languages!r}, but {config.name!r} returns text {returned}'
             )
         for split in corpus.splits:
             if split not in SPLITS:  # another validation split would be carved
-                known = ', '.join(SPLITS)
-                raise ConfigError(f'data.name={config.name!r}: split {split!r} is none of {known}')
-        version = f'{corpus.version}-{digest(config.name)}'
-        documents = functools.partial(_bytes, corpus, config.name)
-        return dataclasses.replace(corpus, version=version, documents=documents)
+                valid = ', '.join(SPLITS)
+                raise ConfigError(f'data.name={config.name!r}: split {split!r} is none of {valid}')
+        return dataclasses.replace(
+            corpus,
+            version=f'{corpus.version}-{digest(config.name)}',
+            documents=functools.partial(_checked_documents, corpus, config.name),
+        )
 
     return called('data.name', config.name, versioned)
 
 
-def _bytes(corpus: Corpus, name: str, language: str | None) -> dict[str, Iterable[bytes]]:
+def _checked_documents(
+    corpus: Corpus, name: str, language: str | None
+) -> dict[str, Iterable[bytes]]:
+    """The documents of a corpus by split; reading one that is not bytes raises ConfigError."""
+
     def checked(text: bytes) -> bytes:
         if not isinstance(text, bytes):
             raise ConfigError(f'data.name={name!r}: a document must be bytes, not {text!r:.40}')
         return text
 
-    return {split: map(checked, texts) for split, texts in corpus.documents(language).items()}
+    documents = corpus.documents(language)
+    return {split: map(checked, texts) for split, texts in documents.items()}

@@ -2,7 +2,6 @@
 
 import gzip
 import hashlib
-from pathlib import Path
 
 import requests
 
@@ -12,10 +11,13 @@ from qkattn.data.corpora.corpus import Corpus, parse_languages, readable
 from qkattn.errors import ConfigError
 from qkattn.storage.files import as_path, read_whole, write_atomic
 
-TIMEOUT = (10, 60)  # seconds to connect, and of silence, after which a download has failed
+# Seconds to connect, and seconds of silence, after which a download has failed.
+TIMEOUT = (10, 60)
 PLAYS = 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt'
 CAPTIONS = 'https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/raw'
+# The names of the splits in the files' names.
 CAPTION_PARTS = {'train': 'train', 'validation': 'val', 'test': 'test_2016_flickr'}
+# By the name of a file.
 SHA256 = {
     'input.txt': '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed',
     'train.de.gz': '726e39b2fa9eb9ffb6dc763fb35a179f80fae06ffc5d28b6ace5faa883de28a6',
@@ -42,8 +44,12 @@ def tiny_shakespeare(config: DataConfig) -> Corpus:
         cut = int(0.9 * len(text))
         return {'train': [text[:cut].encode()], 'validation': [text[cut:].encode()]}
 
-    splits = ('train', 'validation')
-    return Corpus(name='tiny_shakespeare', version='1.0.0', splits=splits, documents=documents)
+    return Corpus(
+        name='tiny_shakespeare',
+        version='1.0.0',
+        splits=('train', 'validation'),
+        documents=documents,
+    )
 
 
 def multi30k(config: DataConfig) -> Corpus:
@@ -53,29 +59,32 @@ def multi30k(config: DataConfig) -> Corpus:
     https://aclanthology.org/W16-3210; French: 2017, https://aclanthology.org/W17-4718.
     """
     languages = parse_languages(config)
-    if not {*languages} <= {'de', 'en', 'fr'}:
+    if not set(languages) <= {'de', 'en', 'fr'}:
         raise ConfigError(f'data.languages={config.languages!r} must be two of de, en and fr.')
 
     def documents(language: str | None) -> dict[str, list[bytes]]:
         texts = {}
         for split, part in CAPTION_PARTS.items():
             packed = fetched('multi30k', f'{CAPTIONS}/{part}.{language}.gz', config)
+            lines = gzip.decompress(packed).removesuffix(b'\n')
             # Not splitlines, which would also cut at other characters than the end of a line.
-            texts[split] = gzip.decompress(packed).removesuffix(b'\n').split(b'\n')
+            texts[split] = lines.split(b'\n')
         return texts
 
-    name = '-'.join(('multi30k', *languages))
-    splits = tuple(CAPTION_PARTS)
     return Corpus(
-        name=name, version='1.0.0', languages=languages, splits=splits, documents=documents
+        name='-'.join(('multi30k', *languages)),
+        version='1.0.0',
+        languages=languages,
+        splits=tuple(CAPTION_PARTS),
+        documents=documents,
     )
 
 
 def fetched(dataset: str, url: str, config: DataConfig) -> bytes:
     """The content of a file, which is kept under the data directory once it is there.
 
-    It is read from `config.manual_dir` if given, else downloaded; ConfigError if that fails or the
-    sha256 differs.
+    It is read from `config.manual_dir` if given, else downloaded; ConfigError if that fails or its
+    sha256 is not that of SHA256. `dataset` names the directory that it is kept in.
     """
     name = url.rpartition('/')[2]
     root = data_root(config.data_dir)
@@ -83,22 +92,26 @@ def fetched(dataset: str, url: str, config: DataConfig) -> bytes:
     advice = f'put {url}, unchanged, into a directory and name it in data.manual_dir'
 
     def checked(content: bytes, source: str) -> bytes:
-        if (sha256 := hashlib.sha256(content).hexdigest()) != SHA256[name]:
+        sha256 = hashlib.sha256(content).hexdigest()
+        if sha256 != SHA256[name]:
             raise DamagedData(f'{source} has sha256 {sha256}, not {SHA256[name]}; {advice}')
         return content
 
-    def opened() -> bytes:
+    def read() -> bytes:
         return checked(read_whole(path), str(path))
 
-    def get() -> None:
-        source = url if config.manual_dir is None else str(as_path(config.manual_dir) / name)
-        with readable(source, advice):  # errors of requests are OSErrors
-            if config.manual_dir is not None:
-                content = read_whole(Path(source))
-            else:
+    def prepare() -> None:
+        if config.manual_dir is None:
+            source = url
+            with readable(source, advice):  # errors of requests are OSErrors
                 response = requests.get(url, timeout=TIMEOUT)
                 response.raise_for_status()
                 content = response.content
+        else:
+            file = as_path(config.manual_dir) / name
+            source = str(file)
+            with readable(source, advice):
+                content = read_whole(file)
         write_atomic(path, checked(content, source))
 
-    return prepared_once(path, opened, get, root=root)
+    return prepared_once(path, read, prepare, root=root)

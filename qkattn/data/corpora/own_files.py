@@ -35,33 +35,44 @@ def text(config: DataConfig) -> Corpus:
     """
     path = as_path(config.path)
     if not path.is_dir():
-        if path.suffix.lower() in NOT_TEXT:
-            raise ConfigError(
-                f'data.path: {str(path)!r} is a {path.suffix} file, which is not read; give plain '
-                'text in UTF-8, as in book.txt'
-            )
+        return _text_of_one_file(path)
 
-        def parts(language: str | None) -> dict[str, list[bytes]]:
-            texts = cut_at_lines(_read(path), (90, 95), repr(str(path)))
-            return {split: [text] for split, text in zip(SPLITS, texts, strict=True)}
-
-        version = _version({'file': path})
-        return Corpus(name='text', version=version, splits=SPLITS, documents=parts)
-
-    files = {split: texts for split in SPLITS if (texts := _documents(path, split))}
+    # By split: the files by the names of the documents.
+    files: dict[str, dict[str, Path]] = {}
+    for split in SPLITS:
+        files_of_split = _files_of_split(path, split)
+        if files_of_split:
+            files[split] = files_of_split
     if 'train' not in files:
         raise ConfigError(f'data.path: {str(path)!r} holds neither train.txt nor train/*.txt')
 
     def documents(language: str | None) -> dict[str, Iterator[bytes]]:
         return {split: map(_read, files[split].values()) for split in files}
 
+    all_files: dict[str, Path] = {}
+    for files_of_split in files.values():
+        all_files.update(files_of_split)
     return Corpus(
         name='text',
-        version=_version({name: file for split in files.values() for name, file in split.items()}),
+        version=_version(all_files),
         splits=tuple(files),
         documents=documents,
         names=lambda split: list(files[split]),
     )
+
+
+def _text_of_one_file(path: Path) -> Corpus:
+    if path.suffix.lower() in NOT_TEXT:
+        raise ConfigError(
+            f'data.path: {str(path)!r} is a {path.suffix} file, which is not read; give plain '
+            'text in UTF-8, as in book.txt'
+        )
+
+    def documents(language: str | None) -> dict[str, list[bytes]]:
+        parts = cut_at_lines(_read(path), (90, 95), repr(str(path)))
+        return {split: [part] for split, part in zip(SPLITS, parts, strict=True)}
+
+    return Corpus(name='text', version=_version({'file': path}), splits=SPLITS, documents=documents)
 
 
 def parallel(config: DataConfig) -> Corpus:
@@ -71,41 +82,50 @@ def parallel(config: DataConfig) -> Corpus:
     """
     languages = parse_languages(config)
     path = as_path(config.path)
-    pairs = {split: [path / f'{split}.{side}' for side in languages] for split in SPLITS}
-    pairs = {
-        split: pair
-        for split, pair in pairs.items()
-        if split == 'train' or any(file.exists() for file in pair)
-    }
-    version = _version({file.name: file for pair in pairs.values() for file in pair})
-    for source, target in pairs.values():
-        counts = _scan(source)[1], _scan(target)[1]
-        if counts[0] != counts[1]:
+    # By split: the files of source and target.
+    files: dict[str, list[Path]] = {}
+    for split in SPLITS:
+        pair = [path / f'{split}.{language}' for language in languages]
+        if split == 'train' or any(file.exists() for file in pair):
+            files[split] = pair
+    all_files = {file.name: file for pair in files.values() for file in pair}
+    version = _version(all_files)
+    for source, target in files.values():
+        _, source_lines = _scan(source)
+        _, target_lines = _scan(target)
+        if source_lines != target_lines:
             raise ConfigError(
                 f'{str(source)!r} and {str(target)!r} must have equal numbers of lines, not '
-                f'{counts[0]} and {counts[1]}.'
+                f'{source_lines} and {target_lines}.'
             )
 
     def documents(language: str | None) -> dict[str, Iterator[bytes]]:
         side = languages.index(str(language))
-        return {split: _side(pair, side) for split, pair in pairs.items()}
+        return {split: _lines_of_side(pair, side) for split, pair in files.items()}
 
-    name = '-'.join(('parallel', *languages))
-    splits = tuple(pairs)
     return Corpus(
-        name=name, version=version, languages=languages, splits=splits, documents=documents
+        name='-'.join(('parallel', *languages)),
+        version=version,
+        languages=languages,
+        splits=tuple(files),
+        documents=documents,
     )
 
 
-def _side(pair: list[Path], side: int) -> Iterator[bytes]:
-    sides = (_read(file).removesuffix(b'\n').split(b'\n') for file in pair)
+def _lines_of_side(pair: list[Path], side: int) -> Iterator[bytes]:
+    """The lines of one file of a pair, without those that are blank in either of them."""
+    sides = [_read(file).removesuffix(b'\n').split(b'\n') for file in pair]
     for lines in zip(*sides, strict=True):
-        if all(line.decode().strip() for line in lines):
+        is_blank = any(not line.decode().strip() for line in lines)
+        if not is_blank:
             yield lines[side].removesuffix(b'\r')
 
 
-def _documents(directory: Path, split: str) -> dict[str, Path]:
-    """The file of a split, or the text files of its folder, by the name of the document."""
+def _files_of_split(directory: Path, split: str) -> dict[str, Path]:
+    """The file of a split, or the text files of its folder, by the name of the document.
+
+    Empty where the directory has neither; ConfigError where it has both, or an empty folder.
+    """
     file = directory / f'{split}.txt'
     folder = directory / split
     if not folder.exists():
@@ -120,7 +140,11 @@ def _documents(directory: Path, split: str) -> dict[str, Path]:
 
 
 def _version(files: dict[str, Path]) -> str:
-    lines = ''.join(f'{name} {_scan(file)[0]}\n' for name, file in files.items())
+    """The version of a corpus: the sha256 of the names and contents of its files."""
+    lines = ''
+    for name, file in files.items():
+        sha256, _ = _scan(file)
+        lines += f'{name} {sha256}\n'
     return f'sha256-{hashlib.sha256(lines.encode()).hexdigest()[:16]}'
 
 
@@ -130,19 +154,21 @@ def _scan(path: Path) -> tuple[str, int]:
         return _scan_version(path, version_of(path))
 
 
-# A run opens its corpus more than once.
+# A run opens its corpus more than once; `version` changes with the file.
 @functools.cache
 def _scan_version(path: Path, version: tuple[int, int]) -> tuple[str, int]:
     content = read_whole(path, most=None)
-    content.decode()
+    content.decode()  # raises where it is not UTF-8
     if not content:
         raise ConfigError(f'data.path: {str(path)!r} is empty; it must hold text.')
-    if (position := content.find(0)) >= 0:
+    position = content.find(0)
+    if position >= 0:
         raise ConfigError(
             f'data.path: {str(path)!r} holds byte 0 at byte {position}, so it is not text; give '
             'plain text in UTF-8, as in book.txt'
         )
-    return hashlib.sha256(content).hexdigest(), content.removesuffix(b'\n').count(b'\n') + 1
+    num_lines = content.removesuffix(b'\n').count(b'\n') + 1
+    return hashlib.sha256(content).hexdigest(), num_lines
 
 
 def _read(path: Path) -> bytes:

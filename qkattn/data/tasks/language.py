@@ -7,9 +7,22 @@ import numpy as np
 from qkattn.config import Config
 from qkattn.data.corpora.corpus_registry import refuse_unused
 from qkattn.data.load import load_text
-from qkattn.data.tasks.rows import Batch, DataForm, Rows, token_batch, uniform
+from qkattn.data.tasks.counts import neighbour_yardsticks, ngram_yardsticks
+from qkattn.data.tasks.repeats import induction
+from qkattn.data.tasks.rows import (
+    Batch,
+    DataForm,
+    LossesByPosition,
+    Rows,
+    TrainedTrials,
+    Yardsticks,
+    token_batch,
+    uniform,
+)
 from qkattn.data.tokens import TokenDataset
 from qkattn.errors import ConfigError
+
+EARLY = 4  # the position, counted from 1, whose loss stands for a short context
 
 
 class TextRows(Rows):
@@ -24,6 +37,7 @@ class TextRows(Rows):
         self.vocab_size = dataset.vocab_size
 
     def _check_length(self, split: str, longest: int) -> None:
+        """Raises ConfigError where a window is longer than this number of tokens."""
         if self.length > longest:
             raise ConfigError(
                 f'model.context={self.length} is too long for split {split!r} of '
@@ -81,13 +95,36 @@ class LanguageRows(TextRows):
     def read(self, split: str, rows_B: np.ndarray, draws_B2: np.ndarray) -> Batch:
         first_B = rows_B * self.length
         if self.shift and split == 'train':
-            epochs_B = draws_B2[:, 1] // self.count(split)
-            keys = list(zip(draws_B2[:, 0].tolist(), epochs_B.tolist(), strict=True))
-            offsets = {key: np.random.default_rng(key).integers(self.length) for key in set(keys)}
-            first_B = first_B + np.array([offsets[key] for key in keys])
+            first_B = first_B + self._offsets_B(draws_B2)
+        # One token more, [B, T + 1]: the last is a target alone.
         tokens_BT1 = self.dataset.windows(split, first_B, self.length + 1)
         weights_BT = np.ones((len(rows_B), self.length))
         return token_batch(tokens_BT1[:, :-1], tokens_BT1[:, 1:], weights_BT)
+
+    def _offsets_B(self, draws_B2: np.ndarray) -> np.ndarray:
+        """The offsets of training windows, one random number for every (seed, epoch)."""
+        seeds_B = draws_B2[:, 0]
+        epochs_B = draws_B2[:, 1] // self.count('train')
+        keys = list(zip(seeds_B.tolist(), epochs_B.tolist(), strict=True))
+        offsets = {key: np.random.default_rng(key).integers(self.length) for key in set(keys)}
+        return np.array([offsets[key] for key in keys])
+
+    def end_metrics(self, trained: TrainedTrials, finished_X: np.ndarray) -> dict[str, np.ndarray]:
+        return induction(self, trained)
+
+    def yardsticks(self, config: Config) -> Yardsticks:
+        return ngram_yardsticks(self, config)
+
+    def context_losses(self, losses_by_position: LossesByPosition) -> dict[str, np.ndarray]:
+        """The losses at position EARLY and over the last half of the context."""
+        half = self.length // 2
+        if half < EARLY:
+            return {}
+        nats_XT, weights_T = losses_by_position(self)
+        return {
+            'early': nats_XT[:, EARLY - 1] / weights_T[EARLY - 1],
+            'late': nats_XT[:, half:].sum(1) / weights_T[half:].sum(),
+        }
 
 
 class MaskedRows(TextRows):
@@ -123,15 +160,23 @@ class MaskedRows(TextRows):
     def read(self, split: str, rows_B: np.ndarray, draws_B2: np.ndarray) -> Batch:
         targets_BT = self.dataset.windows(split, np.asarray(rows_B) * self.length, self.length)
         u_B3T = uniform(draws_B2, (3, self.length))
+        position_BT = u_B3T[:, 0]
+        action_BT = u_B3T[:, 1]
+        token_BT = u_B3T[:, 2]
         # The positions of the smallest of independent numbers are a draw without replacement.
-        order_BT = np.argsort(u_B3T[:, 0], axis=1)
-        chosen_BT = np.zeros(targets_BT.shape, bool)
-        np.put_along_axis(chosen_BT, order_BT[:, : self.num_masked], True, axis=1)
-        replaced_BT = chosen_BT & (u_B3T[:, 1] < 0.9)
-        random_BT = (u_B3T[:, 2] * (self.dataset.vocab_size - 1)).astype(np.int32)
+        order_BT = np.argsort(position_BT, axis=1)
+        is_target_BT = np.zeros(targets_BT.shape, bool)
+        np.put_along_axis(is_target_BT, order_BT[:, : self.num_masked], True, axis=1)
+        # A random id but the separator's: ids from that on move up by one.
+        random_BT = (token_BT * (self.dataset.vocab_size - 1)).astype(np.int32)
         random_BT += random_BT >= self.dataset.tokenizer.separator
-        hidden_BT = np.where(u_B3T[:, 1] < 0.8, self.mask, random_BT)
-        return token_batch(np.where(replaced_BT, hidden_BT, targets_BT), targets_BT, chosen_BT)
+        hidden_BT = np.where(action_BT < 0.8, self.mask, random_BT)
+        is_replaced_BT = is_target_BT & (action_BT < 0.9)
+        tokens_BT = np.where(is_replaced_BT, hidden_BT, targets_BT)
+        return token_batch(tokens_BT, targets_BT, is_target_BT)
 
     def identity(self) -> dict[str, Any]:
         return self.dataset.identity() | {'masking': {'version': 1, 'rate': self.mask_rate}}
+
+    def yardsticks(self, config: Config) -> Yardsticks:
+        return neighbour_yardsticks(self, config, self.mask)

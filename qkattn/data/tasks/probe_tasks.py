@@ -17,14 +17,24 @@ from qkattn.config.calls import parse_call, resolve
 from qkattn.config.imports import digest
 from qkattn.data.corpora.corpus import SPLITS
 from qkattn.data.corpora.corpus_registry import SETTINGS, in_catalogue, refuse_unused
-from qkattn.data.tasks.rows import Batch, DataForm, Rows, token_batch, uniform
+from qkattn.data.tasks.repeats import induction
+from qkattn.data.tasks.rows import Batch, DataForm, Rows, TrainedTrials, token_batch, uniform
 from qkattn.errors import ConfigError
 
 VERSION = 1  # changes whenever the same draws would make other rows
-TRAIN_ROWS = 2**24
-EVAL_ROWS = 1024
+TRAIN_ROWS = 2**24  # of an epoch
+EVAL_ROWS = 1024  # of each evaluation split
+# Settings that have no effect on a probe.
+SETTINGS_OF_TEXT = (
+    'lowercase',
+    'tokenizer',
+    'carve_test',
+    'mask_rate',
+    'shift_windows',
+    'drop_long',
+)
 
-Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
+Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]  # tokens_BT, targets_BT, loss_weights_BT
 
 
 class Sizes(NamedTuple):
@@ -48,7 +58,7 @@ class Probe(abc.ABC):
     @property
     @abc.abstractmethod
     def least(self) -> dict[str, int]:
-        """The smallest value of each option, which may depend on the options before it."""
+        """The smallest value of each option; it may depend on the options before it."""
 
     @property
     @abc.abstractmethod
@@ -60,16 +70,19 @@ class Probe(abc.ABC):
         """tokens_BT, targets_BT and loss_weights_BT from uniform numbers [rows, sizes.draws]."""
 
 
-def _whole(u: np.ndarray, number: int) -> np.ndarray:
-    """Uniform numbers in [0, 1) as uniform whole numbers in [0, number)."""
-    return (u * number).astype(np.int64)
+def _whole(u: np.ndarray, bound: int) -> np.ndarray:
+    """Uniform numbers in [0, 1) as uniform whole numbers in [0, bound)."""
+    return (u * bound).astype(np.int64)
 
 
-def _predict(sequence_BT1: np.ndarray, predicted: np.ndarray) -> Arrays:
-    """Next-token prediction of a sequence where `predicted`, per position or position and row."""
+def _predict(sequence_BT1: np.ndarray, is_predicted: np.ndarray) -> Arrays:
+    """Next-token prediction of sequences of T + 1 tokens.
+
+    `is_predicted`, [T] or [B, T], says at which positions the next token is a target.
+    """
     tokens_BT = sequence_BT1[:, :-1]
     targets_BT = sequence_BT1[:, 1:]
-    return tokens_BT, targets_BT, np.broadcast_to(predicted, tokens_BT.shape)
+    return tokens_BT, targets_BT, np.broadcast_to(is_predicted, tokens_BT.shape)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +90,7 @@ class Copy(Probe):
     """x_1 .. x_n, a separator, x_1 .. x_n; the second half is predicted."""
 
     least = {'length': 1, 'symbols': 2}
-    step: ClassVar[int] = 1
+    step: ClassVar[int] = 1  # 1 if the second half has the order of the first, -1 if the reverse
     length: int = 16  # n
     symbols: int = 64  # that the x are drawn from, independently
 
@@ -111,28 +124,39 @@ class Induction(Probe):
     symbols: int = 64  # that those of a row are drawn from, without replacement
 
     @property
+    def num_units(self) -> int:
+        """Bigrams, each counted twice, and single symbols in a row of length + 1 tokens."""
+        return self.length + 1 - 2 * self.repeats
+
+    @property
     def least(self) -> dict[str, int]:
-        units = self.length + 1 - 2 * self.repeats
-        return {'repeats': 1, 'length': 4 * self.repeats - 1, 'symbols': units}
+        # 4 R of the length + 1 tokens are those of bigrams. A row has as many different symbols as
+        # units: two for a bigram, which is two units, and one for each other unit.
+        return {'repeats': 1, 'length': 4 * self.repeats - 1, 'symbols': self.num_units}
 
     @property
     def sizes(self) -> Sizes:
-        draws = self.symbols + self.least['symbols']
+        draws = self.symbols + self.num_units
         return Sizes(vocabulary=self.symbols, answers=self.symbols, draws=draws)
 
     def make(self, u_BU: np.ndarray) -> Arrays:
+        # N = num_units units, bigrams or single symbols, stand in a random order.
         R = self.repeats
-        symbols_BV = np.argsort(u_BU[:, : self.symbols], axis=1)
-        # Units 0 .. 2R - 1 are the R bigrams twice, symbols 2r and 2r + 1; others are single.
-        units_BN = np.argsort(u_BU[:, self.symbols :], axis=1)
+        u_symbols_BV, u_order_BN = np.split(u_BU, [self.symbols], axis=1)
+        # The symbols of a row: a random order of all.
+        symbols_BV = np.argsort(u_symbols_BV, axis=1)
+        # A random order of the units. Units r and R + r, r < R, are both the bigram of the symbols
+        # 2r and 2r + 1 of the row; unit n, n >= 2R, is its symbol n.
+        units_BN = np.argsort(u_order_BN, axis=1)
         lengths = np.where(units_BN.ravel() < 2 * R, 2, 1)
-        units_BT1 = np.repeat(units_BN, lengths).reshape(len(u_BU), self.length + 1)
-        second_BT1 = np.diff(units_BT1, axis=1, prepend=-1) == 0
-        symbol_BT1 = np.where(units_BT1 < 2 * R, units_BT1 % R * 2 + second_BT1, units_BT1)
-        sequence_BT1 = np.take_along_axis(symbols_BV, symbol_BT1, axis=1)
-        same_BTT = sequence_BT1[:, :-1, None] == sequence_BT1[:, None, :-1]
-        seen_BT = np.tril(same_BTT, -1).any(-1)
-        return _predict(sequence_BT1, seen_BT & ~second_BT1[:, :-1])
+        unit_BT1 = np.repeat(units_BN, lengths).reshape(len(u_BU), self.length + 1)
+        is_second_BT1 = np.diff(unit_BT1, axis=1, prepend=-1) == 0  # of a bigram
+        number_BT1 = np.where(unit_BT1 < 2 * R, unit_BT1 % R * 2 + is_second_BT1, unit_BT1)
+        sequence_BT1 = np.take_along_axis(symbols_BV, number_BT1, axis=1)
+        # What follows the first symbol of a bigram is predicted where that was seen before.
+        is_same_BTT = sequence_BT1[:, :-1, None] == sequence_BT1[:, None, :-1]
+        is_seen_BT = np.tril(is_same_BTT, -1).any(-1)
+        return _predict(sequence_BT1, is_seen_BT & ~is_second_BT1[:, :-1])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,10 +185,12 @@ class Recall(Probe):
         keys_BP = np.argsort(u_keys_BK, axis=1)[:, :P]
         values_BP = self.keys + _whole(u_values_BP, self.values)
         pairs_BP2 = np.stack([keys_BP, values_BP], axis=2)
-        asked_BP2 = np.take_along_axis(pairs_BP2, np.argsort(u_order_BP, axis=1)[..., None], axis=1)
-        sequence_BT1 = np.concatenate([pairs_BP2, asked_BP2], axis=1).reshape(len(u_BU), -1)
-        t_T = np.arange(4 * P - 1)
-        return _predict(sequence_BT1, (t_T >= 2 * P) & (t_T % 2 == 0))
+        order_BP = np.argsort(u_order_BP, axis=1)
+        queries_BP2 = np.take_along_axis(pairs_BP2, order_BP[..., None], axis=1)
+        sequence_BT1 = np.concatenate([pairs_BP2, queries_BP2], axis=1).reshape(len(u_BU), -1)
+        # After each key of the second half stands a value.
+        position_T = np.arange(4 * P - 1)
+        return _predict(sequence_BT1, (position_T >= 2 * P) & (position_T % 2 == 0))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -208,25 +234,34 @@ PROBES = {cls.__name__.lower(): cls for cls in (Copy, Reversal, Induction, Recal
 def is_probe(text: str) -> bool:
     """Whether `text` names a probe, with options or without; ConfigError as `resolve`."""
     name, _ = parse_call(text, 'data.name')
-    if ':' in name and not in_catalogue(name):
-        return _is_probe(resolve(name, PROBES, 'data.name')[0])
-    return name in PROBES
+    is_import_path = ':' in name and not in_catalogue(name)
+    if not is_import_path:
+        return name in PROBES
+    target, _ = resolve(name, PROBES, 'data.name')
+    return _is_probe_class(target)
 
 
-def _is_probe(target: Any) -> bool:
+def _is_probe_class(target: Any) -> bool:
     return inspect.isclass(target) and issubclass(target, Probe)
 
 
 def find(text: str) -> tuple[str, Probe]:
-    """The name and the task of a probe, e.g. of 'recall(pairs=8)'; ConfigError if unknown."""
-    kind, options = resolve(text, PROBES, 'data.name', needs='a subclass of Probe', fits=_is_probe)
+    """The name of a probe without options, and the probe: 'recall' for 'recall(pairs=8)'.
+
+    ConfigError if it is unknown, or an option is no whole number or too small.
+    """
+    probe_class, options = resolve(
+        text, PROBES, 'data.name', needs='a subclass of Probe', fits=_is_probe_class
+    )
     if any(type(value) is not int for value in options.values()):
         raise ConfigError(f'data.name={text!r}: options of probes are whole numbers.')
-    probe = kind(**options)
+    probe = probe_class(**options)
     for option, least in probe.least.items():
-        if (value := getattr(probe, option)) < least:
+        value = getattr(probe, option)
+        if value < least:
             raise ConfigError(f'data.name={text!r}: {option}={value} must be at least {least}.')
-    return text.partition('(')[0], probe
+    name, _, _ = text.partition('(')
+    return name, probe
 
 
 class ProbeRows(Rows):
@@ -240,9 +275,9 @@ class ProbeRows(Rows):
 
     @classmethod
     def open(cls, config: Config) -> Self:
-        of_text = 'lowercase', 'tokenizer', 'carve_test', 'mask_rate', 'shift_windows', 'drop_long'
-        refuse_unused(config.data, (*SETTINGS, *of_text))
-        rows = cls(*find(config.data.name))
+        refuse_unused(config.data, (*SETTINGS, *SETTINGS_OF_TEXT))
+        name, probe = find(config.data.name)
+        rows = cls(name, probe)
         if rows.length != config.model.context:
             raise ConfigError(
                 f'model.context={config.model.context} must equal the length of the rows of '
@@ -262,13 +297,16 @@ class ProbeRows(Rows):
         return TRAIN_ROWS if split == 'train' else EVAL_ROWS
 
     def read(self, split: str, rows_B: np.ndarray, draws_B2: np.ndarray) -> Batch:
-        if split != 'train':
+        if split != 'train':  # an evaluation row is the same whoever reads it
             draws_B2 = np.stack([np.zeros_like(rows_B), rows_B], axis=1)
-        u_BU = uniform(draws_B2, (self._probe.sizes.draws,), SPLITS.index(split))
-        return token_batch(*self._probe.make(u_BU))
+        u_BU = uniform(draws_B2, (self._probe.sizes.draws,), part=SPLITS.index(split))
+        tokens_BT, targets_BT, loss_weights_BT = self._probe.make(u_BU)
+        return token_batch(tokens_BT, targets_BT, loss_weights_BT)
 
     def identity(self) -> dict[str, Any]:
-        version = f'{VERSION}-{digest(self.name)}' if ':' in self.name else VERSION
+        version: int | str = VERSION
+        if ':' in self.name:  # of a probe from outside
+            version = f'{VERSION}-{digest(self.name)}'
         options = dataclasses.asdict(self._probe)
         return {'name': self.name, 'version': version, 'options': options}
 
@@ -281,6 +319,10 @@ class CausalProbeRows(ProbeRows):
 
     kind: ClassVar[str] = 'decoder'
     data: ClassVar[DataForm] = 'a causal probe'
+
+    def end_metrics(self, trained: TrainedTrials, finished_X: np.ndarray) -> dict[str, np.ndarray]:
+        """Induction of a probe that predicts every token, as none here does."""
+        return induction(self, trained)
 
 
 class LabellingProbeRows(ProbeRows):

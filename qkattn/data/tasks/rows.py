@@ -1,10 +1,14 @@
 """The interface between tasks and training: fixed-shape examples by number."""
 
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol, Self
 
 import numpy as np
 
 from qkattn.config import Config, ModelConfig
+from qkattn.data.tokenizers.tokenizer import Tokenizer
+from qkattn.metrics import PREFIXES, Metric, Sums
 
 Batch = dict[str, np.ndarray]
 ArrayShapes = dict[str, tuple[int, np.dtype]]  # length and dtype of each array of a row
@@ -20,7 +24,9 @@ class Rows(Protocol):
     """A task: a dataset, cut into rows for a kind of model."""
 
     kind: ClassVar[str]  # the model.kind that it trains
-    data: ClassVar[DataForm]  # that it reads
+    data: ClassVar[DataForm]  # the form of data that it reads
+    # What `end_metrics` measures beside the metrics of `qkattn.metrics`.
+    metrics: ClassVar[tuple[Metric, ...]] = ()
     splits: tuple[str, ...]  # 'train', 'validation' and, where the data has one, 'test'
     vocab_size: int  # ids are in [0, vocab_size)
 
@@ -61,6 +67,70 @@ class Rows(Protocol):
         """Loss per target of the best model that knows only frequencies, if known."""
         return None
 
+    def end_metrics(
+        self, trained: 'TrainedTrials', finished_X: np.ndarray
+    ) -> Mapping[str, Sequence[Any] | np.ndarray]:
+        """Measures the X trials of a run when training ends, beside the evaluations.
+
+        Returns values [X] by field of a result, such as 'val_bleu': the field of a metric, or one
+        of its details. A trial that is not finished, `finished_X`, needs no value: its result has
+        None.
+        """
+        return {}
+
+    def yardsticks(self, config: Config) -> 'Yardsticks':
+        """Measures on the data of a configuration what its models have to beat.
+
+        By default the loss of a guess by frequencies, or of all tokens alike where these are
+        unknown.
+        """
+        losses = {}
+        for split in self.splits[1:]:
+            chance = self.unigram_nats(split)
+            if chance is None:
+                chance = float(np.log(self.vocab_size))
+            losses[PREFIXES[split]] = {'chance': chance}
+        return Yardsticks(task='probe', losses=losses)
+
+    def context_losses(self, losses_by_position: 'LossesByPosition') -> Mapping[str, np.ndarray]:
+        """Losses [X] of trained models, nats/token, that show whether they use their context.
+
+        By field of yardsticks.json: 'early' and 'late' in the context, or 'shuffled', with the
+        sources of other sentences.
+        """
+        return {}
+
+
+# The loss of X trials summed over rows, [X, T], and the summed weights of the targets, [T].
+LossesByPosition = Callable[[Rows], tuple[np.ndarray, np.ndarray]]
+
+
+class TrainedTrials(Protocol):
+    """The X trained trials of a run, as far as a task measures them."""
+
+    config: Config
+
+    def sums(self, read: Callable[..., Iterable[Batch]]) -> Sums:
+        """`qkattn.metrics.row_sums` of R rows, [R, X, ...] by metric.
+
+        `read(batch_size=..., part=...)` reads the batches, as `qkattn.data.pipeline.eval_batches`
+        does once its rows and split are set.
+        """
+
+    def translate(self, x: int, tokenizer: Tokenizer, sources: Sequence[np.ndarray]) -> list[str]:
+        """Translations by trial x of sources, token ids without separators."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Yardsticks:
+    """What models of a task have to beat, measured on the data alone."""
+
+    task: str  # reports show measurements of 'language', 'masked', 'translation' and 'probe'
+    tokens: int | None = None  # training tokens that were counted, if any
+    # Nats/token by prefix of a split ('val', 'test') and name.
+    losses: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
+    bleu: Mapping[str, float] | None = None  # by prefix of a split; None but for a translation
+
 
 def token_batch(
     tokens_BT: np.ndarray, targets_BT: np.ndarray, loss_weights_BT: np.ndarray
@@ -74,7 +144,10 @@ def token_batch(
 
 
 def uniform(draws_B2: np.ndarray, shape: tuple[int, ...], part: int = 0) -> np.ndarray:
-    """Numbers in [0, 1), an array of `shape` from each pair of draws; parts are independent."""
+    """Random numbers in [0, 1), [B, *shape], that depend on the draws of their row alone.
+
+    Numbers of different parts of one row are independent.
+    """
     u = np.empty((len(draws_B2), *shape))
     for draws_2, u_row in zip(np.asarray(draws_B2, np.uint64), u, strict=True):
         # A counter's high word sets the parts 2^192 draws apart.

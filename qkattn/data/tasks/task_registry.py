@@ -1,13 +1,16 @@
 """Every task that there is; `rows_of` opens the one that a configuration trains on."""
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 from qkattn.config import Config, DataConfig
 from qkattn.config.calls import resolve
 from qkattn.data.corpora import corpus_registry
+from qkattn.data.pipeline import eval_batches, train_batch
 from qkattn.data.tasks import probe_tasks
 from qkattn.data.tasks.language import LanguageRows, MaskedRows
-from qkattn.data.tasks.rows import DataForm, Rows
+from qkattn.data.tasks.rows import Batch, DataForm, Rows
 from qkattn.data.tasks.translation import TranslationRows
 from qkattn.data.tokenizers import vocabulary
 from qkattn.errors import ConfigError
@@ -19,17 +22,34 @@ TASKS: dict[str, type[Rows]] = {
     'causal_probe': probe_tasks.CausalProbeRows,
     'labelling_probe': probe_tasks.LabellingProbeRows,
 }
+# The attributes that a task from outside has to have.
 INTERFACE = ('kind', 'data', *(name for name in vars(Rows) if not name.startswith('_')))
+
+
+def batches(config: Config, split: str = 'train', *, seed: int = 0) -> Iterator[Batch]:
+    """The batches that a run with this configuration reads, arrays [train.batch_size, length].
+
+    'train' has no end and is the data of the trial with this seed; 'validation' and 'test' are the
+    data.eval_sequences rows of an evaluation, once. ConfigError as `rows_of`, `train_batch` and
+    `eval_batches`.
+    """
+    rows = rows_of(config)
+    size = config.train.batch_size
+    if split == 'train':
+        steps = itertools.count()
+        return (train_batch(rows, seed=seed, step=step, batch_size=size) for step in steps)
+    return eval_batches(rows, split, batch_size=size, max_rows=config.data.eval_sequences)
 
 
 def task_of(config: Config) -> type[Rows]:
     """The task for this kind of model and form of data, which is not read; else ConfigError."""
-    return _task(config)[0]
+    task, _ = _task_and_options(config)
+    return task
 
 
 def rows_of(config: Config) -> Rows:
     """Opens the rows that the configured model trains on; ConfigError if they do not fit it."""
-    task, options = _task(config)
+    task, options = _task_and_options(config)
     rows = task.open(config, **options)
     if rows.vocab_size > config.model.vocab_size:
         raise ConfigError(
@@ -41,34 +61,41 @@ def rows_of(config: Config) -> Rows:
     return rows
 
 
-def _task(config: Config) -> tuple[type[Rows], dict[str, Any]]:
+def _task_and_options(config: Config) -> tuple[type[Rows], dict[str, Any]]:
+    """The task and the options of its `open`; ConfigError where none fits model and data.
+
+    It is the one that data.task names, or else that of TASKS for model.kind and the form of the
+    data.
+    """
     form = _form(config.data)
     kind = config.model.kind
     name = config.data.name
-    if config.data.task is not None:
-        task, options = resolve(
-            config.data.task,
-            TASKS,
-            'data.task',
-            needs='a class with the attributes of qkattn.data.tasks.rows.Rows',
-            fits=lambda task: all(hasattr(task, attribute) for attribute in INTERFACE),
-            call=lambda task: task.open,
-        )
-        if (task.kind, task.data) != (kind, form):
+    if config.data.task is None:
+        task_by_form = {task.data: task for task in TASKS.values() if task.kind == kind}
+        if form not in task_by_form:
+            needed = ' or '.join(task_by_form)
             raise ConfigError(
-                f'data.task={config.data.task!r} trains model.kind={task.kind!r} on {task.data}, '
-                f'but model.kind={kind!r} and data.name={name!r} is {form}.'
+                f'data.name={name!r} is {form}, but model.kind={kind!r} needs {needed}.'
             )
-        return task, options
-    tasks = {task.data: task for task in TASKS.values() if task.kind == kind}
-    if form not in tasks:
+        return task_by_form[form], {}
+    task, options = resolve(
+        config.data.task,
+        TASKS,
+        'data.task',
+        needs='a class with the attributes of qkattn.data.tasks.rows.Rows',
+        fits=lambda target: all(hasattr(target, attribute) for attribute in INTERFACE),
+        call=lambda target: target.open,
+    )
+    if (task.kind, task.data) != (kind, form):
         raise ConfigError(
-            f'data.name={name!r} is {form}, but model.kind={kind!r} needs {" or ".join(tasks)}.'
+            f'data.task={config.data.task!r} trains model.kind={task.kind!r} on {task.data}, '
+            f'but model.kind={kind!r} and data.name={name!r} is {form}.'
         )
-    return tasks[form], {}
+    return task, options
 
 
 def _form(data: DataConfig) -> DataForm:
+    """The form of the data that data.name names; ConfigError if it is unknown."""
     if probe_tasks.is_probe(data.name):
         _, probe = probe_tasks.find(data.name)
         return 'a causal probe' if probe.causal else 'a labelling probe'

@@ -1,6 +1,9 @@
 """Translation: sentence pairs packed into rows of a fixed shape for an encoder-decoder."""
 
 import copy
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -8,12 +11,27 @@ import numpy as np
 from qkattn.config import Config, ModelConfig
 from qkattn.data.corpora.corpus_registry import refuse_unused
 from qkattn.data.load import load_pairs
-from qkattn.data.tasks.rows import INT, ArrayShapes, Batch, DataForm, Rows, token_batch
+from qkattn.data.tasks.rows import (
+    INT,
+    ArrayShapes,
+    Batch,
+    DataForm,
+    LossesByPosition,
+    Rows,
+    TrainedTrials,
+    Yardsticks,
+    token_batch,
+)
 from qkattn.data.tokens import PairDataset
 from qkattn.errors import ConfigError
+from qkattn.metrics import PREFIXES
+from qkattn.metrics.translation import translation_scores
+from qkattn.stats import ibm1
 
 PACKING = 1  # changes whenever the same pairs would be packed differently
 OPEN_ROWS = 64  # filled at a time; more pack a little tighter, but each pair looks at them all
+
+log = logging.getLogger(__name__)
 
 
 class TranslationRows(Rows):
@@ -32,7 +50,8 @@ class TranslationRows(Rows):
 
     @staticmethod
     def array_shapes(model: ModelConfig) -> ArrayShapes:
-        S, T = model.encoder.context, model.context
+        S = model.encoder.context
+        T = model.context
         source = {'source_BS': (S, INT), 'source_segments_BS': (S, INT)}
         return Rows.array_shapes(model) | source | {'segments_BT': (T, INT)}
 
@@ -51,21 +70,28 @@ class TranslationRows(Rows):
         self.length = length
         self.splits = pairs.splits
         self.vocab_size = pairs.vocab_size
-        self._sources: dict[str, np.ndarray] = {}
         self.num_dropped: dict[str, int] = {}
-        self._packed: dict[str, list[np.ndarray]] = {}  # the pairs of each row
-        sizes = {s: np.stack([np.diff(b) for b in pairs.bounds(s)]) for s in self.splits}
-        for split, sizes_2I in sizes.items():
+        # By split: the numbers of the pairs in each row.
+        self._packed: dict[str, list[np.ndarray]] = {}
+        # By split: the pair whose source stands beside each target, where it is another one.
+        self._sources: dict[str, np.ndarray] = {}
+        longest_source = 0
+        longest_target = 0
+        for split in self.splits:
+            source_bounds, target_bounds = pairs.bounds(split)
+            sizes_2I = np.stack([np.diff(source_bounds), np.diff(target_bounds)])
             fits_I = (sizes_2I[0] <= source_length) & (sizes_2I[1] <= length)
             self.num_dropped[split] = int(np.sum(~fits_I))
             self._packed[split] = pack(sizes_2I, np.flatnonzero(fits_I), (source_length, length))
-        if any(self.num_dropped.values()) and not drop_long:
-            source, target = np.concatenate([*sizes.values()], axis=1).max(1)
+            longest_source = max(longest_source, sizes_2I[0].max(initial=0))
+            longest_target = max(longest_target, sizes_2I[1].max(initial=0))
+        num_dropped = sum(self.num_dropped.values())
+        if num_dropped and not drop_long:
             raise ConfigError(
-                f'{sum(self.num_dropped.values())} sentence pairs do not fit into '
-                f'model.source_context={source_length} and model.context={length}; they must be '
-                f'at least {source} and {target}, or set data.drop_long=True to leave such pairs '
-                'out, of evaluation too.'
+                f'{num_dropped} sentence pairs do not fit into model.source_context='
+                f'{source_length} and model.context={length}; they must be at least '
+                f'{longest_source} and {longest_target}, or set data.drop_long=True to leave such '
+                'pairs out, of evaluation too.'
             )
 
     def count(self, split: str) -> int:
@@ -78,39 +104,46 @@ class TranslationRows(Rows):
         return len(self._packed[split])
 
     def read(self, split: str, rows_B: np.ndarray, draws_B2: np.ndarray) -> Batch:
-        pairs = [self._packed[split][row] for row in rows_B]
-        pair_P = np.concatenate(pairs)
-        row_P = np.repeat(np.arange(len(pairs)), [len(row) for row in pairs])
-        segment_P = np.concatenate([np.arange(len(row)) + 1 for row in pairs])
+        # The P pairs of the batch, row after row.
+        pairs_of_row = [self._packed[split][row] for row in rows_B]
+        pair_P = np.concatenate(pairs_of_row)
+        num_pairs_B = [len(pairs) for pairs in pairs_of_row]
+        row_P = np.repeat(np.arange(len(rows_B)), num_pairs_B)
+        segment_P = np.concatenate([np.arange(count) + 1 for count in num_pairs_B])
 
-        def lay_out(
-            tokens: np.ndarray, bounds: np.ndarray, pair_P: np.ndarray, length: int
-        ) -> np.ndarray:
-            """Tokens and segments of one side."""
-            starts_P = bounds[pair_P]
-            ends_P = bounds[pair_P + 1]
-            sizes_B = np.bincount(row_P, ends_P - starts_P, len(pairs))
-            filled_BT = np.arange(length) < sizes_B[:, None]
-            both_2BT = np.zeros((2, len(pairs), length), INT)
-            sentences = [tokens[a:b] for a, b in zip(starts_P, ends_P, strict=True)]
-            both_2BT[0, filled_BT] = np.concatenate(sentences)
-            both_2BT[1, filled_BT] = np.repeat(segment_P, ends_P - starts_P)
-            return both_2BT
+        def laid_out(
+            tokens: np.ndarray, bounds: np.ndarray, sentence_P: np.ndarray, length: int
+        ) -> tuple[np.ndarray, np.ndarray]:
+            """Tokens and segments [B, length] of one side: sentence after sentence, then zeros."""
+            starts_P = bounds[sentence_P]
+            ends_P = bounds[sentence_P + 1]
+            sentences = [tokens[start:end] for start, end in zip(starts_P, ends_P, strict=True)]
+            num_tokens_B = np.bincount(row_P, ends_P - starts_P, len(rows_B))
+            is_used_BT = np.arange(length) < num_tokens_B[:, None]
+            tokens_BT = np.zeros(is_used_BT.shape, INT)
+            tokens_BT[is_used_BT] = np.concatenate(sentences)
+            segments_BT = np.zeros(is_used_BT.shape, INT)
+            segments_BT[is_used_BT] = np.repeat(segment_P, ends_P - starts_P)
+            return tokens_BT, segments_BT
 
         source, target = self.pairs.tokens(split)
         source_bounds, target_bounds = self.pairs.bounds(split)
-        source_P = self._sources[split][pair_P] if split in self._sources else pair_P
-        source_BS, source_segments_BS = lay_out(source, source_bounds, source_P, self.source_length)
-        targets_BT, segments_BT = lay_out(target, target_bounds, pair_P, self.length)
+        source_P = pair_P
+        if split in self._sources:
+            source_P = self._sources[split][pair_P]
+        source_BS, source_segments_BS = laid_out(
+            source, source_bounds, source_P, self.source_length
+        )
+        targets_BT, segments_BT = laid_out(target, target_bounds, pair_P, self.length)
         # Each target ends with the separator, which shifting puts before the next pair's tokens.
         tokens_BT = np.roll(targets_BT, 1, axis=1)
         tokens_BT[:, 0] = self.pairs.separator
-        used_BT = segments_BT > 0
+        is_used_BT = segments_BT > 0
         return {
             'source_BS': source_BS,
             'source_segments_BS': source_segments_BS,
             'segments_BT': segments_BT,
-            **token_batch(np.where(used_BT, tokens_BT, 0), targets_BT, used_BT),
+            **token_batch(np.where(is_used_BT, tokens_BT, 0), targets_BT, is_used_BT),
         }
 
     def with_shuffled_sources(self) -> Self:
@@ -122,13 +155,16 @@ class TranslationRows(Rows):
         shuffled = copy.copy(self)
         shuffled._sources = {}
         for split in self.splits:
-            lengths_I = np.diff(self.pairs.bounds(split)[0])
+            source_bounds, _ = self.pairs.bounds(split)
+            lengths_I = np.diff(source_bounds)
             draw_I = np.random.Generator(np.random.Philox(key=0)).random(len(lengths_I))
+            # By length, in a random order among equal ones.
             order_I = np.lexsort((draw_I, lengths_I))
-            groups = np.split(order_I, np.flatnonzero(np.diff(lengths_I[order_I])) + 1)
-            shuffled._sources[split] = np.empty_like(order_I)
-            for group in groups:
-                shuffled._sources[split][group] = np.roll(group, -1)
+            first_of_length = np.flatnonzero(np.diff(lengths_I[order_I])) + 1
+            shuffled_I = np.empty_like(order_I)
+            for group in np.split(order_I, first_of_length):
+                shuffled_I[group] = np.roll(group, -1)
+            shuffled._sources[split] = shuffled_I
         return shuffled
 
     def identity(self) -> dict[str, Any]:
@@ -143,28 +179,136 @@ class TranslationRows(Rows):
     def unigram_nats(self, split: str) -> float:
         return self.pairs.target.unigram_nats(split)
 
+    def end_metrics(
+        self, trained: TrainedTrials, finished_X: np.ndarray
+    ) -> Mapping[str, Sequence[Any]]:
+        """BLEU and other scores of the translations of every finished trial, as in `score_split`.
+
+        Each split but 'train' is scored.
+        """
+        config = trained.config
+        values: dict[str, list[Any]] = {}
+        for x in np.flatnonzero(finished_X).tolist():
+            translate = functools.partial(trained.translate, x, self.pairs.source.tokenizer)
+            for split in self.splits[1:]:
+                scores = score_split(
+                    self.pairs,
+                    split,
+                    translate,
+                    longest_source=self.source_length - 1,  # one position is the separator's
+                    max_sources=config.decode.max_sources,
+                    lowercase=config.data.lowercase,
+                )
+                for name, score in scores.items():
+                    field = f'{PREFIXES[split]}_{name}'
+                    if field not in values:
+                        values[field] = [None] * len(finished_X)
+                    values[field][x] = score
+        return values
+
+    def yardsticks(self, config: Config) -> Yardsticks:
+        """The BLEU of IBM model 1, a dictionary that translates word by word.
+
+        It learns from the training split, and translates the sentences that models of this
+        configuration translate.
+        """
+        decode = self.pairs.source.tokenizer.decode
+
+        def texts(split: str) -> tuple[list[str], list[str]]:
+            """All source sentences of a split and all target sentences."""
+            sources, targets = self.pairs.sentences(split)
+            return [decode(source) for source in sources], [decode(target) for target in targets]
+
+        training_sources, training_targets = texts('train')
+        dictionary = ibm1.fit(list(zip(training_sources, training_targets, strict=True)))
+        bleu = {}
+        for split in self.splits[1:]:
+            sources, references = texts(split)
+            sources = sources[: config.decode.max_sources]
+            references = references[: config.decode.max_sources]
+            translations = [dictionary.translate(source) for source in sources]
+            scores = translation_scores(translations, references, lowercase=config.data.lowercase)
+            bleu[PREFIXES[split]] = float(scores['bleu'])
+        return Yardsticks(task='translation', bleu=bleu)
+
+    def context_losses(self, losses_by_position: LossesByPosition) -> dict[str, np.ndarray]:
+        """The loss with the sources of other sentences."""
+        nats_XT, weights_T = losses_by_position(self.with_shuffled_sources())
+        return {'shuffled': nats_XT.sum(1) / weights_T.sum()}
+
+
+def score_split(
+    pairs: PairDataset,
+    split: str,
+    translate: Callable[[Sequence[np.ndarray]], list[str]],
+    *,
+    longest_source: int,
+    max_sources: int | None,
+    lowercase: bool,
+) -> dict[str, float | int | str]:
+    """Scores translations of the first `max_sources` sentences of a split, or of all.
+
+    Args:
+      pairs: the sentences and their references.
+      split: 'train', 'validation' or 'test'.
+      translate: translates sources, token ids without separators.
+      longest_source: tokens of a source that `translate` takes. Longer ones are truncated, and the
+        log says how many: the scores are still those of all sentences.
+      max_sources: None is all.
+      lowercase: whether scores ignore case.
+
+    Returns `translation_scores`.
+    """
+    sources, targets = pairs.sentences(split)
+    sources = sources[:max_sources]
+    targets = targets[:max_sources]
+    num_truncated = sum(len(source) > longest_source for source in sources)
+    if num_truncated:
+        log.warning(
+            '%d of %d sources of split %r truncated to %d tokens',
+            num_truncated,
+            len(sources),
+            split,
+            longest_source,
+        )
+    hypotheses = translate([source[:longest_source] for source in sources])
+    references = [pairs.source.tokenizer.decode(target) for target in targets]
+    return translation_scores(hypotheses, references, lowercase=lowercase)
+
 
 def pack(sizes_2I: np.ndarray, kept: np.ndarray, capacity_2: tuple[int, int]) -> list[np.ndarray]:
-    """Best fit of the pairs, in a shuffled order, into a bounded number of open rows."""
-    order = kept[np.argsort(np.random.Generator(np.random.Philox(key=0)).random(len(kept)))]
+    """Packs sentence pairs into rows by best fit, in a shuffled order.
+
+    Args:
+      sizes_2I: tokens of the source and of the target of each pair.
+      kept: the numbers of the pairs to pack, each of which fits into an empty row.
+      capacity_2: tokens of a row on the source and on the target side.
+
+    At any time OPEN_ROWS rows are open: a pair goes to the one that it leaves the least space in,
+    both sides together. Where it fits into none, the row that is closest to full on either side is
+    closed, and an empty one opened in its place. Returns the numbers of the pairs in each row.
+    """
+    shuffled = np.argsort(np.random.Generator(np.random.Philox(key=0)).random(len(kept)))
+    order = kept[shuffled]
     num_rows = OPEN_ROWS
     row_O = np.arange(num_rows)
     free_2O = np.repeat(np.array([capacity_2]).T, num_rows, axis=1)
-    rows = []
+    # A sentence has a token at least, its separator, so a row it fits into has less space left.
+    does_not_fit = sum(capacity_2)
+    row_of_pair = []
     for size_2 in sizes_2I.T[order]:
         left_2O = free_2O - size_2[:, None]
-        left_O = np.where(left_2O.min(0) < 0, sum(capacity_2), left_2O.sum(0))
+        left_O = np.where(left_2O.min(0) < 0, does_not_fit, left_2O.sum(0))
         slot = left_O.argmin()
-        # A sentence has a token at least, its separator, so a row it fits into has less space left.
-        if left_O[slot] == sum(capacity_2):
-            # The row that is closest to full on either side is closed, an empty one opened.
+        if left_O[slot] == does_not_fit:
             slot = free_2O.min(0).argmin()
             free_2O[:, slot] = capacity_2
             row_O[slot] = num_rows
             num_rows += 1
         free_2O[:, slot] -= size_2
-        rows.append(row_O[slot])
-    if not rows:
+        row_of_pair.append(row_O[slot])
+    if not row_of_pair:
         return []
-    _, first = np.unique(sorted(rows), return_index=True)
-    return np.split(order[np.argsort(rows, kind='stable')], first[1:])
+    _, first_of_row = np.unique(sorted(row_of_pair), return_index=True)
+    pairs_by_row = order[np.argsort(row_of_pair, kind='stable')]
+    return np.split(pairs_by_row, first_of_row[1:])

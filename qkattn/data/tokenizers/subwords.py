@@ -37,7 +37,8 @@ class Subwords(Tokenizer):
         self._num_ids = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         if self._num_ids > MAX_SIZE:
             raise ValueError(f'it has the id {self._num_ids - 1}; ids must be below {MAX_SIZE}')
-        self._tokenizer.encode_special_tokens = True  # as the text that they are
+        # A special token in a text, such as '</s>', is encoded as the text that it is.
+        self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._sha256 = hashlib.sha256(model).hexdigest()[:12]
@@ -65,13 +66,16 @@ class BPETokenizer(Subwords):
         self.name = f'byte-bpe{self.vocab_size}-{self._sha256}'
         self.separator = self._tokenizer.token_to_id(SEPARATOR)
         # The library writes each byte of a sub-word as one character.
-        pieces = map(self._tokenizer.id_to_token, range(self.vocab_size))
-        self._num_bytes_V = np.array([len(piece) for piece in pieces])
+        num_bytes = [len(self._tokenizer.id_to_token(i)) for i in range(self.vocab_size)]
+        self._num_bytes_V = np.array(num_bytes)
         self._dtype = np.min_scalar_type(self.vocab_size - 1)
 
     @classmethod
     def train(cls, texts: Iterable[bytes], size: int) -> Self:
-        """Learns a vocabulary of `size` ids; the same texts give the same vocabulary."""
+        """Learns a vocabulary of `size` ids; the same texts give the same vocabulary.
+
+        ConfigError for a size out of bounds, or that the texts are too short for.
+        """
         if not MIN_SIZE <= size <= MAX_SIZE:
             raise ConfigError(f'data.tokenizer_size={size} must be in [{MIN_SIZE}, {MAX_SIZE}].')
         tokenizer = tokenizers.Tokenizer(models.BPE())
@@ -86,17 +90,21 @@ class BPETokenizer(Subwords):
         )
         lines = (line for text in texts for line in _lines(text.decode()))
         tokenizer.train_from_iterator(lines, trainer)
-        if (most := tokenizer.get_vocab_size()) < size:
-            raise ConfigError(f'data.tokenizer_size={size} must be at most {most} for this text.')
+        largest = tokenizer.get_vocab_size()
+        if largest < size:
+            raise ConfigError(
+                f'data.tokenizer_size={size} must be at most {largest} for this text.'
+            )
         return cls(tokenizer.to_str().encode())
 
     def encode(self, text: str | bytes) -> np.ndarray:
         lines = _lines(text_of(text))
-        ids = [np.empty(0, self._dtype)]
+        ids_by_line = [np.empty(0, self._dtype)]
         for start in range(0, len(lines), LINES):
             encodings = self._tokenizer.encode_batch_fast(lines[start : start + LINES])
-            ids += [np.array(encoding.ids, self._dtype) for encoding in encodings]
-        return np.concatenate(ids)
+            for encoding in encodings:
+                ids_by_line.append(np.array(encoding.ids, self._dtype))
+        return np.concatenate(ids_by_line)
 
     def decode(self, ids: Ids) -> str:
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
@@ -106,12 +114,17 @@ class BPETokenizer(Subwords):
 
 
 def _lines(text: str) -> list[str]:
-    """The lines with their ends, which encode to the ids of the whole text several times faster.
+    """The lines of a text with their ends: 'a\\n', 'b' for 'a\\nb'.
 
-    The ids are equal because learning from lines merges nothing with a newline before it.
+    Encoded line by line, a text has the same ids as in one piece, several times faster: as a
+    vocabulary is learned from lines, nothing is merged with a newline before it.
     """
-    *lines, last = text.split('\n')
-    return [line + '\n' for line in lines] + ([last] if last else [])
+    lines = text.split('\n')
+    last = lines.pop()
+    lines = [line + '\n' for line in lines]
+    if last:  # it has no end
+        lines.append(last)
+    return lines
 
 
 class FileTokenizer(Subwords):
@@ -136,7 +149,7 @@ class FileTokenizer(Subwords):
 
     @property
     def name_with_added_separator(self) -> str:
-        """The name in data whose separator is one more id than the file has."""
+        """The name of a tokenizer whose separator is one more id than the file has."""
         return f'file-{self._sha256}'
 
     def with_added_separator(self) -> Self:
@@ -158,26 +171,30 @@ class FileTokenizer(Subwords):
         not be read from text, so neither the token of unknown text nor a special token that its own
         spelling is encoded to is used.
         """
-        added = self._tokenizer.get_added_tokens_decoder()
-        special = {token.content: number for number, token in added.items() if token.special}
-        named = [content for content in END_OF_TEXT if content in special]
-        if not named and len(special) == 1:
-            named = list(special)
-        if not named:
+        id_of_special = {}
+        for token_id, token in self._tokenizer.get_added_tokens_decoder().items():
+            if token.special:
+                id_of_special[token.content] = token_id
+        candidates = [content for content in END_OF_TEXT if content in id_of_special]
+        if not candidates and len(id_of_special) == 1:
+            candidates = list(id_of_special)
+        if not candidates:
             return None
-        content = named[0]
-        number = special[content]
-        read_from_text = self._tokenizer.encode(content, add_special_tokens=False).ids
-        if content == self._unknown() or number in read_from_text:
+        content = candidates[0]
+        end_of_text = id_of_special[content]
+        ids_of_spelling = self._tokenizer.encode(content, add_special_tokens=False).ids
+        if content == self._unknown() or end_of_text in ids_of_spelling:
             return None
-        return number
+        return end_of_text
 
     def _unknown(self) -> str | None:
         """The token that stands for text outside of the vocabulary, if there is one."""
         model = parse_json(self._model)['model']
-        if model.get('unk_id') is not None:  # of a unigram model
-            return model['vocab'][model['unk_id']][0]
-        return model.get('unk_token')
+        unknown_id = model.get('unk_id')  # of a unigram model, whose vocabulary is [token, score]
+        if unknown_id is None:
+            return model.get('unk_token')
+        token, _ = model['vocab'][unknown_id]
+        return token
 
     @classmethod
     def open(cls, path: str) -> Self:
@@ -198,7 +215,9 @@ class FileTokenizer(Subwords):
         return sum(len(text.encode()) for text in texts) + len(texts) - 1
 
     def _texts(self, ids: Ids, skip_special_tokens: bool = False) -> list[str]:
+        """The texts between separators, one more than there are separators."""
         ids = np.asarray(ids, np.int64)
         parts = np.split(ids, np.flatnonzero(ids == self.separator))
-        texts = [part[part != self.separator].tolist() for part in parts]
-        return self._tokenizer.decode_batch(texts, skip_special_tokens=skip_special_tokens)
+        # Each part but the first begins with its separator.
+        ids_of_texts = [part[part != self.separator].tolist() for part in parts]
+        return self._tokenizer.decode_batch(ids_of_texts, skip_special_tokens=skip_special_tokens)

@@ -9,6 +9,9 @@ import numpy as np
 
 from qkattn.storage.records import parse_json
 
+REPLACEMENT = 0xFFFD  # the code point that stands for an unknown character
+NUM_CODES = 0x110000  # code points of Unicode
+
 Ids = Sequence[int] | np.ndarray
 
 
@@ -24,7 +27,10 @@ class Tokenizer(Protocol):
     separator: int  # the id that follows each document; `encode` never returns it
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        """Token ids [num_tokens] in the narrowest unsigned dtype; ValueError if it cannot."""
+        """Token ids [num_tokens] in the narrowest unsigned dtype.
+
+        ValueError for text that cannot be encoded.
+        """
 
     def decode(self, ids: Ids) -> str:
         """The text of `ids`; bytes that are not valid UTF-8 become U+FFFD."""
@@ -42,7 +48,8 @@ class ByteTokenizer(Tokenizer):
 
     def encode(self, text: str | bytes) -> np.ndarray:
         data = text.encode() if isinstance(text, str) else text
-        if (position := data.find(0)) >= 0:
+        position = data.find(0)
+        if position >= 0:
             raise ValueError(
                 f"text holds byte 0 at byte {position}, which data.tokenizer='bytes' reserves for "
                 'the ends of documents'
@@ -71,10 +78,16 @@ class CharacterTokenizer(Tokenizer):
         self.vocab_size = len(characters) + 2
         self.unknown = len(characters)
         self.separator = len(characters) + 1
-        self._codes_V = np.array([*map(ord, characters), 0xFFFD, 0], '<u4')
-        self._ids_by_code = np.full(0x110000, self.unknown, np.min_scalar_type(self.separator))
-        self._ids_by_code[self._codes_V[:-2]] = np.arange(len(characters))
-        self._num_bytes_V = np.array([len(c.encode()) for c in characters] + [1, 1])
+        # The code point of each id; the unknown and the separator are the last two.
+        codes = [ord(character) for character in characters]
+        self._codes_V = np.array([*codes, REPLACEMENT, 0], '<u4')
+        # The id of each code point.
+        dtype = np.min_scalar_type(self.separator)
+        self._ids_by_code = np.full(NUM_CODES, self.unknown, dtype)
+        self._ids_by_code[codes] = np.arange(len(characters))
+        # Bytes of UTF-8 that each id stands for.
+        num_bytes = [len(character.encode()) for character in characters]
+        self._num_bytes_V = np.array([*num_bytes, 1, 1])
 
     @classmethod
     def train(cls, texts: Iterable[bytes]) -> Self:
@@ -94,10 +107,12 @@ class CharacterTokenizer(Tokenizer):
         return json.dumps({'characters': self._characters}).encode() + b'\n'
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        return self._ids_by_code[np.frombuffer(text_of(text).encode('utf-32-le'), '<u4')]
+        codes = np.frombuffer(text_of(text).encode('utf-32-le'), '<u4')
+        return self._ids_by_code[codes]
 
     def decode(self, ids: Ids) -> str:
-        return self._codes_V[np.asarray(ids, np.int64)].tobytes().decode('utf-32-le')
+        codes = self._codes_V[np.asarray(ids, np.int64)]
+        return codes.tobytes().decode('utf-32-le')
 
     def num_bytes(self, ids: Ids) -> int:
         return int(self._num_bytes_V[np.asarray(ids, np.int64)].sum())

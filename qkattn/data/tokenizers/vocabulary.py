@@ -29,6 +29,7 @@ KINDS: dict[str, Any] = {
 }
 METHODS = ('encode', 'decode', 'num_bytes')
 
+# The names given to `as_recorded`.
 _RECORDED: contextvars.ContextVar[Collection[str]] = contextvars.ContextVar('recorded', default=())
 
 log = logging.getLogger(__name__)
@@ -53,8 +54,12 @@ def open_tokenizer(
 ) -> Tokenizer:
     """The tokenizer of a kind; trained the first time, in the prepared data below `root`.
 
-    `corpus` is its name and version, as in 'stdlib/1.0.0', by which its tokenizers are kept.
-    Only 'bpe' has a `size`, in ids. `texts`, always the same, is called only to train.
+    Args:
+      root: the directory of prepared data.
+      corpus: its name and version, as in 'stdlib/1.0.0', by which its tokenizers are kept.
+      kind: what data.tokenizer names.
+      size: the ids of a 'bpe' vocabulary; others have none.
+      texts: the texts to train on, always the same; called only to train.
     """
     cls, options = check(kind)
     if not hasattr(cls, 'train'):
@@ -64,10 +69,11 @@ def open_tokenizer(
         folder = f'byte-bpe-{size}'
         options = {'size': size}
     elif is_import_path(kind):
-        folder = f'{kind.partition("(")[0].replace(":", ".")}-{digest(kind)}'
+        import_path, _, _ = kind.partition('(')
+        folder = f'{import_path.replace(":", ".")}-{digest(kind)}'
     path = root / 'tokenizers' / corpus / folder / 'tokenizer.json'
 
-    def opened() -> Tokenizer:
+    def read() -> Tokenizer:
         try:
             return restored(kind, read_whole(path))
         except Exception as error:  # the class that the library of subwords raises
@@ -75,9 +81,10 @@ def open_tokenizer(
 
     def train() -> None:
         log.info('Training the %s tokenizer in %s', kind, path.parent)
-        write_atomic(path, cls.train(texts(), **options).model())
+        tokenizer = cls.train(texts(), **options)
+        write_atomic(path, tokenizer.model())
 
-    return prepared_once(path, opened, train, root=root)
+    return prepared_once(path, read, train, root=root)
 
 
 def is_import_path(kind: str) -> bool:
@@ -87,10 +94,10 @@ def is_import_path(kind: str) -> bool:
 
 @contextlib.contextmanager
 def as_recorded(*names: str) -> Iterator[None]:
-    """While data are opened again that tokenizers of these names were used for.
+    """Inside, tokenizers are opened as they were when results or tokens recorded these names.
 
-    The separator of a file's vocabulary is the one that the names state; without names it is the
-    file's own, where it has one.
+    That matters for the separator of a file's vocabulary: it is the one that the names state, one
+    more id than the file has or an id of the file; without names the file's own, where it has one.
     """
     token = _RECORDED.set(names)
     try:
@@ -100,18 +107,24 @@ def as_recorded(*names: str) -> Iterator[None]:
 
 
 def names_in(data: Any) -> list[str]:
-    """The names of the tokenizers in the identity of data, as results and checkpoints have it."""
+    """The names of the tokenizers in the identity of data, as results and checkpoints have it.
+
+    `data` is read from a file and may be of any form; parallel text has a source and a target.
+    """
     if not isinstance(data, dict):
         return []
-    sides = [data, data.get('source'), data.get('target')]
-    names = [side.get('tokenizer') for side in sides if isinstance(side, dict)]
-    return [name for name in names if isinstance(name, str)]
+    names = []
+    for side in (data, data.get('source'), data.get('target')):
+        if isinstance(side, dict) and isinstance(side.get('tokenizer'), str):
+            names.append(side['tokenizer'])
+    return names
 
 
 def restored(kind: str, model: bytes | None) -> Tokenizer:
-    """The tokenizer of a kind, as in `check`, from the bytes that its `model` returned, if any.
+    """The tokenizer of a kind, as in `check`.
 
-    The name of one from outside includes a digest of its options and source.
+    `model` is what its method `model` returned; None for one that is not learned. The name of one
+    from outside includes a digest of its options and source.
     """
     cls, options = check(kind)
     if model is not None:
@@ -123,5 +136,6 @@ def restored(kind: str, model: bytes | None) -> Tokenizer:
     if is_import_path(kind):
         tokenizer.name = f'{tokenizer.name}-{digest(kind)}'
     if cls is FileTokenizer and tokenizer.name_with_added_separator in _RECORDED.get():
+        # The results or tokens that are opened again had another separator than the file's.
         tokenizer = tokenizer.with_added_separator()
     return tokenizer
