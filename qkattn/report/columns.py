@@ -234,7 +234,7 @@ def _verdict(arm: TrainedArm) -> str | None:
     """The decision, and whether it is settled or holds at this length of training."""
     if arm.verdict is None:
         return None
-    return prose.lasting(arm.verdict.decision.value, prose.length(arm.settling))
+    return prose.verdict(arm)
 
 
 def _p_of_verdict(arm: TrainedArm) -> float | None:

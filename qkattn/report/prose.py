@@ -99,6 +99,11 @@ def length(settling: Settling | None) -> str:
     return f'{Length.ONE_LENGTH.value}: {moves}, towards {settling.towards}'
 
 
+def verdict(arm: TrainedArm) -> str:
+    """The decision on an arm with a verdict, and whether it is settled or holds at this length."""
+    return lasting(arm.verdict.decision.value, length(arm.settling))
+
+
 def lasting(decision: str, length: str) -> str:
     """'worse, settled', 'worse at this length'; a decision without a verdict as it is."""
     if not length or decision not in (one.value for one in DECIDED):
@@ -278,7 +283,7 @@ def environment(html: bool) -> jinja2.Environment:
         lstrip_blocks=True,
     )
     functions: list[Any] = [si, interval, p_value, listed, counted, span, words, clause, remark]
-    functions += [reasons, tidy, by_where]
+    functions += [reasons, tidy, by_where, verdict]
     made.filters |= {function.__name__: function for function in functions} | {
         'arm_title': _arm_title,
         'by_difference': functools.partial(
@@ -296,6 +301,7 @@ def environment(html: bool) -> jinja2.Environment:
             r for r in remarks if r.blocks and not (r.arm and r.arm.control)
         ],
     }
-    made.globals |= {'end': END, 'Decision': Decision, 'RemarkCode': RemarkCode}
+    made.globals |= {'end': END, 'Decision': Decision, 'DECIDED': DECIDED}
+    made.globals['RemarkCode'] = RemarkCode
     made.globals['SHORT_ARM'] = SHORT_ARM
     return made
