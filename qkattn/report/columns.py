@@ -254,7 +254,7 @@ def setting(knob: str, arm: TrainedArm) -> float | None:
     if knob == KNOBS[0] and arm.tuning is None:
         return arm.learning_rate
     if arm.verdict_trials:
-        return arm.verdict_trials[0].at[KNOBS.index(knob)]
+        return arm.verdict_trials[0].settings[KNOBS.index(knob)]
     return arm.sweeps[knob].chosen if knob in arm.sweeps else None
 
 

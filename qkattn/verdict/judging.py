@@ -101,22 +101,24 @@ def pair(
     arm: TrainedArm,
     other: TrainedArm | None,
     blocks: Sequence[Remark],
-    family: int,
+    num_comparisons: int,
 ) -> Verdict:
-    """The verdict of one arm against another, one of `family` comparisons."""
+    """The verdict of one arm against another, one of `num_comparisons` of a family."""
     if not study.tuned:
         return Verdict(Decision.NO_VERDICT)
-    return judge(study, [(arm, other)], blocks, family)[0]
+    return judge(study, [(arm, other)], blocks, num_comparisons)[0]
 
 
 def judge(
-    study: TrainedStudy, cases: Sequence[Case], blocks: Sequence[Remark], family: int
+    study: TrainedStudy, cases: Sequence[Case], blocks: Sequence[Remark], num_comparisons: int
 ) -> list[Verdict]:
-    """The verdict of every case, corrected for `family` comparisons; `blocks` withhold all.
+    """The verdict of every case, corrected for `num_comparisons`; `blocks` withhold all.
 
-    A case is tested once the arm and its baseline have results of all their seeds.
+    A case is tested once the arm and its baseline have results of all their seeds. The finished
+    study has `num_comparisons`, which may be more than the cases that have results.
     """
-    tests = Family(family)
+    family = Family(num_comparisons)
+    # By the place of a case among `cases`.
     withheld: dict[int, tuple[Reason | Remark, ...]] = {}
     comparisons: dict[int, Comparison | None] = {}
     for number, (arm, baseline) in enumerate(cases):
@@ -128,14 +130,14 @@ def judge(
         comparisons[number] = comparison
         difference = comparison.difference if comparison else None
         look = study.look(arm.key, baseline.key)
-        tests.add(number, difference, num_diverged(arm, baseline), look)
-    judgements = tests.judge()
+        family.add(number, difference, num_diverged(arm, baseline), look)
+    judgements = family.judge()
     verdicts = []
     for number in range(len(cases)):
         if number in withheld:
             verdicts.append(Verdict(Decision.NO_VERDICT, reasons=withheld[number]))
         else:
-            verdicts.append(_verdict(tests, number, judgements[number], comparisons[number]))
+            verdicts.append(_verdict(family, number, judgements[number], comparisons[number]))
     return verdicts
 
 

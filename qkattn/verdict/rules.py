@@ -196,7 +196,7 @@ def _settings(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
         yield _block(RemarkCode.SCREENING_INCOMPLETE, knob=tuning.knob, values=tuning.values)
         return
     for place, (knob, expected) in enumerate(zip(KNOBS, tuning.settings, strict=True)):
-        for actual in dict.fromkeys(trial.at[place] for trial in arm.verdict_trials):
+        for actual in dict.fromkeys(trial.settings[place] for trial in arm.verdict_trials):
             if actual != expected:
                 yield _block(
                     RemarkCode.OTHER_SETTING,

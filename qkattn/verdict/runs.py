@@ -67,7 +67,7 @@ class Trial:
 
     run: TrainedRun  # as planned, without its trials
     trial: Mapping[str, Any]  # its seed and settings, as the config has them
-    at: Settings  # the values of all knobs
+    settings: Settings  # the values of all knobs, in the order of `tuning.KNOBS`
     status: str
     num_steps: int
     num_tokens: int
@@ -152,7 +152,7 @@ def parse_trial(record: Any, run: TrainedRun) -> Trial:
         Trial,
         record,
         run=run,
-        at=(*of_trial, *of_model),
+        settings=(*of_trial, *of_model),
         declared_metrics=declared_metrics,
         metrics={name: record.get(name) for name in result_fields(declared_metrics)},
         documents={},

@@ -82,7 +82,9 @@ class TrainedArm:
     def over_seeds(self, field: str) -> Estimate | None:
         """Mean of a metric over the chosen trials; None unless all have it."""
         values = [trial.metrics.get(field) for trial in self.chosen]
-        return estimate(values) if values and None not in values else None
+        if not values or None in values:
+            return None
+        return estimate(values)
 
     @property
     def bleu(self) -> float | None:
@@ -91,11 +93,12 @@ class TrainedArm:
 
     @property
     def by_seed(self) -> dict[int, Trial]:
-        """`chosen`, seeds ascending."""
-        return {trial.seed: trial for trial in sorted(self.chosen, key=lambda trial: trial.seed)}
+        """The chosen trials, by their seed, ascending."""
+        ascending = sorted(self.chosen, key=lambda trial: trial.seed)
+        return {trial.seed: trial for trial in ascending}
 
     def losses(self, split: str) -> dict[int, float]:
-        """Losses of `chosen` on a split by seed, ascending; nats/token."""
+        """Losses of the chosen trials on a split (TEST or VALIDATION) by seed; nats/token."""
         return {seed: trial.metrics[f'{split}_loss'] for seed, trial in self.by_seed.items()}
 
     @property
@@ -237,7 +240,7 @@ def _at_best_setting(trials: Sequence[Trial]) -> tuple[Trial, ...]:
     """
     by_setting: dict[tuning.Settings, list[Trial]] = {}
     for trial in trials:
-        by_setting.setdefault(trial.at, []).append(trial)
+        by_setting.setdefault(trial.settings, []).append(trial)
     complete: list[list[Trial]] = []
     partial: list[list[Trial]] = []
     for of_setting in by_setting.values():
@@ -268,13 +271,13 @@ def _tuning(
     screening = [trial for trial in trials if trial.run.stage == SCREENING]
     first = (screening or trials)[0]
     grids = dict(study.grids)
-    for knob, value in zip(tuning.KNOBS, first.at, strict=True):
+    for knob, value in zip(tuning.KNOBS, first.settings, strict=True):
         if len(grids[knob]) <= 1:
             grids[knob] = (value,)
     if key.control == LONGER and primary and primary.sweeps:
         grids = tuning.grids_around(grids, primary.tuning.settings)
     losses: dict[tuning.Settings, dict[int, float | None]] = {}  # by seed; None if it diverged
     for trial in screening:
-        of_setting = losses.setdefault(trial.at, {})
+        of_setting = losses.setdefault(trial.settings, {})
         of_setting[trial.seed] = trial.val_loss if trial.finished else None
     return tuning.tune(grids, study.tuning, losses, study.base.optimizer.decay)

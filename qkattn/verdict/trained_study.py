@@ -270,7 +270,7 @@ def _read_runs(study: TrainedStudy) -> list[TrainedRun]:
             raise ValueError(f'run {name!r} is not in plan.jsonl')
         trial = parse_trial(record, planned[name])
         of_run = trials.setdefault(name, {})
-        if of_run.setdefault((trial.seed, trial.at), trial) != trial:
+        if of_run.setdefault((trial.seed, trial.settings), trial) != trial:
             raise ValueError(f'run {name!r} seed {trial.seed} has two results, which differ')
 
     for name, add in (('plan.jsonl', add_run), ('results.jsonl', add_trial)):
