@@ -230,7 +230,7 @@ def baselines(study: TrainedStudy, arms: Sequence[TrainedArm]) -> list[TrainedAr
 
 
 def untrained(arm: TrainedArm) -> Iterator[Remark]:
-    """What a baseline lacks to be trained enough to compare."""
+    """What a baseline lacks to be trained enough to compare: it has to beat its yardstick."""
     yardstick = arm.yardstick
     if yardstick is None:
         yield _block(RemarkCode.NO_YARDSTICK, arm.key)
@@ -250,7 +250,10 @@ def untrained(arm: TrainedArm) -> Iterator[Remark]:
 def shortfalls(
     arm: TrainedArm, yardstick: Yardstick
 ) -> Iterator[tuple[RemarkCode, dict[str, Any]]]:
-    """The codes, with their data, of what the losses and translations of a baseline lack."""
+    """Where an arm does not beat a yardstick, the losses and BLEU of methods that only count.
+
+    Yields the code for a baseline, with its data.
+    """
     best = yardstick.best(arm.split)
     if best and arm.loss and arm.loss.mean >= best[1]:
         name, loss = best

@@ -90,7 +90,8 @@ def test_a_longer_study_beside_it_says_whether_a_difference_is_settled(
     tmp_path, shift, changes, code
 ):
     path = write(tmp_path / 'short', short_records(), VERDICT_SEEDS, 400)
-    seeds, steps = changes.get('seeds', FRESH), changes.get('steps', 1600)
+    seeds = changes.get('seeds', FRESH)
+    steps = changes.get('steps', 1600)
     fields = {name: changes[name] for name in ('matched', 'fill') if name in changes}
     of_arms = {name: changes[name] for name in ('size', 'corpus', 'rate') if name in changes}
     write(tmp_path / 'long', long_records(shift, seeds, **of_arms), seeds, steps, **fields)
