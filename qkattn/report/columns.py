@@ -308,7 +308,7 @@ def _verdict(arm: TrainedArm) -> str | None:
     """The decision, and whether it is settled or holds at this length of training."""
     if arm.verdict is None:
         return None
-    return prose.lasting(arm.verdict.decision.value, prose.length(arm.settling))
+    return prose.verdict(arm)
 
 
 def _p_of_verdict(arm: TrainedArm) -> float | None:
@@ -330,7 +330,7 @@ def setting(knob: str, arm: TrainedArm) -> float | None:
     if knob == 'learning_rate' and arm.tuning is None:
         return arm.learning_rate
     if arm.verdict_trials:
-        return arm.verdict_trials[0].at[KNOBS.index(knob)]
+        return arm.verdict_trials[0].settings[KNOBS.index(knob)]
     if knob in arm.sweeps:
         return arm.sweeps[knob].chosen
     return None

@@ -102,6 +102,11 @@ def length(settling: Settling | None) -> str:
     return f'{Length.ONE_LENGTH.value}: {moves}, towards {settling.towards}'
 
 
+def verdict(arm: TrainedArm) -> str:
+    """The decision on an arm with a verdict, and whether it is settled or holds at this length."""
+    return lasting(arm.verdict.decision.value, length(arm.settling))
+
+
 def lasting(decision: str, length: str) -> str:
     """'worse, settled', 'worse at this length'; a decision without a verdict as it is."""
     if not length or decision not in [decided.value for decided in DECIDED]:
@@ -337,6 +342,7 @@ FILTERS = {
     'span': span,
     'split': SPLITS.__getitem__,
     'tidy': tidy,
+    'verdict': verdict,
     'withholding': _withholding,
     'words': words,
 }
@@ -355,6 +361,7 @@ def environment(html: bool) -> jinja2.Environment:
     templates.filters |= FILTERS
     templates.globals |= {
         'end': END,  # of a sentence
+        'DECIDED': DECIDED,
         'Decision': Decision,
         'RemarkCode': RemarkCode,
         'SHORT_ARM': SHORT_ARM,

@@ -50,14 +50,18 @@ class Findings:
     @property
     def has_intervals(self) -> bool:
         """Whether the difference of any arm from the baseline has an interval."""
-        differences = [arm.difference for arm in self.arms]
-        return any(one is not None and one.low is not None for one in differences)
+        differences = [arm.difference for arm in self.arms if arm.difference]
+        return any(difference.low is not None for difference in differences)
 
     @property
     def has_part_intervals(self) -> bool:
         """Whether any part of the difference of any arm has an interval."""
-        parts = [getattr(arm.parts, name) for arm in self.arms for name in PARTS]
-        return any(one is not None and one.difference.low is not None for one in parts)
+        for arm in self.arms:
+            for name in PARTS:
+                part = getattr(arm.parts, name)
+                if part is not None and part.difference.low is not None:
+                    return True
+        return False
 
     @property
     def has_parts(self) -> bool:

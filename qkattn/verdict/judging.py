@@ -6,6 +6,7 @@ controls, and pairs of arms that a claim compares.
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from qkattn.stats import decision, inference
 from qkattn.stats.decision import ABOVE_ZERO, BELOW_ZERO, DECIDED, Decision, Judgement
@@ -70,19 +71,29 @@ def primary(
 def positive(
     study: TrainedStudy, arms: Sequence[TrainedArm], blocks: Sequence[Remark]
 ) -> tuple[PositiveControl, ...]:
-    """The verdict of every arm with an expected effect, in the family of all declared ones."""
-    cases = {case[0].key: case for case in with_baselines(arms)}
-    effects = [
-        (expected, key)
-        for expected in map(parse_expected, study.expected)
-        for key in expected_arms(study.arms, expected)
-    ]
-    known = [(expected, cases[key]) for expected, key in effects if key in cases]
-    others = {text for one in study.earlier for text in one.expected} - {*study.expected}
-    family = len(effects) + len(others) * len(study.sizes) * len(study.corpora)
-    verdicts = judge(study, [case for _, case in known], blocks, family)
-    pairs = zip(known, verdicts, strict=True)
-    return tuple(PositiveControl(expected, case[0], v) for (expected, case), v in pairs)
+    """The verdict of every arm with an expected effect, in the family of all declared ones.
+
+    Those of earlier studies of the chain belong to the family, too, at each size and corpus.
+    """
+    cases_by_key = {arm.key: (arm, baseline) for arm, baseline in with_baselines(arms)}
+    size = 0
+    effects: list[Expected] = []  # of each case
+    cases: list[Case] = []
+    for text in study.expected:
+        expected = parse_expected(text)
+        for key in expected_arms(study.arms, expected):
+            size += 1
+            if key in cases_by_key:
+                effects.append(expected)
+                cases.append(cases_by_key[key])
+    of_earlier = {text for earlier in study.earlier for text in earlier.expected}
+    others = of_earlier - set(study.expected)
+    size += len(others) * len(study.sizes) * len(study.corpora)
+    verdicts = judge(study, cases, blocks, size)
+    return tuple(
+        PositiveControl(expected, arm, verdict)
+        for expected, (arm, _), verdict in zip(effects, cases, verdicts, strict=True)
+    )
 
 
 def pair(
@@ -90,22 +101,24 @@ def pair(
     arm: TrainedArm,
     other: TrainedArm | None,
     blocks: Sequence[Remark],
-    family: int,
+    num_comparisons: int,
 ) -> Verdict:
-    """The verdict of one arm against another, one of `family` comparisons."""
+    """The verdict of one arm against another, one of `num_comparisons` of a family."""
     if not study.tuned:
         return Verdict(Decision.NO_VERDICT)
-    return judge(study, [(arm, other)], blocks, family)[0]
+    return judge(study, [(arm, other)], blocks, num_comparisons)[0]
 
 
 def judge(
-    study: TrainedStudy, cases: Sequence[Case], blocks: Sequence[Remark], family: int
+    study: TrainedStudy, cases: Sequence[Case], blocks: Sequence[Remark], num_comparisons: int
 ) -> list[Verdict]:
-    """The verdict of every case, corrected for `family` comparisons; `blocks` withhold all.
+    """The verdict of every case, corrected for `num_comparisons`; `blocks` withhold all.
 
-    A case is tested once the arm and its baseline have results of all their seeds.
+    A case is tested once the arm and its baseline have results of all their seeds. The finished
+    study has `num_comparisons`, which may be more than the cases that have results.
     """
-    tests = Family(family)
+    family = Family(num_comparisons)
+    # By the place of a case among `cases`.
     withheld: dict[int, tuple[Reason | Remark, ...]] = {}
     comparisons: dict[int, Comparison | None] = {}
     for number, (arm, baseline) in enumerate(cases):
@@ -117,14 +130,14 @@ def judge(
         comparisons[number] = comparison
         difference = comparison.difference if comparison else None
         look = study.look(arm.key, baseline.key)
-        tests.add(number, difference, num_diverged(arm, baseline), look)
-    judgements = tests.judge()
+        family.add(number, difference, num_diverged(arm, baseline), look)
+    judgements = family.judge()
     verdicts = []
     for number in range(len(cases)):
         if number in withheld:
             verdicts.append(Verdict(Decision.NO_VERDICT, reasons=withheld[number]))
         else:
-            verdicts.append(_verdict(tests, number, judgements[number], comparisons[number]))
+            verdicts.append(_verdict(family, number, judgements[number], comparisons[number]))
     return verdicts
 
 
@@ -137,7 +150,7 @@ def _verdict(
     if comparison and comparison.num_documents is None:
         reasons = [Reason(ReasonCode.NO_DOCUMENTS)]
         decided = Decision.NO_VERDICT
-    elif comparison and not _agree(comparison, decided):
+    elif comparison and not _splits_agree(comparison, decided):
         means = {'test': comparison.difference.mean, 'validation': comparison.validation}
         reasons.append(Reason(ReasonCode.SPLITS_DISAGREE, {'decision': decided} | means))
         decided = Decision.UNDECIDED
@@ -157,62 +170,79 @@ def _lacking(
     study: TrainedStudy, arm: TrainedArm, baseline: TrainedArm | None, blocks: Sequence[Remark]
 ) -> tuple[Reason | Remark, ...]:
     """Remarks that block the arm or its baseline, and the results that the verdict lacks."""
-    why: list[Reason | Remark] = [*blocks, *arm.blocks]
+    lacking: list[Reason | Remark] = [*blocks, *arm.blocks]
     if not arm.verdict_trials:
-        why.append(Reason(ReasonCode.NO_VERDICT_TRIALS))
+        lacking.append(Reason(ReasonCode.NO_VERDICT_TRIALS))
     if baseline is None or not baseline.verdict_trials:
-        why.append(Reason(ReasonCode.NO_BASELINE_TRIALS, {'baseline': study.baseline}))
+        lacking.append(Reason(ReasonCode.NO_BASELINE_TRIALS, {'baseline': study.baseline}))
     elif baseline.blocks:
         data = {'baseline': baseline.variant, 'remarks': baseline.blocks}
-        why.append(Reason(ReasonCode.BASELINE_BLOCKED, data))
-    elif not why and not all(
-        {trial.seed for trial in one.verdict_trials}.issuperset(study.verdict_seeds(one.key))
-        for one in (arm, baseline)
-    ):
-        why.append(Reason(ReasonCode.NO_VERDICT_TRIALS))
-    return tuple(why)
+        lacking.append(Reason(ReasonCode.BASELINE_BLOCKED, data))
+    elif not lacking and not (_has_every_seed(study, arm) and _has_every_seed(study, baseline)):
+        lacking.append(Reason(ReasonCode.NO_VERDICT_TRIALS))
+    return tuple(lacking)
 
 
-def _agree(compared: Comparison, decided: Decision) -> bool:
+def _has_every_seed(study: TrainedStudy, arm: TrainedArm) -> bool:
+    """Whether an arm has results of all declared seeds of its verdict, diverged ones included."""
+    seeds = {trial.seed for trial in arm.verdict_trials}
+    return seeds.issuperset(study.verdict_seeds(arm.key))
+
+
+def _splits_agree(comparison: Comparison, decision_on_test: Decision) -> bool:
     """Whether the validation split agrees: on the same side, or within the margin."""
-    if decided is Decision.EQUIVALENT:
-        return abs(compared.validation) < compared.difference.margin
-    return (decided not in BELOW_ZERO or compared.validation < 0) and (
-        decided not in ABOVE_ZERO or compared.validation > 0
-    )
+    if decision_on_test is Decision.EQUIVALENT:
+        return abs(comparison.validation) < comparison.difference.margin
+    if decision_on_test in BELOW_ZERO:
+        return comparison.validation < 0
+    if decision_on_test in ABOVE_ZERO:
+        return comparison.validation > 0
+    return True  # nothing is decided
 
 
 def _outcome(
-    compared: Comparison | None, judged: Judgement, arm: int, baseline: int
+    comparison: Comparison | None, judgement: Judgement, arm_diverged: int, baseline_diverged: int
 ) -> Iterator[Reason]:
-    """The reasons of the verdict from the tests alone; `arm` and `baseline` trials diverged."""
-    if arm or baseline:
-        yield Reason(ReasonCode.DIVERGED, {'arm': arm, 'baseline': baseline})
-    difference = compared.difference if compared else None
-    p = judged.p_holm
-    p_margin = judged.p_margin_holm
-    p_same = judged.p_equivalence_holm
+    """The reasons of a verdict from the tests alone.
+
+    `arm_diverged` and `baseline_diverged` are numbers of trials.
+    """
+    data: dict[str, Any]
+    if arm_diverged or baseline_diverged:
+        data = {'arm': arm_diverged, 'baseline': baseline_diverged}
+        yield Reason(ReasonCode.DIVERGED, data)
+    difference = comparison.difference if comparison else None
+    p = judgement.p_holm
+    p_margin = judgement.p_margin_holm
+    p_same = judgement.p_equivalence_holm
     if difference is None or p is None:
-        counts = {'n': difference.n if difference else 0, 'needed': inference.MIN_PAIRS}
-        yield Reason(ReasonCode.FEW_PAIRS, counts)
+        num_pairs = difference.n if difference else 0
+        yield Reason(ReasonCode.FEW_PAIRS, {'n': num_pairs, 'needed': inference.MIN_PAIRS})
         return
     side = Decision.BETTER if difference.mean < 0 else Decision.WORSE
     margin = difference.margin
-    if judged.decision is Decision.EQUIVALENT:
+    if judgement.decision is Decision.EQUIVALENT:
         yield Reason(ReasonCode.EQUIVALENT, {'p': p_same})
         if p <= decision.ALPHA:
             data = {'side': side, 'margin': margin, 'p': p}
             yield Reason(ReasonCode.DIFFERENT_WITHIN_MARGIN, data)
-    elif judged.decision in DECIDED:
+    elif judgement.decision in DECIDED:
         yield Reason(ReasonCode.DIFFERENT, {'p': p})
-        beyond = judged.decision is side
-        code = ReasonCode.BEYOND_MARGIN if beyond else ReasonCode.NOT_BEYOND_MARGIN
+        is_beyond = judgement.decision is side  # else it is that side, below the margin
+        code = ReasonCode.BEYOND_MARGIN if is_beyond else ReasonCode.NOT_BEYOND_MARGIN
         yield Reason(code, {'margin': margin, 'p': p_margin})
     elif p <= decision.ALPHA:
         yield Reason(ReasonCode.DIFFERENT_BUT_DIVERGED, {'side': side, 'p': p})
     else:
-        data = {'p': p, 'p_equivalence': p_same, 'detectable': judged.detectable}
+        data = {'p': p, 'p_equivalence': p_same, 'detectable': judgement.detectable}
         yield Reason(ReasonCode.NOT_SHOWN, data)
-    if others := difference.typical:
-        data = {'apart': difference.n - others.n, 'n': difference.n, 'mean': difference.mean}
-        yield Reason(ReasonCode.SEEDS_APART, data | {'typical': others.mean, 'p': others.p})
+    typical = difference.typical  # without outlying seeds; None if there are none
+    if typical:
+        data = {
+            'apart': difference.n - typical.n,
+            'n': difference.n,
+            'mean': difference.mean,
+            'typical': typical.mean,
+            'p': typical.p,
+        }
+        yield Reason(ReasonCode.SEEDS_APART, data)

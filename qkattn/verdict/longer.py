@@ -15,6 +15,7 @@ from qkattn.config.serialize import OF_MACHINE
 from qkattn.stats.decision import Decision
 from qkattn.storage.records import flat, parse_file
 from qkattn.study.arm_key import LONGER, ArmKey
+from qkattn.study.family import is_compared
 from qkattn.verdict import judging
 from qkattn.verdict.codes import Remark
 from qkattn.verdict.findings import Findings
@@ -27,7 +28,7 @@ _FREE = (
     *('train.num_steps', 'train.eval_every', 'train.log_every', 'train.checkpoint_every'),
     *('train.steps_per_dispatch', 'train.lifting', 'trials', *OF_MACHINE),
 )
-# Fields of study.json that say what arms are matched in, and to what.
+# Fields of study.json that say what arms are matched in, and to what; with their types.
 _MATCHING = {
     'baseline': str,
     'matched': str | None,
@@ -39,30 +40,29 @@ _MATCHING = {
 def studies_beside(study: TrainedStudy) -> list[Path]:
     """The directories beside a study that train the same models at least `TIMES` as long."""
     shared = _shared(study.base)
-    steps = study.base.train.num_steps
+    matching = [study.baseline, study.match, study.fill, list(study.destinations)]
     paths = []
-    matching = (study.baseline, study.match, study.fill, tuple(study.destinations))
     for path in sorted(study.directory.resolve().parent.glob('*/study.json')):
         try:
             record = parse_file(path, {**_MATCHING, 'base': {'model': {'kind': str}}})
             base = read_base(record)
         except ValueError:  # a report on that study says so
             continue
-        fields = (*(record[name] for name in _MATCHING),)
-        is_longer = base.train.num_steps >= TIMES * steps
-        same_matching = (*fields[:3], tuple(fields[3])) == matching
-        if is_longer and same_matching and _shared(base) == shared:
+        is_longer = base.train.num_steps >= TIMES * study.base.train.num_steps
+        has_matching = [record[name] for name in _MATCHING] == matching
+        if is_longer and has_matching and _shared(base) == shared:
             paths.append(path.parent)
     return paths
 
 
 def _shared(base: Config) -> dict[str, Any]:
     """The settings that do not depend on the length of training."""
-    return {
-        name: value
-        for name, value in flat(to_json(base))
-        if not any(name == free or name.startswith(f'{free}.') for free in _FREE)
-    }
+    settings = {}
+    for name, value in flat(to_json(base)):
+        is_free = any(name == free or name.startswith(f'{free}.') for free in _FREE)
+        if not is_free:
+            settings[name] = value
+    return settings
 
 
 def settlings(
@@ -76,48 +76,56 @@ def settlings(
     `arms` have their verdicts; `beside` are the findings of `studies_beside`. Of several longer
     trainings the longest counts.
     """
-    made = {}
+    by_arm = {}
     for arm in arms:
-        if arm.key.control or arm.is_baseline or arm.difference is None:
+        if not is_compared(arm.key, study.baseline) or arm.difference is None:
             continue
-        short = trained(arm.example.run.num_steps, arm.difference)
-        longer = [*_own(study, arm, arms, blocks), *_others(study, arm, beside)]
-        longest = max(longer, key=lambda one: one.steps, default=None)
+        short = _trained(arm)
+        longest = None
+        for longer_arm in (*_own(study, arm, arms, blocks), *_others(study, arm, beside)):
+            longer = _trained(longer_arm)
+            if longer and (longest is None or longer.steps > longest.steps):
+                longest = longer
         is_equivalent = arm.verdict is not None and arm.verdict.decision is Decision.EQUIVALENT
-        made[arm.key] = settle(short, longest, study.margin, equivalent=is_equivalent)
-    return made
+        by_arm[arm.key] = settle(short, longest, study.margin, equivalent=is_equivalent)
+    return by_arm
+
+
+def _trained(arm: TrainedArm) -> Trained | None:
+    """The difference of an arm with its number of steps; None where its error is not known."""
+    if arm.difference is None:
+        return None
+    return trained(arm.example.run.num_steps, arm.difference)
 
 
 def _own(
     study: TrainedStudy, arm: TrainedArm, arms: Sequence[TrainedArm], blocks: Sequence[Remark]
-) -> Iterator[Trained]:
-    """The difference of the study's own control, on fresh seeds."""
-    seeds = {*study.controls.longer_seeds}
-    if not study.tuned or not seeds or seeds & {*study.seeds}:
-        return
-    by_key = {one.key: one for one in arms}
+) -> list[TrainedArm]:
+    """The study's own control that is trained longer, if it has fresh seeds and gets a verdict."""
+    longer_seeds = {*study.controls.longer_seeds}
+    if not study.tuned or not longer_seeds or longer_seeds & {*study.seeds}:
+        return []
+    by_key = {each.key: each for each in arms}
     longer = by_key.get(arm.key._replace(control=LONGER))
     baseline = by_key.get(arm.group._replace(control=LONGER))
-    if longer and longer.difference:
-        verdict = judging.pair(study, longer, baseline, blocks, 1)
-        if verdict.decision is not Decision.NO_VERDICT:
-            yield from _trained(longer)
+    if longer is None or longer.difference is None:
+        return []
+    verdict = judging.pair(study, longer, baseline, blocks, 1)
+    return [] if verdict.decision is Decision.NO_VERDICT else [longer]
 
 
-def _others(study: TrainedStudy, arm: TrainedArm, beside: Sequence[Findings]) -> Iterator[Trained]:
-    """The differences of the same arm in other studies, on seeds of their own."""
+def _others(
+    study: TrainedStudy, arm: TrainedArm, beside: Sequence[Findings]
+) -> Iterator[TrainedArm]:
+    """The same arm in other studies where it has a verdict, on seeds of their own."""
     for findings in beside:
         if {*findings.study.seeds} & {*study.seeds}:
             continue
         for longer in findings.arms:
-            is_same = longer.key == arm.key and (
-                longer.example.parameters == arm.example.parameters
-            )
-            is_judged = longer.verdict and longer.verdict.decision is not Decision.NO_VERDICT
-            if is_same and is_judged:
-                yield from _trained(longer)
-
-
-def _trained(arm: TrainedArm) -> Iterator[Trained]:
-    if arm.difference and (one := trained(arm.example.run.num_steps, arm.difference)):
-        yield one
+            has_verdict = longer.verdict and longer.verdict.decision is not Decision.NO_VERDICT
+            if (
+                has_verdict
+                and longer.key == arm.key
+                and longer.example.parameters == arm.example.parameters
+            ):
+                yield longer

@@ -14,8 +14,9 @@ from qkattn.verdict.findings import Findings
 from qkattn.verdict.trained_arm import TrainedArm
 from qkattn.verdict.trained_study import TrainedStudy, known_settings
 
-# In which the same arm may differ between studies: each tunes on its own, and has its own seeds.
-_OWN = (*HARMLESS, *OF_MACHINE, 'trials', *(f'model.{knob}' for knob in MODEL_KNOBS))
+# Settings in which the same arm may differ between studies: each study tunes on its own, and has
+# its own seeds.
+_OF_STUDY = (*HARMLESS, *OF_MACHINE, 'trials', *(f'model.{knob}' for knob in MODEL_KNOBS))
 
 
 def with_earlier(
@@ -30,19 +31,25 @@ def with_earlier(
     """
     if not earlier:
         return tuple(arms)
-    by_study: dict[str, dict[ArmKey, TrainedArm]] = {}
+    # By the name of a study and the question of an arm (`chain.question`).
+    usable: dict[str, dict[ArmKey, TrainedArm]] = {}
     for name, findings in earlier.items():
+        if findings.blocks:
+            continue
         other = findings.study
-        usable = [arm for arm in findings.every_arm if _is_usable(other, arm)]
-        if not findings.blocks:
-            by_study[name] = {other.question_of(arm.key): arm for arm in usable}
-
-    def same(arm: TrainedArm) -> dict[str, TrainedArm]:
-        key = study.question_of(arm.key)
-        found = {name: asked[key] for name, asked in by_study.items() if key in asked}
-        return {name: one for name, one in found.items() if _training(one) == _training(arm)}
-
-    return tuple(dataclasses.replace(arm, earlier=same(arm)) for arm in arms)
+        usable[name] = {
+            other.question_of(arm.key): arm for arm in findings.every_arm if _is_usable(other, arm)
+        }
+    pooled = []
+    for arm in arms:
+        question = study.question_of(arm.key)
+        same: dict[str, TrainedArm] = {}
+        for name, arms_by_question in usable.items():
+            candidate = arms_by_question.get(question)
+            if candidate and _training(candidate) == _training(arm):
+                same[name] = candidate
+        pooled.append(dataclasses.replace(arm, earlier=same))
+    return tuple(pooled)
 
 
 def _is_usable(study: TrainedStudy, arm: TrainedArm) -> bool:
@@ -56,10 +63,12 @@ def _is_usable(study: TrainedStudy, arm: TrainedArm) -> bool:
 def _training(arm: TrainedArm) -> dict[str, Any]:
     """The settings by which an arm is trained but those that each study has of its own."""
     config: Config = from_json(Config, known_settings(Config, arm.example.run.config))
-    explicit = dataclasses.replace(config.model, d_ff=config.model.mlp_width)
-    values = dict(flat(dataclasses.asdict(dataclasses.replace(config, model=explicit))))
-    return {
-        name: value
-        for name, value in values.items()
-        if not any(name == own or name.startswith(f'{own}.') for own in _OWN)
-    }
+    # Of a config without d_ff, the width that follows from d_model.
+    model = dataclasses.replace(config.model, d_ff=config.model.mlp_width)
+    settings = dataclasses.asdict(dataclasses.replace(config, model=model))
+    return {name: value for name, value in flat(settings) if not _is_of_study(name)}
+
+
+def _is_of_study(name: str) -> bool:
+    """Whether a setting, as 'trials.seeds', is one of _OF_STUDY or in a section of them."""
+    return any(name == own or name.startswith(f'{own}.') for own in _OF_STUDY)

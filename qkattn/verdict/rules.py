@@ -5,10 +5,9 @@ Results are validation and test measurements only; training losses are not read.
 """
 
 import dataclasses
-import itertools
 import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from qkattn.config import ANNEALED, OptimizerConfig
@@ -37,43 +36,61 @@ UNCOMMITTED, COMMITS = ledger.ACCEPTABLE
 _FACTORS = ('score', 'value', 'd_model', 'd_ff', 'num_heads', 'head_size', 'num_layers')
 # Trials are paired by seed whatever the other seeds are.
 _HARMLESS = (*HARMLESS, 'trials.seeds')
+# Results that arms share, beside settings and data: how much they were evaluated on.
 _MEASURED = ('eval_tokens', 'eval_rows', 'test_tokens')
+# Facts about the software and the machine of a run, beside versions and imported modules.
 _SOFTWARE = ('python', 'git.commit', 'devices.kind', 'devices.platform')
 
 
 def check(study: TrainedStudy, arms: Sequence[TrainedArm]) -> tuple[Remark, ...]:
     """The remarks of all rules, the blocking ones first; one that all arms share is one remark."""
-    remarks = [remark for rule in OF_STUDY for remark in rule(study, arms)]
+    remarks: list[Remark] = []
+    for rule in OF_STUDY:
+        remarks += rule(study, arms)
+    rules_of_arm = (*OF_ARM, *OF_TUNED_ARM) if study.tuned else OF_ARM
     for arm in arms:
-        for rule in (*OF_ARM, *(OF_TUNED_ARM if study.tuned else ())):
-            remarks += [dataclasses.replace(remark, arm=arm.key) for remark in rule(study, arm)]
-    remarks += [remark for rule in OF_ARMS for remark in rule(study, arms)]
+        for rule_of_arm in rules_of_arm:
+            for remark in rule_of_arm(study, arm):
+                remarks.append(dataclasses.replace(remark, arm=arm.key))
+    for rule in OF_ARMS:
+        remarks += rule(study, arms)
+    return tuple(sorted(_merged(remarks, len(arms)), key=lambda remark: not remark.blocks))
+
+
+def _merged(remarks: Sequence[Remark], num_arms: int) -> list[Remark]:
+    """The remarks, each once; one that each of several arms has is about every arm."""
     merged: list[Remark] = []
     for remark in remarks:
-        content = remark.code, remark.data, remark.blocks
-        alike = {r.arm for r in remarks if r.arm and (r.code, r.data, r.blocks) == content}
-        if remark.arm and len(alike) == len(arms) > 1:
-            remark = Remark(*content, every_arm=True)
+        shared = dataclasses.replace(remark, arm=None, every_arm=True)
+        arms = {
+            other.arm
+            for other in remarks
+            if other.arm and dataclasses.replace(other, arm=None, every_arm=True) == shared
+        }
+        if remark.arm and len(arms) == num_arms > 1:
+            remark = shared
         if remark not in merged:
             merged.append(remark)
-    return tuple(sorted(merged, key=lambda remark: not remark.blocks))
+    return merged
 
 
 def _block(code: RemarkCode, arm: ArmKey | None = None, /, **data: Any) -> Remark:
-    """A remark that withholds verdicts; rules of an arm leave the arm out."""
-    return Remark(code, data, True, arm)
+    """A remark that withholds verdicts; rules of an arm leave the arm out, which `check` adds."""
+    return Remark(code, data, blocks=True, arm=arm)
 
 
 def _tuning(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]:
     """The learning rate is tuned, on other seeds than those of the verdict."""
     if not study.tuned:
         return
-    if len(rates := study.grids['learning_rate']) < 2:
+    rates = study.grids['learning_rate']
+    if len(rates) < 2:
         yield _block(RemarkCode.LEARNING_RATE_NOT_TUNED, learning_rates=rates)
     seeds = {SCREENING: set(study.tuning.seeds), VERDICT: set(study.seeds), SINGLE: set()}
     for trial in study.trials:
         seeds[trial.run.stage].add(trial.seed)
-    if shared := sorted(seeds[SCREENING] & seeds[VERDICT]):
+    shared = sorted(seeds[SCREENING] & seeds[VERDICT])
+    if shared:
         yield _block(RemarkCode.SHARED_SEEDS, seeds=tuple(shared))
 
 
@@ -89,28 +106,43 @@ def _declaration(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Re
 def _annealing(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
     """The schedule anneals the learning rate."""
     planned = arm.example.run.config['optimizer']
-    about = {name: planned[name] for name in ('schedule', 'final_fraction')}
-    if not (optimizer := OptimizerConfig(**about)).anneals:
-        about['final_fraction'] = optimizer.final_fraction if optimizer.decays else None
-        yield _block(RemarkCode.NOT_ANNEALED, **about, limit=ANNEALED)
+    schedule = planned['schedule']
+    optimizer = OptimizerConfig(schedule=schedule, final_fraction=planned['final_fraction'])
+    if not optimizer.anneals:
+        final_fraction = optimizer.final_fraction if optimizer.decays else None
+        yield _block(
+            RemarkCode.NOT_ANNEALED,
+            schedule=schedule,
+            final_fraction=final_fraction,
+            limit=ANNEALED,
+        )
 
 
 def _results(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
-    for run in (run for run in study.runs if run.key == arm.key):
-        if 0 < len(run.trials) < run.num_trials:
-            counts = {'readable': len(run.trials), 'planned': run.num_trials}
-            about = {'stage': None if run.stage == SINGLE else run.stage, 'run': run.name}
-            yield Remark(RemarkCode.MISSING_RESULTS, counts | about, run.stage == VERDICT)
+    """The runs of an arm that ended have results of all their trials."""
+    for run in study.runs:
+        if run.key == arm.key and 0 < len(run.trials) < run.num_trials:
+            data = {
+                'readable': len(run.trials),
+                'planned': run.num_trials,
+                'stage': None if run.stage == SINGLE else run.stage,
+                'run': run.name,
+            }
+            yield Remark(RemarkCode.MISSING_RESULTS, data, blocks=run.stage == VERDICT)
 
 
 def _matching(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
-    residual = arm.example.run.residual
-    matched = study.match
-    if matched is None or residual is None or arm.key.control == SAME_SHAPE:
+    """An arm costs what the baseline costs, up to the tolerance; but not at the same shape."""
+    residual = arm.example.run.residual  # (cost - that of the baseline) / that of the baseline
+    if study.match is None or residual is None or arm.key.control == SAME_SHAPE:
         return
     if abs(residual) > study.tolerance:
-        about = {'residual': residual, 'tolerance': study.tolerance}
-        yield _block(RemarkCode.OVER_TOLERANCE, matched=matched, **about)
+        yield _block(
+            RemarkCode.OVER_TOLERANCE,
+            matched=study.match,
+            residual=residual,
+            tolerance=study.tolerance,
+        )
 
 
 def _post_hoc(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
@@ -122,82 +154,119 @@ def _post_hoc(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
 def _seeds(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
     """The runs of a stage have the declared seeds, which are not selected by results.
 
-    Screening seeds beyond the first ones count on from the last of these.
+    Screening seeds beyond the first ones count on from the last of these, as many as it needs.
     """
-    first = len(study.tuning.seeds)
     drawn = screening_seeds(study.tuning)
-    screening = [drawn[:number] for number in range(first, len(drawn) + 1)]
-    for stage, allowed in ((SCREENING, screening), (VERDICT, [study.verdict_seeds(arm.key)])):
-        runs = [r.seeds for r in study.runs if r.key == arm.key and r.stage == stage]
-        actual = [seed for of_run in runs for seed in of_run]
+    first = len(study.tuning.seeds)
+    allowed = {
+        SCREENING: [drawn[:number] for number in range(first, len(drawn) + 1)],
+        VERDICT: [study.verdict_seeds(arm.key)],
+    }
+    for stage, valid in allowed.items():
+        actual: list[int] = []
+        for run in study.runs:
+            if run.key == arm.key and run.stage == stage:
+                actual += run.seeds
         if stage == SCREENING:  # every knob has runs of its own
             actual = list(dict.fromkeys(actual))
-        if actual and sorted(actual) not in map(sorted, allowed):
-            data = {'stage': stage, 'actual': tuple(actual), 'declared': allowed[-1]}
-            yield _block(RemarkCode.OTHER_SEEDS, **data)
+        if actual and sorted(actual) not in [sorted(seeds) for seeds in valid]:
+            declared = valid[-1]
+            yield _block(
+                RemarkCode.OTHER_SEEDS, stage=stage, actual=tuple(actual), declared=declared
+            )
 
 
 def _settings(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
     """Verdict runs use the settings that screening chooses, which are well determined."""
     for knob, sweep in arm.sweeps.items():
         if not sweep.bracketed:
-            ends = {'low': sweep.values[0], 'high': sweep.values[-1]}
-            yield _block(RemarkCode.NOT_BRACKETED, knob=knob, **ends, best=sweep.best)
+            yield _block(
+                RemarkCode.NOT_BRACKETED,
+                knob=knob,
+                low=sweep.values[0],
+                high=sweep.values[-1],
+                best=sweep.best,
+            )
         elif sweep.at_worst is None:
             yield _block(RemarkCode.UNBOUNDED_OPTIMUM, knob=knob)
     if not arm.verdict_trials:
         return
-    if (knob := arm.tuning.knob) is not None:
-        yield _block(RemarkCode.SCREENING_INCOMPLETE, knob=knob, values=arm.tuning.values)
+    tuning = arm.tuning
+    if tuning.knob is not None:
+        yield _block(RemarkCode.SCREENING_INCOMPLETE, knob=tuning.knob, values=tuning.values)
         return
-    for place, (knob, expected) in enumerate(zip(KNOBS, arm.tuning.settings, strict=True)):
-        for actual in dict.fromkeys(trial.at[place] for trial in arm.verdict_trials):
+    for place, (knob, expected) in enumerate(zip(KNOBS, tuning.settings, strict=True)):
+        for actual in dict.fromkeys(trial.settings[place] for trial in arm.verdict_trials):
             if actual != expected:
-                about = {'knob': knob, 'tuned': knob in study.tuned_knobs}
-                yield _block(RemarkCode.OTHER_SETTING, **about, actual=actual, expected=expected)
+                yield _block(
+                    RemarkCode.OTHER_SETTING,
+                    knob=knob,
+                    tuned=knob in study.tuned_knobs,
+                    actual=actual,
+                    expected=expected,
+                )
 
 
 def _splits(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
     """Arms are decided on a test split, and splits of text have many documents."""
-    if arm.chosen and arm.split != TEST:
+    if not arm.chosen:
+        return
+    if arm.split != TEST:
         yield _block(RemarkCode.NO_TEST)
-    for split, documents in arm.example.documents.items() if arm.chosen else ():
+    for split, documents in arm.example.documents.items():
         is_text = arm.example.metrics[f'{split}_bits_per_byte'] is not None
-        if is_text and (number := len(documents.names)) < MIN_DOCUMENTS:
-            counts = {'documents': number, 'needed': MIN_DOCUMENTS}
-            yield _block(RemarkCode.FEW_DOCUMENTS, split=split, **counts)
+        number = len(documents.names)
+        if is_text and number < MIN_DOCUMENTS:
+            yield _block(
+                RemarkCode.FEW_DOCUMENTS, split=split, documents=number, needed=MIN_DOCUMENTS
+            )
 
 
 def baselines(study: TrainedStudy, arms: Sequence[TrainedArm]) -> list[TrainedArm]:
-    """Those with results, beside their yardsticks; none of a study that has recorded none."""
-    return [a for a in arms if a.is_baseline and a.loss and study.yardsticks is not None]
+    """The baselines with results; none of a study that has recorded no yardsticks."""
+    if study.yardsticks is None:
+        return []
+    return [arm for arm in arms if arm.is_baseline and arm.loss]
 
 
 def untrained(arm: TrainedArm) -> Iterator[Remark]:
-    """What a baseline lacks to be trained enough to compare."""
-    if (yardstick := arm.yardstick) is None:
+    """What a baseline lacks to be trained enough to compare: it has to beat its yardstick."""
+    yardstick = arm.yardstick
+    if yardstick is None:
         yield _block(RemarkCode.NO_YARDSTICK, arm.key)
         return
     if not yardstick.is_current:
         yield _block(RemarkCode.OUTDATED_YARDSTICK, arm.key)
         return
-    yield from (_block(code, arm.key, **data) for code, data in shortfalls(arm, yardstick))
-    for code, name, value, needed in (
-        (RemarkCode.LITTLE_CONTEXT, 'gain', yardstick.gain, MIN_GAIN),
-        (RemarkCode.SOURCES_UNUSED, 'cost', yardstick.sources, MIN_SOURCES),
-    ):
-        if value is not None and value < needed:
-            yield _block(code, arm.key, **{name: value, 'needed': needed})
+    for code, data in shortfalls(arm, yardstick):
+        yield _block(code, arm.key, **data)
+    if yardstick.gain is not None and yardstick.gain < MIN_GAIN:
+        yield _block(RemarkCode.LITTLE_CONTEXT, arm.key, gain=yardstick.gain, needed=MIN_GAIN)
+    if yardstick.sources is not None and yardstick.sources < MIN_SOURCES:
+        cost = yardstick.sources
+        yield _block(RemarkCode.SOURCES_UNUSED, arm.key, cost=cost, needed=MIN_SOURCES)
 
 
 def shortfalls(
     arm: TrainedArm, yardstick: Yardstick
 ) -> Iterator[tuple[RemarkCode, dict[str, Any]]]:
-    """The codes, with their data, of what the losses and translations of a baseline lack."""
+    """Where an arm does not beat a yardstick, the losses and BLEU of methods that only count.
+
+    Yields the code for a baseline, with its data.
+    """
     best = yardstick.best(arm.split)
     if best and arm.loss and arm.loss.mean >= best[1]:
-        data = {'split': arm.split, 'loss': arm.loss.mean, 'tokens': yardstick.tokens}
-        yield RemarkCode.BELOW_YARDSTICK, data | {'name': best[0], 'yardstick': best[1]}
+        name, loss = best
+        yield (
+            RemarkCode.BELOW_YARDSTICK,
+            {
+                'split': arm.split,
+                'loss': arm.loss.mean,
+                'tokens': yardstick.tokens,
+                'name': name,
+                'yardstick': loss,
+            },
+        )
     word_by_word = yardstick.bleu.get(arm.split)
     if word_by_word is not None and arm.loss:
         needed = word_by_word + MIN_BLEU_GAIN
@@ -208,13 +277,15 @@ def shortfalls(
 
 def _short_arms(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]:
     """The arms beside a baseline that fall short of what it has to beat, controls included."""
-    of_arm = {RemarkCode.BELOW_YARDSTICK: RemarkCode.ARM_BELOW_YARDSTICK}
-    of_arm[RemarkCode.LOW_BLEU] = RemarkCode.ARM_LOW_BLEU
+    codes_of_arms = {
+        RemarkCode.BELOW_YARDSTICK: RemarkCode.ARM_BELOW_YARDSTICK,
+        RemarkCode.LOW_BLEU: RemarkCode.ARM_LOW_BLEU,
+    }
     for arm in arms:
         yardstick = (study.yardsticks or {}).get(arm.group)
         if yardstick and yardstick.is_current and not arm.is_baseline:
             for code, data in shortfalls(arm, yardstick):
-                yield Remark(of_arm[code], data, arm=arm.key)
+                yield Remark(codes_of_arms[code], data, arm=arm.key)
 
 
 def _trained(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]:
@@ -226,39 +297,61 @@ def _trained(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark
     for baseline in baselines(study, arms):
         yield from untrained(baseline)
     for group in dict.fromkeys(arm.group for arm in arms):
-        spreads = [(a, a.loss.sd) for a in arms if a.group == group and a.loss and a.loss.sd]
-        for arm, sd in spreads:
-            others = [other for one, other in spreads if one is not arm]
-            if others and sd > MAX_SPREAD * (usual := statistics.median(others)):
-                data = {'sd': sd, 'usual': usual, 'times': MAX_SPREAD}
-                yield _block(RemarkCode.BIMODAL_SEEDS, arm.key, **data)
+        # Standard deviations of losses over seeds, of the arms with one.
+        spreads = {
+            arm.key: arm.loss.sd for arm in arms if arm.group == group and arm.loss and arm.loss.sd
+        }
+        for key, sd in spreads.items():
+            others = [spread for other, spread in spreads.items() if other != key]
+            if not others:
+                continue
+            usual = statistics.median(others)
+            if sd > MAX_SPREAD * usual:
+                yield _block(RemarkCode.BIMODAL_SEEDS, key, sd=sd, usual=usual, times=MAX_SPREAD)
 
 
 def _differences(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]:
-    """Settings and data in which an arm differs from its baseline without being factors."""
-    of_variants = [name for v in study.variants for name in re.findall(r'[?&](\w+)=', v)]
-    factors = {*_HARMLESS, *(f'model.{name}' for name in (*_FACTORS, *of_variants))}
-    factors |= {f'model.{k}' if k in MODEL_KNOBS else f'trials.{k}s' for k in study.tuned_knobs}
+    """Settings and data in which an arm differs from its baseline without being factors.
 
-    def facts(arm: TrainedArm) -> dict[str, Any]:
-        trial = arm.example
-        settings = flat(trial.run.config)
-        return {
-            **{n: v for n, v in settings if n not in factors and not n.startswith(OF_MACHINE)},
-            **{f'data.{name}': value for name, value in flat(trial.data)},
-            **{n: getattr(trial, n) for n in _MEASURED},
-            'target_parameters': trial.run.target,
-        }
-
+    Factors are what variants set, what matching solves for, and what is tuned.
+    """
+    factors = {*_HARMLESS, *(f'model.{name}' for name in _FACTORS)}
+    for variant in study.variants:
+        # The fields of 'qk/vo?num_kv_heads=1&qk_norm=True': num_kv_heads and qk_norm.
+        factors |= {f'model.{name}' for name in re.findall(r'[?&](\w+)=', variant)}
+    for knob in study.tuned_knobs:
+        factors.add(f'model.{knob}' if knob in MODEL_KNOBS else f'trials.{knob}s')
     for arm, baseline in with_baselines([arm for arm in arms if arm.verdict_trials]):
-        if baseline is not None and baseline is not arm:
-            of_arm = facts(arm)
-            of_baseline = facts(baseline)
-            for name in dict.fromkeys((*of_baseline, *of_arm)):
-                value, other = (str(of.get(name, 'absent')) for of in (of_arm, of_baseline))
-                if value != other:
-                    data = {'name': name, 'value': value, 'baseline': other}
-                    yield _block(RemarkCode.DIFFERS_FROM_BASELINE, arm.key, **data)
+        if baseline is None or baseline is arm:
+            continue
+        of_arm = _facts(arm, factors)
+        of_baseline = _facts(baseline, factors)
+        for name in dict.fromkeys((*of_baseline, *of_arm)):
+            value = str(of_arm.get(name, 'absent'))
+            other = str(of_baseline.get(name, 'absent'))
+            if value != other:
+                yield _block(
+                    RemarkCode.DIFFERS_FROM_BASELINE,
+                    arm.key,
+                    name=name,
+                    value=value,
+                    baseline=other,
+                )
+
+
+def _facts(arm: TrainedArm, factors: Collection[str]) -> dict[str, Any]:
+    """By name what an arm shares with its baseline: settings but the factors, data, target."""
+    trial = arm.example
+    facts: dict[str, Any] = {}
+    for name, value in flat(trial.run.config):
+        if name not in factors and not name.startswith(OF_MACHINE):
+            facts[name] = value
+    for name, value in flat(trial.data):
+        facts[f'data.{name}'] = value
+    for name in _MEASURED:
+        facts[name] = getattr(trial, name)
+    facts['target_parameters'] = trial.run.target
+    return facts
 
 
 def _software(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]:
@@ -267,38 +360,51 @@ def _software(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remar
     Results of several commits, or of uncommitted changes, withhold every verdict unless
     the ledger accepts them; also where a run was resumed on another commit.
     """
+    # By the name of a fact, as 'git.commit', the arms of each of its values.
     facts: dict[str, dict[str, dict[ArmKey, None]]] = {}
-    for trial in (trial for arm in arms for trial in arm.trials):
-        starts = trial.provenance, *trial.provenance.get('earlier', ())
-        for name, value in itertools.chain.from_iterable(map(flat, starts)):
-            facts.setdefault(name, {}).setdefault(str(value), {})[trial.run.key] = None
+    for arm in arms:
+        for trial in arm.trials:
+            for start in (trial.provenance, *trial.provenance.get('earlier', ())):
+                for name, value in flat(start):
+                    arms_by_value = facts.setdefault(name, {})
+                    arms_by_value.setdefault(str(value), {})[trial.run.key] = None
     accepted = study.ledger.accepted
-    for name, arms_of in facts.items():
-        if len(arms_of) > 1 and (name.startswith(('versions.', 'imported.')) or name in _SOFTWARE):
-            values = {value: tuple(keys) for value, keys in arms_of.items()}
-            is_code = name == 'git.commit' or name.startswith('imported.')
-            why = accepted.get(COMMITS) if is_code else None
-            data = {'name': name, 'values': values, 'accepted': why}
-            yield Remark(RemarkCode.SOFTWARE_DIFFERS, data, is_code and why is None)
+    for name, arms_by_value in facts.items():
+        is_software = name.startswith(('versions.', 'imported.')) or name in _SOFTWARE
+        if not is_software or len(arms_by_value) == 1:
+            continue
+        is_code = name == 'git.commit' or name.startswith('imported.')
+        why = accepted.get(COMMITS) if is_code else None
+        values = {value: tuple(keys) for value, keys in arms_by_value.items()}
+        data = {'name': name, 'values': values, 'accepted': why}
+        yield Remark(RemarkCode.SOFTWARE_DIFFERS, data, blocks=is_code and why is None)
     if 'True' in facts.get('git.dirty', ()):
         why = accepted.get(UNCOMMITTED)
-        yield Remark(RemarkCode.UNCOMMITTED_CHANGES, {'accepted': why}, why is None)
+        yield Remark(RemarkCode.UNCOMMITTED_CHANGES, {'accepted': why}, blocks=why is None)
 
 
 def _evaluation(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]:
     """The amount of text behind losses; the error over documents is part of every interval."""
     chosen = [trial for arm in arms for trial in arm.chosen]
-    data = {
-        'tokens': {trial.eval_tokens for trial in chosen},
-        'rows': {trial.eval_rows for trial in chosen},
-        'test_tokens': {trial.test_tokens for trial in chosen},
-        'documents': {len(d.names) for trial in chosen for d in trial.documents.values()},
-    }
-    if data['tokens'] - {None}:
-        counts = {name: tuple(sorted(values - {None})) for name, values in data.items()}
-        yield Remark(RemarkCode.EVALUATION, counts)
+    tokens = _numbers(trial.eval_tokens for trial in chosen)
+    if tokens:
+        data = {
+            'tokens': tokens,
+            'rows': _numbers(trial.eval_rows for trial in chosen),
+            'test_tokens': _numbers(trial.test_tokens for trial in chosen),
+            'documents': _numbers(
+                len(documents.names) for trial in chosen for documents in trial.documents.values()
+            ),
+        }
+        yield Remark(RemarkCode.EVALUATION, data)
 
 
+def _numbers(counts: Iterable[int | None]) -> tuple[int, ...]:
+    """The counts that are known, each once, ascending."""
+    return tuple(sorted({count for count in counts if count is not None}))
+
+
+# The rules: of a study as a whole, of each arm, of each arm of a tuned study, of arms together.
 OF_STUDY = (_tuning, _declaration)
 OF_ARM = (_annealing, _results, _matching)
 OF_TUNED_ARM = (_post_hoc, _seeds, _settings, _splits)

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from qkattn.errors import ReportError
@@ -15,6 +15,7 @@ from qkattn.stats import scaling
 from qkattn.storage.files import Files, as_path
 from qkattn.study import stored
 from qkattn.study.arm_key import LONGER, SAME_SHAPE, ArmKey
+from qkattn.study.family import is_compared
 from qkattn.verdict import judging, longer, rules
 from qkattn.verdict.codes import Comparison, Remark, RemarkCode
 from qkattn.verdict.comparing import compare
@@ -25,10 +26,18 @@ from qkattn.verdict.trained_study import TrainedStudy, load_study
 
 # Remarks that withhold a verdict and leave an estimate.
 UNSURE = (
-    *(RemarkCode.NOT_BRACKETED, RemarkCode.UNBOUNDED_OPTIMUM, RemarkCode.FEW_DOCUMENTS),
-    *(RemarkCode.NO_TEST, RemarkCode.POST_HOC, RemarkCode.NO_YARDSTICK, RemarkCode.BIMODAL_SEEDS),
-    *(RemarkCode.BELOW_YARDSTICK, RemarkCode.LITTLE_CONTEXT),
-    *(RemarkCode.OUTDATED_YARDSTICK, RemarkCode.LOW_BLEU, RemarkCode.SOURCES_UNUSED),
+    RemarkCode.NOT_BRACKETED,
+    RemarkCode.UNBOUNDED_OPTIMUM,
+    RemarkCode.FEW_DOCUMENTS,
+    RemarkCode.NO_TEST,
+    RemarkCode.POST_HOC,
+    RemarkCode.NO_YARDSTICK,
+    RemarkCode.BIMODAL_SEEDS,
+    RemarkCode.BELOW_YARDSTICK,
+    RemarkCode.LITTLE_CONTEXT,
+    RemarkCode.OUTDATED_YARDSTICK,
+    RemarkCode.LOW_BLEU,
+    RemarkCode.SOURCES_UNUSED,
 )
 
 
@@ -39,14 +48,15 @@ def load_findings(directory: str | Path) -> Findings:
     """
     path = as_path(directory)
     files = stored.opened(path)
-    if files == path:
-        return _load.__wrapped__(path, files)
-    return _load(path, files)
+    is_stored = files != path
+    if is_stored:
+        return _load_stored(path, files)
+    return find(load_study(path))
 
 
 @functools.lru_cache(maxsize=32)
-def _load(directory: Path, files: Files) -> Findings:
-    """`files`, another object once a file of a stored study changed, tell when to read again."""
+def _load_stored(directory: Path, files: Files) -> Findings:
+    """`files` is another object once a file of the study changed, so that it is read again."""
     return find(load_study(directory))
 
 
@@ -59,18 +69,10 @@ def find(study: TrainedStudy, *, alone: bool = False) -> Findings:
     arms = with_earlier(study, arms_of(study), _of_chain(study))
     remarks = rules.check(study, arms)
     blocks = [remark for remark in remarks if remark.blocks and remark.arm is None]
-    arms = tuple(
-        dataclasses.replace(
-            arm,
-            comparison=None
-            if arm.is_baseline or baseline is None
-            else compare(arm, baseline, study.margin),
-            remarks=tuple(remark for remark in remarks if remark.arm == arm.key),
-        )
-        for arm, baseline in with_baselines(arms)
-    )
+    arms = _compared(study, arms, remarks)
+    # Each step needs the arms of the one before it.
     verdicts = judging.primary(study, arms, blocks) if study.tuned else {}
-    parts = dict(_decomposed(study, arms, blocks))
+    parts = _decomposed(study, arms, blocks)
     arms = tuple(
         dataclasses.replace(
             arm, verdict=verdicts.get(arm.key), parts=parts.get(arm.key, Decomposition())
@@ -109,60 +111,89 @@ def _beside(study: TrainedStudy) -> list[Findings]:
     return longer_studies
 
 
+def _compared(
+    study: TrainedStudy, arms: Sequence[TrainedArm], remarks: Sequence[Remark]
+) -> tuple[TrainedArm, ...]:
+    """The arms, each with its remarks and with its comparison with its baseline."""
+    compared = []
+    for arm, baseline in with_baselines(arms):
+        comparison = None
+        if baseline is not None and not arm.is_baseline:
+            comparison = compare(arm, baseline, study.margin)
+        own_remarks = tuple(remark for remark in remarks if remark.arm == arm.key)
+        compared.append(dataclasses.replace(arm, comparison=comparison, remarks=own_remarks))
+    return tuple(compared)
+
+
 def _decomposed(
     study: TrainedStudy, arms: Sequence[TrainedArm], blocks: Sequence[Remark]
-) -> Iterator[tuple[ArmKey, Decomposition]]:
-    """The parts of each primary arm but the baseline."""
+) -> dict[ArmKey, Decomposition]:
+    """The parts of the difference of each primary arm but the baseline."""
     by_key = {arm.key: arm for arm in arms}
     shared = [remark for remark in blocks if remark.every_arm]
 
-    def part(one: TrainedArm | None, other: TrainedArm | None) -> Comparison | None:
-        if one is None or other is None:
+    def part(arm: TrainedArm | None, other: TrainedArm | None) -> Comparison | None:
+        """The difference of two arms that break no rule but those that leave an estimate."""
+        if arm is None or other is None:
             return None
-        if any(remark.code not in UNSURE for remark in (*shared, *one.blocks, *other.blocks)):
+        if any(remark.code not in UNSURE for remark in (*shared, *arm.blocks, *other.blocks)):
             return None
-        return compare(one, other, study.margin)
+        return compare(arm, other, study.margin)
 
-    for arm in (arm for arm in arms if not arm.key.control and not arm.is_baseline):
+    parts = {}
+    for arm in arms:
+        if not is_compared(arm.key, study.baseline):
+            continue
         # A control at the same shape has no destination in its name.
         bare = arm.key._replace(variant=study.bare(arm.variant), control=SAME_SHAPE)
-        same = by_key.get(bare)
-        lengthened = by_key.get(arm.key._replace(control=LONGER))
-        longest = by_key.get(arm.group._replace(control=LONGER))
-        three = part(same, by_key.get(arm.group)), part(arm, same), part(lengthened, longest)
-        yield arm.key, Decomposition(*three)
+        same_shape = by_key.get(bare)
+        baseline = by_key.get(arm.group)
+        longer_arm = by_key.get(arm.key._replace(control=LONGER))
+        longer_baseline = by_key.get(arm.group._replace(control=LONGER))
+        parts[arm.key] = Decomposition(
+            same_shape=part(same_shape, baseline),
+            reinvesting=part(arm, same_shape),
+            longer=part(longer_arm, longer_baseline),
+        )
+    return parts
 
 
 def _scaling(study: TrainedStudy, arms: Sequence[TrainedArm]) -> tuple[Scaling, ...]:
     """Scaling fits of all variants that have a size to use, at which models are trained enough."""
     if len(study.sizes) < 2:
         return ()
-    short = {one.group for one in rules.baselines(study, arms) if [*rules.untrained(one)]}
-    curves: dict[tuple[str, str], dict[str, TrainedArm]] = {}  # by variant and corpus; arms by size
+    baselines = rules.baselines(study, arms)
+    short = {baseline.group for baseline in baselines if any(rules.untrained(baseline))}
+    curves: dict[tuple[str, str], dict[str, TrainedArm]] = {}  # by variant and corpus; by size
     for arm in arms:
         if arm.key.control is None and arm.group not in short and arm.scales:
             curves.setdefault((arm.variant, arm.corpus), {})[arm.size] = arm
-
-    def parameters(arm: TrainedArm) -> int:
-        return arm.example.parameters['total']
-
-    laws = {}
-    for key, curve in curves.items():
-        means = [arm.loss for arm in curve.values() if arm.loss]
-        variance = statistics.fmean((one.sd or 0.0) ** 2 / one.n for one in means)
-        seeds = variance, sum(one.n - 1 for one in means) or 1
-        sizes = [*map(parameters, curve.values())]
-        laws[key] = scaling.fit(sizes, [one.mean for one in means], seeds)
-    made = []
+    laws = {key: _law(list(curve.values())) for key, curve in curves.items()}
+    fits = []
     for (variant, corpus), curve in curves.items():
         worth = None
-        key = (study.baseline, corpus)
-        if key in curves and variant != study.baseline:
+        of_baseline = curves.get((study.baseline, corpus))
+        if of_baseline is not None and variant != study.baseline:
+            # Parameters of the arm and of its baseline, and their difference, by size.
             shared = [
-                (parameters(arm), parameters(curves[key][size]), arm.difference.mean)
+                (_parameters(arm), _parameters(of_baseline[size]), arm.difference.mean)
                 for size, arm in curve.items()
-                if size in curves[key] and arm.difference
+                if size in of_baseline and arm.difference
             ]
-            worth = scaling.multiplier(laws[key], shared)
-        made.append(Scaling(variant, corpus, laws[variant, corpus], worth))
-    return tuple(made)
+            worth = scaling.multiplier(laws[study.baseline, corpus], shared)
+        fits.append(Scaling(variant, corpus, laws[variant, corpus], worth))
+    return tuple(fits)
+
+
+def _law(arms: Sequence[TrainedArm]) -> scaling.Law | scaling.Problem:
+    """The fit to the mean losses of one variant at several sizes."""
+    means = [arm.loss for arm in arms if arm.loss]
+    # The variance of a mean over seeds, and the degrees of freedom of all of them together.
+    variance = statistics.fmean((loss.sd or 0.0) ** 2 / loss.n for loss in means)
+    degrees = sum(loss.n - 1 for loss in means) or 1
+    parameters = [_parameters(arm) for arm in arms]
+    return scaling.fit(parameters, [loss.mean for loss in means], (variance, degrees))
+
+
+def _parameters(arm: TrainedArm) -> int:
+    return arm.example.parameters['total']

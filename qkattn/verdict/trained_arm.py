@@ -11,7 +11,7 @@ from qkattn.study.arm_key import CONTROLS, LONGER, ArmKey
 from qkattn.study.tuning import SCREENING, SINGLE, VERDICT, Tuning
 from qkattn.verdict.codes import SHORT_ARM, TEST, VALIDATION, Comparison, Remark, Verdict
 from qkattn.verdict.runs import Trial
-from qkattn.verdict.settling import Settling
+from qkattn.verdict.settling import Length, Settling
 from qkattn.verdict.trained_study import TrainedStudy, Yardstick
 
 
@@ -82,7 +82,9 @@ class TrainedArm:
     def over_seeds(self, field: str) -> Estimate | None:
         """Mean of a metric over the chosen trials; None unless all have it."""
         values = [trial.metrics.get(field) for trial in self.chosen]
-        return estimate(values) if values and None not in values else None
+        if not values or None in values:
+            return None
+        return estimate(values)
 
     @property
     def bleu(self) -> float | None:
@@ -91,17 +93,23 @@ class TrainedArm:
 
     @property
     def by_seed(self) -> dict[int, Trial]:
-        """`chosen`, seeds ascending."""
-        return {trial.seed: trial for trial in sorted(self.chosen, key=lambda trial: trial.seed)}
+        """The chosen trials, by their seed, ascending."""
+        ascending = sorted(self.chosen, key=lambda trial: trial.seed)
+        return {trial.seed: trial for trial in ascending}
 
     def losses(self, split: str) -> dict[int, float]:
-        """Losses of `chosen` on a split by seed, ascending; nats/token."""
+        """Losses of the chosen trials on a split (TEST or VALIDATION) by seed; nats/token."""
         return {seed: trial.metrics[f'{split}_loss'] for seed, trial in self.by_seed.items()}
 
     @property
     def difference(self) -> Difference | None:
         """From the baseline."""
         return self.comparison.difference if self.comparison else None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether a longer training confirms the difference; else it holds at this length."""
+        return self.settling is not None and self.settling.code is Length.SETTLED
 
     @property
     def example(self) -> Trial:
@@ -163,8 +171,10 @@ class TrainedArm:
         return bool(self.chosen) and not biased
 
 
-def with_baselines(arms: Sequence[TrainedArm]) -> list[tuple[TrainedArm, TrainedArm | None]]:
-    """Every arm with its baseline."""
+def with_baselines(
+    arms: Sequence[TrainedArm],
+) -> list[tuple[TrainedArm, TrainedArm | None]]:
+    """Every arm with its baseline, which is None if it has no results."""
     by_key = {arm.key: arm for arm in arms}
     return [(arm, by_key.get(arm.group)) for arm in arms]
 
@@ -174,68 +184,100 @@ def arms_of(study: TrainedStudy) -> tuple[TrainedArm, ...]:
 
     Within these in the order of the study, the baseline first.
     """
-    by_key: dict[ArmKey, list[Trial]] = {}
+    trials_by_key: dict[ArmKey, list[Trial]] = {}
     for trial in study.trials:
-        by_key.setdefault(trial.run.key, []).append(trial)
+        trials_by_key.setdefault(trial.run.key, []).append(trial)
+    kinds = (None, *CONTROLS)
 
-    def rank(key: ArmKey) -> tuple:
-        kind = (None, *CONTROLS).index(key.control)
-        corpus = study.corpora.index(key.corpus)
-        return study.sizes.index(key.size), corpus, kind, key.variant != study.baseline
-
-    declared = dict.fromkeys((*study.arms, *by_key))
-    arms: dict[ArmKey, TrainedArm] = {}
-    for key in sorted((key for key in declared if key in by_key), key=rank):
-        trials = by_key[key]
-        primary = arms.get(key._replace(control=None))
-        stage = VERDICT if study.tuned else SINGLE
-        judged = tuple(trial for trial in trials if trial.run.stage == stage)
-        finished = tuple(trial for trial in judged if trial.finished)
-        longer = LONGER if key.control == LONGER else None
-        yardstick = (study.yardsticks or {}).get(key)
-        of_run = yardstick and yardstick.run in {trial.run.name for trial in judged}
-        arms[key] = TrainedArm(
-            key=key,
-            group=ArmKey(study.baseline, key.size, key.corpus, longer),
-            trials=tuple(trials),
-            verdict_trials=judged,
-            chosen=finished if study.tuned else _best_setting(judged),
-            tuning=_tuning(study, key, trials, primary) if study.tuned else None,
-            yardstick=yardstick if of_run else None,
+    def rank(key: ArmKey) -> tuple[int, int, int, bool]:
+        return (
+            study.sizes.index(key.size),
+            study.corpora.index(key.corpus),
+            kinds.index(key.control),
+            key.variant != study.baseline,
         )
+
+    in_order_of_study = dict.fromkeys((*study.arms, *trials_by_key))
+    with_results = [key for key in in_order_of_study if key in trials_by_key]
+    arms: dict[ArmKey, TrainedArm] = {}
+    for key in sorted(with_results, key=rank):
+        primary = arms.get(key._replace(control=None))
+        arms[key] = _trained_arm(study, key, trials_by_key[key], primary)
     return tuple(arms.values())
 
 
-def _best_setting(trials: Sequence[Trial]) -> tuple[Trial, ...]:
-    """The finished trials at the setting with the lowest mean val loss.
+def _trained_arm(
+    study: TrainedStudy, key: ArmKey, trials: Sequence[Trial], primary: TrainedArm | None
+) -> TrainedArm:
+    """An arm with its trials; `primary` is the arm of the same variant that is no control."""
+    stage = VERDICT if study.tuned else SINGLE
+    verdict_trials = tuple(trial for trial in trials if trial.run.stage == stage)
+    if study.tuned:
+        chosen = tuple(trial for trial in verdict_trials if trial.finished)
+    else:
+        chosen = _at_best_setting(verdict_trials)
+    # The baseline of an arm that is trained longer is trained longer, too.
+    longer = LONGER if key.control == LONGER else None
+    yardstick = (study.yardsticks or {}).get(key)
+    if yardstick and yardstick.run not in {trial.run.name for trial in verdict_trials}:
+        yardstick = None
+    return TrainedArm(
+        key=key,
+        group=ArmKey(study.baseline, key.size, key.corpus, longer),
+        trials=tuple(trials),
+        verdict_trials=verdict_trials,
+        chosen=chosen,
+        tuning=_tuning(study, key, trials, primary) if study.tuned else None,
+        yardstick=yardstick,
+    )
 
-    One with a diverged seed, whose mean is biased, is considered only if every setting has one.
+
+def _at_best_setting(trials: Sequence[Trial]) -> tuple[Trial, ...]:
+    """The finished trials at the setting with the lowest mean validation loss.
+
+    A setting with a diverged seed, whose mean over the others is biased, is considered only if
+    every setting has one.
     """
     by_setting: dict[tuning.Settings, list[Trial]] = {}
     for trial in trials:
-        by_setting.setdefault(trial.at, []).append(trial)
-    complete = [group for group in by_setting.values() if all(t.finished for t in group)]
-    partial = [[t for t in group if t.finished] for group in by_setting.values()]
-    return tuple(
-        min(
-            complete or list(filter(None, partial)),
-            key=lambda group: statistics.fmean(t.val_loss for t in group),
-            default=(),
-        )
-    )
+        by_setting.setdefault(trial.settings, []).append(trial)
+    complete: list[list[Trial]] = []
+    partial: list[list[Trial]] = []
+    for of_setting in by_setting.values():
+        finished = [trial for trial in of_setting if trial.finished]
+        if len(finished) == len(of_setting):
+            complete.append(finished)
+        elif finished:
+            partial.append(finished)
+    candidates = complete or partial
+    if not candidates:
+        return ()
+
+    def mean_loss(finished: Sequence[Trial]) -> float:
+        return statistics.fmean(trial.val_loss for trial in finished)
+
+    best = min(candidates, key=mean_loss)
+    return tuple(best)
 
 
 def _tuning(
     study: TrainedStudy, key: ArmKey, trials: Sequence[Trial], primary: TrainedArm | None
 ) -> Tuning:
-    """The state of the tuning, from the results of the screening; `primary` is not a control."""
+    """How far the screening of an arm has got, from its results.
+
+    The grids are those of the study. A setting that is not tuned has the value of the arm's
+    trials. An arm that is trained longer is tuned around the settings of its `primary` arm.
+    """
     screening = [trial for trial in trials if trial.run.stage == SCREENING]
-    of_arm = dict(zip(tuning.KNOBS, (screening or trials)[0].at, strict=True))
-    grids = {knob: v if len(v) > 1 else (of_arm[knob],) for knob, v in study.grids.items()}
+    first = (screening or trials)[0]
+    grids = dict(study.grids)
+    for knob, value in zip(tuning.KNOBS, first.settings, strict=True):
+        if len(grids[knob]) <= 1:
+            grids[knob] = (value,)
     if key.control == LONGER and primary and primary.sweeps:
         grids = tuning.grids_around(grids, primary.tuning.settings)
-    measured: dict[tuning.Settings, dict[int, float | None]] = {}
+    losses: dict[tuning.Settings, dict[int, float | None]] = {}  # by seed; None if it diverged
     for trial in screening:
-        loss = trial.val_loss if trial.finished else None
-        measured.setdefault(trial.at, {})[trial.seed] = loss
-    return tuning.tune(grids, study.tuning, measured, study.base.optimizer.decay)
+        of_setting = losses.setdefault(trial.settings, {})
+        of_setting[trial.seed] = trial.val_loss if trial.finished else None
+    return tuning.tune(grids, study.tuning, losses, study.base.optimizer.decay)

@@ -137,58 +137,75 @@ def load_study(directory: str | Path) -> TrainedStudy:
     runs.
     """
     directory = as_path(directory)
-    path = declared = directory / 'study.json'
+    declaration = directory / 'study.json'
     files = stored.opened(directory)
     if not directory.is_dir():
         problem = 'is a file' if directory.exists() else 'does not exist'
         raise ReportError(f'study directory {str(directory)!r} {problem}.')
-    if not path.exists():
-        raise ReportError(f'{str(path)!r} does not exist, so this is not a study directory.')
+    if not declaration.exists():
+        raise ReportError(f'{str(declaration)!r} does not exist, so this is not a study directory.')
     kept = ledger.read(directory / ledger.NAME)
     try:
-        study = _declared(directory, files, kept, parse_file(path, {}))
+        study = _declared(directory, files, kept, parse_file(declaration, {}))
     except ValueError as error:
-        raise ReportError(f'{str(path)!r} cannot be read: {error}.') from error
+        raise ReportError(f'{str(declaration)!r} cannot be read: {error}.') from error
     problems = [*study.problems]
     try:
         planned = _read_runs(study)
         runs = [with_files(run, files, problems) for run in planned]
     except RunDirectoryError as error:
         raise ReportError(f'{error}') from error
-    path = directory / ledger.YARDSTICKS
+    recorded = directory / ledger.YARDSTICKS
     try:
-        yardsticks = _yardsticks(path, study.baseline, planned) if path.exists() else None
+        yardsticks = None
+        if recorded.exists():
+            yardsticks = _yardsticks(recorded, study.baseline, planned)
     except ValueError as error:
-        raise ReportError(f'{str(path)!r} cannot be read: {error}.') from error
+        raise ReportError(f'{str(recorded)!r} cannot be read: {error}.') from error
     if not any(run.trials for run in runs):
         raise ReportError(f'study {str(directory)!r} has no results yet.')
+    altered = kept.altered(ledger.seen(files))
+    earlier = chain.earlier_studies(directory, kept, parse_file(declaration, {}))
     return dataclasses.replace(
         study,
         runs=tuple(runs),
         problems=tuple(problems),
         yardsticks=yardsticks,
-        altered=kept.altered(ledger.seen(files)),
-        earlier=tuple(chain.earlier_studies(directory, kept, parse_file(declared, {}))),
+        altered=altered,
+        earlier=tuple(earlier),
     )
 
 
 def _declared(directory: Path, files: Files, kept: Ledger, record: Any) -> TrainedStudy:
     """A study as study.json declares it, without runs; ValueError names what is wrong."""
-    kinds = {'base': {'model': {'kind': str}}, 'base_hash': str, 'controls': dict}
-    kinds |= {'matched': str | None, 'tuning': dict | None, 'arms': tuple[dict, ...]}
-    check(record, kinds)
-    if (tuning := record['tuning']) is not None:
+    check(
+        record,
+        {
+            'base': {'model': {'kind': str}},
+            'base_hash': str,
+            'controls': dict,
+            'matched': str | None,
+            'tuning': dict | None,
+            'arms': tuple[dict, ...],
+        },
+    )
+    tuning = record['tuning']
+    grids: dict[str, tuple[float, ...]] = {}
+    if tuning is not None:
         check(tuning, {f'{knob}s': tuple[float, ...] for knob in KNOBS})
-    is_hash = record['base_hash'] == fingerprint_of(record['base'])
+        grids = {knob: tuple(tuning[f'{knob}s']) for knob in KNOBS}
+    problems = []
+    if record['base_hash'] != fingerprint_of(record['base']):
+        problems.append('base_hash of study.json is not the hash of its base')
     study = read(
         TrainedStudy,
         record | {'match': record['matched']},
         base=read_base(record),
         tuning=read(TuningConfig, tuning or {}),
         controls=read(ControlsConfig, record['controls']),
-        grids={} if tuning is None else {knob: tuple(tuning[f'{knob}s']) for knob in KNOBS},
-        arms=tuple(map(parse_arm_key, record['arms'])),
-        problems=() if is_hash else ('base_hash of study.json is not the hash of its base',),
+        grids=grids,
+        arms=tuple(parse_arm_key(arm) for arm in record['arms']),
+        problems=tuple(problems),
         directory=directory,
         files=files,
         declaration=ledger.digest(record),
@@ -197,15 +214,19 @@ def _declared(directory: Path, files: Files, kept: Ledger, record: Any) -> Train
         earlier=(),
     )
     check_section('tuning.', study.tuning)
-    if not study.seeds or tuning is not None and not study.tuned:
+    is_tuned_without_seeds = tuning is not None and not study.tuned
+    if not study.seeds or is_tuned_without_seeds:
         raise ValueError("field 'seeds' is [], expected at least one whole number")
     if not study.margin > 0:
         raise ValueError(f"field 'margin' is {study.margin}, expected nats per token above 0")
     valid = {'size': study.sizes, 'corpus': study.corpora, 'control': (None, *CONTROLS)}
     for arm in study.arms:
-        for field, among in valid.items():
-            if (value := getattr(arm, field)) not in among:
-                raise ValueError(f'an arm has {field} {value!r}, which is not one of {list(among)}')
+        for field, values in valid.items():
+            value = getattr(arm, field)
+            if value not in values:
+                raise ValueError(
+                    f'an arm has {field} {value!r}, which is not one of {list(values)}'
+                )
     return study
 
 
@@ -215,19 +236,25 @@ def read_base(record: Mapping[str, Any]) -> Config:
 
 
 def known_settings(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that this version knows; results of others can be read."""
+    """The settings of `values` that the config class has; results of other versions can be read."""
     kinds = typing.get_type_hints(cls)
-    known = {name: value for name, value in values.items() if name in kinds}
-    sections = {n: v for n, v in known.items() if dataclasses.is_dataclass(kinds[n])}
-    return known | {
-        n: known_settings(kinds[n], v) for n, v in sections.items() if isinstance(v, dict)
-    }
+    known: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in kinds:
+            continue
+        is_section = dataclasses.is_dataclass(kinds[name]) and isinstance(value, dict)
+        known[name] = known_settings(kinds[name], value) if is_section else value
+    return known
 
 
 def _read_runs(study: TrainedStudy) -> list[TrainedRun]:
-    """The planned runs in the plan's order, with the trials of results.jsonl in that of logs."""
-    planned: dict[str, TrainedRun] = {}
-    trials: dict[str, dict[Hashable, Trial]] = {}
+    """The runs of plan.jsonl in its order, with their trials in the order of results.jsonl.
+
+    A line that stands there twice counts once. RunDirectoryError names a bad line, and one that
+    contradicts another.
+    """
+    planned: dict[str, TrainedRun] = {}  # by name
+    trials: dict[str, dict[Hashable, Trial]] = {}  # by the name of the run; by seed and settings
 
     def add_run(record: Any) -> None:
         run = parse_run(record)
@@ -238,10 +265,12 @@ def _read_runs(study: TrainedStudy) -> list[TrainedRun]:
 
     def add_trial(record: Any) -> None:
         check(record, {'run': str})
-        if (name := record['run']) not in planned:
+        name = record['run']
+        if name not in planned:
             raise ValueError(f'run {name!r} is not in plan.jsonl')
         trial = parse_trial(record, planned[name])
-        if trials.setdefault(name, {}).setdefault((trial.seed, trial.at), trial) != trial:
+        of_run = trials.setdefault(name, {})
+        if of_run.setdefault((trial.seed, trial.settings), trial) != trial:
             raise ValueError(f'run {name!r} seed {trial.seed} has two results, which differ')
 
     for name, add in (('plan.jsonl', add_run), ('results.jsonl', add_trial)):
@@ -262,31 +291,37 @@ def _yardsticks(
     """
     record = parse_file(path, {'groups': tuple[dict, ...], 'runs': tuple[dict, ...]})
     arms = {run.name: run.key for run in planned}
-    measured: dict[ArmKey, list[dict[str, Any]]] = {}
+    trials_by_key: dict[ArmKey, list[dict[str, Any]]] = {}
     for run in record['runs']:
         check(run, {'run': str, 'trials': tuple[dict, ...] | None})
         key = parse_arm_key(run)
         _check_recorded(run['run'], key, arms)
         for trial in run['trials'] or ():
             check(trial, _MEASURED)
-            measured.setdefault(key, []).append(trial)
-
-    def mean(values: list[float]) -> float | None:
-        return statistics.fmean(values) if values else None
-
+            trials_by_key.setdefault(key, []).append(trial)
     yardsticks = {}
     for group in record['groups']:
         check(group, {'run': str, 'size': str, 'corpus': str, 'longer': bool})
         control = LONGER if group['longer'] else None
         key = ArmKey(baseline, group['size'], group['corpus'], control)
         _check_recorded(group['run'], key, arms)
-        trials = measured.get(key, [])
-        gain = mean([t['early'] - t['late'] for t in trials if t['early'] and t['late']])
-        sources = mean([t['shuffled'] - t['loss'] for t in trials if t['shuffled']])
-        measures: dict[str, Any] = {'gain': gain, 'sources': sources}
-        measures |= {'bleu': group.get('bleu', {}), 'is_current': is_current(group)}
-        check(measures['bleu'], dict.fromkeys(measures['bleu'], float))
-        yardsticks[key] = read(Yardstick, group, **measures)
+        bleu = group.get('bleu', {})
+        check(bleu, dict.fromkeys(bleu, float))
+        gains = []  # nats/token
+        sources = []
+        for trial in trials_by_key.get(key, []):
+            if trial['early'] and trial['late']:
+                gains.append(trial['early'] - trial['late'])
+            if trial['shuffled']:
+                sources.append(trial['shuffled'] - trial['loss'])
+        yardsticks[key] = read(
+            Yardstick,
+            group,
+            gain=statistics.fmean(gains) if gains else None,
+            sources=statistics.fmean(sources) if sources else None,
+            bleu=bleu,
+            is_current=is_current(group),
+        )
     return yardsticks
 
 

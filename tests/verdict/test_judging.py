@@ -44,8 +44,8 @@ def seeds_of(variant, losses, **changes):
 
 
 def test_without_tuning_the_best_rate_by_mean_is_compared_over_shared_seeds(study_dir):
-    # The other variant's seeds come in another order than the baseline's.
-    base, other = {0: 2.00, 1: 2.10, 2: 2.30}, {2: 2.38, 0: 2.05, 1: 2.12, 9: 1.0}
+    base = {0: 2.00, 1: 2.10, 2: 2.30}
+    other = {2: 2.38, 0: 2.05, 1: 2.12, 9: 1.0}  # in another order
     records = seeds_of('qk/vo', base) + seeds_of('b/vo', other)
     # 1e-3 holds the lowest single loss that finished everywhere, 1e-2 a lucky seed: neither wins.
     for rate, values in {1e-3: (2.0, 2.4), 3e-3: (2.1, 2.2), 1e-2: (1.0, None)}.items():
@@ -149,8 +149,10 @@ def test_the_family_is_the_widest_that_was_declared(study_dir):
 
 
 LOWER = BASE - 0.03 + NOISE
-FAR, CLOSE = LOWER + np.array([0] * 7 + [0.5]), BASE + 0.002 + NOISE / 10
-FEW, LOST = [2.0, 2.1, *[None] * 6], [None, *LOWER[1:]]
+FAR = LOWER + np.array([0] * 7 + [0.5])
+CLOSE = BASE + 0.002 + NOISE / 10
+FEW = [2.0, 2.1, *[None] * 6]
+LOST = [None, *LOWER[1:]]
 
 
 @pytest.mark.parametrize(
@@ -180,21 +182,39 @@ def test_reasons_of_small_noisy_few_and_diverged_differences(
         assert verdict.reasons[0].data == counts
 
 
-def test_arms_without_a_verdict_run_of_all_seeds_or_a_shared_seed(study_dir):
-    baseline, complete, begun = arm('qk/vo', 0), arm('b/vo', 0.02), arm('c/vo', 0.02)[:10]
-    _, b, c = findings_of(study_dir / 'a', baseline, complete, begun).arms
+SCREENED = 10  # the records of an arm's screening, which stand before those of its verdict
+
+
+def test_an_arm_whose_verdict_has_not_begun_has_none_and_is_corrected_for(study_dir):
+    begun = arm('c/vo', 0.02)[:SCREENED]
+    _, b, c = findings_of(study_dir, arm('qk/vo', 0), arm('b/vo', 0.02), begun).arms
     assert codes(c.verdict.reasons) == ['NO_VERDICT_TRIALS']
-    assert b.verdict.num_comparisons == 2  # the arm that is still to come is corrected for
-    (reason,) = findings_of(study_dir / 'b', baseline[:10], complete).arms[1].verdict.reasons
-    assert (codes([reason]), reason.data) == (['NO_BASELINE_TRIALS'], {'baseline': 'qk/vo'})
-    b = findings_of(study_dir / 'c', baseline, arm('b/vo', 0.5, seeds=range(20, 28))).arms[1]
-    assert b.difference is b.comparison is None and b.loss is not None
+    assert b.verdict.num_comparisons == 2
+
+
+def test_an_arm_whose_baseline_has_not_begun_has_no_verdict(study_dir):
+    baseline = arm('qk/vo', 0)[:SCREENED]
+    _, b = findings_of(study_dir, baseline, arm('b/vo', 0.02)).arms
+    (reason,) = b.verdict.reasons
+    assert codes([reason]) == ['NO_BASELINE_TRIALS']
+    assert reason.data == {'baseline': 'qk/vo'}
+
+
+def test_arms_without_a_shared_seed_have_losses_but_no_difference(study_dir):
+    _, b = findings_of(study_dir, arm('qk/vo', 0), arm('b/vo', 0.5, seeds=range(20, 28))).arms
+    assert b.difference is b.comparison is None
+    assert b.loss is not None
+
+
+def test_an_arm_is_not_judged_before_all_its_seeds_have_results(study_dir):
+    complete = arm('b/vo', 0.02)
     late = [record | {'run': 'late', 'config_hash': 'late'} for record in complete[-4:]]
-    records = baseline + complete[:-4] + late
-    path = studies.write_tuned(study_dir / 'd', records, expected=['b/vo is worse'])
+    records = arm('qk/vo', 0) + complete[:-4] + late
+    path = studies.write_tuned(study_dir, records, expected=['b/vo is worse'])
     studies.write_lines(path / 'results.jsonl', records[:-4])
     (control,) = find(load_study(path)).positive
-    assert control.passed is None and codes(control.verdict.reasons) == ['NO_VERDICT_TRIALS']
+    assert control.passed is None
+    assert codes(control.verdict.reasons) == ['NO_VERDICT_TRIALS']
 
 
 def test_a_positive_control_whose_trials_all_diverged_fails_in_words(study_dir):
@@ -216,11 +236,12 @@ def test_scaling_over_sizes_that_are_bracketed_and_trained_enough(study_dir):
         records += studies.tuned_arm(variant, f's{d}', losses.tolist(), optimum, d_model=d)
     findings = findings_of(study_dir, records)
     base, other = findings.scaling
-    assert (len(base.law.sizes), len(other.law.sizes)) == (4, 5) and findings.num_comparisons == 5
-    assert (base.law.df, other.law.df) == (
-        4 * 7,
-        5 * 7,
-    )  # residuals are zero, but not the seeds' sd
+    assert findings.num_comparisons == 5
+    assert len(base.law.sizes) == 4
+    assert len(other.law.sizes) == 5
+    # Residuals are zero, but not the standard deviation over seeds.
+    assert base.law.df == 4 * 7
+    assert other.law.df == 5 * 7
     assert other.worth.value == pytest.approx(1.5, rel=0.01)
     worst = max(a.loss.mean for a in findings.arms if a.is_baseline)
     studies.write_yardsticks(study_dir, records, losses={'test': {'5-gram': worst - 1e-6}})

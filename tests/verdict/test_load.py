@@ -25,10 +25,8 @@ def key(variant, control=None):
     return ArmKey(variant, SIZE, 'stdlib', control)
 
 
-EVALUATION, FINAL = (
-    '{"kind": "eval", "step": 400, "val_loss": [1.0]}',
-    '{"kind": "final", "step": 400}',
-)
+EVALUATION = '{"kind": "eval", "step": 400, "val_loss": [1.0]}'
+FINAL = '{"kind": "final", "step": 400}'
 
 
 def result(variant='qk/vo', seed=0, **changes):
@@ -60,9 +58,8 @@ def test_a_bad_line_of_a_study_is_refused_and_a_bad_log_left_out(study_dir, file
     arms = [key(v)._asdict() for v in ('qk/vo', 'b/vo')]
     records = [result(seed=0), result(seed=1)]
     path = studies.write_study(study_dir, records, arms=arms, variants=['qk/vo', 'b/vo']) / file
-    studies.write_lines(
-        study_dir / 'results.jsonl', [*records, *records]
-    )  # a repeated line counts once
+    # A repeated line counts once.
+    studies.write_lines(study_dir / 'results.jsonl', [*records, *records])
     assert [trial.seed for trial in load_study(study_dir).trials] == [0, 1]
     with path.open('a') as text:
         text.write((line if isinstance(line, str) else json.dumps(line)) + '\n')
@@ -160,7 +157,7 @@ def test_a_file_of_another_study_or_run_is_refused(sound, study_dir, file, chang
     path = shutil.copytree(sound, study_dir) / file
     if file == 'results.jsonl':
         lines = studies.read_lines(path)
-        (first, *_) = (n for n, line in enumerate(lines) if line['run'] == B_RUN)
+        first = [line['run'] for line in lines].index(B_RUN)
         lines[first:] = change(lines[first:])
         studies.write_lines(path, lines)
     else:
@@ -193,20 +190,21 @@ def test_runs_that_are_trained_longer_may_leave_the_plan_after_their_yardsticks(
     assert load_study(study_dir).yardsticks
 
 
-OF_B = studies.run_name('b/vo', SIZE, 'verdict')
-DOCUMENTS, LOG_B = f'{OF_B}/documents.json', f'{OF_B}/metrics.jsonl'
-WORSE, NO_VERDICT = Decision.WORSE, Decision.NO_VERDICT
-JUDGED, WITHHELD = {'b/vo': WORSE, 'c/vo': WORSE}, {'b/vo': NO_VERDICT, 'c/vo': WORSE}
+DOCUMENTS = f'{B_RUN}/documents.json'
+LOG_B = f'{B_RUN}/metrics.jsonl'
+WORSE = Decision.WORSE
+NO_VERDICT = Decision.NO_VERDICT
+JUDGED = {'b/vo': WORSE, 'c/vo': WORSE}
+WITHHELD = {'b/vo': NO_VERDICT, 'c/vo': WORSE}
 C_WITHHELD = {'b/vo': WORSE, 'c/vo': NO_VERDICT}
 
 
 @pytest.fixture(scope='module')
 def sound(tmp_path_factory):
-    losses = {'qk/vo': 0.0, 'b/vo': 0.02, 'c/vo': 0.04}
     base = 2 + 0.05 * np.arange(8)
-    records = [
-        r for v, delta in losses.items() for r in studies.tuned_arm(v, losses=list(base + delta))
-    ]
+    records = []
+    for variant, delta in {'qk/vo': 0.0, 'b/vo': 0.02, 'c/vo': 0.04}.items():
+        records += studies.tuned_arm(variant, losses=list(base + delta))
     return studies.write_tuned(tmp_path_factory.mktemp('sound'), records, num_documents=101)
 
 

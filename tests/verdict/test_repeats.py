@@ -43,19 +43,21 @@ def compared(directory, variant='b/vo'):
 
 
 def test_a_repeat_pools_the_seeds_of_both_studies(repeated):
-    one, both = compared(repeated / 'first'), compared(repeated / 'second')
+    first = compared(repeated / 'first')
+    both = compared(repeated / 'second')
     assert both.comparison.pooled == {'first': 8} and both.difference.n == 14
     assert sorted(both.comparison.differences) == [*studies.VERDICT_SEEDS, *FRESH]
     own = [v for seed, v in both.comparison.differences.items() if seed in FRESH]
-    earlier = list(one.comparison.differences.values())
+    earlier = list(first.comparison.differences.values())
     assert both.difference.mean == pytest.approx(np.mean([*own, *earlier]))
     squares = [np.var(values) * len(values) for values in (own, earlier)]
     assert both.difference.sd == pytest.approx((sum(squares) / (14 - 2)) ** 0.5)
 
 
 def test_the_bound_of_tuning_is_the_mean_of_both_by_their_seeds(repeated):
-    one, both = compared(repeated / 'first'), compared(repeated / 'second')
-    bounds = [sum(s.at_worst for s in arm.sweeps.values()) for arm in (both, one)]
+    first = compared(repeated / 'first')
+    both = compared(repeated / 'second')
+    bounds = [sum(s.at_worst for s in arm.sweeps.values()) for arm in (both, first)]
     assert both.difference.tuning_low == pytest.approx((6 * bounds[0] + 8 * bounds[1]) / 14)
 
 

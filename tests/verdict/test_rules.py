@@ -11,12 +11,15 @@ from tests.studies import edit_plan, run_name, trial_record, tuned_arm, write_tu
 
 BASE = 2 + 0.05 * np.arange(8)
 MEAN = float(BASE.mean()) + 0.1  # of the test split
-SEEDS, RATES, SIZE = studies.VERDICT_SEEDS, studies.RATES, 'd_model=128'
+SEEDS = studies.VERDICT_SEEDS
+RATES = studies.RATES
+SIZE = 'd_model=128'
 B = ArmKey('b/vo', SIZE, 'stdlib')
 QK = B._replace(variant='qk/vo')
 VERDICT = {v: run_name(v, SIZE, 'verdict') for v in ('qk/vo', 'b/vo', 'c/vo')}
 SCREENING = run_name('b/vo', SIZE, 'screening', 'learning_rate')
-WORSE, NO_VERDICT = Decision.WORSE, Decision.NO_VERDICT
+WORSE = Decision.WORSE
+NO_VERDICT = Decision.NO_VERDICT
 JUDGED = {'b/vo': WORSE, 'c/vo': WORSE}
 WITHHELD = JUDGED | {'b/vo': NO_VERDICT}
 ALL_WITHHELD = dict.fromkeys(JUDGED, NO_VERDICT)
@@ -49,7 +52,7 @@ def checked(directory):
 
 
 def blocking(code, arm=B, **data):
-    return Remark(RemarkCode[code], data, True, arm)
+    return Remark(RemarkCode[code], data, blocks=True, arm=arm)
 
 
 TARGET = trial_record('b/vo')['target_parameters']
@@ -58,9 +61,11 @@ LARGE['residual'] = LARGE['parameters']['total'] / TARGET - 1
 DATA = {'data': {'name': 'stdlib', 'version': '3.12', 'unigram_bits_per_byte': 4.53}}
 DECAY = {'trial': {'seed': 7, 'learning_rate': 4e-3, 'weight_decay': 0.2}}
 ONE_DECAY = [*with_b()[:35], with_b()[35] | DECAY, *with_b()[36:]]
-NEAR, NAME = 4.000001e-3, 'DIFFERS_FROM_BASELINE'
+NEAR = 4.000001e-3
+NAME = 'DIFFERS_FROM_BASELINE'
 LATER = [r | {'run': 'later', 'config_hash': 'later'} for r in with_b()[28:36]]
-DRAWN, RATE = (*studies.SCREENING_SEEDS, 102), {'knob': 'learning_rate'}
+DRAWN = (*studies.SCREENING_SEEDS, 102)
+RATE = {'knob': 'learning_rate'}
 
 
 @pytest.mark.parametrize(
@@ -158,13 +163,15 @@ def test_what_may_differ_anneals_enough_or_diverges_is_judged(
 
 
 def test_fields_of_a_variant_may_differ_and_values_are_compared_at_one_size(study_dir):
-    variant, records = 'b/vo?norm=rmsnorm&num_kv_heads=1 [d_ff]', []
+    variant = 'b/vo?norm=rmsnorm&num_kv_heads=1 [d_ff]'
+    records = []
     for size, d_model in (('s64', 64), ('s128', 128)):
         for name in ('qk/vo', variant):
             records += tuned_arm(name, size, BASE, d_model=d_model, eval_tokens=d_model)
     write_tuned(study_dir, records)
-    run, changes = run_name(variant, 's64', 'verdict'), {'model__norm': 'rmsnorm'}
-    edit_plan(study_dir, run, **changes, model__num_kv_heads=1, train__batch_size=7)
+    run = run_name(variant, 's64', 'verdict')
+    changes = {'model__norm': 'rmsnorm', 'model__num_kv_heads': 1}
+    edit_plan(study_dir, run, **changes, train__batch_size=7)
     named = [(r.data['name'], r.arm.size) for r in checked(study_dir)[2] if 'name' in r.data]
     assert named == [('train.batch_size', 's64')]
 
@@ -243,7 +250,8 @@ def against(test):
 
 SCREENING_OF_BASELINE = run_name('qk/vo', 'd_model=128', 'screening', 'learning_rate')
 BELOW = {'split': 'test', 'loss': MEAN, 'name': '5-gram', 'tokens': 307200, 'yardstick': MEAN}
-GAIN, COST = {'gain': 0.1, 'needed': 0.1}, {'cost': 0.5, 'needed': 0.5}
+GAIN = {'gain': 0.1, 'needed': 0.1}
+COST = {'cost': 0.5, 'needed': 0.5}
 TRANSLATION = {'task': 'translation', 'losses': {}, 'tokens': None, 'definition': 2}
 TRANSLATION |= {'bleu': {'val': 4.0, 'test': 5.0}}
 MASKED = {'task': 'masked', 'definition': 2}
@@ -296,8 +304,7 @@ def test_an_arm_short_of_the_yardstick_of_its_baseline_is_marked(study_dir):
     assert marked == pytest.approx({B: MEAN + 0.5, control: MEAN + 0.5})
     assert {r.code for r in remarks} == {RemarkCode.ARM_BELOW_YARDSTICK}
     assert decisions['b/vo'] is WORSE
-    arms = {arm.key: arm for arm in (*findings.arms, *findings.controls)}
-    assert {key for key, arm in arms.items() if arm.shortfalls} == {B, control}
+    assert {arm.key for arm in findings.every_arm if arm.shortfalls} == {B, control}
 
 
 def test_a_translating_arm_short_of_its_yardstick_is_marked(study_dir):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from experiments.claims.protocol import language_model
+from qkattn.report import tables
 from qkattn.verdict import find, load_study, longer
 from qkattn.verdict.settling import Length, Settling, Trained, settle
 from tests.studies import VERDICT_SEEDS, tuned_arm, write_tuned
@@ -89,7 +90,8 @@ def test_a_longer_study_beside_it_says_whether_a_difference_is_settled(
     tmp_path, shift, changes, code
 ):
     path = write(tmp_path / 'short', short_records(), VERDICT_SEEDS, 400)
-    seeds, steps = changes.get('seeds', FRESH), changes.get('steps', 1600)
+    seeds = changes.get('seeds', FRESH)
+    steps = changes.get('steps', 1600)
     fields = {name: changes[name] for name in ('matched', 'fill') if name in changes}
     of_arms = {name: changes[name] for name in ('size', 'corpus', 'rate') if name in changes}
     write(tmp_path / 'long', long_records(shift, seeds, **of_arms), seeds, steps, **fields)
@@ -97,6 +99,19 @@ def test_a_longer_study_beside_it_says_whether_a_difference_is_settled(
     assert settling(tmp_path / 'long').code is Length.ONE_LENGTH
     if code is Length.SHRINKS:
         assert settling(path).longer == pytest.approx(0.02, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ('shift', 'sentence'),
+    [
+        (0.052, 'is worse than qk/vo by more than the margin, settled'),
+        (0.02, 'is worse than qk/vo by more than the margin at this length'),
+    ],
+)
+def test_the_summary_says_how_long_a_verdict_holds(tmp_path, shift, sentence):
+    path = write(tmp_path / 'short', short_records(), VERDICT_SEEDS, 400)
+    write(tmp_path / 'long', long_records(shift, FRESH), FRESH, 1600)
+    assert sentence in tables.summary(find(load_study(path)))[0]
 
 
 def test_a_difference_without_a_longer_study_is_at_its_length(tmp_path):

@@ -79,7 +79,7 @@ def test_a_check_finds_what_is_wrong(wrong, monkeypatch):
 def test_an_untuned_difference_speaks_by_the_ends_of_its_interval(committed, monkeypatch):
     """Unless a rule withholds the verdict of its baseline, or a trial diverged."""
     loaded = Results(committed).study('quickstart')
-    arm = loaded.findings.arms[1]
+    arm = loaded.arms[1]
     remark = Remark(RemarkCode.OVER_TOLERANCE, blocks=True)
     bases = [arm, dataclasses.replace(arm, remarks=(remark,))]
     trials = (dataclasses.replace(arm.chosen[0], status='diverged'), *arm.chosen[1:])

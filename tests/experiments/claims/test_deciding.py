@@ -105,11 +105,11 @@ def test_fractions_of_training_share_the_error_rate(monkeypatch):
 
     monkeypatch.setattr(decision, 'judge', recorded)
     assert [row.value for row in measures.early(loaded)] == [2, 0, 0]
-    assert families == [3 * loaded.findings.num_comparisons] * 3
+    assert families == [3 * loaded.num_comparisons] * 3
     # What a rule withholds the verdict of decides nothing here either.
-    blocked = [dataclasses.replace(arm, remarks=(BLOCK,)) for arm in loaded.findings.arms]
-    findings = dataclasses.replace(loaded.findings, arms=tuple(blocked))
-    assert [row.value for row in measures.early(loaded._replace(findings=findings))] == [0, 0, 0]
+    blocked = [dataclasses.replace(arm, remarks=(BLOCK,)) for arm in loaded.arms]
+    findings = dataclasses.replace(loaded, arms=tuple(blocked))
+    assert [row.value for row in measures.early(findings)] == [0, 0, 0]
 
 
 def test_the_distance_from_the_bound_of_a_relation_decides(results):
