@@ -27,7 +27,7 @@ from qkattn.storage.leases import locked
 from qkattn.storage.run_directory import command_line
 from qkattn.study import chain, plan, stored
 from qkattn.study.arm_key import LONGER
-from qkattn.study.arms import MatchedArm, resolved
+from qkattn.study.arms import PlannedArm, resolved
 
 # Fields of study.json that may gain values when a directory is used again, and those that may
 # differ altogether or follow from others.
@@ -44,7 +44,7 @@ def require_no_run(path: Path) -> None:
         )
 
 
-def content(study: Study, arms: Sequence[MatchedArm]) -> dict[str, Any]:
+def content(study: Study, arms: Sequence[PlannedArm]) -> dict[str, Any]:
     """The content of study.json in a new directory."""
     study = resolved(study)
     values = to_json(study)
@@ -69,7 +69,7 @@ def content(study: Study, arms: Sequence[MatchedArm]) -> dict[str, Any]:
     return records.to_jsonable(declared)
 
 
-def declare(path: Path, study: Study, arms: Sequence[MatchedArm]) -> dict[str, Any]:
+def declare(path: Path, study: Study, arms: Sequence[PlannedArm]) -> dict[str, Any]:
     """Writes study.json and the ledger where they are not those of this study yet.
 
     Returns the content of study.json. Raises ConfigError if the directory holds another study, or a
@@ -99,7 +99,7 @@ def declare(path: Path, study: Study, arms: Sequence[MatchedArm]) -> dict[str, A
     return declared
 
 
-def check(path: Path, study: Study, arms: Sequence[MatchedArm]) -> None:
+def check(path: Path, study: Study, arms: Sequence[PlannedArm]) -> None:
     """Raises ConfigError where `declare` refuses the study; writes nothing."""
     require_no_run(path)
     require_chain(path, study, arms)
@@ -109,7 +109,7 @@ def check(path: Path, study: Study, arms: Sequence[MatchedArm]) -> None:
     _check_runs(path, study, arms)
 
 
-def require_chain(path: Path, study: Study, arms: Sequence[MatchedArm]) -> None:
+def require_chain(path: Path, study: Study, arms: Sequence[PlannedArm]) -> None:
     """Raises ConfigError if a new study in `path` repeats one that it cannot repeat."""
     if study.repeats is not None and not (path / ledger.NAME).exists():
         _repeats(path, content(study, arms))
@@ -164,7 +164,7 @@ def _continued(
     return declared | {'base': to_json(now)}
 
 
-def _check_runs(path: Path, study: Study, arms: Sequence[MatchedArm]) -> None:
+def _check_runs(path: Path, study: Study, arms: Sequence[PlannedArm]) -> None:
     """Raises ConfigError if a finished run is not in the plan that this version makes.
 
     Another version may match an arm to another size, or choose another setting; it would train the

@@ -21,7 +21,7 @@ from qkattn.jobs.output import say
 from qkattn.jobs.signals import EXIT_CONFIG, StopRequest
 from qkattn.storage.files import check_directory
 from qkattn.study import declaration, worker
-from qkattn.study.arms import MatchedArm
+from qkattn.study.arms import PlannedArm
 from qkattn.study.plan import PlannedRun
 from qkattn.train.program_cache import keep_programs
 from qkattn.train.sharding import least_memory
@@ -50,7 +50,7 @@ def _gpus() -> list[str] | None:
     return machine.accelerators(jax.config.jax_platforms)  # type: ignore[attr-defined]
 
 
-def limit(study: Study, arms: list[MatchedArm], wanted: int | None, left: list[PlannedRun]) -> int:
+def limit(study: Study, arms: list[PlannedArm], wanted: int | None, left: list[PlannedRun]) -> int:
     """How many workers to start: `wanted`, but no more than meshes of GPUs, else cores, or runs.
 
     By default as many as these, and on cores as many as memory may hold.
@@ -69,7 +69,7 @@ def limit(study: Study, arms: list[MatchedArm], wanted: int | None, left: list[P
     return max(1, int(min(wanted or room, room, runs)))
 
 
-def run(study: Study, workdir: str | Path, arms: list[MatchedArm], wanted: int | None) -> Path:
+def run(study: Study, workdir: str | Path, arms: list[PlannedArm], wanted: int | None) -> Path:
     """Trains until every run of the study has its result, and returns the study's directory.
 
     Starts `wanted` workers; None for as many as there is room for. Raises ConfigError and Stopped

@@ -39,7 +39,7 @@ from qkattn.storage.files import below, check_directory, make_directory, write_a
 from qkattn.storage.leases import locked
 from qkattn.storage.records import read_json
 from qkattn.study import declaration, plan
-from qkattn.study.arms import MatchedArm, build_arms
+from qkattn.study.arms import PlannedArm, build_arms
 from qkattn.study.plan import PlannedRun
 from qkattn.study.tuning import SINGLE
 from qkattn.train import sharding
@@ -50,7 +50,7 @@ from qkattn.train.sharding import require_memory
 log = logging.getLogger(__name__)
 
 
-def run(study: Study, workdir: str | Path, *, arms: list[MatchedArm] | None = None) -> Path:
+def run(study: Study, workdir: str | Path, *, arms: list[PlannedArm] | None = None) -> Path:
     """Trains until every run of the study has its result, and returns the study's directory.
 
     The same call resumes, and may run beside other workers; while they hold all runs that are left,
@@ -83,7 +83,7 @@ class _Worker:
 
     study: Study
     path: Path
-    arms: list[MatchedArm]
+    arms: list[PlannedArm]
     stop: StopRequest
     lease: leases.Lease | None = None  # of the run that `lease_next` has returned
     refused: set[str] = dataclasses.field(default_factory=set)  # tried again after the others
@@ -223,7 +223,7 @@ def check_data(study: Study, config: Config) -> None:
         check_documents(rows, config.data)
 
 
-def check_start(study: Study, arms: list[MatchedArm], path: Path | None) -> list[str]:
+def check_start(study: Study, arms: list[PlannedArm], path: Path | None) -> list[str]:
     """Checks what a worker checks before it trains, for a dry run, which writes nothing to `path`.
 
     Devices and memory are left out, as the study may be trained elsewhere. Returns why data could
@@ -243,7 +243,7 @@ def check_start(study: Study, arms: list[MatchedArm], path: Path | None) -> list
     return list(unchecked)
 
 
-def left_of(study: Study, arms: list[MatchedArm], path: Path) -> list[PlannedRun]:
+def left_of(study: Study, arms: list[PlannedArm], path: Path) -> list[PlannedRun]:
     """The runs known so far that have no result, in the order in which workers take them."""
     results = plan.results_in(path)
     return plan.left(plan.runs(study, arms, results), results)

@@ -8,7 +8,8 @@ from qkattn.config import Config, ControlsConfig, ModelConfig, Study, TrialsConf
 from qkattn.errors import MatchError
 from qkattn.model import cost
 from qkattn.study import catalogue
-from qkattn.study.arms import build_arms, match, table
+from qkattn.study.arms import build_arms, table
+from qkattn.study.matching import match
 from tests.lanes import thinned
 from tests.refusals import refused
 from tests.study.test_plan import changed
