@@ -69,7 +69,7 @@ class PlannedRun:
     def directory(self) -> str:
         """Relative to the study: readable, and one per configuration.
 
-        For example runs/qk-no_o-d_model=64-verdict-0123456789abcdef.
+        For example runs/qk-no_o-d_model=64-verdict-0123456789ab.
         """
         title = self.arm.title
         if self.stage != SINGLE:
