@@ -40,7 +40,7 @@ class _Counts(NamedTuple):
     types_C: np.ndarray  # types(h) of each context
 
     @classmethod
-    def count(
+    def from_targets(
         cls, context_N: np.ndarray, target_N: np.ndarray, num_contexts: int, vocab_size: int
     ) -> '_Counts':
         """Counts N targets, each after the context of this number."""
@@ -96,7 +96,7 @@ def losses(
                 context_M_of_set[index] = _extended(
                     longer_C, context_M_of_set[index], contexts_KM[order - 2], vocab_size
                 )
-        counts = _Counts.count(context_N, targets_N[target_N], num_contexts, vocab_size)
+        counts = _Counts.from_targets(context_N, targets_N[target_N], num_contexts, vocab_size)
         for index, (_, targets_M) in enumerate(evaluated):
             probability_M = counts.probability(
                 context_M_of_set[index], targets_M, probability_M_of_set[index], vocab_size
@@ -243,7 +243,9 @@ class _Node(NamedTuple):
     def probability(self, text: np.ndarray, targets: _Targets, vocab_size: int) -> np.ndarray:
         """The probability of each of the M targets, by the equation of this module."""
         num_contexts = int(self.context_M.max(initial=0)) + 1
-        counts = _Counts.count(self.context_N, text[self.position_N], num_contexts, vocab_size)
+        counts = _Counts.from_targets(
+            self.context_N, text[self.position_N], num_contexts, vocab_size
+        )
         ids_M = targets.ids_M[self.target_M]
         return counts.probability(self.context_M, ids_M, self.lower_M, vocab_size)
 
