@@ -60,12 +60,16 @@ def words(text: str) -> list[str]:
 
 
 def fit(pairs: Sequence[tuple[str, str]], iterations: int = ITERATIONS) -> Dictionary:
-    """Fits the model to (source, target) texts, the first that have MAX_CELLS pairs of words."""
+    """Fits t(f | e) to (source, target) texts, the first that have MAX_CELLS pairs of words.
+
+    A cell is a target word with one of the source words that it may come from: there are X of them,
+    of J target words. K different pairs of a source and a target word occur in them.
+    """
     cells = _cells(pairs)
     if cells is None:
         return Dictionary({}, 0, [])
     num_targets = len(cells.target_words)
-    # The K pairs of words that occur: t(f | e) is 0 for any other.
+    # The t(f | e) of any other pair is 0.
     pair_ids_X = cells.source_X * num_targets + cells.target_X
     pair_ids_K, pair_X = np.unique(pair_ids_X, return_inverse=True)
     source_K, target_K = np.divmod(pair_ids_K, num_targets)
@@ -83,6 +87,7 @@ def fit(pairs: Sequence[tuple[str, str]], iterations: int = ITERATIONS) -> Dicti
 
     # By source word, the likeliest last; of equally likely ones the one that was read first.
     order_K = np.lexsort((-target_K, t_K, source_K))
+    # The source word of the next one is another.
     is_last_K = np.diff(source_K[order_K], append=-1) != 0
     likeliest: dict[str, str] = {}
     for pair in order_K[is_last_K]:

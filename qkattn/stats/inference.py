@@ -214,7 +214,7 @@ def combined(errors: Sequence[tuple[float, float | None]]) -> tuple[float, float
     term is 0.
     """
     variance = sum(error**2 for error, _ in errors)
-    if not variance:
+    if not variance:  # nothing varies, by all degrees of freedom there are
         return 0.0, sum(df or 0 for _, df in errors)
     spread = sum(error**4 / df for error, df in errors if df)
     if not spread:
@@ -246,7 +246,7 @@ def _is_near(values: Sequence[float], strata: Sequence[int]) -> list[bool]:
 def _centred(
     values: Sequence[float], strata: Sequence[int], centre: Callable[[np.ndarray], float]
 ) -> np.ndarray:
-    """The values minus the `centre` (mean or median) of their stratum."""
+    """The values, each minus the `centre` (mean or median) of all values of its stratum."""
     values_N = np.array(values, float)
     strata_N = np.array(strata)
     for stratum in set(strata):
@@ -286,9 +286,12 @@ def detectable_difference(error: float, df: float, alpha: float = 1 - LEVEL) -> 
     noncentral t with noncentrality difference / error; the solution is the noncentrality at which
     it exceeds the critical value with probability POWER, in the difference's own direction.
     """
-    critical = scipy.special.stdtrit(df, 1 - alpha / 2)
-    unbiased = error * (df / scipy.special.chdtri(df, 0.5)) ** 0.5
-    return float(scipy.special.nctdtrinc(df, 1 - POWER, critical) * unbiased)
+    critical = scipy.special.stdtrit(df, 1 - alpha / 2)  # a quantile of the t distribution
+    chi2_median = scipy.special.chdtri(df, 0.5)
+    unbiased = error * (df / chi2_median) ** 0.5
+    # The noncentrality at which the distribution function at `critical` is 1 - POWER.
+    noncentrality = scipy.special.nctdtrinc(df, 1 - POWER, critical)
+    return float(noncentrality * unbiased)
 
 
 def _is_rounding(apart: np.ndarray, mean: float) -> bool:
@@ -319,6 +322,7 @@ def to_find(
         """The pairs that suffice with so many times the documents; _NEVER if none do."""
 
         def suffice(n: int) -> bool:
+            """Whether n pairs find a difference as large as the distance."""
             variance_seeds = sd**2 / n
             variance = sd**2 / n + error_evaluation**2 / documents
             df = math.inf

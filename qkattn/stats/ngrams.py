@@ -76,34 +76,32 @@ def losses(
     Counts contexts_KN and targets_N: ids in [0, vocab_size), contexts also MISSING. Returns
     nats_OM, O = K + 1, for the contexts_KM and targets_M of each set in `evaluated`.
     """
-    # The counted targets whose context has no missing token, and the number of that context. Order
-    # 1 has one context, the empty one.
-    target_N = np.arange(len(targets_N))
+    # The sets share their counts, so they are evaluated as one.
+    contexts_KM = np.concatenate([contexts for contexts, _ in evaluated], axis=1)
+    targets_M = np.concatenate([targets for _, targets in evaluated])
+    probability_M = np.full(len(targets_M), 1 / vocab_size)  # P_0
+    # The numbers of the contexts of evaluated and of counted targets: order 1 has the empty one.
+    context_M = np.zeros(len(targets_M), np.int64)
     context_N = np.zeros(len(targets_N), np.int64)
     num_contexts = 1
-    context_M_of_set = [np.zeros(len(targets_M), np.int64) for _, targets_M in evaluated]
-    probability_M_of_set = [np.full(len(targets_M), 1 / vocab_size) for _, targets_M in evaluated]
-    nats_of_set: list[list[np.ndarray]] = [[] for _ in evaluated]
+    # The counted targets whose context has no missing token: N shrinks from order to order.
+    counted_N = np.arange(len(targets_N))
+    nats = []
     for order in range(1, len(contexts_KN) + 2):
         if order > 1:
-            added_N = contexts_KN[order - 2, target_N]
+            # Each context gets one more token, the one at distance order - 1.
+            added_N = contexts_KN[order - 2, counted_N]
             is_known_N = added_N != MISSING
-            target_N = target_N[is_known_N]
+            counted_N = counted_N[is_known_N]
             longer_N = context_N[is_known_N] * vocab_size + added_N[is_known_N]
             longer_C, context_N = np.unique(longer_N, return_inverse=True)
             num_contexts = len(longer_C)
-            for index, (contexts_KM, _) in enumerate(evaluated):
-                context_M_of_set[index] = _extended(
-                    longer_C, context_M_of_set[index], contexts_KM[order - 2], vocab_size
-                )
-        counts = _Counts.from_targets(context_N, targets_N[target_N], num_contexts, vocab_size)
-        for index, (_, targets_M) in enumerate(evaluated):
-            probability_M = counts.probability(
-                context_M_of_set[index], targets_M, probability_M_of_set[index], vocab_size
-            )
-            probability_M_of_set[index] = probability_M
-            nats_of_set[index].append(-np.log(probability_M))
-    return [np.stack(nats) for nats in nats_of_set]
+            context_M = _extended(longer_C, context_M, contexts_KM[order - 2], vocab_size)
+        counts = _Counts.from_targets(context_N, targets_N[counted_N], num_contexts, vocab_size)
+        probability_M = counts.probability(context_M, targets_M, probability_M, vocab_size)
+        nats.append(-np.log(probability_M))
+    ends = np.cumsum([len(targets) for _, targets in evaluated])
+    return np.split(np.stack(nats), ends[:-1], axis=1)
 
 
 def _extended(
@@ -204,7 +202,11 @@ class _Targets(NamedTuple):
     def read(
         cls, shown_RT: np.ndarray, rows_RT: np.ndarray, hidden_RT: np.ndarray, order: int
     ) -> '_Targets':
-        """The targets of rows as in `masked_losses`, each with up to `order` neighbours."""
+        """The M masked tokens of R rows, each with its `order` nearest visible neighbours or fewer.
+
+        rows_RT are the ids of the text; hidden_RT is true at the M targets; shown_RT has the ids
+        that are visible, and MISSING where the text is hidden.
+        """
         row_M, column_M = np.nonzero(hidden_RT)
         length = rows_RT.shape[1]
         num_targets = len(row_M)

@@ -112,6 +112,7 @@ def _require_different_models(arms: Sequence[PlannedArm]) -> None:
     """Raises ConfigError if two arms have the same model."""
     arm_of_model: dict[ModelConfig, PlannedArm] = {}
     for arm in arms:
+        # Without a d_ff, a model is the same as with the default in its place.
         with_explicit_d_ff = dataclasses.replace(arm.model, d_ff=arm.model.mlp_width)
         first_arm = arm_of_model.setdefault(with_explicit_d_ff, arm)
         if first_arm is not arm:

@@ -46,7 +46,11 @@ def require_no_run(path: Path) -> None:
 
 
 def content(study: Study, arms: Sequence[PlannedArm]) -> dict[str, Any]:
-    """The content of study.json in a new directory."""
+    """The content of study.json in a new directory.
+
+    It has the settings of the study, with the labels of its arms as variants and all grids that are
+    tuned, the keys of its arms, and what identifies it.
+    """
     study = resolved(study)
     declared = to_json(study)
     declared['matched'] = declared.pop('match')

@@ -275,8 +275,8 @@ def _decided(
 def imagined(study: Study, arms: Sequence[PlannedArm]) -> list[PlannedRun]:
     """The fewest runs that the study may have, but those trained longer as if all were decided.
 
-    The best value of each setting is the middle one of its grid, without noise, and all arms are
-    equivalent.
+    They are the plan that follows from imagined results: the best value of each setting is the
+    middle one of its grid, without noise, and all arms are equivalent.
     """
 
     def ideal_results(run: PlannedRun) -> list[dict[str, Any]]:

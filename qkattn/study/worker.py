@@ -124,7 +124,8 @@ class _Worker:
     def lease_next(self, failed: Collection[str]) -> dict[str, Any] | None:
         """Acquires the lease of the next run that is not in `failed`; describes the run as JSON.
 
-        {} after a while of waiting if others hold all runs that are left; None if none is left.
+        {} after a while of waiting if others hold all runs that are left; None if none is left. A
+        run that was in use, or was lost to another worker, is tried again after the others.
         """
         runs_left = [run for run in self._write_plan() if run.id not in failed]
         self.lease = None
@@ -183,7 +184,10 @@ class _Worker:
         return plan.left(runs, results)
 
     def _wait(self, runs_left: list[PlannedRun]) -> None:
-        """Waits until one of the runs is finished, or a lease may have been given up."""
+        """Waits until one of the runs is finished, or a lease may have been given up.
+
+        Says who holds which run, unless it has said so before.
+        """
         holders = leases.holders(self.path / 'leases')
         if holders and holders != self._last_holders:
             directory_of_run = {run.id: run.directory for run in runs_left}
