@@ -126,6 +126,7 @@ def paired(
     is_near = _is_near(values, strata)
     if of_all.p is None or all(is_near):
         return of_all
+    # A finding holds with and without the values that lie apart, so it is tested without them, too.
     near = [number for number in range(len(values)) if is_near[number]]
     of_near = _difference(
         [values[number] for number in near],
@@ -259,10 +260,13 @@ def evaluation_error(nats_SC: np.ndarray, tokens_C: np.ndarray) -> tuple[float, 
     """Standard error of a difference due to the choice of documents, and its degrees of freedom.
 
     `nats_SC` is arm minus baseline by seed and document (cluster), nats summed over its tokens.
-    The difference is D = sum_C d_C / sum_C tokens_C with d_C the mean over seeds. With the share
-    w_C = tokens_C / sum(tokens) of document C and its own difference D_C = d_C / tokens_C, the
-    cluster-robust variance is sum_C w_C^2 (D_C - D)^2 / (1 - w_C) (Bell and McCaffrey 2002). Its
-    degrees of freedom are those of documents that vary equally: (sum w^2)^2 / sum w^4 - 1.
+    With the share w_C = tokens_C / sum(tokens) of document C and its own difference D_C, the mean
+    over seeds of nats_SC / tokens_C, the difference, its cluster-robust variance (Bell and
+    McCaffrey 2002) and the degrees of freedom of documents that vary equally are
+
+        D = sum_C w_C D_C
+        variance = sum_C w_C^2 (D_C - D)^2 / (1 - w_C)
+        df = (sum_C w_C^2)^2 / sum_C w_C^4 - 1.
 
     There must be two documents or more, each with tokens.
     """

@@ -52,10 +52,12 @@ class _Counts(NamedTuple):
     def probability(
         self, context_M: np.ndarray, target_M: np.ndarray, lower_M: np.ndarray, vocab_size: int
     ) -> np.ndarray:
-        """P_k of M targets after contexts of these numbers; `lower_M` is their P_{k-1}.
+        """P_k of M targets w after contexts h of these numbers; `lower_M` is their P_{k-1}.
+
+            P_k = (count(h, w) + types(h) P_{k-1}) / (count(h) + types(h))
 
         Where the context is MISSING, or no token follows it, the counts are taken as 0 and types(h)
-        as 1, so that the equation of the module gives P_{k-1}.
+        as 1, which gives P_{k-1}.
         """
         index_M = _find(self.pairs_P, context_M * vocab_size + target_M)
         # The appended values are those that MISSING, which is -1, selects.

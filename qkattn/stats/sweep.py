@@ -312,9 +312,10 @@ def _nearest_worse(
     if num_seeds > 1 and finished:
         from_the_best_on = sorted(finished, key=lambda index: means[index])
         losses_by_mean = [losses[index] for index in from_the_best_on]
-        critical_V = _critical_differences(losses_by_mean, len(means) - 1)
-        for index, critical in list(zip(from_the_best_on, critical_V.tolist(), strict=True))[1:]:
-            is_worse[index] = means[index] - means[best] > critical
+        critical = _critical_differences(losses_by_mean, len(means) - 1).tolist()
+        for rank, index in enumerate(from_the_best_on):
+            if rank > 0:
+                is_worse[index] = means[index] - means[best] > critical[rank]
     below = [index for index in range(best) if is_worse[index]]
     above = [index for index in range(best + 1, len(means)) if is_worse[index]]
     return max(below, default=None), min(above, default=None)

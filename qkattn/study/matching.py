@@ -78,7 +78,7 @@ class Dimension:
             return dataclasses.replace(
                 config, num_heads=value, head_size=head_size, d_ff=config.mlp_width
             )
-        return dataclasses.replace(config, **{self.name: value}, d_ff=config.mlp_width)
+        return dataclasses.replace(config, num_layers=value, d_ff=config.mlp_width)
 
     def _at_width(self, d_model: int) -> ModelConfig:
         """The model at another d_model: the ratio of d_ff and the number of heads stay."""

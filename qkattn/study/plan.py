@@ -214,10 +214,10 @@ def _run(
         for index, name in enumerate(KNOBS):
             values = [settings[index] for settings in stack]
             values_of_knob[name] = tuple(dict.fromkeys(values))
-        trial_fields = {f'{name}s': values_of_knob[name] for name in TRIAL_KNOBS}
+        trial_fields: dict[str, Any] = {f'{name}s': values_of_knob[name] for name in TRIAL_KNOBS}
         trials = dataclasses.replace(trials, **trial_fields)
         # All settings of a stack have the same value of a model's field.
-        model_fields = {name: values_of_knob[name][0] for name in MODEL_KNOBS}
+        model_fields: dict[str, Any] = {name: values_of_knob[name][0] for name in MODEL_KNOBS}
         model = dataclasses.replace(model, **model_fields)
     data = dataclasses.replace(base.data, name=arm.key.corpus)
     config = dataclasses.replace(base, data=data, trials=trials, model=model)

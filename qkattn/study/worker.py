@@ -76,7 +76,7 @@ def run(study: Study, workdir: str | Path, *, arms: list[PlannedArm] | None = No
             leased = agreement.on_owner(lambda: worker.lease_next(reason_of_failed))
             if leased is None:
                 break
-            if leased:
+            if leased:  # {} where others hold all runs that are left
                 _train(path, leased, worker, reason_of_failed)
             if agreement.any_process(stop.requested):
                 raise Stopped('stopped between two runs')
