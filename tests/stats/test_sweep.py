@@ -1,6 +1,7 @@
 """Sweeps of one setting: the parabola, its intervals, and how the grid and its seeds grow."""
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -151,47 +152,84 @@ def test_two_seeds_whose_optima_differ_bound_too_little(seeds, spread, low, high
     assert len(are_held) > 50 and low <= np.mean(are_held) <= high
 
 
-def test_a_value_at_which_a_seed_diverged_is_worse_than_any_and_not_fitted():
+@pytest.fixture
+def diverged_sweep():
+    """A sweep in which some seeds diverged at its last two values."""
     table = losses()
     table[0.008] = {0: 1.0, 1: None, 2: 1.0}  # the lucky seeds
     table[0.016] = {0: None, 1: math.nan, 2: math.inf}
-    swept = sweep.fit(table)
-    assert swept.means[3:] == (math.inf, math.inf)
-    assert swept.losses[3:] == ((1.0, 1.0), ())
-    assert (swept.best, swept.bracketed) == (0.004, True)
-    assert swept.optimum == pytest.approx(OPTIMUM)
+    return sweep.fit(table)
 
 
-@pytest.mark.parametrize(
-    ('means', 'seeds', 'number', 'bracketed', 'needs_seeds', 'expected'),
+def test_a_value_at_which_a_seed_diverged_is_worse_than_any(diverged_sweep):
+    assert diverged_sweep.means[3:] == (math.inf, math.inf)
+    assert diverged_sweep.losses[3:] == ((1.0, 1.0), ())
+    assert (diverged_sweep.best, diverged_sweep.bracketed) == (0.004, True)
+
+
+def test_a_value_at_which_a_seed_diverged_is_not_fitted(diverged_sweep):
+    assert diverged_sweep.optimum == pytest.approx(OPTIMUM)
+
+
+class Screened(NamedTuple):
+    """A grid with these mean losses at its first values, and what is known of its sweep."""
+
+    means: tuple
+    seeds: int
+    estimates: int  # how many of ESTIMATES are known, each of which needs those before it
+    bracketed: bool
+    needs_seeds: bool
+    further: tuple  # values to screen next
+
+    def sweep(self):
+        return of_means(*self.means, seeds=self.seeds)
+
+
+ESTIMATES = ('curvature', 'optimum', 'loss', 'optimum_low', 'at_worst')
+SCREENED = pytest.mark.parametrize(
+    'screened',
     [
-        ((2.0,), 2, 0, False, True, (0.0005, 0.002)),
-        ((2.1, 2.0), 2, 0, False, False, (0.004,)),
-        ((None, 2.0), 2, 0, False, False, (0.004,)),
-        ((None, None, None), 2, 0, False, False, (0.0005,)),
-        ((2.1, 2.0, 2.0), 2, 5, False, True, (0.008,)),  # equals do not bracket
-        ((2.1, 2.0, 2.0, 2.1), 2, 5, True, False, ()),
-        ((2.3, 2.1, 2.0, 2.1, 2.3), 2, 5, True, False, ()),
-        ((2.2, 2.0, 2.1), 1, 3, False, True, ()),  # one seed brackets nothing
-        ((2.0, 2.1, 2.2), 2, 1, False, False, (0.0005,)),  # at the end, beyond doubt
-        ((2.1, 2.0, None), 2, 0, True, True, ()),  # two values, no parabola
-        ((2.4, 2.2, 2.1, None), 2, 1, True, True, ()),  # its vertex in a gap
-        ((2.0, 2.2, 2.25, 2.2, 2.1), 2, 1, False, False, (0.0005,)),  # a ridge
-        ((2.05, 2.07, 2.00, 2.07, 2.06), 2, 3, True, True, ()),  # far from the points
+        Screened((2.0,), 2, 0, False, True, (0.0005, 0.002)),
+        Screened((2.1, 2.0), 2, 0, False, False, (0.004,)),
+        Screened((None, 2.0), 2, 0, False, False, (0.004,)),
+        Screened((None, None, None), 2, 0, False, False, (0.0005,)),
+        Screened((2.1, 2.0, 2.0), 2, 5, False, True, (0.008,)),  # equals do not bracket
+        Screened((2.1, 2.0, 2.0, 2.1), 2, 5, True, False, ()),
+        Screened((2.3, 2.1, 2.0, 2.1, 2.3), 2, 5, True, False, ()),
+        Screened((2.2, 2.0, 2.1), 1, 3, False, True, ()),  # one seed brackets nothing
+        Screened((2.0, 2.1, 2.2), 2, 1, False, False, (0.0005,)),  # at the end, beyond doubt
+        Screened((2.1, 2.0, None), 2, 0, True, True, ()),  # two values, no parabola
+        Screened((2.4, 2.2, 2.1, None), 2, 1, True, True, ()),  # its vertex in a gap
+        Screened((2.0, 2.2, 2.25, 2.2, 2.1), 2, 1, False, False, (0.0005,)),  # a ridge
+        Screened((2.05, 2.07, 2.00, 2.07, 2.06), 2, 3, True, True, ()),  # far from the points
     ],
+    ids=lambda screened: str(screened.means),
 )
-def test_the_grid_grows_where_no_worse_value_stands_and_seeds_are_drawn_where_they_help(
-    means, seeds, number, bracketed, needs_seeds, expected
-):
-    """`number` estimates are known, each of which needs those before it."""
-    swept = of_means(*means, seeds=seeds)
-    names = ('curvature', 'optimum', 'loss', 'optimum_low', 'at_worst')
-    assert tuple(name for name in names if getattr(swept, name) is not None) == names[:number]
-    assert (swept.excess(0.001) < math.inf) == (number == 5)
-    assert swept.chosen == swept.best or number >= 3
-    assert (swept.bracketed, swept.needs_seeds) == (bracketed, needs_seeds)
-    for max_points, further in ((9, expected), (len(means), ()), (len(means) + 1, expected[:1])):
-        assert sweep.next_values(swept, 2.0, max_points, math.inf) == further
+
+
+@SCREENED
+def test_a_sweep_estimates_what_its_values_determine(screened):
+    swept = screened.sweep()
+    estimates = [name for name in ESTIMATES if getattr(swept, name) is not None]
+    assert estimates == list(ESTIMATES[: screened.estimates])
+    assert (swept.excess(0.001) < math.inf) == (screened.estimates == len(ESTIMATES))
+    assert swept.chosen == swept.best or screened.estimates >= 3
+
+
+@SCREENED
+def test_seeds_are_drawn_where_they_help(screened):
+    swept = screened.sweep()
+    assert swept.bracketed == screened.bracketed
+    assert swept.needs_seeds == screened.needs_seeds
+
+
+@SCREENED
+def test_the_grid_grows_to_a_side_without_a_worse_value(screened):
+    swept = screened.sweep()
+    number = len(screened.means)
+    assert sweep.next_values(swept, 2.0, 9, math.inf) == screened.further
+    assert sweep.next_values(swept, 2.0, number, math.inf) == ()
+    assert sweep.next_values(swept, 2.0, number + 1, math.inf) == screened.further[:1]
 
 
 @pytest.mark.parametrize(

@@ -26,14 +26,24 @@ UNTUNED = Study(
 TUNED = dataclasses.replace(UNTUNED, tuning=TuningConfig(seeds=(10, 11)))
 
 
-def test_the_grid_is_expanded_and_matched():
-    study = dataclasses.replace(UNTUNED, corpora=('stdlib', 'packages'))
-    arms = build_arms(study)
-    grid = itertools.product(study.corpora, study.sizes, study.variants)
-    assert [(arm.key.corpus, arm.key.size, arm.key.variant) for arm in arms] == list(grid)
-    assert all(abs(arm.residual) <= 1e-3 for arm in arms)
-    assert arms[0].destination is None and arms[1].destination == 'd_model'
-    assert arms[4].model.num_layers == 3 and arms[4].model.value == 'no_v'
+GRID = dataclasses.replace(UNTUNED, corpora=('stdlib', 'packages'))
+
+
+@pytest.fixture(scope='module')
+def grid_arms():
+    return build_arms(GRID)
+
+
+def test_arms_are_the_grid_of_corpora_sizes_variants(grid_arms):
+    expected = itertools.product(GRID.corpora, GRID.sizes, GRID.variants)
+    keys = [(arm.key.corpus, arm.key.size, arm.key.variant) for arm in grid_arms]
+    assert keys == list(expected)
+    assert grid_arms[4].model.num_layers == 3 and grid_arms[4].model.value == 'no_v'
+
+
+def test_arms_are_matched_to_the_baseline(grid_arms):
+    assert grid_arms[0].destination is None and grid_arms[1].destination == 'd_model'
+    assert all(abs(arm.residual) <= 1e-3 for arm in grid_arms)
 
 
 def tuning(**fields):
