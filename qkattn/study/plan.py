@@ -205,7 +205,11 @@ def _run(
     seeds: tuple[int, ...],
     stack: Sequence[Settings] = (),
 ) -> PlannedRun:
-    """The run of a stack of settings, by default those of the study, each with these seeds."""
+    """The run of an arm at a stage: a stack of settings, each with these seeds.
+
+    Settings hold a value of each of KNOBS, and those of a stack differ in a trial's knob at most.
+    Without a stack they are those of the study.
+    """
     base = study.base
     model = arm.model
     trials = dataclasses.replace(base.trials, seeds=seeds)
@@ -216,7 +220,6 @@ def _run(
             values_of_knob[name] = tuple(dict.fromkeys(values))
         trial_fields: dict[str, Any] = {f'{name}s': values_of_knob[name] for name in TRIAL_KNOBS}
         trials = dataclasses.replace(trials, **trial_fields)
-        # All settings of a stack have the same value of a model's field.
         model_fields: dict[str, Any] = {name: values_of_knob[name][0] for name in MODEL_KNOBS}
         model = dataclasses.replace(model, **model_fields)
     data = dataclasses.replace(base.data, name=arm.key.corpus)
