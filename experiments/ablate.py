@@ -19,7 +19,7 @@ from qkattn.jobs.display import waiting
 from qkattn.storage.files import check_directory
 from qkattn.storage.run_directory import git_state
 from qkattn.study import local_workers, plan, worker, yardsticks
-from qkattn.study.arms import MatchedArm, build_arms, table
+from qkattn.study.arms import PlannedArm, build_arms, table
 from qkattn.train.program_cache import keep_programs
 
 log = logging.getLogger('qkattn.ablate')
@@ -72,7 +72,7 @@ def _dry_run(config: Study) -> None:
         print(f'WARNING {reason}')
 
 
-def _matched(config: Study) -> list[MatchedArm]:
+def _matched(config: Study) -> list[PlannedArm]:
     """Builds the arms and prints them."""
     with waiting(config.name, 'matching parameters'):
         arms = build_arms(config)

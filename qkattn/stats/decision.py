@@ -10,7 +10,7 @@ import numpy as np
 
 from qkattn.stats.inference import MIN_PAIRS, Difference, detectable_difference
 
-Arm = TypeVar('Arm')
+Arm = TypeVar('Arm')  # whatever identifies an arm
 # The probability that a study and all its repeats decide any arm falsely, at most.
 ALPHA = 0.05
 # The share of what is left of ALPHA that a look leaves for the looks after it.
@@ -63,8 +63,9 @@ def holm(p_values: Sequence[float]) -> list[float]:
     """
     order_M = np.argsort(p_values, kind='stable')
     m = len(p_values)
+    ascending_M = np.asarray(p_values, float)[order_M]
+    scaled_M = (m - np.arange(m)) * ascending_M  # (m - j + 1) p_(j), as j counts from 1
     adjusted_M = np.empty(m)
-    scaled_M = (m - np.arange(m)) * np.asarray(p_values, float)[order_M]
     adjusted_M[order_M] = np.minimum(np.maximum.accumulate(scaled_M), 1.0)
     return adjusted_M.tolist()
 
@@ -122,45 +123,74 @@ def judge(
     where it is left out: an arm that an earlier study has compared is tested at `level(look)`. Its
     p values are multiplied by ALPHA / level(look), so that all are compared with ALPHA.
     """
+    diverged = diverged or {}
+    looks = looks or {}
     # Any: no field of a difference of so many pairs is None, where all errors are known.
-    tested: dict[Arm, Any] = {
-        arm: d
-        for arm, d in differences.items()
-        if d is not None and d.n >= MIN_PAIRS and d.p is not None
-    }
-    family = max(planned, len(tested))
-    levels = {arm: level((looks or {}).get(arm, 1)) for arm in differences}
+    tested: dict[Arm, Any] = {}
+    for arm, difference in differences.items():
+        if difference is not None and difference.n >= MIN_PAIRS and difference.p is not None:
+            tested[arm] = difference
+    num_comparisons = max(planned, len(tested))
+    level_of_arm = {arm: level(looks.get(arm, 1)) for arm in differences}
 
     def for_look(arm: Arm, p: float) -> float:
-        return min(1.0, p * ALPHA / levels[arm])
+        """The p value, to be compared with ALPHA whatever the look at the arm."""
+        return min(1.0, p * ALPHA / level_of_arm[arm])
 
-    p_margins = [for_look(arm, d.p_margin) for arm, d in tested.items()]
-    margins = holm([*p_margins, *[1.0] * (family - len(tested))])
-    leaving = [0.0, *sorted(margins)]
-
-    def corrected(p: float) -> float:
-        """The lowest alpha to reject at: p <= alpha / arms that have not left at alpha."""
-        return min(max(left, min(1.0, (family - k) * p)) for k, left in enumerate(leaving[:-1]))
+    p_margins = [for_look(arm, difference.p_margin) for arm, difference in tested.items()]
+    p_margins += [1.0] * (num_comparisons - len(tested))
+    p_margins_holm = holm(p_margins)
 
     judgements = dict.fromkeys(differences, Judgement(Decision.UNDECIDED))
-    for (arm, d), p_margin in zip(tested.items(), margins, strict=False):
-        p_differs = corrected(for_look(arm, d.p))
-        p_same = corrected(for_look(arm, d.p_equivalence))
-        differs, beyond, same = (p <= ALPHA for p in (p_differs, p_margin, p_same))
-        arm_diverged, baseline_diverged = (diverged or {}).get(arm, (0, 0))
+    for number, (arm, difference) in enumerate(tested.items()):
+        p_holm = _corrected(for_look(arm, difference.p), p_margins_holm)
+        p_margin_holm = p_margins_holm[number]
+        p_equivalence_holm = _corrected(for_look(arm, difference.p_equivalence), p_margins_holm)
+
+        is_different = p_holm <= ALPHA
+        is_beyond_margin = p_margin_holm <= ALPHA
+        is_equivalent = p_equivalence_holm <= ALPHA
+        arm_diverged, baseline_diverged = diverged.get(arm, (0, 0))
         decision = Decision.UNDECIDED
-        if same and not arm_diverged and not baseline_diverged:
+        if is_equivalent and not arm_diverged and not baseline_diverged:
             decision = Decision.EQUIVALENT
-        elif differs and d.mean < 0 and not arm_diverged:
-            decision = Decision.BETTER if beyond else Decision.BETTER_BELOW_MARGIN
-        elif differs and d.mean >= 0 and not baseline_diverged:
-            decision = Decision.WORSE if beyond else Decision.WORSE_BELOW_MARGIN
-        detectable = max(
-            detectable_difference(
-                math.hypot(one.error_seeds, one.error_evaluation), one.df, levels[arm] / family
-            )
-            for one in filter(None, (d, d.typical))
+        elif is_different and difference.mean < 0 and not arm_diverged:
+            decision = Decision.BETTER if is_beyond_margin else Decision.BETTER_BELOW_MARGIN
+        elif is_different and difference.mean >= 0 and not baseline_diverged:
+            decision = Decision.WORSE if is_beyond_margin else Decision.WORSE_BELOW_MARGIN
+        judgements[arm] = Judgement(
+            decision=decision,
+            p_holm=p_holm,
+            p_margin_holm=p_margin_holm,
+            p_equivalence_holm=p_equivalence_holm,
+            detectable=_detectable(difference, level_of_arm[arm] / num_comparisons),
         )
-        detectable += d.tuning_low + d.tuning_high
-        judgements[arm] = Judgement(decision, p_differs, p_margin, p_same, detectable)
     return judgements
+
+
+def _corrected(p: float, p_margins_holm: Sequence[float]) -> float:
+    """The p value of a test, corrected for the arms that share alpha with its arm (see `judge`).
+
+    It is the lowest alpha to reject at, where p <= alpha / (number of arms that have not left at
+    alpha). An arm leaves at the adjusted p value of its margin test; `p_margins_holm` has that of
+    every arm of the family.
+    """
+    family = len(p_margins_holm)
+    leaving = [0.0, *sorted(p_margins_holm)]  # k arms have left from alpha = leaving[k] on
+    lowest = 1.0
+    for num_left in range(family):
+        at_least = min(1.0, (family - num_left) * p)
+        lowest = min(lowest, max(leaving[num_left], at_least))
+    return lowest
+
+
+def _detectable(difference: Any, alpha: float) -> float:
+    """|difference| found at `alpha` with and without outlying seeds, whatever tuning may hide."""
+    samples = [difference]
+    if difference.typical is not None:
+        samples.append(difference.typical)
+    of_samples = []
+    for sample in samples:
+        error = math.hypot(sample.error_seeds, sample.error_evaluation)
+        of_samples.append(detectable_difference(error, sample.df, alpha))
+    return max(of_samples) + (difference.tuning_low + difference.tuning_high)

@@ -8,7 +8,7 @@ import bisect
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import scipy  # whose submodules are imported on first use
@@ -22,6 +22,7 @@ APART = 5.0  # standard deviations, estimated from the median absolute deviation
 MIN_DOCUMENTS = 100  # of text in an evaluation; fewer do not stand for the text they are from
 ROUNDING = 1e-12  # a spread below this fraction of the mean is that of rounding, and taken as 0
 
+_SD_PER_MAD = 1.4826  # the standard deviation of normal values by their median absolute deviation
 _MANY = 1_000_000  # degrees of freedom: a t variable is normal
 _NEVER = 2**62  # pairs: what so many do not find, none do
 
@@ -39,8 +40,8 @@ class Estimate:
 
 def estimate(values: Sequence[float]) -> Estimate:
     """Mean of `values`, with sd and 95 % t interval of the mean when there are two or more."""
-    d = _difference(values, MARGIN, (0.0, None), (0.0, 0.0))
-    return Estimate(d.mean, d.n, d.sd, d.low, d.high)
+    from_zero = _difference(values, MARGIN, (0.0, None), (0.0, 0.0), [0] * len(values))
+    return Estimate(from_zero.mean, from_zero.n, from_zero.sd, from_zero.low, from_zero.high)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +96,7 @@ class Difference:
     typical: 'Difference | None' = None
 
 
-# What is the larger one with and without the seeds that lie apart.
+# The fields of a Difference that are the larger ones with and without the seeds that lie apart.
 _LARGER = ('high', 'p', 'p_margin', 'p_equivalence', 'p_not_better', 'p_not_worse')
 
 
@@ -116,23 +117,32 @@ def paired(
     studies tune to settings of their own. That takes a degree of freedom for each study. Raises
     ValueError for no differences, or one that is not finite.
     """
-    values = tuple(map(float, differences))
-    strata = [0] * len(values) if strata is None else strata
-    if not values or not all(map(math.isfinite, values)):
-        raise ValueError(f'differences={list(values)} must be one or more finite numbers.')
-    every = _difference(values, margin, evaluation, tuning, strata)
-    kept = [number for number, is_near in enumerate(_near(values, strata)) if is_near]
-    if every.p is None or len(kept) == len(values):
-        return every
-    kept_values = [values[number] for number in kept]
-    kept_strata = [strata[number] for number in kept]
-    others = _difference(kept_values, margin, evaluation, tuning, kept_strata)
-    both = vars(every), vars(others)
-    fields = {name: max(one[name] for one in both) for name in _LARGER}
-    fields['low'] = min(one['low'] for one in both)
-    if every.mean * others.mean <= 0:
-        fields |= {'p': 1.0, 'p_margin': 1.0}
-    return dataclasses.replace(every, typical=others, **fields)
+    values = [float(difference) for difference in differences]
+    if not values or not all(math.isfinite(value) for value in values):
+        raise ValueError(f'differences={values} must be one or more finite numbers.')
+    if strata is None:
+        strata = [0] * len(values)
+    of_all = _difference(values, margin, evaluation, tuning, strata)
+    is_near = _is_near(values, strata)
+    if of_all.p is None or all(is_near):
+        return of_all
+    # A finding holds with and without the values that lie apart, so it is tested without them, too.
+    near = [number for number in range(len(values)) if is_near[number]]
+    of_near = _difference(
+        [values[number] for number in near],
+        margin,
+        evaluation,
+        tuning,
+        [strata[number] for number in near],
+    )
+    # Half of the values or more are near, so both differences are tested.
+    assert of_all.low is not None and of_near.low is not None
+    fields = {name: max(getattr(of_all, name), getattr(of_near, name)) for name in _LARGER}
+    fields['low'] = min(of_all.low, of_near.low)
+    if of_all.mean * of_near.mean <= 0:  # they share no side
+        fields['p'] = 1.0
+        fields['p_margin'] = 1.0
+    return dataclasses.replace(of_all, typical=of_near, **fields)
 
 
 def _difference(
@@ -140,40 +150,50 @@ def _difference(
     margin: float,
     evaluation: tuple[float, float | None] | None,
     tuning: tuple[float, float],
-    strata: Sequence[int] = (),
+    strata: Sequence[int],
 ) -> Difference:
-    """The difference of all values, whether they lie apart or not."""
+    """The difference of all values, whether they lie apart or not; arguments as of `paired`.
+
+    With m strata, sd^2 = sum_i (d_i - mean of its stratum)^2 / (n - m), error_seeds = sd / sqrt(n),
+    and the error of the mean, in units of se, is t distributed (`Difference`).
+    """
     mean = statistics.fmean(values)
     n = len(values)
-    plain = Difference(mean, n, margin, *tuning)
-    num_strata = max(1, len(set(strata)))
-    if n <= num_strata or evaluation is None:
-        return plain
-    apart = _centred(values, strata or [0] * n, np.mean)
-    sd = 0.0 if _is_rounding(apart, mean) else float((apart @ apart / (n - num_strata)) ** 0.5)
-    error, df = combined([(sd / n**0.5, n - num_strata), evaluation])
+    untested = Difference(mean, n, margin, *tuning)
+    df_of_seeds = n - len(set(strata))
+    if df_of_seeds < 1 or evaluation is None:
+        return untested
+    apart_N = _centred(values, strata, np.mean)
+    sd = 0.0
+    if not _is_rounding(apart_N, mean):
+        sd = float((apart_N @ apart_N / df_of_seeds) ** 0.5)
+    error_seeds = sd / n**0.5
+    error, df = combined([(error_seeds, df_of_seeds), evaluation])
 
     def tail(excess: float) -> float:
-        """Probability that the error of the mean exceeds `excess`."""
-        return float(scipy.special.stdtr(df, -excess / error)) if error > 0 else float(excess <= 0)
+        """Probability that the error of the mean exceeds `excess`; 0 or 1 if it has none."""
+        if error > 0:
+            return float(scipy.special.stdtr(df, -excess / error))
+        return float(excess <= 0)
 
-    half = quantile(df) * error
-    low = mean - tuning[0]
-    high = mean + tuning[1]
-    beyond = max(low, -high)  # what is left of |mean|; negative if tuning explains it all
-    not_better = tail(margin + low)
-    not_worse = tail(margin - high)
+    # Where the difference of the best settings may lie: see `Difference`.
+    lowest = mean - tuning[0]
+    highest = mean + tuning[1]
+    least_size = max(lowest, -highest)  # of |mean|; negative if tuning explains it all
+    half_width = quantile(df) * error
+    p_not_better = tail(margin + lowest)
+    p_not_worse = tail(margin - highest)
     return dataclasses.replace(
-        plain,
+        untested,
         sd=sd,
-        low=low - half,
-        high=high + half,
-        p=min(1.0, 2 * tail(beyond)),
-        p_margin=min(1.0, tail(beyond - margin) + tail(beyond)),
-        p_equivalence=max(not_better, not_worse),
-        p_not_better=not_better,
-        p_not_worse=not_worse,
-        error_seeds=sd / n**0.5,
+        low=lowest - half_width,
+        high=highest + half_width,
+        p=min(1.0, 2 * tail(least_size)),
+        p_margin=min(1.0, tail(least_size - margin) + tail(least_size)),
+        p_equivalence=max(p_not_better, p_not_worse),
+        p_not_better=p_not_better,
+        p_not_worse=p_not_worse,
+        error_seeds=error_seeds,
         error_evaluation=evaluation[0],
         df=df,
     )
@@ -184,14 +204,23 @@ def quantile(df: float) -> float:
     return float(scipy.special.stdtrit(df, 0.5 + LEVEL / 2))
 
 
-def combined(errors: Iterable[tuple[float, float | None]]) -> tuple[float, float]:
-    """The error of a sum of independent errors with degrees of freedom; None means exact."""
-    errors = list(errors)
-    total = sum(error**2 for error, _ in errors)
-    spread = sum(error**4 / df for error, df in errors if df)
-    if not total:
+def combined(errors: Sequence[tuple[float, float | None]]) -> tuple[float, float]:
+    """The standard error of a sum of independent errors, and its degrees of freedom.
+
+    By Satterthwaite (1946, Biometrics Bulletin 2:110),
+
+        error^2 = sum_i error_i^2,    df = error^4 / sum_i (error_i^4 / df_i).
+
+    `errors` are (error_i, df_i); a df_i of None is that of an error that is known exactly, whose
+    term is 0.
+    """
+    variance = sum(error**2 for error, _ in errors)
+    if not variance:  # nothing varies, by all degrees of freedom there are
         return 0.0, sum(df or 0 for _, df in errors)
-    return total**0.5, min(total**2 / spread, _MANY) if spread else _MANY
+    spread = sum(error**4 / df for error, df in errors if df)
+    if not spread:
+        return variance**0.5, _MANY
+    return variance**0.5, min(variance**2 / spread, _MANY)
 
 
 def typical(values: Sequence[float]) -> tuple[float, ...]:
@@ -201,27 +230,29 @@ def typical(values: Sequence[float]) -> tuple[float, ...]:
     values cannot raise. All values if there are fewer than MIN_TO_LEAVE_OUT or half of them agree.
     Of 8 normal values one or more lie apart in 5 % of all samples, of 16 in 2 %.
     """
-    near = _near(values, [0] * len(values))
-    return tuple(value for value, is_near in zip(values, near, strict=True) if is_near)
+    is_near = _is_near(values, [0] * len(values))
+    return tuple(values[number] for number in range(len(values)) if is_near[number])
 
 
-def _near(values: Sequence[float], strata: Sequence[int]) -> list[bool]:
+def _is_near(values: Sequence[float], strata: Sequence[int]) -> list[bool]:
     """Which values are `typical`, each compared with the median of its stratum."""
-    apart = np.abs(_centred(values, strata, np.median))
-    spread = 1.4826 * float(np.median(apart))
-    if len(values) < MIN_TO_LEAVE_OUT or spread <= ROUNDING * abs(statistics.median(values)):
+    distance_N = np.abs(_centred(values, strata, np.median))
+    spread = _SD_PER_MAD * float(np.median(distance_N))
+    half_agree = spread <= ROUNDING * abs(statistics.median(values))
+    if len(values) < MIN_TO_LEAVE_OUT or half_agree:
         return [True] * len(values)
-    return (apart <= APART * spread).tolist()
+    return (distance_N <= APART * spread).tolist()
 
 
 def _centred(
     values: Sequence[float], strata: Sequence[int], centre: Callable[[np.ndarray], float]
 ) -> np.ndarray:
-    """The values minus the `centre` of their stratum."""
+    """The values, each minus the `centre` (mean or median) of all values of its stratum."""
     values_N = np.array(values, float)
     strata_N = np.array(strata)
     for stratum in set(strata):
-        values_N[strata_N == stratum] -= centre(values_N[strata_N == stratum])
+        is_member_N = strata_N == stratum
+        values_N[is_member_N] -= centre(values_N[is_member_N])
     return values_N
 
 
@@ -229,17 +260,21 @@ def evaluation_error(nats_SC: np.ndarray, tokens_C: np.ndarray) -> tuple[float, 
     """Standard error of a difference due to the choice of documents, and its degrees of freedom.
 
     `nats_SC` is arm minus baseline by seed and document (cluster), nats summed over its tokens.
-    The difference is D = sum_C d_C / sum_C tokens_C with d_C the mean over seeds. With the share
-    w_C = tokens_C / sum(tokens) of document C and its own difference D_C = d_C / tokens_C, the
-    cluster-robust variance is sum_C w_C^2 (D_C - D)^2 / (1 - w_C) (Bell and McCaffrey 2002). Its
-    degrees of freedom are those of documents that vary equally: (sum w^2)^2 / sum w^4 - 1.
+    With the share w_C = tokens_C / sum(tokens) of document C and its own difference D_C, the mean
+    over seeds of nats_SC / tokens_C, the difference, its cluster-robust variance (Bell and
+    McCaffrey 2002) and the degrees of freedom of documents that vary equally are
+
+        D = sum_C w_C D_C
+        variance = sum_C w_C^2 (D_C - D)^2 / (1 - w_C)
+        df = (sum_C w_C^2)^2 / sum_C w_C^4 - 1.
 
     There must be two documents or more, each with tokens.
     """
     share_C = tokens_C / tokens_C.sum()
-    each_C = nats_SC.mean(axis=0) / tokens_C
-    apart_C = each_C - share_C @ each_C
-    if _is_rounding(apart_C, share_C @ each_C):
+    difference_C = nats_SC.mean(axis=0) / tokens_C
+    mean = share_C @ difference_C
+    apart_C = difference_C - mean
+    if _is_rounding(apart_C, mean):
         apart_C = np.zeros_like(apart_C)
     variance = np.sum(share_C**2 * apart_C**2 / (1 - share_C))
     df = np.sum(share_C**2) ** 2 / np.sum(share_C**4) - 1
@@ -255,12 +290,16 @@ def detectable_difference(error: float, df: float, alpha: float = 1 - LEVEL) -> 
     noncentral t with noncentrality difference / error; the solution is the noncentrality at which
     it exceeds the critical value with probability POWER, in the difference's own direction.
     """
-    critical = scipy.special.stdtrit(df, 1 - alpha / 2)
-    unbiased = error * (df / scipy.special.chdtri(df, 0.5)) ** 0.5
-    return float(scipy.special.nctdtrinc(df, 1 - POWER, critical) * unbiased)
+    critical = scipy.special.stdtrit(df, 1 - alpha / 2)  # a quantile of the t distribution
+    chi2_median = scipy.special.chdtri(df, 0.5)
+    unbiased = error * (df / chi2_median) ** 0.5
+    # The noncentrality at which the distribution function at `critical` is 1 - POWER.
+    noncentrality = scipy.special.nctdtrinc(df, 1 - POWER, critical)
+    return float(noncentrality * unbiased)
 
 
 def _is_rounding(apart: np.ndarray, mean: float) -> bool:
+    """Whether the distances of values from their mean are no more than rounding."""
     return bool(np.max(np.abs(apart)) <= ROUNDING * abs(mean))
 
 
@@ -277,21 +316,30 @@ def to_find(
     may reach the bound.
     """
     sd = difference.sd
-    evaluation = difference.error_evaluation
-    rest = abs(apart) - (difference.tuning_high if apart > 0 else difference.tuning_low)
-    if sd is None or evaluation is None or rest <= 0:
+    error_evaluation = difference.error_evaluation
+    tuning = difference.tuning_high if apart > 0 else difference.tuning_low
+    distance = abs(apart) - tuning
+    if sd is None or error_evaluation is None or distance <= 0:
         return None
 
-    def pairs(documents: float) -> int:
-        def enough(n: int) -> bool:
-            seeds = sd**2 / n
-            total = sd**2 / n + evaluation**2 / documents
-            df = (n - 1) * (total / seeds) ** 2 if seeds else math.inf  # Satterthwaite
-            return detectable_difference(total**0.5, min(df, _MANY), alpha) <= rest
+    def fewest_pairs(documents: float) -> int:
+        """The pairs that suffice with so many times the documents; _NEVER if none do."""
 
-        return bisect.bisect_left(range(_NEVER), True, lo=MIN_PAIRS, key=enough)
+        def suffice(n: int) -> bool:
+            """Whether n pairs find a difference as large as the distance."""
+            variance_seeds = sd**2 / n
+            variance = sd**2 / n + error_evaluation**2 / documents
+            df = math.inf
+            if variance_seeds:
+                df = (n - 1) * (variance / variance_seeds) ** 2  # Satterthwaite
+            return detectable_difference(variance**0.5, min(df, _MANY), alpha) <= distance
 
-    if (number := pairs(1.0)) < _NEVER:
-        return number, 1.0
-    documents = max(1.0, 2 * (evaluation * detectable_difference(1.0, _MANY, alpha) / rest) ** 2)
-    return pairs(documents), documents
+        return bisect.bisect_left(range(_NEVER), True, lo=MIN_PAIRS, key=suffice)
+
+    num_pairs = fewest_pairs(documents=1.0)
+    if num_pairs < _NEVER:
+        return num_pairs, 1.0
+    # So many documents that half of the variance is left for the seeds.
+    detectable = error_evaluation * detectable_difference(1.0, _MANY, alpha)
+    documents = max(1.0, 2 * (detectable / distance) ** 2)
+    return fewest_pairs(documents), documents

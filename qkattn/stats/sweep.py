@@ -162,10 +162,11 @@ class _Curves:
 def _possible_curves(x_V: np.ndarray, losses_VS: np.ndarray) -> _Curves | None:
     """The curves whose misfit to the losses of V values and S seeds is not refuted at 95 %.
 
-    A curve C g_k(x - x0), with its optimum x0 among the values, is possible if its residual sum of
-    squares exceeds the least of any curve by at most t^2 times the variance. The variance is that
-    of the residuals, or that between the slopes of the seeds if it is larger: where the optima of
-    seeds differ, the losses of a seed err together. None without a degree of freedom.
+    A curve C g_k(x - x0), where g_k(u) = u^2 / 2 (1 + k u) (`_curve`) and the optimum x0 is among
+    the values, is possible if its residual sum of squares exceeds the least of any curve by at most
+    t^2 times the variance. The variance is that of the residuals, or that between the slopes of the
+    seeds if it is larger: where the optima of seeds differ, the losses of a seed err together. None
+    without a degree of freedom.
     """
     V, S = losses_VS.shape
     df = V * S - S - min(V - 1, MIN_VALUES)
@@ -182,6 +183,7 @@ def _possible_curves(x_V: np.ndarray, losses_VS: np.ndarray) -> _Curves | None:
     for _ in range(ZOOMS):
         optimum_P = np.linspace(*optimum_range, POINTS)
         skew_P = np.linspace(*skew_range, POINTS)
+        # Candidates: every optimum with every skew.
         optimum_C, skew_C = (grid.ravel() for grid in np.meshgrid(optimum_P, skew_P))
         curve_CV = _curve(x_V - optimum_C[:, None], skew_C[:, None])
         curve_CV -= curve_CV.mean(axis=1, keepdims=True)
@@ -310,9 +312,10 @@ def _nearest_worse(
     if num_seeds > 1 and finished:
         from_the_best_on = sorted(finished, key=lambda index: means[index])
         losses_by_mean = [losses[index] for index in from_the_best_on]
-        critical_V = _critical_differences(losses_by_mean, len(means) - 1)
-        for index, critical in list(zip(from_the_best_on, critical_V.tolist(), strict=True))[1:]:
-            is_worse[index] = means[index] - means[best] > critical
+        critical = _critical_differences(losses_by_mean, len(means) - 1).tolist()
+        for rank, index in enumerate(from_the_best_on):
+            if rank > 0:
+                is_worse[index] = means[index] - means[best] > critical[rank]
     below = [index for index in range(best) if is_worse[index]]
     above = [index for index in range(best + 1, len(means)) if is_worse[index]]
     return max(below, default=None), min(above, default=None)

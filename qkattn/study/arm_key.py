@@ -5,9 +5,10 @@ from typing import NamedTuple
 
 from qkattn.errors import ConfigError
 
-# Controls: a saving variant that stays at the baseline's shape, and an arm that is trained longer.
-# Settings and stored results call the first one `equal_shape`.
+# A control that stays at the baseline's shape, where it has fewer parameters. Settings and stored
+# results call it `equal_shape`.
 SAME_SHAPE = 'equal_shape'
+# A control that is trained longer.
 LONGER = 'longer'
 CONTROLS = (SAME_SHAPE, LONGER)
 # The decisions that a positive control may expect.
@@ -20,18 +21,22 @@ class ArmKey(NamedTuple):
     # Its label, with ' [destination]' if the study has several; a same-shape control has no
     # destination, so its label is the variant alone.
     variant: str
-    size: str  # as written in the study
+    size: str  # as written in the study, such as 'd_model=128'
     corpus: str  # data.name
     control: str | None = None  # None for a primary arm, or one of CONTROLS
 
     @property
     def declared(self) -> 'ArmKey':
         """The key in study.json, which has no control for arms that are trained longer."""
-        return self._replace(control=None) if self.control == LONGER else self
+        if self.control == LONGER:
+            return self._replace(control=None)
+        return self
 
     def __str__(self) -> str:
-        control = f' ({self.control})' if self.control else ''
-        return f'{self.variant!r} at {self.size!r} on {self.corpus!r}{control}'
+        text = f'{self.variant!r} at {self.size!r} on {self.corpus!r}'
+        if self.control is None:
+            return text
+        return f'{text} ({self.control})'
 
 
 class Expected(NamedTuple):
@@ -43,9 +48,15 @@ class Expected(NamedTuple):
 
 
 def parse_expected(text: str) -> Expected:
-    """'VARIANT is DECISION' or 'VARIANT is DECISION at equal shape'; ConfigError otherwise."""
-    pattern = rf'(\S+(?: \[\w+\])?) is ({"|".join(EXPECTED)})( at equal shape)?'
-    if (match := re.fullmatch(pattern, text)) is None:
+    """Parses 'VARIANT is DECISION' or 'VARIANT is DECISION at equal shape'.
+
+    VARIANT is the label of an arm, such as 'qk/no_o' or 'qk/no_o [d_ff]'. ConfigError for any other
+    text.
+    """
+    label = r'\S+(?: \[\w+\])?'
+    decision = '|'.join(EXPECTED)
+    match = re.fullmatch(rf'({label}) is ({decision})( at equal shape)?', text)
+    if match is None:
         raise ConfigError(
             f'expected={text!r} must be a variant and a decision, {", ".join(EXPECTED)}, as in '
             "'qk/vo?num_heads=1 is worse' or 'shared_qk/vo is worse at equal shape'"

@@ -27,11 +27,12 @@ from qkattn.storage.leases import locked
 from qkattn.storage.run_directory import command_line
 from qkattn.study import chain, plan, stored
 from qkattn.study.arm_key import LONGER
-from qkattn.study.arms import MatchedArm, resolved
+from qkattn.study.arms import PlannedArm
+from qkattn.study.protocol import resolved
 
-# Fields of study.json that may gain values when a directory is used again, and those that may
-# differ altogether or follow from others.
+# Fields of study.json that may gain values when a directory is used again.
 GROWING = ('variants', 'sizes', 'corpora', 'arms')
+# Those that may change in any way: all of these, and fields that follow from others.
 EXTENSIBLE = (*GROWING, 'question', 'command', 'looks', 'base_hash')
 
 
@@ -44,72 +45,80 @@ def require_no_run(path: Path) -> None:
         )
 
 
-def content(study: Study, arms: Sequence[MatchedArm]) -> dict[str, Any]:
-    """The content of study.json in a new directory."""
+def content(study: Study, arms: Sequence[PlannedArm]) -> dict[str, Any]:
+    """The content of study.json in a new directory.
+
+    It has the settings of the study, with the labels of its arms as variants and all grids that are
+    tuned, the keys of its arms, and what identifies it.
+    """
     study = resolved(study)
-    values = to_json(study)
-    tuning = None
-    matched = values.pop('match')
+    declared = to_json(study)
+    declared['matched'] = declared.pop('match')
+    primary_arms = [arm for arm in arms if arm.key.control is None]
+    declared['variants'] = list(dict.fromkeys(arm.key.variant for arm in primary_arms))
+    seeds = study.base.trials.seeds
+    declared['seeds'] = seeds
+    # Once the seeds at interim analyses; part of the hash by which ledgers know a study.
+    declared['looks'] = [len(seeds)] if study.tuning.seeds else []
     if study.tuning.seeds:
         baseline = next(arm for arm in arms if arm.variant == study.baseline)
-        grids = plan.grids(study, baseline)
-        tuning = values['tuning'] | {f'{knob}s': grid for knob, grid in grids.items()}
-    declared = values | {
-        'variants': list(dict.fromkeys(a.key.variant for a in arms if a.key.control is None)),
-        'matched': matched,
-        'seeds': study.base.trials.seeds,
-        # Once the seeds at interim analyses; part of the hash by which ledgers know a study.
-        'looks': [len(study.base.trials.seeds)] if study.tuning.seeds else [],
-        'tuning': tuning,
-        'base_hash': fingerprint(study.base),
-        'arms': [arm.key._asdict() for arm in arms],
-        # Exports have this file as it is, and looks its hash: it names no directory of a user.
-        'command': shlex.join(map(without_directories, command_line())),
-    }
+        for knob, grid in plan.grids(study, baseline).items():
+            declared['tuning'][f'{knob}s'] = grid
+    else:
+        declared['tuning'] = None
+    declared['base_hash'] = fingerprint(study.base)
+    declared['arms'] = [arm.key._asdict() for arm in arms]
+    # Exports have this file as it is, and looks its hash: it names no directory of a user.
+    declared['command'] = shlex.join(without_directories(part) for part in command_line())
     return records.to_jsonable(declared)
 
 
-def declare(path: Path, study: Study, arms: Sequence[MatchedArm]) -> dict[str, Any]:
+def declare(path: Path, study: Study, arms: Sequence[PlannedArm]) -> dict[str, Any]:
     """Writes study.json and the ledger where they are not those of this study yet.
 
     Returns the content of study.json. Raises ConfigError if the directory holds another study, or a
     part of one.
     """
     declared = content(study, arms)
-    file = path / 'study.json'
-    entries = path / ledger.NAME
+    study_file = path / 'study.json'
+    ledger_file = path / ledger.NAME
     with locked(path / 'lock'):
         stored.unpack_in_place(path)
-        begun = any((path / name).exists() for name in (file.name, entries.name, 'runs'))
-        earlier = records.read_json(file, {}) if file.exists() else None
-        known = [declared]
-        if earlier is not None:
-            declared = _continued(file, study, earlier, declared)
-            known = [earlier, declared]
-        # A worker may have died between the two; then the ledger is ahead.
-        if begun and ledger.read(entries).declaration not in map(ledger.digest, known):
-            raise ConfigError(
-                f'{file} is missing, or is not what {entries} declares last; restore both from a '
-                'copy, or give another workdir'
-            )
+        is_begun = study_file.exists() or ledger_file.exists() or (path / 'runs').exists()
+        earlier = None
+        if study_file.exists():
+            earlier = records.read_json(study_file, {})
+            declared = _continued(study_file, study, earlier, declared)
+        if is_begun:
+            # A worker writes the ledger first. If it died before study.json, the ledger is ahead.
+            expected = [ledger.digest(declared)]
+            if earlier is not None:
+                expected.append(ledger.digest(earlier))
+            if ledger.read(ledger_file).declaration not in expected:
+                raise ConfigError(
+                    f'{study_file} is missing, or is not what {ledger_file} declares last; restore '
+                    'both from a copy, or give another workdir'
+                )
         _check_runs(path, study, arms)
-        ledger.declare(path, declared, None if begun else _repeats(path, declared))
+        repeats = None if is_begun else _repeats(path, declared)
+        ledger.declare(path, declared, repeats)
         if earlier is None or ledger.digest(earlier) != ledger.digest(declared):
-            records.write_json(file, declared)
+            records.write_json(study_file, declared)
     return declared
 
 
-def check(path: Path, study: Study, arms: Sequence[MatchedArm]) -> None:
+def check(path: Path, study: Study, arms: Sequence[PlannedArm]) -> None:
     """Raises ConfigError where `declare` refuses the study; writes nothing."""
     require_no_run(path)
     require_chain(path, study, arms)
-    file = path / 'study.json'
-    if file.exists():
-        _continued(file, study, records.read_json(file, {}), content(study, arms))
+    study_file = path / 'study.json'
+    if study_file.exists():
+        earlier = records.read_json(study_file, {})
+        _continued(study_file, study, earlier, content(study, arms))
     _check_runs(path, study, arms)
 
 
-def require_chain(path: Path, study: Study, arms: Sequence[MatchedArm]) -> None:
+def require_chain(path: Path, study: Study, arms: Sequence[PlannedArm]) -> None:
     """Raises ConfigError if a new study in `path` repeats one that it cannot repeat."""
     if study.repeats is not None and not (path / ledger.NAME).exists():
         _repeats(path, content(study, arms))
@@ -126,34 +135,30 @@ def _repeats(path: Path, declared: dict[str, Any]) -> dict[str, str] | None:
 def _continued(
     file: Path, study: Study, earlier: dict[str, Any], declared: dict[str, Any]
 ) -> dict[str, Any]:
-    """The new declaration with the earlier machine settings.
+    """The declaration of a study that goes on in its directory, with the earlier machine settings.
 
-    Raises ConfigError if the earlier declaration has other settings, or unknown ones.
+    `earlier` is the content of `file`, its study.json; `declared` is that of `study`. Raises
+    ConfigError if the earlier declaration has other settings, or unknown ones.
     """
-    kind: Any = type(study)
-    always = serialize.introduced('1', kind)
-    later = {name: v for name, v in serialize.defaults(kind).items() if name not in always}
     try:
         records.check(earlier, records.STUDY)
-        before: Config = from_json(Config, earlier['base'], 'base.')
+        earlier_base: Config = from_json(Config, earlier['base'], 'base.')
     except UnknownFieldError as error:
         raise ConfigError(f'{file} has an {error}') from error
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise records.damaged(file, error, records.ADVICE) from error
-    now: Config = with_machine_of(study.base, before)
+    base: Config = with_machine_of(study.base, earlier_base)
 
-    def fixed(record: dict[str, Any], base: Config) -> dict[str, Any]:
-        """The settings that have to stay."""
-        kept = {name: v for name, v in (later | record).items() if name not in EXTENSIBLE}
-        return kept | {'base': dataclasses.asdict(base)}
-
-    changes = [
-        f'{name}: {value!r} is left out'
-        for name in GROWING
-        for value in earlier[name]
-        if value not in declared[name]
-    ][:1]
-    changes += differences(fixed(earlier, before), fixed(declared, now))
+    changes = []
+    for name in GROWING:
+        for value in earlier[name]:
+            if value not in declared[name]:
+                changes.append(f'{name}: {value!r} is left out')
+    # The first is enough: whoever leaves out a variant leaves out its arms, too.
+    changes = changes[:1]
+    changes += differences(
+        _fixed_settings(study, earlier, earlier_base), _fixed_settings(study, declared, base)
+    )
     if changes:
         raise ConfigError(
             f'workdir={file.parent} holds a study with other settings:\n  '
@@ -161,10 +166,29 @@ def _continued(
             + '\nSet them back or give another workdir; a study may only gain variants, sizes and '
             'corpora.'
         )
-    return declared | {'base': to_json(now)}
+    return {**declared, 'base': to_json(base)}
 
 
-def _check_runs(path: Path, study: Study, arms: Sequence[MatchedArm]) -> None:
+def _fixed_settings(study: Study, declared: dict[str, Any], base: Config) -> dict[str, Any]:
+    """The settings of a study.json that have to stay; `base` is the config in it.
+
+    Fields of a study that versions after the first introduced have their defaults where the file of
+    an earlier version lacks them.
+    """
+    cls: Any = type(study)
+    introduced_first = serialize.introduced('1', cls)
+    settings: dict[str, Any] = {}
+    for name, default in serialize.defaults(cls).items():
+        if name not in introduced_first:
+            settings[name] = default
+    settings |= declared
+    for name in EXTENSIBLE:
+        settings.pop(name, None)
+    settings['base'] = dataclasses.asdict(base)
+    return settings
+
+
+def _check_runs(path: Path, study: Study, arms: Sequence[PlannedArm]) -> None:
     """Raises ConfigError if a finished run is not in the plan that this version makes.
 
     Another version may match an arm to another size, or choose another setting; it would train the
@@ -174,14 +198,14 @@ def _check_runs(path: Path, study: Study, arms: Sequence[MatchedArm]) -> None:
     if not file.exists():
         return
     advice = 'restore it from a copy, or remove it: it is then made again from the results'
-    known = {run.id for run in plan.runs(study, arms, plan.results_in(path))}
     schema = {'run': str, 'directory': str, 'control': str | None}
-
-    for record in records.read_lines(file, schema, advice, stored.check_run_directory):
-        # Arms that are trained longer may be decided no more, once others are added.
-        expected = record['run'] in known or record['control'] == LONGER
-        if not expected and (path / record['directory'] / 'result.json').exists():
+    planned_ids = {run.id for run in plan.runs(study, arms, plan.results_in(path))}
+    for run in records.read_lines(file, schema, advice, stored.check_run_directory):
+        # Once others are added, arms that were trained longer may be decided no more.
+        if run['run'] in planned_ids or run['control'] == LONGER:
+            continue
+        if (path / run['directory'] / 'result.json').exists():
             raise ConfigError(
-                f'this version of qkattn would train {record["directory"]} of workdir={path} '
+                f'this version of qkattn would train {run["directory"]} of workdir={path} '
                 'again; use the version that trained it, or give another workdir'
             )

@@ -21,7 +21,7 @@ from qkattn.jobs.output import say
 from qkattn.jobs.signals import EXIT_CONFIG, StopRequest
 from qkattn.storage.files import check_directory
 from qkattn.study import declaration, worker
-from qkattn.study.arms import MatchedArm
+from qkattn.study.arms import PlannedArm
 from qkattn.study.plan import PlannedRun
 from qkattn.train.program_cache import keep_programs
 from qkattn.train.sharding import least_memory
@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 AUTO = 'auto'
 COMMAND = [sys.executable, '-m', 'qkattn.study.local_workers']
+# Seconds between two looks at the workers.
 _TICK = 0.2
 # Bytes of memory that a process takes before it trains.
 _PROCESS = 2**30
@@ -47,37 +48,47 @@ def parse(text: str) -> int | None:
 
 
 def _gpus() -> list[str] | None:
+    """The GPUs that this process may use; None of an accelerator that cannot be divided."""
     return machine.accelerators(jax.config.jax_platforms)  # type: ignore[attr-defined]
 
 
-def limit(study: Study, arms: list[MatchedArm], wanted: int | None, left: list[PlannedRun]) -> int:
-    """How many workers to start: `wanted`, but no more than meshes of GPUs, else cores, or runs.
+def limit(
+    study: Study, arms: list[PlannedArm], wanted: int | None, runs_left: list[PlannedRun]
+) -> int:
+    """How many workers to start: `wanted`, but no more than the machine and the study have use for.
 
-    By default as many as these, and on cores as many as memory may hold.
+    Each worker takes GPUs for its mesh, or, without GPUs, a core, and trains one run at a time. By
+    default (None) there are as many as that allows; on cores, also as memory may hold.
     """
     gpus = _gpus()
-    room = float(len(machine.usable_cores()))
     if gpus is None:
         return 1  # an accelerator whose chips one process drives together
+    most = float(len(machine.usable_cores()))
     if gpus:
-        room = min(room, len(gpus) // math.prod(dataclasses.astuple(study.base.mesh)))
-    elif wanted is None and left:
-        each = _PROCESS + _TRAINING * least_memory(left[0].config)
-        room = min(room, machine.free_memory() / each)
-    # The plan of a tuned study grows: an arm goes on from run to run.
-    runs = max(len(left), len(arms)) if left and study.tuning.seeds else len(left)
-    return max(1, int(min(wanted or room, room, runs)))
+        gpus_of_worker = math.prod(dataclasses.astuple(study.base.mesh))
+        most = min(most, len(gpus) // gpus_of_worker)
+    elif wanted is None and runs_left:
+        memory_of_worker = _PROCESS + _TRAINING * least_memory(runs_left[0].config)
+        most = min(most, machine.free_memory() / memory_of_worker)
+    most_runs = len(runs_left)
+    if runs_left and study.tuning.seeds:
+        # The plan of a tuned study grows: every arm goes on from run to run.
+        most_runs = max(most_runs, len(arms))
+    number = min(most, most_runs)
+    if wanted is not None:
+        number = min(number, wanted)
+    return max(1, int(number))
 
 
-def run(study: Study, workdir: str | Path, arms: list[MatchedArm], wanted: int | None) -> Path:
+def run(study: Study, workdir: str | Path, arms: list[PlannedArm], wanted: int | None) -> Path:
     """Trains until every run of the study has its result, and returns the study's directory.
 
     Starts `wanted` workers; None for as many as there is room for. Raises ConfigError and Stopped
     as `worker.run`, and ProcessError if runs are left because workers crashed.
     """
     path = check_directory(workdir)
-    number = 1
     declaration.require_chain(path, study, arms)
+    number = 1
     if wanted != 1:
         declaration.require_no_run(path)
         number = limit(study, arms, wanted, worker.left_of(study, arms, path))
@@ -86,63 +97,84 @@ def run(study: Study, workdir: str | Path, arms: list[MatchedArm], wanted: int |
         return worker.run(study, path, arms=arms)
     with StopRequest() as stop:
         stop.defer_exit()
-        crash = _train(number, (study, path, arms, sys.orig_argv), stop)
-    if rest := worker.left_of(study, arms, path):
-        raise ProcessError(f'runs without a result: {len(rest)}; {crash}; the same command resumes')
+        last_crash = _train(number, (study, path, arms, sys.orig_argv), stop)
+    runs_left = worker.left_of(study, arms, path)
+    if runs_left:
+        reason = last_crash or 'no worker is left'
+        raise ProcessError(
+            f'runs without a result: {len(runs_left)}; {reason}; the same command resumes'
+        )
     return path
 
 
-def _train(number: int, task: tuple[Any, ...], stop: StopRequest) -> str:
-    """Sends the task to workers that share cores and GPUs; how the last of them crashed, if any.
+def _train(number: int, task: tuple[Any, ...], stop: StopRequest) -> str | None:
+    """Sends the task to workers that share cores and GPUs, and prints their lines until all end.
 
-    Returns as all have ended. ConfigError with the last line of each worker that refused the task.
+    Returns how the last of them crashed, if any did. Raises Stopped if it was requested, else
+    ConfigError with the last line of each worker that refused the task.
     """
-    workers: dict[int, children.Child] = {}
-    latest: dict[int, str] = {}  # the last line of each
-    stopping = False
-    refusals = dict[str, None]()
-    crash = 'no worker is left'
-    gpus = machine.shares(_gpus() or [], number)
+    workers: dict[int, children.Child] = {}  # those that run, by their number
+    last_line: dict[int, str] = {}  # by the number of the worker
+    refusals: list[str] = []
+    last_crash = None
+    is_stopping = False
+    cores_of_worker = machine.shares(machine.usable_cores(), number)
+    gpus_of_worker = machine.shares(_gpus() or [], number)
     try:
-        for i, cores in enumerate(machine.shares(machine.usable_cores(), number)):
-            variables = {'CUDA_VISIBLE_DEVICES': ','.join(gpus[i])} if gpus[i] else {}
-            workers[i] = children.Child(COMMAND, cores, variables)
+        for i in range(number):
+            variables = {}
+            if gpus_of_worker[i]:
+                variables['CUDA_VISIBLE_DEVICES'] = ','.join(gpus_of_worker[i])
+            workers[i] = children.Child(COMMAND, cores_of_worker[i], variables)
         for child in workers.values():  # all at once: a child takes seconds to start
             child.send(*task)
         while workers:
-            multiprocessing.connection.wait([child.output for child in workers.values()], _TICK)
-            if stop.requested and not stopping:
-                stopping = True
+            outputs = [child.output for child in workers.values()]
+            multiprocessing.connection.wait(outputs, _TICK)
+            if stop.requested and not is_stopping:
+                is_stopping = True
                 for child in workers.values():
                     child.stop()
-            for i, child in [*workers.items()]:
-                code = child.ended()  # before what it has printed last is read
-                for line in child.lines(last=code is not None):
+            for i, child in list(workers.items()):
+                # Asked first: what an ended child has printed is complete when it is read.
+                exit_code = child.ended()
+                for line in child.lines(last=exit_code is not None):
                     say(f'[{i}] {line}\n', sys.stderr)
-                    latest[i] = line
-                if code is None:
+                    last_line[i] = line
+                if exit_code is None:
                     continue
-                workers.pop(i).close()
-                if code == EXIT_CONFIG:
-                    refusals[latest.get(i, 'a worker refused the study')] = None
-                elif code and not stopping:
-                    how = f'ended by signal {-code}' if code < 0 else f'exit code {code}'
-                    crash = f'worker {i} crashed ({how})'
-                    log.warning('%s', crash)
+                child.close()
+                del workers[i]
+                if exit_code == EXIT_CONFIG:
+                    refusal = last_line.get(i, 'a worker refused the study')
+                    if refusal not in refusals:
+                        refusals.append(refusal)
+                elif exit_code != 0 and not is_stopping:
+                    last_crash = _crash(i, exit_code)
+                    log.warning('%s', last_crash)
     finally:
         for child in workers.values():
             child.close()
-    if stopping:
+    if is_stopping:
         raise Stopped('stopped, and the workers have saved')
     if refusals:
         raise ConfigError('; '.join(refusals))
-    return crash
+    return last_crash
+
+
+def _crash(number: int, exit_code: int) -> str:
+    """What is said of a worker that crashed; an exit code below zero is that of a signal."""
+    if exit_code < 0:
+        return f'worker {number} crashed (ended by signal {-exit_code})'
+    return f'worker {number} crashed (exit code {exit_code})'
 
 
 @signals.exit_on_signal()
 def main() -> None:
+    """Trains the study that the parent sends."""
     keep_programs()
-    if (pipe := children.parent()) is None:
+    pipe = children.parent()
+    if pipe is None:
         raise ConfigError('qkattn.study.local_workers is started by ablate --workers')
     # The command that is recorded is that of the parent.
     study, workdir, arms, sys.orig_argv = pipe.recv()

@@ -33,17 +33,19 @@ from qkattn.study.tuning import SCREENING
 
 LOGS = 'logs.zip'
 MAX_LOGS = 2**30  # bytes; they are kept in memory
+# The files of a stored study beside its logs.
 WHOLE_FILES = ('study.json', 'ledger.jsonl', 'yardsticks.json')
 PLAN = 'plan.jsonl'
 RESULTS = 'results.jsonl'
 METRICS = 'metrics.jsonl'
 DOCUMENTS = 'documents.json'
+# The files of a run in the logs.
 RUN_FILES = (METRICS, DOCUMENTS, DOCUMENTS_SHA256)
 # Names that no run's directory has: there are files of these names in a study, or in a run.
 _TAKEN = {*WHOLE_FILES, *RUN_FILES, LOGS, PLAN, RESULTS, 'lock'}
 _ADVICE = 'restore it from a copy'
 # Fields that a line of results.jsonl has beside those of an entry of result.json.
-_OF_STUDY = ('study', 'run', *ARM_KEY, 'stage', 'knob', 'target_parameters', 'residual')
+_ONLY_IN_RESULTS = ('study', 'run', *ARM_KEY, 'stage', 'knob', 'target_parameters', 'residual')
 
 Record = dict[str, Any]
 
@@ -63,7 +65,8 @@ class StoredFiles:
                 raise ReportError(f'{self.archive.path} has no {name}; {_ADVICE}')
         expected = {PLAN, RESULTS}
         for run in planned(self / PLAN):
-            expected.update(f'{run["directory"]}/{name}' for name in RUN_FILES)
+            for name in RUN_FILES:
+                expected.add(f'{run["directory"]}/{name}')
         for name in self.archive.names:
             if name not in expected:
                 raise ReportError(
@@ -92,15 +95,23 @@ def opened(directory: str | Path) -> Path | StoredFiles:
         raise ReportError(f'{logs} has {size:,} bytes, more than {MAX_LOGS:,}; {_ADVICE}')
     with read_errors(path):
         content = logs.read_bytes()
-        files = [path / name for name in WHOLE_FILES]
-        whole = tuple(file.read_bytes() if file.is_file() else None for file in files)
-    return _opened(path, content, whole)
+        other_files = [_bytes_or_none(path / name) for name in WHOLE_FILES]
+    return _opened(path, content, tuple(other_files))
 
 
 @functools.lru_cache(maxsize=64)
-def _opened(directory: Path, logs: bytes, whole: tuple[bytes | None, ...]) -> StoredFiles:
-    """`whole`, the content of WHOLE_FILES, makes another object where one of them has changed."""
+def _opened(directory: Path, logs: bytes, other_files: tuple[bytes | None, ...]) -> StoredFiles:
+    """The stored study with logs of this content; the same object for the same arguments.
+
+    `other_files`, the content of WHOLE_FILES, are an argument for that alone: readers keep results
+    by the object, so there has to be another one where such a file has changed.
+    """
     return StoredFiles(directory, logs)
+
+
+def _bytes_or_none(file: Path) -> bytes | None:
+    """The content of a file; None where there is none."""
+    return file.read_bytes() if file.is_file() else None
 
 
 def pack(study: Files, destination: Path) -> None:
@@ -140,7 +151,9 @@ def _stored_logs(study: Files) -> Iterator[tuple[str, bytes]]:
 
 def _complete_lines(path: Readable) -> bytes:
     """The lines of a file but those of training and an unfinished last one; b'' without a file."""
-    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    if not path.is_file():
+        return b''
+    lines = path.read_bytes().splitlines(keepends=True)
     return b''.join(line for line in lines if line.endswith(b'\n') and not is_training(line))
 
 
@@ -159,11 +172,14 @@ def unpack_in_place(directory: Path) -> None:
         _refuse_links(directory, run['directory'])
     results: dict[str, list[Record]] = {}
     for line in read_lines(files / RESULTS, {'run': str}):
-        entry = {name: value for name, value in line.items() if name not in _OF_STUDY}
+        entry = {name: value for name, value in line.items() if name not in _ONLY_IN_RESULTS}
         results.setdefault(line['run'], []).append(entry)
-    restarted = {f'{run["directory"]}/{METRICS}' for run in runs if run['run'] not in results}
+    # A run that begins anew writes its own.
+    metrics_left_out = {
+        f'{run["directory"]}/{METRICS}' for run in runs if run['run'] not in results
+    }
     for name in files.archive.names:
-        if name not in restarted:
+        if name not in metrics_left_out:
             write_atomic(directory / name, files.archive.read(name))
     for run in runs:
         if run['run'] in results:

@@ -20,16 +20,16 @@ REFERENCE = ModelConfig(d_model=64, num_layers=1, num_heads=4, context=128)
 
 def measured() -> dict[str, dict[str, dict[str, Any]]]:
     """The entry of every registered Score and Value, by kind and name."""
-    return {
-        'Score': {name: entry(name, 'vo') for name in SCORES},
-        'Value': {name: entry(cls.partner, name, 'value') for name, cls in VALUES.items()},
-    }
+    scores = {name: entry(name, 'vo') for name in SCORES}
+    values = {name: entry(cls.partner, name, 'value') for name, cls in VALUES.items()}
+    return {'Score': scores, 'Value': values}
 
 
 def documented_variants() -> list[tuple[str, str]]:
-    """Every Score with `vo`, then every Value with its partner."""
-    pairs = [(name, 'vo') for name in SCORES]
-    return list(dict.fromkeys(pairs + [(cls.partner, name) for name, cls in VALUES.items()]))
+    """(score, value) of every Score with `vo`, then of every Value with its partner; each once."""
+    variants = [(score, 'vo') for score in SCORES]
+    variants += [(cls.partner, value) for value, cls in VALUES.items()]
+    return list(dict.fromkeys(variants))
 
 
 def reference_spec(score: str, value: str) -> AttentionSpec:
@@ -48,20 +48,22 @@ def entry(score: str, value: str, circuit: str = 'score') -> dict[str, Any]:
     source     where the form comes from
     """
     spec = reference_spec(score, value)
+    # Shapes alone: a layer and its cache are traced, not computed.
     layer = jax.eval_shape(lambda: Attention(spec, key=jax.random.key(0)))
-    cls = SCORES[score] if circuit == 'score' else VALUES[value]
     y_BSD = jax.ShapeDtypeStruct((1, 1, spec.d_model), jnp.float32)
-    keys, both = jax.eval_shape(
-        lambda layer, y: (layer.score.cached(y), layer.cached(y)), layer, y_BSD
-    )
-    cached = keys if circuit == 'score' else [name for name in both if name not in keys]
-    # 'K*H' from 'k_BSKH': the letters after B and S of every cached array.
-    letters = ['*'.join(name.rpartition('_BS')[2]) for name in cached]
+    cache_of_score = jax.eval_shape(lambda layer, y: layer.score.cached(y), layer, y_BSD)
+    cache_of_layer = jax.eval_shape(lambda layer, y: layer.cached(y), layer, y_BSD)
+    cached_names = list(cache_of_score)
+    if circuit == 'value':
+        cached_names = [name for name in cache_of_layer if name not in cache_of_score]
+    # 'k_BSKH' holds 'K*H' floats per token: the letters after B and S.
+    sizes = ['*'.join(name.rpartition('_BS')[2]) for name in cached_names]
+    cls = SCORES[score] if circuit == 'score' else VALUES[value]
     return {
         'equation': cls.equation,
         'options': options_of(cls),
         'parameters': getattr(layer, circuit).parameter_count,
-        'cache': ' + '.join(letters) or '0',
+        'cache': ' + '.join(sizes) or '0',
         'rope': SCORES[score].supports_rope,
         'source': cls.source,
     }

@@ -18,20 +18,27 @@ def text(catalogue: Catalogue) -> str:
     paragraphs = ['cache: floats per token; of a Value, those beyond what its Score caches']
     for kind, entries in catalogue.items():
         for name, entry in entries.items():
-            lines = (f'  {key:<11} {value}' for key, value in entry.items())
-            paragraphs.append('\n'.join([f'{kind} {name}', *lines]))
+            lines = [f'{kind} {name}']
+            for field, value in entry.items():
+                lines.append(f'  {field:<11} {value}')
+            paragraphs.append('\n'.join(lines))
     return '\n\n'.join(paragraphs)
 
 
 def table(catalogue: Catalogue, kind: str) -> str:
-    """A Markdown table of the Scores or the Values."""
-    rows = [[kind, 'A[n]' if kind == 'Score' else 'B[n]', 'parameters', 'cache, floats per token']]
-    rows[0] += ['RoPE'] * (kind == 'Score')
+    """A Markdown table of the entries of a kind, 'Score' or 'Value'."""
+    is_score = kind == 'Score'
+    titles = [kind, 'A[n]' if is_score else 'B[n]', 'parameters', 'cache, floats per token']
+    if is_score:
+        titles.append('RoPE')
+    rows = [titles]
     for name, entry in catalogue[kind].items():
-        rows.append([f'`{name}`', *(entry[key] for key in ('equation', 'parameters', 'cache'))])
-        rows[-1] += ['yes' if entry['rope'] else 'no'] * (kind == 'Score')
+        row = [f'`{name}`', entry['equation'], entry['parameters'], entry['cache']]
+        if is_score:
+            row.append('yes' if entry['rope'] else 'no')
+        rows.append(row)
     lines = [f'| {" | ".join(cells)} |' for cells in rows]
-    lines.insert(1, '|---' * len(rows[0]) + '|')
+    lines.insert(1, '|---' * len(titles) + '|')
     return '\n'.join(lines).replace('*', '·')
 
 

@@ -39,7 +39,7 @@ from qkattn.storage.files import below, check_directory, make_directory, write_a
 from qkattn.storage.leases import locked
 from qkattn.storage.records import read_json
 from qkattn.study import declaration, plan
-from qkattn.study.arms import MatchedArm, build_arms
+from qkattn.study.arms import PlannedArm, build_arms
 from qkattn.study.plan import PlannedRun
 from qkattn.study.tuning import SINGLE
 from qkattn.train import sharding
@@ -50,7 +50,15 @@ from qkattn.train.sharding import require_memory
 log = logging.getLogger(__name__)
 
 
-def run(study: Study, workdir: str | Path, *, arms: list[MatchedArm] | None = None) -> Path:
+# How long a worker waits, in seconds, before it looks for a run again: while others hold runs, and
+# where one was just refused or given up.
+_WAIT_FOR_OTHERS = 10.0
+_WAIT_FOR_REFUSED = 1.0
+# Seconds between two looks at the directory while it waits.
+_TICK = 0.1
+
+
+def run(study: Study, workdir: str | Path, *, arms: list[PlannedArm] | None = None) -> Path:
     """Trains until every run of the study has its result, and returns the study's directory.
 
     The same call resumes, and may run beside other workers; while they hold all runs that are left,
@@ -61,19 +69,21 @@ def run(study: Study, workdir: str | Path, *, arms: list[MatchedArm] | None = No
     """
     require_same_settings(study)
     path = check_directory(workdir)
-    failed: dict[str, str] = {}
+    reason_of_failed: dict[str, str] = {}  # by the id of a run that cannot be trained
     with StopRequest() as stop:
         worker = owned(lambda: _Worker(study, path, arms or build_arms(study), stop))
-        while (leased := agreement.on_owner(lambda: worker.lease_next(failed))) is not None:
-            if leased:
-                _train(path, leased, worker, failed)
+        while True:
+            leased = agreement.on_owner(lambda: worker.lease_next(reason_of_failed))
+            if leased is None:
+                break
+            if leased:  # {} where others hold all runs that are left
+                _train(path, leased, worker, reason_of_failed)
             if agreement.any_process(stop.requested):
                 raise Stopped('stopped between two runs')
-    if failed:
-        raise ConfigError(
-            f'{len(failed)} run{"s" * (len(failed) > 1)} could not be trained: '
-            + '; '.join(f'{run}: {reason}' for run, reason in failed.items())
-        )
+    if reason_of_failed:
+        number = '1 run' if len(reason_of_failed) == 1 else f'{len(reason_of_failed)} runs'
+        reasons = [f'{run_id}: {reason}' for run_id, reason in reason_of_failed.items()]
+        raise ConfigError(f'{number} could not be trained: {"; ".join(reasons)}')
     return path
 
 
@@ -83,15 +93,15 @@ class _Worker:
 
     study: Study
     path: Path
-    arms: list[MatchedArm]
+    arms: list[PlannedArm]
     stop: StopRequest
     lease: leases.Lease | None = None  # of the run that `lease_next` has returned
     refused: set[str] = dataclasses.field(default_factory=set)  # tried again after the others
-    _held: dict[str, str] = dataclasses.field(default_factory=dict)  # the runs last waited for
-    _leased: PlannedRun | None = None
-    # When `study_left` last looked: the others without a result, and all that are held.
+    _leased: PlannedRun | None = None  # the run that `lease_next` has returned
+    _last_holders: dict[str, str] = dataclasses.field(default_factory=dict)  # at the last wait
+    # When `study_left` last looked: the other runs without a result, and all that are held.
     _others: list[PlannedRun] = dataclasses.field(default_factory=list)
-    _trained: set[str] = dataclasses.field(default_factory=set)
+    _held: set[str] = dataclasses.field(default_factory=set)
 
     def __post_init__(self) -> None:
         """Checks and declares the study."""
@@ -112,44 +122,49 @@ class _Worker:
         self._declared = ledger.digest(declaration.declare(path, study, self.arms))
 
     def lease_next(self, failed: Collection[str]) -> dict[str, Any] | None:
-        """The next run that is not in `failed`, whose lease this process then holds; JSON.
+        """Acquires the lease of the next run that is not in `failed`; describes the run as JSON.
 
-        {} after a while of waiting if others hold all runs that are left; None if none is left.
+        {} after a while of waiting if others hold all runs that are left; None if none is left. A
+        run that was in use, or was lost to another worker, is tried again after the others.
         """
-        left = [run for run in self._write_plan() if run.id not in failed]
+        runs_left = [run for run in self._write_plan() if run.id not in failed]
         self.lease = None
-        for run in left:
-            if run.id not in self.refused:
-                self.lease = leases.acquire(self.path / 'leases', run.id)
+        for run in runs_left:
+            if run.id in self.refused:
+                continue
+            self.lease = leases.acquire(self.path / 'leases', run.id)
             if self.lease is not None:
-                break
-        if self.lease is None:
-            self.refused.clear()
-            return self._wait(left) if left else None
-        self._leased = run
-        self._others = [other for other in left if other is not run]
-        return {
-            'run': run.id,
-            'config': to_json(run.config),
-            'directory': run.directory,
-            'label': f'{run.arm.title} {run.knob or run.stage}'.removesuffix(f' {SINGLE}'),
-        }
+                self._leased = run
+                self._others = [other for other in runs_left if other is not run]
+                purpose = run.knob or run.stage
+                title = run.arm.title
+                return {
+                    'run': run.id,
+                    'config': to_json(run.config),
+                    'directory': run.directory,
+                    'label': title if purpose == SINGLE else f'{title} {purpose}',
+                }
+        self.refused.clear()
+        if not runs_left:
+            return None
+        self._wait(runs_left)
+        return {}
 
     def study_left(self) -> StudyLeft:
         """What is left beside the run that `lease_next` has returned, as others have gone on."""
         with contextlib.suppress(OSError, ReadError):  # else what was known before
             self._others = [run for run in self._others if not self._is_finished(run)]
-            self._trained = set(leases.holders(self.path / 'leases'))
+            self._held = set(leases.holders(self.path / 'leases'))
         assert self._leased is not None
-        waiting = [run for run in self._others if run.id not in self._trained]
+        waiting_work = sum(run.work for run in self._others if run.id not in self._held)
         return StudyLeft(
             runs=len(self._others),
-            waiting_work=sum(run.work for run in waiting) / self._leased.work,
-            workers=len({self._leased.id, *self._trained}),
+            waiting_work=waiting_work / self._leased.work,
+            workers=len({self._leased.id, *self._held}),
         )
 
     def _is_finished(self, run: PlannedRun) -> bool:
-        # A bucket would be asked once for every run.
+        """Whether a run has its result; never in a bucket, which would be asked for every run."""
         return not is_url(self.path) and (self.path / run.directory / 'result.json').exists()
 
     def _write_plan(self) -> list[PlannedRun]:
@@ -168,25 +183,34 @@ class _Worker:
                 write_atomic(path / 'results.jsonl', plan.result_lines(study, runs, results))
         return plan.left(runs, results)
 
-    def _wait(self, left: list[PlannedRun]) -> dict[str, Any]:
-        """Waits until a result has come, a lease may have been given up, or 10 s have passed."""
-        held = leases.holders(self.path / 'leases')
-        places = {run.id: run.directory for run in left}
-        if held and held != self._held:
-            by_run = (f'{places.get(run, run)}, held by {holder}' for run, holder in held.items())
-            log.info('waiting for %s', '; '.join(by_run))
-        self._held = held
-        until = time.monotonic() + (10.0 if held else 1.0)
-        while time.monotonic() < until and not self.stop.requested:
-            done = ((self.path / place / 'result.json').exists() for place in places.values())
-            if not is_url(self.path) and any(done):
-                break
-            time.sleep(0.1)
-        return {}
+    def _wait(self, runs_left: list[PlannedRun]) -> None:
+        """Waits until one of the runs is finished, or a lease may have been given up.
+
+        Says who holds which run, unless it has said so before.
+        """
+        holders = leases.holders(self.path / 'leases')
+        if holders and holders != self._last_holders:
+            directory_of_run = {run.id: run.directory for run in runs_left}
+            held = []
+            for run_id, holder in holders.items():
+                held.append(f'{directory_of_run.get(run_id, run_id)}, held by {holder}')
+            log.info('waiting for %s', '; '.join(held))
+        self._last_holders = holders
+        end = time.monotonic() + (_WAIT_FOR_OTHERS if holders else _WAIT_FOR_REFUSED)
+        while time.monotonic() < end and not self.stop.requested:
+            if any(self._is_finished(run) for run in runs_left):
+                return
+            time.sleep(_TICK)
 
 
-def _train(path: Path, leased: dict[str, Any], worker: _Worker, failed: dict[str, str]) -> None:
-    """Trains the run that `worker` holds the lease of; enters it in `failed` if it cannot."""
+def _train(
+    path: Path, leased: dict[str, Any], worker: _Worker, reason_of_failed: dict[str, str]
+) -> None:
+    """Trains the run that `worker` holds the lease of; `leased` describes it (`lease_next`).
+
+    Enters a run that cannot be trained in `reason_of_failed`.
+    """
+    run_id = leased['run']
     with cast(leases.Lease, worker.lease) as lease:
         try:
             train(
@@ -198,22 +222,26 @@ def _train(path: Path, leased: dict[str, Any], worker: _Worker, failed: dict[str
             )
         except (InUseError, Lost) as error:
             log.warning('%s; continuing with another run', error)
-            worker.refused.add(leased['run'])
+            worker.refused.add(run_id)
         except DiskError:
             raise  # no other run could be saved either
         except (ConfigError, CheckpointError, JaxRuntimeError) as error:
+            outcome = cli.outcome(error)
             # Out of memory is a fault of this run; other errors of XLA are bugs, or of the machine.
-            known = cli.outcome(error)
-            if known is None or isinstance(error, JaxRuntimeError) and jax.process_count() > 1:
+            if outcome is None:
                 raise
-            log.error('skipping %s: %s', leased['directory'], known[0])
-            failed[leased['run']] = known[0]
+            # In a job, the other processes may not have it, and would wait for this one.
+            if isinstance(error, JaxRuntimeError) and jax.process_count() > 1:
+                raise
+            reason, _ = outcome
+            log.error('skipping %s: %s', leased['directory'], reason)
+            reason_of_failed[run_id] = reason
 
 
 def of_each_model(runs: list[PlannedRun]) -> list[PlannedRun]:
     """The longest run of each model on each corpus; `runs` begin with the longest."""
-    by_model = {(run.config.data, run.config.model): run for run in reversed(runs)}
-    return list(by_model.values())
+    run_of_model = {(run.config.data, run.config.model): run for run in reversed(runs)}
+    return list(run_of_model.values())
 
 
 def check_data(study: Study, config: Config) -> None:
@@ -223,27 +251,31 @@ def check_data(study: Study, config: Config) -> None:
         check_documents(rows, config.data)
 
 
-def check_start(study: Study, arms: list[MatchedArm], path: Path | None) -> list[str]:
+def check_start(study: Study, arms: list[PlannedArm], path: Path | None) -> list[str]:
     """Checks what a worker checks before it trains, for a dry run, which writes nothing to `path`.
 
     Devices and memory are left out, as the study may be trained elsewhere. Returns why data could
     not be checked here, a sentence each. ConfigError as `run`.
     """
     if path is None:
-        left = plan.left(plan.runs(study, arms, lambda run: None), lambda run: None)
+        runs_left = plan.left(plan.runs(study, arms, _no_results), _no_results)
     else:
         declaration.check(path, study, arms)
-        left = left_of(study, arms, path)
-    unchecked: dict[str, None] = {}  # in order, each once
-    for run in of_each_model(left):
+        runs_left = left_of(study, arms, path)
+    reasons: list[str] = []
+    for run in of_each_model(runs_left):
         check_parts(run.config)
         reason = check_data_if_here(run.config, study.name, functools.partial(check_data, study))
-        if reason is not None:
-            unchecked[reason] = None
-    return list(unchecked)
+        if reason is not None and reason not in reasons:
+            reasons.append(reason)
+    return reasons
 
 
-def left_of(study: Study, arms: list[MatchedArm], path: Path) -> list[PlannedRun]:
+def _no_results(run: PlannedRun) -> None:
+    """The results of a run in a study that has not begun."""
+
+
+def left_of(study: Study, arms: list[PlannedArm], path: Path) -> list[PlannedRun]:
     """The runs known so far that have no result, in the order in which workers take them."""
     results = plan.results_in(path)
     return plan.left(plan.runs(study, arms, results), results)

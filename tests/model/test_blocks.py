@@ -14,8 +14,8 @@ from qkattn.convert.conversions import convert_model
 from qkattn.errors import ConfigError
 from qkattn.model import build, cost
 from qkattn.model.blocks import MLP, Block, gelu
-from qkattn.study import arms
 from qkattn.study.arms import parse_variant
+from qkattn.study.matching import match
 from tests.attention import examples  # noqa: F401, the class `Differential`
 
 exact = functools.partial(jax.nn.gelu, approximate=False)
@@ -126,7 +126,7 @@ def test_a_pattern_is_matched():
     base = ModelConfig(d_model=128, num_layers=4, num_heads=4, context=128)
     config = dataclasses.replace(base, **parse_variant('qk/vo?pattern=qk/vo,qk/no_v'))
     target = cost.measured(base, 'total')
-    matched = arms.match(config, target, destination='d_model')
+    matched = match(config, target, destination='d_model')
     assert abs(cost.count(matched)['total'] / target - 1) <= 1e-3
     assert matched.d_model > 128
 

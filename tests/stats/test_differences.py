@@ -1,7 +1,6 @@
 """Differences, their intervals and the decisions on them: closed forms and scipy."""
 
 import dataclasses
-import functools
 import itertools
 import math
 
@@ -13,97 +12,174 @@ from qkattn.stats import inference
 from qkattn.stats.decision import ALPHA, Decision, holm, judge, level
 from qkattn.stats.inference import paired
 
-BETTER, BETTER_BELOW, EQUIVALENT, WORSE_BELOW, WORSE, UNDECIDED, _ = Decision
+BETTER = Decision.BETTER
+BETTER_BELOW = Decision.BETTER_BELOW_MARGIN
+EQUIVALENT = Decision.EQUIVALENT
+WORSE_BELOW = Decision.WORSE_BELOW_MARGIN
+WORSE = Decision.WORSE
+UNDECIDED = Decision.UNDECIDED
 VALUES = [-0.012, -0.008, -0.015, -0.006, -0.011, -0.009, -0.010]
+TEST_MARGIN = 0.006
+MEANS = [-0.02, -0.004, 0.003, 0.009]
 
 
-@pytest.mark.parametrize('mean', [-0.02, -0.004, 0.003, 0.009])
-def test_a_difference_is_scipys_t_test_and_its_two_one_sided_ones(mean):
-    margin, values = 0.006, np.random.default_rng(4).normal(mean, 0.004, 9)
-    difference, test = paired(values, margin), functools.partial(stats.ttest_1samp, values)
-    interval = tuple(test(0).confidence_interval(0.95))
-    assert (difference.low, difference.high, difference.df) == pytest.approx((*interval, 8))
-    above, below = test(-margin, alternative='greater').pvalue, test(margin, alternative='less')
-    one_sided = difference.p_not_better, difference.p_not_worse
-    assert one_sided == pytest.approx((above, below.pvalue))
-    assert difference.p_equivalence == pytest.approx(max(above, below.pvalue))
-    side = min(test(0, alternative='less').pvalue, test(0, alternative='greater').pvalue)
-    beyond = stats.t.sf((abs(values.mean()) - margin) / stats.sem(values), 8)
-    margins = min(1.0, beyond + side)
-    assert (difference.p, difference.p_margin) == pytest.approx((2 * side, margins))
-    estimate = inference.Estimate(values.mean(), 9, np.std(values, ddof=1), *interval)
+def sample(mean):
+    """Nine normal values around a mean."""
+    return np.random.default_rng(4).normal(mean, 0.004, 9)
+
+
+@pytest.mark.parametrize('mean', MEANS)
+def test_an_interval_is_that_of_scipys_t_test(mean):
+    values = sample(mean)
+    difference = paired(values, TEST_MARGIN)
+    interval = tuple(stats.ttest_1samp(values, 0).confidence_interval(0.95))
+    assert (difference.low, difference.high) == pytest.approx(interval)
+    assert difference.df == pytest.approx(8)
+    sd = np.std(values, ddof=1)
+    estimate = inference.Estimate(values.mean(), 9, sd, *interval)
     assert vars(inference.estimate(values.tolist())) == pytest.approx(vars(estimate))
 
 
-def test_a_finding_holds_with_and_without_the_values_that_lie_apart():
-    alone, every = paired(VALUES), paired([*VALUES, 0.06])
+@pytest.mark.parametrize('mean', MEANS)
+def test_equivalence_is_shown_by_scipys_two_one_sided_t_tests(mean):
+    values = sample(mean)
+    difference = paired(values, TEST_MARGIN)
+    above = stats.ttest_1samp(values, -TEST_MARGIN, alternative='greater').pvalue
+    below = stats.ttest_1samp(values, TEST_MARGIN, alternative='less').pvalue
+    assert (difference.p_not_better, difference.p_not_worse) == pytest.approx((above, below))
+    assert difference.p_equivalence == pytest.approx(max(above, below))
+
+
+@pytest.mark.parametrize('mean', MEANS)
+def test_a_difference_is_shown_by_scipys_t_test_at_zero_or_the_margin(mean):
+    values = sample(mean)
+    difference = paired(values, TEST_MARGIN)
+    p_less = stats.ttest_1samp(values, 0, alternative='less').pvalue
+    p_side = min(p_less, 1 - p_less)
+    assert difference.p == pytest.approx(2 * p_side)
+    beyond = stats.t.sf((abs(values.mean()) - TEST_MARGIN) / stats.sem(values), 8)
+    assert difference.p_margin == pytest.approx(min(1.0, beyond + p_side))
+
+
+def test_a_value_that_lies_apart_hides_no_finding_in_the_typical_ones():
+    alone = paired(VALUES)
+    with_outlier = paired([*VALUES, 0.06])
     assert alone.typical is None and alone.p < 0.001
-    assert every.typical == alone and (every.n, alone.n) == (8, 7)
-    assert every.p == pytest.approx(stats.ttest_1samp([*VALUES, 0.06], 0).pvalue)
-    assert every.p > 0.5
-    # The other way round: a shift that a few of many values make is no finding.
+    assert with_outlier.typical == alone and (with_outlier.n, alone.n) == (8, 7)
+    assert with_outlier.p == pytest.approx(stats.ttest_1samp([*VALUES, 0.06], 0).pvalue)
+    assert with_outlier.p > 0.5
+
+
+def test_a_shift_that_a_few_of_many_values_make_is_no_finding():
     rng = np.random.default_rng(0)
     shifted = paired([*rng.normal(0, 0.01, 72), *rng.normal(0.2, 0.01, 8)])
     assert shifted.mean / shifted.error_seeds > 2.6 and 0.1 < shifted.p == shifted.typical.p
     assert shifted.low == shifted.typical.low < 0 < shifted.typical.high < shifted.high
-    # Sides must agree.
+
+
+def test_a_finding_has_its_side_with_and_without_values_that_lie_apart():
     turned = paired([-1.01, -1.0, -0.99, -1.0, -0.98, 9.0, 9.1])
-    assert turned.mean > 0 > turned.typical.mean and (turned.p, turned.p_margin) == (1.0, 1.0)
+    assert turned.mean > 0 > turned.typical.mean
+    assert (turned.p, turned.p_margin) == (1.0, 1.0)
 
 
-def test_values_lie_apart_by_the_median_absolute_deviation():
-    limit = 5 * 1.4826  # of 0 and +-1, whose median absolute deviation is 1
-    for last, apart in ((limit - 0.01, False), (limit + 0.01, True)):
-        sample = (-1.0, -1.0, 0.0, 1.0, 1.0, 0.0, -1.0, 0.0, last)
-        assert inference.typical(sample) == (sample[:-1] if apart else sample)
-    for sample in ((0.0, 0.1, 9.0), (1.0, 1.0, 1.0, 9.0)):  # too few; no spread to tell by
-        assert inference.typical(sample) == sample
+@pytest.mark.parametrize(('beyond', 'is_apart'), [(-0.01, False), (0.01, True)])
+def test_values_lie_apart_by_the_median_absolute_deviation(beyond, is_apart):
+    others = (-1.0, -1.0, 0.0, 1.0, 1.0, 0.0, -1.0, 0.0)  # their deviation is 1
+    last = 5 * 1.4826 + beyond
+    expected = others if is_apart else (*others, last)
+    assert inference.typical((*others, last)) == expected
+
+
+@pytest.mark.parametrize('values', [(0.0, 0.1, 9.0), (1.0, 1.0, 1.0, 9.0)])
+def test_no_value_lies_apart_of_few_values_or_without_a_spread(values):
+    assert inference.typical(values) == values
+
+
+# What tuning may have missed, and values around 0.02 that it moves, below zero or above.
+MISSES = pytest.mark.parametrize(
+    ('sign', 'low', 'high'), [(1, 0.004, 0.007), (-1, 0.007, 0.004)], ids=['above', 'below']
+)
+
+
+def alternating(sign):
+    return np.array([sign * (0.02 + 0.001 * (-1) ** i) for i in range(8)])
+
+
+@MISSES
+def test_what_tuning_may_have_missed_widens_the_interval(sign, low, high):
+    values = alternating(sign)
+    plain = paired(values)
+    missed = paired(values, tuning=(low, high))
+    assert (missed.low, missed.high) == pytest.approx((plain.low - low, plain.high + high))
+
+
+@MISSES
+def test_what_tuning_may_have_missed_weakens_the_tests(sign, low, high):
+    values = alternating(sign)
+    missed = paired(values, tuning=(low, high))
+    nearer = paired(values - sign * 0.004)
+    assert (missed.p, missed.p_margin) == pytest.approx((nearer.p, nearer.p_margin))
+    wide = paired(values, 0.03, tuning=(low, high))
+    farther = paired(values + sign * 0.007, 0.03)
+    assert wide.p_equivalence == pytest.approx(farther.p_equivalence)
 
 
 @pytest.mark.parametrize('sign', [1, -1])
-def test_what_tuning_may_have_missed_widens_the_interval_and_weakens_the_tests(sign):
-    values = np.array([sign * (0.02 + 0.001 * (-1) ** i) for i in range(8)])
-    low, high = (0.004, 0.007)[::sign]
-    plain, missed = paired(values), paired(values, tuning=(low, high))
-    assert (missed.low, missed.high) == pytest.approx((plain.low - low, plain.high + high))
-    nearer, farther = paired(values - sign * 0.004), paired(values + sign * 0.007, 0.03)
-    assert (missed.p, missed.p_margin) == pytest.approx((nearer.p, nearer.p_margin))
-    wide = paired(values, 0.03, tuning=(low, high))
-    assert wide.p_equivalence == pytest.approx(farther.p_equivalence)
-    for miss in (0.03, np.inf):  # more than the difference: nothing is shown
-        lost = paired(values, tuning=(miss, miss))
-        assert (lost.p, lost.p_margin) == (1.0, 1.0) and lost.p_equivalence > 0.99
-        assert lost.low < 0 < lost.high
+@pytest.mark.parametrize('miss', [0.03, np.inf])
+def test_nothing_is_shown_where_tuning_may_miss_more_than_the_difference(sign, miss):
+    lost = paired(alternating(sign), tuning=(miss, miss))
+    assert (lost.p, lost.p_margin) == (1.0, 1.0) and lost.p_equivalence > 0.99
+    assert lost.low < 0 < lost.high
+
+
+EVALUATION_ERROR = 0.0015
 
 
 def test_the_error_over_documents_adds_to_that_over_seeds():
-    error, alone = 0.0015, paired(VALUES)
-    both = paired(VALUES, evaluation=(error, 20.0))
-    assert (both.error_seeds, both.error_evaluation) == (alone.error_seeds, error)
-    total = math.hypot(alone.error_seeds, error)
-    df = total**4 / (alone.error_seeds**4 / 6 + error**4 / 20)  # Satterthwaite
+    alone = paired(VALUES)
+    both = paired(VALUES, evaluation=(EVALUATION_ERROR, 20.0))
+    assert both.error_seeds == alone.error_seeds
+    assert both.error_evaluation == EVALUATION_ERROR
+    total = math.hypot(alone.error_seeds, EVALUATION_ERROR)
+    df = total**4 / (alone.error_seeds**4 / 6 + EVALUATION_ERROR**4 / 20)  # Satterthwaite
     assert (both.low, both.high) == pytest.approx(stats.t.interval(0.95, df, both.mean, total))
     assert (both.df, both.p) == pytest.approx((df, 2 * stats.t.cdf(both.mean / total, df)))
-    # An error that is known exactly costs no degrees of freedom; one that is not leaves nothing.
-    exact = paired(VALUES, evaluation=(error, None))
-    assert exact.df == pytest.approx(total**4 / (alone.error_seeds**4 / 6))
+
+
+def test_an_error_that_is_known_exactly_costs_no_degrees_of_freedom():
+    exact = paired(VALUES, evaluation=(EVALUATION_ERROR, None))
+    total = math.hypot(exact.error_seeds, EVALUATION_ERROR)
+    assert exact.df == pytest.approx(total**4 / (exact.error_seeds**4 / 6))
+
+
+def test_an_error_that_is_not_known_leaves_the_mean_alone():
     unknown = paired(VALUES, evaluation=None)
-    assert unknown.mean == alone.mean and unknown.p is unknown.low is None
+    assert unknown.mean == paired(VALUES).mean and unknown.p is unknown.low is None
 
 
-def test_the_error_over_documents_is_cluster_robust():
+def test_the_error_over_equal_documents_is_that_of_their_mean():
     nats_SC = np.random.default_rng(2).normal(0, 3.0, (4, 12))
     error, df = inference.evaluation_error(nats_SC, np.full(12, 500))
     assert (error, df) == pytest.approx((stats.sem(nats_SC.mean(axis=0) / 500), 11))
-    # Two halves of a document are not two documents, and a large one counts for less than its size.
-    tokens_C, each_C = np.array([4000, 500, 500, 1000]), np.array([0.01, -0.02, 0.03, 0.0])
+
+
+def test_the_error_over_documents_is_cluster_robust():
+    """Two halves of a document are not two documents; a large one counts for less than its size."""
+    tokens_C = np.array([4000, 500, 500, 1000])
+    difference_C = np.array([0.01, -0.02, 0.03, 0.0])
     share_C = tokens_C / 6000
-    mean = share_C @ each_C
-    expected = sum(w**2 * (d - mean) ** 2 / (1 - w) for w, d in zip(share_C, each_C, strict=True))
-    error, df = inference.evaluation_error((each_C * tokens_C)[None], tokens_C)
-    assert error == pytest.approx(expected**0.5)
+    mean = share_C @ difference_C
+    variance = sum(
+        share**2 * (difference - mean) ** 2 / (1 - share)
+        for share, difference in zip(share_C, difference_C, strict=True)
+    )
+    error, df = inference.evaluation_error((difference_C * tokens_C)[None], tokens_C)
+    assert error == pytest.approx(variance**0.5)
     assert df == pytest.approx(np.sum(share_C**2) ** 2 / np.sum(share_C**4) - 1)
-    # Documents that differ by rounding alone have no error.
+
+
+def test_documents_that_differ_by_rounding_alone_have_no_error():
     tokens_C = np.arange(1, 13) * 137.0
     nats_SC = np.outer([0.1, 0.1], tokens_C) / 3
     assert inference.evaluation_error(nats_SC, tokens_C)[0] == 0
@@ -113,23 +189,30 @@ def test_the_error_over_documents_is_cluster_robust():
 @pytest.mark.parametrize('df', [1, 2, 7, 14, 60])
 @pytest.mark.parametrize('alpha', [0.05, 0.05 / 6])
 def test_the_detectable_difference_has_the_power_of_the_noncentral_t(df, alpha):
-    median, error = stats.chi(df).median() / df**0.5, 0.003  # of an estimate of the error 1
+    error = 0.003
+    median = stats.chi(df).median() / df**0.5  # of an estimate of the error 1
     noncentrality = inference.detectable_difference(median * error, df, alpha) / error
     power = stats.nct.sf(stats.t.isf(alpha / 2, df), df, noncentrality)
     assert power == pytest.approx(inference.POWER, abs=1e-5)
 
 
 # The same number but for its last bits; numpy's mean of three 0.1 is not 0.1.
-NEARLY = [0.1, 0.1, 0.1], [0.25, 0.25 + 2**-54, 0.25 - 2**-54, 0.25], [3.3, 3.3 + 2**-51, 3.3]
+NEARLY = [
+    [0.1, 0.1, 0.1],
+    [0.25, 0.25 + 2**-54, 0.25 - 2**-54, 0.25],
+    [3.3, 3.3 + 2**-51, 3.3],
+]
 
 
 @pytest.mark.filterwarnings('error')
 @pytest.mark.parametrize('values', [[0.0] * 4, *NEARLY], ids=str)
 def test_a_spread_that_is_only_rounding_is_none(values):
-    estimate, difference = inference.estimate(values), paired(values)
-    zero, mean = float(values[0] == 0), pytest.approx(values[0], abs=1e-14)
+    estimate = inference.estimate(values)
+    difference = paired(values)
+    is_zero = float(values[0] == 0)
+    mean = pytest.approx(values[0], abs=1e-14)
     assert (estimate.sd, difference.sd) == (0.0, 0.0)
-    assert (difference.p, difference.p_equivalence) == (zero, 1.0 - zero)
+    assert (difference.p, difference.p_equivalence) == (is_zero, 1.0 - is_zero)
     assert estimate.low == estimate.high == difference.low == difference.high == mean
 
 
@@ -145,20 +228,38 @@ def test_differences_are_finite(differences):
         paired(differences)
 
 
-def test_pairs_and_documents_that_a_difference_takes():
-    values = [0.01, 0.03, -0.01, 0.02, 0.0, 0.01, 0.02, -0.02]
-    eight, noisy = paired(values), paired(values, evaluation=(0.01, 100))
+EIGHT = [0.01, 0.03, -0.01, 0.02, 0.0, 0.01, 0.02, -0.02]
+
+
+def test_as_many_pairs_as_there_are_find_their_detectable_difference():
+    eight = paired(EIGHT)
     detectable = inference.detectable_difference(eight.error_seeds, eight.df)
     assert inference.to_find(eight, detectable * (1 + 1e-9)) == (8, 1.0)
-    many, more = (inference.to_find(eight, size) for size in (2e-5, 1e-5))  # above a million
-    assert many[1] == more[1] == 1 and more[0] / many[0] == pytest.approx(4, rel=0.01)
+
+
+def test_half_a_difference_takes_four_times_as_many_pairs():
+    eight = paired(EIGHT)
+    many, documents = inference.to_find(eight, 2e-5)  # above a million
+    more, documents_of_more = inference.to_find(eight, 1e-5)
+    assert documents == documents_of_more == 1
+    assert more / many == pytest.approx(4, rel=0.01)
+
+
+def test_further_documents_are_needed_where_no_number_of_pairs_suffices():
+    noisy = paired(EIGHT, evaluation=(0.01, 100))
     pairs, documents = inference.to_find(noisy, 0.01)
-    error = math.hypot(eight.sd / pairs**0.5, 0.01 / documents**0.5)
+    error = math.hypot(noisy.sd / pairs**0.5, 0.01 / documents**0.5)
     assert documents > 1 and error == pytest.approx(0.01 / (1.96 + 0.84), rel=0.02)
-    # Nothing finds what tuning may hide, on its side.
+
+
+def test_nothing_finds_what_tuning_may_hide_on_its_side():
+    eight = paired(EIGHT)
     tuned = dataclasses.replace(eight, tuning_low=0.01)
     assert inference.to_find(tuned, -0.01) is None
     assert inference.to_find(tuned, 0.01) == inference.to_find(eight, -0.01)
+
+
+def test_a_single_pair_tells_of_no_number_of_pairs():
     assert inference.to_find(paired([0.1]), 0.01) is None
 
 
@@ -169,9 +270,11 @@ def test_holm_rejects_what_its_definition_rejects():
     for _ in range(300):
         p_values = rng.beta(0.3, 3.0, rng.integers(1, 8)).tolist()
         for alpha in (0.01, 0.05, 0.3):
-            ascending = sorted(p_values)
-            steps = [p <= alpha / (len(ascending) - k) for k, p in enumerate(ascending)]
-            rejected = ascending[: len(list(itertools.takewhile(bool, steps)))]
+            rejected = []
+            for k, p in enumerate(sorted(p_values)):
+                if p > alpha / (len(p_values) - k):
+                    break
+                rejected.append(p)
             assert [p in rejected for p in p_values] == [p <= alpha for p in holm(p_values)]
 
 
@@ -207,18 +310,19 @@ def test_the_decisions_which_divergence_never_helps(
 def test_an_arm_leaves_the_family_when_it_differs_by_more_than_the_margin():
     """At each alpha, the arms left are those whose margin tests Holm's method does not reject."""
     rng = np.random.default_rng(11)
+    first = level(1) / ALPHA
     for _ in range(100):
         means = rng.choice([-0.03, -0.01, 0.0, 0.004], 5)
-        arms = {i: paired(rng.normal(m, 0.01, 8)) for i, m in enumerate(means)}
-        judged, margins = judge(arms), holm([d.p_margin for d in arms.values()])
-        for alpha, (arm, p_margin) in itertools.product((0.01, 0.05, 0.2), enumerate(margins)):
-            left = sum(p > alpha for p in margins)
-            one = judged[arm]
-            first = level(1) / ALPHA
-            assert one.p_margin_holm == pytest.approx(min(1.0, p_margin / first))
-            differs, same = first * one.p_holm, first * one.p_equivalence_holm
+        differences = {i: paired(rng.normal(mean, 0.01, 8)) for i, mean in enumerate(means)}
+        judged = judge(differences)
+        p_margins = holm([difference.p_margin for difference in differences.values()])
+        for alpha, (arm, p_margin) in itertools.product((0.01, 0.05, 0.2), enumerate(p_margins)):
+            num_remaining = sum(p > alpha for p in p_margins)
+            assert judged[arm].p_margin_holm == pytest.approx(min(1.0, p_margin / first))
+            differs = first * judged[arm].p_holm
+            same = first * judged[arm].p_equivalence_holm
             if p_margin > alpha:
-                assert (differs <= alpha) == (arms[arm].p <= alpha / left)
-                assert (same <= alpha) == (arms[arm].p_equivalence <= alpha / left)
+                assert (differs <= alpha) == (differences[arm].p <= alpha / num_remaining)
+                assert (same <= alpha) == (differences[arm].p_equivalence <= alpha / num_remaining)
             else:
                 assert differs <= alpha < same

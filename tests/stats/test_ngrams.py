@@ -18,43 +18,54 @@ def slow_probability(rows, context, target, number):
     lower = slow_probability(rows, context, target, number - 1)
     if len(context) < number:
         return lower
-    after = collections.Counter(
-        row[t]
-        for row in rows
-        for t in range(max(number, 1), len(row))
-        if row[t - 1 :: -1][:number] == context[:number]
-    )
+    after = collections.Counter()
+    for row in rows:
+        for t in range(max(number, 1), len(row)):
+            if row[t - 1 :: -1][:number] == context[:number]:
+                after[row[t]] += 1
     if not after:
         return lower
     return (after[target] + len(after) * lower) / (after.total() + len(after))
 
 
-def test_losses_are_those_of_counts_in_dictionaries_and_probabilities_sum_to_one():
+def text():
+    """Counted and evaluated rows; of these the last id is never counted, nor are some contexts."""
     rng = np.random.default_rng(0)
     counted_RL = rng.choice(V - 1, (30, 9), p=(0.5, 0.3, 0.15, 0.05))
-    rows_RL = rng.integers(V, size=(6, 9))  # the last id is never counted, nor are some contexts
-    contexts_KM, targets_M = ngrams.preceding(rows_RL, 3)
-    every = [(contexts_KM, np.full(len(targets_M), token)) for token in range(V)]
+    rows_RL = rng.integers(V, size=(6, 9))
+    return counted_RL, rows_RL
+
+
+def test_losses_are_those_of_counts_in_dictionaries():
+    counted_RL, rows_RL = text()
     counted = ngrams.preceding(counted_RL, 3)
-    nats_OM, *nats = ngrams.losses(*counted, [(contexts_KM, targets_M), *every], V)
-    np.testing.assert_allclose(np.exp(-np.stack(nats)).sum(0), 1)
-    nats_ORT, rows = nats_OM.reshape(4, 6, 8), counted_RL.tolist()
+    (nats_OM,) = ngrams.losses(*counted, [ngrams.preceding(rows_RL, 3)], V)
+    nats_ORT = nats_OM.reshape(4, 6, 8)
+    counted_rows = counted_RL.tolist()
     for r, row in enumerate(rows_RL.tolist()):
         for t in range(1, 9):
             for order in range(4):
-                p = slow_probability(rows, row[t - 1 :: -1], row[t], order)
+                p = slow_probability(counted_rows, row[t - 1 :: -1], row[t], order)
                 assert nats_ORT[order, r, t - 1] == pytest.approx(-math.log(p))
+
+
+def test_probabilities_of_all_tokens_sum_to_one():
+    counted_RL, rows_RL = text()
+    contexts_KM, targets_M = ngrams.preceding(rows_RL, 3)
+    every_token = [(contexts_KM, np.full(len(targets_M), token)) for token in range(V)]
+    nats_VOM = np.stack(ngrams.losses(*ngrams.preceding(counted_RL, 3), every_token, V))
+    np.testing.assert_allclose(np.exp(-nats_VOM).sum(axis=0), 1)
 
 
 def slow_masked_probability(rows, chain, target):
     """P of a target between the tokens of a chain, [(offset, token)], by the definition."""
     lower = slow_masked_probability(rows, chain[:-1], target) if chain else 1 / V
-    between = collections.Counter(
-        row[t]
-        for row in rows
-        for t in range(len(row))
-        if all(0 <= t + at < len(row) and row[t + at] == token for at, token in chain)
-    )
+    between = collections.Counter()
+    for row in rows:
+        for t, token in enumerate(row):
+            neighbours = [(t + offset, neighbour) for offset, neighbour in chain]
+            if all(0 <= s < len(row) and row[s] == neighbour for s, neighbour in neighbours):
+                between[token] += 1
     if not between:
         return lower
     return (between[target] + len(between) * lower) / (between.total() + len(between))
@@ -62,9 +73,9 @@ def slow_masked_probability(rows, chain, target):
 
 def slow_chain(shown, t, number):
     """The offsets and tokens of the nearest visible neighbours of position t, left ones first."""
-    places = [place for place, token in enumerate(shown) if token >= 0 and place != t]
-    places.sort(key=lambda place: (abs(place - t), place))
-    return [(place - t, shown[place]) for place in places[:number]]
+    neighbours = [(s - t, token) for s, token in enumerate(shown) if token >= 0 and s != t]
+    neighbours.sort(key=lambda neighbour: (abs(neighbour[0]), neighbour[0]))
+    return neighbours[:number]
 
 
 def masked_text():
@@ -79,12 +90,14 @@ def masked_text():
 
 def test_masked_losses_are_those_of_counts_at_the_nearest_visible_offsets():
     counted_RT, (shown_RT, rows_RT, hidden_RT) = masked_text()
-    parts = [tuple(rows[:4] for rows in (shown_RT, rows_RT, hidden_RT))]
-    parts.append(tuple(rows[4:] for rows in (shown_RT, rows_RT, hidden_RT)))
-    nats = np.concatenate(ngrams.masked_losses(counted_RT, parts, 3, V, rare=0), axis=1)
+    sets = [
+        (shown_RT[:4], rows_RT[:4], hidden_RT[:4]),
+        (shown_RT[4:], rows_RT[4:], hidden_RT[4:]),
+    ]
+    nats_OM = np.concatenate(ngrams.masked_losses(counted_RT, sets, 3, V, rare=0), axis=1)
     places = np.argwhere(hidden_RT)
-    assert nats.shape == (4, len(places))
-    for (r, t), nats_O in zip(places, nats.T, strict=True):
+    assert nats_OM.shape == (4, len(places))
+    for (r, t), nats_O in zip(places, nats_OM.T, strict=True):
         for order in range(4):
             chain = slow_chain(shown_RT[r].tolist(), t, order)
             p = slow_masked_probability(counted_RT.tolist(), chain, rows_RT[r, t])

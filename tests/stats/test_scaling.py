@@ -25,7 +25,8 @@ def holds(interval, truth):
 
 
 def test_intervals_are_those_of_a_general_solver_in_any_order_of_sizes():
-    losses, order = means(np.random.default_rng(3), SIZES, SD / 2), [3, 0, 4, 1, 2]
+    losses = means(np.random.default_rng(3), SIZES, SD / 2)
+    order = [3, 0, 4, 1, 2]
     fit = scaling.fit(SIZES[order], losses[order])
     assert fit.sizes == tuple(SIZES)
     solved, covariance = optimize.curve_fit(
@@ -43,15 +44,18 @@ def test_intervals_of_few_sizes_hold_the_truth_in_most_studies_that_give_them(mo
 
     `more` is noise that the losses of a size share, as that of its tuning.
     """
-    rng, sizes, laws = np.random.default_rng(1), np.geomspace(1e5, 1.6e6, 4), []
+    rng = np.random.default_rng(1)
+    sizes = np.geomspace(1e5, 1.6e6, 4)
+    are_held = []
     for _ in range(400):
-        losses_SV = 1 + 0.6 * (sizes / 1e5) ** -0.25 + more * rng.normal(size=4)
-        losses_SV = losses_SV + 0.003 * 8**0.5 * rng.normal(size=(8, 4))
-        seeds = losses_SV.var(axis=0, ddof=1).mean() / 8, 4 * 7
-        laws.append(scaling.fit(sizes, losses_SV.mean(axis=0), seeds))
-    given = [law for law in laws if not isinstance(law, Problem)]
-    assert len(given) > 50
-    assert np.mean([holds(law.a, 0.25) and holds(law.E, 1.0) for law in given]) > 0.93
+        shared_V = 1 + 0.6 * (sizes / 1e5) ** -0.25 + more * rng.normal(size=4)
+        losses_SV = shared_V + 0.003 * 8**0.5 * rng.normal(size=(8, 4))
+        variance_of_means = losses_SV.var(axis=0, ddof=1).mean() / 8
+        law = scaling.fit(sizes, losses_SV.mean(axis=0), (variance_of_means, 4 * 7))
+        if not isinstance(law, Problem):
+            are_held.append(holds(law.a, 0.25) and holds(law.E, 1.0))
+    assert len(are_held) > 50
+    assert np.mean(are_held) > 0.93
 
 
 def test_the_floor_is_never_negative():
@@ -65,21 +69,29 @@ def test_the_floor_is_never_negative():
 
 def worth_of(factor, rng, sizes=SIZES, sd=SD / 2):
     """The multiplier of an arm that is the baseline at `factor` times its parameters."""
-    losses, arm = means(rng, SIZES, sd), means(rng, factor * sizes, sd)
-    base = dict(zip(SIZES, losses, strict=True))
-    fit = scaling.fit(SIZES, losses)
-    return scaling.multiplier(fit, [(n, n, y - base[n]) for n, y in zip(sizes, arm, strict=True)])
+    baseline_losses = means(rng, SIZES, sd)
+    arm_losses = means(rng, factor * sizes, sd)
+    baseline_loss_of_size = dict(zip(SIZES, baseline_losses, strict=True))
+    pairs = []
+    for size, loss in zip(sizes, arm_losses, strict=True):
+        pairs.append((size, size, loss - baseline_loss_of_size[size]))
+    return scaling.multiplier(scaling.fit(SIZES, baseline_losses), pairs)
 
 
 def test_sizes_that_leave_the_exponent_open_tell_what_parameters_are_worth():
     """Five sizes within a factor of 4.5, and 5 seeds of each."""
-    sizes, rng, sd, worths = np.geomspace(1e5, 4.5e5, 5), np.random.default_rng(0), SD / 2, []
+    sizes = np.geomspace(1e5, 4.5e5, 5)
+    rng = np.random.default_rng(0)
+    sd = SD / 2
+    worths = []
     for _ in range(200):
-        losses, arm = means(rng, sizes, sd), means(rng, 0.8 * sizes, sd)
-        fit = scaling.fit(sizes, losses, (sd**2 * rng.chisquare(20) / 20, 20))
+        baseline_losses = means(rng, sizes, sd)
+        arm_losses = means(rng, 0.8 * sizes, sd)
+        fit = scaling.fit(sizes, baseline_losses, (sd**2 * rng.chisquare(20) / 20, 20))
         if fit.loose:
-            pairs = zip(sizes, sizes, arm - losses, strict=True)
-            worths.append(scaling.multiplier(fit, [*pairs]))
+            differences = arm_losses - baseline_losses
+            pairs = list(zip(sizes, sizes, differences, strict=True))
+            worths.append(scaling.multiplier(fit, pairs))
     assert len(worths) > 100 and fit.loose.code is ProblemCode.EXPONENT_LOOSE
     assert fit.loose.data['high'] - fit.loose.data['low'] > fit.loose.data['value']
     assert 0.93 <= np.mean([holds(worth, 0.8) for worth in worths]) <= 0.995
@@ -99,31 +111,50 @@ def test_an_exponent_is_no_finding_whose_interval_is_wide_or_leaves_those_search
     assert scaling.fit(SIZES, law(SIZES)).loose is None
 
 
-@pytest.mark.parametrize('factor', [0.7, 1.0, 1.5])
+FACTORS = pytest.mark.parametrize('factor', [0.7, 1.0, 1.5])
+
+
+@FACTORS
+@pytest.mark.parametrize('sizes', [SIZES, SIZES[1:3]], ids=['all', 'some'])
+def test_losses_without_noise_give_the_multiplier(factor, sizes):
+    worth = worth_of(factor, np.random.default_rng(0), sizes, sd=0)
+    assert worth.value == pytest.approx(factor, rel=1e-5 if sizes is SIZES else 1e-6)
+
+
+@FACTORS
 def test_the_interval_of_the_multiplier_holds_the_truth_in_most_studies(factor):
-    exact = worth_of(factor, np.random.default_rng(0), sd=0)
-    assert exact.value == pytest.approx(factor, rel=1e-5)
-    assert worth_of(factor, np.random.default_rng(0), SIZES[1:3], 0).value == pytest.approx(factor)
     rng = np.random.default_rng(0)
-    worths = [w for _ in range(200) if not isinstance(w := worth_of(factor, rng), Problem)]
+    results = [worth_of(factor, rng) for _ in range(200)]
+    worths = [result for result in results if not isinstance(result, Problem)]
     assert len(worths) > 190
     assert 0.93 <= np.mean([holds(worth, factor) for worth in worths]) <= 0.995
     assert np.median([worth.high / worth.low for worth in worths]) < 1.15
 
 
-def test_common_noise_cancels_and_a_worth_that_differs_by_size_does_not():
-    """What arm and baseline share at a size is no part of their difference."""
-    fit = scaling.fit(SIZES, means(np.random.default_rng(1), SIZES, SD / 2))
-    same = scaling.multiplier(fit, [(n, n, 0.0) for n in SIZES])
+@pytest.fixture
+def noisy_law():
+    return scaling.fit(SIZES, means(np.random.default_rng(1), SIZES, SD / 2))
+
+
+def test_what_arm_and_baseline_share_at_a_size_is_no_part_of_their_difference(noisy_law):
+    same = scaling.multiplier(noisy_law, [(n, n, 0.0) for n in SIZES])
     assert (same.low, same.value, same.high) == pytest.approx((1, 1, 1))
-    # An arm of other sizes than the baseline.
-    fewer = scaling.multiplier(fit, [(n / 2, n, 0.0) for n in SIZES])
+
+
+def test_an_arm_may_have_other_sizes_than_the_baseline(noisy_law):
+    fewer = scaling.multiplier(noisy_law, [(n / 2, n, 0.0) for n in SIZES])
     assert fewer.value == pytest.approx(2)
-    # Equal at all sizes, so that the interval is that of the law alone.
-    equal = scaling.multiplier(fit, [(n, n, fit.loss(1.5 * n) - fit.loss(n)) for n in SIZES])
+
+
+def test_the_interval_of_a_multiplier_that_all_sizes_share_is_that_of_the_law(noisy_law):
+    differences = [noisy_law.loss(1.5 * n) - noisy_law.loss(n) for n in SIZES]
+    equal = scaling.multiplier(noisy_law, list(zip(SIZES, SIZES, differences, strict=True)))
     assert equal.value == pytest.approx(1.5) and equal.high / equal.low > 1.02
-    apart = [(n, n, 0.01 * (-1) ** place) for place, n in enumerate(SIZES)]
-    wide = scaling.multiplier(fit, apart)
+
+
+def test_a_worth_that_differs_by_size_widens_the_interval(noisy_law):
+    apart = [(n, n, 0.01 * (-1) ** index) for index, n in enumerate(SIZES)]
+    wide = scaling.multiplier(noisy_law, apart)
     assert holds(wide, 1) and wide.high / wide.low > 1.1
 
 
@@ -148,20 +179,31 @@ def test_losses_that_determine_no_law_are_refused(sizes, losses, code, data):
     assert scaling.multiplier(problem, pairs) == Problem(ProblemCode.NO_BASELINE_LAW)
 
 
-def test_no_multiplier_of_a_single_size_or_where_the_baseline_is_extrapolated():
-    fit = scaling.fit(SIZES, law(SIZES))
-    below_the_floor = 1e6, 1e6, -9.0
-    for factor, more, extrapolated in (
-        (2.1, (), SIZES[-1]),
-        (0.45, (), SIZES[0]),
-        (1.9, (below_the_floor,), 1e6),
-        (1.9, (), None),
-    ):
-        pairs = [*((n, n, law(factor * n) - law(n)) for n in SIZES), *more]
-        worth = scaling.multiplier(fit, pairs)
-        if extrapolated is None:
-            assert worth.value == pytest.approx(factor)
-        else:
-            data = {'parameters': extrapolated, 'factor': 2.0}
-            assert worth == Problem(ProblemCode.EXTRAPOLATED, data)
-    assert scaling.multiplier(fit, pairs[:1]) == Problem(ProblemCode.SINGLE_SIZE)
+def pairs_of(factor):
+    """The pairs of an arm that is the baseline at `factor` times its parameters, without noise."""
+    return [(n, n, law(factor * n) - law(n)) for n in SIZES]
+
+
+@pytest.mark.parametrize(
+    ('pairs', 'parameters'),
+    [
+        (pairs_of(2.1), SIZES[-1]),
+        (pairs_of(0.45), SIZES[0]),
+        ([*pairs_of(1.9), (1e6, 1e6, -9.0)], 1e6),  # below the floor
+    ],
+    ids=['above', 'below', 'floor'],
+)
+def test_no_multiplier_where_the_baseline_is_extrapolated(pairs, parameters):
+    worth = scaling.multiplier(scaling.fit(SIZES, law(SIZES)), pairs)
+    data = {'parameters': parameters, 'factor': 2.0}
+    assert worth == Problem(ProblemCode.EXTRAPOLATED, data)
+
+
+def test_a_multiplier_may_be_almost_twice_beyond_the_sizes():
+    worth = scaling.multiplier(scaling.fit(SIZES, law(SIZES)), pairs_of(1.9))
+    assert worth.value == pytest.approx(1.9)
+
+
+def test_no_multiplier_of_a_single_size():
+    worth = scaling.multiplier(scaling.fit(SIZES, law(SIZES)), pairs_of(1.9)[:1])
+    assert worth == Problem(ProblemCode.SINGLE_SIZE)

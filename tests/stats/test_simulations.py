@@ -8,7 +8,7 @@ their optima are known, so it is known which decisions are false. The draws are 
 import dataclasses
 import functools
 import math
-import types
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -16,11 +16,13 @@ import pytest
 from qkattn.config import TuningConfig
 from qkattn.stats import decision, inference
 from qkattn.stats.decision import ABOVE_ZERO, BELOW_ZERO, Decision
+from qkattn.stats.sweep import Sweep
 from qkattn.study.tuning import KNOBS, tune
 
 NOISE = 0.0097  # of one trial
 LEVEL_NOISE = 0.01  # that all arms and values share, by seed
-FLAT, SHARP = 0.01, 0.2  # second derivative of the loss by ln(learning rate)
+FLAT = 0.01  # second derivative of the loss by ln(learning rate)
+SHARP = 0.2
 GRIDS = dict.fromkeys(KNOBS, (1.0,)) | {'learning_rate': (0.002, 0.004, 0.008, 0.016)}
 SEEDS = (100, 101)  # the first of the screening
 CHOICES = ('vertex', 'minimax')  # of TuningConfig.choice
@@ -80,26 +82,39 @@ CASES = {
 }
 
 
+class TunedArm(NamedTuple):
+    """An arm of a study, with what the planner screens of it."""
+
+    shape: Shape
+    optimum: float  # ln(learning rate) of the least loss
+    sweep: Sweep
+
+
 @functools.lru_cache(1)
-def tuned(case, studies, choice):
-    """The arms of studies, the baseline first: shape, ln(optimum), and the sweep of the planner."""
+def tuned(case, num_studies, choice):
+    """The arms of each study, the baseline first, at random optima."""
     rng = np.random.default_rng(list(CASES).index(case))
     baseline, other = CASES[case]
-    shapes, limits, made = [baseline, *[other] * ARMS], TuningConfig(seeds=SEEDS, choice=choice), []
-    for _ in range(studies):
-        level_S, arms = rng.normal(0, LEVEL_NOISE, 100), []
+    shapes = [baseline, *[other] * ARMS]
+    limits = TuningConfig(seeds=SEEDS, choice=choice)
+    studies = []
+    for _ in range(num_studies):
+        level_S = rng.normal(0, LEVEL_NOISE, 100)
         optima = [rng.uniform(math.log(0.002), math.log(0.016)) for _ in shapes]
+        arms = []
         for shape, optimum in zip(shapes, optima, strict=True):
-            measured, shift_S = {}, shape.shifts(rng, 100)
-            while (plan := tune(GRIDS, limits, measured, 'coupled')).knob is not None:
-                places = np.array(plan.seeds) - SEEDS[0]
-                for at in map(plan.at, plan.values):
-                    x = math.log(at[0]) - optimum
-                    losses = shape.losses(rng, x, level_S[places], shift_S[places]).tolist()
-                    measured.setdefault(at, {}).update(zip(plan.seeds, losses, strict=True))
-            arms.append((shape, optimum, plan.sweeps['learning_rate']))
-        made.append(arms)
-    return made
+            shift_S = shape.shifts(rng, 100)
+            measured = {}
+            while (tuning := tune(GRIDS, limits, measured, 'coupled')).knob is not None:
+                indices = np.array(tuning.seeds) - SEEDS[0]
+                for settings in map(tuning.at, tuning.values):
+                    x = math.log(settings[0]) - optimum
+                    loss_S = shape.losses(rng, x, level_S[indices], shift_S[indices])
+                    loss_of_seed = dict(zip(tuning.seeds, loss_S.tolist(), strict=True))
+                    measured.setdefault(settings, {}).update(loss_of_seed)
+            arms.append(TunedArm(shape, optimum, tuning.sweeps['learning_rate']))
+        studies.append(arms)
+    return studies
 
 
 def is_false(decided, true):
@@ -111,53 +126,74 @@ def is_false(decided, true):
     return decided is Decision.EQUIVALENT and abs(true) >= MARGIN
 
 
-def simulate(case, num_seeds, studies, choice, effect=0.0):
-    """Studies that decide falsely; arms that are tested; of these, what is covered and detectable.
+class Counts(NamedTuple):
+    """What a simulation of studies counts; shares are 0 of nothing."""
 
-    The first arm differs by `effect`, up and down in turns, which is found if it is decided in the
-    right direction: `power` is the share of studies. A decision is false if it contradicts the
-    difference of the means, or that without bad trials.
+    false: int  # studies that decide any arm falsely
+    tested: int  # arms
+    coverage: float  # share of tested arms whose interval holds the difference of the means
+    detectable: float  # the median of the differences that are detectable
+    power: float  # share of studies that decide their first arm in the right direction
+
+
+def simulate(case, num_seeds, num_studies, choice, effect=0.0):
+    """Simulates studies from the sweeps of `tuned` to the decisions on their arms.
+
+    The first arm differs by `effect`, up and down in turns. A decision is false if it contradicts
+    the difference of the means, or that without bad trials.
     """
     rng = np.random.default_rng([list(CASES).index(case), num_seeds, int(effect != 0)])
-    false, covered, detectable, found = 0, [], [], []
-    for number, arms in enumerate(tuned(case, studies, choice)):
-        level_S, shift = rng.normal(0, LEVEL_NOISE, num_seeds), effect * (-1) ** number
-        levels, losses, misses = [0.0, shift, *[0.0] * (ARMS - 1)], [], []
-        for level, (shape, optimum, sweep) in zip(levels, arms, strict=True):
-            x, shift_S = math.log(sweep.chosen) - optimum, shape.shifts(rng, num_seeds)
-            losses.append(level + shape.losses(rng, x, level_S, shift_S))
-            bounded = sweep.bracketed and sweep.at_worst is not None
-            misses.append(sweep.at_worst if bounded else math.inf)
-        differences = {
-            i: inference.paired(losses[i] - losses[0], tuning=(misses[i], misses[0]))
-            for i in range(1, len(arms))
-            if max(misses[i], misses[0]) < math.inf
-        }
+    num_false = 0
+    are_covered = []
+    detectables = []
+    are_found = []
+    for number, arms in enumerate(tuned(case, num_studies, choice)):
+        level_S = rng.normal(0, LEVEL_NOISE, num_seeds)
+        shift = effect * (-1) ** number
+        true = [0.0, shift, *[0.0] * (ARMS - 1)]  # differences from the baseline, which is first
+        losses = []
+        misses = []  # by which arms may miss their optimum
+        for difference, arm in zip(true, arms, strict=True):
+            x = math.log(arm.sweep.chosen) - arm.optimum
+            shift_S = arm.shape.shifts(rng, num_seeds)
+            losses.append(difference + arm.shape.losses(rng, x, level_S, shift_S))
+            is_bounded = arm.sweep.bracketed and arm.sweep.at_worst is not None
+            misses.append(arm.sweep.at_worst if is_bounded else math.inf)
+        differences = {}
+        means = {}  # of true losses, bad trials included
+        for i in range(1, len(arms)):
+            if max(misses[i], misses[0]) < math.inf:
+                tuning = (misses[i], misses[0])
+                differences[i] = inference.paired(losses[i] - losses[0], tuning=tuning)
+                means[i] = true[i] + BAD * (arms[i].shape.bad - arms[0].shape.bad)
         judged = decision.judge(differences, planned=ARMS)
-        means = {i: levels[i] + BAD * (arms[i][0].bad - arms[0][0].bad) for i in differences}
-        false += any(
-            is_false(one.decision, true)
-            for i, one in judged.items()
-            for true in {levels[i], means[i]}
+        num_false += any(
+            is_false(judgement.decision, true[i]) or is_false(judgement.decision, means[i])
+            for i, judgement in judged.items()
         )
-        covered += [d.low <= means[i] <= d.high for i, d in differences.items()]
-        detectable += [one.detectable for one in judged.values()]
+        are_covered += [d.low <= means[i] <= d.high for i, d in differences.items()]
+        detectables += [judgement.detectable for judgement in judged.values()]
         if 1 in judged:
-            found.append(judged[1].decision in (BELOW_ZERO if shift < 0 else ABOVE_ZERO))
-    shares = {'coverage': np.mean(covered or 0.0), 'power': np.mean(found or 0.0)}
-    return types.SimpleNamespace(
-        false=false, tested=len(covered), detectable=float(np.median(detectable or 0.0)), **shares
+            are_found.append(judged[1].decision in (BELOW_ZERO if shift < 0 else ABOVE_ZERO))
+    return Counts(
+        false=num_false,
+        tested=len(are_covered),
+        coverage=np.mean(are_covered or 0.0),
+        detectable=float(np.median(detectables or 0.0)),
+        power=np.mean(are_found or 0.0),
     )
 
 
 def crossed(studies):
-    """Shares of intervals that cover, with seeds and documents in the interval or seeds alone.
+    """Shares of intervals that cover: with seeds and documents in the interval, then seeds alone.
 
     The tokens of documents are log-normal, none above 5 % of all. Arms differ by noise of the seed,
     of the document, and of a seed at a document.
     """
-    num_seeds, documents, covered = 16, 100, np.zeros(2)
+    num_seeds = 16
+    documents = 100
     rng = np.random.default_rng([num_seeds, documents])
+    num_covered = np.zeros(2)
     for _ in range(studies):
         tokens_C = rng.lognormal(8, 1.0, documents)
         for _ in range(20):
@@ -165,11 +201,11 @@ def crossed(studies):
         noise_SC = rng.normal(0, 0.02, (num_seeds, documents)) + rng.normal(0, 0.03, documents)
         nats_SC = (noise_SC + rng.normal(0, 0.01, (num_seeds, 1))) * tokens_C
         means_S = nats_SC.sum(axis=1) / tokens_C.sum()
-        seeds = inference.paired(means_S)
+        over_seeds = inference.paired(means_S)
         evaluation = inference.evaluation_error(nats_SC, tokens_C)
-        both = inference.paired(means_S, evaluation=evaluation)
-        covered += [d.low <= 0 <= d.high for d in (both, seeds)]
-    return covered / studies
+        over_both = inference.paired(means_S, evaluation=evaluation)
+        num_covered += [d.low <= 0 <= d.high for d in (over_both, over_seeds)]
+    return num_covered / studies
 
 
 @pytest.mark.parametrize('choice', CHOICES)
@@ -219,19 +255,24 @@ def test_studies_are_decided_falsely_at_most_once_in_twenty(case, choice, num_se
 )
 def test_studies_rarely_decide_wrongly(true, sd):
     """Whatever the true differences, given here in margins, of arms that share their baseline."""
-    rng, count, num_seeds, true = np.random.default_rng(0), 1000, 8, MARGIN * np.array(true)
+    rng = np.random.default_rng(0)
+    count = 1000
+    num_seeds = 8
+    true = MARGIN * np.array(true)
+    # Losses minus those of the baseline: studies, arms, seeds.
     arms = rng.normal(0.0, sd / 2**0.5, (count, len(true), num_seeds)) + true[:, None]
     arms -= rng.normal(0.0, sd / 2**0.5, (count, 1, num_seeds))
 
-    def wrong(studies):
-        judged = [
-            decision.judge(dict(enumerate(map(inference.paired, s)))).items() for s in studies
-        ]
-        return np.mean([any(is_false(j.decision, true[i]) for i, j in arms) for arms in judged])
+    def share_of_false(studies):
+        are_false = []
+        for arms_of_study in studies:
+            judged = decision.judge(dict(enumerate(map(inference.paired, arms_of_study))))
+            are_false.append(any(is_false(judged[i].decision, true[i]) for i in judged))
+        return np.mean(are_false)
 
-    errors = 4 * (0.05 * 0.95 / count) ** 0.5
-    assert 0.02 <= wrong(arms) <= 0.05 + errors
-    assert abs(wrong(arms[:, :1]) - 0.05) <= errors
+    four_errors = 4 * (0.05 * 0.95 / count) ** 0.5
+    assert 0.02 <= share_of_false(arms) <= 0.05 + four_errors
+    assert abs(share_of_false(arms[:, :1]) - 0.05) <= four_errors
 
 
 def asked_again(num_seeds, true, sd, studies, by_the_rule):

@@ -1,6 +1,7 @@
 """Sweeps of one setting: the parabola, its intervals, and how the grid and its seeds grow."""
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -19,38 +20,43 @@ def loss(value, seed=0, curvature=0.06):
 
 
 def losses(values=GRID, seeds=3, rng=None, noise=0.0, curvature=0.06):
-    return {
-        value: {
-            seed: loss(value, seed, curvature) + (rng.normal(0, noise) if rng else 0.0)
-            for seed in range(seeds)
-        }
-        for value in values
-    }
+    """Losses by value and seed, with noise if there is a random generator."""
+    losses_of_value = {}
+    for value in values:
+        of_seed = {seed: loss(value, seed, curvature) for seed in range(seeds)}
+        if rng is not None:
+            of_seed = {seed: of_seed[seed] + rng.normal(0, noise) for seed in of_seed}
+        losses_of_value[value] = of_seed
+    return losses_of_value
 
 
 def of_means(*means, values=GRID, seeds=2):
     """The sweep of seeds without noise, with these means (None: diverged) at the first values."""
-    pairs = zip(values, means, strict=False)
-    return sweep.fit({v: dict.fromkeys(range(seeds), mean) for v, mean in pairs})
+    losses_of_value = {}
+    for value, mean in zip(values, means, strict=False):
+        losses_of_value[value] = dict.fromkeys(range(seeds), mean)
+    return sweep.fit(losses_of_value)
 
 
 def bounds(swept):
-    """The places of the nearest worse values below and above the best."""
+    """The indices of the nearest worse values below and above the best."""
     return sweep._nearest_worse(swept.losses, swept.means, swept.values.index(swept.best))
 
 
 @pytest.mark.parametrize('noise', [0.004, 0.06, 0.07])
-def test_the_fit_is_least_squares_with_a_level_per_seed_and_bounded_by_a_t_test(noise):
-    swept = sweep.fit(dict(reversed(losses(rng=np.random.default_rng(1), noise=noise).items())))
-    means = np.array(swept.losses)
-    x = np.log(np.array(GRID) / 0.004)
-    centred = (means - means.mean(axis=0)).ravel()  # removes the level of each seed
-    design = np.column_stack([x - x.mean(), x**2 - np.mean(x**2)]).repeat(3, axis=0)
-    (b, c), (residual,), _, _ = np.linalg.lstsq(design, centred)
-    level = means.mean() - b * x.mean() - c * np.mean(x**2)
-    expected = 2 * c, 0.004 * math.exp(-b / (2 * c)), level - b**2 / (4 * c)
+def test_the_fit_is_least_squares_with_a_level_per_seed(noise):
+    table = losses(rng=np.random.default_rng(1), noise=noise)
+    swept = sweep.fit(dict(reversed(table.items())))
+    losses_VS = np.array(swept.losses)
+    x_V = np.log(np.array(GRID) / 0.004)
+    centred_N = (losses_VS - losses_VS.mean(axis=0)).ravel()  # removes the level of each seed
+    columns_VP = np.column_stack([x_V - x_V.mean(), x_V**2 - np.mean(x_V**2)])
+    design_NP = columns_VP.repeat(3, axis=0)
+    (b, c), (residual,), _, _ = np.linalg.lstsq(design_NP, centred_N)
+    level = losses_VS.mean() - b * x_V.mean() - c * np.mean(x_V**2)
+    expected = (2 * c, 0.004 * math.exp(-b / (2 * c)), level - b**2 / (4 * c))
     assert (swept.curvature, swept.optimum, swept.loss) == pytest.approx(expected)
-    error = (residual / (15 - 5) * np.linalg.inv(design.T @ design)[1, 1]) ** 0.5
+    error = (residual / (15 - 5) * np.linalg.inv(design_NP.T @ design_NP)[1, 1]) ** 0.5
     assert swept.bounded == (c / error > 2.228139) == (noise < 0.065)  # the 97.5 % quantile
 
 
@@ -61,42 +67,67 @@ def test_an_optimum_at_the_end_of_the_grid_is_kept_whatever_the_rounding(optimum
 
 
 def allowed(swept, value):
-    """The largest excess at `value` of curves on a fixed grid, and the ends of their optima."""
-    x = np.log(np.array(swept.fitted) / value)
-    table = np.array([swept.losses[swept.values.index(v)] for v in swept.fitted])
-    table -= table.mean(axis=0)
-    means, seeds = table.mean(axis=1), table.shape[1]
-    slopes = (x - x.mean()) @ table / np.sum((x - x.mean()) ** 2) ** 0.5
-    optimum = np.linspace(x[0], x[-1], 1001)[:, None, None]
+    """The largest excess at `value` of curves on a fixed grid, and the ends of their optima.
+
+    The last axes of arrays are optima, skews, values and seeds.
+    """
+    x_V = np.log(np.array(swept.fitted) / value)
+    losses_VS = np.array([swept.losses[swept.values.index(fitted)] for fitted in swept.fitted])
+    losses_VS -= losses_VS.mean(axis=0)
+    means_V = losses_VS.mean(axis=1)
+    num_seeds = losses_VS.shape[1]
+    centred_V = x_V - x_V.mean()
+    slopes_S = centred_V @ losses_VS / np.sum(centred_V**2) ** 0.5
+
+    optimum = np.linspace(x_V[0], x_V[-1], 1001)[:, None, None]
     skew = np.linspace(-sweep.SKEW, sweep.SKEW, 121)[:, None]
-    curve = sweep._curve(x - optimum, skew)
+    curve = sweep._curve(x_V - optimum, skew)
     curve -= curve.mean(axis=-1, keepdims=True)
     length = np.sum(curve**2, axis=-1)
-    scale = np.maximum(np.sum(curve * means, axis=-1) / length, 0.0)
-    square = np.sum((table - (scale[..., None] * curve)[..., None]) ** 2, axis=(-2, -1))
-    df = table.size - seeds - 3
-    variance = max(square.min() / df, np.var(slopes, ddof=1))
+    scale = np.maximum(np.sum(curve * means_V, axis=-1) / length, 0.0)
+    residuals = losses_VS - (scale[..., None] * curve)[..., None]
+    square = np.sum(residuals**2, axis=(-2, -1))
+    df = losses_VS.size - num_seeds - 3
+    variance = max(square.min() / df, np.var(slopes_S, ddof=1))
     spare = square.min() + stats.t.isf(0.025, df) ** 2 * variance - square
-    largest = scale + np.sqrt(np.maximum(spare, 0) / (seeds * length))
-    excess = np.max(np.where(spare >= 0, largest * sweep._curve(-optimum, skew)[..., 0], 0.0))
+    largest = scale + np.sqrt(np.maximum(spare, 0) / (num_seeds * length))
+    excess_at_value = largest * sweep._curve(-optimum, skew)[..., 0]
+    excess = np.max(np.where(spare >= 0, excess_at_value, 0.0))
     optima = value * np.exp(optimum[np.any(spare >= 0, axis=1)])
     return excess, optima.min(), optima.max()
 
 
-@pytest.mark.parametrize('choice', ['vertex', 'minimax'])
+CHOICES = pytest.mark.parametrize('choice', ['vertex', 'minimax'])
+
+
+def assert_allowed(swept, value):
+    """The excess at a value and the interval of the optimum are those of the allowed curves.
+
+    With 'minimax' the chosen value lies in that interval.
+    """
+    excess, *ends = allowed(swept, value)
+    assert swept.excess(value) == pytest.approx(excess, rel=0.15)
+    assert (swept.optimum_low, swept.optimum_high) == pytest.approx(ends, rel=0.03)
+    assert swept.choice == 'vertex' or ends[0] < swept.chosen < ends[1]
+
+
+@CHOICES
 @pytest.mark.parametrize('noise', [0.01, 0.03])
-def test_at_worst_and_the_interval_are_those_of_the_curves_that_the_data_do_not_contradict(
-    choice, noise
-):
-    swept = sweep.fit(losses(rng=np.random.default_rng(1), noise=noise, curvature=0.2), choice)
+def test_an_excess_is_bounded_by_the_curves_that_the_data_do_not_contradict(choice, noise):
+    table = losses(rng=np.random.default_rng(1), noise=noise, curvature=0.2)
+    swept = sweep.fit(table, choice)
     assert swept.at_worst == swept.excess(swept.chosen)
-    # Where the optima of seeds differ, the variance is that between their slopes.
-    apart = {v: {s: loss(v * (0.7, 1, 1.4)[s], s, 0.2) for s in range(3)} for v in GRID}
-    for one, value in ((swept, swept.chosen), (swept, 0.003), (sweep.fit(apart, choice), 0.003)):
-        excess, *ends = allowed(one, value)
-        assert one.excess(value) == pytest.approx(excess, rel=0.15)
-        assert (one.optimum_low, one.optimum_high) == pytest.approx(ends, rel=0.03)
-        assert choice == 'vertex' or ends[0] < one.chosen < ends[1]
+    assert_allowed(swept, swept.chosen)
+    assert_allowed(swept, 0.003)
+
+
+@CHOICES
+def test_where_the_optima_of_seeds_differ_the_variance_is_that_between_their_slopes(choice):
+    shifts = (0.7, 1, 1.4)
+    table = {}
+    for value in GRID:
+        table[value] = {seed: loss(value * shifts[seed], seed, 0.2) for seed in range(3)}
+    assert_allowed(sweep.fit(table, choice), 0.003)
 
 
 @pytest.mark.parametrize(
@@ -105,64 +136,108 @@ def test_at_worst_and_the_interval_are_those_of_the_curves_that_the_data_do_not_
 )
 def test_two_seeds_whose_optima_differ_bound_too_little(seeds, spread, low, high):
     """The share of sweeps whose chosen value misses no more than they say, as in docs/limits.md."""
-    rng, held = np.random.default_rng(0), []
+    rng = np.random.default_rng(0)
+    are_held = []
     for _ in range(200):
-        moved = np.exp(spread * rng.standard_normal(seeds))
-        table = {
-            v: {s: loss(v / moved[s], s, 0.4) + rng.normal(0, 0.002) for s in range(seeds)}
-            for v in GRID
-        }
+        shifts = np.exp(spread * rng.standard_normal(seeds))
+        table = {}
+        for value in GRID:
+            table[value] = {}
+            for seed in range(seeds):
+                noise = rng.normal(0, 0.002)
+                table[value][seed] = loss(value / shifts[seed], seed, 0.4) + noise
         swept = sweep.fit(table, 'minimax')
         if swept.bracketed and swept.at_worst is not None:
-            held.append(loss(swept.chosen, 0, 0.4) - loss(OPTIMUM) <= swept.at_worst)
-    assert len(held) > 50 and low <= np.mean(held) <= high
+            are_held.append(loss(swept.chosen, 0, 0.4) - loss(OPTIMUM) <= swept.at_worst)
+    assert len(are_held) > 50 and low <= np.mean(are_held) <= high
 
 
-def test_a_value_at_which_a_seed_diverged_is_worse_than_any_and_not_fitted():
+@pytest.fixture
+def diverged_sweep():
+    """A sweep in which some seeds diverged at its last two values."""
     table = losses()
     table[0.008] = {0: 1.0, 1: None, 2: 1.0}  # the lucky seeds
     table[0.016] = {0: None, 1: math.nan, 2: math.inf}
-    swept = sweep.fit(table)
-    assert swept.means[3:] == (math.inf, math.inf)
-    assert swept.losses[3:] == ((1.0, 1.0), ())
-    assert (swept.best, swept.bracketed) == (0.004, True)
-    assert swept.optimum == pytest.approx(OPTIMUM)
+    return sweep.fit(table)
+
+
+def test_a_value_at_which_a_seed_diverged_is_worse_than_any(diverged_sweep):
+    assert diverged_sweep.means[3:] == (math.inf, math.inf)
+    assert diverged_sweep.losses[3:] == ((1.0, 1.0), ())
+    assert (diverged_sweep.best, diverged_sweep.bracketed) == (0.004, True)
+
+
+def test_a_value_at_which_a_seed_diverged_is_not_fitted(diverged_sweep):
+    assert diverged_sweep.optimum == pytest.approx(OPTIMUM)
+
+
+class Screened(NamedTuple):
+    """A grid with these mean losses at its first values, and what is known of its sweep."""
+
+    means: tuple
+    seeds: int
+    estimates: int  # how many of ESTIMATES are known, each of which needs those before it
+    bracketed: bool
+    needs_seeds: bool
+    further: tuple  # values to screen next
+
+    def sweep(self):
+        return of_means(*self.means, seeds=self.seeds)
+
+
+ESTIMATES = ('curvature', 'optimum', 'loss', 'optimum_low', 'at_worst')
+SCREENED = pytest.mark.parametrize(
+    'screened',
+    [
+        Screened((2.0,), 2, 0, False, True, (0.0005, 0.002)),
+        Screened((2.1, 2.0), 2, 0, False, False, (0.004,)),
+        Screened((None, 2.0), 2, 0, False, False, (0.004,)),
+        Screened((None, None, None), 2, 0, False, False, (0.0005,)),
+        Screened((2.1, 2.0, 2.0), 2, 5, False, True, (0.008,)),  # equals do not bracket
+        Screened((2.1, 2.0, 2.0, 2.1), 2, 5, True, False, ()),
+        Screened((2.3, 2.1, 2.0, 2.1, 2.3), 2, 5, True, False, ()),
+        Screened((2.2, 2.0, 2.1), 1, 3, False, True, ()),  # one seed brackets nothing
+        Screened((2.0, 2.1, 2.2), 2, 1, False, False, (0.0005,)),  # at the end, beyond doubt
+        Screened((2.1, 2.0, None), 2, 0, True, True, ()),  # two values, no parabola
+        Screened((2.4, 2.2, 2.1, None), 2, 1, True, True, ()),  # its vertex in a gap
+        Screened((2.0, 2.2, 2.25, 2.2, 2.1), 2, 1, False, False, (0.0005,)),  # a ridge
+        Screened((2.05, 2.07, 2.00, 2.07, 2.06), 2, 3, True, True, ()),  # far from the points
+    ],
+    ids=lambda screened: str(screened.means),
+)
+
+
+@SCREENED
+def test_a_sweep_estimates_what_its_values_determine(screened):
+    swept = screened.sweep()
+    estimates = [name for name in ESTIMATES if getattr(swept, name) is not None]
+    assert estimates == list(ESTIMATES[: screened.estimates])
+    assert (swept.excess(0.001) < math.inf) == (screened.estimates == len(ESTIMATES))
+    assert swept.chosen == swept.best or screened.estimates >= 3
+
+
+@SCREENED
+def test_seeds_are_drawn_where_they_help(screened):
+    swept = screened.sweep()
+    assert swept.bracketed == screened.bracketed
+    assert swept.needs_seeds == screened.needs_seeds
+
+
+@SCREENED
+def test_the_grid_grows_to_a_side_without_a_worse_value(screened):
+    swept = screened.sweep()
+    number = len(screened.means)
+    assert sweep.next_values(swept, 2.0, 9, math.inf) == screened.further
+    assert sweep.next_values(swept, 2.0, number, math.inf) == ()
+    assert sweep.next_values(swept, 2.0, number + 1, math.inf) == screened.further[:1]
 
 
 @pytest.mark.parametrize(
-    ('means', 'seeds', 'number', 'bracketed', 'needs_seeds', 'expected'),
-    [
-        ((2.0,), 2, 0, False, True, (0.0005, 0.002)),
-        ((2.1, 2.0), 2, 0, False, False, (0.004,)),
-        ((None, 2.0), 2, 0, False, False, (0.004,)),
-        ((None, None, None), 2, 0, False, False, (0.0005,)),
-        ((2.1, 2.0, 2.0), 2, 5, False, True, (0.008,)),  # equals do not bracket
-        ((2.1, 2.0, 2.0, 2.1), 2, 5, True, False, ()),
-        ((2.3, 2.1, 2.0, 2.1, 2.3), 2, 5, True, False, ()),
-        ((2.2, 2.0, 2.1), 1, 3, False, True, ()),  # one seed brackets nothing
-        ((2.0, 2.1, 2.2), 2, 1, False, False, (0.0005,)),  # at the end, beyond doubt
-        ((2.1, 2.0, None), 2, 0, True, True, ()),  # two values, no parabola
-        ((2.4, 2.2, 2.1, None), 2, 1, True, True, ()),  # its vertex in a gap
-        ((2.0, 2.2, 2.25, 2.2, 2.1), 2, 1, False, False, (0.0005,)),  # a ridge
-        ((2.05, 2.07, 2.00, 2.07, 2.06), 2, 3, True, True, ()),  # far from the points
-    ],
+    ('end', 'expected'), [(math.inf, (0.03333333333, 0.3)), (0.3, (0.03333333333,))]
 )
-def test_the_grid_grows_where_no_worse_value_stands_and_seeds_are_drawn_where_they_help(
-    means, seeds, number, bracketed, needs_seeds, expected
-):
-    """`number` estimates are known, each of which needs those before it."""
-    swept = of_means(*means, seeds=seeds)
-    names = ('curvature', 'optimum', 'loss', 'optimum_low', 'at_worst')
-    assert tuple(name for name in names if getattr(swept, name) is not None) == names[:number]
-    assert (swept.excess(0.001) < math.inf) == (number == 5)
-    assert swept.chosen == swept.best or number >= 3
-    assert (swept.bracketed, swept.needs_seeds) == (bracketed, needs_seeds)
-    for most, values in ((9, expected), (len(means), ()), (len(means) + 1, expected[:1])):
-        assert sweep.next_values(swept, 2.0, most, math.inf) == values
-    one = of_means(2.0, values=(0.1,))
-    values = 0.03333333333, 0.3  # without rounding noise
-    assert sweep.next_values(one, 3.0, 9, math.inf) == values
-    assert sweep.next_values(one, 3.0, 9, 0.3) == values[:1]
+def test_further_values_have_no_rounding_noise(end, expected):
+    swept = of_means(2.0, values=(0.1,))
+    assert sweep.next_values(swept, 3.0, 9, end) == expected
 
 
 def test_a_value_is_worse_by_a_paired_t_test_over_seeds_with_pooled_variance():
@@ -175,7 +250,8 @@ def test_a_value_is_worse_by_a_paired_t_test_over_seeds_with_pooled_variance():
     def critical(values):
         """Of a difference of means, with the residual of a level per value and one per seed."""
         table = losses_VS[values] - losses_VS[values].mean(axis=1, keepdims=True)
-        square, df = np.sum((table - table.mean(axis=0)) ** 2), len(values) - 1
+        square = np.sum((table - table.mean(axis=0)) ** 2)
+        df = len(values) - 1
         return stats.t.isf(0.05 / 4, df) * (square / df * 2 / 2) ** 0.5
 
     # The variance is that of the values no worse: the noisy last one does not hide the others.
@@ -192,9 +268,10 @@ def test_a_value_is_worse_by_a_paired_t_test_over_seeds_with_pooled_variance():
 def test_the_parabola_reaches_to_the_nearest_worse_values_or_two_steps():
     rng = np.random.default_rng(2)
     wide = sweep.fit(losses(WIDE, 3, rng, 0.0097, 0.01))
-    (below, above), i = bounds(wide), WIDE.index(wide.best)
+    below, above = bounds(wide)
+    best = WIDE.index(wide.best)
     assert wide.bracketed and (above - below) > 4
-    assert wide.fitted == WIDE[min(below, i - 2) : max(above, i + 2) + 1]
+    assert wide.fitted == WIDE[min(below, best - 2) : max(above, best + 2) + 1]
     assert len(sweep.fit(losses(WIDE, 2, rng, 0.0097, 1.0)).fitted) == 5
 
 

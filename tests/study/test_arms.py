@@ -1,6 +1,7 @@
 """Variants x destinations x sizes become arms of equal cost; a study breaks no rule."""
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -8,7 +9,8 @@ from qkattn.config import Config, ControlsConfig, ModelConfig, Study, TrialsConf
 from qkattn.errors import MatchError
 from qkattn.model import cost
 from qkattn.study import variant_catalogue
-from qkattn.study.arms import build_arms, match, table
+from qkattn.study.arms import build_arms, table
+from qkattn.study.matching import match
 from tests.lanes import thinned
 from tests.refusals import refused
 from tests.study.test_plan import changed
@@ -24,15 +26,24 @@ UNTUNED = Study(
 TUNED = dataclasses.replace(UNTUNED, tuning=TuningConfig(seeds=(10, 11)))
 
 
-def test_the_grid_is_expanded_and_matched():
-    study = dataclasses.replace(UNTUNED, corpora=('stdlib', 'tiny_shakespeare'))
-    arms = build_arms(study)
-    assert [(a.key.corpus, a.key.variant, a.key.size) for a in arms] == [
-        (corpus, v, s) for corpus in study.corpora for s in study.sizes for v in study.variants
-    ]
-    assert all(abs(arm.residual) <= 1e-3 for arm in arms)
-    assert arms[0].destination is None and arms[1].destination == 'd_model'
-    assert arms[4].model.num_layers == 3 and arms[4].model.value == 'no_v'
+GRID = dataclasses.replace(UNTUNED, corpora=('stdlib', 'tiny_shakespeare'))
+
+
+@pytest.fixture(scope='module')
+def grid_arms():
+    return build_arms(GRID)
+
+
+def test_arms_are_the_grid_of_corpora_sizes_variants(grid_arms):
+    expected = itertools.product(GRID.corpora, GRID.sizes, GRID.variants)
+    keys = [(arm.key.corpus, arm.key.size, arm.key.variant) for arm in grid_arms]
+    assert keys == list(expected)
+    assert grid_arms[4].model.num_layers == 3 and grid_arms[4].model.value == 'no_v'
+
+
+def test_arms_are_matched_to_the_baseline(grid_arms):
+    assert grid_arms[0].destination is None and grid_arms[1].destination == 'd_model'
+    assert all(abs(arm.residual) <= 1e-3 for arm in grid_arms)
 
 
 def tuning(**fields):
@@ -45,9 +56,13 @@ def longer(*seeds):
 
 ODD = {'variants': ('qk/vo', 'qk/vo?positions=rope&head_size=7'), 'match': None}
 AT_SHAPE = 'shared_qk/no_v is worse at equal shape'
-LARGER = {'variants': ('qk/vo', 'qk/vo?d_ff=600'), 'tolerance': 1.0}
-LARGER |= {'expected': ('qk/vo?d_ff=600 is better at equal shape',)}
-FREE, SEEDED = {'match': None}, {'trials': {'seeds': (0, 1, 7)}}
+LARGER = {
+    'variants': ('qk/vo', 'qk/vo?d_ff=600'),
+    'tolerance': 1.0,
+    'expected': ('qk/vo?d_ff=600 is better at equal shape',),
+}
+FREE = {'match': None}
+SEEDED = {'trials': {'seeds': (0, 1, 7)}}
 SCALED = {'variants': ('qk/vo', 'qk/vo?score_scale=2.0')} | tuning(score_scales=(0.5, 1.0))
 
 
@@ -107,30 +122,68 @@ def test_each_variant_that_no_model_matches_is_named():
         )
 
 
-def test_a_variant_that_saves_parameters_is_also_an_arm_at_the_baselines_shape():
-    variants = ('qk/vo', 'qk/no_o', 'merged/vo', 'qk/vo?num_kv_heads=1&d_ff=200')
-    study = dataclasses.replace(TUNED, variants=variants, destinations=('d_model', 'd_ff'))
-    study = dataclasses.replace(study, sizes=('d_model=64',), tolerance=1.0)
-    baseline, *arms = build_arms(study)
-    moved = [(f'{v} [{name}]', None) for v in variants[1:] for name in ('d_model', 'd_ff')]
-    controls = [(variants[1], 'equal_shape'), (variants[3], 'equal_shape')]
-    expected = [*moved[:2], controls[0], *moved[2:], controls[1]]
-    assert [arm.key[::3] for arm in arms] == expected
-    control = arms[2]
+SAVING = dataclasses.replace(
+    TUNED,
+    variants=('qk/vo', 'qk/no_o', 'merged/vo', 'qk/vo?num_kv_heads=1&d_ff=200'),
+    destinations=('d_model', 'd_ff'),
+    sizes=('d_model=64',),
+    tolerance=1.0,
+)
+
+
+@pytest.fixture(scope='module')
+def saving_arms():
+    return build_arms(SAVING)
+
+
+def test_a_variant_that_saves_parameters_is_also_an_arm_at_the_baselines_shape(saving_arms):
+    """The variant `merged` costs some."""
+    assert [(arm.key.variant, arm.key.control) for arm in saving_arms] == [
+        ('qk/vo', None),
+        ('qk/no_o [d_model]', None),
+        ('qk/no_o [d_ff]', None),
+        ('qk/no_o', 'equal_shape'),
+        ('merged/vo [d_model]', None),
+        ('merged/vo [d_ff]', None),
+        ('qk/vo?num_kv_heads=1&d_ff=200 [d_model]', None),
+        ('qk/vo?num_kv_heads=1&d_ff=200 [d_ff]', None),
+        ('qk/vo?num_kv_heads=1&d_ff=200', 'equal_shape'),
+    ]
+
+
+def test_a_control_of_equal_shape_has_the_sizes_of_the_baseline(saving_arms):
+    baseline = saving_arms[0]
+    control = saving_arms[3]
     for name in ('d_model', 'mlp_width', 'num_heads', 'num_layers'):
         assert getattr(control.model, name) == getattr(baseline.model, name)
     saved = cost.count(control.model)['total'] / cost.count(baseline.model)['total'] - 1
+    assert saved < -0.05
     assert control.destination is None and control.residual == pytest.approx(saved)
-    assert saved < -0.05 and arms[-1].model.d_ff == 200
-    equal, _, _, row, *_ = table([baseline, *arms], 'total').splitlines()
-    total = f'{cost.count(baseline.model)["total"]:,}'
-    assert equal == 'equal: parameters' and {'qk/vo', '+0.0000%', total} < {*row.split()}
-    for without in (
+
+
+def test_a_control_of_equal_shape_keeps_a_d_ff_of_its_own(saving_arms):
+    assert saving_arms[-1].model.d_ff == 200
+
+
+def test_the_table_of_arms_states_the_cost_that_is_equal(saving_arms):
+    lines = table(saving_arms, 'total').splitlines()
+    total = f'{cost.count(saving_arms[0].model)["total"]:,}'
+    assert lines[0] == 'equal: parameters'
+    assert {'qk/vo', '+0.0000%', total} < set(lines[3].split())
+
+
+@pytest.mark.parametrize(
+    'fields',
+    [
         {'controls': ControlsConfig(equal_shape=False)},
         {'tuning': TuningConfig()},
         {'match': None, 'destinations': ('d_model',)},
-    ):
-        assert not any(a.key.control for a in build_arms(dataclasses.replace(study, **without)))
+    ],
+    ids=['off', 'untuned', 'unmatched'],
+)
+def test_a_study_has_no_controls_of_equal_shape_where_they_say_nothing(fields):
+    arms = build_arms(dataclasses.replace(SAVING, **fields))
+    assert not any(arm.key.control for arm in arms)
 
 
 # Configs of equal cost: what each destination moves, what it leaves alone, and what is refused.
@@ -144,7 +197,7 @@ CASES = [
     for base, which in ((SMALL, 'total'), (DEEP, 'non_embedding'))
     for score, value in variant_catalogue.documented_variants()
 ]
-# Other shapes, with a variant that saves parameters, or costs some.
+# Other shapes of SMALL, with a variant that saves parameters, or costs some.
 SHAPES = [
     ({'d_model': 64, 'num_heads': 2}, {'score': 'query_free'}),
     ({'d_model': 111, 'num_heads': 3, 'd_ff': 300, 'vocab_size': 1000}, {'value': 'k_is_v'}),
@@ -166,16 +219,19 @@ def test_every_circuit_is_matched(base, which, variant):
         return
     matched = match(config, target, which=which)
     assert abs(cost.measured(matched, which) / target - 1) <= 1e-3
-    d_model, d_ff = matched.d_model, matched.d_ff
-    assert (d_model - base.d_model) * (target - cost.measured(config, which)) >= 0
+    saved = target - cost.measured(config, which)
+    d_model = matched.d_model
+    assert (d_model - base.d_model) * saved >= 0
     # The heads follow d_model; the head size is set where d_model is not a multiple of them.
-    whole = 2 if base.positions == 'rope' else 1
-    size = config.head_size
-    if size is None and d_model % (whole * base.num_heads):
-        size = whole * round(d_model / base.num_heads / whole)
-    assert matched == dataclasses.replace(config, d_model=d_model, d_ff=d_ff, head_size=size)
+    step = 2 if base.positions == 'rope' else 1
+    head_size = config.head_size
+    if head_size is None and d_model % (step * base.num_heads):
+        head_size = step * round(d_model / base.num_heads / step)
+    expected = {'d_model': d_model, 'd_ff': matched.d_ff, 'head_size': head_size}
+    assert matched == dataclasses.replace(config, **expected)
     # d_ff keeps its ratio but for the rounding residual, of half a step of the heads.
-    assert abs(d_ff - base.mlp_width / base.d_model * d_model) < 0.2 * whole * d_model + 0.5
+    d_ff_at_ratio = base.mlp_width / base.d_model * d_model
+    assert abs(matched.d_ff - d_ff_at_ratio) < 0.2 * step * d_model + 0.5
 
 
 CACHE = {'which': 'cache'}
@@ -184,7 +240,9 @@ ENCODER_DECODER = {'num_layers': 12, 'kind': 'encoder_decoder'}
 FIVE_LAYERS = ENCODER_DECODER | {'num_encoder_layers': 5}
 OTHERS = dict.fromkeys(('encoder_variant', 'cross_variant'), 'shared_qk/vo')
 ALL_SHARED = {'score': 'shared_qk'} | OTHERS
-SHARED, NO_QUERY, FULL = ({'score': name} for name in ('shared_qk', 'query_free', 'full_size'))
+SHARED = {'score': 'shared_qk'}
+NO_QUERY = {'score': 'query_free'}
+FULL = {'score': 'full_size'}
 WIDE = {'d_model': 128, 'head_size': 32}
 
 

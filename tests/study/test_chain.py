@@ -58,12 +58,12 @@ def test_a_repeat_declares_the_end_of_the_other_ledger(beside):
 
 def test_repeats_of_repeats_are_one_chain(beside):
     declare(beside / 'third', changed(trials={'seeds': (30, 31, 32)}, repeats='second'))
-    assert [one.name for one in earlier(beside / 'third')] == ['second', 'first']
+    assert [study.name for study in earlier(beside / 'third')] == ['second', 'first']
 
 
 def test_a_repeat_goes_on_when_the_other_ledger_has_grown(beside):
     ledger.append(beside / 'first' / ledger.NAME, 'accepted', code='commits', why='docs')
-    assert [one.name for one in earlier(beside / 'second')] == ['first']
+    assert [study.name for study in earlier(beside / 'second')] == ['first']
     entries = (beside / 'second' / ledger.NAME).read_bytes()
     declare(beside / 'second', repeat_of('first'))
     assert (beside / 'second' / ledger.NAME).read_bytes() == entries
@@ -103,8 +103,8 @@ def replaced(path):
 
 def circle(path):
     last = ledger.read(path / 'second' / ledger.NAME).last
-    about = {'study': 'second', 'entry': last, 'retrospective': True, 'why': 'x'}
-    ledger.append(path / 'first' / ledger.NAME, 'repeats', **about)
+    repeats = {'study': 'second', 'entry': last, 'retrospective': True, 'why': 'x'}
+    ledger.append(path / 'first' / ledger.NAME, 'repeats', **repeats)
 
 
 def undeclared(path):
@@ -138,6 +138,7 @@ def test_a_chain_whose_ledgers_disagree_is_refused(beside, damage, name, says):
     ],
 )
 def test_a_question_is_the_same_in_every_study_that_asks_it(key, matched, destinations, expected):
-    about = {'baseline': 'qk/vo', 'matched': matched, 'destinations': destinations}
-    arm = ArmKey(key[0], 'd_model=32', 'stdlib', key[1])
-    assert chain.question(arm, about)[::3] == expected
+    declared = {'baseline': 'qk/vo', 'matched': matched, 'destinations': destinations}
+    variant, control = key
+    question = chain.question(ArmKey(variant, 'd_model=32', 'stdlib', control), declared)
+    assert (question.variant, question.control) == expected

@@ -48,7 +48,8 @@ def run_workers(work, path) -> None:
     log = os.open(path / 'errors', os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
-    started, make_child = itertools.count(), children.Child
+    numbers = itertools.count()
+    make_child = children.Child
     core = min(os.sched_getaffinity(0))
     os.environ['PYTHONPATH'] = str(ROOT)
     machine.usable_cores = lambda: [core] * 2
@@ -56,7 +57,7 @@ def run_workers(work, path) -> None:
     worker.left_of = lambda study, arms, path: [] if (path / 'done').exists() else runs
     local_workers._gpus = lambda: []
     local_workers.COMMAND = [sys.executable, '-c', WORKER, work, str(path)]
-    children.Child = lambda line, *rest: make_child([*line, str(next(started))], *rest)
+    children.Child = lambda line, *rest: make_child([*line, str(next(numbers))], *rest)
     local_workers.limit = lambda study, arms, wanted, left: 2
     try:
         with signals.exit_on_signal():
@@ -97,10 +98,11 @@ def test_workers_that_end_in_any_way(tmp_path):
         parents[work].start()
     try:
         # A request reaches the parent alone, which passes it on; kill -9 cannot be passed on.
-        for work, number in (('asked', signal.SIGTERM), ('killed', signal.SIGKILL)):
+        signals_of_work = {'asked': signal.SIGTERM, 'killed': signal.SIGKILL}
+        for work, signal_number in signals_of_work.items():
             path = tmp_path / work
             until(lambda path=path: len(pids(path)) == 2)
-            os.kill(parents[work].pid, number)
+            os.kill(parents[work].pid, signal_number)
             parents[work].join(60)
             until(lambda path=path: not any(map(is_running, pids(path))))
         for process in parents.values():

@@ -15,6 +15,7 @@ from jax.errors import JaxRuntimeError
 from qkattn.config import Config, ControlsConfig, Study, TuningConfig, from_json
 from qkattn.errors import ConfigError
 from qkattn.model import cost
+from qkattn.stats.sweep import Sweep
 from qkattn.study import declaration, plan
 from qkattn.study.arms import build_arms
 from qkattn.study.tuning import KNOBS, tune
@@ -61,19 +62,22 @@ def landscape(optimum, effect=lambda run, trial: 0.0):
     def results(run):
         trials = []
         for trial in run.config.trials.trials():
-            away = math.log(trial['learning_rate'] / optimum)
-            loss, change = 2 + 0.01 * trial['seed'] + 0.1 * away**2, effect(run, trial)
-            fields = {'status': 'diverged', 'val_loss': 0.0, 'test_loss': 0.0}
-            if change is not None:
+            distance = math.log(trial['learning_rate'] / optimum)
+            loss = 2 + 0.01 * trial['seed'] + 0.1 * distance**2
+            change = effect(run, trial)
+            if change is None:
+                fields = {'status': 'diverged', 'val_loss': 0.0, 'test_loss': 0.0}
+            else:
                 fields = {'status': 'finished', 'val_loss': loss, 'test_loss': loss + change}
-            trials.append({'trial': trial} | fields)
+            trials.append({'trial': trial, **fields})
         return trials
 
     return results
 
 
 def one_diverges(run, trial):
-    return None if (trial['seed'], trial['learning_rate']) == (11, 4e-3) else 0.0
+    diverges = trial['seed'] == 11 and trial['learning_rate'] == 4e-3
+    return None if diverges else 0.0
 
 
 @pytest.mark.parametrize(
@@ -88,31 +92,49 @@ def one_diverges(run, trial):
     ids=['unfinished', 'bracketed', 'extended', 'bounded', 'diverged'],
 )
 def test_an_arm_is_screened_until_bracketed_then_judged_on_fresh_seeds(arms, results, rates):
-    *screening, last = runs = plan.runs(STUDY, arms[:1], results)
+    runs = plan.runs(STUDY, arms[:1], results)
     assert [run.config.trials.learning_rates for run in runs] == rates
-    assert {(run.stage, run.config.trials.seeds) for run in screening} <= {('screening', (10, 11))}
-    expected = ('verdict', (0, 1, 2)) if screening else ('screening', (10, 11))
-    assert (last.stage, last.config.trials.seeds) == expected
-    assert last.config.model == arms[0].model
+    screening = ('screening', (10, 11))
+    stages = [(run.stage, run.config.trials.seeds) for run in runs]
+    if len(runs) == 1:
+        assert stages == [screening]
+    else:
+        assert stages == [screening] * (len(runs) - 1) + [('verdict', (0, 1, 2))]
+    assert runs[-1].config.model == arms[0].model
+
+
+def declared(monkeypatch, arms, typed):
+    """The declaration of the study by a command with these arguments."""
+    monkeypatch.setattr(sys, 'orig_argv', ['/bin/python3', *typed])
+    return declaration.content(STUDY, arms)
 
 
 def test_the_declared_command_names_no_directory_of_the_machine(arms, monkeypatch):
     typed = ['/home/ann/ablate.py', '--workdir=/home/ann/runs/a b']
-    monkeypatch.setattr(sys, 'orig_argv', ['/bin/python3', *typed])
-    command = declaration.content(STUDY, arms)['command']
+    command = declared(monkeypatch, arms, typed)['command']
     assert shlex.split(command) == ['python', 'ablate.py', '--workdir=a b']
 
 
-def test_the_declaration_of_a_study_and_the_run_of_an_untuned_one(arms, monkeypatch):
+def test_a_shell_reads_the_declared_command_as_it_was_typed(arms, monkeypatch):
     typed = ['-m', 'experiments.ablate', '--config.variants=("qk/vo", "qk/no_v")']
-    monkeypatch.setattr(sys, 'orig_argv', ['/bin/python3', *typed])
-    declared = declaration.content(STUDY, arms)
-    assert shlex.split(declared['command']) == ['python', *typed]  # a shell reads it as it was
-    # Ledgers of earlier versions hold the hash of a declaration that has the looks of the study.
-    assert declared['tuning']['learning_rates'] == [*GRID] and declared['looks'] == [3]
+    command = declared(monkeypatch, arms, typed)['command']
+    assert shlex.split(command) == ['python', *typed]
+
+
+def test_a_declaration_has_every_tuned_grid(arms):
+    assert declaration.content(STUDY, arms)['tuning']['learning_rates'] == [*GRID]
+
+
+def test_a_declaration_has_the_looks_that_earlier_versions_hash(arms):
+    assert declaration.content(STUDY, arms)['looks'] == [3]
     untuned = changed(tuning=TuningConfig())
     assert declaration.content(untuned, arms)['looks'] == []
-    (single, _) = plan.runs(untuned, arms, unfinished)
+
+
+def test_an_untuned_study_has_a_single_run_of_each_arm(arms):
+    runs = plan.runs(changed(tuning=TuningConfig()), arms, unfinished)
+    assert [run.arm for run in runs] == arms
+    single = runs[0]
     assert single.stage == 'single' and single.config.trials == STUDY.base.trials
     assert single.directory == f'runs/qk-vo-d_model=32-{single.id}'
 
@@ -131,32 +153,50 @@ def longer(runs):
 
 
 @pytest.fixture(scope='module')
-def study():
-    """One of three arms with controls, and its arms."""
+def controlled_study():
+    """One of three arms with controls."""
     variants = ('qk/vo', 'shared_qk/vo', 'query_free/vo')
-    study = changed(variants=variants, controls=ControlsConfig(), sizes=('d_model=64',))
-    return study, build_arms(study)
+    return changed(variants=variants, controls=ControlsConfig(), sizes=('d_model=64',))
 
 
-def test_decided_arms_and_the_baseline_are_trained_longer_at_a_rate_of_their_own(study):
-    study, study_arms = study
-    runs = plan.runs(study, study_arms, DECIDING)
-    made = longer(runs)
-    assert runs[-len(made) :] == made
-    verdicts = [run.arm.key.variant for run in made if run.stage == 'verdict']
+@pytest.fixture(scope='module')
+def controlled_arms(controlled_study):
+    return build_arms(controlled_study)
+
+
+@pytest.fixture(scope='module')
+def decided_plan(controlled_study, controlled_arms):
+    return plan.runs(controlled_study, controlled_arms, DECIDING)
+
+
+def test_decided_arms_and_the_baseline_are_trained_longer(decided_plan):
+    longer_runs = longer(decided_plan)
+    assert decided_plan[-len(longer_runs) :] == longer_runs
+    verdicts = [run.arm.key.variant for run in longer_runs if run.stage == 'verdict']
     assert verdicts == ['qk/vo', 'query_free/vo']  # the third is like the baseline
-    (chosen,) = next(run for run in runs if run.stage == 'verdict').config.trials.learning_rates
+
+
+def test_longer_training_has_a_learning_rate_of_its_own(decided_plan):
+    verdict = next(run for run in decided_plan if run.stage == 'verdict')
+    (chosen,) = verdict.config.trials.learning_rates
     around = pytest.approx((chosen / 2, chosen, chosen * 2))
-    assert made[0].config.trials.learning_rates == around
-    times = {'num_steps': 4000, 'eval_every': 400, 'checkpoint_every': 400}
-    other = dataclasses.replace(study, controls=ControlsConfig(longer_seeds=(5, 6, 7)))
-    alone = longer(plan.runs(other, study_arms, DECIDING))
-    assert {run.config.trials.seeds for run in alone} == {(10, 11), (5, 6, 7)}
-    for run in made:
-        assert run.config.train == dataclasses.replace(STUDY.base.train, **times)
+    assert longer(decided_plan)[0].config.trials.learning_rates == around
+
+
+def test_longer_training_multiplies_steps_alone(decided_plan):
+    steps = {'num_steps': 4000, 'eval_every': 400, 'checkpoint_every': 400}
+    for run in longer(decided_plan):
+        assert run.config.train == dataclasses.replace(STUDY.base.train, **steps)
         assert run.config.optimizer.warmup_steps == 4 * STUDY.base.optimizer.warmup_steps
         assert run.config.trials.seeds == ((0, 1, 2) if run.stage == 'verdict' else (10, 11))
         assert run.config.model == run.arm.model
+
+
+def test_longer_training_may_have_verdict_seeds_of_its_own(controlled_study, controlled_arms):
+    controls = ControlsConfig(longer_seeds=(5, 6, 7))
+    study = dataclasses.replace(controlled_study, controls=controls)
+    runs = longer(plan.runs(study, controlled_arms, DECIDING))
+    assert {run.config.trials.seeds for run in runs} == {(10, 11), (5, 6, 7)}
 
 
 NOISE = (0.010, -0.012, 0.004, -0.008, 0.011, -0.005)
@@ -190,27 +230,39 @@ def test_what_is_decided_is_corrected_for_the_whole_study(change, diverged, size
     assert len({run.arm.key for run in runs}) == number
 
 
-def test_the_plan_does_not_depend_on_the_order_in_which_runs_finish(study):
-    study, arms = study
-    arms = [arm for arm in arms if arm.variant != 'shared_qk/vo']
+def test_the_plan_does_not_depend_on_the_order_in_which_runs_finish(
+    controlled_study, controlled_arms
+):
+    arms = [arm for arm in controlled_arms if arm.variant != 'shared_qk/vo']
 
     def planned(pick):
-        done = {}
+        """The whole plan, where of the runs that are left the one at this index finishes first."""
+        finished = {}
 
-        def known():
-            return plan.runs(study, arms, lambda run: done.get(run.id))
+        def runs_so_far():
+            return plan.runs(controlled_study, arms, lambda run: finished.get(run.id))
 
-        while left := [run for run in known() if run.id not in done]:
-            done[left[pick].id] = DECIDING(left[pick])
-        return known()
+        while left := [run for run in runs_so_far() if run.id not in finished]:
+            finished[left[pick].id] = DECIDING(left[pick])
+        return runs_so_far()
 
-    assert planned(0) == planned(-1) == plan.runs(study, arms, DECIDING)
+    assert planned(0) == planned(-1) == plan.runs(controlled_study, arms, DECIDING)
 
 
-def tuned(limits, sd, diverged=lambda rate, seed: False):
-    """Measures what is asked for until nothing is: the sweep, its measurements, what was asked."""
+@dataclasses.dataclass
+class Screening:
+    """An arm that is tuned to the end: its sweep, its measurements, and what was asked for."""
+
+    sweep: Sweep
+    measured: dict  # losses by settings and seed
+    asked: list  # (values, seeds) in order
+
+
+def screen(limits, sd, diverged=lambda rate, seed: False):
+    """Measures what is asked for, with noise, until nothing is."""
     grids = dict.fromkeys(KNOBS, (1.0,)) | {'learning_rate': GRID}
-    measured, asked = {}, []
+    measured = {}
+    asked = []
     while (tuning := tune(grids, limits, measured, 'coupled')).knob:
         asked.append((tuning.values, tuning.seeds))
         for value, seed in itertools.product(tuning.values, tuning.seeds):
@@ -222,43 +274,78 @@ def tuned(limits, sd, diverged=lambda rate, seed: False):
     # More measurements than asked for change nothing.
     other = {(5e-3, *tuning.settings[1:]): {10: 0.0, 11: 0.0}}
     assert tune(grids, limits, measured | other, 'coupled') == tuning
-    return tuning.sweeps['learning_rate'], measured, asked
+    return Screening(tuning.sweeps['learning_rate'], measured, asked)
+
+
+LIMITS = TuningConfig(seeds=(10, 11), max_points=5, max_seeds=12)
+
+
+def test_a_significant_bracket_takes_the_first_seeds_alone():
+    screening = screen(LIMITS, sd=1e-4)
+    assert screening.asked == [(GRID, (10, 11))]
+    assert screening.sweep.chosen == pytest.approx(2.2e-3, rel=1e-2)
 
 
 def test_further_seeds_are_drawn_until_the_bracket_is_significant():
-    limits = TuningConfig(seeds=(10, 11), max_points=5, max_seeds=12)
-    sweep, _, asked = tuned(limits, 1e-4)
-    assert asked == [(GRID, (10, 11))] and sweep.chosen == pytest.approx(2.2e-3, rel=1e-2)
-    sweep, measured, asked = tuned(limits, 0.08)
-    drawn = [seeds for _, seeds in asked]
+    screening = screen(LIMITS, sd=0.08)
+    drawn = [seeds for _, seeds in screening.asked]
     assert drawn[0] == (10, 11) and (12, 13) in drawn and drawn[-1][-1] < 21
-    assert sweep.bracketed and sweep.optimum_low
+    assert screening.sweep.bracketed and screening.sweep.optimum_low
     # All values of the grid get them, so that a seed's level cancels.
-    assert {tuple(losses) for losses in measured.values()} == {tuple(range(10, drawn[-1][-1] + 1))}
-    # The same for a loss that may lie too far above the optimum.
-    bound = tuned(limits, 0.01)[0].at_worst / 2
-    bounded = dataclasses.replace(limits, max_excess=bound, max_seeds=16)
-    sweep, _, asked = tuned(bounded, 0.01)
-    assert len(asked) > 1 and sweep.at_worst <= bound
-    # A value at which a seed diverged gets no further seeds.
-    limited = dataclasses.replace(limits, max_seeds=6)
-    _, measured, _ = tuned(limited, 0.1, lambda rate, seed: rate > 3e-3 and seed == 11)
-    seeds = {at[0]: len(losses) for at, losses in measured.items()}
-    assert {rate: n for rate, n in seeds.items() if rate > 3e-3} == {4e-3: 2}
-    assert max(seeds.values()) > 2
+    every_seed = tuple(range(10, drawn[-1][-1] + 1))
+    assert {tuple(losses) for losses in screening.measured.values()} == {every_seed}
 
 
-def test_the_least_cost_is_that_of_the_plan_with_every_optimum_in_the_middle(monkeypatch):
-    train, controls = {'num_steps': 100, 'batch_size': 4}, ControlsConfig(equal_shape=False)
-    fields = {'sizes': ('d_model=32', 'd_model=64'), 'controls': controls}
-    study = changed(optimizer={'warmup_steps': 10}, train=train, **fields)
-    arms, measured = build_arms(study), []
-    runs = plan.imagined(study, arms)
+def test_further_seeds_are_drawn_while_a_loss_may_lie_too_far_above_its_optimum():
+    bound = screen(LIMITS, sd=0.01).sweep.at_worst / 2
+    limits = dataclasses.replace(LIMITS, max_excess=bound, max_seeds=16)
+    screening = screen(limits, sd=0.01)
+    assert len(screening.asked) > 1 and screening.sweep.at_worst <= bound
+
+
+def test_a_value_at_which_a_seed_diverged_gets_no_further_seeds():
+    limits = dataclasses.replace(LIMITS, max_seeds=6)
+    screening = screen(limits, 0.1, lambda rate, seed: rate > 3e-3 and seed == 11)
+    num_seeds = {settings[0]: len(losses) for settings, losses in screening.measured.items()}
+    assert {rate: number for rate, number in num_seeds.items() if rate > 3e-3} == {4e-3: 2}
+    assert max(num_seeds.values()) > 2
+
+
+@pytest.fixture(scope='module')
+def costly_study():
+    """A tuned study of two arms at two sizes, each also trained longer."""
+    return changed(
+        sizes=('d_model=32', 'd_model=64'),
+        controls=ControlsConfig(equal_shape=False),
+        optimizer={'warmup_steps': 10},
+        train={'num_steps': 100, 'batch_size': 4},
+    )
+
+
+@pytest.fixture(scope='module')
+def costly_arms(costly_study):
+    return build_arms(costly_study)
+
+
+def test_the_least_cost_is_that_of_the_plan_with_every_optimum_in_the_middle(
+    costly_study, costly_arms
+):
+    runs = plan.imagined(costly_study, costly_arms)
     assert {run.config.trials.learning_rates for run in runs} == {GRID, (2e-3,)}
     # Of each of 4 arms: 2 seeds at 3 rates, then 3 seeds at one; then the same with 4 x the steps.
     tokens = 9 * 5 * 100 * 4 * 16
-    work = sum(tokens * 3 * cost.flops_per_token(arm.model) for arm in arms)
+    work = sum(tokens * 3 * cost.flops_per_token(arm.model) for arm in costly_arms)
     assert plan.cost(runs) == (16, 72, 4 * tokens, pytest.approx(work))
+
+
+def estimated_lines(study, arms):
+    return [' '.join(line.split()) for line in plan.estimate(study, arms).splitlines()]
+
+
+def test_the_time_of_a_plan_is_measured_once_a_size_on_the_baseline(
+    costly_study, costly_arms, monkeypatch
+):
+    measured = []
 
     def warm_up(config):
         """A step of a stack takes a second, compilation a minute."""
@@ -266,16 +353,25 @@ def test_the_least_cost_is_that_of_the_plan_with_every_optimum_in_the_middle(mon
         return 1.0, 60.0
 
     monkeypatch.setattr(plan.program, 'warm_up', warm_up)
-    shown = [' '.join(line.split()) for line in plan.estimate(study, arms).splitlines()]
+    shown = estimated_lines(costly_study, costly_arms)
     assert measured == [('qk', 32), ('qk', 64)]
     assert shown[4].startswith('longer, if every arm is decided 8 36')
     assert shown[5].startswith('total 16 72') and ' 1:0' in shown[5]
 
-    for error in (ConfigError('it needs 200 GiB'), JaxRuntimeError('RESOURCE_EXHAUSTED: it')):
-        monkeypatch.setattr(plan.program, 'warm_up', Mock(side_effect=error))
-        shown = [' '.join(line.split()) for line in plan.estimate(study, arms).splitlines()]
-        assert shown[5].startswith('total 16 72') and shown[5].endswith(' -')
-        assert re.match('no time, as this machine cannot train it: .*it', shown[6])
+
+@pytest.mark.parametrize(
+    'error', [ConfigError('it needs 200 GiB'), JaxRuntimeError('RESOURCE_EXHAUSTED: it')]
+)
+def test_a_machine_that_cannot_train_a_plan_gives_its_cost_without_time(
+    costly_study, costly_arms, monkeypatch, error
+):
+    monkeypatch.setattr(plan.program, 'warm_up', Mock(side_effect=error))
+    shown = estimated_lines(costly_study, costly_arms)
+    assert shown[5].startswith('total 16 72') and shown[5].endswith(' -')
+    assert re.match('no time, as this machine cannot train it: .*it', shown[6])
+
+
+def test_a_bug_in_the_warm_up_of_a_plan_is_raised(costly_study, costly_arms, monkeypatch):
     monkeypatch.setattr(plan.program, 'warm_up', Mock(side_effect=JaxRuntimeError('a bug')))
     with pytest.raises(JaxRuntimeError, match='a bug'):
-        plan.estimate(study, arms)
+        plan.estimate(costly_study, costly_arms)

@@ -62,11 +62,15 @@ def test_all_comes_back_but_training_and_documents_of_screening(study, kept):
     before = files(study)
     after = logs_of(kept) | {name: (kept / name).read_bytes() for name in stored.WHOLE_FILES}
     left_out = {name for name in before if 'screening' in name and name.endswith('documents.json')}
-    digests = {name.replace('documents.json', ledger.DOCUMENTS_SHA256): name for name in left_out}
-    assert left_out and after.keys() == before.keys() - left_out | digests.keys()
+    documents_of_digest = {}
+    for name in left_out:
+        digest_name = name.replace('documents.json', ledger.DOCUMENTS_SHA256)
+        documents_of_digest[digest_name] = before[name]
+    assert left_out
+    assert after.keys() == (before.keys() - left_out) | documents_of_digest.keys()
     for name, content in after.items():
-        if name in digests:
-            digest = hashlib.sha256(before[digests[name]]).hexdigest()
+        if name in documents_of_digest:
+            digest = hashlib.sha256(documents_of_digest[name]).hexdigest()
             assert content.decode().strip() == digest
         else:
             lines = before[name].splitlines(keepends=True)
@@ -137,11 +141,12 @@ def test_files_that_are_not_of_its_plan_are_refused(kept, changes, message):
     assert files(kept) == before
 
 
-DIRECTORIES = ['/tmp/x', '..', '../x', 'runs/../../x', 'runs/a/b', '', 'a\\b', 'a\0b', 'a/']
-DIRECTORIES += ['study.json', 'runs/metrics.jsonl', 'plan.jsonl/a', 'lock']
+ELSEWHERE = ['/tmp/x', '..', '../x', 'runs/../../x', 'runs/a/b', '', 'a\\b', 'a\0b', 'a/']
+# Names of other files of a study.
+TAKEN = ['study.json', 'runs/metrics.jsonl', 'plan.jsonl/a', 'lock']
 
 
-@pytest.mark.parametrize('directory', DIRECTORIES)
+@pytest.mark.parametrize('directory', [*ELSEWHERE, *TAKEN])
 def test_a_plan_names_no_directory_elsewhere(kept, tmp_path, directory):
     edit(kept, {'plan.jsonl': replanned(kept, directory)})
     before = files(tmp_path)

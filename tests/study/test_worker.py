@@ -1,7 +1,7 @@
 """Workers share a study: every run once, whatever the others do."""
 
-import contextlib
 import dataclasses
+import itertools
 import math
 import shutil
 import signal
@@ -28,14 +28,14 @@ OPTIMA = {'learning_rate': 4e-3, 'weight_decay': 0.3, 'score_scale': 1.25}
 
 
 class Trained(list):
-    """The directories trained in, in order; `before` is called with a config and its directory."""
+    """The directories trained in, in order."""
 
     def before(self, config, workdir):
-        pass
+        """Called before each training; tests replace it."""
 
 
 def stand_in(patch):
-    """Replaces training by one that is best at OPTIMA; what it has trained."""
+    """Replaces training by one that is best at OPTIMA; returns what it has trained."""
     done = Trained()
 
     def train(config, workdir, *, lost, **_):
@@ -46,11 +46,18 @@ def stand_in(patch):
         results = []
         for trial in config.trials.trials():
             settings = trial | {'score_scale': config.model.score_scale}
-            away = [math.log(settings[knob] / best) for knob, best in OPTIMA.items()]
-            loss = 2 + 0.01 * trial['seed'] + 0.1 * sum(x**2 for x in away)
-            loss += (0.03 + 0.001 * (-1) ** trial['seed']) * (config.model.score != 'qk')
-            about = {'config_hash': fingerprint(config), 'num_steps': config.train.num_steps}
-            results.append(result_record(trial=trial, val_loss=loss, test_loss=loss, **about))
+            distances = [math.log(settings[knob] / best) for knob, best in OPTIMA.items()]
+            loss = 2 + 0.01 * trial['seed'] + 0.1 * sum(x**2 for x in distances)
+            if config.model.score != 'qk':
+                loss += 0.03 + 0.001 * (-1) ** trial['seed']
+            result = result_record(
+                trial=trial,
+                val_loss=loss,
+                test_loss=loss,
+                config_hash=fingerprint(config),
+                num_steps=config.train.num_steps,
+            )
+            results.append(result)
         workdir.mkdir(parents=True, exist_ok=True)
         write_json(workdir / 'result.json', results)
         studies.write_metrics(workdir, results, 4)
@@ -71,10 +78,12 @@ def trained(monkeypatch):
 @pytest.fixture(scope='module')
 def once(tmp_path_factory):
     """The directory of the finished study, and the events of its ledger before each run."""
-    path, begun = tmp_path_factory.mktemp('once') / 'out', []
+    path = tmp_path_factory.mktemp('once') / 'out'
+    events_before_runs = []
     with pytest.MonkeyPatch.context() as patch:
-        stand_in(patch).before = lambda *_: begun.append(events(path))
-        return worker.run(STUDY, path), begun
+        stand_in(patch).before = lambda *_: events_before_runs.append(events(path))
+        worker.run(STUDY, path)
+    return path, events_before_runs
 
 
 @pytest.fixture
@@ -87,38 +96,58 @@ def events(path):
     return [entry['event'] for entry in ledger.read(path / 'ledger.jsonl').entries]
 
 
-def test_a_worker_follows_every_chain_to_its_verdict(once):
-    path, begun = once
+def test_every_arm_is_trained_from_screening_to_its_verdict(once):
+    path, _ = once
     planned = read_lines(path / 'plan.jsonl')
     stages = ('screening', 'screening', 'verdict')
-    assert [(line['variant'], line['stage']) for line in planned] == [
-        (variant, stage) for variant in STUDY.variants for stage in stages
-    ]
+    expected = list(itertools.product(STUDY.variants, stages))
+    assert [(line['variant'], line['stage']) for line in planned] == expected
     assert sorted(path.glob('runs/*')) == sorted(path / line['directory'] for line in planned)
-    assert [result['run'] for result in read_lines(path / 'results.jsonl')] == [
-        line['run'] for line in planned for _ in range(line['trials'])
-    ]
-    # The ledger is begun before the first run.
-    assert begun == [['declared']] * 6 and not leases.holders(path / 'leases')
+
+
+def test_every_trial_of_the_plan_has_its_result(once):
+    path, _ = once
+    expected = []
+    for line in read_lines(path / 'plan.jsonl'):
+        expected += [line['run']] * line['trials']
+    assert [result['run'] for result in read_lines(path / 'results.jsonl')] == expected
+
+
+def test_the_ledger_is_begun_before_the_first_run(once):
+    path, events_before_runs = once
+    assert events_before_runs == [['declared']] * 6
     entry = ledger.read(path / 'ledger.jsonl').entries[0]
     assert entry['declaration'] == ledger.digest(read_json(path / 'study.json', {}))
 
 
-def test_a_finished_study_trains_nothing_again_may_grow_and_ask_something_else(trained, finished):
-    path = worker.run(dataclasses.replace(STUDY, question='Which?'), finished)
-    assert not trained and events(path) == ['declared', 'declared']
-    before = (path / 'study.json').read_bytes()
-    grown = changed(variants=(*STUDY.variants, 'qk/k_is_v'))
-    worker.run(grown, path)
-    (path / 'study.json').write_bytes(before)  # of a worker that died after its ledger was written
-    worker.run(grown, path)
-    ledger.look(path)
-    # First, with a value of its own of a setting that is not tuned.
-    worker.run(changed(variants=('qk/o_is_v?score_scale=0.5', *grown.variants)), path)
-    assert len(trained) == 6 and events(path)[2:] == ['arms_added', 'looked', 'arms_added']
+def test_a_worker_that_ends_holds_no_lease(once):
+    assert not leases.holders(once[0] / 'leases')
 
 
-def test_a_study_is_planned_trained_and_judged(trained, tmp_path):
+def test_a_finished_study_may_ask_another_question_without_training(trained, finished):
+    worker.run(dataclasses.replace(STUDY, question='Which?'), finished)
+    assert not trained and events(finished) == ['declared', 'declared']
+
+
+GROWN = changed(variants=(*STUDY.variants, 'qk/k_is_v'))
+
+
+def test_a_study_grows_though_a_worker_died_after_writing_its_ledger(trained, finished):
+    before = (finished / 'study.json').read_bytes()
+    worker.run(GROWN, finished)
+    (finished / 'study.json').write_bytes(before)
+    worker.run(GROWN, finished)
+    assert len(trained) == 3 and events(finished) == ['declared', 'arms_added']
+
+
+def test_an_added_arm_may_set_what_is_not_tuned(trained, finished):
+    """It stands before the others: the order of variants does not matter."""
+    ledger.look(finished)
+    worker.run(changed(variants=('qk/o_is_v?score_scale=0.5', *STUDY.variants)), finished)
+    assert len(trained) == 3 and events(finished) == ['declared', 'looked', 'arms_added']
+
+
+def test_a_study_is_trained_from_its_plan_to_the_verdict(trained, tmp_path):
     """A rate on the grid is chosen, so that one trial belongs to the sweeps of two knobs."""
     tuning = dataclasses.replace(STUDY.tuning, score_scales=(0.5, 1.0, 2.0))
     study = changed(trials={'weight_decays': (0.05, 0.1, 0.2)}, tuning=tuning)
@@ -128,11 +157,12 @@ def test_a_study_is_planned_trained_and_judged(trained, tmp_path):
     _, arm = findings.arms
     assert arm.difference.mean == pytest.approx(0.03 + 0.001 / 3)
     assert arm.verdict.decision is Decision.WORSE and not findings.blocks
-    for one in findings.arms:
-        assert one.blocks == one.not_bracketed == () and [*one.sweeps] == [*OPTIMA]
-        chosen = {knob: sweep.chosen for knob, sweep in one.sweeps.items()}
+    for tuned_arm in findings.arms:
+        assert tuned_arm.blocks == tuned_arm.not_bracketed == ()
+        chosen = {knob: sweep.chosen for knob, sweep in tuned_arm.sweeps.items()}
+        assert list(chosen) == list(OPTIMA)
         assert chosen == pytest.approx(OPTIMA, rel=1e-2) and chosen['learning_rate'] == 4e-3
-        assert one.sweeps['weight_decay'].values == (0.05, 0.1, 0.2, 0.4, 0.8)
+        assert tuned_arm.sweeps['weight_decay'].values == (0.05, 0.1, 0.2, 0.4, 0.8)
 
 
 def test_no_weight_decay_is_screened_that_no_run_may_have(trained, tmp_path):
@@ -178,7 +208,7 @@ def test_the_longest_runs_are_taken_first(tmp_path):
     assert [run.arm.key.size for run in left] == ['d_model=64', 'd_model=32']
 
 
-def test_a_held_run_is_left_alone_and_taken_when_it_is_given_up(trained, tmp_path, monkeypatch):
+def test_a_held_run_is_taken_when_it_is_given_up(trained, tmp_path, monkeypatch):
     first = plan.runs(STUDY, build_arms(STUDY), lambda run: None)[0]
     held = leases.acquire(tmp_path / 'out/leases', first.id)
     monkeypatch.setattr(worker._Worker, '_wait', lambda *_: held.release() or {})
@@ -192,9 +222,10 @@ def test_the_runs_that_wait_are_shared_by_the_workers_that_train(trained, tmp_pa
     study = changed(
         tuning=TuningConfig(), variants=('qk/vo',), sizes=('d_model=32', 'd_model=64', 'd_model=48')
     )
-    longest, *_ = worker.left_of(study, build_arms(study), tmp_path)
+    longest = worker.left_of(study, build_arms(study), tmp_path)[0]
     held = leases.acquire(tmp_path / 'out/leases', longest.id)
-    train, lefts = worker.train, []
+    train = worker.train
+    lefts = []  # before and after the other worker gives up its run, for each run of this one
 
     def displayed(config, workdir, *, study, **settings):
         lefts.append(study())
@@ -211,63 +242,94 @@ def test_the_runs_that_wait_are_shared_by_the_workers_that_train(trained, tmp_pa
     assert lefts[-1].waiting_work == 0
 
 
-@pytest.mark.parametrize(
-    ('error', 'raised', 'number'),
-    [
-        (InUseError('in use'), None, 6),
-        (Lost('taken over'), None, 6),
-        (CheckpointError('every checkpoint is damaged'), ConfigError, 3),
-        (JaxRuntimeError('RESOURCE_EXHAUSTED: no room'), ConfigError, 3),
-        (JaxRuntimeError('INTERNAL: a bug'), JaxRuntimeError, 0),
-        (DiskError('the disk is full'), DiskError, 0),
-    ],
-)
-def test_a_run_that_cannot_be_trained_does_not_stop_the_others_but_a_full_disk_does(
-    trained, tmp_path, monkeypatch, error, raised, number
+class Broken:
+    """Raises an error before runs of the baseline: every time, or once."""
+
+    def __init__(self, error, once=False):
+        self.error = error
+        self.once = once
+        self.refused = []  # names of directories
+
+    def __call__(self, config, workdir):
+        if config.model.score == 'qk' and not (self.once and self.refused):
+            self.refused.append(workdir.name)
+            raise self.error
+
+
+@pytest.mark.parametrize('error', [InUseError('in use'), Lost('taken over')], ids=repr)
+def test_a_run_that_is_in_use_or_lost_is_tried_again_after_the_others(
+    trained, tmp_path, monkeypatch, error
 ):
-    """One that was in use, or was lost, is tried again after the others."""
-    refused = []
+    trained.before = Broken(error, once=True)
+    monkeypatch.setattr(worker._Worker, '_wait', lambda *_: None)
+    worker.run(STUDY, tmp_path / 'out')
+    assert len(trained) == len(set(trained)) == 6
+    assert trained.before.refused[0] in trained[1:]
 
-    def broken(config, workdir):
-        if config.model.score == 'qk' and (raised or not refused):
-            refused.append(workdir.name)
-            raise error
 
-    trained.before = broken
-    monkeypatch.setattr(worker._Worker, '_wait', lambda *_: {})
-    message = str(error).rpartition(': ')[2]
-    with pytest.raises(raised, match=message) if raised else contextlib.nullcontext():
+@pytest.mark.parametrize(
+    ('error', 'message'),
+    [
+        (CheckpointError('every checkpoint is damaged'), 'every checkpoint is damaged'),
+        (JaxRuntimeError('RESOURCE_EXHAUSTED: no room'), 'no room'),
+    ],
+    ids=repr,
+)
+def test_a_run_that_cannot_be_trained_does_not_stop_the_others(trained, tmp_path, error, message):
+    trained.before = Broken(error)
+    with pytest.raises(ConfigError, match=f'^1 run could not be trained: .*{message}'):
         worker.run(STUDY, tmp_path / 'out')
-    assert len(trained) == len(set(trained)) == number
-    assert raised or refused[0] in trained[1:]
+    assert len(trained) == len(set(trained)) == 3
     assert not leases.holders(tmp_path / 'out/leases')
 
 
-def test_waiting_names_the_run_and_ends_on_request(trained, tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    'error', [JaxRuntimeError('INTERNAL: a bug'), DiskError('the disk is full')], ids=repr
+)
+def test_a_bug_or_a_full_disk_ends_the_worker(trained, tmp_path, error):
+    trained.before = Broken(error)
+    with pytest.raises(type(error), match=str(error)):
+        worker.run(STUDY, tmp_path / 'out')
+    assert not trained and not leases.holders(tmp_path / 'out/leases')
+
+
+@pytest.fixture
+def waited(trained, tmp_path, monkeypatch, caplog):
+    """The run that another worker held while this one waited, until it was asked to stop."""
     caplog.set_level('INFO')
     path = tmp_path / 'out'
     single = changed(tuning=TuningConfig(), variants=('qk/vo',))
     (run,) = plan.runs(single, build_arms(single), lambda run: None)
     # The worker's alone: other threads may sleep too, while nobody handles the signal.
-    stop = SimpleNamespace(
+    clock = SimpleNamespace(
         monotonic=time.monotonic, sleep=lambda _: signal.raise_signal(signal.SIGTERM)
     )
-    monkeypatch.setattr(worker, 'time', stop)
+    monkeypatch.setattr(worker, 'time', clock)
     with leases.acquire(path / 'leases', run.id), pytest.raises(Stopped):
         worker.run(single, path)
+    return run
+
+
+def test_a_worker_that_waits_ends_on_request(waited, trained):
     assert not trained
-    assert f'waiting for {run.directory}, held by process' in caplog.text
+
+
+def test_a_worker_that_waits_names_the_run_that_another_holds(waited, caplog):
+    messages = [record.getMessage() for record in caplog.get_records('setup')]
+    assert f'waiting for {waited.directory}, held by process' in ' '.join(messages)
 
 
 def test_what_is_planned_and_what_is_left_are_of_one_moment(trained, tmp_path, monkeypatch):
     """Another worker ends the last open run just after the plan was made without it."""
-    path, known = tmp_path / 'out', plan.runs
+    path = tmp_path / 'out'
+    planned = plan.runs
 
     def others_are_quick(*args):
-        runs = known(*args)
-        for run in runs if (path / 'study.json').exists() else ():
-            if run.stage == 'screening':
-                worker.train(run.config, path / run.directory, lost=lambda: False)
+        runs = planned(*args)
+        if (path / 'study.json').exists():
+            for run in runs:
+                if run.stage == 'screening':
+                    worker.train(run.config, path / run.directory, lost=lambda: False)
         return runs
 
     monkeypatch.setattr(plan, 'runs', others_are_quick)
@@ -325,12 +387,9 @@ def test_a_directory_keeps_the_study_that_it_began_with(trained, finished, study
 
 
 def test_results_that_two_arms_exchanged_are_refused(trained, finished):
-    (_, one), (_, other) = sorted(
-        (line['variant'], line['directory'])
-        for line in read_lines(finished / 'plan.jsonl')
-        if line['stage'] == 'verdict'
-    )
-    first, second = finished / one / 'result.json', finished / other / 'result.json'
+    planned = read_lines(finished / 'plan.jsonl')
+    directories = [line['directory'] for line in planned if line['stage'] == 'verdict']
+    first, second = (finished / directory / 'result.json' for directory in directories)
     results = first.read_bytes()
     first.write_bytes(second.read_bytes())
     second.write_bytes(results)
@@ -340,38 +399,55 @@ def test_results_that_two_arms_exchanged_are_refused(trained, finished):
     assert contents(finished) == before and not trained
 
 
-def test_a_field_that_is_added_and_a_setting_of_the_machine_train_nothing_again(trained, finished):
+MACHINE = {
+    'data': {'data_dir': '/other'},
+    'mesh': {'trial': 1, 'data': 1},
+    'train': {'sinks': ('tensorboard',)},
+}
+
+
+def test_settings_of_the_machine_train_nothing_again(trained, finished):
+    """The plan has those of the last worker; the study and its ledger do not know them."""
     ledger.look(finished)
     before = contents(finished)
-    machine = {'mesh': {'trial': 1, 'data': 1}, 'train': {'sinks': ('tensorboard',)}}
-    for study in (changed(data={'data_dir': '/other'}, **machine), LaterStudy(**vars(STUDY))):
-        worker.run(study, finished)
+    worker.run(changed(**MACHINE), finished)
+    worker.run(STUDY, finished)
+    assert not trained and contents(finished) == before
+    assert not ledger.look(finished)  # the same files
+
+
+def test_a_field_that_a_later_version_adds_trains_nothing_again(trained, finished):
+    ledger.look(finished)
+    before = contents(finished)
+    worker.run(LaterStudy(**vars(STUDY)), finished)
     assert not trained and contents(finished) == before
     assert not ledger.look(finished)  # the same files
 
 
 def test_a_worker_leaves_the_files_to_one_that_adds_arms(trained, tmp_path):
-    path, grown = tmp_path / 'out', changed(variants=(*STUDY.variants, 'qk/k_is_v'))
+    path = tmp_path / 'out'
 
-    def another(*_):
+    def add_arms(config, workdir):
         if len(trained) == 2:
-            declaration.declare(path, grown, build_arms(grown))
+            declaration.declare(path, GROWN, build_arms(GROWN))
 
-    trained.before = another
+    trained.before = add_arms
     worker.run(STUDY, path)
     assert len(trained) == 6 and len(read_lines(path / 'plan.jsonl')) == 4  # as it was then
-    worker.run(grown, path)
+    worker.run(GROWN, path)
     assert len(trained) == 9 == len(read_lines(path / 'plan.jsonl'))
 
 
 def test_a_stored_study_goes_on_where_it_was(trained, finished, tmp_path):
     """Of the run that is left, nothing counts."""
-    results, kept, logs = finished / 'results.jsonl', tmp_path / 'kept', []
-    before = read_lines(results)
-    lost = before[-1]['run']
-    write_lines(results, [line for line in before if line['run'] != lost])
+    results = finished / 'results.jsonl'
+    lines = read_lines(results)
+    lost = lines[-1]['run']
+    write_lines(results, [line for line in lines if line['run'] != lost])
+    kept = tmp_path / 'kept'
     stored.pack(finished, kept)
+    logs = []
     trained.before = lambda config, workdir: logs.append((workdir / 'metrics.jsonl').exists())
     worker.run(STUDY, kept)
     assert len(trained) == 1 and trained[0].endswith(lost) and logs == [False]
-    assert read_lines(kept / 'results.jsonl') == before
+    assert read_lines(kept / 'results.jsonl') == lines

@@ -1,0 +1,202 @@
+"""Matching: solves one dimension of a model so that the model costs as much as the baseline.
+
+d_ff then absorbs the rounding residual.
+"""
+
+import bisect
+import dataclasses
+
+from qkattn.attention import registry
+from qkattn.config import ModelConfig
+from qkattn.errors import MatchError, SpecError
+from qkattn.model import cost
+from qkattn.model.sites import sites
+
+# The search for a dimension ends at this multiple of its value at the baseline's shape.
+SEARCH_LIMIT = 16
+# The costs that can be made equal, and their units.
+COSTS = {
+    'total': 'parameters',
+    'non_embedding': 'non-embedding parameters',
+    'flops': 'FLOP per token',
+    'cache': 'cached numbers per token',
+}
+
+
+def violated_constraint(config: ModelConfig) -> str | None:
+    """The constraint of an attention variant that the model violates; None if it can be built."""
+    try:
+        for attention_spec in sites(config).values():
+            registry.check(attention_spec())
+    except SpecError as error:
+        return f'cannot be built: {error}'
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Dimension:
+    """An integer of the model's shape that is solved for, as documented in `match`."""
+
+    config: ModelConfig  # the variant at the baseline's shape
+    name: str  # the field: 'd_model', 'd_ff', 'num_heads' or 'num_layers'
+    which: str = 'total'  # the cost that is made equal, one of COSTS
+
+    @property
+    def baseline_value(self) -> int:
+        """The value at the baseline's shape."""
+        return getattr(self.config, self.name) or self.config.mlp_width
+
+    @property
+    def step(self) -> int:
+        """The step between valid values."""
+        if self.name == 'num_heads':
+            return self.config.num_kv_heads or 1
+        # A cache grows with num_heads * head_size, which moves in steps of the heads.
+        if self.name == 'd_model' and self.which == 'cache' and not self.config.head_size:
+            return self.smallest_width
+        return 1
+
+    @property
+    def head_size_step(self) -> int:
+        """The step between valid head sizes: rotary positions need even ones."""
+        return 2 if self.config.positions == 'rope' else 1
+
+    @property
+    def smallest_width(self) -> int:
+        """The smallest d_model that divides into heads of a valid size."""
+        return self.config.num_heads * self.head_size_step
+
+    def resized(self, value: int) -> ModelConfig:
+        """The model at a value of this dimension, with what follows it, as `match` documents."""
+        config = self.config
+        if self.name == 'd_model':
+            return self._at_width(value)
+        if self.name == 'd_ff':
+            return dataclasses.replace(config, d_ff=value)
+        if self.name == 'num_heads':
+            head_size = config.head_size or config.d_model // config.num_heads
+            return dataclasses.replace(
+                config, num_heads=value, head_size=head_size, d_ff=config.mlp_width
+            )
+        return dataclasses.replace(config, num_layers=value, d_ff=config.mlp_width)
+
+    def _at_width(self, d_model: int) -> ModelConfig:
+        """The model at another d_model: the ratio of d_ff and the number of heads stay."""
+        config = self.config
+        d_ff = max(1, round(config.mlp_width / config.d_model * d_model))
+        head_size = config.head_size
+        if not head_size:
+            nearest = self.head_size_step * max(1, round(d_model / self.smallest_width))
+            # None is d_model / num_heads, where that is the nearest valid head size.
+            head_size = None if nearest * config.num_heads == d_model else nearest
+        return dataclasses.replace(config, d_model=d_model, d_ff=d_ff, head_size=head_size)
+
+    def cost(self, value: int) -> float:
+        """The cost of the model at a value of this dimension."""
+        return cost.measured(self.resized(value), self.which)
+
+    def first_usable(self, values: range) -> int | None:
+        """The first of `values` at which the variant can be built; some need powers of two."""
+        for value in values:
+            if violated_constraint(self.resized(value)) is None:
+                return value
+        return None
+
+    def nearest(self, target: float) -> int:
+        """The usable value whose cost is nearest to `target`.
+
+        A value is usable if the variant can be built there. Costs ascend with the value, so
+        bisection finds the first usable one that costs at least `target`, below SEARCH_LIMIT times
+        the value of the baseline; the answer is this one or the usable one before it. MatchError if
+        the cost does not depend on this dimension.
+        """
+        start = self.baseline_value
+        limit = SEARCH_LIMIT * start
+        following = self.first_usable(range(start + self.step, limit, self.step))
+        if following is not None and self.cost(following) == self.cost(start):
+            raise MatchError(f'has the same cost at any {self.name}')
+
+        def reaches_target(value: int) -> bool:
+            """Whether the first usable value from this one on, if any, costs the target."""
+            usable = self.first_usable(range(value, limit, self.step))
+            return usable is None or self.cost(usable) >= target
+
+        upper = start
+        while not reaches_target(upper):
+            upper *= 2
+        candidates = range(self.step, upper + 1, self.step)
+        value = candidates[bisect.bisect_left(candidates, True, key=reaches_target)]
+        below = self.first_usable(range(value - self.step, 0, -self.step))
+        above = self.first_usable(range(value, limit, self.step))
+        neighbours = [neighbour for neighbour in (below, above) if neighbour is not None]
+        return min(neighbours, key=lambda neighbour: abs(self.cost(neighbour) - target))
+
+
+def match(
+    config: ModelConfig,
+    target: float | int,
+    *,
+    which: str = 'total',
+    fill: str | None = 'd_ff',
+    tolerance: float = 1e-3,
+    destination: str = 'd_model',
+) -> ModelConfig:
+    """The config with `destination`, then `fill`, solved so that its cost equals `target`.
+
+    The destination takes the usable value nearest to the target; d_ff then absorbs the residual, at
+    most half of one step of the destination. The variant has to be possible at the baseline's
+    shape.
+
+    - 'd_model': d_ff keeps its ratio to d_model; the number of heads stays, and the head size is
+      the integer nearest to d_model / num_heads (even with rotary positions) unless it is set. A
+      variant that needs N H = D therefore moves in multiples of num_heads.
+    - 'd_ff': all other dimensions stay; `fill` has no effect.
+    - 'num_heads': the head size stays; so does num_kv_heads where it is set, which is the step.
+    - 'num_layers': in an encoder-decoder the encoder keeps its depth if num_encoder_layers is set,
+      and otherwise is as deep as the decoder.
+
+    The cache does not depend on d_ff, so `fill` is off for it. If a variant saves or costs less
+    than half a step, the destination would stay and d_ff would absorb everything, which is another
+    destination, so it is refused.
+
+    `config` is the variant at the baseline's shape. `target` is in parameters for `which` 'total'
+    or 'non_embedding', FLOP per token for 'flops', cached numbers per token for 'cache'; see
+    `cost.measured`. `fill` is 'd_ff', or None to accept the residual of the destination;
+    `tolerance` is the largest |residual| accepted. MatchError if there is no such model: what the
+    variant violates, as a sentence without its subject.
+    """
+    violation = violated_constraint(config)
+    if violation is not None:
+        raise MatchError(violation)
+    dimension = Dimension(config, destination, which)
+    value = dimension.nearest(target)
+    solved = dimension.resized(value)
+    cost_before_fill = dimension.cost(value)
+    target_in_words = f'{target:.0f} {COSTS[which]}'
+
+    wider = dataclasses.replace(solved, d_ff=solved.mlp_width + 1)
+    cost_of_unit = cost.measured(wider, which) - cost_before_fill  # of d_ff; 0 of a cache
+    if fill and destination != 'd_ff' and cost_of_unit:
+        d_ff = solved.mlp_width + round((target - cost_before_fill) / cost_of_unit)
+        if d_ff < 1:
+            raise MatchError(f'has more than {target_in_words} at d_ff=1 and {destination}={value}')
+        solved = dataclasses.replace(solved, d_ff=d_ff)
+
+    gap = cost_before_fill / target - 1
+    is_unchanged = destination != 'd_ff' and value == dimension.baseline_value
+    if is_unchanged and abs(gap) > tolerance:
+        raise MatchError(
+            f'is {gap:+.2%} from the target at {destination}={value}, and no other {destination} '
+            'is nearer, so d_ff would absorb it all: use the destination d_ff '
+            '(--config.destinations=\'("d_ff",)\'), or a baseline of another size'
+        )
+    residual = cost.measured(solved, which) / target - 1
+    if abs(residual) > tolerance:
+        sizes = f'{destination}={value}'
+        if destination != 'd_ff':
+            sizes += f' and d_ff={solved.mlp_width}'
+        raise MatchError(
+            f'reaches {target_in_words} only to {100 * residual:+.3g}%, at {sizes}; choose another '
+            f'size, or a tolerance above {tolerance:g}'
+        )
+    return solved

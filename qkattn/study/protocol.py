@@ -1,0 +1,154 @@
+"""The protocol of a study: its defaults, and the rules without which there is no verdict."""
+
+import dataclasses
+import itertools
+import math
+
+from qkattn.config import ANNEALED, ControlsConfig, Study, TuningConfig
+from qkattn.errors import ConfigError
+from qkattn.stats.inference import MIN_PAIRS
+from qkattn.stats.sweep import MIN_SEEDS, MIN_VALUES
+from qkattn.study.tuning import MODEL_KNOBS, TRIAL_KNOBS, screening_seeds
+
+
+def resolved(study: Study) -> Study:
+    """The study with defaults in place of empty corpora and controls.
+
+    Without tuning there are no controls; without a match none of equal shape.
+    """
+    is_tuned = bool(study.tuning.seeds)
+    longer = study.controls.longer if is_tuned else None
+    longer_seeds: tuple[int, ...] = ()
+    if longer:
+        longer_seeds = study.controls.longer_seeds or study.base.trials.seeds
+    controls = ControlsConfig(
+        equal_shape=study.controls.equal_shape and is_tuned and study.match is not None,
+        longer=longer,
+        longer_seeds=longer_seeds,
+    )
+    corpora = study.corpora or (study.base.data.name,)
+    return dataclasses.replace(study, corpora=corpora, controls=controls)
+
+
+def check_protocol(study: Study) -> None:
+    """Raises ConfigError for a rule that the settings of a study break, not those of its runs."""
+    if study.match is None and len(study.destinations) > 1:
+        raise ConfigError(
+            f'destinations={study.destinations} have no effect with match=None; give one'
+        )
+    if not study.tuning.seeds:
+        _check_untuned(study)
+        return
+    _check_baseline(study)
+    _check_verdict_seeds('trials.seeds', study.base.trials.seeds, study.tuning)
+    if study.controls.longer_seeds:
+        _check_verdict_seeds('controls.longer_seeds', study.controls.longer_seeds, study.tuning)
+    _check_grids(study)
+    _check_mesh(study)
+
+
+def _check_untuned(study: Study) -> None:
+    """Raises ConfigError for a setting that has no effect without tuning."""
+    if study.repeats is not None:
+        raise ConfigError(
+            f'repeats={study.repeats!r} needs tuning.seeds: without them there is no verdict'
+        )
+    for name, values in {'expected': study.expected, **_model_grids(study)}.items():
+        if values:
+            raise ConfigError(
+                f'{name}={values} need tuning.seeds: without them there is no verdict'
+            )
+
+
+def _check_baseline(study: Study) -> None:
+    """Raises ConfigError unless the baseline is trained, annealed, at several learning rates."""
+    if study.baseline not in study.variants:
+        raise ConfigError(
+            f'variants={study.variants} must contain the baseline {study.baseline!r} for a verdict'
+        )
+    optimizer = study.base.optimizer
+    if not optimizer.anneals:
+        raise ConfigError(
+            f'optimizer.schedule={optimizer.schedule} with '
+            f'final_fraction={optimizer.final_fraction} does not anneal, which a verdict needs; '
+            f'use linear or cosine with final_fraction={ANNEALED} or less'
+        )
+    learning_rates = study.base.trials.learning_rates
+    if len(learning_rates) < 2:
+        raise ConfigError(
+            f'trials.learning_rates={learning_rates} must be a grid with tuning.seeds, as '
+            'in (0.001, 0.002, 0.004)'
+        )
+
+
+def _check_verdict_seeds(name: str, seeds: tuple[int, ...], tuning: TuningConfig) -> None:
+    """Raises ConfigError unless the seeds, which the setting `name` holds, may decide arms."""
+    if len(seeds) < MIN_PAIRS:
+        raise ConfigError(f'{name}={seeds} must be at least {MIN_PAIRS} seeds for a verdict')
+    shared = sorted(set(screening_seeds(tuning)).intersection(seeds))
+    if shared:
+        raise ConfigError(
+            f'tuning.seeds, or those that the tuning may draw, and {name} share '
+            f'{tuple(shared)}: settings tuned on a seed look better on it, so the verdict '
+            'needs other seeds'
+        )
+
+
+def _check_grids(study: Study) -> None:
+    """Raises ConfigError unless grids ascend, and may grow until their best value shows."""
+    grids = {f'trials.{knob}s': getattr(study.base.trials, f'{knob}s') for knob in TRIAL_KNOBS}
+    for name, values in _model_grids(study).items():
+        if values:
+            grids[name] = values
+    for name, values in grids.items():
+        if len(values) > 1 and not _ascends(values):
+            raise ConfigError(
+                f'{name}={values} must ascend by a constant factor, as in (0.001, 0.002, 0.004)'
+            )
+    tuning = study.tuning
+    longest = max(len(values) for values in grids.values())
+    least_points = max(longest, MIN_VALUES)
+    if tuning.max_points < least_points:
+        raise ConfigError(
+            f'tuning.max_points={tuning.max_points} must be at least {least_points}: the longest '
+            f'grid has {longest}, and a best value needs worse ones beside it'
+        )
+    least_seeds = max(len(tuning.seeds), MIN_SEEDS)
+    if tuning.max_seeds < least_seeds:
+        raise ConfigError(
+            f'tuning.max_seeds={tuning.max_seeds} must be at least {least_seeds}: tuning.seeds has '
+            f'{len(tuning.seeds)}, and one seed shows no best value'
+        )
+
+
+def _check_mesh(study: Study) -> None:
+    """Raises ConfigError unless the trial axis of the mesh divides every number of seeds."""
+    num_devices = study.base.mesh.trial
+    numbers = (
+        len(study.tuning.seeds),
+        study.tuning.max_seeds,
+        len(study.base.trials.seeds),
+        len(study.controls.longer_seeds),
+    )
+    if any(number % num_devices for number in numbers):
+        raise ConfigError(
+            f'mesh.trial={num_devices} must divide the numbers of tuning.seeds, '
+            f'tuning.max_seeds, trials.seeds and controls.longer_seeds, {numbers}'
+        )
+
+
+def _model_grids(study: Study) -> dict[str, tuple[float, ...]]:
+    """The grids of model fields by their setting, such as 'tuning.init_qks'; () is no grid."""
+    return {f'tuning.{knob}s': getattr(study.tuning, f'{knob}s') for knob in MODEL_KNOBS}
+
+
+def _ascends(values: tuple[float, ...]) -> bool:
+    """Whether a grid of two values or more ascends by one factor from above 0."""
+    first = values[0]
+    second = values[1]
+    if not 0 < first < second < math.inf:
+        return False
+    return all(
+        math.isclose(right / left, second / first, rel_tol=1e-3)
+        for left, right in itertools.pairwise(values)
+    )
