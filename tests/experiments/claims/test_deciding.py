@@ -8,7 +8,8 @@ import pytest
 
 from experiments.claims import measures, studies
 from experiments.claims.claim import Claim, ClaimVerdict, Expectation, Kind, Measure, Row, Speaks
-from experiments.claims.deciding import cases, decide, evidence, needed
+from experiments.claims.deciding import cases, decide, evidence
+from experiments.claims.needs import needed
 from experiments.claims.studies import Results
 from qkattn.errors import ConfigError
 from qkattn.stats import decision, inference

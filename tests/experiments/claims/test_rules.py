@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from experiments.claims.claim import RELATIONS, ClaimVerdict, Kind, Row, Speaks
-from experiments.claims.deciding import condition_of, finding, truths, verdict_on
+from experiments.claims.verdicts import condition_of, finding, truths, verdict_on
 from qkattn.stats import decision, inference
 from qkattn.verdict import Decision
 from qkattn.verdict.codes import Comparison, Reason, ReasonCode, Verdict
