@@ -170,7 +170,10 @@ class Expectation:
     scales: tuple[str, ...] = ()  # the scales at which the study has this variant; () for all
 
     def __post_init__(self) -> None:
-        valid_values = {'relation': [*RELATIONS, AS_REPORTED], 'at': [Kind.MATCHED, Kind.REMOVED]}
+        valid_values: dict[str, list[str]] = {
+            'relation': [*RELATIONS, AS_REPORTED],
+            'at': [Kind.MATCHED, Kind.REMOVED],
+        }
         for field, valid in valid_values.items():
             value = getattr(self, field)
             if value not in valid:

@@ -151,8 +151,8 @@ def condition_of(rows: Iterable[Row]) -> str:
     'size: 8, corpus: a; size: 1, corpus: b'.
     """
     truth_by_context = truths(rows)
-    true_contexts = []
-    other_contexts = []
+    true_contexts: list[dict[str, str]] = []
+    other_contexts: list[dict[str, str]] = []
     for context, truth in truth_by_context.items():
         contexts = true_contexts if truth == Speaks.FOR else other_contexts
         contexts.append(dict(context))

@@ -182,4 +182,4 @@ def test_lines_of_a_figure_have_names_that_differ_and_the_row_that_decides(tmp_p
     assert [parts[kind].value for kind in (Kind.REMOVED, Kind.MATCHED)] == [0.1, 0.4]
     assert parts[Kind.MATCHED].context == {}
     write(tmp_path, CLAIMS, [dataclasses.replace(STORED['B4'], rows=tuple(rows))])
-    assert '| worse / undecided |' in pages.claims_markdown(tmp_path, '.', 'b')
+    assert '| worse / undecided |' in pages.group_markdown(tmp_path, '.', 'b')
