@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.explorer.bench import Bench, evaluate, generators, numbers
+from experiments.explorer.bench import Bench
+from experiments.explorer.symbolic import evaluate, generators, numbers
 from experiments.explorer.worked import in_latex, number, worked
 from qkattn.attention import SCORES, VALUES
 from qkattn.attention.scores.qk import QK
