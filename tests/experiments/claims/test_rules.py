@@ -11,7 +11,10 @@ from qkattn.stats import decision, inference
 from qkattn.verdict import Decision
 from qkattn.verdict.codes import Comparison, Reason, ReasonCode, Verdict
 
-FOR, AGAINST, OPEN, BESIDE = Speaks.FOR, Speaks.AGAINST, Speaks.OPEN, Speaks.BESIDE
+FOR = Speaks.FOR
+AGAINST = Speaks.AGAINST
+OPEN = Speaks.OPEN
+BESIDE = Speaks.BESIDE
 # In the order of Decision: better, better below margin, equivalent, worse below, worse.
 SPOKEN = {
     'better': (FOR, OPEN, AGAINST, AGAINST, AGAINST),
