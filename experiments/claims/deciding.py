@@ -74,6 +74,9 @@ class _Outcome:
 def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
     """Decides a claim from the results in a directory and names the missing ones.
 
+    The rows of a claim are those of its exact checks, those of the arms that it expects something
+    of, other parts of the differences of these arms, and those of its measures.
+
     ConfigError if the claim expects an arm that its study does not declare, and if a check or a
     measure of the claim raises.
     """
@@ -85,13 +88,11 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
     every_case: list[Case] = []
     for expected, loaded in trained:
         every_case.extend(cases(expected, loaded, results))
-    # The studies that the claim names, then the repeats that decide in place of them.
-    studies = {name: loaded for name in claim.studies if (loaded := results.study(name))}
-    studies |= {case.name: case.loaded for case in every_case}
-    problems: dict[str, str] = {}
+    studies = _studies(claim, every_case, results)
+    problems: dict[str, str] = {}  # what studies lack, by their names
     for name in dict.fromkeys([*claim.studies, *studies]):
         problem = results.problem(name)
-        if problem:
+        if problem is not None:
             problems[name] = problem
     missing = _missing(problems, every_case, trained, scale)
 
@@ -110,9 +111,13 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
     elif outcome.verdict == ClaimVerdict.UNDECIDED:
         needs = _needs(claim, scale, problems, outcome.arms)
 
+    statement = {field.name: getattr(claim, field.name) for field in fields(Statement)}
     commit, hardware, seconds = _provenance(studies.values())
+    models: list[str] = []
+    for name, loaded in studies.items():
+        models.extend(_models(name, loaded))
     return ClaimResult(
-        **{field.name: getattr(claim, field.name) for field in fields(Statement)},
+        **statement,
         scale=scale,
         verdict=outcome.verdict,
         rows=tuple(outcome.rows),
@@ -123,7 +128,7 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
         commit=commit,
         hardware=hardware,
         seconds=round(seconds + time.perf_counter() - started, 1),
-        models=tuple(text for pair in studies.items() for text in _models(*pair)),
+        models=tuple(models),
     )
 
 
@@ -152,6 +157,21 @@ def _trained(claim: Claim, scale: str, results: Results) -> list[tuple[Expectati
         if loaded is not None:
             trained.append((expected, loaded))
     return trained
+
+
+def _studies(claim: Claim, every_case: Iterable[Case], results: Results) -> dict[str, Loaded]:
+    """The studies with results that decide a claim, by their names.
+
+    First those that the claim names, then the repeats that decide in place of them.
+    """
+    studies: dict[str, Loaded] = {}
+    for name in claim.studies:
+        loaded = results.study(name)
+        if loaded is not None:
+            studies[name] = loaded
+    for case in every_case:
+        studies[case.name] = case.loaded
+    return studies
 
 
 def _missing(
