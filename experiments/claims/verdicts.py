@@ -157,14 +157,14 @@ def condition_of(rows: Iterable[Row]) -> str:
         contexts = true_contexts if truth == Speaks.FOR else other_contexts
         contexts.append(dict(context))
     for factor in true_contexts[0]:
-        true_values = [context.get(factor) for context in true_contexts]
-        other_values = [context.get(factor) for context in other_contexts]
+        true_values = [factors.get(factor) for factors in true_contexts]
+        other_values = [factors.get(factor) for factors in other_contexts]
         if None not in true_values and set(true_values).isdisjoint(other_values):
             distinct = dict.fromkeys(str(value) for value in true_values)
             return f'{factor}: {"; ".join(distinct)}'
     shared = set.intersection(*(set(context) for context in truth_by_context))
     descriptions = []
-    for context in true_contexts:
-        differing = [item for item in context.items() if item not in shared]
+    for factors in true_contexts:
+        differing = [item for item in factors.items() if item not in shared]
         descriptions.append(', '.join(f'{factor}: {value}' for factor, value in differing))
     return '; '.join(descriptions)

@@ -123,7 +123,7 @@ def _polynomials(bench: Bench, circuit: str) -> list[Any]:
 
 
 def _term(powers: Iterable[int], number: Any, first_own: int) -> list[Any]:
-    """A term of a polynomial as [coefficient, index, index, ...], described above.
+    """A term of a polynomial as [coefficient, index, index, ...], as the page reads it.
 
     `powers` are those of all generators of the ring. The circuit's own entries begin at the
     generator `first_own`; those before it are of the Score. A squared entry has its index twice.
