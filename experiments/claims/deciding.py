@@ -113,9 +113,7 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
 
     statement = {field.name: getattr(claim, field.name) for field in fields(Statement)}
     commit, hardware, seconds = _provenance(studies.values())
-    models: list[str] = []
-    for name, loaded in studies.items():
-        models.extend(_models(name, loaded))
+    models = [text for name, loaded in studies.items() for text in _models(name, loaded)]
     return ClaimResult(
         **statement,
         scale=scale,

@@ -95,7 +95,8 @@ class Bench:
         parameters = []
         leaves, _ = jax.tree_util.tree_flatten_with_path(self.layer)
         for path, array in leaves:
-            circuit, attribute = path[0].name, path[1].name
+            circuit = path[0].name
+            attribute = path[1].name
             parameters.append(Parameter(circuit, attribute, np.asarray(array)))
         # JAX sorts attributes by name; their classes define them as equations have them.
         order = [*vars(self.layer.score), *vars(self.layer.value)]
