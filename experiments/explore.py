@@ -6,8 +6,9 @@ python -m experiments.explore --html=runs/explorer.html   # drag numbers
 
 from absl import flags
 
-from experiments.explorer.bench import Bench, sympy
+from experiments.explorer.bench import Bench
 from experiments.explorer.page import page
+from experiments.explorer.symbolic import sympy
 from experiments.explorer.worked import worked
 from qkattn.errors import ConfigError
 from qkattn.jobs import cli

@@ -7,10 +7,13 @@ python -m experiments.claims --scale=gpu --dry_run  # plan and cost
 python -m experiments.claims --notrain --workdir=runs/claims --export=claims_cpu
 """
 
+from collections.abc import Container, Iterable
+from pathlib import Path
+
 from absl import flags
 
 from experiments.claims import declared, export, pages, studies
-from experiments.claims.claim import ClaimResult
+from experiments.claims.claim import Claim, ClaimResult
 from experiments.claims.deciding import decide
 from experiments.claims.protocol import SCALES
 from experiments.claims.studies import Results
@@ -62,39 +65,61 @@ def main() -> None:
     if DRY_RUN.value:
         print(studies.costs(configs))
         return
-    if is_url(workdir := cli.required(WORKDIR)):
-        raise ConfigError(f'workdir={workdir} is in a bucket; claims need one on a file system')
-    directory = as_path(workdir)
-    if not TRAIN.value and not directory.is_dir():
-        raise ConfigError(f'workdir={workdir} is not a directory, and --notrain trains nothing')
+    directory = _workdir()
     studies.check_workdir(configs, SCALE.value, directory)
     if TRAIN.value:
-        for claim in claims:
-            for name in claim.studies:
-                if name not in configs and not (directory / name).is_dir():
-                    raise ConfigError(
-                        f'claim {claim.name}: configs/claims has no study {name!r}, and no '
-                        f'{directory / name} holds one that experiments.ablate has trained'
-                    )
+        _check_studies_exist(claims, configs, directory)
         studies.train(configs, SCALE.value, directory, workers)
     studies.report(claims, directory)
     results = Results(directory)
-    decided = list[ClaimResult]()
+    decided: list[ClaimResult] = []
     for claim in claims:
         with waiting(claim.name, 'deciding'):
-            decided.append(decide(claim, SCALE.value, results))
-        print(_text(decided[-1]), flush=True)
+            result = decide(claim, SCALE.value, results)
+        print(_text(result), flush=True)
+        decided.append(result)
     if EXPORT.value is not None:
         export.export(decided, results, EXPORT.value)
         print(f'exported to {pages.write_page(EXPORT.value)}')
 
 
+def _workdir() -> Path:
+    """The directory of --workdir.
+
+    ConfigError if it is not given, in a bucket, or with --notrain not there.
+    """
+    workdir = cli.required(WORKDIR)
+    if is_url(workdir):
+        raise ConfigError(f'workdir={workdir} is in a bucket; claims need one on a file system')
+    directory = as_path(workdir)
+    if not TRAIN.value and not directory.is_dir():
+        raise ConfigError(f'workdir={workdir} is not a directory, and --notrain trains nothing')
+    return directory
+
+
+def _check_studies_exist(claims: Iterable[Claim], configs: Container[str], directory: Path) -> None:
+    """Raises ConfigError for a study of a claim that has no config and is not in the directory."""
+    for claim in claims:
+        for name in claim.studies:
+            if name not in configs and not (directory / name).is_dir():
+                raise ConfigError(
+                    f'claim {claim.name}: configs/claims has no study {name!r}, and no '
+                    f'{directory / name} holds one that experiments.ablate has trained'
+                )
+
+
 def _text(claim: ClaimResult) -> str:
-    """A claim with its verdict and the conditions of the verdict, line by line."""
-    lines = [f'{claim.name:<3} {claim.verdict:<14} {claim.statement}', pages.decisive(claim)]
-    lines += [f'only if {claim.condition}'] if claim.condition else []
-    lines += [f'needs {claim.needed}'] if claim.needed else []
-    return '\n      '.join(filter(None, [*lines, *claim.missing]))
+    """A claim with its verdict, and below it what stands behind the verdict, line by line."""
+    lines = [f'{claim.name:<3} {claim.verdict:<14} {claim.statement}']
+    number = pages.decisive(claim)
+    if number:
+        lines.append(number)
+    if claim.condition:
+        lines.append(f'only if {claim.condition}')
+    if claim.needed:
+        lines.append(f'needs {claim.needed}')
+    lines.extend(claim.missing)
+    return '\n      '.join(lines)
 
 
 if __name__ == '__main__':

@@ -10,27 +10,42 @@ from qkattn.stats.decision import Decision
 from qkattn.stats.inference import Difference
 from qkattn.verdict.judging import ABOVE_ZERO, BELOW_ZERO
 
-# One-sided findings on an undecided arm.
+# One-sided findings on an undecided arm: its difference in loss is shown to lie above minus the
+# margin, or below the margin.
 NOT_BETTER = 'not better by the margin'
 NOT_WORSE = 'not worse by the margin'
+# The verdicts and findings that imply NOT_BETTER, and those that imply NOT_WORSE.
 _AT_LEAST_AS_HIGH = (Decision.EQUIVALENT, *ABOVE_ZERO, NOT_BETTER)
 _AT_MOST_AS_HIGH = (Decision.EQUIVALENT, *BELOW_ZERO, NOT_WORSE)
-# By relation of an arm to another, the verdicts and one-sided findings that make it true and those
-# that make it false; all others leave it open.
-RELATIONS: dict[str, tuple[tuple[Decision | str, ...], tuple[Decision | str, ...]]] = {
-    'better': ((Decision.BETTER,), _AT_LEAST_AS_HIGH),
-    'worse': ((Decision.WORSE,), _AT_MOST_AS_HIGH),
-    'different': ((Decision.BETTER, Decision.WORSE), (Decision.EQUIVALENT,)),
-    'equivalent': ((Decision.EQUIVALENT,), (Decision.BETTER, Decision.WORSE)),
-    'not_better': (_AT_LEAST_AS_HIGH, (Decision.BETTER,)),
-    'not_worse': (_AT_MOST_AS_HIGH, (Decision.WORSE,)),
+
+
+@dataclasses.dataclass(frozen=True)
+class Relation:
+    """A relation of an arm to another, by what makes it true or false; all else leaves it open."""
+
+    true: tuple[Decision | str, ...]  # verdicts and one-sided findings
+    false: tuple[Decision | str, ...]
+
+
+RELATIONS = {
+    'better': Relation(true=(Decision.BETTER,), false=_AT_LEAST_AS_HIGH),
+    'worse': Relation(true=(Decision.WORSE,), false=_AT_MOST_AS_HIGH),
+    'different': Relation(true=(Decision.BETTER, Decision.WORSE), false=(Decision.EQUIVALENT,)),
+    'equivalent': Relation(true=(Decision.EQUIVALENT,), false=(Decision.BETTER, Decision.WORSE)),
+    'not_better': Relation(true=_AT_LEAST_AS_HIGH, false=(Decision.BETTER,)),
+    'not_worse': Relation(true=_AT_MOST_AS_HIGH, false=(Decision.WORSE,)),
 }
+# The relation that the 95 % interval of a difference lies within the range that a source reports.
+AS_REPORTED = 'as_reported'
 UNIT = 'nats/token'
-AS_REPORTED = 'as_reported'  # the interval lies within what is reported
 
 
 class ClaimVerdict(enum.StrEnum):
-    """The verdict on a claim at its scale; HERE: in one setting where two are needed."""
+    """The verdict on a claim at one scale.
+
+    A claim that training decides needs two settings to hold or fail. With results of one setting
+    only, it is HOLDS_HERE or FAILS_HERE.
+    """
 
     HOLDS = 'holds'
     HOLDS_HERE = 'holds in this setting'
@@ -44,14 +59,14 @@ class Kind(enum.StrEnum):
     """The kind of value that a row holds."""
 
     EXACT = 'exact'  # an algebraic check
-    SAME_SHAPE = 'removed'  # an arm at the same shape minus the baseline
-    REINVESTED = 'reinvested'  # the matched arm minus that
-    MATCHED = 'matched'  # the matched arm minus the baseline: the sum of both
+    SAME_SHAPE = 'removed'  # the arm at the same shape minus the baseline
+    REINVESTED = 'reinvested'  # the arm at equal parameter count minus the arm at that shape
+    MATCHED = 'matched'  # the arm at equal parameter count minus the baseline: the sum of both
     MEASURED = 'measured'  # anything else
 
 
 class Speaks(enum.StrEnum):
-    """Whether a row supports its claim; a row BESIDE others decides nothing."""
+    """Whether a row supports its claim; a row BESIDE is shown and decides nothing."""
 
     FOR = 'for'
     AGAINST = 'against'
@@ -61,7 +76,7 @@ class Speaks(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One comparison or measurement."""
+    """One comparison or measurement, as a claim or an answer stores it."""
 
     quantity: str  # what is compared, as the variant, or a phrase for what is measured
     kind: str  # of `Kind`
@@ -69,47 +84,79 @@ class Row:
     value: float
     speaks: str  # of `Speaks`
     unit: str = ''  # '' for a pure number
-    low: float | None = None  # with `high`, the 95 % interval
-    high: float | None = None
+    low: float | None = None  # the lower end of the 95 % interval
+    high: float | None = None  # its upper end
     expected: float | None = None  # an exact check asks for |value - expected| <= tolerance
     tolerance: float | None = None
-    relation: str | None = None  # what the claim expects of the arm, 'not_better'
-    decision: str | None = None  # that of the arm's verdict in its study
-    study: str | None = None  # the one it comes from, a directory beside claims.json
-    tokens: int | None = None  # that each model of the arm is trained on
+    relation: str | None = None  # what the claim expects of the arm, e.g. 'not_better'
+    decision: str | None = None  # the arm's verdict, or a one-sided finding
+    study: str | None = None  # the study it comes from, a directory beside claims.json
+    tokens: int | None = None  # training tokens of each model of the arm
     loss: float | None = None  # of the arm, nats/token
-    yardstick: str | None = None  # what its baseline has to beat, '5-gram 1.457'
-    is_short: bool = False  # whether the arm falls short of that
+    yardstick: str | None = None  # what the arm's baseline has to beat, e.g. '5-gram 1.457'
+    is_short: bool = False  # whether the arm falls short of that yardstick
     length: str | None = None  # whether the difference is settled, or holds at this length
 
     def __post_init__(self) -> None:
-        Kind(self.kind), Speaks(self.speaks)
+        # A stored row holds text: ValueError for one that no member has.
+        Kind(self.kind)
+        Speaks(self.speaks)
 
 
 def exact(
     quantity: str, value: float, expected: float, tolerance: float = 0.0, **context: Any
 ) -> Row:
-    """The row of an exact check, for the claim if |value - expected| <= tolerance."""
-    speaks = Speaks.FOR if abs(value - expected) <= tolerance else Speaks.AGAINST
-    texts = {name: str(value) for name, value in context.items()}
-    about: dict[str, Any] = {'expected': float(expected), 'tolerance': float(tolerance)}
-    return Row(quantity, Kind.EXACT, texts, float(value), speaks, **about)
+    """The row of an exact check: FOR the claim if |value - expected| <= tolerance, else AGAINST.
+
+    The `context` is stored as text: `head_size=8` becomes {'head_size': '8'}.
+    """
+    return Row(
+        quantity,
+        Kind.EXACT,
+        context={name: str(setting) for name, setting in context.items()},
+        value=float(value),
+        speaks=Speaks.FOR if abs(value - expected) <= tolerance else Speaks.AGAINST,
+        expected=float(expected),
+        tolerance=float(tolerance),
+    )
 
 
 def difference_row(
-    quantity: str, kind: str, context: Mapping[str, str], difference: Difference, **fields: Any
+    quantity: str,
+    kind: str,
+    context: Mapping[str, str],
+    difference: Difference,
+    *,
+    speaks: Speaks = Speaks.BESIDE,
+    **fields: Any,
 ) -> Row:
-    """The row of a difference with its interval; it decides nothing unless `speaks` is given."""
-    interval: dict[str, Any] = {'low': difference.low, 'high': difference.high}
-    given = {'speaks': Speaks.BESIDE, 'unit': UNIT} | interval | fields
-    return Row(quantity, kind, context, difference.mean, **given)
+    """The row of a difference in loss with its 95 % interval, nats/token.
+
+    It decides nothing unless `speaks` is given. `fields` are others of `Row`.
+    """
+    return Row(
+        quantity,
+        kind,
+        context,
+        difference.mean,
+        speaks,
+        unit=UNIT,
+        low=difference.low,
+        high=difference.high,
+        **fields,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Expectation:
-    """What a claim expects of an arm of a study, at each size, corpus and length of training."""
+    """What a claim expects of an arm of a study, at each size and on each corpus of the study.
 
-    # The name of a file in configs/claims. Its repeats decide, where they have the arm, too.
+    `Expectation('lm_dropped', 'qk/no_v', 'not_worse')` expects that without W_V the loss at equal
+    parameter count is not higher than the baseline's by more than the margin. ConfigError for an
+    unknown `relation` or `at`, and for 'as_reported' without `reported`.
+    """
+
+    # The name of a file in configs/claims. Where a repeat of the study has the arm, it decides.
     study: str
     variant: str  # as written in the study; with several destinations, the arms of all
     relation: str  # to the baseline: of RELATIONS, or AS_REPORTED
@@ -120,14 +167,19 @@ class Expectation:
     context: Mapping[str, str] = dataclasses.field(default_factory=dict)
     reported: tuple[float, float] | None = None  # lowest and highest difference, nats/token
     label: str | None = None  # what is compared, in place of the variants
-    scales: tuple[str, ...] = ()  # at which the study has this variant; all if empty
+    scales: tuple[str, ...] = ()  # the scales at which the study has this variant; () for all
 
     def __post_init__(self) -> None:
-        known = {'relation': (*RELATIONS, AS_REPORTED), 'at': (Kind.MATCHED, Kind.SAME_SHAPE)}
-        for field, values in known.items():
-            if (value := getattr(self, field)) not in values:
-                valid = ', '.join(values)
-                raise ConfigError(f'{field}={value!r} of an expectation must be one of {valid}')
+        valid_values: dict[str, list[str]] = {
+            'relation': [*RELATIONS, AS_REPORTED],
+            'at': [Kind.MATCHED, Kind.SAME_SHAPE],
+        }
+        for field, valid in valid_values.items():
+            value = getattr(self, field)
+            if value not in valid:
+                raise ConfigError(
+                    f'{field}={value!r} of an expectation must be one of {", ".join(valid)}'
+                )
         if self.relation == AS_REPORTED and self.reported is None:
             raise ConfigError(
                 f'relation={AS_REPORTED!r} needs reported=(lowest, highest), in nats/token'
@@ -135,19 +187,20 @@ class Expectation:
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """Its variant, and the other one of a pair."""
-        return tuple(filter(None, (self.variant, self.versus)))
+        """Its variant, and the one that it is compared with in place of the baseline, if any."""
+        return (self.variant,) if self.versus is None else (self.variant, self.versus)
 
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """Rows that are not differences between arms, read from the findings of a study."""
+    """Rows that are not the verdicts of arms, computed from the logs of a study."""
 
-    study: str
-    read: Callable[[Any], list[Row]]
+    study: str  # the name of a file in configs/claims
+    read: Callable[[Any], list[Row]]  # takes the findings of the study
 
 
-Check = Callable[[], Iterable[Row]]  # exact, in float64, for seconds; verification runs it again
+# An exact check in float64. It takes seconds, since `experiments.verify` runs it again.
+Check = Callable[[], Iterable[Row]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -169,18 +222,22 @@ class Claim(Statement):
     checks: tuple[Check, ...] = ()
     expectations: tuple[Expectation, ...] = ()
     measures: tuple[Measure, ...] = ()
-    # Clauses after 'holds only if', in place of the contexts that `deciding.condition_of` names.
+    # What stands after 'holds only if', by the text of `verdicts.condition_of` that it replaces.
     conditions: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def studies(self) -> tuple[str, ...]:
-        """Names of its studies, in declaration order."""
+        """The names of its studies, in the order of declaration, each once."""
         parts: tuple[Expectation | Measure, ...] = (*self.expectations, *self.measures)
         return tuple(dict.fromkeys(part.study for part in parts))
 
     def expected_at(self, scale: str) -> tuple[Expectation, ...]:
         """The expectations that a scale has arms for."""
-        return tuple(e for e in self.expectations if not e.scales or scale in e.scales)
+        return tuple(
+            expectation
+            for expectation in self.expectations
+            if not expectation.scales or scale in expectation.scales
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -190,14 +247,14 @@ class ClaimResult(Statement):
     scale: str
     verdict: str  # of `ClaimVerdict`
     rows: tuple[Row, ...] = ()
-    condition: str | None = None  # of a claim that holds only if it is met, a clause
-    needed: str | None = None  # seeds, tokens and parameters that would decide an undecided claim
-    missing: tuple[str, ...] = ()  # what is missing and how to get it, sentence by sentence
+    condition: str | None = None  # a clause: where a claim that 'holds only if' is true
+    needed: str | None = None  # what would decide an undecided claim: seeds, tokens, parameters
+    missing: tuple[str, ...] = ()  # results that are missing, sentence by sentence
     studies: tuple[str, ...] = ()
     commit: str | None = None
     hardware: str | None = None
     seconds: float | None = None  # of training and checks together
-    models: tuple[str, ...] = ()  # size, training and loss of baselines beside their yardsticks
+    models: tuple[str, ...] = ()  # of each baseline: size, training, loss and yardstick
 
     def __post_init__(self) -> None:
         ClaimVerdict(self.verdict)
@@ -205,7 +262,10 @@ class ClaimResult(Statement):
     @property
     def decisive(self) -> Row | None:
         """The first row that speaks as the verdict does, whose number stands for the claim."""
-        speaks = Speaks.OPEN if self.verdict == ClaimVerdict.UNDECIDED else Speaks.FOR
         if self.verdict in (ClaimVerdict.FAILS, ClaimVerdict.FAILS_HERE):
             speaks = Speaks.AGAINST
+        elif self.verdict == ClaimVerdict.UNDECIDED:
+            speaks = Speaks.OPEN
+        else:
+            speaks = Speaks.FOR
         return next((row for row in self.rows if row.speaks == speaks), None)

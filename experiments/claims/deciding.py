@@ -1,10 +1,7 @@
 """Decides a claim from its checks and from the studies of a directory.
 
-From the verdicts of arms follows the truth of a claim in each context, and from these its verdict.
-RELATIONS is the table of docs/claims.md: the decisions (of `qkattn.stats`) and one-sided findings
-for which a relation is true or false; all others leave it open. "Better" and "worse" mean by more
-than the margin. Below the margin the side of zero is known, but not that of the margin: with more
-seeds such an arm may turn out either better or equivalent.
+The checks and studies give rows of evidence; from these follow the truth of the claim in each
+context and its verdict (`verdicts`), and what an undecided claim needs (`needs`).
 
 A claim is one family. "True in every context" and "false in every context" are shown if every row
 rejects at the error rate, without correction: the null hypothesis is a union, that of some context,
@@ -13,20 +10,15 @@ Rows of one context, any of which makes it false, share the rate for "false".
 "True here, false there" selects rows, so each is tested at the error rate over their number.
 """
 
-import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import fields, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import jax
 
 from experiments.claims.claim import (
-    AS_REPORTED,
-    NOT_BETTER,
-    NOT_WORSE,
-    RELATIONS,
     Claim,
     ClaimResult,
     ClaimVerdict,
@@ -37,26 +29,23 @@ from experiments.claims.claim import (
     Statement,
     difference_row,
 )
+from experiments.claims.needs import needed
 from experiments.claims.protocol import pick
 from experiments.claims.studies import Results, context_of
+from experiments.claims.verdicts import condition_of, finding, verdict_on
 from qkattn.config.calls import called
 from qkattn.errors import ConfigError
-from qkattn.report.prose import NOT_RECORDED, SPLITS, device, length, reasons
-from qkattn.stats.decision import level
-from qkattn.stats.inference import LEVEL, to_find
+from qkattn.report.prose import NOT_RECORDED, SPLITS, device, length
 from qkattn.storage.records import flat
 from qkattn.storage.run_directory import describe_start
 from qkattn.study.arm_key import SAME_SHAPE, ArmKey
-from qkattn.verdict import Decision, Findings, judging
-from qkattn.verdict.codes import Comparison, ReasonCode, Remark, Verdict
+from qkattn.verdict import judging
+from qkattn.verdict.codes import Comparison, Remark
 from qkattn.verdict.comparing import compare
+from qkattn.verdict.findings import Findings
 from qkattn.verdict.rules import baselines
 from qkattn.verdict.settling import Length
 from qkattn.verdict.trained_arm import TrainedArm
-
-# Factors with their values, in the order of a row.
-Context = tuple[tuple[str, str], ...]
-SETTING = ('size', 'corpus', 'steps')  # the factors whose values make another setting
 
 
 class Case(NamedTuple):
@@ -75,175 +64,195 @@ class Case(NamedTuple):
         return self.loaded.study.directory.name
 
 
+@dataclass(frozen=True)
+class _Outcome:
+    """What the evidence of a claim gives where each arm is tested as one of so many."""
+
+    rows: list[Row]  # all rows of the claim
+    arms: list[tuple[Row, TrainedArm]]  # the rows about arms, each with its arm and verdict
+    verdict: ClaimVerdict
+
+
 def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
     """Decides a claim from the results in a directory and names the missing ones.
 
-    ConfigError if the claim expects an arm that its study does not declare.
+    The rows of a claim are those of its exact checks, those of the arms that it expects something
+    of, other parts of the differences of these arms, and those of its measures.
+
+    ConfigError if the claim expects an arm that its study does not declare, and if a check or a
+    measure of the claim raises.
     """
     started = time.perf_counter()
-    with jax.enable_x64(True):
-        checks = claim.checks
-        checked = called('claim', claim.name, lambda: [row for check in checks for row in check()])
-    decisive = scale != 'smoke'  # whose studies only show that they run
-    read = (results.rows(measure, decisive) for measure in claim.measures)
-    measured = called('claim', claim.name, lambda: [row for rows in read for row in rows])
-    studies = {name: study for name in claim.studies if (study := results.study(name))}
-    expected = claim.expected_at(scale)
-    trained = [(e, studies[e.study]) for e in expected if e.study in studies]
-    every = [case for pair in trained for case in cases(*pair, results)]
-    # A row says what its study found, pooled or not, so its parts are of the same study.
-    sources = {(id(case.expected), case.name): case for case in every}.values()
-    beside = [row for case in sources for row in _beside(case.expected, case.loaded)]
-    studies |= {case.name: case.loaded for case in every}
-    beside = [row for place, row in enumerate(beside) if row not in beside[:place]]
-    names = dict.fromkeys([*claim.studies, *studies])
-    problems = {name: problem for name in names if (problem := results.problem(name))}
-    missing = [f'study {name} {problem.removesuffix(".")}' for name, problem in problems.items()]
-    missing += [
-        f'study {case.name}: {case.key.variant} at {case.key.size} on {case.key.corpus} '
-        f'has no difference from {case.expected.versus or "the baseline"} yet'
-        for case in every
-        if not (case.arm and case.arm.comparison)
-    ]
-    missing += [
-        f'study {one.study}: {one.variant} has no control at the same shape, as it is not tuned'
-        for one, loaded in trained
-        if decisive and one.at == Kind.SAME_SHAPE and not loaded.study.tuned
-    ]
+    checked = called('claim', claim.name, lambda: _rows_of_checks(claim))
+    measured = called('claim', claim.name, lambda: _rows_of_measures(claim, scale, results))
 
-    def judged(family: int) -> tuple[list[Row], list[tuple[Row, TrainedArm]], ClaimVerdict]:
-        items = list(evidence(every, family))
-        rows = [*checked, *(row for row, _ in items), *beside, *measured]
-        return rows, items, verdict_on(rows, complete=not missing)
+    trained = _trained(claim, scale, results)
+    every_case: list[Case] = []
+    for expected, loaded in trained:
+        every_case.extend(cases(expected, loaded, results))
+    studies = _studies(claim, every_case, results)
+    problems: dict[str, str] = {}  # what studies lack, by their names
+    for name in dict.fromkeys([*claim.studies, *studies]):
+        problem = results.problem(name)
+        if problem is not None:
+            problems[name] = problem
+    missing = _missing(problems, every_case, trained, scale)
 
-    # All contexts together are one test at the error rate, shared by rows that can make one false;
-    # single rows are tested at their share, each expectation whose study has no results as one.
-    rows, items, verdict = judged(1)
-    if items and verdict in (ClaimVerdict.FAILS, ClaimVerdict.FAILS_HERE):
-        rows_of = Counter(tuple(row.context.items()) for row, _ in items)
-        rows, items, verdict = judged(max(rows_of.values()))
-    if verdict in (ClaimVerdict.HOLDS_ONLY_IF, ClaimVerdict.UNDECIDED):
-        rows, items, verdict = judged(max(1, len(every) + len(expected) - len(trained)))
+    outcome = _tested(
+        every_case,
+        num_untrained=len(claim.expected_at(scale)) - len(trained),
+        checked=checked,
+        others=[*_rows_beside(every_case), *measured],
+        complete=not missing,
+    )
     condition: str | None = None
     needs: str | None = None
-    if verdict == ClaimVerdict.HOLDS_ONLY_IF:
-        condition = condition_of(rows)
-        condition = claim.conditions.get(condition, condition)
-    elif verdict == ClaimVerdict.UNDECIDED:
-        larger = pick(scale, smoke='cpu', cpu='gpu', gpu='gpu')
-        needs = f'--scale={larger}: {", ".join(claim.studies)}'
-        if problems:
-            needs = f'the results of {", ".join(problems)} at scale {scale}'
-        elif open_ones := [needed(row, arm) for row, arm in items if row.speaks == Speaks.OPEN]:
-            needs = max(open_ones)[1]
+    if outcome.verdict == ClaimVerdict.HOLDS_ONLY_IF:
+        contexts = condition_of(outcome.rows)
+        condition = claim.conditions.get(contexts, contexts)
+    elif outcome.verdict == ClaimVerdict.UNDECIDED:
+        needs = _needs(claim, scale, problems, outcome.arms)
+
+    statement = {field.name: getattr(claim, field.name) for field in fields(Statement)}
     commit, hardware, seconds = _provenance(studies.values())
+    models = [text for name, loaded in studies.items() for text in _models(name, loaded)]
     return ClaimResult(
-        **{field.name: getattr(claim, field.name) for field in fields(Statement)},
+        **statement,
         scale=scale,
-        verdict=verdict,
-        rows=tuple(rows),
+        verdict=outcome.verdict,
+        rows=tuple(outcome.rows),
         condition=condition,
         needed=needs,
-        missing=tuple(dict.fromkeys(missing)),
+        missing=tuple(missing),
         studies=tuple(studies),
         commit=commit,
         hardware=hardware,
         seconds=round(seconds + time.perf_counter() - started, 1),
-        models=tuple(text for pair in studies.items() for text in _models(*pair)),
+        models=tuple(models),
     )
 
 
-def finding(
-    row: Row, relation: str, verdict: Verdict, comparison: Comparison
-) -> tuple[str, Speaks]:
-    """The decision or one-sided finding on the arm of a row, and whether it supports the claim.
+def _rows_of_checks(claim: Claim) -> list[Row]:
+    """The rows of the exact checks of a claim, computed in float64."""
+    rows: list[Row] = []
+    with jax.enable_x64(True):
+        for check in claim.checks:
+            rows.extend(check())
+    return rows
 
-    A one-sided finding decides the relation of an undecided arm. It is tested at the arm's share of
-    the error rate, that of its look over the comparisons (Bonferroni), and the mean of the
-    validation split has to lie on the same side of the margin. A false one needs a difference
-    beyond the margin, where equivalence would be false too: its error rate is that of the verdicts.
+
+def _rows_of_measures(claim: Claim, scale: str, results: Results) -> list[Row]:
+    """The rows that a claim measures on its studies; at scale smoke they decide nothing."""
+    rows: list[Row] = []
+    for measure in claim.measures:
+        rows.extend(results.rows(measure, decisive=scale != 'smoke'))
+    return rows
+
+
+def _trained(claim: Claim, scale: str, results: Results) -> list[tuple[Expectation, Findings]]:
+    """The expectations of a claim whose study has results, with the study."""
+    trained = []
+    for expected in claim.expected_at(scale):
+        loaded = results.study(expected.study)
+        if loaded is not None:
+            trained.append((expected, loaded))
+    return trained
+
+
+def _studies(claim: Claim, every_case: Iterable[Case], results: Results) -> dict[str, Findings]:
+    """The studies with results that decide a claim, by their names.
+
+    First those that the claim names, then the repeats that decide in place of them.
     """
-    decision = verdict.decision
-    difference = comparison.difference
-    diverged = any(reason.code is ReasonCode.DIVERGED for reason in verdict.reasons)
-    if relation == AS_REPORTED:
-        withheld = diverged or decision is Decision.NO_VERDICT
-        return decision.value, Speaks.OPEN if withheld else _as_reported(row, comparison)
-    decisive = dict.fromkeys(RELATIONS[relation][0], Speaks.FOR)
-    decisive |= dict.fromkeys(RELATIONS[relation][1], Speaks.AGAINST)
-    if decision is Decision.UNDECIDED and not diverged:
-        for side, p, sign in (
-            (NOT_BETTER, difference.p_not_better, -1),
-            (NOT_WORSE, difference.p_not_worse, 1),
-        ):
-            alpha = level(verdict.look) / max(1, verdict.num_comparisons)
-            shown = p is not None and p <= alpha
-            if side in decisive and shown and sign * comparison.validation < difference.margin:
-                return side, decisive[side]
-    return decision.value, decisive.get(decision, Speaks.OPEN)
+    studies: dict[str, Findings] = {}
+    for name in claim.studies:
+        loaded = results.study(name)
+        if loaded is not None:
+            studies[name] = loaded
+    for case in every_case:
+        studies[case.name] = case.loaded
+    return studies
 
 
-def _as_reported(row: Row, comparison: Comparison) -> Speaks:
-    """Whether the interval of a row lies within or outside the reported range.
+def _missing(
+    problems: Mapping[str, str],
+    every_case: Iterable[Case],
+    trained: Iterable[tuple[Expectation, Findings]],
+    scale: str,
+) -> list[str]:
+    """What a claim lacks, a sentence each: results of studies, of arms, and controls.
 
-    Open where the mean of the validation split lies on the other side of a reported bound.
+    `problems` are what studies lack, by their names.
     """
-    if None in (row.low, row.high, row.expected, row.tolerance):
-        return Speaks.OPEN
-    low = row.expected - row.tolerance
-    high = row.expected + row.tolerance
-    values = row.low, row.high, comparison.validation
-    sides = {(value > high) - (value < low) for value in values}
-    if len(sides) > 1:
-        return Speaks.OPEN
-    return Speaks.FOR if sides == {0} else Speaks.AGAINST
+    missing = [f'study {name} {problem.removesuffix(".")}' for name, problem in problems.items()]
+    for case in every_case:
+        if case.arm is None or case.arm.comparison is None:
+            missing.append(
+                f'study {case.name}: {case.key.variant} at {case.key.size} on {case.key.corpus} '
+                f'has no difference from {case.expected.versus or "the baseline"} yet'
+            )
+    for expected, loaded in trained:
+        # No study is tuned at scale smoke.
+        if scale != 'smoke' and expected.at == Kind.SAME_SHAPE and not loaded.study.tuned:
+            missing.append(
+                f'study {expected.study}: {expected.variant} has no control at the same shape, as '
+                'it is not tuned'
+            )
+    return list(dict.fromkeys(missing))
 
 
-def truths(rows: Iterable[Row]) -> dict[Context, Speaks]:
-    """Truth of a claim by context: false if any row is against it, else open if any is open."""
-    spoken: dict[Context, set[str]] = {}
-    for row in rows:
-        if row.speaks != Speaks.BESIDE:
-            context = tuple(row.context.items()) or (('part', 'checks'),)
-            spoken.setdefault(context, set()).add(row.speaks)
-    order = (Speaks.AGAINST, Speaks.OPEN, Speaks.FOR)
-    return {context: next(s for s in order if s in each) for context, each in spoken.items()}
+def _tested(
+    every_case: Sequence[Case],
+    *,
+    num_untrained: int,
+    checked: Sequence[Row],
+    others: Sequence[Row],
+    complete: bool,
+) -> _Outcome:
+    """The rows of a claim and its verdict, each arm tested at the error rate of that verdict.
 
-
-def verdict_on(rows: Iterable[Row], complete: bool = True) -> ClaimVerdict:
-    """Holds if true in all contexts, fails if false in all; holds only if, if both occur.
-
-    A claim that training decides needs two settings (sizes, corpora, lengths of training) to hold
-    or fail; with one, it holds or fails in this setting. Unless all contexts have results
-    (`complete`), a claim neither holds nor fails.
+    Args:
+      every_case: the arms that have a row each.
+      num_untrained: the number of expectations whose study has no results.
+      checked: the rows of exact checks, which stand before those of arms.
+      others: the rows that stand behind those of arms.
+      complete: whether no results are missing.
     """
-    rows = [row for row in rows if row.speaks != Speaks.BESIDE]
-    spoken = set(truths(rows).values())
-    if {Speaks.FOR, Speaks.AGAINST} <= spoken:
-        return ClaimVerdict.HOLDS_ONLY_IF
-    if not complete or len(spoken) != 1 or Speaks.OPEN in spoken:
-        return ClaimVerdict.UNDECIDED
-    settings = {tuple(row.context.get(name) for name in SETTING) for row in rows}
-    settings.discard((None,) * len(SETTING))  # of checks
-    enough = len(settings) > 1 or all(row.kind == Kind.EXACT for row in rows)
-    if spoken == {Speaks.FOR}:
-        return ClaimVerdict.HOLDS if enough else ClaimVerdict.HOLDS_HERE
-    return ClaimVerdict.FAILS if enough else ClaimVerdict.FAILS_HERE
+
+    def outcome_in(family: int) -> _Outcome:
+        """The outcome where each arm is tested at the error rate divided by `family`."""
+        arms = list(evidence(every_case, family))
+        rows = [*checked, *(row for row, _ in arms), *others]
+        return _Outcome(rows, arms, verdict_on(rows, complete))
+
+    # "True (false) in every context" is one test at the error rate, all rows together.
+    outcome = outcome_in(1)
+    if outcome.arms and outcome.verdict in (ClaimVerdict.FAILS, ClaimVerdict.FAILS_HERE):
+        # Any row of a context makes it false, so that the rows of a context share the rate.
+        num_rows = Counter(tuple(row.context.items()) for row, _ in outcome.arms)
+        outcome = outcome_in(max(num_rows.values()))
+    if outcome.verdict in (ClaimVerdict.HOLDS_ONLY_IF, ClaimVerdict.UNDECIDED):
+        # Single rows are told apart, so that all of them share the rate; an expectation without
+        # results counts as one.
+        outcome = outcome_in(max(1, len(every_case) + num_untrained))
+    return outcome
 
 
-def condition_of(rows: Iterable[Row]) -> str:
-    """Where a claim is true: by one factor that tells these contexts, else by all that differ."""
-    by_context = truths(rows)
-    true = [dict(context) for context, speaks in by_context.items() if speaks == Speaks.FOR]
-    other = [dict(context) for context, speaks in by_context.items() if speaks != Speaks.FOR]
-    for factor in true[0]:
-        holds = [context.get(factor) for context in true]
-        if None not in holds and not {*holds} & {context.get(factor) for context in other}:
-            values = list(dict.fromkeys(map(str, holds)))
-            return f'{factor}: {"; ".join(values)}'
-    shared = set.intersection(*map(set, by_context))
-    places = ([item for item in context.items() if item not in shared] for context in true)
-    return '; '.join(', '.join(f'{name}: {value}' for name, value in place) for place in places)
+def _needs(
+    claim: Claim, scale: str, problems: Iterable[str], arms: Iterable[tuple[Row, TrainedArm]]
+) -> str:
+    """What an undecided claim needs: missing results, else what its open arms need at most.
+
+    `problems` are the names of studies that lack results.
+    """
+    lacking = ', '.join(problems)
+    if lacking:
+        return f'the results of {lacking} at scale {scale}'
+    needs_of_arms = [needed(row, arm) for row, arm in arms if row.speaks == Speaks.OPEN]
+    if needs_of_arms:
+        return max(needs_of_arms).text
+    larger_scale = pick(scale, smoke='cpu', cpu='gpu', gpu='gpu')
+    return f'--scale={larger_scale}: {", ".join(claim.studies)}'
 
 
 def cases(expected: Expectation, loaded: Findings, results: Results) -> Iterator[Case]:
@@ -254,74 +263,112 @@ def cases(expected: Expectation, loaded: Findings, results: Results) -> Iterator
     beside it. ConfigError if the study does not declare the arm.
     """
     study = loaded.study
-    if not study.tuned and expected.at == Kind.SAME_SHAPE:
+    if expected.at == Kind.SAME_SHAPE and not study.tuned:
         return  # a study without tuning has no controls
-    # Without a match, variants are at the baseline's shape.
+    # Without a match, the primary arms themselves are at the baseline's shape.
     is_control = expected.at == Kind.SAME_SHAPE and study.match is not None
-    keys = [key for key in study.arms if key.control == (SAME_SHAPE if is_control else None)]
+    control = SAME_SHAPE if is_control else None
+    keys = [key for key in study.arms if key.control == control]
     for variant in expected.variants:
         if not any(loaded.study.is_variant(key.variant, variant) for key in keys):
-            variants = dict.fromkeys(key.variant for key in keys)
+            declared = ', '.join(dict.fromkeys(key.variant for key in keys))
             raise ConfigError(
                 f'study {expected.study!r} has no {expected.at} arm of variant {variant!r}; it has '
-                f'{", ".join(variants) or "none"}'
+                f'{declared or "none"}'
             )
     keys = [key for key in keys if loaded.study.is_variant(key.variant, expected.variant)]
     keys.sort(key=lambda key: (study.sizes.index(key.size), study.corpora.index(key.corpus)))
     for key in keys:
-        yield _case(expected, *_last(key, loaded, expected, results))
+        deciding, key_there = _last_repeat(key, loaded, expected, results)
+        yield _case(expected, deciding, key_there)
 
 
-def _last(
+def _last_repeat(
     key: ArmKey, loaded: Findings, expected: Expectation, results: Results
 ) -> tuple[Findings, ArmKey]:
-    """The last repeat of a study with an arm, and with what it is compared with; its key there."""
+    """The last repeat of a study that has an arm of it, and the key of the arm there.
+
+    The repeat has to have the variant that the arm is compared with, too. Without such a repeat,
+    the study itself and the key as it is.
+    """
     question = loaded.study.question_of(key)
     for name in results.newest_first(expected.study):
-        if name == expected.study or (repeat := results.study(name)) is None:
+        repeat = results.study(name)
+        if name == expected.study or repeat is None:
             continue
-        arms = {repeat.study.question_of(one): one for one in repeat.study.arms}
-        variants = {one.variant for one in repeat.study.arms}
-        has_other = not expected.versus or any(
-            repeat.study.is_variant(variant, expected.versus) for variant in variants
+        keys_by_question = {repeat.study.question_of(other): other for other in repeat.study.arms}
+        has_reference = expected.versus is None or any(
+            repeat.study.is_variant(other.variant, expected.versus) for other in repeat.study.arms
         )
-        if question in arms and has_other:
-            return repeat, arms[question]
+        if question in keys_by_question and has_reference:
+            return repeat, keys_by_question[question]
     return loaded, key
 
 
 def _case(expected: Expectation, loaded: Findings, key: ArmKey) -> Case:
+    """The case of an arm in a study: compared with its baseline, or with `expected.versus`."""
     study = loaded.study
     arms = {arm.key: arm for arm in loaded.every_arm}
     arm = arms.get(key)
-    blocks = loaded.blocks
-    other = arms.get(arm.group) if arm else None
-    if arm and expected.versus:
-        blocks += other.blocks if other else ()
-        named = (o for o in arms.values() if loaded.study.is_variant(o.variant, expected.versus))
-        other = next((o for o in named if o.key._replace(variant=key.variant) == key), None)
-        arm = replace(arm, comparison=compare(arm, other, study.margin) if other else None)
-    return Case(expected, loaded, key, arm, other, blocks)
+    if arm is None:
+        return Case(expected, loaded, key, None, None, loaded.blocks)
+    baseline = arms.get(arm.group)
+    if expected.versus is None:
+        return Case(expected, loaded, key, arm, baseline, loaded.blocks)
+    reference = None
+    for other in arms.values():
+        # The other variant at the same size, on the same corpus and as the same control.
+        is_alike = other.key._replace(variant=key.variant) == key
+        if is_alike and loaded.study.is_variant(other.variant, expected.versus):
+            reference = other
+            break
+    comparison = compare(arm, reference, study.margin) if reference else None
+    blocks = loaded.blocks + (baseline.blocks if baseline else ())
+    return Case(expected, loaded, key, replace(arm, comparison=comparison), reference, blocks)
 
 
-def evidence(every: Iterable[Case], family: int = 1) -> Iterator[tuple[Row, TrainedArm]]:
+def evidence(every_case: Iterable[Case], family: int = 1) -> Iterator[tuple[Row, TrainedArm]]:
     """A row for each case that has results, and its arm with the verdict among `family` ones."""
-    for expected, loaded, _, arm, other, blocks in every:
+    for case in every_case:
+        arm = case.arm
         if arm is None or arm.comparison is None:
             continue
-        study = loaded.study
-        # Without matching, neither at the same shape nor at equal parameter count.
-        is_at_shape = study.match is None and expected.at != Kind.SAME_SHAPE
-        kind = Kind.MEASURED if is_at_shape else Kind(expected.at)
-        verdict = judging.pair(study, arm, other, blocks, family)
-        row = _row(arm, arm.comparison, kind, expected, loaded)
+        expected = case.expected
+        study = case.loaded.study
+        verdict = judging.pair(study, arm, case.other, case.blocks, family)
+        # Without matching, an arm is neither removed nor at equal parameter count.
+        is_unmatched = study.match is None and expected.at != Kind.SAME_SHAPE
+        kind = Kind.MEASURED if is_unmatched else Kind(expected.at)
+        row = _row(arm, arm.comparison, kind, expected, case.loaded)
         decision, speaks = finding(row, expected.relation, verdict, arm.comparison)
         row = replace(row, relation=expected.relation, decision=decision, speaks=speaks)
         yield row, replace(arm, verdict=verdict)
 
 
-def _beside(expected: Expectation, loaded: Findings) -> Iterator[Row]:
-    """The other parts of the difference, which has three; of a pair, all of both."""
+def _rows_beside(every_case: Iterable[Case]) -> list[Row]:
+    """The rows that decide nothing: the other parts of each difference, each row once.
+
+    A row says what its study found, pooled or not. So where a repeat decides a part of the cases of
+    an expectation, the parts of a difference are all of the same study.
+    """
+    rows: list[Row] = []
+    sources: set[tuple[int, str]] = set()
+    for case in every_case:
+        source = (id(case.expected), case.name)
+        if source in sources:
+            continue
+        sources.add(source)
+        for row in _other_parts(case.expected, case.loaded):
+            if row not in rows:
+                rows.append(row)
+    return rows
+
+
+def _other_parts(expected: Expectation, loaded: Findings) -> Iterator[Row]:
+    """The parts of the difference of an arm from the baseline, but for the one that is expected.
+
+    The parts are removed, reinvested and matched. Of a pair of variants, all parts of both.
+    """
     study = loaded.study
     for arm in loaded.arms:
         if not any(loaded.study.is_variant(arm.variant, variant) for variant in expected.variants):
@@ -342,34 +389,30 @@ def _beside(expected: Expectation, loaded: Findings) -> Iterator[Row]:
 def _row(
     arm: TrainedArm, comparison: Comparison, kind: Kind, expected: Expectation, loaded: Findings
 ) -> Row:
-    reported: dict[str, float] = {}
+    """The row of a difference of an arm: itself, or a part of it."""
+    fields_of_row: dict[str, Any] = {
+        'study': loaded.study.directory.name,
+        'tokens': arm.example.num_tokens,
+        'length': Length.ONE_LENGTH.value,
+    }
     if expected.reported:
         low, high = expected.reported
-        reported = {'expected': (low + high) / 2, 'tolerance': (high - low) / 2}
+        fields_of_row['expected'] = (low + high) / 2
+        fields_of_row['tolerance'] = (high - low) / 2
+    if comparison is arm.comparison:
+        # Of the arm itself: how well its models are trained, and whether its difference is settled.
+        fields_of_row['loss'] = arm.loss.mean if arm.loss else None
+        fields_of_row['is_short'] = bool(arm.shortfalls)
+        fields_of_row['yardstick'] = yardstick_text(loaded, arm)
+        if arm.settling and arm.settling.short == comparison.difference.mean:
+            fields_of_row['length'] = length(arm.settling)
     return difference_row(
         expected.label or ' - '.join(expected.variants),
         kind,
         context_of(loaded, arm) | dict(expected.context),
         comparison.difference,
-        study=loaded.study.directory.name,
-        **reported,
-        **_state(arm, comparison, loaded),
+        **fields_of_row,
     )
-
-
-def _state(arm: TrainedArm, comparison: Comparison, loaded: Findings) -> dict[str, Any]:
-    """How well the models behind a difference are trained, and whether it is settled."""
-    state: dict[str, Any] = {
-        'tokens': arm.example.num_tokens,
-        'length': Length.ONE_LENGTH.value,
-    }
-    if comparison is not arm.comparison:  # a part of the arm's difference
-        return state
-    state |= {'loss': arm.loss.mean if arm.loss else None, 'is_short': bool(arm.shortfalls)}
-    state['yardstick'] = yardstick_text(loaded, arm)
-    if arm.settling and arm.settling.short == comparison.difference.mean:
-        state['length'] = length(arm.settling)
-    return state
 
 
 def yardstick_text(loaded: Findings, arm: TrainedArm) -> str | None:
@@ -377,78 +420,48 @@ def yardstick_text(loaded: Findings, arm: TrainedArm) -> str | None:
     yardstick = (loaded.study.yardsticks or {}).get(arm.group)
     if yardstick is None:
         return None
-    if (word_by_word := yardstick.bleu.get(arm.split)) is not None:
-        return f'IBM model 1: BLEU {word_by_word:.1f}'
+    bleu = yardstick.bleu.get(arm.split)
+    if bleu is not None:
+        return f'IBM model 1: BLEU {bleu:.1f}'
     best = yardstick.best(arm.split)
-    return f'{best[0]} {best[1]:.3f}' if best else None
+    if best is None:
+        return None
+    name, loss = best
+    return f'{name} {loss:.3f}'
 
 
-def needed(row: Row, arm: TrainedArm) -> tuple[float, str]:
-    """What would decide an arm, in short before the first comma; behind a number to sort by.
+def _models(study_name: str, loaded: Findings) -> Iterator[str]:
+    """A text for each baseline of a study: its size, training and loss, and what it has to beat.
 
-    The seeds tell the measured difference, at the errors measured, with probability 0.8 from the
-    bound on which the relation turns: the margin, on the nearer side where both sides count.
+    'lm, d_model=96 on stdlib: 297,632 parameters, 2,000 steps, 4,096,000 tokens, test loss 1.272
+    (5-gram 1.457)'
     """
-    trial = arm.example
-    verdict = arm.verdict
-    difference = arm.difference
-    where = (
-        f'{row.quantity} at {arm.size} on {arm.corpus}, {trial.parameters["total"]:,} '
-        f'parameters and {trial.num_tokens:,} tokens a run'
-    )
-    if verdict.decision is Decision.NO_VERDICT:
-        why = reasons(arm) or 'not tuned'
-        return math.inf, f'runs that qualify for a verdict, of {where}: {why}'
-    # More seeds do not make up for these.
-    codes = {reason.code for reason in verdict.reasons}
-    if ReasonCode.DIVERGED in codes:
-        return math.inf, f'trials that do not diverge, of {where}'
-    if ReasonCode.SPLITS_DISAGREE in codes:
-        return math.inf, f'a validation split that agrees, of {where}'
-    sides = {'better': -1, 'not_better': -1, 'worse': 1, 'not_worse': 1}
-    side = sides.get(row.relation or '', math.copysign(1, difference.mean))
-    bound = side * difference.margin
-    if row.relation == AS_REPORTED:
-        ends = row.expected - row.tolerance, row.expected + row.tolerance
-        bound = min(ends, key=lambda end: abs(end - difference.mean))
-    about = f'to tell a difference of {difference.mean:+.2g} from {bound:+g} nats/token in {where}'
-    if difference.sd is None:
-        return math.inf, f'more seeds than {difference.n}, {about}'
-    if row.relation == AS_REPORTED:
-        alpha = 1 - LEVEL  # what was reported is compared with an interval
-    else:
-        # Tests at a bound are one-sided. Further seeds are those of a repeat, another look.
-        alpha = 2 * level(verdict.look + 1) / max(1, verdict.num_comparisons)
-    hidden = difference.tuning_high if bound > difference.mean else difference.tuning_low
-    sweep = f'a finer sweep (this one may miss {hidden:.2g} nats/token)'
-    if (more := to_find(difference, bound - difference.mean, alpha)) is None:
-        return 1e9, f'{sweep}, {about}'
-    seeds, documents = more
-    held_out = f' and {documents:.2g} times as many held-out documents' if documents > 1 else ''
-    # Where tuning takes most of the distance, a sweep is the cheaper way.
-    fewer = f', or fewer after {sweep}' if hidden > abs(bound - difference.mean) / 2 else ''
-    return seeds, f'{seeds:,} seeds in place of {difference.n}{held_out}{fewer}, {about}'
-
-
-def _models(name: str, loaded: Findings) -> Iterator[str]:
-    """The baselines of a study: their size, training and loss, and what they have to beat."""
-    for arm in baselines(loaded.study, loaded.every_arm):
+    study = loaded.study
+    for arm in baselines(study, loaded.every_arm):
         trial = arm.example
-        loss = arm.loss
         text = (
-            f'{name}, {arm.size} on {arm.corpus}: {trial.parameters["total"]:,} parameters, '
+            f'{study_name}, {arm.size} on {arm.corpus}: {trial.parameters["total"]:,} parameters, '
             f'{trial.num_steps:,} steps, {trial.num_tokens:,} tokens'
         )
-        text += f', {SPLITS[arm.split]} loss {loss.mean:.3f}' if loss else ''
-        if yardstick := yardstick_text(loaded, arm):
+        if arm.loss:
+            text += f', {SPLITS[arm.split]} loss {arm.loss.mean:.3f}'
+        yardstick = yardstick_text(loaded, arm)
+        if yardstick:
             text += f' ({yardstick})'
-        yield text + ('' if arm.bleu is None else f', BLEU {arm.bleu:.1f}')
+        if arm.bleu is not None:
+            text += f', BLEU {arm.bleu:.1f}'
+        yield text
 
 
 def _provenance(studies: Iterable[Findings]) -> tuple[str, str, float]:
     """Commits and hardware of what was trained, else of this process; seconds of training."""
     trials = [run.trials[0] for loaded in studies for run in loaded.study.runs if run.trials]
     starts = [trial.provenance for trial in trials] or [describe_start()]
-    commits = {(dict(flat(start)).get('git.commit') or NOT_RECORDED)[:12] for start in starts}
+    commits = set()
+    devices = set()
+    for start in starts:
+        commit = dict(flat(start)).get('git.commit') or NOT_RECORDED
+        commits.add(commit[:12])
+        devices.add(device(start))
     seconds = sum(trial.train_seconds or 0.0 for trial in trials)
-    return ', '.join(sorted(commits)), ', '.join(sorted(set(map(device, starts)))), seconds
+    return ', '.join(sorted(commits)), ', '.join(sorted(devices)), seconds

@@ -7,7 +7,7 @@ change of attention, the difference between an arm and its baseline in one study
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from experiments.claims import declared
 from experiments.claims.claim import ClaimResult, Kind, Row, difference_row
@@ -18,7 +18,8 @@ from qkattn.errors import ReportError
 from qkattn.model import cost
 from qkattn.report import export as export_study
 from qkattn.report.prose import length, rounded
-from qkattn.report.verify import close, difference, near
+from qkattn.report.verify import close, near
+from qkattn.report.verify import difference as text_difference
 from qkattn.stats.decision import Decision
 from qkattn.storage.files import as_path, below
 from qkattn.storage.records import damaged, flat, parse_file, read, write_json
@@ -30,9 +31,9 @@ CLAIMS = 'claims.json'
 ANSWERS = 'answers.json'
 WITHHELD = Decision.NO_VERDICT.value
 SCALING = 'lm_scaling'  # a study of no claim, which is exported beside them
-# What another machine or commit changes.
+# The fields of a claim that another machine or commit changes.
 _OF_MACHINE = ('commit', 'hardware', 'seconds')
-# What is done to attention, and the variant that does it.
+# Each change of attention by its name in the table of answers, with the variant that makes it.
 CHANGES = {
     'drop W_Q': 'query_free/vo',
     'drop W_K': 'key_free/vo',
@@ -49,12 +50,20 @@ CHANGES = {
     'W_Q, W_K of D x D per head': 'full_size/vo',
     'W_Q, W_K, W_V as products of two': 'double/double',
 }
-# In each kind of model a variant, and the studies that compare them, the best ones first; each
-# stands for its repeats, too.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Model:
+    """A kind of model in which changes of attention are compared."""
+
+    template: str  # the variant of the model, '{}' for that of its attention
+    studies: tuple[str, ...]  # that compare the variants, the best first; each with its repeats
+
+
 MODELS = {
-    'decoder': ('{}', ('lm_dropped', 'lm_sharing', 'lm_added', 'lm_doubled')),
-    'masked LM': ('{}', ('masked_lm',)),
-    'translation': ('qk/vo?encoder_variant={}', ('translation',)),
+    'decoder': _Model('{}', ('lm_dropped', 'lm_sharing', 'lm_added', 'lm_doubled')),
+    'masked LM': _Model('{}', ('masked_lm',)),
+    'translation': _Model('qk/vo?encoder_variant={}', ('translation',)),
 }
 
 
@@ -62,7 +71,7 @@ MODELS = {
 class Answer:
     """A change of attention and what it costs, in each kind of model and at each shape."""
 
-    name: str
+    name: str  # a key of CHANGES
     variant: str
     # Added to attention's parameters at the same shape, as a fraction: -0.25 saves a quarter.
     attention: float | None
@@ -71,88 +80,138 @@ class Answer:
     rows: tuple[Row, ...] = ()
 
     def row(self, model: str, kind: Kind) -> Row | None:
-        """The row of a kind of model at a shape."""
-        rows = (row for row in self.rows if (row.context['model'], row.kind) == (model, kind))
-        return next(rows, None)
+        """The row of a kind of model at a shape; None without results."""
+        for row in self.rows:
+            if row.context['model'] == model and row.kind == kind:
+                return row
+        return None
 
 
 Record = TypeVar('Record', ClaimResult, Answer)
 
 
+class _Difference(NamedTuple):
+    """The difference of a variant from a baseline as a row, and the baseline."""
+
+    row: Row
+    baseline: TrainedArm
+
+
 def answers(results: Results) -> tuple[Answer, ...]:
     """One answer for each change that a study of the directory has trained.
 
-    Of the rows of a kind of model, the first with a verdict; without any, the first.
+    It has a row for each kind of model and shape: the first row with a verdict in the order of
+    studies and their sizes; without any, the first.
     """
-    made = []
-    for name, variant in CHANGES.items():
-        best: dict[tuple[str, str], tuple[Row, TrainedArm]] = {}
-        for model, (template, studies) in MODELS.items():
-            arm = template.format(variant)
-            names = [repeat for name in studies for repeat in results.newest_first(name)]
-            pairs = [pair for name in names for pair in _rows(results, name, model, arm)]
-            for row, baseline in sorted(pairs, key=lambda pair: pair[0].decision == WITHHELD):
-                best.setdefault((model, row.kind), (row, baseline))
-        decoders = [baseline for (model, _), (_, baseline) in best.items() if model == 'decoder']
-        share = _attention(decoders[0], variant) if decoders else None
-        if best:
-            made.append(Answer(name, variant, share, tuple(row for row, _ in best.values())))
-    return tuple(made)
+    changes = []
+    for change, variant in CHANGES.items():
+        chosen: dict[tuple[str, str], _Difference] = {}  # by kind of model, and of row
+        for model_name, model in MODELS.items():
+            differences: list[_Difference] = []
+            for study in model.studies:
+                for repeat in results.newest_first(study):
+                    arm_variant = model.template.format(variant)
+                    differences.extend(_differences_in(results, repeat, model_name, arm_variant))
+            # A stable sort: rows with a verdict come first, each in its order.
+            differences.sort(key=lambda difference: difference.row.decision == WITHHELD)
+            for difference in differences:
+                chosen.setdefault((model_name, difference.row.kind), difference)
+        if not chosen:
+            continue
+        share = None
+        for (model_name, _), difference in chosen.items():
+            if model_name == 'decoder':
+                share = _added_to_attention(difference.baseline, variant)
+                break
+        rows = tuple(difference.row for difference in chosen.values())
+        changes.append(Answer(change, variant, share, rows))
+    return tuple(changes)
 
 
-def _rows(
-    results: Results, name: str, model: str, variant: str
-) -> Iterator[tuple[Row, TrainedArm]]:
-    """The differences of a variant in a study, the largest model first, with their baseline."""
-    if (loaded := results.study(name)) is None:
+def _differences_in(results: Results, name: str, model: str, variant: str) -> Iterator[_Difference]:
+    """The differences of a variant in a study, the largest size first.
+
+    For each size and corpus the difference at the baseline's shape, if it is trained, then that at
+    equal parameter count.
+    """
+    loaded = results.study(name)
+    if loaded is None:
         return
     study = loaded.study
     for arm, baseline in reversed(with_baselines(loaded.arms)):
         if arm.variant != variant or arm.is_baseline or baseline is None or not arm.chosen:
             continue
-        trial = arm.example
-        decided = arm.verdict.decision.value if arm.verdict else WITHHELD
-        context = {'model': model, 'size': arm.size, 'corpus': arm.corpus}
-        sizes = {'parameters': trial.parameters['total'], 'tokens': trial.num_tokens}
-        context |= {name: f'{number:,}' for name, number in sizes.items()}
-        bare = arm.key._replace(variant=study.bare(arm.variant), control=SAME_SHAPE)
-        same_shape = [one for one in loaded.controls if one.key == bare]
-        for kind, comparison, decision in (
-            (Kind.SAME_SHAPE, arm.parts.same_shape, WITHHELD if decided == WITHHELD else None),
-            (Kind.MATCHED if study.match else Kind.SAME_SHAPE, arm.comparison, decided),
-        ):
-            if comparison:
-                about: dict[str, Any] = {'decision': decision, 'study': name}
-                if comparison is arm.comparison:
-                    about |= {'is_short': bool(arm.shortfalls), 'length': length(arm.settling)}
-                elif any(one.shortfalls for one in same_shape):
-                    about['is_short'] = True
-                row = difference_row(variant, kind, context, comparison.difference, **about)
-                yield row, baseline
+        context = {
+            'model': model,
+            'size': arm.size,
+            'corpus': arm.corpus,
+            'parameters': f'{arm.example.parameters["total"]:,}',
+            'tokens': f'{arm.example.num_tokens:,}',
+        }
+        decision = arm.verdict.decision.value if arm.verdict else WITHHELD
+        at_same_shape = arm.parts.same_shape
+        if at_same_shape:
+            # A part of the difference has no verdict of its own, but is withheld with the arm's.
+            control = arm.key._replace(variant=study.bare(arm.variant), control=SAME_SHAPE)
+            is_short = any(o.shortfalls for o in loaded.controls if o.key == control)
+            row = difference_row(
+                variant,
+                Kind.SAME_SHAPE,
+                context,
+                at_same_shape.difference,
+                decision=WITHHELD if decision == WITHHELD else None,
+                study=name,
+                is_short=is_short,
+            )
+            yield _Difference(row, baseline)
+        if arm.comparison:
+            row = difference_row(
+                variant,
+                Kind.MATCHED if study.match else Kind.SAME_SHAPE,
+                context,
+                arm.comparison.difference,
+                decision=decision,
+                study=name,
+                is_short=bool(arm.shortfalls),
+                length=length(arm.settling),
+            )
+            yield _Difference(row, baseline)
 
 
-def _attention(baseline: TrainedArm, variant: str) -> float:
-    """The change in attention's parameters at the baseline's shape, as a fraction."""
+def _added_to_attention(baseline: TrainedArm, variant: str) -> float:
+    """What a variant adds to attention's parameters at the baseline's shape, as a fraction."""
     config = from_json(ModelConfig, baseline.example.config)
-    derived = {'num_kv_heads': None, 'head_size': None}  # from num_heads, which a variant may set
-    changed = dataclasses.replace(config, **derived | parse_variant(variant))
-    counts = [cost.count(model)['attention'] for model in (changed, config)]
-    return counts[0] / counts[1] - 1
+    # Those follow from num_heads, which a variant may set.
+    fields = {'num_kv_heads': None, 'head_size': None} | parse_variant(variant)
+    changed = dataclasses.replace(config, **fields)
+    return cost.count(changed)['attention'] / cost.count(config)['attention'] - 1
 
 
 def write(directory: str | Path, name: str, records: Iterable[Record]) -> Path:
-    """Writes CLAIMS or ANSWERS, a checksum in each record, without defaults, rows as `rounded`."""
+    """Writes claims or answers into the file `name`, CLAIMS or ANSWERS; returns its path.
 
-    def fields(record: Any) -> dict[str, Any]:
-        pairs = ((f, getattr(record, f.name)) for f in dataclasses.fields(record))
-        return {f.name: value for f, value in pairs if value != f.default}
-
-    made = []
+    Each record is a JSON object of its fields, without those that have their default, and with a
+    checksum. Numbers of rows are `rounded`.
+    """
+    objects = []
     for record in records:
-        rows = [{name: rounded(x) for name, x in fields(row).items()} for row in record.rows]
-        made.append(fields(record) | {'rows': rows})
-    write_json(path := as_path(directory) / name, made)
+        rows = []
+        for row in record.rows:
+            rows.append({field: rounded(value) for field, value in _set_fields(row).items()})
+        objects.append(_set_fields(record) | {'rows': rows})
+    path = as_path(directory) / name
+    write_json(path, objects)
     return path
+
+
+def _set_fields(record: Any) -> dict[str, Any]:
+    """The fields of a dataclass instance that do not have their default."""
+    values = {}
+    for field in dataclasses.fields(record):
+        value = getattr(record, field.name)
+        if value != field.default:
+            values[field.name] = value
+    return values
 
 
 def read_claims(directory: str | Path) -> tuple[ClaimResult, ...]:
@@ -174,16 +233,16 @@ def _read(path: Path, cls: type[Record]) -> tuple[Record, ...]:
     again = f'make it again with python -m experiments.claims --workdir=DIR --export={path.parent}'
     if not path.is_file():
         raise ReportError(f'{path} does not exist; {again}.')
-    made = []
+    records = []
     where = ''
     try:
         for record in parse_file(path, [{'name': str, 'rows': list}]):
             where = f'{record["name"]}: '
             rows = tuple(read(Row, row) for row in record['rows'])
-            made.append(read(cls, record, rows=rows))
+            records.append(read(cls, record, rows=rows))
     except ValueError as error:
         raise damaged(path, ValueError(f'{where}{error}'), again) from error
-    return tuple(made)
+    return tuple(records)
 
 
 def export(decided: Iterable[ClaimResult], results: Results, destination: str | Path) -> None:
@@ -193,9 +252,7 @@ def export(decided: Iterable[ClaimResult], results: Results, destination: str | 
     """
     decided = list(decided)
     destination = as_path(destination)
-    names = [name for claim in decided for name in claim.studies]
-    names = [repeat for name in names for repeat in reversed(results.newest_first(name))]
-    for name in dict.fromkeys([*names, SCALING]):
+    for name in dict.fromkeys([*results.with_repeats(decided), SCALING]):
         loaded = results.study(name)
         if loaded is None:
             continue
@@ -204,8 +261,9 @@ def export(decided: Iterable[ClaimResult], results: Results, destination: str | 
                 export_study(earlier.path, below(destination, earlier.name))
         export_study(results.directory / name, below(destination, name))
     write(destination, CLAIMS, decided)
-    if made := answers(results):
-        write(destination, ANSWERS, made)
+    answered = answers(results)
+    if answered:
+        write(destination, ANSWERS, answered)
 
 
 def check(directory: str | Path) -> int:
@@ -216,52 +274,67 @@ def check(directory: str | Path) -> int:
     results = Results(directory)
     directory = Path(directory)
     stored = read_claims(directory)
-    answered = read_answers(directory)
-    claims = [decide(claim, stored[0].scale, results) for claim in declared.claims().values()]
-    pairs: list[tuple[str, Sequence, Sequence]] = [
-        (CLAIMS, stored, claims),
-        (ANSWERS, answered, answers(results)),
-    ]
-    for file, old, new in pairs:
-        names, others = ([record.name for record in records] for records in (old, new))
-        if names != others:
-            unequal = ', '.join(sorted({*names} ^ {*others}))
-            raise ReportError(f'{directory / file} differs from what is declared: {unequal}')
-        for one, other in zip(old, new, strict=True):
-            if unequal := mismatch(one, other):
-                raise ReportError(f'{directory / file}: {unequal}')
-    return sum(len(record.rows) for records in (stored, answered) for record in records)
+    scale = stored[0].scale
+    decided = [decide(claim, scale, results) for claim in declared.claims().values()]
+    stored_answers = read_answers(directory)
+    _check_equal(directory / CLAIMS, stored, decided)
+    _check_equal(directory / ANSWERS, stored_answers, answers(results))
+    num_rows = sum(len(claim.rows) for claim in stored)
+    return num_rows + sum(len(answer.rows) for answer in stored_answers)
 
 
-def _needed(one: str, other: str) -> bool:
-    return close(one, other) or (one + other).isdigit() and abs(int(one) - int(other)) <= 1
+def _check_equal(file: Path, stored: Sequence[Record], again: Sequence[Record]) -> None:
+    """Raises ReportError unless the stored records of a file are those made again."""
+    names = [record.name for record in stored]
+    names_again = [record.name for record in again]
+    if names != names_again:
+        unequal = ', '.join(sorted(set(names) ^ set(names_again)))
+        raise ReportError(f'{file} differs from what is declared: {unequal}')
+    for record, record_again in zip(stored, again, strict=True):
+        difference = mismatch(record, record_again)
+        if difference:
+            raise ReportError(f'{file}: {difference}')
 
 
-def mismatch(old: Record, new: Record) -> str | None:
+def mismatch(stored: Record, again: Record) -> str | None:
     """The first difference between a stored claim or answer and the same one made again.
 
     Numbers of rows agree as `report.verify` says, those of exact checks within their tolerance;
     counts of what a claim needs may be one apart.
     """
-
-    def values(record: Record) -> dict[str, Any]:
-        """By name: 'verdict', 'rows.0.value'."""
-        rows = {place: vars(row) for place, row in enumerate(record.rows)}
-        return dict(flat(vars(record) | {'rows': rows}))
-
-    one = values(old)
-    other = values(new)
-    for name in (name for name in one | other if name not in _OF_MACHINE):
-        a = one.get(name)
-        b = other.get(name)
-        row = name.rpartition('.')[0]
-        if name == 'needed' and None not in (a, b):
-            same = difference(a, b, _needed) is None
-        elif row and isinstance(a, float) and isinstance(b, float):
-            is_exact = one[f'{row}.kind'] == Kind.EXACT
-            same = near(a, b) or is_exact and abs(a - b) <= one[f'{row}.tolerance']
+    old = _values(stored)
+    new = _values(again)
+    for name in old | new:
+        if name in _OF_MACHINE:
+            continue
+        old_value = old.get(name)
+        new_value = new.get(name)
+        row = name.rpartition('.')[0]  # 'rows.0' of 'rows.0.value'
+        if name == 'needed' and old_value is not None and new_value is not None:
+            agrees = text_difference(old_value, new_value, _counts_agree) is None
+        elif row and isinstance(old_value, float) and isinstance(new_value, float):
+            agrees = near(old_value, new_value)
+            if old[f'{row}.kind'] == Kind.EXACT:
+                agrees = agrees or abs(old_value - new_value) <= old[f'{row}.tolerance']
         else:
-            same = a == b
-        if not same:
-            return f'{name} of {old.name} is {a!r}, but its checks and studies give {b!r}'
+            agrees = old_value == new_value
+        if not agrees:
+            return (
+                f'{name} of {stored.name} is {old_value!r}, but its checks and studies give '
+                f'{new_value!r}'
+            )
     return None
+
+
+def _values(record: ClaimResult | Answer) -> dict[str, Any]:
+    """The values of a claim or answer by name: 'verdict', 'rows.0.value'."""
+    rows = {number: vars(row) for number, row in enumerate(record.rows)}
+    return dict(flat(vars(record) | {'rows': rows}))
+
+
+def _counts_agree(old: str, new: str) -> bool:
+    """Whether two prints of a number are `close`, or counts at most one apart."""
+    if close(old, new):
+        return True
+    are_counts = old.isdigit() and new.isdigit()
+    return are_counts and abs(int(old) - int(new)) <= 1

@@ -4,10 +4,11 @@ import dataclasses
 import datetime
 import functools
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import compress
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import jinja2
 from markupsafe import Markup
@@ -28,6 +29,7 @@ from qkattn.verdict import Findings, load_findings
 from qkattn.verdict.judging import DECIDED
 
 PAGE = 'claims.md'
+# The groups of claims by the letter that their names begin with, and the question of each.
 GROUPS = {
     'a': 'Why two matrices?',
     'b': 'Is W_Q needed?',
@@ -35,72 +37,109 @@ GROUPS = {
     'd': 'One projection or two?',
     'e': 'What the literature adds',
 }
-PARTS_OF_PAGE = ('verdicts', *GROUPS, 'laws')
-# By verdict: its mark, and what one claim does, and several do.
+
+
+class Phrase(NamedTuple):
+    """How pages show a verdict."""
+
+    mark: str
+    of_one: str  # what one claim does
+    of_several: str  # what several claims do
+
+
 PHRASES = {
-    ClaimVerdict.HOLDS: ('●', 'holds', 'hold'),
-    ClaimVerdict.HOLDS_HERE: ('◉', 'holds in one setting', 'hold in one setting'),
-    ClaimVerdict.HOLDS_ONLY_IF: ('◐', 'holds under a condition', 'hold under a condition'),
-    ClaimVerdict.FAILS: ('✕', 'fails', 'fail'),
-    ClaimVerdict.FAILS_HERE: ('⊗', 'fails in one setting', 'fail in one setting'),
-    ClaimVerdict.UNDECIDED: ('○', 'is undecided', 'are undecided'),
+    ClaimVerdict.HOLDS: Phrase('●', 'holds', 'hold'),
+    ClaimVerdict.HOLDS_HERE: Phrase('◉', 'holds in one setting', 'hold in one setting'),
+    ClaimVerdict.HOLDS_ONLY_IF: Phrase('◐', 'holds under a condition', 'hold under a condition'),
+    ClaimVerdict.FAILS: Phrase('✕', 'fails', 'fail'),
+    ClaimVerdict.FAILS_HERE: Phrase('⊗', 'fails in one setting', 'fail in one setting'),
+    ClaimVerdict.UNDECIDED: Phrase('○', 'is undecided', 'are undecided'),
 }
+# The parts of a difference, with the titles of their columns.
 PARTS: dict[str, str] = {
     Kind.SAME_SHAPE: f'at the same shape, {UNIT}',
     Kind.REINVESTED: f'reinvesting, {UNIT}|matched - same shape',
     Kind.MATCHED: f'total, {UNIT}|equal parameter count',
 }
-# The parts in figures, and in the table of answers.
-SHAPES: dict[Kind, tuple[str, str]] = {
-    Kind.SAME_SHAPE: ('same shape, fewer parameters', 'same shape'),
-    Kind.MATCHED: ('equal parameter count', 'equal count'),
+
+
+class Shape(NamedTuple):
+    """How pages name the shape at which an arm is compared with its baseline."""
+
+    panel: str  # in figures
+    column: str  # in the table of answers
+
+
+SHAPES: dict[Kind, Shape] = {
+    Kind.SAME_SHAPE: Shape('same shape, fewer parameters', 'same shape'),
+    Kind.MATCHED: Shape('equal parameter count', 'equal count'),
 }
-# How well the models behind a row are trained, and whether its difference is settled.
-_OF_STATE: list[Heading] = [('length', True), ('tokens', False)]
-_OF_STATE += [(f'loss, {UNIT}', False), ('yardstick', True)]
-_OF_CONTEXT = {'equal': 'same shape', 'matched': 'equal parameter count'}  # its 'shape'
-DECIDED_IN = 'decoder', Kind.MATCHED  # where answers have their verdict
-# Characters of a name in figures, and of the part of it that says what is compared.
+# The columns that say how well the models behind a row are trained, and whether its difference is
+# settled. A heading is a title, and whether its column is aligned to the left.
+_TRAINING: list[Heading] = [
+    ('length', True),
+    ('tokens', False),
+    (f'loss, {UNIT}', False),
+    ('yardstick', True),
+]
+# What the values of the factor 'shape' in a context mean.
+_SHAPES_OF_CONTEXT = {'equal': 'same shape', 'matched': 'equal parameter count'}
+# The kind of model, and of row, of which answers show the verdict.
+DECIDED_IN = ('decoder', Kind.MATCHED)
+# The most characters of a name in figures.
 _LONGEST = 52
+# The most characters in it that say what is compared.
 _QUANTITY = 22
 
 
 def compared(rows: Iterable[Row]) -> list[dict[str, Row]]:
-    """Rows of parts of differences by kind, for each `quantity` and context in their order.
+    """The rows that are parts of one difference, by their kind: removed, reinvested, matched.
 
-    The kind tells the shape, which leaves the context; of two rows of one kind, the one that
-    decides is shown.
+    Parts belong together if their `quantity` and context agree. The kind tells the shape, which
+    leaves the context. Of two rows of one kind, the one that decides is shown. The differences are
+    in the order of their first rows.
     """
-    by_context: dict[tuple, dict[str, Row]] = {}
-    for row in (row for row in rows if row.kind in PARTS):
-        context = {name: value for name, value in row.context.items() if name != 'shape'}
-        parts = by_context.setdefault((row.quantity, *context.items()), {})
+    differences: dict[tuple, dict[str, Row]] = {}
+    for row in rows:
+        if row.kind not in PARTS:
+            continue
+        context = {factor: value for factor, value in row.context.items() if factor != 'shape'}
+        parts = differences.setdefault((row.quantity, *context.items()), {})
         if row.speaks != Speaks.BESIDE or row.kind not in parts:
             parts[row.kind] = dataclasses.replace(row, context=context)
-    return list(by_context.values())
+    return list(differences.values())
 
 
 def varying(rows: Sequence[Row]) -> list[str]:
-    """The names in contexts whose values differ between rows, and do not only repeat `quantity`."""
-    names = []
-    for name in dict.fromkeys(name for row in rows for name in row.context):
-        pairs = {(row.context.get(name), row.quantity) for row in rows}
-        is_news = any(value not in (None, quantity) for value, quantity in pairs)
-        if len({value for value, _ in pairs}) > 1 and is_news:
-            names.append(name)
-    return names
+    """The factors whose values differ between rows, and do not only repeat `quantity`."""
+    factors = []
+    for factor in dict.fromkeys(factor for row in rows for factor in row.context):
+        values = {row.context.get(factor) for row in rows}
+        says_more = any(row.context.get(factor, row.quantity) != row.quantity for row in rows)
+        if len(values) > 1 and says_more:
+            factors.append(factor)
+    return factors
 
 
-def located(row: Row, names: Iterable[str]) -> list[str]:
-    """'d_model=64', 'steps 500', 'part: symmetry': these of its context, named where needed."""
-    values = [(name, row.context[name]) for name in names if name in row.context]
-    values = [
-        (name, _OF_CONTEXT.get(value, value) if name == 'shape' else value)
-        for name, value in values
-    ]
-    if row.kind == Kind.EXACT:
-        return [f'{words(name)}: {value}' for name, value in values]
-    return [f'{words(name)} {value}' if value[:1].isdigit() else value for name, value in values]
+def located(row: Row, factors: Iterable[str]) -> list[str]:
+    """'d_model=64', 'steps 500', 'part: symmetry': these factors of a row's context as text.
+
+    The factor is named where the value does not tell it: of numbers, and in exact checks.
+    """
+    texts = []
+    for factor in factors:
+        if factor not in row.context:
+            continue
+        value = row.context[factor]
+        if factor == 'shape':
+            value = _SHAPES_OF_CONTEXT.get(value, value)
+        if row.kind == Kind.EXACT:
+            texts.append(f'{words(factor)}: {value}')
+        elif value[:1].isdigit():
+            texts.append(f'{words(factor)} {value}')
+        else:
+            texts.append(value)
+    return texts
 
 
 def write_page(directory: str | Path) -> Path:
@@ -111,32 +150,60 @@ def write_page(directory: str | Path) -> Path:
     """
     directory = Path(directory)
     drawn = [claim_figure(claim) for claim in export.read_claims(directory) if has_figure(claim)]
-    if figure := answers_figure(export.read_answers(directory)):
-        drawn.append(figure)
-    if scaling := _scaling(directory):
-        drawn += [Drawing(law.figure, f'scaling_{law.stem}') for law in scaling[1]]
+    of_answers = answers_figure(export.read_answers(directory))
+    if of_answers:
+        drawn.append(of_answers)
+    scaling = _scaling(directory)
+    if scaling:
+        _, laws = scaling
+        drawn += [Drawing(law.figure, f'scaling_{law.stem}') for law in laws]
     write_plots(directory / 'plots', drawn, kinds=('png',))
-    blocks = [claims_markdown(directory, '.', part, '') for part in PARTS_OF_PAGE]
+    blocks = [verdicts_markdown(directory, '.', page='')]
+    blocks += [group_markdown(directory, '.', letter) for letter in GROUPS]
+    blocks.append(laws_markdown(directory, '.'))
     return write_atomic(directory / PAGE, '# Claims\n\n' + '\n'.join(blocks))
 
 
-def claims_markdown(directory: Path, base: str, part: str, page: str = 'claims_{}.md') -> str:
-    """A part of the page: the verdicts, the claims of a group, or the scaling laws.
+def verdicts_markdown(directory: Path, base: str, page: str = 'claims_{}.md') -> str:
+    """How many claims of a directory have each verdict, and a table of all claims.
 
-    Links to files of the directory begin with `base`; those to claims are to the `page` of a group.
+    Links to files of the directory begin with `base`. Those to a claim lead to the `page` of its
+    group, whose letter takes the place of '{}'.
     """
     claims = export.read_claims(directory)
-    scaling = _scaling(directory) if part == 'laws' else None
-    counts = {v: [claim.verdict for claim in claims].count(v) for v in PHRASES}
-    return _template('claims.md.j2').render(
-        part=part,
+    numbers = Counter(claim.verdict for claim in claims)
+    return _template('verdicts.md.j2').render(
         base=base,
-        claims=[claim for claim in claims if part in (claim.name[0].lower(), 'verdicts')],
-        group=GROUPS.get(part),
-        counts=[f'{n} {PHRASES[v][1 if n == 1 else 2]}' for v, n in counts.items() if n],
-        verdicts=_verdicts(claims, page),
-        laws=[described(scaling[0], law) for law in scaling[1]] if scaling else [],
-        law_tables=[s for s in sheets(scaling[0]) if s.name == 'laws'] if scaling else [],
+        claims=claims,
+        counts={verdict: numbers[verdict] for verdict in PHRASES if numbers[verdict]},
+        table_of_claims=_table_of_claims(claims, page),
+    )
+
+
+def group_markdown(directory: Path, base: str, letter: str) -> str:
+    """The claims of a group, a section each; links to files of the directory begin with `base`."""
+    claims = export.read_claims(directory)
+    return _template('group.md.j2').render(
+        base=base,
+        letter=letter,
+        question=GROUPS[letter],
+        claims=[claim for claim in claims if claim.name[0].lower() == letter],
+    )
+
+
+def laws_markdown(directory: Path, base: str) -> str:
+    """The figure and table of scaling laws; nothing without a scaling study in the directory.
+
+    Links to files of the directory begin with `base`.
+    """
+    scaling = _scaling(directory)
+    if scaling is None:
+        return ''
+    findings, drawings = scaling
+    return _template('laws.md.j2').render(
+        base=base,
+        figures=[described(findings, drawing) for drawing in drawings],
+        sheets=[sheet for sheet in sheets(findings) if sheet.name == 'laws'],
     )
 
 
@@ -145,23 +212,23 @@ def answers_markdown(directory: Path, base: str) -> str:
 
     Only differences with a verdict, or parts of one, are in it; a model without any has no columns.
     """
-    made = [answer for answer in map(_judged, export.read_answers(directory)) if answer.rows]
-    columns = [
-        (model, kind)
-        for model in export.MODELS
-        for kind in SHAPES
-        if any(answer.row(model, kind) for answer in made)
-    ]
+    answers = [_judged(answer) for answer in export.read_answers(directory)]
+    answers = [answer for answer in answers if answer.rows]
+    columns: list[tuple[str, Kind]] = []
+    for model in export.MODELS:
+        for kind in SHAPES:
+            if any(answer.row(model, kind) for answer in answers):
+                columns.append((model, kind))
     titles: list[Heading] = [('', True), ('size of attention', False)]
     for model, kind in columns:
-        titles.append((f'{model}, {SHAPES[kind][1]}', False))
+        titles.append((f'{model}, {SHAPES[kind].column}', False))
         if (model, kind) == DECIDED_IN:
             titles.append(('verdict', True))
     return _template('answers.md.j2').render(
-        table=markdown_table(titles, [_answer(answer, columns) for answer in made]),
-        sources=_sources(made),
-        has_short=any(row.is_short for answer in made for row in answer.rows),
-        figure=f'{base}/plots/answers.png' if answers_figure(made) else None,
+        table=markdown_table(titles, [_cells_of_answer(answer, columns) for answer in answers]),
+        sources=_sources(answers),
+        has_short=any(row.is_short for answer in answers for row in answer.rows),
+        figure=f'{base}/plots/answers.png' if answers_figure(answers) else None,
     )
 
 
@@ -171,42 +238,57 @@ def _judged(answer: export.Answer) -> export.Answer:
     return dataclasses.replace(answer, rows=rows)
 
 
-def _answer(answer: export.Answer, columns: Sequence[tuple[str, Kind]]) -> list[str]:
-    """The cells of an answer: its name, the size of attention, and a difference in each column."""
-    share = NONE if answer.attention is None else f'{round(100 * answer.attention):+d} %'
-    cells = [answer.name, share.replace('+0', '0')]
-    for column in columns:
-        row = answer.row(*column)
-        cells.append(_cell(row))
-        if column == DECIDED_IN:
+def _cells_of_answer(answer: export.Answer, columns: Sequence[tuple[str, Kind]]) -> list[str]:
+    """The cells of an answer: its name, the size of attention, and a difference in each column.
+
+    `columns` are pairs of a kind of model and of row. The verdict follows behind that of
+    DECIDED_IN.
+    """
+    share = NONE
+    if answer.attention is not None:
+        percent = round(100 * answer.attention)
+        share = f'{percent:+d} %' if percent else '0 %'
+    cells = [answer.name, share]
+    for model, kind in columns:
+        row = answer.row(model, kind)
+        cells.append(_cell_of_difference(row))
+        if (model, kind) == DECIDED_IN:
             cells.append(lasting(row.decision or NONE, row.length or '') if row else NONE)
     return cells
 
 
 def _sources(answers: Iterable[export.Answer]) -> dict[str, dict[tuple, dict[str | None, None]]]:
-    """The studies behind answers, by model and setting."""
+    """The studies behind answers, by kind of model and setting: size, corpus and tokens of a run.
+
+    Studies are the keys of the innermost dict, each once, in the order of the rows.
+    """
     sources: dict[str, dict[tuple, dict[str | None, None]]] = {}
     for answer in answers:
         for row in answer.rows:
-            setting = tuple(row.context[name] for name in ('size', 'corpus', 'tokens'))
-            places = sources.setdefault(row.context['model'], {})
-            places.setdefault(setting, {})[row.study] = None
+            setting = (row.context['size'], row.context['corpus'], row.context['tokens'])
+            studies_by_setting = sources.setdefault(row.context['model'], {})
+            studies_by_setting.setdefault(setting, {})[row.study] = None
     return sources
 
 
-def _cell(row: Row | None) -> str:
+def _cell_of_difference(row: Row | None) -> str:
     """A difference and its 95 % interval; a dagger where the arm falls short of its yardstick."""
     if row is None:
         return NONE
-    value = f'{row.value:+.3f}' + '†' * row.is_short
+    value = f'{row.value:+.3f}'
+    if row.is_short:
+        value += '†'
     if row.low is None or row.high is None:
         return value
     return Markup('<br>').join([value, f'[{row.low:+.3f}, {row.high:+.3f}]'])
 
 
-BLOCKS: Blocks = {  # blocks of `report.verify.check_page`
+# The blocks of `report.verify.check_page`.
+BLOCKS: Blocks = {
     'answers': answers_markdown,
-    **{f'claims_{part}': functools.partial(claims_markdown, part=part) for part in PARTS_OF_PAGE},
+    'claims_verdicts': verdicts_markdown,
+    **{f'claims_{letter}': functools.partial(group_markdown, letter=letter) for letter in GROUPS},
+    'claims_laws': laws_markdown,
 }
 
 
@@ -221,32 +303,40 @@ def _scaling(directory: Path) -> tuple[Findings, list[Drawing]] | None:
 @functools.cache
 def _template(name: str) -> jinja2.Template:
     """A template of claims, with the functions of this module as globals."""
-    made = environment(html=False).overlay(loader=jinja2.PackageLoader('experiments.claims'))
-    made.globals |= {
+    templates = environment(html=False).overlay(
+        loader=jinja2.PackageLoader('experiments.claims'), keep_trailing_newline=True
+    )
+    templates.globals |= {
         'phrases': PHRASES,
         'timedelta': datetime.timedelta,
         'decisive': decisive,
-        'table': markdown_table,
+        'markdown_table': markdown_table,
         'has_figure': has_figure,
-        'tables_of': _tables,
+        'tables': _tables,
         'shared': _shared,
     }
     # Text that Markdown shows as it is.
-    made.filters['md'] = lambda text: text.replace('<', '&lt;').replace('*', r'\*')
-    return made.get_template(name)
+    templates.filters['md'] = lambda text: text.replace('<', '&lt;').replace('*', r'\*')
+    return templates.get_template(name)
 
 
-def _verdicts(claims: Sequence[ClaimResult], page: str) -> str:
+def _table_of_claims(claims: Sequence[ClaimResult], page: str) -> str:
     """A row for each claim: title, verdict and number, with links to `page`."""
-    titles: list[Heading] = [(n, True) for n in ('', 'claim', 'verdict', 'number [95 % interval]')]
+    titles: list[Heading] = [
+        ('', True),
+        ('claim', True),
+        ('verdict', True),
+        ('number [95 % interval]', True),
+    ]
     rows = []
     for claim in claims:
         link = f'{page.format(claim.name[0].lower())}#{claim.name.lower()}'
-        verdict = f'{PHRASES[ClaimVerdict(claim.verdict)][0]} {claim.verdict}'
+        verdict = f'{PHRASES[ClaimVerdict(claim.verdict)].mark} {claim.verdict}'
         if claim.condition:
             verdict += f' {claim.condition}'
         elif claim.needed:
-            verdict += f', needs {claim.needed.partition(", ")[0]}'
+            in_short = claim.needed.partition(', ')[0]
+            verdict += f', needs {in_short}'
         row = claim.decisive
         number = f'{amount(row)}, {row.quantity}' if row else NONE
         rows.append([Markup(f'[{claim.name}]({link})'), claim.title, verdict, number])
@@ -254,107 +344,131 @@ def _verdicts(claims: Sequence[ClaimResult], page: str) -> str:
 
 
 def decisive(claim: ClaimResult) -> str:
-    """The decisive number with its unit, quantity and context."""
-    if (row := claim.decisive) is None:
+    """The number that stands for a claim with its unit, quantity and context; '' without one."""
+    row = claim.decisive
+    if row is None:
         return ''
     where = dict.fromkeys([row.quantity, *located(row, row.context)])
     return f'{amount(row)} ({", ".join(where)})'
 
 
 def amount(row: Row, with_unit: bool = True) -> str:
-    """'+0.0102 [+0.0062, +0.0154] nats/token', '16', '3.1e-16': the value, with its interval.
-
-    Differences have a sign, losses four decimals.
-    """
-    is_loss = row.unit == UNIT
-    sign = '+' * is_loss
-
-    def number(value: float) -> str:
-        whole = value == round(value) and abs(value) < 1e12
-        return f'{value:{sign}{".4f" if is_loss else ",.0f" if whole else ".4g"}}'
-
-    text = number(row.value)
+    """'+0.0102 [+0.0062, +0.0154] nats/token', '16', '3.1e-16': the value, with its interval."""
+    text = _number(row.value, row.unit)
     if row.low is not None and row.high is not None:
-        text += f' [{number(row.low)}, {number(row.high)}]'
-    return f'{text} {row.unit}' if with_unit and row.unit else text
+        text += f' [{_number(row.low, row.unit)}, {_number(row.high, row.unit)}]'
+    if with_unit and row.unit:
+        text += f' {row.unit}'
+    return text
+
+
+def _number(value: float, unit: str) -> str:
+    """'+0.0102' of a difference in loss; else '3,072' of a whole number, '3.1e-16' of another."""
+    if unit == UNIT:
+        return f'{value:+.4f}'
+    if value == round(value) and abs(value) < 1e12:
+        return f'{value:,.0f}'
+    return f'{value:.4g}'
 
 
 def _expected(row: Row) -> str:
     """'16', '0 ± 1e-12', '-' where nothing is expected."""
     if row.expected is None:
         return NONE
-    expected = amount(dataclasses.replace(row, value=row.expected, low=None), with_unit=False)
-    return expected + (f' ± {row.tolerance:.3g}' if row.tolerance else '')
+    text = _number(row.expected, row.unit)
+    if row.tolerance:
+        text += f' ± {row.tolerance:.3g}'
+    return text
 
 
 def _shared(claim: ClaimResult) -> str:
-    """'model decoder, steps 500': the factors that all contexts share."""
-    first = claim.rows[0].context if claim.rows else {}
-    same = [i for i in first.items() if all(i in row.context.items() for row in claim.rows)]
-    return ', '.join(f'{words(name)} {value}' for name, value in same)
+    """'model decoder, steps 500': the factors that the contexts of all rows share."""
+    if not claim.rows:
+        return ''
+    texts = []
+    for factor, value in claim.rows[0].context.items():
+        if all(row.context.get(factor) == value for row in claim.rows):
+            texts.append(f'{words(factor)} {value}')
+    return ', '.join(texts)
 
 
 def _tables(claim: ClaimResult) -> list[str]:
-    """A table of differences with their parts, and one of the other values."""
-    titles: list[Heading] = [*((title, False) for title in PARTS.values()), ('verdict', True)]
-    titles += _OF_STATE
-    firsts = []
-    cells = []
-    for parts in compared(claim.rows):
-        firsts.append(next(iter(parts.values())))
-        shown = [parts[kind] for kind in PARTS if kind in parts]
-        decisions = dict.fromkeys(row.decision for row in shown if row.decision)
-        numbers = [amount(parts[kind], False) if kind in parts else NONE for kind in PARTS]
-        state = _state(shown)
-        cells.append([*numbers, ' / '.join(decisions) or NONE, *state, _spoken(parts.values())])
+    """A table of differences with their parts, and one of the other values; only those with rows.
+
+    A line has what is compared and where, numbers and verdict, the training of the models, and how
+    the rows speak.
+    """
+    tables = []
+    differences = compared(claim.rows)
+    if differences:
+        titles: list[Heading] = [(title, False) for title in PARTS.values()]
+        titles += [('verdict', True), *_TRAINING]
+        firsts = []
+        lines = []
+        for parts in differences:
+            shown = [parts[kind] for kind in PARTS if kind in parts]
+            numbers = [amount(parts[kind], False) if kind in parts else NONE for kind in PARTS]
+            decisions = dict.fromkeys(row.decision for row in shown if row.decision)
+            verdict = ' / '.join(decisions) or NONE
+            firsts.append(shown[0])
+            lines.append([*numbers, verdict, *_training(shown), _spoken(parts.values())])
+        tables.append(_table('arm', titles, firsts, lines))
     others = [row for row in claim.rows if row.kind not in PARTS]
-    values = [
-        [amount(row), _expected(row), row.decision or NONE, *_state([row]), _spoken([row])]
-        for row in others
-    ]
-    first = 'arm' if any(row.decision for row in others) else 'quantity'
-    of_values = [('value', False), ('expected', False), ('verdict', True), *_OF_STATE]
-    tables = (
-        ('arm', titles, firsts, cells),
-        (first, of_values, others, values),
-    )
-    return [_table(*table) for table in tables if table[-1]]
+    if others:
+        titles = [('value', False), ('expected', False), ('verdict', True), *_TRAINING]
+        lines = []
+        for row in others:
+            numbers = [amount(row), _expected(row)]
+            verdict = row.decision or NONE
+            lines.append([*numbers, verdict, *_training([row]), _spoken([row])])
+        first = 'arm' if any(row.decision for row in others) else 'quantity'
+        tables.append(_table(first, titles, others, lines))
+    return tables
 
 
-def _state(rows: Sequence[Row]) -> list[str]:
-    """Length, tokens, loss and yardstick of the arm whose verdict it is."""
-    deciding = [row for row in rows if row.speaks != Speaks.BESIDE] or [*rows]
-    row = next((row for row in deciding if row.loss is not None), deciding[-1])
-    tokens = NONE if row.tokens is None else si(row.tokens)
-    loss = NONE if row.loss is None else f'{row.loss:.3f}{"†" * row.is_short}'
-    return [row.length or NONE, tokens, loss, row.yardstick or NONE]
+def _training(rows: Sequence[Row]) -> list[str]:
+    """The cells under _TRAINING: length, tokens, loss and yardstick of the arm that decides."""
+    deciding = [row for row in rows if row.speaks != Speaks.BESIDE] or list(rows)
+    with_loss = [row for row in deciding if row.loss is not None]
+    row = with_loss[0] if with_loss else deciding[-1]
+    loss = NONE
+    if row.loss is not None:
+        loss = f'{row.loss:.3f}'
+        if row.is_short:
+            loss += '†'
+    return [row.length or NONE, si(row.tokens), loss, row.yardstick or NONE]
 
 
 def _table(
     first: str, titles: Sequence[Heading], rows: Sequence[Row], cells: Sequence[Sequence[str]]
 ) -> str:
-    """What is compared, the contexts that differ, and the cells; without columns of NONE alone."""
-    names = varying(rows)
-    contexts = [(words(name), True) for name in names]
-    lines = [
-        [row.quantity, *(row.context.get(name, NONE) for name in names), *more]
-        for row, more in zip(rows, cells, strict=True)
-    ]
-    titles = [(first, True), *contexts, *titles, ('for or against|the claim', True)]
-    filled = [any(cell != NONE for cell in column) for column in zip(*lines, strict=True)]
-    return markdown_table(
-        list(compress(titles, filled)), [list(compress(line, filled)) for line in lines]
-    )
+    """What is compared, the contexts that differ, and the cells; without columns of NONE alone.
+
+    `first` is the title of what is compared. `titles` are those of the cells of each row but the
+    last, which says how the row speaks.
+    """
+    factors = varying(rows)
+    lines = []
+    for row, cells_of_row in zip(rows, cells, strict=True):
+        context = [row.context.get(factor, NONE) for factor in factors]
+        lines.append([row.quantity, *context, *cells_of_row])
+    of_factors = [(words(factor), True) for factor in factors]
+    titles = [(first, True), *of_factors, *titles, ('for or against|the claim', True)]
+    columns = zip(*lines, strict=True)
+    is_filled = [any(cell != NONE for cell in column) for column in columns]
+    lines = [list(compress(line, is_filled)) for line in lines]
+    return markdown_table(list(compress(titles, is_filled)), lines)
 
 
 def _spoken(rows: Iterable[Row]) -> str:
     """'for'; 'for "worse", open "not better"' of several that decide."""
-    texts = [
-        f'{row.speaks} "{words(row.relation)}"' if row.relation else str(row.speaks)
-        for row in rows
-        if row.speaks != Speaks.BESIDE
-    ]
-    return ', '.join(dict.fromkeys(texts)) or NONE
+    texts: dict[str, None] = {}
+    for row in rows:
+        if row.speaks == Speaks.BESIDE:
+            continue
+        text = f'{row.speaks} "{words(row.relation)}"' if row.relation else str(row.speaks)
+        texts[text] = None
+    return ', '.join(texts) or NONE
 
 
 def has_figure(claim: ClaimResult) -> bool:
@@ -364,47 +478,69 @@ def has_figure(claim: ClaimResult) -> bool:
 
 def claim_figure(claim: ClaimResult) -> Drawing:
     """A panel at the baseline's shape and one at equal parameter count, with the decisions."""
-    lines = compared(claim.rows)
-    firsts = [next(iter(parts.values())) for parts in lines]
+    differences = compared(claim.rows)
+    firsts = [list(parts.values())[0] for parts in differences]
     quantities = {row.quantity for row in firsts}
     # Contexts tell lines apart, unless what is compared does.
-    contexts = [] if len(quantities) == len(lines) else varying(firsts)
+    factors = [] if len(quantities) == len(differences) else varying(firsts)
     panels: dict[str, list[Line]] = {}
-    for kind in SHAPES:
-        drawn = []
-        for row in (parts[kind] for parts in lines if kind in parts):
-            names = located(row, contexts)
+    for kind, shape in SHAPES.items():
+        lines = []
+        rows = [parts[kind] for parts in differences if kind in parts]
+        for row in rows:
+            names = located(row, factors)
             if len(quantities) > 1 or not names:
-                names = [short(row.quantity, _QUANTITY), *names]
-            texts = {'name': ', '.join(names), 'right': row.decision or ''}
-            is_decided = row.speaks in (Speaks.FOR, Speaks.AGAINST)
-            drawn.append(_line(row, row.quantity, is_decided, **texts))
-        if drawn:
-            panels[SHAPES[kind][0]] = drawn
+                names.insert(0, short(row.quantity, _QUANTITY))
+            lines.append(
+                _line(
+                    row,
+                    style_of=row.quantity,
+                    is_decided=row.speaks in (Speaks.FOR, Speaks.AGAINST),
+                    name=', '.join(names),
+                    right=row.decision or '',
+                )
+            )
+        if lines:
+            panels[shape.panel] = lines
     return _drawing(f'{claim.name.lower()}_differences', panels)
 
 
 def answers_figure(answers: Sequence[export.Answer]) -> Drawing | None:
     """The difference of each change in a decoder at equal parameter count; None without any."""
-    judged = map(_judged, answers)
-    pairs = [(answer.name, row) for answer in judged if (row := answer.row(*DECIDED_IN))]
     decided = [decision.value for decision in DECIDED]
-    lines = [
-        _line(row, row.decision or '', row.decision in decided, name=f'{name}: {row.decision}')
-        for name, row in pairs
-    ]
-    panels = {SHAPES[Kind.MATCHED][0]: lines}
-    return _drawing('answers', panels, Decision.NO_VERDICT.value, far=math.inf) if lines else None
+    lines = []
+    for answer in answers:
+        row = _judged(answer).row(*DECIDED_IN)
+        if row is None:
+            continue
+        name = f'{answer.name}: {row.decision}'
+        is_decided = row.decision in decided
+        lines.append(_line(row, style_of=row.decision or '', is_decided=is_decided, name=name))
+    if not lines:
+        return None
+    panels = {SHAPES[Kind.MATCHED].panel: lines}
+    return _drawing('answers', panels, Decision.NO_VERDICT.value, far=math.inf)
 
 
-def _line(row: Row, arm: str, is_decided: bool, **texts: Any) -> Line:
-    """The line of a difference in the style of `arm`."""
+def _line(row: Row, style_of: str, is_decided: bool, name: str, right: str = '') -> Line:
+    """The line of a difference in a figure; lines of equal `style_of` have one style.
+
+    `name` stands on the axis, and `right` below it. What is reported is drawn where the row
+    decides: it is of one shape, and the rows beside are of others.
+    """
     reported = None
-    is_beside = row.speaks == Speaks.BESIDE  # of another shape than what is reported
-    if not is_beside and row.expected is not None and row.tolerance is not None:
-        reported = row.expected - row.tolerance, row.expected + row.tolerance
-    numbers = row.value, row.low, row.high
-    return Line(arm, *numbers, is_decided=is_decided, reported=reported, **texts)
+    if row.speaks != Speaks.BESIDE and row.expected is not None and row.tolerance is not None:
+        reported = (row.expected - row.tolerance, row.expected + row.tolerance)
+    return Line(
+        style_of,
+        row.value,
+        row.low,
+        row.high,
+        right=right,
+        is_decided=is_decided,
+        name=name,
+        reported=reported,
+    )
 
 
 def _drawing(stem: str, panels: Panels, black: str = '', **options: float) -> Drawing:

@@ -1,10 +1,7 @@
 """The protocol of the claims' studies at each scale: model sizes, data, steps, seeds, tuning.
 
 'smoke' trains every arm for seconds, which shows that it runs and decides nothing; 'cpu' is the
-fair protocol at the size of two CPU cores; 'gpu' is the same protocol at published sizes. Of each
-config, `seeds` counts those of the verdict at scale cpu, from `first_seed`, so that a study may be
-repeated with others; a run is evaluated `evaluations` times, evenly spaced; `fields` replace those
-of the scale's model.
+fair protocol at the size of two CPU cores; 'gpu' is the same protocol at published sizes.
 """
 
 import dataclasses
@@ -39,9 +36,17 @@ def language_model(
 ) -> config.Config:
     """A byte-level language model that gets beyond n-grams: 1.2 epochs of 3.4 MB at scale cpu.
 
-    It has two layers; at scale gpu, twelve and BPE pieces. `learning_rates` are those of the
-    screening at scale cpu; at scale gpu, a sixteenth of them. `times_as_long` multiplies the
-    steps. With `kind='encoder'` it restores masked tokens.
+    It has two layers; at scale gpu, twelve and BPE pieces. With `kind='encoder'` it restores masked
+    tokens.
+
+    Args:
+      scale: one of SCALES.
+      learning_rates: those of the screening at scale cpu; at scale gpu, a sixteenth of them.
+      seeds: the number of seeds of the verdict at scale cpu.
+      first_seed: the first of them, so that a study may be repeated with others.
+      evaluations: how often a run is evaluated, evenly spaced.
+      times_as_long: a factor of the number of steps.
+      fields: fields of `ModelConfig` that replace those of the scale.
     """
     is_large = scale == 'gpu'
     num_steps = times_as_long * pick(scale, smoke=20, cpu=2000, gpu=10000)
@@ -50,8 +55,10 @@ def language_model(
         'num_layers': pick(scale, smoke=2, cpu=2, gpu=12),
         'num_heads': pick(scale, smoke=2, cpu=4, gpu=12),
         'context': pick(scale, smoke=16, cpu=128, gpu=1024),
-        'vocab_size': pieces + (fields.get('kind') == 'encoder'),  # one more, for the mask
+        'vocab_size': pieces,
     }
+    if fields.get('kind') == 'encoder':
+        model['vocab_size'] = pieces + 1  # one more, for the mask
     corpus: dict[str, Any] = {}
     if is_large:
         model |= {'compute_dtype': 'bfloat16'}
@@ -78,7 +85,7 @@ def translator(
 ) -> config.Config:
     """An encoder-decoder, English to German, that uses its sources; Multi30k, cldr in smoke.
 
-    Scales smoke and cpu share one shape.
+    Scales smoke and cpu share one shape. Arguments as of `language_model`.
     """
     is_large = scale == 'gpu'
     pieces = pick(scale, smoke=500, cpu=1000, gpu=8192)
@@ -145,11 +152,15 @@ def protocol(
 
 
 def _optimizer(scale: str) -> config.OptimizerConfig:
+    """The optimizer of a study, of which only the warm-up depends on the scale."""
     return config.OptimizerConfig(warmup_steps=pick(scale, smoke=5, cpu=50, gpu=500))
 
 
 def _train(scale: str, num_steps: int, batch_size: int, evaluations: int = 2) -> config.TrainConfig:
-    """The runs of a study are lifted without a measurement."""
+    """The training of the runs of a study, evaluated `evaluations` times, evenly spaced.
+
+    They are lifted without a measurement of which way is faster.
+    """
     interval = num_steps // evaluations
     dispatch = 5 if interval < 25 else 25
     return config.TrainConfig(
@@ -164,8 +175,10 @@ def _train(scale: str, num_steps: int, batch_size: int, evaluations: int = 2) ->
 
 
 def _trials(scale: str, rates: tuple[float, ...], seeds: int, first: int) -> config.TrialsConfig:
-    of_gpu = tuple(rate / 16 for rate in rates)
+    """The seeds of the verdict, `seeds` from `first` at scale cpu, and learning rates to screen."""
+    num_seeds = pick(scale, smoke=2, cpu=seeds, gpu=5)
+    rates_of_large_model = tuple(rate / 16 for rate in rates)
     return config.TrialsConfig(
-        seeds=tuple(range(first, first + pick(scale, smoke=2, cpu=seeds, gpu=5))),
-        learning_rates=pick(scale, smoke=rates[:1], cpu=rates, gpu=of_gpu),
+        seeds=tuple(range(first, first + num_seeds)),
+        learning_rates=pick(scale, smoke=rates[:1], cpu=rates, gpu=rates_of_large_model),
     )

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import cast
 
-from experiments.claims.claim import Claim, Measure, Row, Speaks
+from experiments.claims.claim import Claim, ClaimResult, Measure, Row, Speaks
 from qkattn.config import Study, from_config_dict
 from qkattn.errors import ConfigError, ReportError
 from qkattn.jobs import cli
@@ -31,7 +31,10 @@ log = logging.getLogger(__name__)
 
 
 def context_of(findings: Findings, arm: TrainedArm) -> dict[str, str]:
-    """The context of an arm: model kind, size, corpus and steps."""
+    """The context of an arm by factor: model kind, size, corpus, steps, and a destination.
+
+    The destination of saved parameters is there if the study names arms by it.
+    """
     study = findings.study
     context = {
         'model': study.base.model.kind.replace('_', '-'),
@@ -39,8 +42,11 @@ def context_of(findings: Findings, arm: TrainedArm) -> dict[str, str]:
         'corpus': arm.corpus,
         'steps': str(arm.example.run.num_steps),
     }
+    # 'qk/no_v [d_ff]' -> 'd_ff'
     destination = arm.variant.removeprefix(study.bare(arm.variant)).strip(' []')
-    return context | ({'destination': destination} if destination else {})
+    if destination:
+        context['destination'] = destination
+    return context
 
 
 class Results:
@@ -61,75 +67,95 @@ class Results:
         return None if isinstance(loaded, ReportError) else loaded
 
     def newest_first(self, name: str) -> list[str]:
-        """The studies of the directory that repeat one, the last repeat first; then that one."""
+        """The study and those of the directory that repeat it or a repeat of it, the last first."""
         names = [name]
-        for earlier in names:  # which grows
-            names += [repeat for repeat in self._repeats.get(earlier, ()) if repeat not in names]
-        return names[::-1]
+        for earlier in names:  # which grows by the repeats of each study in it
+            for repeat in self._repeats.get(earlier, ()):
+                if repeat not in names:
+                    names.append(repeat)
+        names.reverse()
+        return names
+
+    def with_repeats(self, claims: Iterable[Claim | ClaimResult]) -> list[str]:
+        """The names of the studies of claims, each behind it those that repeat it, each once."""
+        names: dict[str, None] = {}
+        for claim in claims:
+            for study in claim.studies:
+                names |= dict.fromkeys(reversed(self.newest_first(study)))
+        return list(names)
 
     @functools.cached_property
     def _repeats(self) -> dict[str, list[str]]:
         """By the name of a study those that repeat it, in the order in which they began."""
-        began: dict[tuple[str, str], list[str]] = {}
-        for path in sorted(self.directory.glob(f'*/{ledger.NAME}')):
+        studies: list[tuple[str, str, list[str]]] = []  # start, name, and the names of the repeated
+        for path in self.directory.glob(f'*/{ledger.NAME}'):
             try:
                 kept = ledger.read(path)
-            except ReportError:  # of which `problem` tells the reason
+            except ReportError:  # `problem` tells the reason
                 continue
-            name = path.parent.name
             repeated = [repeat.study for repeat in kept.repeats if not repeat.is_lost]
-            began[kept.entries[0]['time'], name] = repeated
+            studies.append((kept.entries[0]['time'], path.parent.name, repeated))
         repeats: dict[str, list[str]] = {}
-        for (_, name), repeated in sorted(began.items()):
+        for _, name, repeated in sorted(studies):
             for earlier in repeated:
                 repeats.setdefault(earlier, []).append(name)
         return repeats
 
     def problem(self, name: str) -> str | None:
-        """What a study lacks to decide a claim alone; None if it has the results of its plan."""
-        if (loaded := self.study(name)) is None:
-            is_study = (self.directory / name / 'study.json').exists()
-            return f'cannot be used: {self._read[name]}' if is_study else 'has no results'
-        if left := loaded.study.missing:
-            return f'lacks the results of {counted(left, "arm")}'
-        problems = loaded.study.problems
-        return f'is damaged: {problems[0]}' if problems else None
+        """What a study lacks, as a predicate; None if it is whole and has all planned results."""
+        loaded = self.study(name)
+        if loaded is None:
+            if (self.directory / name / 'study.json').exists():
+                return f'cannot be used: {self._read[name]}'
+            return 'has no results'
+        if loaded.study.missing:
+            return f'lacks the results of {counted(loaded.study.missing, "arm")}'
+        if loaded.study.problems:
+            return f'is damaged: {loaded.study.problems[0]}'
+        return None
 
     def rows(self, measure: Measure, decisive: bool) -> Iterator[Row]:
         """The rows of a measure; none before its study has results.
 
-        They decide nothing if not decisive, or if a rule withholds every verdict or a baseline's.
+        Unless `decisive`, they leave the claim open. So they do where a rule withholds every
+        verdict of the study, and where a baseline has not learned enough or breaks a rule.
         """
-        if loaded := self.study(measure.study):
-            bases = rules.baselines(loaded.study, loaded.arms)
-            decisive &= bool(bases) and not loaded.blocks
-            decisive &= not any([*rules.untrained(arm), *arm.blocks] for arm in bases)
-            for row in measure.read(loaded):
-                is_open = not decisive and row.speaks != Speaks.BESIDE
-                speaks = Speaks.OPEN if is_open else row.speaks
-                yield dataclasses.replace(row, study=measure.study, speaks=speaks)
+        loaded = self.study(measure.study)
+        if loaded is None:
+            return
+        baselines = rules.baselines(loaded.study, loaded.arms)
+        is_withheld = not baselines or bool(loaded.blocks)
+        for baseline in baselines:
+            if baseline.blocks or list(rules.untrained(baseline)):
+                is_withheld = True
+        for row in measure.read(loaded):
+            speaks = row.speaks
+            if speaks != Speaks.BESIDE and (is_withheld or not decisive):
+                speaks = Speaks.OPEN
+            yield dataclasses.replace(row, study=measure.study, speaks=speaks)
 
 
 def studies_of(claims: Iterable[Claim], scale: str) -> dict[str, Study]:
     """The studies of claims, by name, that configs/claims/NAME.py give at a scale.
 
-    With those that repeat them, each behind the study that it repeats.
+    Studies that repeat them are among them, each behind the study that it repeats.
     """
-    configs = {
-        name: cast(Study, from_config_dict(runpy.run_path(str(file))['get_config'](scale)))
-        for name, file in cli.shipped(CONFIGS).items()
-    }
+    configs: dict[str, Study] = {}
+    for name, file in cli.shipped(CONFIGS).items():
+        get_config = runpy.run_path(str(file))['get_config']
+        configs[name] = cast(Study, from_config_dict(get_config(scale)))
     names = [name for claim in claims for name in claim.studies]
-    for name in names:  # which grows
+    for name in names:  # which grows by the repeats of each study in it
         names += [other for other, study in configs.items() if study.repeats == name]
     ordered: dict[str, Study] = {}
 
     def add(name: str) -> None:
         """Adds a study behind the one that it repeats."""
-        if name in configs and name not in ordered:
-            if (repeated := configs[name].repeats) is not None:
-                add(repeated)
-            ordered[name] = configs[name]
+        if name not in configs or name in ordered:
+            return
+        if configs[name].repeats is not None:
+            add(configs[name].repeats)
+        ordered[name] = configs[name]
 
     for name in names:
         add(name)
@@ -145,8 +171,10 @@ def check_workdir(studies: Mapping[str, Study], scale: str, directory: Path) -> 
         )
     for name, study in studies.items():
         path = directory / name / 'study.json'
-        sizes = read_json(path, {'sizes': tuple[str, ...]})['sizes'] if path.is_file() else ()
-        if sizes and not {*sizes} & {*study.sizes}:
+        if not path.is_file():
+            continue
+        sizes = read_json(path, {'sizes': tuple[str, ...]})['sizes']
+        if sizes and set(sizes).isdisjoint(study.sizes):
             raise ConfigError(
                 f'{path.parent} has the sizes {", ".join(sizes)}, but at scale {scale} the study '
                 f'has {", ".join(study.sizes)}; give another scale or another workdir'
@@ -156,45 +184,49 @@ def check_workdir(studies: Mapping[str, Study], scale: str, directory: Path) -> 
 def train(studies: Mapping[str, Study], scale: str, directory: Path, workers: int | None) -> None:
     """Trains each study in a directory of its name; the same call resumes.
 
-    Then records yardsticks, but at scale smoke, which decides nothing. `workers` as in
-    `local_workers.run`, which raises; 1 is this process. DiskError if nothing can be written;
-    Stopped on SIGTERM or Ctrl-C, with the state saved.
+    Then records the yardsticks of all studies, except at scale smoke, which decides nothing.
+    `workers` are processes on this machine, as in `local_workers.run`; 1 is this process. Raises
+    as `local_workers.run`; DiskError if nothing can be written; Stopped on SIGTERM or Ctrl-C, with
+    the state saved.
     """
     path = check_directory(directory)
     for number, (name, study) in enumerate(studies.items(), start=1):
         log.info('study %s, %d of %d', name, number, len(studies))
         local_workers.run(study, path / name, build_arms(study), workers)
     # After all training: this process takes memory of a GPU as soon as it computes.
-    for name in studies if scale != 'smoke' else ():
-        yardsticks.record_finished(path / name)
+    if scale != 'smoke':
+        for name in studies:
+            yardsticks.record_finished(path / name)
 
 
 def report(claims: Iterable[Claim], directory: Path) -> None:
     """Writes the report of each study with newer results; each report counts as a look."""
-    studies = Results(directory)
-    named = [name for claim in claims for name in claim.studies]
-    repeats = [other for name in named for other in reversed(studies.newest_first(name))]
-    for name in dict.fromkeys(repeats):
-        results, page = (directory / name / file for file in ('results.jsonl', 'report.html'))
-        times = [path.stat().st_mtime if path.exists() else 0.0 for path in (page, results)]
-        if times[0] < times[1] and results.stat().st_size:
-            try:
-                with waiting(name, 'writing the report'):
-                    write_report(directory / name)
-            except ReportError as error:  # other claims can be decided all the same
-                log.warning('no report of study %s: %s', name, error)
+    for name in Results(directory).with_repeats(claims):
+        trained = directory / name / 'results.jsonl'
+        page = directory / name / 'report.html'
+        if not trained.exists() or not trained.stat().st_size:
+            continue
+        if page.exists() and page.stat().st_mtime >= trained.stat().st_mtime:
+            continue
+        try:
+            with waiting(name, 'writing the report'):
+                write_report(directory / name)
+        except ReportError as error:  # other claims can be decided all the same
+            log.warning('no report of study %s: %s', name, error)
 
 
 def costs(studies: Mapping[str, Study]) -> str:
-    """A table of the plans of studies, with their sum."""
+    """A table of the plans of studies: a row for each, and one for their sum."""
     planned: dict[str, list[PlannedRun]] = {}
     for name, study in studies.items():
         with waiting(name, 'planning'):
             planned[name] = plan.imagined(study, build_arms(study))
-    every = [run for runs in planned.values() for run in runs]
+    planned['total'] = [run for runs in planned.values() for run in runs]
     rows = []
-    for name, runs in (planned | {'total': every}).items():
-        number, trials, tokens, flops = plan.cost(runs)
-        rows.append([name, f'{number:,}', f'{trials:,}', f'{tokens:.3g}', f'{flops:.3g}'])
-    titles = [(name, name == 'study') for name in ('study', 'runs', 'trials', 'tokens', 'FLOPs')]
+    for name, runs in planned.items():
+        num_runs, num_trials, tokens, flops = plan.cost(runs)
+        rows.append([name, f'{num_runs:,}', f'{num_trials:,}', f'{tokens:.3g}', f'{flops:.3g}'])
+    # Each title with whether its column is aligned to the left.
+    titles = [('study', True), ('runs', False), ('trials', False), ('tokens', False)]
+    titles.append(('FLOPs', False))
     return text_table(titles, rows)

@@ -27,18 +27,20 @@ SIZES = ((2, 1), (2, 2), (3, 1), (4, 1), (4, 2))
 
 def page(sizes: Iterable[tuple[int, int]] = SIZES) -> str:
     """The page as an HTML document that offers these pairs of d_model and number of heads."""
-    by_size = {f'{dims},{heads}': _of_size(dims, heads) for dims, heads in sizes}
-    equations: dict[str, dict[str, str]] = {}
+    tables_by_size = {f'{dims},{heads}': _table(dims, heads) for dims, heads in sizes}
+    equations: dict[str, dict[str, str]] = {'score': {}, 'value': {}}
     without = []
     for circuit, registered in (('score', SCORES), ('value', VALUES)):
-        shown = {name for known in by_size.values() for name in known[circuit]}
-        equations[circuit] = {n: cls.equation for n, cls in registered.items() if n in shown}
-        without += [name for name in registered if name not in shown]
-    made = environment(html=True).overlay(loader=jinja2.PackageLoader('experiments.explorer'))
-    return made.get_template('explorer.html.j2').render(
+        for name, cls in registered.items():
+            if any(name in table[circuit] for table in tables_by_size.values()):
+                equations[circuit][name] = cls.equation
+            else:
+                without.append(name)
+    templates = environment(html=True).overlay(loader=jinja2.PackageLoader('experiments.explorer'))
+    return templates.get_template('explorer.html.j2').render(
         # '<' inside a string of JSON would end the script element early.
-        data=json.dumps(by_size, separators=(',', ':')).replace('<', '\\u003c'),
-        sizes=[key.split(',') for key in by_size],
+        data=json.dumps(tables_by_size, separators=(',', ':')).replace('<', '\\u003c'),
+        sizes=[size.split(',') for size in tables_by_size],
         equations=equations,
         without=without,
         light=LIGHT,
@@ -46,47 +48,60 @@ def page(sizes: Iterable[tuple[int, int]] = SIZES) -> str:
     )
 
 
-def _of_size(dims: int, heads: int) -> dict[str, Any]:
-    """Scores and values by name, as JSON."""
+def _table(dims: int, heads: int) -> dict[str, Any]:
+    """The scores and values that can be shown at these sizes by name, for JSON.
+
+    A score has its parameters, its scale and A. A value has its parameters and B: one of them,
+    under '', or, where it shares a matrix with its score, one under the name of each score.
+    """
     scores = {}
-    values = {}
     for name in SCORES:
-        if bench := _bench(name, 'vo', dims, heads):
-            scores[name] = _parameters(bench, 'score') | {
+        bench = _bench(name, 'vo', dims, heads)
+        if bench is not None:
+            scores[name] = {
+                'parameters': _parameters(bench, 'score'),
                 'A': _polynomials(bench, 'score'),
                 'scale': float(bench.layer.score.scale),
             }
+    values = {}
     for name, cls in VALUES.items():
-        # One table for all Scores, or one for each of those that share a matrix with the Value.
         partners = {score: score for score in scores} if cls.shares else {'': cls.partner}
-        benches = {key: _bench(score, name, dims, heads) for key, score in partners.items()}
-        if present := {key: bench for key, bench in benches.items() if bench}:
-            values[name] = _parameters([*present.values()][-1], 'value') | {
-                'B': {key: _polynomials(bench, 'value') for key, bench in present.items()},
-            }
+        polynomials = {}
+        for key, score in partners.items():
+            bench = _bench(score, name, dims, heads)
+            if bench is not None:
+                polynomials[key] = _polynomials(bench, 'value')
+                parameters = _parameters(bench, 'value')
+        if polynomials:
+            values[name] = {'parameters': parameters, 'B': polynomials}
     return {'score': scores, 'value': values}
 
 
 def _bench(score: str, value: str, dims: int, heads: int) -> Bench | None:
+    """The bench of a variant; None if it has none at these sizes."""
     try:
         return Bench(f'{score}/{value}', 2, dims, heads)
     except ConfigError:
         return None
 
 
-def _parameters(bench: Bench, circuit: str) -> dict[str, Any]:
-    """The parameters of a circuit with their initial numbers in the order of reading."""
-    shown = []
+def _parameters(bench: Bench, circuit: str) -> list[dict[str, Any]]:
+    """The parameters of a circuit: name, shape [heads, rows, columns], and initial numbers."""
+    parameters = []
     for parameter in bench.parameters_of(circuit):
-        heads, *place = parameter.by_head.shape
-        shape = [heads, *place] if len(place) > 1 else [heads, 1, *place]
+        shape = list(parameter.by_head.shape)
+        if len(shape) == 2:
+            shape.insert(1, 1)  # a vector is a matrix of one row
         initial = _initial(parameter)
-        shown.append({'name': parameter.name, 'shape': shape, 'initial': initial})
-    return {'parameters': shown}
+        parameters.append({'name': parameter.name, 'shape': shape, 'initial': initial})
+    return parameters
 
 
 def _initial(parameter: Parameter) -> list[float]:
-    """Gains begin at their initial values, matrices at numbers that their name determines."""
+    """The numbers that a parameter begins with, in the order of reading: head, row, column.
+
+    Gains begin at their initial values, matrices at numbers that their name determines.
+    """
     if parameter.attribute.startswith('g_'):
         return parameter.initial.ravel()[parameter.by_head].ravel().tolist()
     rng = np.random.default_rng([3, zlib.crc32(parameter.name.encode())])
@@ -94,19 +109,27 @@ def _initial(parameter: Parameter) -> list[float]:
 
 
 def _polynomials(bench: Bench, circuit: str) -> list[Any]:
-    """A or B as [head][row][column] polynomials, as text and as terms."""
-    first = sum(p.initial.size for p in bench.parameters_of('score')) if circuit == 'value' else 0
+    """A or B as [head][row][column] polynomials, each as text and as terms."""
+    # The ring has the entries of the score first, then those of the value.
+    first_own = 0
+    if circuit == 'value':
+        first_own = sum(p.initial.size for p in bench.parameters_of('score'))
 
-    def terms(entry: Any) -> list[list[Any]]:
-        """Coefficients with indices, repeated as often as the power says."""
-        return [
-            [int(number) if number == int(number) else float(number)]
-            + [i - first if i >= first else -1 - i for i, n in enumerate(powers) for _ in range(n)]
-            for powers, number in entry.terms()
-        ]
+    def described(entry: Any) -> dict[str, Any]:
+        terms = [_term(powers, number, first_own) for powers, number in entry.terms()]
+        return {'text': polynomial(entry), 'terms': terms}
 
-    def shown(entry: Any) -> dict[str, Any]:
-        return {'text': polynomial(entry), 'terms': terms(entry)}
+    return np.vectorize(described, otypes=[object])(bench.matrix_of(circuit)).tolist()
 
-    matrices = bench.AB[circuit == 'value']
-    return [[[shown(entry) for entry in row] for row in matrix] for matrix in matrices]
+
+def _term(powers: Iterable[int], number: Any, first_own: int) -> list[Any]:
+    """A term of a polynomial as [coefficient, index, index, ...], as the page reads it.
+
+    `powers` are those of all generators of the ring. The circuit's own entries begin at the
+    generator `first_own`; those before it are of the Score. A squared entry has its index twice.
+    """
+    term: list[Any] = [int(number) if number == int(number) else float(number)]
+    for generator, power in enumerate(powers):
+        index = generator - first_own if generator >= first_own else -1 - generator
+        term.extend([index] * power)
+    return term

@@ -38,9 +38,7 @@ def workdir(files, tmp_path, monkeypatch):
     return tmp_path / 'runs'
 
 
-def test_an_export_is_decided_again_and_a_changed_verdict_is_found(
-    printed, workdir, tmp_path, monkeypatch
-):
+def test_an_export_is_checked_by_deciding_it_again(printed, workdir, tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(pages, 'write_page', drawn.append)
     kept = tmp_path / 'kept'
@@ -67,18 +65,20 @@ def test_an_export_is_decided_again_and_a_changed_verdict_is_found(
         write(kept, CLAIMS, stored)
 
 
-def test_a_workdir_of_something_else_is_refused_and_kept(refusal, workdir):
-    """One study, and studies of another scale."""
-    study = workdir / 'fair_small'
-    shutil.copytree(study, workdir / 'masked_lm')
+@pytest.mark.parametrize('train', ['--train', '--notrain'])
+def test_the_directory_of_a_study_is_refused_as_a_workdir(train, refusal, workdir):
     files = sorted(workdir.rglob('*'))
-    for train in ('--train', '--notrain'):
-        sentence = refusal('claims', 'E7', train, f'--workdir={study}')
-        assert (
-            'is the directory of a study or run; claims need a directory of their own' in sentence
-        )
-        sentence = refusal('claims', 'E9', train, f'--workdir={workdir}')
-        assert 'masked_lm has the sizes d_model=48, but at scale cpu the study has' in sentence
+    sentence = refusal('claims', 'E7', train, f'--workdir={workdir}/fair_small')
+    assert 'is the directory of a study or run; claims need a directory of their own' in sentence
+    assert sorted(workdir.rglob('*')) == files
+
+
+@pytest.mark.parametrize('train', ['--train', '--notrain'])
+def test_studies_of_another_scale_are_refused(train, refusal, workdir):
+    shutil.copytree(workdir / 'fair_small', workdir / 'masked_lm')
+    files = sorted(workdir.rglob('*'))
+    sentence = refusal('claims', 'E9', train, f'--workdir={workdir}')
+    assert 'masked_lm has the sizes d_model=48, but at scale cpu the study has' in sentence
     assert sorted(workdir.rglob('*')) == files
 
 
@@ -89,8 +89,11 @@ def test_a_study_that_is_neither_shipped_nor_trained_is_named(refusal, workdir, 
     assert "claim E6: configs/claims has no study 'lm_dropt', and no " in sentence
 
 
-def test_claims_are_listed_and_a_plan_has_a_line_for_each_study(printed):
+def test_claims_are_listed(printed):
     assert 'E3  Positive control: one matrix' in printed('claims', '--list')
+
+
+def test_a_plan_has_a_line_for_each_study(printed):
     lines = printed('claims', 'B7', '--scale=gpu', '--dry_run').splitlines()
     names, runs, trials = zip(*(line.split()[:3] for line in lines[2:]), strict=True)
     assert names == ('lm_rank', 'lm_rank_12', 'total') and lines[0].startswith('study')

@@ -14,7 +14,8 @@ import pandas as pd
 import pytest
 import requests
 
-from experiments.explorer import bench
+from experiments.explorer.bench import Bench
+from experiments.explorer.symbolic import sympy
 from experiments.explorer.worked import worked
 from qkattn import __version__
 from qkattn.config import Config, ModelConfig, Study
@@ -357,12 +358,12 @@ def literal(setting):
 
 def test_a_bench_is_printed_and_the_package_that_it_needs_is_named(refusal, printed, monkeypatch):
     pytest.importorskip('sympy', reason="pip install -e '.[explore]'")
-    expected = worked(bench.Bench('shared_qk/no_vo'))
+    expected = worked(Bench('shared_qk/no_vo'))
     assert printed('explore', '--variant=shared_qk/no_vo') == expected
     monkeypatch.setitem(sys.modules, 'sympy', None)
-    bench.sympy.cache_clear()
+    sympy.cache_clear()
     sentence = refusal('explore', '--variant=qk/vo')
-    bench.sympy.cache_clear()
+    sympy.cache_clear()
     assert sentence == "explore needs the package sympy: pip install -e '.[explore]'"
 
 

@@ -39,12 +39,9 @@ SCORES = ('shared_qk', 'qk')  # W W^T and W_Q W_K^T
 
 
 def added_parameters(D: int, H: int, N: int = 1) -> int:
-    """Parameters that N heads have more with one matrix each than with W_Q and W_K."""
-    merged, factored = (
-        count(variant, 'score', d_model=D, num_heads=N, head_size=H)
-        for variant in ('merged/vo', 'qk/vo')
-    )
-    return merged - factored
+    """How many more parameters N heads have with one matrix each than with W_Q and W_K."""
+    sizes: Options = {'d_model': D, 'num_heads': N, 'head_size': H}
+    return count('merged/vo', 'score', **sizes) - count('qk/vo', 'score', **sizes)
 
 
 def merged_against_factored() -> Iterator[Row]:
@@ -52,28 +49,36 @@ def merged_against_factored() -> Iterator[Row]:
     for H in (8, 32, 64):
         added = added_parameters(64, H)
         yield exact('parameters added by merging, D = 64', added, 64**2 - 128 * H, head_size=H)
-    sizes = [
-        (D, H, N) for D in (8, 12, 32, 64) for H in range(1, D + 2, max(1, D // 8)) for N in (1, 3)
-    ]
-    off = max(abs(added_parameters(D, H, N) - N * (D * D - 2 * D * H)) for D, H, N in sizes)
-    yield exact(f'largest deviation from N (D^2 - 2 D H), {len(sizes)} shapes', off, 0)
+    deviations = []
+    for D in (8, 12, 32, 64):
+        for H in range(1, D + 2, max(1, D // 8)):
+            for N in (1, 3):
+                formula = N * (D * D - 2 * D * H)
+                deviations.append(abs(added_parameters(D, H, N) - formula))
+    quantity = f'largest deviation from N (D^2 - 2 D H), {len(deviations)} shapes'
+    yield exact(quantity, max(deviations), 0)
 
 
 def heads_of_a_fixed_width() -> Iterator[Row]:
     """2 D^2 / N parameters per head of H = D / N, 2 D^2 for every N, which buy N patterns."""
-    D, T = 64, 12
+    D = 64
+    T = 12
     for N in (1, 8):
         counted = count('qk/vo', 'score', d_model=D, num_heads=N)
         s_BNTS = softmax_input(layer(d_model=D, num_heads=N), stream(T, d_model=D))
-        p_NBTS = np.moveaxis(oracle.probabilities(s_BNTS, np.ones((1, T, T), bool)), 1, 0)
-        patterns = rank(p_NBTS.reshape(N, -1))
+        p_BNTS = oracle.probabilities(s_BNTS, np.ones((1, T, T), bool))
+        # The patterns of each head in one row, so that the rank is the number of independent ones.
+        patterns = rank(np.moveaxis(p_BNTS, 1, 0).reshape(N, -1))
         yield exact('parameters of W_Q and W_K per head', counted / N, 2 * D**2 / N, num_heads=N)
         yield exact('parameters of W_Q and W_K of all heads', counted, 2 * D**2, num_heads=N)
         yield exact('linearly independent patterns', patterns, N, num_heads=N)
 
 
 def compiled(score: str, T: int, D: int, H: int) -> int:
-    """Multiply-adds of the compiled program of q k^T of one head, as XLA counts them."""
+    """Multiply-adds of the compiled program of q k^T of one head, as XLA counts them.
+
+    `score` is a registered one, T the number of tokens, D d_model and H the size of the head.
+    """
 
     def scores(layer: Attention, x_BTD: jax.Array) -> jax.Array:
         q_BTNH = layer.score.queries(x_BTD)
@@ -82,11 +87,13 @@ def compiled(score: str, T: int, D: int, H: int) -> int:
 
     layer = shapes(f'{score}/vo', d_model=D, num_heads=1, head_size=H)
     x_BTD = jax.ShapeDtypeStruct((1, T, D), jnp.float32)
-    return int(jax.jit(scores).lower(layer, x_BTD).compile().cost_analysis()['flops']) // 2
+    program = jax.jit(scores).lower(layer, x_BTD).compile()
+    flops = int(program.cost_analysis()['flops'])
+    return flops // 2  # a multiply-add is two
 
 
 def multiply_adds() -> Iterator[Row]:
-    """The formulas against the compiled programs."""
+    """The formulas of the multiply-adds against those of the compiled programs."""
     for T, D, H in ((16, 64, 16), (64, 64, 48), (32, 24, 48)):
         # x W_Q, x W_K, and the product of queries and keys; x W_QK, and its product with x.
         formulas = {'qk': 2 * T * D * H + T * T * H, 'merged': T * D * D + T * T * D}
@@ -100,12 +107,16 @@ def where_they_cross() -> Iterator[Row]:
     D = 64
 
     def added(H: int, T: int) -> int:
+        """Multiply-adds that one matrix takes more than two."""
         return compiled('merged', T, D, H) - compiled('qk', T, D, H)
 
-    for H, crossover in ((48, D * (2 * 48 - D) // (D - 48)), (16, 0)):
-        costlier = bisect.bisect(range(1, 2048), 0, key=functools.partial(added, H))
+    # By head size the last T up to which one matrix does not cost more.
+    crossovers = {48: D * (2 * 48 - D) // (D - 48), 16: 0}
+    for H, crossover in crossovers.items():
+        # `added` ascends with T: the number of T from 1 on at which it is 0 at most.
+        num_cheaper = bisect.bisect(range(1, 2048), 0, key=functools.partial(added, H))
         quantity = 'first T at which one matrix costs more, D = 64'
-        yield exact(quantity, 1 + costlier, 1 + crossover, head_size=H)
+        yield exact(quantity, 1 + num_cheaper, 1 + crossover, head_size=H)
     quantity = 'multiply-adds added by merging at T = 4096, H = D'
     yield exact(quantity, added(D, 4096), -4096 * D * D)
 
@@ -113,34 +124,39 @@ def where_they_cross() -> Iterator[Row]:
 def symmetry() -> Iterator[Row]:
     """A[n] equals its transpose."""
     A_NDE = np.asarray(layer('shared_qk/vo').score.matrix())
-    about: Options = {'tolerance': 1e-14, 'part': 'symmetry'}
-    yield same('asymmetry of A[n]', np.swapaxes(A_NDE, -1, -2), A_NDE, **about)
+    A_NED = np.swapaxes(A_NDE, -1, -2)
+    yield same('asymmetry of A[n]', A_NED, A_NDE, tolerance=1e-14, part='symmetry')
 
 
 def half_the_numbers() -> Iterator[Row]:
     """Parameters and free parameters of W W^T over those of W_Q W_K^T."""
     for H in (4, 16):
         sizes: Options = {'d_model': 16, 'num_heads': 1, 'head_size': H}
+        context: Options = {'part': 'half of A', 'head_size': H}
+        counts = [count(f'{name}/vo', 'score', **sizes) for name in SCORES]
+        yield exact('share of the parameters', counts[0] / counts[1], 1 / 2, **context)
         scores = [layer(f'{name}/vo', **sizes).score for name in SCORES]
-        tied, free = (freedom(lambda score: score.matrix(), score) for score in scores)
-        stored = [count(f'{name}/vo', 'score', **sizes) for name in SCORES]
-        about: Options = {'part': 'half of A', 'head_size': H}
-        yield exact('share of the parameters', stored[0] / stored[1], 1 / 2, **about)
-        yield exact('share of the free parameters', tied / free, 1 / 2, 0.1, **about)
+        tied, free = [freedom(lambda score: score.matrix(), score) for score in scores]
+        yield exact('share of the free parameters', tied / free, 1 / 2, 0.1, **context)
 
 
 def half_the_pattern() -> Iterator[Row]:
     """Free numbers of the patterns of T tokens, of W W^T over those of W_Q W_K^T, at D = H = 8."""
-    for mask, causal in (('', False), (', causal mask', True)):
+    for causal in (False, True):
         for T, side in ((8, '<='), (24, '>')):
-            tied, free = (pattern_freedom(name, T, causal=causal) for name in SCORES)
-            about: Options = {'part': f'half of the pattern, T {side} D{mask}', 'tokens': T}
+            part = f'half of the pattern, T {side} D'
+            if causal:
+                part += ', causal mask'
+            tied, free = [pattern_freedom(name, T, causal=causal) for name in SCORES]
             quantity = 'share of the free parameters of a pattern'
-            yield exact(quantity, tied / free, 1 / 2, 0.1, **about)
+            yield exact(quantity, tied / free, 1 / 2, 0.1, part=part, tokens=T)
 
 
 def pattern_freedom(name: str, T: int, *, causal: bool) -> int:
-    """Independent directions of softmax(x A x^T) of T tokens."""
+    """In how many directions softmax(x A x^T) of T tokens moves with a score, at D = H = 8.
+
+    `name` is that of a registered score.
+    """
     attention = layer(f'{name}/vo', d_model=8, num_heads=1)
     x_BTD = stream(T, d_model=8)[:1]
     seen_TS = jnp.tri(T, dtype=bool) if causal else jnp.ones((T, T), bool)
@@ -158,12 +174,15 @@ def dominant_diagonal() -> Iterator[Row]:
     Expected is E[Phi(|q|)^(T - 1)] with |q|^2 of chi-squared with H degrees of freedom, for D >> H:
     the other scores of a query q are normal with variance |q|^2, and its own is |q|^2.
     """
-    T, D = 64, 256
+    T = 64
+    D = 256
     for H, side in ((4, '< ln T'), (64, '> 2 ln T')):
         spec = AttentionSpec(score='shared_qk', d_model=D, num_heads=1, head_size=H)
-        layers = [Attention(spec, key=jax.random.key(seed)) for seed in range(8)]
-        streams = [stream(T, d_model=D, seed=seed) for seed in range(8)]
-        s_XBNTS = np.stack([softmax_input(*pair) for pair in zip(layers, streams, strict=True)])
+        inputs = []
+        for seed in range(8):
+            attention = Attention(spec, key=jax.random.key(seed))
+            inputs.append(softmax_input(attention, stream(T, d_model=D, seed=seed)))
+        s_XBNTS = np.stack(inputs)
         diagonal_XBNT = np.diagonal(s_XBNTS, axis1=-2, axis2=-1)
         shares_X = (diagonal_XBNT == s_XBNTS.max(-1)).mean((1, 2, 3))
         mean = inference.estimate(shares_X.tolist())
@@ -173,7 +192,11 @@ def dominant_diagonal() -> Iterator[Row]:
         row = exact(quantity, mean.mean, expected, 0.05, part=part, head_size=H)
         speaks = Speaks.FOR if mean.low > 1 / 2 else Speaks.AGAINST
         yield dataclasses.replace(row, low=mean.low, high=mean.high, speaks=speaks)
-    largest = (diagonal_XBNT.max(-1) == s_XBNTS.max((-1, -2))).mean()
-    above = (diagonal_XBNT >= np.abs(s_XBNTS).sum(-1) - np.abs(diagonal_XBNT)).mean()
-    yield exact('share of sequences', largest, 1, part='diagonal has the largest score of all')
-    yield exact('share of rows, H = 64', above, 1, part='diagonal above the sum of its row')
+    # Of the last H, 64.
+    is_largest_XBN = diagonal_XBNT.max(-1) == s_XBNTS.max((-1, -2))
+    part = 'diagonal has the largest score of all'
+    yield exact('share of sequences', is_largest_XBN.mean(), 1, part=part)
+    others_XBNT = np.abs(s_XBNTS).sum(-1) - np.abs(diagonal_XBNT)
+    is_above_XBNT = diagonal_XBNT >= others_XBNT
+    part = 'diagonal above the sum of its row'
+    yield exact('share of rows, H = 64', is_above_XBNT.mean(), 1, part=part)

@@ -44,34 +44,44 @@ from qkattn.convert.circuits import merge
 from qkattn.convert.factors import balanced_factors, relative_error
 from qkattn.convert.whole_layer import fold_double
 
+# Factors of contexts.
 BETWEEN = 'between W_Q and W_K'
 LAYER = 'layer'
 WIDTH = 'width of the shared projection'
+# Contexts of rows.
 NOTHING: Options = {BETWEEN: 'nothing'}
 SINGLE: Options = {LAYER: 'single head'}
 WIDE: Options = {WIDTH: 'R >= D'}
 ENTRIES: Options = {'optimizer': 'Adam, entry by entry'}
 WHOLE: Options = {'optimizer': 'Muon, matrix by matrix'}
-ROPE: Options = {'positions': 'rope'}
 L2: Options = {'decay': 'in the loss'}
 DECOUPLED: Options = {'decay': 'AdamW without gradient noise'}
+# The option of a layer that rotates queries and keys.
+ROPE: Options = {'positions': 'rope'}
+# The singular values of the matrix that descent with weight decay approaches.
 SPECTRUM = np.array([1.0, 0.8, 0.6, 0.4, 0.2])
+# A quantity of rows.
 LEFT = 'share of the attention parameters that is left'
+# Tensors of a published GPT-2: W_Q, W_K and W_V side by side, and W_O.
 C_ATTN = 'h.0.attn.c_attn.weight'
 C_PROJ = 'h.0.attn.c_proj.weight'
-MATRICES = 'w_q', 'w_k', 'w_v', 'w_o'
-Square = dict[str, np.ndarray]  # these, each D x D
+# The four matrices, by the first letters of the names of parameters.
+MATRICES = ('w_q', 'w_k', 'w_v', 'w_o')
+# The matrices of all heads by MATRICES, each D x D.
+Square = dict[str, np.ndarray]
 
 
 def one_matrix() -> Iterator[Row]:
     """Softmax input and output after `merge`, and the rank of W_Q[n] W_K[n]^T."""
     attention = layer()
-    inputs = [softmax_input(one, stream()) for one in (merge(attention), attention)]
+    merged = merge(attention)
+    x_BTD = stream()
+    inputs = [softmax_input(merged, x_BTD), softmax_input(attention, x_BTD)]
     yield same('change of the softmax input', *inputs, **NOTHING)
-    yield same_output(', as defined', merge(attention), attention, **NOTHING)
-    for size in (8, 32):
-        measured = rank(layer(num_heads=1, head_size=size).score.matrix())
-        yield exact('rank of W_Q W_K^T', measured, size, **NOTHING, head_size=size)
+    yield same_output(', as defined', merged, attention, **NOTHING)
+    for H in (8, 32):
+        A_NDE = layer(num_heads=1, head_size=H).score.matrix()
+        yield exact('rank of W_Q W_K^T', rank(A_NDE), H, **NOTHING, head_size=H)
 
 
 def what_stands_between() -> Iterator[Row]:
@@ -90,20 +100,33 @@ def what_stands_between() -> Iterator[Row]:
 
 
 def square_attention(x_BTD: np.ndarray, square: Square, num_heads: int) -> np.ndarray:
-    """Causal attention as implementations with D x D matrices write it: heads are columns."""
-    projected = (x_BTD @ square[name] for name in MATRICES[:3])
-    q, k, v = (np.stack(np.split(a_BTD, num_heads, axis=2), axis=1) for a_BTD in projected)
-    s = q @ k.swapaxes(2, 3) / np.sqrt(k.shape[3])
-    o = oracle.probabilities(s, np.tri(x_BTD.shape[1], dtype=bool)) @ v
-    return np.concatenate([*np.moveaxis(o, 1, 0)], axis=2) @ square['w_o']
+    """Causal attention as implementations with D x D matrices write it.
+
+    Head n has columns n H to (n + 1) H of W_Q, W_K and W_V, and these rows of W_O.
+    """
+
+    def projected(name: str) -> np.ndarray:
+        heads = np.split(x_BTD @ square[name], num_heads, axis=2)
+        return np.stack(heads, axis=1)
+
+    q_BNTH = projected('w_q')
+    k_BNSH = projected('w_k')
+    v_BNSH = projected('w_v')
+    s_BNTS = q_BNTH @ k_BNSH.swapaxes(2, 3) / np.sqrt(k_BNSH.shape[3])
+    p_BNTS = oracle.probabilities(s_BNTS, np.tri(x_BTD.shape[1], dtype=bool))
+    o_NBTH = np.moveaxis(p_BNTS @ v_BNSH, 1, 0)
+    o_BTD = np.concatenate(list(o_NBTH), axis=2)
+    return o_BTD @ square['w_o']
 
 
 def gpt2() -> dict[str, np.ndarray]:
-    """Random tensors of a GPT-2 of one layer."""
+    """Random tensors of a GPT-2 of one layer, by their published names."""
     config = ModelConfig(d_model=D, num_layers=1, num_heads=N, context=T, vocab_size=16)
     rng = np.random.default_rng(0)
-    named = published.shapes(config).items()
-    return {n: rng.normal(size=s).astype(np.float32) / s[0] ** 0.5 for n, s in named}
+    tensors = {}
+    for name, shape in published.shapes(config).items():
+        tensors[name] = rng.normal(size=shape).astype(np.float32) / shape[0] ** 0.5
+    return tensors
 
 
 def side_by_side() -> Iterator[Row]:
@@ -114,16 +137,20 @@ def side_by_side() -> Iterator[Row]:
     square = dict(zip(MATRICES, matrices, strict=True))
     squared_BTD = square_attention(x_BTD, square, N)
     attention = with_matrices(layer(), square)
+    A_NDE, B_NDE = [np.asarray(matrix) for matrix in attention.matrix()]
     mask_BTS = np.tri(T, dtype=bool)[None]
-    A_NDE, B_NDE = map(np.asarray, attention.matrix())
-    oracle_BTD = oracle.attention(A_NDE, B_NDE, x_BTD, x_BTD, mask_BTS, scale=attention.score.scale)
+    scale = attention.score.scale
+    oracle_BTD = oracle.attention(A_NDE, B_NDE, x_BTD, x_BTD, mask_BTS, scale=scale)
     quantity = 'change of the output, D x D against N of D x H, by A[n] and B[n]'
     yield same(quantity, oracle_BTD, squared_BTD)
     yield exact('parameters of the rectangular matrices', count('qk/vo'), 4 * D * D)
 
 
 def without_w_q(attention: Attention) -> Attention:
-    """The layer with queries X and keys of D x D matrices W_K'[n] = W_K[n] W_Q[n]^T."""
+    """A layer of the same function with queries X and keys X W_K'[n], W_K'[n] = W_K[n] W_Q[n]^T.
+
+    W_K'[n] is D x D. The layer shares the value of `attention`.
+    """
     free = layer('query_free_full/vo', num_heads=attention.spec.num_heads)
     score = attention.score
     w_k_DNE = np.einsum('DNH,ENH->DNE', score.w_k_DKH[...], score.w_q_DNH[...])
@@ -138,30 +165,41 @@ def share_left(variant: str, num_heads: int) -> float:
 
 
 def queries_of_one_head() -> Iterator[Row]:
-    """Q = X in place of X W_Q, and the parameters; a bias and rotation forbid it."""
+    """Q = X in place of X W_Q, and the parameters; a bias and rotation forbid it.
+
+    Where they do, the error is that of the best W_K', fitted by least squares to the softmax input
+    of 24 tokens. A query may add a constant to all of its scores, which softmax ignores.
+    """
     attention = layer(num_heads=1)
     without = without_w_q(attention)
-    inputs = [softmax_input(one, stream()) for one in (without, attention)]
+    x_BTD = stream()
+    inputs = [softmax_input(without, x_BTD), softmax_input(attention, x_BTD)]
     yield same('change of the softmax input, W_Q removed', *inputs, **SINGLE)
     yield same_output(', W_Q removed', without, attention, **SINGLE)
     yield exact(LEFT, share_left('query_free/vo', 1), 3 / 4, **SINGLE)
     x_BTD = stream(24, d_model=8)
-    # x_t R(t - s), so that x_t R(t - s) W_K'^T y_s is the logit; without rotation, x_t.
-    turned = [rotate(x_BTD[:, :, None], jnp.arange(24) - s)[:, :, 0] for s in range(24)]
-    for name, options, queries in (
-        ('biases', {'biases': True}, [x_BTD] * 24),
-        ('RoPE', ROPE, turned),
+    # The score of tokens t and s is x_t W_K'^T y_s; with rotation, x_t R(t - s) W_K'^T y_s.
+    plain_BTSD = jnp.stack([x_BTD] * 24, axis=2)
+    positions_T = jnp.arange(24)
+    rotated = [rotate(x_BTD[:, :, None], positions_T - s)[:, :, 0] for s in range(24)]
+    rotated_BTSD = jnp.stack(rotated, axis=2)
+    for name, options, queries_BTSD in (
+        ('biases', {'biases': True}, plain_BTSD),
+        ('RoPE', ROPE, rotated_BTSD),
     ):
         s_BTS = softmax_input(layer(d_model=8, num_heads=1, **options), x_BTD)[:, 0]
-        pairs = jnp.einsum('BTSD,BSE->BTSDE', jnp.stack(queries, axis=2), x_BTD)
-        # A query may add a constant to all of its logits: softmax ignores it.
-        error = fit_error(*(a - a.mean(2, keepdims=True) for a in (pairs, s_BTS)))
+        pairs_BTSDE = jnp.einsum('BTSD,BSE->BTSDE', queries_BTSD, x_BTD)
+        centred_pairs_BTSDE = pairs_BTSDE - pairs_BTSDE.mean(2, keepdims=True)
+        error = fit_error(centred_pairs_BTSDE, s_BTS - s_BTS.mean(2, keepdims=True))
         quantity = "error of the best W_K', relative to the softmax input"
         yield exact(quantity, error, 0, SAME, layer=f'single head, {name}')
 
 
 def queries_of_many_heads() -> Iterator[Row]:
-    """N heads need N matrices of D x D; slices of X leave most of A[n] out of reach."""
+    """Without W_Q N heads need N matrices of D x D; slices of X leave most of A[n] out of reach.
+
+    With slice P[n] of X as queries, A[n] = P[n] W_K'[n]^T: the best one is P[n] P[n]^T A[n].
+    """
     attention = layer()
     whole: Options = {LAYER: 'many heads, all read X'}
     yield same_output(', W_Q removed', without_w_q(attention), attention, **whole)
@@ -182,15 +220,17 @@ def small(variant: str = 'qk/vo', **options: Any) -> Attention:
 
 def worked_by_hand() -> Iterator[Row]:
     """A and B of a layer with integer matrices, entry by entry."""
-    given = {
+    matrices = {
         'w_q': np.array([[1, 2], [0, 1]]),
         'w_k': np.array([[1, 0], [1, 1]]),
         'w_v': np.array([[2, 0], [1, 1]]),
         'w_o': np.array([[1, 1], [0, 2]]),
     }
-    (A_DE,), (B_DE,) = map(np.asarray, with_matrices(small(), given).matrix())
-    yield exact('entries of A, W_Q W_K^T that differ', (A_DE != [[1, 3], [0, 1]]).sum(), 0)
-    yield exact('entries of B, W_V W_O that differ', (B_DE != [[2, 2], [1, 3]]).sum(), 0)
+    A_1DE, B_1DE = with_matrices(small(), matrices).matrix()
+    num_in_A = (np.asarray(A_1DE[0]) != [[1, 3], [0, 1]]).sum()
+    num_in_B = (np.asarray(B_1DE[0]) != [[2, 2], [1, 3]]).sum()
+    yield exact('entries of A, W_Q W_K^T that differ', num_in_A, 0)
+    yield exact('entries of B, W_V W_O that differ', num_in_B, 0)
 
 
 def where_and_what() -> Iterator[Row]:
@@ -199,55 +239,63 @@ def where_and_what() -> Iterator[Row]:
         context: Options = {'tokens and dimensions': size}
         attention = small(d_model=size)
         x_TD = stream(size, d_model=size)[0]
-        other = small(d_model=size, seed=1)
-        other.score = attention.score
-        patterns = pattern(other, x_TD), pattern(attention, x_TD)
+        other_value = small(d_model=size, seed=1)
+        other_value.score = attention.score
+        patterns = [pattern(other_value, x_TD), pattern(attention, x_TD)]
         quantity = 'change of the pattern by another W_V and W_O'
         yield same(quantity, *patterns, tolerance=1e-10, **context)
-        tied = softmax_input(small('shared_qk/vo', d_model=size), x_TD[None])[0, 0]
-        pairs = np.isclose(tied, tied.T, rtol=1e-12)[np.triu_indices(size, 1)].sum()
-        yield exact('tied pairs of scores, W_Q W_Q^T', pairs, size * (size - 1) / 2, **context)
+        tied = small('shared_qk/vo', d_model=size)
+        s_TS = softmax_input(tied, x_TD[None])[0, 0]
+        is_equal_TS = np.isclose(s_TS, s_TS.T, rtol=1e-12)
+        num_tied = is_equal_TS[np.triu_indices(size, 1)].sum()
+        num_pairs = size * (size - 1) / 2
+        yield exact('tied pairs of scores, W_Q W_Q^T', num_tied, num_pairs, **context)
 
 
 def pattern(attention: Attention, x_TD: jax.Array) -> np.ndarray:
-    """P_TS of a layer with one head, from out = P (x B), all positions visible."""
-    out_TD = output(attention, x_TD[None], jnp.ones((1, len(x_TD), len(x_TD)), bool))[0]
-    return np.linalg.solve((x_TD @ attention.matrix()[1][0]).T, out_TD.T).T
+    """P_TS of a layer with one head, from out = P (x B), all positions visible, T = D."""
+    T = len(x_TD)
+    out_TD = output(attention, x_TD[None], jnp.ones((1, T, T), bool))[0]
+    _, B_1DE = attention.matrix()
+    moved_SD = x_TD @ B_1DE[0]
+    return np.linalg.solve(moved_SD.T, out_TD.T).T
 
 
 def gauge() -> Iterator[Row]:
     """W_Q M and W_K M^-T, or W_V M and M^-1 W_O, are the same function."""
     attention = small()
-    arrays = {**vars(attention.score), **vars(attention.value)}
-    w = {n[:3]: np.asarray(a[...]).reshape(2, 2) for n, a in arrays.items() if 'w_' in n}
+    matrices = {}
+    for circuit in (attention.score, attention.value):
+        for name, parameter in vars(circuit).items():
+            if name[:3] in MATRICES:
+                matrices[name[:3]] = np.asarray(parameter[...]).reshape(2, 2)
     M_HH = np.array([[2.0, 1.0], [-1.0, 1.0]])
     inverse_HH = np.linalg.inv(M_HH)
-    for change, given in (
-        ('W_Q M and W_K M^-T', {'w_q': w['w_q'] @ M_HH, 'w_k': w['w_k'] @ inverse_HH.T}),
-        ('W_V M and M^-1 W_O', {'w_v': w['w_v'] @ M_HH, 'w_o': inverse_HH @ w['w_o']}),
-    ):
-        yield same_output(f', {change}', with_matrices(small(), given), attention)
+    of_score = {'w_q': matrices['w_q'] @ M_HH, 'w_k': matrices['w_k'] @ inverse_HH.T}
+    of_value = {'w_v': matrices['w_v'] @ M_HH, 'w_o': inverse_HH @ matrices['w_o']}
+    changed = with_matrices(small(), of_score)
+    yield same_output(', W_Q M and W_K M^-T', changed, attention)
+    changed = with_matrices(small(), of_value)
+    yield same_output(', W_V M and M^-1 W_O', changed, attention)
 
 
 def two_in_a_row() -> Iterator[Row]:
-    """A double layer after `fold_double`, and one matrix as two, the first of them I.
+    """A shared projection O_Q with W_Q[n] behind it, against one matrix O_Q W_Q[n] for each head.
 
-    Then the numbers that all W_Q[n] together are free in, by the width R of the shared projection;
-    O_Q W_Q[n] are the queries of the unit vectors.
+    A double layer after `fold_double`, one matrix as two of which the first is I, and the number of
+    parameters that all O_Q W_Q[n] together are free in, by the width R of the shared projection.
     """
     double = layer('double/double')
     yield same_output(' by folding, as defined', fold_double(double), double, **WIDE)
     attention = layer()
     unfolded = layer('double/vo')
-    eye = np.eye(D)
-    one = attention.score
-    two = unfolded.score
     unfolded.value = attention.value
-    two.w_q_outer_DR[...] = eye
-    two.w_q_RNH[...] = one.w_q_DNH[...]
-    two.w_k_outer_DR[...] = eye
-    two.w_k_RKH[...] = one.w_k_DKH[...]
+    unfolded.score.w_q_outer_DR[...] = np.eye(D)
+    unfolded.score.w_q_RNH[...] = attention.score.w_q_DNH[...]
+    unfolded.score.w_k_outer_DR[...] = np.eye(D)
+    unfolded.score.w_k_RKH[...] = attention.score.w_k_DKH[...]
     yield same_output(', shared W_Q = I', unfolded, attention, **WIDE)
+    # O_Q W_Q[n] are the queries of the unit vectors.
     for R, context in ((8, WIDE), (5, {WIDTH: 'R < D'})):
         score = layer(f"double(size={R},which='q')/vo", d_model=8, num_heads=2).score
         free = freedom(lambda score: score.queries(jnp.eye(8)[None]), score)
@@ -255,23 +303,33 @@ def two_in_a_row() -> Iterator[Row]:
 
 
 def one_matrix_per_head() -> Iterator[Row]:
-    """No published layout has a projection that heads share: every number belongs to one head."""
+    """No published layout has a projection that heads share: every number belongs to one head.
+
+    Of GPT-2, every entry of c_attn comes up once among the matrices of the heads. The layer of
+    flax.nnx computes what heads of its own columns do.
+    """
+    # Each entry of c_attn is its own number, so that the heads tell where their entries come from.
     numbers = np.arange(3 * D * D, dtype=np.float32)
     tensors = gpt2() | {C_ATTN: numbers.reshape(D, -1)}
-    heads = published.load_gpt2(tensors, num_heads=N)[1]['blocks']['attention']
-    projections = heads['score']['w_q_DNH'], heads['score']['w_k_DKH'], heads['value']['w_v_DKH']
-    places = np.concatenate([np.ravel(w) for w in projections])
+    _, params = published.load_gpt2(tensors, num_heads=N)
+    heads = params['blocks']['attention']
+    projections = [heads['score']['w_q_DNH'], heads['score']['w_k_DKH'], heads['value']['w_v_DKH']]
+    entries = np.concatenate([np.ravel(w) for w in projections])
+    num_unequal = int((np.sort(entries) != numbers).sum())
     quantity = 'entries of c_attn that are not in exactly one head, GPT-2'
-    yield exact(quantity, int((np.sort(places) != numbers).sum()), 0, **ENTRIES)
+    yield exact(quantity, num_unequal, 0, **ENTRIES)
+
     flax = nnx.MultiHeadAttention(N, D, use_bias=False, decode=False, rngs=nnx.Rngs(0))
-    square = {
-        name: np.asarray(getattr(flax, which).kernel[...], np.float64).reshape(D, D)
-        for name, which in zip(MATRICES, ('query', 'key', 'value', 'out'), strict=True)
-    }
-    flax = jax.tree.map(lambda a: a.astype(np.float64) if a.ndim > 1 else a, flax)
+    projections_of_flax = (flax.query, flax.key, flax.value, flax.out)
+    square = {}
+    for name, projection in zip(MATRICES, projections_of_flax, strict=True):
+        square[name] = np.asarray(projection.kernel[...], np.float64).reshape(D, D)
+    flax = jax.tree.map(lambda leaf: leaf.astype(np.float64) if leaf.ndim > 1 else leaf, flax)
     x_BTD = stream()
-    outputs = flax(x_BTD, mask=np.tri(T, dtype=bool)), output(with_matrices(layer(), square), x_BTD)
-    yield same('change of the output, heads of flax.nnx', *outputs, tolerance=1e-6, **ENTRIES)
+    expected_BTD = output(with_matrices(layer(), square), x_BTD)
+    actual_BTD = flax(x_BTD, mask=np.tri(T, dtype=bool))
+    quantity = 'change of the output, heads of flax.nnx'
+    yield same(quantity, actual_BTD, expected_BTD, tolerance=1e-6, **ENTRIES)
 
 
 def steps_of_training() -> Iterator[Row]:
@@ -285,21 +343,22 @@ def steps_of_training() -> Iterator[Row]:
 
 
 def after_steps(optimizer: optax.GradientTransformation, w_SDE: np.ndarray) -> np.ndarray:
-    """The first matrix after a step with each of the others as its gradient."""
-    w_DE, *gradients = w_SDE
+    """The first matrix of a stack after a step with each of the others as its gradient."""
+    w_DE = w_SDE[0]
     state = optimizer.init(w_DE)
     update = jax.jit(optimizer.update)
-    for gradient_DE in gradients:
+    for gradient_DE in w_SDE[1:]:
         updates, state = update(gradient_DE, state, w_DE)
         w_DE = optax.apply_updates(w_DE, updates)
     return w_DE
 
 
 def trained_apart() -> Iterator[Row]:
-    """A single head and the same function without W_Q, trained alike; SAME bounds rounding.
+    """A single head and the same function without W_Q, trained alike: differences in softmax input.
 
-    Both learn the output of another head, 200 steps on the same 32 sequences. Of the trained head,
-    W_K' = W_K W_Q^T still gives the softmax input.
+    Both learn the output of another head, 200 steps on the same 32 sequences. Before training they
+    differ by rounding alone, which SAME bounds, and so do the trained head and its own W_K' =
+    W_K W_Q^T. The question is whether both differ by more when they are trained apart.
     """
     x_BTD = jnp.asarray(np.random.default_rng(7).standard_normal((32, T, D)))
     target_BTD = output(layer(num_heads=1, seed=1), x_BTD)
@@ -308,20 +367,22 @@ def trained_apart() -> Iterator[Row]:
         return ((output(head, x_BTD) - target_BTD) ** 2).mean()
 
     for name, optimizer in (('SGD', optax.sgd(1.0)), ('Adam', optax.adam(0.01))):
-        pair = layer(num_heads=1), without_w_q(layer(num_heads=1))
         train = jax.jit(partial(descended, loss, optimizer=optimizer, steps=200))
-        factored, one = map(train, pair)
-        for when, heads in (
-            ('before training', pair),
-            ('trained, one product in place of two', (factored, without_w_q(factored))),
-            ('trained apart', (factored, one)),
+        head = layer(num_heads=1)
+        head_without = without_w_q(layer(num_heads=1))
+        trained = train(head)
+        trained_without = train(head_without)
+        for when, without, with_w_q in (
+            ('before training', head_without, head),
+            ('trained, one product in place of two', without_w_q(trained), trained),
+            ('trained apart', trained_without, trained),
         ):
-            inputs = (softmax_input(head, x_BTD) for head in reversed(heads))
+            inputs = [softmax_input(without, x_BTD), softmax_input(with_w_q, x_BTD)]
             yield same(f'difference of the softmax input, {when}', *inputs, optimizer=name)
 
 
 def penalty(matrices: Any) -> Any:
-    """(|W_Q|^2 + |W_K|^2) / 2."""
+    """Half the sum of the squares of all entries: (|W_Q|^2 + |W_K|^2) / 2 of two matrices."""
     return sum((w**2).sum() for w in matrices) / 2
 
 
@@ -331,8 +392,10 @@ def least_penalty() -> Iterator[Row]:
     |A|_* is the sum of the singular values of A. Srebro et al. 2005, lemma 1.
     """
     q_DR, k_DR = np.random.default_rng(0).normal(size=(2, 8, 3))
-    nuclear = np.linalg.svd(q_DR @ k_DR.T, compute_uv=False).sum()
-    balanced = penalty(balanced_factors((q_DR @ k_DR.T)[None], 3)[:2])
+    A_DE = q_DR @ k_DR.T
+    nuclear = np.linalg.svd(A_DE, compute_uv=False).sum()
+    factors = balanced_factors(A_DE[None], 3)[:2]
+    balanced = penalty(factors)
     yield exact('penalty of balanced factors over |A|_*', balanced / nuclear, 1, SAME, **L2)
 
 
@@ -342,36 +405,39 @@ def shrunk_spectra() -> Iterator[Row]:
     With an L2 penalty lambda / 2, factors shrink every singular value d to max(0, d - lambda),
     which lowers the rank, and one matrix to d / (1 + lambda). Kobayashi et al., arXiv 2410.23819.
     """
-    strength = 0.4
+    strength = 0.4  # lambda
     for adam, decay in ((False, L2), (True, DECOUPLED)):
+        context = decay | {'lambda': strength}
         for form, factored, expected in (
             ('W_Q W_K^T from max(0, d - lambda)', True, np.maximum(0, SPECTRUM - strength)),
             ('W_QK from d / (1 + lambda)', False, SPECTRUM / (1 + strength)),
         ):
             A_DD = fitted(strength, factored=factored, adam=adam)
-            off = np.abs(np.linalg.svd(A_DD, compute_uv=False) - expected).max()
-            about = decay | {'lambda': strength}
-            yield exact(f'singular values of {form}', off, 0, 2e-3, **about)
+            spectrum = np.linalg.svd(A_DD, compute_uv=False)
+            largest_error = np.abs(spectrum - expected).max()
+            yield exact(f'singular values of {form}', largest_error, 0, 2e-3, **context)
 
 
 @partial(jax.jit, static_argnames=('factored', 'adam'))
 def fitted(strength: float, *, factored: bool, adam: bool) -> jax.Array:
     """A after 5,000 steps of descent on |A - target|^2 / 2 with decay of that strength.
 
-    `factored`: A = W_Q W_K^T with both decayed, else one matrix. `adam`: AdamW decays beside the
-    gradient, else the penalty is part of the loss of SGD.
+    The singular values of the 5 x 5 target are SPECTRUM. `factored`: A = W_Q W_K^T with both
+    decayed, else one matrix. `adam`: AdamW decays beside the gradient, else the penalty is part of
+    the loss of SGD.
     """
     rng = np.random.default_rng(0)
     left_DD, right_DD = np.linalg.qr(rng.normal(size=(2, 5, 5)))[0]
     target_DD = left_DD * SPECTRUM @ right_DD
     optimizer = optax.adamw(0.01, weight_decay=strength) if adam else optax.sgd(0.1)
 
-    def form(matrices: tuple[jax.Array, ...]) -> jax.Array:
+    def product(matrices: tuple[jax.Array, ...]) -> jax.Array:
         return matrices[0] @ matrices[1].T if factored else matrices[0]
 
     def loss(matrices: tuple[jax.Array, ...]) -> jax.Array:
-        misfit = ((form(matrices) - target_DD) ** 2).sum() / 2
-        return misfit + (0 if adam else strength) * penalty(matrices)
+        misfit = ((product(matrices) - target_DD) ** 2).sum() / 2
+        return misfit if adam else misfit + strength * penalty(matrices)
 
-    start = tuple(jnp.asarray(w) for w in rng.normal(size=(1 + factored, 5, 5)))
-    return form(descended(loss, start, optimizer, 5000))
+    num_matrices = 2 if factored else 1
+    start = tuple(jnp.asarray(w) for w in rng.normal(size=(num_matrices, 5, 5)))
+    return product(descended(loss, start, optimizer, 5000))

@@ -19,12 +19,16 @@ from qkattn.convert.factors import relative_error
 
 Options = dict[str, Any]  # of a layer, or the context of a row
 
-D, N, T = 32, 4, 12  # and H = D / N
-SAME = 1e-12  # the relative difference of what is the same function in float64
+# The sizes of layers and streams unless others are given; the head size H is D / N.
+D = 32
+N = 4
+T = 12
+# The largest relative difference of what is the same function in float64.
+SAME = 1e-12
 
 
 def shapes(variant: str, **sizes: Any) -> Attention:
-    """A layer of shapes in place of parameters; `sizes` are those of its spec."""
+    """A layer with shapes in place of parameters; `sizes` are fields of its `AttentionSpec`."""
     score, value = Variant.parse(variant)
     spec = AttentionSpec(score=score, value=value, **{'d_model': D, 'num_heads': N} | sizes)
     with shapes_only():
@@ -39,43 +43,55 @@ def count(variant: str, *circuits: str, **sizes: Any) -> int:
 
 
 def layer(variant: str = 'qk/vo', *, seed: int = 0, **sizes: Any) -> Attention:
-    """A layer in float64; parameters are normal, variance 1/D."""
+    """A layer in float64; parameters are normal with variance 1/D. `sizes` as of `shapes`."""
     empty = shapes(variant, **sizes)
     rng = np.random.default_rng(seed)
     std = empty.spec.d_model**-0.5
-    return jax.tree.map(lambda leaf: jnp.asarray(std * rng.standard_normal(leaf.shape)), empty)
+
+    def drawn(shape: jax.ShapeDtypeStruct) -> jax.Array:
+        return jnp.asarray(std * rng.standard_normal(shape.shape))
+
+    return jax.tree.map(drawn, empty)
 
 
 @jax.jit
 def output(layer: Attention, x_BTD: jax.Array, mask_BTS: jax.Array | None = None) -> jax.Array:
-    """out_BTD of a layer, compiled; causal without a mask."""
+    """The output of a layer, compiled. Without a mask it is causal."""
     return layer(x_BTD, mask_BTS)
 
 
 def descended(
     loss: Callable[[Any], Any], params: Any, optimizer: optax.GradientTransformation, steps: int
 ) -> Any:
-    """The parameters after steps of an optimizer on a loss."""
+    """The parameters after `steps` steps of an optimizer on a loss of them."""
 
     def step(_: int, carried: tuple) -> tuple:
         params, state = carried
         updates, state = optimizer.update(jax.grad(loss)(params), state, params)
         return optax.apply_updates(params, updates), state
 
-    return jax.lax.fori_loop(0, steps, step, (params, optimizer.init(params)))[0]
+    start = (params, optimizer.init(params))
+    trained, _ = jax.lax.fori_loop(0, steps, step, start)
+    return trained
 
 
 def stream(length: int = T, *, d_model: int = D, seed: int = 5) -> jax.Array:
-    """x_BTD of two unit-normal sequences."""
-    return jnp.asarray(np.random.default_rng(seed).standard_normal((2, length, d_model)))
+    """x_BTD: two sequences of unit-normal vectors."""
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.standard_normal((2, length, d_model)))
 
 
-def with_matrices(layer: Attention, given: Mapping[str, np.ndarray]) -> Attention:
-    """The layer with these of its matrices, by the beginning of their names: w_q, w_k, w_v, w_o."""
+def with_matrices(layer: Attention, matrices: Mapping[str, np.ndarray]) -> Attention:
+    """The layer itself, after it gets these matrices in place of its own.
+
+    `matrices` are by the first letters of their names: 'w_q' takes the place of w_q_DNH. They are
+    reshaped.
+    """
     for circuit in (layer.score, layer.value):
-        for name, w in vars(circuit).items():
-            if name[:3] in given:
-                w[...] = given[name[:3]].reshape(w.shape)
+        for name, parameter in vars(circuit).items():
+            stem = name[:3]
+            if stem in matrices:
+                parameter[...] = matrices[stem].reshape(parameter.shape)
     return layer
 
 
@@ -84,24 +100,33 @@ def softmax_input(layer: Attention, x_BTD: jax.Array) -> np.ndarray:
     return np.asarray(pattern_of(layer, x_BTD, Mask()).logits_BNTS)
 
 
-def same(quantity: str, got: Any, want: Any, *, tolerance: float = SAME, **about: Any) -> Row:
-    """The check that two arrays are equal, relative to the largest element."""
-    got = np.asarray(got, np.float64)
-    want = np.asarray(want, np.float64)
-    apart = float(np.abs(got - want).max() / np.abs(want).max())
-    return exact(quantity, apart, 0, tolerance, **about)
+def same(
+    quantity: str, actual: Any, expected: Any, *, tolerance: float = SAME, **context: Any
+) -> Row:
+    """The check that two arrays are equal: |actual - expected| relative to the largest |expected|.
+
+    `quantity` and `context` are those of the row.
+    """
+    actual = np.asarray(actual, np.float64)
+    expected = np.asarray(expected, np.float64)
+    difference = np.abs(actual - expected).max() / np.abs(expected).max()
+    return exact(quantity, float(difference), 0, tolerance, **context)
 
 
-def same_output(change: str, one: Attention, other: Attention, **context: Any) -> Row:
-    """The check that two layers compute the same output."""
-    x_BTD = stream(d_model=one.spec.d_model)
-    outputs = (output(layer, x_BTD) for layer in (one, other))
+def same_output(change: str, changed: Attention, original: Attention, **context: Any) -> Row:
+    """The check that two layers compute the same output, on one stream; `change` says what differs.
+
+    `change` and `context` are of the row.
+    """
+    x_BTD = stream(d_model=changed.spec.d_model)
+    outputs = [output(changed, x_BTD), output(original, x_BTD)]
     return same(f'change of the output{change}', *outputs, **context)
 
 
 def rank(matrix: Any) -> int:
-    """Singular values above 1e-10 of the largest; of a stack, the largest rank."""
-    return int(np.linalg.matrix_rank(np.asarray(matrix, np.float64), rtol=1e-10).max())
+    """The number of singular values above 1e-10 of the largest; of a stack, the largest rank."""
+    ranks = np.linalg.matrix_rank(np.asarray(matrix, np.float64), rtol=1e-10)
+    return int(ranks.max())
 
 
 def fit_error(features: Any, target: Any) -> float:
@@ -113,6 +138,14 @@ def fit_error(features: Any, target: Any) -> float:
 
 
 def freedom(function: Callable[[Score], jax.Array], score: Score) -> int:
-    """Independent directions in which the output of `function` moves with a Score."""
+    """The number of independent directions in which the output of `function` moves with a Score.
+
+    This is the rank of its Jacobian with respect to all parameters of the score.
+    """
     flat_P, unflatten = ravel_pytree(score)
-    return rank(jax.jit(jax.jacfwd(lambda p: function(unflatten(p)).ravel()))(flat_P))
+
+    def flat_output(flat_P: jax.Array) -> jax.Array:
+        return function(unflatten(flat_P)).ravel()
+
+    jacobian = jax.jit(jax.jacfwd(flat_output))
+    return rank(jacobian(flat_P))

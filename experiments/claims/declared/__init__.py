@@ -13,27 +13,36 @@ from qkattn.errors import ConfigError
 @functools.cache
 def claims() -> dict[str, Claim]:
     """The claims by name, in the order of their names; ConfigError if one is declared twice."""
-    known: dict[str, Claim] = {}
+    by_name: dict[str, Claim] = {}
     for module in pkgutil.iter_modules(__path__, f'{__name__}.'):
-        for claim in vars(importlib.import_module(module.name)).values():
-            if isinstance(claim, Claim) and known.setdefault(claim.name, claim) is not claim:
-                raise ConfigError(f'claim {claim.name!r} is declared twice, also in {module.name}')
-    return dict(sorted(known.items()))
+        for value in vars(importlib.import_module(module.name)).values():
+            if not isinstance(value, Claim):
+                continue
+            first = by_name.setdefault(value.name, value)
+            if first is not value:
+                raise ConfigError(f'claim {value.name!r} is declared twice, also in {module.name}')
+    return dict(sorted(by_name.items()))
 
 
 def chosen(names: Iterable[str]) -> list[Claim]:
-    """The claims of these names or import paths, in their order; all of them for no names.
+    """The claims of these names or import paths, in their order, each once; all for no names.
 
+    ['b2', 'my_claims:CLAIM'] are claim B2 and the one that the module my_claims holds as CLAIM.
     ConfigError for an unknown name, with the one most like it, an import path of something else, or
     of a claim with the name of a declared one.
     """
-    known = claims()
-    kind = 'a experiments.claims.claim.Claim'
+    declared = claims()
     texts = dict.fromkeys(name if ':' in name else name.upper() for name in names)
-    found = []
-    for text in texts or known:
-        claim, _ = resolve(text, known, 'claim', needs=kind, fits=lambda x: isinstance(x, Claim))
-        if known.get(claim.name, claim) is not claim:
+    selected = []
+    for text in texts or declared:
+        claim, _ = resolve(
+            text,
+            declared,
+            'claim',
+            needs='a claim (experiments.claims.claim.Claim)',
+            fits=lambda value: isinstance(value, Claim),
+        )
+        if declared.get(claim.name, claim) is not claim:
             raise ConfigError(f'claim={text!r} has the name {claim.name!r} of a declared claim')
-        found.append(claim)
-    return found
+        selected.append(claim)
+    return selected

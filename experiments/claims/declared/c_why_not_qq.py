@@ -5,9 +5,10 @@ from experiments.claims.claim import Claim, Expectation, Kind
 
 THREAD = 'A thread that asks why attention does not use Q Q^T'
 EXPERIMENT = f'{THREAD}, with an experimenter who answers.'
-TIED, WITHOUT_V, WITHOUT_O = (
-    f'qk/vo?encoder_variant={variant}' for variant in ('shared_qk/vo', 'qk/no_v', 'qk/no_o')
-)
+# Translation models whose encoder has one matrix for queries and keys, no W_V, or no W_O.
+TIED = 'qk/vo?encoder_variant=shared_qk/vo'
+WITHOUT_V = 'qk/vo?encoder_variant=qk/no_v'
+WITHOUT_O = 'qk/vo?encoder_variant=qk/no_o'
 
 C1 = Claim(
     name='C1',

@@ -15,7 +15,8 @@ ASCENDING = {
     'shared_qk/vo': 'Q = K',
     'shared_qk/k_is_v': 'Q = K = V',
 }
-SHAPES = ((Kind.SAME_SHAPE, {'shape': 'equal'}), ('matched', {'shape': 'matched'}))
+# The shapes at which an arm is compared, as `at` and `context` of an expectation.
+SHAPES = ((Kind.SAME_SHAPE, {'shape': 'equal'}), (Kind.MATCHED, {'shape': 'matched'}))
 
 E1 = Claim(
     name='E1',
@@ -55,11 +56,38 @@ E3 = Claim(
     rule="Holds if shared_qk/vo is worse than qk/vo at the baseline's shape and at equal parameter "
     'count.',
     reported='+0.10 to +0.15 nats per masked token at equal width',
-    expectations=tuple(
-        Expectation('masked_lm', 'shared_qk/vo', 'worse', at=at, context=shape, reported=reported)
-        for (at, shape), reported in zip(SHAPES, ((0.10, 0.15), None), strict=True)
+    expectations=(
+        Expectation(
+            'masked_lm',
+            'shared_qk/vo',
+            'worse',
+            at=Kind.SAME_SHAPE,
+            context={'shape': 'equal'},
+            reported=(0.10, 0.15),
+        ),
+        Expectation(
+            'masked_lm', 'shared_qk/vo', 'worse', at='matched', context={'shape': 'matched'}
+        ),
     ),
 )
+
+GQA_COSTS = [
+    Expectation('lm_sharing', 'qk/vo?num_kv_heads=2', 'worse', at=at, context=shape)
+    for at, shape in SHAPES
+]
+EACH_COSTS_MORE = [
+    Expectation(
+        'lm_sharing',
+        variant,
+        'worse',
+        at=at,
+        versus=before,
+        context=shape | {'order': f'after {ASCENDING[before]}'},
+        label=f'{ASCENDING[variant]} against {ASCENDING[before]}',
+    )
+    for at, shape in SHAPES
+    for before, variant in itertools.pairwise(ASCENDING)
+]
 
 E4 = Claim(
     name='E4',
@@ -70,25 +98,7 @@ E4 = Claim(
     rule='Holds if GQA is worse than the baseline, and each of the others than the one before it, '
     'both at the same width and at equal parameter count.',
     reported='perplexity at the same width +0.7 %, +1.5 %, +3.1 %, +4.9 %, +25.4 %',
-    expectations=(
-        *(
-            Expectation('lm_sharing', 'qk/vo?num_kv_heads=2', 'worse', at=at, context=shape)
-            for at, shape in SHAPES
-        ),
-        *(
-            Expectation(
-                'lm_sharing',
-                variant,
-                'worse',
-                at=at,
-                versus=before,
-                context={**shape, 'order': f'after {ASCENDING[before]}'},
-                label=f'{ASCENDING[variant]} against {ASCENDING[before]}',
-            )
-            for at, shape in SHAPES
-            for before, variant in itertools.pairwise(ASCENDING)
-        ),
-    ),
+    expectations=(*GQA_COSTS, *EACH_COSTS_MORE),
     conditions={
         'shape: equal, order: after MQA; shape: equal, order: after Q = K; '
         'shape: matched, order: after MQA; shape: matched, order: after K = V; '

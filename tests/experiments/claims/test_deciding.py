@@ -8,7 +8,8 @@ import pytest
 
 from experiments.claims import measures, studies
 from experiments.claims.claim import Claim, ClaimVerdict, Expectation, Kind, Measure, Row, Speaks
-from experiments.claims.deciding import cases, decide, evidence, needed
+from experiments.claims.deciding import cases, decide, evidence
+from experiments.claims.needs import needed
 from experiments.claims.studies import Results
 from qkattn.errors import ConfigError
 from qkattn.stats import decision, inference
@@ -18,9 +19,9 @@ from tests.experiments.claims.conftest import CLAIMS, RESULTS
 
 pytestmark = pytest.mark.stored
 PLAIN = 'shared_qk/vo'
-HOLDS_HERE, FAILS_HERE = ClaimVerdict.HOLDS_HERE, ClaimVerdict.FAILS_HERE
+HOLDS_HERE = ClaimVerdict.HOLDS_HERE
+FAILS_HERE = ClaimVerdict.FAILS_HERE
 UNDECIDED = ClaimVerdict.UNDECIDED
-DIVERGED, SPLITS_DISAGREE = ReasonCode.DIVERGED, ReasonCode.SPLITS_DISAGREE
 BLOCK = Remark(RemarkCode.OTHER_DECLARATION, blocks=True)
 
 
@@ -43,61 +44,89 @@ def added(committed):
     return Results(committed / 'claims/cpu')
 
 
-def test_verdicts_follow_from_those_of_arms(added, results):
-    for relation, verdict in (('worse', HOLDS_HERE), ('not_worse', FAILS_HERE)):
-        doubled = claim(expect('double/double', relation, study='lm_added'))
-        assert decide(doubled, 'cpu', added).verdict is verdict
-        open_one = claim(expect('nonlinear_query/vo', relation, study='lm_added'))
-        assert decide(open_one, 'cpu', added).verdict is UNDECIDED
-    for low, high, verdict in ((0.2, 0.3, HOLDS_HERE), (0.1, 0.15, FAILS_HERE)):
-        expected = expect(PLAIN, 'as_reported', at=Kind.SAME_SHAPE, reported=(low, high))
-        assert decide(claim(expected), 'cpu', results).verdict is verdict
+@pytest.mark.parametrize(
+    ('relation', 'verdict'), [('worse', HOLDS_HERE), ('not_worse', FAILS_HERE)]
+)
+def test_the_verdict_on_an_arm_decides_a_relation(relation, verdict, added):
+    doubled = claim(expect('double/double', relation, study='lm_added'))
+    assert decide(doubled, 'cpu', added).verdict is verdict
 
 
-def test_a_check_is_no_setting_and_a_part_of_its_own(added):
+@pytest.mark.parametrize('relation', ['worse', 'not_worse'])
+def test_an_undecided_arm_leaves_a_claim_open(relation, added):
+    undecided = claim(expect('nonlinear_query/vo', relation, study='lm_added'))
+    assert decide(undecided, 'cpu', added).verdict is UNDECIDED
+
+
+@pytest.mark.parametrize(
+    ('reported', 'verdict'), [((0.2, 0.3), HOLDS_HERE), ((0.1, 0.15), FAILS_HERE)]
+)
+def test_a_difference_is_as_reported_by_its_interval(reported, verdict, results):
+    expected = expect(PLAIN, 'as_reported', at=Kind.SAME_SHAPE, reported=reported)
+    assert decide(claim(expected), 'cpu', results).verdict is verdict
+
+
+def sound_check():
+    return [Row('q', Kind.EXACT, {}, 0.0, Speaks.FOR)]
+
+
+def false_check():
+    return [Row('q', Kind.EXACT, {}, 0.0, Speaks.AGAINST)]
+
+
+def test_a_check_is_no_setting(added):
     worse = expect('double/double', 'worse', study='lm_added')
-    sound, false = (
-        lambda speaks=speaks: [Row('q', Kind.EXACT, {}, 0.0, speaks)]
-        for speaks in (Speaks.FOR, Speaks.AGAINST)
-    )
-    assert decide(claim(worse, checks=(sound,)), 'cpu', added).verdict is HOLDS_HERE
-    mixed = decide(claim(worse, checks=(false,)), 'cpu', added)
+    assert decide(claim(worse, checks=(sound_check,)), 'cpu', added).verdict is HOLDS_HERE
+
+
+def test_a_check_is_a_part_of_its_own(added):
+    worse = expect('double/double', 'worse', study='lm_added')
+    mixed = decide(claim(worse, checks=(false_check,)), 'cpu', added)
     assert mixed.verdict is ClaimVerdict.HOLDS_ONLY_IF and mixed.condition == 'model: decoder'
-    other = expect('double/double', 'not_worse', study='lm_added')
-    assert decide(claim(other, checks=(sound,)), 'cpu', added).condition == 'part: checks'
+    not_worse = expect('double/double', 'not_worse', study='lm_added')
+    mixed = decide(claim(not_worse, checks=(sound_check,)), 'cpu', added)
+    assert mixed.condition == 'part: checks'
 
 
 def test_a_claim_is_one_family(added):
     """All rows at once are tested at the error rate; to tell them apart, each at its share."""
     names = ('double/double', 'full_size/vo', 'nonlinear_query/vo')
     worse = [expect(name, 'worse', study='lm_added') for name in names]
-    every = [case for expected in worse for case in cases(expected, added.study('lm_added'), added)]
-    together, apart = ([*evidence(every, family)] for family in (1, 3))
-    sizes = [arm.verdict.num_comparisons for _, arm in together + apart]
-    assert sizes == [1, 1, 1, 3, 3, 3]
+    every_case = []
+    for expected in worse:
+        every_case.extend(cases(expected, added.study('lm_added'), added))
+    together = list(evidence(every_case, 1))
+    apart = list(evidence(every_case, 3))
+    assert [arm.verdict.num_comparisons for _, arm in together] == [1, 1, 1]
+    assert [arm.verdict.num_comparisons for _, arm in apart] == [3, 3, 3]
     assert together[0][1].verdict.p_holm < apart[0][1].verdict.p_holm
     # An open row makes the verdict one of selected rows, three here.
     decided = decide(claim(*worse), 'cpu', added)
-    assert decided.rows[2] == apart[2][0] and decided.needed == needed(*apart[2])[1]
+    row, arm = apart[2]
+    assert decided.rows[2] == row and decided.needed == needed(row, arm).text
 
 
-def test_rows_of_one_context_share_the_error_rate(added, monkeypatch):
+@pytest.mark.parametrize(
+    ('relations', 'expected'), [(('not_worse', 'equivalent'), [1, 2]), (('not_worse',), [1, 1])]
+)
+def test_rows_of_one_context_share_the_error_rate(relations, expected, added, monkeypatch):
     """Any of them makes it false."""
     families = []
 
-    def recorded(every, family):
+    def recorded(every_case, family):
         families.append(family)
-        return evidence(every, family)
+        return evidence(every_case, family)
 
     monkeypatch.setattr('experiments.claims.deciding.evidence', recorded)
-    for relations, expected in ((('not_worse', 'equivalent'), [1, 2]), (('not_worse',), [1, 1])):
-        families.clear()
-        worse = (expect('double/double', relation, study='lm_added') for relation in relations)
-        assert decide(claim(*worse), 'cpu', added).verdict is FAILS_HERE and families == expected
+    false = [expect('double/double', relation, study='lm_added') for relation in relations]
+    assert decide(claim(*false), 'cpu', added).verdict is FAILS_HERE
+    assert families == expected
 
 
 def test_fractions_of_training_share_the_error_rate(monkeypatch):
-    loaded, families, judge = Results(CLAIMS).study('lm_dropped'), [], decision.judge
+    loaded = Results(CLAIMS).study('lm_dropped')
+    families = []
+    judge = decision.judge
 
     def recorded(tested, planned, **given):
         families.append(planned)
@@ -112,76 +141,142 @@ def test_fractions_of_training_share_the_error_rate(monkeypatch):
     assert [row.value for row in measures.early(findings)] == [0, 0, 0]
 
 
-def test_the_distance_from_the_bound_of_a_relation_decides(results):
-    """Seeds do not make up for a coarse sweep."""
-    ((row, arm),) = evidence(
-        cases(expect('qk/no_o', 'better'), results.study('fair_small'), results)
-    )
-    assert needed(row, arm)[1].startswith('a finer sweep (this one may miss')
-    known = dataclasses.replace(arm.difference, tuning_low=0.0, tuning_high=0.0)
-    coarse = dataclasses.replace(known, tuning_high=0.01)  # of 0.016 to the bound
-    for difference, advised in ((coarse, True), (known, False)):
-        comparison = dataclasses.replace(arm.comparison, difference=difference)
-        arm = dataclasses.replace(arm, comparison=comparison)
-        text = needed(dataclasses.replace(row, relation='not_worse'), arm)[1]
-        assert (', or fewer after a finer sweep (this one may miss 0.01' in text) == advised
+@pytest.fixture(scope='module')
+def no_o(results):
+    """The row and the arm of an expectation that qk/no_o is better, which its study leaves open."""
+    of_study = results.study('fair_small')
+    ((row, arm),) = evidence(cases(expect('qk/no_o', 'better'), of_study, results))
+    return row, arm
+
+
+def with_difference(arm, **fields):
+    """The arm with other fields of its difference; its tuning misses nothing unless given."""
+    fields = {'tuning_low': 0.0, 'tuning_high': 0.0} | fields
+    difference = dataclasses.replace(arm.difference, **fields)
+    comparison = dataclasses.replace(arm.comparison, difference=difference)
+    return dataclasses.replace(arm, comparison=comparison)
+
+
+def test_seeds_do_not_make_up_for_a_coarse_sweep(no_o):
+    assert needed(*no_o).text.startswith('a finer sweep (this one may miss')
+
+
+@pytest.mark.parametrize(('tuning_high', 'is_advised'), [(0.01, True), (0.0, False)])
+def test_a_finer_sweep_is_advised_where_tuning_takes_most_of_the_distance(
+    tuning_high, is_advised, no_o
+):
+    """Of 0.016 from the difference to the bound."""
+    row, arm = no_o
+    arm = with_difference(arm, tuning_high=tuning_high)
+    text = needed(dataclasses.replace(row, relation='not_worse'), arm).text
+    assert (', or fewer after a finer sweep (this one may miss 0.01' in text) == is_advised
+
+
+def test_the_distance_from_the_bound_of_a_relation_decides(no_o):
+    row, arm = no_o
+    arm = with_difference(arm)
     seeds = []
     for relation, bound in (('better', -0.005), ('equivalent', -0.005), ('not_worse', 0.005)):
-        number, text = needed(dataclasses.replace(row, relation=relation), arm)
-        assert f'a difference of -0.011 from {bound:+g} nats/token in qk/no_o' in text
-        seeds.append(number)
+        need = needed(dataclasses.replace(row, relation=relation), arm)
+        assert f'a difference of -0.011 from {bound:+g} nats/token in qk/no_o' in need.text
+        seeds.append(need.seeds)
     assert seeds[0] == seeds[1] > 2 * seeds[2]
-    # Seeds find what they find with probability 0.8 by a one-sided test.
-    alpha = 2 * decision.level(2) / arm.verdict.num_comparisons  # a repeat is the second look
-    assert seeds[2] == inference.to_find(known, 0.005 - known.mean, alpha)[0]
-    reported = dataclasses.replace(row, relation='as_reported', expected=0.02, tolerance=0.01)
-    number, text = needed(reported, arm)
-    assert 'from +0.01 nats/token' in text  # of a 95 % interval
-    assert number == inference.to_find(known, 0.01 - known.mean, decision.ALPHA)[0]
-    one = dataclasses.replace(known, sd=None, n=1)
-    arm = dataclasses.replace(arm, comparison=dataclasses.replace(arm.comparison, difference=one))
-    assert needed(row, arm)[1].startswith('more seeds than 1, to tell')
-    for code, lacking in ((DIVERGED, 'trials that'), (SPLITS_DISAGREE, 'a validation split')):
-        verdict = dataclasses.replace(arm.verdict, reasons=(Reason(code),))
-        number, text = needed(row, dataclasses.replace(arm, verdict=verdict))
-        assert number == math.inf and text.startswith(lacking)
 
 
-def test_missing_results_are_named_and_needed_first(results, committed, tmp_path):
-    pair = expect('qk/k_is_v', 'worse'), expect('qk/no_v', 'worse', study='masked_lm')
-    decided = decide(claim(*pair), 'cpu', results)
+def test_seeds_find_what_they_find_by_a_one_sided_test_at_a_second_look(no_o):
+    row, arm = no_o
+    arm = with_difference(arm)
+    alpha = 2 * decision.level(2) / arm.verdict.num_comparisons
+    distance = 0.005 - arm.difference.mean
+    seeds, _ = inference.to_find(arm.difference, distance, alpha)
+    assert needed(dataclasses.replace(row, relation='not_worse'), arm).seeds == seeds
+
+
+def test_a_reported_range_is_told_by_a_95_percent_interval(no_o):
+    row, arm = no_o
+    arm = with_difference(arm)
+    row = dataclasses.replace(row, relation='as_reported', expected=0.02, tolerance=0.01)
+    seeds, _ = inference.to_find(arm.difference, 0.01 - arm.difference.mean, decision.ALPHA)
+    need = needed(row, arm)
+    assert 'from +0.01 nats/token' in need.text and need.seeds == seeds
+
+
+def test_one_seed_needs_more(no_o):
+    row, arm = no_o
+    arm = with_difference(arm, sd=None, n=1)
+    assert needed(row, arm).text.startswith('more seeds than 1, to tell')
+
+
+@pytest.mark.parametrize(
+    ('code', 'start'),
+    [
+        (ReasonCode.DIVERGED, 'trials that'),
+        (ReasonCode.SPLITS_DISAGREE, 'a validation split'),
+    ],
+)
+def test_no_number_of_seeds_makes_up_for_these(code, start, no_o):
+    row, arm = no_o
+    verdict = dataclasses.replace(arm.verdict, reasons=(Reason(code),))
+    need = needed(row, dataclasses.replace(arm, verdict=verdict))
+    assert need.seeds == math.inf and need.text.startswith(start)
+
+
+def test_a_study_without_results_is_what_a_claim_needs_first(results):
+    expected = [expect('qk/k_is_v', 'worse'), expect('qk/no_v', 'worse', study='masked_lm')]
+    decided = decide(claim(*expected), 'cpu', results)
     assert decided.verdict is UNDECIDED and decided.studies == ('fair_small',)
     assert decided.missing == ('study masked_lm has no results',)
     assert decided.needed == 'the results of masked_lm at scale cpu'
+
+
+def test_a_control_that_a_study_does_not_train_is_missing(results):
     removed = expect('merged/vo', 'worse', study='quickstart', at=Kind.SAME_SHAPE)
-    decided = decide(claim(pair[0], removed), 'cpu', results)
+    decided = decide(claim(expect('qk/k_is_v', 'worse'), removed), 'cpu', results)
     assert decided.verdict is UNDECIDED and 'merged/vo has no control' in decided.missing[0]
-    # Results of a run, then the declaration.
-    study = shutil.copytree(committed / 'claims/cpu/lm_added', tmp_path / 'lm_added')
-    full_size = claim(expect('full_size/vo', 'better', 'lm_added'))
-    lines = (study / 'results.jsonl').read_text().splitlines(keepends=True)
-    kept = (line for line in lines if '"variant": "full_size/vo"' not in line)
-    (study / 'results.jsonl').write_text(''.join(kept))
-    decided = decide(full_size, 'cpu', Results(tmp_path))
+
+
+@pytest.fixture
+def lm_added(committed, tmp_path):
+    """A copy of the study lm_added, whose files may be changed."""
+    return shutil.copytree(committed / 'claims/cpu/lm_added', tmp_path / 'lm_added')
+
+
+FULL_SIZE = claim(expect('full_size/vo', 'better', 'lm_added'))
+
+
+def test_an_arm_without_results_is_missing(lm_added):
+    lines = (lm_added / 'results.jsonl').read_text().splitlines(keepends=True)
+    kept = [line for line in lines if '"variant": "full_size/vo"' not in line]
+    (lm_added / 'results.jsonl').write_text(''.join(kept))
+    results = Results(lm_added.parent)
+    decided = decide(FULL_SIZE, 'cpu', results)
     assert (decided.verdict, decided.rows) == (UNDECIDED, ())
     assert 'lacks the results of' in decided.missing[0]
     assert 'full_size/vo at d_model=96 on stdlib has no difference from the' in decided.missing[1]
     assert decided.needed == 'the results of lm_added at scale cpu'
-    other = claim(expect('double/double', 'worse', 'lm_added', versus='full_size/vo'))
-    lacks = decide(other, 'cpu', Results(tmp_path)).missing[1]
-    assert lacks.endswith('on stdlib has no difference from full_size/vo yet')
-    lines = [line.replace('"git": {', '"other": {') for line in lines]  # no record of a commit
-    (study / 'results.jsonl').write_text(''.join(lines))
-    assert decide(full_size, 'cpu', Results(tmp_path)).commit == 'not recorded'
-    (study / 'study.json').write_text('{"a"')
-    decided = decide(full_size, 'cpu', Results(tmp_path))
+    pair = claim(expect('double/double', 'worse', 'lm_added', versus='full_size/vo'))
+    missing = decide(pair, 'cpu', results).missing[1]
+    assert missing.endswith('on stdlib has no difference from full_size/vo yet')
+
+
+def test_a_commit_that_no_run_recorded_is_said_to_be_not_recorded(lm_added):
+    text = (lm_added / 'results.jsonl').read_text()
+    (lm_added / 'results.jsonl').write_text(text.replace('"git": {', '"other": {'))
+    assert decide(FULL_SIZE, 'cpu', Results(lm_added.parent)).commit == 'not recorded'
+
+
+def test_a_study_that_cannot_be_read_is_missing(lm_added):
+    (lm_added / 'study.json').write_text('{"a"')
+    decided = decide(FULL_SIZE, 'cpu', Results(lm_added.parent))
     assert decided.missing[0].startswith('study lm_added cannot be used: ')
 
 
-def test_an_arm_that_the_study_does_not_declare_is_refused(results):
-    for expected in (expect('qk/v', 'worse'), expect('qk/no_v', 'worse', versus='qk/v')):
-        with pytest.raises(ConfigError, match="'fair_small' has no matched arm of variant 'qk/v'"):
-            decide(claim(expected), 'cpu', results)
+@pytest.mark.parametrize(
+    'expected', [expect('qk/v', 'worse'), expect('qk/no_v', 'worse', versus='qk/v')]
+)
+def test_an_arm_that_the_study_does_not_declare_is_refused(expected, results):
+    with pytest.raises(ConfigError, match="'fair_small' has no matched arm of variant 'qk/v'"):
+        decide(claim(expected), 'cpu', results)
 
 
 @pytest.mark.parametrize('part', ['checks', 'measures'])
@@ -196,30 +291,53 @@ def test_a_check_or_a_measure_that_fails_is_named_with_its_claim(results, part):
         decide(failing, 'cpu', results)
 
 
-def test_measures_decide_by_what_they_read_of_a_study(results, tmp_path, monkeypatch):
-    def read(loaded):
-        return [Row(loaded.study.name, Kind.MEASURED, {}, 2.0, Speaks.FOR)]
+def read_name(loaded):
+    return [Row(loaded.study.name, Kind.MEASURED, {}, 2.0, Speaks.FOR)]
 
-    measured = claim(measures=(Measure('fair_small', read),))
-    done = decide(measured, 'cpu', results)
-    assert done.verdict is HOLDS_HERE and not done.missing and done.studies == ('fair_small',)
-    assert (done.rows[0].quantity, done.rows[0].study) == ('fair_small', 'fair_small')
+
+MEASURED = claim(measures=(Measure('fair_small', read_name),))
+
+
+def test_measures_decide_by_what_they_read_of_a_study(results):
+    decided = decide(MEASURED, 'cpu', results)
+    assert decided.verdict is HOLDS_HERE and not decided.missing
+    assert decided.studies == ('fair_small',)
+    assert (decided.rows[0].quantity, decided.rows[0].study) == ('fair_small', 'fair_small')
+
+
+def test_a_claim_has_the_commit_and_seconds_of_its_training(results):
+    decided = decide(MEASURED, 'cpu', results)
     trial = results.study('fair_small').study.trials[0]
-    assert done.commit == trial.provenance['git']['commit'][:12] and done.seconds > 50
-    # Models short of a yardstick decide nothing, nor do studies that only show that they run.
-    short = decide(measured, 'cpu', Results(RESULTS))
-    assert (short.verdict, short.rows[0].speaks) == (UNDECIDED, Speaks.OPEN)
-    assert decide(measured, 'smoke', results).verdict is UNDECIDED
+    assert decided.commit == trial.provenance['git']['commit'][:12] and decided.seconds > 50
+
+
+def test_measures_of_models_short_of_a_yardstick_decide_nothing():
+    decided = decide(MEASURED, 'cpu', Results(RESULTS))
+    assert (decided.verdict, decided.rows[0].speaks) == (UNDECIDED, Speaks.OPEN)
+
+
+def test_measures_at_scale_smoke_decide_nothing(results):
+    assert decide(MEASURED, 'smoke', results).verdict is UNDECIDED
+
+
+@pytest.mark.parametrize('what', ['baseline', 'study'])
+def test_measures_decide_nothing_where_a_rule_withholds_verdicts(
+    what, results, tmp_path, monkeypatch
+):
     findings = results.study('fair_small')
-    first, *others = findings.arms
-    blocked = {'arms': (dataclasses.replace(first, remarks=(BLOCK,)), *others)}
-    for changes in (blocked, {'remarks': (BLOCK,)}):
-        withheld = dataclasses.replace(findings, **changes)
-        monkeypatch.setattr(studies, 'load_findings', lambda path, loaded=withheld: loaded)
-        assert decide(measured, 'cpu', Results(tmp_path)).verdict is UNDECIDED
-    monkeypatch.undo()
-    absent = decide(measured, 'cpu', Results(tmp_path))
-    assert absent.verdict is UNDECIDED and absent.missing == ('study fair_small has no results',)
+    baseline, *others = findings.arms
+    changes = {'remarks': (BLOCK,)}
+    if what == 'baseline':
+        changes = {'arms': (dataclasses.replace(baseline, remarks=(BLOCK,)), *others)}
+    withheld = dataclasses.replace(findings, **changes)
+    monkeypatch.setattr(studies, 'load_findings', lambda path: withheld)
+    assert decide(MEASURED, 'cpu', Results(tmp_path)).verdict is UNDECIDED
+
+
+def test_measures_without_a_study_are_missing(tmp_path):
+    decided = decide(MEASURED, 'cpu', Results(tmp_path))
+    assert decided.verdict is UNDECIDED
+    assert decided.missing == ('study fair_small has no results',)
 
 
 def test_the_last_repeat_with_an_arm_decides_a_claim_on_the_first_study():

@@ -17,30 +17,53 @@ from tests.processes import ROOT
 CONFIGS = sorted((ROOT / 'configs/claims').glob('*.py'))
 
 
-def test_claims_are_in_order_and_well_formed():
+def test_claims_are_in_the_order_of_their_names():
     claims = declared.claims()
     assert list(claims) == sorted(claims) and {'C1', 'E3'} <= claims.keys()
+    assert declared.chosen([]) == list(claims.values())
+
+
+def test_claims_are_well_formed():
+    claims = declared.claims()
     for name, claim in claims.items():
         assert claim.name == name and claim.statement.endswith('.') and claim.rule.endswith('.')
         assert 0 < len(claim.title) <= 65 and claim.title[-1] != '.'
         assert claim.checks or claim.expectations or claim.measures
-    assert declared.chosen([]) == list(claims.values())
 
 
-def test_claims_are_chosen_by_name_or_import_path(tmp_path, monkeypatch):
+MY_CLAIMS = """
+from experiments.claims.claim import Claim
+
+TEXTS = {'title': 'one', 'statement': 'One.', 'source': 's', 'rule': 'r.'}
+OF_ANOTHER_NAME = Claim(name='Z3', **TEXTS)
+OF_A_DECLARED_NAME = Claim(name='C1', **TEXTS)
+"""
+
+
+@pytest.fixture
+def my_claims(tmp_path, monkeypatch):
+    """A module my_claims of two claims that can be imported."""
     monkeypatch.syspath_prepend(tmp_path)
-    text = "Claim(name='Z3', title='one', statement='One.', source='s', rule='r.')"
-    (tmp_path / 'my_claims.py').write_text(
-        f'from experiments.claims.claim import Claim\n\nCLAIM = {text}\n'
-    )
-    assert [claim.name for claim in declared.chosen(['my_claims:CLAIM', 'c1'])] == ['Z3', 'C1']
+    (tmp_path / 'my_claims.py').write_text(MY_CLAIMS)
+
+
+def test_claims_are_chosen_by_name_or_import_path(my_claims):
+    chosen = declared.chosen(['my_claims:OF_ANOTHER_NAME', 'c1'])
+    assert [claim.name for claim in chosen] == ['Z3', 'C1']
+
+
+def test_an_import_path_of_something_else_is_refused(my_claims):
     with pytest.raises(ConfigError, match='my_claims:Claim.* is not a .*claims.claim.Claim'):
         declared.chosen(['my_claims:Claim'])
-    (tmp_path / 'other_claims.py').write_text(
-        f'from experiments.claims.claim import Claim\n\nCLAIM = {text.replace("Z3", "C1")}\n'
-    )
-    with pytest.raises(ConfigError, match="other_claims:CLAIM' has the name 'C1' of a declared"):
-        declared.chosen(['other_claims:CLAIM'])
+
+
+def test_a_claim_with_the_name_of_a_declared_one_is_refused(my_claims):
+    sentence = "my_claims:OF_A_DECLARED_NAME' has the name 'C1' of a declared"
+    with pytest.raises(ConfigError, match=sentence):
+        declared.chosen(['my_claims:OF_A_DECLARED_NAME'])
+
+
+def test_a_claim_that_is_declared_twice_is_refused(monkeypatch):
     again = dataclasses.replace(declared.claims()['C1'], title='again')
     monkeypatch.setattr(d_two_in_a_row, 'AGAIN', again, raising=False)
     with pytest.raises(ConfigError, match="'C1' is declared twice, also in .*d_two_in_a_row"):
@@ -71,20 +94,21 @@ def test_studies_have_the_arms_that_claims_expect(scale):
     'scale', ['smoke', *(pytest.param(scale, marks=pytest.mark.slow) for scale in ('cpu', 'gpu'))]
 )
 @pytest.mark.parametrize('path', CONFIGS, ids=lambda path: path.stem)
-def test_studies_are_tuned_and_have_arms(path, scale):
+def test_studies_have_arms_that_are_tuned(path, scale):
     study = from_config_dict(runpy.run_path(str(path))['get_config'](scale))
     assert study.name == path.stem
     assert bool(study.tuning.seeds) == (scale != 'smoke' and 'untuned' not in study.name)
     assert build_arms(study)
 
 
-def test_a_damaged_study_is_named_and_the_others_have_their_reports(tmp_path, monkeypatch, caplog):
+def test_a_damaged_study_does_not_keep_others_from_their_reports(tmp_path, monkeypatch, caplog):
+    written = []
+
     def write_report(path):
         if path.name == 'lm_added':
             raise ReportError('study.json is damaged')
         written.append(path.name)
 
-    written = []
     monkeypatch.setattr(studies, 'write_report', write_report)
     for name in ('lm_added', 'lm_untuned'):
         (tmp_path / name).mkdir()
@@ -96,7 +120,8 @@ def test_a_damaged_study_is_named_and_the_others_have_their_reports(tmp_path, mo
 
 def test_each_study_of_the_claims_is_trained_once(tmp_path, monkeypatch):
     """And has its yardsticks recorded, also where it is not tuned, as claim E2 reads it."""
-    trained, recorded = [], []
+    trained = []
+    recorded = []
     monkeypatch.setattr(studies.local_workers, 'run', lambda *given: trained.append(given[1].name))
     monkeypatch.setattr(
         studies.yardsticks, 'record_finished', lambda path: recorded.append(path.name)

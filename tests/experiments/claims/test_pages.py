@@ -93,18 +93,34 @@ def test_what_is_made_again_differs_by_rounding_alone():
         assert message.startswith(start) if start else message is None
 
 
-def test_a_page_has_a_row_and_a_section_for_each_claim(written):
+def test_a_page_has_a_row_for_each_claim(written):
     page = (written / 'claims.md').read_text()
     links = re.findall(r'^\| \[(\w+)\]\(#(\w+)\)', page, re.M)
     assert links == [(claim.name, claim.name.lower()) for claim in SHOWN]
+
+
+def test_a_page_has_a_section_for_each_claim(written):
+    page = (written / 'claims.md').read_text()
     assert re.findall(r'^## (\w\d)$', page, re.M) == [claim.name for claim in SHOWN]
-    start, section = page.partition('\n|')[0], page.split('## B4\n')[1].split('\n## ')[0]
-    assert '6 claims at cpu scale: 1 holds, 1 holds under a condition, 1 fails' in start
+    section = page.split('## B4\n')[1].split('\n## ')[0]
     for part in ('; needs 48 seeds', 'time: 1:23:45', '(./plots/b4_differences.png)'):
         assert part in section
-    assert MISSING.missing[0] in start and MISSING.missing[0] in section
+    assert MISSING.missing[0] in section
+
+
+def test_a_page_begins_with_the_numbers_of_verdicts(written):
+    start = (written / 'claims.md').read_text().partition('\n|')[0]
+    assert '6 claims at cpu scale: 1 holds, 1 holds under a condition, 1 fails' in start
+    assert MISSING.missing[0] in start
+
+
+def test_statements_are_escaped(written):
+    page = (written / 'claims.md').read_text()
     assert '| ✕ fails |' in page and '<b>' not in page and '&lt;b>x&lt;/b> & $y$' in page
-    # Blocks of pages are its parts, with links to the page of each group.
+
+
+def test_blocks_are_the_parts_of_a_page(written):
+    """With links to the page of each group."""
     cells = (
         *('[B4](claims_b.md#b4)', MISSING.title, '○ undecided, needs 48 seeds in place of 12'),
         '+0.0089 [+0.0057, +0.0129] nats/token, query_free/vo',
@@ -113,9 +129,15 @@ def test_a_page_has_a_row_and_a_section_for_each_claim(written):
     for part, line in lines.items():
         assert line in pages.BLOCKS[f'claims_{part}'](written, 'results')
     assert '| drop W_Q | -25 % |' in pages.BLOCKS['answers'](written, 'results')
-    # Differences have a sign, of arms with more parameters at the same shape, too.
+
+
+def test_differences_have_a_sign():
+    """Those of arms with more parameters at the same shape, too."""
     assert all(pages.amount(row)[0] in '+-' for row in STORED['D2'].rows)
     assert pages.amount(STORED['A2'].rows[0])[0] not in '+-'
+
+
+def test_a_table_of_a_claim_has_the_columns_that_are_filled():
     (table,) = pages._tables(STORED['D2'])
     state = ('length', 'tokens', 'loss, nats/token', 'yardstick')
     titles = ('arm', 'doubled', 'value', 'verdict', *state, 'for or against the claim')
@@ -146,16 +168,24 @@ def test_answers_print_no_difference_whose_verdict_is_withheld(tmp_path):
     assert not lines[4] and '†: a loss above' in lines[5] and 'Masked' not in lines[5]
 
 
-def test_figures_show_the_numbers_of_the_rows(written):
+def test_claims_with_differences_have_figures(written):
     files = {path.name for path in (written / 'plots').iterdir()}
     assert [claim.name for claim in SHOWN if has_figure(claim)] == ['B4', 'C3']
     assert files == {'answers.png', 'b4_differences.png', 'c3_differences.png'}
+
+
+def test_figures_show_the_numbers_of_the_rows():
     figure = claim_figure(STORED['E4']).figure
     marks = [points for ax in figure.axes for points in ax.collections]
     means = [points.get_offsets()[0][0] for points in marks if points.get_label() == 'mean']
-    lines, kinds = compared(STORED['E4'].rows), (Kind.SAME_SHAPE, Kind.MATCHED)
-    drawn = [parts[kind].value for kind in kinds for parts in lines if kind in parts]
+    differences = compared(STORED['E4'].rows)
+    drawn = []
+    for kind in (Kind.SAME_SHAPE, Kind.MATCHED):
+        drawn += [parts[kind].value for parts in differences if kind in parts]
     assert means == drawn and len(drawn) > 10
+
+
+def test_a_figure_shows_what_is_reported_at_its_shape():
     same, equal = claim_figure(STORED['B2']).figure.axes
     low, high = same.get_xlim()
     assert low < 0 and high > 0.015  # what is reported, beyond the interval
@@ -163,23 +193,28 @@ def test_figures_show_the_numbers_of_the_rows(written):
     assert ['reported' in each for each in labels] == [True, False]  # it is of one shape
 
 
-def test_lines_of_a_figure_have_names_that_differ_and_the_row_that_decides(tmp_path):
-    def row(kind=Kind.MATCHED, speaks=Speaks.OPEN, value=0.1, decision=None, **context):
-        return Row('qk/no_o', kind, context, value, speaks, 'nats/token', decision=decision)
+def no_o(kind=Kind.MATCHED, speaks=Speaks.OPEN, value=0.1, decision=None, **context):
+    """A row of a difference of qk/no_o."""
+    return Row('qk/no_o', kind, context, value, speaks, 'nats/token', decision=decision)
 
-    rows = [row(model='a', size=size) for size in '123']
+
+def test_lines_of_a_figure_have_names_that_differ():
+    rows = [no_o(model='a', size=size) for size in '123']
     drawing = claim_figure(dataclasses.replace(STORED['B4'], rows=tuple(rows)))
     assert row_names(drawing.figure.axes[0]) == ['size 1', 'size 2', 'size 3']
     drawing = claim_figure(dataclasses.replace(STORED['B4'], rows=tuple(rows[:1])))
     assert row_names(drawing.figure.axes[0]) == ['qk/no_o']
+
+
+def test_of_two_rows_of_one_kind_the_one_that_decides_is_shown(tmp_path):
     rows = [
-        row(Kind.SAME_SHAPE, Speaks.FOR, 0.1, 'worse', shape='equal'),
-        row(Kind.MATCHED, Speaks.BESIDE, 0.2, shape='equal'),
-        row(Kind.SAME_SHAPE, Speaks.BESIDE, 0.3, shape='matched'),
-        row(Kind.MATCHED, Speaks.OPEN, 0.4, 'undecided', shape='matched'),
+        no_o(Kind.SAME_SHAPE, Speaks.FOR, 0.1, 'worse', shape='equal'),
+        no_o(Kind.MATCHED, Speaks.BESIDE, 0.2, shape='equal'),
+        no_o(Kind.SAME_SHAPE, Speaks.BESIDE, 0.3, shape='matched'),
+        no_o(Kind.MATCHED, Speaks.OPEN, 0.4, 'undecided', shape='matched'),
     ]
     (parts,) = compared(rows)
     assert [parts[kind].value for kind in (Kind.SAME_SHAPE, Kind.MATCHED)] == [0.1, 0.4]
     assert parts[Kind.MATCHED].context == {}
     write(tmp_path, CLAIMS, [dataclasses.replace(STORED['B4'], rows=tuple(rows))])
-    assert '| worse / undecided |' in pages.claims_markdown(tmp_path, '.', 'b')
+    assert '| worse / undecided |' in pages.group_markdown(tmp_path, '.', 'b')

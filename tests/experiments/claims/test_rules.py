@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 
 from experiments.claims.claim import RELATIONS, ClaimVerdict, Kind, Row, Speaks
-from experiments.claims.deciding import condition_of, finding, truths, verdict_on
+from experiments.claims.verdicts import condition_of, finding, truths, verdict_on
 from qkattn.stats import decision, inference
 from qkattn.verdict import Decision
 from qkattn.verdict.codes import Comparison, Reason, ReasonCode, Verdict
 
-FOR, AGAINST, OPEN, BESIDE = Speaks.FOR, Speaks.AGAINST, Speaks.OPEN, Speaks.BESIDE
+FOR = Speaks.FOR
+AGAINST = Speaks.AGAINST
+OPEN = Speaks.OPEN
+BESIDE = Speaks.BESIDE
 # In the order of Decision: better, better below margin, equivalent, worse below, worse.
 SPOKEN = {
     'better': (FOR, OPEN, AGAINST, AGAINST, AGAINST),

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.explorer.bench import Bench, evaluate, generators, numbers
+from experiments.explorer.bench import Bench
+from experiments.explorer.symbolic import evaluate, generators, numbers
 from experiments.explorer.worked import in_latex, number, worked
 from qkattn.attention import SCORES, VALUES
 from qkattn.attention.scores.qk import QK
@@ -21,7 +22,8 @@ VARIANTS = [f'{score}/vo' for score in SCORES] + [f'{VALUES[v].partner}/{v}' for
 
 @pytest.mark.parametrize(('dims', 'heads'), [(2, 2), (3, 1)])
 def test_symbols_become_the_numbers_of_the_matrices(dims, heads):
-    benches, without = {}, set()
+    benches = {}
+    without = set()
     for variant in VARIANTS:
         try:
             benches[variant] = Bench(variant, 3, dims, heads)
@@ -32,9 +34,9 @@ def test_symbols_become_the_numbers_of_the_matrices(dims, heads):
     assert without == expected | {*['qk/hadamard'] * (dims == 3)}
 
     rng = np.random.default_rng(0)
-    arrays = {
-        v: [rng.standard_normal(p.initial.shape) for p in b.parameters] for v, b in benches.items()
-    }
+    arrays = {}
+    for variant, bench in benches.items():
+        arrays[variant] = [rng.standard_normal(p.initial.shape) for p in bench.parameters]
 
     @jax.jit
     def matrices(arrays):
@@ -44,48 +46,68 @@ def test_symbols_become_the_numbers_of_the_matrices(dims, heads):
         results = jax.tree.map(np.asarray, matrices(arrays))
     for variant, expected in results.items():
         bench = benches[variant]
-        symbols = np.concatenate([symbols.ravel() for symbols in bench.symbols[1]])
-        point = dict(zip(symbols, np.concatenate([*map(np.ravel, arrays[variant])]), strict=True))
-        at = np.array([point[symbol] for symbol in bench.symbols[0].gens])
+        ring, symbols = bench.symbols
+        number_of = {}
+        for symbols_of_parameter, array in zip(symbols, arrays[variant], strict=True):
+            number_of.update(zip(symbols_of_parameter.flat, array.flat, strict=True))
+        point = np.array([number_of[symbol] for symbol in ring.gens])
         for symbolic, numeric in zip(bench.AB, expected, strict=True):
-            np.testing.assert_allclose(numbers(symbolic, at), numeric, rtol=0, atol=1e-12)
+            np.testing.assert_allclose(numbers(symbolic, point), numeric, rtol=0, atol=1e-12)
 
 
-def test_an_unknown_operation_is_named(monkeypatch):
-    (x_122,) = generators({'x': (1, 2, 2)})[1]
-    for function, name in ((lambda x: 1 / x, 'div'), (lambda x: x**-2, 'integer_pow')):
-        with pytest.raises(ConfigError, match=rf'matrix\(\) uses {name}; symbols have sums'):
-            evaluate(function, x_122)
+@pytest.fixture
+def x_122():
+    """The symbols x11, x12, x21 and x22 as a matrix of one head."""
+    _, (x_122,) = generators({'x': (1, 2, 2)})
+    return x_122
+
+
+@pytest.mark.parametrize(
+    ('function', 'name'), [(lambda x: 1 / x, 'div'), (lambda x: x**-2, 'integer_pow')]
+)
+def test_an_unknown_operation_is_named(function, name, x_122):
+    with pytest.raises(ConfigError, match=rf'matrix\(\) uses {name}; symbols have sums'):
+        evaluate(function, x_122)
+
+
+def test_an_unknown_operation_of_a_variant_is_named(monkeypatch):
     matrix = QK.matrix
     monkeypatch.setattr(QK, 'matrix', lambda score: jnp.exp(matrix(score)))
     with pytest.raises(ConfigError, match=r'matrix\(\) uses exp; symbols'):
         _ = Bench('qk/vo').AB
 
 
-def test_moves_and_powers():
-    _, (x_122,) = generators({'x': (1, 2, 2)})
-
+def test_symbols_are_moved(x_122):
     def function(x_122):
         moved = jnp.concatenate([x_122[:, ::-1], jnp.where(jnp.eye(2) > 0, x_122, 7.0)])
-        return moved[:, 0], x_122**3 + jnp.square(x_122 / 2)
+        return moved[:, 0]
 
-    (x, y), (z, w) = x_122[0]
-    moved_22, out_122 = evaluate(function, x_122)
-    assert moved_22.tolist() == [[z, w], [x, 7]]
-    assert out_122[0, 0].tolist() == [x**3 + x**2 / 4, y**3 + y**2 / 4]
+    x11, _ = x_122[0, 0]
+    x21, x22 = x_122[0, 1]
+    (moved_22,) = evaluate(function, x_122)
+    assert moved_22.tolist() == [[x21, x22], [x11, 7]]
 
 
-def test_bad_input_is_refused():
-    for arguments, message in (
+def test_symbols_have_powers(x_122):
+    (out_122,) = evaluate(lambda x: x**3 + jnp.square(x / 2), x_122)
+    x11, x12 = x_122[0, 0]
+    assert out_122[0, 0].tolist() == [x11**3 + x11**2 / 4, x12**3 + x12**2 / 4]
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'message'),
+    [
         (('qk/vo', 9), 'tokens=9 must be from 2 to 4'),
         (('qk/vo', 2, 5), 'dims=5 must be from 2 to 4'),
         (('qk/vo', 2, 2, 3), 'heads=3 must be from 1 to 2'),
         (('nonlinear_query/vo',), 'nonlinear_query/vo has no matrices A and B'),
         (('shared_qk(self_mask=True)/vo',), 'a token does not attend to itself'),
         (('qk/vo', 2, 3, 2), 'must be a multiple of num_heads=2'),
-    ):
-        with refused(re.escape(message)):
-            Bench(*arguments)
+    ],
+)
+def test_bad_input_is_refused(arguments, message):
+    with refused(re.escape(message)):
+        Bench(*arguments)
 
 
 LINES = """\
@@ -101,9 +123,12 @@ p_ts = exp(sqrt(1/2) s_ts) / sum_u exp(sqrt(1/2) s_tu)
 """.splitlines()
 
 
-def test_text_and_latex_have_the_same_equations():
+def test_text_has_the_equations_of_a_variant():
     plain = worked(Bench('shared_qk/no_vo')).splitlines()
     assert [line for line in plain if line in LINES] == LINES
+
+
+def test_latex_has_the_equations_of_a_variant():
     text = worked(Bench('qk/vo', heads=2), latex=True)
     assert text.count(r'\begin{align*}') == text.count(r'\end{align*}') == 4
     for line in (
@@ -113,13 +138,22 @@ def test_text_and_latex_have_the_same_equations():
         r'\exp(s[n]_{\mathrm{ts}}) / \sum_{\mathrm{u}} \exp(s[n]_{\mathrm{tu}})',
     ):
         assert line in text
+
+
+def test_equal_entries_share_a_symbol():
     text = worked(Bench('symmetric_skew(symmetric_rank=0)/hadamard'), latex=True)
     assert r'\sqrt{1/2}' in text and r'a_{21} &=' not in text
     assert r'0 & a_{12} \\ -a_{12} & 0' in text
+
+
+def test_an_equation_in_latex():
     expected = r'\operatorname{diag}(g)^{-1} W_{\mathrm{K}}[n]^{\top},\ \text{rank R}'
     assert in_latex('diag(g)^-1 W_K[n]^T, rank R') == expected
-    roots = [number(x) for x in (0.5, 2.0, 3**-0.5, 0.123456789)]
-    assert roots == ['1/2', '2', 'sqrt(1/3)', '0.123457']
+
+
+def test_numbers_are_fractions_or_roots_where_they_are_exact():
+    texts = [number(value) for value in (0.5, 2.0, 3**-0.5, 0.123456789)]
+    assert texts == ['1/2', '2', 'sqrt(1/3)', '0.123457']
 
 
 @pytest.mark.parametrize(
