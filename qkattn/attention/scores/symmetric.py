@@ -42,6 +42,7 @@ class SharedQK(Tied):
     """
 
     equation = 'W_Q[n] W_Q[n]^T'
+    parameter_count = 'D*N*H'
     source = 'Kitaev et al. 2020, section 2; Courtois et al. 2024 ("symmetric")'
     options = {'key_norm': one_of(False, True), 'self_mask': one_of(False, True)}
     shareable = {'query': ('w_q_DNH', 'b_q_NH'), 'key': ('w_q_DNH', 'b_q_NH')}
@@ -83,7 +84,6 @@ class SharedQK(Tied):
             self.parameter_count = 'D*N*H + N'
         else:
             self.g_temperature_N = None
-            self.parameter_count = 'D*N*H'
         self.key_norm = key_norm
         self.bilinear = not key_norm
         self.hides_self = self_mask
