@@ -27,7 +27,7 @@ STDLIB_LEFT_OUT = {
 # Files that hold the paths and settings of one machine.
 STDLIB_FILES_LEFT_OUT = ('_sysconfigdata*.py', 'sitecustomize.py', 'usercustomize.py')
 
-# Of requirements.txt, and installed with the package. Another one would make another corpus.
+# Of requirements.txt, and installed with the extra `lab`. Another one would make another corpus.
 DISTRIBUTIONS = (
     *('jax', 'jaxlib', 'flax', 'optax', 'numpy', 'scipy', 'orbax-checkpoint'),
     *('tensorflow-datasets', 'importlib_resources', 'array_record', 'safetensors', 'grain'),
