@@ -77,7 +77,7 @@ def test_the_example_passes_the_contract_tests(example, tmp_path):
 
 
 def test_every_path_that_a_page_names_exists():
-    named = re.compile(r'`((?:qkattn|experiments|configs|tests|launch|docs)/[\w./]*)`')
+    named = re.compile(r'`((?:qkattn|examples|experiments|configs|tests|launch|docs)/[\w./]*)`')
     for page in PAGES:
         for path in named.findall(text := page.read_text()):
             assert (ROOT / path).exists(), (page, path)
