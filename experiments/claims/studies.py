@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 from experiments.claims.claim import Claim, Measure, Row, Speaks
-from qkattn.config import Study, from_config_dict
+from qkattn.config import Study
 from qkattn.errors import ConfigError, ReportError
 from qkattn.jobs import cli
 from qkattn.jobs.display import waiting
@@ -126,7 +126,7 @@ def studies_of(claims: Iterable[Claim], scale: str) -> dict[str, Study]:
     With those that repeat them, each behind the study that it repeats.
     """
     configs = {
-        name: cast(Study, from_config_dict(runpy.run_path(str(file))['get_config'](scale)))
+        name: cast(Study, runpy.run_path(str(file))['get_config'](scale))
         for name, file in cli.shipped(CONFIGS).items()
     }
     names = [name for claim in claims for name in claim.studies]

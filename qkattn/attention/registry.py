@@ -18,6 +18,7 @@ from qkattn.attention.spec import AttentionSpec
 from qkattn.attention.values import slices, tied, value_latents, vo
 from qkattn.attention.values.value import Value
 from qkattn.config.calls import resolve
+from qkattn.config.setting import PASSED
 from qkattn.config.variant import Variant
 from qkattn.errors import SpecError
 
@@ -117,7 +118,12 @@ def build(spec: AttentionSpec, *, key: jax.Array) -> tuple[Score, Value]:
 
 
 def check(spec: AttentionSpec) -> None:
-    """Raises SpecError, in one sentence, where the variant of `spec` cannot be built."""
+    """Raises SpecError, in one sentence, where the variant of `spec` cannot be built.
+
+    A specification that has passed before is not checked again.
+    """
+    if PASSED in vars(spec):
+        return
     score, score_options = find_score(spec.score)
     value, value_options = find_value(spec.value)
     find_normalizer(spec.normalizer)
@@ -131,6 +137,7 @@ def check(spec: AttentionSpec) -> None:
         )
     if spec.positions == 'rope':
         _check_rotation(spec, score, score_options)
+    vars(spec)[PASSED] = True
 
 
 def _check_circuit(

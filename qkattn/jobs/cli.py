@@ -414,8 +414,12 @@ def _help(doc: str, kind: Kind | None) -> str:
     for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0]):
         lines += _entry(f'--{flag.name}: {flag.flag_type()}; default {flag.default!r}', flag.help)
     for name, field in settings(kind).items() if kind else ():
+        description = field.doc
+        registered_names = field.registered_names()
+        if registered_names:
+            description += f'\nNames: {", ".join(registered_names)}.'
         lines += _entry(
-            f'--config.{name}: {_expected(field)}; default {field.default!r}', field.doc
+            f'--config.{name}: {_expected(field)}; default {field.default!r}', description
         )
     return '\n'.join(lines)
 
