@@ -9,9 +9,9 @@ from qkattn.config.variant import Variant, split_pattern
 from qkattn.errors import SpecError
 
 # Bounds of settings: a rate, a number of heads or layers, the width of a stream or head.
-RATE = {'least': 0, 'below': 1}
-COUNT = {'least': 1, 'most': 2**14}
-WIDTH = {'least': 1, 'most': 2**17}
+RATE: dict[str, Any] = {'least': 0, 'below': 1}
+COUNT: dict[str, Any] = {'least': 1, 'most': 2**14}
+WIDTH: dict[str, Any] = {'least': 1, 'most': 2**17}
 
 # Below this number of layers, compiled code that repeats them is faster than a loop over them.
 SCANNED_LAYERS = 12
