@@ -20,25 +20,22 @@ from qkattn.config import (
     OptimizerConfig,
     TrainConfig,
     TrialsConfig,
-    to_config_dict,
 )
 
 
 def get_config():
-    return to_config_dict(
-        Config(
-            model=ModelConfig(
-                d_model=128,
-                num_layers=4,
-                num_heads=4,
-                context=64,
-                vocab_size=67,
-                activation='gelu',
-                init='nanogpt',
-            ),
-            data=DataConfig(name='tiny_shakespeare', tokenizer='characters'),
-            optimizer=OptimizerConfig(schedule='cosine', final_fraction=0.1, decay='coupled'),
-            train=TrainConfig(num_steps=2000, batch_size=12, eval_every=200, checkpoint_every=200),
-            trials=TrialsConfig(learning_rates=(1e-3,), weight_decays=(0.1,)),
-        )
+    return Config(
+        model=ModelConfig(
+            d_model=128,
+            num_layers=4,
+            num_heads=4,
+            context=64,
+            vocab_size=67,
+            activation='gelu',
+            init='nanogpt',
+        ),
+        data=DataConfig(name='tiny_shakespeare', tokenizer='characters'),
+        optimizer=OptimizerConfig(schedule='cosine', final_fraction=0.1, decay='coupled'),
+        train=TrainConfig(num_steps=2000, batch_size=12, eval_every=200, checkpoint_every=200),
+        trials=TrialsConfig(learning_rates=(1e-3,), weight_decays=(0.1,)),
     )

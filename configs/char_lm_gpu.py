@@ -19,26 +19,23 @@ from qkattn.config import (
     OptimizerConfig,
     TrainConfig,
     TrialsConfig,
-    to_config_dict,
 )
 
 
 def get_config():
-    return to_config_dict(
-        Config(
-            model=ModelConfig(
-                d_model=384,
-                num_layers=6,
-                num_heads=6,
-                context=256,
-                vocab_size=67,
-                activation='gelu',
-                init='nanogpt',
-                dropout=0.2,
-            ),
-            data=DataConfig(name='tiny_shakespeare', tokenizer='characters', shift_windows=True),
-            optimizer=OptimizerConfig(schedule='cosine', final_fraction=0.1, decay='coupled'),
-            train=TrainConfig(num_steps=5000, batch_size=64, eval_every=250, checkpoint_every=250),
-            trials=TrialsConfig(learning_rates=(1e-3,), weight_decays=(0.1,)),
-        )
+    return Config(
+        model=ModelConfig(
+            d_model=384,
+            num_layers=6,
+            num_heads=6,
+            context=256,
+            vocab_size=67,
+            activation='gelu',
+            init='nanogpt',
+            dropout=0.2,
+        ),
+        data=DataConfig(name='tiny_shakespeare', tokenizer='characters', shift_windows=True),
+        optimizer=OptimizerConfig(schedule='cosine', final_fraction=0.1, decay='coupled'),
+        train=TrainConfig(num_steps=5000, batch_size=64, eval_every=250, checkpoint_every=250),
+        trials=TrialsConfig(learning_rates=(1e-3,), weight_decays=(0.1,)),
     )

@@ -20,39 +20,36 @@ from qkattn.config import (
     Study,
     TrainConfig,
     TrialsConfig,
-    to_config_dict,
 )
 
 
 def get_config():
-    return to_config_dict(
-        Study(
-            name='direction',
-            question='Which scores can point from one token to the next without positions?',
-            base=Config(
-                model=ModelConfig(
-                    kind='encoder',
-                    num_layers=1,
-                    num_heads=1,
-                    context=16,
-                    vocab_size=256,
-                    positions='none',
-                ),
-                data=DataConfig(name='successor(keys=16, payloads=16)'),
-                optimizer=OptimizerConfig(warmup_steps=100),
-                train=TrainConfig(
-                    num_steps=1000,
-                    batch_size=128,
-                    steps_per_dispatch=20,
-                    log_every=20,
-                    eval_every=100,
-                    checkpoint_every=500,
-                    lifting='map',
-                ),
-                trials=TrialsConfig(seeds=(0, 1, 2), learning_rates=(3e-3,)),
+    return Study(
+        name='direction',
+        question='Which scores can point from one token to the next without positions?',
+        base=Config(
+            model=ModelConfig(
+                kind='encoder',
+                num_layers=1,
+                num_heads=1,
+                context=16,
+                vocab_size=256,
+                positions='none',
             ),
-            baseline='qk/vo',
-            variants=('qk/vo', 'shared_qk/vo', 'symmetric/vo', 'pairwise/vo'),
-            sizes=('d_model=64',),
-        )
+            data=DataConfig(name='successor(keys=16, payloads=16)'),
+            optimizer=OptimizerConfig(warmup_steps=100),
+            train=TrainConfig(
+                num_steps=1000,
+                batch_size=128,
+                steps_per_dispatch=20,
+                log_every=20,
+                eval_every=100,
+                checkpoint_every=500,
+                lifting='map',
+            ),
+            trials=TrialsConfig(seeds=(0, 1, 2), learning_rates=(3e-3,)),
+        ),
+        baseline='qk/vo',
+        variants=('qk/vo', 'shared_qk/vo', 'symmetric/vo', 'pairwise/vo'),
+        sizes=('d_model=64',),
     )

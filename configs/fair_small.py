@@ -26,46 +26,43 @@ from qkattn.config import (
     TrainConfig,
     TrialsConfig,
     TuningConfig,
-    to_config_dict,
 )
 
 
 def get_config():
-    return to_config_dict(
-        Study(
-            name='fair_small',
-            question='Which of W_Q, W_K, W_V, W_O does a small causal language model need?',
-            base=Config(
-                model=ModelConfig(num_layers=2, num_heads=2, context=64),
-                data=DataConfig(eval_sequences=2048),
-                optimizer=OptimizerConfig(warmup_steps=50),
-                train=TrainConfig(
-                    num_steps=500,
-                    batch_size=16,
-                    steps_per_dispatch=25,
-                    log_every=50,
-                    eval_every=250,
-                    checkpoint_every=250,
-                    lifting='map',
-                ),
-                trials=TrialsConfig(
-                    seeds=tuple(range(12)), learning_rates=(4e-3, 8e-3, 1.6e-2, 3.2e-2)
-                ),
+    return Study(
+        name='fair_small',
+        question='Which of W_Q, W_K, W_V, W_O does a small causal language model need?',
+        base=Config(
+            model=ModelConfig(num_layers=2, num_heads=2, context=64),
+            data=DataConfig(eval_sequences=2048),
+            optimizer=OptimizerConfig(warmup_steps=50),
+            train=TrainConfig(
+                num_steps=500,
+                batch_size=16,
+                steps_per_dispatch=25,
+                log_every=50,
+                eval_every=250,
+                checkpoint_every=250,
+                lifting='map',
             ),
-            baseline='qk/vo',
-            variants=(
-                'qk/vo',
-                'query_free/vo',
-                'key_free/vo',
-                'shared_qk/vo',
-                'shared_qk(key_norm=True,self_mask=True)/vo',
-                'qk/no_v',
-                'qk/no_o',
-                'qk/k_is_v',
-                'qk/vo?num_kv_heads=1',
+            trials=TrialsConfig(
+                seeds=tuple(range(12)), learning_rates=(4e-3, 8e-3, 1.6e-2, 3.2e-2)
             ),
-            sizes=('d_model=48',),
-            tuning=TuningConfig(seeds=(100, 101)),
-            controls=ControlsConfig(longer=4, longer_seeds=tuple(range(6))),
-        )
+        ),
+        baseline='qk/vo',
+        variants=(
+            'qk/vo',
+            'query_free/vo',
+            'key_free/vo',
+            'shared_qk/vo',
+            'shared_qk(key_norm=True,self_mask=True)/vo',
+            'qk/no_v',
+            'qk/no_o',
+            'qk/k_is_v',
+            'qk/vo?num_kv_heads=1',
+        ),
+        sizes=('d_model=48',),
+        tuning=TuningConfig(seeds=(100, 101)),
+        controls=ControlsConfig(longer=4, longer_seeds=tuple(range(6))),
     )

@@ -23,41 +23,38 @@ from qkattn.config import (
     TrainConfig,
     TrialsConfig,
     TuningConfig,
-    to_config_dict,
 )
 
 
 def get_config():
-    return to_config_dict(
-        Study(
-            name='initialization',
-            question='How much of a difference between variants does the initialization explain?',
-            base=Config(
-                model=ModelConfig(num_layers=2, num_heads=2, context=64),
-                data=DataConfig(eval_sequences=2048),
-                optimizer=OptimizerConfig(warmup_steps=50),
-                train=TrainConfig(
-                    num_steps=400,
-                    batch_size=16,
-                    steps_per_dispatch=25,
-                    log_every=50,
-                    eval_every=400,
-                    checkpoint_every=200,
-                    lifting='map',
-                ),
-                trials=TrialsConfig(seeds=tuple(range(8)), learning_rates=(4e-3, 8e-3, 1.6e-2)),
+    return Study(
+        name='initialization',
+        question='How much of a difference between variants does the initialization explain?',
+        base=Config(
+            model=ModelConfig(num_layers=2, num_heads=2, context=64),
+            data=DataConfig(eval_sequences=2048),
+            optimizer=OptimizerConfig(warmup_steps=50),
+            train=TrainConfig(
+                num_steps=400,
+                batch_size=16,
+                steps_per_dispatch=25,
+                log_every=50,
+                eval_every=400,
+                checkpoint_every=200,
+                lifting='map',
             ),
-            baseline='qk/vo',
-            variants=(
-                'qk/vo',
-                'qk/no_o',
-                'shared_qk/vo',
-                'qk/vo?init=nanogpt',
-                'qk/no_o?init=nanogpt',
-                'shared_qk/vo?init=nanogpt',
-            ),
-            sizes=('d_model=48',),
-            tuning=TuningConfig(seeds=(100, 101), max_seeds=4),
-            controls=ControlsConfig(equal_shape=False, longer=None),
-        )
+            trials=TrialsConfig(seeds=tuple(range(8)), learning_rates=(4e-3, 8e-3, 1.6e-2)),
+        ),
+        baseline='qk/vo',
+        variants=(
+            'qk/vo',
+            'qk/no_o',
+            'shared_qk/vo',
+            'qk/vo?init=nanogpt',
+            'qk/no_o?init=nanogpt',
+            'shared_qk/vo?init=nanogpt',
+        ),
+        sizes=('d_model=48',),
+        tuning=TuningConfig(seeds=(100, 101), max_seeds=4),
+        controls=ControlsConfig(equal_shape=False, longer=None),
     )

@@ -19,34 +19,31 @@ from qkattn.config import (
     Study,
     TrainConfig,
     TrialsConfig,
-    to_config_dict,
 )
 
 
 def get_config():
-    return to_config_dict(
-        Study(
-            name='mlm_small',
-            question='Which of W_Q, W_K, W_V, W_O does a small masked language model need?',
-            base=Config(
-                model=ModelConfig(
-                    kind='encoder', num_layers=2, num_heads=4, context=64, vocab_size=257
-                ),
-                data=DataConfig(eval_sequences=2048),
-                optimizer=OptimizerConfig(warmup_steps=100),
-                train=TrainConfig(
-                    num_steps=2000,
-                    batch_size=16,
-                    steps_per_dispatch=20,
-                    log_every=20,
-                    eval_every=200,
-                    checkpoint_every=500,
-                    lifting='map',
-                ),
-                trials=TrialsConfig(seeds=(0, 1, 2), learning_rates=(4e-3,)),
+    return Study(
+        name='mlm_small',
+        question='Which of W_Q, W_K, W_V, W_O does a small masked language model need?',
+        base=Config(
+            model=ModelConfig(
+                kind='encoder', num_layers=2, num_heads=4, context=64, vocab_size=257
             ),
-            baseline='qk/vo',
-            variants=('qk/vo', 'shared_qk/vo', 'query_free/vo'),
-            sizes=('d_model=96',),
-        )
+            data=DataConfig(eval_sequences=2048),
+            optimizer=OptimizerConfig(warmup_steps=100),
+            train=TrainConfig(
+                num_steps=2000,
+                batch_size=16,
+                steps_per_dispatch=20,
+                log_every=20,
+                eval_every=200,
+                checkpoint_every=500,
+                lifting='map',
+            ),
+            trials=TrialsConfig(seeds=(0, 1, 2), learning_rates=(4e-3,)),
+        ),
+        baseline='qk/vo',
+        variants=('qk/vo', 'shared_qk/vo', 'query_free/vo'),
+        sizes=('d_model=96',),
     )

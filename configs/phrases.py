@@ -15,36 +15,33 @@ from qkattn.config import (
     OptimizerConfig,
     TrainConfig,
     TrialsConfig,
-    to_config_dict,
 )
 
 
 def get_config():
-    return to_config_dict(
-        Config(
-            model=ModelConfig(
-                kind='encoder_decoder',
-                d_model=64,
-                num_layers=1,
-                num_encoder_layers=4,
-                num_heads=2,
-                context=64,
-                vocab_size=1000,
-                dropout=0.1,
-                attention_dropout=0.0,
-            ),
-            data=DataConfig(name='cldr', languages='en-de', tokenizer='bpe', tokenizer_size=1000),
-            optimizer=OptimizerConfig(warmup_steps=100, beta2=0.98),
-            train=TrainConfig(
-                num_steps=600,
-                batch_size=32,
-                label_smoothing=0.1,
-                steps_per_dispatch=20,
-                log_every=20,
-                eval_every=300,
-                checkpoint_every=300,
-            ),
-            trials=TrialsConfig(learning_rates=(4e-3,)),
-            decode=DecodeConfig(beam=4, max_sources=64),
-        )
+    return Config(
+        model=ModelConfig(
+            kind='encoder_decoder',
+            d_model=64,
+            num_layers=1,
+            num_encoder_layers=4,
+            num_heads=2,
+            context=64,
+            vocab_size=1000,
+            dropout=0.1,
+            attention_dropout=0.0,
+        ),
+        data=DataConfig(name='cldr', languages='en-de', tokenizer='bpe', tokenizer_size=1000),
+        optimizer=OptimizerConfig(warmup_steps=100, beta2=0.98),
+        train=TrainConfig(
+            num_steps=600,
+            batch_size=32,
+            label_smoothing=0.1,
+            steps_per_dispatch=20,
+            log_every=20,
+            eval_every=300,
+            checkpoint_every=300,
+        ),
+        trials=TrialsConfig(learning_rates=(4e-3,)),
+        decode=DecodeConfig(beam=4, max_sources=64),
     )

@@ -26,44 +26,41 @@ from qkattn.config import (
     TrainConfig,
     TrialsConfig,
     TuningConfig,
-    to_config_dict,
 )
 
 
 def get_config():
-    return to_config_dict(
-        Study(
-            name='query_free_recipe',
-            question='Does the published recipe for W_Q = I change what it costs?',
-            base=Config(
-                model=ModelConfig(num_layers=2, num_heads=2, context=64),
-                data=DataConfig(eval_sequences=2048),
-                optimizer=OptimizerConfig(
-                    warmup_steps=50,
-                    schedule='cosine',
-                    final_fraction=0.1,
-                    beta2=0.95,
-                    decay='coupled',
-                ),
-                train=TrainConfig(
-                    num_steps=500,
-                    batch_size=16,
-                    steps_per_dispatch=25,
-                    log_every=50,
-                    eval_every=500,
-                    checkpoint_every=250,
-                    lifting='map',
-                ),
-                trials=TrialsConfig(
-                    seeds=tuple(range(8)),
-                    learning_rates=(4e-3, 8e-3, 1.6e-2),
-                    weight_decays=(2**-5,),
-                ),
+    return Study(
+        name='query_free_recipe',
+        question='Does the published recipe for W_Q = I change what it costs?',
+        base=Config(
+            model=ModelConfig(num_layers=2, num_heads=2, context=64),
+            data=DataConfig(eval_sequences=2048),
+            optimizer=OptimizerConfig(
+                warmup_steps=50,
+                schedule='cosine',
+                final_fraction=0.1,
+                beta2=0.95,
+                decay='coupled',
             ),
-            baseline='qk/vo',
-            variants=('qk/vo', 'query_free/vo', 'query_free/vo?score_scale=0.5'),
-            sizes=('d_model=48',),
-            tuning=TuningConfig(seeds=(100, 101), max_seeds=4),
-            controls=ControlsConfig(equal_shape=False, longer=None),
-        )
+            train=TrainConfig(
+                num_steps=500,
+                batch_size=16,
+                steps_per_dispatch=25,
+                log_every=50,
+                eval_every=500,
+                checkpoint_every=250,
+                lifting='map',
+            ),
+            trials=TrialsConfig(
+                seeds=tuple(range(8)),
+                learning_rates=(4e-3, 8e-3, 1.6e-2),
+                weight_decays=(2**-5,),
+            ),
+        ),
+        baseline='qk/vo',
+        variants=('qk/vo', 'query_free/vo', 'query_free/vo?score_scale=0.5'),
+        sizes=('d_model=48',),
+        tuning=TuningConfig(seeds=(100, 101), max_seeds=4),
+        controls=ControlsConfig(equal_shape=False, longer=None),
     )

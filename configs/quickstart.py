@@ -17,41 +17,38 @@ from qkattn.config import (
     Study,
     TrainConfig,
     TrialsConfig,
-    to_config_dict,
 )
 
 
 def get_config():
-    return to_config_dict(
-        Study(
-            name='quickstart',
-            question='Which of W_Q, W_K, W_V, W_O does a small causal language model need?',
-            base=Config(
-                model=ModelConfig(num_layers=2, num_heads=4, context=64),
-                data=DataConfig(eval_sequences=512),
-                optimizer=OptimizerConfig(warmup_steps=40),
-                train=TrainConfig(
-                    num_steps=400,
-                    batch_size=16,
-                    steps_per_dispatch=20,
-                    log_every=20,
-                    eval_every=100,
-                    checkpoint_every=200,
-                    lifting='map',
-                ),
-                trials=TrialsConfig(seeds=(0, 1, 2), learning_rates=(4e-3,)),
+    return Study(
+        name='quickstart',
+        question='Which of W_Q, W_K, W_V, W_O does a small causal language model need?',
+        base=Config(
+            model=ModelConfig(num_layers=2, num_heads=4, context=64),
+            data=DataConfig(eval_sequences=512),
+            optimizer=OptimizerConfig(warmup_steps=40),
+            train=TrainConfig(
+                num_steps=400,
+                batch_size=16,
+                steps_per_dispatch=20,
+                log_every=20,
+                eval_every=100,
+                checkpoint_every=200,
+                lifting='map',
             ),
-            baseline='qk/vo',
-            variants=(
-                'qk/vo',
-                'merged/vo',
-                'shared_qk/vo',
-                'query_free/vo',
-                'key_free/vo',
-                'qk/no_v',
-                'qk/no_o',
-                'qk/vo?num_kv_heads=1',
-            ),
-            sizes=('d_model=96',),
-        )
+            trials=TrialsConfig(seeds=(0, 1, 2), learning_rates=(4e-3,)),
+        ),
+        baseline='qk/vo',
+        variants=(
+            'qk/vo',
+            'merged/vo',
+            'shared_qk/vo',
+            'query_free/vo',
+            'key_free/vo',
+            'qk/no_v',
+            'qk/no_o',
+            'qk/vo?num_kv_heads=1',
+        ),
+        sizes=('d_model=96',),
     )

@@ -13,16 +13,13 @@ from qkattn.config import (
     ModelConfig,
     TrainConfig,
     TrialsConfig,
-    to_config_dict,
 )
 
 
 def get_config():
-    return to_config_dict(
-        Config(
-            model=ModelConfig(d_model=128, num_layers=2, num_heads=4, context=64),
-            data=DataConfig(eval_sequences=512),
-            train=TrainConfig(num_steps=600, batch_size=16, eval_every=200, checkpoint_every=200),
-            trials=TrialsConfig(seeds=(0, 1, 2), learning_rates=(2e-3,)),
-        )
+    return Config(
+        model=ModelConfig(d_model=128, num_layers=2, num_heads=4, context=64),
+        data=DataConfig(eval_sequences=512),
+        train=TrainConfig(num_steps=600, batch_size=16, eval_every=200, checkpoint_every=200),
+        trials=TrialsConfig(seeds=(0, 1, 2), learning_rates=(2e-3,)),
     )

@@ -22,51 +22,46 @@ from qkattn.config import (
     Study,
     TrainConfig,
     TrialsConfig,
-    to_config_dict,
 )
 
 
 def get_config():
-    return to_config_dict(
-        Study(
-            name='translation_small',
-            question='Which of W_Q, W_K, W_V, W_O does the encoder of a small translator need?',
-            base=Config(
-                model=ModelConfig(
-                    kind='encoder_decoder',
-                    num_layers=1,
-                    num_encoder_layers=4,
-                    num_heads=2,
-                    context=64,
-                    vocab_size=1000,
-                    dropout=0.1,
-                    attention_dropout=0.0,
-                ),
-                data=DataConfig(
-                    name='cldr', languages='en-de', tokenizer='bpe', tokenizer_size=1000
-                ),
-                optimizer=OptimizerConfig(warmup_steps=100, beta2=0.98),
-                train=TrainConfig(
-                    num_steps=600,
-                    batch_size=32,
-                    label_smoothing=0.1,
-                    steps_per_dispatch=20,
-                    log_every=20,
-                    eval_every=200,
-                    checkpoint_every=200,
-                    lifting='map',
-                ),
-                trials=TrialsConfig(seeds=(0, 1, 2), learning_rates=(4e-3,)),
-                decode=DecodeConfig(beam=4, max_sources=320),
+    return Study(
+        name='translation_small',
+        question='Which of W_Q, W_K, W_V, W_O does the encoder of a small translator need?',
+        base=Config(
+            model=ModelConfig(
+                kind='encoder_decoder',
+                num_layers=1,
+                num_encoder_layers=4,
+                num_heads=2,
+                context=64,
+                vocab_size=1000,
+                dropout=0.1,
+                attention_dropout=0.0,
             ),
-            baseline='qk/vo',
-            variants=(
-                'qk/vo',
-                'qk/vo?encoder_variant=shared_qk/vo',
-                'qk/vo?encoder_variant=query_free/vo',
-                'qk/vo?encoder_variant=qk/no_v',
-                'qk/vo?encoder_variant=qk/no_o',
+            data=DataConfig(name='cldr', languages='en-de', tokenizer='bpe', tokenizer_size=1000),
+            optimizer=OptimizerConfig(warmup_steps=100, beta2=0.98),
+            train=TrainConfig(
+                num_steps=600,
+                batch_size=32,
+                label_smoothing=0.1,
+                steps_per_dispatch=20,
+                log_every=20,
+                eval_every=200,
+                checkpoint_every=200,
+                lifting='map',
             ),
-            sizes=('d_model=64',),
-        )
+            trials=TrialsConfig(seeds=(0, 1, 2), learning_rates=(4e-3,)),
+            decode=DecodeConfig(beam=4, max_sources=320),
+        ),
+        baseline='qk/vo',
+        variants=(
+            'qk/vo',
+            'qk/vo?encoder_variant=shared_qk/vo',
+            'qk/vo?encoder_variant=query_free/vo',
+            'qk/vo?encoder_variant=qk/no_v',
+            'qk/vo?encoder_variant=qk/no_o',
+        ),
+        sizes=('d_model=64',),
     )

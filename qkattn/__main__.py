@@ -5,6 +5,7 @@ qkattn ablate --config=quickstart --workdir=runs/quickstart   # = python -m expe
 """
 
 import ast
+import importlib.util
 import runpy
 import sys
 import textwrap
@@ -15,6 +16,11 @@ from qkattn.jobs import output, signals
 if __name__ == '__main__' or Path(sys.argv[0]).name == 'qkattn':  # before imports that take seconds
     output.escape_unencodable()
     signals.exit_while_starting(''.join(sys.argv[1:2]))
+
+if importlib.util.find_spec('ml_collections') is None:  # `pip install qkattn`, without extras
+    sentence = "commands need the packages of the laboratory: pip install 'qkattn[lab]'\n"
+    output.say(sentence, sys.stderr)
+    sys.exit(signals.EXIT_CONFIG)
 
 from absl import flags
 

@@ -16,12 +16,13 @@ import pytest
 import qkattn
 from tests.processes import ROOT
 
-FILES = sorted([*ROOT.glob('qkattn/**/*.py'), *ROOT.glob('experiments/**/*.py')])
+FOLDERS = ('qkattn', 'experiments', 'examples')
+FILES = sorted(path for folder in FOLDERS for path in ROOT.glob(f'{folder}/**/*.py'))
 # Lowest first. Rooms of one layer do not import each other.
 LAYERS = ['errors', 'config', 'metrics, stats', 'jobs', 'storage', 'attention', 'model']
 LAYERS += ['data', 'analysis, decode', 'train', 'convert', 'study']
 LAYERS += ['verdict', 'report', 'claims, explorer, benchmark']
-LAYERS += ['experiments, __main__']
+LAYERS += ['experiments, examples, __main__']
 LAYER = {room: number for number, layer in enumerate(LAYERS) for room in layer.split(', ')}
 
 # Imported where it is used: only reading .pt files needs it.
@@ -43,6 +44,8 @@ def room_of(module: str) -> str | None:
     top, *inside = module.split('.')
     if top == 'experiments':
         return inside[0] if inside and inside[0] in PACKAGES else top
+    if top == 'examples':
+        return top
     if top == 'qkattn' and inside:
         return inside[0]
     return None
@@ -58,7 +61,7 @@ def imported(node: ast.AST) -> Iterator[str]:
         names = [name if name in MODULES else str(node.module) for name in whole]
     else:
         return
-    yield from (name for name in names if name.split('.')[0] in ('qkattn', 'experiments'))
+    yield from (name for name in names if name.split('.')[0] in FOLDERS)
 
 
 def problems_of(path: Path) -> Iterator[str]:

@@ -19,7 +19,7 @@ import pytest
 from absl import flags
 
 from qkattn.attention import SCORES, VALUES
-from qkattn.config import Config, Study, from_config_dict
+from qkattn.config import Config, Study
 from qkattn.jobs import cli
 from qkattn.model.sites import validate
 from qkattn.study import variant_catalogue, variant_tables
@@ -77,7 +77,7 @@ def test_the_example_passes_the_contract_tests(example, tmp_path):
 
 
 def test_every_path_that_a_page_names_exists():
-    named = re.compile(r'`((?:qkattn|experiments|configs|tests|launch|docs)/[\w./]*)`')
+    named = re.compile(r'`((?:qkattn|examples|experiments|configs|tests|launch|docs)/[\w./]*)`')
     for page in PAGES:
         for path in named.findall(text := page.read_text()):
             assert (ROOT / path).exists(), (page, path)
@@ -155,7 +155,7 @@ def test_every_command_is_accepted(example, outside, monkeypatch):
 @pytest.mark.parametrize('path', sorted((ROOT / 'configs').glob('*.py')), ids=lambda p: p.stem)
 def test_every_config_is_valid(path):
     namespace = runpy.run_path(str(path))
-    config = from_config_dict(namespace['get_config']())
+    config = namespace['get_config']()
     check(config)
     script = 'ablate' if isinstance(config, Study) else 'train'
     command = f'-m experiments.{script} --config=configs/{path.name}'

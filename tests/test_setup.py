@@ -25,6 +25,7 @@ from tests.processes import ROOT
 SCRIPTS = sorted([*ROOT.glob('launch/*.sh'), *ROOT.glob('launch/*.sbatch'), ROOT / '.ci' / 'run'])
 PYPROJECT = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
 EXTRAS = PYPROJECT['optional-dependencies']
+CORE = PYPROJECT['dependencies']
 OURS = {'qkattn', 'experiments', 'configs'}
 # Imported where it is used, with one sentence where it is missing: reading .pt files needs it.
 OPTIONAL = {'torch'}
@@ -55,7 +56,8 @@ def imported_modules() -> set[str]:
 def test_imports_are_declared_and_pinned_to_one_version_in_the_declared_range(python_version):
     lines = (ROOT / 'requirements.txt').read_text().splitlines()
     pins = filter(None, (line.partition('#')[0].strip() for line in lines))
-    pinned, needed = by_name(pins, python_version), PYPROJECT['dependencies']
+    pinned = by_name(pins, python_version)
+    needed = CORE + EXTRAS['lab']
     declared = by_name(needed + EXTRAS['test'], python_version)
     # Left to jax in pyproject.toml; pinned, as bitwise results depend on it.
     assert pinned.keys() - declared.keys() == {'jaxlib'} and not declared.keys() - pinned.keys()
@@ -69,6 +71,91 @@ def test_imports_are_declared_and_pinned_to_one_version_in_the_declared_range(py
     required = by_name(needed, python_version).keys()
     for module in imported_modules() - OURS - OPTIONAL - sys.stdlib_module_names:
         assert required & {*map(canonicalize_name, distributions[module])}, module
+
+
+def test_private_modules_of_jax_are_used_below_its_upper_bound():
+    users = {
+        path.relative_to(ROOT).as_posix()
+        for path in ROOT.glob('qkattn/**/*.py')
+        if 'from jax._src' in path.read_text()
+    }
+    assert users == {'qkattn/jobs/agreement.py', 'qkattn/jobs/detection.py'}
+    bounds = {specifier.operator for specifier in by_name(CORE, '3.11')['jax'].specifier}
+    assert bounds == {'>=', '<'}
+
+
+# An installation without extras
+
+# Hides the packages of `hidden`, as if they were not installed.
+WITHOUT_EXTRAS = """
+import importlib.machinery, runpy, sys
+
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.partition('.')[0] not in {hidden}:
+            return importlib.machinery.PathFinder.find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Finder
+"""
+
+
+def modules_of_extras() -> set[str]:
+    """The installed top-level modules that `pip install qkattn` alone does not bring."""
+    core = set()
+    pending = {canonicalize_name(Requirement(text).name) for text in CORE}
+    while pending:
+        name = pending.pop()
+        core.add(name)
+        for requirement in map(Requirement, importlib.metadata.requires(name) or []):
+            if requirement.marker is None or requirement.marker.evaluate({'extra': ''}):
+                pending |= {canonicalize_name(requirement.name)} - core
+    return {
+        module
+        for module, owners in importlib.metadata.packages_distributions().items()
+        if module not in OURS and not core & set(map(canonicalize_name, owners))
+    }
+
+
+def run_without_extras(program: str, directory: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    finder = WITHOUT_EXTRAS.replace('{hidden}', repr(modules_of_extras()))
+    env = {**os.environ, 'PYTHONPATH': str(ROOT)}
+    command = [sys.executable, '-c', finder + program]
+    return subprocess.run(command, cwd=directory, env=env, capture_output=True, text=True)
+
+
+def test_the_core_is_jax_with_flax_numpy_and_scipy():
+    assert by_name(CORE, '3.11').keys() == {'jax', 'flax', 'numpy', 'scipy'}
+
+
+def test_layers_and_models_run_without_extras():
+    page = (ROOT / 'docs/extend.md').read_text('utf-8')
+    snippet = page.split('## Without the laboratory')[1].split('```python\n')[1].split('```')[0]
+    done = run_without_extras(snippet)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ['(2, 16, 64)', '(2, 16, 256)']
+
+
+def test_the_class_of_the_readme_runs_without_extras(tmp_path):
+    page = (ROOT / 'README.md').read_text('utf-8')
+    example = page.split('<!-- example: signed_diagonal.py -->\n```python\n')[1].split('```')[0]
+    program = """
+import jax
+from qkattn.attention import Attention, AttentionSpec
+
+spec = AttentionSpec(score='qk', value='vo', d_model=8, num_heads=2)
+score = SignedDiagonal(spec, key=jax.random.key(0))
+print(score.matrix().shape)
+"""
+    done = run_without_extras(example + program, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == '(2, 8, 8)\n'
+
+
+def test_the_command_without_extras_names_the_one_that_it_needs():
+    done = run_without_extras("runpy.run_module('qkattn', run_name='__main__')")
+    sentence = "commands need the packages of the laboratory: pip install 'qkattn[lab]'\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, '', sentence)
 
 
 def test_launchers_install_extras_that_there_are():

@@ -10,27 +10,25 @@ Expected result and time: docs/claims_a.md, A6.
 """
 
 from experiments.claims.protocol import language_model, pick, protocol
-from qkattn.config import Study, to_config_dict
+from qkattn.config import Study
 
 
 def get_config(scale='cpu'):
     tuned = scale != 'smoke'
-    return to_config_dict(
-        Study(
-            name='lm_added',
-            question='What do more parameters in attention give a decoder that has learned?',
-            base=language_model(scale),
-            variants=(
-                'qk/vo',
-                'nonlinear_query/vo',
-                'full_size/vo',
-                'double/double',
-                'qk/vo?num_heads=1',
-            ),
-            sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=96',), gpu=('d_model=768',)),
-            # Parameters worth 8 % of the model cost this decoder about 0.021 nats.
-            margin=0.01,
-            expected=('qk/vo?num_heads=1 is worse',) if tuned else (),
-            **protocol(scale, equal_shape=False, max_excess=0.004),
-        )
+    return Study(
+        name='lm_added',
+        question='What do more parameters in attention give a decoder that has learned?',
+        base=language_model(scale),
+        variants=(
+            'qk/vo',
+            'nonlinear_query/vo',
+            'full_size/vo',
+            'double/double',
+            'qk/vo?num_heads=1',
+        ),
+        sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=96',), gpu=('d_model=768',)),
+        # Parameters worth 8 % of the model cost this decoder about 0.021 nats.
+        margin=0.01,
+        expected=('qk/vo?num_heads=1 is worse',) if tuned else (),
+        **protocol(scale, equal_shape=False, max_excess=0.004),
     )

@@ -12,24 +12,22 @@ Expected result and time: docs/claims_d.md, D2.
 import dataclasses
 
 from experiments.claims.protocol import language_model, pick, protocol
-from qkattn.config import Study, to_config_dict
+from qkattn.config import Study
 
 
 def get_config(scale='cpu'):
     base = language_model(scale)
     decays = pick(scale, smoke=(2e-3,), cpu=(1e-3, 2e-3, 4e-3), gpu=(2.5e-4, 5e-4, 1e-3))
-    return to_config_dict(
-        Study(
-            name='lm_doubled',
-            question='Does a second matrix behind W_Q, W_K and W_V change training?',
-            base=dataclasses.replace(
-                base, trials=dataclasses.replace(base.trials, weight_decays=decays)
-            ),
-            variants=('qk/vo', 'double/vo', 'qk/double', 'double/double'),
-            sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=96',), gpu=('d_model=768',)),
-            match=None,
-            # Parameters worth 8 % of the model cost this decoder about 0.021 nats.
-            margin=0.01,
-            **protocol(scale, equal_shape=False, max_excess=0.004),
-        )
+    return Study(
+        name='lm_doubled',
+        question='Does a second matrix behind W_Q, W_K and W_V change training?',
+        base=dataclasses.replace(
+            base, trials=dataclasses.replace(base.trials, weight_decays=decays)
+        ),
+        variants=('qk/vo', 'double/vo', 'qk/double', 'double/double'),
+        sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=96',), gpu=('d_model=768',)),
+        match=None,
+        # Parameters worth 8 % of the model cost this decoder about 0.021 nats.
+        margin=0.01,
+        **protocol(scale, equal_shape=False, max_excess=0.004),
     )

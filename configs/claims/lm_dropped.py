@@ -10,29 +10,27 @@ Expected result and time: docs/claims_b.md, B4.
 """
 
 from experiments.claims.protocol import language_model, pick, protocol
-from qkattn.config import Study, to_config_dict
+from qkattn.config import Study
 
 
 def get_config(scale='cpu'):
     tuned = scale != 'smoke'
-    return to_config_dict(
-        Study(
-            name='lm_dropped',
-            question='What does a decoder that has learned lose without a matrix?',
-            base=language_model(scale, seeds=16, evaluations=4),
-            variants=(
-                'qk/vo',
-                'query_free/vo',
-                'key_free/vo',
-                'merged/vo',
-                'qk/no_v',
-                'qk/no_o',
-                'qk/vo?num_heads=1',
-            ),
-            sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=96',), gpu=('d_model=768',)),
-            # Parameters worth 8 % of the model cost this decoder about 0.021 nats.
-            margin=0.01,
-            expected=('qk/vo?num_heads=1 is worse',) if tuned else (),
-            **protocol(scale, max_excess=0.003, screening=4),
-        )
+    return Study(
+        name='lm_dropped',
+        question='What does a decoder that has learned lose without a matrix?',
+        base=language_model(scale, seeds=16, evaluations=4),
+        variants=(
+            'qk/vo',
+            'query_free/vo',
+            'key_free/vo',
+            'merged/vo',
+            'qk/no_v',
+            'qk/no_o',
+            'qk/vo?num_heads=1',
+        ),
+        sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=96',), gpu=('d_model=768',)),
+        # Parameters worth 8 % of the model cost this decoder about 0.021 nats.
+        margin=0.01,
+        expected=('qk/vo?num_heads=1 is worse',) if tuned else (),
+        **protocol(scale, max_excess=0.003, screening=4),
     )

@@ -13,7 +13,7 @@ Expected result: the differences of lm_dropped, or smaller ones. Not trained.
 import dataclasses
 
 from experiments.claims.protocol import language_model, pick, protocol
-from qkattn.config import Study, to_config_dict
+from qkattn.config import Study
 
 FACTORS = (0.5, 1.0, 2.0)
 
@@ -23,15 +23,13 @@ def get_config(scale='cpu'):
     if scale != 'smoke':  # which tunes nothing
         grids = dataclasses.replace(fields['tuning'], init_qks=FACTORS, init_vos=FACTORS)
         fields |= {'tuning': grids}
-    return to_config_dict(
-        Study(
-            name='lm_initialization',
-            question='Is what a dropped matrix costs a matter of how the others are initialized?',
-            base=language_model(scale, first_seed=64),
-            variants=('qk/vo', 'query_free/vo', 'qk/no_v', 'qk/no_o'),
-            sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=96',), gpu=('d_model=768',)),
-            # Parameters worth 8 % of the model cost this decoder about 0.021 nats.
-            margin=0.01,
-            **fields,
-        )
+    return Study(
+        name='lm_initialization',
+        question='Is what a dropped matrix costs a matter of how the others are initialized?',
+        base=language_model(scale, first_seed=64),
+        variants=('qk/vo', 'query_free/vo', 'qk/no_v', 'qk/no_o'),
+        sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=96',), gpu=('d_model=768',)),
+        # Parameters worth 8 % of the model cost this decoder about 0.021 nats.
+        margin=0.01,
+        **fields,
     )

@@ -12,29 +12,27 @@ of a core.
 """
 
 from experiments.claims.protocol import language_model, pick, protocol
-from qkattn.config import Study, to_config_dict
+from qkattn.config import Study
 
 
 def get_config(scale='cpu'):
     tuned = scale != 'smoke'
-    return to_config_dict(
-        Study(
-            name='lm_long',
-            question='Which differences between decoders are left after four times the steps?',
-            base=language_model(scale, seeds=6, first_seed=56, evaluations=8, times_as_long=4),
-            variants=(
-                'qk/vo',
-                'query_free/vo',
-                'merged/vo',
-                'qk/no_v',
-                'qk/no_o',
-                'shared_qk/vo',
-                'qk/k_is_v',
-            ),
-            sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=96',), gpu=('d_model=768',)),
-            # Parameters worth 8 % of the model cost this decoder about 0.021 nats.
-            margin=0.01,
-            expected=('shared_qk/vo is worse',) if tuned else (),
-            **protocol(scale, equal_shape=False, max_excess=0.003, max_screening=4),
-        )
+    return Study(
+        name='lm_long',
+        question='Which differences between decoders are left after four times the steps?',
+        base=language_model(scale, seeds=6, first_seed=56, evaluations=8, times_as_long=4),
+        variants=(
+            'qk/vo',
+            'query_free/vo',
+            'merged/vo',
+            'qk/no_v',
+            'qk/no_o',
+            'shared_qk/vo',
+            'qk/k_is_v',
+        ),
+        sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=96',), gpu=('d_model=768',)),
+        # Parameters worth 8 % of the model cost this decoder about 0.021 nats.
+        margin=0.01,
+        expected=('shared_qk/vo is worse',) if tuned else (),
+        **protocol(scale, equal_shape=False, max_excess=0.003, max_screening=4),
     )

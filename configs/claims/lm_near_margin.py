@@ -10,28 +10,26 @@ Expected result and time: docs/claims_b.md, B4 and B5.
 """
 
 from experiments.claims.protocol import language_model, pick, protocol
-from qkattn.config import Study, to_config_dict
+from qkattn.config import Study
 
 
 def get_config(scale='cpu'):
     depths = pick(scale, smoke=(4, 8), cpu=(4, 8), gpu=(24, 48))
     rates = (1.5e-3, 3e-3, 6e-3, 1.2e-2, 2.4e-2)
-    return to_config_dict(
-        Study(
-            name='lm_near_margin',
-            repeats='lm_dropped' if scale != 'smoke' else None,
-            question='What are decoders worth that fewer seeds leave near the margin?',
-            base=language_model(scale, seeds=40, first_seed=16, learning_rates=rates),
-            variants=(
-                'qk/vo',
-                'query_free/vo',
-                'key_free/vo',
-                'merged/vo',
-                *(f'qk/vo?num_heads=1&num_layers={layers}' for layers in depths),
-            ),
-            sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=96',), gpu=('d_model=768',)),
-            # Parameters worth 8 % of the model cost this decoder about 0.021 nats.
-            margin=0.01,
-            **protocol(scale, equal_shape=False, max_excess=0.003, screening=8),
-        )
+    return Study(
+        name='lm_near_margin',
+        repeats='lm_dropped' if scale != 'smoke' else None,
+        question='What are decoders worth that fewer seeds leave near the margin?',
+        base=language_model(scale, seeds=40, first_seed=16, learning_rates=rates),
+        variants=(
+            'qk/vo',
+            'query_free/vo',
+            'key_free/vo',
+            'merged/vo',
+            *(f'qk/vo?num_heads=1&num_layers={layers}' for layers in depths),
+        ),
+        sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=96',), gpu=('d_model=768',)),
+        # Parameters worth 8 % of the model cost this decoder about 0.021 nats.
+        margin=0.01,
+        **protocol(scale, equal_shape=False, max_excess=0.003, screening=8),
     )

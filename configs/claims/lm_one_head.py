@@ -9,19 +9,17 @@ Expected result and time: docs/claims_b.md, B2.
 """
 
 from experiments.claims.protocol import language_model, pick, protocol
-from qkattn.config import Study, to_config_dict
+from qkattn.config import Study
 
 
 def get_config(scale='cpu'):
-    return to_config_dict(
-        Study(
-            name='lm_one_head',
-            question='Does a decoder of one head that has learned need W_Q?',
-            base=language_model(scale, seeds=24, num_heads=1),
-            variants=('qk/vo', 'query_free/vo'),
-            sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=96',), gpu=('d_model=768',)),
-            # Parameters worth 8 % of the model cost a decoder of four heads about 0.021 nats.
-            margin=0.01,
-            **protocol(scale, max_excess=0.003),
-        )
+    return Study(
+        name='lm_one_head',
+        question='Does a decoder of one head that has learned need W_Q?',
+        base=language_model(scale, seeds=24, num_heads=1),
+        variants=('qk/vo', 'query_free/vo'),
+        sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=96',), gpu=('d_model=768',)),
+        # Parameters worth 8 % of the model cost a decoder of four heads about 0.021 nats.
+        margin=0.01,
+        **protocol(scale, max_excess=0.003),
     )

@@ -9,21 +9,19 @@ Expected result and time: docs/claims_b.md, B7.
 """
 
 from experiments.claims.protocol import language_model, pick, protocol
-from qkattn.config import Study, to_config_dict
+from qkattn.config import Study
 
 
 def get_config(scale='cpu'):
-    return to_config_dict(
-        Study(
-            name='lm_rank_12',
-            repeats='lm_rank' if scale != 'smoke' else None,
-            question='Does W_Q[n] W_K[n]^T of a decoder that has learned need more than half of '
-            'its rank?',
-            base=language_model(scale, seeds=28, first_seed=8),
-            variants=('qk/vo', 'low_rank(rank=12)/vo'),
-            sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=96',), gpu=('d_model=768',)),
-            # Parameters worth 8 % of the model cost this decoder about 0.021 nats.
-            margin=0.01,
-            **protocol(scale, equal_shape=False, max_excess=0.004),
-        )
+    return Study(
+        name='lm_rank_12',
+        repeats='lm_rank' if scale != 'smoke' else None,
+        question='Does W_Q[n] W_K[n]^T of a decoder that has learned need more than half of '
+        'its rank?',
+        base=language_model(scale, seeds=28, first_seed=8),
+        variants=('qk/vo', 'low_rank(rank=12)/vo'),
+        sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=96',), gpu=('d_model=768',)),
+        # Parameters worth 8 % of the model cost this decoder about 0.021 nats.
+        margin=0.01,
+        **protocol(scale, equal_shape=False, max_excess=0.004),
     )

@@ -9,7 +9,7 @@ Expected result: docs/claims.md, Scaling laws. Time: about 10 hours of a core.
 """
 
 from experiments.claims.protocol import language_model, pick, protocol
-from qkattn.config import Study, to_config_dict
+from qkattn.config import Study
 
 
 def get_config(scale='cpu'):
@@ -19,15 +19,13 @@ def get_config(scale='cpu'):
         cpu=((64, 4), (80, 5), (96, 6), (112, 7), (144, 9)),
         gpu=((192, 3), (384, 6), (768, 12), (1152, 18)),
     )
-    return to_config_dict(
-        Study(
-            name='lm_scaling',
-            question='How many parameters of a decoder that has learned is one of an arm worth?',
-            base=language_model(scale, seeds=5),
-            variants=('qk/vo', 'query_free/vo', 'shared_qk/vo'),
-            sizes=tuple(f'd_model={d_model}&num_heads={heads}' for d_model, heads in shapes),
-            # Parameters worth 8 % of the model cost a decoder of four heads about 0.021 nats.
-            margin=0.01,
-            **protocol(scale, equal_shape=False),
-        )
+    return Study(
+        name='lm_scaling',
+        question='How many parameters of a decoder that has learned is one of an arm worth?',
+        base=language_model(scale, seeds=5),
+        variants=('qk/vo', 'query_free/vo', 'shared_qk/vo'),
+        sizes=tuple(f'd_model={d_model}&num_heads={heads}' for d_model, heads in shapes),
+        # Parameters worth 8 % of the model cost a decoder of four heads about 0.021 nats.
+        margin=0.01,
+        **protocol(scale, equal_shape=False),
     )

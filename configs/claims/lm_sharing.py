@@ -10,28 +10,26 @@ Expected result and time: docs/claims_e.md, E4.
 """
 
 from experiments.claims.protocol import language_model, pick, protocol
-from qkattn.config import Study, to_config_dict
+from qkattn.config import Study
 
 
 def get_config(scale='cpu'):
     tuned = scale != 'smoke'
-    return to_config_dict(
-        Study(
-            name='lm_sharing',
-            question='What does sharing across heads and matrices cost a decoder that has learned?',
-            base=language_model(scale, seeds=16),
-            variants=(
-                'qk/vo',
-                'qk/vo?num_kv_heads=2',
-                'qk/vo?num_kv_heads=1',
-                'qk/k_is_v',
-                'shared_qk/vo',
-                'shared_qk/k_is_v',
-            ),
-            sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=96',), gpu=('d_model=768',)),
-            # Parameters worth 8 % of the model cost this decoder about 0.021 nats.
-            margin=0.01,
-            expected=('shared_qk/vo is worse',) if tuned else (),
-            **protocol(scale, max_excess=0.003, screening=4),
-        )
+    return Study(
+        name='lm_sharing',
+        question='What does sharing across heads and matrices cost a decoder that has learned?',
+        base=language_model(scale, seeds=16),
+        variants=(
+            'qk/vo',
+            'qk/vo?num_kv_heads=2',
+            'qk/vo?num_kv_heads=1',
+            'qk/k_is_v',
+            'shared_qk/vo',
+            'shared_qk/k_is_v',
+        ),
+        sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=96',), gpu=('d_model=768',)),
+        # Parameters worth 8 % of the model cost this decoder about 0.021 nats.
+        margin=0.01,
+        expected=('shared_qk/vo is worse',) if tuned else (),
+        **protocol(scale, max_excess=0.003, screening=4),
     )

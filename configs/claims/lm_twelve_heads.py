@@ -9,20 +9,18 @@ Expected result and time: docs/claims_e.md, E1.
 """
 
 from experiments.claims.protocol import language_model, pick, protocol
-from qkattn.config import Study, to_config_dict
+from qkattn.config import Study
 
 
 def get_config(scale='cpu'):
-    return to_config_dict(
-        Study(
-            name='lm_twelve_heads',
-            question='Does a decoder of twelve heads that has learned lose anything without W_Q?',
-            base=language_model(scale, seeds=12, num_heads=12),
-            variants=('qk/vo', 'query_free/vo'),
-            sizes=pick(scale, smoke=('d_model=48',), cpu=('d_model=96',), gpu=('d_model=768',)),
-            destinations=('d_ff',),
-            # Parameters worth 8 % of the model cost a decoder of four heads about 0.021 nats.
-            margin=0.01,
-            **protocol(scale, max_excess=0.003),
-        )
+    return Study(
+        name='lm_twelve_heads',
+        question='Does a decoder of twelve heads that has learned lose anything without W_Q?',
+        base=language_model(scale, seeds=12, num_heads=12),
+        variants=('qk/vo', 'query_free/vo'),
+        sizes=pick(scale, smoke=('d_model=48',), cpu=('d_model=96',), gpu=('d_model=768',)),
+        destinations=('d_ff',),
+        # Parameters worth 8 % of the model cost a decoder of four heads about 0.021 nats.
+        margin=0.01,
+        **protocol(scale, max_excess=0.003),
     )

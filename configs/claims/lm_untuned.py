@@ -11,21 +11,19 @@ Expected result and time: docs/claims_e.md, E2; lm_added compares the two tuned.
 import dataclasses
 
 from experiments.claims.protocol import language_model, pick, protocol
-from qkattn.config import Study, to_config_dict
+from qkattn.config import Study
 
 
 def get_config(scale='cpu'):
     base = language_model(scale)
     lowest = dataclasses.replace(base.trials, learning_rates=base.trials.learning_rates[:1])
-    return to_config_dict(
-        Study(
-            name='lm_untuned',
-            question='Is a nonlinear query better than the standard one without tuning?',
-            base=dataclasses.replace(base, trials=lowest),
-            variants=('qk/vo', 'nonlinear_query/vo'),
-            sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=96',), gpu=('d_model=768',)),
-            # Parameters worth 8 % of the model cost this decoder about 0.021 nats.
-            margin=0.01,
-            tolerance=protocol(scale)['tolerance'],
-        )
+    return Study(
+        name='lm_untuned',
+        question='Is a nonlinear query better than the standard one without tuning?',
+        base=dataclasses.replace(base, trials=lowest),
+        variants=('qk/vo', 'nonlinear_query/vo'),
+        sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=96',), gpu=('d_model=768',)),
+        # Parameters worth 8 % of the model cost this decoder about 0.021 nats.
+        margin=0.01,
+        tolerance=protocol(scale)['tolerance'],
     )

@@ -13,28 +13,26 @@ Expected result and time: docs/claims_e.md, E3.
 import dataclasses
 
 from experiments.claims.protocol import language_model, pick, protocol
-from qkattn.config import Study, to_config_dict
+from qkattn.config import Study
 
 
 def get_config(scale='cpu'):
     tuned = scale != 'smoke'
     base = language_model(scale, kind='encoder', positions='rope')
-    return to_config_dict(
-        Study(
-            name='masked_lm',
-            question='Which matrices does a masked language model need?',
-            base=dataclasses.replace(base, data=dataclasses.replace(base.data, mask_rate=0.3)),
-            variants=(
-                'qk/vo',
-                'shared_qk/vo',
-                'qk/no_v',
-                'qk/no_o',
-            ),
-            sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=96',), gpu=('d_model=768',)),
-            destinations=('d_ff',),  # rotary heads have even sizes, so d_model has few values
-            # Parameters worth 8 % of the model cost a decoder of four heads about 0.021 nats.
-            margin=0.01,
-            expected=('shared_qk/vo is worse at equal shape',) if tuned else (),
-            **protocol(scale),
-        )
+    return Study(
+        name='masked_lm',
+        question='Which matrices does a masked language model need?',
+        base=dataclasses.replace(base, data=dataclasses.replace(base.data, mask_rate=0.3)),
+        variants=(
+            'qk/vo',
+            'shared_qk/vo',
+            'qk/no_v',
+            'qk/no_o',
+        ),
+        sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=96',), gpu=('d_model=768',)),
+        destinations=('d_ff',),  # rotary heads have even sizes, so d_model has few values
+        # Parameters worth 8 % of the model cost a decoder of four heads about 0.021 nats.
+        margin=0.01,
+        expected=('shared_qk/vo is worse at equal shape',) if tuned else (),
+        **protocol(scale),
     )

@@ -11,7 +11,7 @@ Expected result and time: docs/claims_c.md, C6.
 import dataclasses
 
 from experiments.claims.protocol import language_model, pick, protocol
-from qkattn.config import Study, to_config_dict
+from qkattn.config import Study
 
 
 def get_config(scale='cpu'):
@@ -23,17 +23,15 @@ def get_config(scale='cpu'):
         kind='encoder',
         positions='rope',
     )
-    return to_config_dict(
-        Study(
-            name='masked_near_margin',
-            repeats='masked_lm' if scale != 'smoke' else None,
-            question='Is a masked language model better without W_O?',
-            base=dataclasses.replace(base, data=dataclasses.replace(base.data, mask_rate=0.3)),
-            variants=('qk/vo', 'qk/no_o'),
-            sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=96',), gpu=('d_model=768',)),
-            destinations=('d_ff',),  # rotary heads have even sizes, so d_model has few values
-            # Parameters worth 8 % of the model cost a decoder of four heads about 0.021 nats.
-            margin=0.01,
-            **protocol(scale, equal_shape=False, max_excess=0.003, screening=8),
-        )
+    return Study(
+        name='masked_near_margin',
+        repeats='masked_lm' if scale != 'smoke' else None,
+        question='Is a masked language model better without W_O?',
+        base=dataclasses.replace(base, data=dataclasses.replace(base.data, mask_rate=0.3)),
+        variants=('qk/vo', 'qk/no_o'),
+        sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=96',), gpu=('d_model=768',)),
+        destinations=('d_ff',),  # rotary heads have even sizes, so d_model has few values
+        # Parameters worth 8 % of the model cost a decoder of four heads about 0.021 nats.
+        margin=0.01,
+        **protocol(scale, equal_shape=False, max_excess=0.003, screening=8),
     )

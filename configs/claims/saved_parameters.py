@@ -7,23 +7,21 @@ Claim E6. To d_model, d_ff, heads or layers; each is an arm of its own.
 """
 
 from experiments.claims.protocol import language_model, pick, protocol
-from qkattn.config import Study, to_config_dict
+from qkattn.config import Study
 
 
 def get_config(scale='cpu'):
-    return to_config_dict(
-        Study(
-            name='saved_parameters',
-            question='Does it matter where the saved parameters go?',
-            base=language_model(scale, num_layers=pick(scale, smoke=8, cpu=8, gpu=12)),
-            variants=(
-                'qk/vo',
-                'qk/k_is_v',
-            ),
-            sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=64',), gpu=('d_model=768',)),
-            destinations=('d_model', 'd_ff', 'num_heads', 'num_layers'),
-            # Parameters worth 8 % of the model cost a decoder of two layers about 0.021 nats.
-            margin=0.01,
-            **protocol(scale),
-        )
+    return Study(
+        name='saved_parameters',
+        question='Does it matter where the saved parameters go?',
+        base=language_model(scale, num_layers=pick(scale, smoke=8, cpu=8, gpu=12)),
+        variants=(
+            'qk/vo',
+            'qk/k_is_v',
+        ),
+        sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=64',), gpu=('d_model=768',)),
+        destinations=('d_model', 'd_ff', 'num_heads', 'num_layers'),
+        # Parameters worth 8 % of the model cost a decoder of two layers about 0.021 nats.
+        margin=0.01,
+        **protocol(scale),
     )

@@ -10,28 +10,26 @@ Expected result and time: docs/claims_c.md, C3 to C5.
 """
 
 from experiments.claims.protocol import pick, protocol, translator
-from qkattn.config import Study, to_config_dict
+from qkattn.config import Study
 
 
 def get_config(scale='cpu'):
-    return to_config_dict(
-        Study(
-            name='translation',
-            question='Which matrices does the encoder of a translator need?',
-            base=translator(scale),
-            variants=(
-                'qk/vo',
-                'qk/vo?encoder_variant=shared_qk/vo',
-                'qk/vo?encoder_variant=qk/no_v',
-                'qk/vo?encoder_variant=qk/no_o',
-            ),
-            sizes=pick(
-                scale,
-                smoke=('d_model=40',),
-                cpu=('d_model=96',),
-                gpu=tuple(f'd_model={d}' for d in (128, 512, 2048)),
-            ),
-            margin=0.02,
-            **protocol(scale, max_excess=0.006, screening=4),
-        )
+    return Study(
+        name='translation',
+        question='Which matrices does the encoder of a translator need?',
+        base=translator(scale),
+        variants=(
+            'qk/vo',
+            'qk/vo?encoder_variant=shared_qk/vo',
+            'qk/vo?encoder_variant=qk/no_v',
+            'qk/vo?encoder_variant=qk/no_o',
+        ),
+        sizes=pick(
+            scale,
+            smoke=('d_model=40',),
+            cpu=('d_model=96',),
+            gpu=tuple(f'd_model={d}' for d in (128, 512, 2048)),
+        ),
+        margin=0.02,
+        **protocol(scale, max_excess=0.006, screening=4),
     )

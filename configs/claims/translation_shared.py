@@ -9,26 +9,24 @@ Expected result and time: docs/claims_c.md, C2.
 """
 
 from experiments.claims.protocol import pick, protocol, translator
-from qkattn.config import Study, to_config_dict
+from qkattn.config import Study
 
 
 def get_config(scale='cpu'):
     rates = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
-    return to_config_dict(
-        Study(
-            name='translation_shared',
-            repeats='translation' if scale != 'smoke' else None,
-            question='Is an encoder with one matrix for queries and keys worse at the same shape?',
-            base=translator(scale, seeds=24, first_seed=8, learning_rates=rates),
-            variants=('qk/vo', 'qk/vo?encoder_variant=shared_qk/vo'),
-            sizes=pick(
-                scale,
-                smoke=('d_model=40',),
-                cpu=('d_model=96',),
-                gpu=tuple(f'd_model={d}' for d in (128, 512, 2048)),
-            ),
-            match=None,
-            margin=0.02,
-            **protocol(scale, equal_shape=False, max_excess=0.006, screening=8),
-        )
+    return Study(
+        name='translation_shared',
+        repeats='translation' if scale != 'smoke' else None,
+        question='Is an encoder with one matrix for queries and keys worse at the same shape?',
+        base=translator(scale, seeds=24, first_seed=8, learning_rates=rates),
+        variants=('qk/vo', 'qk/vo?encoder_variant=shared_qk/vo'),
+        sizes=pick(
+            scale,
+            smoke=('d_model=40',),
+            cpu=('d_model=96',),
+            gpu=tuple(f'd_model={d}' for d in (128, 512, 2048)),
+        ),
+        match=None,
+        margin=0.02,
+        **protocol(scale, equal_shape=False, max_excess=0.006, screening=8),
     )

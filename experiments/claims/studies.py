@@ -6,10 +6,9 @@ import logging
 import runpy
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import cast
 
 from experiments.claims.claim import Claim, ClaimResult, Measure, Row, Speaks
-from qkattn.config import Study, from_config_dict
+from qkattn.config import Study
 from qkattn.errors import ConfigError, ReportError
 from qkattn.jobs import cli
 from qkattn.jobs.display import waiting
@@ -143,7 +142,7 @@ def studies_of(claims: Iterable[Claim], scale: str) -> dict[str, Study]:
     configs: dict[str, Study] = {}
     for name, file in cli.shipped(CONFIGS).items():
         get_config = runpy.run_path(str(file))['get_config']
-        configs[name] = cast(Study, from_config_dict(get_config(scale)))
+        configs[name] = get_config(scale)
     names = [name for claim in claims for name in claim.studies]
     for name in names:  # which grows by the repeats of each study in it
         names += [other for other, study in configs.items() if study.repeats == name]

@@ -18,6 +18,7 @@ from qkattn.attention.spec import AttentionSpec
 from qkattn.attention.values import slices, tied, value_latents, vo
 from qkattn.attention.values.value import Value
 from qkattn.config.calls import resolve
+from qkattn.config.setting import PASSED
 from qkattn.config.variant import Variant
 from qkattn.errors import SpecError
 
@@ -27,7 +28,6 @@ SCORES: dict[str, type[Score]] = {
     'shared_qk': symmetric.SharedQK,
     'symmetric': symmetric.Symmetric,
     'pairwise': symmetric.Pairwise,
-    'symmetric_skew': symmetric.SymmetricSkew,
     'query_free': identity.QueryFree,
     'key_free': identity.KeyFree,
     'neither': identity.Neither,
@@ -35,10 +35,7 @@ SCORES: dict[str, type[Score]] = {
     'neither_full': identity.NeitherFull,
     'low_rank': qk.LowRank,
     'full_size': qk.FullSize,
-    'gauge_fixed': qk.GaugeFixed,
-    'frozen': qk.Frozen,
     'double': qk.Double,
-    'collaborative': qk.Collaborative,
     'nonlinear_query': identity.NonlinearQuery,
     'latent': key_latents.Latent,
 }
@@ -50,9 +47,7 @@ VALUES: dict[str, type[Value]] = {
     'no_vo': slices.NoVO,
     'merged_vo': vo.MergedVO,
     'low_rank': vo.LowRank,
-    'gauge_fixed': vo.GaugeFixed,
     'double': vo.Double,
-    'hadamard': slices.Hadamard,
     'k_is_v': tied.KIsV,
     'q_is_v': tied.QIsV,
     'v_is_k_transposed': tied.VIsKTransposed,
@@ -123,7 +118,12 @@ def build(spec: AttentionSpec, *, key: jax.Array) -> tuple[Score, Value]:
 
 
 def check(spec: AttentionSpec) -> None:
-    """Raises SpecError, in one sentence, where the variant of `spec` cannot be built."""
+    """Raises SpecError, in one sentence, where the variant of `spec` cannot be built.
+
+    A specification that has passed before is not checked again.
+    """
+    if PASSED in vars(spec):
+        return
     score, score_options = find_score(spec.score)
     value, value_options = find_value(spec.value)
     find_normalizer(spec.normalizer)
@@ -137,6 +137,7 @@ def check(spec: AttentionSpec) -> None:
         )
     if spec.positions == 'rope':
         _check_rotation(spec, score, score_options)
+    vars(spec)[PASSED] = True
 
 
 def _check_circuit(

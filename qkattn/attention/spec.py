@@ -141,36 +141,3 @@ def one_of(*valid: Any) -> Check:
         raise SpecError(f'{name}({option}={value!r}) must be one of {listed}')
 
     return check
-
-
-def fixed_channels(heads: str) -> Check:
-    """The check of an option that is None or lists the fixed channels of every head.
-
-    They are H different indices below D for each head; `heads` is the field of the spec with the
-    number of heads, as in ((0, 1), (2, 3)) of two heads of size 2.
-    """
-
-    def check(spec: AttentionSpec, name: str, option: str, fixed: Any) -> None:
-        if fixed is None:
-            return
-        D = spec.d_model
-        H = spec.head_size
-        if H > D:
-            return  # `check` of the class refuses such a head, with or without the option
-        num_heads = getattr(spec, heads)
-
-        def fits(channels: Any) -> bool:
-            if not isinstance(channels, list | tuple) or len(channels) != H:
-                return False
-            if any(type(channel) is not int for channel in channels):
-                return False
-            return len(set(channels)) == H and all(0 <= channel < D for channel in channels)
-
-        valid = isinstance(fixed, list | tuple) and len(fixed) == num_heads
-        if not valid or not all(fits(channels) for channels in fixed):
-            raise SpecError(
-                f'{name}({option}={fixed!r}) must hold, for each of {heads}={num_heads} heads, '
-                f'head_size={H} different {option} below d_model={D}'
-            )
-
-    return check

@@ -1,6 +1,7 @@
 """The settings of a model."""
 
 import dataclasses
+import functools
 from typing import Any, Literal
 
 from qkattn.config.setting import setting
@@ -8,9 +9,9 @@ from qkattn.config.variant import Variant, split_pattern
 from qkattn.errors import SpecError
 
 # Bounds of settings: a rate, a number of heads or layers, the width of a stream or head.
-RATE = {'least': 0, 'below': 1}
-COUNT = {'least': 1, 'most': 2**14}
-WIDTH = {'least': 1, 'most': 2**17}
+RATE: dict[str, Any] = {'least': 0, 'below': 1}
+COUNT: dict[str, Any] = {'least': 1, 'most': 2**14}
+WIDTH: dict[str, Any] = {'least': 1, 'most': 2**17}
 
 # Below this number of layers, compiled code that repeats them is faster than a loop over them.
 SCANNED_LAYERS = 12
@@ -26,8 +27,13 @@ class ModelConfig:
     score: str = setting(
         'qk',
         'Score of the attention: a name, with options as in low_rank(rank=8), or an import path.',
+        registries=('qkattn.attention.registry:SCORES',),
     )
-    value: str = setting('vo', 'Value of the attention, in the same form as score.')
+    value: str = setting(
+        'vo',
+        'Value of the attention, in the same form as score.',
+        registries=('qkattn.attention.registry:VALUES',),
+    )
     encoder_variant: str | None = setting(
         None, "'score/value' in the encoder of an encoder-decoder; None is that of the decoder."
     )
@@ -81,7 +87,10 @@ class ModelConfig:
         None, 'c in c tanh(logit / c) (Gemma 2, 2024); None is off.', above=0, most=1e9
     )
     normalizer: str = setting(
-        'softmax', 'softmax, softmax_off_by_one, sigmoid, entmax15, sparsemax or an import path.'
+        'softmax',
+        'Function of the logits of a query: a name, with options as in sigmoid(bias=-6.0), or an '
+        'import path.',
+        registries=('qkattn.attention.normalizers:NORMALIZERS',),
     )
     window: int | None = setting(
         None, 'A query attends to positions at distance |t - s| < window; None is all.', least=1
@@ -169,7 +178,7 @@ class ModelConfig:
             return self.num_layers
         return 1
 
-    @property
+    @functools.cached_property
     def cycle(self) -> tuple['ModelConfig', ...]:
         """The settings of layers, repeated in this order: one for each variant of `pattern`.
 
@@ -197,7 +206,7 @@ class ModelConfig:
             for variant in variants
         )
 
-    @property
+    @functools.cached_property
     def encoder(self) -> 'ModelConfig':
         """The encoder of an encoder-decoder as a model of its own."""
         return dataclasses.replace(
@@ -208,7 +217,7 @@ class ModelConfig:
             **_variant_fields(self.encoder_variant),
         )
 
-    @property
+    @functools.cached_property
     def cross(self) -> 'ModelConfig':
         """The decoder's attention to the encoder.
 

@@ -15,9 +15,12 @@ class DataConfig:
 
     name: str = setting(
         'stdlib',
-        "A corpus ('stdlib', 'tiny_shakespeare', 'text', 'tokens'), translation set "
-        "('multi30k', 'cldr', 'parallel'), 'tfds:NAME', 'hf:OWNER/NAME', import path, or probe "
-        "with options, as in 'recall(pairs=8)'. See docs/data.md.",
+        'A corpus, a translation set, a set of a catalogue, a probe with options, as in '
+        "'recall(pairs=8)', or an import path. See docs/data.md.",
+        registries=(
+            'qkattn.data.corpora.corpus_registry:CORPORA',
+            'qkattn.data.tasks.probe_tasks:PROBES',
+        ),
         path=True,
     )
     data_dir: str | None = setting(
@@ -32,14 +35,18 @@ class DataConfig:
     lowercase: bool = setting(False, 'Text is lower-cased before it is tokenized.')
     tokenizer: str = setting(
         'bytes',
-        "'bytes', 'characters' or 'bpe' (both learned from the training split), a .json file of "
-        "Hugging Face tokenizers, or an import path. 'tokens' have their own.",
+        'A name, a .json file of Hugging Face tokenizers, or an import path. '
+        "'characters' and 'bpe' are learned from the training split; 'tokens' have their own.",
+        registries=('qkattn.data.tokenizers.vocabulary:KINDS',),
         path=True,
     )
     tokenizer_size: int = setting(8192, "Ids of a 'bpe' vocabulary, at least 257.", least=1)
     carve_test: bool = setting(False, 'Carves a missing test split, a tenth of train.')
     task: str | None = setting(
-        None, 'Import path of a task; None is the one for model.kind and the data.', path=True
+        None,
+        'A task by name or import path; None is the one for model.kind and the data.',
+        registries=('qkattn.data.tasks.task_registry:TASKS',),
+        path=True,
     )
     mask_rate: float = setting(
         0.15, 'Fraction of tokens that an encoder predicts.', above=0, below=1
@@ -73,15 +80,17 @@ class OptimizerConfig:
 
     name: str = setting(
         'adamw',
-        "'adamw' (Loshchilov & Hutter 2019), 'muon' (Jordan et al. 2024; all but the matrices of "
-        "blocks by Adam), 'sgd' (with momentum), or an import path as in 'my.module:lion(b1=0.9)'.",
+        "A name, or an import path with options, as in 'my.module:lion(b1=0.9)'. 'muon' trains all "
+        'but the matrices of blocks by Adam (Jordan et al. 2024).',
+        registries=('qkattn.train.optimizer:OPTIMIZERS',),
     )
     warmup_steps: int = setting(100, 'Steps from 0 to the peak learning rate.', least=0)
     schedule: str = setting(
         'linear',
-        "'linear' or 'cosine' decay to final_fraction of the peak at the last step, 'constant', "
-        "'inverse_sqrt', sqrt(W / step) after W warm-up steps (Vaswani et al. 2017), or an import "
-        'path.',
+        "Rate after the warm-up: 'linear' and 'cosine' decay to final_fraction of the peak at the "
+        "last step, 'inverse_sqrt' is sqrt(W / step) after W warm-up steps (Vaswani et al. 2017). "
+        'Or an import path.',
+        registries=('qkattn.train.optimizer:SCHEDULES',),
     )
     final_fraction: float = setting(
         0.0, 'Final learning rate over the peak, where the schedule decays.', least=0, most=1
@@ -136,7 +145,9 @@ class TrainConfig:
         None, 'Exported parameters or a run (trial 0) to start all trials from.', path=True
     )
     sinks: tuple[str, ...] = setting(
-        (), "Further logs: 'tensorboard', 'wandb' or the import path of a class (docs/outside.md)."
+        (),
+        'Further logs, by name or the import path of a class (docs/outside.md).',
+        registries=('qkattn.storage.sinks:SINKS',),
     )
 
 

@@ -4,6 +4,10 @@
 
 A class of settings is a frozen dataclass whose fields are such settings or further classes of
 settings, its sections. `check_section` refuses the first field whose value is not valid.
+
+Settings are checked once, where they enter: a run or a study where its config is read, a model or
+an attention layer where it is built from settings of one's own. Frozen settings that have passed
+carry the mark PASSED, so that whatever is built from them later takes them as they are.
 """
 
 import dataclasses
@@ -14,6 +18,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any, Literal
 
+from qkattn.config.imports import import_object
 from qkattn.errors import ConfigError
 
 # Sizes, steps and seeds are int32 in compiled programs.
@@ -25,6 +30,8 @@ TEXT_END = 4096
 PART_END = 256
 # Characters of a refused value that an error shows whole.
 SHOWN = 200
+# The attribute of a frozen object whose fields have been checked.
+PASSED = '_passed'
 
 COMPARISONS = {
     'at least': operator.ge,
@@ -119,11 +126,24 @@ class Setting:
     default: Any
     doc: str
     bounds: Bounds
+    # Import paths of the registries whose keys the setting may name.
+    registries: tuple[str, ...]
+
+    def registered_names(self) -> list[str]:
+        """The names in its registries, which are imported; empty for a setting without any."""
+        names: list[str] = []
+        for path in self.registries:
+            names += import_object(path, self.name)
+        return names
 
 
-def setting(default: Any, doc: str, **bounds: Any) -> Any:
-    """A dataclass field with a default, a description, and the `Bounds` of its values."""
-    return dataclasses.field(default=default, metadata={'doc': doc, 'bounds': Bounds(**bounds)})
+def setting(default: Any, doc: str, registries: tuple[str, ...] = (), **bounds: Any) -> Any:
+    """A dataclass field with a default, a description, and the `Bounds` of its values.
+
+    `registries` are import paths of the dicts whose keys it may name; --help lists the keys.
+    """
+    metadata = {'doc': doc, 'bounds': Bounds(**bounds), 'registries': registries}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def settings(cls: Any, prefix: str = '') -> dict[str, Setting]:
@@ -164,8 +184,11 @@ def is_optional(annotation: Any) -> bool:
 def check_section(prefix: str, section: Any) -> None:
     """Raises ConfigError for the first invalid field of a section or of the sections in it.
 
-    `prefix` is what names of fields begin with in the error, 'model.' for the section model.
+    `prefix` is what names of fields begin with in the error, 'model.' for the section model. A
+    section that has passed before is not checked again.
     """
+    if PASSED in vars(section):
+        return
     annotations = typing.get_type_hints(type(section))
     for field in dataclasses.fields(section):
         name = f'{prefix}{field.name}'
@@ -177,6 +200,7 @@ def check_section(prefix: str, section: Any) -> None:
             check_section(f'{name}.', value)
         else:
             raise ConfigError(f'{name}={_shown(value)} must be a {annotation.__name__}')
+    vars(section)[PASSED] = True
 
 
 def _is_section(annotation: Any) -> bool:

@@ -59,8 +59,6 @@ CONVERSIONS: dict[str, Conversion] = {
     'merge_vo': Conversion(circuits.merge_vo, 'OV'),
     'unmerge_vo': Conversion(circuits.unmerge_vo, 'OV'),
     'truncate_vo': Conversion(circuits.truncate_vo, 'OV', lossy=True),
-    'gauge_fix_qk': Conversion(circuits.gauge_fix_qk, 'QK', of_stack=True),
-    'gauge_fix_vo': Conversion(circuits.gauge_fix_vo, 'OV', of_stack=True),
     'fold_double': Conversion(whole_layer.fold_double, 'both'),
     'fold_biases': Conversion(whole_layer.fold_biases, 'both'),
     'fold_gains': Conversion(whole_layer.fold_gains, 'both', takes_norm=True),

@@ -493,7 +493,11 @@ def _help(doc: str, kind: Kind | None) -> str:
     if kind is not None:
         for name, field in settings(kind).items():
             head = f'--config.{name}: {_expected(field)}; default {field.default!r}'
-            lines += _help_entry(head, field.doc)
+            description = field.doc
+            registered_names = field.registered_names()
+            if registered_names:
+                description += f'\nNames: {", ".join(registered_names)}.'
+            lines += _help_entry(head, description)
     return '\n'.join(lines)
 
 

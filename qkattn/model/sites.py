@@ -19,16 +19,26 @@ from qkattn.config.run_config import validate_settings
 from qkattn.config.variant import split_pattern
 from qkattn.errors import ConfigError, SpecError
 
+# The attribute of a ModelConfig that holds its `attention_spec`.
+SPEC = '_attention_spec'
+
 
 def attention_spec(config: ModelConfig) -> AttentionSpec:
-    """The self-attention layer; SpecError where its sizes do not fit together."""
+    """The self-attention layer; SpecError where its sizes do not fit together.
+
+    One config has one specification, so that it is checked once for all layers and programs.
+    """
+    if SPEC in vars(config):
+        return vars(config)[SPEC]
     fields = {}
     for field in dataclasses.fields(AttentionSpec):
         if field.name != 'residual_gain':
             fields[field.name] = getattr(config, field.name)
     if config.positions not in ('rope', 'alibi'):
         fields['positions'] = 'none'  # added to the stream, outside of attention
-    return AttentionSpec(**fields, residual_gain=config.num_branches**-0.5)
+    spec = AttentionSpec(**fields, residual_gain=config.num_branches**-0.5)
+    vars(config)[SPEC] = spec
+    return spec
 
 
 def sites(config: ModelConfig) -> dict[str, Callable[[], AttentionSpec]]:

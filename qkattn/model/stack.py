@@ -66,13 +66,8 @@ def stack_blocks(config: ModelConfig, *, key: jax.Array, kind: type[Block]) -> B
     stacks = []
     for number, layer_config in enumerate(config.cycle):
         keys = keys_L if period == 1 else keys_L[number::period]
-        build_layer = functools.partial(_build_layer, kind, layer_config)
-        stacks.append(jax.vmap(build_layer)(keys))
+        stacks.append(jax.vmap(functools.partial(kind, layer_config))(key=keys))
     return stacks[0] if period == 1 else Pattern(stacks)
-
-
-def _build_layer(kind: type[Block], config: ModelConfig, key: jax.Array) -> Block:
-    return kind(config, key=key)
 
 
 def layer_of(blocks: Blocks, index: int) -> Block:

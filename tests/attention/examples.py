@@ -1,4 +1,7 @@
-"""The classes of docs/extend.md, as modules that an import path finds."""
+"""Variants outside the registries: those of examples/, and the classes of docs/extend.md.
+
+An import path finds the classes of the page, too, once this is imported.
+"""
 
 import sys
 import types
@@ -11,10 +14,24 @@ for name, source in SOURCES.items():
     sys.modules[name] = types.ModuleType(name)
     exec(compile(source, f'{name}.py', 'exec'), vars(sys.modules[name]))
 
-VARIANTS = [
+PAGE_VARIANTS = [
     ('qk', 'gated:Gated'),
     ('qk', 'differential:Differential'),
     ('qk', 'talking_heads:TalkingHeads'),
     ('t5_bias:T5Bias', 'vo'),
     ('cosine:Cosine', 'vo'),
 ]
+FOLDER_VARIANTS = [
+    ('examples.symmetric_skew:SymmetricSkew', 'vo'),
+    ('examples.collaborative:Collaborative', 'vo'),
+    ('examples.gauge_fixed:GaugeFixedQK', 'vo'),
+    ('examples.frozen:Frozen', 'vo'),
+    ('qk', 'examples.gauge_fixed:GaugeFixedVO'),
+    ('qk', 'examples.hadamard:Hadamard'),
+]
+VARIANTS = FOLDER_VARIANTS + PAGE_VARIANTS
+
+
+def is_from_outside(variant: tuple[str, str]) -> bool:
+    """Whether a class of the pair is neither registered nor in examples/."""
+    return any(':' in name and not name.startswith('examples.') for name in variant)

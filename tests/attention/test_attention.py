@@ -93,8 +93,9 @@ def test_logits_that_all_heads_have_in_common_are_computed_once(monkeypatch):
             np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
 
 
+COLLABORATIVE = 'examples.collaborative:Collaborative'
 SHARED = [(('qk', 'vo'), {'num_kv_heads': 1})]
-SHARED += [((score, 'merged_vo'), {}) for score in ('merged', 'collaborative', 'neither_full')]
+SHARED += [((score, 'merged_vo'), {}) for score in ('merged', COLLABORATIVE, 'neither_full')]
 
 
 @pytest.mark.parametrize(('variant', 'options'), only(SHARED[:2], SHARED), ids=str)

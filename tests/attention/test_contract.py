@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from qkattn.attention import SCORES, Attention, Mask, registry, visible
+from qkattn.attention import Attention, Mask, registry, visible
 from qkattn.config import MeshConfig
 from qkattn.errors import SpecError
 from qkattn.train import sharding
 from tests.attention import layers
+from tests.attention.examples import is_from_outside
 from tests.attention.layers import N, T, assert_close, causal, error, make, stream, wide
 from tests.lanes import only
 
@@ -91,7 +92,7 @@ def test_initialization_as_in_nanogpt_has_one_std_and_a_gain_on_the_output(varia
             np.testing.assert_array_equal(w, fan_in[path], err_msg=path)
     assert all(gain == 1 for path, gain in gains.items() if path.startswith('score.'))
     values = [gain for path, gain in gains.items() if path.startswith('value.')]
-    # A matrix that is both W_V and W_O has the root; `hadamard` has the gain in its diagonal.
+    # A matrix that is both W_V and W_O has the root; `Hadamard` has the gain in its diagonal.
     assert set(values) <= {1, 0.25, 0.5}
     assert len([g for g in values if g < 1]) == bool(values and 'value.g_o_D' not in one)
 
@@ -171,7 +172,7 @@ def make_rotary(variant: tuple[str, str], **options) -> Attention | None:
     try:
         layer = make(variant, positions='rope', **options)
     except SpecError as refusal:
-        assert variant[0] == 'latent' or ':' in '/'.join(variant) or not supported
+        assert variant[0] == 'latent' or is_from_outside(variant) or not supported
         assert '\n' not in str(refusal)
         return None
     assert supported
@@ -208,8 +209,8 @@ def assert_cached_decoding_is_exact(layer: Attention) -> None:
 def test_options_together_are_honoured_or_refused(some):
     try:
         layer = make(some, **OPTIONS)
-    except SpecError as refusal:  # of a class from outside: the registered ones have all options
-        assert ':' in '/'.join(some) and '\n' not in str(refusal)
+    except SpecError as refusal:  # of a class from outside: all others have all options
+        assert is_from_outside(some) and '\n' not in str(refusal)
     else:
         layers.assert_equals_oracle(layer, stream(), visible(T, T, causal=True, window=3))
 
@@ -228,8 +229,8 @@ def test_rotary_positions_equal_the_complex_form(score):
 
 @pytest.mark.parametrize(('d_model', 'num_heads'), only([(64, 8)], SIZES))
 def test_initial_logits_have_the_declared_standard_deviation(score, d_model, num_heads):
-    """1 for a registered Score, so that variants differ in form alone; for unit-normal x and y."""
+    """1 for a Score of ours, so that variants differ in form alone; for unit-normal x and y."""
     sizes = {'num_heads': num_heads, 'num_kv_heads': num_heads, 'head_size': d_model // num_heads}
     layers.assert_initial_logits_are_as_declared(score, d_model=d_model, **sizes)
-    if score in SCORES:
+    if not is_from_outside((score, 'vo')):
         assert make((score, 'no_v')).score.initial_logit_std == 1

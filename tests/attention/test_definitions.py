@@ -54,7 +54,7 @@ SCORES = {
     'shared_qk': lambda s: (s['w_q'], s['w_q']),
     'symmetric': lambda s: (s['w_q'] * s['g_sign'], s['w_q']),
     'pairwise': lambda s: (np.einsum('DNH,NHG->DNG', s['w_q'], s['w_form']), s['w_q']),
-    'symmetric_skew(symmetric_rank=5, skew_rank=3)': lambda s: (
+    'examples.symmetric_skew:SymmetricSkew(symmetric_rank=5, skew_rank=3)': lambda s: (
         np.concatenate([s['w_symmetric'] * s['g_sign'], s['w_left'], -s['w_right']], axis=-1),
         np.concatenate([s['w_symmetric'], s['w_right'], s['w_left']], axis=-1),
     ),
@@ -65,13 +65,13 @@ SCORES = {
     'neither_full': lambda s: (EYE_DND, EYE_D1D),
     'low_rank(rank=3)': qk,
     'full_size': qk,
-    'gauge_fixed': lambda s: (s['w_q'], gauge_fixed(s['w_k_free'])),
+    'examples.gauge_fixed:GaugeFixedQK': lambda s: (s['w_q'], gauge_fixed(s['w_k_free'])),
     'double(size=11)': lambda s: (
         product(s['w_q_outer'], s['w_q']),
         product(s['w_k_outer'], s['w_k']),
     ),
     'double(size=11, which="k")': lambda s: (s['w_q'], product(s['w_k_outer'], s['w_k'])),
-    'collaborative(size=9)': lambda s: (
+    'examples.collaborative:Collaborative(size=9)': lambda s: (
         np.einsum('DR,NR->DNR', s['w_q'], s['w_mixing']),
         s['w_k'][:, None],
     ),
@@ -88,9 +88,9 @@ VALUES = {
     'no_vo': lambda s, v: (P_DNH, outward(P_DNH)),
     'merged_vo': lambda s, v: (EYE_D1D, v['w_ov']),
     'low_rank(rank=3)': vo,
-    'gauge_fixed': lambda s, v: (v['w_v'], gauge_fixed_rows(v['w_o'])),
+    'examples.gauge_fixed:GaugeFixedVO': lambda s, v: (v['w_v'], gauge_fixed_rows(v['w_o'])),
     'double(size=5)': lambda s, v: (product(v['w_v_outer'], v['w_v']), v['w_o']),
-    'hadamard': lambda s, v: (v['w_v'], HADAMARD_NHD * v['g_o']),
+    'examples.hadamard:Hadamard': lambda s, v: (v['w_v'], HADAMARD_NHD * v['g_o']),
     'k_is_v': lambda s, v: (s['w_k'], v['w_o']),
     'q_is_v': lambda s, v: (s['w_q'], v['w_o']),
     'v_is_k_transposed': lambda s, v: (s['w_k'].reshape(D, D).T.reshape(D, N, H), v['w_o']),

@@ -24,13 +24,13 @@ SCORE_OPTIONS = [
     'shared_qk(self_mask=True)',
     'shared_qk(temperature="learned")',
     'shared_qk(temperature=0.5, key_norm=True, self_mask=True)',
-    'symmetric_skew(symmetric_rank=0, skew_rank=3)',
-    'symmetric_skew(symmetric_rank=5, skew_rank=0)',
-    'symmetric_skew(symmetric_rank=5, skew_rank=3)',
-    f'gauge_fixed(rows={ROWS})',
+    'examples.symmetric_skew:SymmetricSkew(symmetric_rank=0, skew_rank=3)',
+    'examples.symmetric_skew:SymmetricSkew(symmetric_rank=5, skew_rank=0)',
+    'examples.symmetric_skew:SymmetricSkew(symmetric_rank=5, skew_rank=3)',
+    f'examples.gauge_fixed:GaugeFixedQK(rows={ROWS})',
     'double(size=7, which="q")',
     'double(which="k", size=40)',
-    'collaborative(size=9)',
+    'examples.collaborative:Collaborative(size=9)',
     'nonlinear_query(form="bottleneck")',
     'nonlinear_query(rank=5)',
     'latent(size=6)',
@@ -40,8 +40,8 @@ VALUE_OPTIONS = [
     'merged_vo(init="product")',
     'low_rank(rank=3)',
     'low_rank(rank=20)',
-    'gauge_fixed(init="product")',
-    f'gauge_fixed(columns={ROWS})',
+    'examples.gauge_fixed:GaugeFixedVO(init="product")',
+    f'examples.gauge_fixed:GaugeFixedVO(columns={ROWS})',
     'double(size=5)',
 ]
 VARIANTS = [(s, 'vo') for s in SCORE_OPTIONS] + [('qk', v) for v in VALUE_OPTIONS]
@@ -49,6 +49,7 @@ ROTARY = [('latent(rope_size=4)', 'vo'), ('low_rank(rank=2)', 'vo')]
 ROTARY += [('latent(rope_size=6, query_size=10, size=5)', 'vo'), ('qk', 'k_is_v')]
 UNIT_LOGITS = [s for s in SCORE_OPTIONS if 'temperature=0.5' not in s and 'rows' not in s]
 OUTPUTS = [('latent' if name == 'latent' else 'qk', name) for name in VALUES if name != 'no_vo']
+OUTPUTS += [('qk', 'examples.gauge_fixed:GaugeFixedVO'), ('qk', 'examples.hadamard:Hadamard')]
 OUTPUTS += [('qk', 'low_rank(rank=3)'), ('qk', 'merged_vo(init="product")')]
 FORMS = [
     ('latent(size=24, query_size=10, rope_size=4)', 'rope', (4, 4)),
@@ -98,7 +99,9 @@ def test_another_standard_deviation_has_to_be_declared(monkeypatch):
         layers.assert_initial_logits_are_as_declared('cosine:Undeclared', **sizes)
 
 
-@pytest.mark.parametrize('score', ['collaborative', 'nonlinear_query', 'shared_qk', 'pairwise'])
+@pytest.mark.parametrize(
+    'score', ['examples.collaborative:Collaborative', 'nonlinear_query', 'shared_qk', 'pairwise']
+)
 def test_initial_logits_have_unit_standard_deviation_under_qk_norm(score):
     std = layers.initial_logit_std(score, d_model=256, num_seeds=1, head_size=64, qk_norm=True)
     assert 0.9 < std < 1.1
@@ -117,7 +120,7 @@ def test_rotary_channels_are_part_of_the_scale():
         ('neither', 32**0.5, 2**0.5),
         ('neither_full', 256**0.5, 2**0.5),
         ('symmetric', 0.0, 2**0.5),
-        ('symmetric_skew(symmetric_rank=0)', 0.0, 0.0),
+        ('examples.symmetric_skew:SymmetricSkew(symmetric_rank=0)', 0.0, 0.0),
         ('pairwise', 0.0, 1.0),
     ],
 )
@@ -155,7 +158,7 @@ def test_normed_keys_have_no_matrix():
 
 
 def test_fixed_rows_are_the_identity():
-    score = make((f'gauge_fixed(rows={ROWS})', 'vo')).score
+    score = make((f'examples.gauge_fixed:GaugeFixedQK(rows={ROWS})', 'vo')).score
     for n, fixed in enumerate(ROWS):
         np.testing.assert_array_equal(score.w_k_DKH[list(fixed), n], np.eye(H))
         from_the_first_on = [d % D for d in range(fixed[0], fixed[0] + D)]
@@ -164,7 +167,7 @@ def test_fixed_rows_are_the_identity():
 
 
 def test_fixed_columns_are_the_identity():
-    value = make(('qk', f'gauge_fixed(columns={ROWS})')).value
+    value = make(('qk', f'examples.gauge_fixed:GaugeFixedVO(columns={ROWS})')).value
     w_o_NHD = np.asarray(value.output_matrix(None))
     for n, fixed in enumerate(ROWS):
         np.testing.assert_array_equal(w_o_NHD[n][:, fixed], np.eye(H))
@@ -174,12 +177,14 @@ def test_fixed_columns_are_the_identity():
 
 def test_fixed_rows_go_round_the_stream_by_default():
     sizes = {'d_model': 10, 'num_heads': 3, 'num_kv_heads': 3, 'head_size': 4}
-    score = make(('gauge_fixed', 'vo'), **sizes).score
+    score = make(('examples.gauge_fixed:GaugeFixedQK', 'vo'), **sizes).score
     assert score.rows == ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 0, 1))
 
 
 def test_a_head_of_all_channels_has_fixed_rows_only():
-    score = make(('gauge_fixed', 'vo'), num_heads=1, num_kv_heads=1, head_size=D).score
+    score = make(
+        ('examples.gauge_fixed:GaugeFixedQK', 'vo'), num_heads=1, num_kv_heads=1, head_size=D
+    ).score
     np.testing.assert_array_equal(score.cached(stream())['k_BSKH'][:, :, 0], stream())
 
 

@@ -82,7 +82,7 @@ def test_the_initialization_of_nanogpt_is_normal_with_its_standard_deviations():
 def test_frozen_begins_as_qk(num_kv_heads):
     options = {'num_kv_heads': num_kv_heads, 'moved': False}
     standard = make(('qk', 'vo'), **options)
-    frozen = make(('frozen', 'vo'), **options)
+    frozen = make(('examples.frozen:Frozen', 'vo'), **options)
     np.testing.assert_array_equal(frozen.score.matrix(), standard.score.matrix())
 
 
@@ -90,7 +90,7 @@ def test_frozen_begins_as_qk(num_kv_heads):
 def test_a_gauge_fixed_product_begins_as_its_factors(num_kv_heads):
     options = {'num_kv_heads': num_kv_heads, 'moved': False}
     _, B_NDE = make(('qk', 'vo'), **options).matrix()
-    fixed = make(('qk', 'gauge_fixed(init="product")'), **options).value
+    fixed = make(('qk', 'examples.gauge_fixed:GaugeFixedVO(init="product")'), **options).value
     assert error(fixed.matrix(None), B_NDE) < 1e-3  # the inverse of a random block
 
 

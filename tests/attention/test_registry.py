@@ -1,5 +1,6 @@
 """Names, options and import paths; what cannot be built is refused in one sentence."""
 
+import importlib
 import inspect
 import re
 
@@ -14,7 +15,8 @@ from qkattn.attention.scores.score import Circuit
 from qkattn.config.calls import options_of
 from qkattn.errors import SpecError
 from tests.attention import examples
-from tests.attention.layers import SIZES
+from tests.attention.layers import SIZES, make
+from tests.processes import ROOT
 from tests.refusals import refused
 
 
@@ -48,8 +50,8 @@ REFUSED = [
     ('merged/no_v', {'num_kv_heads': 2}, 'num_kv_heads=2 changes nothing in merged/no_v'),
     ('query_free/vo', WIDE, r'query_free uses .* must equal d_model=32, not 4 \* 16'),
     ('key_free/vo', WIDE, 'key_free uses slices'),
-    ('qk/hadamard', WIDE, 'hadamard uses slices'),
-    ('collaborative/vo', ROPE, 'collaborative has no rotary form'),
+    ('qk/examples.hadamard:Hadamard', WIDE, 'Hadamard uses slices'),
+    ('examples.collaborative:Collaborative/vo', ROPE, 'Collaborative has no rotary form'),
     ('low_rank(rank=33)/vo', {}, 'rank=33.*from 1 to d_model=32'),
     ('low_rank(rank=3)/vo', ROPE, 'low_rank.*rotates 3 channels of a head, which must be an even'),
     ('full_size/vo', {**ROPE, 'd_model': 33}, 'd_model=33 .* rotates 33 channels'),
@@ -60,18 +62,46 @@ REFUSED = [
     ('shared_qk(temperature="learned")/vo', {'qk_norm': True}, 'qk_norm=True undoes key_norm'),
     (f'shared_qk(temperature={10**400})/vo', {}, "above 0, 'learned' or None"),
     ('qk/vo', {'normalizer': f'sigmoid(bias={10**400})'}, 'must be a finite number'),
-    ('symmetric_skew(symmetric_rank=33)/vo', {}, 'symmetric_rank=33.*from 0 to d_model=32'),
-    ('symmetric_skew(skew_rank=17)/vo', {}, 'skew_rank=17.*d_model // 2=16'),
-    ('symmetric_skew(symmetric_rank=0, skew_rank=0)/vo', {}, 'above 0'),
+    (
+        'examples.symmetric_skew:SymmetricSkew(symmetric_rank=33)/vo',
+        {},
+        'symmetric_rank=33.*from 0 to d_model=32',
+    ),
+    ('examples.symmetric_skew:SymmetricSkew(skew_rank=17)/vo', {}, 'skew_rank=17.*d_model // 2=16'),
+    ('examples.symmetric_skew:SymmetricSkew(symmetric_rank=0, skew_rank=0)/vo', {}, 'above 0'),
     ('latent(size=64)/vo', {}, 'size=64.*from 1 to d_model=32'),
     ('latent(rope_size=4)/vo', {}, 'needs positions=rope, not none; leave it out in cross-'),
     ('latent/vo', ROPE, r'positions=rope needs latent\(rope_size=G\)'),
-    ('gauge_fixed/vo', {'head_size': 64}, 'head_size=64 must be at most d_model=32'),
-    ('gauge_fixed(rows=((0, 1),))/vo', {'head_size': 64}, 'head_size=64 must be at most d_model'),
-    ('gauge_fixed(rows=((0, 1),))/vo', {}, 'for each of num_kv_heads=4 heads, head_size=8'),
-    ('qk/gauge_fixed', {'num_heads': 1, 'num_kv_heads': 1, 'head_size': 32}, 'below d_model'),
-    ('qk/gauge_fixed(columns=((0, 1),))', {}, 'for each of num_heads=4 heads, head_size=8'),
-    ('qk/hadamard', {'d_model': 24, 'head_size': 6}, 'power of two, not 24; the nearest are 16'),
+    (
+        'examples.gauge_fixed:GaugeFixedQK/vo',
+        {'head_size': 64},
+        'head_size=64 must be at most d_model=32',
+    ),
+    (
+        'examples.gauge_fixed:GaugeFixedQK(rows=((0, 1),))/vo',
+        {'head_size': 64},
+        'head_size=64 must be at most d_model',
+    ),
+    (
+        'examples.gauge_fixed:GaugeFixedQK(rows=((0, 1),))/vo',
+        {},
+        'for each of num_kv_heads=4 heads, head_size=8',
+    ),
+    (
+        'qk/examples.gauge_fixed:GaugeFixedVO',
+        {'num_heads': 1, 'num_kv_heads': 1, 'head_size': 32},
+        'below d_model',
+    ),
+    (
+        'qk/examples.gauge_fixed:GaugeFixedVO(columns=((0, 1),))',
+        {},
+        'for each of num_heads=4 heads, head_size=8',
+    ),
+    (
+        'qk/examples.hadamard:Hadamard',
+        {'d_model': 24, 'head_size': 6},
+        'power of two, not 24; the nearest are 16',
+    ),
     ('merged/k_is_v', {}, 'k_is_v uses the key projection of its score, and merged has none'),
     ('merged/q_is_v', {}, 'uses the query projection.*scores that have one are qk, shared_qk'),
     ('shared_qk/q_is_v', {}, 'is the key matrix: write k_is_v in place of q_is_v'),
@@ -95,12 +125,20 @@ def test_only_what_is_rotated_needs_an_even_size():
         assert layer(jnp.ones((1, 5, 32))).shape == (1, 5, 32)
 
 
-@pytest.mark.parametrize(('kind', 'known'), [('score', SCORES), ('value', VALUES)])
-def test_every_option_refuses_what_it_cannot_be(kind, known):
-    options = [(name, option) for name, cls in known.items() for option in options_of(cls)]
+@pytest.mark.parametrize(
+    ('kind', 'known', 'find'),
+    [('score', SCORES, registry.find_score), ('value', VALUES, registry.find_value)],
+)
+def test_every_option_refuses_what_it_cannot_be(kind, known, find):
+    classes = dict(known)
+    for variant in examples.FOLDER_VARIANTS:
+        name = variant[0] if kind == 'score' else variant[1]
+        if ':' in name:
+            classes[name], _ = find(name)
+    options = [(name, option) for name, cls in classes.items() for option in options_of(cls)]
     assert len(options) >= 5
     for name, option in options:
-        least = -1 if name == 'symmetric_skew' else 0
+        least = -1 if 'SymmetricSkew' in name else 0
         numbers = [least, 2.5, True, 2**17 + 1] if option.endswith(('rank', 'size')) else []
         halves = ((0.0, *range(1, 8)), *[tuple(range(8))] * 3)
         numbers += [3, (1, 2, 3, 4), halves] if option in ('rows', 'columns') else []
@@ -131,3 +169,24 @@ def test_the_page_on_extending_names_every_member_of_the_interface():
         members = {*dir(cls)}.union(*map(inspect.get_annotations, bases)) - {*dir(nnx.Module)}
         own = {name for name in members if not name.startswith('_')}
         assert own <= listed, f'{cls.__name__} has {own - listed}'
+
+
+def test_the_page_on_extending_lists_every_variant_of_the_folder():
+    page = (examples.PAGE.parent / 'extend.md').read_text()
+    for score, value in examples.FOLDER_VARIANTS:
+        layer = make((score, value))
+        circuit = layer.score if ':' in score else layer.value
+        count = circuit.parameter_count.replace('*', '·')
+        assert f'| `{score}/{value}` | {circuit.equation} | {count} |' in page
+
+
+def test_every_class_of_the_folder_is_held_to_the_contract():
+    defined = set()
+    for path in (ROOT / 'examples').glob('*.py'):
+        module = importlib.import_module(f'examples.{path.stem}')
+        for name, member in vars(module).items():
+            is_circuit = inspect.isclass(member) and issubclass(member, Circuit)
+            if is_circuit and member.__module__ == module.__name__:
+                defined.add(f'examples.{path.stem}:{name}')
+    named = {name for variant in examples.FOLDER_VARIANTS for name in variant if ':' in name}
+    assert defined == named

@@ -95,7 +95,7 @@ def test_variants_are_separated_by_the_commas_outside_of_parentheses():
     text = 'shared_qk(key_norm=True,self_mask=True)/vo, qk/low_rank(rank=(2)),a.b:C/no_v'
     variants = ['shared_qk(key_norm=True,self_mask=True)/vo', 'qk/low_rank(rank=(2))', 'a.b:C/no_v']
     assert split_pattern(text) == variants
-    nested = 'gauge_fixed(rows=((0, 1), (2, 3)))/vo'
+    nested = 'a.b:C(rows=((0, 1), (2, 3)))/vo'
     assert split_pattern(f'{nested}, qk/vo') == [nested, 'qk/vo']
 
 

@@ -5,14 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from examples.gauge_fixing import gauge_fix_qk, gauge_fix_vo
 from qkattn.attention import Attention
 from qkattn.config.variant import Variant
-from qkattn.convert.circuits import gauge_fix_qk, gauge_fix_vo, truncate, truncate_vo
+from qkattn.convert.circuits import truncate, truncate_vo
 from qkattn.convert.conversions import parse_conversion
 from qkattn.convert.factors import balanced_factors
 from qkattn.convert.whole_layer import fold_gains, to_standard
 from qkattn.errors import ConversionError
 from qkattn.study.variant_catalogue import documented_variants
+from tests.attention import examples
 from tests.attention.layers import N, causal, error, make, stream
 from tests.lanes import only, thinned
 from tests.refusals import refused
@@ -55,20 +57,23 @@ GROUPED = {'num_kv_heads': 2}
 ALIBI = {'positions': 'alibi', 'score_scale': 0.7}
 NORMED = {'qk_norm': True, 'logit_cap': 2.0, 'positions': 'rope', 'score_scale': 0.7}
 
+GAUGE_FIX_QK = 'examples.gauge_fixing:GAUGE_FIX_QK'
+GAUGE_FIX_VO = 'examples.gauge_fixing:GAUGE_FIX_VO'
+
 # Conversions, the source and its options, the variant of the target.
 KEPT = [
     ('merge', 'qk/vo', ALIBI, 'merged/vo'),
     ('merge', 'pairwise/no_v', {}, 'merged/no_v'),
     ('merge unmerge', 'qk/vo', ALIBI, 'qk/vo'),
     ('merge unmerge(rank=5)', 'low_rank(rank=5)/vo', {}, 'low_rank(rank=5)/vo'),
-    ('gauge_fix_qk', 'qk/vo', ALIBI | GROUPED, None),
-    ('gauge_fix_qk', 'qk/vo', {'d_model': 16, **GROUPED}, None),  # no free rows
+    (GAUGE_FIX_QK, 'qk/vo', ALIBI | GROUPED, None),
+    (GAUGE_FIX_QK, 'qk/vo', {'d_model': 16, **GROUPED}, None),  # no free rows
     ('merge_vo', 'qk/vo', NORMED, 'qk/merged_vo'),
     ('merge_vo', 'qk/k_is_v', ROPE, 'qk/merged_vo'),
-    ('merge_vo unmerge_vo', 'qk/hadamard', ROPE, 'qk/vo'),
+    ('merge_vo unmerge_vo', 'qk/examples.hadamard:Hadamard', ROPE, 'qk/vo'),
     ('merge_vo unmerge_vo(rank=5)', 'merged/low_rank(rank=5)', {}, 'merged/low_rank(rank=5)'),
     ('merge_vo unmerge', 'qk/vo', {'d_model': 8}, 'qk/merged_vo'),  # a rank above d_model
-    ('gauge_fix_vo', 'qk/vo', NORMED | GROUPED, None),
+    (GAUGE_FIX_VO, 'qk/vo', NORMED | GROUPED, None),
     ('fold_double', 'double/double(size=70)', NORMED | GROUPED, 'qk/vo'),
     ('fold_double', 'double(which="k")/no_o', ROPE, 'qk/no_o'),
     ('gqa_to_latent', 'qk/vo', ALIBI | GROUPED, 'latent(size=64)/latent'),
@@ -77,7 +82,7 @@ KEPT = [
     ('merge', 'qk/vo', {'normalizer': 'entmax15'}, 'merged/vo'),
     ('merge', 'qk/vo', {'normalizer': 'sigmoid', 'biases': False}, 'merged/vo'),
     ('merge_vo', 'shared_qk(key_norm=True)/vo', {}, 'shared_qk(key_norm=True)/merged_vo'),
-    ('merge_vo unmerge_vo gauge_fix_vo', 'nonlinear_query/vo', {}, None),  # keeps any Score
+    (f'merge_vo unmerge_vo {GAUGE_FIX_VO}', 'nonlinear_query/vo', {}, None),  # keeps any Score
 ]
 
 
@@ -104,11 +109,12 @@ def assert_kept(conversions: str, layer: Attention, variant: str | None = None) 
 def test_keys_of_less_than_full_rank_are_gauge_fixed():
     layer = layer_of('qk/vo')
     layer.score.w_k_DKH[:, 1, 0] = layer.score.w_k_DKH[:, 1, 1]
-    assert_kept('gauge_fix_qk', layer)
+    assert_kept(GAUGE_FIX_QK, layer)
 
 
 CAPPED = {'score_scale': 0.7, 'logit_cap': 3.0}
 LINEAR = ['/'.join(pair) for pair in sorted(documented_variants()) if pair[0] != 'nonlinear_query']
+LINEAR += ['/'.join(pair) for pair in examples.FOLDER_VARIANTS]
 LINEAR += ['latent(size=20, query_size=9)/latent', "shared_qk(temperature='learned')/k_is_v"]
 ROTATED = ['shared_qk/k_is_v', 'query_free/no_v', 'double/o_is_v', 'low_rank(rank=20)/vo']
 STANDARD = [('qk/k_is_v', GROUPED), *((variant, CAPPED) for variant in LINEAR)]
@@ -203,7 +209,7 @@ def test_a_refusal_names_the_reason_in_one_sentence():
         ('to_standard', 'nonlinear_query/vo', {}, 'is not bilinear'),
         ('unmerge', 'qk/vo', GROUPED, 'gqa_to_mha first'),
         ('unmerge_vo(rank=15)', 'qk/vo', {}, 'rank above 15'),
-        ('gauge_fix_qk', 'merged/vo', {}, 'starts from the score qk'),
+        (GAUGE_FIX_QK, 'merged/vo', {}, 'starts from the score qk'),
         ('fold_double', 'qk/vo', {}, 'no double projection to fold'),
         ('gqa_to_latent', 'qk/vo', {}, '= 128, wider than the stream'),
         ('to_standard', 'qk/low_rank(rank=20)', ROPE, 'size 16 would be widened to the 20'),

@@ -35,23 +35,26 @@ def params_of(config: ModelConfig) -> dict:
 
 GROUPED, POST = {'num_kv_heads': 2}, {'norm_position': 'post'}
 TIED, DOUBLE = {'score': 'shared_qk', 'value': 'k_is_v'}, {'score': 'double', 'value': 'double'}
+GAUGE_FIX_QK = 'examples.gauge_fixing:GAUGE_FIX_QK'
+GAUGE_FIX_VO = 'examples.gauge_fixing:GAUGE_FIX_VO'
 # Every conversion once, half of them on post-norm models.
 KEPT = [
     ({}, ['fold_gains', 'fold_biases', 'merge', 'merge_vo'], 'merged/merged_vo'),
-    ({}, ['gauge_fix_qk', 'gauge_fix_vo', 'merge', 'unmerge'], None),
+    ({}, [GAUGE_FIX_QK, GAUGE_FIX_VO, 'merge', 'unmerge'], None),
     (GROUPED | POST, ['gqa_to_mha', 'merge_vo', 'unmerge_vo'], 'qk/vo'),
     (GROUPED | POST, ['gqa_to_latent'], None),
     (TIED | POST, ['to_standard'], 'qk/vo'),
     (DOUBLE | POST, ['fold_double'], 'qk/vo'),
     (POST, ['truncate(rank=8)', 'truncate_vo(rank=8)'], 'qk/vo'),  # the head size
-    ({'positions': 'rope'}, ['fold_gains', 'gauge_fix_vo'], None),
+    ({'positions': 'rope'}, ['fold_gains', GAUGE_FIX_VO], None),
     ({'attention_gain': False}, ['fold_gains', 'merge'], 'merged/vo'),
 ]
 
 
 def test_every_conversion_is_tried_and_named_as_its_function():
     assert all(c.function.__name__ == name for name, c in CONVERSIONS.items())
-    assert {step.partition('(')[0] for _, steps, _ in KEPT for step in steps} == {*CONVERSIONS}
+    tried = {step.partition('(')[0] for _, steps, _ in KEPT for step in steps}
+    assert tried == {*CONVERSIONS, GAUGE_FIX_QK, GAUGE_FIX_VO}
 
 
 @pytest.mark.parametrize(
@@ -82,7 +85,7 @@ def test_layers_share_a_block_that_suits_all_of_them():
     for n in range(4):  # layer 0 alone would pick rows 2 and 3, which are nearly equal in layer 1
         w_LDKH[0, n * H + 2 : n * H + 4, n] *= 100
         w_LDKH[1, n * H + 3, n] = w_LDKH[1, n * H + 2, n] + 1e-5 * w_LDKH[1, n * H + 3, n]
-    config, fixed, _ = convert_model('gauge_fix_qk', CONFIG, params)
+    config, fixed, _ = convert_model(GAUGE_FIX_QK, CONFIG, params)
     assert logit_error((CONFIG, params), (config, fixed), TOKENS) < 1e-5
 
 
@@ -106,9 +109,9 @@ def test_a_refusal_names_the_layer_of_a_stack():
     w_LDKH[[0, 2], :-8] = 0  # so that the block is of the last rows, which are small in layer 1
     w_LDKH[1, -8:] *= 1e-6
     with refused('^the block of W_K, layer 1, head 0, that becomes', ConversionError):
-        convert_model('gauge_fix_qk', CONFIG, params)
+        convert_model(GAUGE_FIX_QK, CONFIG, params)
     with refused('^it starts from the score qk, not merged', ConversionError):
-        convert_model('gauge_fix_qk', *convert_model('merge', CONFIG, params)[:2])
+        convert_model(GAUGE_FIX_QK, *convert_model('merge', CONFIG, params)[:2])
 
 
 def test_layers_that_would_become_different_variants_are_refused(monkeypatch):

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qkattn.attention import SCORES
+from qkattn.attention import registry
 from qkattn.config import ModelConfig
 from qkattn.decode import kv_cache
 from qkattn.model import Decoder, EncoderDecoder, build, cost
 from qkattn.study import variant_catalogue
-from tests.attention import examples  # noqa: F401, the classes in EXTENDED
+from tests.attention import examples
 from tests.lanes import only, thinned
 
 # Rolled layers compile faster; an output matrix of its own keeps tokens from predicting themselves.
@@ -25,8 +25,8 @@ CHUNK = 3  # every test appends that many tokens at a time, so that each model c
 EXTENDED = dict(score='t5_bias:T5Bias', value='differential:Differential', normalizer='sigmoid')
 VARIANTS = [
     {'score': {'latent': 'latent(rope_size=4)'}.get(score, score), 'value': value}
-    | {'positions': 'rope' if SCORES[score].supports_rope else 'alibi'}
-    for score, value in sorted(variant_catalogue.documented_variants())
+    | {'positions': 'rope' if registry.find_score(score)[0].supports_rope else 'alibi'}
+    for score, value in sorted(variant_catalogue.documented_variants()) + examples.FOLDER_VARIANTS
 ]
 OPTIONS = [
     {'positions': 'learned'},

@@ -1,5 +1,6 @@
 """Every command as a user runs it: its help, what it prints, and what it writes."""
 
+import itertools
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import typing
 from unittest.mock import Mock
 
 import numpy as np
@@ -18,17 +20,28 @@ from experiments.explorer.bench import Bench
 from experiments.explorer.symbolic import sympy
 from experiments.explorer.worked import worked
 from qkattn import __version__
+from qkattn.attention import NORMALIZERS, SCORES, VALUES
+from qkattn.attention.kernels.choice import KERNELS
 from qkattn.config import Config, ModelConfig, Study
 from qkattn.config.setting import settings
 from qkattn.convert.conversions import CONVERSIONS, Conversion
+from qkattn.data.corpora.corpus_registry import CORPORA
+from qkattn.data.tasks.probe_tasks import PROBES
+from qkattn.data.tasks.task_registry import TASKS
 from qkattn.data.tokenizers.tokenizer import CharacterTokenizer as Tokenizer
+from qkattn.data.tokenizers.vocabulary import KINDS as TOKENIZERS
 from qkattn.jobs import signals
 from qkattn.jobs.cli import shipped
 from qkattn.jobs.output import EXIT_UNREAD
 from qkattn.model import cost
+from qkattn.model.blocks import ACTIVATIONS
+from qkattn.model.stack import REMAT_POLICIES
+from qkattn.model.transformer import KINDS as MODEL_KINDS
 from qkattn.storage import ledger, run_directory
 from qkattn.storage.records import read_json
+from qkattn.storage.sinks import SINKS
 from qkattn.train.loop import train
+from qkattn.train.optimizer import OPTIMIZERS, SCHEDULES
 from tests import studies
 from tests.convert.test_published import make_tensors, write
 from tests.data.datasets import contents, write_texts
@@ -78,7 +91,46 @@ def test_every_flag_and_field_has_type_bounds_default_and_description(printed, n
         return
     for field, setting in settings(CONFIGS[name]).items():
         head, _, rest = flags[f'config.{field}'].partition('; default ')
-        assert head and rest == f'{setting.default!r} {" ".join(setting.doc.split())}'
+        description = rest.partition(' Names: ')[0]
+        assert head and description == f'{setting.default!r} {" ".join(setting.doc.split())}'
+
+
+REGISTRIES = {
+    'model.score': [SCORES],
+    'model.value': [VALUES],
+    'model.normalizer': [NORMALIZERS],
+    'data.name': [CORPORA, PROBES],
+    'data.tokenizer': [TOKENIZERS],
+    'data.task': [TASKS],
+    'optimizer.name': [OPTIMIZERS],
+    'optimizer.schedule': [SCHEDULES],
+    'train.sinks': [SINKS],
+}
+
+
+@pytest.mark.parametrize(('name', 'prefix'), [('train', ''), ('ablate', 'base.')])
+def test_help_lists_the_names_of_every_registry(printed, name, prefix):
+    listed = {
+        field: about.partition(' Names: ')[2]
+        for field, about in entries(printed(name, '-h')).items()
+        if ' Names: ' in about
+    }
+    expected = {
+        f'config.{prefix}{field}': ', '.join(itertools.chain(*registries)) + '.'
+        for field, registries in REGISTRIES.items()
+    }
+    assert listed == expected
+
+
+def test_settings_with_fixed_values_have_those_of_the_code_behind_them():
+    fields = settings(Config)
+    for field, known in (
+        ('model.kind', MODEL_KINDS),
+        ('model.activation', ACTIVATIONS),
+        ('model.kernel', KERNELS),
+        ('model.remat', ['none', *REMAT_POLICIES]),
+    ):
+        assert typing.get_args(fields[field].kind) == tuple(known), field
 
 
 @pytest.mark.parametrize('command', [('variants', '--markdown'), ('train', '--help')])

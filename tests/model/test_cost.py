@@ -7,6 +7,7 @@ import pytest
 from qkattn.config import ModelConfig
 from qkattn.model import cost
 from qkattn.study import variant_catalogue
+from tests.attention import examples
 from tests.lanes import thinned
 
 D, L, V, T, F, S = 64, 3, 100, 32, 256, 48
@@ -65,15 +66,16 @@ def test_flops():
 
 
 @pytest.mark.parametrize(
-    ('score', 'value'), thinned(variant_catalogue.documented_variants(), every=8)
+    ('score', 'value'),
+    thinned(variant_catalogue.documented_variants() + examples.FOLDER_VARIANTS, every=8),
 )
 def test_a_training_step_costs_three_forward_passes(score, value):
     """Two products for the gradients of each one, also where two uses share it."""
     config = dataclasses.replace(BASE, num_layers=1, score=score, value=value)
     fixed = 0
-    if score == 'frozen':  # no gradients of W_Q and W_K
+    if 'Frozen' in score:  # no gradients of W_Q and W_K
         fixed = 2 * PROJECTION
-    if value == 'hadamard':  # nor of the two factors of W_O, 8 x 8
+    if 'Hadamard' in value:  # nor of the two factors of W_O, 8 x 8
         fixed = 2 * 2 * 64 * 8
     want = 3 * cost.flops_per_token(config) - fixed
     assert cost.training_flops_per_token(config) == want

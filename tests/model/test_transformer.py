@@ -217,6 +217,12 @@ def test_the_layers_of_a_model_compute_what_its_blocks_compute():
     np.testing.assert_allclose(model.logits(model.normed(x_BTD)), model(TOKENS), atol=1e-5)
 
 
+@pytest.mark.parametrize('kind', ['no_kind', ['decoder'], None])
+def test_a_kind_that_is_none_is_refused(kind):
+    with pytest.raises(ConfigError, match='^model.kind=.* must be '):
+        build(ModelConfig(kind=kind), key=jax.random.key(0))
+
+
 def test_an_abstract_model_has_the_shapes_of_a_model():
     config = config_of(score='merged(init="product")', value='low_rank')
     abstract = abstract_model(config)

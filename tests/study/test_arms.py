@@ -11,6 +11,7 @@ from qkattn.model import cost
 from qkattn.study import variant_catalogue
 from qkattn.study.arms import build_arms, table
 from qkattn.study.matching import match
+from tests.attention import examples
 from tests.lanes import thinned
 from tests.refusals import refused
 from tests.study.test_plan import changed
@@ -190,12 +191,14 @@ def test_a_study_has_no_controls_of_equal_shape_where_they_say_nothing(fields):
 
 SMALL = ModelConfig(d_model=96, num_layers=2, num_heads=4, context=64)
 DEEP = ModelConfig(d_model=128, num_layers=4, num_heads=4)
+FROZEN = 'examples.frozen:Frozen'
+HADAMARD = 'examples.hadamard:Hadamard'
 # What saves or costs less than half a step of d_model, or needs a power of two.
-REFUSED = {'collaborative/vo', 'nonlinear_query/vo', 'qk/hadamard'}
+REFUSED = {'examples.collaborative:Collaborative/vo', 'nonlinear_query/vo', f'qk/{HADAMARD}'}
 CASES = [
     (base, which, {'score': score, 'value': value})
     for base, which in ((SMALL, 'total'), (DEEP, 'non_embedding'))
-    for score, value in variant_catalogue.documented_variants()
+    for score, value in variant_catalogue.documented_variants() + examples.FOLDER_VARIANTS
 ]
 # Other shapes of SMALL, with a variant that saves parameters, or costs some.
 SHAPES = [
@@ -263,8 +266,8 @@ WIDE = {'d_model': 128, 'head_size': 32}
         # Equal FLOPs are not equal parameters.
         ({}, {'score': 'merged'}, 'd_ff', {'which': 'flops'}, {'d_ff': 192}),
         # What saves nothing stays as it is.
-        ({}, {'score': 'frozen'}, 'd_model', {}, {}),
-        ({}, {'score': 'frozen'}, 'num_heads', {}, {'head_size': 24}),
+        ({}, {'score': FROZEN}, 'd_model', {}, {}),
+        ({}, {'score': FROZEN}, 'num_heads', {}, {'head_size': 24}),
         # Where the search starts does not matter.
         ({}, {'num_layers': 1}, 'num_layers', {}, {'num_layers': 2}),
         # The encoder follows the decoder unless its depth is given.
@@ -281,7 +284,7 @@ WIDE = {'d_model': 128, 'head_size': 32}
         ),
         ({}, {'score': 'query_free', 'value': 'low_rank(rank=0)'}, 'd_model', {}, 'built: .*rank'),
         ({'num_heads': 32}, {}, 'd_model', {'target': 500}, 'more than 500 .* at d_ff=1'),
-        ({}, {'value': 'hadamard'}, 'd_model', {}, 'power of two'),
+        ({}, {'value': HADAMARD}, 'd_model', {}, 'power of two'),
         (WIDE, NO_QUERY, 'd_model', {}, '-7.54% .* no other d_model is nearer, so'),
         ({}, NO_QUERY, 'num_heads', {}, 'no other num_heads is nearer, so d_ff'),
         ({'num_kv_heads': 2}, {}, 'num_heads', CACHE, 'has the same cost at any num_heads'),

@@ -1,5 +1,6 @@
 """One step: golden numbers, losses, accumulation, divergence, dropout, memory."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -11,12 +12,16 @@ import pytest
 from flax import nnx
 
 import qkattn
-from qkattn.config import MeshConfig
+from qkattn.attention import AttentionSpec, registry
+from qkattn.config import MeshConfig, setting
 from qkattn.data.tasks.task_registry import batches
+from qkattn.errors import ConfigError, SpecError
 from qkattn.model import build
+from qkattn.model.sites import validate
 from qkattn.train import program, sharding, step, trials
 from qkattn.train.optimizer import schedule
 from tests.lanes import only
+from tests.refusals import refused
 
 GOLDEN = {'loss': [6.1501417, 5.9226151], 'grad_norm': [2.7045262, 2.1575873]}
 GOLDEN |= {'update_norm': [0.6097617, 0.6096081]}
@@ -246,3 +251,64 @@ def test_no_device_holds_the_whole_vocabulary(tiny):
     assert V not in sizes and {V // 2, V // 4} < sizes
     rows = config.train.batch_size // 2
     assert f'f32[2,{rows},{T},{V // 2}]' in text and f'{2 * rows},{T},{V // 2}]' not in text
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """The settings, circuits and specifications that have been checked, one after another."""
+    checked = []
+
+    def recorded(owner, name):
+        function = getattr(owner, name)
+
+        def recording(*arguments, **options):
+            checked.append(name)
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, recording)
+
+    recorded(setting, '_check_value')
+    recorded(registry, '_check_circuit')
+    recorded(AttentionSpec, '__post_init__')
+    return checked
+
+
+KINDS = [{}, {'kind': 'encoder_decoder'}, {'pattern': 'qk/vo,qk/no_v'}]
+
+
+@pytest.mark.parametrize('changes', KINDS, ids=str)
+def test_a_config_that_was_validated_is_not_checked_again_on_the_way_to_a_gradient(
+    checked, changes
+):
+    model = qkattn.ModelConfig(d_model=8, num_heads=2, num_layers=3, context=6, **changes)
+    config = qkattn.Config(model=model)
+    validate(config)
+    assert len(checked) > 50
+    checked.clear()
+    state = jax.eval_shape(functools.partial(step.init_trial, config), jnp.uint32(0))
+    tokens_1BT = jax.ShapeDtypeStruct((1, 2, 6), jnp.int32)
+    batch = dict.fromkeys(('tokens_BT', 'targets_BT'), tokens_1BT)
+    batch['loss_weights_BT'] = jax.ShapeDtypeStruct((1, 2, 6), jnp.float32)
+    if model.kind == 'encoder_decoder':
+        batch['source_BS'] = tokens_1BT
+    jax.eval_shape(functools.partial(step.gradients, config), state['params'], batch)
+    assert not checked
+
+
+def test_a_model_of_settings_of_ones_own_checks_each_once(checked):
+    model = qkattn.ModelConfig(d_model=8, num_heads=2, num_layers=2, context=6)
+    build(model, key=jax.random.key(0))
+    assert checked.count('_check_value') == len(dataclasses.fields(model))
+    assert checked.count('__post_init__') == 1
+    checked.clear()
+    build(model, key=jax.random.key(1))
+    assert not checked
+
+
+def test_settings_that_replace_checked_ones_are_checked():
+    model = qkattn.ModelConfig(d_model=8, num_heads=2, num_layers=1, context=6)
+    build(model, key=jax.random.key(0))
+    with refused('model.d_model=0 must be at least 1', ConfigError):
+        build(dataclasses.replace(model, d_model=0), key=jax.random.key(0))
+    with refused('d_model=8 must be a multiple of num_heads=3', SpecError):
+        build(dataclasses.replace(model, num_heads=3), key=jax.random.key(0))

@@ -9,7 +9,6 @@ from experiments.claims import declared, studies
 from experiments.claims.claim import Expectation
 from experiments.claims.declared import d_two_in_a_row
 from experiments.claims.protocol import SCALES
-from qkattn.config import from_config_dict
 from qkattn.errors import ConfigError, ReportError
 from qkattn.study.arms import build_arms
 from tests.processes import ROOT
@@ -95,7 +94,7 @@ def test_studies_have_the_arms_that_claims_expect(scale):
 )
 @pytest.mark.parametrize('path', CONFIGS, ids=lambda path: path.stem)
 def test_studies_have_arms_that_are_tuned(path, scale):
-    study = from_config_dict(runpy.run_path(str(path))['get_config'](scale))
+    study = runpy.run_path(str(path))['get_config'](scale)
     assert study.name == path.stem
     assert bool(study.tuning.seeds) == (scale != 'smoke' and 'untuned' not in study.name)
     assert build_arms(study)

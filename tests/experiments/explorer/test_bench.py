@@ -13,11 +13,13 @@ from experiments.explorer.worked import in_latex, number, worked
 from qkattn.attention import SCORES, VALUES
 from qkattn.attention.scores.qk import QK
 from qkattn.errors import ConfigError
+from tests.attention.examples import FOLDER_VARIANTS
 from tests.refusals import refused
 
 pytest.importorskip('sympy', reason="pip install -e '.[explore]'")
 
 VARIANTS = [f'{score}/vo' for score in SCORES] + [f'{VALUES[v].partner}/{v}' for v in VALUES]
+VARIANTS += ['/'.join(pair) for pair in FOLDER_VARIANTS]
 
 
 @pytest.mark.parametrize(('dims', 'heads'), [(2, 2), (3, 1)])
@@ -30,8 +32,8 @@ def test_symbols_become_the_numbers_of_the_matrices(dims, heads):
         except ConfigError:
             without.add(variant)
     # What has no matrices on symbols, what needs several heads, what needs a power of two.
-    expected = {'nonlinear_query/vo'} | {*['qk/gauge_fixed'] * (heads == 1)}
-    assert without == expected | {*['qk/hadamard'] * (dims == 3)}
+    expected = {'nonlinear_query/vo'} | {*['qk/examples.gauge_fixed:GaugeFixedVO'] * (heads == 1)}
+    assert without == expected | {*['qk/examples.hadamard:Hadamard'] * (dims == 3)}
 
     rng = np.random.default_rng(0)
     arrays = {}
@@ -141,7 +143,8 @@ def test_latex_has_the_equations_of_a_variant():
 
 
 def test_equal_entries_share_a_symbol():
-    text = worked(Bench('symmetric_skew(symmetric_rank=0)/hadamard'), latex=True)
+    variant = 'examples.symmetric_skew:SymmetricSkew(symmetric_rank=0)/examples.hadamard:Hadamard'
+    text = worked(Bench(variant), latex=True)
     assert r'\sqrt{1/2}' in text and r'a_{21} &=' not in text
     assert r'0 & a_{12} \\ -a_{12} & 0' in text
 
@@ -162,7 +165,10 @@ def test_numbers_are_fractions_or_roots_where_they_are_exact():
         ('qk', 'W_Q[n] W_K[n]^T'),
         ('double(which="q")', 'O_Q W_Q[n] W_K[n]^T'),
         ('double(which="k")', 'W_Q[n] (O_K W_K[n])^T'),
-        ('symmetric_skew(symmetric_rank=0, skew_rank=1)', 'U[n] V[n]^T - V[n] U[n]^T'),
+        (
+            'examples.symmetric_skew:SymmetricSkew(symmetric_rank=0, skew_rank=1)',
+            'U[n] V[n]^T - V[n] U[n]^T',
+        ),
         ('shared_qk(temperature="learned")', 'g[n] W_Q[n] W_Q[n]^T'),
         ('latent(query_size=1)', 'W_DQ W_Q[n] W_K[n]^T W_D^T'),
     ],
