@@ -198,7 +198,11 @@ class TextModel:
 
     def num_tokens_of(self, options: Mapping[str, Any]) -> int:
         """How many tokens the options of `generate_until` ask for; ConfigError as there."""
-        if options.get('do_sample') and options.get('temperature', 1) != 0:
+        temperature = options.get('temperature', 0)
+        samples = options.get('do_sample')
+        if samples is None:
+            samples = temperature > 0
+        if samples and options.get('temperature') != 0:
             raise ConfigError(
                 f'the task samples (generation_kwargs: {dict(options)}); only greedy decoding is '
                 'supported, with do_sample: false'
