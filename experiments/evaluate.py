@@ -12,6 +12,7 @@ their data and may run code of their authors; those of --task_dir are YAML files
 import contextlib
 import difflib
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -29,6 +30,8 @@ from qkattn.jobs import cli
 from qkattn.model import Decoder, Encoder
 from qkattn.storage.files import as_path, make_directory, write_atomic
 from qkattn.train.program_cache import keep_programs
+
+log = logging.getLogger('qkattn.evaluate')
 
 SOURCE = cli.define_path('source', None, 'Model to evaluate; --source= may be left out.')
 TASKS = flags.DEFINE_list('tasks', [], 'Tasks or groups of tasks, by name.')
@@ -69,11 +72,14 @@ def main() -> None:
         )
     utils = load_extra('lm_eval.utils', 'evaluate')
     tokenizer = loading.tokenizer_for(source, DATA.value, '--data=FILE of its tokenizer')
+    if source.config is not None:
+        log.info('%s', source.state(trial))
     results = evaluated(for_harness(model, tokenizer, batch_size=BATCH_SIZE.value))
     about = {
         'source': str(source.path),
         'trial': trial,
         'step': source.step,
+        'diverged': not source.alive[trial],
         'model': to_json(model.config),
         'tokenizer': tokenizer.name,
     }

@@ -75,10 +75,7 @@ def main() -> None:
     if num_tokens is None:  # the last token needs no position
         num_tokens = max(1, min(256, model.config.context - len(ids) + 1))
     if source.config is not None:
-        settings = ' '.join(f'{name}={value}' for name, value in source.trials[trial].items())
-        at = f'step {source.step:,}, trial {trial} of {len(source.models)} ({settings})'
-        state = '' if source.alive[trial] else ', which diverged'
-        log.info('%s: %s, %s%s', source.path, model.config.variant, at, state)
+        log.info('%s', source.state(trial))
     tokens_BT = generate(
         model,
         np.array([ids]),

@@ -113,7 +113,7 @@ def load_gpt2(source: Source, *, num_heads: int | None = None) -> tuple[ModelCon
     if described.get('n_inner', 0) is None and isinstance(width, int):
         described['n_inner'] = 4 * width
     config, params = _decoder(_normalized(named), described, 'config.json', num_heads)
-    activation = ACTIVATIONS[described.get('activation_function', 'gelu_new')]
+    activation: Any = ACTIVATIONS[described.get('activation_function', 'gelu_new')]
     return dataclasses.replace(config, activation=activation), params
 
 

@@ -227,8 +227,9 @@ class TextModel:
         unknown = getattr(self.tokenizer, 'unknown', None)
         if unknown is None or unknown not in tokens:
             return tokens
-        lacking = [character for character in text if unknown in self.tokenizer.encode(character)]
-        part = repr(lacking[0]) if lacking else 'a word'
+        part = 'a part'
+        if len(tokens) == len(text):  # a token per character
+            part = repr(text[tokens.index(unknown)])
         raise ConfigError(
             f'the text {text!r:.60} has {part}, which the tokenizer {self.tokenizer.name} lacks; '
             'use tasks of its characters, or a model of bytes or sub-words'
@@ -347,9 +348,9 @@ def cut_at(text: str, stops: str | Sequence[str] | None) -> str:
 
 def for_harness(model: Decoder, tokenizer: Tokenizer, *, batch_size: int) -> Any:
     """A `TextModel` that `lm_eval.simple_evaluate` takes; ConfigError without the extra."""
-    api = load_extra('lm_eval.api.model', 'evaluate')
+    base: Any = load_extra('lm_eval.api.model', 'evaluate').LM
 
-    class HarnessModel(TextModel, api.LM):
+    class HarnessModel(TextModel, base):
         """A TextModel that is an LM of the harness."""
 
     return HarnessModel(model, tokenizer, batch_size=batch_size)

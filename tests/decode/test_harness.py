@@ -7,8 +7,11 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx, traverse_util
+from tokenizers import Tokenizer as LibraryTokenizer
+from tokenizers import models, pre_tokenizers
 
 from qkattn.config import ModelConfig
+from qkattn.data.tokenizers.subwords import FileTokenizer
 from qkattn.data.tokenizers.tokenizer import ByteTokenizer, CharacterTokenizer
 from qkattn.decode import harness
 from qkattn.decode.harness import TextModel, windows
@@ -218,6 +221,33 @@ def test_few_programs_are_compiled(text_model):
     before = harness.token_scores._cache_size()
     text_model.loglikelihood(requests(*(('a' * n, 'bc') for n in range(1, 38))))
     assert harness.token_scores._cache_size() - before <= 2
+
+
+def test_a_word_that_a_tokenizer_file_lacks_is_refused(decoder):
+    library = LibraryTokenizer(models.WordLevel({'[UNK]': 0, 'the': 1, 'cat': 2}, '[UNK]'))
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    text_model = TextModel(decoder, FileTokenizer(library.to_str().encode()))
+    assert text_model.encode('the cat') == [1, 2]
+    with refused("the text 'the dog' has a part, which the tokenizer file-.* lacks"):
+        text_model.encode('the dog')
+
+
+@pytest.mark.parametrize(
+    ('options', 'samples'),
+    [
+        ({}, False),
+        ({'do_sample': False, 'temperature': 0.7}, False),
+        ({'do_sample': True, 'temperature': 0.0}, False),
+        ({'temperature': 0.7}, True),
+        ({'do_sample': True}, True),
+    ],
+)
+def test_options_sample_where_they_do_in_the_harness(text_model, options, samples):
+    if not samples:
+        assert text_model.num_tokens_of(options) == 20
+        return
+    with refused('the task samples'):
+        text_model.num_tokens_of(options)
 
 
 def test_what_cannot_be_answered_is_one_sentence(decoder, text_model):
