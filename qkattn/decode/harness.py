@@ -295,7 +295,7 @@ class TextModel:
 
     def batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
         """The indices of `lengths` in batches of similar length, the longest first."""
-        longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+        longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
         for begin in range(0, len(lengths), self.batch_size):
             yield longest_first[begin : begin + self.batch_size]
 

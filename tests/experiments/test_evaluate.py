@@ -168,12 +168,15 @@ def test_a_task_that_cannot_be_evaluated_is_one_sentence(script_here, tasks, run
 
 
 @pytest.mark.slow
-def test_an_unknown_task_is_named_with_the_nearest_one(refusal, tasks, run):
+def test_an_unknown_task_is_named_with_the_nearest_one(script_here, tasks, run):
     """Which reads the names of all tasks of the harness."""
     pytest.importorskip('lm_eval', reason=REASON)
-    sentence = refusal('evaluate', 'run', '--task_dir=tasks', '--tasks=own_choice')
-    assert '--tasks=own_choice is no task of the harness or of --task_dir=tasks; did' in sentence
-    assert sentence.endswith('did you mean own_choices?')
+    done = script_here('evaluate', 'run', '--task_dir=tasks', '--tasks=own_choice')
+    assert done.returncode == 2 and 'Traceback' not in done.stderr
+    assert done.stderr.splitlines()[-1] == (
+        '--tasks=own_choice is no task of the harness or of --task_dir=tasks; did you mean '
+        'own_choices?'
+    )
 
 
 def test_the_package_that_is_missing_is_named(refusal, run, monkeypatch):
