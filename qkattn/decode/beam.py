@@ -37,7 +37,7 @@ def decode(
     step: Step,
     choose: Callable[[jax.Array, jax.Array, Any], tuple[Any, jax.Array, jax.Array | None]],
     state: Any,
-    num_tokens: int,
+    num_tokens: int | jax.Array,
     not_done: Callable[[Any], jax.Array | bool] = lambda state: True,
 ) -> Any:
     """Chooses up to `num_tokens` tokens while the state is `not_done`, and returns the last state.
