@@ -196,6 +196,7 @@ def without_directories(text: str) -> str:
     """
 
     def shortened(match: re.Match[str]) -> str:
+        """Returns the character before an absolute path, and the short path."""
         before, absolute_path = match.groups()
         path = Path(os.path.normpath(absolute_path))
         if path.is_relative_to(Path.cwd()):

@@ -153,6 +153,7 @@ class _File(Lease):
     """The newest lease of a run on a file system: the file RUN.N with the highest N."""
 
     def __init__(self, directory: Path, run: str):
+        """Finds the newest lease of a run in leases/, and creates this directory if needed."""
         below(directory.parent, directory.name).mkdir(parents=True, exist_ok=True)
         self._prefix = directory / run
         self._number = -1  # stays -1 if the run has no lease
@@ -166,6 +167,7 @@ class _File(Lease):
         return f'{self._prefix}.{self._number + after}'
 
     def read(self) -> _State | None:
+        """Reads the lease, its last heartbeat and the time on the file system's clock."""
         # The file system's clock tells the time when a file is created. It is read before the
         # lease: a heartbeat in between can then only lower the lease's age.
         with tempfile.TemporaryFile(dir=self._prefix.parent) as probe:
@@ -178,6 +180,7 @@ class _File(Lease):
         return None
 
     def take(self) -> None:
+        """Creates the next lease; raises FileExistsError if another process has created it."""
         self._number += 1
         with open(self.path(), 'xb', buffering=0) as file:
             try:
@@ -208,6 +211,7 @@ class _Object(Lease):
         self._generation = 0
 
     def read(self) -> _State | None:
+        """Reads the lease, and remembers its generation for `take`."""
         now = buckets.now(self._path)
         self._generation = 0
         try:

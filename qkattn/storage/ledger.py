@@ -92,7 +92,7 @@ class Ledger:
     @functools.cached_property
     def arms(self) -> ArmKeys:
         """Every arm ever declared."""
-        keys = set()
+        keys: set[tuple[str | None, ...]] = set()
         for entry in self.entries:
             keys.update(arm_key(arm) for arm in entry.get('arms', []))
         return frozenset(keys)
@@ -103,7 +103,7 @@ class Ledger:
 
         Empty for a study without tuning, which has no verdicts that a look could bias.
         """
-        keys = set()
+        keys: set[tuple[str | None, ...]] = set()
         for entry in self.entries:
             if entry.get('post_hoc'):
                 keys.update(arm_key(arm) for arm in entry['arms'])
@@ -259,6 +259,7 @@ def declare(
     if before is not None and before.declaration == digest(declared):
         return
 
+    # The family is the number of arms that are compared with the baseline.
     arms = declared['arms']
     family = 0
     for arm in arms:

@@ -183,8 +183,8 @@ class MetricsFile:
     stays as it is. Each record has a checksum, `crc32`, which `read_metrics` checks and removes. In
     a bucket the log grows in memory until `flush` writes it.
 
-    A log may have millions of lines, so opening it parses only the last one. `rewind` compares the
-    checksum of the others with that of the checkpoint.
+    A log may have millions of lines, so opening it parses only the last one. `rewind` checks the
+    other lines by the checksum that the checkpoint has stored.
     """
 
     def __init__(self, path: str | os.PathLike):

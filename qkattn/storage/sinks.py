@@ -60,6 +60,7 @@ class TensorBoard:
     package = 'tensorboardX'
 
     def __init__(self, directory: Path, config: Config, step: int):
+        """Opens an event file for each trial; `step` steps of the run are done."""
         package = load_extra(self.package, 'tensorboard')
         events = package.event_file_writer
         self._scalar = package.summary.scalar
@@ -99,6 +100,7 @@ class WandB:
     package = 'wandb'
 
     def __init__(self, directory: Path, config: Config, step: int, *, project: str = 'qkattn'):
+        """Starts or continues the log of a run in a project of Weights & Biases."""
         wandb = load_extra(self.package, 'wandb')
         # The id by which a run that resumes finds its log.
         id_file = below(directory, 'wandb', 'id')
