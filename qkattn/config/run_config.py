@@ -1,4 +1,4 @@
-"""The settings of a run, and what they must be together."""
+"""The settings of a run, and the checks of settings that depend on each other."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -115,8 +115,12 @@ class OptimizerConfig:
 
     @property
     def decays(self) -> bool:
-        """Whether the schedule ends at final_fraction; one from outside is checked to."""
-        return self.schedule.removesuffix('()') in DECAYS or ':' in self.schedule
+        """Whether the schedule ends at final_fraction.
+
+        A schedule from outside the package must do so; this is checked where it is built.
+        """
+        is_from_outside = ':' in self.schedule
+        return is_from_outside or self.schedule.removesuffix('()') in DECAYS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -167,13 +171,18 @@ class TrialsConfig:
     )
 
     def trials(self) -> list[dict[str, Any]]:
-        """The seed, learning rate and weight decay of each trial, in the order of a stack."""
-        return [
-            {'seed': seed, 'learning_rate': learning_rate, 'weight_decay': weight_decay}
-            for learning_rate in self.learning_rates
-            for weight_decay in self.weight_decays
-            for seed in self.seeds
-        ]
+        """Returns the seed, learning rate and weight decay of each trial.
+
+        Arrays of the run stack the trials in this order.
+        """
+        trials = []
+        for learning_rate in self.learning_rates:
+            for weight_decay in self.weight_decays:
+                for seed in self.seeds:
+                    trials.append(
+                        {'seed': seed, 'learning_rate': learning_rate, 'weight_decay': weight_decay}
+                    )
+        return trials
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -211,14 +220,15 @@ class Config:
 
 
 def validate_settings(config: Config) -> None:
-    """Raises ConfigError for the first invalid setting."""
+    """Raises ConfigError for the first invalid setting, or for settings that conflict."""
     check_section('', config)
-    for conflict in _conflicts(config):
-        raise ConfigError(conflict)
+    first_conflict = next(_conflicts(config), None)
+    if first_conflict is not None:
+        raise ConfigError(first_conflict)
 
 
 def _conflicts(config: Config) -> Iterator[str]:
-    """A sentence for each setting that does not fit another one."""
+    """Yields a sentence for each setting that does not fit another one."""
     yield from _model_conflicts(config.model)
     yield from _optimizer_conflicts(config)
     yield from _train_conflicts(config.train)
@@ -226,6 +236,7 @@ def _conflicts(config: Config) -> Iterator[str]:
 
 
 def _model_conflicts(model: ModelConfig) -> Iterator[str]:
+    """Yields the conflicts between settings of the section model."""
     heads_width = model.num_heads * (model.head_size or 1)
     if heads_width > MAX_HEADS_WIDTH:
         yield f'model.num_heads * model.head_size = {heads_width} must be at most {MAX_HEADS_WIDTH}'
@@ -244,17 +255,20 @@ def _model_conflicts(model: ModelConfig) -> Iterator[str]:
 
 
 def _optimizer_conflicts(config: Config) -> Iterator[str]:
+    """Yields the conflicts between settings of the optimizer, the steps and the trials."""
     optimizer = config.optimizer
     num_steps = config.train.num_steps
     weight_decays = config.trials.weight_decays
-    if optimizer.name.partition('(')[0] == 'muon' and optimizer.momentum == 1:
+    name_without_options = optimizer.name.partition('(')[0]
+    if name_without_options == 'muon' and optimizer.momentum == 1:
         yield "optimizer.momentum=1 must be below 1 with optimizer.name='muon'"
     if optimizer.warmup_steps >= num_steps:
         yield (
             f'optimizer.warmup_steps={optimizer.warmup_steps} must be below '
             f'train.num_steps={num_steps}'
         )
-    if optimizer.schedule in ('inverse_sqrt', 'inverse_sqrt()') and optimizer.warmup_steps == 0:
+    is_inverse_sqrt = optimizer.schedule in ('inverse_sqrt', 'inverse_sqrt()')
+    if is_inverse_sqrt and optimizer.warmup_steps == 0:
         yield 'optimizer.warmup_steps=0 must be at least 1 with optimizer.schedule=inverse_sqrt'
     if optimizer.decay == 'independent' and max(weight_decays) >= INDEPENDENT_END:
         yield (
@@ -265,9 +279,10 @@ def _optimizer_conflicts(config: Config) -> Iterator[str]:
 
 
 def _train_conflicts(train: TrainConfig) -> Iterator[str]:
+    """Yields the conflicts between settings of the section train, whose numbers must divide."""
     if train.batch_size % train.accumulation:
         yield f'train.accumulation={train.accumulation} must divide batch_size={train.batch_size}'
-    # A run logs and ends between two dispatches; it evaluates, saves and resumes where it logs.
+    # A run logs and ends between two dispatches, and it only evaluates and saves when it logs.
     units = {
         'num_steps': 'steps_per_dispatch',
         'log_every': 'steps_per_dispatch',
@@ -282,6 +297,7 @@ def _train_conflicts(train: TrainConfig) -> Iterator[str]:
 
 
 def _mesh_conflicts(config: Config) -> Iterator[str]:
+    """Yields the axes of the mesh over which trials or sequences do not divide."""
     mesh = config.mesh
     num_trials = len(config.trials.trials())
     if num_trials % mesh.trial:
