@@ -232,6 +232,39 @@ def answers_markdown(directory: Path, base: str) -> str:
     )
 
 
+# The answers that drop, merge or share a matrix.
+SHORT_TABLE = (
+    'drop W_Q',
+    'drop W_K',
+    'Q = K',
+    'merge W_Q and W_K',
+    'K = V',
+    'Q = K = V',
+    'drop W_V',
+    'drop W_O',
+)
+
+
+def short_answers_markdown(directory: Path, _: str = '') -> str:
+    """The answers on single matrices: the size of attention, the difference and its verdict.
+
+    The difference is that of DECIDED_IN.
+    """
+    model, kind = DECIDED_IN
+    rows = []
+    for answer in map(_judged, export.read_answers(directory)):
+        if answer.name in SHORT_TABLE and answer.row(model, kind):
+            name, size, difference, verdict = _cells_of_answer(answer, [DECIDED_IN])
+            rows.append([name, size, difference.replace('<br>', ' '), verdict])
+    titles: list[Heading] = [
+        ('', True),
+        ('size of attention', False),
+        ('difference in loss [95 % interval]', False),
+        ('verdict', True),
+    ]
+    return markdown_table(titles, rows) + '\n'
+
+
 def _judged(answer: export.Answer) -> export.Answer:
     """An answer without the differences whose verdict is withheld."""
     rows = tuple(row for row in answer.rows if row.decision != Decision.NO_VERDICT.value)
@@ -286,6 +319,7 @@ def _cell_of_difference(row: Row | None) -> str:
 # The blocks of `report.verify.check_page`.
 BLOCKS: Blocks = {
     'answers': answers_markdown,
+    'answers_short': short_answers_markdown,
     'claims_verdicts': verdicts_markdown,
     **{f'claims_{letter}': functools.partial(group_markdown, letter=letter) for letter in GROUPS},
     'claims_laws': laws_markdown,

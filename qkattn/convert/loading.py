@@ -68,6 +68,15 @@ class Loaded:
             )
         return trial
 
+    def state(self, trial: int) -> str:
+        """Path, variant, step and settings of a trial of a run, and whether it diverged."""
+        settings = ' '.join(f'{name}={value}' for name, value in self.trials[trial].items())
+        diverged = '' if self.alive[trial] else ', which diverged'
+        return (
+            f'{self.path}: {self.model_config.variant}, step {self.step:,}, '
+            f'trial {trial} of {len(self.params)} ({settings}){diverged}'
+        )
+
     def __repr__(self) -> str:
         model = self.model_config
         parts = [

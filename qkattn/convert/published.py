@@ -1,7 +1,8 @@
 """GPT-2 and nanoGPT files as a model config and the parameters of its Decoder.
 
 The Decoder with score 'qk', value 'vo', layer norm and learned positions is GPT-2: pre-norm, tanh
-GELU (`gelu_new`), scale H^-0.5, norm epsilon 1e-5. Radford et al. 2019.
+GELU (`gelu_new`), scale H^-0.5, norm epsilon 1e-5. Radford et al. 2019. `transformers_layout`
+writes these files.
 """
 
 import dataclasses
@@ -56,10 +57,17 @@ TENSORS: dict[str, tuple[str, tuple[str, ...]]] = {
 # The only values in config.json at which GPT-2 is the Decoder, the default of transformers first.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     'model_type': ('gpt2',),
-    'activation_function': ('gelu_new', 'gelu_pytorch_tanh'),
+    'activation_function': ('gelu_new', 'gelu_pytorch_tanh', 'gelu', 'relu'),
     'layer_norm_epsilon': (1e-5,),
     'scale_attn_weights': (True,),
     'scale_attn_by_inverse_layer_idx': (False,),
+}
+# Our names of its activation functions.
+ACTIVATIONS = {
+    'gelu_new': 'gelu_tanh',
+    'gelu_pytorch_tanh': 'gelu_tanh',
+    'gelu': 'gelu',
+    'relu': 'relu',
 }
 # Fields of ModelConfig by their names in config.json and in nanoGPT's model_args.
 FIELDS = {
@@ -99,11 +107,14 @@ def load_gpt2(source: Source, *, num_heads: int | None = None) -> tuple[ModelCon
         named = _read_safetensors(path)
     for name, (default, *others) in SUPPORTED.items():
         if (value := described.get(name, default)) not in (default, *others):
-            raise ConfigError(f'config.json: {name}={value!r} is not supported, only {default!r}')
+            supported = ' or '.join(repr(choice) for choice in (default, *others))
+            raise ConfigError(f'config.json: {name}={value!r} is not supported, only {supported}')
     width = described.get('n_embd', 768)
     if described.get('n_inner', 0) is None and isinstance(width, int):
         described['n_inner'] = 4 * width
-    return _decoder(_normalized(named), described, 'config.json', num_heads)
+    config, params = _decoder(_normalized(named), described, 'config.json', num_heads)
+    activation: Any = ACTIVATIONS[described.get('activation_function', 'gelu_new')]
+    return dataclasses.replace(config, activation=activation), params
 
 
 def load_nanogpt(source: Source, *, num_heads: int | None = None) -> tuple[ModelConfig, dict]:
@@ -147,11 +158,11 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         for name, (axes, _) in TENSORS.items()
         if (config.biases or not name.endswith('.bias'))
         and not (config.tied_embeddings and name == HEAD)
-        for each in _names(name, config)
+        for each in names_in_layers(name, config)
     }
 
 
-def _names(name: str, config: ModelConfig) -> list[str]:
+def names_in_layers(name: str, config: ModelConfig) -> list[str]:
     """The names of a tensor in all layers, or the name alone of one outside of them."""
     layers = range(config.num_layers) if '*' in name else [0]
     return [name.replace('*', str(layer)) for layer in layers]
@@ -206,7 +217,7 @@ def _decoder(
             )
     for path, target in traverse_util.flatten_dict(abstract_params(config), sep='/').items():
         ((name, paths),) = ((name, paths) for name, (_, paths) in TENSORS.items() if path in paths)
-        joined = np.stack([tensors[each] for each in _names(name, config)])
+        joined = np.stack([tensors[each] for each in names_in_layers(name, config)])
         part = np.split(joined, len(paths), axis=-1)[paths.index(path)]
         part = part[0].T if name == HEAD else part
         flat[path] = jnp.asarray(part.reshape(target.shape))

@@ -40,7 +40,7 @@ def decode(
     step: Step,
     choose: Callable[[jax.Array, jax.Array, Any], tuple[Any, jax.Array, jax.Array | None]],
     state: Any,
-    num_tokens: int,
+    num_tokens: int | jax.Array,
     not_done: Callable[[Any], jax.Array | bool] = lambda state: True,
 ) -> Any:
     """Decodes token by token, and returns the last state.

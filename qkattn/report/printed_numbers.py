@@ -79,7 +79,7 @@ NOT_PROSE = re.compile(
 )
 # What comments a table of answers, to the end of its section. There, names of matrices need an
 # entry, too.
-READING = re.compile(r'<!-- answers: .*?<!-- end -->(.*?)(?=\n## |\Z)', re.DOTALL)
+READING = re.compile(r'<!-- answers\w*: .*?<!-- end -->(.*?)(?=\n## |\Z)', re.DOTALL)
 
 
 def check_numbers(path: str | Path) -> dict[str, int]:
