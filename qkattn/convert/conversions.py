@@ -206,7 +206,7 @@ def converted(model: Transformer, *texts: str) -> Transformer:
 def logit_error(
     before: tuple[ModelConfig, dict], after: tuple[ModelConfig, dict], tokens_BT: np.ndarray
 ) -> float:
-    """Returns the largest difference of two models' logits, relative to the largest of the first."""
+    """Returns the largest difference of two models' logits, divided by the first's largest one."""
     logits = []
     for config, params in (before, after):
         model = with_params(config, jax.tree.map(jnp.asarray, params))

@@ -227,7 +227,7 @@ def logit_scale(layer: Attention) -> float:
 
 
 def empty_layer(source: Attention, **changes: Any) -> Attention:
-    """Returns a layer for `fill`: with shapes in place of arrays, and the QK-norm gains of `source`.
+    """Returns a layer without values, for `fill`; only QK-norm gains are copied from `source`.
 
     Its spec is that of `source` with changes. num_kv_heads becomes num_heads if neither circuit
     can share heads. Raises ConversionError if the QK-norm gains do not fit the new queries.
