@@ -245,7 +245,7 @@ def _run(
 
 
 def _visited(attention: Attention, site: str, layer: int, visit: Visit) -> Callable[..., jax.Array]:
-    """Returns a function that calls `visit` with the inputs of an attention, then the attention."""
+    """Wraps an attention in a function that calls `visit` with its inputs before it computes it."""
 
     def attend(
         x_BTD: jax.Array, mask: Mask, *, y_BSD: jax.Array | None = None, **dropout: Any

@@ -90,6 +90,7 @@ class Attention(nnx.Module):
             return None
         if 'key' in self.value.shares:
             return None
+        # A Score that caches its keys returns the cached array itself.
         k_BSKH = self.score.keys(cache)
         for name, array in cache.items():
             if array is k_BSKH:

@@ -172,7 +172,7 @@ def _convert_layers(
             results.append(conversion(layer, *norm, **options))
         return results
     except (ConversionError, SpecError) as refusal:
-        # A conversion of the whole stack names the layer in its own message, if it is only one.
+        # A conversion of the whole stack names a layer in its own message.
         layer_name = '' if conversion.of_stack else f'layer {len(results)}: '
         raise ConversionError(f'{layer_name}{refusal}') from refusal
 

@@ -184,7 +184,7 @@ def load_nanogpt(source: Source, *, num_heads: int | None = None) -> tuple[Model
 
 
 def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of all tensors of a model, by name."""
+    """Returns the shapes of the tensors of a GPT-2 with this config, by name."""
     D = config.d_model
     size_of_axis = {
         'D': D,

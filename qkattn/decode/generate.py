@@ -101,7 +101,7 @@ def generate(
     require(not temperature or key is not None, f'key is required to sample at {temperature=}')
     B = len(prompts_BT)
     if key is None:
-        key = jax.random.key(0)  # greedy decoding draws nothing
+        key = jax.random.key(0)  # It has no effect, because greedy decoding draws nothing.
 
     def pick(t: jax.Array, logits_BV: jax.Array, tokens_BT: jax.Array) -> tuple:
         """Chooses token number t of every row; the state is the tokens so far."""

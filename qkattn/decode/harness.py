@@ -106,9 +106,13 @@ def continued(
         in_prompt_B = position < lengths_B
         greedy_B = logits_BV[:, :vocab_size].argmax(-1).astype(tokens_BT.dtype)
         token_B = jnp.where(in_prompt_B, tokens_BT[:, position], greedy_B)
-        is_separator_B = ~in_prompt_B & (token_B == separator)
-        is_done_B = is_done_B | is_separator_B | (position + 1 >= ends_B)
-        return (tokens_BT.at[:, position].set(token_B), is_done_B), token_B, None
+        tokens_BT = tokens_BT.at[:, position].set(token_B)
+
+        chose_separator_B = ~in_prompt_B & (token_B == separator)
+        is_at_end_B = position + 1 >= ends_B
+        is_done_B = is_done_B | chose_separator_B | is_at_end_B
+        # None: row b of the cache is continued by token b.
+        return (tokens_BT, is_done_B), token_B, None
 
     def not_done(state: tuple[jax.Array, jax.Array]) -> jax.Array:
         _, is_done_B = state
@@ -278,11 +282,14 @@ class TextModel:
             tokens_BT = self.padded([rows[i].tokens for i in batch], self.context + 1)
             scores = token_scores(self.model, tokens_BT, vocab_size=self.tokenizer.vocab_size)
             nats_BT, is_argmax_BT = map(np.asarray, scores)
+            # Row b of the batch is rows[i].
             for b, i in enumerate(batch):
-                end = len(rows[i].tokens) - 1  # Scores begin with the second token.
+                # Column t scores token t + 1, so a row of n tokens has n - 1 scores.
+                end = len(rows[i].tokens) - 1
                 scored = slice(end - rows[i].num_scored, end)
                 nats = nats_BT[b, scored].sum(dtype=np.float64)
-                results[i] = (float(nats), bool(is_argmax_BT[b, scored].all()))
+                all_argmax = is_argmax_BT[b, scored].all()
+                results[i] = (float(nats), bool(all_argmax))
         return [results[i] for i in range(len(rows))]
 
     def continuations(

@@ -31,6 +31,7 @@ def attention_spec(config: ModelConfig) -> AttentionSpec:
     """
     if SPEC in vars(config):
         return vars(config)[SPEC]
+    # The fields have the same names in both classes, except for the residual gain.
     fields = {}
     for field in dataclasses.fields(AttentionSpec):
         if field.name != 'residual_gain':

@@ -110,7 +110,8 @@ def scan_layers(
     L = config.num_layers
     P = len(stacks)
 
-    # Each stack contributes its blocks, and the number, the index in the stack and the row of each.
+    # Each stack contributes its blocks. Each block comes with the number of its layer in the model,
+    # its index in the stack, and its row.
     inputs = []
     for number, stack in enumerate(stacks):
         layers = jnp.arange(number, L, P, dtype=jnp.int32)
@@ -119,6 +120,7 @@ def scan_layers(
         inputs.append((stack, layers, indices, stack_rows))
 
     def iteration(carry: Any, inputs: list[tuple]) -> tuple[Any, None]:
+        """Runs one layer of each stack in `inputs`."""
         for number, (block, layer, index, row) in enumerate(inputs):
             carry = step(carry, block.at(layer), (number, index), row)
         return carry, None

@@ -205,9 +205,9 @@ def _distances(
 
 
 def _toeplitz(b_NR: jax.Array, t: int, s: int) -> jax.Array:
-    """Returns b_NTS with b_NTS[n, t, s] = b_NR[n, t - s + S - 1], where R = T + S - 1.
+    """Returns b_NTS of t queries and s keys, with the element b_NR[n, i - j + s - 1] at [n, i, j].
 
-    It reshapes in place of a gather, which is slow.
+    R is t + s - 1. Reshapes do this faster than a gather would.
     """
     N = len(b_NR)
     # A row of R + 1 elements is repeated, and the result is cut into rows of R + 2. Each of these
@@ -215,7 +215,7 @@ def _toeplitz(b_NR: jax.Array, t: int, s: int) -> jax.Array:
     row_NR = jnp.pad(b_NR, ((0, 0), (0, 1)))
     repeated_NX = jnp.tile(row_NR, (1, t + 1))[:, : t * (t + s + 1)]
     rows_NTR = repeated_NX.reshape(N, t, t + s + 1)
-    # The distance decreases from key to key, so each row is read backwards from element S - 1.
+    # The distance decreases from key to key, so each row is read backwards from element s - 1.
     return rows_NTR[:, :, s - 1 :: -1]
 
 
