@@ -1,4 +1,4 @@
-"""Models in the layout of Hugging Face's `transformers`: a GPT-2 or a Llama, where a model is one.
+"""Writes models in the layout of Hugging Face's `transformers`, as a GPT-2 or a Llama.
 
 A pre-norm decoder of score 'qk', value 'vo' and softmax is a GPT-2 with learned positions and layer
 norm (Radford et al. 2019), and a Llama with rotary positions, RMS norm and a gated MLP (Touvron et
@@ -97,9 +97,9 @@ def save(
     params: dict,
     tokenizer: Tokenizer | None = None,
 ) -> Layout:
-    """Writes a model and, where it has the form of a tokenizer.json, its tokenizer.
+    """Writes a model, and its tokenizer if that can be a tokenizer.json. Returns the layout.
 
-    ConfigError, before anything is written, where the model is neither a GPT-2 nor a Llama.
+    Raises ConfigError, before it writes anything, if the model is neither a GPT-2 nor a Llama.
     """
     layout = layout_of(model)
     path = absolute(directory)
@@ -120,7 +120,10 @@ def save(
 
 
 def layout_of(model: ModelConfig) -> Layout:
-    """GPT-2 or Llama; ConfigError that names the first setting that neither has."""
+    """Returns the layout of a model, by its positions.
+
+    Raises ConfigError for the first setting that the layout cannot have.
+    """
     layouts = {'learned': GPT2, 'rope': LLAMA}
     require('positions', model.positions, tuple(layouts), 'transformers has')
     layout = layouts[model.positions]
@@ -143,7 +146,10 @@ def layout_of(model: ModelConfig) -> Layout:
 
 
 def require(field: str, value: Any, valid: tuple[Any, ...], who_has: str) -> None:
-    """Raises ConfigError unless the value of a setting is one of the valid ones."""
+    """Raises ConfigError unless the value of a setting is valid.
+
+    `who_has` begins the end of the message, as in 'a Llama has norm=rmsnorm'.
+    """
     if value in valid:
         return
     listed = ' or '.join(repr(choice) for choice in valid)
@@ -159,9 +165,10 @@ def require(field: str, value: Any, valid: tuple[Any, ...], who_has: str) -> Non
 
 
 def completed(model: ModelConfig, params: dict, *, biases: bool) -> dict[str, np.ndarray]:
-    """The parameters by path, with gains of 1 and, with `biases`, biases of 0 where it has none.
+    """Returns the parameters by path, with those that the layout has and the model leaves out.
 
-    They compute the same function. `score_scale` is a factor of the queries.
+    Missing gains are 1, and with `biases` missing biases are 0, so the function stays the same.
+    `score_scale`, which no layout has, is multiplied into the queries.
     """
     full_config = dataclasses.replace(model, attention_gain=True, biases=model.biases or biases)
     actual = traverse_util.flatten_dict(params, sep='/')
@@ -179,14 +186,14 @@ def completed(model: ModelConfig, params: dict, *, biases: bool) -> dict[str, np
 
 
 def gpt2_tensors(model: ModelConfig, params: dict) -> dict[str, np.ndarray]:
-    """The tensors of a GPT2LMHeadModel, which has biases always."""
+    """Returns the tensors of a GPT2LMHeadModel, which always has biases."""
     full = completed(model, params, biases=True)
     shapes = gpt2_shapes(dataclasses.replace(model, biases=True))
     tensors: dict[str, np.ndarray] = {}
     for pattern, (_, paths) in TENSORS.items():
         for layer, name in enumerate(names_in_layers(pattern, model)):
-            if name not in shapes:  # the output matrix of tied embeddings
-                continue
+            if name not in shapes:
+                continue  # This is the output matrix of tied embeddings.
             parts = []
             for path in paths:
                 parameter = full[path][layer] if '*' in pattern else full[path]
@@ -224,8 +231,8 @@ def llama_tensors(model: ModelConfig, params: dict) -> dict[str, np.ndarray]:
     D = model.d_model
     tensors: dict[str, np.ndarray] = {}
     for pattern, path in LLAMA_TENSORS.items():
-        if path not in full:  # biases, or the output matrix of tied embeddings
-            continue
+        if path not in full:
+            continue  # The model has no biases, or its embeddings are tied.
         letters = path.rpartition('_')[2]
         for layer, name in enumerate(names_in_layers(pattern, model)):
             parameter = full[path][layer] if '*' in pattern else full[path]
@@ -242,7 +249,10 @@ def llama_tensors(model: ModelConfig, params: dict) -> dict[str, np.ndarray]:
 
 
 def llama_config(model: ModelConfig) -> dict[str, Any]:
-    """The config.json of a Llama; versions of transformers read the base of rotations by name."""
+    """Returns the config.json of a Llama.
+
+    It has the base of rotations twice, because versions of transformers look in different places.
+    """
     return {
         'architectures': ['LlamaForCausalLM'],
         'model_type': 'llama',
@@ -270,8 +280,11 @@ LLAMA = Layout('Llama', llama_tensors, llama_config)
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> bytes | None:
-    """A tokenizer.json that gives the same ids as the tokenizer; None for a class from outside."""
-    # A subclass may encode otherwise.
+    """Returns a tokenizer.json that gives the same ids as the tokenizer.
+
+    Returns None for a class from outside the package.
+    """
+    # The types are compared exactly, because a subclass may encode differently.
     if type(tokenizer) in (BPETokenizer, FileTokenizer):
         return cast(Subwords, tokenizer).model()
     if type(tokenizer) is ByteTokenizer:
@@ -281,7 +294,7 @@ def tokenizer_json(tokenizer: Tokenizer) -> bytes | None:
     elif type(tokenizer) is CharacterTokenizer:
         characters = json.loads(tokenizer.model())['characters']
         ids = {character: number for number, character in enumerate(characters)}
-        # No character of the text can have these names, which are longer.
+        # These names cannot be taken, because all others are single characters.
         ids |= {'[UNKNOWN]': tokenizer.unknown, '[SEPARATOR]': tokenizer.separator}
         library = LibraryTokenizer(models.WordLevel(ids, unk_token='[UNKNOWN]'))
         library.pre_tokenizer = pre_tokenizers.Split(Regex(r'[\s\S]'), 'isolated')
@@ -292,10 +305,10 @@ def tokenizer_json(tokenizer: Tokenizer) -> bytes | None:
 
 
 def ids_of_bytes() -> dict[str, int]:
-    """Each byte by the character that stands for it in byte-level vocabularies.
+    """Returns the byte for each character of byte-level vocabularies (Radford et al. 2019).
 
-    Visible characters of Latin-1 stand for themselves, and those from U+0100 on for the other
-    bytes, in order (Radford et al. 2019).
+    The visible characters of Latin-1 stand for their own bytes. The characters from U+0100 on stand
+    for the other bytes, in order.
     """
     visible = {*range(ord('!'), ord('~') + 1), *range(ord('¡'), ord('¬') + 1)}
     visible |= {*range(ord('®'), ord('ÿ') + 1)}

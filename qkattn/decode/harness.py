@@ -1,8 +1,8 @@
-"""Decoders as EleutherAI's lm-evaluation-harness asks them: scores of texts, and continuations.
+"""Decoders as models of EleutherAI's lm-evaluation-harness: scores of texts, and continuations.
 
-The harness sends requests, objects whose `args` are texts, to a subclass of its class LM. A
-`TextModel` has the three methods that answer them and needs no harness; `for_harness` makes it a
-subclass.
+The harness sends requests, objects with texts in `args`, to a subclass of its class LM. `TextModel`
+has the three methods that answer requests, and works without the harness. `for_harness` turns it
+into such a subclass.
 """
 
 import dataclasses
@@ -26,23 +26,23 @@ from qkattn.model.transformer import cross_entropy
 
 # Rows are padded to a multiple of this length, so that few programs are compiled.
 WIDTH_STEP = 32
-# Tokens to generate where a task does not say how many, as in the harness.
+# How many tokens to generate for a task that does not say, as in the harness.
 DEFAULT_NUM_TOKENS = 256
-# The names under which tasks say how many tokens to generate.
+# The options of tasks that say how many tokens to generate.
 NUM_TOKENS_OPTIONS = ('max_gen_toks', 'max_new_tokens', 'max_tokens', 'max_completion_tokens')
 
 log = logging.getLogger('qkattn.evaluate')
 
 
 class Request(Protocol):
-    """What the harness asks: `args` are the texts, and in `generate_until` options as well."""
+    """A request of the harness: `args` holds texts, and for `generate_until` also options."""
 
     args: tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class ScoredRow:
-    """Tokens of which the last `num_scored` are scored; at least one token is before them."""
+    """A row of tokens. Its last `num_scored` tokens are scored, and at least one precedes them."""
 
     tokens: list[int]
     num_scored: int
@@ -52,11 +52,14 @@ class ScoredRow:
 def token_scores(
     model: Decoder, tokens_BT: jax.Array, *, vocab_size: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The log-probability of every token but the first, and whether it is the argmax prediction.
+    """Scores every token except the first, given the tokens before it.
 
-    Both have one column less than tokens_BT; column t is of token t + 1, after the tokens before
-    it. Padding may follow the tokens of a row, since no token attends to what is behind it. Ids
-    from `vocab_size` on have no share of the probability.
+    Padding may follow the tokens of a row, because no token attends to later ones. Ids from
+    `vocab_size` on have probability 0.
+
+    Returns:
+      The log-probabilities, and whether each token is the argmax prediction. Both have one column
+      less than tokens_BT, and their column t belongs to token t + 1.
     """
     targets_BT = tokens_BT[:, 1:]
     logits_BTV = model(tokens_BT[:, :-1])[..., :vocab_size]
@@ -75,12 +78,15 @@ def continued(
     separator: int,
     vocab_size: int,
 ) -> jax.Array:
-    """tokens_BT where row b is a prompt of lengths_B[b] tokens, continued greedily to ends_B[b].
+    """Continues prompts of different lengths greedily.
 
-    Decoding stops once every row has reached its end or a separator; what a row has behind either
-    is meaningless. Rows share the length of one cache: the first `prefix` tokens, which every
-    prompt has, are read in one pass, and further tokens of longer prompts in the steps in which
-    shorter ones are continued.
+    In tokens_BT, row b begins with a prompt of lengths_B[b] tokens. The result holds its
+    continuation up to position ends_B[b]. Decoding stops once every row has reached its end or a
+    separator; later tokens of a row mean nothing.
+
+    All rows share one cache, which has one length. So the model first reads the `prefix` tokens
+    that every prompt has, in one pass. Then it proceeds position by position: rows whose prompt
+    goes on read its next token, and the others are continued.
     """
     B, T = tokens_BT.shape
     cache = init_cache(model, B, T - 1)  # the last token needs no slot
@@ -94,14 +100,19 @@ def continued(
     def next_token(
         t: jax.Array, logits_BV: jax.Array, state: tuple[jax.Array, jax.Array]
     ) -> tuple[tuple[jax.Array, jax.Array], jax.Array, None]:
+        """Reads or chooses the token at `position` of every row, and marks rows that are done."""
         tokens_BT, is_done_B = state
         position = prefix + t
         in_prompt_B = position < lengths_B
         greedy_B = logits_BV[:, :vocab_size].argmax(-1).astype(tokens_BT.dtype)
         token_B = jnp.where(in_prompt_B, tokens_BT[:, position], greedy_B)
-        is_separator_B = ~in_prompt_B & (token_B == separator)
-        is_done_B = is_done_B | is_separator_B | (position + 1 >= ends_B)
-        return (tokens_BT.at[:, position].set(token_B), is_done_B), token_B, None
+        tokens_BT = tokens_BT.at[:, position].set(token_B)
+
+        chose_separator_B = ~in_prompt_B & (token_B == separator)
+        is_at_end_B = position + 1 >= ends_B
+        is_done_B = is_done_B | chose_separator_B | is_at_end_B
+        # None: row b of the cache is continued by token b.
+        return (tokens_BT, is_done_B), token_B, None
 
     def not_done(state: tuple[jax.Array, jax.Array]) -> jax.Array:
         _, is_done_B = state
@@ -116,10 +127,12 @@ def continued(
 class TextModel:
     """A decoder and its tokenizer: log-probabilities of texts in nats, and greedy continuations.
 
-    Methods take requests of the harness and return one answer for each, in their order. A text
-    without context follows the separator, as documents do in training. Requests are computed in
-    batches of `batch_size` rows of similar length. ConfigError for a text that the tokenizer cannot
-    encode and for a request that does not fit into the context.
+    The methods take requests of the harness, and return one answer for each, in their order. They
+    compute requests in batches of `batch_size` rows of similar length. A text without context
+    follows the separator, as documents do in training.
+
+    They raise ConfigError for a text that the tokenizer cannot encode, and for a request that does
+    not fit into the context.
     """
 
     def __init__(self, model: Decoder, tokenizer: Tokenizer, *, batch_size: int = 32):
@@ -132,10 +145,10 @@ class TextModel:
     def loglikelihood(
         self, requests: Sequence[Request], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """log p(continuation | context) of each (context, continuation).
+        """Returns log p(continuation | context) for each request (context, continuation).
 
-        With each, whether greedy decoding of the context gives the continuation. Only the last
-        tokens of a context are used where not all of them fit.
+        The second entry of each answer says whether greedy decoding gives the continuation. A
+        context that is too long loses its first tokens.
         """
         rows = []
         num_truncated = 0
@@ -148,34 +161,36 @@ class TextModel:
                     f'do not fit into model.context={self.context}'
                 )
             tokens = context_tokens + scored_tokens
-            # The last token is predicted and needs no position.
-            num_truncated += len(tokens) > self.context + 1
-            rows.append(ScoredRow(tokens[-(self.context + 1) :], len(scored_tokens)))
+            room = self.context + 1  # The last token is only predicted, and needs no position.
+            if len(tokens) > room:
+                num_truncated += 1
+            rows.append(ScoredRow(tokens[-room:], len(scored_tokens)))
         self.warn_of_truncation(num_truncated, len(rows))
         return self.scores(rows)
 
     def loglikelihood_rolling(
         self, requests: Sequence[Request], disable_tqdm: bool = False
     ) -> list[float]:
-        """log p(text) of each (text,), of any length: the sum over its `windows`."""
+        """Returns log p(text) for each request (text,), the sum over the `windows` of the text."""
         rows = []
-        owners = []  # the request of each row
+        owners = []  # the index of each row's request
         for number, request in enumerate(requests):
             (text,) = request.args
             for row in windows(self.encode(text), self.tokenizer.separator, self.context):
                 rows.append(row)
                 owners.append(number)
+
         nats = [0.0] * len(requests)
         for number, (row_nats, _) in zip(owners, self.scores(rows), strict=True):
             nats[number] += row_nats
         return nats
 
     def generate_until(self, requests: Sequence[Request], disable_tqdm: bool = False) -> list[str]:
-        """The greedy continuation of each (prompt, options), up to the first stop text.
+        """Returns the greedy continuation for each request (prompt, options).
 
-        Options are `until`, the stop texts, and `max_gen_toks`, by default 256 or half the context,
-        whichever is less. A separator stops as well. Only the last tokens of a prompt are used
-        where not all of them fit. ConfigError for options that ask for sampling.
+        It ends before the first of the texts in the option `until`, before a separator, or after
+        `max_gen_toks` tokens, by default the lesser of 256 and half the context. A prompt that is
+        too long loses its first tokens. Raises ConfigError for options that ask for sampling.
         """
         prompts = []
         num_tokens = []
@@ -183,12 +198,16 @@ class TextModel:
         for request in requests:
             prompt, options = request.args
             number = self.num_tokens_of(options)
-            room = self.context + 1 - number  # the last token needs no position
-            tokens = self.encode(prompt) or [self.tokenizer.separator]
-            num_truncated += len(tokens) > room
+            tokens = self.encode(prompt)
+            if not tokens:
+                tokens = [self.tokenizer.separator]
+            room = self.context + 1 - number  # The last token needs no position.
+            if len(tokens) > room:
+                num_truncated += 1
             prompts.append(tokens[-room:])
             num_tokens.append(number)
         self.warn_of_truncation(num_truncated, len(prompts))
+
         texts = []
         continuations = self.continuations(prompts, num_tokens)
         for request, tokens in zip(requests, continuations, strict=True):
@@ -197,11 +216,15 @@ class TextModel:
         return texts
 
     def num_tokens_of(self, options: Mapping[str, Any]) -> int:
-        """How many tokens the options of `generate_until` ask for; ConfigError as there."""
+        """Returns how many tokens the options of `generate_until` ask for.
+
+        Raises ConfigError if they ask for sampling, or for more tokens than the context.
+        """
         temperature = options.get('temperature', 0)
         samples = options.get('do_sample')
         if samples is None:
             samples = temperature > 0
+        # Sampling at temperature 0 is greedy decoding.
         if samples and options.get('temperature') != 0:
             raise ConfigError(
                 f'the task samples (generation_kwargs: {dict(options)}); only greedy decoding is '
@@ -219,7 +242,7 @@ class TextModel:
         return max(1, min(DEFAULT_NUM_TOKENS, self.context // 2))
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text; ConfigError where the tokenizer has none for a part of it."""
+        """Returns the ids of a text; raises ConfigError if the tokenizer lacks a part of it."""
         try:
             tokens = self.tokenizer.encode(text).tolist()
         except ValueError as error:
@@ -227,8 +250,10 @@ class TextModel:
         unknown = getattr(self.tokenizer, 'unknown', None)
         if unknown is None or unknown not in tokens:
             return tokens
+
         part = 'a part'
-        if len(tokens) == len(text):  # a token per character
+        if len(tokens) == len(text):
+            # Each token is one character, so the character without an id can be shown.
             part = repr(text[tokens.index(unknown)])
         raise ConfigError(
             f'the text {text!r:.60} has {part}, which the tokenizer {self.tokenizer.name} lacks; '
@@ -236,35 +261,41 @@ class TextModel:
         )
 
     def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """The ids of both, encoded together as the harness does: spaces between them are scored.
+        """Returns the ids of context and continuation, encoded together as the harness does.
 
-        The context is the separator where there is none.
+        Spaces at the end of the context move to the continuation, and are scored. An empty context
+        becomes the separator.
         """
         stripped = context.rstrip()
-        continuation = context[len(stripped) :] + continuation
+        spaces = context[len(stripped) :]
+        continuation = spaces + continuation
         if not stripped:
             return [self.tokenizer.separator], self.encode(continuation)
         context_tokens = self.encode(stripped)
-        return context_tokens, self.encode(stripped + continuation)[len(context_tokens) :]
+        all_tokens = self.encode(stripped + continuation)
+        return context_tokens, all_tokens[len(context_tokens) :]
 
     def scores(self, rows: Sequence[ScoredRow]) -> list[tuple[float, bool]]:
-        """Of each row, the log-probability of its scored tokens, and whether all are the argmax."""
+        """Scores the rows: the log-probability of the scored tokens, and whether all are argmax."""
         results: dict[int, tuple[float, bool]] = {}
         for batch in self.batches([len(row.tokens) for row in rows]):
             tokens_BT = self.padded([rows[i].tokens for i in batch], self.context + 1)
             scores = token_scores(self.model, tokens_BT, vocab_size=self.tokenizer.vocab_size)
             nats_BT, is_argmax_BT = map(np.asarray, scores)
+            # Row b of the batch is rows[i].
             for b, i in enumerate(batch):
+                # Column t scores token t + 1, so a row of n tokens has n - 1 scores.
                 end = len(rows[i].tokens) - 1
                 scored = slice(end - rows[i].num_scored, end)
                 nats = nats_BT[b, scored].sum(dtype=np.float64)
-                results[i] = (float(nats), bool(is_argmax_BT[b, scored].all()))
+                all_argmax = is_argmax_BT[b, scored].all()
+                results[i] = (float(nats), bool(all_argmax))
         return [results[i] for i in range(len(rows))]
 
     def continuations(
         self, prompts: Sequence[Sequence[int]], num_tokens: Sequence[int]
     ) -> list[list[int]]:
-        """The greedy continuation of each prompt by up to num_tokens[i], without a separator."""
+        """Continues prompt i greedily by up to num_tokens[i] tokens, or up to a separator."""
         separator = self.tokenizer.separator
         results: dict[int, list[int]] = {}
         for batch in self.batches([len(prompt) for prompt in prompts]):
@@ -275,16 +306,20 @@ class TextModel:
             for i in batch:
                 padding = [0] * (width - len(prompts[i]))
                 rows.append([*prompts[i], *padding])
+
+            # A prefix in steps of WIDTH_STEP keeps the number of compiled programs small.
             shortest = int(lengths_B.min())
+            prefix = max(1, shortest // WIDTH_STEP * WIDTH_STEP)
             tokens_BT = continued(
                 self.model,
                 self.padded(rows, self.context + 1),
                 np.resize(lengths_B, self.batch_size),
                 np.resize(ends_B, self.batch_size),
-                prefix=max(1, shortest // WIDTH_STEP * WIDTH_STEP),
+                prefix=prefix,
                 separator=separator,
                 vocab_size=self.tokenizer.vocab_size,
             )
+
             continued_rows = np.asarray(tokens_BT)
             for b, i in enumerate(batch):
                 tokens = continued_rows[b, lengths_B[b] : ends_B[b]].tolist()
@@ -294,18 +329,20 @@ class TextModel:
         return [results[i] for i in range(len(prompts))]
 
     def batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
-        """The indices of `lengths` in batches of similar length, the longest first."""
+        """Yields the indices of `lengths` in batches of similar length, the longest first."""
         longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
         for begin in range(0, len(lengths), self.batch_size):
             yield longest_first[begin : begin + self.batch_size]
 
     def padded(self, rows: Sequence[Sequence[int]], most: int) -> np.ndarray:
-        """The rows as tokens_BT of `batch_size` rows, up to `most` tokens wide.
+        """Returns the rows as an array tokens_BT with `batch_size` rows.
 
-        Rows are padded with id 0. A batch that is not full repeats its rows.
+        Rows are padded with id 0. Their width is one more than a multiple of WIDTH_STEP, but at
+        most `most`. If there are fewer rows than `batch_size`, they are repeated.
         """
         longest = max(len(row) for row in rows)
-        width = min(math.ceil((longest - 1) / WIDTH_STEP) * WIDTH_STEP + 1, most)
+        num_steps = math.ceil((longest - 1) / WIDTH_STEP)
+        width = min(num_steps * WIDTH_STEP + 1, most)
         tokens_BT = np.zeros((self.batch_size, width), np.int32)
         for b in range(self.batch_size):
             row = rows[b % len(rows)]
@@ -324,20 +361,23 @@ class TextModel:
 
 
 def windows(tokens: Sequence[int], separator: int, context: int) -> Iterator[ScoredRow]:
-    """The rows that score each token of a text once, behind up to `context` tokens before it.
+    """Yields rows that together score each token of a text once.
 
-    The text follows the separator S. With a context of 4, the text 0 1 2 3 4 5 has two rows:
-    S 0 1 2 3, whose tokens behind S are scored, and 1 2 3 4 5, of which 4 and 5 are. The harness
-    has the same rule (`lm_eval.utils.get_rolling_token_windows` with context_len=1).
+    The text follows the separator S. A row has up to `context` + 1 tokens, as many as a model of
+    that context can predict from. With a context of 4, the text 0 1 2 3 4 5 has two rows:
+    S 0 1 2 3, in which 0 1 2 3 are scored, and 1 2 3 4 5, in which 4 5 are scored. The harness has
+    the same rule (`lm_eval.utils.get_rolling_token_windows` with context_len=1).
     """
     text = [separator, *tokens]
     for begin in range(0, len(tokens), context):
         end = min(begin + context, len(tokens))
-        yield ScoredRow(text[max(0, end - context) : end + 1], end - begin)
+        # The separator makes token `end - 1` number `end` of `text`.
+        first = max(0, end - context)
+        yield ScoredRow(text[first : end + 1], end - begin)
 
 
 def cut_at(text: str, stops: str | Sequence[str] | None) -> str:
-    """The text up to the first of the stop texts in it."""
+    """Returns the part of a text before the first stop text in it."""
     if isinstance(stops, str):
         stops = [stops]
     for stop in stops or ():
@@ -347,7 +387,10 @@ def cut_at(text: str, stops: str | Sequence[str] | None) -> str:
 
 
 def for_harness(model: Decoder, tokenizer: Tokenizer, *, batch_size: int) -> Any:
-    """A `TextModel` that `lm_eval.simple_evaluate` takes; ConfigError without the extra."""
+    """Returns a `TextModel` that `lm_eval.simple_evaluate` takes.
+
+    Raises ConfigError if the harness is not installed.
+    """
     base: Any = load_extra('lm_eval.api.model', 'evaluate').LM
 
     class HarnessModel(TextModel, base):

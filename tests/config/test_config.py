@@ -171,7 +171,7 @@ def test_settings_that_do_not_fit_each_other_are_refused(tmp_path):
         ({PATTERN: 'qk/vo,qk/ov'}, "unknown value 'ov'"),
         ({PATTERN: 'qk/vo,merged/vo', 'model.positions': 'rope'}, '[1]: merged has no rotary'),
         (DOT_PRODUCT | {'model.positions': 'alibi'}, "model: kernel='dot_product' has no biases"),
-        (BOTH | DOT_PRODUCT, "model: kernel='dot_product' takes no padding"),
+        (BOTH | DOT_PRODUCT, "model: kernel='dot_product' does not take padding"),
         (
             {'model.score': 'outside_score:Flat'},
             f"'outside_score:Flat/vo' fails, TypeError in {tmp_path}/outside_score.py, line 6: ",

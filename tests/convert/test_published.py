@@ -233,10 +233,10 @@ def test_what_is_no_model_is_named_and_narrow_floats_are_widened(monkeypatch, tm
     pt.touch()
     for content, message in (
         ({'model': named, 'model_args': [1, 2]}, r'model_args=\[1, 2\] must be a dictionary'),
-        ({'model': [1], 'model_args': ARGUMENTS}, "'model': a list is no tensor by name"),
-        ({'model': named | {'iter_num': 3}}, "'iter_num': a int is no tensor by name"),
-        ({3: named['_orig_mod.lm_head.weight']}, '3: a ndarray is no tensor by name'),
-        ([1], 'a list is no dictionary of tensors'),
+        ({'model': [1], 'model_args': ARGUMENTS}, "'model': a list is not a tensor by name"),
+        ({'model': named | {'iter_num': 3}}, "'iter_num': a int is not a tensor by name"),
+        ({3: named['_orig_mod.lm_head.weight']}, '3: a ndarray is not a tensor by name'),
+        ([1], 'a list is not a dictionary of tensors'),
     ):
         torch.load.return_value = content
         check(message, pt, load_nanogpt)
