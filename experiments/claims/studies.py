@@ -172,7 +172,7 @@ def studies_of(claims: Iterable[Claim], scale: str) -> dict[str, Study]:
 
 
 def check_workdir(studies: Mapping[str, Study], scale: str, directory: Path) -> None:
-    """Raises ConfigError if `directory` holds a study or run itself, or studies of another scale."""
+    """Raises ConfigError if `directory` is a study or run, or has studies of another scale."""
     if any((directory / file).exists() for file in ('study.json', 'config.json')):
         raise ConfigError(
             f'workdir={directory} is the directory of a study or run; claims need a directory '
@@ -202,7 +202,7 @@ def train(studies: Mapping[str, Study], scale: str, directory: Path, workers: in
     for number, (name, study) in enumerate(studies.items(), start=1):
         log.info('study %s, %d of %d', name, number, len(studies))
         local_workers.run(study, path / name, build_arms(study), workers)
-    # As soon as this process computes, it takes memory of a GPU. So it waits for all training to end.
+    # This process takes memory of a GPU as soon as it computes, so it does this after all training.
     if scale != 'smoke':
         for name in studies:
             yardsticks.record_finished(path / name)

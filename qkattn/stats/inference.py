@@ -10,6 +10,7 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import scipy  # whose submodules are imported on first use
@@ -173,7 +174,7 @@ def paired(
     # At least half of the values are typical, so both samples are tested.
     assert with_outliers.low is not None and without_outliers.low is not None
 
-    combined_fields = {'low': min(with_outliers.low, without_outliers.low)}
+    combined_fields: dict[str, Any] = {'low': min(with_outliers.low, without_outliers.low)}
     for name in _LARGER:
         combined_fields[name] = max(getattr(with_outliers, name), getattr(without_outliers, name))
     have_same_sign = with_outliers.mean * without_outliers.mean > 0
