@@ -57,7 +57,7 @@ class DataConfig:
 # Largest N H, the width of all heads of one layer together.
 MAX_HEADS_WIDTH = 2**24
 # Schedules that decay to final_fraction.
-DECAYS = ('linear', 'cosine')
+DECAYS = ('linear', 'cosine', 'wsd')
 # The largest final_fraction with which a run counts as annealed.
 ANNEALED = 0.1
 # With optimizer.decay='independent', weight decays are below this.
@@ -79,12 +79,16 @@ class OptimizerConfig:
     warmup_steps: int = setting(100, 'Steps from 0 to the peak learning rate.', least=0)
     schedule: str = setting(
         'linear',
-        "'linear' or 'cosine' decay to final_fraction of the peak at the last step, 'constant', "
-        "'inverse_sqrt', sqrt(W / step) after W warm-up steps (Vaswani et al. 2017), or an import "
-        'path.',
+        "'linear' or 'cosine' decay to final_fraction of the peak at the last step, 'wsd' (stable "
+        'at the peak, then linear decay in the last decay_fraction of the steps, Hu et al. 2024), '
+        "'constant', 'inverse_sqrt', sqrt(W / step) after W warm-up steps (Vaswani et al. 2017), "
+        'or an import path.',
     )
     final_fraction: float = setting(
         0.0, 'Final learning rate over the peak, where the schedule decays.', least=0, most=1
+    )
+    decay_fraction: float = setting(
+        0.1, "Fraction of the steps, the last ones, in which 'wsd' decays.", above=0, most=1
     )
     beta1: float = setting(0.9, 'Decay of the first moment in Adam.', least=0, below=1)
     beta2: float = setting(0.99, 'Decay of the second moment in Adam.', least=0, below=1)
@@ -108,6 +112,10 @@ class OptimizerConfig:
     def decays(self) -> bool:
         """Whether the schedule ends at final_fraction; one from outside is checked to."""
         return self.schedule.removesuffix('()') in DECAYS or ':' in self.schedule
+
+    def wsd_decay_steps(self, num_steps: int) -> int:
+        """The steps at the end of a run of num_steps in which 'wsd' decays; at least one."""
+        return max(round(self.decay_fraction * num_steps), 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -245,6 +253,14 @@ def _optimizer_conflicts(config: Config) -> Iterator[str]:
         )
     if optimizer.schedule in ('inverse_sqrt', 'inverse_sqrt()') and optimizer.warmup_steps == 0:
         yield 'optimizer.warmup_steps=0 must be at least 1 with optimizer.schedule=inverse_sqrt'
+    if optimizer.schedule in ('wsd', 'wsd()'):
+        decay_steps = optimizer.wsd_decay_steps(num_steps)
+        if decay_steps > num_steps - optimizer.warmup_steps:
+            yield (
+                f'optimizer.decay_fraction={optimizer.decay_fraction} must leave room for '
+                f'optimizer.warmup_steps={optimizer.warmup_steps}: it decays in {decay_steps} of '
+                f'train.num_steps={num_steps}'
+            )
     if optimizer.decay == 'independent' and max(weight_decays) >= INDEPENDENT_END:
         yield (
             f'trials.weight_decays={weight_decays} must be below {INDEPENDENT_END} with '

@@ -271,7 +271,7 @@ def broken(study: Study) -> Iterator[str]:
         yield (
             f'optimizer.schedule={optimizer.schedule} with '
             f'final_fraction={optimizer.final_fraction} does not anneal, which a verdict needs; '
-            f'use linear or cosine with final_fraction={ANNEALED} or less'
+            f'use linear, cosine or wsd with final_fraction={ANNEALED} or less'
         )
     if len(trials.learning_rates) < 2:
         yield (
