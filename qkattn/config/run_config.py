@@ -126,6 +126,12 @@ class TrainConfig:
     batch_size: int = setting(16, 'Sequences per step and trial.', least=1)
     accumulation: int = setting(1, 'Microbatches per step, weighted by their tokens.', least=1)
     label_smoothing: float = setting(0.0, 'Weight of a uniform distribution in targets.', **RATE)
+    z_loss: float = setting(
+        0.0,
+        'Coefficient of (log Z)^2 in what is minimized, where Z is the sum of exp(logits); 1e-4 in '
+        'PaLM (Chowdhery et al. 2022, section 5). Losses that are logged leave it out.',
+        least=0,
+    )
     steps_per_dispatch: int = setting(10, 'Steps compiled into one program call.', least=1)
     log_every: int = setting(10, 'Steps per record; a multiple of steps_per_dispatch.', least=1)
     eval_every: int = setting(100, 'Steps per evaluation; a multiple of log_every.', least=1)
