@@ -20,6 +20,7 @@ from qkattn.config import Config, to_json
 from qkattn.config.calls import resolve, takes
 from qkattn.config.imports import load_extra
 from qkattn.errors import ConfigError
+from qkattn.metrics import SPEEDS
 from qkattn.storage import buckets
 from qkattn.storage.files import below, read_whole, write_atomic
 
@@ -145,8 +146,12 @@ class Sinks:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Writes the values [X] of a record of metrics.jsonl."""
+        num_trials = len(self._config.trials.trials())
         values = {}
         for name, value in record.items():
+            if name in SPEEDS:
+                # Of the whole run: a sink gets it for each trial.
+                values[f'{record["kind"]}/{name}'] = np.full(num_trials, value)
             if name == 'trials' or np.ndim(value) != 1:
                 continue
             if not any(isinstance(entry, str) for entry in value):
