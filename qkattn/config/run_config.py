@@ -45,6 +45,11 @@ class DataConfig:
         0.15, 'Fraction of tokens that an encoder predicts.', above=0, below=1
     )
     shift_windows: bool = setting(False, 'Windows of text start at an offset drawn per epoch.')
+    cross_documents: bool = setting(
+        True,
+        'Tokens of a text attend to earlier documents in their row. With False, in a decoder, they '
+        'attend to their own document alone, and positions count from its beginning.',
+    )
     drop_long: bool = setting(
         False,
         'Sentence pairs that do not fit into the model are left out; by default they are an error.',

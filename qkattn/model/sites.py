@@ -72,19 +72,21 @@ def validate(config: Config) -> None:
         # The arrays of such classes may not fit together. `check_kernel` is for other kernels.
         spec = dataclasses.replace(spec, kernel='einsum')
         called(setting, outside, functools.partial(_attend_once, config.model, setting, spec))
-    check_kernel(config.model, None)
+    check_kernel(config, None)
 
 
-def check_kernel(model: ModelConfig, mesh: Mesh | None) -> None:
+def check_kernel(config: Config, mesh: Mesh | None) -> None:
     """ConfigError where model.kernel cannot serve a layer at the lengths of training.
 
     `mesh` is of the devices; None where they are not known yet.
     """
+    model = config.model
+    packed = not config.data.cross_documents
     if model.kernel == 'auto':
         return
     for setting, make_spec in sites(model).items():
         with _refused(setting), choice.on(mesh):
-            _attend_once(model, setting, make_spec())
+            _attend_once(model, setting, make_spec(), packed=packed)
 
 
 @contextlib.contextmanager
@@ -96,8 +98,13 @@ def _refused(setting: str) -> Iterator[None]:
         raise ConfigError(f'{setting}: {error}') from error
 
 
-def _attend_once(model: ModelConfig, setting: str, spec: AttentionSpec) -> None:
-    """Traces the layer of one site with the shapes and the mask of training."""
+def _attend_once(
+    model: ModelConfig, setting: str, spec: AttentionSpec, packed: bool = False
+) -> None:
+    """Traces the layer of one site with the shapes and the mask of training.
+
+    `packed` rows hold several documents; those of an encoder-decoder hold several pairs anyway.
+    """
     in_encoder = setting == 'model.encoder_variant'
     cross = setting == 'model.cross_variant'
     T = model.encoder.context if in_encoder else model.context
@@ -106,7 +113,7 @@ def _attend_once(model: ModelConfig, setting: str, spec: AttentionSpec) -> None:
     def attend(layer: Attention, x_BTD: jax.Array, y_BSD: jax.Array) -> jax.Array:
         causal = not in_encoder and not cross and model.kind != 'encoder'
         mask = Mask(causal=causal, window=spec.window)
-        if model.kind == 'encoder_decoder':
+        if packed or model.kind == 'encoder_decoder':
             mask = dataclasses.replace(
                 mask,
                 segments_BT=jnp.ones((1, T), jnp.int32),

@@ -180,16 +180,27 @@ class Decoder(Transformer):
         tokens_BT: jax.Array,
         *,
         valid_BT: jax.Array | None = None,
+        segments_BT: jax.Array | None = None,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
         """The normed stream x_BTD after the last block, of which `logits` are taken.
 
-        No position attends to padding, where valid_BT is False. Without a key dropout is off.
-        ValueError for more tokens than config.context.
+        No position attends to padding, where valid_BT is False. Segments number the document of a
+        token, from 1, 0 on padding; it attends to its own document only, and its position is
+        counted from the beginning of the document in the row. The documents follow one another
+        without gaps; None is one document a row. Without a key dropout is off. ValueError for more
+        tokens than config.context.
         """
         self.check_length(tokens_BT)
-        mask = Mask(causal=self.causal, valid_BS=valid_BT, window=self.config.window)
-        return self.run(self.embed(tokens_BT), mask, dropout_key)
+        positions_BT = None if segments_BT is None else positions_of(segments_BT)
+        mask = Mask(
+            causal=self.causal,
+            valid_BS=valid_BT,
+            window=self.config.window,
+            segments_BT=segments_BT,
+            segments_BS=segments_BT,
+        )
+        return self.run(self.embed(tokens_BT, positions_BT), mask, dropout_key)
 
 
 class Encoder(Decoder):

@@ -175,6 +175,10 @@ def test_settings_that_do_not_fit_each_other_are_refused(tmp_path):
         ({PATTERN: 'qk/vo,qk/ov'}, "unknown value 'ov'"),
         ({PATTERN: 'qk/vo,merged/vo', 'model.positions': 'rope'}, '[1]: merged has no rotary'),
         (DOT_PRODUCT | {'model.positions': 'alibi'}, "model: kernel='dot_product' has no biases"),
+        (
+            DOT_PRODUCT | {'data.cross_documents': False},
+            "model: kernel='dot_product' takes no padding and no packed sequences; valid: ",
+        ),
         (BOTH | DOT_PRODUCT, "model: kernel='dot_product' takes no padding"),
         (
             {'model.score': 'outside_score:Flat'},

@@ -67,7 +67,7 @@ class Finished:
         return results_of(self.path)
 
 
-TASKS = ['masked', 'translation', 'causal probe', 'labelling probe']
+TASKS = ['masked', 'separate documents', 'translation', 'causal probe', 'labelling probe']
 
 
 @pytest.fixture(scope='module', params=only(['masked'], TASKS))
