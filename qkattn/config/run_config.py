@@ -52,6 +52,11 @@ class DataConfig:
         0.15, 'Fraction of tokens that an encoder predicts.', above=0, below=1
     )
     shift_windows: bool = setting(False, 'Windows of text start at an offset drawn per epoch.')
+    cross_documents: bool = setting(
+        True,
+        'Tokens of a text attend to earlier documents in their row. With False, in a decoder, they '
+        'attend to their own document alone, and positions count from its beginning.',
+    )
     drop_long: bool = setting(
         False,
         'Sentence pairs that do not fit into the model are left out; by default they are an error.',
@@ -64,7 +69,7 @@ class DataConfig:
 # Largest N H, the width of all heads of one layer together.
 MAX_HEADS_WIDTH = 2**24
 # Schedules that decay to final_fraction.
-DECAYS = ('linear', 'cosine')
+DECAYS = ('linear', 'cosine', 'wsd')
 # The largest final_fraction with which a run counts as annealed.
 ANNEALED = 0.1
 # With optimizer.decay='independent', weight decays are below this.
@@ -88,12 +93,16 @@ class OptimizerConfig:
     schedule: str = setting(
         'linear',
         "Rate after the warm-up: 'linear' and 'cosine' decay to final_fraction of the peak at the "
-        "last step, 'inverse_sqrt' is sqrt(W / step) after W warm-up steps (Vaswani et al. 2017). "
-        'Or an import path.',
+        "last step; 'wsd' stays at the peak and decays linearly in the last decay_fraction of the "
+        "steps (Hu et al. 2024); 'inverse_sqrt' is sqrt(W / step) after W warm-up steps (Vaswani "
+        'et al. 2017). Or an import path.',
         registries=('qkattn.train.optimizer:SCHEDULES',),
     )
     final_fraction: float = setting(
         0.0, 'Final learning rate over the peak, where the schedule decays.', least=0, most=1
+    )
+    decay_fraction: float = setting(
+        0.1, "Fraction of the steps, the last ones, in which 'wsd' decays.", above=0, most=1
     )
     beta1: float = setting(0.9, 'Decay of the first moment in Adam.', least=0, below=1)
     beta2: float = setting(0.99, 'Decay of the second moment in Adam.', least=0, below=1)
@@ -122,6 +131,10 @@ class OptimizerConfig:
         is_from_outside = ':' in self.schedule
         return is_from_outside or self.schedule.removesuffix('()') in DECAYS
 
+    def wsd_decay_steps(self, num_steps: int) -> int:
+        """The steps at the end of a run of num_steps in which 'wsd' decays; at least one."""
+        return max(round(self.decay_fraction * num_steps), 1)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -131,6 +144,12 @@ class TrainConfig:
     batch_size: int = setting(16, 'Sequences per step and trial.', least=1)
     accumulation: int = setting(1, 'Microbatches per step, weighted by their tokens.', least=1)
     label_smoothing: float = setting(0.0, 'Weight of a uniform distribution in targets.', **RATE)
+    z_loss: float = setting(
+        0.0,
+        'Coefficient of (log Z)^2 in what is minimized, where Z is the sum of exp(logits); 1e-4 in '
+        'PaLM (Chowdhery et al. 2022, section 5). Losses that are logged leave it out.',
+        least=0,
+    )
     steps_per_dispatch: int = setting(10, 'Steps compiled into one program call.', least=1)
     log_every: int = setting(10, 'Steps per record; a multiple of steps_per_dispatch.', least=1)
     eval_every: int = setting(100, 'Steps per evaluation; a multiple of log_every.', least=1)
@@ -270,6 +289,14 @@ def _optimizer_conflicts(config: Config) -> Iterator[str]:
     is_inverse_sqrt = optimizer.schedule in ('inverse_sqrt', 'inverse_sqrt()')
     if is_inverse_sqrt and optimizer.warmup_steps == 0:
         yield 'optimizer.warmup_steps=0 must be at least 1 with optimizer.schedule=inverse_sqrt'
+    if optimizer.schedule in ('wsd', 'wsd()'):
+        decay_steps = optimizer.wsd_decay_steps(num_steps)
+        if decay_steps > num_steps - optimizer.warmup_steps:
+            yield (
+                f'optimizer.decay_fraction={optimizer.decay_fraction} must leave room for '
+                f'optimizer.warmup_steps={optimizer.warmup_steps}: it decays in {decay_steps} of '
+                f'train.num_steps={num_steps}'
+            )
     if optimizer.decay == 'independent' and max(weight_decays) >= INDEPENDENT_END:
         yield (
             f'trials.weight_decays={weight_decays} must be below {INDEPENDENT_END} with '

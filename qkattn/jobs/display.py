@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, TextIO
 
 import numpy as np
@@ -243,6 +243,7 @@ class Progress(contextlib.AbstractContextManager['Progress']):
         self._shown: int | None = None  # step of the report that is shown
         self._loss: Any = None  # newest training loss
         self._validation_loss: Any = None  # newest validation loss
+        self._speeds: Mapping[str, float] = {}  # of the newest training record
         self._next_time = self._opened + _QUIET  # nothing is shown before this time
         # Reentrant, because log messages also go through this object and may come at any time.
         self._lock = threading.RLock()
@@ -286,6 +287,11 @@ class Progress(contextlib.AbstractContextManager['Progress']):
             self._step = step
             self._pace.report(step, now)
             self._show(now)
+
+    def measured(self, speeds: Mapping[str, float]) -> None:
+        """Takes the newest SPEEDS of `qkattn.metrics`."""
+        with self._lock:
+            self._speeds = speeds
 
     def evaluated(self, step: int, loss: Any) -> None:
         """Takes the validation loss of the trials, in nats per token, at `step`."""
@@ -372,12 +378,16 @@ class Progress(contextlib.AbstractContextManager['Progress']):
         if self._tokens_per_step and self._pace.step_seconds:
             tokens_per_second = self._tokens_per_step / self._pace.step_seconds
             fields.append(f'{tokens_per_second:,.0f} tokens/s')
+        if 'mfu' in self._speeds:
+            fields.append(f'{self._speeds["mfu"]:.1%} MFU')
         left = self._pace.left(self._total, now)
         if left is not None and step < self._total:
             fields.append(f'{interval(left)} left')
         fields.append(f'{step / max(1, self._total):.0%}')
         if self._loss is not None:
             fields.append(f'loss {loss_text(self._loss, self._unit)}')
+        if 'input_wait_fraction' in self._speeds:
+            fields.append(f'{self._speeds["input_wait_fraction"]:.0%} waiting for input')
         if self._study_left is not None and self._study_left.runs:
             fields += self._study_fields(self._study_left, left)
         return fields

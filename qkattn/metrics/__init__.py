@@ -193,6 +193,13 @@ TIMES = {
     'compile_seconds': 'compilation of the training program, in the last start',
     'tokens_per_second': 'training tokens per second of the last start',
 }
+# Of a training record: of the whole run, all its trials together, over the steps since the record
+# before, without evaluations and checkpoints. Other starts of a run measure others.
+SPEEDS = {
+    'tokens_per_second': 'training tokens per second',
+    'mfu': 'model FLOPs per second over the peak rate of the devices; absent where it is unknown',
+    'input_wait_fraction': 'fraction of the time in which training waits for the next batch',
+}
 
 NATS: dict[str, Any] = {'unit': 'nats/token'}
 PERCENT: dict[str, Any] = {'unit': '%', 'scale': 100.0, 'decimals': 2}

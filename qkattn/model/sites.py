@@ -92,20 +92,24 @@ def validate(config: Config) -> None:
         names = ', '.join(outside)
         called(setting, names, check)
         spec = dataclasses.replace(spec, kernel='einsum')
-        called(setting, names, functools.partial(_attend_once, config.model, setting, spec))
-    check_kernel(config.model, None)
+        packed = not config.data.cross_documents
+        attend_once = functools.partial(_attend_once, config.model, setting, spec, packed)
+        called(setting, names, attend_once)
+    check_kernel(config, None)
 
 
-def check_kernel(model: ModelConfig, mesh: Mesh | None) -> None:
+def check_kernel(config: Config, mesh: Mesh | None) -> None:
     """Raises ConfigError if model.kernel cannot serve a layer at the context lengths of training.
 
     `mesh` is that of the devices, or None if they are not known yet.
     """
+    model = config.model
+    packed = not config.data.cross_documents
     if model.kernel == 'auto':
         return
     for setting, make_spec in sites(model).items():
         with _refused(setting), choice.on(mesh):
-            _attend_once(model, setting, make_spec())
+            _attend_once(model, setting, make_spec(), packed=packed)
 
 
 @contextlib.contextmanager
@@ -117,10 +121,13 @@ def _refused(setting: str) -> Iterator[None]:
         raise ConfigError(f'{setting}: {error}') from error
 
 
-def _attend_once(model: ModelConfig, setting: str, spec: AttentionSpec) -> None:
+def _attend_once(
+    model: ModelConfig, setting: str, spec: AttentionSpec, packed: bool = False
+) -> None:
     """Traces the layer of one site with the shapes and the mask of training, without computing it.
 
-    The trace raises what the layer's code would raise in training.
+    The trace raises what the layer's code would raise in training. `packed` rows hold several
+    documents; rows of an encoder-decoder always hold several pairs.
     """
     in_encoder = setting == 'model.encoder_variant'
     cross = setting == 'model.cross_variant'
@@ -131,7 +138,7 @@ def _attend_once(model: ModelConfig, setting: str, spec: AttentionSpec) -> None:
         """Attends from T queries to S keys with the mask of this site."""
         causal = not in_encoder and not cross and model.kind != 'encoder'
         mask = Mask(causal=causal, window=spec.window)
-        if model.kind == 'encoder_decoder':
+        if packed or model.kind == 'encoder_decoder':
             mask = dataclasses.replace(
                 mask,
                 segments_BT=jnp.ones((1, T), jnp.int32),

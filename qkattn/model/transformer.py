@@ -184,16 +184,27 @@ class Decoder(Transformer):
         tokens_BT: jax.Array,
         *,
         valid_BT: jax.Array | None = None,
+        segments_BT: jax.Array | None = None,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
         """Returns the normed stream x_BTD after the last block, the argument of `logits`.
 
-        No position attends to padding, where valid_BT is False. Without a key, dropout is off.
-        Raises ValueError if a row has more tokens than config.context.
+        No position attends to padding, where valid_BT is False. segments_BT gives the number of
+        each token's document in its row: 1, 2, ... in the order of the documents, and 0 on padding.
+        A token then attends to its own document only, and its position is counted from the start of
+        the document. None is one document a row. Without a key, dropout is off. Raises ValueError
+        if a row has more tokens than config.context.
         """
         self.check_length(tokens_BT)
-        mask = Mask(causal=self.causal, valid_BS=valid_BT, window=self.config.window)
-        return self.run(self.embed(tokens_BT), mask, dropout_key)
+        positions_BT = None if segments_BT is None else positions_of(segments_BT)
+        mask = Mask(
+            causal=self.causal,
+            valid_BS=valid_BT,
+            window=self.config.window,
+            segments_BT=segments_BT,
+            segments_BS=segments_BT,
+        )
+        return self.run(self.embed(tokens_BT, positions_BT), mask, dropout_key)
 
 
 class Encoder(Decoder):

@@ -25,6 +25,7 @@ from qkattn.config import Config, to_json
 from qkattn.config.calls import resolve, takes
 from qkattn.config.imports import load_extra
 from qkattn.errors import ConfigError
+from qkattn.metrics import SPEEDS
 from qkattn.storage import buckets
 from qkattn.storage.files import below, read_whole, write_atomic
 
@@ -167,10 +168,14 @@ class Sinks:
     def write(self, record: Mapping[str, Any]) -> None:
         """Writes a record of metrics.jsonl to every sink.
 
-        Sinks take the fields that have a number for each trial.
+        Sinks take the fields that have a number for each trial, and the speeds of the run.
         """
+        num_trials = len(self._config.trials.trials())
         values = {}
         for name, value in record.items():
+            if name in SPEEDS:
+                # Of the whole run: a sink gets it for each trial.
+                values[f'{record["kind"]}/{name}'] = np.full(num_trials, value)
             if name == 'trials' or np.ndim(value) != 1:
                 continue
             has_text = any(isinstance(entry, str) for entry in value)

@@ -74,7 +74,7 @@ def _check_baseline(study: Study) -> None:
         raise ConfigError(
             f'optimizer.schedule={optimizer.schedule} with '
             f'final_fraction={optimizer.final_fraction} does not anneal, which a verdict needs; '
-            f'use linear or cosine with final_fraction={ANNEALED} or less'
+            f'use linear, cosine or wsd with final_fraction={ANNEALED} or less'
         )
     learning_rates = study.base.trials.learning_rates
     if len(learning_rates) < 2:

@@ -14,7 +14,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -29,6 +29,7 @@ from qkattn.model.sites import validate
 from qkattn.storage.files import read_whole
 from qkattn.train import sharding
 from qkattn.train.checks import check_data_if_here, check_parts
+from qkattn.train.chips import CHIPS, GB, flops_per_step, tokens_per_step
 from qkattn.train.initial_parameters import InitialParameters
 from qkattn.train.program import abstract_inputs, lower
 from qkattn.train.program_cache import without_cache
@@ -43,39 +44,6 @@ UNOPTIMIZED: dict[str, str | bool] = {
 }
 # Characters of a line of a page.
 PAGE_WIDTH = 100
-# Bytes, as sellers of GPUs count them and as sellers of TPUs do.
-GB = 10**9
-GIB = 2**30
-
-
-@dataclasses.dataclass(frozen=True)
-class Chip:
-    """An accelerator."""
-
-    kind: Literal['TPU', 'GPU']
-    # Bytes of its memory.
-    hbm: int
-    # Peak rate of dense bfloat16 products, in FLOP/s.
-    flops: float
-    # Numbers in the shape of a pod: sides of a slice of TPUs, or hosts and GPUs of a host.
-    sides: int = 2
-    # Devices of JAX per chip.
-    devices: int = 1
-
-
-# Figures from docs.cloud.google.com/tpu/docs/NAME, nvidia.com/en-us/data-center/NAME.
-CHIPS = {
-    'v4': Chip('TPU', 32 * GIB, 275e12, sides=3),
-    'v5e': Chip('TPU', 16 * GIB, 197e12),
-    'v5p': Chip('TPU', 95 * GIB, 459e12, sides=3),
-    'v6e': Chip('TPU', 32 * GIB, 918e12),
-    'tpu7x': Chip('TPU', 192 * GIB, 2307e12, sides=3, devices=2),
-    'a100': Chip('GPU', 40 * GB, 312e12),
-    'a100_80gb': Chip('GPU', 80 * GB, 312e12),
-    'h100': Chip('GPU', 80 * GB, 989e12),
-    'h200': Chip('GPU', 141 * GB, 989e12),
-    'b200': Chip('GPU', 180 * GB, 2250e12),
-}
 
 
 class Pod:
@@ -140,10 +108,7 @@ def describe(config: Config, topology: str) -> Description:
 
     mesh = sharding.make_mesh(config.mesh, devices)
     program = _compile(config, mesh)
-    num_trials = len(config.trials.trials())
-    tokens = num_trials * config.train.batch_size * config.model.context
-    # A forward pass, and a backward pass of twice its cost.
-    flops = 3 * cost.flops_per_token(config.model) * tokens / mesh.size
+    flops = flops_per_step(config) / mesh.size
     capacity = pod.chip.hbm // pod.chip.devices
     notes = [
         f'{pod.name}: {_counted(pod.chips, f"{pod.chip.kind} chip")}',
@@ -158,9 +123,9 @@ def describe(config: Config, topology: str) -> Description:
         compiler=compiler,
         mesh=dict(mesh.shape),
         notes=notes,
-        trials=num_trials,
+        trials=len(config.trials.trials()),
         parameters=cost.count(config.model)['total'],
-        tokens=tokens,
+        tokens=tokens_per_step(config),
         memory=program.memory,
         capacity=capacity,
         flops=flops,

@@ -156,7 +156,7 @@ def lower(
     config: Config, lifting: str, mesh: Mesh, state: dict, hyper: dict, batch: Any
 ) -> jax.stages.Lowered:
     """The train program on abstract inputs; raises ConfigError if model.kernel cannot serve it."""
-    check_kernel(config.model, mesh)
+    check_kernel(config, mesh)
     of_state = jax.tree.map(lambda a: a.sharding, state)
     of_metrics = NamedSharding(mesh, P())
     steps = jax.jit(

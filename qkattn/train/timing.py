@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
@@ -25,23 +25,35 @@ TRACED = 3
 log = logging.getLogger(__name__)
 
 
+class Lap(NamedTuple):
+    """How training went between two readings of a clock; pauses do not count."""
+
+    steps_per_second: float
+    # Fraction of the time that was a wait for batches.
+    input_wait_fraction: float
+
+
 class Clock:
     """Seconds of training and their PARTS, over all starts of a run; tokens per second of this one.
 
-    The seconds go on from those of `record`, that of a checkpoint. They are 0 where it lacks them,
-    as before the first step.
+    The seconds go on from those of `record`, that of a checkpoint after `step` steps. They are 0
+    where it lacks them, as before the first step.
     """
 
-    def __init__(self, record: Mapping[str, Any]):
+    def __init__(self, record: Mapping[str, Any], step: int = 0):
         names = ('train_seconds', *PARTS)
         self.seconds: dict[str, float] = {name: record.get(name, 0.0) for name in names}
         self.tokens_per_second: float | None = None
         # Train seconds of earlier starts.
         self._before = self.seconds['train_seconds']
-        # The time at which the training in progress began.
-        self._since = 0.0
+        # The time at which the training in progress began; None in a pause.
+        self._since: float | None = None
         # Tokens that were trained in this start.
         self._tokens = 0
+        # At the last reading: steps, seconds of training, and seconds of waits for batches.
+        self._lap_step = step
+        self._lap_train_seconds = self.seconds['train_seconds']
+        self._lap_input_seconds = self.seconds['input_seconds']
 
     def start(self) -> None:
         """Training begins, or goes on after a pause."""
@@ -49,9 +61,30 @@ class Clock:
 
     def pause(self, tokens: int) -> None:
         """Training pauses; `tokens` were trained since `start`."""
-        self.seconds['train_seconds'] += time.perf_counter() - self._since
+        self.seconds['train_seconds'] = self._train_seconds()
+        self._since = None
         self._tokens += tokens
         self.tokens_per_second = self._tokens / (self.seconds['train_seconds'] - self._before)
+
+    def lap(self, step: int) -> Lap:
+        """The speed since the last call, or since the start; `step` steps are done."""
+        train_seconds = self._train_seconds()
+        input_seconds = self.seconds['input_seconds']
+        elapsed = train_seconds - self._lap_train_seconds
+        lap = Lap(
+            steps_per_second=(step - self._lap_step) / elapsed,
+            input_wait_fraction=(input_seconds - self._lap_input_seconds) / elapsed,
+        )
+        self._lap_step = step
+        self._lap_train_seconds = train_seconds
+        self._lap_input_seconds = input_seconds
+        return lap
+
+    def _train_seconds(self) -> float:
+        """Seconds of training, over all starts, those of the training in progress included."""
+        if self._since is None:
+            return self.seconds['train_seconds']
+        return self.seconds['train_seconds'] + (time.perf_counter() - self._since)
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:

@@ -42,15 +42,17 @@ def sequences(rows: Rows) -> np.ndarray | None:
 
     The tokens of up to NUM_ROWS rows, evenly spaced over the split, are shuffled across all of
     them, which keeps the corpus's token frequencies but neither its order nor its topics. None
-    where T < MIN_LENGTH, and where the rows are not plain next-token prediction: inputs besides the
-    tokens, targets that do not follow, or targets with loss weight 0 (as in probes).
+    where T < MIN_LENGTH, and where the rows are not plain next-token prediction: inputs besides
+    tokens and segments, targets that do not follow, or targets with loss weight 0 (as in probes).
     """
     num_rows = len(eval_rows(rows, 'validation', NUM_ROWS))
     batch = next(eval_batches(rows, 'validation', batch_size=num_rows, max_rows=NUM_ROWS))
     tokens_BT = batch['tokens_BT']
     length = tokens_BT.shape[1]
+    # Segments say where documents begin; the random tokens are one document.
+    names = batch.keys() - {'segments_BT'}
     is_next_token_prediction = (
-        batch.keys() == {'tokens_BT', 'targets_BT', 'loss_weights_BT'}
+        names == {'tokens_BT', 'targets_BT', 'loss_weights_BT'}
         and (batch['targets_BT'][:, :-1] == tokens_BT[:, 1:]).all()
         and (batch['loss_weights_BT'] == 1).all()
     )
