@@ -12,14 +12,16 @@ from typing import NamedTuple
 
 import jinja2
 from markupsafe import Markup
+from matplotlib.figure import Figure
 
 from experiments.claims import export
 from experiments.claims.claim import UNIT, ClaimResult, ClaimVerdict, Kind, Row, Speaks
 from qkattn.jobs.output import short
 from qkattn.report import described
 from qkattn.report.figures import figures
+from qkattn.report.figures.drawing import Drawing, write_plots
 from qkattn.report.figures.forest import Line, Panels, forest
-from qkattn.report.figures.style import Drawing, style_sheet, styles, write_plots
+from qkattn.report.figures.style import styles
 from qkattn.report.prose import NONE, environment, lasting, si, words
 from qkattn.report.tables import Heading, markdown_table, sheets
 from qkattn.report.verify import Blocks
@@ -157,8 +159,8 @@ def write_page(directory: str | Path) -> Path:
     scaling = _scaling(directory)
     if scaling:
         _, laws = scaling
-        drawn += [Drawing(law.figure, f'scaling_{law.stem}') for law in laws]
-    write_plots(directory / 'plots', drawn, kinds=('png',))
+        drawn += [dataclasses.replace(law, stem=f'scaling_{law.stem}') for law in laws]
+    write_plots(directory / 'plots', drawn, formats=['png'])
     blocks = [verdicts_markdown(directory, '.', page='')]
     blocks += [group_markdown(directory, '.', letter) for letter in GROUPS]
     blocks.append(laws_markdown(directory, '.'))
@@ -551,9 +553,15 @@ def answers_figure(answers: Sequence[export.Answer]) -> Drawing | None:
         row = _judged(answer).row(*DECIDED_IN)
         if row is None:
             continue
-        name = f'{answer.name}: {row.decision}'
-        is_decided = row.decision in decided
-        lines.append(_line(row, style_of=row.decision or '', is_decided=is_decided, name=name))
+        verdict = row.decision or ''
+        line = _line(
+            row,
+            style_of=verdict,
+            is_decided=verdict in decided,
+            name=f'{answer.name}: {verdict}',
+        )
+        # A marker is that of a verdict, which the legend says.
+        lines.append(line._replace(meaning=verdict))
     if not lines:
         return None
     panels = {SHAPES[Kind.MATCHED].panel: lines}
@@ -582,9 +590,12 @@ def _line(row: Row, style_of: str, is_decided: bool, name: str, right: str = '')
 
 
 def _drawing(stem: str, panels: Panels, black: str = '', **options: float) -> Drawing:
-    """Draws a forest plot. The lines of the arm `black` are black."""
+    """Draws a forest plot. The lines of the arm `black` are black; `options` go to `forest`."""
     arms = dict.fromkeys(line.arm for lines in panels.values() for line in lines)
     styles_of_arms = styles(list(arms), black)
-    with style_sheet():
-        figure = forest(panels, f'difference ({UNIT})', styles_of_arms, longest=_LONGEST, **options)
-    return Drawing(figure, stem)
+
+    def draw(width: float) -> Figure:
+        xlabel = f'difference ({UNIT})'
+        return forest(panels, xlabel, styles_of_arms, longest=_LONGEST, width=width, **options)
+
+    return Drawing(stem, draw)

@@ -5,15 +5,16 @@ import contextlib
 import dataclasses
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from qkattn.errors import ReportError
+from qkattn.errors import ConfigError, ReportError
 from qkattn.report import tables
-from qkattn.report.columns import PAGE, printed
+from qkattn.report.columns import FIRST_SCREEN, PAGE, printed
 from qkattn.report.figures import figures
-from qkattn.report.figures.style import DARK, LIGHT, Drawing, write_plots
+from qkattn.report.figures.drawing import FORMATS, Drawing, Picture, picture, write_plots
+from qkattn.report.figures.style import DARK, LIGHT
 from qkattn.report.prose import environment, macro
 from qkattn.report.tables import headline, terminal_text
 from qkattn.storage import ledger
@@ -28,25 +29,28 @@ log = logging.getLogger(__name__)
 __all__ = ['described', 'documents', 'export', 'headline', 'show_report', 'write_report']
 
 
-def documents(
-    findings: Findings, drawn: Sequence[Drawing], svg: Mapping[str, bytes]
-) -> dict[str, str]:
-    """All files of a report but the figures, by name; `svg` is by the stem of a figure."""
-    return tables.files(findings) | {'report.html': _page(findings, drawn, svg)}
+def documents(findings: Findings, pictures: Sequence[Picture]) -> dict[str, str]:
+    """The files of a report by name: tables, and a page with the pictures."""
+    return tables.files(findings) | {'report.html': _page(findings, pictures)}
 
 
-def show_report(study_dir: str | Path) -> str:
+def show_report(study_dir: str | Path, plots: Sequence[str] = ()) -> str:
     """Writes the report of a study, as `write_report`; returns what a terminal shows of it."""
-    return terminal_text(*write_report(study_dir))
+    return terminal_text(*write_report(study_dir, plots))
 
 
-def write_report(study_dir: str | Path) -> tuple[Findings, Path]:
+def write_report(study_dir: str | Path, plots: Sequence[str] = ()) -> tuple[Findings, Path]:
     """Writes the report of a study; returns its findings and the path of report.html.
 
-    Writes plots/, table.md, table.csv and, last, report.html into the directory. A report on more
-    than screening is a look, which the study's ledger keeps. ReportError if the directory is not a
-    study or holds no result, or if its ledger is damaged.
+    Writes table.md, table.csv and, last, report.html into the directory. Figures are on the page;
+    `plots` are further formats of them, 'png', 'pdf' or 'svg', for files in plots/, from which
+    figures of earlier reports are removed. A report on more than screening is a look, which the
+    study's ledger keeps. ReportError if the directory is not a study or holds no result, or if its
+    ledger is damaged; ConfigError for another format.
     """
+    for kind in plots:
+        if kind not in FORMATS:
+            raise ConfigError(f'plots={kind!r} is no format; valid are {", ".join(FORMATS)}')
     study = load_study(study_dir)
     judged = any(run.stage != SCREENING and run.trials for run in study.runs)
     if judged and ledger.look(study.directory, study.files):
@@ -54,9 +58,10 @@ def write_report(study_dir: str | Path) -> tuple[Findings, Path]:
         kept = ledger.read(study.directory / ledger.NAME)
         study = dataclasses.replace(study, ledger=kept, altered={})
     findings = find(study)
-    drawn = figures(findings)
-    svg = write_plots(study.directory / 'plots', drawn)
-    for name, text in documents(findings, drawn, svg).items():
+    drawings = figures(findings)
+    write_plots(study.directory / 'plots', drawings, plots)
+    pictures = [picture(drawing) for drawing in drawings]
+    for name, text in documents(findings, pictures).items():
         written = write_atomic(study.directory / name, text)
     return findings, written
 
@@ -119,23 +124,16 @@ def _name(directory: Path) -> str | None:
         return parse_file(directory / 'study.json', {'name': str})['name']
 
 
-def _page(findings: Findings, drawn: Sequence[Drawing], svg: Mapping[str, bytes]) -> str:
-    """The whole report as an HTML document: no scripts; light, dark, narrow, printed."""
-    shown_figures = []
-    for drawing in drawn:
-        figure = described(findings, drawing)
-        code = base64.b64encode(svg[drawing.stem]).decode()
-        figure['source'] = f'data:image/svg+xml;base64,{code}'
-        shown_figures.append(figure)
-    headings, rows = printed(PAGE, findings, findings.arms)
+def _page(findings: Findings, pictures: Sequence[Picture]) -> str:
+    """The whole report as an HTML document: no scripts; light, dark, wide, narrow, printed."""
     template = environment(html=True).get_template('report.html.j2')
     return template.render(
         study=findings.study,
         findings=findings,
-        figures=shown_figures,
-        summary=tables.summary(findings),
-        headings=headings,
-        rows=rows,
+        figures=[_figure(findings, shown) for shown in pictures],
+        summary=tables.summary(findings, with_arms=False),
+        first_screen=printed(FIRST_SCREEN, findings, findings.arms),
+        whole_table=printed(PAGE, findings, findings.arms),
         notes=tables.notes(findings),
         sheets=tables.sheets(findings),
         settings=[line.split(': ', 1) for line in tables.settings(findings)],
@@ -145,12 +143,33 @@ def _page(findings: Findings, drawn: Sequence[Drawing], svg: Mapping[str, bytes]
     )
 
 
-def described(findings: Findings, figure: Drawing) -> dict[str, Any]:
-    """A figure as pages show it: its kind, the first word of its stem, is a macro of figures.j2."""
-    kind = figure.stem.partition('_')[0]
-    about = {'study': findings.study}
-    title, caption = macro('figures.j2', kind, about, findings=findings, **figure.values)
-    return {'stem': figure.stem, 'kind': kind, 'title': title, 'caption': caption}
+def _figure(findings: Findings, shown: Picture) -> dict[str, Any]:
+    """What the template of the page says of a figure, with its SVG as URLs."""
+    figure = described(findings, shown.drawing)
+    if shown.drawing.grid is None:
+        return figure | {'narrow': _data_url(shown.narrow), 'wide': _data_url(shown.wide)}
+    panels = [
+        {'variant': panel.variant, 'notes': panel.notes, 'source': _data_url(panel.svg)}
+        for panel in shown.panels
+    ]
+    return figure | {
+        'panels': panels,
+        'legend': _data_url(shown.legend),
+        'xlabel': shown.drawing.grid.xlabel,
+        'ylabel': shown.drawing.grid.ylabel,
+    }
+
+
+def _data_url(svg: bytes) -> str:
+    return f'data:image/svg+xml;base64,{base64.b64encode(svg).decode()}'
+
+
+def described(findings: Findings, drawing: Drawing) -> dict[str, Any]:
+    """The title and caption of a figure: a macro of figures.j2, named by its stem's first word."""
+    kind = drawing.stem.partition('_')[0]
+    shared = {'study': findings.study}
+    title, caption = macro('figures.j2', kind, shared, findings=findings, **drawing.values)
+    return {'stem': drawing.stem, 'kind': kind, 'title': title, 'caption': caption}
 
 
 def _provenance(study: TrainedStudy) -> dict[str, list[str]]:

@@ -301,9 +301,12 @@ def settings(findings: Findings) -> list[str]:
     return sentences('settings.j2', study=findings.study, findings=findings)
 
 
-def summary(findings: Findings) -> list[str]:
-    """The result in sentences; the last one states what all arms share."""
-    return sentences('summary.j2', study=findings.study, findings=findings)
+def summary(findings: Findings, with_arms: bool = True) -> list[str]:
+    """The result in sentences; the last one states what all arms share.
+
+    Without arms, the sentences that list them by verdict or difference are left out.
+    """
+    return sentences('summary.j2', study=findings.study, findings=findings, with_arms=with_arms)
 
 
 def notes(findings: Findings) -> list[str]:
