@@ -291,17 +291,17 @@ def balanced_factors(A_NED: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarr
       heads.
     """
     left_NER, s_NR, right_NRD = np.linalg.svd(A_NED, full_matrices=False)
-    norm = np.linalg.norm(A_NED)
+    norm = float(np.linalg.norm(A_NED))
     if norm == 0:
         norm = 1.0  # A zero matrix loses nothing.
-    lost = np.linalg.norm(s_NR[:, rank:]) / norm
+    lost = float(np.linalg.norm(s_NR[:, rank:])) / norm
 
     root_NR = np.sqrt(s_NR[:, :rank])
     left_ENR = np.moveaxis(left_NER[..., :rank] * root_NR[:, None], 0, 1)
     right_DNR = np.moveaxis(right_NRD[:, :rank], -1, 0) * root_NR
 
     padding = ((0, 0), (0, 0), (0, rank - root_NR.shape[1]))
-    return np.pad(left_ENR, padding), np.pad(right_DNR, padding), float(lost)
+    return np.pad(left_ENR, padding), np.pad(right_DNR, padding), lost
 
 
 def relative_error(approximate: np.ndarray, exact: np.ndarray) -> float:

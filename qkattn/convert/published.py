@@ -325,8 +325,7 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
     if path.suffix == '.json':
         # weight_map has the name of the file for each tensor.
         file_of_tensor = _read_json(path).get('weight_map')
-        is_dict = isinstance(file_of_tensor, dict)
-        if not is_dict or not all(_is_part(name) for name in file_of_tensor.values()):
+        if not isinstance(file_of_tensor, dict) or not all(map(_is_part, file_of_tensor.values())):
             raise ConfigError(
                 f'{path}: weight_map={file_of_tensor!r:.80} must name a .safetensors file beside '
                 'it for each tensor'
