@@ -229,8 +229,8 @@ class Claim(Statement):
     checks: tuple[Check, ...] = ()
     expectations: tuple[Expectation, ...] = ()
     measures: tuple[Measure, ...] = ()
-    # Texts to show after 'holds only if'. The keys are the texts of `verdicts.condition_of` that are
-    # replaced.
+    # Texts to show after 'holds only if'. Each key is the text of `verdicts.condition_of` that the
+    # value replaces.
     conditions: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property

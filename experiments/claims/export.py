@@ -122,6 +122,7 @@ def answers(results: Results) -> tuple[Answer, ...]:
         if not chosen:
             continue
 
+        # Attention's parameters are counted in the decoder, if it has results.
         share = None
         for (model_name, _), difference in chosen.items():
             if model_name == 'decoder':

@@ -442,16 +442,20 @@ def _tables(claim: ClaimResult) -> list[str]:
     if differences:
         titles: list[Heading] = [(title, False) for title in PARTS.values()]
         titles += [('verdict', True), *_TRAINING]
-        firsts = []
+        first_rows = []
         lines = []
         for parts in differences:
             shown = [parts[kind] for kind in PARTS if kind in parts]
-            numbers = [amount(parts[kind], False) if kind in parts else NONE for kind in PARTS]
+            numbers = []
+            for kind in PARTS:
+                number = amount(parts[kind], with_unit=False) if kind in parts else NONE
+                numbers.append(number)
             decisions = dict.fromkeys(row.decision for row in shown if row.decision)
             verdict = ' / '.join(decisions) or NONE
-            firsts.append(shown[0])
+            first_rows.append(shown[0])
             lines.append([*numbers, verdict, *_training(shown), _spoken(parts.values())])
-        tables.append(_table('arm', titles, firsts, lines))
+        tables.append(_table('arm', titles, first_rows, lines))
+
     others = [row for row in claim.rows if row.kind not in PARTS]
     if others:
         titles = [('value', False), ('expected', False), ('verdict', True), *_TRAINING]
@@ -494,10 +498,12 @@ def _table(
         lines.append([row.quantity, *context, *cells_of_row])
     of_factors = [(words(factor), True) for factor in factors]
     titles = [(first, True), *of_factors, *titles, ('for or against|the claim', True)]
+
     columns = zip(*lines, strict=True)
     is_filled = [any(cell != NONE for cell in column) for column in columns]
-    lines = [list(compress(line, is_filled)) for line in lines]
-    return markdown_table(list(compress(titles, is_filled)), lines)
+    filled_titles = list(compress(titles, is_filled))
+    filled_lines = [list(compress(line, is_filled)) for line in lines]
+    return markdown_table(filled_titles, filled_lines)
 
 
 def _spoken(rows: Iterable[Row]) -> str:

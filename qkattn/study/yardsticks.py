@@ -115,6 +115,7 @@ def record(directory: str | Path, imports: Collection[str] | None = None) -> lis
                     'longer': run['control'] == LONGER,
                     **counted[key],
                 }
+
             is_measured = measured_by_run.get(name, {}).get('trials') is not None
             if run['stage'] == VERDICT and not is_measured:
                 arm_key = {field: run[field] for field in records.ARM_KEY}
@@ -128,6 +129,7 @@ def record(directory: str | Path, imports: Collection[str] | None = None) -> lis
             problem = f'{run["size"]}, {run["corpus"]}: {error}'
             if problem not in problems:
                 problems.append(problem)
+
         if name in group_by_run:
             groups.append(group_by_run[name])
         if name in measured_by_run:

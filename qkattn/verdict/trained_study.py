@@ -161,17 +161,20 @@ def load_study(directory: str | Path) -> TrainedStudy:
         raise ReportError(f'study directory {str(directory)!r} {problem}.')
     if not declaration.exists():
         raise ReportError(f'{str(declaration)!r} does not exist, so this is not a study directory.')
+
     kept = ledger.read(directory / ledger.NAME)
     try:
         study = _declared(directory, files, kept, parse_file(declaration, {}))
     except ValueError as error:
         raise ReportError(f'{str(declaration)!r} cannot be read: {error}.') from error
+
     problems = [*study.problems]
     try:
         planned = _read_runs(study)
         runs = [with_files(run, files, problems) for run in planned]
     except RunDirectoryError as error:
         raise ReportError(f'{error}') from error
+
     recorded = directory / ledger.YARDSTICKS
     try:
         yardsticks = None
@@ -179,6 +182,7 @@ def load_study(directory: str | Path) -> TrainedStudy:
             yardsticks = _yardsticks(recorded, study.baseline, planned)
     except ValueError as error:
         raise ReportError(f'{str(recorded)!r} cannot be read: {error}.') from error
+
     if not any(run.trials for run in runs):
         raise ReportError(f'study {str(directory)!r} has no results yet.')
     altered = kept.altered(ledger.seen(files))

@@ -45,7 +45,10 @@ def added_parameters(D: int, H: int, N: int = 1) -> int:
 
 
 def merged_against_factored() -> Iterator[Row]:
-    """D^2 against 2 D H per head, and where the difference changes its sign."""
+    """Checks that merging W_Q and W_K changes a head's parameters from 2 D H to D^2.
+
+    The change is N (D^2 - 2 D H) for N heads; its sign depends on whether H is above D / 2.
+    """
     for H in (8, 32, 64):
         added = added_parameters(64, H)
         yield exact('parameters added by merging, D = 64', added, 64**2 - 128 * H, head_size=H)
@@ -60,7 +63,7 @@ def merged_against_factored() -> Iterator[Row]:
 
 
 def heads_of_a_fixed_width() -> Iterator[Row]:
-    """2 D^2 / N parameters per head of H = D / N, 2 D^2 for every N, which buy N patterns."""
+    """Checks that heads of H = D / N have 2 D^2 parameters in all, for every N, and N patterns."""
     D = 64
     T = 12
     for N in (1, 8):
@@ -75,9 +78,9 @@ def heads_of_a_fixed_width() -> Iterator[Row]:
 
 
 def compiled(score: str, T: int, D: int, H: int) -> int:
-    """Multiply-adds of the compiled program of q k^T of one head, as XLA counts them.
+    """Counts the multiply-adds in the compiled program of q k^T for one head, as XLA reports them.
 
-    `score` is a registered one, T the number of tokens, D d_model and H the size of the head.
+    `score` is the name of a Score, T the number of tokens, D is d_model and H the head size.
     """
 
     def scores(layer: Attention, x_BTD: jax.Array) -> jax.Array:
@@ -89,11 +92,11 @@ def compiled(score: str, T: int, D: int, H: int) -> int:
     x_BTD = jax.ShapeDtypeStruct((1, T, D), jnp.float32)
     program = jax.jit(scores).lower(layer, x_BTD).compile()
     flops = int(program.cost_analysis()['flops'])
-    return flops // 2  # a multiply-add is two
+    return flops // 2  # a multiply-add counts as two FLOPs
 
 
 def multiply_adds() -> Iterator[Row]:
-    """The formulas of the multiply-adds against those of the compiled programs."""
+    """Checks the formulas of the multiply-adds against the compiled programs."""
     for T, D, H in ((16, 64, 16), (64, 64, 48), (32, 24, 48)):
         # x W_Q, x W_K, and the product of queries and keys; x W_QK, and its product with x.
         formulas = {'qk': 2 * T * D * H + T * T * H, 'merged': T * D * D + T * T * D}
@@ -103,17 +106,20 @@ def multiply_adds() -> Iterator[Row]:
 
 
 def where_they_cross() -> Iterator[Row]:
-    """The first T, up to 2048, at which one matrix costs more, on each side of D = 2 H."""
+    """Checks from which number of tokens T on one matrix costs more than two.
+
+    The head sizes lie on both sides of D = 2 H, and T is at most 2048.
+    """
     D = 64
 
     def added(H: int, T: int) -> int:
-        """Multiply-adds that one matrix takes more than two."""
+        """Returns how many more multiply-adds one matrix takes than two."""
         return compiled('merged', T, D, H) - compiled('qk', T, D, H)
 
-    # By head size the last T up to which one matrix does not cost more.
+    # For each head size, the last T at which one matrix does not cost more.
     crossovers = {48: D * (2 * 48 - D) // (D - 48), 16: 0}
     for H, crossover in crossovers.items():
-        # `added` ascends with T: the number of T from 1 on at which it is 0 at most.
+        # `added` grows with T, so bisection counts the T at which it is at most 0.
         num_cheaper = bisect.bisect(range(1, 2048), 0, key=functools.partial(added, H))
         quantity = 'first T at which one matrix costs more, D = 64'
         yield exact(quantity, 1 + num_cheaper, 1 + crossover, head_size=H)
@@ -122,14 +128,14 @@ def where_they_cross() -> Iterator[Row]:
 
 
 def symmetry() -> Iterator[Row]:
-    """A[n] equals its transpose."""
+    """Checks that A[n] = W W^T equals its transpose."""
     A_NDE = np.asarray(layer('shared_qk/vo').score.matrix())
     A_NED = np.swapaxes(A_NDE, -1, -2)
     yield same('asymmetry of A[n]', A_NED, A_NDE, tolerance=1e-14, part='symmetry')
 
 
 def half_the_numbers() -> Iterator[Row]:
-    """Parameters and free parameters of W W^T over those of W_Q W_K^T."""
+    """Checks that W W^T has about half the parameters and free parameters of W_Q W_K^T."""
     for H in (4, 16):
         sizes: Options = {'d_model': 16, 'num_heads': 1, 'head_size': H}
         context: Options = {'part': 'half of A', 'head_size': H}
@@ -141,7 +147,10 @@ def half_the_numbers() -> Iterator[Row]:
 
 
 def half_the_pattern() -> Iterator[Row]:
-    """Free numbers of the patterns of T tokens, of W W^T over those of W_Q W_K^T, at D = H = 8."""
+    """Checks whether patterns with W W^T have half the free numbers of those with W_Q W_K^T.
+
+    The head has D = H = 8, with fewer and with more tokens than D, with and without a causal mask.
+    """
     for causal in (False, True):
         for T, side in ((8, '<='), (24, '>')):
             part = f'half of the pattern, T {side} D'
@@ -153,9 +162,10 @@ def half_the_pattern() -> Iterator[Row]:
 
 
 def pattern_freedom(name: str, T: int, *, causal: bool) -> int:
-    """In how many directions softmax(x A x^T) of T tokens moves with a score, at D = H = 8.
+    """Counts the independent directions in which the pattern softmax(x A x^T) can move.
 
-    `name` is that of a registered score.
+    The pattern is that of T tokens, and the parameters of a Score move it. D = H = 8, and `name` is
+    the name of the Score.
     """
     attention = layer(f'{name}/vo', d_model=8, num_heads=1)
     x_BTD = stream(T, d_model=8)[:1]
@@ -169,10 +179,11 @@ def pattern_freedom(name: str, T: int, *, causal: bool) -> int:
 
 
 def dominant_diagonal() -> Iterator[Row]:
-    """How often a token scores itself highest, at initialization, T = 64 and D = 256.
+    """Checks how often a token scores itself highest at initialization, with T = 64 and D = 256.
 
-    Expected is E[Phi(|q|)^(T - 1)] with |q|^2 of chi-squared with H degrees of freedom, for D >> H:
-    the other scores of a query q are normal with variance |q|^2, and its own is |q|^2.
+    For D >> H, a query q scores its own token with |q|^2 and the other tokens with normal values of
+    variance |q|^2, and |q|^2 is chi-squared with H degrees of freedom. So the expected share is
+    E[Phi(|q|)^(T - 1)].
     """
     T = 64
     D = 256
@@ -192,7 +203,7 @@ def dominant_diagonal() -> Iterator[Row]:
         row = exact(quantity, mean.mean, expected, 0.05, part=part, head_size=H)
         speaks = Speaks.FOR if mean.low > 1 / 2 else Speaks.AGAINST
         yield dataclasses.replace(row, low=mean.low, high=mean.high, speaks=speaks)
-    # Of the last H, 64.
+    # The remaining rows are for the last head size, H = 64.
     is_largest_XBN = diagonal_XBNT.max(-1) == s_XBNTS.max((-1, -2))
     part = 'diagonal has the largest score of all'
     yield exact('share of sequences', is_largest_XBN.mean(), 1, part=part)

@@ -72,7 +72,7 @@ Square = dict[str, np.ndarray]
 
 
 def one_matrix() -> Iterator[Row]:
-    """Softmax input and output after `merge`, and the rank of W_Q[n] W_K[n]^T."""
+    """Checks that one matrix W_Q[n] W_K[n]^T of rank H replaces W_Q[n] and W_K[n]."""
     attention = layer()
     merged = merge(attention)
     x_BTD = stream()
@@ -85,9 +85,10 @@ def one_matrix() -> Iterator[Row]:
 
 
 def what_stands_between() -> Iterator[Row]:
-    """Error of the best single W_QK, fitted to the softmax input, where q or k are transformed.
+    """Checks whether a single W_QK can replace W_Q and W_K if queries and keys are transformed.
 
-    min over A of |x A x^T - s| / |s|, by least squares over all pairs of 24 tokens, N = 1.
+    The error is the minimum over A of |x A x^T - s| / |s|, by least squares over all pairs of 24
+    tokens, with a single head. s is the input of the softmax.
     """
     x_BTD = stream(24, d_model=8)
     pairs = np.einsum('BTD,BSE->BTSDE', x_BTD, x_BTD)
@@ -100,9 +101,9 @@ def what_stands_between() -> Iterator[Row]:
 
 
 def square_attention(x_BTD: np.ndarray, square: Square, num_heads: int) -> np.ndarray:
-    """Causal attention as implementations with D x D matrices write it.
+    """Computes causal attention with D x D matrices, as other implementations do.
 
-    Head n has columns n H to (n + 1) H of W_Q, W_K and W_V, and these rows of W_O.
+    Head n uses the columns n H to (n + 1) H of W_Q, W_K and W_V, and the same rows of W_O.
     """
 
     def projected(name: str) -> np.ndarray:
@@ -120,7 +121,7 @@ def square_attention(x_BTD: np.ndarray, square: Square, num_heads: int) -> np.nd
 
 
 def gpt2() -> dict[str, np.ndarray]:
-    """Random tensors of a GPT-2 of one layer, by their published names."""
+    """Returns random tensors of a GPT-2 with one layer, by their published names."""
     config = ModelConfig(d_model=D, num_layers=1, num_heads=N, context=T, vocab_size=16)
     rng = np.random.default_rng(0)
     tensors = {}
@@ -130,7 +131,7 @@ def gpt2() -> dict[str, np.ndarray]:
 
 
 def side_by_side() -> Iterator[Row]:
-    """The square matrices of GPT-2 against N rectangular ones: the function and the count."""
+    """Checks that GPT-2's square matrices are the same function and count as N rectangular ones."""
     tensors = gpt2()
     x_BTD = np.asarray(stream())
     matrices = [*np.split(tensors[C_ATTN], 3, axis=1), tensors[C_PROJ]]
@@ -147,9 +148,10 @@ def side_by_side() -> Iterator[Row]:
 
 
 def without_w_q(attention: Attention) -> Attention:
-    """A layer of the same function with queries X and keys X W_K'[n], W_K'[n] = W_K[n] W_Q[n]^T.
+    """Returns a layer that computes the same function without W_Q.
 
-    W_K'[n] is D x D. The layer shares the value of `attention`.
+    Its queries are X and its keys X W_K'[n] with W_K'[n] = W_K[n] W_Q[n]^T, a D x D matrix. It
+    shares the Value of `attention`.
     """
     free = layer('query_free_full/vo', num_heads=attention.spec.num_heads)
     score = attention.score
@@ -160,15 +162,16 @@ def without_w_q(attention: Attention) -> Attention:
 
 
 def share_left(variant: str, num_heads: int) -> float:
-    """Attention's parameters over those of qk/vo."""
+    """Returns the attention parameters of a variant, as a fraction of those of qk/vo."""
     return count(variant, num_heads=num_heads) / count('qk/vo', num_heads=num_heads)
 
 
 def queries_of_one_head() -> Iterator[Row]:
-    """Q = X in place of X W_Q, and the parameters; a bias and rotation forbid it.
+    """Checks that a single head can do without W_Q, unless it has biases or rotary positions.
 
-    Where they do, the error is that of the best W_K', fitted by least squares to the softmax input
-    of 24 tokens. A query may add a constant to all of its scores, which softmax ignores.
+    With biases or rotation, the error is that of the best W_K', fitted by least squares to the
+    softmax input of 24 tokens. Both sides are centred over keys, because the softmax ignores a
+    constant that is added to all scores of a query.
     """
     attention = layer(num_heads=1)
     without = without_w_q(attention)
@@ -196,9 +199,11 @@ def queries_of_one_head() -> Iterator[Row]:
 
 
 def queries_of_many_heads() -> Iterator[Row]:
-    """Without W_Q N heads need N matrices of D x D; slices of X leave most of A[n] out of reach.
+    """Checks what N heads need without W_Q.
 
-    With slice P[n] of X as queries, A[n] = P[n] W_K'[n]^T: the best one is P[n] P[n]^T A[n].
+    If every head reads all of X, each needs a D x D matrix. If head n reads only slice P[n] of X,
+    A[n] is limited to the form P[n] W_K'[n]^T. The best one is P[n] P[n]^T A[n], which misses most
+    of A[n].
     """
     attention = layer()
     whole: Options = {LAYER: 'many heads, all read X'}
@@ -214,12 +219,12 @@ def queries_of_many_heads() -> Iterator[Row]:
 
 
 def small(variant: str = 'qk/vo', **options: Any) -> Attention:
-    """A layer of 2 x 2 matrices."""
+    """Returns a layer with 2 x 2 matrices."""
     return layer(variant, **{'d_model': 2, 'num_heads': 1} | options)
 
 
 def worked_by_hand() -> Iterator[Row]:
-    """A and B of a layer with integer matrices, entry by entry."""
+    """Checks A and B of a layer with integer matrices against a calculation by hand."""
     matrices = {
         'w_q': np.array([[1, 2], [0, 1]]),
         'w_k': np.array([[1, 0], [1, 1]]),
@@ -234,7 +239,10 @@ def worked_by_hand() -> Iterator[Row]:
 
 
 def where_and_what() -> Iterator[Row]:
-    """The pattern, solved from the output of T = D tokens: W_V and W_O have no part in it."""
+    """Checks that W_V and W_O have no part in the pattern, and that W_Q = W_K ties its scores.
+
+    The pattern is solved from the output of T = D tokens.
+    """
     for size in (2, 4):
         context: Options = {'tokens and dimensions': size}
         attention = small(d_model=size)
@@ -253,7 +261,10 @@ def where_and_what() -> Iterator[Row]:
 
 
 def pattern(attention: Attention, x_TD: jax.Array) -> np.ndarray:
-    """P_TS of a layer with one head, from out = P (x B), all positions visible, T = D."""
+    """Solves out = P (x B) for the pattern P_TS of a layer with one head and T = D tokens.
+
+    All positions are visible.
+    """
     T = len(x_TD)
     out_TD = output(attention, x_TD[None], jnp.ones((1, T, T), bool))[0]
     _, B_1DE = attention.matrix()
@@ -262,7 +273,7 @@ def pattern(attention: Attention, x_TD: jax.Array) -> np.ndarray:
 
 
 def gauge() -> Iterator[Row]:
-    """W_Q M and W_K M^-T, or W_V M and M^-1 W_O, are the same function."""
+    """Checks that W_Q M and W_K M^-T, or W_V M and M^-1 W_O, give the same function."""
     attention = small()
     matrices = {}
     for circuit in (attention.score, attention.value):
@@ -280,10 +291,11 @@ def gauge() -> Iterator[Row]:
 
 
 def two_in_a_row() -> Iterator[Row]:
-    """A shared projection O_Q with W_Q[n] behind it, against one matrix O_Q W_Q[n] for each head.
+    """Compares a shared projection O_Q followed by W_Q[n] with one matrix O_Q W_Q[n] per head.
 
-    A double layer after `fold_double`, one matrix as two of which the first is I, and the number of
-    parameters that all O_Q W_Q[n] together are free in, by the width R of the shared projection.
+    Checks that `fold_double` keeps the function, that any single matrix is such a product (with
+    O_Q = I), and how many free parameters the matrices O_Q W_Q[n] have together, for a shared
+    projection of width R.
     """
     double = layer('double/double')
     yield same_output(' by folding, as defined', fold_double(double), double, **WIDE)
@@ -303,12 +315,12 @@ def two_in_a_row() -> Iterator[Row]:
 
 
 def one_matrix_per_head() -> Iterator[Row]:
-    """No published layout has a projection that heads share: every number belongs to one head.
+    """Checks that published layouts have no projection that heads share.
 
-    Of GPT-2, every entry of c_attn comes up once among the matrices of the heads. The layer of
-    flax.nnx computes what heads of its own columns do.
+    In GPT-2, each entry of c_attn belongs to exactly one head. The attention layer of flax.nnx
+    computes the same as separate heads that have its columns.
     """
-    # Each entry of c_attn is its own number, so that the heads tell where their entries come from.
+    # All entries of c_attn are different, so the heads show which entries they have.
     numbers = np.arange(3 * D * D, dtype=np.float32)
     tensors = gpt2() | {C_ATTN: numbers.reshape(D, -1)}
     _, params = published.load_gpt2(tensors, num_heads=N)
@@ -333,7 +345,10 @@ def one_matrix_per_head() -> Iterator[Row]:
 
 
 def steps_of_training() -> Iterator[Row]:
-    """Three steps of an optimizer on W_Q as one D x D matrix, and as N matrices of D x H."""
+    """Checks whether training W_Q as one D x D matrix equals training N matrices of D x H.
+
+    Each is trained for three steps, with Adam and with Muon.
+    """
     w_SDD = np.random.default_rng(1).normal(size=(4, D, D))
     for optimizer, context in ((optax.adam(0.1), ENTRIES), (optax.contrib.muon(0.1), WHOLE)):
         heads = [after_steps(optimizer, w_SDH) for w_SDH in np.split(w_SDD, N, axis=2)]
@@ -343,7 +358,7 @@ def steps_of_training() -> Iterator[Row]:
 
 
 def after_steps(optimizer: optax.GradientTransformation, w_SDE: np.ndarray) -> np.ndarray:
-    """The first matrix of a stack after a step with each of the others as its gradient."""
+    """Trains the first matrix of a stack; the other matrices are the gradients of the steps."""
     w_DE = w_SDE[0]
     state = optimizer.init(w_DE)
     update = jax.jit(optimizer.update)
@@ -354,11 +369,12 @@ def after_steps(optimizer: optax.GradientTransformation, w_SDE: np.ndarray) -> n
 
 
 def trained_apart() -> Iterator[Row]:
-    """A single head and the same function without W_Q, trained alike: differences in softmax input.
+    """Checks whether a head with W_Q and the same function without W_Q stay equal under training.
 
-    Both learn the output of another head, 200 steps on the same 32 sequences. Before training they
-    differ by rounding alone, which SAME bounds, and so do the trained head and its own W_K' =
-    W_K W_Q^T. The question is whether both differ by more when they are trained apart.
+    Both learn the output of another head, for 200 steps on the same 32 sequences. The rows are
+    differences in the softmax input. Before training, the two differ only by rounding, which SAME
+    bounds. The trained head and its own rewrite without W_Q also differ only by rounding. The
+    question is whether the two differ by more if each is trained by itself.
     """
     x_BTD = jnp.asarray(np.random.default_rng(7).standard_normal((32, T, D)))
     target_BTD = output(layer(num_heads=1, seed=1), x_BTD)
@@ -382,14 +398,14 @@ def trained_apart() -> Iterator[Row]:
 
 
 def penalty(matrices: Any) -> Any:
-    """Half the sum of the squares of all entries: (|W_Q|^2 + |W_K|^2) / 2 of two matrices."""
+    """Returns half the sum of the squares of all entries, such as (|W_Q|^2 + |W_K|^2) / 2."""
     return sum((w**2).sum() for w in matrices) / 2
 
 
 def least_penalty() -> Iterator[Row]:
-    """min over W_Q W_K^T = A of the penalty is |A|_*, reached by balanced factors.
+    """Checks that balanced factors W_Q W_K^T = A have the penalty |A|_*, the least of all factors.
 
-    |A|_* is the sum of the singular values of A. Srebro et al. 2005, lemma 1.
+    |A|_* is the sum of the singular values of A (Srebro et al. 2005, lemma 1).
     """
     q_DR, k_DR = np.random.default_rng(0).normal(size=(2, 8, 3))
     A_DE = q_DR @ k_DR.T
@@ -400,10 +416,11 @@ def least_penalty() -> Iterator[Row]:
 
 
 def shrunk_spectra() -> Iterator[Row]:
-    """Singular values after descent on |A - target|^2 / 2 with decay, by the form of A.
+    """Checks how weight decay shrinks the singular values of A under descent on |A - target|^2 / 2.
 
-    With an L2 penalty lambda / 2, factors shrink every singular value d to max(0, d - lambda),
-    which lowers the rank, and one matrix to d / (1 + lambda). Kobayashi et al., arXiv 2410.23819.
+    With an L2 penalty lambda / 2, two factors shrink every singular value d to max(0, d - lambda),
+    which lowers the rank. A single matrix shrinks it to d / (1 + lambda). See Kobayashi et al.,
+    arXiv 2410.23819.
     """
     strength = 0.4  # lambda
     for adam, decay in ((False, L2), (True, DECOUPLED)):
@@ -420,11 +437,15 @@ def shrunk_spectra() -> Iterator[Row]:
 
 @partial(jax.jit, static_argnames=('factored', 'adam'))
 def fitted(strength: float, *, factored: bool, adam: bool) -> jax.Array:
-    """A after 5,000 steps of descent on |A - target|^2 / 2 with decay of that strength.
+    """Returns A after 5,000 steps of descent on |A - target|^2 / 2 with weight decay.
 
-    The singular values of the 5 x 5 target are SPECTRUM. `factored`: A = W_Q W_K^T with both
-    decayed, else one matrix. `adam`: AdamW decays beside the gradient, else the penalty is part of
-    the loss of SGD.
+    Args:
+        strength: The strength of the decay, lambda.
+        factored: Whether A is a product W_Q W_K^T, with both factors decayed, or a single matrix.
+        adam: Whether AdamW decays the weights outside the gradient. Otherwise the penalty is part
+            of the loss, and the optimizer is SGD.
+
+    The singular values of the 5 x 5 target are SPECTRUM.
     """
     rng = np.random.default_rng(0)
     left_DD, right_DD = np.linalg.qr(rng.normal(size=(2, 5, 5)))[0]

@@ -23,12 +23,12 @@ Options = dict[str, Any]  # of a layer, or the context of a row
 D = 32
 N = 4
 T = 12
-# The largest relative difference of what is the same function in float64.
+# Two layers are the same function if their outputs in float64 differ by at most this fraction.
 SAME = 1e-12
 
 
 def shapes(variant: str, **sizes: Any) -> Attention:
-    """A layer with shapes in place of parameters; `sizes` are fields of its `AttentionSpec`."""
+    """Returns a layer with shapes instead of parameters; `sizes` are fields of `AttentionSpec`."""
     score, value = Variant.parse(variant)
     spec = AttentionSpec(score=score, value=value, **{'d_model': D, 'num_heads': N} | sizes)
     with shapes_only():
@@ -36,14 +36,14 @@ def shapes(variant: str, **sizes: Any) -> Attention:
 
 
 def count(variant: str, *circuits: str, **sizes: Any) -> int:
-    """Parameters of a layer in its circuits, 'score' and 'value'; of both if none is named."""
+    """Counts the parameters in the circuits 'score' and 'value' of a layer; by default in both."""
     layer = shapes(variant, **sizes)
     parts = [getattr(layer, circuit) for circuit in circuits or ('score', 'value')]
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(parts))
 
 
 def layer(variant: str = 'qk/vo', *, seed: int = 0, **sizes: Any) -> Attention:
-    """A layer in float64; parameters are normal with variance 1/D. `sizes` as of `shapes`."""
+    """Returns a layer in float64 with random normal parameters of variance 1/D; see `shapes`."""
     empty = shapes(variant, **sizes)
     rng = np.random.default_rng(seed)
     std = empty.spec.d_model**-0.5
@@ -56,14 +56,14 @@ def layer(variant: str = 'qk/vo', *, seed: int = 0, **sizes: Any) -> Attention:
 
 @jax.jit
 def output(layer: Attention, x_BTD: jax.Array, mask_BTS: jax.Array | None = None) -> jax.Array:
-    """The output of a layer, compiled. Without a mask it is causal."""
+    """Returns the output of a layer. Without a mask, attention is causal."""
     return layer(x_BTD, mask_BTS)
 
 
 def descended(
     loss: Callable[[Any], Any], params: Any, optimizer: optax.GradientTransformation, steps: int
 ) -> Any:
-    """The parameters after `steps` steps of an optimizer on a loss of them."""
+    """Minimizes `loss(params)` for `steps` steps of an optimizer; returns the parameters."""
 
     def step(_: int, carried: tuple) -> tuple:
         params, state = carried
@@ -76,16 +76,16 @@ def descended(
 
 
 def stream(length: int = T, *, d_model: int = D, seed: int = 5) -> jax.Array:
-    """x_BTD: two sequences of unit-normal vectors."""
+    """Returns x_BTD: two sequences of unit-normal vectors."""
     rng = np.random.default_rng(seed)
     return jnp.asarray(rng.standard_normal((2, length, d_model)))
 
 
 def with_matrices(layer: Attention, matrices: Mapping[str, np.ndarray]) -> Attention:
-    """The layer itself, after it gets these matrices in place of its own.
+    """Overwrites matrices of a layer, and returns the layer.
 
-    `matrices` are by the first letters of their names: 'w_q' takes the place of w_q_DNH. They are
-    reshaped.
+    The keys of `matrices` are the first letters of parameter names: 'w_q' overwrites w_q_DNH. Each
+    matrix is reshaped to the shape of the parameter.
     """
     for circuit in (layer.score, layer.value):
         for name, parameter in vars(circuit).items():
@@ -96,16 +96,16 @@ def with_matrices(layer: Attention, matrices: Mapping[str, np.ndarray]) -> Atten
 
 
 def softmax_input(layer: Attention, x_BTD: jax.Array) -> np.ndarray:
-    """s_BNTS of a layer with all positions visible, by its own code."""
+    """Returns s_BNTS, what a layer gives to the softmax, with all positions visible."""
     return np.asarray(pattern_of(layer, x_BTD, Mask()).logits_BNTS)
 
 
 def same(
     quantity: str, actual: Any, expected: Any, *, tolerance: float = SAME, **context: Any
 ) -> Row:
-    """The check that two arrays are equal: |actual - expected| relative to the largest |expected|.
+    """Checks that two arrays are equal, up to `tolerance` times the largest |expected|.
 
-    `quantity` and `context` are those of the row.
+    Returns the row of the check, with this `quantity` and `context`.
     """
     actual = np.asarray(actual, np.float64)
     expected = np.asarray(expected, np.float64)
@@ -114,9 +114,9 @@ def same(
 
 
 def same_output(change: str, changed: Attention, original: Attention, **context: Any) -> Row:
-    """The check that two layers compute the same output, on one stream; `change` says what differs.
+    """Checks that two layers compute the same output on the same input.
 
-    `change` and `context` are of the row.
+    Returns the row of the check. `change` says in its quantity how the layers differ.
     """
     x_BTD = stream(d_model=changed.spec.d_model)
     outputs = [output(changed, x_BTD), output(original, x_BTD)]
@@ -124,13 +124,19 @@ def same_output(change: str, changed: Attention, original: Attention, **context:
 
 
 def rank(matrix: Any) -> int:
-    """The number of singular values above 1e-10 of the largest; of a stack, the largest rank."""
+    """Returns the rank of a matrix, or the largest rank in a stack of matrices.
+
+    Singular values count if they are above 1e-10 times the largest one.
+    """
     ranks = np.linalg.matrix_rank(np.asarray(matrix, np.float64), rtol=1e-10)
     return int(ranks.max())
 
 
 def fit_error(features: Any, target: Any) -> float:
-    """min over w of |features w - target| / |target|; target has the first axes of features."""
+    """Returns min over w of |features w - target| / |target|.
+
+    `target` has the shape of the first axes of `features`; w has the remaining axes.
+    """
     target_S = np.asarray(target, np.float64).ravel()
     features_SR = np.asarray(features, np.float64).reshape(target_S.size, -1)
     w_R = np.linalg.lstsq(features_SR, target_S, rcond=None)[0]
@@ -138,9 +144,9 @@ def fit_error(features: Any, target: Any) -> float:
 
 
 def freedom(function: Callable[[Score], jax.Array], score: Score) -> int:
-    """The number of independent directions in which the output of `function` moves with a Score.
+    """Counts the independent directions in which the parameters of a Score move a function of it.
 
-    This is the rank of its Jacobian with respect to all parameters of the score.
+    This is the rank of the function's Jacobian with respect to all parameters of the Score.
     """
     flat_P, unflatten = ravel_pytree(score)
 
