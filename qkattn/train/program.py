@@ -182,8 +182,8 @@ def abstract_inputs(config: Config, mesh: Mesh) -> tuple[dict, dict, Any]:
 
     over_rows = sharding.batch_sharding(mesh)
     batch = {}
-    for name, (length, dtype) in task_of(config).array_shapes(config.model).items():
-        batch[name] = jax.ShapeDtypeStruct((*leading, length), dtype, sharding=over_rows)
+    for name, (length, array_dtype) in task_of(config).array_shapes(config.model).items():
+        batch[name] = jax.ShapeDtypeStruct((*leading, length), array_dtype, sharding=over_rows)
     return state, hyper, batch
 
 
