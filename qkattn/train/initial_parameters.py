@@ -47,6 +47,7 @@ class InitialParameters:
 
     @functools.cached_property
     def _params(self) -> dict | None:
+        """The parameters of `load`; a log warns if their model has other settings than the run."""
         source = self._config.train.init_from
         if source is None:
             return None

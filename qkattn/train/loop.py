@@ -107,6 +107,7 @@ def train(
 
 def require_same_settings(settings: Config | Study) -> None:
     """Raises ConfigError if a process of the job has other settings than process 0."""
+    # The first call of `jax.devices` opens the devices, which may take a while.
     if jax.distributed.is_initialized():
         jax.devices()
     else:

@@ -79,6 +79,7 @@ def lift(of_trial: Callable, lifting: str, mesh: Mesh) -> Callable:
         return by_slice.reshape(-1, *by_slice.shape[2:])
 
     def lifted(*stacked: Any) -> Any:
+        """Calls `of_trial` for each of X trials; arguments and results are stacked, [X, ...]."""
         num_trials = len(jax.tree.leaves(stacked)[0])
         if num_trials == 1:
             arguments_of_trial = jax.tree.map(operator.itemgetter(0), stacked)

@@ -29,11 +29,15 @@ from qkattn.train.step import on_targets
 class Evaluation:
     """The measurements of X trials on one split; NaN for trials that diverged."""
 
-    values: Mapping[str, np.ndarray | None]  # [X] by metric; None where it is not defined
-    metrics: Mapping[str, metrics.Metric]  # those measured
+    # The value of each metric, [X]; None if it is not defined for these data.
+    values: Mapping[str, np.ndarray | None]
+    # The metrics that were measured, by name.
+    metrics: Mapping[str, metrics.Metric]
     num_targets: int
     num_rows: int
-    nats_RX: np.ndarray  # the loss summed over each evaluated row
+    # The loss, summed over the targets of each row.
+    nats_RX: np.ndarray
+    # The number of targets of each row.
     targets_R: np.ndarray
 
 
