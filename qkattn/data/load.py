@@ -109,6 +109,7 @@ def _written_once(
     """
 
     def read() -> TokenDataset:
+        """Opens the tokens; raises DamagedData if they have to be written again."""
         index = read_index(directory)
         expected = (corpus.name, corpus.version, tokenizer.name)
         stored = (index.name, index.version, index.tokenizer_name)

@@ -120,7 +120,10 @@ def train_batches(
 
 def _stacked(parts: list[Batch]) -> Batch:
     """Stacks the arrays of several batches along a new first axis."""
-    return {name: np.stack([part[name] for part in parts]) for name in parts[0]}
+    stacked = {}
+    for name in parts[0]:
+        stacked[name] = np.stack([part[name] for part in parts])
+    return stacked
 
 
 def eval_batches(

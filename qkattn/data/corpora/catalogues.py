@@ -211,6 +211,7 @@ def _columns(
     This is one feature, or one feature for each language. The arguments are those of `_corpus`.
     Raises ConfigError unless the settings fit exactly one choice.
     """
+    # Features that fit: a text, a translation, or a text for each language.
     choices: list[tuple[str, ...]] = []
     if not languages:
         choices = [(name,) for name in texts]

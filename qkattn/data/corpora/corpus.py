@@ -121,6 +121,7 @@ def carved(corpus: Corpus, test: bool) -> Corpus:
         return splits
 
     def documents(language: str | None) -> dict[str, Iterable[bytes]]:
+        """The documents by split, with those of train divided among train and missing splits."""
         texts = dict(corpus.documents(language))
         assigned = split_of_document()
         for part, split in enumerate(('train', *missing)):
@@ -136,6 +137,7 @@ def carved(corpus: Corpus, test: bool) -> Corpus:
         return texts
 
     def names(split: str) -> list[str]:
+        """The names of a split's documents. Documents that are cut keep their name in each part."""
         if split not in ('train', *missing):
             return corpus.names(split)
         train = corpus.names('train')
@@ -144,10 +146,11 @@ def carved(corpus: Corpus, test: bool) -> Corpus:
             return train
         return list(itertools.compress(train, assigned == split))
 
+    all_splits = {*corpus.splits, *missing}
     return dataclasses.replace(
         corpus,
         version='-'.join((corpus.version, f'carved{CARVING}', *missing)),
-        splits=tuple(split for split in SPLITS if split in (*corpus.splits, *missing)),
+        splits=tuple(split for split in SPLITS if split in all_splits),
         documents=documents,
         names=names if corpus.names else None,
         carved=dict.fromkeys(missing, CARVED_FRACTION),
@@ -165,6 +168,7 @@ def capped(corpus: Corpus) -> Corpus:
             yield text
 
     def documents(language: str | None) -> dict[str, Iterable[bytes]]:
+        """The documents by split, with those of validation and test cut."""
         texts = dict(corpus.documents(language))
         # The texts are read twice, so that no split has to fit into memory.
         texts_to_measure = corpus.documents(language)

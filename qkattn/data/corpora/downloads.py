@@ -103,6 +103,7 @@ def fetched(dataset: str, url: str, config: DataConfig) -> bytes:
         return checked(read_whole(path), str(path))
 
     def prepare() -> None:
+        """Downloads the file, or copies it from `config.manual_dir`, and keeps it."""
         if config.manual_dir is None:
             source = url
             with readable(source, advice):  # the errors of requests are subclasses of OSError

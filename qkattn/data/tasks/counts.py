@@ -108,4 +108,7 @@ def _evaluated(rows: Rows, config: Config, split: str) -> Batch:
     """Returns the rows that an evaluation reads as one batch, padded by rows of loss weight 0."""
     max_rows = config.data.eval_sequences
     batches = list(eval_batches(rows, split, batch_size=ROWS_PER_READ, max_rows=max_rows))
-    return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
+    arrays = {}
+    for name in batches[0]:
+        arrays[name] = np.concatenate([batch[name] for batch in batches])
+    return arrays

@@ -38,7 +38,7 @@ class TextRows(Rows):
         self.vocab_size = dataset.vocab_size
 
     def _check_length(self, split: str, longest: int) -> None:
-        """Raises ConfigError where a window is longer than this number of tokens."""
+        """Raises ConfigError if a window is longer than `longest` tokens."""
         if self.length > longest:
             raise ConfigError(
                 f'model.context={self.length} is too long for split {split!r} of '
@@ -95,6 +95,7 @@ class LanguageRows(TextRows):
         return (num_tokens - 1) // self.length
 
     def read(self, split: str, rows_B: np.ndarray, draws_B2: np.ndarray) -> Batch:
+        """Reads windows by number; every token of a window is a target."""
         first_B = rows_B * self.length
         if self.shift and split == 'train':
             first_B = first_B + self._offsets_B(draws_B2)
@@ -166,6 +167,7 @@ class MaskedRows(TextRows):
         return num_tokens // self.length
 
     def read(self, split: str, rows_B: np.ndarray, draws_B2: np.ndarray) -> Batch:
+        """Reads windows by number, and hides their targets with the randomness of `draws_B2`."""
         targets_BT = self.dataset.windows(split, np.asarray(rows_B) * self.length, self.length)
         u_B3T = uniform(draws_B2, (3, self.length))
         position_BT = u_B3T[:, 0]

@@ -112,6 +112,7 @@ class Copy(Probe):
         return Sizes(vocabulary=self.symbols + 1, answers=self.symbols, draws=self.length)
 
     def make(self, u_BU: np.ndarray) -> Arrays:
+        """Makes rows from uniform random numbers; see `Probe.make`."""
         x_BN = _whole(u_BU, self.symbols)
         separator_B1 = np.full((len(u_BU), 1), self.symbols)
         sequence_BT1 = np.concatenate([x_BN, separator_B1, x_BN[:, :: self.step]], axis=1)
@@ -162,6 +163,7 @@ class Induction(Probe):
         return Sizes(vocabulary=self.symbols, answers=self.symbols, draws=draws)
 
     def make(self, u_BU: np.ndarray) -> Arrays:
+        """Makes rows from uniform random numbers; see `Probe.make`."""
         # A row is a random order of N = num_units units. With R = repeats, the units r and R + r,
         # r < R, are both the bigram of the symbols 2r and 2r + 1 of the row. Unit n >= 2R is the
         # single symbol n.
@@ -210,6 +212,7 @@ class Recall(Probe):
         return Sizes(vocabulary=self.keys + self.values, answers=self.values, draws=draws)
 
     def make(self, u_BU: np.ndarray) -> Arrays:
+        """Makes rows from uniform random numbers; see `Probe.make`."""
         P = self.pairs
         u_keys_BK, u_values_BP, u_order_BP = np.split(u_BU, [self.keys, self.keys + P], axis=1)
 
@@ -259,6 +262,8 @@ class Successor(Probe):
         return Sizes(vocabulary=vocabulary, answers=self.payloads, draws=2 * self.keys)
 
     def make(self, u_BU: np.ndarray) -> Arrays:
+        """Makes rows from uniform random numbers; see `Probe.make`."""
+        # The first half of the numbers draws the order of the keys, the second half the payloads.
         u_order_BT, u_payloads_BK = np.split(u_BU, 2, axis=1)
         keys_BT = np.argsort(u_order_BT, axis=1)
         payloads_BK = _whole(u_payloads_BK, self.payloads)
@@ -320,6 +325,7 @@ class ProbeRows(Rows):
 
     @classmethod
     def open(cls, config: Config) -> Self:
+        """Opens the probe that data.name names; its rows must have model.context tokens."""
         refuse_unused(config.data, (*SETTINGS, *SETTINGS_OF_TEXT))
         name, probe = find(config.data.name)
         rows = cls(name, probe)
@@ -342,6 +348,7 @@ class ProbeRows(Rows):
         return TRAIN_ROWS if split == 'train' else EVAL_ROWS
 
     def read(self, split: str, rows_B: np.ndarray, draws_B2: np.ndarray) -> Batch:
+        """Makes the rows with these numbers from random numbers."""
         if split != 'train':
             # An evaluation row depends on its number only, whatever draws the caller passes.
             draws_B2 = np.stack([np.zeros_like(rows_B), rows_B], axis=1)

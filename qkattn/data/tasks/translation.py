@@ -71,6 +71,7 @@ class TranslationRows(Rows):
     def __init__(
         self, pairs: PairDataset, source_length: int, length: int, *, drop_long: bool = False
     ):
+        """Packs the pairs of all splits into rows of S = source_length and T = length tokens."""
         self.pairs = pairs
         self.source_length = source_length
         self.length = length
@@ -104,6 +105,7 @@ class TranslationRows(Rows):
             )
 
     def count(self, split: str) -> int:
+        """Returns the number of rows of a split; raises ConfigError if there are none."""
         self.pairs.bounds(split)  # raises ConfigError for an unknown split
         if not self._packed[split]:
             raise ConfigError(
@@ -113,6 +115,7 @@ class TranslationRows(Rows):
         return len(self._packed[split])
 
     def read(self, split: str, rows_B: np.ndarray, draws_B2: np.ndarray) -> Batch:
+        """Reads rows by number. The rows have no randomness, so `draws_B2` is not used."""
         # The P pairs of the batch, row after row: their number, row, and segment in the row.
         pairs_of_row = [self._packed[split][row] for row in rows_B]
         pair_P = np.concatenate(pairs_of_row)
@@ -324,6 +327,7 @@ def pack(sizes_2I: np.ndarray, kept: np.ndarray, capacity_2: tuple[int, int]) ->
     does_not_fit = sum(capacity_2)
     row_of_pair = []
     for size_2 in sizes_2I.T[order]:
+        # The space that the pair would leave in each open row.
         left_2O = free_2O - size_2[:, None]
         left_O = np.where(left_2O.min(0) < 0, does_not_fit, left_2O.sum(0))
         slot = left_O.argmin()
@@ -337,6 +341,7 @@ def pack(sizes_2I: np.ndarray, kept: np.ndarray, capacity_2: tuple[int, int]) ->
 
     if not row_of_pair:
         return []
-    _, first_of_row = np.unique(sorted(row_of_pair), return_index=True)
+    # Sort the pairs by their row, and split them where the next row begins.
     pairs_by_row = order[np.argsort(row_of_pair, kind='stable')]
+    _, first_of_row = np.unique(sorted(row_of_pair), return_index=True)
     return np.split(pairs_by_row, first_of_row[1:])

@@ -100,6 +100,7 @@ class BPETokenizer(Subwords):
         return cls(tokenizer.to_str().encode())
 
     def encode(self, text: str | bytes) -> np.ndarray:
+        """Encodes a text line by line, LINES lines at a time; see `_lines`."""
         lines = _lines(text_of(text))
         ids_by_line = [np.empty(0, self._dtype)]
         for start in range(0, len(lines), LINES):

@@ -119,5 +119,5 @@ class CharacterTokenizer(Tokenizer):
 
 
 def text_of(text: str | bytes) -> str:
-    """The text as a str; UnicodeDecodeError, a ValueError, where it is not valid UTF-8."""
+    """Returns a text as a str; raises UnicodeDecodeError, a ValueError, if it is not UTF-8."""
     return text.decode() if isinstance(text, bytes) else text

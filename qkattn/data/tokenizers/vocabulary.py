@@ -42,13 +42,22 @@ def check(kind: str) -> tuple[Any, dict[str, Any]]:
     """
     if kind.endswith('.json'):
         return FileTokenizer, {}
+
+    def is_tokenizer(target: Any) -> bool:
+        return inspect.isclass(target) and all(hasattr(target, method) for method in METHODS)
+
+    def takes_options(cls: Any) -> Any:
+        """The function that gets the options: the method `train` of a learned tokenizer."""
+        return getattr(cls, 'train', cls)
+
+    methods = ', '.join(METHODS)
     return resolve(
         kind,
         KINDS,
         'data.tokenizer',
-        needs=f'a class with {", ".join(METHODS)}, as qkattn.data.tokenizers.tokenizer.Tokenizer',
-        fits=lambda cls: inspect.isclass(cls) and all(hasattr(cls, method) for method in METHODS),
-        call=lambda cls: getattr(cls, 'train', cls),
+        needs=f'a class with {methods}, as qkattn.data.tokenizers.tokenizer.Tokenizer',
+        fits=is_tokenizer,
+        call=takes_options,
     )
 
 
