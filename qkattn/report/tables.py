@@ -129,9 +129,10 @@ class Sheet(NamedTuple):
 def sheets(findings: Findings) -> list[Sheet]:
     """Returns the sheets of a study that have rows, in the order in which they are printed."""
     study = findings.study
+    controls = columns.printed(columns.CONTROL, findings, findings.controls)
     table_by_name = {
         'parts': _table(_parts(findings)),
-        'controls': columns.printed(columns.CONTROL, findings, findings.controls),
+        'controls': controls,
         'yardsticks': _table(_yardsticks(findings)),
         'laws': _table(_laws(findings)),
         'forms': _table(_forms(findings)),
@@ -394,7 +395,8 @@ def terminal_text(findings: Findings, page: Path) -> str:
     lines += summary(findings)
     lines += [f'! {problem}' for problem in study.problems]
     wrapper = textwrap.TextWrapper(WIDTH, break_long_words=False, break_on_hyphens=False)
-    parts = ['\n'.join(wrapper.fill(visible(one_line(line))) for line in lines)]
+    result_text = '\n'.join(wrapper.fill(visible(one_line(line))) for line in lines)
+    parts = [result_text]
 
     results = columns.printed(columns.HEADLINE, findings, findings.arms)
     for headings, rows in (results, _table(_yardsticks(findings))):
