@@ -1,4 +1,4 @@
-"""The directory of prepared data, and how it is filled: once, under a lock, checked when opened."""
+"""The directory of prepared data. Data are prepared once, under a lock, and checked when opened."""
 
 import contextlib
 import contextvars
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class DamagedData(ConfigError):
-    """A file is not what its description states, or one of the two cannot be read."""
+    """A file differs from its description, or one of the two cannot be read."""
 
 
 class NotPrepared(ConfigError):
@@ -30,7 +30,10 @@ _PREPARING: contextvars.ContextVar[bool] = contextvars.ContextVar('preparing', d
 
 @contextlib.contextmanager
 def nothing_prepared() -> Iterator[None]:
-    """Inside, data that would be downloaded or prepared raise NotPrepared, for dry runs."""
+    """Inside of this context, nothing is downloaded or prepared, for dry runs.
+
+    Data that are not prepared yet raise NotPrepared.
+    """
     token = _PREPARING.set(False)
     try:
         yield
@@ -39,13 +42,16 @@ def nothing_prepared() -> Iterator[None]:
 
 
 def require_preparing(name: str) -> None:
-    """Raises NotPrepared, for the data of this name, inside of `nothing_prepared`."""
+    """Raises NotPrepared for data with this name inside of the context `nothing_prepared`."""
     if not _PREPARING.get():
         raise NotPrepared(f'{name} is prepared by the first start, or by prepare_data')
 
 
 def local_directory(path: str | os.PathLike[str], field: str) -> Path:
-    """The directory of token files, which are memory-mapped; ConfigError for a bucket URL."""
+    """Returns the path of a directory of token files; raises ConfigError for the URL of a bucket.
+
+    Token files are memory-mapped, which needs a file system.
+    """
     if '://' in os.fspath(path):
         raise ConfigError(
             f'{field}={path} is a URL, but token files are memory-mapped; give a local or mounted '
@@ -55,7 +61,10 @@ def local_directory(path: str | os.PathLike[str], field: str) -> Path:
 
 
 def data_root(data_dir: str | os.PathLike[str] | None = None) -> Path:
-    """The directory for prepared data: `data_dir`, else $QKATTN_DATA, else ~/.cache/qkattn."""
+    """Returns the directory for prepared data.
+
+    It is `data_dir`, or else the environment variable QKATTN_DATA, or else ~/.cache/qkattn.
+    """
     chosen = data_dir or os.environ.get('QKATTN_DATA') or '~/.cache/qkattn'
     return local_directory(chosen, 'data.data_dir').absolute()
 
@@ -63,30 +72,32 @@ def data_root(data_dir: str | os.PathLike[str] | None = None) -> Path:
 def prepared_once(
     path: Path, read: Callable[[], T], prepare: Callable[[], object], *, root: Path
 ) -> T:
-    """Reads data that one process prepares the first time.
+    """Reads data, and prepares them first if they are missing or damaged.
 
-    Any number of processes may call this at the same time; they wait for the one that holds the
-    file `lock` beside `path`.
+    Any number of processes may call this at the same time. One of them takes the file `lock` beside
+    `path` and prepares the data; the others wait for it.
 
     Args:
-      path: the file that is there once the data are prepared.
-      read: reads the data. It raises DamagedData, which is logged as a warning, where they have to
-        be prepared again.
+      path: the file that exists once the data are prepared.
+      read: reads the data. It raises DamagedData if they have to be prepared again, which is
+        logged as a warning.
       prepare: writes the data.
       root: the directory that the user has named; `path` is below it.
 
-    Raises ConfigError if anything has to be prepared and the directory cannot be written, or is
-    reached by a link below `root`; NotPrepared inside of `nothing_prepared`.
+    Raises:
+      ConfigError: the data have to be prepared, but the directory cannot be written to, or is
+        reached by a link below `root`.
+      NotPrepared: the data have to be prepared, inside of `nothing_prepared`.
     """
 
     def read_if_there() -> T:
-        # os.path, because Path.exists raises where a directory may not be entered.
+        # Path.exists would raise an error for a directory that may not be entered.
         if not os.path.exists(path):
             raise FileNotFoundError(path)
         return read()
 
     try:
-        # Without the lock first, so that a finished cache may be on a read-only disk.
+        # The lock is not needed to read. So prepared data may be on a read-only disk.
         return read_if_there()
     except (FileNotFoundError, DamagedData):
         require_preparing(str(path))

@@ -1,6 +1,6 @@
-"""From settings to token datasets: the corpus, its tokenizer, and its tokens.
+"""Makes token datasets from settings: finds the corpus, its tokenizer, and its tokens.
 
-Cached in `<data_dir>/tokens/<name>/<version>/<tokenizer>`.
+Tokens are cached in `<data_dir>/tokens/<name>/<version>/<tokenizer>`.
 """
 
 import dataclasses
@@ -19,7 +19,10 @@ from qkattn.errors import ConfigError
 
 
 def load(config: DataConfig) -> TokenDataset | PairDataset:
-    """The dataset, prepared the first time; ConfigError if it is unknown or cannot be prepared."""
+    """Opens a dataset, and prepares it the first time.
+
+    Raises ConfigError if it is unknown or cannot be prepared.
+    """
     return load_pairs(config) if config.languages else load_text(config)
 
 
@@ -38,14 +41,14 @@ def load_pairs(config: DataConfig) -> PairDataset:
 
 
 def tokenizer_of(config: DataConfig) -> Tokenizer:
-    """The dataset's tokenizer, learned from its training split the first time."""
+    """Returns the tokenizer of a dataset, which is learned from its train split the first time."""
     if config.name == 'tokens':
         return open_prepared(config).tokenizer
     return _tokenizer_of_corpus(config, find(config))
 
 
 def _tokenizer_of_corpus(config: DataConfig, corpus: Corpus) -> Tokenizer:
-    """The tokenizer of a corpus, of parallel text one for both languages."""
+    """Returns the tokenizer of a corpus. Both languages of parallel text share one."""
 
     def training_texts() -> Iterator[bytes]:
         for language in corpus.languages or (None,):
@@ -66,7 +69,7 @@ def _tokenizer_of_corpus(config: DataConfig, corpus: Corpus) -> Tokenizer:
 
 
 def _load_sides(config: DataConfig) -> list[TokenDataset]:
-    """The tokens of source and target of parallel text; of other text the one dataset."""
+    """Opens the tokens of a corpus: source and target of parallel text, or one dataset of text."""
     corpus = find(config)
     root = data_root(config.data_dir)
     tokenizer = _tokenizer_of_corpus(config, corpus)
@@ -81,7 +84,7 @@ def _load_sides(config: DataConfig) -> list[TokenDataset]:
 
 
 def _side(corpus: Corpus, language: str) -> Corpus:
-    """One language of parallel text as a corpus of its own."""
+    """Returns one language of parallel text as a corpus of its own."""
     return dataclasses.replace(
         corpus,
         name=f'{corpus.name}/{language}',
@@ -93,16 +96,24 @@ def _side(corpus: Corpus, language: str) -> Corpus:
 def _written_once(
     directory: Path, corpus: Corpus, kind: str, tokenizer: Tokenizer, root: Path
 ) -> TokenDataset:
-    """The tokens of a corpus, which are written where they are missing or damaged.
+    """Opens the tokens of a corpus in a directory; writes them if they are missing or damaged.
 
-    `kind` is data.tokenizer, and `root` the directory that the user has named: `directory` itself
-    or one above it. ConfigError where the directory holds tokens of another corpus or tokenizer.
+    Args:
+      directory: the directory of the tokens.
+      corpus: the text.
+      kind: the value of data.tokenizer.
+      tokenizer: the tokenizer of this kind.
+      root: the directory that the user has named: `directory` itself or a parent of it.
+
+    Raises ConfigError if the directory holds tokens of another corpus or tokenizer.
     """
 
     def read() -> TokenDataset:
+        """Opens the tokens; raises DamagedData if they have to be written again."""
         index = read_index(directory)
+        expected = (corpus.name, corpus.version, tokenizer.name)
         stored = (index.name, index.version, index.tokenizer_name)
-        if stored != (corpus.name, corpus.version, tokenizer.name):
+        if stored != expected:
             raise ConfigError(
                 f'{directory} holds tokens of {" ".join(stored)}; give another directory'
             )
@@ -115,33 +126,47 @@ def _written_once(
 
 
 def prepare(config: DataConfig, out: str) -> TokenDataset:
-    """Tokenizes all splits of a dataset into the directory `out`, unless they are there.
+    """Tokenizes all splits of a dataset into a directory, unless they are there already.
 
-    ConfigError if the dataset cannot be read, is a translation set, or lacks text; if the directory
-    cannot be written or holds other tokens or files.
+    Args:
+      config: names the dataset and its tokenizer.
+      out: the directory. It may be new, empty, or hold the tokens of an earlier call, even of one
+        that was killed.
+
+    Raises:
+      ConfigError: the dataset cannot be read, is a translation set, or has no text; or the
+        directory cannot be written to, or holds other tokens or other files.
     """
     directory = local_directory(out, '--out')
-    if directory.is_dir():
-        file_names = {path.name for path in directory.iterdir()}
-        # A preparation that was killed has left the lock and no index.
-        is_of_preparation = 'lock' in file_names or INDEX in file_names
-        # Runs and studies have a lock, too.
-        is_of_run = 'config.json' in file_names or 'study.json' in file_names
-        if file_names and (not is_of_preparation or is_of_run):
-            raise ConfigError(f'--out={out} holds files that are no tokens; give another directory')
+    if not _may_hold_tokens(directory):
+        raise ConfigError(f'--out={out} holds files that are no tokens; give another directory')
     if config.languages:
         raise ConfigError(
             f'data.languages={config.languages!r} is a translation set; prepare_data takes text in '
             'one language'
         )
     corpus = find(config)
+    # If the directory has tokens already, the tokenizer gets the separator that they have.
     with as_recorded(*_stored_tokenizer(directory)):
         tokenizer = _tokenizer_of_corpus(config, corpus)
     return _written_once(directory, corpus, config.tokenizer, tokenizer, root=directory)
 
 
+def _may_hold_tokens(directory: Path) -> bool:
+    """Whether a directory is missing, empty, or one into which `prepare` has written."""
+    if not directory.is_dir():
+        return True
+    file_names = {path.name for path in directory.iterdir()}
+    if not file_names:
+        return True
+    if 'config.json' in file_names or 'study.json' in file_names:
+        return False  # a run or a study, which has a lock, too
+    # If `prepare` was killed, it has left the lock, but no index.
+    return INDEX in file_names or 'lock' in file_names
+
+
 def _stored_tokenizer(directory: Path) -> list[str]:
-    """The name of the tokenizer of the tokens in a directory; [] where none can be read."""
+    """Returns the name of the tokenizer of the tokens in a directory; [] if it cannot be read."""
     try:
         return [read_index(directory).tokenizer_name]
     except DamagedData:

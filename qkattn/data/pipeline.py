@@ -1,7 +1,8 @@
-"""Batches of rows: train_batch = f(rows, seed, step), evaluations in a fixed order."""
+"""Batches of rows: a training batch is a function of (rows, seed, step), without other state."""
 
 import contextlib
 import functools
+import math
 from collections.abc import Generator, Iterator, Sequence
 
 import grain
@@ -12,30 +13,49 @@ from qkattn.data.tasks.rows import Batch, Rows
 from qkattn.errors import ConfigError
 from qkattn.stats.inference import MIN_DOCUMENTS
 
-Part = slice | np.ndarray | None  # the rows of a global batch that this host reads; None is all
-MAX_CLUSTERS = 128  # of rows without documents, which are independent: more would say little more
+# The rows of a global batch that this host reads; None is all rows.
+Part = slice | np.ndarray | None
+# The most evaluation clusters of rows without documents. Such rows are independent, so that more
+# clusters would hardly make an interval narrower.
+MAX_CLUSTERS = 128
 
 
 def train_batch(rows: Rows, *, seed: int, step: int, batch_size: int, part: Part = None) -> Batch:
-    """The training batch of a step, arrays [rows, ...]; `batch_size` is that of the global batch.
+    """Reads the training batch of a step, arrays [rows, ...].
 
-    Row r of step k is element k * batch_size + r of an endless sequence that visits every row of
-    the train split once per epoch, in an order drawn from (seed, epoch). ConfigError if the seed is
-    not in [0, 2**32), or the part or the train split has no rows.
+    Training visits an endless sequence of rows: every row of the train split once per epoch, in a
+    random order that is drawn from (seed, epoch). Row r of the batch of step k is element
+    k * batch_size + r of this sequence.
+
+    Args:
+      rows: the task.
+      seed: the seed of the trial, in [0, 2**32).
+      step: the number of the step, from 0.
+      batch_size: the number of rows of the global batch.
+      part: which of these rows to read; None for all.
+
+    Raises:
+      ConfigError: the seed is out of range, or the part or the train split has no rows.
     """
     if not 0 <= seed < 2**32:
         raise ConfigError(f'seed={seed!r} is out of range; it must be in [0, 2**32).')
-    positions_B = int(step) * batch_size + selected(batch_size, part)
+    rows_of_part_B = selected(batch_size, part)
+    position_B = int(step) * batch_size + rows_of_part_B
+
     order = _train_order(rows.count('train'), int(seed))
-    rows_B = np.array([order[position] for position in positions_B.tolist()])
-    draws_B2 = np.stack([np.full_like(positions_B, seed), positions_B], axis=1).astype(np.uint64)
-    return rows.read('train', rows_B, draws_B2)
+    row_B = np.array([order[position] for position in position_B.tolist()])
+
+    # All randomness of a row comes from this pair of numbers.
+    seed_B = np.full_like(position_B, seed)
+    draws_B2 = np.stack([seed_B, position_B], axis=1).astype(np.uint64)
+    return rows.read('train', row_B, draws_B2)
 
 
-# `MapDataset.seed`, not `shuffle(seed=...)`: the latter adds the epoch to the seed, so that seed 0
-# in its second epoch would repeat the first epoch of seed 1.
 @functools.lru_cache(maxsize=4096)
 def _train_order(num_rows: int, seed: int) -> grain.MapDataset:
+    """Returns the endless sequence of row numbers that training with a seed visits."""
+    # `shuffle(seed=...)` would add the epoch to the seed, so that seed 0 in its second epoch would
+    # repeat the first epoch of seed 1. `seed()` mixes the two.
     return grain.MapDataset.range(num_rows).seed(seed).shuffle().repeat()
 
 
@@ -49,12 +69,22 @@ def train_batches(
     steps_per_read: int = 1,
     part: Part = None,
 ) -> Generator[Batch]:
-    """The training batches of a stack of trials; one thread reads ahead until it is closed.
+    """Yields the training batches of a stack of trials; a thread reads ahead until it is closed.
 
-    Yields arrays [steps_per_read, trials, rows, ...] for the `num_steps` steps from `start_step`
-    on; [c, x] is `train_batch` of seeds[x], read once for trials of one seed. The last read is
-    shorter where `steps_per_read` does not divide `num_steps`. There is no state but the step.
-    ConfigError at the call, as `train_batch`.
+    Each item holds arrays [steps, trials, rows, ...] of `steps_per_read` steps. Entry [c, x] is the
+    `train_batch` of step c of the item for the seed of trial x. Trials with equal seeds share one
+    read. The last item is shorter if `steps_per_read` does not divide `num_steps`.
+
+    Args:
+      rows: the task.
+      seeds: the seed of each trial.
+      batch_size: the number of rows of the global batch.
+      start_step: the first step to read.
+      num_steps: how many steps to read.
+      steps_per_read: how many steps an item holds.
+      part: which rows of the batch to read; None for all.
+
+    Raises ConfigError as `train_batch`, at the call and not at the first item.
     """
     unique_seeds, seed_of_trial = np.unique(np.asarray(seeds), return_inverse=True)
     steps = range(start_step, start_step + num_steps)
@@ -63,68 +93,78 @@ def train_batches(
         return train_batch(rows, seed=seed, step=step, batch_size=batch_size, part=part)
 
     def read_step(step: int) -> Batch:
-        """Arrays [trials, rows, ...]."""
+        """Arrays [trials, rows, ...] of a step."""
         by_seed = _stacked([read_seed(seed, step) for seed in unique_seeds.tolist()])
         return {name: array[seed_of_trial] for name, array in by_seed.items()}
 
-    def read_steps(number: int) -> Batch:
-        """Arrays [steps_per_read, trials, rows, ...] of the read with this number."""
+    def read_item(number: int) -> Batch:
+        """Arrays [steps, trials, rows, ...] of the item with this number."""
         first = number * steps_per_read
-        return _stacked([read_step(step) for step in steps[first : first + steps_per_read]])
+        steps_of_item = steps[first : first + steps_per_read]
+        return _stacked([read_step(step) for step in steps_of_item])
 
-    for seed in unique_seeds.tolist():  # raises errors in the settings here, not in the thread
+    # Reading one batch raises errors in the settings here instead of in the thread.
+    for seed in unique_seeds.tolist():
         read_seed(seed, 0)
-    num_reads = -(-num_steps // steps_per_read)
-    reads = grain.MapDataset.range(num_reads).map(read_steps)
+
+    num_items = math.ceil(num_steps / steps_per_read)
+    items = grain.MapDataset.range(num_items).map(read_item)
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
 
     def read_ahead() -> Generator[Batch]:
-        with contextlib.closing(iter(reads.to_iter_dataset(options))) as iterator:
+        with contextlib.closing(iter(items.to_iter_dataset(options))) as iterator:
             yield from iterator
 
     return read_ahead()
 
 
 def _stacked(parts: list[Batch]) -> Batch:
-    """The batches as one, with a new first axis."""
-    return {name: np.stack([part[name] for part in parts]) for name in parts[0]}
+    """Stacks the arrays of several batches along a new first axis."""
+    stacked = {}
+    for name in parts[0]:
+        stacked[name] = np.stack([part[name] for part in parts])
+    return stacked
 
 
 def eval_batches(
     rows: Rows, split: str, *, batch_size: int, max_rows: int | None = None, part: Part = None
 ) -> Iterator[Batch]:
-    """Batches over a split in a fixed order; every row once, or `max_rows` evenly spaced ones.
+    """Yields the batches of an evaluation, in a fixed order.
 
-    Rows that pad the last batch to `batch_size` hold zeros, loss weights included. ConfigError at
-    the call, for an unknown split and one without rows.
+    They hold every row of the split once, or `max_rows` rows at equal distances. The last batch is
+    padded to `batch_size` with rows of zeros, whose loss weights are 0, too. `part` says which rows
+    of each batch to read. Raises ConfigError at the call if the split is unknown or has no rows.
     """
     numbers_B = selected(batch_size, part)
     evaluated_R = eval_rows(rows, split, max_rows)
 
     def batches() -> Iterator[Batch]:
         for start in range(0, len(evaluated_R), batch_size):
-            positions_B = start + numbers_B
-            is_real_B = positions_B < len(evaluated_R)
-            rows_B = evaluated_R[np.where(is_real_B, positions_B, 0)]
-            draws_B2 = np.stack([np.zeros_like(rows_B), rows_B], axis=1).astype(np.uint64)
+            position_B = start + numbers_B
+            is_real_B = position_B < len(evaluated_R)
+            # In the place of padding, the first row is read and then set to zero.
+            row_B = evaluated_R[np.where(is_real_B, position_B, 0)]
+            draws_B2 = np.stack([np.zeros_like(row_B), row_B], axis=1).astype(np.uint64)
+
             batch = {}
-            for name, array in rows.read(split, rows_B, draws_B2).items():
+            for name, array in rows.read(split, row_B, draws_B2).items():
                 trailing_axes = (1,) * (array.ndim - 1)
-                batch[name] = np.where(is_real_B.reshape(-1, *trailing_axes), array, 0)
+                is_real = is_real_B.reshape(-1, *trailing_axes)
+                batch[name] = np.where(is_real, array, 0)
             yield batch
 
     return batches()
 
 
 def eval_rows(rows: Rows, split: str, max_rows: int | None = None) -> np.ndarray:
-    """Numbers of the rows that `eval_batches` reads."""
+    """Returns the numbers of the rows that `eval_batches` reads."""
     available = rows.count(split)
     count = available if max_rows is None else min(max_rows, available)
     return np.arange(count) * available // count
 
 
 def selected(batch_size: int, part: Part) -> np.ndarray:
-    """The numbers of the rows of a batch that `part` selects; ConfigError if it selects none."""
+    """Returns the numbers of the batch rows that `part` selects; ConfigError if there are none."""
     numbers_B = np.arange(batch_size)
     if part is not None:
         numbers_B = numbers_B[part]
@@ -134,10 +174,12 @@ def selected(batch_size: int, part: Part) -> np.ndarray:
 
 
 def clusters(rows: Rows, split: str, max_rows: int | None = None) -> tuple[list[str], np.ndarray]:
-    """Names of evaluation clusters, and the cluster of each row that `eval_batches` reads.
+    """Groups the rows that `eval_batches` reads into clusters, which are resampled as units.
 
-    A cluster is a document, whose rows depend on each other. Rows of a task without documents are
-    dealt out in turn to at most MAX_CLUSTERS clusters, '0', '1' and so on.
+    A cluster is a document, because the rows of a document depend on each other. If a task has no
+    documents, its rows are dealt out in turn to at most MAX_CLUSTERS clusters '0', '1' and so on.
+
+    Returns the names of the clusters, and the number of each row's cluster.
     """
     evaluated_R = eval_rows(rows, split, max_rows)
     documents = rows.documents(split)
@@ -150,44 +192,47 @@ def clusters(rows: Rows, split: str, max_rows: int | None = None) -> tuple[list[
 
 
 def check_documents(rows: Rows, data: DataConfig, minimum: int = MIN_DOCUMENTS) -> None:
-    """Raises ConfigError without a test split, or if an evaluation reads too few documents.
+    """Raises ConfigError unless a study can decide between variants on these data.
 
-    `data` are the settings of the rows, for the message.
+    The data need a test split, and each evaluation has to read at least `minimum` documents. Tasks
+    without documents have no such minimum. `data` are the settings of the rows.
     """
     name = f'data.name={data.name!r}'
     if data.path is not None:
         name += f', data.path={data.path!r}'
 
-    def num_evaluated(split: str, max_rows: int | None) -> int:
-        """The number of documents that an evaluation of so many rows reads."""
-        _, cluster_R = clusters(rows, split, max_rows)
-        return len(np.unique(cluster_R))
-
     for split in rows.splits[1:]:
-        documents = rows.documents(split)
-        if documents is None:
+        if rows.documents(split) is None:
             continue
-        evaluated = num_evaluated(split, data.eval_sequences)
+        evaluated = _num_documents_read(rows, split, data.eval_sequences)
         if evaluated >= minimum:
             continue
-        _, document_R = documents
-        total = len(np.unique(document_R))
-        remedy = (
-            "choose a corpus of more documents, such as 'stdlib' or 'text' with a folder of files "
-            'per split'
-        )
-        sequences = data.eval_sequences
-        if sequences is not None and total >= minimum:
-            while num_evaluated(split, sequences) < minimum:
-                sequences *= 2
-            remedy = f'raise it to {sequences}'
+
+        total = _num_documents_read(rows, split, None)
+        num_rows = data.eval_sequences
+        if num_rows is None or total < minimum:
+            remedy = (
+                "choose a corpus of more documents, such as 'stdlib' or 'text' with a folder of "
+                'files per split'
+            )
+        else:
+            while _num_documents_read(rows, split, num_rows) < minimum:
+                num_rows *= 2
+            remedy = f'raise it to {num_rows}'
         raise ConfigError(
             f'data.eval_sequences={data.eval_sequences} evaluates {evaluated} of {total} '
             f'documents in split {split!r} of {name}, but a study that decides between '
             f'variants needs at least {minimum}; {remedy}.'
         )
+
     if 'test' not in rows.splits:
         raise ConfigError(
             f'{name} has no test split, on which a study decides between variants; set '
             'data.carve_test=True to carve a tenth of its train split.'
         )
+
+
+def _num_documents_read(rows: Rows, split: str, max_rows: int | None) -> int:
+    """Counts the documents of which an evaluation with at most `max_rows` rows reads a row."""
+    _, document_R = clusters(rows, split, max_rows)
+    return len(np.unique(document_R))

@@ -1,4 +1,4 @@
-"""Reports: the files of a study directory in; tables, figures and one HTML page out."""
+"""Reports: tables, figures and an HTML page from the files of a study directory."""
 
 import base64
 import contextlib
@@ -30,33 +30,38 @@ __all__ = ['described', 'documents', 'export', 'headline', 'show_report', 'write
 
 
 def documents(findings: Findings, pictures: Sequence[Picture]) -> dict[str, str]:
-    """The files of a report by name: tables, and a page with the pictures."""
-    return tables.files(findings) | {'report.html': _page(findings, pictures)}
+    """Returns the files of a report by name: tables, and a page with the pictures."""
+    texts = tables.files(findings)
+    texts['report.html'] = _page(findings, pictures)
+    return texts
 
 
 def show_report(study_dir: str | Path, plots: Sequence[str] = ()) -> str:
-    """Writes the report of a study, as `write_report`; returns what a terminal shows of it."""
-    return terminal_text(*write_report(study_dir, plots))
+    """Writes the report of a study, see `write_report`; returns a short text for a terminal."""
+    findings, page = write_report(study_dir, plots)
+    return terminal_text(findings, page)
 
 
 def write_report(study_dir: str | Path, plots: Sequence[str] = ()) -> tuple[Findings, Path]:
     """Writes the report of a study; returns its findings and the path of report.html.
 
-    Writes table.md, table.csv and, last, report.html into the directory. Figures are on the page;
-    `plots` are further formats of them, 'png', 'pdf' or 'svg', for files in plots/, from which
-    figures of earlier reports are removed. A report on more than screening is a look, which the
-    study's ledger keeps. ReportError if the directory is not a study or holds no result, or if its
-    ledger is damaged; ConfigError for another format.
+    Writes table.md, table.csv and, last, report.html into the directory. The page holds the
+    figures. `plots` are further formats of them, 'png', 'pdf' or 'svg', for files in plots/, from
+    which figures of earlier reports are removed. If the study has results beyond screening, the
+    report is a look at them (an interim analysis), and the study's ledger records it.
+
+    Raises ReportError if the directory is not a study, has no result, or has a damaged ledger, and
+    ConfigError for another format.
     """
     for kind in plots:
         if kind not in FORMATS:
             raise ConfigError(f'plots={kind!r} is no format; valid are {", ".join(FORMATS)}')
     study = load_study(study_dir)
-    judged = any(run.stage != SCREENING and run.trials for run in study.runs)
-    if judged and ledger.look(study.directory, study.files):
-        # All that a look changes; the other files are not read again.
-        kept = ledger.read(study.directory / ledger.NAME)
-        study = dataclasses.replace(study, ledger=kept, altered={})
+    is_beyond_screening = any(run.stage != SCREENING and run.trials for run in study.runs)
+    if is_beyond_screening and ledger.look(study.directory, study.files):
+        # The look has changed the ledger only, so no other file is read again.
+        new_ledger = ledger.read(study.directory / ledger.NAME)
+        study = dataclasses.replace(study, ledger=new_ledger, altered={})
     findings = find(study)
     drawings = figures(findings)
     write_plots(study.directory / 'plots', drawings, plots)
@@ -69,9 +74,11 @@ def write_report(study_dir: str | Path, plots: Sequence[str] = ()) -> tuple[Find
 def export(study_dir: str | Path, destination: str | Path) -> Path:
     """Writes a study's stored form (see `qkattn.study.stored`), table.md and table.csv.
 
-    `experiments.report --study` makes the rest of a report from it. A copy of an export is a
-    working directory, in which the study goes on with the runs that have no result. ReportError if
-    there is no study, or `destination` is neither empty nor an earlier export of the same study.
+    `experiments.report --study` writes a whole report from an export. A copy of an export is a
+    working directory, in which the study can continue with the runs that have no result.
+
+    Raises ReportError if there is no study in `study_dir`, or if `destination` is neither empty nor
+    an earlier export of the same study.
     """
     check_export(study_dir, destination)
     findings = load_findings(study_dir)
@@ -84,26 +91,34 @@ def export(study_dir: str | Path, destination: str | Path) -> Path:
 
 
 def _warn_of_directories(declaration: Path) -> None:
-    """Warns of settings in study.json that name directories of this machine.
+    """Logs a warning if settings in an exported study.json contain paths of this machine.
 
-    They are exported as they are: the ledger and the names of runs are hashes of them.
+    The export keeps these settings, because the ledger and the names of runs are hashes of them.
     """
+
+    def has_directory(text: Any) -> bool:
+        return isinstance(text, str) and without_directories(text) != text
+
     settings_with_paths = []
     for setting, value in flat(parse_file(declaration, {})):
         texts = value if isinstance(value, list) else [value]
-        if any(isinstance(text, str) and without_directories(text) != text for text in texts):
+        if any(has_directory(text) for text in texts):
             settings_with_paths.append(setting)
     if settings_with_paths:
         log.warning(
-            '%s names directories of this machine in %s, as hashes of the study cover it; give a '
-            'study that is to be published paths relative to the working directory',
+            "%s contains paths of this machine in %s; they stay, because the study's hashes cover "
+            'them. In a study that is to be published, give paths relative to the working '
+            'directory',
             declaration,
             ', '.join(settings_with_paths),
         )
 
 
 def check_export(study_dir: str | Path, destination: str | Path) -> None:
-    """ReportError if `destination` is neither empty nor an earlier export of the same study."""
+    """Raises ReportError unless a study can be exported to `destination`.
+
+    That has to be missing, empty, or an earlier export of the same study.
+    """
     destination = as_path(destination)
     if not destination.exists():
         return
@@ -119,13 +134,16 @@ def check_export(study_dir: str | Path, destination: str | Path) -> None:
 
 
 def _name(directory: Path) -> str | None:
-    """The name of the study that a directory declares; None if it holds no readable study.json."""
+    """Returns the name of the study in a directory; None if it has no readable study.json."""
     with contextlib.suppress(ValueError):
         return parse_file(directory / 'study.json', {'name': str})['name']
 
 
 def _page(findings: Findings, pictures: Sequence[Picture]) -> str:
-    """The whole report as an HTML document: no scripts; light, dark, wide, narrow, printed."""
+    """Returns the whole report as an HTML document without scripts.
+
+    It adapts to light and dark, to wide and narrow screens, and to paper.
+    """
     template = environment(html=True).get_template('report.html.j2')
     return template.render(
         study=findings.study,
@@ -165,7 +183,11 @@ def _data_url(svg: bytes) -> str:
 
 
 def described(findings: Findings, drawing: Drawing) -> dict[str, Any]:
-    """The title and caption of a figure: a macro of figures.j2, named by its stem's first word."""
+    """Returns the stem, kind, title and caption of a figure, as pages show it.
+
+    The kind is the first word of the stem. The macro of this name in templates/figures.j2 makes
+    the title and the caption.
+    """
     kind = drawing.stem.partition('_')[0]
     shared = {'study': findings.study}
     title, caption = macro('figures.j2', kind, shared, findings=findings, **drawing.values)
@@ -173,9 +195,9 @@ def described(findings: Findings, drawing: Drawing) -> dict[str, Any]:
 
 
 def _provenance(study: TrainedStudy) -> dict[str, list[str]]:
-    """What the trials record of their origin: for each fact its values, each once.
+    """Collects what the trials record of their origin: the different values of each fact.
 
-    {'python': ['3.12.1'], 'devices: kind': ['cpu', 'NVIDIA H200']}
+    For example, {'python': ['3.12.1'], 'devices: kind': ['cpu', 'NVIDIA H200']}.
     """
     values_by_fact = dict[str, list[str]]()
     for trial in study.trials:
@@ -186,7 +208,9 @@ def _provenance(study: TrainedStudy) -> dict[str, list[str]]:
             **trial.provenance,
         }
         for fact, value in flat(facts, ': '):
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            text = value
+            if not isinstance(value, str):
+                text = json.dumps(value, ensure_ascii=False)
             values = values_by_fact.setdefault(fact, [])
             if text not in values:
                 values.append(text)

@@ -1,8 +1,8 @@
-"""The columns of a report, each declared once: an entry of `columns` adds one to every table.
+"""The columns of a report. Each is declared once in `columns`, for all tables.
 
 A column with a heading is printed in its `tables`: the page and table.md (PAGE), the first table of
 the page (FIRST_SCREEN), the headline of a Markdown page (HEADLINE), the table of controls
-(CONTROL). Every column with a key stands in table.csv, in the unit of the result files.
+(CONTROL). A column with a key is written to table.csv, in the unit of the result files.
 """
 
 import dataclasses
@@ -26,9 +26,12 @@ FIRST_SCREEN = 'first screen'
 HEADLINE = 'headline'
 CONTROL = 'control'
 EVERYWHERE = (PAGE, FIRST_SCREEN, HEADLINE, CONTROL)
-# Text, '|' breaks it into two lines; and whether its column is aligned to the left.
+# The text of a heading, which '|' breaks into two lines, and whether its column is aligned to the
+# left.
 Heading = tuple[str, bool]
+# Headings, and rows of cells.
 Table = tuple[list[Heading], list[list[str]]]
+# The parts of an estimate, and of a difference, that table.csv has.
 ESTIMATE = tuple(field.name for field in dataclasses.fields(Estimate))
 DIFFERENCE = (
     'mean',
@@ -43,10 +46,11 @@ DIFFERENCE = (
     'tuning_low',
     'tuning_high',
 )
-# Of the parts of a difference: the headings of those that are printed, and the name in table.csv
-# where it is another one than in code.
+# The headings of the parts of a difference that are printed.
 _HEADINGS = {'same_shape': 'at the same shape', 'reinvesting': 'reinvesting'}
+# The parts of a difference that have another name in table.csv than in code.
 _KEYS = {'same_shape': 'removing'}
+# The parts of a learning-rate sweep that table.csv has.
 SWEEP = ('optimum', 'optimum_low', 'optimum_high', 'at_worst', 'bracketed')
 
 
@@ -63,19 +67,21 @@ class Measure:
 
     @property
     def name(self) -> str:
-        """The label, with the split if the metric is measured on several."""
+        """The label of the metric, with the split if it is measured on several splits."""
         label = self.metric.label
-        return f'{self.split} {label}' if len(self.metric.prefixes) > 1 else label
+        if len(self.metric.prefixes) > 1:
+            return f'{self.split} {label}'
+        return label
 
     @property
     def heading(self) -> str:
-        """The name with the unit; a metric such as bits per byte, which is its unit, alone."""
+        """The name with the unit, unless the label is the unit, as in 'bits per byte'."""
         if self.metric.unit in (None, self.metric.label):
             return self.name
         return f'{self.name}, {self.metric.unit}'
 
     def over_seeds(self, arm: TrainedArm) -> Estimate | None:
-        """In the unit of the result files."""
+        """Returns the mean over an arm's seeds, in the unit of the result files."""
         return arm.over_seeds(self.field)
 
     def printed(self, value: Estimate) -> str:
@@ -84,65 +90,83 @@ class Measure:
 
 VAL_LOSS = Measure(METRICS['loss'], 'val')
 TEST_LOSS = Measure(METRICS['loss'], 'test')
-# The roles of metrics beside the loss that have a column, in the order of the columns.
+# The roles of metrics that have a column in addition to the loss, in the order of the columns.
 ROLES = ('score', 'probe')
 
 
 def measured(findings: Findings) -> tuple[Measure, ...]:
-    """The metrics that a report shows, in the order of their columns; losses are in nats/token.
+    """Returns the metrics that a report shows, in the order of their columns.
 
-    These are the loss that decides, scores and probes on the test split, or on validation without
-    one, and the validation loss.
+    The first is the loss that decides: the test loss, or the validation loss if there is no test
+    split. Then come the metrics with one of the ROLES, each on the test split, or on validation if
+    it has no value on test. If the test loss decides, the validation loss comes last.
     """
     trials = [trial for arm in findings.arms for trial in arm.chosen]
 
-    def exists(measure: Measure) -> bool:
+    def has_value(measure: Measure) -> bool:
         return any(trial.metrics.get(measure.field) is not None for trial in trials)
 
+    # Metrics from outside the package, which the results describe.
     declared = dict[str, Metric]()
     for trial in trials:
         declared |= trial.declared_metrics
-    beside_loss = list[Measure]()
-    printable = shown(declared, [trial.metrics for trial in trials])
+    metrics = shown(declared, [trial.metrics for trial in trials])
+
+    measures = list[Measure]()
     for role in ROLES:
-        for metric in printable:
-            on_splits = [Measure(metric, split) for split in reversed(metric.prefixes)]
-            existing = [measure for measure in on_splits if exists(measure)]
-            if metric.role == role and existing:
-                beside_loss.append(existing[0])
-    if exists(TEST_LOSS):
-        return (TEST_LOSS, *beside_loss, VAL_LOSS)
-    return (VAL_LOSS, *beside_loss)
+        for metric in metrics:
+            if metric.role != role:
+                continue
+            # The prefixes of splits are in the order 'val', 'test'; the last one with a value is
+            # shown.
+            for split in reversed(metric.prefixes):
+                measure = Measure(metric, split)
+                if has_value(measure):
+                    measures.append(measure)
+                    break
+
+    if has_value(TEST_LOSS):
+        return (TEST_LOSS, *measures, VAL_LOSS)
+    return (VAL_LOSS, *measures)
 
 
 @dataclasses.dataclass(frozen=True)
 class Column:
     """A column of table.csv, of printed tables, or of both."""
 
-    key: str  # its name in table.csv; empty where it is only printed
-    # A path of attributes of a TrainedArm, 'verdict.p_holm' (None on the way gives None), or a
-    # function of the arm.
+    # Its name in table.csv; '' for a column that is only printed.
+    key: str
+    # A function of a TrainedArm, or a path of attributes such as 'verdict.p_holm'; see `follow`.
     value: str | Callable[[TrainedArm], Any]
-    heading: str = ''  # with the unit; '|' breaks it into two lines; empty if it is not printed
-    text: str | Callable[[Any], str] = ''  # format of a value that is not None, or what prints it
+    # The printed heading with the unit, which '|' breaks into two lines; '' for a column that is
+    # not printed.
+    heading: str = ''
+    # How a value that is not None is printed: a format specification, or a function.
+    text: str | Callable[[Any], str] = ''
+    # The tables that print the column.
     tables: Sequence[str] = (PAGE,)
+    # Whether the column is aligned to the left.
     left: bool = False
-    # Attributes of the value that table.csv has as key_part; () for the value itself.
+    # Attributes of the value that table.csv has as columns KEY_PART; () for the value itself.
     parts: Sequence[str] = ()
 
     def get(self, arm: TrainedArm) -> Any:
+        """Returns the value of an arm."""
         if callable(self.value):
             return self.value(arm)
         return follow(arm, self.value)
 
     def cells(self, arm: TrainedArm) -> dict[str, Any]:
-        """Values by their names in table.csv."""
+        """Returns the values of an arm by their names in table.csv."""
         value = self.get(arm)
         if self.parts:
             return {f'{self.key}_{part}': follow(value, part) for part in self.parts}
-        return {self.key: value} if self.key else {}
+        if self.key:
+            return {self.key: value}
+        return {}
 
     def print(self, arm: TrainedArm) -> str:
+        """Returns the text of an arm's cell in printed tables."""
         value = self.get(arm)
         if value is None:
             return NONE
@@ -151,9 +175,9 @@ class Column:
 
 
 def follow(value: Any, path: str) -> Any:
-    """What a path of attributes or keys leads to, 'verdict.p_holm' from an arm.
+    """Follows a path of attributes or keys, such as 'verdict.p_holm' of an arm.
 
-    None where something on the way is None; truth values as 0 and 1, as table.csv has them.
+    Returns None if anything on the way is None. Truth values become 0 and 1, as in table.csv.
     """
     for name in path.split('.'):
         if isinstance(value, Mapping):
@@ -164,15 +188,18 @@ def follow(value: Any, path: str) -> Any:
 
 
 def printed(table: str, findings: Findings, arms: Iterable[TrainedArm]) -> Table:
-    """The columns that PAGE, HEADLINE or CONTROL prints, with a row for each arm."""
-    shown_columns = [c for c in columns(findings) if c.heading and table in c.tables]
+    """Returns the columns that PAGE, HEADLINE or CONTROL prints, with a row for each arm."""
+    shown_columns = []
+    for column in columns(findings):
+        if column.heading and table in column.tables:
+            shown_columns.append(column)
     headings = [(column.heading, column.left) for column in shown_columns]
     rows = [[column.print(arm) for column in shown_columns] for arm in arms]
     return headings, rows
 
 
 def columns(findings: Findings) -> Iterator[Column]:
-    """The columns of a study; results come first, to be visible on a narrow screen."""
+    """Yields the columns of a study. Results come first, so that a narrow screen shows them."""
     yield from _of_arm(findings)
     yield from _of_difference(findings)
     yield from _of_verdict(findings)
@@ -186,15 +213,17 @@ def columns(findings: Findings) -> Iterator[Column]:
 
 
 def _of_arm(findings: Findings) -> Iterator[Column]:
-    """What identifies an arm. Size and corpus are printed everywhere if the study has several."""
+    """Yields the columns that identify an arm.
+
+    All tables print the size if the study has several sizes, and the corpus if it has several
+    corpora.
+    """
     study = findings.study
-    several_sizes = len(study.sizes) > 1
-    several_corpora = len(study.corpora) > 1
+    tables_of_size = EVERYWHERE if len(study.sizes) > 1 else (PAGE,)
+    corpus_heading = 'corpus' if len(study.corpora) > 1 else ''
     yield Column('variant', 'variant', 'variant', tables=EVERYWHERE, left=True)
-    yield Column('size', 'size', 'size', tables=EVERYWHERE if several_sizes else (PAGE,), left=True)
-    yield Column(
-        'corpus', 'corpus', 'corpus' if several_corpora else '', tables=EVERYWHERE, left=True
-    )
+    yield Column('size', 'size', 'size', tables=tables_of_size, left=True)
+    yield Column('corpus', 'corpus', corpus_heading, tables=EVERYWHERE, left=True)
     yield Column(
         'control', 'key.control', 'control', prose.control_words, tables=(CONTROL,), left=True
     )
@@ -210,7 +239,10 @@ def _of_difference(findings: Findings) -> Iterator[Column]:
 
 
 def _of_verdict(findings: Findings) -> Iterator[Column]:
-    """The verdict, how it lasts, and the tests behind it; printed of a study with tuning."""
+    """Yields the columns of the verdict, whether it is settled, and the tests behind it.
+
+    They are printed only for a study with tuning.
+    """
     study = findings.study
     margin = f'{study.margin:g}'
 
@@ -218,21 +250,18 @@ def _of_verdict(findings: Findings) -> Iterator[Column]:
         return text if study.tuned else ''
 
     yield Column('verdict', 'verdict.decision.value')
-    yield Column(
-        '',
-        _verdict,
-        heading(f'verdict,|margin {margin}'),
-        tables=(PAGE, FIRST_SCREEN, HEADLINE),
-        left=True,
-    )
+    verdict_heading = heading(f'verdict,|margin {margin}')
+    verdict_tables = (PAGE, FIRST_SCREEN, HEADLINE)
+    yield Column('', _verdict, verdict_heading, tables=verdict_tables, left=True)
     yield Column('length', 'settling.code.value')
     yield Column('length_times', 'settling.times')
     yield Column('difference_longer', 'settling.longer')
-    for key, test in (
-        ('p_holm', 'p'),
-        ('p_margin_holm', f'p of more than {margin}'),
-        ('p_equivalence_holm', f'p of less than {margin}'),
-    ):
+    heading_by_key = {
+        'p_holm': 'p',
+        'p_margin_holm': f'p of more than {margin}',
+        'p_equivalence_holm': f'p of less than {margin}',
+    }
+    for key, test in heading_by_key.items():
         yield Column(key, f'verdict.{key}', heading(f'{test},|corrected'), p_value)
     yield Column('', _p_of_verdict, heading('p,|corrected'), p_value, tables=(HEADLINE,))
     detectable = heading('detectable difference,|nats/token')
@@ -240,10 +269,11 @@ def _of_verdict(findings: Findings) -> Iterator[Column]:
 
 
 def _of_parts(findings: Findings) -> Iterator[Column]:
-    """The parts of a difference, and why and on which data it is decided."""
+    """Yields the parts of a difference, the reasons of the verdict, and the data that decide."""
     for name in PARTS:
         heading = ''
-        if name in _HEADINGS and any(getattr(arm.parts, name) for arm in findings.arms):
+        is_measured = any(getattr(arm.parts, name) for arm in findings.arms)
+        if name in _HEADINGS and is_measured:
             heading = f'{_HEADINGS[name]},|nats/token'
         key = _KEYS.get(name, name)
         difference = f'parts.{name}.difference'
@@ -256,7 +286,7 @@ def _of_parts(findings: Findings) -> Iterator[Column]:
 
 
 def _of_metrics(findings: Findings) -> Iterator[Column]:
-    """The metrics over seeds; the first of them, the loss that decides, also of controls."""
+    """Yields the metrics over seeds. Tables of controls have only the first, which decides."""
     measures = measured(findings)
     for measure in measures:
         tables = (PAGE, CONTROL) if measure == measures[0] else (PAGE,)
@@ -275,7 +305,7 @@ def _of_metrics(findings: Findings) -> Iterator[Column]:
 
 
 def _of_settings(findings: Findings) -> Iterator[Column]:
-    """The settings that are tuned, or the learning rate of a study without tuning."""
+    """Yields the tuned settings, or the learning rate of a study without tuning."""
     for knob in KNOBS:
         yield Column(knob, partial(setting, knob))
         if any(knob in arm.sweeps for arm in findings.arms):
@@ -289,12 +319,14 @@ def _of_settings(findings: Findings) -> Iterator[Column]:
 
 
 def _exchange_rate(findings: Findings) -> Column:
-    """How many baseline parameters one of a variant's is worth; over sizes, so of several arms."""
-    rates = {
-        (scaling.variant, scaling.corpus): scaling.worth
-        for scaling in findings.scaling
-        if isinstance(scaling.worth, Interval)
-    }
+    """Returns the column of how many baseline parameters one parameter of a variant is worth.
+
+    The number is estimated over all sizes of a variant, so its arms have the same number.
+    """
+    rates = {}
+    for scaling in findings.scaling:
+        if isinstance(scaling.worth, Interval):
+            rates[scaling.variant, scaling.corpus] = scaling.worth
     return Column(
         'multiplier',
         lambda arm: rates.get((arm.variant, arm.corpus)),
@@ -311,16 +343,17 @@ def _difference(arm: TrainedArm) -> str:
 
 
 def _verdict(arm: TrainedArm) -> str | None:
-    """The decision, and whether it is settled or holds at this length of training."""
+    """Returns the decision, and whether it is settled or holds only at this training length."""
     if arm.verdict is None:
         return None
     return prose.verdict(arm)
 
 
 def _p_of_verdict(arm: TrainedArm) -> float | None:
-    """The corrected p value of the test behind an arm's verdict, of no difference if undecided.
+    """Returns the corrected p value of the test on which an arm's verdict rests.
 
-    `better` and `worse` rest on the margin's test, those below the margin on that of no difference.
+    `better` and `worse` rest on the test of a difference of more than the margin, `equivalent` on
+    the test of a difference of less. For all other decisions, it is the test of no difference.
     """
     if arm.verdict is None:
         return None
@@ -332,7 +365,10 @@ def _p_of_verdict(arm: TrainedArm) -> float | None:
 
 
 def setting(knob: str, arm: TrainedArm) -> float | None:
-    """The value of the verdict runs, or the one that screening has chosen so far."""
+    """Returns an arm's value of a tuned setting.
+
+    It is the value of the verdict runs, or otherwise the one that screening has chosen so far.
+    """
     if knob == 'learning_rate' and arm.tuning is None:
         return arm.learning_rate
     if arm.verdict_trials:
@@ -343,7 +379,10 @@ def setting(knob: str, arm: TrainedArm) -> float | None:
 
 
 def _setting(knob: str, arm: TrainedArm) -> str:
-    """'0.0042 [0.0038, 0.0047]'; '0.016*' where it is not bracketed, or at the edge of a grid."""
+    """Formats a tuned setting with the interval of its optimum: '0.0042 [0.0038, 0.0047]'.
+
+    A star, as in '0.016*', says that the optimum may lie beyond the values that were tried.
+    """
     value = setting(knob, arm)
     if value is None:
         return NONE
@@ -357,13 +396,17 @@ def _setting(knob: str, arm: TrainedArm) -> str:
 
 
 def _of_run(field: str, arm: TrainedArm) -> float | None:
-    """A number that all trials of the verdict run share."""
-    return getattr(arm.verdict_trials[0], field) if arm.verdict_trials else None
+    """Returns a number that all trials of the verdict run share; None if there are no trials."""
+    if not arm.verdict_trials:
+        return None
+    return getattr(arm.verdict_trials[0], field)
 
 
-# Seeds, parameters, shape, costs, and how trials ended.
+# The arguments of a column that is printed on the page and for controls.
 _BOTH: Mapping[str, Any] = {'tables': (PAGE, CONTROL)}
+# The same for a column that is also on the first screen.
 _FIRST: Mapping[str, Any] = {'tables': (PAGE, FIRST_SCREEN, CONTROL)}
+# Seeds, parameters, shape, costs, and how trials ended.
 COSTS = (
     Column('', lambda arm: len(arm.chosen), 'seeds', **_BOTH),
     Column('parameters', 'example.parameters.total', 'parameters', ',', **_FIRST),

@@ -1,6 +1,7 @@
 """Checks that numbers in the prose of pages come from logs, from the code or from publications.
 
-docs/numbers.toml has an entry for each such sentence, and names pages whose numbers all need one:
+docs/numbers.toml has an entry for each sentence with such numbers. It also lists complete pages, on
+which every number needs an entry:
 
     complete = ["README.md"]
 
@@ -30,11 +31,12 @@ docs/numbers.toml has an entry for each such sentence, and names pages whose num
     text = "`--workers=4` starts four"
     reason = "an example of a command"
 
-A page has to contain the text of each of its entries, whatever the line breaks. A logged text is a
-format string of what its file holds: JSON; JSON Lines (a list); CSV, rows by their first column, or
-a list where that names several rows alike; TOML; or the constants of a Python file. `{count}` is
-how many entries the file has. A decided text states verdicts: each format string of `holds` has to
-give what stands beside it. A percentage is written with a space.
+A page has to contain the text of each of its entries; line breaks do not matter. A percentage is
+written with a space.
+
+The text of a logged entry is a format string. `{log}` is the content of its file, as `read_log`
+returns it, and `{count}` the number of entries of the file. The text of a decided entry states
+verdicts. Each key of its `holds` is a format string, which has to give the value beside it.
 """
 
 import ast
@@ -60,14 +62,14 @@ FIELDS = {
     'stated': ('page', 'text', 'reason'),
 }
 
-# A number that stands alone: '+0.039', '4,096', '1e-5', the '5' of '5-gram' and '5 %'; not the
-# digits of names, as in B4, W_2 or A100, nor of versions.
+# A number that stands alone: '+0.039', '4,096', '1e-5', and the '5' of '5-gram' and '5 %'. It does
+# not match digits in names, such as B4, W_2 or A100, or in versions.
 NUMBER = re.compile(r'(?<![\w.])(?<!GPT-)[-+]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?(?![\w.]*\w)')
-# A matrix, or matrices that are equal: W_Q, W_QK, Q = K, K = V.
+# The name of a matrix, or of equal matrices: W_Q, W_QK, Q = K, K = V.
 MATRICES = re.compile(r'W_[QKVO]+|[QK] = [KV](?: = V)?')
 
-# Parts of a page whose numbers are no statements: code, blocks that are made from results,
-# comments, the targets of links, and references to publications: (Shazeer 2019, arXiv 1911.02150).
+# Parts of a page whose numbers need no entry: code, blocks that are generated from results,
+# comments, the targets of links, and references such as (Shazeer 2019, arXiv 1911.02150).
 NOT_PROSE = re.compile(
     r'```.*?```'
     r'|<!-- \w+: \S+ -->.*?<!-- end -->'
@@ -77,16 +79,17 @@ NOT_PROSE = re.compile(
     r'|(?:et al\.|[A-Z]\w+) (?:19|20)\d\d\b(?:, arXiv \d{4}\.\d{5})?',
     re.DOTALL,
 )
-# What comments a table of answers, to the end of its section. There, names of matrices need an
-# entry, too.
+# The text below a table of answers, to the end of its section. It discusses the answers, so the
+# names of matrices in it need an entry, too.
 READING = re.compile(r'<!-- answers\w*: .*?<!-- end -->(.*?)(?=\n## |\Z)', re.DOTALL)
 
 
 def check_numbers(path: str | Path) -> dict[str, int]:
-    """Checks the entries of a numbers.toml; returns how many there are of each kind.
+    """Checks all entries of a numbers.toml; returns the number of entries of each kind.
 
-    ReportError if the file or an entry is malformed, if a page does not contain the text of its
-    entry, or if a number of a complete page is in no entry.
+    Raises ReportError if the file or an entry is malformed, if a page does not contain the text of
+    an entry, or if a complete page has a number that is in no entry. Pages and logs are relative to
+    the directory above that of the file.
     """
     path = Path(path)
     root = path.parents[1]
@@ -97,20 +100,25 @@ def check_numbers(path: str | Path) -> dict[str, int]:
     complete = content.pop('complete', [])
     if not isinstance(complete, list) or not all(isinstance(page, str) for page in complete):
         raise ReportError(f'{path}: complete = {complete!r} must be a list of pages')
+
     texts_by_page = defaultdict[str, list[str]](list)
     for kind, entries in content.items():
         for number, entry in enumerate(entries, start=1):
             where = f'{path}, [[{kind}]] entry {number}'
             _check_fields(kind, entry, where)
             page = entry['page']
-            text = one_line(re.sub(r'(?<=\d)%', ' %', _text_of(kind, entry, root, where)))
+            text = _text_of(kind, entry, root, where)
+            # A format such as {:.0%} writes '5%'; pages have '5 %'.
+            text = one_line(re.sub(r'(?<=\d)%', ' %', text))
             if text not in one_line(read_page(root / page)):
+                # The third field of each kind says where the number is from.
                 source = entry[FIELDS[kind][2]]
                 raise ReportError(
                     f'{page} does not contain {text!r}, which is what {source} gives; correct the '
                     f'page, or {where}'
                 )
             texts_by_page[page].append(text)
+
     for page in complete:
         for passage in uncovered(read_page(root / page), texts_by_page[page]):
             raise ReportError(
@@ -121,7 +129,10 @@ def check_numbers(path: str | Path) -> dict[str, int]:
 
 
 def _check_fields(kind: str, entry: Any, where: str) -> None:
-    """ReportError unless the entry has the fields of its kind."""
+    """Raises ReportError unless an entry has exactly the fields of its kind.
+
+    `where` names the entry in the message.
+    """
     names = sorted(entry) if isinstance(entry, dict) else [str(entry)]
     if names != sorted(FIELDS.get(kind, ())):
         valid = [f'[[{kind}]] of {", ".join(fields)}' for kind, fields in FIELDS.items()]
@@ -129,7 +140,11 @@ def _check_fields(kind: str, entry: Any, where: str) -> None:
 
 
 def _text_of(kind: str, entry: dict[str, Any], root: Path, where: str) -> str:
-    """The text that an entry's page has to contain; ReportError if its log does not give it."""
+    """Returns the text that an entry's page has to contain.
+
+    Fills in the numbers of a logged entry, and compares the verdicts of a decided one. Raises
+    ReportError if the log cannot be read, lacks a value, or gives other verdicts.
+    """
     text = entry['text']
     if kind not in ('logged', 'decided'):
         return text
@@ -143,17 +158,19 @@ def _text_of(kind: str, entry: dict[str, Any], root: Path, where: str) -> str:
             if actual != expected:
                 raise ReportError(f'{where} expects {expected!r}, but {source} gives {actual!r}')
     except (OSError, ValueError, LookupError, TypeError, AttributeError, SyntaxError) as error:
-        about = f'cannot be made from {source} ({error!r}); correct the entry'
-        raise ReportError(f'{where} {about}') from error
+        raise ReportError(
+            f'{where} cannot be made from {source} ({error!r}); correct the entry'
+        ) from error
     return text
 
 
 def uncovered(page: str, texts: list[str]) -> Iterator[str]:
-    """Yields the surroundings of each number of a page's prose that is in none of the texts.
+    """Yields the surroundings of each number in a page's prose that none of the texts contains.
 
-    In the section below a table of answers, the names of matrices have to be in a text as well.
+    Below a table of answers, names of matrices have to be in a text as well.
     """
     line = one_line(page)
+    # Whether each character of the page is in one of the texts, or not in prose.
     covered = [False] * len(line)
     for text in texts:
         for match in re.finditer(re.escape(text), line):
@@ -161,18 +178,25 @@ def uncovered(page: str, texts: list[str]) -> Iterator[str]:
     for match in NOT_PROSE.finditer(line):
         covered[match.start() : match.end()] = [True] * len(match[0])
 
+    # The numbers and names that have to be covered.
     statements = list(NUMBER.finditer(line))
     for section in READING.finditer(page):
         reading = one_line(section[1])
         start = line.index(reading)
         statements += MATRICES.finditer(line, start, start + len(reading))
-    for statement in sorted(statements, key=lambda match: match.start()):
+    statements.sort(key=lambda match: match.start())
+    for statement in statements:
         if not all(covered[statement.start() : statement.end()]):
-            yield line[max(statement.start() - 40, 0) : statement.end() + 20]
+            start = max(statement.start() - 40, 0)
+            yield line[start : statement.end() + 20]
 
 
 def read_log(path: Path) -> Any:
-    """What a log or a file of the code holds, as the module's docstring says."""
+    """Returns the content of a log, or of a file of the code.
+
+    JSON and TOML are parsed; JSON Lines are a list. CSV is a dict of rows by their first column, or
+    a list of rows if the first column has equal entries. A Python file is a dict of its constants.
+    """
     text = read_whole(path).decode()
     if path.suffix == '.jsonl':
         return [parse_json(line) for line in text.splitlines()]
@@ -185,13 +209,16 @@ def read_log(path: Path) -> Any:
     table = pd.read_csv(path)
     names = table[table.columns[0]]
     rows = table.to_dict('records')
-    return dict(zip(names, rows, strict=True)) if names.is_unique else rows
+    if names.is_unique:
+        return dict(zip(names, rows, strict=True))
+    return rows
 
 
 def _constants(statements: list[ast.stmt]) -> dict[str, Any]:
-    """The literal values that statements give to names; those of a class by its name.
+    """Returns the literal values that statements assign to names.
 
-    A default of a field, `margin: float = setting(0.005, ...)`, counts as its value.
+    The constants of a class are a dict under the name of the class. A call counts as its first
+    argument, which is the default of a field, as in `margin: float = setting(0.005, ...)`.
     """
     constants = dict[str, Any]()
     for statement in statements:
@@ -211,15 +238,20 @@ def _constants(statements: list[ast.stmt]) -> dict[str, Any]:
             continue
         try:
             constants[target.id] = ast.literal_eval(value)
-        except ValueError:  # an expression, which is no constant
-            continue
+        except ValueError:
+            continue  # the value is computed, so it is not a constant
     return constants
 
 
 def read_page(path: Path) -> str:
-    """The text of a page; of a Python file only the docstring is one. ReportError if unreadable."""
+    """Returns the text of a page. The page of a Python file is its docstring.
+
+    Raises ReportError if the file cannot be read.
+    """
     try:
         text = read_whole(path).decode()
-        return ast.get_docstring(ast.parse(text)) or '' if path.suffix == '.py' else text
+        if path.suffix == '.py':
+            return ast.get_docstring(ast.parse(text)) or ''
+        return text
     except (OSError, ValueError, SyntaxError) as error:
         raise ReportError(f'page {str(path)!r} cannot be read: {error}.') from error

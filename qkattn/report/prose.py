@@ -1,7 +1,7 @@
-"""Text from codes and numbers: every sentence of a report stands in `templates/`.
+"""Makes text from codes and numbers. The sentences of a report are in the templates directory.
 
-A template of sentences ends each with `{{ end }}`, so that its lines may be wrapped. Sentences are
-plain text, which pages escape.
+A template marks the end of each sentence with `{{ end }}`, so that sentences may span lines.
+Sentences are plain text, which pages escape.
 """
 
 import functools
@@ -29,16 +29,20 @@ from qkattn.verdict.settling import Length, Settling
 from qkattn.verdict.trained_arm import TrainedArm
 from qkattn.verdict.trained_study import TrainedStudy
 
-NONE = '-'  # in a cell without a value
-DIGITS = 6  # significant ones, of a derived number that is stored
+# The text of a cell without a value.
+NONE = '-'
+# The significant digits of a derived number that is stored.
+DIGITS = 6
 NOT_RECORDED = 'not recorded'
-END = '\x1f'  # follows each sentence of a template
+# The character that ends each sentence of a template.
+END = '\x1f'
+# The hexadecimal digits of a hash.
 HASH = re.compile(r'[0-9a-f]{32,}')
-# Behind these a long name may go on in a next line: low_rank(|rank=8)/|vo?|num_kv_heads=1.
+# A long name may go on in the next line after these: low_rank(|rank=8)/|vo?|num_kv_heads=1.
 _BREAK = re.compile(r'(?<=[/(,?&:])')
-# The splits as words.
+# The names of splits by their prefixes: 'validation' for 'val'.
 SPLITS = {prefix: split for split, prefix in PREFIXES.items()}
-# What a study matches, as a noun in the plural.
+# The quantities that a study may match, as nouns in the plural.
 QUANTITIES = {
     'total': 'total parameters',
     'non_embedding': 'non-embedding parameters',
@@ -48,38 +52,47 @@ QUANTITIES = {
 
 
 def rounded(value: Any) -> Any:
-    """A number as it is stored: to DIGITS significant digits, whole ones and text as they are."""
+    """Rounds a number to DIGITS significant digits. Whole numbers and text do not change."""
     if not isinstance(value, float) or value.is_integer():
         return value
-    if abs(value) >= 10 ** (DIGITS - 1):  # digits before the point stay: it may be a count
+    if abs(value) >= 10 ** (DIGITS - 1):
+        # It may be a mean of counts, so all digits before the point stay.
         return round(value, 1)
     return float(f'{value:.{DIGITS - 1}e}')
 
 
 def si(value: float | None) -> str:
-    """Three significant digits and a decimal prefix, 1234567 -> '1.23M'."""
+    """Formats a number with three significant digits and a decimal prefix: 1234567 -> '1.23M'."""
     if value is None:
         return NONE
-    digits = f'{value:.2e}'  # '1.23e+06'
-    exponent = int(digits.partition('e')[2])
-    thousands = min(max(exponent // 3, 0), 6)
+    scientific = f'{value:.2e}'  # '1.23e+06'
+    rounded_value = float(scientific)
+    exponent = int(scientific.partition('e')[2])
+
+    prefixes = ('', 'k', 'M', 'G', 'T', 'P', 'E')
+    thousands = min(max(exponent // 3, 0), len(prefixes) - 1)
     if thousands == 0:
-        return f'{float(digits):.3g}'
-    prefix = ' kMGTPE'[thousands]
-    number = f'{float(digits) / 1000**thousands:#.3g}'  # '#' keeps zeros, as in 1.20M
-    return number.rstrip('.') + prefix
+        return f'{rounded_value:.3g}'
+    # '#' keeps zeros at the end, as in 1.20M.
+    number = f'{rounded_value / 1000**thousands:#.3g}'
+    return number.rstrip('.') + prefixes[thousands]
 
 
 def mean_sd(value: Estimate | None, decimals: int, scale: float = 1.0) -> str:
-    """'2.1000 ± 0.0300', without the sd where there is one value only; both times `scale`."""
+    """Formats a mean and its standard deviation, both times `scale`: '2.1000 ± 0.0300'.
+
+    The mean of one value has no standard deviation.
+    """
     if value is None:
         return NONE
     mean = f'{scale * value.mean:.{decimals}f}'
-    return mean if value.sd is None else f'{mean} ± {scale * value.sd:.{decimals}f}'
+    if value.sd is None:
+        return mean
+    return f'{mean} ± {scale * value.sd:.{decimals}f}'
 
 
 def interval(difference: Difference | None) -> str:
-    """'+0.0500 [-0.0245, +0.1245]', without the interval where there is none."""
+    """Formats a difference and its interval, if it has one: '+0.0500 [-0.0245, +0.1245]'."""
     if difference is None:
         return NONE
     mean = f'{difference.mean:+.4f}'
@@ -89,7 +102,10 @@ def interval(difference: Difference | None) -> str:
 
 
 def marked(number: str, is_short: bool) -> str:
-    """With a dagger after the first number where an arm falls short of its yardstick."""
+    """Puts a dagger after the first number of a text if an arm falls short of its yardstick.
+
+    For example, '+0.0500 [-0.0245, +0.1245]' becomes '+0.0500† [-0.0245, +0.1245]'.
+    """
     if not is_short or number == NONE:
         return number
     first, space, rest = number.partition(' ')
@@ -97,23 +113,32 @@ def marked(number: str, is_short: bool) -> str:
 
 
 def length(settling: Settling | None) -> str:
-    """'settled', 'at this length', 'at this length: shrinks to +0.0120 at 4 times the steps'."""
+    """Says whether a difference stays the same in longer training; '' if that is unknown.
+
+    The text is 'settled', 'at this length' if there is only one length, or how the difference
+    changes: 'at this length: shrinks to +0.0120 at 4 times the steps, towards ...'.
+    """
     if settling is None:
         return ''
     if settling.code in (Length.SETTLED, Length.ONE_LENGTH):
         return settling.code.value
-    moves = f'{settling.code.value} to {settling.longer:+.4f} at {settling.times:g} times the steps'
-    return f'{Length.ONE_LENGTH.value}: {moves}, towards {settling.towards}'
+    change = f'{settling.code.value} to {settling.longer:+.4f}'
+    steps = f'at {settling.times:g} times the steps'
+    return f'{Length.ONE_LENGTH.value}: {change} {steps}, towards {settling.towards}'
 
 
 def verdict(arm: TrainedArm) -> str:
-    """The decision on an arm with a verdict, and whether it is settled or holds at this length."""
+    """Formats the verdict of an arm, and whether it is settled: 'worse at this length'."""
     return lasting(arm.verdict.decision.value, length(arm.settling))
 
 
 def lasting(decision: str, length: str) -> str:
-    """'worse, settled', 'worse at this length'; a decision without a verdict as it is."""
-    if not length or decision not in [decided.value for decided in DECIDED]:
+    """Joins a decision and the text of `length`: 'worse, settled', 'worse at this length'.
+
+    A decision other than better, worse or equivalent stays alone.
+    """
+    decided_values = [decided.value for decided in DECIDED]
+    if not length or decision not in decided_values:
         return decision
     if length == Length.SETTLED.value:
         return f'{decision}, {length}'
@@ -121,29 +146,30 @@ def lasting(decision: str, length: str) -> str:
 
 
 def optimum(sweep: Sweep | None) -> str:
-    """'[0.0038, 0.0047]', the interval of the optimum; '' where nothing bounds it."""
+    """Formats the interval of a sweep's optimum: '[0.0038, 0.0047]'; '' if it has no bounds."""
     if sweep is None or sweep.optimum_low is None:
         return ''
     return f'[{sweep.optimum_low:.3g}, {sweep.optimum_high:.3g}]'
 
 
 def p_value(p: float | None) -> str:
-    """'0.021', '< 0.001'."""
+    """Formats a p value: '0.021', '< 0.001'."""
     if p is None:
         return NONE
     return '< 0.001' if p < 0.001 else f'{p:.3f}'
 
 
 def listed(names: Iterable[object]) -> str:
-    """'a', 'a and b', 'a, b and c', ''."""
+    """Joins names as in a sentence: 'a', 'a and b', 'a, b and c', or '' for none."""
     texts = [str(name) for name in names]
     if len(texts) < 2:
         return ''.join(texts)
-    return f'{", ".join(texts[:-1])} and {texts[-1]}'
+    all_but_last = ', '.join(texts[:-1])
+    return f'{all_but_last} and {texts[-1]}'
 
 
 def counted(number: int | Sized, noun: str) -> str:
-    """'1 seed', '8 seeds'; of a sequence the number of its elements."""
+    """Formats a number of things, or the length of a sequence: '1 seed', '8 seeds'."""
     count = number if isinstance(number, int) else len(number)
     if count == 1:
         return f'1 {noun}'
@@ -151,7 +177,7 @@ def counted(number: int | Sized, noun: str) -> str:
 
 
 def span(numbers: Iterable[int]) -> str:
-    """'4-8' from the smallest to the largest, '8' if they are equal, 'no' if there are none."""
+    """Formats the range of numbers: '4-8', '8' if they are all equal, 'no' if there are none."""
     ordered = sorted(numbers)
     if not ordered:
         return 'no'
@@ -161,16 +187,20 @@ def span(numbers: Iterable[int]) -> str:
 
 
 def words(name: str) -> str:
-    """A field name as text: 'learning_rate' -> 'learning rate'; 'after W_Q' is unchanged."""
+    """Writes a field name as text: 'learning_rate' -> 'learning rate'.
+
+    A name with spaces, such as 'after W_Q', is text already.
+    """
     return name if ' ' in name else name.replace('_', ' ')
 
 
 def control_words(control: str) -> str:
-    """The kind of a control as text."""
+    """Writes the kind of a control as text."""
     return 'same shape' if control == SAME_SHAPE else words(control)
 
 
 def one_line(text: str) -> str:
+    """Replaces line breaks and repeated spaces by single spaces."""
     return ' '.join(text.split())
 
 
@@ -181,31 +211,45 @@ def clause(
     intervals: bool = False,
     look: int = 1,
 ) -> str:
-    """A code with its data as text; p is corrected for the `comparisons` and the `look`.
+    """Writes a code and its data as a clause, with a macro of templates/clauses.j2.
 
-    `intervals` says whether the report shows intervals of differences.
+    The macro is named after the type of the code and the code: 'reason_' and the name of a Reason.
+
+    Args:
+      code: the code with its data.
+      comparisons: how many comparisons the p value is corrected for.
+      study: the study, if the clause depends on it.
+      intervals: whether the report shows intervals of differences.
+      look: the number of the interim analysis that the p value is corrected for.
     """
     name = f'{type(code).__name__.lower()}_{code.code.name.lower()}'
-    about = {
+    context = {
         'comparisons': comparisons,
         'study': study,
         'intervals': intervals,
         'look': look,
     }
-    return macro('clauses.j2', name, about, **code.data)[0]
+    return macro('clauses.j2', name, context, **code.data)[0]
 
 
 def placed(key: ArmKey, study: TrainedStudy | None) -> str:
-    """'b/vo at d_model=128', 'b/vo at d_model=128 (same shape)', with the corpus if several."""
-    kind = f' ({control_words(key.control)})' if key.control else ''
-    corpus = f' on {key.corpus}' if study and len(study.corpora) > 1 else ''
-    return f'{key.variant} at {key.size}{corpus}{kind}'
+    """Formats the key of an arm: 'b/vo at d_model=128', 'b/vo at d_model=128 (same shape)'.
+
+    The text names the corpus only if the study has several.
+    """
+    has_several_corpora = study is not None and len(study.corpora) > 1
+    text = f'{key.variant} at {key.size}'
+    if has_several_corpora:
+        text += f' on {key.corpus}'
+    if key.control:
+        text += f' ({control_words(key.control)})'
+    return text
 
 
 def where(study: TrainedStudy, group: Any) -> str:
-    """The size and corpus of a group of arms, as far as the study has several of them.
+    """Formats the size and corpus of a group of arms: 'd_model=128, stdlib'.
 
-    'd_model=128', 'stdlib', 'd_model=128, stdlib', ''.
+    The size is left out if the study has one size only, and the corpus if it has one corpus.
     """
     names = []
     if len(study.sizes) > 1:
@@ -216,7 +260,7 @@ def where(study: TrainedStudy, group: Any) -> str:
 
 
 def remark(code: Remark, study: TrainedStudy, intervals: bool = False) -> str:
-    """A whole sentence, with the arm that it is about; `intervals` as in `clause`."""
+    """Writes a remark as a whole sentence, with its arm; `intervals` is as in `clause`."""
     text = clause(code, study=study, intervals=intervals)
     if code.arm:
         return f'{placed(code.arm, study)}: {text}.'
@@ -226,101 +270,132 @@ def remark(code: Remark, study: TrainedStudy, intervals: bool = False) -> str:
 
 
 def reasons(judged: Any) -> str:
-    """Why an arm, or what a claim compares, has its verdict."""
+    """Says why an arm, or a comparison of a claim, has its verdict."""
     verdict = judged.verdict
-    clauses = [clause(why, verdict.num_comparisons, look=verdict.look) for why in verdict.reasons]
+    clauses = []
+    for reason in verdict.reasons:
+        clauses.append(clause(reason, verdict.num_comparisons, look=verdict.look))
     return '; '.join(clauses)
 
 
 def sentences(template: str, **values: Any) -> list[str]:
-    """The sentences of a template, each on one line."""
+    """Renders a template with values; returns its sentences, each on one line."""
     text = environment(html=False).get_template(template).render(**values)
     lines = [tidy(part) for part in text.split(END)]
     return [line for line in lines if line]
 
 
-def macro(template: str, name: str, about: Mapping[str, Any], /, **values: Any) -> list[str]:
-    """The sentences of a macro as plain text; `about` are values that all its macros see."""
-    module = environment(html=False).get_template(template).make_module(dict(about))
-    return [tidy(part) for part in getattr(module, name)(**values).split(END)]
+def macro(template: str, name: str, context: Mapping[str, Any], /, **values: Any) -> list[str]:
+    """Calls a macro of a template; returns its sentences as plain text.
+
+    Args:
+      template: the file name of the template.
+      name: the name of the macro.
+      context: values that all macros of the template see.
+      values: the arguments of the macro.
+    """
+    module = environment(html=False).get_template(template).make_module(dict(context))
+    text = getattr(module, name)(**values)
+    return [tidy(sentence) for sentence in text.split(END)]
 
 
 def tidy(text: str) -> str:
-    """On one line, without spaces before commas and the like."""
+    """Puts text on one line, without spaces before commas and other punctuation marks."""
     return re.sub(r' ([,;:.)])(?=[ ,;.)]|$)', r'\1', one_line(text))
 
 
 def device(provenance: Mapping[str, Any]) -> str:
-    """'2 x cpu'."""
+    """Formats the devices of a trial: '2 x cpu'."""
     devices = provenance.get('devices')
-    return f'{devices["count"]} x {devices["kind"]}' if devices else NOT_RECORDED
+    if not devices:
+        return NOT_RECORDED
+    return f'{devices["count"]} x {devices["kind"]}'
 
 
 def by_where(arms: Iterable[TrainedArm], study: TrainedStudy) -> dict[str, list[TrainedArm]]:
-    """Arms by size and corpus, in their order."""
+    """Groups arms, which are in order of size and corpus, by the text of `where`."""
     groups = itertools.groupby(arms, key=lambda arm: where(study, arm))
     return {name: list(group) for name, group in groups}
 
 
 def forms(model: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Each variant in a model with all options, and the equations of A[n] and B[n].
+    """Yields each variant of a model with all its options, and the equations of A[n] and B[n].
 
-    'shared_qk(self_mask=False)/vo', 'encoder variant: qk/no_v'; an equation is NONE for a class
-    outside the package.
+    A variant is written as 'shared_qk(self_mask=False)/vo', or 'encoder variant: qk/no_v' if it is
+    not the variant of the whole model. A class outside the package has no equation, but NONE.
     """
+    # Pairs of a prefix of the text and a variant.
     variants = [('', f'{model["score"]}/{model["value"]}')]
     for site in ('encoder_variant', 'cross_variant', 'pattern'):
-        texts = [text for text in split_pattern(model.get(site) or '') if text]
-        variants += [(f'{words(site)}: ', text) for text in dict.fromkeys(texts)]
-    for site, variant in variants:
+        different_texts = dict.fromkeys(split_pattern(model.get(site) or ''))
+        for text in different_texts:
+            if text:
+                variants.append((f'{words(site)}: ', text))
+
+    for prefix, variant in variants:
         parsed = Variant.parse(variant)
         score, score_equation = _form(parsed.score, 'Score')
         value, value_equation = _form(parsed.value, 'Value')
-        yield f'{site}{score}/{value}', score_equation, value_equation
+        yield f'{prefix}{score}/{value}', score_equation, value_equation
 
 
 def _form(circuit: str, kind: str) -> tuple[str, str]:
-    """A score or value with all its options, defaults among them, and its equation.
+    """Returns a circuit (a score or a value) with all its options, and its equation.
 
-    'shared_qk' is 'shared_qk(self_mask=False)'; a class outside the package stays as it is.
+    For example, 'shared_qk' becomes 'shared_qk(self_mask=False)', with the default of its option.
+    `kind` is 'Score' or 'Value'. A class outside the package does not change.
     """
-    entry = variant_tables.stored()[kind].get(circuit.partition('(')[0])
+    short_name = circuit.partition('(')[0]
+    entry = variant_tables.stored()[kind].get(short_name)
     if entry is None:
         return circuit, NONE
     name, options = parse_call(circuit, kind)
-    every_option = entry['options'] | options
-    if every_option:
-        name += f'({", ".join(f"{key}={option!r}" for key, option in every_option.items())})'
+    all_options = entry['options'] | options
+    if all_options:
+        arguments = ', '.join(f'{option}={value!r}' for option, value in all_options.items())
+        name += f'({arguments})'
     return name, entry['equation']
 
 
 @jinja2.pass_context
 def _arm_title(context: jinja2.runtime.Context, arm: Any) -> str:
-    return placed(arm if isinstance(arm, ArmKey) else arm.key, context.get('study'))
+    """Formats an arm, or the key of one, as `placed` does, in the study of the template."""
+    key = arm if isinstance(arm, ArmKey) else arm.key
+    return placed(key, context.get('study'))
 
 
 def _details(measure: Any, arms: Iterable[TrainedArm]) -> dict[str, list]:
-    """The recorded details of how a metric was measured, each value once."""
+    """Collects the recorded details of how a metric was measured, each value once."""
     trials = [trial for arm in arms for trial in arm.chosen]
     details = dict[str, list]()
     for name in measure.metric.details:
-        values = dict.fromkeys(trial.metrics[f'{measure.split}_{name}'] for trial in trials)
-        details[name] = [value for value in values if value is not None]
+        field = f'{measure.split}_{name}'
+        different_values = dict.fromkeys(trial.metrics[field] for trial in trials)
+        details[name] = [value for value in different_values if value is not None]
     return details
 
 
 def _by_difference(arms: Iterable[TrainedArm]) -> list[TrainedArm]:
-    """Arms with the lowest difference first; one without a comparison counts as 0."""
-    return sorted(arms, key=lambda arm: arm.comparison.difference.mean if arm.comparison else 0.0)
+    """Sorts arms by their difference, the lowest first. Without a comparison, it counts as 0."""
+
+    def difference(arm: TrainedArm) -> float:
+        return arm.comparison.difference.mean if arm.comparison else 0.0
+
+    return sorted(arms, key=difference)
 
 
 def _withholding(remarks: Iterable[Remark]) -> list[Remark]:
-    """The remarks that withhold a verdict; controls have none."""
-    return [r for r in remarks if r.blocks and not (r.arm and r.arm.control)]
+    """Returns the remarks that withhold a verdict. Those on controls do not: they have none."""
+    withholding = []
+    for remark in remarks:
+        is_on_control = remark.arm and remark.arm.control
+        if remark.blocks and not is_on_control:
+            withholding.append(remark)
+    return withholding
 
 
 def _rates(arms: Iterable[TrainedArm]) -> list[float]:
-    """The learning rates of arms, each once, in ascending order."""
+    """Returns the learning rates of arms, each once, in ascending order."""
     return sorted({rate for arm in arms for rate in arm.learning_rates})
 
 
@@ -361,7 +436,7 @@ FILTERS = {
 
 @functools.cache
 def environment(html: bool) -> jinja2.Environment:
-    """Templates with the filters of this module; values are escaped in HTML only."""
+    """Returns the Jinja environment of the templates; it escapes values only for HTML."""
     templates = jinja2.Environment(
         loader=jinja2.PackageLoader('qkattn.report'),
         autoescape=html,

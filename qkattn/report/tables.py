@@ -1,7 +1,8 @@
 """A report as text: table.md, table.csv, and what a terminal shows.
 
-Beside the main table are sheets: parts of differences, controls, yardsticks, scaling laws, variants
-and the ledger. Each is declared once, as rows of text, and printed in every format.
+Besides the main table there are sheets: tables of the parts of differences, the controls, the
+yardsticks, the scaling laws, the variants and the ledger. Each is declared once, as rows of text,
+and printed in every format.
 """
 
 import math
@@ -28,16 +29,20 @@ from qkattn.verdict.findings import Findings
 from qkattn.verdict.trained_arm import TrainedArm
 from qkattn.verdict.trained_study import TrainedStudy
 
-WIDTH = 100  # columns that a report fits into, of a terminal or a log
+# The width of a report in a terminal or a log, in characters.
+WIDTH = 100
 
 
 def files(findings: Findings) -> dict[str, str]:
-    """The files of a report that are compared with logs, by name."""
+    """Returns table.md and table.csv, which `verify` compares with the logs, by name."""
     return {'table.md': report_markdown(findings), 'table.csv': csv_table(findings)}
 
 
 def csv_table(findings: Findings) -> str:
-    """A row per arm, controls last, with the digits of `rounded`; empty without a number."""
+    """Returns table.csv: a row per arm, controls last, with the digits of `rounded`.
+
+    A cell without a value is empty.
+    """
     all_columns = list(columns.columns(findings))
     rows = []
     for arm in findings.every_arm:
@@ -49,41 +54,49 @@ def csv_table(findings: Findings) -> str:
 
 
 def csv_text(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Rows of equal names as CSV, the names first.
+    """Formats rows as CSV, with a line of their names first.
 
     Text that begins like a formula gets an apostrophe before it, so that a spreadsheet shows it as
-    text. Numbers are written as they are, with their sign.
+    text. Numbers do not change.
     """
-    cells = [{_as_text(name): _as_text(value) for name, value in row.items()} for row in rows]
-    return pd.DataFrame(cells, dtype=object).to_csv(index=False, lineterminator='\n')
+    escaped_rows = []
+    for row in rows:
+        escaped_rows.append({_as_text(name): _as_text(value) for name, value in row.items()})
+    return pd.DataFrame(escaped_rows, dtype=object).to_csv(index=False, lineterminator='\n')
 
 
-# What spreadsheets take for the beginning of a formula.
+# Text that begins like this is a formula to a spreadsheet.
 _FORMULA = ('=', '+', '-', '@', '\t', '\r')
 
 
 def _as_text(cell: Any) -> Any:
-    return f"'{cell}" if isinstance(cell, str) and cell.startswith(_FORMULA) else cell
+    """Puts an apostrophe before text that begins like a formula."""
+    if isinstance(cell, str) and cell.startswith(_FORMULA):
+        return f"'{cell}"
+    return cell
 
 
 def markdown_table(titles: Sequence[Heading], rows: Sequence[Sequence[str]]) -> str:
-    """A pipe table; cells are escaped, but for the markup in those that are `Markup`."""
+    """Formats a Markdown table. Cells are escaped, unless they are `Markup`."""
     headings = [markdown(title.replace('|/', '/').replace('|', ' ')) for title, _ in titles]
     alignments = [':--' if left else '--:' for _, left in titles]
     lines = [headings, alignments]
     for row in rows:
-        cells = [cell if isinstance(cell, Markup) else markdown(cell) for cell in row]
-        lines.append([cell.replace('|', r'\|') for cell in cells])
+        cells = []
+        for cell in row:
+            text = cell if isinstance(cell, Markup) else markdown(cell)
+            cells.append(text.replace('|', r'\|'))
+        lines.append(cells)
     return '\n'.join(f'| {" | ".join(line)} |' for line in lines)
 
 
 def markdown(text: str) -> str:
-    """Text that Markdown shows as it is, on one line: without HTML, code, images and links."""
+    """Escapes text for Markdown, which then shows it as it is; the result is one line."""
     return _MARKUP.sub(lambda match: _ESCAPES[match[0]], visible(one_line(text)))
 
 
 # What Markdown would not show as it is: the '<' of a tag, the '&' of an entity, a backslash, a
-# backtick, and what makes a link out of brackets before it: '](', '][' and ']:'.
+# backtick, and a character after ']' that makes a link: '](', '][' and ']:'.
 _MARKUP = re.compile(r'<(?=[A-Za-z/!?])|&(?=#?\w+;)|[\\`]|(?<=\])[(\[:]')
 _ESCAPES = {
     '<': '&lt;',
@@ -96,11 +109,15 @@ _ESCAPES = {
 }
 
 
-Row = dict[str, str]  # cells by heading
+# The cells of a row by their headings.
+Row = dict[str, str]
 
 
 class Sheet(NamedTuple):
-    """A table as text; its title and the note under it are `name`'s in templates/sheets.j2."""
+    """A table as text, with a title and a note under it.
+
+    The title and the note come from the macro `name` in templates/sheets.j2.
+    """
 
     name: str
     headings: Sequence[Heading]
@@ -110,25 +127,26 @@ class Sheet(NamedTuple):
 
 
 def sheets(findings: Findings) -> list[Sheet]:
-    """The tables of a study, in the order in which they are printed."""
+    """Returns the sheets of a study that have rows, in the order in which they are printed."""
     study = findings.study
+    controls = columns.printed(columns.CONTROL, findings, findings.controls)
     table_by_name = {
         'parts': _table(_parts(findings)),
-        'controls': columns.printed(columns.CONTROL, findings, findings.controls),
+        'controls': controls,
         'yardsticks': _table(_yardsticks(findings)),
         'laws': _table(_laws(findings)),
         'forms': _table(_forms(findings)),
         'ledger': _table(_ledger(study)),
     }
-    made = []
+    sheets_with_rows = []
     for name, (headings, rows) in table_by_name.items():
         if rows:
             title, note = prose.macro('sheets.j2', name, {'study': study}, findings=findings)
-            made.append(Sheet(name, headings, rows, title, note))
-    return made
+            sheets_with_rows.append(Sheet(name, headings, rows, title, note))
+    return sheets_with_rows
 
 
-# Headings of columns of text, which is aligned to the left.
+# The headings of columns of text. Text is aligned to the left, numbers to the right.
 _OF_TEXT = {
     'variant',
     'size',
@@ -144,16 +162,20 @@ _OF_TEXT = {
 
 
 def _table(rows: Iterable[Row]) -> Table:
-    """Rows of equal headings as a table; without a row it has no headings either."""
-    listed = list(rows)
-    if not listed:
+    """Makes a table from rows with equal headings. Without rows, it has no headings either."""
+    all_rows = list(rows)
+    if not all_rows:
         return [], []
-    headings = [(name, name in _OF_TEXT) for name in listed[0]]
-    return headings, [list(row.values()) for row in listed]
+    headings = [(name, name in _OF_TEXT) for name in all_rows[0]]
+    return headings, [list(row.values()) for row in all_rows]
 
 
 def _identity(study: TrainedStudy, row: Any) -> Row:
-    """The cells that identify an arm, or a variant over sizes or corpora, in this study."""
+    """Returns the cells that identify a row: its variant, and its size and corpus.
+
+    The size is left out if the study has one size only, and the corpus if it has one corpus. `row`
+    is an arm, or the scaling law of a variant, which has no size.
+    """
     cells = {'variant': row.variant}
     if len(study.sizes) > 1 and hasattr(row, 'size'):
         cells['size'] = row.size
@@ -163,7 +185,12 @@ def _identity(study: TrainedStudy, row: Any) -> Row:
 
 
 def _parts(findings: Findings) -> Iterator[Row]:
-    """The difference at the same shape and reinvesting, which add up, and the longer budget."""
+    """Yields the parts of each arm's difference to the baseline.
+
+    The first part is the difference at the baseline's shape. The second is what reinvesting the
+    saved parameters changes. Their sum is the difference of the matched arm. A fourth column is the
+    difference after longer training, if the study has such runs.
+    """
     study = findings.study
     if not findings.has_parts:
         return
@@ -178,21 +205,24 @@ def _parts(findings: Findings) -> Iterator[Row]:
         times = study.controls.longer
         if times:
             differences[f'at {times} x the steps|matched - baseline'] = arm.parts.longer
+
         row = _identity(study, arm)
-        for heading, compared in differences.items():
-            row[heading] = interval(compared.difference if compared else None)
+        for heading, comparison in differences.items():
+            difference = comparison.difference if comparison else None
+            row[heading] = interval(difference)
         yield row
 
 
 def _yardsticks(findings: Findings) -> Iterator[Row]:
-    """Each baseline with the yardsticks that it has to beat."""
+    """Yields each baseline with the yardsticks, such as n-grams, that it has to beat."""
+    loss_heading = f'{prose.SPLITS[findings.split]}|loss'
     for arm in rules.baselines(findings.study, findings.every_arm):
         yardstick = arm.yardstick
-        loss_heading = f'{prose.SPLITS[findings.split]}|loss'
+        shortfalls = list(rules.untrained(arm))
         row = {
             'size': arm.size,
             'corpus': arm.corpus,
-            'trained|enough': 'no' if list(rules.untrained(arm)) else 'yes',
+            'trained|enough': 'no' if shortfalls else 'yes',
             'tokens|seen': prose.NOT_RECORDED,
             loss_heading: f'{arm.loss.mean:.3f}' if arm.loss else NONE,
             'best counts|of these': NONE,
@@ -206,8 +236,8 @@ def _yardsticks(findings: Findings) -> Iterator[Row]:
             row['tokens|seen'] = prose.si(yardstick.seen)
             best = yardstick.best(arm.split)
             if best:
-                counts, loss = best
-                row['best counts|of these'] = counts
+                name, loss = best
+                row['best counts|of these'] = name
                 row['their|loss'] = f'{loss:.3f}'
             if yardstick.task == 'language':
                 row['gain by|position'] = _recorded(yardstick.gain, '.3f')
@@ -223,7 +253,10 @@ def _recorded(value: float | None, spec: str) -> str:
 
 
 def _laws(findings: Findings) -> Iterator[Row]:
-    """The law of each variant and the worth of its parameters, or why there is none."""
+    """Yields the scaling law of each variant and the worth of its parameters.
+
+    If a number is missing, the last column says why.
+    """
     for scaling in findings.scaling:
         row = _identity(findings.study, scaling)
         row |= {'E,|nats/token': NONE, 'A': NONE, 'a': NONE, 'R²': NONE}
@@ -233,7 +266,8 @@ def _laws(findings: Findings) -> Iterator[Row]:
         law = scaling.law
         if isinstance(law, Problem):
             problems.append(law)
-        elif law.loose:  # a fit whose exponent the sizes do not determine
+        elif law.loose:
+            # The sizes of the study do not determine the exponent of the fit.
             problems.append(law.loose)
         else:
             row['E,|nats/token'] = _bounded(law.E)
@@ -245,18 +279,19 @@ def _laws(findings: Findings) -> Iterator[Row]:
             row['baseline parameters|per parameter'] = _bounded(scaling.worth)
         elif isinstance(scaling.worth, Problem):
             problems.append(scaling.worth)
+
         if problems:
             row['no number, because'] = '; '.join(prose.clause(problem) for problem in problems)
         yield row
 
 
 def _bounded(number: Interval) -> str:
-    """'0.300 [0.281, 0.319]'."""
+    """Formats a number with its interval, as in '0.300 [0.281, 0.319]'."""
     return f'{number.value:.3f} [{number.low:.3f}, {number.high:.3f}]'
 
 
 def _forms(findings: Findings) -> Iterator[Row]:
-    """The equations of each variant, with all options."""
+    """Yields the equations of each variant, with all its options."""
     arm_by_variant = {arm.variant: arm for arm in findings.arms}
     for variant, arm in arm_by_variant.items():
         for form, score, value in prose.forms(arm.example.run.config['model']):
@@ -264,11 +299,13 @@ def _forms(findings: Findings) -> Iterator[Row]:
 
 
 def _ledger(study: TrainedStudy) -> Iterator[Row]:
+    """Yields the entries of the study's ledger, which records its declarations and looks."""
     for entry in study.ledger.entries:
         arms = [ArmKey(*ledger.arm_key(arm)) for arm in entry.get('arms', ())]
         (details,) = prose.macro('sheets.j2', 'entered', {'study': study}, entry=entry, arms=arms)
+        time = str(entry['time']).removesuffix('+00:00').replace('T', ' ')
         yield {
-            'time, UTC': str(entry['time']).removesuffix('+00:00').replace('T', ' '),
+            'time, UTC': time,
             'event': words(entry['event']),
             'look': str(entry.get('look', NONE)),
             'family': str(entry.get('family', NONE)),
@@ -277,12 +314,13 @@ def _ledger(study: TrainedStudy) -> Iterator[Row]:
 
 
 def headline(findings: Findings) -> str:
-    """The result for a README: a narrow Markdown table and what was held equal.
+    """Returns the result for a README: a narrow Markdown table and what was held equal.
 
-    Arms in the order of their difference, the baseline first, size by size and corpus by corpus.
+    Arms are grouped by size and corpus. In each group, the baseline comes first, and the other arms
+    follow in the order of their difference.
     """
 
-    def rank(arm: TrainedArm) -> tuple:
+    def rank(arm: TrainedArm) -> tuple[bool, float]:
         difference = arm.difference.mean if arm.difference else math.inf
         return not arm.is_baseline, difference
 
@@ -297,20 +335,20 @@ def headline(findings: Findings) -> str:
 
 
 def settings(findings: Findings) -> list[str]:
-    """'name: value' of the settings that all arms share, of the runs that results are from."""
+    """Returns 'name: value' for the settings that all arms with results share."""
     return sentences('settings.j2', study=findings.study, findings=findings)
 
 
 def summary(findings: Findings, with_arms: bool = True) -> list[str]:
-    """The result in sentences; the last one states what all arms share.
+    """Returns the result in sentences. The last one states what all arms share.
 
-    Without arms, the sentences that list them by verdict or difference are left out.
+    Without `with_arms`, the sentences that list arms by verdict or difference are left out.
     """
     return sentences('summary.j2', study=findings.study, findings=findings, with_arms=with_arms)
 
 
 def notes(findings: Findings) -> list[str]:
-    """Notes under the table: the meaning of the numbers and their limits."""
+    """Returns the notes under the table, on the meaning of the numbers and their limits."""
     return sentences(
         'notes.j2',
         study=findings.study,
@@ -323,7 +361,7 @@ def notes(findings: Findings) -> list[str]:
 
 
 def report_markdown(findings: Findings) -> str:
-    """The result, the tables and their notes as a Markdown document."""
+    """Returns the result, the tables and their notes as a Markdown document."""
     study = findings.study
     parts = [f'# {markdown(study.name)}']
     if study.question:
@@ -331,10 +369,12 @@ def report_markdown(findings: Findings) -> str:
     parts += [markdown(sentence) for sentence in summary(findings)]
     parts.append(markdown_table(*columns.printed(columns.PAGE, findings, findings.arms)))
     parts.append(_bullets([*notes(findings), *study.problems]))
+
     for sheet in sheets(findings):
         parts.append(f'## {markdown(sheet.title)}')
         parts.append(markdown_table(sheet.headings, sheet.rows))
         parts.append(markdown(sheet.note))
+
     parts.append('## Settings')
     parts.append(_bullets(settings(findings)))
     return '\n\n'.join(parts) + '\n'
@@ -345,7 +385,11 @@ def _bullets(items: Iterable[str]) -> str:
 
 
 def terminal_text(findings: Findings, page: Path) -> str:
-    """The result, the columns of the headline that fit, the yardsticks, and where the rest is."""
+    """Returns what a terminal shows of a report.
+
+    These are the result, the columns of the headline that fit, the yardsticks, and the paths of the
+    files with the rest. `page` is the path of report.html.
+    """
     study = findings.study
     lines = [f'study {study.name}']
     if study.question:
@@ -354,7 +398,8 @@ def terminal_text(findings: Findings, page: Path) -> str:
     lines += summary(findings)
     lines += [f'! {problem}' for problem in study.problems]
     wrapper = textwrap.TextWrapper(WIDTH, break_long_words=False, break_on_hyphens=False)
-    parts = ['\n'.join(wrapper.fill(visible(one_line(line))) for line in lines)]
+    result_text = '\n'.join(wrapper.fill(visible(one_line(line))) for line in lines)
+    parts = [result_text]
 
     results = columns.printed(columns.HEADLINE, findings, findings.arms)
     for headings, rows in (results, _table(_yardsticks(findings))):
@@ -365,18 +410,23 @@ def terminal_text(findings: Findings, page: Path) -> str:
 
 
 def _fitted(titles: Sequence[Heading], rows: Sequence[Sequence[str]]) -> str:
-    """The first columns, as many as fit into WIDTH.
+    """Formats a table for a terminal, with as many of the first columns as fit into WIDTH.
 
-    Names in the first column that are longer than a quarter of the width are cut in the middle; if
-    that makes two of them equal, they keep as many characters as tell them apart.
+    Names in the first column that are longer than a quarter of the width are cut in the middle. If
+    two names would become equal, all names keep more characters.
     """
     names = [visible(row[0]) for row in rows]
     longest = WIDTH // 4
     while len({short(name, longest) for name in names}) < len(set(names)):
         longest += 1
-    cut_rows = [[short(name, longest), *row[1:]] for name, row in zip(names, rows, strict=True)]
+
+    short_rows = []
+    for name, row in zip(names, rows, strict=True):
+        short_rows.append([short(name, longest), *row[1:]])
+
     for num_columns in range(len(titles), 0, -1):
-        table = text_table(titles[:num_columns], [row[:num_columns] for row in cut_rows])
-        if max(map(len, table.splitlines())) <= WIDTH:
+        table = text_table(titles[:num_columns], [row[:num_columns] for row in short_rows])
+        width = max(len(line) for line in table.splitlines())
+        if width <= WIDTH:
             break
     return table

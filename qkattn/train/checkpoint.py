@@ -1,12 +1,12 @@
-"""Checkpoints that are whole or absent: orbax, plus the checksums that it does not keep.
+"""Checkpoints of a run. Orbax writes them; this module adds checksums of the arrays.
 
 checkpoints/N/state/   orbax: the arrays, and their `checksums`
 checkpoints/N/record/  JSON: time, data and config hash of the run; format, version and crc32
 
 The checksum of an array with the bit patterns b_0 ... b_(M-1), in row-major order, is
-sum_i h(b_i xor h(i)) mod 2^32, h the finalizer of MurmurHash3, a permutation. It misses no change
-of one element, and others with probability 2^-32. Integers add up exactly in any order: it does not
-depend on mesh or processes.
+sum_i h(b_i xor h(i)) mod 2^32. Here h is the finalizer of MurmurHash3, a permutation. The checksum
+detects every change of one element, and misses any other change with probability 2^-32. A sum of
+integers is exact in any order, so the checksum does not depend on the mesh or the processes.
 """
 
 import contextlib
@@ -46,31 +46,32 @@ from qkattn.storage.records import check, parse_file, parse_json, remove_checksu
 
 T = TypeVar('T')
 
-# The format of the checkpoints that this version writes; it reads those of earlier ones, too.
+# The format of the checkpoints that this version writes. It also reads all earlier formats.
 FORMAT = 2
-# The entry of a stored state that holds the checksums of the others.
+# The entry of a stored state that holds the checksums of the other entries.
 SUMS = 'checksums'
-# The directory, beside the checkpoints, into which orbax moves those that are to be deleted.
+# The directory beside the checkpoints into which orbax moves checkpoints before it deletes them.
 TRASH = 'trash'
 # Directories of saves that were not completed.
 UNFINISHED = '*.orbax-checkpoint-tmp'
-# Ends the name of a checkpoint that cannot be opened at all, as in 8.damaged.
+# The end of the name of a checkpoint that cannot be opened at all, as in 8.damaged.
 SET_ASIDE = '.damaged'
-# The last object of a checkpoint that is written to a bucket, where nothing can be renamed.
+# The object that orbax writes last to a bucket, where it cannot rename a finished checkpoint.
 COMMITTED = 'commit_success.txt'
-# Bytes of a checkpoint besides its arrays, at most.
+# The most bytes that a checkpoint has besides its arrays.
 _SIZE_OF_RECORD = 2**20
 
 log = logging.getLogger(__name__)
-# Orbax warns of every directory that it is asked to read only.
+# Orbax warns of every directory that it opens with read_only=True.
 logging.getLogger('absl').addFilter(lambda record: 'directory is read only' not in str(record.msg))
 
 
 class Checkpoints:
     """The newest `keep` checkpoints of a run.
 
-    `save` returns when the state is copied; a step exists once it is complete on disk. Training has
-    waited for `stall_seconds`, over all starts.
+    `save` returns when the state is copied, and writes it in the background. A checkpoint is listed
+    only once it is complete on disk. `stall_seconds` is the time for which training has waited for
+    checkpoints, over all starts of the run.
     """
 
     def __init__(
@@ -81,10 +82,15 @@ class Checkpoints:
         read_only: bool = False,
         config_hash: str | None = None,
     ):
-        """Opens `directory` (absolute); unless read only, clears its trash and unfinished saves.
+        """Opens a directory of checkpoints.
 
-        `config_hash`, of the config of the run, is stored with each checkpoint and compared with
-        that of each checkpoint that is read; None compares nothing.
+        Args:
+          directory: an absolute path.
+          keep: how many of the newest checkpoints stay.
+          read_only: whether nothing is written or deleted. Otherwise, opening deletes the trash and
+            saves that were not completed.
+          config_hash: the hash of the run's settings. It is stored with each checkpoint, and each
+            checkpoint that is read has to have it. None compares nothing.
         """
         self.directory = directory
         self.stall_seconds = 0.0
@@ -100,7 +106,8 @@ class Checkpoints:
             read_only=read_only,
         )
         self._on_owner(self._tidy)
-        # On a disk, process 0 watches whether this stays the directory that it has opened.
+        # In process 0, the status of a directory on a disk. It tells later whether another
+        # directory has taken the place of the one that was opened.
         self._status: os.stat_result | None = None
         with disk_errors(directory):
             self._manager = ocp.CheckpointManager(directory, options=options)
@@ -108,7 +115,10 @@ class Checkpoints:
                 self._status = directory.stat()
 
     def save(self, step: int, state: dict, record: dict[str, Any]) -> None:
-        """Saves under `step`, unless that is there; DiskError if this or the last save failed."""
+        """Saves the state of a step with its record, unless that step is saved already.
+
+        Raises DiskError if this save or the one before failed.
+        """
         if step in self._manager.all_steps():
             return
         stored_record = {
@@ -120,11 +130,14 @@ class Checkpoints:
         if self._config_hash is not None:
             stored_record['config_hash'] = self._config_hash
         self.wait()
-        # Checked before: orbax logs a traceback per leaf, and is slow to fail without a directory.
+
+        # Orbax would log a traceback for every leaf of a full disk, and take long to fail without
+        # a directory. So the room is checked first.
         size = _SIZE_OF_RECORD + sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         self._on_owner(lambda: require_room(self.directory, size))
+
         with self._waiting():
-            sums = checksums(state)  # computed while the state is copied
+            sums = checksums(state)  # JAX computes them while orbax copies the state
             items = ocp.args.Composite(
                 state=ocp.args.StandardSave({**state, SUMS: sums}),
                 record=ocp.args.JsonSave(with_checksum(stored_record)),
@@ -132,23 +145,26 @@ class Checkpoints:
             self._manager.save(step, args=items)
 
     def wait(self) -> None:
-        """Waits for the last save, and deletes what it supersedes; raises as `save`."""
+        """Waits for the last save and deletes the checkpoints that it replaces; see `save`."""
         with self._waiting():
             self._manager.wait_until_finished()
             if self._status is not None:
                 _remove_all(below(self.directory, TRASH), '*')
 
     def restore(self, target: dict) -> tuple[dict, dict[str, Any]] | None:
-        """The newest sound checkpoint as (state, record), placed like `target`; None if none.
+        """Reads the newest sound checkpoint as (state, record); None if there is no checkpoint.
 
-        Of a target {} it reads the record alone. Raises CheckpointError where every checkpoint is
-        damaged, where a later version wrote the newest one, or where that is of another config;
-        ReadError where the system fails to read one, which is neither passed over nor changed.
+        The state is placed like `target`. If that is {}, only the record is read.
+
+        Raises:
+          CheckpointError: every checkpoint is damaged, or the newest one was written by a later
+            version or by a run with other settings.
+          ReadError: the system fails to read a checkpoint. It may be sound, so it is not skipped.
         """
         return next(self.sound(target), None)
 
     def sound(self, target: dict) -> Iterator[tuple[dict, dict[str, Any]]]:
-        """All sound checkpoints, the newest first; as `restore`."""
+        """Yields all sound checkpoints, the newest first; see `restore`."""
         num_sound = 0
         num_damaged = 0
         steps = self._on_owner(lambda: sorted(self._manager.all_steps(), reverse=True))
@@ -163,7 +179,7 @@ class Checkpoints:
                 yield state, record
                 continue
             if self._read_only and not (self.directory / str(step)).exists():
-                continue  # its writer has superseded it
+                continue  # the run has replaced it by a newer one, and deleted it
             num_damaged += 1
             _name_damaged(step, damage)
         is_any_set_aside = self._on_owner(lambda: any(self.directory.glob(f'*{SET_ASIDE}')))
@@ -174,9 +190,9 @@ class Checkpoints:
             )
 
     def _read_record(self, step: int) -> tuple[dict[str, Any] | None, str | None]:
-        """The record of a checkpoint as (record, None), or (None, what is wrong with it).
+        """Reads the record of a checkpoint: (record, None), or (None, what is damaged).
 
-        CheckpointError where a later version wrote it, or a run of another config.
+        Raises CheckpointError if a later version or a run with other settings wrote it.
         """
         checkpoint = self.directory / str(step)
         path = checkpoint / 'record/metadata'
@@ -194,7 +210,7 @@ class Checkpoints:
             check(record, {'data': dict, 'train_seconds': float})
         except (OSError, ValueError) as error:
             return None, f'record/metadata: {error}'
-        # Checkpoints of earlier versions have no hash, and are taken for those of the run.
+        # Checkpoints of earlier versions have no hash. They count as checkpoints of this run.
         stored_hash = record.get('config_hash', self._config_hash)
         if self._config_hash is not None and stored_hash != self._config_hash:
             raise CheckpointError(
@@ -205,12 +221,13 @@ class Checkpoints:
         return record, None
 
     def _read_state(self, step: int, target: dict) -> tuple[dict, str | None]:
-        """The state of a checkpoint as (state, None), or (state, what is wrong with it).
+        """Reads the state of a checkpoint: (state, None), or (state, what is damaged).
 
-        A checkpoint that is damaged in one process is so in all. ReadError in all of them where the
-        system fails to read it in one.
+        The processes of a job agree: if a checkpoint is damaged in one, it is damaged in all. If
+        the system fails to read it in one process, all raise ReadError.
         """
         state, error = self._read_arrays(step, target)
+
         failure = None
         if error is not None:
             failure = {'is_unread': isinstance(error, ReadError), 'text': str(error)}
@@ -225,6 +242,7 @@ class Checkpoints:
             if failure['is_unread']:
                 raise ReadError(text)
             damage = damage or text
+
         if damage is None:
             stored_sums = np.asarray(state.pop(SUMS))
             is_different = stored_sums != np.asarray(checksums(state))
@@ -234,9 +252,10 @@ class Checkpoints:
         return state, damage
 
     def _read_arrays(self, step: int, target: dict) -> tuple[dict, Exception | None]:
-        """The arrays of a checkpoint with their SUMS, placed like `target`, or the error.
+        """Reads the arrays of a checkpoint with their SUMS: (arrays, None), or ({}, the error).
 
-        Orbax's manager would wait for all processes, also for one whose files are damaged.
+        The arrays are placed like `target`. This does not use orbax's CheckpointManager, which
+        would wait for all processes, even for one that fails on damaged files.
         """
         leaves = jax.tree.leaves(target)
         sums = jax.ShapeDtypeStruct(
@@ -249,44 +268,52 @@ class Checkpoints:
                 if not buckets.is_url(path):
                     require_regular_tree(path)
                 return ocp.StandardCheckpointHandler().restore(path, args=args), None
-        except Exception as error:  # orbax and tensorstore raise many kinds on damaged files
+        except Exception as error:  # orbax and tensorstore raise many types for damaged files
             return {}, error
 
     def discard_after(self, step: int) -> None:
-        """Deletes the (damaged) steps beyond `step`, which training will write again."""
+        """Deletes the checkpoints after `step`, which are damaged; training writes them again."""
         steps = self._on_owner(lambda: sorted(self._manager.all_steps()))
         for later_step in steps:
             if later_step > step:
                 self._manager.delete(later_step)
 
         def remove_damaged() -> None:
-            # A step has to be free in the trash when it is superseded a second time.
+            # Training saves these steps again and later moves them to the trash. Orbax fails if
+            # the trash already has a step of that number.
             _remove_all(below(self.directory, TRASH), '*')
             _remove_all(self.directory, f'*{SET_ASIDE}')
 
         self._on_owner(remove_damaged)
 
     def _on_owner(self, call: Callable[[], T]) -> T:
-        """The result of `call` in process 0, for all processes; if read only, in this one."""
+        """Calls a function in process 0 and returns its result in all processes.
+
+        If read only, every process calls it for itself.
+        """
         return call() if self._read_only else agreement.on_owner(call)
 
     def _tidy(self) -> None:
-        """Sets aside checkpoints with damaged descriptions: orbax would open no other either.
+        """Renames checkpoints whose description is damaged; orbax would fail to open any other.
 
-        Unless read only, it also deletes the trash, and what is unfinished in a bucket.
+        Also deletes the trash, and checkpoints in a bucket that were not completed. If read only,
+        nothing changes, and a damaged description raises CheckpointError.
         """
         if not self._read_only:
             remove_tree(below(self.directory, TRASH))
         for path in self.directory.glob('[0-9]*'):
             if not path.name.isdecimal():
                 continue
+
             if buckets.is_url(path) and not (path / COMMITTED).exists():
                 if not self._read_only:
                     remove_tree(path)
                 continue
+
             try:
                 parse_file(path / '_CHECKPOINT_METADATA', {})
-                if (path / 'metrics').exists():  # of an earlier version; orbax reads it as well
+                # Earlier versions wrote this file, which orbax also reads.
+                if (path / 'metrics').exists():
                     parse_file(path / 'metrics/metrics', {})
             except ValueError as error:
                 if not self._read_only:
@@ -294,14 +321,17 @@ class Checkpoints:
                     set_aside = path.with_name(path.name + SET_ASIDE)
                     remove_tree(set_aside)
                     path.rename(set_aside)
-                elif path.exists():  # else its writer has superseded it
+                elif path.exists():  # otherwise the run has deleted it in the meantime
                     raise CheckpointError(
                         f'{path} is damaged ({error}); run the training command again, which goes '
                         'on from the checkpoint before'
                     ) from error
 
     def close(self) -> None:
-        """Waits for the last save; removes it if it could not be finished, and raises as `save`."""
+        """Waits for the last save, and closes the directory; raises as `save`.
+
+        A save that could not be finished is deleted.
+        """
         try:
             self.wait()
         finally:
@@ -313,7 +343,11 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Times calls of orbax, which raise errors of any kind where the directory is gone."""
+        """Adds the time of a block of calls of orbax to `stall_seconds`.
+
+        If orbax fails because the directory is gone or is another one, this raises DiskError;
+        orbax itself raises errors of many types.
+        """
         start = time.perf_counter()
         with disk_errors(self.directory):
             try:
@@ -327,14 +361,15 @@ class Checkpoints:
 
 
 def recorded_tokenizers(run: Path, data: DataConfig) -> list[str]:
-    """Names of the tokenizers of the data that a run has trained on; [] before a checkpoint.
+    """Returns the names of the tokenizers that a run's checkpoints record; [] without one.
 
-    Only vocabularies of files depend on them; [] for other tokenizers, without reading anything.
+    Only a tokenizer that is read from a file depends on them (see `as_recorded`). For all others
+    this returns [] and reads nothing.
     """
     if not data.tokenizer.endswith('.json'):
         return []
     for checkpoint in sorted((run / 'checkpoints').glob('*')):
-        # A damaged record is passed over here, and named where it is restored.
+        # A damaged record is skipped here; restoring the checkpoint reports it.
         with contextlib.suppress(ValueError):
             record = parse_file(checkpoint / 'record/metadata', {'data': dict})
             return names_in(record['data'])
@@ -342,7 +377,7 @@ def recorded_tokenizers(run: Path, data: DataConfig) -> list[str]:
 
 
 def _remove_all(directory: Path, pattern: str) -> None:
-    """Deletes what is in a directory and has a name like 'trash' or '*.damaged'."""
+    """Deletes the entries of a directory whose name matches a pattern such as '*.damaged'."""
     for path in directory.glob(pattern):
         remove_tree(path)
 
@@ -353,22 +388,25 @@ def _name_damaged(step: int | str, damage: object) -> None:
 
 
 def checksums(tree: Any) -> jax.Array:
-    """The `checksum` of each leaf, uint32 [leaves], in the order of `leaf_names`.
+    """Computes the `checksum` of each leaf, uint32 [leaves], in the order of `leaf_names`.
 
-    All leaves are arrays on one mesh or one device; so is the result, a copy on each device.
+    All leaves are on one mesh or one device. Each device gets a copy of the result.
     """
     leaves = jax.tree.leaves(tree)
     return _checksum_program(_replicated(leaves[0].sharding))(leaves)
 
 
 def leaf_names(tree: Any) -> list[str]:
-    """The paths of the leaves of a tree, as in 'trials/params/w_embedding_VD'."""
+    """Returns the paths of the leaves of a tree, such as 'trials/params/w_embedding_VD'."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [jax.tree_util.keystr(path, simple=True, separator='/') for path, _ in leaves]
 
 
 def _replicated(sharding: Sharding | None) -> Sharding | None:
-    """A copy on each device of the mesh of a sharding; without a mesh, the sharding itself."""
+    """Returns the sharding that places a copy on each device of the mesh of `sharding`.
+
+    Returns `sharding` itself if it has no mesh.
+    """
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, PartitionSpec())
     return sharding
@@ -376,7 +414,10 @@ def _replicated(sharding: Sharding | None) -> Sharding | None:
 
 @functools.cache
 def _checksum_program(sharding: Sharding | None) -> Callable[[list[jax.Array]], jax.Array]:
-    """The compiled `checksum` of a list of arrays; its result has the given sharding."""
+    """Returns a compiled function from a list of arrays to their checksums.
+
+    Its result has the given sharding.
+    """
 
     def stacked_checksums(arrays: list[jax.Array]) -> jax.Array:
         return jnp.stack([checksum(array) for array in arrays])
@@ -385,15 +426,15 @@ def _checksum_program(sharding: Sharding | None) -> Callable[[list[jax.Array]], 
 
 
 def checksum(array: jax.Array) -> jax.Array:
-    """sum_i h(b_i xor h(i)) mod 2^32 over the bit patterns b_i of an array, uint32 [].
+    """Computes sum_i h(b_i xor h(i)) mod 2^32 over the bit patterns b_i of an array, uint32 [].
 
-    i counts elements in row-major order. An element of eight bytes counts as two of four.
+    i counts elements in row-major order. An element of eight bytes counts as two elements of four.
     """
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
     num_bits = 8 * min(array.dtype.itemsize, 4)
     bits = array.view(f'uint{num_bits}').astype(jnp.uint32)
-    # i of each element, from its index along each axis.
+    # The number i of each element, computed from its index along each axis.
     position = jnp.zeros(bits.shape, jnp.uint32)
     stride = 1
     for axis in reversed(range(bits.ndim)):

@@ -1,4 +1,4 @@
-"""What is checked of a run before anything compiles: by its start, by a study, and by dry runs."""
+"""Checks of a run before anything compiles, for the start of a run, a study and dry runs."""
 
 from collections.abc import Callable
 
@@ -22,12 +22,18 @@ def check_parts(config: Config) -> None:
 def check_data_if_here(
     config: Config, label: str, check: Callable[[Config], object] = rows_of
 ) -> str | None:
-    """Checks the data of a run as its start does, where that needs no download.
+    """Checks the data of a run as its start does, if that needs no download.
 
-    `check` opens the data and raises ConfigError where they do not fit the run. Text that comes
-    with Python, or is in the user's own files, is tokenized into the cache, where the start finds
-    it; nothing else is prepared. Returns None, or why the data are not checked. The display shows
-    `label`.
+    Text that comes with Python, or is in the user's own files, is tokenized into the cache, and the
+    start of the run finds it there. Other data are checked only if they are prepared.
+
+    Args:
+      config: the settings of the run.
+      label: what the display shows.
+      check: opens the data; raises ConfigError if they do not fit the run.
+
+    Returns:
+      A sentence on why the data were not checked; None if they were.
     """
     with waiting(label, 'preparing data'):
         if is_local(config.data):

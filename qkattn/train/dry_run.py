@@ -1,7 +1,8 @@
-"""What a run takes on a pod, from a compilation ahead of time on any machine.
+"""Memory and FLOPs of a run on a pod, from a compilation ahead of time on any machine.
 
-TPU slices are compiled by XLA for TPU where libtpu is installed. All else is partitioned over fake
-CPU devices: parameters, optimizer state and batch are exact, temporaries the CPU compiler's.
+If libtpu is installed, XLA for TPU compiles the program for a TPU slice. Otherwise XLA for CPU
+partitions it over fake devices. The sizes of parameters, optimizer state and batch are then exact;
+the size of temporaries is that of the CPU program.
 """
 
 import contextlib
@@ -34,10 +35,10 @@ from qkattn.train.initial_parameters import InitialParameters
 from qkattn.train.program import abstract_inputs, lower
 from qkattn.train.program_cache import without_cache
 
-# The CPU client of one process allows no more.
+# The CPU client of JAX allows no more devices in one process.
 MOST_FAKE_DEVICES = 2048
 LOG_COLUMNS = 'run,compiler,devices,tokens,state_gb,memory_gb,model_tflop'
-# LLVM's optimizations take half the time and change nothing that is described.
+# LLVM's optimizations take half of the time to compile and do not change the description.
 UNOPTIMIZED: dict[str, str | bool] = {
     'xla_backend_optimization_level': '0',
     'xla_llvm_disable_expensive_passes': True,
@@ -47,10 +48,13 @@ PAGE_WIDTH = 100
 
 
 class Pod:
-    """Chips of a name: v5p-2x4x4, a slice of TPUs by its shape, or h100-16x8, hosts x GPUs."""
+    """The chips that a name describes.
+
+    v5p-2x4x4 is a slice of TPUs with three sides; h100-16x8 is 16 hosts with 8 GPUs each.
+    """
 
     def __init__(self, name: str):
-        """ConfigError for an unknown chip or another number of sides."""
+        """Raises ConfigError for an unknown chip, or a shape with the wrong number of sides."""
         kind, _, shape = name.lower().rpartition('-')
         is_shape = re.fullmatch(r'[1-9]\d{0,4}(x[1-9]\d{0,4})*', shape) is not None  # as 2x4x4
         sides = shape.split('x')
@@ -61,7 +65,7 @@ class Pod:
             )
         self.name = name
         self.chip = CHIPS[kind]
-        # As libtpu names a slice.
+        # The name that libtpu has for the slice.
         self.slice = f'{kind}:{shape}'
         self.chips = math.prod(int(side) for side in sides)
         self.devices = self.chips * self.chip.devices
@@ -69,38 +73,46 @@ class Pod:
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """A run on its devices."""
+    """What a run takes of its devices."""
 
-    # Of the pod.
+    # The name of the pod.
     name: str
     compiler: str
-    # Devices by mesh axis.
+    # The number of devices along each mesh axis.
     mesh: dict[str, int]
     # Sentences about the program, warnings last.
     notes: list[str]
     trials: int
-    # Of one trial.
+    # Parameters of one trial.
     parameters: int
-    # Of a step, summed over trials.
+    # Tokens of one step, summed over trials.
     tokens: int
-    # Bytes of one device by what they hold, and those that it has.
+    # Bytes that the program takes on one device, by what they hold.
     memory: dict[str, int]
+    # Bytes of memory of one device.
     capacity: int
-    # FLOPs of a step on one device, and seconds that they take at its peak rate.
+    # FLOPs of one step on one device.
     flops: float
+    # Seconds that these FLOPs take at the peak rate of the device.
     seconds: float
 
 
 def describe(config: Config, topology: str) -> Description:
-    """Compiles the train program for the pod of a name and describes it.
+    """Compiles the train program for a pod and describes its memory and FLOPs.
 
-    ConfigError for whatever `train` refuses before it compiles, but for devices and memory of this
-    machine, and for data that are not prepared here, of which a note says so.
+    Checks the settings as `train` does, except for the devices and the memory of this machine, and
+    raises ConfigError for invalid ones. Data that are not prepared on this machine are not checked;
+    a note says so.
+
+    Args:
+      config: the settings of the run.
+      topology: the name of the pod, such as 'v5p-2x4x4'; see `Pod`.
     """
     pod = Pod(topology)
     check_section('', config)
     _require_fit(config, pod)
-    devices, compiler = _devices(pod)  # before any code from outside computes, which starts JAX
+    # Code from outside the package may start JAX, after which devices can no longer be chosen.
+    devices, compiler = _devices(pod)
     validate(config)
     check_parts(config)
     InitialParameters(config).load()
@@ -110,6 +122,8 @@ def describe(config: Config, topology: str) -> Description:
     program = _compile(config, mesh)
     flops = flops_per_step(config) / mesh.size
     capacity = pod.chip.hbm // pod.chip.devices
+    peak_flops = pod.chip.flops / pod.chip.devices
+
     notes = [
         f'{pod.name}: {_counted(pod.chips, f"{pod.chip.kind} chip")}',
         f'compiled by {compiler}',
@@ -118,6 +132,7 @@ def describe(config: Config, topology: str) -> Description:
         *program.kernels,
     ]
     notes += _warnings(program, capacity, unchecked_data)
+
     return Description(
         name=pod.name,
         compiler=compiler,
@@ -129,31 +144,35 @@ def describe(config: Config, topology: str) -> Description:
         memory=program.memory,
         capacity=capacity,
         flops=flops,
-        seconds=flops * pod.chip.devices / pod.chip.flops,
+        seconds=flops / peak_flops,
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Compiled:
-    """What is known of a program once it is compiled."""
+    """The properties of a compiled program that a description needs."""
 
     lifting: str
-    # Bytes of one device by what they hold.
+    # Bytes on one device by what they hold.
     memory: dict[str, int]
-    # Messages about the choice of kernels, and about arrays that are not split as planned.
+    # Messages about the choice of attention kernels.
     kernels: list[str]
+    # Messages about arrays that are not split as planned.
     fallbacks: list[str]
 
 
 def _compile(config: Config, mesh: Mesh) -> _Compiled:
     """Compiles the train program for a mesh of a TPU slice or of fake devices of the CPU."""
+    # 'auto' would measure both liftings, which needs the real devices.
     lifting = 'vmap' if config.train.lifting == 'auto' else config.train.lifting
-    # The messages of this program are wanted even where an earlier one has given them.
+
+    # An earlier program of this process may have logged the same messages, which are logged once.
     sharding.say_once.cache_clear()
     choice.say_once.cache_clear()
     with _messages(sharding.log) as fallbacks, _messages(choice.log) as kernels:
         state, hyper, batch = abstract_inputs(config, mesh)
         lowered = lower(config, lifting, mesh, state, hyper, batch)
+
     is_fake = mesh.devices.flat[0].platform == 'cpu'
     options = UNOPTIMIZED if is_fake else None
     with without_cache():
@@ -163,8 +182,8 @@ def _compile(config: Config, mesh: Mesh) -> _Compiled:
 
 @contextlib.contextmanager
 def _messages(logger: logging.Logger) -> Iterator[list[str]]:
-    """Keeps the messages of a logger, which are not printed."""
-    lines = []
+    """Collects the messages of a logger in a list instead of printing them."""
+    lines: list[str] = []
     level = logger.level
 
     def keep(record: logging.LogRecord) -> bool:
@@ -192,18 +211,26 @@ def _require_fit(config: Config, pod: Pod) -> None:
 
 
 def _devices(pod: Pod) -> tuple[list[jax.Device], str]:
-    """The devices of a TPU slice, or as many fake ones of the CPU, and what compiles for them."""
-    with contextlib.suppress(RuntimeError):  # JAX has started
+    """Returns the devices of a pod, and the name of the compiler for them.
+
+    These are the devices of a TPU slice if libtpu is installed, and otherwise fake devices of the
+    CPU. Raises ConfigError if libtpu refuses the slice, or this process has too few fake devices.
+    """
+    # JAX raises RuntimeError if it has started; the number of its devices is then fixed.
+    with contextlib.suppress(RuntimeError):
         jax.config.update('jax_num_cpu_devices', min(pod.devices, MOST_FAKE_DEVICES))
         jax.config.update('jax_platforms', 'cpu')
+
     if pod.chip.kind == 'TPU' and importlib.util.find_spec('libtpu') is not None:
-        os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')  # libtpu asks no metadata server
+        # Without this, libtpu waits for a metadata server that only cloud machines have.
+        os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
         try:
             devices = topologies.get_topology_desc(pod.slice, 'tpu').devices
-        except Exception as error:  # of any kind where there is no such slice
+        except Exception as error:  # libtpu raises various types for an unknown slice
             reason = str(error).partition('\n')[0]
             raise ConfigError(f'--dry_run={pod.name} is refused by libtpu: {reason}') from error
         return devices, f'XLA for TPU {pod.slice} (libtpu)'
+
     fake_devices = jax.devices('cpu')[: pod.devices]
     if len(fake_devices) < pod.devices:
         raise ConfigError(
@@ -217,9 +244,13 @@ def _devices(pod: Pod) -> tuple[list[jax.Device], str]:
 
 
 def _memory(compiled: jax.stages.Compiled, state: dict, batch: Any) -> dict[str, int]:
-    """Bytes of a device by what they hold: arguments by their shardings, the rest by XLA."""
+    """Returns the bytes that a program takes on one device, by what they hold.
+
+    The sizes of state and batch follow from their shardings; XLA reports the other sizes.
+    """
 
     def on_device(tree: Any) -> int:
+        """Bytes of the arrays of a tree on one device."""
         num_bytes = 0
         for leaf in jax.tree.leaves(tree):
             shape_on_device = leaf.sharding.shard_shape(leaf.shape)
@@ -233,7 +264,7 @@ def _memory(compiled: jax.stages.Compiled, state: dict, batch: Any) -> dict[str,
         'batch': on_device(batch),
     }
     other_arguments = statistics.argument_size_in_bytes - sum(arguments.values())
-    # Outputs that are written where an argument was take no memory of their own.
+    # Outputs that are written in place of an argument take no memory of their own.
     outputs = statistics.output_size_in_bytes - statistics.alias_size_in_bytes
     return {
         **arguments,
@@ -245,47 +276,61 @@ def _memory(compiled: jax.stages.Compiled, state: dict, batch: Any) -> dict[str,
 
 
 def text(run: Description) -> str:
-    """The description as a page of at most 100 columns: its notes, then a table of sizes."""
+    """Formats a description as a page of at most PAGE_WIDTH columns.
+
+    The page lists the notes, and then a table: a quantity, its value, and the value in a larger
+    unit or a remark.
+    """
     lines = []
     for note in run.notes:
         lines += textwrap.wrap(note, PAGE_WIDTH, subsequent_indent='  ')
     lines.append('')
-    total = sum(run.memory.values())
-    used = f'{_size_text(run.capacity)}, of which {total / run.capacity:.1%} is used'
-    peak = f'{1e3 * run.seconds:,.3g} ms at the peak bfloat16 rate'
-    rows: list[tuple[str, float, str]] = [
-        ('parameters', run.parameters, f'of {_counted(run.trials, "trial")} each'),
-        ('tokens', run.tokens, 'per step'),
-    ]
-    for content, size in run.memory.items():
-        rows.append((content, size, _size_text(size)))
-    rows += [
-        ('memory per device', total, _size_text(total)),
-        ('HBM per device', run.capacity, used),
-        ('FLOPs per device and step', run.flops, peak),
-    ]
-    for name, number, note in rows:
-        lines.append(f'{name:<31}{number:>23,.0f}  {note}'.rstrip())
+
+    def add_row(name: str, value: float, remark: str) -> None:
+        lines.append(f'{name:<31}{value:>23,.0f}  {remark}'.rstrip())
+
+    add_row('parameters', run.parameters, f'of {_counted(run.trials, "trial")} each')
+    add_row('tokens', run.tokens, 'per step')
+
+    for content, num_bytes in run.memory.items():
+        add_row(content, num_bytes, _size_text(num_bytes))
+    total_bytes = sum(run.memory.values())
+    add_row('memory per device', total_bytes, _size_text(total_bytes))
+    fraction_used = total_bytes / run.capacity
+    capacity_text = f'{_size_text(run.capacity)}, of which {fraction_used:.1%} is used'
+    add_row('HBM per device', run.capacity, capacity_text)
+
+    milliseconds = 1e3 * run.seconds
+    time_text = f'{milliseconds:,.3g} ms at the peak bfloat16 rate'
+    add_row('FLOPs per device and step', run.flops, time_text)
     return '\n'.join(lines)
 
 
 def check_log(path: str | Path) -> None:
-    """Raises ConfigError where a path is no file, nor a name for one in a directory."""
+    """Raises ConfigError unless `append_to_log` can append to a path.
+
+    The path has to be a CSV file with LOG_COLUMNS, an empty file, or a name in a directory that
+    exists.
+    """
     file = Path(path)
-    if not file.parent.is_dir() or (file.exists() and not file.is_file()):
+    is_other_kind = file.exists() and not file.is_file()
+    if is_other_kind or not file.parent.is_dir():
         raise ConfigError(
             f'--dry_run_log={path} must be a CSV file, or a name for one in a directory that exists'
         )
-    content = read_whole(file).decode(errors='replace') if file.exists() else ''
+    if not file.exists():
+        return
+    content = read_whole(file).decode(errors='replace')
     columns = content.partition('\n')[0]
     if content and columns != LOG_COLUMNS:
         raise ConfigError(f'--dry_run_log={path} must have the columns {LOG_COLUMNS}')
 
 
 def append_to_log(run: Description, path: str | Path) -> None:
-    """Appends a row to a CSV file, which begins with LOG_COLUMNS; 1 GB is 1e9 bytes."""
+    """Appends a description as a row to a CSV file; writes LOG_COLUMNS first if it is empty."""
     split_axes = {axis: size for axis, size in run.mesh.items() if size > 1}
     axes = _axes_text(split_axes or {'data': 1})
+    # 1 GB is 1e9 bytes.
     state_gb = (run.memory['parameters'] + run.memory['optimizer state']) / GB
     memory_gb = sum(run.memory.values()) / GB
     fields = [
@@ -304,7 +349,10 @@ def append_to_log(run: Description, path: str | Path) -> None:
 
 
 def _warnings(program: _Compiled, capacity: int, unchecked_data: str | None) -> list[str]:
-    """What a user should know of a program on devices of `capacity` bytes, a sentence each."""
+    """Returns warnings about a program on devices with `capacity` bytes, a sentence each.
+
+    `unchecked_data` says why the data were not checked; None if they were.
+    """
     warnings = []
     total = sum(program.memory.values())
     if total > capacity:
@@ -321,24 +369,24 @@ def _warnings(program: _Compiled, capacity: int, unchecked_data: str | None) -> 
 
 
 def _program_text(config: Config, lifting: str) -> str:
-    """How the program runs over layers, trials and steps, in a line."""
+    """Describes in a line how the program runs over layers, trials and steps."""
     model = config.model
     layers = f'num_layers={model.num_layers}, {model.unroll} in an iteration of the scan'
     return f'{layers}; trials by {lifting}; {config.train.steps_per_dispatch} steps per dispatch'
 
 
 def _axes_text(mesh: Mapping[str, int]) -> str:
-    """'data=2 fsdp=4' of the sizes of mesh axes."""
+    """Formats the sizes of mesh axes, as in 'data=2 fsdp=4'."""
     return ' '.join(f'{axis}={size}' for axis, size in mesh.items())
 
 
 def _counted(number: int, noun: str) -> str:
-    """'1 device' or '2,048 devices'."""
+    """Formats a number of things, as in '1 device' or '2,048 devices'."""
     return f'{number:,} {noun}' if number == 1 else f'{number:,} {noun}s'
 
 
 def _size_text(num_bytes: float) -> str:
-    """'512 B' or '1.50 MiB'."""
+    """Formats a number of bytes in the largest fitting unit, as in '512 B' or '1.50 MiB'."""
     if num_bytes < 1024:
         return f'{num_bytes:,.0f} B'
     units = ('KiB', 'MiB', 'GiB', 'TiB')

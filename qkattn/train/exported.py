@@ -1,9 +1,9 @@
-"""Exported parameters: a model by itself, which conversions write and `train.init_from` reads.
+"""Exported parameters: a model without a run. Conversions write it, `train.init_from` reads it.
 
 directory/model.safetensors   parameters by path, e.g. blocks.attention.score.w_q_DNH
 directory/qkattn.json         {"model": fields of ModelConfig, "origin": where it came from,
                                "parameters_crc32": checksum of each parameter's bytes,
-                               "parameters_sha256": that of all of them}
+                               "parameters_sha256": hash of all parameters}
 """
 
 import contextlib
@@ -42,7 +42,14 @@ log = logging.getLogger(__name__)
 def save(
     directory: str | os.PathLike, model: ModelConfig, params: dict, *, origin: dict[str, Any]
 ) -> Path:
-    """Writes a model to `directory`; raises ConfigError where that already holds one."""
+    """Writes a model to `directory`; raises ConfigError if the directory already holds one.
+
+    Args:
+      directory: is created if it does not exist.
+      model: the settings of the model.
+      params: the parameters of the model, a nested dict.
+      origin: where the parameters came from, as JSON.
+    """
     path = absolute(directory)
     if (path / PARAMETERS).exists() or (path / ABOUT).exists():
         raise ConfigError(f'{path} already holds parameters; give another directory')
@@ -68,11 +75,17 @@ def load(
     imports: Collection[str] = (),
     remedy: str = 'if you trust it, give --imports={} (imports= in Python)',
 ) -> tuple[ModelConfig, dict]:
-    """Settings and parameters (float32, numpy) of an export, or of the first trial of a run.
+    """Loads the settings and parameters (float32, numpy) of a model.
 
-    An import path in the description of an export has to be one of `imports`; else ConfigError,
-    which ends with the `remedy`. ConfigError also for a directory that is neither, is damaged, or
-    holds parameters that are not those of its model.
+    Args:
+      path: the directory of an export, or of a run. Of a run, the first trial is loaded.
+      imports: the import paths that the settings of an export may name. They are code from outside
+        the package.
+      remedy: the end of the error message about an import path that is not one of these.
+
+    Raises:
+      ConfigError: the directory is neither an export nor a run, is damaged, has parameters that do
+        not fit the model, or names an import path that is not allowed.
     """
     path = absolute(path)
     if (path / ABOUT).exists():
@@ -101,9 +114,10 @@ def load(
 
 
 def _read_parameters(path: Path, about: dict[str, Any]) -> dict:
-    """The parameters in a safetensors file, whose checksums `about` holds; ConfigError if damaged.
+    """Reads the parameters in a safetensors file, by nested names.
 
-    An `about` without checksums, of an earlier version, checks nothing.
+    Raises ConfigError if the file cannot be read, or differs from the checksums in `about`, the
+    content of qkattn.json. Earlier versions wrote no checksums; their files are not compared.
     """
     try:
         with local_copy(path) as file:
@@ -119,7 +133,7 @@ def _read_parameters(path: Path, about: dict[str, Any]) -> dict:
 
 
 def origin(path: Path) -> dict[str, Any]:
-    """Where exported parameters came from; {} for a source of another kind."""
+    """Returns where the parameters of an export came from; {} if `path` is not an export."""
     about = path / ABOUT
     if not about.exists():
         return {}
@@ -132,7 +146,10 @@ def is_run(path: Path) -> bool:
 
 
 def check(model: ModelConfig, params: dict, where: str) -> None:
-    """Raises ConfigError where names or shapes of `params` are not those of `model`."""
+    """Raises ConfigError unless `params` have the names and shapes of a model's parameters.
+
+    `where` names the source of `params` in the message.
+    """
     expected = traverse_util.flatten_dict(abstract_params(model), sep='.')
     actual = traverse_util.flatten_dict(params, sep='.')
     for name in sorted(expected.keys() | actual.keys()):
@@ -146,7 +163,7 @@ def check(model: ModelConfig, params: dict, where: str) -> None:
 
 
 def parameters_sha256(params: dict) -> str:
-    """The sha256 of names, types, shapes and bytes, in the order of names."""
+    """Returns the sha256 of the names, types, shapes and bytes of all parameters."""
     digest = hashlib.sha256()
     param_by_name = traverse_util.flatten_dict(params, sep='.')
     for name in sorted(param_by_name):
@@ -161,18 +178,21 @@ def _crc32s(param_by_name: dict[str, np.ndarray]) -> dict[str, int]:
 
 
 def load_stack(path: Path, average: int = 1) -> tuple[Config, int, dict]:
-    """Settings, step and trials (as in `train.step`, stacked) of a run's newest checkpoint.
+    """Loads the newest checkpoint of a run: its settings, its step, and its stacked trials.
 
-    The parameters are the mean of the newest `average` checkpoints (Vaswani et al. 2017, section
-    6.1); ConfigError if there are fewer without a gap, CheckpointError if all are damaged or the
-    newest one is of another run.
+    The trials are as in `train.step`. Their parameters are the mean over the newest `average`
+    checkpoints (Vaswani et al. 2017, section 6.1).
+
+    Raises:
+      ConfigError: there are fewer than `average` checkpoints, or one between them is missing.
+      CheckpointError: all checkpoints are damaged, or the newest one is of another run.
     """
     config = from_json(Config, read_json(path / 'config.json', CONFIG)['config'])
     states = _newest_states(path, config, average)
     if not states:
         raise ConfigError(f'{path} has no checkpoint yet')
     steps = [int(state['step']) for state in states]
-    # Between neighbours there are at most checkpoint_every steps, where none is missing.
+    # Two checkpoints in a row are at most checkpoint_every steps apart.
     longest_span = (average - 1) * config.train.checkpoint_every
     if len(states) < average or steps[0] - steps[-1] > longest_span:
         raise ConfigError(
@@ -190,7 +210,10 @@ def load_stack(path: Path, average: int = 1) -> tuple[Config, int, dict]:
 
 
 def _newest_states(path: Path, config: Config, count: int) -> list[dict]:
-    """The states of the newest `count` sound checkpoints of a run, or fewer, on one device."""
+    """Reads the newest `count` sound checkpoints of a run, or all if there are fewer.
+
+    Their arrays are on one device.
+    """
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     seeds = jnp.zeros(len(config.trials.trials()), jnp.uint32)
     shapes = jax.eval_shape(lambda: init_stack(config, seeds))

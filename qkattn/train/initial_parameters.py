@@ -1,4 +1,4 @@
-"""The parameters of `train.init_from`, where a run does not draw its first ones from its seeds."""
+"""The parameters of `train.init_from`, from which a run starts instead of random ones."""
 
 import functools
 import logging
@@ -8,35 +8,35 @@ from qkattn.config.imports import import_paths
 from qkattn.jobs import agreement
 from qkattn.train import exported
 
-# Optional settings of a model that change its function and the shape of no parameter. A
-# difference in another optional setting is not worth a warning: its default follows from other
-# settings, and the shapes of the parameters show it.
+# Optional settings of a model that change its function, but not the shape of any parameter. Other
+# optional settings are None if they follow from further settings. Any real difference in them
+# shows in the shapes of the parameters, so it needs no warning.
 _WITHOUT_SHAPE = ('logit_cap', 'window', 'encoder_variant', 'cross_variant')
 
 log = logging.getLogger(__name__)
 
 
 class InitialParameters:
-    """What all trials of a run start from: parameters of another model, or nothing.
+    """The parameters of another model that all trials of a run start from, if there are any.
 
-    They are read on first use. A run that resumes from a checkpoint never reads them, so that their
-    directory may be gone by then.
+    They are read on first use. A run that resumes from a checkpoint does not read them, so their
+    directory may be deleted once a run has a checkpoint.
     """
 
     def __init__(self, config: Config):
         self._config = config
 
     def load(self) -> dict | None:
-        """The parameters (float32, numpy) of train.init_from; None where it is not set.
+        """Returns the parameters (float32, numpy) of train.init_from; None if it is not set.
 
-        ConfigError where they cannot be read, or do not fit the model of the run.
+        Raises ConfigError if they cannot be read or do not fit the model of the run.
         """
         return self._params
 
     def hashes(self) -> dict[str, str]:
-        """{'train.init_from': sha256 of the parameters}; {} where the setting is None.
+        """Returns {'train.init_from': sha256 of the parameters}; {} if the setting is None.
 
-        ConfigError where the processes of a job have read different parameters.
+        Raises ConfigError if the processes of a job have read different parameters.
         """
         params = self.load()
         if params is None:
@@ -47,6 +47,7 @@ class InitialParameters:
 
     @functools.cached_property
     def _params(self) -> dict | None:
+        """The parameters of `load`; a log warns if their model has other settings than the run."""
         source = self._config.train.init_from
         if source is None:
             return None
@@ -54,17 +55,14 @@ class InitialParameters:
         remedy = "name it in the model's settings too, or start from other parameters"
         source_model, params = exported.load(source, import_paths(model_json), remedy)
         exported.check(self._config.model, params, source)
-        changes = [
-            change
-            for change in differences(to_json(source_model), model_json)
-            if _is_worth_a_warning(change)
-        ]
+        all_changes = differences(to_json(source_model), model_json)
+        changes = [change for change in all_changes if _is_worth_a_warning(change)]
         if changes:
             log.warning('train.init_from=%s has other settings: %s', source, ', '.join(changes))
         return params
 
 
 def _is_worth_a_warning(change: str) -> bool:
-    """Whether a difference between two models, as 'window: 3 -> null', may be a mistake."""
+    """Whether a difference between two models, such as 'window: 3 -> null', may be a mistake."""
     field = change.partition(':')[0]
     return 'null' not in change or field in _WITHOUT_SHAPE

@@ -1,4 +1,4 @@
-"""The training loop: one run of X trials, from its directory to its results, resumable anywhere."""
+"""The training loop: it trains the X trials of a run, and can resume after any interruption."""
 
 import contextlib
 import dataclasses
@@ -36,8 +36,8 @@ from qkattn.train.program import Program
 from qkattn.train.timing import Clock, Trace, trace_directory
 from qkattn.train.trials import Evaluation, Stack
 
-# Seconds until the other processes see a file that process 0 has written: a network file system
-# may remember for a while that a file was not there.
+# Seconds within which other processes see a file that process 0 has written. A network file system
+# may cache for a while that the file does not exist.
 SEEN_WITHIN = 60.0
 
 # Files of a run directory.
@@ -56,17 +56,26 @@ def train(
     lost: Callable[[], bool] = lambda: False,
     profile: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Trains the stack of trials to its end and returns one result per trial, in trial order.
+    """Trains all trials of a run and returns one result per trial, in trial order.
 
-    A finished run returns its results at once; an unfinished one resumes at its newest sound
-    checkpoint, bitwise as if it had never stopped (same devices, same versions). The progress
-    display shows `label` and, in process 0 of a job, what `study` returns. `lost`, called there
-    after every dispatch, says whether another process has taken over the run. A trace of three
-    dispatches goes to the directory `profile`.
+    A finished run returns its stored results. An unfinished run resumes at its newest sound
+    checkpoint; with the same devices and versions, its results are bitwise those of a run that
+    never stopped.
 
-    ConfigError: an invalid setting, or a workdir in use or of another configuration.
-    CheckpointError: checkpoints are damaged, or of another configuration or other data. Stopped:
-    SIGTERM or Ctrl-C; the state is saved once a step was trained. Lost: the run was taken over.
+    Args:
+      config: the settings of the run.
+      workdir: the directory of the run.
+      label: what the progress display shows.
+      study: returns what the display of process 0 shows of the study that the run is part of.
+      lost: process 0 calls it after every dispatch. It says whether another process has taken over
+        the run.
+      profile: a directory for a profiler's trace of three dispatches.
+
+    Raises:
+      ConfigError: a setting is invalid, or the workdir is in use or has another configuration.
+      CheckpointError: the checkpoints are damaged, or of another configuration or other data.
+      Stopped: the process received SIGTERM or Ctrl-C. If any step was trained, the state is saved.
+      Lost: another process has taken over the run.
     """
     validate(config)
     require_same_settings(config)
@@ -85,7 +94,8 @@ def train(
         rows = _open_rows(config, path, progress)
         initial = InitialParameters(config)
         if not _is_begun(path):
-            # Refused before there is a run directory, so that train.init_from can be corrected.
+            # If these cannot be read, there is no run directory yet that would fix the settings,
+            # so a user can correct train.init_from.
             initial.load()
         directory = exits.enter_context(owned(lambda: RunDirectory(path, config)))
         stop = exits.enter_context(StopRequest())
@@ -97,7 +107,8 @@ def train(
 
 
 def require_same_settings(settings: Config | Study) -> None:
-    """Raises ConfigError where a process of the job has other settings than process 0."""
+    """Raises ConfigError if a process of the job has other settings than process 0."""
+    # The first call of `jax.devices` opens the devices, which may take a while.
     if jax.distributed.is_initialized():
         jax.devices()
     else:
@@ -114,7 +125,10 @@ def require_same_settings(settings: Config | Study) -> None:
 
 
 def require_shared(directory: Path) -> None:
-    """Raises ConfigError unless every process sees the run directory that process 0 has opened."""
+    """Raises ConfigError unless every process sees the run directory of process 0.
+
+    Process 0 has already written config.json there. The others wait up to SEEN_WITHIN for it.
+    """
     config_file = directory / 'config.json'
     until = time.monotonic() + SEEN_WITHIN
     is_seen = config_file.exists()
@@ -134,8 +148,9 @@ def require_shared(directory: Path) -> None:
 def compile_program(config: Config, directory: Path) -> Program:
     """Compiles the program of a run.
 
-    The last bits of a run depend on its lifting, `vmap` or `map` over trials. The first start
-    records the one that it has chosen in the run directory, and later ones take that.
+    The last bits of results depend on the lifting: whether trials run side by side (`vmap`) or one
+    after another (`map`). The first start of a run chooses the lifting and records it in the run
+    directory; later starts use the recorded one.
     """
     path = directory / LIFTING
 
@@ -153,10 +168,14 @@ def compile_program(config: Config, directory: Path) -> Program:
 def with_divergences(
     diverged_at: Mapping[int, int | None], loss_CX: np.ndarray, last_step: int
 ) -> dict[int, int | None]:
-    """Adds the trials that diverged in one dispatch to `diverged_at`: the step by trial number.
+    """Returns `diverged_at` with the trials added that diverged in the last dispatch.
 
-    `loss_CX` holds the losses of X trials in the C steps that end with `last_step`. A trial
-    diverges at the first step whose loss is not finite; what `diverged_at` says of it stays.
+    A trial diverges at the first step whose loss is not finite.
+
+    Args:
+      diverged_at: the step at which a trial diverged, by trial number. Its entries do not change.
+      loss_CX: the losses of X trials in the C steps of the dispatch.
+      last_step: the last of these steps.
     """
     first_step = last_step - len(loss_CX) + 1
     steps = dict(diverged_at)
@@ -169,7 +188,7 @@ def with_divergences(
 
 @dataclasses.dataclass(frozen=True)
 class Boundary:
-    """What is due after a step at which training pauses."""
+    """A pause of training after a step, and what the run does in it."""
 
     evaluating: bool
     saving: bool
@@ -178,10 +197,10 @@ class Boundary:
 
 @dataclasses.dataclass
 class Run:
-    """One start of a run: what it holds open, and how far it has come.
+    """One start of a run: the resources that it holds open, and its progress.
 
-    `to_end` takes it through its phases. All processes of a job call the same methods in the same
-    order, but only process 0 owns the run: in the others `progress`, `directory` and `sinks` do
+    `to_end` trains the run to its last step. All processes of a job call the same methods in the
+    same order. Only process 0 owns the run; in the others, `progress`, `directory` and `sinks` do
     nothing.
     """
 
@@ -193,32 +212,33 @@ class Run:
     directory: RunDirectory
     stop: StopRequest
     sinks: Sinks
-    # Whether the caller knows that another process has taken over the run.
+    # Says whether another process has taken over the run.
     lost: Callable[[], bool]
-    # The directory of a profiler's trace, if one was asked for.
+    # The directory of a profiler's trace; None for no trace.
     traces: Path | None
 
-    # Set where the state is restored or initialized.
+    # `to_end` sets these fields when it restores or initializes the state.
     checkpoints: Checkpoints = dataclasses.field(init=False)
     stack: Stack = dataclasses.field(init=False)
     clock: Clock = dataclasses.field(init=False)
-    # Steps that are done.
+    # The number of steps that are done.
     step: int = dataclasses.field(init=False)
-    # The sha256 of what the run has read before its first step, by setting.
+    # The sha256 of files that the run has read before its first step, by setting.
     read_files: dict[str, str] = dataclasses.field(init=False)
-    # The code of the starts that led to this one, which is the last.
+    # The code of the starts of this run, each version once. This start is the last entry.
     code: list[dict[str, Any]] = dataclasses.field(init=False)
-    # The step at which a trial diverged, by trial; None in checkpoints that do not know it.
+    # The step at which a trial diverged, by trial number. The step is None if the run was resumed
+    # from a checkpoint of an earlier version, which did not record it.
     diverged_at: dict[int, int | None] = dataclasses.field(init=False)
 
     # The newest evaluation of the validation split, and its step.
     validation: Evaluation | None = None
     validation_step: int | None = None
-    # Numbers the questions whether to stop, which all processes ask equally often.
+    # Numbers the calls of `_should_stop`. All processes make equally many of them.
     questions: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
     def finished_results(self) -> list[dict[str, Any]] | None:
-        """The results of a run that has ended; None where it has not."""
+        """Returns the stored results of a run that has ended; None if it has not ended."""
         path = self.path / RESULTS
 
         def stored() -> list[dict[str, Any]] | None:
@@ -227,7 +247,7 @@ class Run:
         return agreement.on_owner(stored)
 
     def to_end(self) -> list[dict[str, Any]]:
-        """Trains what is left of the run, and returns and stores the results of its trials."""
+        """Trains the remaining steps of the run; stores and returns the results of its trials."""
         with self.progress.phase('compiling'):
             compiled = compile_program(self.config, self.path)
         self.checkpoints = Checkpoints(
@@ -241,14 +261,14 @@ class Run:
             self._reopen_logs(record)
             self._train(is_evaluated=record.get('evaluated', True))
             trial_results, documents = self._measure()
-        # Not before the checkpoints are closed: what that takes is part of the results.
+        # The results include the time to close the checkpoints, so they are written afterwards.
         return agreement.on_owner(lambda: self._write_results(trial_results, documents))
 
     def _restore_or_initialize(self, compiled: Program) -> Mapping[str, Any]:
-        """Takes the state and record of the newest sound checkpoint, or makes those of step 0.
+        """Restores the newest sound checkpoint, or initializes the state of step 0.
 
-        Returns the record. That of step 0 is empty, and checkpoints of earlier versions lack
-        fields. CheckpointError where the checkpoint is of other data.
+        Returns the record of the checkpoint; {} at step 0. Records of earlier versions lack some
+        fields. Raises CheckpointError if the checkpoint was trained on other data.
         """
         restored = self.checkpoints.restore(compiled.abstract_state)
         if restored is None:
@@ -273,7 +293,7 @@ class Run:
         return record
 
     def _require_same_data(self, recorded: Mapping[str, Any]) -> None:
-        """Raises CheckpointError unless the data are those that a checkpoint was trained on."""
+        """Raises CheckpointError if the data differ from those that a checkpoint has recorded."""
         changes = differences(recorded, self.rows.identity())
         if changes:
             raise CheckpointError(
@@ -283,7 +303,10 @@ class Run:
             )
 
     def _reopen_logs(self, record: Mapping[str, Any]) -> None:
-        """Cuts metrics.jsonl back to the checkpoint of `record`, and opens the sinks there."""
+        """Cuts metrics.jsonl back to the current step, and opens the sinks at that step.
+
+        `record` is that of the checkpoint from which the run resumes; {} at step 0.
+        """
         is_evaluated = record.get('evaluated', True)
         written = record.get('metrics')
         agreement.on_owner(
@@ -297,10 +320,11 @@ class Run:
         )
 
     def _train(self, is_evaluated: bool) -> None:
-        """Trains to the last step; evaluates and saves on the way.
+        """Trains to the last step, with evaluations and checkpoints on the way.
 
-        `is_evaluated` is False where the start before was stopped in the evaluation at this step,
-        which then comes first. Raises Stopped after a signal, once the state is saved.
+        `is_evaluated` is False if the previous start was stopped during the evaluation at this
+        step; training then begins with that evaluation. After a signal, saves the state and raises
+        Stopped.
         """
         with (
             contextlib.closing(self.stack.batches()) as batches,
@@ -332,7 +356,7 @@ class Run:
             trace.before_dispatch(self.stack.state)
             earlier_metrics = metrics
             metrics = self.stack.train(batch)
-            # Metrics are fetched one dispatch late, so that the device never waits for them.
+            # Metrics are fetched one dispatch late, so that the devices do not wait for the host.
             if earlier_metrics:
                 self._log_steps(self.step, earlier_metrics)
             self.step += self.config.train.steps_per_dispatch
@@ -343,9 +367,9 @@ class Run:
         return boundary
 
     def _boundary(self) -> Boundary | None:
-        """What is due after the steps that are done; None where training goes on.
+        """Returns what is due after the current step; None if training continues.
 
-        Lost where a checkpoint is due and another process has taken over the run.
+        Raises Lost if a checkpoint is due, but another process has taken over the run.
         """
         train = self.config.train
         is_lost = self._is_lost()
@@ -362,7 +386,7 @@ class Run:
     def _log_steps(self, last_step: int, metrics: Mapping[str, jax.Array]) -> None:
         """Shows and logs the metrics [C, X] of a dispatch, which ends with `last_step`.
 
-        Logged are means over its C steps, for each trial.
+        It logs the means over the C steps, for each trial, at multiples of train.log_every.
         """
         jax.block_until_ready(metrics)
         with self.clock.part('logging_seconds'):
@@ -394,7 +418,7 @@ class Run:
         return speeds
 
     def _validate(self) -> bool:
-        """Evaluates and logs the validation split; False if a stop request came before its end."""
+        """Evaluates and logs the validation split; returns False if it was stopped by a request."""
         with self.progress.phase('evaluating'):
             evaluation = self.stack.evaluate('validation', self._should_stop)
         if evaluation is None:
@@ -406,15 +430,15 @@ class Run:
         return True
 
     def _save(self, is_evaluated: bool) -> None:
-        """Saves a checkpoint; `is_evaluated` is False if an evaluation is due after this step.
+        """Saves a checkpoint; `is_evaluated` is False if the evaluation at this step is missing.
 
-        Lost where another process has taken over the run.
+        Raises Lost if another process has taken over the run.
         """
-        # Asked again, as an evaluation may take minutes.
+        # `_boundary` has checked this, but an evaluation since then may have taken minutes.
         self._require_owned(self._is_lost(), f'at step {self.step}')
         num_trials = len(self.config.trials.trials())
         record = {
-            # On the disk before the checkpoint: a resumed file has no gap.
+            # Metrics are on the disk before the checkpoint, so a resumed file has no gap.
             'metrics': agreement.on_owner(self.directory.metrics.flush),
             'data': self.rows.identity(),
             **self.clock.seconds,
@@ -427,9 +451,9 @@ class Run:
             self.checkpoints.save(self.step, self.stack.state, record)
 
     def _measure(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """The results of the trials, and of the documents that they were evaluated on.
+        """Returns the results of the trials, and their losses on each evaluated document.
 
-        A signal ends the process from here on: the last checkpoint is complete.
+        The last checkpoint is complete at this point, so a signal ends the process at once.
         """
         self.checkpoints.wait()
         self.stop.allow_exit()
@@ -440,7 +464,7 @@ class Run:
             else:
                 with self.progress.phase('evaluating'):
                     evaluation = self.stack.evaluate(split)
-            assert evaluation is not None  # as no stop request was passed on
+            assert evaluation is not None  # it is None only after a request to stop
             evaluations[split] = evaluation
         self._require_owned(self._is_lost(), 'after its last step')
         compiled = self.stack.program
@@ -463,9 +487,10 @@ class Run:
     def _write_results(
         self, trial_results: list[dict[str, Any]], documents: dict[str, Any]
     ) -> list[dict[str, Any]]:
-        """In process 0: writes what a run ends with, and returns the results of the trials.
+        """Writes the last files of a run and returns the results of its trials, in process 0.
 
-        A start that finds no result.json writes all of it again. Lost where the run was taken over.
+        result.json is written after the other files. If it is missing, the next start writes all
+        of them again. Raises Lost if another process has taken over the run.
         """
         if self._is_lost():
             raise Lost(f'{self.path} was taken over before its results were written')
@@ -490,24 +515,33 @@ class Run:
         self.sinks.write(record)
 
     def _should_stop(self, also: bool = False) -> bool:
-        """Whether to stop: after a signal or `also` in any process, and all at the same step."""
+        """Whether to stop, after a signal to any process or if `also` is true in one.
+
+        All processes get the same answer, so they stop at the same step.
+        """
         return self.stop.should_stop(next(self.questions), also=also)
 
     def _stopped(self) -> Stopped:
         return Stopped(f'stopped at step {self.step} of {self.config.train.num_steps}, state saved')
 
     def _is_lost(self) -> bool:
-        """In process 0, whether another process has taken over the run; False in the others."""
+        """Whether another process has taken over the run; only process 0 knows it."""
         return agreement.owner() and (self.lost() or self.directory.lost())
 
     def _require_owned(self, is_lost: bool, when: str) -> None:
-        """Raises Lost in every process if the run is lost in one; `when` ends the sentence."""
+        """Raises Lost in every process if `is_lost` is true in one.
+
+        `when` ends the message, as in 'at step 100'.
+        """
         if agreement.any_process(is_lost):
             raise Lost(f'{self.path} was taken over {when}')
 
 
 def _open_rows(config: Config, path: Path, progress: Progress) -> Rows:
-    """The rows of a run, equal in all processes; process 0 prepares the data for the others."""
+    """Opens the rows of a run; raises ConfigError if they differ between processes.
+
+    Process 0 opens them first and prepares the data, which the others then find.
+    """
     recorded = agreement.on_owner(lambda: recorded_tokenizers(path, config.data))
     with progress.phase('preparing data'), as_recorded(*recorded):
         rows = owner_first(lambda: rows_of(config))
@@ -516,6 +550,6 @@ def _open_rows(config: Config, path: Path, progress: Progress) -> Rows:
 
 
 def _is_begun(path: Path) -> bool:
-    """Whether a start of the run at `path` has read train.init_from before: it has compiled."""
+    """Whether an earlier start of the run at `path` has compiled, and read train.init_from."""
     files = [path / LIFTING, path / RESULTS]
     return agreement.on_owner(lambda: any(file.exists() for file in files))

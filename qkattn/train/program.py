@@ -1,4 +1,4 @@
-"""From one trial to a stack: the compiled programs of a run, on its mesh."""
+"""The compiled programs of a run: functions of one trial, lifted to X trials on a mesh."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ from qkattn.train.program_cache import without_cache
 from qkattn.train.sharding import leading_shape
 from qkattn.train.step import init_stack, train_trial
 
-# What differs between trials as arrays: names of scalars and their types.
+# The scalars that may differ between the trials of a run, with their types.
 HYPER = {'seed': np.uint32, 'learning_rate': np.float32, 'weight_decay': np.float32}
 
 log = logging.getLogger(__name__)
@@ -40,42 +40,59 @@ class Program:
     mesh: Mesh
     # 'vmap' or 'map', as in `lift`.
     lifting: str
-    # ShapeDtypeStructs with shardings, the target of a restore.
+    # ShapeDtypeStructs with shardings; checkpoints are restored like these.
     abstract_state: dict
-    # (state, batch [C, X, A, B, ...]) -> (state, metrics [C, X]).
+    # (state, batch [C, X, A, B, ...]) -> (state, metrics [C, X]): C steps of X trials, each with A
+    # microbatches of B rows.
     train: Callable[[dict, dict], tuple[dict, dict]]
-    # Makes the state before step 0. All trials start from the given parameters of one model
-    # (numpy); for None each draws its own from its seed.
+    # Makes the state before step 0. All trials start from the given parameters (numpy, of one
+    # model). If these are None, each trial draws its own from its seed.
     init: Callable[[dict | None], dict]
     compile_seconds: float
-    # Seconds per step by lifting, where it was chosen by measurement; else empty.
+    # Seconds per step by lifting. Empty if no measurement was needed to choose the lifting.
     measured: dict[str, float]
 
 
 def lift(of_trial: Callable, lifting: str, mesh: Mesh) -> Callable:
-    """A function of one trial as a function of X trials, the leading axis of all its arguments.
+    """Turns a function of one trial into a function of X trials.
 
-    With 'vmap' all trials are computed side by side, with 'map' one after another on each slice of
-    the mesh's trial axis. A single trial needs neither. No trial reads another.
+    All arrays that the returned function takes and returns have a leading axis [X]. The trials do
+    not depend on each other.
+
+    Args:
+      of_trial: the function of one trial.
+      lifting: 'vmap' computes all trials side by side. 'map' computes one trial after another on
+        each slice of the mesh's axis `trial`. A single trial needs neither.
+      mesh: the mesh of the run.
     """
     num_slices = mesh.shape['trial']
     side_by_side = jax.vmap(of_trial, spmd_axis_name='trial')
 
+    def split_into_turns(array_X: jax.Array) -> jax.Array:
+        """[X, ...] as [turns, slices, ...]: slice i of the mesh holds a block of trials."""
+        by_slice = array_X.reshape(num_slices, -1, *array_X.shape[1:])
+        return jnp.swapaxes(by_slice, 0, 1)
+
+    def join_turns(by_turn: jax.Array) -> jax.Array:
+        """[turns, slices, ...] as [X, ...], the inverse of `split_into_turns`."""
+        by_slice = jnp.swapaxes(by_turn, 0, 1)
+        return by_slice.reshape(-1, *by_slice.shape[2:])
+
     def lifted(*stacked: Any) -> Any:
+        """Calls `of_trial` for each of X trials; arguments and results are stacked, [X, ...]."""
         num_trials = len(jax.tree.leaves(stacked)[0])
         if num_trials == 1:
-            results = of_trial(*jax.tree.map(operator.itemgetter(0), stacked))
+            arguments_of_trial = jax.tree.map(operator.itemgetter(0), stacked)
+            results = of_trial(*arguments_of_trial)
             return jax.tree.map(lambda a: a[None], results)
         if lifting == 'vmap':
             return side_by_side(*stacked)
         if num_slices == 1:
             return jax.lax.map(lambda arguments: of_trial(*arguments), stacked)
-        # Slice i of the mesh holds X / num_slices trials in a row; a turn takes one of each slice.
-        turns = jax.tree.map(
-            lambda a: jnp.swapaxes(a.reshape(num_slices, -1, *a.shape[1:]), 0, 1), stacked
-        )
+        # In each turn, every slice of the mesh computes one of its trials.
+        turns = jax.tree.map(split_into_turns, stacked)
         results = jax.lax.map(lambda arguments: side_by_side(*arguments), turns)
-        return jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1).reshape(-1, *a.shape[2:]), results)
+        return jax.tree.map(join_turns, results)
 
     return lifted
 
@@ -83,86 +100,108 @@ def lift(of_trial: Callable, lifting: str, mesh: Mesh) -> Callable:
 def train_steps(
     config: Config, lifting: str, mesh: Mesh
 ) -> Callable[[dict, dict, dict], tuple[dict, dict]]:
-    """The program (state, hyper, batch [C, X, A, B, ...]) -> (state, metrics [C, X]) of C steps.
+    """Returns a function that takes C training steps of X trials, the program of one dispatch.
 
-    With 'map' a trial takes all C steps before the next one: its state stays near the processor.
+    It maps (state, hyper, batches) to (state, metrics). `hyper` holds the HYPER of each trial, [X].
+    Batches have the axes [C, X, A, B, ...]: steps, trials, microbatches and rows. Metrics are
+    [C, X]. With the lifting 'map', a trial takes all C steps before the next trial begins, so that
+    its state stays in fast memory.
     """
 
     def steps_of_trial(first_step: jax.Array, trial: dict, hyper: dict, batches: dict) -> tuple:
-        def one_step(trial: dict, inputs: tuple) -> tuple[dict, dict]:
-            step, batch = inputs
+        """C steps of one trial, on batches [C, A, B, ...]."""
+
+        def one_step(trial: dict, step_and_batch: tuple) -> tuple[dict, dict]:
+            step, batch = step_and_batch
             return train_trial(config, step, trial, hyper, batch)
 
-        steps_C = first_step + jnp.arange(batches['targets_BT'].shape[0])
+        num_steps = batches['targets_BT'].shape[0]
+        steps_C = first_step + jnp.arange(num_steps)
         return jax.lax.scan(one_step, trial, (steps_C, batches))
 
     def many_steps(state: dict, hyper: dict, batches: dict) -> tuple[dict, dict]:
-        steps_of_stack = lift(functools.partial(steps_of_trial, state['step']), lifting, mesh)
+        """C steps of all trials, on batches [C, X, A, B, ...]."""
+        first_step = state['step']
+        num_steps = batches['targets_BT'].shape[0]
+
+        # All trials are at the same step, so only the other arguments have an axis of trials.
+        steps_of_stack = lift(functools.partial(steps_of_trial, first_step), lifting, mesh)
         batches_XC = _swap_leading_axes(batches)
         with placing(sharding.place_activations(mesh)), choice.on(mesh):
             trials, metrics_XC = steps_of_stack(state['trials'], hyper, batches_XC)
-        step = state['step'] + batches['targets_BT'].shape[0]
-        return {'step': step, 'trials': trials}, _swap_leading_axes(metrics_XC)
+
+        next_state = {'step': first_step + num_steps, 'trials': trials}
+        return next_state, _swap_leading_axes(metrics_XC)
 
     return many_steps
 
 
 def _swap_leading_axes(tree: dict) -> dict:
-    """[C, X, ...] of steps and trials as [X, C, ...], or back, in every array of a tree."""
+    """Swaps the axes of steps and trials of every array: [C, X, ...] to [X, C, ...], and back."""
     return jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), tree)
 
 
-# A run has few such programs; the cache frees those of the runs before it.
+# A run has few such programs. The size limit frees those of earlier runs in the same process.
 @functools.lru_cache(maxsize=16)
 def stack_program(
     config: Config, lifting: str, mesh: Mesh, measure: Callable[[Config, dict, dict], dict]
 ) -> Callable[[dict, dict], dict[str, jax.Array]]:
-    """The program (params of X trials, one batch [B, ...]) -> `measure` of each, stacked."""
+    """Returns a compiled function that applies `measure` to X trials on one shared batch.
+
+    It maps (params [X, ...], batch [B, ...]) to the stacked results of
+    `measure(config, params of one trial, batch)`.
+    """
 
     def measured(params: dict, batch: dict) -> dict[str, jax.Array]:
         batch = jax.lax.with_sharding_constraint(batch, sharding.row_sharding(mesh))
+
+        def of_trial(params: dict) -> dict[str, jax.Array]:
+            return measure(config, params, batch)
+
         with placing(sharding.place_activations(mesh)), choice.on(mesh):
-            return lift(lambda params: measure(config, params, batch), lifting, mesh)(params)
+            return lift(of_trial, lifting, mesh)(params)
 
     return jax.jit(measured, out_shardings=NamedSharding(mesh, P()))
 
 
 def abstract_inputs(config: Config, mesh: Mesh) -> tuple[dict, dict, Any]:
-    """ShapeDtypeStructs with shardings of the train program's state, hyper and batch."""
+    """Returns the train program's state, hyper and batch as ShapeDtypeStructs with shardings."""
     leading = leading_shape(config)
     _, X, _, _ = leading
+
     over_trials = NamedSharding(mesh, P('trial'))
-    hyper = {
-        name: jax.ShapeDtypeStruct((X,), dtype, sharding=over_trials)
-        for name, dtype in HYPER.items()
-    }
-    state = jax.eval_shape(functools.partial(init_stack, config), hyper['seed'])
+    hyper = {}
+    for name, dtype in HYPER.items():
+        hyper[name] = jax.ShapeDtypeStruct((X,), dtype, sharding=over_trials)
+
+    shapes = jax.eval_shape(functools.partial(init_stack, config), hyper['seed'])
     state = jax.tree.map(
         lambda a, placed: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=placed),
-        state,
-        sharding.state_shardings(state, mesh),
+        shapes,
+        sharding.state_shardings(shapes, mesh),
     )
-    arrays = task_of(config).array_shapes(config.model)
-    batch = {
-        name: jax.ShapeDtypeStruct(
-            (*leading, length), dtype, sharding=sharding.batch_sharding(mesh)
-        )
-        for name, (length, dtype) in arrays.items()
-    }
+
+    over_rows = sharding.batch_sharding(mesh)
+    batch = {}
+    for name, (length, array_dtype) in task_of(config).array_shapes(config.model).items():
+        batch[name] = jax.ShapeDtypeStruct((*leading, length), array_dtype, sharding=over_rows)
     return state, hyper, batch
 
 
 def lower(
     config: Config, lifting: str, mesh: Mesh, state: dict, hyper: dict, batch: Any
 ) -> jax.stages.Lowered:
-    """The train program on abstract inputs; raises ConfigError if model.kernel cannot serve it."""
+    """Lowers the train program on abstract inputs, as `abstract_inputs` returns them.
+
+    Raises ConfigError if model.kernel cannot compute the attention of the model.
+    """
     check_kernel(config, mesh)
-    of_state = jax.tree.map(lambda a: a.sharding, state)
-    of_metrics = NamedSharding(mesh, P())
+    state_shardings = jax.tree.map(lambda a: a.sharding, state)
+    replicated = NamedSharding(mesh, P())
     steps = jax.jit(
         train_steps(config, lifting, mesh),
         donate_argnums=0,
-        out_shardings=(of_state, of_metrics),
+        out_shardings=(state_shardings, replicated),
     )
     return steps.lower(state, hyper, batch)
 
@@ -170,17 +209,19 @@ def lower(
 def build(config: Config, lifting: str | None = None) -> Program:
     """Compiles the run's train program.
 
-    `lifting` is what an earlier start of the run has chosen; None follows config.train.lifting,
-    where 'auto' is the faster one, by measurement.
+    Args:
+      config: the settings of the run.
+      lifting: the lifting that an earlier start of the run has chosen. None follows
+        config.train.lifting, and 'auto' there compiles both liftings and takes the faster one.
     """
     keep_freed_memory()
     mesh = sharding.make_mesh(config.mesh)
     trials = config.trials.trials()
     abstract_state, abstract_hyper, abstract_batch = abstract_inputs(config, mesh)
-    hyper: dict[str, jax.Array] = {
-        name: _placed(np.array([trial[name] for trial in trials]), abstract)
-        for name, abstract in abstract_hyper.items()
-    }
+    hyper: dict[str, jax.Array] = {}
+    for name, abstract in abstract_hyper.items():
+        value_X = np.array([trial[name] for trial in trials])
+        hyper[name] = _placed(value_X, abstract)
     draw_initial_state = jax.jit(
         functools.partial(init_stack, config),
         out_shardings=jax.tree.map(lambda a: a.sharding, abstract_state),
@@ -190,8 +231,8 @@ def build(config: Config, lifting: str | None = None) -> Program:
     def init(params: dict | None) -> dict:
         state = draw_initial_state(hyper['seed'])
         if params is not None:
-            drawn = state['trials'].pop('params')
-            state['trials']['params'] = jax.tree.map(_placed, params, drawn)
+            drawn_params = state['trials'].pop('params')
+            state['trials']['params'] = jax.tree.map(_placed, params, drawn_params)
         return state
 
     def compiled(lifting: str) -> tuple[Callable, float]:
@@ -219,8 +260,11 @@ def build(config: Config, lifting: str | None = None) -> Program:
 
 
 def _fastest(measured: dict[str, float]) -> tuple[str, dict[str, float]]:
-    """The fastest lifting by its seconds per step, and the seconds, as process 0 measured them."""
-    # All processes of a job choose by the times of one of them.
+    """Returns the fastest lifting, and the seconds per step by lifting that process 0 measured.
+
+    `measured` holds the seconds per step of this process.
+    """
+    # All processes of a job have to choose the same lifting, so they use the times of process 0.
     seconds_by_lifting = agreement.on_owner(lambda: measured)
     times = [f'{lifting} {seconds:.3g}' for lifting, seconds in seconds_by_lifting.items()]
     log.info('seconds per step by lifting: %s', ', '.join(times))
@@ -229,7 +273,7 @@ def _fastest(measured: dict[str, float]) -> tuple[str, dict[str, float]]:
 
 
 def _liftings(setting: str, num_trials: int) -> tuple[str, ...]:
-    """The liftings to compile: the one that is set, or those that 'auto' chooses from."""
+    """Returns the liftings to compile: the one that is set, or all that 'auto' chooses from."""
     if setting != 'auto':
         return (setting,)
     if num_trials == 1:
@@ -238,22 +282,28 @@ def _liftings(setting: str, num_trials: int) -> tuple[str, ...]:
 
 
 def _placed(value: np.ndarray, like: Any) -> jax.Array:
-    """An array of the shape, dtype and sharding of `like`, to which `value` is broadcast."""
+    """Broadcasts `value` to an array with the shape, dtype and sharding of `like`."""
     whole = np.broadcast_to(np.asarray(value, like.dtype), like.shape)
     return jax.make_array_from_callback(like.shape, like.sharding, lambda index: whole[index])
 
 
 def constant_batch(config: Config, mesh: Mesh) -> dict[str, jax.Array]:
-    """A global batch of ones, for timing."""
+    """Returns a global batch of ones, for timing."""
     local_trials, local_rows = sharding.local_share(config, mesh)
     leading = (config.train.steps_per_dispatch, len(local_trials), len(local_rows))
-    arrays = task_of(config).array_shapes(config.model)
-    local = {name: np.ones((*leading, length), dtype) for name, (length, dtype) in arrays.items()}
+    local = {}
+    for name, (length, dtype) in task_of(config).array_shapes(config.model).items():
+        local[name] = np.ones((*leading, length), dtype)
     return sharding.place_batch(config, mesh, local)
 
 
 def seconds_per_dispatch(steps: Callable, inputs: Callable[[], tuple]) -> float:
-    """The faster of two timed calls of steps(state, *others) -> (state, metrics)."""
+    """Calls a train program twice and returns the seconds of the faster call.
+
+    Args:
+      steps: maps (state, *others) to (state, metrics), and donates the state.
+      inputs: makes the arguments (state, *others) of the first call.
+    """
     state, *others = jax.block_until_ready(inputs())
     seconds = []
     for _ in range(2):
@@ -264,10 +314,11 @@ def seconds_per_dispatch(steps: Callable, inputs: Callable[[], tuple]) -> float:
 
 
 def warm_up(config: Config) -> tuple[float, float]:
-    """Seconds per step of the whole stack, timed on constant rows, and seconds to compile."""
+    """Returns the seconds per step of all trials, timed on constant rows, and to compile."""
     sharding.require_memory(config)
     with without_cache():
         program = build(config)
+    # `build` has already timed the program if it had to choose the lifting.
     per_step = program.measured.get(program.lifting)
     if per_step is None:
         batch = constant_batch(config, program.mesh)
@@ -277,7 +328,11 @@ def warm_up(config: Config) -> tuple[float, float]:
 
 
 def _quick_to_compile(mesh: Mesh) -> dict[str, int] | None:
-    """Options of a program that runs once: on a CPU it costs its compilation. Bits are the same."""
+    """Returns XLA options that compile a program quickly on a CPU; None on other devices.
+
+    They are for a program that runs once, where compilation takes most of the time. They change no
+    bit of the result. Options that the user has set in XLA_FLAGS are left out.
+    """
     if mesh.devices.flat[0].platform != 'cpu':
         return None
     options = {'xla_backend_optimization_level': 1, 'xla_cpu_parallel_codegen_split_count': 1}

@@ -1,7 +1,7 @@
-"""Compiled programs that are kept on disk, so that a later process loads them.
+"""The cache of compiled programs on disk, from which later processes load them.
 
-JAX keys them by program, options, versions and CPU. XLA also splits loops by the number of cores:
-each number has a directory, so that a loaded program is that of this process to the last bit.
+JAX keys them by program, options, versions and CPU. XLA also splits loops by the number of
+cores, which changes the last bits of results, so each number of cores has a directory of its own.
 """
 
 import contextlib
@@ -18,17 +18,17 @@ from jax.experimental.compilation_cache import compilation_cache
 from qkattn.errors import ConfigError
 from qkattn.storage.files import as_path, below
 
-# Bytes, beyond which programs are deleted, least recently used first.
+# The most bytes that the cache takes. Beyond them, the least recently used programs are deleted.
 LIMIT = 4 * 2**30
 
-# The variable of JAX that names another directory, which then has no limit.
+# The environment variable of JAX that names another directory. LIMIT does not apply there.
 _NAMED = 'JAX_COMPILATION_CACHE_DIR'
-# Settings of JAX, each unless the environment has the variable of its name.
+# Settings of JAX. An environment variable of the same name takes precedence.
 _SETTINGS = {
-    # By default, programs that compile within a second are not kept.
+    # By default, JAX does not keep programs that compile within a second.
     'jax_persistent_cache_min_compile_time_secs': 0,
     'jax_persistent_cache_min_entry_size_bytes': -1,
-    # Lines of source code in a program take most of the time of its lowering.
+    # Most of the time of lowering goes into the source locations of operations.
     'jax_traceback_in_locations_limit': 0,
 }
 
@@ -36,46 +36,60 @@ log = logging.getLogger(__name__)
 
 
 def directory() -> Path:
-    """N-cores of JAX_COMPILATION_CACHE_DIR, else of qkattn/compiled in the user's cache."""
-    named = os.environ.get(_NAMED)
-    if not named:
+    """Returns the directory of this machine's programs, such as ~/.cache/qkattn/compiled/8-cores.
+
+    The parent directory is JAX_COMPILATION_CACHE_DIR if that is set.
+    """
+    parent = os.environ.get(_NAMED)
+    if not parent:
         user_cache = os.environ.get('XDG_CACHE_HOME', '')
-        if not os.path.isabs(user_cache):  # the standard of XDG ignores relative paths
+        # The XDG specification says that a relative path is to be ignored.
+        if not os.path.isabs(user_cache):
             user_cache = '~/.cache'
-        named = f'{user_cache}/qkattn/compiled'
-    # XLA takes NPROC for the number of cores, too.
+        parent = f'{user_cache}/qkattn/compiled'
+
+    # XLA also reads the number of cores from NPROC.
     num_cores = os.environ.get('NPROC')
     if not num_cores:
-        has_affinity = hasattr(os, 'sched_getaffinity')
-        num_cores = str(len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count())
-    return as_path(named).absolute() / f'{num_cores}-cores'
+        if hasattr(os, 'sched_getaffinity'):
+            num_cores = str(len(os.sched_getaffinity(0)))
+        else:
+            num_cores = str(os.cpu_count())
+    return as_path(parent).absolute() / f'{num_cores}-cores'
 
 
 def keep_programs() -> None:
-    """Keeps and loads programs from here on; warns if the directory is not this user's alone."""
+    """Turns the cache of compiled programs on, for the rest of this process.
+
+    If the directory cannot be used, or other users can write to it, this logs a warning and turns
+    the cache off.
+    """
     for name, value in _SETTINGS.items():
         if name.upper() not in os.environ:
             jax.config.update(name, value)
     if '://' in os.environ.get(_NAMED, ''):
-        return  # a bucket, which JAX writes itself
+        return  # JAX itself writes to a bucket
     try:
         path = directory()
         _make_private(path)
         if not os.environ.get(_NAMED):
-            with contextlib.suppress(FileNotFoundError):  # another start is deleting them
+            # Another process may delete the same files at the same time.
+            with contextlib.suppress(FileNotFoundError):
                 _delete_oldest(path.parent)
     except (OSError, ConfigError) as error:  # a user may have no home directory
         log.warning('compiled programs are not kept (%s); set %s to a directory', error, _NAMED)
         jax.config.update('jax_enable_compilation_cache', False)
     else:
         jax.config.update('jax_compilation_cache_dir', str(path))
-    compilation_cache.reset_cache()  # JAX decides once whether it uses one
+    # JAX reads these settings once; the reset makes it read them again.
+    compilation_cache.reset_cache()
 
 
 def _make_private(path: Path) -> None:
-    """Makes a directory for programs, which are code that is executed.
+    """Makes a directory for programs that only this user can write to.
 
-    PermissionError where other users can write to it; RunDirectoryError where it is a link.
+    Programs are code that is executed, so other users must not be able to place any there. Raises
+    PermissionError if they can write to the directory, and RunDirectoryError if it is a link.
     """
     below(path.parent, path.name)
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -83,16 +97,22 @@ def _make_private(path: Path) -> None:
     writable_by_others = stat.S_IWGRP | stat.S_IWOTH
     if status.st_uid != os.geteuid() or status.st_mode & writable_by_others:
         raise PermissionError(f'{path} is not a directory that this user alone can write to')
-    tempfile.TemporaryFile(dir=path).close()  # the file system may be read-only
+    # This raises OSError if the file system is read-only.
+    tempfile.TemporaryFile(dir=path).close()
 
 
 @contextlib.contextmanager
 def without_cache() -> Iterator[None]:
-    """Compiles afresh: XLA warns while it compiles."""
+    """Turns the cache off inside of a block.
+
+    Programs are then always compiled: only compilation logs the warnings of XLA, and only it takes
+    the time that is to be measured.
+    """
     enabled = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
     try:
         jax.config.update('jax_enable_compilation_cache', False)
-        compilation_cache.reset_cache()  # JAX decides once whether it uses the cache
+        # JAX reads this setting once; the reset makes it read it again.
+        compilation_cache.reset_cache()
         yield
     finally:
         jax.config.update('jax_enable_compilation_cache', enabled)
@@ -100,7 +120,10 @@ def without_cache() -> Iterator[None]:
 
 
 def _delete_oldest(path: Path) -> None:
-    """Deletes programs in the directories N-cores of `path`, down to LIMIT bytes in all."""
+    """Deletes the least recently used programs below `path` until LIMIT bytes are left.
+
+    `path` holds the directories N-cores.
+    """
     status_by_file = {}
     for folder in path.glob('*-cores'):
         if folder.is_symlink():

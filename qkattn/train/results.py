@@ -41,7 +41,7 @@ def trial_results(
     about: Mapping[str, Any],
     diverged_at: Mapping[int, int | None],
 ) -> list[dict[str, Any]]:
-    """The results of a finished run, in trial order; JSON.
+    """Returns the results of a finished run, one JSON object per trial, in trial order.
 
     Args:
       stack: the trained trials.
@@ -50,17 +50,21 @@ def trial_results(
       about: further fields that all results hold.
       diverged_at: by trial number, the step at which a trial diverged.
     """
-    num_steps = stack.step
     validation = evaluations['validation']
     evaluated = {
         name: metric for name, metric in validation.metrics.items() if metric.value is not None
     }
     of_task = {metric.name: metric for metric in stack.rows.metrics}
-    common = {**_common(stack, evaluations, costs), **about, **described({**evaluated, **of_task})}
+    common = _common(stack, evaluations, costs)
+    common |= about
+    # Declarations of metrics from outside the package, so that reports can show them.
+    common |= described({**evaluated, **of_task})
+
     alive_X = stack.alive_X
     # A finite gradient in the last step may still have left parameters with an infinite loss.
     finished_X = alive_X & np.isfinite(validation.values['loss'])
     end_metrics = _end_metrics(stack, finished_X)
+
     results = []
     for x, trial in enumerate(stack.config.trials.trials()):
         is_finished = bool(finished_X[x])
@@ -68,7 +72,7 @@ def trial_results(
         result['status'] = FINISHED if is_finished else DIVERGED
         result['diverged_at'] = diverged_at.get(x)
         if alive_X[x] and not is_finished:
-            result['diverged_at'] = num_steps
+            result['diverged_at'] = stack.step
         result |= common
         sound_evaluations = evaluations if is_finished else {}
         result |= _metrics_of_trial(x, sound_evaluations, evaluated)
@@ -81,23 +85,28 @@ def trial_results(
 def _metrics_of_trial(
     x: int, evaluations: Mapping[str, Evaluation], evaluated: Mapping[str, Metric]
 ) -> dict[str, float | None]:
-    """The metrics of trial x on each split, as 'val_loss'; None where there is no value."""
+    """Returns the metrics of trial x on each split, by field such as 'val_loss'.
+
+    A metric without a value, or on a split without an evaluation, is None.
+    """
     fields: dict[str, float | None] = {}
     for split, prefix in PREFIXES.items():
         values: Mapping[str, np.ndarray | None] = {}
         if split in evaluations:
             values = evaluations[split].values
         for name, metric in evaluated.items():
-            if prefix in metric.prefixes:
-                value_X = values.get(name)
-                fields[metric.field(prefix)] = None if value_X is None else float(value_X[x])
+            if prefix not in metric.prefixes:
+                continue
+            value_X = values.get(name)
+            value = None if value_X is None else float(value_X[x])
+            fields[metric.field(prefix)] = value
     return fields
 
 
 def _end_metrics(stack: Stack, finished_X: np.ndarray) -> Mapping[str, Any]:
-    """What the task measures when training ends, [X] by result field.
+    """Returns what the task measures when training ends: values [X] by field of a result.
 
-    ConfigError for a field that no metric of the package or of the task has.
+    Raises ConfigError if no metric of the package or of the task has such a field.
     """
     measured = stack.rows.end_metrics(stack, finished_X)
     known = result_fields(with_outside(stack.rows.metrics))
@@ -113,40 +122,52 @@ def _end_metrics(stack: Stack, finished_X: np.ndarray) -> Mapping[str, Any]:
 def _common(
     stack: Stack, evaluations: Mapping[str, Evaluation], costs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The fields that the results of all trials share."""
+    """Returns the fields that the results of all trials share.
+
+    These are the length of training, the size and the costs of the model, the `costs` of the run,
+    the data with the loss of unigram frequencies, and the size of the evaluations.
+    """
     config = stack.config
     model = config.model
-    rows = stack.rows
-    num_steps = stack.step
+
     spec = attention_spec(model)
-    unigram_nats = rows.unigram_nats('validation')
-    bytes_per_token = rows.bytes_per_token('validation')
+    shape = {
+        'd_model': model.d_model,
+        'd_ff': model.mlp_width,
+        'num_layers': model.num_layers,
+        'num_heads': model.num_heads,
+        'num_kv_heads': spec.num_kv_heads,
+        'head_size': spec.head_size,
+    }
+
+    unigram_nats = stack.rows.unigram_nats('validation')
+    bytes_per_token = stack.rows.bytes_per_token('validation')
     unigram_bits_per_byte = None
     if unigram_nats is not None and bytes_per_token is not None:
         unigram_bits_per_byte = bits_per_byte(unigram_nats, bytes_per_token)
+    data = {
+        **stack.rows.identity(),
+        'unigram_loss': unigram_nats,
+        'unigram_bits_per_byte': unigram_bits_per_byte,
+    }
+
+    # A dataset may have no test split.
+    test_tokens = None
+    if 'test' in evaluations:
+        test_tokens = evaluations['test'].num_targets
+
     return {
-        'num_steps': num_steps,
-        'num_tokens': num_steps * config.train.batch_size * model.context,
+        'num_steps': stack.step,
+        'num_tokens': stack.step * config.train.batch_size * model.context,
         'parameters': cost.count(model),
-        'config': {
-            'd_model': model.d_model,
-            'd_ff': model.mlp_width,
-            'num_layers': model.num_layers,
-            'num_heads': model.num_heads,
-            'num_kv_heads': spec.num_kv_heads,
-            'head_size': spec.head_size,
-        },
+        'config': shape,
         'config_hash': fingerprint(config),
         'flops_per_token': cost.flops_per_token(model),
         'cache_floats_per_token': cost.cache_floats_per_token(model),
         **costs,
-        'data': {
-            **rows.identity(),
-            'unigram_loss': unigram_nats,
-            'unigram_bits_per_byte': unigram_bits_per_byte,
-        },
+        'data': data,
         'eval_tokens': evaluations['validation'].num_targets,
-        'test_tokens': evaluations['test'].num_targets if 'test' in evaluations else None,
+        'test_tokens': test_tokens,
         'eval_rows': evaluations['validation'].num_rows,
     }
 
@@ -154,10 +175,12 @@ def _common(
 def document_results(
     stack: Stack, evaluations: Mapping[str, Evaluation], results: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Targets and nats of every document of each split: {split: {documents, tokens, nats}}.
+    """Sums the loss of every trial over each of the C documents of every split.
 
-    `nats` [X, C] are null for a trial that diverged; of the others, sum(nats) / sum(tokens) is the
-    loss. Rows of no document are dealt out in turn.
+    Returns {split: {'documents': C names, 'tokens': C numbers of targets, 'nats': [X, C]}}. The
+    loss of a trial is sum(nats) / sum(tokens). A trial that diverged has None in place of its nats.
+    Documents without targets are left out. If a task has no documents, `pipeline.clusters` groups
+    the rows.
     """
     splits = {}
     for split, evaluation in evaluations.items():
@@ -166,12 +189,14 @@ def document_results(
         by_document = functools.partial(_sums_by_document, document_R, len(names))
         targets_C = by_document(evaluation.targets_R)
         has_targets_C = targets_C > 0
+
         nats: list[list[float] | None] = []
         for nats_R, result in zip(evaluation.nats_RX.T, results, strict=True):
             if result['status'] == FINISHED:
                 nats.append(by_document(nats_R)[has_targets_C].tolist())
             else:
                 nats.append(None)
+
         splits[split] = {
             'documents': list(itertools.compress(names, has_targets_C)),
             'tokens': targets_C[has_targets_C].astype(int).tolist(),
@@ -183,40 +208,46 @@ def document_results(
 def _sums_by_document(
     document_R: np.ndarray, num_documents: int, values_R: np.ndarray
 ) -> np.ndarray:
-    """The sums [C] of values over the rows of each document, whose number document_R holds.
+    """Sums values over the rows of each document; returns [C].
 
-    Values of rows beyond these, which pad the last batch, are left out.
+    `document_R` holds the number of each row's document. Any further values belong to rows that pad
+    the last batch; they are left out.
     """
     values_R = values_R[: len(document_R)]
     return np.bincount(document_R, weights=values_R, minlength=num_documents)
 
 
 def eval_record(step: int, evaluation: Evaluation) -> dict[str, Any]:
-    """The record of an evaluation on the validation split, for all trials."""
-    logged = {
-        field: evaluation.values[field.removeprefix('val_')]
-        for field in logged_fields(evaluation.metrics)
-    }
-    return {'kind': 'eval', 'step': step, **logged}
+    """Returns the record of an evaluation on the validation split, with values [X]."""
+    record: dict[str, Any] = {'kind': 'eval', 'step': step}
+    for field in logged_fields(evaluation.metrics):
+        metric_name = field.removeprefix('val_')
+        record[field] = evaluation.values[metric_name]
+    return record
 
 
 def final_record(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The last record of metrics.jsonl: the results' metrics, one value per trial."""
+    """Returns the last record of metrics.jsonl: the metrics of the results, a value per trial."""
     first = results[0]
-    fields = result_fields(metrics_of(first))
-    present = [name for name in fields if any(name in result for result in results)]
-    return {
+    record = {
         'kind': 'final',
         'step': first['num_steps'],
         'trials': [result['trial'] for result in results],
         'eval_tokens': first['eval_tokens'],
         'test_tokens': first['test_tokens'],
-        **{name: [result.get(name) for result in results] for name in present},
     }
+    for field in result_fields(metrics_of(first)):
+        if any(field in result for result in results):
+            record[field] = [result.get(field) for result in results]
+    return record
 
 
 def with_this_start(directory: Path, before: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The code, without repetition, of the starts `before` and of this one, which is the last."""
+    """Appends the code of this start to the code of earlier starts, `before`.
+
+    Each version of the code is listed once. The last entry is that of this start, which is the last
+    start in provenance.json.
+    """
     start = read_json(directory / 'provenance.json', PROVENANCE)['starts'][-1]
     code = {name: start[name] for name in ('git', 'imported')}
     others = [earlier for earlier in before if earlier != code]
@@ -226,11 +257,16 @@ def with_this_start(directory: Path, before: list[dict[str, Any]]) -> list[dict[
 def software_of(
     directory: Path, read_files: Mapping[str, str], code: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """The provenance of results: the software and devices of the last start.
+    """Returns the provenance of results: the software and devices of the last start.
 
-    'imported' holds the sha256 of modules from outside and of `read_files`, which the run read.
-    'earlier' holds the `code` of earlier starts that the run was resumed from, if it was another
-    one. Both are absent where they are empty. User and host stay in provenance.json.
+    The user and the host are not part of it; they are only in provenance.json.
+
+    Args:
+      directory: the run directory, with provenance.json.
+      read_files: the sha256 of files that the run has read, by setting. They and the modules from
+        outside the package make up 'imported', which is left out if it is empty.
+      code: the code of all starts, as `with_this_start` returns it. All but the last are 'earlier',
+        which is left out if it is empty.
     """
     start = read_json(directory / 'provenance.json', PROVENANCE)['starts'][-1]
     provenance = {name: start[name] for name in START}

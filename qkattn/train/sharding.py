@@ -1,6 +1,7 @@
-"""Where arrays live: the mesh, parameters by the letters in their names, batches by their rows.
+"""The mesh of a run, and how arrays are split over its devices.
 
-A process reads the rows of its own devices; `place_batch` and `place_rows` make them global.
+Parameters are split by the letters in their names, batches by their rows. Each process reads only
+the rows of its own devices; `place_batch` and `place_rows` make global arrays of them.
 """
 
 import dataclasses
@@ -23,11 +24,11 @@ from qkattn.data.tasks.task_registry import task_of
 from qkattn.errors import ConfigError
 from qkattn.model import cost
 
-# For each mesh axis the letters that it may split: the first one whose size divides is split.
-# D is never split over tensor: with the embedding's V over fsdp, jaxlib 0.10.2 and 0.12.0 return
-# wrong sums from a scan over microbatches on a mesh of all three axes.
+# The letters of array axes that each mesh axis may split. It splits the first of them whose size
+# is a multiple of its own. D is never split over tensor: with the embedding's V over fsdp, jaxlib
+# 0.10.2 and 0.12.0 return wrong sums from a scan over microbatches on a mesh of all three axes.
 CANDIDATES = {'fsdp': 'VDERC', 'tensor': 'NKFHV'}
-# The letter that both mesh axes may split together; so are the logits.
+# The letter that both mesh axes may split together, as logits are split.
 JOINT = 'V'
 # The mesh axes that split the rows of a batch.
 BATCH_AXES = ('data', 'fsdp')
@@ -36,7 +37,10 @@ log = logging.getLogger(__name__)
 
 
 def require_devices(config: MeshConfig) -> None:
-    """Raises ConfigError where the mesh needs more devices, or leaves some of a job idle."""
+    """Raises ConfigError if there are too few devices for the mesh.
+
+    Raises it also if a job of several processes has devices that the mesh does not use.
+    """
     needed = math.prod(dataclasses.astuple(config))
     present = len(jax.devices())
     num_processes = jax.process_count()
@@ -54,10 +58,11 @@ def require_devices(config: MeshConfig) -> None:
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The mesh (trial, data, fsdp, tensor) over the first of `devices`, by default all of the job.
+    """Makes the mesh (trial, data, fsdp, tensor) of the first `devices`, by default of the job's.
 
-    Neighbours along the last axes are near each other: tensor and fsdp cross from one process, and
-    from one slice (TPU) or node (GPU) to another, only where the axes before them are too short.
+    Devices that are neighbours along the last axes are close to each other. The axes tensor and
+    fsdp cross a border between processes, TPU slices or GPU nodes only if the axes before them are
+    too short to do so.
     """
     if devices is None:
         require_devices(config)
@@ -67,7 +72,8 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     size = math.prod(shape)
     if size < len(devices):
         log.warning('the mesh uses %d of %d devices', size, len(devices))
-    # jax.make_mesh refuses several slices, and a mesh such as 32 x 8 on a torus of 16 x 16 chips.
+    # `jax.make_mesh` is not used: it refuses several slices, and a mesh such as 32 x 8 on a torus
+    # of 16 x 16 chips.
     devices = sorted(devices[:size], key=_slice_of)
     num_slices = len({_slice_of(device) for device in devices})
     if num_slices > 1:
@@ -78,15 +84,15 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
 
 
 def _slice_of(device: jax.Device) -> int:
-    """The TPU slice of a device; 0 for devices of other kinds."""
+    """Returns the number of a device's TPU slice; 0 for devices of other kinds."""
     return getattr(device, 'slice_index', 0)
 
 
 def spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> P:
-    """The partition of one leaf of the train state, by the letters of its axes.
+    """Returns the partition of one leaf of the train state, by the letters of its axes.
 
-    'params/blocks/mlp/w_in_DF' has the axes X L D F: trials, layers, D and F. A leaf that is no
-    parameter has the axis X of trials alone.
+    For example, 'params/blocks/mlp/w_in_DF' has the axes X (trials), L (layers), D and F. The
+    letters are known only for parameters. Of other leaves, only the axis X of trials is split.
     """
     letters = _letters_of(path, len(shape))
     # The mesh axes that split each letter.
@@ -94,12 +100,14 @@ def spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> P:
     for mesh_axis in CANDIDATES:
         if mesh.shape[mesh_axis] == 1:
             continue
-        # Tensor before fsdp: what fsdp gathers of V is then the part that a device has in logits.
-        split_further = {
-            letter: (mesh_axis, *split.get(letter, ()))
-            for letter in CANDIDATES[mesh_axis]
-            if letter in letters and (letter not in split or letter in JOINT)
-        }
+        # How each letter would be split if this mesh axis split it, too.
+        split_further = {}
+        for letter in CANDIDATES[mesh_axis]:
+            is_free = letter not in split or letter == JOINT
+            if letter in letters and is_free:
+                # Tensor comes before fsdp: a device that gathers V over fsdp then holds the part
+                # of V that it needs for its logits.
+                split_further[letter] = (mesh_axis, *split.get(letter, ()))
         letter = _first_that_divides(path, letters, shape, split_further, mesh)
         if letter is not None:
             split[letter] = split_further[letter]
@@ -107,7 +115,7 @@ def spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> P:
     partition: list[Any] = []
     for position, letter in enumerate(letters):
         mesh_axes = split.get(letter, ())
-        # A mesh axis splits one axis of an array: the first N of w_talk_NN, not the second.
+        # A mesh axis can split only one axis of an array. Of w_talk_NN, it splits the first N.
         is_repeated = letter in letters[:position]
         if is_repeated or not mesh_axes:
             partition.append(None)
@@ -125,9 +133,16 @@ def _first_that_divides(
     split: Mapping[str, tuple[str, ...]],
     mesh: Mesh,
 ) -> str | None:
-    """The first letter of `split` whose axis divides over its mesh axes; None where none does.
+    """Returns the first letter of `split` whose axis can be split evenly; None if there is none.
 
-    Logs where that is not the first letter. `letters` are those of the axes of the leaf at `path`.
+    Logs a message if that is not the first letter.
+
+    Args:
+      path: the path of the leaf.
+      letters: the letter of each axis of the leaf.
+      shape: the shape of the leaf.
+      split: the mesh axes that would split each letter, in the order of preference.
+      mesh: the mesh of the run.
     """
     if not split:
         return None
@@ -137,24 +152,28 @@ def _first_that_divides(
         if size % _num_devices(mesh, mesh_axes) == 0:
             chosen = letter
             break
-    wanted = list(split)[0]
-    if chosen != wanted:
-        size = shape[letters.index(wanted)]
-        over = ' x '.join(f'{axis}={mesh.shape[axis]}' for axis in split[wanted])
-        instead = f'replicated over {split[wanted][0]}'
+
+    preferred = list(split)[0]
+    if chosen != preferred:
+        size = shape[letters.index(preferred)]
+        mesh_axes = split[preferred]
+        over = ' x '.join(f'{axis}={mesh.shape[axis]}' for axis in mesh_axes)
+        instead = f'replicated over {mesh_axes[0]}'
         if chosen is not None:
             instead = f'split over {chosen}'
-        say_once(f'{path}: {wanted}={size} does not divide over {over}; {instead}')
+        say_once(f'{path}: {preferred}={size} does not divide over {over}; {instead}')
     return chosen
 
 
 def _letters_of(path: str, num_axes: int) -> str:
-    """A letter for each axis of a leaf of the train state; '.' for an axis without one."""
+    """Returns the letter of each axis of a leaf of the train state; '.' for an unknown axis."""
+    # The first axis of every leaf is that of trials.
     letters = 'X'
+    # The letters at the end of a parameter's name: 'DNH' of 'params/blocks/attention/w_q_DNH'.
     name = re.search(r'(?:^|/)[wbg](?:_[a-z\d]+)*_([A-Z]+)$', path)
     if name:
         if re.search(r'(^|/)blocks/', path):
-            letters += 'L'
+            letters += 'L'  # blocks are stacked over layers
         letters += name[1]
     elif re.search(r'(^|/)params/', path):
         say_once(
@@ -169,35 +188,39 @@ def _num_devices(mesh: Mesh, axes: tuple[str, ...]) -> int:
 
 @functools.cache
 def say_once(message: str) -> None:
-    """Logs a message the first time that it is given."""
+    """Logs a message, unless this process has logged it before."""
     log.info(message)
 
 
 def state_shardings(state: dict, mesh: Mesh) -> dict:
-    """A NamedSharding for every leaf of an (abstract) train state; `step` is replicated."""
+    """Returns a NamedSharding for every leaf of an (abstract) train state."""
 
-    def placed(path: tuple, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+    def sharding_of(path: tuple, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         name = jax.tree_util.keystr(path, simple=True, separator='/')
-        return NamedSharding(mesh, P() if name == 'step' else spec(name, leaf.shape, mesh))
+        if name == 'step':
+            return NamedSharding(mesh, P())  # a scalar that all trials share
+        return NamedSharding(mesh, spec(name, leaf.shape, mesh))
 
-    return jax.tree_util.tree_map_with_path(placed, state)
+    return jax.tree_util.tree_map_with_path(sharding_of, state)
 
 
 def place_activations(mesh: Mesh) -> Callable[[jax.Array, str], jax.Array]:
-    """States how activations are split, for `qkattn.model.stack.placing`.
+    """Returns a function that constrains the sharding of activations.
 
-    Rows are split as those of the batch, V over tensor, and nothing else. With fsdp XLA would split
-    D as that of the parameters and copy the batch. For the same reason embeddings that are stored
-    split by D, those of positions and of a V that does not divide, are gathered before their use.
+    `qkattn.model.stack.placing` applies it inside of the model. It splits the rows of activations
+    over `data` and `fsdp`, splits V over `tensor`, and replicates all other axes. Without these
+    constraints XLA splits the D of activations over fsdp, like the D of parameters, and copies the
+    batch to every device. For the same reason, an embedding that is stored split by D is gathered
+    before it is used.
     """
     if mesh.shape['fsdp'] == 1:
         return lambda array, letters: array
 
     def place(array: jax.Array, letters: str) -> jax.Array:
-        """The array with its partition; `letters` name its axes, as in BTD or VD."""
-        # An embedding that is stored split by V stays as it is.
-        if letters == 'VD' and array.shape[0] % mesh.shape['fsdp'] == 0:
-            return array
+        """Constrains the sharding of an array; `letters` name its axes, as in BTD or VD."""
+        is_embedding = letters == 'VD'
+        if is_embedding and array.shape[0] % mesh.shape['fsdp'] == 0:
+            return array  # it is stored split by V, and stays so
         axes: dict[str, tuple[str, ...]] = {'B': BATCH_AXES}
         if mesh.shape['tensor'] > 1:
             axes['V'] = ('tensor',)
@@ -213,17 +236,23 @@ def place_activations(mesh: Mesh) -> Callable[[jax.Array, str], jax.Array]:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """For tokens_CXABT1: trials over `trial`, sequences of a microbatch over `data` and `fsdp`."""
+    """Returns the sharding of a training batch, [C, X, A, B, ...].
+
+    X, the trials, is split over `trial`; B, the rows of a microbatch, over `data` and `fsdp`.
+    """
     return NamedSharding(mesh, P(None, 'trial', None, BATCH_AXES))
 
 
 def row_sharding(mesh: Mesh) -> NamedSharding:
-    """For tokens_BT of an evaluation, which all trials share: rows over `data` and `fsdp`."""
+    """Returns the sharding of an evaluation batch, [B, ...], which all trials share.
+
+    B, the rows, is split over `data` and `fsdp`.
+    """
     return NamedSharding(mesh, P(BATCH_AXES))
 
 
 def leading_shape(config: Config) -> tuple[int, int, int, int]:
-    """[C, X, A, B] of one dispatch: steps, trials, microbatches, rows."""
+    """Returns (C, X, A, B) of one dispatch: steps, trials, microbatches, rows of a microbatch."""
     train = config.train
     num_trials = len(config.trials.trials())
     num_rows = train.batch_size // train.accumulation
@@ -231,38 +260,43 @@ def leading_shape(config: Config) -> tuple[int, int, int, int]:
 
 
 def local_share(config: Config, mesh: Mesh) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers of the trials and of the rows of a batch that this process holds, sorted.
+    """Returns the numbers of the trials and of the batch rows that this process holds, ascending.
 
-    A batch of A microbatches has row r at place r // A of microbatch r % A.
+    Row r of a batch of A microbatches is row r // A of microbatch r % A.
     """
     shape = leading_shape(config)
     _, _, A, _ = shape
     trials_X = _held(batch_sharding(mesh), shape, axis=1)
-    places_B = _held(batch_sharding(mesh), shape, axis=3)
-    rows_BA = places_B[:, None] * A + np.arange(A)
+    microbatch_rows_B = _held(batch_sharding(mesh), shape, axis=3)
+    rows_BA = microbatch_rows_B[:, None] * A + np.arange(A)
     return trials_X, rows_BA.ravel()
 
 
 def local_rows(config: Config, mesh: Mesh) -> np.ndarray:
-    """The rows of an evaluation batch that this process's devices hold."""
+    """Returns the numbers of the rows of an evaluation batch that this process holds."""
     return _held(row_sharding(mesh), (config.train.batch_size,), axis=0)
 
 
 def place_batch(config: Config, mesh: Mesh, local: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-    """The global batch [C, X, A, B, ...] of one dispatch from the `local_share` of it."""
-    # Cut into microbatches here, since a cut in the program would move rows between devices.
+    """Makes the global batch of one dispatch, [C, X, A, B, ...], from the part of this process.
+
+    `local` has the trials and rows that `local_share` returns.
+    """
+    # The batch is cut into microbatches on the host. Inside of the program, that would move rows
+    # between devices.
     C, X, A, B = leading_shape(config)
 
     def place(local_CXBT: np.ndarray) -> jax.Array:
         _, num_local_trials, _, T = local_CXBT.shape
-        local_CXABT = np.swapaxes(local_CXBT.reshape(C, num_local_trials, -1, A, T), 2, 3)
+        local_CXBAT = local_CXBT.reshape(C, num_local_trials, -1, A, T)
+        local_CXABT = np.swapaxes(local_CXBAT, 2, 3)
         return _place(local_CXABT, batch_sharding(mesh), (C, X, A, B, T))
 
     return jax.tree.map(place, local)
 
 
 def place_rows(config: Config, mesh: Mesh, local: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-    """The global evaluation batch [B, ...] from its `local_rows`."""
+    """Makes the global evaluation batch [B, ...] from the rows that `local_rows` returns."""
     B = config.train.batch_size
     return {
         name: _place(local_BT, row_sharding(mesh), (B, *local_BT.shape[1:]))
@@ -271,73 +305,84 @@ def place_rows(config: Config, mesh: Mesh, local: dict[str, np.ndarray]) -> dict
 
 
 def fetch(array: jax.Array) -> np.ndarray:
-    """The whole of a global array, in every process; all processes call it in the same order."""
+    """Returns the whole of a global array in every process, all of which have to call it."""
     return multihost_utils.process_allgather(array, tiled=True)
 
 
 def _held(sharding: NamedSharding, shape: tuple[int, ...], axis: int) -> np.ndarray:
-    """The indices along one axis of a global array that this process's devices hold, ascending."""
-    parts = sharding.addressable_devices_indices_map(shape).values()
-    return np.unique([np.arange(shape[axis])[part[axis]] for part in parts])
+    """Returns the indices along one axis of a global array that this process holds, ascending."""
+    all_indices = np.arange(shape[axis])
+    slices_by_device = sharding.addressable_devices_indices_map(shape)
+    return np.unique([all_indices[slices[axis]] for slices in slices_by_device.values()])
 
 
 def _place(local: np.ndarray, sharding: NamedSharding, shape: tuple[int, ...]) -> jax.Array:
-    """The global array of which `local` is what this process's devices hold along every axis."""
-    # Along these axes `local` has only the indices that are held here.
-    held = {
-        axis: _held(sharding, shape, axis)
-        for axis, size in enumerate(local.shape)
-        if size < shape[axis]
-    }
+    """Makes a global array of a shape; `local` is the part of it that this process holds."""
+    # Along some axes, `local` has only some of the global indices. They are listed here.
+    global_indices_by_axis = {}
+    for axis, local_size in enumerate(local.shape):
+        if local_size < shape[axis]:
+            global_indices_by_axis[axis] = _held(sharding, shape, axis)
 
     def part_of_device(global_index: tuple[slice, ...]) -> np.ndarray:
+        """The part of `local` at an index into the global array."""
         local_index = list(global_index)
-        for axis, held_here in held.items():
+        for axis, global_indices in global_indices_by_axis.items():
             start, stop, _ = global_index[axis].indices(shape[axis])
-            first = int(np.searchsorted(held_here, start))
-            local_index[axis] = slice(first, first + stop - start)
+            local_start = int(np.searchsorted(global_indices, start))
+            local_index[axis] = slice(local_start, local_start + stop - start)
         return local[tuple(local_index)]
 
     return jax.make_array_from_callback(shape, sharding, part_of_device)
 
 
 def least_memory(config: Config) -> int:
-    """Bytes of parameters, gradients and a batch; a run holds more than these."""
+    """Returns a lower bound of a run's memory: bytes of parameters, gradients and a batch."""
     num_trials = len(config.trials.trials())
     num_parameters = int(cost.measured(config.model, 'total'))
+    # A float32 parameter and its gradient take 4 bytes each.
+    bytes_of_floats = 2 * 4 * num_trials * num_parameters
+
+    num_rows = math.prod(leading_shape(config))
     arrays = task_of(config).array_shapes(config.model).values()
     bytes_per_row = sum(length * np.dtype(dtype).itemsize for length, dtype in arrays)
-    bytes_of_floats = 2 * 4 * num_trials * num_parameters
-    return bytes_of_floats + math.prod(leading_shape(config)) * bytes_per_row
+    return bytes_of_floats + num_rows * bytes_per_row
 
 
 def require_memory(config: Config) -> None:
-    """Raises ConfigError where the devices lack `least_memory`, however it is placed."""
+    """Raises ConfigError if the devices of the mesh together have less than `least_memory`."""
     needed = least_memory(config)
     available = _memory_of_mesh(config.mesh)
     if needed <= available:
         return
+    model = config.model
     num_trials = len(config.trials.trials())
     trials = '1 trial' if num_trials == 1 else f'{num_trials} trials'
-    sizes = ', '.join(
-        f'model.{name}={getattr(config.model, name)}'
-        for name in ('vocab_size', 'd_model', 'num_layers')
-    )
+    num_parameters = cost.measured(model, 'total')
     raise ConfigError(
-        f'{trials} of {cost.measured(config.model, "total"):,} parameters '
-        f'({sizes}) and batches of train.batch_size={config.train.batch_size} need '
+        f'{trials} of {num_parameters:,} parameters (model.vocab_size={model.vocab_size}, '
+        f'model.d_model={model.d_model}, model.num_layers={model.num_layers}) '
+        f'and batches of train.batch_size={config.train.batch_size} need '
         f'{needed / 2**30:,.1f} GiB, more than the {available / 2**30:,.1f} GiB of the devices; '
         'reduce these or use more devices'
     )
 
 
 def _memory_of_mesh(mesh: MeshConfig) -> int:
-    """Bytes of memory of the devices of a mesh, if other processes have as much as this one."""
-    devices = jax.devices()[: math.prod(dataclasses.astuple(mesh))]
-    local = [device for device in devices if device.process_index == jax.process_index()]
-    statistics = [device.memory_stats() for device in local]
-    available = sum(of_device['bytes_limit'] for of_device in statistics if of_device)
-    if not available:
-        # CPU devices report no limit and share the memory of the machine.
+    """Returns the bytes of memory of all devices of a mesh.
+
+    It assumes that the other processes of the job have as much memory as this one.
+    """
+    num_devices = math.prod(dataclasses.astuple(mesh))
+    devices = jax.devices()[:num_devices]
+    local_devices = [device for device in devices if device.process_index == jax.process_index()]
+    available = 0
+    for device in local_devices:
+        statistics = device.memory_stats()
+        if statistics:
+            available += statistics['bytes_limit']
+    if available == 0:
+        # CPU devices report no limit. They share the memory of the machine.
         available = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
-    return available * (len(devices) // len(local))
+    num_processes = len(devices) // len(local_devices)
+    return available * num_processes

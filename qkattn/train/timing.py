@@ -1,4 +1,4 @@
-"""Where the time of training goes: seconds of a run, and a profiler's trace of some steps."""
+"""The time of training: seconds of a run by part, and a profiler's trace of some steps."""
 
 import contextlib
 import logging
@@ -14,12 +14,11 @@ from qkattn.storage.files import below, make_directory
 
 T = TypeVar('T')
 
-# Seconds that are part of train_seconds: waits for batches, and writing of metrics. The rest are
-# steps.
+# Parts of train_seconds: waiting for batches, and writing metrics. The steps take the rest.
 PARTS = ('input_seconds', 'logging_seconds')
-# Dispatches of a start before a trace begins.
+# The number of dispatches that a start makes before the trace begins.
 SKIPPED = 2
-# Dispatches that are traced.
+# The number of dispatches that are traced.
 TRACED = 3
 
 log = logging.getLogger(__name__)
@@ -34,20 +33,22 @@ class Lap(NamedTuple):
 
 
 class Clock:
-    """Seconds of training and their PARTS, over all starts of a run; tokens per second of this one.
+    """Counts the seconds of training and their PARTS over all starts of a run.
 
-    The seconds go on from those of `record`, that of a checkpoint after `step` steps. They are 0
-    where it lacks them, as before the first step.
+    It also measures the tokens per second of this start, and how training goes between records.
     """
 
     def __init__(self, record: Mapping[str, Any], step: int = 0):
+        """Continues from the seconds in the `record` of a checkpoint after `step` steps.
+
+        The seconds are 0 if the record lacks them, as before the first step.
+        """
         names = ('train_seconds', *PARTS)
         self.seconds: dict[str, float] = {name: record.get(name, 0.0) for name in names}
         self.tokens_per_second: float | None = None
-        # Train seconds of earlier starts.
-        self._before = self.seconds['train_seconds']
-        # The time at which the training in progress began; None in a pause.
-        self._since: float | None = None
+        self._seconds_of_earlier_starts = self.seconds['train_seconds']
+        # When training began, or continued after a pause; None in a pause.
+        self._start_time: float | None = None
         # Tokens that were trained in this start.
         self._tokens = 0
         # At the last reading: steps, seconds of training, and seconds of waits for batches.
@@ -56,15 +57,16 @@ class Clock:
         self._lap_input_seconds = self.seconds['input_seconds']
 
     def start(self) -> None:
-        """Training begins, or goes on after a pause."""
-        self._since = time.perf_counter()
+        """Starts the clock, when training begins or continues after a pause."""
+        self._start_time = time.perf_counter()
 
     def pause(self, tokens: int) -> None:
-        """Training pauses; `tokens` were trained since `start`."""
+        """Stops the clock; `tokens` is the number of tokens trained since `start`."""
         self.seconds['train_seconds'] = self._train_seconds()
-        self._since = None
+        self._start_time = None
         self._tokens += tokens
-        self.tokens_per_second = self._tokens / (self.seconds['train_seconds'] - self._before)
+        seconds_of_start = self.seconds['train_seconds'] - self._seconds_of_earlier_starts
+        self.tokens_per_second = self._tokens / seconds_of_start
 
     def lap(self, step: int) -> Lap:
         """The speed since the last call, or since the start; `step` steps are done."""
@@ -82,13 +84,13 @@ class Clock:
 
     def _train_seconds(self) -> float:
         """Seconds of training, over all starts, those of the training in progress included."""
-        if self._since is None:
+        if self._start_time is None:
             return self.seconds['train_seconds']
-        return self.seconds['train_seconds'] + (time.perf_counter() - self._since)
+        return self.seconds['train_seconds'] + (time.perf_counter() - self._start_time)
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """A block whose time is one of PARTS."""
+        """Adds the time of a block to one of PARTS."""
         start = time.perf_counter()
         try:
             yield
@@ -96,7 +98,7 @@ class Clock:
             self.seconds[name] += time.perf_counter() - start
 
     def inputs(self, items: Iterator[T]) -> Iterator[T]:
-        """Yields `items`; waits for them are 'input_seconds'."""
+        """Yields `items`, and adds the time that they take to 'input_seconds'."""
         while True:
             with self.part('input_seconds'):
                 try:
@@ -107,21 +109,22 @@ class Clock:
 
 
 def trace_directory(profile: str) -> Path:
-    """Makes the directory of traces; RunDirectoryError where nothing can be written to it."""
+    """Makes the directory of traces; raises RunDirectoryError if it cannot be written to."""
     directory = make_directory(profile, name='profile')
-    below(directory, 'plugins', 'profile')  # where the profiler writes, which must be no link
+    # The profiler writes into plugins/profile. `below` raises if that is reached by a link.
+    below(directory, 'plugins', 'profile')
     return directory
 
 
 class Trace:
-    """A profiler's trace of the third to fifth dispatch of a start, in process 0.
+    """A profiler's trace of TRACED dispatches of a start, after SKIPPED ones, in process 0.
 
         with Trace(directory) as trace:
             for batch in batches:
                 trace.before_dispatch(state)
                 state = dispatch(state, batch)
 
-    Without a directory, None, nothing is traced.
+    If the directory is None, nothing is traced.
     """
 
     def __init__(self, directory: Path | None):
@@ -130,7 +133,11 @@ class Trace:
         self._is_tracing = False
 
     def before_dispatch(self, state: Any) -> None:
-        """Begins or ends the trace if it is time, when `state`, of earlier dispatches, is there."""
+        """Begins or ends the trace if this dispatch is the first one inside or after it.
+
+        It then waits for `state`, the result of the dispatches before, so that the trace has whole
+        dispatches.
+        """
         if self._directory is None:
             return
         if self._num_dispatches == SKIPPED:
@@ -153,7 +160,7 @@ class Trace:
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
-        """Ends a trace in progress; warns of a start that came to its end without one."""
+        """Ends a trace in progress; warns if a start ended without an error before its trace."""
         if self._is_tracing:
             self._end()
         has_begun = self._num_dispatches > SKIPPED

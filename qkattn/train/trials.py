@@ -27,19 +27,23 @@ from qkattn.train.step import on_targets
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """X trials on one split; NaN for trials that diverged."""
+    """The measurements of X trials on one split; NaN for trials that diverged."""
 
-    values: Mapping[str, np.ndarray | None]  # [X] by metric; None where it is not defined
-    metrics: Mapping[str, metrics.Metric]  # those measured
+    # The value of each metric, [X]; None if it is not defined for these data.
+    values: Mapping[str, np.ndarray | None]
+    # The metrics that were measured, by name.
+    metrics: Mapping[str, metrics.Metric]
     num_targets: int
     num_rows: int
-    nats_RX: np.ndarray  # the loss summed over each evaluated row
+    # The loss, summed over the targets of each row.
+    nats_RX: np.ndarray
+    # The number of targets of each row.
     targets_R: np.ndarray
 
 
 @dataclasses.dataclass
 class Stack:
-    """X trials on their mesh, in a `state` that changes, and the rows that they read."""
+    """The X trials of a run on their mesh: the changing `state`, and the rows that they read."""
 
     config: Config
     program: Program
@@ -47,7 +51,7 @@ class Stack:
     state: dict
 
     def batches(self) -> Generator[Batch]:
-        """The part of each batch that this process holds, from the next step to the last.
+        """Yields the part of each batch that this process holds, from the next step to the last.
 
         A thread reads ahead until the generator is closed.
         """
@@ -66,7 +70,7 @@ class Stack:
         )
 
     def place(self, batch: Batch) -> dict[str, jax.Array]:
-        """A batch of `batches` on the devices, with the parts of other processes."""
+        """Places a batch of `batches` on the devices, as part of the global batch."""
         return place_batch(self.config, self.program.mesh, batch)
 
     def train(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -76,22 +80,25 @@ class Stack:
 
     @property
     def step(self) -> int:
-        """The steps that are done."""
+        """The number of steps that are done."""
         return int(self.state['step'])
 
     @property
     def alive_X(self) -> np.ndarray:
-        """Whether each trial's losses and gradients were all finite."""
+        """Whether the losses and gradients of each trial have all been finite."""
         return fetch(self.state['trials']['alive'])
 
     def params(self, x: int) -> dict:
-        """One trial's parameters, on one device of each process."""
+        """Returns the parameters of trial x, on one device of each process."""
         return jax.tree.map(lambda a: jnp.asarray(fetch(a[x])), self.state['trials']['params'])
 
     def evaluate(
         self, split: str, should_stop: Callable[[], bool] = lambda: False
     ) -> Evaluation | None:
-        """Evaluates every trial; None if `should_stop`, called before every batch, was true."""
+        """Evaluates every trial on a split.
+
+        Calls `should_stop` before every batch, and returns None as soon as it returns True.
+        """
         batches = pipeline.eval_batches(
             self.rows,
             split,
@@ -108,7 +115,8 @@ class Stack:
         all_values = metrics.values(sums, self.rows.bytes_per_token(split), evaluated)
         for name, value_X in all_values.items():
             values[name] = None if value_X is None else one_or_nan_X * value_X
-        # Targets and rows are those of the first trial: all trials are evaluated on the same rows.
+
+        # All trials are evaluated on the same rows, so targets and rows are counted for the first.
         return Evaluation(
             values=values,
             metrics=evaluated,
@@ -119,17 +127,20 @@ class Stack:
         )
 
     def sums(self, read: Callable[..., Iterable[Batch]]) -> metrics.Sums:
-        """`row_sums` of the R rows that `read(batch_size=..., part=...)` reads, [R, X, ...]."""
+        """Computes `row_sums` of the R rows that `read` reads; returns arrays [R, X, ...].
+
+        `read(batch_size=..., part=...)` returns batches, as `pipeline.eval_batches` does.
+        """
         part = local_rows(self.config, self.program.mesh)
         return self._sums(read(batch_size=self.config.train.batch_size, part=part))
 
     def translate(self, x: int, tokenizer: Tokenizer, sources: Sequence[np.ndarray]) -> list[str]:
-        """Translations by trial x of sources, token ids without separators."""
+        """Translates sources (token ids without separators) with the model of trial x."""
         model = with_params(self.config.model, self.params(x))
         return translate_ids(model, tokenizer, sources, self.config.decode)
 
     def _measure(self, batch: Batch) -> dict[str, jax.Array]:
-        """`row_sums` of a batch for every trial, [X, B, ...]."""
+        """Computes `row_sums` of a batch for every trial; returns arrays [X, B, ...]."""
         mesh = self.program.mesh
         run = stack_program(self.config, self.program.lifting, mesh, row_sums)
         return run(self.state['trials']['params'], place_rows(self.config, mesh, batch))
@@ -137,15 +148,20 @@ class Stack:
     def _sums(
         self, batches: Iterable[Batch], should_stop: Callable[[], bool] = lambda: False
     ) -> metrics.Sums | None:
-        """`row_sums` of the R rows of all batches, [R, X, ...] in float64; None if stopped."""
+        """Computes `row_sums` of the R rows of all batches; returns arrays [R, X, ...] in float64.
+
+        Calls `should_stop` before every batch, and returns None as soon as it returns True.
+        """
         parts: list[dict] = []
         for batch in batches:
             if should_stop():
                 return None
             parts.append(self._measure(batch))
-            # At most two batches ahead of the devices, so that a stop request is seen early.
+            # The host runs at most one batch ahead of the devices, so that it notices a request to
+            # stop early.
             last_two = parts[-2:]
             jax.block_until_ready(last_two[0])
+
         sums = {}
         for name in parts[0]:
             sums_XR = np.concatenate([part[name] for part in parts], axis=1)
@@ -153,7 +169,7 @@ class Stack:
         return sums
 
     def _one_or_nan_X(self) -> np.ndarray:
-        """A factor that makes numbers of trials that diverged NaN."""
+        """Returns a factor for numbers of trials: NaN for trials that diverged, 1 for others."""
         return np.where(self.alive_X, 1.0, np.nan)
 
 
@@ -167,7 +183,7 @@ def row_sums(config: Config, params: dict, batch: dict) -> dict[str, jax.Array]:
 def per_target(
     evaluated: Mapping[str, metrics.Metric], logits_BTV: jax.Array, targets_BT: jax.Array
 ) -> dict[str, jax.Array]:
-    """The numbers of each target [B, T, ...] that metrics are made of, by metric."""
+    """Computes what each metric needs of each target; returns arrays [B, T, ...] by metric."""
     nats_BT = cross_entropy(logits_BTV, targets_BT)
     correct_BT = jnp.argmax(logits_BTV, -1) == targets_BT
     predictions = metrics.Predictions(logits_BTV, targets_BT, nats_BT, correct_BT)
@@ -179,19 +195,22 @@ def per_target(
 
 
 def check_metrics(config: Config) -> None:
-    """Raises ConfigError where `train.metrics` names what is no metric; nothing compiles.
+    """Raises ConfigError for a metric from outside the package that cannot be used.
 
-    Also where a task from outside declares a metric that has the name of another, or that a result
-    cannot describe.
+    A metric of `train.metrics` has to give arrays of the right shape. This is checked with abstract
+    arrays, without compiling. A metric that a task from outside declares must not have the name of
+    another metric, and a result has to be able to describe it.
     """
     evaluated = metrics.named(config.train.metrics)
     if config.data.task is not None:
         of_run = metrics.outside(evaluated).values()
-        described(metrics.with_outside([*of_run, *task_of(config).metrics]))
+        of_task = task_of(config).metrics
+        described(metrics.with_outside([*of_run, *of_task]))
     if not config.train.metrics:
         return
+
     texts = ', '.join(config.train.metrics)
-    # Sizes that differ, so that axes which are mixed up do not fit by chance.
+    # The sizes differ, so that mixed up axes cannot have the right size by chance.
     B, T, R, X = 2, 3, 5, 7
     logits_BTV = jax.ShapeDtypeStruct((B, T, config.model.vocab_size), jnp.float32)
     targets_BT = jax.ShapeDtypeStruct((B, T), jnp.int32)
@@ -200,6 +219,7 @@ def check_metrics(config: Config) -> None:
         texts,
         lambda: jax.eval_shape(functools.partial(per_target, evaluated), logits_BTV, targets_BT),
     )
+
     sums = {'weight': np.ones((R, X)), 'rows': np.ones((R, X))}
     for name, array in numbers.items():
         shape = getattr(array, 'shape', ())
@@ -210,6 +230,7 @@ def check_metrics(config: Config) -> None:
             )
         sums[name] = np.ones((R, X, *shape[2:]))
     described(evaluated)
+
     for name, metric in metrics.outside(evaluated).items():
         if metric.value is None:
             raise ConfigError(f'metric {name!r} must have per_target, value or both')

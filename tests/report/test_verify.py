@@ -178,7 +178,7 @@ def test_an_export_warns_of_settings_that_name_a_directory_of_the_machine(tmp_pa
     )
     report.export(study, tmp_path / 'kept')
     (record,) = caplog.records
-    assert 'kept/study.json names directories of this machine in command, as' in record.message
+    assert 'kept/study.json contains paths of this machine in command; they stay' in record.message
 
 
 def interrupted(path, content):

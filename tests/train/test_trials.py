@@ -217,7 +217,7 @@ def test_a_task_from_outside_measures_its_metric_when_training_ends(tiny, outsid
     config = tiny(data={'task': 'ahead:Ahead'})
     rows = rows_of(config)
     built = program.build(config)
-    stack = Stack(config, built, rows, built.init())
+    stack = Stack(config, built, rows, built.init(None))
     read = functools.partial(
         pipeline.eval_batches,
         LanguageRows(rows.dataset, rows.length),

@@ -1,7 +1,7 @@
-"""Sets of the tfds catalogue that are prepared, and sets of Hugging Face `datasets`.
+"""Corpora from prepared sets of the tfds catalogue, and from sets of Hugging Face `datasets`.
 
-A document is an example; a set without a validation split has one carved. Examples of Hugging Face
-sets whose text is missing or empty are left out.
+A document is an example of the set. If a set has no validation split, one is carved from its train
+split. Examples of Hugging Face sets whose text is missing or empty are left out.
 """
 
 import re
@@ -17,8 +17,10 @@ from qkattn.data.cache import NotPrepared, data_root, require_preparing
 from qkattn.data.corpora.corpus import Corpus, parse_languages, readable
 from qkattn.errors import ConfigError
 
-READ_TOGETHER = 128  # one by one takes four times as long, but an example may be a book
-# Names without an owner by which the library loads files of a format.
+# How many examples of a tfds set are read together. One by one takes four times as long. More would
+# take much memory, because an example may be a book.
+READ_TOGETHER = 128
+# Names without an owner by which the Hugging Face library loads local files of a format.
 # fmt: off
 LOADERS = (
     'arrow', 'audiofolder', 'cache', 'conll', 'csv', 'eval', 'fasta', 'fastq', 'genbank',
@@ -27,12 +29,15 @@ LOADERS = (
     'tsfile', 'videofolder', 'vortex', 'webdataset', 'xml',
 )
 # fmt: on
-# Names under which sets have the splits of a corpus.
+# The names that sets have for the splits of a corpus.
 SPLIT_NAMES = {'train': ['train'], 'validation': ['validation', 'dev', 'valid'], 'test': ['test']}
 
 
 def tfds_set(config: DataConfig) -> Corpus:
-    """The corpus 'tfds:NAME' or 'tfds:NAME/CONFIG': the newest version under `config.data_dir`."""
+    """Opens the corpus 'tfds:NAME' or 'tfds:NAME/CONFIG'.
+
+    It is the newest version below the data directory. Raises NotPrepared if there is none.
+    """
     (name,) = _matched(config, r'tfds:([^\W\d]\w*(?:/[\w.+-]+)?)')
     root = data_root(config.data_dir)
     version = tfds.core.Version
@@ -49,6 +54,7 @@ def tfds_set(config: DataConfig) -> Corpus:
     builder = tfds.builder_from_directory(directory)
 
     def examples(split: str, columns: list[str]) -> Iterator[Any]:
+        """The examples of a split, with all their columns."""
         advice = 'delete it and prepare it again as array_record'
         with readable(str(directory), advice, NotImplementedError, RuntimeError):
             source = builder.as_data_source(split)
@@ -67,7 +73,10 @@ def tfds_set(config: DataConfig) -> Corpus:
 
 
 def hugging_face(config: DataConfig) -> Corpus:
-    """The corpus 'hf:OWNER/NAME' or 'hf:OWNER/NAME/CONFIG', from the library's cache ($HF_HOME)."""
+    """Opens the corpus 'hf:OWNER/NAME' or 'hf:OWNER/NAME/CONFIG'.
+
+    The library reads it from its cache ($HF_HOME), or downloads it.
+    """
     name, set_config = _matched(config, r'hf:([\w.-]+(?:/[\w.-]+)?)(?:/([\w.-]+))?')
     _require_published(config.name, name)
     library = load_extra('datasets', 'datasets')
@@ -77,15 +86,19 @@ def hugging_face(config: DataConfig) -> Corpus:
             sets = library.load_dataset(name)
         else:
             sets = library.load_dataset(name, set_config)
-    first_set = next(iter(sets.values()))  # all splits have the same features and revision
-    # The directory of a published set is named by its revision.
-    revision = Path(first_set.cache_files[0]['filename']).parent.name
+    # All splits have the same features and revision, so the first one stands for all.
+    first_set = list(sets.values())[0]
+    # The library names the directory of a published set by its revision.
+    first_file = Path(first_set.cache_files[0]['filename'])
+    revision = first_file.parent.name
+
     texts = []
     translations = {}
     for feature_name, feature in first_set.features.items():
         if getattr(feature, 'dtype', None) in ('string', 'large_string'):
             texts.append(feature_name)
-        # Older versions of the library have a feature `Translation` for what is a mapping.
+        # A translation is a mapping from languages to texts. In older versions of the library it
+        # is a feature `Translation` with the attribute `languages`.
         languages = getattr(feature, 'languages', feature)
         if isinstance(languages, Mapping | list | tuple):
             translations[feature_name] = list(languages)
@@ -98,7 +111,10 @@ def hugging_face(config: DataConfig) -> Corpus:
 
 
 def _require_published(field: str, name: str) -> None:
-    """Raises ConfigError for a name that the library looks for in the working directory."""
+    """Raises ConfigError for a name that the library would read from the working directory.
+
+    `field` is the value of data.name, `name` the part of it that the library gets.
+    """
     remedy = (
         "give a set of the Hub, 'hf:OWNER/NAME', or text of your own with data.name='text' and "
         'data.path'
@@ -115,7 +131,7 @@ def _require_published(field: str, name: str) -> None:
 
 
 def _matched(config: DataConfig, pattern: str) -> tuple[Any, ...]:
-    """The groups of a pattern that data.name has to match; ConfigError where it does not."""
+    """Matches data.name with a pattern and returns the groups; ConfigError if it does not match."""
     match = re.fullmatch(pattern, config.name)
     if match is None:
         raise ConfigError(
@@ -133,21 +149,22 @@ def _corpus(
     translations: Mapping[str, list[str]],
     examples: Callable[[str, list[str]], Iterator[Any]],
 ) -> Corpus:
-    """The corpus of the one text, or the one translation, that the settings name.
+    """Makes a corpus of the text, or the translation, of a set that the settings name.
 
     Args:
-      config: the settings; `feature` and `languages` choose among the features.
-      version: of the set.
-      available: its splits.
-      texts: its features that are text.
-      translations: the languages of each feature that holds sentences by language.
-      examples: reads the examples of a split, with the named features at least.
+      config: the settings; `feature` and `languages` choose among the features of the set.
+      version: the version of the set.
+      available: the splits of the set.
+      texts: the names of its features that are text.
+      translations: the languages of each of its features that holds sentences by language.
+      examples: reads the examples of a split. The second argument names the features to read;
+        there may be others.
     """
     languages: tuple[str, ...] = ()
     if config.languages:
         languages = parse_languages(config)
     columns = _columns(config, languages, texts, translations)
-    # Under which of its names the set has each split of a corpus.
+    # The name that the set has for each split of a corpus.
     name_of_split = {}
     for split, names in SPLIT_NAMES.items():
         present = [name for name in names if name in available]
@@ -155,19 +172,22 @@ def _corpus(
             name_of_split[split] = present[0]
 
     def read(split: str, language: str | None) -> Iterator[bytes]:
-        """The texts of a split, of a translation those in `language`."""
+        """Yields the texts of a split; if it is a translation, those in `language`."""
         has_feature_per_language = columns == languages
+        side = languages.index(language) if language else 0
         for example in examples(name_of_split[split], list(columns)):
             if not languages:
                 sentences = [example[columns[0]]]
             else:
                 by_language = example if has_feature_per_language else example[columns[0]]
-                sentences = [(by_language or {}).get(side) for side in languages]
-            # Pairs of which a side is missing are left out. Only strings: tfds has bytes, which may
-            # be empty.
+                by_language = by_language or {}
+                sentences = [by_language.get(code) for code in languages]
+
+            # Examples in which a text is missing or empty are left out. Empty texts of tfds, which
+            # are bytes, stay.
             if None in sentences or '' in sentences:
                 continue
-            text = sentences[languages.index(language) if language else 0]
+            text = sentences[side]
             yield text.encode() if isinstance(text, str) else text
 
     name = '-'.join((config.name, *(languages or columns)))
@@ -186,15 +206,18 @@ def _columns(
     texts: list[str],
     translations: Mapping[str, list[str]],
 ) -> tuple[str, ...]:
-    """The features that hold the text: one, or a text for each language.
+    """Returns the names of the features that hold the text.
 
-    Arguments are those of `_corpus`. ConfigError unless the settings fit exactly one choice.
+    This is one feature, or one feature for each language. The arguments are those of `_corpus`.
+    Raises ConfigError unless the settings fit exactly one choice.
     """
-    choices: list[tuple[str, ...]] = [(name,) for name in texts]
-    if languages:
-        choices = []
-        for name, known in translations.items():
-            if set(languages) <= set(known):
+    # Features that fit: a text, a translation, or a text for each language.
+    choices: list[tuple[str, ...]] = []
+    if not languages:
+        choices = [(name,) for name in texts]
+    else:
+        for name, languages_of_feature in translations.items():
+            if set(languages) <= set(languages_of_feature):
                 choices.append((name,))
     if config.feature is not None:
         choices = [columns for columns in choices if columns == (config.feature,)]
@@ -202,7 +225,10 @@ def _columns(
         choices = [languages]
     if len(choices) == 1:
         return choices[0]
-    described = [f'{name} ({", ".join(sorted(known))})' for name, known in translations.items()]
+
+    described = []
+    for name, languages_of_feature in translations.items():
+        described.append(f'{name} ({", ".join(sorted(languages_of_feature))})')
     raise ConfigError(
         f'data.feature={config.feature!r} and data.languages={config.languages!r} do not name '
         f'one text of {config.name}; its texts are {", ".join(sorted(texts)) or "none"}, its '

@@ -1,8 +1,9 @@
-"""Translation pairs from Unicode's locale data (CLDR): no download, in any two of its languages.
+"""The corpus `cldr`: translation pairs in any two languages of Unicode's locale data (CLDR).
 
-Babel formats the same date, interval, delay, amount, measure, name or list in both languages, so
-each source has one correct translation: a test bed, not a benchmark of machine translation. Texts
-depend on Babel's version, which is therefore part of the corpus version.
+It needs no download. Babel formats the same date, interval, duration, amount, measure, name or list
+in both languages, so each source has one correct translation. This makes a test bed, but not a
+benchmark of machine translation. The texts depend on the version of Babel, so the version of the
+corpus names it.
 """
 
 import datetime
@@ -20,13 +21,16 @@ from qkattn.config import DataConfig
 from qkattn.data.corpora.corpus import SPLITS, Corpus, hash64, parse_languages, readable, split_of
 
 VERSION = f'babel{babel.__version__}-1.0.0'
-MAX_BYTES = 120  # longer texts, fewer than 1 %, are left out
+# Longer texts, which are fewer than 1 %, are left out.
+MAX_BYTES = 120
 
-Phrase = Callable[..., str]  # phrase(locale=...) formats one value in its language
-Pair = tuple[Locale, Locale]  # of the source and of the target
+# phrase(locale=...) formats one value in the language of the locale.
+Phrase = Callable[..., str]
+# The locales of the source and of the target.
+Pair = tuple[Locale, Locale]
 
-# Forms of dates and times, which CLDR calls widths and skeletons ('yMMMd' is 'Jan 30, 1926').
-# Without weeks of the year, which start on different days, and time zones.
+# Forms of dates and times, which CLDR calls widths and skeletons: 'yMMMd' is 'Jan 30, 1926'. Those
+# with time zones are left out, and those with weeks of the year, which begin on different days.
 WIDTHS = ('full', 'long', 'medium', 'short')
 # fmt: off
 SKELETONS = (
@@ -38,9 +42,10 @@ TIME_WIDTHS = ('full', 'medium', 'short')
 TIME_SKELETONS = ('EHm', 'EBhm', 'Ehm', 'Bhm', 'Bh', 'h')
 INTERVALS = ('yMMMEd', 'yMMMd', 'yMMMM', 'yMEd', 'MMMEd', 'MMMd', 'MEd')
 TIME_INTERVALS = ('Hm', 'hm', 'h', 'H')
-DAY = 24 * 60 * 60  # seconds
-# From the second to the year: a unit in seconds, and the largest amount of it that is not written
-# in the next larger unit.
+# Seconds of a day.
+DAY = 24 * 60 * 60
+# Units from the second to the year: the seconds of each unit, and the largest amount of it that is
+# not written in the next larger unit.
 UNITS = (
     (1, 50),
     (60, 50),
@@ -50,32 +55,37 @@ UNITS = (
     (30.5 * DAY, 10),
     (365.25 * DAY, 99),
 )
-# Units of time that measures of these kinds are divided by, as in 'miles per hour'.
+# Units of time by which measures are divided, as in 'miles per hour'.
 RATES = ('duration-second', 'duration-minute', 'duration-hour', 'duration-day', 'duration-week')
+# The kinds of measures that are divided by them.
 RATED = ('length', 'volume', 'mass', 'energy', 'digital')
 
 
 def _shared(pair: Pair, field: str, among: Sequence[str] = ()) -> list[str]:
-    """Keys of a field of the locale data that both languages have.
+    """Returns the keys of a field of the locale data that both languages have.
 
-    Those `among`, in their order, or all, sorted. For example 'currencies' gives 'AED', 'AFN', ...
+    For example, 'currencies' gives 'AED', 'AFN' and so on. If `among` lists some keys, only these
+    are returned, in their order. Otherwise all are returned, sorted.
     """
     source, target = pair
-    shared = set(getattr(source, field)) & set(getattr(target, field)) - {None, ''}
+    source_keys = set(getattr(source, field))
+    target_keys = set(getattr(target, field))
+    shared = source_keys & target_keys - {None, ''}
     if not among:
         return sorted(shared)
     return [key for key in among if key in shared]
 
 
 def _moment(rng: Random) -> datetime.datetime:
-    """A random second of the 200 years from 1900 on."""
+    """Draws a random second of the 200 years from 1900 on."""
     days = rng.randrange(200 * 365)
     seconds = rng.randrange(DAY)
     return datetime.datetime(1900, 1, 1) + datetime.timedelta(days=days, seconds=seconds)
 
 
-# Every value is formatted in every form, one form after another: where two forms read alike in the
-# source, the first gives the translation of all values, so that there is a rule to learn.
+# Two forms of a value may read alike in the source, but not in the target. `pairs` keeps the first
+# one only. All forms of a value follow in the same order, so that the same form is kept for all
+# values, and there is a rule to learn.
 def _moments(
     count: int,
     formatted: Callable[..., str],
@@ -84,7 +94,10 @@ def _moments(
     rng: Random,
     pair: Pair,
 ) -> Iterator[Phrase]:
-    """Dates or times: `count` moments in all forms; `formatted` writes one in a width."""
+    """Yields `count` random dates or times in all forms.
+
+    `formatted` is the function of Babel that formats a moment in one of the `widths`.
+    """
     shared_skeletons = _shared(pair, 'datetime_skeletons', skeletons)
     for _ in range(count):
         moment = _moment(rng)
@@ -95,15 +108,18 @@ def _moments(
 
 
 def _intervals(rng: Random, pair: Pair) -> Iterator[Phrase]:
-    """Intervals of days, such as 'Jan 3 – 10, 1926', and of hours of one day."""
+    """Yields intervals of days, such as 'Jan 3 – 10, 1926', and of hours of one day."""
     skeletons = _shared(pair, 'interval_formats', INTERVALS)
     time_skeletons = _shared(pair, 'interval_formats', TIME_INTERVALS)
     for number in range(900):
         start = _moment(rng)
+
+        # In turn, an interval within a week, two months, or two years.
         most_days = (6, 60, 600)[number % 3]
         end = start + datetime.timedelta(days=rng.randrange(1, most_days))
         for skeleton in skeletons:
             yield partial(dates.format_interval, start.date(), end.date(), skeleton)
+
         end = start + datetime.timedelta(minutes=rng.randrange(60, 480))
         if end.date() == start.date():
             for skeleton in time_skeletons:
@@ -111,7 +127,7 @@ def _intervals(rng: Random, pair: Pair) -> Iterator[Phrase]:
 
 
 def _deltas(rng: Random, pair: Pair) -> Iterator[Phrase]:
-    """Durations, such as '3 weeks', and with a direction, such as 'in 3 weeks' or '3 weeks ago'."""
+    """Yields durations such as '3 weeks', and with a direction, 'in 3 weeks' or '3 weeks ago'."""
     for seconds, largest_amount in UNITS:
         for amount in range(1, largest_amount + 1):
             delta = datetime.timedelta(seconds=amount * seconds)
@@ -122,7 +138,7 @@ def _deltas(rng: Random, pair: Pair) -> Iterator[Phrase]:
 
 
 def _amounts(rng: Random, pair: Pair) -> Iterator[Phrase]:
-    """Amounts of every currency, in words ('12 euros') and in figures ('€12.34')."""
+    """Yields amounts of every currency, in words ('12 euros') and in figures ('€12.34')."""
     in_words = partial(numbers.format_currency, format_type='name', currency_digits=False)
     for currency in _shared(pair, 'currencies'):
         yield partial(in_words, 1, currency)
@@ -135,7 +151,7 @@ def _amounts(rng: Random, pair: Pair) -> Iterator[Phrase]:
 
 
 def _numbers(rng: Random, pair: Pair) -> Iterator[Phrase]:
-    """Random numbers with two decimals, percentages, and numbers in short, such as '1.2M'."""
+    """Yields random numbers with two decimals, percentages, and short forms such as '1.2M'."""
     compact: Any = partial(numbers.format_compact_decimal, fraction_digits=1)
     widths = _shared(pair, 'compact_decimal_formats')
     for _ in range(700):
@@ -148,7 +164,7 @@ def _numbers(rng: Random, pair: Pair) -> Iterator[Phrase]:
 
 
 def _measure(rng: Random, unit: str) -> Phrase:
-    """A random number of a unit: small, large or with a decimal."""
+    """Returns a random measure in a unit: a small or large number, or one with a decimal."""
     small = rng.randrange(1, 100)
     large = rng.randrange(1, 10**5)
     decimal = rng.randrange(99) / 10
@@ -157,10 +173,12 @@ def _measure(rng: Random, unit: str) -> Phrase:
 
 
 def _units(rng: Random, pair: Pair) -> Iterator[Phrase]:
-    """Measures in every unit, one of them of 1, and of some kinds per unit of time."""
+    """Yields measures in every unit, and, for the RATED kinds, measures per unit of time."""
     for unit in _shared(pair, 'unit_display_names'):
+        # The first measure is of 1, because languages have a singular.
+        singular = partial(units.format_unit, 1, unit)
         for number in range(24):
-            phrase = partial(units.format_unit, 1, unit) if number == 0 else _measure(rng, unit)
+            phrase = singular if number == 0 else _measure(rng, unit)
             yield partial(phrase, length='long')
             if number < 8:
                 yield partial(phrase, length='short')
@@ -172,7 +190,7 @@ def _units(rng: Random, pair: Pair) -> Iterator[Phrase]:
 
 
 def _names(rng: Random, pair: Pair) -> Iterator[Phrase]:
-    """Names of countries, languages, currencies and scripts, of locales and of time zones."""
+    """Yields names of countries, languages, currencies, scripts, locales and time zones."""
     for field in ('territories', 'languages', 'currencies', 'scripts', 'variants'):
         for key in _shared(pair, field):
             yield partial(_name, field, key)
@@ -196,17 +214,19 @@ def _list(items: Sequence[Phrase], style: Any, locale: Locale) -> str:
 
 
 def _lists(rng: Random, pair: Pair) -> Iterator[Phrase]:
-    """Lists of two to four random names of a kind, joined by 'and' or 'or', and of measures."""
+    """Yields lists joined by 'and' or 'or': of two to four names of a kind, and of measures."""
     styles = _shared(pair, 'list_patterns', ('standard', 'or'))
+    # Short lists are more frequent than long ones.
     for field, count in (('territories', 2600), ('languages', 2600), ('currencies', 1000)):
         keys = _shared(pair, field)
-        if len(keys) < 4:  # a few languages name next to nothing
+        if len(keys) < 4:  # the locale data of some languages have hardly any names
             continue
         for _ in range(count):
             sample = rng.sample(keys, rng.choice((2, 2, 3, 3, 4)))
             items = [partial(_name, field, key) for key in sample]
             for style in styles:
                 yield partial(_list, items, style)
+
     keys = _shared(pair, 'unit_display_names')
     for _ in range(2500):
         sample = rng.sample(keys, rng.choice((2, 2, 3)))
@@ -228,7 +248,10 @@ CATEGORIES: dict[str, Callable[[Random, Pair], Iterator[Phrase]]] = {
 
 
 def pairs(source_language: str, target_language: str) -> Iterator[tuple[str, str, str]]:
-    """Category, source text and target text; every source text once, none equal to its target."""
+    """Yields all pairs of two languages as (category, source text, target text).
+
+    Each source text occurs once. Pairs of equal texts, and of long ones, are left out.
+    """
     source_locale = Locale.parse(source_language)
     target_locale = Locale.parse(target_language)
 
@@ -241,19 +264,23 @@ def pairs(source_language: str, target_language: str) -> Iterator[tuple[str, str
         for phrase in phrases(Random(f'cldr {category}'), (source_locale, target_locale)):
             source = text(phrase, source_locale)
             target = text(phrase, target_locale)
-            if not source or not target or source == target or source in seen:
+            if not source or not target or source == target:
+                continue
+            if source in seen:
                 continue
             seen.add(source)
-            if max(len(source.encode()), len(target.encode())) <= MAX_BYTES:
+            longest = max(len(source.encode()), len(target.encode()))
+            if longest <= MAX_BYTES:
                 yield category, source, target
 
 
-# Each side is read for the vocabulary and again for its tokens.
+# The cache serves the readers of a corpus, which read each side for the vocabulary and for tokens.
 @functools.lru_cache(maxsize=1)
 def _ordered(languages: tuple[str, str]) -> list[tuple[str, int, str, str]]:
-    """Rows (split, hash of the source, source, target), sorted, which mixes the categories.
+    """Returns all pairs as rows (split, hash of the source, source, target), sorted.
 
-    The splits of about 90/5/5 follow from the source text.
+    Sorting by the hash mixes the categories. The split of a pair also follows from its source;
+    train has about 90 %, validation and test have about 5 % each.
     """
     rows = []
     for _, source, target in pairs(*languages):
@@ -263,11 +290,14 @@ def _ordered(languages: tuple[str, str]) -> list[tuple[str, int, str, str]]:
 
 
 def corpus(config: DataConfig) -> Corpus:
-    """The corpus of a pair of languages that Babel knows; composed when it is read."""
+    """Opens the corpus of a pair of languages that Babel knows.
+
+    The texts are composed when they are read.
+    """
     field = f'data.languages={config.languages!r}'
     advice = "name two of Babel's locales, such as en, de, fr, pt_BR or zh_Hans"
     with readable(field, advice, ValueError, UnknownLocaleError):
-        # In Babel's own spelling, so that a language has one name.
+        # Codes get Babel's own spelling, so that each language has one name.
         languages = parse_languages(config, lambda code: str(Locale.parse(code)))
 
     def documents(language: str | None) -> dict[str, list[bytes]]:

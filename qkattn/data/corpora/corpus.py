@@ -1,4 +1,4 @@
-"""A dataset before it is tokenized: its texts, and splits that are carved from its train split."""
+"""A dataset before it is tokenized: its texts and splits. Missing splits are carved from train."""
 
 import contextlib
 import dataclasses
@@ -15,34 +15,44 @@ from qkattn.config import DataConfig
 from qkattn.errors import ConfigError
 
 SPLITS = ('train', 'validation', 'test')
-# Fraction of the documents of train that a carved split takes, or of the bytes of each if few.
+# The fraction of the documents of train that a carved split takes. If there are few documents, it
+# is the fraction of the bytes of each.
 CARVED_FRACTION = 0.1
-CARVING = 2  # changes whenever the same documents would be carved differently
-# No document is more than a twentieth of the bytes of an evaluation split; splits of fewer
-# documents, where that is impossible, are left whole.
+# Changes whenever the same documents would be carved differently.
+CARVING = 2
+# No document has more than 1 / SHARES of the bytes of an evaluation split. With fewer documents
+# than SHARES, this is impossible, and the documents are left whole.
 SHARES = 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Texts of a dataset, not tokenized."""
+    """The texts of a dataset, not tokenized."""
 
-    name: str  # part of cache paths and of every result, e.g. 'multi30k-en-de'
-    version: str  # changes whenever the text can
-    languages: tuple[str, ...] = ()  # () for text; source and target for parallel text
-    splits: tuple[str, ...]  # 'train', and 'validation' and 'test' where there are any
-    # `documents(language)` maps each split to its UTF-8 texts in a fixed order, document i of one
-    # language translating document i of the other; None for text. Prepares the dataset if need be.
+    # Part of cache paths and of every result, as in 'multi30k-en-de'.
+    name: str
+    # Changes whenever the text may change.
+    version: str
+    # The source and the target language of parallel text; () for other text.
+    languages: tuple[str, ...] = ()
+    # 'train', and 'validation' and 'test' if the dataset has them.
+    splits: tuple[str, ...]
+    # `documents(language)` maps each split to its UTF-8 texts, in a fixed order; the language is
+    # None for text that is not parallel. Document i of one language is a translation of document i
+    # of the other. The call prepares the dataset if necessary.
     documents: Callable[[str | None], Mapping[str, Iterable[bytes]]]
-    # `names(split)` names the split's documents, in their order; None where they have none.
+    # `names(split)` returns the names of a split's documents, in order. None if they have no names.
     names: Callable[[str], list[str]] | None = None
-    # The splits that were carved from train, and which fraction of it each is.
+    # The splits that were carved from train, and the fraction of train that each of them is.
     carved: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 @contextlib.contextmanager
 def readable(name: str, advice: str, *errors: type[Exception]) -> Iterator[None]:
-    """Raises a ConfigError in place of an OSError, or one of `errors`, while `name` is read."""
+    """Turns an OSError, or one of `errors`, inside of a block into a ConfigError.
+
+    The message says that `name` cannot be read, why, and ends with `advice`.
+    """
     try:
         yield
     except ConfigError:
@@ -54,12 +64,16 @@ def readable(name: str, advice: str, *errors: type[Exception]) -> Iterator[None]
 
 
 def hash64(key: bytes) -> int:
-    """The first 64 bits of the sha256, a whole number."""
+    """Returns the first 64 bits of the sha256 of a key, as a whole number."""
     return int.from_bytes(hashlib.sha256(key).digest()[:8])
 
 
 def split_of(key: str, train: int, validation: int) -> str:
-    """The split of a document by the hash of its key; `train` and `validation` are percentages."""
+    """Returns the split of a document, which follows from the hash of its key.
+
+    `train` and `validation` are percentages; test is the rest.
+    """
+    # The hash is uniform in [0, 2**64), so this is uniform in 0 .. 99.
     percent = hash64(key.encode()) * 100 >> 64
     if percent < train:
         return 'train'
@@ -69,13 +83,18 @@ def split_of(key: str, train: int, validation: int) -> str:
 
 
 def carved(corpus: Corpus, test: bool) -> Corpus:
-    """The corpus with a validation split, and with a test split if `test` or if it had neither.
+    """Returns a corpus with the missing validation and test splits carved from its train split.
 
-    A tenth of the documents of train with the smallest sha256 is the test split, the next tenth the
-    validation split. The hash is of a document's text, for parallel text of the language that comes
-    first in the alphabet; the order of the documents does not matter. Of fewer than 20 documents
-    each is cut at the ends of the lines that reach 80 % and 90 % of its bytes.
-    ConfigError without a train split and, while documents are read, as `cut_at_lines`.
+    A missing validation split is always carved. A missing test split is carved if `test` is set, or
+    if validation is missing as well.
+
+    The tenth of the train documents with the smallest sha256 is the test split, the next tenth the
+    validation split. The order of the documents does not matter. For parallel text, the hash is
+    that of the text in the language that comes first in the alphabet. With fewer than SHARES
+    documents, each document is cut instead, at the ends of the lines that reach 80 % and 90 % of
+    its bytes.
+
+    Raises ConfigError if there is no train split and, while documents are read, as `cut_at_lines`.
     """
     if 'train' not in corpus.splits:
         splits = ', '.join(corpus.splits) or 'none'
@@ -86,12 +105,13 @@ def carved(corpus: Corpus, test: bool) -> Corpus:
 
     @functools.cache  # train may be large
     def split_of_document() -> np.ndarray | None:
-        """The split of each document of train; None where each document is cut."""
-        texts = corpus.documents(min(corpus.languages, default=None))['train']
+        """The split of each document of train; None if every document is cut."""
+        language = min(corpus.languages, default=None)
+        texts = corpus.documents(language)['train']
         hashes = np.fromiter(map(hash64, texts), np.uint64)
         if len(hashes) < SHARES:
             return None
-        # Equal documents have one rank, so that none is in two splits.
+        # Equal documents have equal ranks, so they are in the same split.
         ranks = np.searchsorted(np.sort(hashes), hashes) / len(hashes)
         splits = np.full(len(hashes), 'train', dtype='U10')
         if 'validation' in missing:
@@ -101,21 +121,23 @@ def carved(corpus: Corpus, test: bool) -> Corpus:
         return splits
 
     def documents(language: str | None) -> dict[str, Iterable[bytes]]:
+        """The documents by split, with those of train divided among train and missing splits."""
         texts = dict(corpus.documents(language))
         assigned = split_of_document()
         for part, split in enumerate(('train', *missing)):
-            # Read again for each split, so that none has to fit into memory.
+            # Train is read again for each split, so that no split has to fit into memory.
             train = corpus.documents(language)['train']
             if assigned is not None:
                 texts[split] = itertools.compress(train, assigned == split)
                 continue
-            # One missing split is the last tenth of each document.
+            # If only one split is missing, it is the last tenth of each document.
             percents = (80, 90) if len(missing) == 2 else (90,)
             cuts = (cut_at_lines(text, percents, corpus.name) for text in train)
             texts[split] = map(operator.itemgetter(part), cuts)
         return texts
 
     def names(split: str) -> list[str]:
+        """The names of a split's documents. Documents that are cut keep their name in each part."""
         if split not in ('train', *missing):
             return corpus.names(split)
         train = corpus.names('train')
@@ -124,10 +146,11 @@ def carved(corpus: Corpus, test: bool) -> Corpus:
             return train
         return list(itertools.compress(train, assigned == split))
 
+    all_splits = {*corpus.splits, *missing}
     return dataclasses.replace(
         corpus,
         version='-'.join((corpus.version, f'carved{CARVING}', *missing)),
-        splits=tuple(split for split in SPLITS if split in (*corpus.splits, *missing)),
+        splits=tuple(split for split in SPLITS if split in all_splits),
         documents=documents,
         names=names if corpus.names else None,
         carved=dict.fromkeys(missing, CARVED_FRACTION),
@@ -135,7 +158,7 @@ def carved(corpus: Corpus, test: bool) -> Corpus:
 
 
 def capped(corpus: Corpus) -> Corpus:
-    """The corpus with its evaluation documents cut to at most 1 / SHARES of their split."""
+    """Returns a corpus whose evaluation documents are cut to at most 1 / SHARES of their split."""
 
     def cut(texts: Iterable[bytes], size: int) -> Iterator[bytes]:
         for text in texts:
@@ -145,8 +168,9 @@ def capped(corpus: Corpus) -> Corpus:
             yield text
 
     def documents(language: str | None) -> dict[str, Iterable[bytes]]:
+        """The documents by split, with those of validation and test cut."""
         texts = dict(corpus.documents(language))
-        # Read twice, so that no split has to fit into memory.
+        # The texts are read twice, so that no split has to fit into memory.
         texts_to_measure = corpus.documents(language)
         for split in corpus.splits[1:]:
             size = largest_size([len(text) for text in texts_to_measure[split]])
@@ -158,26 +182,31 @@ def capped(corpus: Corpus) -> Corpus:
 
 
 def largest_size(sizes: Sequence[int]) -> int | None:
-    """The size c to cut documents of these sizes to, so that none is more than a twentieth of all.
+    """Returns the size to which documents have to be cut, so that none is too large a share.
 
-    It solves SHARES * c = sum_i min(sizes[i], c). None where nothing has to be cut, and for
-    fewer than SHARES documents with text, which cannot be so small.
+    If documents of these sizes are cut to at most c bytes, none has more than 1 / SHARES of all
+    bytes. c solves SHARES * c = sum_i min(sizes[i], c). Returns None if nothing has to be cut, or
+    if fewer than SHARES documents have text, for which there is no solution.
     """
-    longest_first = sorted(filter(None, sizes), reverse=True)
+    nonempty_sizes = [size for size in sizes if size > 0]
+    longest_first = sorted(nonempty_sizes, reverse=True)
+    # The bytes of the documents that are not cut.
     uncut_bytes = sum(longest_first)
     for num_cut, size in enumerate(longest_first[:SHARES]):
         # With the `num_cut` longest documents cut to c and all others whole, the equation is
         # (SHARES - num_cut) * c = uncut_bytes.
         if size * (SHARES - num_cut) <= uncut_bytes:
-            return uncut_bytes // (SHARES - num_cut) if num_cut else None
+            if num_cut == 0:
+                return None
+            return uncut_bytes // (SHARES - num_cut)
         uncut_bytes -= size
     return None
 
 
 def cut_at_lines(text: bytes, percents: Sequence[int], name: str) -> list[bytes]:
-    """The text cut at the ends of the lines that reach these percentages of its bytes.
+    """Cuts a text at the ends of the lines that reach these percentages of its bytes.
 
-    ConfigError where a part would be empty; `name` is that of the corpus.
+    Raises ConfigError, with the `name` of the corpus, if a part would be empty.
     """
     bounds = [0]
     for percent in percents:
@@ -195,9 +224,10 @@ def cut_at_lines(text: bytes, percents: Sequence[int], name: str) -> list[bytes]
 
 
 def parse_languages(config: DataConfig, spelled: Callable[[str], str] = str) -> tuple[str, str]:
-    """Source and target of `config.languages`: ('en', 'de') for 'en-de'.
+    """Returns the source and the target of `config.languages`: ('en', 'de') for 'en-de'.
 
-    `spelled` gives the usual spelling of a code. ConfigError unless they are two languages.
+    `spelled` returns the usual spelling of a language code. Raises ConfigError unless there are two
+    different languages.
     """
     if re.fullmatch(r'\w+-\w+', config.languages or '', re.ASCII):
         source, target = [spelled(code) for code in config.languages.split('-')]

@@ -22,7 +22,7 @@ class Source(NamedTuple):
 
 
 def _tokens(config: DataConfig) -> Corpus:
-    """Raises ConfigError: `load` opens tokens, which have no text."""
+    """Raises ConfigError, because tokens have no text; `load` opens them without a corpus."""
     raise ConfigError("data.name='tokens' is already tokenized; name the text")
 
 
@@ -59,9 +59,10 @@ def in_catalogue(name: str) -> bool:
 
 
 def check(config: DataConfig, others: Iterable[str] = ()) -> Source:
-    """The source that `config` names; ConfigError for a setting it lacks or does not take.
+    """Returns the source that `config` names, after checking the settings that it takes.
 
-    `others` are names of other data, for the message on an unknown name.
+    Raises ConfigError if the name is unknown, a required setting is missing, or a setting has no
+    effect. `others` are further valid names, which the message on an unknown name lists.
     """
     if in_catalogue(config.name):
         catalogue, _, _ = config.name.partition(':')
@@ -91,7 +92,8 @@ def check(config: DataConfig, others: Iterable[str] = ()) -> Source:
 def refuse_unused(config: DataConfig, fields: Iterable[str], target: str | None = None) -> None:
     """Raises ConfigError for a field that is set but has no effect on `target`, e.g. 'a decoder'.
 
-    It would still stand in the record of a run. By default the target is the dataset.
+    Without the error, the record of a run would show the setting as if it had an effect. By default
+    the target is the dataset.
     """
     if target is None:
         target = f'data.name={config.name!r}'
@@ -105,14 +107,15 @@ def refuse_unused(config: DataConfig, fields: Iterable[str], target: str | None 
 
 
 def find(config: DataConfig) -> Corpus:
-    """The corpus that `config` names, with a validation split, carved from train if need be.
+    """Returns the corpus that `config` names, with a validation split.
 
-    Nothing but a set of 'hf:...' is downloaded before `documents` are read. ConfigError as `check`.
+    A missing validation split is carved from train. Only sets of 'hf:...' are downloaded at once;
+    others are downloaded when `documents` are read. Raises ConfigError as `check` does.
     """
     source = check(config)
     corpus = source.corpus(config)
     if config.lowercase:
-        # Before carving: documents that differ in case alone come into one split.
+        # This comes before carving, so that documents that differ only in case are in one split.
         corpus = dataclasses.replace(
             corpus,
             version=f'{corpus.version}-lower',
@@ -125,7 +128,7 @@ def find(config: DataConfig) -> Corpus:
 
 
 def _lowercased(corpus: Corpus, language: str | None) -> dict[str, Iterable[bytes]]:
-    """The documents of a corpus by split, in lower case."""
+    """Returns the documents of a corpus by split, in lower case."""
 
     def lowercased(text: bytes) -> bytes:
         return text.decode().lower().encode()
@@ -137,36 +140,49 @@ def _lowercased(corpus: Corpus, language: str | None) -> dict[str, Iterable[byte
 def _from_outside(
     function: Callable[..., Corpus], options: dict[str, Any], config: DataConfig
 ) -> Corpus:
-    """The corpus of an import path; its version includes a digest of options and source."""
+    """Calls a function from outside the package and checks the corpus that it returns.
 
-    def versioned() -> Corpus:
+    The version of the corpus gets a digest of the options and of the source code of the function.
+    Raises ConfigError if the function fails or returns something unusable.
+    """
+
+    def checked() -> Corpus:
         corpus = function(config, **options)
         if not isinstance(corpus, Corpus):
             raise ConfigError(f'data.name={config.name!r} must return a Corpus, not {corpus!r:.80}')
-        if bool(corpus.languages) != bool(config.languages):
+
+        is_parallel_wanted = bool(config.languages)
+        is_parallel = bool(corpus.languages)
+        if is_parallel != is_parallel_wanted:
             returned = 'in one language'
-            if corpus.languages:
+            if is_parallel:
                 returned = f'of {"-".join(corpus.languages)}'
             raise ConfigError(
                 f'data.languages={config.languages!r}, but {config.name!r} returns text {returned}'
             )
+
+        # A misspelled validation split would not be used; another one would be carved from train.
         for split in corpus.splits:
-            if split not in SPLITS:  # another validation split would be carved
+            if split not in SPLITS:
                 valid = ', '.join(SPLITS)
                 raise ConfigError(f'data.name={config.name!r}: split {split!r} is none of {valid}')
+
         return dataclasses.replace(
             corpus,
             version=f'{corpus.version}-{digest(config.name)}',
             documents=functools.partial(_checked_documents, corpus, config.name),
         )
 
-    return called('data.name', config.name, versioned)
+    return called('data.name', config.name, checked)
 
 
 def _checked_documents(
     corpus: Corpus, name: str, language: str | None
 ) -> dict[str, Iterable[bytes]]:
-    """The documents of a corpus by split; reading one that is not bytes raises ConfigError."""
+    """Returns the documents of a corpus by split; reading one that is not bytes raises ConfigError.
+
+    `name` is the value of data.name, for the message.
+    """
 
     def checked(text: bytes) -> bytes:
         if not isinstance(text, bytes):

@@ -11,13 +11,13 @@ from qkattn.data.corpora.corpus import Corpus, parse_languages, readable
 from qkattn.errors import ConfigError
 from qkattn.storage.files import as_path, read_whole, write_atomic
 
-# Seconds to connect, and seconds of silence, after which a download has failed.
+# A download fails after this many seconds without a connection, and without data.
 TIMEOUT = (10, 60)
 PLAYS = 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt'
 CAPTIONS = 'https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/raw'
-# The names of the splits in the files' names.
+# The name that each split has in the names of files.
 CAPTION_PARTS = {'train': 'train', 'validation': 'val', 'test': 'test_2016_flickr'}
-# By the name of a file.
+# The sha256 of each file, by its name.
 SHA256 = {
     'input.txt': '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed',
     'train.de.gz': '726e39b2fa9eb9ffb6dc763fb35a179f80fae06ffc5d28b6ace5faa883de28a6',
@@ -33,10 +33,10 @@ SHA256 = {
 
 
 def tiny_shakespeare(config: DataConfig) -> Corpus:
-    """1.1 MB of plays in one file, the usual first text of a language model.
+    """Opens Tiny Shakespeare: 1.1 MB of plays, often the first text of a language model.
 
-    Split as in nanoGPT: the first 90 % of the characters train, the rest validate. Source:
-    Karpathy, "The Unreasonable Effectiveness of Recurrent Neural Networks" (2015).
+    As in nanoGPT, the first 90 % of the characters are the train split, the rest the validation
+    split. Source: Karpathy, "The Unreasonable Effectiveness of Recurrent Neural Networks" (2015).
     """
 
     def documents(language: str | None) -> dict[str, list[bytes]]:
@@ -53,9 +53,10 @@ def tiny_shakespeare(config: DataConfig) -> Corpus:
 
 
 def multi30k(config: DataConfig) -> Corpus:
-    """Captions of pictures in English, German and French, 29,000 sentences to train on.
+    """Opens Multi30k: captions of pictures in English, German and French.
 
-    Task 1, raw (not tokenized); the test split is test_2016_flickr. Source: Elliott et al. 2016,
+    These are the raw sentences of task 1, not tokenized; the train split has 29,000 of them. The
+    test split is test_2016_flickr. Source: Elliott et al. 2016,
     https://aclanthology.org/W16-3210; French: 2017, https://aclanthology.org/W17-4718.
     """
     languages = parse_languages(config)
@@ -67,7 +68,7 @@ def multi30k(config: DataConfig) -> Corpus:
         for split, part in CAPTION_PARTS.items():
             packed = fetched('multi30k', f'{CAPTIONS}/{part}.{language}.gz', config)
             lines = gzip.decompress(packed).removesuffix(b'\n')
-            # Not splitlines, which would also cut at other characters than the end of a line.
+            # `splitlines` would also split at characters other than the newline.
             texts[split] = lines.split(b'\n')
         return texts
 
@@ -81,10 +82,11 @@ def multi30k(config: DataConfig) -> Corpus:
 
 
 def fetched(dataset: str, url: str, config: DataConfig) -> bytes:
-    """The content of a file, which is kept under the data directory once it is there.
+    """Returns the content of a file, which is downloaded once and kept in the data directory.
 
-    It is read from `config.manual_dir` if given, else downloaded; ConfigError if that fails or its
-    sha256 is not that of SHA256. `dataset` names the directory that it is kept in.
+    If `config.manual_dir` is given, the file is copied from there instead of downloaded. `dataset`
+    is the name of the directory in which it is kept. Raises ConfigError if the file cannot be
+    fetched, or its sha256 is not the one in SHA256.
     """
     name = url.rpartition('/')[2]
     root = data_root(config.data_dir)
@@ -101,9 +103,10 @@ def fetched(dataset: str, url: str, config: DataConfig) -> bytes:
         return checked(read_whole(path), str(path))
 
     def prepare() -> None:
+        """Downloads the file, or copies it from `config.manual_dir`, and keeps it."""
         if config.manual_dir is None:
             source = url
-            with readable(source, advice):  # errors of requests are OSErrors
+            with readable(source, advice):  # the errors of requests are subclasses of OSError
                 response = requests.get(url, timeout=TIMEOUT)
                 response.raise_for_status()
                 content = response.content

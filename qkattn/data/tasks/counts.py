@@ -1,4 +1,7 @@
-"""Counts of the text that models are trained on, as yardsticks: n-grams and visible neighbours."""
+"""Yardsticks from counts of the training text: models that any trained model has to beat.
+
+Language models are compared with n-grams, masked models with counts of visible neighbours.
+"""
 
 from collections.abc import Callable
 
@@ -10,29 +13,35 @@ from qkattn.data.tasks.rows import Batch, Rows, Yardsticks
 from qkattn.metrics import PREFIXES
 from qkattn.stats import ngrams
 
-MAX_ORDER = 6  # of the n-grams
-MAX_NEIGHBOURS = 5  # of a masked token
-# Counts of more tokens take more memory than they lower the loss; the file says how many were.
+# The longest n-grams.
+MAX_ORDER = 6
+# The most neighbours from which a masked token is predicted.
+MAX_NEIGHBOURS = 5
+# The most training tokens that are counted. More would take much memory and hardly lower the loss.
 MAX_TOKENS = 2**23
 ROWS_PER_READ = 1024
 
 
 def ngram_yardsticks(rows: Rows, config: Config) -> Yardsticks:
-    """The losses of 1-grams to MAX_ORDER-grams, whose targets are those of a language model.
+    """Computes the losses of 1-grams to MAX_ORDER-grams on the targets of a language model.
 
-    They count the training tokens of the first trial. The first token of a row is only context, as
-    it is for the model.
+    The n-grams count the training tokens of the first trial. As for the model, the first token of a
+    row is context, but not a target.
     """
 
     def text_of(batch: Batch) -> np.ndarray:
-        return np.concatenate([batch['tokens_BT'][:, :1], batch['targets_BT']], axis=1)
+        first_tokens_B1 = batch['tokens_BT'][:, :1]
+        return np.concatenate([first_tokens_B1, batch['targets_BT']], axis=1)
 
     text_RL = _training_text(rows, config, text_of)
     contexts_KN, targets_N = ngrams.preceding(text_RL, MAX_ORDER - 1)
+
     splits = rows.splits[1:]
     batches = [_evaluated(rows, config, split) for split in splits]
     evaluated = [ngrams.preceding(text_of(batch), MAX_ORDER - 1) for batch in batches]
     nats = ngrams.losses(contexts_KN, targets_N, evaluated, rows.vocab_size)
+
+    # The O orders of n-grams, each with the loss of M targets.
     names = [f'{order}-gram' for order in range(1, MAX_ORDER + 1)]
     losses = {}
     for split, batch, nats_OM in zip(splits, batches, nats, strict=True):
@@ -44,10 +53,11 @@ def ngram_yardsticks(rows: Rows, config: Config) -> Yardsticks:
 
 
 def neighbour_yardsticks(rows: Rows, config: Config, mask: int) -> Yardsticks:
-    """The losses of frequencies and of the 1 to MAX_NEIGHBOURS nearest visible neighbours.
+    """Computes the losses of predictions from frequencies, and from 1 to MAX_NEIGHBOURS neighbours.
 
-    They count the training tokens of the first trial and predict the hidden tokens of a masked
-    model, which sees the id `mask` in the place of most of them.
+    The targets are those of a masked model: hidden tokens, most of which are replaced by the id
+    `mask`. They are predicted from counts of the training tokens of the first trial, given the
+    nearest tokens of the row that are visible.
     """
 
     def text_of(batch: Batch) -> np.ndarray:
@@ -62,6 +72,7 @@ def neighbour_yardsticks(rows: Rows, config: Config, mask: int) -> Yardsticks:
         shown_BT = np.where(tokens_BT == mask, ngrams.MISSING, tokens_BT)
         evaluated.append((shown_BT, text_of(batch), batch['loss_weights_BT'] > 0))
     nats = ngrams.masked_losses(text_RT, evaluated, MAX_NEIGHBOURS, rows.vocab_size)
+
     names = ['frequencies', 'nearest visible neighbour']
     names += [f'{number} nearest visible neighbours' for number in range(2, MAX_NEIGHBOURS + 1)]
     losses = {}
@@ -75,7 +86,10 @@ def neighbour_yardsticks(rows: Rows, config: Config, mask: int) -> Yardsticks:
 def _training_text(
     rows: Rows, config: Config, text_of: Callable[[Batch], np.ndarray]
 ) -> np.ndarray:
-    """The rows that the first trial is trained on, each once and MAX_TOKENS at most, as text."""
+    """Returns the rows on which the first trial is trained, each once, as tokens [rows, length].
+
+    It returns about MAX_TOKENS tokens at most. `text_of` returns the text of a batch.
+    """
     num_rows = min(
         config.train.num_steps * config.train.batch_size,
         rows.count('train'),
@@ -83,7 +97,7 @@ def _training_text(
     )
     seed = config.trials.seeds[0]
     size = min(num_rows, ROWS_PER_READ)
-    # Read in batches of another size, the endless sequence of training rows is the same.
+    # The sequence of training rows does not depend on the size of the batches.
     texts = []
     for step in range(-(-num_rows // size)):
         texts.append(text_of(train_batch(rows, seed=seed, step=step, batch_size=size)))
@@ -91,8 +105,10 @@ def _training_text(
 
 
 def _evaluated(rows: Rows, config: Config, split: str) -> Batch:
-    """The rows that an evaluation reads, as one batch; rows that pad it have loss weight 0."""
-    batches = list(
-        eval_batches(rows, split, batch_size=ROWS_PER_READ, max_rows=config.data.eval_sequences)
-    )
-    return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
+    """Returns the rows that an evaluation reads as one batch, padded by rows of loss weight 0."""
+    max_rows = config.data.eval_sequences
+    batches = list(eval_batches(rows, split, batch_size=ROWS_PER_READ, max_rows=max_rows))
+    arrays = {}
+    for name in batches[0]:
+        arrays[name] = np.concatenate([batch[name] for batch in batches])
+    return arrays

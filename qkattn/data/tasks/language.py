@@ -1,4 +1,4 @@
-"""Windows of text, of which next tokens or hidden tokens are predicted."""
+"""Tasks of text: the next tokens, or hidden tokens, of windows of text are predicted."""
 
 from typing import Any, ClassVar, Self
 
@@ -24,7 +24,8 @@ from qkattn.data.tasks.rows import (
 from qkattn.data.tokens import TokenDataset
 from qkattn.errors import ConfigError
 
-EARLY = 4  # the position, counted from 1, whose loss stands for a short context
+# The position, counted from 1, whose loss stands for a short context.
+EARLY = 4
 
 
 class TextRows(Rows):
@@ -39,7 +40,7 @@ class TextRows(Rows):
         self.vocab_size = dataset.vocab_size
 
     def _check_length(self, split: str, longest: int) -> None:
-        """Raises ConfigError where a window is longer than this number of tokens."""
+        """Raises ConfigError if a window is longer than `longest` tokens."""
         if self.length > longest:
             raise ConfigError(
                 f'model.context={self.length} is too long for split {split!r} of '
@@ -47,8 +48,9 @@ class TextRows(Rows):
             )
 
     def documents(self, split: str) -> tuple[list[str], np.ndarray]:
-        """A row belongs to the document of the token in its middle."""
-        middle_R = np.arange(self.count(split)) * self.length + (self.length + 1) // 2
+        """Assigns each row to the document of the token in its middle."""
+        first_R = np.arange(self.count(split)) * self.length
+        middle_R = first_R + (self.length + 1) // 2
         ends = self.dataset.document_ends(split)
         return self.dataset.document_names(split), np.searchsorted(ends, middle_R, side='right')
 
@@ -63,14 +65,14 @@ class TextRows(Rows):
 
 
 class LanguageRows(TextRows):
-    """Windows of text, each token predicted from those before it in its window.
+    """Windows of text. Each token is predicted from the tokens before it in its window.
 
-    Window w of a split holds tokens [w*length, (w+1)*length]: length + 1 tokens, of which the last
-    is the first of window w + 1, so every token but the first of the split is a target exactly
-    once. The fewer than `length` targets that fill no window are left out.
+    Window w of a split holds the length + 1 tokens from w*length to (w+1)*length. Its last token is
+    also the first token of window w + 1. So every token except the first one of a split is a target
+    exactly once. Targets at the end of a split that do not fill a window are left out.
 
-    With `shift`, training windows begin `offset` tokens later, 0 <= offset < length, drawn anew for
-    every (seed, epoch), and there is one window fewer.
+    With `shift`, training windows begin `offset` tokens later, and there is one window less. The
+    offset, 0 <= offset < length, is drawn once for each (seed, epoch).
     """
 
     kind: ClassVar[str] = 'decoder'
@@ -95,21 +97,24 @@ class LanguageRows(TextRows):
         return (num_tokens - 1) // self.length
 
     def read(self, split: str, rows_B: np.ndarray, draws_B2: np.ndarray) -> Batch:
+        """Reads windows by number; every token of a window is a target."""
         first_B = rows_B * self.length
         if self.shift and split == 'train':
             first_B = first_B + self._offsets_B(draws_B2)
-        # One token more, [B, T + 1]: the last is a target alone.
+        # Windows have T + 1 tokens, because the last target is not an input.
         tokens_BT1 = self.dataset.windows(split, first_B, self.length + 1)
         weights_BT = np.ones((len(rows_B), self.length))
         return token_batch(tokens_BT1[:, :-1], tokens_BT1[:, 1:], weights_BT)
 
     def _offsets_B(self, draws_B2: np.ndarray) -> np.ndarray:
-        """The offsets of training windows, one random number for every (seed, epoch)."""
+        """Returns the offsets of training windows; rows of one (seed, epoch) have the same."""
         seeds_B = draws_B2[:, 0]
         epochs_B = draws_B2[:, 1] // self.count('train')
         keys = list(zip(seeds_B.tolist(), epochs_B.tolist(), strict=True))
-        offsets = {key: np.random.default_rng(key).integers(self.length) for key in set(keys)}
-        return np.array([offsets[key] for key in keys])
+        offset_by_key = {}
+        for key in set(keys):
+            offset_by_key[key] = np.random.default_rng(key).integers(self.length)
+        return np.array([offset_by_key[key] for key in keys])
 
     def end_metrics(self, trained: TrainedTrials, finished_X: np.ndarray) -> dict[str, np.ndarray]:
         return induction(self, trained)
@@ -118,7 +123,10 @@ class LanguageRows(TextRows):
         return ngram_yardsticks(self, config)
 
     def context_losses(self, losses_by_position: LossesByPosition) -> dict[str, np.ndarray]:
-        """The losses at position EARLY and over the last half of the context."""
+        """Measures the loss at position EARLY, and the mean loss over the last half of the context.
+
+        Returns {} if the context is too short to compare the two.
+        """
         half = self.length // 2
         if half < EARLY:
             return {}
@@ -151,14 +159,15 @@ class DocumentRows(LanguageRows):
 
 
 class MaskedRows(TextRows):
-    """Windows of text of which an encoder restores the hidden tokens (Devlin et al. 2019, 3.1).
+    """Windows of text in which an encoder restores hidden tokens (Devlin et al. 2019, 3.1).
 
-    Window w of a split holds tokens [w*length, (w+1)*length); the fewer than `length` tokens at the
-    end of a split are left out. Of each row max(1, round(mask_rate * length)) positions are drawn
-    without replacement, separators like any other token; they alone are targets. A drawn token
-    becomes the mask with probability 0.8 and a random token with probability 0.1 (any but the
-    separator, so possibly itself); otherwise it stays. A row that is read again is masked
-    differently in training, and always the same in an evaluation.
+    Window w of a split holds tokens [w*length, (w+1)*length). Tokens at the end of a split that do
+    not fill a window are left out.
+
+    In each row, max(1, round(mask_rate * length)) positions are drawn without replacement. Only
+    these are targets. A target becomes the mask with probability 0.8, and a random token other than
+    the separator with probability 0.1. Otherwise it stays. In training, a row that is read again is
+    masked differently; in an evaluation, it is always masked in the same way.
     """
 
     kind: ClassVar[str] = 'encoder'
@@ -182,12 +191,14 @@ class MaskedRows(TextRows):
         return num_tokens // self.length
 
     def read(self, split: str, rows_B: np.ndarray, draws_B2: np.ndarray) -> Batch:
+        """Reads windows by number, and hides their targets with the randomness of `draws_B2`."""
         targets_BT = self.dataset.windows(split, np.asarray(rows_B) * self.length, self.length)
         u_B3T = uniform(draws_B2, (3, self.length))
         position_BT = u_B3T[:, 0]
         action_BT = u_B3T[:, 1]
         token_BT = u_B3T[:, 2]
-        # The positions of the smallest of independent numbers are a draw without replacement.
+        # Each position has a random number. Those with the smallest numbers are the targets, which
+        # is a draw without replacement.
         order_BT = np.argsort(position_BT, axis=1)
         is_target_BT = np.zeros(targets_BT.shape, bool)
         np.put_along_axis(is_target_BT, order_BT[:, : self.num_masked], True, axis=1)

@@ -1,7 +1,7 @@
-"""Synthetic tasks whose answers are known exactly, each for one ability of attention.
+"""Probes: synthetic tasks with known answers, each of which tests one ability of attention.
 
-A task is named by a call, e.g. 'recall(pairs=8)'. Rows are generated from random numbers when they
-are read: training rows repeat only by chance, validation and test rows are fixed.
+A probe is named by a call, such as 'recall(pairs=8)'. Rows are generated from random numbers when
+they are read. Training rows repeat only by chance; validation and test rows are fixed.
 """
 
 import abc
@@ -21,9 +21,12 @@ from qkattn.data.tasks.repeats import induction
 from qkattn.data.tasks.rows import Batch, DataForm, Rows, TrainedTrials, token_batch, uniform
 from qkattn.errors import ConfigError
 
-VERSION = 1  # changes whenever the same draws would make other rows
-TRAIN_ROWS = 2**24  # of an epoch
-EVAL_ROWS = 1024  # of each evaluation split
+# Changes whenever the same draws would make other rows.
+VERSION = 1
+# Rows of an epoch.
+TRAIN_ROWS = 2**24
+# Rows of each evaluation split.
+EVAL_ROWS = 1024
 # Settings that have no effect on a probe.
 SETTINGS_OF_TEXT = (
     'lowercase',
@@ -35,23 +38,27 @@ SETTINGS_OF_TEXT = (
     'drop_long',
 )
 
-Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]  # tokens_BT, targets_BT, loss_weights_BT
+# tokens_BT, targets_BT and loss_weights_BT.
+Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 class Sizes(NamedTuple):
     """Sizes of a probe's rows."""
 
-    vocabulary: int  # ids in all
-    answers: int  # ids that an answer may have
-    draws: int  # uniform numbers that a row is made of
+    # How many ids there are.
+    vocabulary: int
+    # How many different ids an answer may have.
+    answers: int
+    # How many uniform random numbers a row is made from.
+    draws: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Probe(abc.ABC):
-    """A synthetic task; the fields of the dataclass are its options, whole numbers.
+    """A synthetic task. Its options are the fields of the dataclass, whole numbers.
 
-    A causal one is a sequence whose next tokens a decoder predicts, another one a set of tokens
-    that an encoder labels.
+    If the probe is causal, a decoder predicts the next tokens of a sequence. Otherwise an encoder
+    labels each of a set of tokens.
     """
 
     causal: ClassVar[bool] = True
@@ -59,25 +66,28 @@ class Probe(abc.ABC):
     @property
     @abc.abstractmethod
     def least(self) -> dict[str, int]:
-        """The smallest value of each option; it may depend on the options before it."""
+        """The smallest value of each option. It may depend on the options before it."""
 
     @property
     @abc.abstractmethod
     def sizes(self) -> Sizes:
-        """Sizes of a row, from the options."""
+        """The sizes of a row, which follow from the options."""
 
     @abc.abstractmethod
     def make(self, u_BU: np.ndarray) -> Arrays:
-        """tokens_BT, targets_BT and loss_weights_BT from uniform numbers [rows, sizes.draws]."""
+        """Makes rows from uniform random numbers [rows, sizes.draws].
+
+        Returns tokens_BT, targets_BT and loss_weights_BT.
+        """
 
 
 def _whole(u: np.ndarray, bound: int) -> np.ndarray:
-    """Uniform numbers in [0, 1) as uniform whole numbers in [0, bound)."""
+    """Converts uniform numbers in [0, 1) to uniform whole numbers in [0, bound)."""
     return (u * bound).astype(np.int64)
 
 
 def _predict(sequence_BT1: np.ndarray, is_predicted: np.ndarray) -> Arrays:
-    """Next-token prediction of sequences of T + 1 tokens.
+    """Makes rows of next-token prediction from sequences of T + 1 tokens.
 
     `is_predicted`, [T] or [B, T], says at which positions the next token is a target.
     """
@@ -88,18 +98,22 @@ def _predict(sequence_BT1: np.ndarray, is_predicted: np.ndarray) -> Arrays:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Copy(Probe):
-    """x_1 .. x_n, a separator, x_1 .. x_n; the second half is predicted."""
+    """Sequences x_1 .. x_n, a separator, x_1 .. x_n, in which the second half is predicted."""
 
     least = {'length': 1, 'symbols': 2}
-    step: ClassVar[int] = 1  # 1 if the second half has the order of the first, -1 if the reverse
-    length: int = 16  # n
-    symbols: int = 64  # that the x are drawn from, independently
+    # The order of the second half: 1 if it is that of the first half, -1 if it is reversed.
+    step: ClassVar[int] = 1
+    # n, the length of each half.
+    length: int = 16
+    # How many symbols there are. Each x is drawn from them independently.
+    symbols: int = 64
 
     @property
     def sizes(self) -> Sizes:
         return Sizes(vocabulary=self.symbols + 1, answers=self.symbols, draws=self.length)
 
     def make(self, u_BU: np.ndarray) -> Arrays:
+        """Makes rows from uniform random numbers; see `Probe.make`."""
         x_BN = _whole(u_BU, self.symbols)
         separator_B1 = np.full((len(u_BU), 1), self.symbols)
         sequence_BT1 = np.concatenate([x_BN, separator_B1, x_BN[:, :: self.step]], axis=1)
@@ -107,32 +121,41 @@ class Copy(Probe):
 
 
 class Reversal(Copy):
-    """x_1 .. x_n, a separator, x_n .. x_1; the second half is predicted. Options as of Copy."""
+    """Sequences x_1 .. x_n, a separator, x_n .. x_1, in which the second half is predicted.
+
+    The options are those of Copy.
+    """
 
     step = -1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Induction(Probe):
-    """Random symbols, with some bigrams `a b` that occur twice; after the second a, b is predicted.
+    """Random symbols in which some bigrams `a b` occur twice: b is predicted after the second a.
 
-    All other symbols of a row occur once, so that the answer is what followed the only earlier a
-    (Olsson et al. 2022). Bigrams do not overlap; their two places in the row are random.
+    All other symbols of a row occur once. So the answer is the symbol that followed the only
+    earlier a (Olsson et al. 2022). Bigrams do not overlap, and stand at random positions.
     """
 
-    length: int = 32  # tokens of a row
-    repeats: int = 4  # bigrams that occur twice
-    symbols: int = 64  # that those of a row are drawn from, without replacement
+    # Tokens of a row.
+    length: int = 32
+    # How many bigrams occur twice in a row.
+    repeats: int = 4
+    # How many symbols there are. Those of a row are drawn without replacement.
+    symbols: int = 64
 
     @property
     def num_units(self) -> int:
-        """Bigrams, each counted twice, and single symbols in a row of length + 1 tokens."""
+        """The number of units of a row: bigrams, each of which occurs twice, and single symbols.
+
+        A row is made from length + 1 tokens, as the last target is not an input.
+        """
         return self.length + 1 - 2 * self.repeats
 
     @property
     def least(self) -> dict[str, int]:
-        # 4 R of the length + 1 tokens are those of bigrams. A row has as many different symbols as
-        # units: two for a bigram, which is two units, and one for each other unit.
+        # The R bigrams take 4 R of the length + 1 tokens. A row has as many different symbols as
+        # units, because a bigram has two symbols and makes two units.
         return {'repeats': 1, 'length': 4 * self.repeats - 1, 'symbols': self.num_units}
 
     @property
@@ -141,35 +164,44 @@ class Induction(Probe):
         return Sizes(vocabulary=self.symbols, answers=self.symbols, draws=draws)
 
     def make(self, u_BU: np.ndarray) -> Arrays:
-        # N = num_units units, bigrams or single symbols, stand in a random order.
+        """Makes rows from uniform random numbers; see `Probe.make`."""
+        # A row is a random order of N = num_units units. With R = repeats, the units r and R + r,
+        # r < R, are both the bigram of the symbols 2r and 2r + 1 of the row. Unit n >= 2R is the
+        # single symbol n.
         R = self.repeats
         u_symbols_BV, u_order_BN = np.split(u_BU, [self.symbols], axis=1)
-        # The symbols of a row: a random order of all.
         symbols_BV = np.argsort(u_symbols_BV, axis=1)
-        # A random order of the units. Units r and R + r, r < R, are both the bigram of the symbols
-        # 2r and 2r + 1 of the row; unit n, n >= 2R, is its symbol n.
         units_BN = np.argsort(u_order_BN, axis=1)
+
+        # The unit of each token: a bigram is repeated to take two tokens.
         lengths = np.where(units_BN.ravel() < 2 * R, 2, 1)
         unit_BT1 = np.repeat(units_BN, lengths).reshape(len(u_BU), self.length + 1)
-        is_second_BT1 = np.diff(unit_BT1, axis=1, prepend=-1) == 0  # of a bigram
-        number_BT1 = np.where(unit_BT1 < 2 * R, unit_BT1 % R * 2 + is_second_BT1, unit_BT1)
+        is_second_of_bigram_BT1 = np.diff(unit_BT1, axis=1, prepend=-1) == 0
+
+        symbol_of_bigram_BT1 = unit_BT1 % R * 2 + is_second_of_bigram_BT1
+        number_BT1 = np.where(unit_BT1 < 2 * R, symbol_of_bigram_BT1, unit_BT1)
         sequence_BT1 = np.take_along_axis(symbols_BV, number_BT1, axis=1)
-        # What follows the first symbol of a bigram is predicted where that was seen before.
+
+        # The next token is predicted at the first symbol of a bigram that occurred before.
         is_same_BTT = sequence_BT1[:, :-1, None] == sequence_BT1[:, None, :-1]
         is_seen_BT = np.tril(is_same_BTT, -1).any(-1)
-        return _predict(sequence_BT1, is_seen_BT & ~is_second_BT1[:, :-1])
+        return _predict(sequence_BT1, is_seen_BT & ~is_second_of_bigram_BT1[:, :-1])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recall(Probe):
-    """Key-value pairs, then every key again in a random order, each followed by its value.
+    """Multi-query associative recall (Arora et al. 2023).
 
-    The values of the second half are predicted: multi-query associative recall (Arora et al. 2023).
+    A row holds pairs of a key and a value, and then every key again, in a random order and followed
+    by its value. The values of the second half are predicted.
     """
 
-    pairs: int = 8  # keys in a row, all different
-    keys: int = 32  # that those of a row are drawn from
-    values: int = 32  # that the values are drawn from, independently; other ids than the keys'
+    # How many pairs a row has. Their keys are all different.
+    pairs: int = 8
+    # How many keys there are.
+    keys: int = 32
+    # How many values there are, with other ids than keys. Those of a row are drawn independently.
+    values: int = 32
 
     @property
     def least(self) -> dict[str, int]:
@@ -181,39 +213,49 @@ class Recall(Probe):
         return Sizes(vocabulary=self.keys + self.values, answers=self.values, draws=draws)
 
     def make(self, u_BU: np.ndarray) -> Arrays:
+        """Makes rows from uniform random numbers; see `Probe.make`."""
         P = self.pairs
         u_keys_BK, u_values_BP, u_order_BP = np.split(u_BU, [self.keys, self.keys + P], axis=1)
+
         keys_BP = np.argsort(u_keys_BK, axis=1)[:, :P]
         values_BP = self.keys + _whole(u_values_BP, self.values)
         pairs_BP2 = np.stack([keys_BP, values_BP], axis=2)
+
         order_BP = np.argsort(u_order_BP, axis=1)
         queries_BP2 = np.take_along_axis(pairs_BP2, order_BP[..., None], axis=1)
         sequence_BT1 = np.concatenate([pairs_BP2, queries_BP2], axis=1).reshape(len(u_BU), -1)
-        # After each key of the second half stands a value.
+
+        # The next token is predicted at each key of the second half.
         position_T = np.arange(4 * P - 1)
-        return _predict(sequence_BT1, (position_T >= 2 * P) & (position_T % 2 == 0))
+        is_second_half_T = position_T >= 2 * P
+        is_key_T = position_T % 2 == 0
+        return _predict(sequence_BT1, is_second_half_T & is_key_T)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Successor(Probe):
-    """All keys of a circle in a random order, each with a payload; the next key's is the label.
+    """A label for each key of a circle: the payload of the next key.
 
-    Token key * payloads + payload stands for both; the label of key k is the payload that key
-    (k + 1) mod keys has in this row. Positions carry no information.
+    A row holds all keys in a random order, each with a random payload. The token of a key with its
+    payload is key * payloads + payload. The label of key k is the payload of key (k + 1) mod keys
+    in the same row. Positions carry no information.
 
-    The task tells directions apart. To read its successor and not its predecessor, every k needs
-    s(k, k + 1) > s(k, k - 1). A symmetric score has s(k, k - 1) = s(k - 1, k), so that the scores
-    would have to grow with every step around the circle, which ends where it began. One head with
-    a symmetric score, without positions, thus finds the successors of all keys but one, at best:
-    accuracy 1 - (1 - 1 / payloads) / keys. Only an MLP that takes a mixture of both neighbours'
-    values apart gets further: within a thousand steps with 6 keys at width 64 and with 8 at width
-    128, but not with 16 keys at either width.
+    The task tests whether a score can tell directions apart. To attend to its successor and not to
+    its predecessor, every key k needs s(k, k + 1) > s(k, k - 1). A symmetric score has
+    s(k, k - 1) = s(k - 1, k), so its scores would have to grow with every step around the circle,
+    which is impossible. Without positions, one head with a symmetric score thus finds the successor
+    of all keys except one, at best: its accuracy is at most 1 - (1 - 1 / payloads) / keys. A model
+    can exceed this only if its MLP separates a mixture of both neighbours' values. Within a
+    thousand steps, this was learned with 6 keys at width 64 and with 8 keys at width 128, but not
+    with 16 keys at either width.
     """
 
     causal = False
     least = {'keys': 3, 'payloads': 2}
-    keys: int = 16  # on the circle, and tokens of a row
-    payloads: int = 16  # that those of a row are drawn from, independently
+    # How many keys are on the circle, and so how many tokens a row has.
+    keys: int = 16
+    # How many payloads there are. Those of a row are drawn independently.
+    payloads: int = 16
 
     @property
     def sizes(self) -> Sizes:
@@ -221,11 +263,15 @@ class Successor(Probe):
         return Sizes(vocabulary=vocabulary, answers=self.payloads, draws=2 * self.keys)
 
     def make(self, u_BU: np.ndarray) -> Arrays:
+        """Makes rows from uniform random numbers; see `Probe.make`."""
+        # The first half of the numbers draws the order of the keys, the second half the payloads.
         u_order_BT, u_payloads_BK = np.split(u_BU, 2, axis=1)
         keys_BT = np.argsort(u_order_BT, axis=1)
         payloads_BK = _whole(u_payloads_BK, self.payloads)
-        tokens_BT = keys_BT * self.payloads + np.take_along_axis(payloads_BK, keys_BT, axis=1)
-        targets_BT = np.take_along_axis(payloads_BK, (keys_BT + 1) % self.keys, axis=1)
+        payloads_BT = np.take_along_axis(payloads_BK, keys_BT, axis=1)
+        tokens_BT = keys_BT * self.payloads + payloads_BT
+        next_keys_BT = (keys_BT + 1) % self.keys
+        targets_BT = np.take_along_axis(payloads_BK, next_keys_BT, axis=1)
         return tokens_BT, targets_BT, np.ones(keys_BT.shape)
 
 
@@ -233,7 +279,10 @@ PROBES = {cls.__name__.lower(): cls for cls in (Copy, Reversal, Induction, Recal
 
 
 def is_probe(text: str) -> bool:
-    """Whether `text` names a probe, with options or without; ConfigError as `resolve`."""
+    """Whether `text` names a probe, with or without options.
+
+    Raises ConfigError as `resolve` does, for an import path that cannot be imported.
+    """
     name, _ = parse_call(text, 'data.name')
     is_import_path = ':' in name and not in_catalogue(name)
     if not is_import_path:
@@ -247,9 +296,10 @@ def _is_probe_class(target: Any) -> bool:
 
 
 def find(text: str) -> tuple[str, Probe]:
-    """The name of a probe without options, and the probe: 'recall' for 'recall(pairs=8)'.
+    """Returns the name of a probe without its options, and the probe.
 
-    ConfigError if it is unknown, or an option is no whole number or too small.
+    The name is 'recall' for 'recall(pairs=8)'. Raises ConfigError if the probe is unknown, or an
+    option is not a whole number or is too small.
     """
     probe_class, options = resolve(
         text, PROBES, 'data.name', needs='a subclass of Probe', fits=_is_probe_class
@@ -266,16 +316,17 @@ def find(text: str) -> tuple[str, Probe]:
 
 
 class ProbeRows(Rows):
-    """Endless training rows and 1,024 fixed rows each for validation and test.
+    """The rows of a probe: endless training rows, and EVAL_ROWS fixed rows each to evaluate.
 
-    A training row is a function of its draws only, an evaluation row of its split and number; the
-    three splits read different parts of their generators' streams.
+    A training row is a function of its draws. A row of validation or test is a function of its
+    split and its number. The three splits use different parts of the random streams.
     """
 
     splits: tuple[str, ...] = SPLITS
 
     @classmethod
     def open(cls, config: Config) -> Self:
+        """Opens the probe that data.name names; its rows must have model.context tokens."""
         refuse_unused(config.data, (*SETTINGS, *SETTINGS_OF_TEXT))
         name, probe = find(config.data.name)
         rows = cls(name, probe)
@@ -298,7 +349,9 @@ class ProbeRows(Rows):
         return TRAIN_ROWS if split == 'train' else EVAL_ROWS
 
     def read(self, split: str, rows_B: np.ndarray, draws_B2: np.ndarray) -> Batch:
-        if split != 'train':  # an evaluation row is the same whoever reads it
+        """Makes the rows with these numbers from random numbers."""
+        if split != 'train':
+            # An evaluation row depends on its number only, whatever draws the caller passes.
             draws_B2 = np.stack([np.zeros_like(rows_B), rows_B], axis=1)
         u_BU = uniform(draws_B2, (self._probe.sizes.draws,), part=SPLITS.index(split))
         tokens_BT, targets_BT, loss_weights_BT = self._probe.make(u_BU)
@@ -322,7 +375,7 @@ class CausalProbeRows(ProbeRows):
     data: ClassVar[DataForm] = 'a causal probe'
 
     def end_metrics(self, trained: TrainedTrials, finished_X: np.ndarray) -> dict[str, np.ndarray]:
-        """Induction of a probe that predicts every token, as none here does."""
+        """Measures induction if the probe predicts every token, which no built-in probe does."""
         return induction(self, trained)
 
 

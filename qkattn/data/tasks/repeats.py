@@ -1,6 +1,7 @@
-"""Random tokens shown twice, so that the second copy can be predicted from the first alone."""
+"""Measures induction: random tokens are shown twice, and the second copy is to be predicted."""
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import Literal
 
@@ -9,19 +10,23 @@ import numpy as np
 from qkattn.data.pipeline import Part, eval_batches, eval_rows, selected
 from qkattn.data.tasks.rows import Batch, Rows, TrainedTrials, token_batch
 
-NUM_ROWS = 64  # sequences, and validation rows that their tokens come from, at most
-MIN_LENGTH = 8  # copies in shorter rows have too few tokens to be recognized
+# The most sequences, which is also the most validation rows that their tokens come from.
+NUM_ROWS = 64
+# The shortest row. In shorter rows, a copy has too few tokens to be recognized.
+MIN_LENGTH = 8
+# The seed of the random order of the tokens.
 SEED = 0
 
 Copy = Literal['first', 'second']
 
 
 def induction(rows: Rows, trained: TrainedTrials) -> dict[str, np.ndarray]:
-    """Measures [X] how trained models use what stands earlier in their context.
+    """Measures how X trained models use earlier tokens of their context; returns values [X].
 
-    Random tokens are shown twice (Olsson et al. 2022, 'In-context learning and induction heads');
-    only a model that finds them again in its context does better on the second copy. The gain is
-    the loss on the first copy minus that on the second. Empty for rows without `sequences`.
+    Random tokens are shown twice (Olsson et al. 2022, 'In-context learning and induction heads').
+    A model does better on the second copy only if it finds the first one in its context. The gain
+    is the loss on the first copy minus the loss on the second. Returns {} for rows that have no
+    `sequences`.
     """
     r_BH = sequences(rows)
     if r_BH is None:
@@ -38,12 +43,15 @@ def induction(rows: Rows, trained: TrainedTrials) -> dict[str, np.ndarray]:
 
 
 def sequences(rows: Rows) -> np.ndarray | None:
-    """r_BH, H = (T + 1) // 2: validation tokens in a random order, int32.
+    """Returns the random tokens of the first copy, [B, H], int32, with H = (T + 1) // 2.
 
-    The tokens of up to NUM_ROWS rows, evenly spaced over the split, are shuffled across all of
-    them, which keeps the corpus's token frequencies but neither its order nor its topics. None
-    where T < MIN_LENGTH, and where the rows are not plain next-token prediction: inputs besides
-    tokens and segments, targets that do not follow, or targets with loss weight 0 (as in probes).
+    They are the tokens of up to NUM_ROWS rows at equal distances in the validation split, shuffled
+    across all of these rows. So they have the token frequencies of the corpus, but not its order or
+    its topics.
+
+    Returns None if T < MIN_LENGTH, or if the rows are not plain next-token prediction. Such rows
+    have other inputs besides tokens and segments, targets that are not the next tokens, or targets
+    with loss weight 0 (as in probes).
     """
     num_rows = len(eval_rows(rows, 'validation', NUM_ROWS))
     batch = next(eval_batches(rows, 'validation', batch_size=num_rows, max_rows=NUM_ROWS))
@@ -51,13 +59,14 @@ def sequences(rows: Rows) -> np.ndarray | None:
     length = tokens_BT.shape[1]
     # Segments say where documents begin; the random tokens are one document.
     names = batch.keys() - {'segments_BT'}
-    is_next_token_prediction = (
-        names == {'tokens_BT', 'targets_BT', 'loss_weights_BT'}
-        and (batch['targets_BT'][:, :-1] == tokens_BT[:, 1:]).all()
-        and (batch['loss_weights_BT'] == 1).all()
-    )
-    if length < MIN_LENGTH or not is_next_token_prediction:
+    has_only_tokens = names == {'tokens_BT', 'targets_BT', 'loss_weights_BT'}
+    if length < MIN_LENGTH or not has_only_tokens:
         return None
+    are_targets_next = (batch['targets_BT'][:, :-1] == tokens_BT[:, 1:]).all()
+    are_all_targets = (batch['loss_weights_BT'] == 1).all()
+    if not are_targets_next or not are_all_targets:
+        return None
+
     half = (length + 1) // 2
     shuffled = np.random.default_rng(SEED).permutation(tokens_BT.ravel())
     return shuffled[: num_rows * half].reshape(num_rows, half)
@@ -66,20 +75,28 @@ def sequences(rows: Rows) -> np.ndarray | None:
 def batches(
     r_BH: np.ndarray, length: int, copy: Copy, *, batch_size: int, part: Part = None
 ) -> Iterator[Batch]:
-    """Batches of rows r_1 .. r_H r_1 .. r_H, of which one copy's r_2 .. r_H are targets.
+    """Yields batches of rows r_1 .. r_H r_1 .. r_H, in which one copy is to be predicted.
 
-    The first token of the second copy cannot be predicted, so r_1 is a target of neither. Rows that
-    pad the last batch to `batch_size` hold zeros, loss weights included. T is 2 H - 1 or 2 H; in
-    2 H, the last position predicts nothing. `part` is as in `eval_batches`.
+    The targets are r_2 .. r_H of that copy. Nothing tells where the second copy begins, so r_1
+    is not a target of either copy. The last batch is padded to `batch_size` with rows of zeros,
+    whose loss weights are 0, too.
+
+    Args:
+      r_BH: the tokens of a copy.
+      length: T, the tokens of a row: 2 H - 1, or 2 H, of which the last predicts nothing.
+      copy: which copy has targets.
+      batch_size: the rows of a batch.
+      part: which of these rows to read; None for all.
     """
     num_rows, half = r_BH.shape
-    num_batches = -(-num_rows // batch_size)
-    # One token more, [R, T + 1]: the last is a target alone.
+    num_batches = math.ceil(num_rows / batch_size)
+    # Rows have T + 1 tokens, because the last target is not an input.
     twice_RT1 = np.zeros((num_batches * batch_size, length + 1), np.int32)
     twice_RT1[:num_rows, : 2 * half] = np.tile(r_BH, 2)
     first_target = 0 if copy == 'first' else half
     loss_weights_RT = np.zeros((len(twice_RT1), length), np.float32)
     loss_weights_RT[:num_rows, first_target : first_target + half - 1] = 1
+
     numbers_B = selected(batch_size, part)
     for start in range(0, len(twice_RT1), batch_size):
         rows_B = start + numbers_B

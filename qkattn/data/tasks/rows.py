@@ -1,4 +1,4 @@
-"""The interface between tasks and training: fixed-shape examples by number."""
+"""The interface between tasks and training: examples of a fixed shape, read by their number."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,7 +11,8 @@ from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.metrics import PREFIXES, Metric, Sums
 
 Batch = dict[str, np.ndarray]
-ArrayShapes = dict[str, tuple[int, np.dtype]]  # length and dtype of each array of a row
+# The length and dtype of each array of a row.
+ArrayShapes = dict[str, tuple[int, np.dtype]]
 DataForm = Literal[
     'text in one language', 'a translation set', 'a causal probe', 'a labelling probe'
 ]
@@ -21,68 +22,89 @@ FLOAT = np.dtype(np.float32)
 
 
 class Rows(Protocol):
-    """A task: a dataset, cut into rows for a kind of model."""
+    """A task: a dataset that is cut into rows, the examples of one kind of model."""
 
-    kind: ClassVar[str]  # the model.kind that it trains
-    data: ClassVar[DataForm]  # the form of data that it reads
-    # What `end_metrics` measures beside the metrics of `qkattn.metrics`.
+    # The model.kind that the task trains.
+    kind: ClassVar[str]
+    # The form of data that the task reads.
+    data: ClassVar[DataForm]
+    # Metrics that `end_metrics` measures and that `qkattn.metrics` does not have.
     metrics: ClassVar[tuple[Metric, ...]] = ()
-    splits: tuple[str, ...]  # 'train', 'validation' and, where the data has one, 'test'
-    vocab_size: int  # ids are in [0, vocab_size)
+    # 'train', 'validation' and, if the data have one, 'test'.
+    splits: tuple[str, ...]
+    # Token ids are in [0, vocab_size).
+    vocab_size: int
 
     @staticmethod
     def array_shapes(model: ModelConfig) -> ArrayShapes:
-        """Length and dtype of the arrays of one row, by name; needs no data."""
+        """Returns the length and dtype of the arrays of one row, by name, without reading data."""
         T = model.context
         return {'tokens_BT': (T, INT), 'targets_BT': (T, INT), 'loss_weights_BT': (T, FLOAT)}
 
     @classmethod
     def open(cls, config: Config) -> Self:
-        """The rows of a configuration; ConfigError if its data cannot be opened or does not fit."""
+        """Opens the rows of a configuration.
+
+        Raises ConfigError if the data cannot be opened or do not fit the model.
+        """
 
     def count(self, split: str) -> int:
-        """Rows in a split, of 'train' those of an epoch; ConfigError if there are none."""
+        """Returns the number of rows of a split; for 'train' those of one epoch.
+
+        Raises ConfigError if there are none.
+        """
 
     def read(self, split: str, rows_B: np.ndarray, draws_B2: np.ndarray) -> Batch:
-        """Reads rows by number, as arrays [B, length] of `array_shapes`.
+        """Reads rows by number; returns the arrays [B, length] that `array_shapes` describes.
 
-        These are tokens_BT and targets_BT; loss_weights_BT, 0 where nothing is predicted; and the
-        model's other inputs by the names of its arguments. All randomness of a row comes from its
-        pair of uint64 `draws_B2`: the seed, and the position in the endless training sequence (in
-        an evaluation, 0 and the row).
+        These are tokens_BT, targets_BT, loss_weights_BT, which is 0 at positions that predict
+        nothing, and any other inputs of the model by the names of its arguments.
+
+        Args:
+          split: one of `splits`.
+          rows_B: the numbers of the rows.
+          draws_B2: a pair of uint64 for each row, from which all its randomness comes. In training
+            it is the seed, and the row's position in the endless training sequence. In an
+            evaluation it is 0, and the number of the row.
         """
 
     def documents(self, split: str) -> tuple[list[str], np.ndarray] | None:
-        """Names of the split's documents, and the index of each row's; None if independent."""
+        """Returns the names of a split's documents, and the index of the document of each row.
+
+        Returns None if the task has no documents, so that its rows are independent.
+        """
         return None
 
     def identity(self) -> dict[str, Any]:
-        """Identifies the data in results and checkpoints; JSON."""
+        """Returns what identifies the data in results and checkpoints, as JSON."""
 
     def bytes_per_token(self, split: str) -> float | None:
-        """Mean bytes of text per target; None where rows are not text."""
+        """Returns the mean bytes of text per target; None if rows are not text."""
         return None
 
     def unigram_nats(self, split: str) -> float | None:
-        """Loss per target of the best model that knows only frequencies, if known."""
+        """Returns the loss per target of the best model that knows only token frequencies.
+
+        Returns None if that is unknown.
+        """
         return None
 
     def end_metrics(
         self, trained: 'TrainedTrials', finished_X: np.ndarray
     ) -> Mapping[str, Sequence[Any] | np.ndarray]:
-        """Measures the X trials of a run when training ends, beside the evaluations.
+        """Measures the X trials of a run when training ends, in addition to the evaluations.
 
-        Returns values [X] by field of a result, such as 'val_bleu': the field of a metric, or one
-        of its details. A trial that is not finished, `finished_X`, needs no value: its result has
-        None.
+        Returns values [X] by field of a result, such as 'val_bleu'. A field is that of a metric, or
+        one of the details of a metric. Values of trials for which `finished_X` is false are not
+        used; their results have None.
         """
         return {}
 
     def yardsticks(self, config: Config) -> 'Yardsticks':
-        """Measures on the data of a configuration what its models have to beat.
+        """Measures on the data what the models of a configuration have to beat.
 
-        By default the loss of a guess by frequencies, or of all tokens alike where these are
-        unknown.
+        By default, this is the loss of a model that knows only token frequencies. If that is
+        unknown, it is the loss of a uniform prediction.
         """
         losses = {}
         for split in self.splits[1:]:
@@ -93,10 +115,10 @@ class Rows(Protocol):
         return Yardsticks(task='probe', losses=losses)
 
     def context_losses(self, losses_by_position: 'LossesByPosition') -> Mapping[str, np.ndarray]:
-        """Losses [X] of trained models, nats/token, that show whether they use their context.
+        """Measures losses [X], in nats/token, that show whether trained models use their context.
 
-        By field of yardsticks.json: 'early' and 'late' in the context, or 'shuffled', with the
-        sources of other sentences.
+        Returns them by field of yardsticks.json: 'early' and 'late' are losses early and late in
+        the context; 'shuffled' is the loss of translations with the sources of other sentences.
         """
         return {}
 
@@ -106,36 +128,39 @@ LossesByPosition = Callable[[Rows], tuple[np.ndarray, np.ndarray]]
 
 
 class TrainedTrials(Protocol):
-    """The X trained trials of a run, as far as a task measures them."""
+    """What a task needs of the X trained trials of a run to measure them."""
 
     config: Config
 
     def sums(self, read: Callable[..., Iterable[Batch]]) -> Sums:
-        """`qkattn.metrics.row_sums` of R rows, [R, X, ...] by metric.
+        """Computes `qkattn.metrics.row_sums` of R rows; returns arrays [R, X, ...] by metric.
 
-        `read(batch_size=..., part=...)` reads the batches, as `qkattn.data.pipeline.eval_batches`
-        does once its rows and split are set.
+        `read(batch_size=..., part=...)` returns the batches of the rows, with the arguments of
+        `qkattn.data.pipeline.eval_batches`.
         """
 
     def translate(self, x: int, tokenizer: Tokenizer, sources: Sequence[np.ndarray]) -> list[str]:
-        """Translations by trial x of sources, token ids without separators."""
+        """Translates sources (token ids without separators) with the model of trial x."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Yardsticks:
     """What models of a task have to beat, measured on the data alone."""
 
-    task: str  # reports show measurements of 'language', 'masked', 'translation' and 'probe'
-    tokens: int | None = None  # training tokens that were counted, if any
-    # Nats/token by prefix of a split ('val', 'test') and name.
+    # 'language', 'masked', 'translation' or 'probe'; it decides what a report shows.
+    task: str
+    # The number of training tokens that were counted, if any were.
+    tokens: int | None = None
+    # Losses in nats/token by prefix of a split ('val' or 'test') and name of the yardstick.
     losses: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
-    bleu: Mapping[str, float] | None = None  # by prefix of a split; None but for a translation
+    # BLEU by prefix of a split; None for tasks other than translation.
+    bleu: Mapping[str, float] | None = None
 
 
 def token_batch(
     tokens_BT: np.ndarray, targets_BT: np.ndarray, loss_weights_BT: np.ndarray
 ) -> Batch:
-    """A batch of rows whose only input is tokens."""
+    """Returns a batch of rows whose only input is tokens, in the dtypes of `array_shapes`."""
     return {
         'tokens_BT': np.asarray(tokens_BT, INT),
         'targets_BT': np.asarray(targets_BT, INT),
@@ -144,13 +169,13 @@ def token_batch(
 
 
 def uniform(draws_B2: np.ndarray, shape: tuple[int, ...], part: int = 0) -> np.ndarray:
-    """Random numbers in [0, 1), [B, *shape], that depend on the draws of their row alone.
+    """Draws random numbers in [0, 1), [B, *shape]. Those of a row depend only on its `draws`.
 
-    Numbers of different parts of one row are independent.
+    Numbers with another `part` are independent of these.
     """
     u = np.empty((len(draws_B2), *shape))
     for draws_2, u_row in zip(np.asarray(draws_B2, np.uint64), u, strict=True):
-        # A counter's high word sets the parts 2^192 draws apart.
+        # The high word of the counter puts the parts 2^192 draws apart.
         generator = np.random.Philox(key=draws_2, counter=part << 192)
         np.random.Generator(generator).random(out=u_row)
     return u

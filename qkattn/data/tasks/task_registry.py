@@ -1,4 +1,4 @@
-"""Every task that there is; `rows_of` opens the one that a configuration trains on."""
+"""The registry of tasks; `rows_of` opens the task that a configuration trains on."""
 
 import itertools
 from collections.abc import Iterator
@@ -27,11 +27,11 @@ INTERFACE = ('kind', 'data', *(name for name in vars(Rows) if not name.startswit
 
 
 def batches(config: Config, split: str = 'train', *, seed: int = 0) -> Iterator[Batch]:
-    """The batches that a run with this configuration reads, arrays [train.batch_size, length].
+    """Yields the batches that a run with this configuration reads, arrays [batch_size, length].
 
-    'train' has no end and is the data of the trial with this seed; 'validation' and 'test' are the
-    data.eval_sequences rows of an evaluation, once. ConfigError as `rows_of`, `train_batch` and
-    `eval_batches`.
+    For 'train' these are the batches of a trial with this seed, without end. For 'validation' and
+    'test' these are the batches of one evaluation of data.eval_sequences rows. Raises ConfigError
+    as `rows_of`, `train_batch` and `eval_batches` do.
     """
     rows = rows_of(config)
     size = config.train.batch_size
@@ -42,7 +42,10 @@ def batches(config: Config, split: str = 'train', *, seed: int = 0) -> Iterator[
 
 
 def task_of(config: Config) -> type[Rows]:
-    """The task for this kind of model and form of data, which is not read; else ConfigError."""
+    """Returns the class of the task of a configuration, without reading its data.
+
+    Raises ConfigError if no task fits the model and the data.
+    """
     task, _ = _task_and_options(config)
     return task
 
@@ -57,15 +60,15 @@ def rows_of(config: Config) -> Rows:
             f'data.name={config.data.name!r}.'
         )
     for split in rows.splits:
-        rows.count(split)  # Raises for a split that is too short.
+        rows.count(split)  # raises ConfigError for a split that is too short
     return rows
 
 
 def _task_and_options(config: Config) -> tuple[type[Rows], dict[str, Any]]:
-    """The task and the options of its `open`; ConfigError where none fits model and data.
+    """Returns the class of the task of a configuration, and the options of its method `open`.
 
-    It is the one that data.task names, or else that of TASKS for model.kind and the form of the
-    data.
+    If data.task is set, it names the task. Otherwise it is the task of TASKS for model.kind and the
+    form of the data. Raises ConfigError if no task fits the model and the data.
     """
     form = _form(config.data)
     kind = config.model.kind
@@ -78,6 +81,7 @@ def _task_and_options(config: Config) -> tuple[type[Rows], dict[str, Any]]:
                 f'data.name={name!r} is {form}, but model.kind={kind!r} needs {needed}.'
             )
         return _by_documents(task_by_form[form], config.data), {}
+
     task, options = resolve(
         config.data.task,
         TASKS,
@@ -102,7 +106,7 @@ def _by_documents(task: type[Rows], data: DataConfig) -> type[Rows]:
 
 
 def _form(data: DataConfig) -> DataForm:
-    """The form of the data that data.name names; ConfigError if it is unknown."""
+    """Returns the form of the data that data.name names; raises ConfigError if it is unknown."""
     if probe_tasks.is_probe(data.name):
         _, probe = probe_tasks.find(data.name)
         return 'a causal probe' if probe.causal else 'a labelling probe'

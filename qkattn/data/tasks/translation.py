@@ -1,4 +1,4 @@
-"""Translation: sentence pairs packed into rows of a fixed shape for an encoder-decoder."""
+"""The task of translation: sentence pairs in rows of a fixed shape for an encoder-decoder."""
 
 import copy
 import functools
@@ -28,21 +28,27 @@ from qkattn.metrics import PREFIXES
 from qkattn.metrics.translation import translation_scores
 from qkattn.stats import ibm1
 
-PACKING = 1  # changes whenever the same pairs would be packed differently
-OPEN_ROWS = 64  # filled at a time; more pack a little tighter, but each pair looks at them all
+# Changes whenever the same pairs would be packed differently.
+PACKING = 1
+# How many rows are filled at a time. More rows pack a little tighter, but take longer, because each
+# pair is compared with all of them.
+OPEN_ROWS = 64
 
 log = logging.getLogger(__name__)
 
 
 class TranslationRows(Rows):
-    """Rows of several sentence pairs each, the target predicted from the source.
+    """Rows of several sentence pairs each, in which the targets are predicted from the sources.
 
-    A source x_1 .. x_m enters as itself and the separator, m + 1 tokens; a target y_1 .. y_n enters
-    as the separator and itself and is predicted as itself and the separator, n + 1 tokens. Rows
-    hold whole pairs, numbered from 1 in `source_segments_BS` and `segments_BT`, where 0 is padding
-    (token 0, loss weight 0). Which pairs share a row depends on the data and the two lengths, S and
-    T, only; every pair is in exactly one row. Pairs longer than a row are a ConfigError;
-    `drop_long` leaves them out, of every split.
+    A source x_1 .. x_m takes m + 1 tokens of the encoder: x_1 .. x_m and the separator. A target
+    y_1 .. y_n takes n + 1 tokens of the decoder: its inputs are the separator and y_1 .. y_n, its
+    targets y_1 .. y_n and the separator.
+
+    Rows hold whole pairs, and every pair is in exactly one row. `source_segments_BS` and
+    `segments_BT` number the pairs of a row from 1; 0 is padding, with token 0 and loss weight 0.
+    Which pairs share a row depends only on the data and on the lengths S and T of a row. A pair
+    that is longer than a row raises ConfigError, unless `drop_long` is set, which leaves such pairs
+    out of every split.
     """
 
     kind: ClassVar[str] = 'encoder_decoder'
@@ -66,6 +72,7 @@ class TranslationRows(Rows):
     def __init__(
         self, pairs: PairDataset, source_length: int, length: int, *, drop_long: bool = False
     ):
+        """Packs the pairs of all splits into rows of S = source_length and T = length tokens."""
         self.pairs = pairs
         self.source_length = source_length
         self.length = length
@@ -74,8 +81,10 @@ class TranslationRows(Rows):
         self.num_dropped: dict[str, int] = {}
         # By split: the numbers of the pairs in each row.
         self._packed: dict[str, list[np.ndarray]] = {}
-        # By split: the pair whose source stands beside each target, where it is another one.
+        # By split: the pair from which each target gets its source; see `with_shuffled_sources`. A
+        # split that is missing has the original sources.
         self._sources: dict[str, np.ndarray] = {}
+
         longest_source = 0
         longest_target = 0
         for split in self.splits:
@@ -86,6 +95,7 @@ class TranslationRows(Rows):
             self._packed[split] = pack(sizes_2I, np.flatnonzero(fits_I), (source_length, length))
             longest_source = max(longest_source, sizes_2I[0].max(initial=0))
             longest_target = max(longest_target, sizes_2I[1].max(initial=0))
+
         num_dropped = sum(self.num_dropped.values())
         if num_dropped and not drop_long:
             raise ConfigError(
@@ -96,7 +106,8 @@ class TranslationRows(Rows):
             )
 
     def count(self, split: str) -> int:
-        self.pairs.bounds(split)  # refuses an unknown split
+        """Returns the number of rows of a split; raises ConfigError if there are none."""
+        self.pairs.bounds(split)  # raises ConfigError for an unknown split
         if not self._packed[split]:
             raise ConfigError(
                 f'split {split!r} of {self.pairs.source.name} has no sentence pair that fits into '
@@ -105,7 +116,8 @@ class TranslationRows(Rows):
         return len(self._packed[split])
 
     def read(self, split: str, rows_B: np.ndarray, draws_B2: np.ndarray) -> Batch:
-        # The P pairs of the batch, row after row.
+        """Reads rows by number. The rows have no randomness, so `draws_B2` is not used."""
+        # The P pairs of the batch, row after row: their number, row, and segment in the row.
         pairs_of_row = [self._packed[split][row] for row in rows_B]
         pair_P = np.concatenate(pairs_of_row)
         num_pairs_B = [len(pairs) for pairs in pairs_of_row]
@@ -115,16 +127,22 @@ class TranslationRows(Rows):
         def laid_out(
             tokens: np.ndarray, bounds: np.ndarray, sentence_P: np.ndarray, length: int
         ) -> tuple[np.ndarray, np.ndarray]:
-            """Tokens and segments [B, length] of one side: sentence after sentence, then zeros."""
+            """Lays out one side of the pairs in rows: sentence after sentence, then zeros.
+
+            Returns tokens and segments [B, length]. `sentence_P` holds the number of each sentence.
+            """
             starts_P = bounds[sentence_P]
             ends_P = bounds[sentence_P + 1]
+            sizes_P = ends_P - starts_P
             sentences = [tokens[start:end] for start, end in zip(starts_P, ends_P, strict=True)]
-            num_tokens_B = np.bincount(row_P, ends_P - starts_P, len(rows_B))
+            num_tokens_B = np.bincount(row_P, sizes_P, len(rows_B))
+
+            # Filling the used positions in row-major order puts each sentence into its row.
             is_used_BT = np.arange(length) < num_tokens_B[:, None]
             tokens_BT = np.zeros(is_used_BT.shape, INT)
             tokens_BT[is_used_BT] = np.concatenate(sentences)
             segments_BT = np.zeros(is_used_BT.shape, INT)
-            segments_BT[is_used_BT] = np.repeat(segment_P, ends_P - starts_P)
+            segments_BT[is_used_BT] = np.repeat(segment_P, sizes_P)
             return tokens_BT, segments_BT
 
         source, target = self.pairs.tokens(split)
@@ -136,7 +154,9 @@ class TranslationRows(Rows):
             source, source_bounds, source_P, self.source_length
         )
         targets_BT, segments_BT = laid_out(target, target_bounds, pair_P, self.length)
-        # Each target ends with the separator, which shifting puts before the next pair's tokens.
+
+        # The inputs are the targets, shifted by one. Each target ends with the separator, so the
+        # separator comes before the tokens of the next pair.
         tokens_BT = np.roll(targets_BT, 1, axis=1)
         tokens_BT[:, 0] = self.pairs.separator
         is_used_BT = segments_BT > 0
@@ -148,10 +168,10 @@ class TranslationRows(Rows):
         }
 
     def with_shuffled_sources(self) -> Self:
-        """The same rows, in which a target stands beside the source of another pair.
+        """Returns the same rows, except that each target gets the source of another pair.
 
-        Sources change places among those of equal length, so that a model loses what it knows from
-        their words alone; one whose length no other has stays.
+        Sources are exchanged only with sources of equal length. A model then loses the information
+        in their words, but not in their lengths. A source whose length no other has stays.
         """
         shuffled = copy.copy(self)
         shuffled._sources = {}
@@ -159,9 +179,10 @@ class TranslationRows(Rows):
             source_bounds, _ = self.pairs.bounds(split)
             lengths_I = np.diff(source_bounds)
             draw_I = np.random.Generator(np.random.Philox(key=0)).random(len(lengths_I))
-            # By length, in a random order among equal ones.
+            # Sorted by length, and in a random order among equal lengths.
             order_I = np.lexsort((draw_I, lengths_I))
             first_of_length = np.flatnonzero(np.diff(lengths_I[order_I])) + 1
+            # Within a group of equal length, each target gets the next source.
             shuffled_I = np.empty_like(order_I)
             for group in np.split(order_I, first_of_length):
                 shuffled_I[group] = np.roll(group, -1)
@@ -174,7 +195,10 @@ class TranslationRows(Rows):
         return self.pairs.identity() | packing
 
     def bytes_per_token(self, split: str) -> float:
-        """Of the whole split with the pairs that `drop_long` leaves out, as is `unigram_nats`."""
+        """Returns the mean bytes per target token of the whole split.
+
+        Like `unigram_nats`, it includes the pairs that `drop_long` leaves out.
+        """
         return self.pairs.target.bytes_per_token(split)
 
     def unigram_nats(self, split: str) -> float:
@@ -183,9 +207,9 @@ class TranslationRows(Rows):
     def end_metrics(
         self, trained: TrainedTrials, finished_X: np.ndarray
     ) -> Mapping[str, Sequence[Any]]:
-        """BLEU and other scores of the translations of every finished trial, as in `score_split`.
+        """Scores the translations of every finished trial with BLEU and the other scores.
 
-        Each split but 'train' is scored.
+        All splits except 'train' are scored; see `score_split`.
         """
         config = trained.config
         values: dict[str, list[Any]] = {}
@@ -208,20 +232,21 @@ class TranslationRows(Rows):
         return values
 
     def yardsticks(self, config: Config) -> Yardsticks:
-        """The BLEU of IBM model 1, a dictionary that translates word by word.
+        """Measures the BLEU of IBM model 1, which translates word by word.
 
-        It learns from the training split, and translates the sentences that models of this
-        configuration translate.
+        The model learns a dictionary from the train split. It translates the same sentences as
+        models of this configuration.
         """
         decode = self.pairs.source.tokenizer.decode
 
         def texts(split: str) -> tuple[list[str], list[str]]:
-            """All source sentences of a split and all target sentences."""
+            """All source sentences and all target sentences of a split."""
             sources, targets = self.pairs.sentences(split)
             return [decode(source) for source in sources], [decode(target) for target in targets]
 
         training_sources, training_targets = texts('train')
         dictionary = ibm1.fit(list(zip(training_sources, training_targets, strict=True)))
+
         bleu = {}
         for split in self.splits[1:]:
             sources, references = texts(split)
@@ -233,7 +258,7 @@ class TranslationRows(Rows):
         return Yardsticks(task='translation', bleu=bleu)
 
     def context_losses(self, losses_by_position: LossesByPosition) -> dict[str, np.ndarray]:
-        """The loss with the sources of other sentences."""
+        """Measures the loss if every target gets the source of another sentence."""
         nats_XT, weights_T = losses_by_position(self.with_shuffled_sources())
         return {'shuffled': nats_XT.sum(1) / weights_T.sum()}
 
@@ -252,13 +277,13 @@ def score_split(
     Args:
       pairs: the sentences and their references.
       split: 'train', 'validation' or 'test'.
-      translate: translates sources, token ids without separators.
-      longest_source: tokens of a source that `translate` takes. Longer ones are truncated, and the
-        log says how many: the scores are still those of all sentences.
-      max_sources: None is all.
+      translate: translates sources, given as token ids without separators.
+      longest_source: the most tokens of a source that `translate` takes. Longer sources are
+        truncated and scored as well; the log says how many there are.
+      max_sources: None for all.
       lowercase: whether scores ignore case.
 
-    Returns `translation_scores`.
+    Returns the scores of `translation_scores`.
     """
     sources, targets = pairs.sentences(split)
     sources = sources[:max_sources]
@@ -280,24 +305,30 @@ def score_split(
 def pack(sizes_2I: np.ndarray, kept: np.ndarray, capacity_2: tuple[int, int]) -> list[np.ndarray]:
     """Packs sentence pairs into rows by best fit, in a shuffled order.
 
-    Args:
-      sizes_2I: tokens of the source and of the target of each pair.
-      kept: the numbers of the pairs to pack, each of which fits into an empty row.
-      capacity_2: tokens of a row on the source and on the target side.
+    At any time, OPEN_ROWS rows are open. A pair goes into the open row in which it leaves the least
+    free space, summed over both sides. If it fits into no open row, the row with the least free
+    space on either side is closed, and an empty row is opened in its place.
 
-    At any time OPEN_ROWS rows are open: a pair goes to the one that it leaves the least space in,
-    both sides together. Where it fits into none, the row that is closest to full on either side is
-    closed, and an empty one opened in its place. Returns the numbers of the pairs in each row.
+    Args:
+      sizes_2I: the number of tokens of the source and of the target of each pair.
+      kept: the numbers of the pairs to pack. Each of them fits into an empty row.
+      capacity_2: the tokens that a row has for sources and for targets.
+
+    Returns:
+      The numbers of the pairs in each row.
     """
     shuffled = np.argsort(np.random.Generator(np.random.Philox(key=0)).random(len(kept)))
     order = kept[shuffled]
     num_rows = OPEN_ROWS
+    # The number of each open row, and its free space on both sides.
     row_O = np.arange(num_rows)
     free_2O = np.repeat(np.array([capacity_2]).T, num_rows, axis=1)
-    # A sentence has a token at least, its separator, so a row it fits into has less space left.
+    # Larger than the space left in any row that a pair fits into: a pair takes some space, because
+    # every sentence has at least one token, its separator.
     does_not_fit = sum(capacity_2)
     row_of_pair = []
     for size_2 in sizes_2I.T[order]:
+        # The space that the pair would leave in each open row.
         left_2O = free_2O - size_2[:, None]
         left_O = np.where(left_2O.min(0) < 0, does_not_fit, left_2O.sum(0))
         slot = left_O.argmin()
@@ -308,8 +339,10 @@ def pack(sizes_2I: np.ndarray, kept: np.ndarray, capacity_2: tuple[int, int]) ->
             num_rows += 1
         free_2O[:, slot] -= size_2
         row_of_pair.append(row_O[slot])
+
     if not row_of_pair:
         return []
-    _, first_of_row = np.unique(sorted(row_of_pair), return_index=True)
+    # Sort the pairs by their row, and split them where the next row begins.
     pairs_by_row = order[np.argsort(row_of_pair, kind='stable')]
+    _, first_of_row = np.unique(sorted(row_of_pair), return_index=True)
     return np.split(pairs_by_row, first_of_row[1:])

@@ -1,4 +1,4 @@
-"""Sub-words of the Hugging Face `tokenizers` library: learned, or read from a tokenizer.json."""
+"""Sub-word tokenizers of the Hugging Face library `tokenizers`, learned or read from a file."""
 
 import functools
 import hashlib
@@ -15,21 +15,23 @@ from qkattn.errors import ConfigError
 from qkattn.storage.files import as_path, read_whole
 from qkattn.storage.records import parse_json
 
-SEPARATOR = '\0'  # in text, U+0000 is encoded as the byte 0
-# The separator and all bytes.
+# The token of the separator. A character U+0000 in a text is not encoded to it, but as a byte.
+SEPARATOR = '\0'
+# The smallest vocabulary: the separator and all bytes.
 MIN_SIZE = 257
 # The library allocates memory for the requested size before it reads any text.
 MAX_SIZE = 2**20
-# How files write the special token that ends a text, the most common first.
+# The special tokens that usually end a text, the most common first.
 END_OF_TEXT = ('<|endoftext|>', '</s>', '<|end_of_text|>', '<eos>', '<|eos|>', '[EOS]', '<EOS>')
-LINES = 10_000  # encoded at a time; an encoded line takes about 100 times its bytes
+# How many lines are encoded at a time. While it is encoded, a line takes about 100 times its bytes.
+LINES = 10_000
 
 
 class Subwords(Tokenizer):
-    """A vocabulary of the library; special tokens are neither added to a text nor read from it.
+    """A vocabulary of the library. It neither adds special tokens to a text nor reads them from it.
 
-    ValueError for ids from MAX_SIZE on: tables of a vocabulary have a place for every id below its
-    largest, however few there are.
+    Raises ValueError for a vocabulary with an id of MAX_SIZE or more. Tables have an entry for
+    every id up to the largest, even if most of these ids are not used.
     """
 
     def __init__(self, model: bytes):
@@ -38,7 +40,7 @@ class Subwords(Tokenizer):
         self._num_ids = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         if self._num_ids > MAX_SIZE:
             raise ValueError(f'it has the id {self._num_ids - 1}; ids must be below {MAX_SIZE}')
-        # A special token in a text, such as '</s>', is encoded as the text that it is.
+        # The text of a special token, such as '</s>', is encoded like any other text.
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -57,8 +59,8 @@ class Subwords(Tokenizer):
 class BPETokenizer(Subwords):
     """Byte-level byte-pair encoding (Sennrich et al. 2016; Radford et al. 2019), lossless.
 
-    Ids: 0 is the separator, which decodes to U+0000, 1 to 256 are the bytes, then the learned
-    sub-words in the order of their merges. No sub-word spans two lines or two words.
+    Id 0 is the separator, which decodes to U+0000. Ids 1 to 256 are the bytes. The learned
+    sub-words follow in the order of their merges. No sub-word spans two lines or two words.
     """
 
     def __init__(self, model: bytes):
@@ -67,15 +69,15 @@ class BPETokenizer(Subwords):
         self.name = f'byte-bpe{self.vocab_size}-{self._sha256}'
         self.separator = self._tokenizer.token_to_id(SEPARATOR)
         # The library writes each byte of a sub-word as one character.
-        num_bytes = [len(self._tokenizer.id_to_token(i)) for i in range(self.vocab_size)]
-        self._num_bytes_V = np.array(num_bytes)
+        tokens = [self._tokenizer.id_to_token(token_id) for token_id in range(self.vocab_size)]
+        self._num_bytes_V = np.array([len(token) for token in tokens])
         self._dtype = np.min_scalar_type(self.vocab_size - 1)
 
     @classmethod
     def train(cls, texts: Iterable[bytes], size: int) -> Self:
         """Learns a vocabulary of `size` ids; the same texts give the same vocabulary.
 
-        ConfigError for a size out of bounds, or that the texts are too short for.
+        Raises ConfigError if the size is out of bounds, or the texts are too short for it.
         """
         if not MIN_SIZE <= size <= MAX_SIZE:
             raise ConfigError(f'data.tokenizer_size={size} must be in [{MIN_SIZE}, {MAX_SIZE}].')
@@ -99,6 +101,7 @@ class BPETokenizer(Subwords):
         return cls(tokenizer.to_str().encode())
 
     def encode(self, text: str | bytes) -> np.ndarray:
+        """Encodes a text line by line, LINES lines at a time; see `_lines`."""
         lines = _lines(text_of(text))
         ids_by_line = [np.empty(0, self._dtype)]
         for start in range(0, len(lines), LINES):
@@ -115,26 +118,28 @@ class BPETokenizer(Subwords):
 
 
 def _lines(text: str) -> list[str]:
-    """The lines of a text with their ends: 'a\\n', 'b' for 'a\\nb'.
+    """Splits a text into lines, which keep their newline: 'a\\nb' gives ['a\\n', 'b'].
 
-    Encoded line by line, a text has the same ids as in one piece, several times faster: as a
-    vocabulary is learned from lines, nothing is merged with a newline before it.
+    Texts are encoded line by line, which is several times faster than in one piece. It gives the
+    same ids, because vocabularies are learned from lines: no sub-word goes beyond a newline.
+    Only '\\n' ends a line; `str.splitlines` would also split at other characters.
     """
-    lines = text.split('\n')
-    last = lines.pop()
-    lines = [line + '\n' for line in lines]
-    if last:  # it has no end
-        lines.append(last)
+    *complete_lines, last_line = text.split('\n')
+    lines = [line + '\n' for line in complete_lines]
+    if last_line:
+        lines.append(last_line)
     return lines
 
 
 class FileTokenizer(Subwords):
-    """The vocabulary of a file; its end-of-text id is the separator, which decodes to U+0000.
+    """The vocabulary of a tokenizer.json.
 
-    A file without such an id, or whose id is also read from text, gets one more id as separator.
-    Special tokens count no bytes. The name holds the sha256 of the file and, where the separator is
-    an id of the file, that id. Documents are encoded whole, which takes about 100 times their
-    bytes.
+    The separator is the file's end-of-text id. If there is no such id, or text can be encoded to
+    it, the separator is an additional id after those of the file. It decodes to U+0000.
+
+    Special tokens count no bytes. The name has the sha256 of the file and, if the separator is an
+    id of the file, that id. Documents are encoded as a whole, which takes about 100 times their
+    bytes of memory.
     """
 
     def __init__(self, model: bytes):
@@ -150,11 +155,11 @@ class FileTokenizer(Subwords):
 
     @property
     def name_with_added_separator(self) -> str:
-        """The name of a tokenizer whose separator is one more id than the file has."""
+        """The name of this vocabulary with an additional id as separator."""
         return f'file-{self._sha256}'
 
     def with_added_separator(self) -> Self:
-        """The same vocabulary with one more id, the separator, whatever the file marks."""
+        """Returns this vocabulary with an additional id as separator, even if it has its own."""
         tokenizer = type(self)(self._model)
         tokenizer._add_separator()
         return tokenizer
@@ -166,11 +171,11 @@ class FileTokenizer(Subwords):
         self._dtype = np.min_scalar_type(self.separator)
 
     def _end_of_text(self) -> int | None:
-        """The id of the special token that ends texts; None where there is none to be used.
+        """Returns the id of the special token that ends texts; None if there is no usable one.
 
-        It is the token with one of the usual names, or else the only special token. A separator may
-        not be read from text, so neither the token of unknown text nor a special token that its own
-        spelling is encoded to is used.
+        This is the special token with a name in END_OF_TEXT, or otherwise the only special token.
+        Encoding must never give the separator. So the token is not usable if it stands for unknown
+        text, or if its own spelling is encoded to it.
         """
         id_of_special = {}
         for token_id, token in self._tokenizer.get_added_tokens_decoder().items():
@@ -181,6 +186,7 @@ class FileTokenizer(Subwords):
             candidates = list(id_of_special)
         if not candidates:
             return None
+
         content = candidates[0]
         end_of_text = id_of_special[content]
         ids_of_spelling = self._tokenizer.encode(content, add_special_tokens=False).ids
@@ -195,9 +201,10 @@ class FileTokenizer(Subwords):
         return None if token is None else self._tokenizer.token_to_id(token)
 
     def _unknown(self) -> str | None:
-        """The token that stands for text outside of the vocabulary, if there is one."""
+        """Returns the token that stands for text outside of the vocabulary, if there is one."""
         model = parse_json(self._model)['model']
-        unknown_id = model.get('unk_id')  # of a unigram model, whose vocabulary is [token, score]
+        # Only unigram models have this field. Their vocabulary is a list of [token, score].
+        unknown_id = model.get('unk_id')
         if unknown_id is None:
             return model.get('unk_token')
         token, _ = model['vocab'][unknown_id]
@@ -205,9 +212,10 @@ class FileTokenizer(Subwords):
 
     @classmethod
     def open(cls, path: str) -> Self:
-        """The tokenizer of a file; ConfigError if it cannot be read, or is not of the library."""
+        """Opens a file; raises ConfigError if it is not a tokenizer.json of the library."""
         advice = 'give a tokenizer.json of the Hugging Face tokenizers library'
-        with readable(f'data.tokenizer={path!r}', advice, Exception):  # which the library raises
+        # The library raises a plain Exception for a file that it cannot parse.
+        with readable(f'data.tokenizer={path!r}', advice, Exception):
             return cls(read_whole(as_path(path)))
 
     def encode(self, text: str | bytes) -> np.ndarray:
@@ -222,9 +230,9 @@ class FileTokenizer(Subwords):
         return sum(len(text.encode()) for text in texts) + len(texts) - 1
 
     def _texts(self, ids: Ids, skip_special_tokens: bool = False) -> list[str]:
-        """The texts between separators, one more than there are separators."""
+        """Decodes the texts between separators; n separators make n + 1 texts."""
         ids = np.asarray(ids, np.int64)
         parts = np.split(ids, np.flatnonzero(ids == self.separator))
-        # Each part but the first begins with its separator.
+        # Each part but the first begins with a separator, which is removed.
         ids_of_texts = [part[part != self.separator].tolist() for part in parts]
         return self._tokenizer.decode_batch(ids_of_texts, skip_special_tokens=skip_special_tokens)

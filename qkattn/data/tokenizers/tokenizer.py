@@ -64,15 +64,15 @@ class ByteTokenizer(Tokenizer):
 
 
 class CharacterTokenizer(Tokenizer):
-    """One id per code point of the training text, in order; then the unknown; then the separator.
+    """One id per character of the training text, in the order of code points, and two more ids.
 
-    All characters that the training text lacks share one id, which decodes to U+FFFD and counts as
-    one byte, the least a character can have, so that unknown characters never improve bits per
-    byte. A separator decodes to U+0000.
+    The next id is shared by all characters that the training text lacks. It decodes to U+FFFD and
+    counts as one byte. No character has fewer bytes, so unknown characters cannot improve bits per
+    byte. The last id is the separator, which decodes to U+0000.
     """
 
     def __init__(self, characters: str):
-        """Args: characters: distinct, in the order of their ids."""
+        """Takes the distinct characters in the order of their ids."""
         self._characters = characters
         self.name = f'characters-{hashlib.sha256(characters.encode()).hexdigest()[:12]}'
         self.vocab_size = len(characters) + 2
@@ -119,5 +119,5 @@ class CharacterTokenizer(Tokenizer):
 
 
 def text_of(text: str | bytes) -> str:
-    """The text as a str; UnicodeDecodeError, a ValueError, where it is not valid UTF-8."""
+    """Returns a text as a str; raises UnicodeDecodeError, a ValueError, if it is not UTF-8."""
     return text.decode() if isinstance(text, bytes) else text

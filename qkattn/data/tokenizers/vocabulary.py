@@ -1,9 +1,9 @@
-"""Tokenizers by kind: trained on a corpus the first time, and cached.
+"""Opens tokenizers by their kind; those that are learned are trained once and cached.
 
-A trained one is `<data_dir>/tokenizers/<name>/<version>/<kind>/tokenizer.json` (bpe:
-`byte-bpe-<size>`). A tokenizer from outside is a class that has the attributes of `Tokenizer`, with
-keyword-only options. One that is learned has `train(texts, *, options)`, `load(model)` and
-`model()` besides.
+The cache is `<data_dir>/tokenizers/<name>/<version>/<kind>/tokenizer.json`, in which the kind 'bpe'
+is `byte-bpe-<size>`. A tokenizer from outside the package is a class with the attributes of
+`Tokenizer` and keyword-only options. If it is learned, it also has `train(texts, *, options)`,
+`load(model)` and `model()`.
 """
 
 import contextlib
@@ -29,41 +29,54 @@ KINDS: dict[str, Any] = {
 }
 METHODS = ('encode', 'decode', 'num_bytes')
 
-# The names given to `as_recorded`.
+# The names that `as_recorded` sets.
 _RECORDED: contextvars.ContextVar[Collection[str]] = contextvars.ContextVar('recorded', default=())
 
 log = logging.getLogger(__name__)
 
 
 def check(kind: str) -> tuple[Any, dict[str, Any]]:
-    """The class and the options that `data.tokenizer` names; ConfigError for an unknown one."""
+    """Returns the class and the options that `data.tokenizer` names.
+
+    Raises ConfigError if there is no such tokenizer.
+    """
     if kind.endswith('.json'):
         return FileTokenizer, {}
+
+    def is_tokenizer(target: Any) -> bool:
+        return inspect.isclass(target) and all(hasattr(target, method) for method in METHODS)
+
+    def takes_options(cls: Any) -> Any:
+        """The function that gets the options: the method `train` of a learned tokenizer."""
+        return getattr(cls, 'train', cls)
+
+    methods = ', '.join(METHODS)
     return resolve(
         kind,
         KINDS,
         'data.tokenizer',
-        needs=f'a class with {", ".join(METHODS)}, as qkattn.data.tokenizers.tokenizer.Tokenizer',
-        fits=lambda cls: inspect.isclass(cls) and all(hasattr(cls, method) for method in METHODS),
-        call=lambda cls: getattr(cls, 'train', cls),
+        needs=f'a class with {methods}, as qkattn.data.tokenizers.tokenizer.Tokenizer',
+        fits=is_tokenizer,
+        call=takes_options,
     )
 
 
 def open_tokenizer(
     root: Path, corpus: str, kind: str, size: int, texts: Callable[[], Iterable[bytes]]
 ) -> Tokenizer:
-    """The tokenizer of a kind; trained the first time, in the prepared data below `root`.
+    """Opens the tokenizer of a corpus, and trains it the first time if it is a learned one.
 
     Args:
-      root: the directory of prepared data.
-      corpus: its name and version, as in 'stdlib/1.0.0', by which its tokenizers are kept.
-      kind: what data.tokenizer names.
-      size: the ids of a 'bpe' vocabulary; others have none.
-      texts: the texts to train on, always the same; called only to train.
+      root: the directory of prepared data, in which a learned tokenizer is kept.
+      corpus: the name and version of the corpus, as in 'stdlib/1.0.0'.
+      kind: the value of data.tokenizer.
+      size: the number of ids of a 'bpe' vocabulary; other kinds ignore it.
+      texts: returns the texts to train on, the same in each call. It is called only to train.
     """
     cls, options = check(kind)
     if not hasattr(cls, 'train'):
         return restored(kind, None)
+
     folder = kind
     if kind == 'bpe':
         folder = f'byte-bpe-{size}'
@@ -76,7 +89,7 @@ def open_tokenizer(
     def read() -> Tokenizer:
         try:
             return restored(kind, read_whole(path))
-        except Exception as error:  # the class that the library of subwords raises
+        except Exception as error:  # the library of sub-words raises a plain Exception
             raise DamagedData(f'{path} is damaged: {error}') from error
 
     def train() -> None:
@@ -88,16 +101,19 @@ def open_tokenizer(
 
 
 def is_import_path(kind: str) -> bool:
-    """Whether `data.tokenizer` names a class from outside, and no file."""
+    """Whether `data.tokenizer` names a class from outside the package, not a file."""
     return ':' in kind and not kind.endswith('.json')
 
 
 @contextlib.contextmanager
 def as_recorded(*names: str) -> Iterator[None]:
-    """Inside, tokenizers are opened as they were when results or tokens recorded these names.
+    """Inside of this context, tokenizers get the separators that the recorded names state.
 
-    That matters for the separator of a file's vocabulary: it is the one that the names state, one
-    more id than the file has or an id of the file; without names the file's own, where it has one.
+    `names` are names of tokenizers that results, checkpoints or tokens have recorded. They matter
+    only for a vocabulary of a file (`FileTokenizer`), which may have either of two separators:
+
+    - If a name states that the separator is an additional id, it is an additional id.
+    - Otherwise it is the end-of-text id of the file, if the file has one.
     """
     token = _RECORDED.set(names)
     try:
@@ -107,9 +123,10 @@ def as_recorded(*names: str) -> Iterator[None]:
 
 
 def names_in(data: Any) -> list[str]:
-    """The names of the tokenizers in the identity of data, as results and checkpoints have it.
+    """Returns the names of the tokenizers in a recorded identity of data.
 
-    `data` is read from a file and may be of any form; parallel text has a source and a target.
+    Results and checkpoints record this identity. Parallel text has one name for the source and one
+    for the target. `data` was read from a file, so it may have any form.
     """
     if not isinstance(data, dict):
         return []
@@ -121,10 +138,11 @@ def names_in(data: Any) -> list[str]:
 
 
 def restored(kind: str, model: bytes | None) -> Tokenizer:
-    """The tokenizer of a kind, as in `check`.
+    """Makes the tokenizer that `data.tokenizer` names.
 
-    `model` is what its method `model` returned; None for one that is not learned. The name of one
-    from outside includes a digest of its options and source.
+    `model` is what the method `model` of a learned tokenizer has returned; None for a tokenizer
+    that is not learned. The name of a tokenizer from outside the package gets a digest of its
+    options and its source.
     """
     cls, options = check(kind)
     if model is not None:
@@ -136,6 +154,6 @@ def restored(kind: str, model: bytes | None) -> Tokenizer:
     if is_import_path(kind):
         tokenizer.name = f'{tokenizer.name}-{digest(kind)}'
     if cls is FileTokenizer and tokenizer.name_with_added_separator in _RECORDED.get():
-        # The results or tokens that are opened again had another separator than the file's.
+        # The recorded tokenizer did not have the file's own separator; see `as_recorded`.
         tokenizer = tokenizer.with_added_separator()
     return tokenizer
