@@ -11,7 +11,15 @@ from qkattn.config import DataConfig
 from qkattn.data.cache import DamagedData, data_root, local_directory, prepared_once
 from qkattn.data.corpora.corpus import Corpus
 from qkattn.data.corpora.corpus_registry import find
-from qkattn.data.token_files import INDEX, open_index, open_prepared, read_index, write_tokens
+from qkattn.data.token_files import (
+    INDEX,
+    is_prepared,
+    open_index,
+    open_prepared,
+    read_index,
+    write_tokens,
+)
+from qkattn.data.token_formats.in_place import open_in_place, token_files
 from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.data.tokenizers.vocabulary import as_recorded, open_tokenizer
 from qkattn.data.tokens import PairDataset, TokenDataset
@@ -26,9 +34,19 @@ def load(config: DataConfig) -> TokenDataset | PairDataset:
 def load_text(config: DataConfig) -> TokenDataset:
     """Opens text in one language; see `load`."""
     if config.name == 'tokens':
-        return open_prepared(config)
+        return open_tokens(config)
     (dataset,) = _load_sides(config)
     return dataset
+
+
+def open_tokens(config: DataConfig) -> TokenDataset:
+    """Opens the tokens at `config.path`, of prepare_data or of another tool; see `load`."""
+    path = local_directory(config.path, 'data.path')
+    if not is_prepared(path):
+        files = token_files(path)
+        if files:
+            return open_in_place(config, files)
+    return open_prepared(config)
 
 
 def load_pairs(config: DataConfig) -> PairDataset:
@@ -40,7 +58,7 @@ def load_pairs(config: DataConfig) -> PairDataset:
 def tokenizer_of(config: DataConfig) -> Tokenizer:
     """The dataset's tokenizer, learned from its training split the first time."""
     if config.name == 'tokens':
-        return open_prepared(config).tokenizer
+        return open_tokens(config).tokenizer
     return _tokenizer_of_corpus(config, find(config))
 
 

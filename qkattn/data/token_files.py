@@ -20,7 +20,7 @@ from qkattn.data.cache import DamagedData, local_directory, require_preparing
 from qkattn.data.corpora.corpus import SPLITS, Corpus, readable
 from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.data.tokenizers.vocabulary import as_recorded, is_import_path, restored
-from qkattn.data.tokens import SplitInfo, TokenDataset, blocks
+from qkattn.data.tokens import SplitInfo, TokenDataset, TokenIds, blocks, entropy
 from qkattn.errors import ConfigError
 from qkattn.storage.files import read_whole, replacing, write_atomic
 from qkattn.storage.records import parse_file, read
@@ -144,15 +144,9 @@ def _write_split(
         document_names=names,
         num_tokens=int(counts_V.sum()),
         num_bytes=num_bytes,
-        unigram_nats_per_token=_entropy(counts_V),
+        unigram_nats_per_token=entropy(counts_V),
         fingerprint=digest.hexdigest(),
     )
-
-
-def _entropy(counts_V: np.ndarray) -> float:
-    """Entropy of the frequencies of ids, in nats per token."""
-    frequencies = counts_V[counts_V > 0] / counts_V.sum()
-    return -float(np.sum(frequencies * np.log(frequencies)))
 
 
 def read_index(directory: Path) -> Index:
@@ -186,7 +180,7 @@ def _check_counts(split: str, info: SplitInfo) -> None:
     documents = info.num_documents
     if not 1 <= documents <= info.num_tokens:
         raise ValueError(f'{split} has {documents} documents in {info.num_tokens} tokens')
-    if info.num_bytes < 1:
+    if info.num_bytes is None or info.num_bytes < 1:
         raise ValueError(f'{split} has {info.num_bytes} bytes')
     names = info.document_names
     if names is not None and len(names) != documents:
@@ -200,7 +194,7 @@ def open_index(
 
     DamagedData if a file is missing or of another size, or its sha256 is another one.
     """
-    tokens = {}
+    tokens: dict[str, TokenIds] = {}
     for split, info in index.splits.items():
         path = directory / f'{split}.bin'
         try:
@@ -216,6 +210,11 @@ def open_index(
             raise DamagedData(f'{path} is missing, or does not hold what {INDEX} describes')
         tokens[split] = ids
     return TokenDataset(index.name, index.version, tokenizer, index.splits, tokens, index.carved)
+
+
+def is_prepared(directory: Path) -> bool:
+    """Whether prepare_data has written a directory, or has begun to, and no other tool."""
+    return (directory / INDEX).exists() or (directory / 'lock').exists()
 
 
 def open_prepared(config: DataConfig) -> TokenDataset:
@@ -269,6 +268,10 @@ def _refuse_settings_of_text(config: DataConfig, index: Index) -> None:
         field = 'lowercase'
     elif config.carve_test and 'test' not in index.splits:
         field = 'carve_test'
+    elif config.documents is not None:
+        field = 'documents'
+    elif config.token_dtype is not None:
+        field = 'token_dtype'
     elif not _is_same_tokenizer(config.tokenizer, index):
         field = 'tokenizer'
     else:

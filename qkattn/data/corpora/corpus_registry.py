@@ -28,18 +28,18 @@ def _tokens(config: DataConfig) -> Corpus:
 
 CORPORA = {
     'stdlib': Source(python_text.stdlib),
-    'tiny_shakespeare': Source(downloads.tiny_shakespeare, optional=('manual_dir',)),
-    'text': Source(own_files.text, required=('path',)),
+    'tiny_shakespeare': Source(downloads.tiny_shakespeare, optional=('manual_dir', 'documents')),
+    'text': Source(own_files.text, required=('path',), optional=('feature', 'documents')),
     'multi30k': Source(downloads.multi30k, required=('languages',), optional=('manual_dir',)),
     'cldr': Source(cldr.corpus, required=('languages',)),
-    'tokens': Source(_tokens, required=('path',)),
+    'tokens': Source(_tokens, required=('path',), optional=('documents', 'token_dtype')),
     'parallel': Source(own_files.parallel, required=('path', 'languages')),
     # Of any name that begins like this.
     'tfds:NAME': Source(catalogues.tfds_set, optional=('languages', 'feature')),
     'hf:NAME': Source(catalogues.hugging_face, optional=('languages', 'feature')),
 }
 # Settings that some datasets take and others do not.
-SETTINGS = ('path', 'languages', 'feature', 'manual_dir')
+SETTINGS = ('path', 'languages', 'feature', 'documents', 'token_dtype', 'manual_dir')
 # Datasets whose text comes with the interpreter, or is in files that the settings name.
 LOCAL = ('stdlib', 'cldr', 'text', 'parallel')
 # Datasets that a name alone opens.
