@@ -1,5 +1,6 @@
 """Token files that other tools write: a shard is one file, and a split any number of them."""
 
+import bisect
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
@@ -53,18 +54,19 @@ class Shards:
         self.shards = tuple(shards)
         self.dtype = shards[0].ids.dtype
         # Shard i holds the positions from _bounds[i] to _bounds[i + 1].
-        self._bounds = np.cumsum([0, *(len(shard.ids) for shard in shards)])
+        sizes = [len(shard.ids) for shard in shards]
+        self._bounds = list(itertools.accumulate(sizes, initial=0))
 
     def __len__(self) -> int:
-        return int(self._bounds[-1])
+        return self._bounds[-1]
 
     def __getitem__(self, positions: slice) -> np.ndarray:
         """The ids of a range of positions; a view where they are in one shard."""
         start, end, _ = positions.indices(len(self))
-        number = int(np.searchsorted(self._bounds, start, side='right')) - 1
+        number = bisect.bisect_right(self._bounds, start) - 1
         parts = []
         while start < end:
-            first = int(self._bounds[number])
+            first = self._bounds[number]
             ids = self.shards[number].ids
             part = ids[start - first : end - first]
             parts.append(part)
@@ -76,7 +78,7 @@ class Shards:
 
     def starts(self) -> Iterator[tuple[int, Shard]]:
         """Each shard, with the position of its first id."""
-        return zip(self._bounds[:-1].tolist(), self.shards, strict=True)
+        return zip(self._bounds[:-1], self.shards, strict=True)
 
     def cut(self, positions: Sequence[int]) -> list['Shards']:
         """The ids before, between and after these ascending positions."""
