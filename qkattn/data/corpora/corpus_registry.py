@@ -10,6 +10,7 @@ from qkattn.config.calls import called, resolve, takes
 from qkattn.config.imports import digest
 from qkattn.data.corpora import catalogues, cldr, downloads, own_files, python_text
 from qkattn.data.corpora.corpus import SPLITS, Corpus, capped, carved
+from qkattn.data.corpora.divided import divided
 from qkattn.errors import ConfigError
 
 
@@ -118,6 +119,8 @@ def find(config: DataConfig) -> Corpus:
             version=f'{corpus.version}-lower',
             documents=functools.partial(_lowercased, corpus),
         )
+    if config.documents is not None:
+        corpus = divided(corpus, config.documents)
     corpus = carved(corpus, config.carve_test)
     if corpus.languages:
         return corpus

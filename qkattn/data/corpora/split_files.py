@@ -26,7 +26,9 @@ def files_by_split(directory: Path, suffixes: Sequence[str]) -> dict[str, list[P
     none names a split are all of 'train'. ConfigError where only some do, or one names two.
     """
     files = []
-    with readable(f'data.path: {str(directory)!r}', 'give a directory', NotImplementedError):
+    with readable(
+        f'data.path: {str(directory)!r}', 'give a local or mounted directory', NotImplementedError
+    ):
         for path in sorted(directory.rglob('*')):
             if path.name.lower().endswith(tuple(suffixes)) and path.is_file():
                 files.append(path)
