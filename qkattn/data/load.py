@@ -109,7 +109,12 @@ def _side(corpus: Corpus, language: str) -> Corpus:
 
 
 def _written_once(
-    directory: Path, corpus: Corpus, kind: str, tokenizer: Tokenizer, root: Path
+    directory: Path,
+    corpus: Corpus,
+    kind: str,
+    tokenizer: Tokenizer,
+    root: Path,
+    workers: int = 1,
 ) -> TokenDataset:
     """The tokens of a corpus, which are written where they are missing or damaged.
 
@@ -127,13 +132,15 @@ def _written_once(
         return open_index(directory, index, tokenizer, compare=True)
 
     def write() -> None:
-        write_tokens(directory, kind, corpus, tokenizer)
+        write_tokens(directory, kind, corpus, tokenizer, workers)
 
     return prepared_once(directory / INDEX, read, write, root=root)
 
 
-def prepare(config: DataConfig, out: str) -> TokenDataset:
+def prepare(config: DataConfig, out: str, workers: int = 1) -> TokenDataset:
     """Tokenizes all splits of a dataset into the directory `out`, unless they are there.
+
+    `workers` processes do it; the files do not depend on their number.
 
     ConfigError if the dataset cannot be read, is a translation set, or lacks text; if the directory
     cannot be written or holds other tokens or files.
@@ -155,7 +162,7 @@ def prepare(config: DataConfig, out: str) -> TokenDataset:
     corpus = find(config)
     with as_recorded(*_stored_tokenizer(directory)):
         tokenizer = _tokenizer_of_corpus(config, corpus)
-    return _written_once(directory, corpus, config.tokenizer, tokenizer, root=directory)
+    return _written_once(directory, corpus, config.tokenizer, tokenizer, directory, workers)
 
 
 def _stored_tokenizer(directory: Path) -> list[str]:

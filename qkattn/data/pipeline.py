@@ -174,7 +174,7 @@ def check_documents(rows: Rows, data: DataConfig, minimum: int = MIN_DOCUMENTS) 
         total = len(np.unique(document_R))
         remedy = (
             "choose a corpus of more documents, such as 'stdlib' or 'text' with a folder of files "
-            'per split'
+            'per split, or cut its texts with data.documents'
         )
         sequences = data.eval_sequences
         if sequences is not None and total >= minimum:

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 import shutil
 
 import numpy as np
@@ -13,7 +14,7 @@ from tokenizers import models, pre_tokenizers
 
 from qkattn.config import Config, DataConfig
 from qkattn.convert import loading
-from qkattn.data import token_files, tokens
+from qkattn.data import encoding, token_files, tokens
 from qkattn.data.load import load_text, prepare, tokenizer_of
 from qkattn.data.tasks.task_registry import rows_of
 from qkattn.data.tokenizers.subwords import FileTokenizer
@@ -148,6 +149,41 @@ def test_what_cannot_be_prepared(text, made, tmp_path, monkeypatch, fields, text
         out = tmp_path
     with refused(message):
         prepare(data, str(out))
+
+
+@pytest.mark.parametrize('tokenizer', ['bpe', 'words.json', 'nibbles:Nibbles'])
+def test_the_number_of_workers_does_not_change_the_tokens(
+    text, tmp_path, outside, monkeypatch, tokenizer
+):
+    monkeypatch.setattr(encoding, 'BATCH_DOCUMENTS', 7)  # of 60 in train
+    monkeypatch.chdir(tmp_path)
+    vocabulary(tmp_path / 'words.json')
+    data = dataclasses.replace(text, tokenizer=tokenizer)
+    if tokenizer == 'bpe':
+        data = dataclasses.replace(data, tokenizer_size=280)
+    for workers in (1, 2):
+        prepare(data, f'{workers}', workers)
+    assert contents(tmp_path / '1') == contents(tmp_path / '2')
+
+
+def test_a_document_that_a_worker_cannot_encode_is_named(text, tmp_path, monkeypatch):
+    register(monkeypatch, 'x', {'train': [b'a'] * 9 + [b'\0'] + [b'a'] * 9, 'validation': [b'a']})
+    with refused("document 10 of split 'train' of x cannot be encoded: text holds byte 0"):
+        prepare(dataclasses.replace(text, name='x', path=None), str(tmp_path / 'out'), 2)
+
+
+def test_a_worker_that_is_killed_is_named(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(encoding, '_batches', lambda texts: [9])
+    monkeypatch.setattr(encoding, '_encode_batch', os._exit)
+    with refused('a process that tokenizes was killed, .*; give fewer --workers'):
+        prepare(text, str(tmp_path / 'out'), 2)
+
+
+def test_progress_says_how_many_tokens_a_second(text, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(token_files, 'SECONDS_PER_LOG', 0)
+    caplog.set_level('INFO')
+    prepare(text, str(tmp_path / 'out'))
+    assert re.search(r'train: [\d,]+ tokens, [\d,]+ tokens/s', caplog.text)
 
 
 @pytest.mark.parametrize('name', ['train.bin', 'tokenizer.json'])
