@@ -16,13 +16,13 @@ from typing import Literal
 import numpy as np
 
 from qkattn.config import DataConfig
-from qkattn.config.paths import require_regular
+from qkattn.config.paths import open_regular, require_regular
 from qkattn.data.cache import DamagedData, local_directory, require_preparing
 from qkattn.data.corpora.corpus import SPLITS, Corpus, readable
 from qkattn.data.encoding import Encoded, Result, encoder
 from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.data.tokenizers.vocabulary import as_recorded, is_import_path, restored
-from qkattn.data.tokens import SplitInfo, TokenDataset, TokenIds, blocks, entropy
+from qkattn.data.tokens import BLOCK, SplitInfo, TokenDataset, TokenIds, entropy
 from qkattn.errors import ConfigError
 from qkattn.storage.files import read_whole, replacing, write_atomic
 from qkattn.storage.records import parse_file, read
@@ -153,13 +153,12 @@ def _write_split(
                 num_tokens += len(document.ids)
                 num_bytes += document.num_bytes
                 progress.log(num_tokens)
-        written = np.zeros(0, dtype)
-        if num_documents:  # a file without bytes cannot be mapped
-            written = np.memmap(temporary, dtype, 'r')
-        # In blocks: counting document by document takes time for the whole vocabulary each.
-        for ids in blocks(written):
-            digest.update(ids.data)
-            counts_V += np.bincount(ids, minlength=len(counts_V))
+        # In blocks: counting document by document takes time for the whole vocabulary each. They
+        # are not mapped, since pages of a mapped file count as memory of this process.
+        with temporary.open('rb') as file:
+            while len(ids := np.fromfile(file, dtype, BLOCK)):
+                digest.update(ids.data)
+                counts_V += np.bincount(ids, minlength=len(counts_V))
     return SplitInfo(
         num_documents=num_documents,
         document_names=names,
@@ -224,7 +223,9 @@ def open_index(
             ids = np.asarray(np.memmap(path, index.dtype, 'r'))
             is_whole = len(ids) == info.num_tokens
             if is_whole and compare:
-                is_whole = hashlib.sha256(ids.data).hexdigest() == info.fingerprint
+                with open_regular(path) as file:
+                    digest = hashlib.file_digest(file, 'sha256')  # type: ignore[arg-type]
+                is_whole = digest.hexdigest() == info.fingerprint
         except (OSError, ValueError):
             is_whole = False
         if not is_whole:

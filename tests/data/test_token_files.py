@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+import runpy
 import shutil
 
 import numpy as np
@@ -23,6 +24,7 @@ from qkattn.data.tokens import PairDataset, TokenDataset
 from qkattn.train.loop import train
 from tests.damages import PICKLE
 from tests.data.datasets import contents, numbers, register, token_dataset, write_texts
+from tests.processes import ROOT
 from tests.refusals import refused
 
 
@@ -382,3 +384,20 @@ def test_a_run_with_an_added_separator_resumes_with_it(tiny, text, tmp_path, mon
     # Another run uses the id of the file, and needs no row more than it has.
     model = dataclasses.replace(config.model, vocab_size=401)
     assert rows_of(dataclasses.replace(config, model=model)).vocab_size == 401
+
+
+def test_the_writer_that_the_page_shows_writes_tokens(tmp_path, monkeypatch):
+    page = (ROOT / 'docs/data.md').read_text('utf-8')
+    (program,) = re.findall(r'```python\n(import hashlib.*?)```', page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'tokens').mkdir()
+    (tmp_path / 'writer.py').write_text(program)
+    runpy.run_path('writer.py')
+    dataset = load_text(made_of(tmp_path / 'tokens'))
+    assert bytes(dataset.split('train')) == b'one text\0another\0'
+    index = token_files.read_index(tmp_path / 'tokens')
+    assert token_files.open_index(
+        tmp_path / 'tokens', index, dataset.tokenizer, compare=True
+    ).splits == ('train', 'validation')
+    expected = tokens.entropy(np.bincount(dataset.split('train')))
+    assert dataset.unigram_nats('train') == pytest.approx(expected)
