@@ -96,7 +96,14 @@ def prompt_of_flags(source: loading.Loaded) -> tuple[list[int], Tokenizer | None
         ids = tokenizer.encode(PROMPT.value).tolist()
     except ValueError as error:
         raise ConfigError(f'the prompt cannot be encoded: {error}') from error
-    return ids or [tokenizer.separator], tokenizer
+    if ids:
+        return ids, tokenizer
+    if tokenizer.separator is None:
+        raise ConfigError(
+            f'--{PROMPT.name} must not be empty, since no id separates documents of '
+            f'{tokenizer.name}'
+        )
+    return [tokenizer.separator], tokenizer
 
 
 if __name__ == '__main__':

@@ -1,6 +1,6 @@
 """Tokenizes a text once into a directory, which any number of runs on any number of hosts read.
 
-python -m experiments.prepare_data --config=configs/small.py --out=runs/tokens
+python -m experiments.prepare_data --config=configs/small.py --out=runs/tokens --workers=4
 python -m experiments.train --config=small --workdir=runs/from_tokens \\
     --config.data.name=tokens --config.data.path=runs/tokens
 
@@ -11,6 +11,8 @@ made again if they are damaged. The command that trains on them is printed.
 import dataclasses
 import shlex
 
+from absl import flags
+
 from qkattn.config import Config, DataConfig
 from qkattn.config.setting import check_section
 from qkattn.data.corpora.corpus_registry import SETTINGS
@@ -18,10 +20,17 @@ from qkattn.data.load import prepare
 from qkattn.data.tasks.language import MaskedRows
 from qkattn.data.tokenizers.vocabulary import is_import_path
 from qkattn.data.tokens import TokenDataset
+from qkattn.errors import ConfigError
 from qkattn.jobs import cli, signals
+
+# More processes than any machine has cores.
+MAX_WORKERS = 1024
 
 CONFIG = cli.define_config(Config)
 OUT = cli.define_path('out', None, 'Directory of the tokens.')
+WORKERS = flags.DEFINE_integer(
+    'workers', 1, 'Processes that tokenize; the tokens do not depend on their number.'
+)
 
 
 @signals.exit_on_signal()
@@ -30,7 +39,9 @@ def main() -> None:
     config = cli.read_config(CONFIG)
     data = config.data
     check_section('data.', data)
-    dataset = prepare(data, out)
+    if not 1 <= WORKERS.value <= MAX_WORKERS:
+        raise ConfigError(f'--workers={WORKERS.value} must be at least 1 and at most {MAX_WORKERS}')
+    dataset = prepare(data, out, WORKERS.value)
     for split in dataset.splits:
         info = dataset.info(split)
         print(

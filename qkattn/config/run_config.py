@@ -31,7 +31,18 @@ class DataConfig:
     languages: str | None = setting(
         None, "Source and target of a translation set, as in 'en-de'.", path=True
     )
-    feature: str | None = setting(None, 'Text feature of a tfds set, or column of an hf set.')
+    feature: str | None = setting(
+        None, "Text feature of a tfds set, column of an hf set, or field of records of 'text'."
+    )
+    documents: str | None = setting(
+        None,
+        "What is a document of 'tokens' of another tool ('id=50256': what this id separates, "
+        "'tokens=8192': a block) or of long texts ('blank_line', 'kB=16', or a regular expression "
+        'at whose matches documents begin). See docs/data.md.',
+    )
+    token_dtype: Literal['uint8', 'uint16', 'uint32'] | None = setting(
+        None, "Type of the ids of 'tokens' in files without a header; None is uint16."
+    )
     lowercase: bool = setting(False, 'Text is lower-cased before it is tokenized.')
     tokenizer: str = setting(
         'bytes',

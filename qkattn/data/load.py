@@ -11,7 +11,15 @@ from qkattn.config import DataConfig
 from qkattn.data.cache import DamagedData, data_root, local_directory, prepared_once
 from qkattn.data.corpora.corpus import Corpus
 from qkattn.data.corpora.corpus_registry import find
-from qkattn.data.token_files import INDEX, open_index, open_prepared, read_index, write_tokens
+from qkattn.data.token_files import (
+    INDEX,
+    is_prepared,
+    open_index,
+    open_prepared,
+    read_index,
+    write_tokens,
+)
+from qkattn.data.token_formats.in_place import open_in_place, token_files
 from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.data.tokenizers.vocabulary import as_recorded, open_tokenizer
 from qkattn.data.tokens import PairDataset, TokenDataset
@@ -29,9 +37,19 @@ def load(config: DataConfig) -> TokenDataset | PairDataset:
 def load_text(config: DataConfig) -> TokenDataset:
     """Opens text in one language; see `load`."""
     if config.name == 'tokens':
-        return open_prepared(config)
+        return open_tokens(config)
     (dataset,) = _load_sides(config)
     return dataset
+
+
+def open_tokens(config: DataConfig) -> TokenDataset:
+    """Opens the tokens at `config.path`, of prepare_data or of another tool; see `load`."""
+    path = local_directory(config.path, 'data.path')
+    if not is_prepared(path):
+        files = token_files(path)
+        if files:
+            return open_in_place(config, files)
+    return open_prepared(config)
 
 
 def load_pairs(config: DataConfig) -> PairDataset:
@@ -43,7 +61,7 @@ def load_pairs(config: DataConfig) -> PairDataset:
 def tokenizer_of(config: DataConfig) -> Tokenizer:
     """Returns the tokenizer of a dataset, which is learned from its train split the first time."""
     if config.name == 'tokens':
-        return open_prepared(config).tokenizer
+        return open_tokens(config).tokenizer
     return _tokenizer_of_corpus(config, find(config))
 
 
@@ -94,7 +112,12 @@ def _side(corpus: Corpus, language: str) -> Corpus:
 
 
 def _written_once(
-    directory: Path, corpus: Corpus, kind: str, tokenizer: Tokenizer, root: Path
+    directory: Path,
+    corpus: Corpus,
+    kind: str,
+    tokenizer: Tokenizer,
+    root: Path,
+    workers: int = 1,
 ) -> TokenDataset:
     """Opens the tokens of a corpus in a directory; writes them if they are missing or damaged.
 
@@ -104,6 +127,7 @@ def _written_once(
       kind: the value of data.tokenizer.
       tokenizer: the tokenizer of this kind.
       root: the directory that the user has named: `directory` itself or a parent of it.
+      workers: the number of processes that tokenize.
 
     Raises ConfigError if the directory holds tokens of another corpus or tokenizer.
     """
@@ -120,18 +144,19 @@ def _written_once(
         return open_index(directory, index, tokenizer, compare=True)
 
     def write() -> None:
-        write_tokens(directory, kind, corpus, tokenizer)
+        write_tokens(directory, kind, corpus, tokenizer, workers)
 
     return prepared_once(directory / INDEX, read, write, root=root)
 
 
-def prepare(config: DataConfig, out: str) -> TokenDataset:
+def prepare(config: DataConfig, out: str, workers: int = 1) -> TokenDataset:
     """Tokenizes all splits of a dataset into a directory, unless they are there already.
 
     Args:
       config: names the dataset and its tokenizer.
       out: the directory. It may be new, empty, or hold the tokens of an earlier call, even of one
         that was killed.
+      workers: the number of processes that tokenize. The files do not depend on it.
 
     Raises:
       ConfigError: the dataset cannot be read, is a translation set, or has no text; or the
@@ -149,7 +174,7 @@ def prepare(config: DataConfig, out: str) -> TokenDataset:
     # If the directory has tokens already, the tokenizer gets the separator that they have.
     with as_recorded(*_stored_tokenizer(directory)):
         tokenizer = _tokenizer_of_corpus(config, corpus)
-    return _written_once(directory, corpus, config.tokenizer, tokenizer, root=directory)
+    return _written_once(directory, corpus, config.tokenizer, tokenizer, directory, workers)
 
 
 def _may_hold_tokens(directory: Path) -> bool:

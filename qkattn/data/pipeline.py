@@ -213,7 +213,7 @@ def check_documents(rows: Rows, data: DataConfig, minimum: int = MIN_DOCUMENTS) 
         if num_rows is None or total < minimum:
             remedy = (
                 "choose a corpus of more documents, such as 'stdlib' or 'text' with a folder of "
-                'files per split'
+                'files per split, or cut its texts with data.documents'
             )
         else:
             while _num_documents_read(rows, split, num_rows) < minimum:

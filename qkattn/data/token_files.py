@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
@@ -15,12 +16,13 @@ from typing import Literal
 import numpy as np
 
 from qkattn.config import DataConfig
-from qkattn.config.paths import require_regular
+from qkattn.config.paths import open_regular, require_regular
 from qkattn.data.cache import DamagedData, local_directory, require_preparing
 from qkattn.data.corpora.corpus import SPLITS, Corpus, readable
+from qkattn.data.encoding import Encoded, Result, encoder
 from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.data.tokenizers.vocabulary import as_recorded, is_import_path, restored
-from qkattn.data.tokens import SplitInfo, TokenDataset, blocks
+from qkattn.data.tokens import BLOCK, SplitInfo, TokenDataset, TokenIds, entropy
 from qkattn.errors import ConfigError
 from qkattn.storage.files import read_whole, replacing, write_atomic
 from qkattn.storage.records import parse_file, read
@@ -30,6 +32,8 @@ MODEL = 'tokenizer.json'
 # The advice where a corpus cannot be read, and what its libraries raise then besides OSError.
 RESTORE = 'restore the source'
 READ_ERRORS = (RuntimeError, UnicodeError)
+# Seconds between two lines of progress.
+SECONDS_PER_LOG = 10
 
 log = logging.getLogger(__name__)
 
@@ -47,10 +51,13 @@ class Index:
     splits: Mapping[str, SplitInfo]
 
 
-def write_tokens(directory: Path, kind: str, corpus: Corpus, tokenizer: Tokenizer) -> None:
+def write_tokens(
+    directory: Path, kind: str, corpus: Corpus, tokenizer: Tokenizer, workers: int = 1
+) -> None:
     """Tokenizes all splits of a corpus; the caller holds a lock on the directory.
 
-    `kind` is what data.tokenizer names. ConfigError for text that cannot be read or encoded, or a
+    `kind` is what data.tokenizer names, and `workers` the number of processes that tokenize, on
+    which the files do not depend. ConfigError for text that cannot be read or encoded, or a
     split without a document.
     """
     log.info('Writing tokens of %s %s to %s', corpus.name, corpus.version, directory)
@@ -61,16 +68,17 @@ def write_tokens(directory: Path, kind: str, corpus: Corpus, tokenizer: Tokenize
     with readable(corpus.name, RESTORE, *READ_ERRORS):
         documents = corpus.documents(None)
     splits = {}
-    for split in corpus.splits:
-        source = f'split {split!r} of {corpus.name}'
-        names = None
-        if corpus.names and split != 'train':
-            names = tuple(corpus.names(split))
-        ids_of_documents = _encoded(documents[split], source, tokenizer)
-        info = _write_split(directory / f'{split}.bin', ids_of_documents, tokenizer, names)
-        if not info.num_documents:
-            raise ConfigError(f'{source} has no document; it must hold text')
-        splits[split] = info
+    with encoder(kind, tokenizer, workers) as encode:
+        for split in corpus.splits:
+            source = f'split {split!r} of {corpus.name}'
+            names = None
+            if corpus.names and split != 'train':
+                names = tuple(corpus.names(split))
+            results = _successes(encode(documents[split]), source)
+            info = _write_split(directory / f'{split}.bin', results, tokenizer, names)
+            if not info.num_documents:
+                raise ConfigError(f'{source} has no document; it must hold text')
+            splits[split] = info
     index = Index(
         name=corpus.name,
         version=corpus.version,
@@ -93,29 +101,38 @@ def _without_directory(kind: str) -> str:
     return kind.rpartition('/')[2] if kind.endswith('.json') else kind
 
 
-def _encoded(texts: Iterable[bytes], source: str, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """The ids of each document, with the separator after it.
+def _successes(results: Iterable[Result], source: str) -> Iterator[Encoded]:
+    """The documents of `source` that are encoded.
 
-    ConfigError, which names the number of the document and `source`, for text that cannot be
-    encoded, and for a tokenizer that gives invalid ids.
+    ConfigError, which names the number of the document, for the first that cannot be.
     """
     with readable(source, RESTORE, *READ_ERRORS):
-        for number, text in enumerate(texts, start=1):
-            try:
-                ids = np.append(tokenizer.encode(text), tokenizer.separator)
-                if ids.min() < 0 or ids.max() >= tokenizer.vocab_size:
-                    raise ValueError(f'it has ids outside of 0 .. {tokenizer.vocab_size - 1}')
-                if np.count_nonzero(ids == tokenizer.separator) > 1:
-                    raise ValueError(f'its ids hold the separator, {tokenizer.separator}')
-                yield ids
-            except ValueError as error:
+        for number, result in enumerate(results, start=1):
+            if isinstance(result, ValueError):
                 raise ConfigError(
-                    f'document {number} of {source} cannot be encoded: {error}'
-                ) from error
+                    f'document {number} of {source} cannot be encoded: {result}'
+                ) from result
+            yield result
+
+
+class _Progress:
+    """Logs from time to time how many tokens of a split are written, and how fast."""
+
+    def __init__(self, split: str):
+        self._split = split
+        self._start = time.monotonic()
+        self._next = self._start + SECONDS_PER_LOG
+
+    def log(self, num_tokens: int) -> None:
+        seconds = time.monotonic()
+        if seconds >= self._next:
+            rate = num_tokens / (seconds - self._start)
+            log.info('%s: %s tokens, %s tokens/s', self._split, f'{num_tokens:,}', f'{rate:,.0f}')
+            self._next = seconds + SECONDS_PER_LOG
 
 
 def _write_split(
-    path: Path, documents: Iterator[np.ndarray], tokenizer: Tokenizer, names: tuple[str, ...] | None
+    path: Path, documents: Iterator[Encoded], tokenizer: Tokenizer, names: tuple[str, ...] | None
 ) -> SplitInfo:
     """Writes the ids of a split document by document, and counts them.
 
@@ -125,34 +142,31 @@ def _write_split(
     digest = hashlib.sha256()
     counts_V = np.zeros(tokenizer.vocab_size, np.int64)
     num_documents = 0
+    num_tokens = 0
     num_bytes = 0
+    progress = _Progress(path.stem)
     with replacing(path) as temporary:
         with temporary.open('wb') as file:
-            for ids in documents:
-                file.write(ids.astype(dtype).tobytes())
+            for document in documents:
+                file.write(document.ids.astype(dtype).tobytes())
                 num_documents += 1
-                num_bytes += tokenizer.num_bytes(ids)
-        written = np.zeros(0, dtype)
-        if num_documents:  # a file without bytes cannot be mapped
-            written = np.memmap(temporary, dtype, 'r')
-        # In blocks: counting document by document takes time for the whole vocabulary each.
-        for ids in blocks(written):
-            digest.update(ids.data)
-            counts_V += np.bincount(ids, minlength=len(counts_V))
+                num_tokens += len(document.ids)
+                num_bytes += document.num_bytes
+                progress.log(num_tokens)
+        # In blocks: counting document by document takes time for the whole vocabulary each. They
+        # are not mapped, since pages of a mapped file count as memory of this process.
+        with temporary.open('rb') as file:
+            while len(ids := np.fromfile(file, dtype, BLOCK)):
+                digest.update(ids.data)
+                counts_V += np.bincount(ids, minlength=len(counts_V))
     return SplitInfo(
         num_documents=num_documents,
         document_names=names,
-        num_tokens=int(counts_V.sum()),
+        num_tokens=num_tokens,
         num_bytes=num_bytes,
-        unigram_nats_per_token=_entropy(counts_V),
+        unigram_nats_per_token=entropy(counts_V),
         fingerprint=digest.hexdigest(),
     )
-
-
-def _entropy(counts_V: np.ndarray) -> float:
-    """Entropy of the frequencies of ids, in nats per token."""
-    frequencies = counts_V[counts_V > 0] / counts_V.sum()
-    return -float(np.sum(frequencies * np.log(frequencies)))
 
 
 def read_index(directory: Path) -> Index:
@@ -186,7 +200,7 @@ def _check_counts(split: str, info: SplitInfo) -> None:
     documents = info.num_documents
     if not 1 <= documents <= info.num_tokens:
         raise ValueError(f'{split} has {documents} documents in {info.num_tokens} tokens')
-    if info.num_bytes < 1:
+    if info.num_bytes is None or info.num_bytes < 1:
         raise ValueError(f'{split} has {info.num_bytes} bytes')
     names = info.document_names
     if names is not None and len(names) != documents:
@@ -200,7 +214,7 @@ def open_index(
 
     DamagedData if a file is missing or of another size, or its sha256 is another one.
     """
-    tokens = {}
+    tokens: dict[str, TokenIds] = {}
     for split, info in index.splits.items():
         path = directory / f'{split}.bin'
         try:
@@ -209,13 +223,20 @@ def open_index(
             ids = np.asarray(np.memmap(path, index.dtype, 'r'))
             is_whole = len(ids) == info.num_tokens
             if is_whole and compare:
-                is_whole = hashlib.sha256(ids.data).hexdigest() == info.fingerprint
+                with open_regular(path) as file:
+                    digest = hashlib.file_digest(file, 'sha256')  # type: ignore[arg-type]
+                is_whole = digest.hexdigest() == info.fingerprint
         except (OSError, ValueError):
             is_whole = False
         if not is_whole:
             raise DamagedData(f'{path} is missing, or does not hold what {INDEX} describes')
         tokens[split] = ids
     return TokenDataset(index.name, index.version, tokenizer, index.splits, tokens, index.carved)
+
+
+def is_prepared(directory: Path) -> bool:
+    """Whether prepare_data has written a directory, or has begun to, and no other tool."""
+    return (directory / INDEX).exists() or (directory / 'lock').exists()
 
 
 def open_prepared(config: DataConfig) -> TokenDataset:
@@ -269,6 +290,10 @@ def _refuse_settings_of_text(config: DataConfig, index: Index) -> None:
         field = 'lowercase'
     elif config.carve_test and 'test' not in index.splits:
         field = 'carve_test'
+    elif config.documents is not None:
+        field = 'documents'
+    elif config.token_dtype is not None:
+        field = 'token_dtype'
     elif not _is_same_tokenizer(config.tokenizer, index):
         field = 'tokenizer'
     else:

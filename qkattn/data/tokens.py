@@ -3,8 +3,8 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -21,22 +21,38 @@ class SplitInfo:
     num_documents: int
     document_names: tuple[str, ...] | None = None  # if the corpus has names; not of 'train'
     num_tokens: int  # with the separator that follows each document
-    num_bytes: int  # of text that the tokens stand for, one per separator
+    # Of text that the tokens stand for, one per separator; None where the vocabulary is unknown.
+    num_bytes: int | None
     unigram_nats_per_token: float  # entropy of the token frequencies
     fingerprint: str  # sha256 of all tokens
 
 
-def blocks(ids: np.ndarray) -> Iterator[np.ndarray]:
-    """All ids in order, a few million at a time."""
-    for first in range(0, len(ids), BLOCK):
+class TokenIds(Protocol):
+    """The ids of a split: an array, or several files that are read as one."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, positions: slice, /) -> np.ndarray: ...
+
+
+def blocks(ids: TokenIds, start: int = 0) -> Iterator[np.ndarray]:
+    """All ids from `start` on in order, a few million at a time."""
+    for first in range(start, len(ids), BLOCK):
         yield ids[first : first + BLOCK]
+
+
+def entropy(counts_V: np.ndarray) -> float:
+    """Entropy of the frequencies of ids, in nats per token."""
+    frequencies = counts_V[counts_V > 0] / counts_V.sum()
+    return -float(np.sum(frequencies * np.log(frequencies)))
 
 
 class TokenDataset:
     """Token ids of the splits of one corpus; ids are in [0, vocab_size).
 
     `version` is that of the text, e.g. 'py3.11.7-1.0.0'; `splits` are names, 'train' first;
-    `carved` maps the splits that were carved from train to the fraction of it that each is.
+    `carved` maps the splits that were carved from train to the fraction of it that each is;
+    `document_ends` gives those of a split, by default the positions after its separators.
     """
 
     def __init__(
@@ -45,8 +61,9 @@ class TokenDataset:
         version: str,
         tokenizer: Tokenizer,
         infos: Mapping[str, SplitInfo],
-        tokens: Mapping[str, np.ndarray],
+        tokens: Mapping[str, TokenIds],
         carved: Mapping[str, float] | None = None,
+        document_ends: Callable[[str], np.ndarray] | None = None,
     ):
         self.name = name
         self.version = version
@@ -57,7 +74,7 @@ class TokenDataset:
         self._infos = infos
         self._tokens = tokens
         # Once for each split, which is read through.
-        self._ends = functools.cache(self._document_ends)
+        self._ends = functools.cache(document_ends or self._document_ends)
 
     def info(self, split: str) -> SplitInfo:
         """Counts of a split; ConfigError for an unknown one."""
@@ -68,14 +85,20 @@ class TokenDataset:
             )
         return self._infos[split]
 
-    def split(self, split: str) -> np.ndarray:
+    def split(self, split: str) -> TokenIds:
         """Token ids of a split, memory-mapped."""
         self.info(split)  # refuses an unknown one
         return self._tokens[split]
 
     def windows(self, split: str, first_B: np.ndarray, size: int) -> np.ndarray:
         """Rows of `size` consecutive tokens from these positions on, int32 [B, size]."""
-        return self.split(split)[first_B[:, None] + np.arange(size)].astype(np.int32)
+        ids = self.split(split)
+        if isinstance(ids, np.ndarray):
+            return ids[first_B[:, None] + np.arange(size)].astype(np.int32)
+        rows_BT = np.empty((len(first_B), size), np.int32)
+        for row_T, first in zip(rows_BT, first_B.tolist(), strict=True):
+            row_T[:] = ids[first : first + size]
+        return rows_BT
 
     def document_ends(self, split: str) -> np.ndarray:
         """The position after each document's separator, ascending."""
@@ -105,9 +128,11 @@ class TokenDataset:
         """Entropy of the token frequencies of a split, in nats per token."""
         return self.info(split).unigram_nats_per_token
 
-    def bytes_per_token(self, split: str) -> float:
-        """Bytes of text per token of a split, on average."""
+    def bytes_per_token(self, split: str) -> float | None:
+        """Bytes of text per token of a split, on average; None where they are unknown."""
         info = self.info(split)
+        if info.num_bytes is None:
+            return None
         return info.num_bytes / info.num_tokens
 
     def _document_ends(self, split: str) -> np.ndarray:
@@ -154,7 +179,7 @@ class PairDataset:
 
     def tokens(self, split: str) -> tuple[np.ndarray, np.ndarray]:
         """All source and all target tokens of a split."""
-        return self.source.split(split), self.target.split(split)
+        return np.asarray(self.source.split(split)), np.asarray(self.target.split(split))
 
     def sentences(self, split: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """All source and all target sentences in file order, without separators."""

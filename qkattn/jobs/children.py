@@ -123,11 +123,15 @@ def _begin(cores: Sequence[int], parent: int) -> None:
     """
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_DFL)
-    if sys.platform == 'linux':
-        # The child gets SIGTERM once the parent ends, for whatever reason.
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # the parent had ended before prctl
-            os._exit(EXIT_REQUEUE)
+    end_with_parent(parent)
     if hasattr(os, 'sched_setaffinity'):
         os.sched_setaffinity(0, cores)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+
+
+def end_with_parent(parent: int) -> None:
+    """Called in a child process: it gets SIGTERM once its parent, of this id, ends, on Linux."""
+    if sys.platform == 'linux':
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # which has ended before
+            os._exit(EXIT_REQUEUE)

@@ -218,9 +218,9 @@ LINES = b'{"text": "one"}\n' * 40
             (
                 f'a{suffix}',
                 LINES,
-                f'a{suffix}. is a {suffix} file, which is not read; give plain text',
+                f'is a .{suffix.rpartition(".")[2]} file, which is not read; give plain text',
             )
-            for suffix in ('.jsonl', '.json', '.parquet', '.npy', '.bin', '.gz', '.zst', '.CSV')
+            for suffix in ('.json', '.npy', '.bin', '.gz', '.zst', '.tar.gz', '.CSV')
         ),
         (
             'a.txt',

@@ -4,6 +4,8 @@ import dataclasses
 import itertools
 import json
 import os
+import re
+import runpy
 import shutil
 
 import numpy as np
@@ -13,7 +15,7 @@ from tokenizers import models, pre_tokenizers
 
 from qkattn.config import Config, DataConfig
 from qkattn.convert import loading
-from qkattn.data import token_files, tokens
+from qkattn.data import encoding, token_files, tokens
 from qkattn.data.load import load_text, prepare, tokenizer_of
 from qkattn.data.tasks.task_registry import rows_of
 from qkattn.data.tokenizers.subwords import FileTokenizer
@@ -22,6 +24,7 @@ from qkattn.data.tokens import PairDataset, TokenDataset
 from qkattn.train.loop import train
 from tests.damages import PICKLE
 from tests.data.datasets import contents, numbers, register, token_dataset, write_texts
+from tests.processes import ROOT
 from tests.refusals import refused
 
 
@@ -148,6 +151,41 @@ def test_what_cannot_be_prepared(text, made, tmp_path, monkeypatch, fields, text
         out = tmp_path
     with refused(message):
         prepare(data, str(out))
+
+
+@pytest.mark.parametrize('tokenizer', ['bpe', 'words.json', 'nibbles:Nibbles'])
+def test_the_number_of_workers_does_not_change_the_tokens(
+    text, tmp_path, outside, monkeypatch, tokenizer
+):
+    monkeypatch.setattr(encoding, 'BATCH_DOCUMENTS', 7)  # of 60 in train
+    monkeypatch.chdir(tmp_path)
+    vocabulary(tmp_path / 'words.json')
+    data = dataclasses.replace(text, tokenizer=tokenizer)
+    if tokenizer == 'bpe':
+        data = dataclasses.replace(data, tokenizer_size=280)
+    for workers in (1, 2):
+        prepare(data, f'{workers}', workers)
+    assert contents(tmp_path / '1') == contents(tmp_path / '2')
+
+
+def test_a_document_that_a_worker_cannot_encode_is_named(text, tmp_path, monkeypatch):
+    register(monkeypatch, 'x', {'train': [b'a'] * 9 + [b'\0'] + [b'a'] * 9, 'validation': [b'a']})
+    with refused("document 10 of split 'train' of x cannot be encoded: text holds byte 0"):
+        prepare(dataclasses.replace(text, name='x', path=None), str(tmp_path / 'out'), 2)
+
+
+def test_a_worker_that_is_killed_is_named(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(encoding, '_batches', lambda texts: [9])
+    monkeypatch.setattr(encoding, '_encode_batch', os._exit)
+    with refused('a process that tokenizes was killed, .*; give fewer --workers'):
+        prepare(text, str(tmp_path / 'out'), 2)
+
+
+def test_progress_says_how_many_tokens_a_second(text, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(token_files, 'SECONDS_PER_LOG', 0)
+    caplog.set_level('INFO')
+    prepare(text, str(tmp_path / 'out'))
+    assert re.search(r'train: [\d,]+ tokens, [\d,]+ tokens/s', caplog.text)
 
 
 @pytest.mark.parametrize('name', ['train.bin', 'tokenizer.json'])
@@ -346,3 +384,20 @@ def test_a_run_with_an_added_separator_resumes_with_it(tiny, text, tmp_path, mon
     # Another run uses the id of the file, and needs no row more than it has.
     model = dataclasses.replace(config.model, vocab_size=401)
     assert rows_of(dataclasses.replace(config, model=model)).vocab_size == 401
+
+
+def test_the_writer_that_the_page_shows_writes_tokens(tmp_path, monkeypatch):
+    page = (ROOT / 'docs/data.md').read_text('utf-8')
+    (program,) = re.findall(r'```python\n(import hashlib.*?)```', page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'tokens').mkdir()
+    (tmp_path / 'writer.py').write_text(program)
+    runpy.run_path('writer.py')
+    dataset = load_text(made_of(tmp_path / 'tokens'))
+    assert bytes(dataset.split('train')) == b'one text\0another\0'
+    index = token_files.read_index(tmp_path / 'tokens')
+    assert token_files.open_index(
+        tmp_path / 'tokens', index, dataset.tokenizer, compare=True
+    ).splits == ('train', 'validation')
+    expected = tokens.entropy(np.bincount(dataset.split('train')))
+    assert dataset.unigram_nats('train') == pytest.approx(expected)

@@ -10,6 +10,7 @@ from qkattn.config.calls import called, resolve, takes
 from qkattn.config.imports import digest
 from qkattn.data.corpora import catalogues, cldr, downloads, own_files, python_text
 from qkattn.data.corpora.corpus import SPLITS, Corpus, capped, carved
+from qkattn.data.corpora.divided import divided
 from qkattn.errors import ConfigError
 
 
@@ -28,18 +29,18 @@ def _tokens(config: DataConfig) -> Corpus:
 
 CORPORA = {
     'stdlib': Source(python_text.stdlib),
-    'tiny_shakespeare': Source(downloads.tiny_shakespeare, optional=('manual_dir',)),
-    'text': Source(own_files.text, required=('path',)),
+    'tiny_shakespeare': Source(downloads.tiny_shakespeare, optional=('manual_dir', 'documents')),
+    'text': Source(own_files.text, required=('path',), optional=('feature', 'documents')),
     'multi30k': Source(downloads.multi30k, required=('languages',), optional=('manual_dir',)),
     'cldr': Source(cldr.corpus, required=('languages',)),
-    'tokens': Source(_tokens, required=('path',)),
+    'tokens': Source(_tokens, required=('path',), optional=('documents', 'token_dtype')),
     'parallel': Source(own_files.parallel, required=('path', 'languages')),
     # Of any name that begins like this.
     'tfds:NAME': Source(catalogues.tfds_set, optional=('languages', 'feature')),
     'hf:NAME': Source(catalogues.hugging_face, optional=('languages', 'feature')),
 }
 # Settings that some datasets take and others do not.
-SETTINGS = ('path', 'languages', 'feature', 'manual_dir')
+SETTINGS = ('path', 'languages', 'feature', 'documents', 'token_dtype', 'manual_dir')
 # Datasets whose text comes with the interpreter, or is in files that the settings name.
 LOCAL = ('stdlib', 'cldr', 'text', 'parallel')
 # Datasets that a name alone opens.
@@ -121,6 +122,8 @@ def find(config: DataConfig) -> Corpus:
             version=f'{corpus.version}-lower',
             documents=functools.partial(_lowercased, corpus),
         )
+    if config.documents is not None:
+        corpus = divided(corpus, config.documents)
     corpus = carved(corpus, config.carve_test)
     if corpus.languages:
         return corpus

@@ -202,9 +202,13 @@ class MaskedRows(TextRows):
         order_BT = np.argsort(position_BT, axis=1)
         is_target_BT = np.zeros(targets_BT.shape, bool)
         np.put_along_axis(is_target_BT, order_BT[:, : self.num_masked], True, axis=1)
-        # A random id but the separator's: ids from that on move up by one.
-        random_BT = (token_BT * (self.dataset.vocab_size - 1)).astype(np.int32)
-        random_BT += random_BT >= self.dataset.tokenizer.separator
+        separator = self.dataset.tokenizer.separator
+        if separator is None:
+            random_BT = (token_BT * self.dataset.vocab_size).astype(np.int32)
+        else:
+            # A random id but the separator's: ids from that on move up by one.
+            random_BT = (token_BT * (self.dataset.vocab_size - 1)).astype(np.int32)
+            random_BT += random_BT >= separator
         hidden_BT = np.where(action_BT < 0.8, self.mask, random_BT)
         is_replaced_BT = is_target_BT & (action_BT < 0.9)
         tokens_BT = np.where(is_replaced_BT, hidden_BT, targets_BT)

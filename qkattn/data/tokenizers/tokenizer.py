@@ -24,7 +24,9 @@ class Tokenizer(Protocol):
 
     name: str
     vocab_size: int  # ids are in [0, vocab_size)
-    separator: int  # the id that follows each document; `encode` never returns it
+    # The id that follows each document, which `encode` never returns; None only for ids of which
+    # nothing says what separates them.
+    separator: int | None
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Token ids [num_tokens] in the narrowest unsigned dtype.
@@ -116,6 +118,28 @@ class CharacterTokenizer(Tokenizer):
 
     def num_bytes(self, ids: Ids) -> int:
         return int(self._num_bytes_V[np.asarray(ids, np.int64)].sum())
+
+
+class IdTokenizer(Tokenizer):
+    """Ids of an unknown vocabulary, which are written as numbers: '464 3290 318'."""
+
+    def __init__(self, vocab_size: int, separator: int | None):
+        self.name = f'ids-{vocab_size}'
+        self.vocab_size = vocab_size
+        self.separator = separator
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        ids = [int(word) for word in text_of(text).split()]
+        for number in ids:
+            if not 0 <= number < self.vocab_size:
+                raise ValueError(f'id {number} is outside of 0 .. {self.vocab_size - 1}')
+        return np.array(ids, np.min_scalar_type(self.vocab_size - 1))
+
+    def decode(self, ids: Ids) -> str:
+        return ' '.join(str(number) for number in np.asarray(ids).tolist())
+
+    def num_bytes(self, ids: Ids) -> int:
+        raise ValueError('the bytes of ids are unknown without their vocabulary')
 
 
 def text_of(text: str | bytes) -> str:
