@@ -28,7 +28,8 @@ from qkattn.report.prose import counted
 from qkattn.storage import ledger
 
 REASONS = 'rewritten_ledgers.toml'
-_REASON = ('ledger', 'replaced', 'why')  # of each entry
+# The keys of each entry there.
+_REASON = ('ledger', 'replaced', 'why')
 _WORKING_TREE = 'the working tree'
 
 
@@ -55,12 +56,14 @@ def check_ledgers(results: Path) -> str:
     ReportError names a ledger that was rewritten without a reason in rewritten_ledgers.toml, and
     the commit. Without a whole git history nothing is compared, which the sentence says.
     """
-    if (obstacle := _obstacle(results)) is not None:
+    obstacle = _obstacle(results)
+    if obstacle is not None:
         return f'ledgers: not compared with earlier commits, as {obstacle}'
     reasons = _reasons(results / REASONS)
     ledgers = sorted(results.glob(f'**/{ledger.NAME}'))
     histories = _histories(results, [path.relative_to(results).as_posix() for path in ledgers])
-    num_versions = num_rewritten = 0
+    num_versions = 0
+    num_rewritten = 0
     for path, versions in histories.items():
         num_versions += len(versions)
         for before, after in pairwise(versions):
@@ -78,6 +81,10 @@ def check_ledgers(results: Path) -> str:
 
 
 def _git(directory: Path, *arguments: str, given: str = '') -> bytes:
+    """The output of a git command in a directory, with `given` on its standard input.
+
+    CalledProcessError if it fails. It takes no lock, so that it works beside another git command.
+    """
     command = ['git', '-C', str(directory), '-c', 'core.quotePath=false', *arguments]
     environment = {**os.environ, 'GIT_OPTIONAL_LOCKS': '0'}
     finished = subprocess.run(
@@ -93,7 +100,9 @@ def _obstacle(results: Path) -> str | None:
         _git(results, 'rev-parse', '--verify', 'HEAD')
     except (OSError, subprocess.SubprocessError):
         return f'{results} has no git history'
-    return 'the clone is shallow: git fetch --unshallow completes it' if shallow else None
+    if shallow:
+        return 'the clone is shallow: git fetch --unshallow completes it'
+    return None
 
 
 def _reasons(path: Path) -> set[tuple[str, str]]:
@@ -105,7 +114,8 @@ def _reasons(path: Path) -> set[tuple[str, str]]:
     except (OSError, ValueError) as error:
         raise ReportError(f'{path} cannot be read: {error}') from error
     for number, entry in enumerate(entries, start=1):
-        if sorted(entry) != sorted(_REASON) or not all(map(str.strip, map(str, entry.values()))):
+        is_complete = sorted(entry) == sorted(_REASON)
+        if not is_complete or not all(str(value).strip() for value in entry.values()):
             raise ReportError(f'{path}, entry {number} must have {", ".join(_REASON)}, none empty')
     return {(entry['ledger'], entry['replaced']) for entry in entries}
 
@@ -119,22 +129,34 @@ def _last_hash(content: bytes) -> str | None:
 
 
 def _histories(results: Path, ledgers: Sequence[str]) -> dict[str, list[Version]]:
-    """The versions of each committed ledger, the oldest first, the file itself last."""
-    kept: dict[str, list[Change]] = {}
-    removed: dict[str, list[Change]] = {}  # by the name of the study
+    """The versions of each committed ledger by its path, the oldest first, the file itself last.
+
+    A ledger that appears goes on from the last one that was removed from a directory of its name.
+    """
+    changes_by_path: dict[str, list[Change]] = {}
+    removed_by_study: dict[str, list[Change]] = {}
     for change in _changes(results):
-        name = Path(change.path).parent.name
+        study = Path(change.path).parent.name
         if change.blob is None:
-            removed[name] = kept.pop(change.path, [])
-        elif change.path in kept:
-            kept[change.path].append(change)
+            removed_by_study[study] = changes_by_path.pop(change.path, [])
+        elif change.path in changes_by_path:
+            changes_by_path[change.path].append(change)
         else:
-            kept[change.path] = [*removed.pop(name, []), change]
+            earlier = removed_by_study.pop(study, [])
+            changes_by_path[change.path] = [*earlier, change]
+
+    committed: dict[str, list[Change]] = {}
+    for path in ledgers:
+        moved_and_not_committed = removed_by_study.get(Path(path).parent.name, [])
+        committed[path] = changes_by_path.get(path) or moved_and_not_committed
+    blobs = _blobs(results, (change.blob for changes in committed.values() for change in changes))
     histories = {}
-    committed = [kept.get(path) or removed.get(Path(path).parent.name, []) for path in ledgers]
-    blobs = _blobs(results, (change.blob for changes in committed for change in changes))
-    for path, changes in zip(ledgers, committed, strict=True):
-        versions = [Version(f'commit {c.commit[:12]}', blobs[c.blob]) for c in changes if c.blob]
+    for path, changes in committed.items():
+        versions = [
+            Version(f'commit {change.commit[:12]}', blobs[change.blob])
+            for change in changes
+            if change.blob
+        ]
         if versions:
             file = Version(_WORKING_TREE, (results / path).read_bytes())
             histories[path] = [*versions, file]
@@ -146,19 +168,18 @@ def _changes(results: Path) -> Iterator[Change]:
 
     Of a merge, those from its first parent: the history of the branch that it was merged into.
     """
-    raw = _git(
-        results,
-        *('log', '--reverse', '--first-parent', '-m', '--raw', '--no-abbrev', '--no-renames'),
-        *('--relative', '--format=commit %H', '--', f':(glob)**/{ledger.NAME}'),
-    )
+    order = ('--reverse', '--first-parent', '-m')
+    form = ('--raw', '--no-abbrev', '--no-renames', '--relative', '--format=commit %H')
+    output = _git(results, 'log', *order, *form, '--', f':(glob)**/{ledger.NAME}')
     commit = ''
     of_commit = list[Change]()
-    for line in raw.decode().splitlines():
+    for line in output.decode().splitlines():
         if line.startswith('commit '):
             yield from sorted(of_commit, key=lambda change: change.blob is not None)
             commit = line.removeprefix('commit ')
             of_commit = []
         elif line.startswith(':'):
+            # ':100644 100644 <blob before> <blob after> M<tab>claims/cpu/a/ledger.jsonl'
             description, path = line.split('\t')
             _, _, _, blob, status = description.split()
             of_commit.append(Change(commit, path, None if status == 'D' else blob))
@@ -171,7 +192,8 @@ def _blobs(results: Path, names: Iterable[str | None]) -> dict[str, bytes]:
     output = _git(results, 'cat-file', '--batch', given='\n'.join(wanted))
     contents = {}
     for name in wanted:
-        header, _, output = output.partition(b'\n')  # name, type and size
+        # The answer to a name is a line '<name> blob <size>', the content, and a newline.
+        header, _, output = output.partition(b'\n')
         size = int(header.split()[-1])
         contents[name] = output[:size]
         output = output[size + 1 :]

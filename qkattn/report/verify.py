@@ -41,8 +41,9 @@ from qkattn.study.tuning import SCREENING
 from qkattn.verdict import TrainedStudy, load_findings
 from qkattn.verdict.runs import Trial
 
-TOLERANCE = 1e-6  # relative, of derived numbers
-
+# Relative, of derived numbers.
+TOLERANCE = 1e-6
+# A number as it is printed: '8', '+0.0500', '1.5e-07', '< 0.001'.
 PRINT = re.compile(r'(?:< )?[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?')
 
 
@@ -61,14 +62,16 @@ def check_study(directory: str | Path) -> int:
         if not path.is_file():
             raise ReportError(f'{path} does not exist; make it with python -m experiments.report')
         actual = read_whole(path).decode(errors='replace')
-        if place := difference(actual, text):
-            raise ReportError(f'{path} does not match its logs, {place}')
+        first_difference = difference(actual, text)
+        if first_difference is not None:
+            raise ReportError(f'{path} does not match its logs, {first_difference}')
         count += len(PRINT.findall(actual))
     return count
 
 
-# The text between `<!-- NAME: DIRECTORY -->` and `<!-- end -->` in a Markdown page, of the
-# directory and of its path as written; by name.
+# By name of a block, what makes its text. A block of a Markdown page stands between
+# `<!-- NAME: DIRECTORY -->` and `<!-- end -->`; its text is a function of the directory and of its
+# path as the page writes it.
 Blocks = Mapping[str, Callable[[Path, str], str]]
 HEADLINE: Blocks = {'headline': lambda path, _: tables.headline(load_findings(path))}
 
@@ -76,69 +79,87 @@ HEADLINE: Blocks = {'headline': lambda path, _: tables.headline(load_findings(pa
 def check_page(path: str | Path, blocks: Blocks = HEADLINE, *, write: bool = False) -> int:
     """Checks the blocks of results in a Markdown page and returns how many there are.
 
-    `write` replaces blocks by what their directories give; else ReportError names one that its
-    directory does not give.
+    `write` replaces blocks by what their directories give; else ReportError names the first line
+    that its directory does not give.
     """
-    text = read_page(path := Path(path))
-    marks = rf'<!-- ({"|".join(blocks)}): (\S+) -->\n'
-    block = re.compile(rf'({marks})(.*?)(<!-- end -->)', re.DOTALL)
+    path = Path(path)
+    text = read_page(path)
+    names = '|'.join(blocks)
+    start = rf'<!-- (?P<name>{names}): (?P<directory>\S+) -->\n'
+    block = re.compile(rf'(?P<start>{start}).*?(?P<end><!-- end -->)', re.DOTALL)
 
-    def made(match: re.Match[str]) -> str:
-        start, name, directory, _, end = match.groups()
-        return start + blocks[name](path.parent / directory, directory) + end
+    def made_again(match: re.Match[str]) -> str:
+        directory = match['directory']
+        content = blocks[match['name']](path.parent / directory, directory)
+        return match['start'] + content + match['end']
 
-    expected = block.sub(made, text)
+    expected, count = block.subn(made_again, text)
+    first_difference = difference(text, expected)
     if write and expected != text:
         write_atomic(path, expected)
-    elif place := difference(text, expected):
-        raise ReportError(f'{path} does not match its studies, {place}')
-    return len(block.findall(text))
+    elif first_difference is not None:
+        raise ReportError(f'{path} does not match its studies, {first_difference}')
+    return count
 
 
 def _ledger_problems(study: TrainedStudy) -> Iterator[str]:
-    """Declarations that are not in the ledger, and files that changed since a look."""
+    """A sentence for each declaration not in the ledger, and one for files changed since a look.
+
+    Only a study with results beyond screening has been looked at.
+    """
     if study.ledger.declaration != study.declaration:
         yield f'study.json is not what the last declaration in {ledger.NAME} says'
     if study.ledger.arms != set(study.arms):
         yield f'study.json has other arms than {ledger.NAME}'
-    judged = any(run.stage != SCREENING and run.trials for run in study.runs)
-    looked = study.ledger.looked_files
-    files = ledger.digests(study.files)
-    unlike = [name for name in {**looked, **files} if looked.get(name) != files.get(name)]
-    if judged and unlike:
-        altered = [f'run {run} is not what look {n} saw; ' for run, n in study.altered.items()]
+    if not any(run.stage != SCREENING and run.trials for run in study.runs):
+        return
+    digests_then = study.ledger.looked_files
+    digests_now = ledger.digests(study.files)
+    changed = []
+    for name in {**digests_then, **digests_now}:
+        if digests_then.get(name) != digests_now.get(name):
+            changed.append(name)
+    if changed:
+        altered = [
+            f'run {run} is not what look {look} saw; ' for run, look in study.altered.items()
+        ]
         yield (
-            f'{" and ".join(unlike)} changed since the last look in {ledger.NAME}; '
+            f'{" and ".join(changed)} changed since the last look in {ledger.NAME}; '
             f'{"".join(altered)}restore what was edited, or make the report again where results '
             'were added'
         )
 
 
 def _run_problems(study: TrainedStudy) -> Iterator[str]:
-    """Runs whose results are not those of their plan or of each other."""
+    """A sentence for each run whose results are not those of its plan or of each other."""
     for run in study.runs:
         if fingerprint_of(run.config) != run.name:
             yield f'run {run.name} of plan.jsonl is not the hash of its config'
         if not run.trials:
             continue
-        trials = [trial.trial for trial in run.trials]
-        if trials != from_json(TrialsConfig, run.config['trials']).trials():
+        planned = from_json(TrialsConfig, run.config['trials']).trials()
+        if [trial.trial for trial in run.trials] != planned:
             yield f'run {run.name} has results that are not the trials of its config in their order'
             continue
         for trial in run.trials:
-            for name, number, expected in _derived(study, trial):
+            for field, number, expected in _derived(study, trial):
                 if not math.isclose(number, expected, rel_tol=1e-9, abs_tol=1e-12):
-                    about = f'seed {trial.seed} of run {run.name} has {name} {number}'
-                    yield f'{about}, which is {expected} by its other fields'
+                    yield (
+                        f'seed {trial.seed} of run {run.name} has {field} {number}, '
+                        f'which is {expected} by its other fields'
+                    )
 
 
 def _derived(study: TrainedStudy, trial: Trial) -> Iterator[tuple[str, float, float]]:
-    """Names and numbers of a result, and those that its other fields and its config give."""
-    total = trial.parameters['total']
+    """Fields of a result that follow from others: name, stored number, number that follows.
+
+    The residual is the relative distance of a matched quantity from its target.
+    """
     run = trial.run
-    tokens = run.config['train']['batch_size'] * run.config['model']['context']  # of a step
-    yield 'num_tokens', trial.num_tokens, trial.num_steps * tokens
+    tokens_of_a_step = run.config['train']['batch_size'] * run.config['model']['context']
+    yield 'num_tokens', trial.num_tokens, trial.num_steps * tokens_of_a_step
     if study.match is not None and run.target:
+        total = trial.parameters['total']
         measured = {
             'total': total,
             'non_embedding': total - trial.parameters['embedding'],
@@ -153,28 +174,41 @@ def near(stored: float, number: float) -> bool:
     return stored in {rounded(number * (1 + shift)) for shift in (-TOLERANCE, 0, TOLERANCE)}
 
 
-def close(one: str, other: str) -> bool:
+def close(printed: str, expected: str) -> bool:
     """Whether two prints of a number differ by one in the last decimal at most; counts not at all.
 
     So far goes what rounds in another way, as '0.082' and '0.083', or '< 0.001' and '0.001'.
     """
-    a, b = (Decimal(text.removeprefix('< ')) for text in (one, other))
-    last = min(int(x.as_tuple().exponent) for x in (a, b))
-    return abs(a - b) <= (Decimal(1).scaleb(last) if last < 0 else 0)
+    a = Decimal(printed.removeprefix('< '))
+    b = Decimal(expected.removeprefix('< '))
+    # The exponent of the last digit: -3 of '0.082', 0 of a count.
+    exponent = min(int(number.as_tuple().exponent) for number in (a, b))
+    allowed = Decimal(1).scaleb(exponent) if exponent < 0 else 0
+    return abs(a - b) <= allowed
 
 
 def difference(actual: str, expected: str, agree: Callable[[str, str], bool] = close) -> str | None:
-    """'line 3: 'a', expected 'b'', or None if texts are equal, and numbers are or `agree`."""
-    lines = actual.splitlines()
-    others = expected.splitlines()
-    for number, (line, other) in enumerate(zip(lines, others, strict=False), start=1):
-        prints = zip(PRINT.findall(line), PRINT.findall(other), strict=False)
-        if PRINT.sub('0', line) != PRINT.sub('0', other) or not all(
-            one == two or agree(one, two) for one, two in prints
-        ):
-            at = len(os.path.commonprefix([line, other]))
-            part = slice(max(at - 20, 0), at + 40)
-            return f'line {number}: {line[part]!r}, expected {other[part]!r}'
-    if len(lines) != len(others):
-        return f'it has {len(lines)} lines, expected {len(others)}'
+    """The first difference between two texts: "line 3: 'a', expected 'b'"; None if they agree.
+
+    They agree if they are equal but for numbers, and numbers at the same place are equal or
+    `agree`.
+    """
+    actual_lines = actual.splitlines()
+    expected_lines = expected.splitlines()
+    pairs = zip(actual_lines, expected_lines, strict=False)
+    for number, (line, expected_line) in enumerate(pairs, start=1):
+        if not _lines_agree(line, expected_line, agree):
+            equal_length = len(os.path.commonprefix([line, expected_line]))
+            shown = slice(max(equal_length - 20, 0), equal_length + 40)
+            return f'line {number}: {line[shown]!r}, expected {expected_line[shown]!r}'
+    if len(actual_lines) != len(expected_lines):
+        return f'it has {len(actual_lines)} lines, expected {len(expected_lines)}'
     return None
+
+
+def _lines_agree(line: str, expected: str, agree: Callable[[str, str], bool]) -> bool:
+    """Whether two lines are equal but for numbers that `agree`."""
+    if PRINT.sub('0', line) != PRINT.sub('0', expected):
+        return False
+    pairs = zip(PRINT.findall(line), PRINT.findall(expected), strict=True)
+    return all(number == other or agree(number, other) for number, other in pairs)

@@ -7,28 +7,33 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-from qkattn.report.figures.style import GRID, legend, panels
+from qkattn.report.figures.style import GRID, legend, panels, rows_of
 
 # Layers and heads that attention maps have room for; of more, they show some, evenly spaced.
 MAX_LAYERS = 12
 MAX_HEADS = 16
-MAX_TOKENS = 40  # that attention maps name
-_WIDTH = 6.6  # inches
+# Attention maps of more tokens do not name them.
+MAX_TOKENS = 40
+# Inches.
+_WIDTH = 6.6
 
 
 def singular_values(layers: Mapping[int, np.ndarray], circuit: str) -> Figure:
     """Singular values s_ND by index, relative to the largest: a panel a layer, a line a head."""
     columns = min(4, len(layers))
-    figure = Figure(figsize=(max(_WIDTH, 1.9 * columns), 1.7 * -(-len(layers) // columns) + 1.0))
+    height = 1.7 * rows_of(len(layers), columns) + 1.0
+    figure = Figure(figsize=(max(_WIDTH, 1.9 * columns), height))
     axes = panels(figure, columns, len(layers), sharex=True, sharey=True)
     for ax, (layer, s_ND) in zip(axes, sorted(layers.items()), strict=True):
         shades = colormaps['viridis'](np.linspace(0, 0.9, len(s_ND)))
         for head, (s_D, shade) in enumerate(zip(s_ND, shades, strict=True)):
             # Below the precision of float32 there is rounding only.
-            relative_D = np.where(s_D > 1e-6 * s_D[0], s_D / (s_D[0] or 1.0), np.nan)
+            largest = s_D[0] or 1.0
+            relative_D = np.where(s_D > 1e-6 * s_D[0], s_D / largest, np.nan)
             ax.plot(np.arange(1, len(s_D) + 1), relative_D, color=shade, label=f'head {head}')
         ax.set(yscale='log', title=f'layer {layer}')
-        ax.yaxis.set(major_formatter='{x:g}', minor_formatter='')  # those of 'log' are TeX
+        # The formatters of a logarithmic axis write TeX.
+        ax.yaxis.set(major_formatter='{x:g}', minor_formatter='')
     figure.supxlabel('index')
     figure.supylabel(f'singular value of {circuit}\n(largest = 1)')
     legend(figure)
@@ -38,17 +43,18 @@ def singular_values(layers: Mapping[int, np.ndarray], circuit: str) -> Figure:
 def heat_maps(quantities: Mapping[str, np.ndarray]) -> Figure:
     """A heat map [layers, heads] for each quantity by its name; grey where there is no value."""
     columns = min(2, len(quantities))
-    num_layers = len(next(iter(quantities.values())))
+    num_layers = max(len(values_LN) for values_LN in quantities.values())
     height = min(max(0.28 * num_layers, 1.2), 3.2) + 0.75
-    figure = Figure(figsize=(_WIDTH, height * -(-len(quantities) // columns)))
+    figure = Figure(figsize=(_WIDTH, height * rows_of(len(quantities), columns)))
     axes = panels(figure, columns, len(quantities))
     for ax, (name, values_LN) in zip(axes, quantities.items(), strict=True):
         finite = values_LN[np.isfinite(values_LN)]
         largest = np.abs(finite).max(initial=1e-6)
         signed = finite.min(initial=0.0) < 0
         shades = colormaps['RdBu' if signed else 'Blues'].with_extremes(bad=GRID)
-        limits = {'vmin': -largest if signed else 0.0, 'vmax': largest, 'aspect': 'auto'}
-        image = ax.imshow(np.ma.masked_invalid(values_LN), cmap=shades, **limits)
+        lowest = -largest if signed else 0.0
+        masked_LN = np.ma.masked_invalid(values_LN)
+        image = ax.imshow(masked_LN, cmap=shades, vmin=lowest, vmax=largest, aspect='auto')
         ax.set(title=name, xlabel='head', ylabel='layer')
         ax.grid(visible=False)
         ax.locator_params(integer=True)
@@ -66,7 +72,10 @@ def attention_maps(
     shown = _spaced(sorted(layers), MAX_LAYERS)
     heads = _spaced(range(len(layers[shown[0]])), MAX_HEADS)
     named = max(len(queries), len(keys)) <= MAX_TOKENS
-    width, height = (max(0.8, named * 0.085 * len(tokens)) for tokens in (keys, queries))
+    # Inches of a map, in which a named token takes a row or column.
+    inches_of_token = 0.085 if named else 0.0
+    width = max(0.8, inches_of_token * len(keys))
+    height = max(0.8, inches_of_token * len(queries))
     figure = Figure(figsize=(max(width * len(heads) + 0.9, 3.6), height * len(shown) + 0.9))
     axes = figure.subplots(len(shown), len(heads), squeeze=False, sharex=True, sharey=True)
     image: Any = None
