@@ -223,6 +223,23 @@ def test_a_variant_that_begins_as_a_formula_is_text_in_table_csv(study_dir):
     assert rows == ['variant', 'qk/vo', f"'{name}"]
 
 
+def test_a_report_names_the_settings_of_a_recipe_that_arms_share(study_dir):
+    records = [trial_record(v) for v in ('qk/vo', 'b/vo')]
+    write_study(study_dir, records)
+    plain = '\n'.join(tables.settings(read(study_dir)))
+    for record in records:
+        changes = {'optimizer__schedule': 'wsd', 'train__z_loss': 1e-4}
+        studies.edit_plan(study_dir, record['run'], data__cross_documents=False, **changes)
+    recipe = '\n'.join(tables.settings(read(study_dir)))
+    for text in (
+        'to 0 of the peak in the last 0.1 of the steps',
+        'z-loss 0.0001',
+        'within documents',
+    ):
+        assert text in recipe
+        assert text not in plain
+
+
 def one_seed(directory: Path) -> Path:
     return write_study(directory, [trial_record(v) for v in ('qk/vo', 'b/vo')])
 

@@ -99,7 +99,7 @@ def _task_and_options(config: Config) -> tuple[type[Rows], dict[str, Any]]:
 
 
 def _by_documents(task: type[Rows], data: DataConfig) -> type[Rows]:
-    """The task, for text with data.cross_documents=False that whose rows number documents."""
+    """The task; that of text becomes DocumentRows with data.cross_documents=False."""
     if task is LanguageRows and not data.cross_documents:
         return DocumentRows
     return task
