@@ -1,6 +1,6 @@
 """Tokenizes a text once into a directory, which any number of runs on any number of hosts read.
 
-python -m experiments.prepare_data --config=configs/small.py --out=runs/tokens --workers=4
+python -m experiments.prepare_data --config=configs/small.py --out=runs/tokens
 python -m experiments.train --config=small --workdir=runs/from_tokens \\
     --config.data.name=tokens --config.data.path=runs/tokens
 
