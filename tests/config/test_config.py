@@ -174,7 +174,10 @@ def test_settings_that_do_not_fit_each_other_are_refused(tmp_path):
         (BOTH | {PATTERN: 'qk/vo,qk/no_v'}, 'is for a decoder or an encoder'),
         ({PATTERN: 'qk/vo,qk/ov'}, "unknown value 'ov'"),
         ({PATTERN: 'qk/vo,merged/vo', 'model.positions': 'rope'}, '[1]: merged has no rotary'),
-        (DOT_PRODUCT | {'model.positions': 'alibi'}, "model: kernel='dot_product' has no biases"),
+        (
+            DOT_PRODUCT | {'model.positions': 'alibi'},
+            "model: kernel='dot_product' cannot add position biases",
+        ),
         (
             DOT_PRODUCT | {'data.cross_documents': False},
             "model: kernel='dot_product' does not take padding or packed sequences",
